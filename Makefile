@@ -1,0 +1,36 @@
+# make setup       the environment in .venv (TORCH=auto|cpu|cu126|cu128|cu130)
+# make quickstart  set-up, then train a small model on this machine
+# make test        set-up, lint, types, contract, fast tests
+# make test-all    the same and the slow tests
+# make lint        look; make format  mend
+SHELL := /bin/bash
+TORCH ?= auto
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: setup quickstart lint format test test-all clean
+
+setup:
+	@$(PYTHON) tools/setup.py --torch $(TORCH)
+
+quickstart: setup
+	@$(BIN)/steelyard quickstart
+
+lint: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+test: lint
+	$(BIN)/pytest -m "not slow"
+
+test-all: test
+	$(BIN)/pytest -m slow
+
+clean:
+	rm -rf .venv build dist *.egg-info

@@ -1,0 +1,131 @@
+"""The command line: parse, call one function, print.
+
+Each command lives in a module of its own that is imported only when it is asked for, so that `steelyard --help` costs
+next to nothing. `--debug` and `--quiet` are understood anywhere on the line.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from types import FrameType
+from typing import Annotated, NoReturn
+
+import typer
+
+import steelyard
+from steelyard.core.console import console
+from steelyard.core.errors import Fault, Interrupted, SteelyardError
+
+# Every command: the module below `steelyard.cli` that holds it, and its line in the help.
+COMMANDS = {
+    "quickstart": ("quickstart", "Train a small model here, in minutes."),
+    "recipe": ("recipe", "Check, show and list recipes."),
+    "tokenizer": ("tokenizer", "Train tokenizers."),
+    "data": ("data", "Turn text into token files."),
+    "train": ("train", "Train a model as a recipe says."),
+    "generate": ("generate", "Let a trained model write."),
+    "report": ("report", "Write a run's report as one HTML file."),
+}
+HELP = "Text and GPUs in, a trained and published language model out."
+EPILOG = "Exit codes: 0 done, 1 a fault of the machine or the work, 2 a mistake in what was asked, 130 interrupted."
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run one command and exit with its code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    debug = _take(words, "--debug")
+    console.quiet = _take(words, "--quiet")
+    signal.signal(signal.SIGINT, _interrupt)
+    try:
+        app(words)(args=words, prog_name="steelyard")
+        code = 0
+    except SystemExit as exit_:
+        code = exit_.code if isinstance(exit_.code, int) else 1
+    except Interrupted as interruption:
+        console.error(f"interrupted; {interruption.saved}" if interruption.saved else "interrupted")
+        code = interruption.exit_code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # The reader has left; so do we, without a word.
+        code = 1
+    except Exception as error:
+        code = _explain(error, debug)
+    sys.exit(code)
+
+
+def app(words: Sequence[str]) -> typer.Typer:
+    """The command tree, of which only the command that is asked for is really there."""
+    root = typer.Typer(
+        help=HELP, epilog=EPILOG, rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False,
+        no_args_is_help=True,
+    )  # fmt: skip
+    root.callback()(_root)
+    wanted = next((word for word in words if not word.startswith("-")), None)
+    if wanted is not None and wanted not in COMMANDS:
+        _refuse_unknown(wanted)
+    for name, (module, help_) in COMMANDS.items():
+        if name == wanted:
+            import_module(f"steelyard.cli.{module}").register(root, name, help_)
+        else:
+            root.command(name, help=help_)(_not_imported)
+    return root
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(steelyard.__version__)
+        raise typer.Exit
+
+
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print results and problems only.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """`--quiet` and `--debug` stand here for the help; `main` has taken them off the line already."""
+
+
+def _not_imported() -> None:
+    raise AssertionError("only the command that was asked for is imported")
+
+
+def _take(words: list[str], flag: str) -> bool:
+    if flag not in words:
+        return False
+    words.remove(flag)
+    return True
+
+
+def _refuse_unknown(word: str) -> NoReturn:
+    near = difflib.get_close_matches(word, COMMANDS, n=1)
+    console.error(
+        f"there is no command {word}" + (f"\n  did you mean {near[0]}?" if near else "\n  see steelyard --help")
+    )
+    sys.exit(2)
+
+
+def _explain(error: Exception, debug: bool) -> int:
+    """Print an error as its kind deserves and return the exit code."""
+    if debug:
+        import traceback
+
+        traceback.print_exception(error)
+    if isinstance(error, SteelyardError):
+        console.error(str(error))
+        return error.exit_code
+    if isinstance(error, OSError):
+        console.error(f"{error.strerror or error}" + (f": {error.filename}" if error.filename else ""))
+        return Fault.exit_code
+    hint = "" if debug else "\n  this is a bug in steelyard; --debug shows where"
+    console.error(f"{type(error).__name__}: {error}{hint}")
+    return Fault.exit_code
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise Interrupted

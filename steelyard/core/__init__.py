@@ -1,0 +1,1 @@
+"""What every room stands on: recipe, run folder, errors, console, files and units. Nothing here imports torch."""

@@ -1,0 +1,14 @@
+"""`[checkpoint]`: how often to save, how many to keep."""
+
+from __future__ import annotations
+
+from pydantic import NonNegativeInt, PositiveInt
+
+from steelyard.core.recipe.section import Section
+
+
+class Checkpoint(Section):
+    """What is saved. A run always saves at its end and when it is asked to stop."""
+
+    every: NonNegativeInt = 1000
+    keep_last: PositiveInt = 3

@@ -1,0 +1,14 @@
+"""`[eval]`: validation while training."""
+
+from __future__ import annotations
+
+from pydantic import NonNegativeInt, PositiveInt
+
+from steelyard.core.recipe.section import Section
+
+
+class Evaluation(Section):
+    """How often to measure the loss on the validation share of the data. 0 leaves only the first and the last step."""
+
+    every: NonNegativeInt = 1000
+    batches: PositiveInt = 10

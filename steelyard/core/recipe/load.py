@@ -1,0 +1,207 @@
+"""From a file or a shipped name, what it extends, and overrides, to a checked `Recipe`."""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Iterator, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from steelyard.core.errors import UserError
+from steelyard.core.recipe.recipe import Recipe
+from steelyard.core.recipe.toml import leaves, parse, parse_value
+
+COMMAND_LINE = "command line"
+NAMES_ELSEWHERE = {
+    "lr": "optim.learning_rate",
+    "min_lr": "optim.min_learning_rate",
+    "train_iters": "train.steps",
+    "max_steps": "train.steps",
+    "batch_size": "train.global_batch",
+    "num_layers": "model.layers",
+    "hidden_size": "model.hidden",
+    "intermediate_size": "model.ffn",
+    "num_attention_heads": "model.heads",
+    "num_key_value_heads": "model.kv_heads",
+    "vocab_size": "model.vocab",
+    "seq_length": "data.sequence_length",
+}
+
+
+def load(source: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Load a recipe by path or shipped name and apply overrides such as `train.steps=50`."""
+    values, places = _read(str(source), ())
+    for override in overrides:
+        _override(values, places, override)
+    values.setdefault("name", Path(source).stem if str(source).endswith(".toml") else str(source))
+    try:
+        recipe = Recipe.model_validate(values)
+    except ValidationError as error:
+        raise _explained(error, values, places, str(source)) from None
+    recipe._places = places
+    return recipe
+
+
+def shipped() -> dict[str, Path]:
+    """The recipes that come with the package, by name."""
+    folder = Path(str(files("steelyard") / "recipes"))
+    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+
+
+def _read(source: str, below: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, str]]:
+    path = _find(source, below[-1] if below else None)
+    if str(path) in below:
+        raise UserError("recipes extend each other in a circle", where=str(path), mend=" -> ".join([*below, str(path)]))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise UserError("this is not a text file", where=str(path), mend="a recipe is UTF-8 TOML") from None
+    except OSError as error:
+        raise UserError(f"cannot be read: {error.strerror}", where=str(path)) from None
+    values, places = parse(text, str(path))
+    parent = values.pop("extends", None)
+    if parent is None:
+        return values, places
+    if not isinstance(parent, str):
+        raise UserError("extends takes one name or path", where=places.get("extends"))
+    inherited, inherited_places = _read(parent, (*below, str(path)))
+    inherited.pop("name", None)
+    return _merged(inherited, values), inherited_places | places
+
+
+def _find(source: str, extended_by: str | None) -> Path:
+    path = Path(source).expanduser()
+    beside = Path(extended_by).parent / path if extended_by else path
+    if beside.is_file():
+        return beside
+    known = shipped()
+    if source in known:
+        return known[source]
+    near = difflib.get_close_matches(source, known, n=1)
+    hint = f"did you mean the shipped recipe {near[0]}?" if near else f"shipped recipes: {', '.join(known)}"
+    what = "is a folder, not a recipe" if beside.is_dir() else "there is no such file or shipped recipe"
+    raise UserError(f"{source}: {what}", where=extended_by, mend=hint)
+
+
+def _merged(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
+    both = dict(base)
+    for key, value in top.items():
+        below = base.get(key)
+        both[key] = _merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return both
+
+
+def _override(values: dict[str, Any], places: dict[str, str], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise UserError(f"{override!r} is not an override", mend="write section.key=value, like train.steps=50")
+    table = values
+    *sections, last = key.strip().split(".")
+    for section in sections:
+        table = table.setdefault(section, {})
+        if not isinstance(table, dict):
+            raise UserError(f"{section} is not a section", where=COMMAND_LINE, mend="write section.key=value")
+    table[last] = parse_value(text.strip())
+    places[key.strip()] = COMMAND_LINE
+
+
+def _explained(error: ValidationError, values: dict[str, Any], places: dict[str, str], source: str) -> UserError:
+    """One message that names every problem, each with its place and a way out."""
+    problems = [problem for detail in error.errors() for problem in _problems(detail, values)]
+    texts = []
+    for key, message, mend in problems:
+        place = _place(key, places) or source
+        texts.append(f"{place}: {key}: {message}" + (f"\n  {mend}" if mend else ""))
+    return UserError("\n".join(texts))
+
+
+def _problems(detail: ErrorDetails, values: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    kind, context = detail["type"], detail.get("ctx", {})
+    key = ".".join(str(part) for part in _without_family(detail["loc"]))
+    if kind == "contradiction":
+        yield context["key"], context["message"], context["mend"]
+    elif kind == "default_factory_not_called":
+        return  # The key it would follow from is wrong itself, and already named.
+    elif kind == "extra_forbidden":
+        table = detail["input"]
+        unknown = [f"{key}.{leaf}" for leaf, _ in leaves(table)] if isinstance(table, dict) and table else [key]
+        yield from ((name, "unknown key", _nearest(name, values)) for name in unknown)
+    elif kind == "missing":
+        needs = "a model needs at least family, layers, hidden, heads and vocab" if key.startswith("model") else ""
+        yield key, "is missing", needs
+    elif kind in ("union_tag_invalid", "union_tag_not_found"):
+        yield f"{key}.family", "must be one of gpt, llama", ""
+    elif kind in ("model_type", "model_attributes_type"):
+        yield key, f"is a section with keys of its own, not {_shown(detail['input'])}", ""
+    elif kind == "string_pattern_mismatch":
+        yield key, f"{detail['input']!r} may hold only letters, digits, dots, dashes and underscores", ""
+    else:
+        message = detail["msg"].removeprefix("Value error, ").replace("Input should be", "should be")
+        yield key, f"{message}, not {_shown(detail['input'])}", ""
+
+
+def _without_family(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """pydantic names the family between `model` and its key; the file does not."""
+    return (location[0], *location[2:]) if location[:1] == ("model",) and len(location) > 1 else location
+
+
+def _place(key: str, places: dict[str, str]) -> str | None:
+    """Where a key stands, or the nearest table around it."""
+    while key:
+        if key in places:
+            return places[key]
+        key = key.rpartition(".")[0]
+    return None
+
+
+def _nearest(key: str, values: dict[str, Any]) -> str:
+    """The valid name a misspelt key most likely means: the same word elsewhere, or a similar one."""
+    family = values.get("model", {}).get("family") if isinstance(values.get("model"), dict) else None
+    valid = [name for name in _valid_keys(Recipe) if not _of_another_family(name, family)]
+    key = ".".join(part for part in key.split(".") if not part.isdigit())
+    word = key.rpartition(".")[2]
+    same_word = [name for name in valid if name.rpartition(".")[2] == word]
+    if word in NAMES_ELSEWHERE and not same_word:
+        return f"did you mean {NAMES_ELSEWHERE[word]}?"
+    near = difflib.get_close_matches(key, same_word or valid, n=1, cutoff=0.5) or same_word[:1]
+    return f"did you mean {near[0]}?" if near else "steelyard recipe show prints every valid key"
+
+
+def _valid_keys(section: Any, prefix: str = "") -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        inner = [option for option in _options(field.annotation) if _is_section(option)]
+        if inner:
+            for option in inner:
+                yield from _valid_keys(option, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def _options(annotation: Any) -> Iterator[Any]:
+    if get_origin(annotation) in (Union, types.UnionType, list):
+        for option in get_args(annotation):
+            yield from _options(option)
+    else:
+        yield annotation
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def _of_another_family(name: str, family: Any) -> bool:
+    from steelyard.core.recipe.model import GptModel, LlamaModel
+
+    fields = {"gpt": set(GptModel.model_fields), "llama": set(LlamaModel.model_fields)}.get(family)
+    section, _, key = name.partition(".")
+    return section == "model" and fields is not None and key.partition(".")[0] not in fields
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,99 @@
+"""`[model]`: the shape of the network. Each family has its own keys; presets are recipes, not code."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from steelyard.core.recipe.section import Section, contradiction
+
+
+class Shape(Section):
+    """What every family has."""
+
+    layers: PositiveInt
+    hidden: PositiveInt
+    heads: PositiveInt
+    vocab: PositiveInt = Field(description="ids the tokenizer can produce")
+    vocab_multiple: PositiveInt = Field(
+        128, description="the embedding is padded to a multiple of this; padding is never predicted nor exported"
+    )
+    init_std: PositiveFloat = 0.02
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of the embedding table."""
+        return -(-self.vocab // self.vocab_multiple) * self.vocab_multiple
+
+
+class GptModel(Shape):
+    """GPT-2 and GPT-3: learned positions, LayerNorm, GELU, biases."""
+
+    family: Literal["gpt"]
+    ffn: PositiveInt = Field(default_factory=lambda data: 4 * data["hidden"])
+    positions: PositiveInt = Field(1024, description="rows of the learned position table")
+    tied: bool = True
+    norm_eps: PositiveFloat = 1e-5
+
+    @model_validator(mode="after")
+    def _divides(self) -> GptModel:
+        if self.hidden % self.heads:
+            raise _uneven("model.heads", f"{self.heads} heads", "model.hidden", self.hidden)
+        return self
+
+
+class RopeScaling(Section):
+    """Llama 3's stretching of the rotary frequencies for contexts longer than the original."""
+
+    factor: PositiveFloat = 8.0
+    low_freq_factor: PositiveFloat = 1.0
+    high_freq_factor: PositiveFloat = 4.0
+    original_positions: PositiveInt = 8192
+
+
+class LlamaModel(Shape):
+    """Llama and its kin: RMSNorm, SwiGLU, rotary positions, grouped-query attention."""
+
+    family: Literal["llama"]
+    ffn: PositiveInt = Field(default_factory=lambda data: _swiglu_width(data["hidden"]))
+    kv_heads: PositiveInt = Field(default_factory=lambda data: data["heads"])
+    head_dim: PositiveInt = Field(default_factory=lambda data: max(1, data["hidden"] // data["heads"]))
+    rope_theta: PositiveFloat = 10000.0
+    rope_scaling: RopeScaling | None = None
+    qkv_bias: bool = False
+    tied: bool = False
+    norm_eps: PositiveFloat = 1e-5
+
+    @model_validator(mode="before")
+    @classmethod
+    def _head_dim_is_given_or_follows(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "head_dim" not in data:
+            hidden, heads = data.get("hidden"), data.get("heads")
+            if isinstance(hidden, int) and isinstance(heads, int) and heads > 0 and hidden % heads:
+                raise _uneven("model.heads", f"{heads} heads", "model.hidden", hidden)
+        return data
+
+    @model_validator(mode="after")
+    def _divides(self) -> LlamaModel:
+        if self.heads % self.kv_heads:
+            raise _uneven("model.kv_heads", f"{self.kv_heads} key-value heads", "model.heads", self.heads)
+        if self.head_dim % 2:
+            raise contradiction(
+                "model.head_dim",
+                f"a head is {self.head_dim} wide, but rotary positions turn pairs",
+                "choose model.hidden and model.heads so that a head is even",
+            )
+        return self
+
+
+Model = Annotated[GptModel | LlamaModel, Field(discriminator="family")]
+
+
+def _swiglu_width(hidden: int) -> int:
+    """Two thirds of 4 x hidden, rounded up to a multiple of 256: Llama's own rule."""
+    return -(-8 * hidden // 3 // 256) * 256
+
+
+def _uneven(key: str, part: str, whole_key: str, whole: int) -> Exception:
+    return contradiction(key, f"{part} do not divide {whole_key} = {whole}", f"choose a divisor of {whole}")

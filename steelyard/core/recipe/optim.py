@@ -1,0 +1,35 @@
+"""`[optim]`: the optimizer and the course of its learning rate."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
+
+from steelyard.core.recipe.section import Section, contradiction
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Optim(Section):
+    """How weights follow gradients."""
+
+    name: Literal["adamw"] = "adamw"
+    learning_rate: PositiveFloat = 3e-4
+    min_learning_rate: NonNegativeFloat = 0.0
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_steps: NonNegativeInt = 0
+    weight_decay: NonNegativeFloat = Field(0.1, description="applied to matrices, not to norms and biases")
+    betas: list[Beta] = Field([0.9, 0.95], min_length=2, max_length=2)
+    eps: PositiveFloat = 1e-8
+    clip: NonNegativeFloat = Field(1.0, description="largest gradient norm; 0 turns clipping off")
+
+    @model_validator(mode="after")
+    def _floor_below_ceiling(self) -> Optim:
+        if self.min_learning_rate > self.learning_rate:
+            raise contradiction(
+                "optim.min_learning_rate",
+                f"{self.min_learning_rate} is above optim.learning_rate = {self.learning_rate}",
+                "the learning rate falls from learning_rate to min_learning_rate",
+            )
+        return self

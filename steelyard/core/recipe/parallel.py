@@ -1,0 +1,83 @@
+"""`[parallel]`: where each layer runs. `steelyard plan` writes this section, `steelyard train` obeys it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PlainSerializer, PlainValidator, PositiveInt
+from pydantic_core import PydanticCustomError
+
+from steelyard.core.recipe.section import Section
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Transformer layers per pipeline stage, written `0-11-8-8-5`.
+
+    The embedding belongs to the first stage, the final norm and the head to the last; a stage may hold no layer at all.
+    """
+
+    counts: tuple[int, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Partition:
+        """Read the written form."""
+        parts = text.split("-")
+        if not all(part.isascii() and part.isdigit() for part in parts):
+            raise ValueError(text)
+        return cls(tuple(int(part) for part in parts))
+
+    def __str__(self) -> str:
+        return "-".join(str(count) for count in self.counts)
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are."""
+        return len(self.counts)
+
+    @property
+    def total(self) -> int:
+        """Layers in all stages together."""
+        return sum(self.counts)
+
+
+def _partition(value: Any) -> Partition:
+    if isinstance(value, Partition):
+        return value
+    try:
+        return Partition.parse(value)
+    except (ValueError, AttributeError):
+        raise PydanticCustomError("partition", 'must be layer counts joined by dashes, like "0-11-8-8-5"') from None
+
+
+PartitionField = Annotated[Partition, PlainValidator(_partition), PlainSerializer(str)]
+
+
+class Parallel(Section):
+    """Sizes of the mesh and how the model lies on it."""
+
+    tensor: PositiveInt = 1
+    context: PositiveInt = 1
+    pipeline: PositiveInt = 1
+    virtual: PositiveInt = Field(1, description="stages per pipeline rank")
+    data: PositiveInt | None = Field(None, description="left out: the rest of the world")
+    replicate: PositiveInt = Field(1, description="groups of hybrid sharding")
+    zero: Literal[0, 1, 2, 3] = Field(
+        0, description="shards optimizer state (1), gradients too (2), parameters too (3)"
+    )
+    sequence_parallel: bool = False
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"
+    partition: PartitionField | None = Field(None, description="left out: layers are balanced by cost")
+    placement: list[str] = Field([], description='nodes in rank order, like ["a100:1", "a10:7"]')
+    recompute: Literal["none", "selective", "full"] = "none"
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that hold one copy of the model."""
+        return self.tensor * self.context * self.pipeline
+
+    @property
+    def least_world(self) -> int:
+        """The fewest ranks that this plan can run on."""
+        return self.model_ranks * (self.data or 1)

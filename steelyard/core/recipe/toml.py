@@ -1,0 +1,117 @@
+"""TOML in and out, with the line of every key.
+
+The standard parser gives values but no positions. A TOML file is a sequence of statements, though, and a statement is
+a whole document by itself: so the file is cut into statements by letting the parser say when one is complete, and
+each key gets the line its statement starts on.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+import tomllib
+from collections.abc import Iterator
+from typing import Any
+
+from steelyard.core.errors import UserError
+
+
+def parse(text: str, file: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values of a TOML text, and the place (`file:line`) of each dotted key."""
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        message, line = _line_of(str(error), text)
+        raise UserError(f"this is not TOML: {message}", where=f"{file}:{line}", mend=_mend_for(message)) from None
+    return values, {key: f"{file}:{line}" for key, line in _lines(text)}
+
+
+def parse_value(text: str) -> Any:
+    """The value of an override: TOML where it is TOML, otherwise the string itself (`0-2-2-0`, `98,2,0`, a path)."""
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    value = parsed.get("value")
+    dates = (datetime.date, datetime.time)
+    return text if len(parsed) != 1 or isinstance(value, dates) else value
+
+
+def to_toml(settings: dict[str, Any]) -> str:
+    """Write nested tables as TOML: plain keys first, then one section each."""
+    import tomlkit
+
+    document = tomlkit.document()
+    for key, value in sorted(settings.items(), key=lambda item: isinstance(item[1], dict)):
+        document.add(key, tomlkit.item(value))
+    return tomlkit.dumps(document)
+
+
+def leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every dotted key that holds a value rather than a table."""
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _lines(text: str) -> Iterator[tuple[str, int]]:
+    lines = text.splitlines()
+    table = ""
+    number = 0
+    while number < len(lines):
+        first = number
+        statement = lines[number]
+        number += 1
+        if not statement.strip() or statement.lstrip().startswith("#"):
+            continue
+        is_header = statement.lstrip().startswith("[")
+        while (parsed := _parsed(statement)) is None and number < len(lines) and not is_header:
+            statement += "\n" + lines[number]
+            number += 1
+        if parsed is None:
+            continue
+        if is_header:
+            table = _innermost(parsed)
+            yield table, first + 1
+        else:
+            for key in _every_key(parsed, f"{table}." if table else ""):
+                yield key, first + 1
+
+
+def _parsed(statement: str) -> dict[str, Any] | None:
+    try:
+        return tomllib.loads(statement)
+    except tomllib.TOMLDecodeError:
+        return None
+
+
+def _innermost(tables: dict[str, Any]) -> str:
+    """The dotted name a header such as `[a.b]` opens."""
+    names = []
+    inner: Any = tables
+    while isinstance(inner, dict) and inner:
+        name, inner = next(iter(inner.items()))
+        names.append(name)
+    return ".".join(names)
+
+
+def _every_key(values: dict[str, Any], prefix: str) -> Iterator[str]:
+    for key, value in values.items():
+        yield prefix + key
+        if isinstance(value, dict):
+            yield from _every_key(value, f"{prefix}{key}.")
+
+
+def _line_of(message: str, text: str) -> tuple[str, int]:
+    found = re.search(r" \(at line (\d+), column \d+\)$", message)
+    if found:
+        return message[: found.start()], int(found.group(1))
+    return message.removesuffix(" (at end of document)"), max(1, len(text.splitlines()))
+
+
+def _mend_for(message: str) -> str:
+    if message.startswith("Invalid value"):
+        return "text needs quotes, numbers need none, and yes and no are written true and false"
+    return "a line is [section], key = value, or # a comment"

@@ -1,0 +1,229 @@
+"""The run folder: what happened, in files that every reader accepts at any moment.
+
+    recipe.toml      the resolved recipe
+    run.json         manifest: state, versions, host, git commit, seed, world size, start and end
+    metrics.jsonl    one object per logged step; a torn last line is ignored
+    logs/            what each host printed
+    checkpoints/     step-00000100/ and so on, each whole
+    report.html      written at the end, or by `steelyard report`
+
+The folder appears by rename with its recipe and manifest inside. `run.lock` is held by the process that writes; it is
+free again the moment that process dies, so a manifest that says `running` over a free lock is a run that was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import platform
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import steelyard
+from steelyard.core import files
+from steelyard.core.errors import UserError
+from steelyard.core.recipe import Recipe, load, to_toml
+from steelyard.core.recipe.toml import leaves
+
+MANIFEST, RECIPE, METRICS, LOCK = "run.json", "recipe.toml", "metrics.jsonl", "run.lock"
+MAY_CHANGE = ("train.steps", "log.", "checkpoint.")
+LIBRARIES = ("torch", "numpy", "pydantic", "tokenizers")
+
+
+class Run:
+    """One run folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def open(cls, path: str | Path) -> Run:
+        """Open a folder that must be a run."""
+        path = Path(path)
+        if not path.is_dir():
+            raise UserError(f"there is no run folder {path}", mend="steelyard train makes one under runs/")
+        if not (path / MANIFEST).is_file():
+            raise UserError(f"{path} is not a run folder: it has no {MANIFEST}", mend="name a folder under runs/")
+        run = cls(path)
+        run.manifest()
+        return run
+
+    def manifest(self) -> dict[str, Any]:
+        """What `run.json` says."""
+        try:
+            manifest: dict[str, Any] = json.loads((self.path / MANIFEST).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(f"{self.path / MANIFEST} cannot be read: {error}") from None
+        return manifest
+
+    def recipe(self) -> Recipe:
+        """The resolved recipe this run follows."""
+        return load(self.path / RECIPE)
+
+    @property
+    def name(self) -> str:
+        """The folder's own name."""
+        return self.path.resolve().name
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints lie."""
+        return self.path / "checkpoints"
+
+    @property
+    def state(self) -> str:
+        """running, finished, failed, interrupted, or killed: said to be running, but nobody holds the lock."""
+        state = str(self.manifest()["state"])
+        return "killed" if state == "running" and not self._is_held() else state
+
+    def update(self, **changes: Any) -> None:
+        """Change entries of the manifest."""
+        files.write_json(self.path / MANIFEST, self.manifest() | changes)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """All records so far, in order. Lines that a killed writer left torn are not records."""
+        try:
+            lines = (self.path / METRICS).read_text(encoding="utf-8", errors="replace").splitlines()
+        except FileNotFoundError:
+            return []
+        return [record for line in lines if (record := _record(line)) is not None]
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Add one record to the metrics."""
+        with open(self.path / METRICS, "a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def forget_after(self, step: int) -> None:
+        """Drop the records of steps that a resumed run will do again."""
+        kept = [record for record in self.metrics() if record["step"] <= step]
+        files.write_text(self.path / METRICS, "".join(json.dumps(record) + "\n" for record in kept))
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Hold the folder for the length of the block; only one process may write to a run."""
+        with open(self.path / LOCK, "a+", encoding="utf-8") as lock:
+            if not _locked(lock.fileno()):
+                lock.seek(0)
+                owner = lock.read().strip() or "another process"
+                raise UserError(f"{self.path} is being written by {owner}", mend="wait for it, or give another --run")
+            lock.truncate(0)
+            lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+            lock.flush()
+            files.sweep_leftovers(self.path)
+            files.sweep_leftovers(self.checkpoints)
+            yield
+
+    def _is_held(self) -> bool:
+        try:
+            with open(self.path / LOCK, encoding="utf-8") as lock:
+                return not _locked(lock.fileno())
+        except OSError:
+            return False
+
+
+def for_training(recipe: Recipe, path: Path | None = None) -> Run:
+    """The run folder to train in: a new one, or an unfinished one of the same recipe."""
+    first = path or Path("runs") / recipe.name
+    number, candidate = 1, first
+    while candidate.exists() and not _is_empty(candidate):
+        run = Run.open(candidate)
+        earlier = run.recipe()
+        is_done = run.state == "finished" and recipe.train.steps <= earlier.train.steps
+        if not is_done:
+            _refuse_changes(run, earlier, recipe)
+            files.write_text(candidate / RECIPE, to_toml(recipe.settings()))
+            return run
+        number += 1
+        candidate = first.with_name(f"{first.name}-{number}")
+    return _create(candidate, recipe)
+
+
+def _create(path: Path, recipe: Recipe) -> Run:
+    with files.atomic_folder(path) as folder:
+        (folder / "logs").mkdir()
+        (folder / "checkpoints").mkdir()
+        files.write_text(folder / RECIPE, to_toml(recipe.settings()))
+        files.write_json(folder / MANIFEST, {"state": "created", "name": recipe.name, "seed": recipe.train.seed})
+    return Run(path)
+
+
+def session(world_size: int) -> dict[str, Any]:
+    """What the manifest says about the process that is about to write."""
+    return {
+        "state": "running",
+        "world_size": world_size,
+        "host": socket.gethostname(),
+        "process": os.getpid(),
+        "versions": _versions(),
+        "git_commit": _git_commit(),
+    }
+
+
+def now() -> str:
+    """The time as manifests write it."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _refuse_changes(run: Run, earlier: Recipe, recipe: Recipe) -> None:
+    before, after = dict(leaves(earlier.settings())), dict(leaves(recipe.settings()))
+    changed = [
+        key
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key) and key != "description" and not key.startswith(MAY_CHANGE)
+    ]
+    if changed:
+        lines = "\n".join(f"  {key}: {before.get(key, 'unset')} -> {after.get(key, 'unset')}" for key in changed)
+        raise UserError(
+            f"{run.path} is an unfinished run of another recipe:\n{lines}",
+            mend="undo the change to resume it, give another --run, or remove the folder to start over",
+        )
+
+
+def _is_empty(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
+
+
+def _record(line: str) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+
+
+def _locked(descriptor: int) -> bool:
+    """Take the lock if it is free. Asking for it again after a moment lets a reader's glance pass."""
+    for _ in range(3):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            time.sleep(0.05)
+    return False
+
+
+def _versions() -> dict[str, str]:
+    from importlib import metadata
+
+    versions = {"steelyard": steelyard.__version__, "python": platform.python_version()}
+    for library in LIBRARIES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[library] = metadata.version(library)
+    return versions
+
+
+def _git_commit() -> str | None:
+    """The commit of the folder the command was started in, marked when files differ from it."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--match=", "--exclude=*"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.strip() or None

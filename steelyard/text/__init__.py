@@ -1,0 +1,1 @@
+"""Raw text and tokenizers: reading corpora, training and loading tokenizers."""

@@ -1,0 +1,142 @@
+"""Makes `.venv` from the pinned requirements. Runs on the bare machine, so it uses the standard library alone.
+
+torch comes first and exactly, from PyTorch's own index for the wanted variant where that can be reached: the
+registries' default build pulls gigabytes of CUDA packages onto machines without a GPU. A stamp remembers what was
+installed; while it matches, there is nothing to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import NoReturn
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+STAMP = VENV / "steelyard-setup"
+REQUIREMENTS = [ROOT / "requirements.txt", ROOT / "requirements-dev.txt"]
+TORCH = "torch==2.13.0"
+TORCH_INDEX = "https://download.pytorch.org/whl"
+VARIANTS = ("cpu", "cu126", "cu128", "cu130")
+PYTHONS = ((3, 11), (3, 12))
+
+
+def main() -> None:
+    """Bring `.venv` up to date."""
+    parser = argparse.ArgumentParser(description="Make .venv from the pinned requirements.")
+    parser.add_argument("--torch", choices=("auto", *VARIANTS), default="auto", help="which build of PyTorch")
+    variant = parser.parse_args().torch
+    if STAMP.is_file() and STAMP.read_text(encoding="utf-8") == stamp(variant):
+        return
+    make_venv(find_python())
+    install_torch(fitting_variant(driver_cuda()) if variant == "auto" else variant)
+    pip("install", *(f"--requirement={file}" for file in REQUIREMENTS))
+    pip("install", "--no-deps", "--no-build-isolation", "--editable", str(ROOT))
+    STAMP.write_text(stamp(variant), encoding="utf-8")
+
+
+def stamp(variant: str) -> str:
+    """What the environment depends on."""
+    inputs = b"".join(file.read_bytes() for file in [*REQUIREMENTS, ROOT / "pyproject.toml", Path(__file__)])
+    return f"torch={variant} place={ROOT} inputs={hashlib.sha256(inputs).hexdigest()}\n"
+
+
+def find_python() -> str:
+    """A Python that the project supports: the one running this, or one on the path."""
+    for candidate in (sys.executable, "python3.12", "python3.11", "python3"):
+        if candidate and version_of(candidate) in PYTHONS:
+            return candidate
+    known = " or ".join(f"{major}.{minor}" for major, minor in PYTHONS)
+    fail(f"steelyard needs Python {known}; this is {sys.version.split()[0]}", "name one with make setup PYTHON=...")
+
+
+def version_of(python: str) -> tuple[int, int] | None:
+    """Major and minor version of an interpreter, if it runs at all."""
+    question = "import sys; print(*sys.version_info[:2])"
+    try:
+        answer = subprocess.run([python, "-c", question], capture_output=True, text=True, timeout=30, check=True)
+        major, minor = answer.stdout.split()
+        return int(major), int(minor)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+
+
+def make_venv(python: str) -> None:
+    """An environment with a working pip; one that a killed set-up left half-made is made anew."""
+    inside = VENV / "bin" / "python"
+    works = inside.exists() and subprocess.run([inside, "-m", "pip", "--version"], capture_output=True).returncode == 0
+    if works and version_of(str(inside)) == version_of(python):
+        return
+    if subprocess.run([python, "-c", "import ensurepip, venv"], capture_output=True).returncode:
+        major, minor = version_of(python) or (3, 11)
+        fail(
+            f"{python} cannot make virtual environments: its venv package is missing",
+            f"on Debian and Ubuntu: apt-get install python3-venv (or python{major}.{minor}-venv), then run this again",
+        )
+    print(f"making {VENV.name} with {python}", flush=True)
+    shutil.rmtree(VENV, ignore_errors=True)
+    if subprocess.run([python, "-m", "venv", VENV]).returncode:
+        fail("the virtual environment could not be made", "see the message above")
+
+
+def install_torch(variant: str) -> None:
+    """torch, exactly: from PyTorch's own index for the variant, or where that is out of reach the configured one."""
+    base = os.environ.get("STEELYARD_TORCH_INDEX", TORCH_INDEX).rstrip("/")
+    index = f"{base}/{variant}"
+    if not reachable(f"{index}/torch/"):
+        print(f"PyTorch's index for {variant} is out of reach: taking {TORCH} from the configured index", flush=True)
+        pip("install", TORCH)
+        return
+    print(f"taking {TORCH} ({variant}) from {index}", flush=True)
+    pip("install", "--index-url", index, TORCH)
+
+
+def reachable(url: str) -> bool:
+    """Whether a page answers soon."""
+    try:
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError, ValueError):
+        return False
+
+
+def driver_cuda() -> tuple[int, int] | None:
+    """The newest CUDA that the NVIDIA driver of this machine serves, if there is one."""
+    try:
+        answer = subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    found = re.search(r"CUDA Version:\s*(\d+)\.(\d+)", answer.stdout)
+    return (int(found.group(1)), int(found.group(2))) if found else None
+
+
+def fitting_variant(cuda: tuple[int, int] | None) -> str:
+    """The newest build that a driver serves; the CPU's without a driver, or with one too old for any."""
+    served = [v for v in VARIANTS if v != "cpu" and cuda is not None and (int(v[2:4]), int(v[4:])) <= cuda]
+    return served[-1] if served else "cpu"
+
+
+def pip(*arguments: str) -> None:
+    """Run pip inside the environment."""
+    if subprocess.run(
+        [VENV / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "-q", *arguments]
+    ).returncode:
+        fail(f"pip {' '.join(arguments)} failed", "see the message above; running this again goes on from here")
+
+
+def fail(message: str, mend: str) -> NoReturn:
+    """End with one clear message."""
+    print(f"error: {message}\n  {mend}", file=sys.stderr)
+    sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
