@@ -10,15 +10,19 @@ folder whose files do not match their checksums is not loaded: `latest` names it
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import shutil
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from steelyard.checkpoint.metadata import SafeReader
@@ -63,7 +67,11 @@ def save(folder: Path, tensors: dict[str, Tensor], state: dict[str, Any], keep_l
         shutil.rmtree(path)
     with files.atomic_folder(path) as unfinished:
         writer = dcp.FileSystemWriter(str(unfinished), single_file_per_rank=True)
-        dcp.save(tensors, storage_writer=writer, no_dist=True)
+        with _single_process():
+            try:
+                dcp.save(tensors, storage_writer=writer, no_dist=True)
+            except CheckpointException as error:
+                raise Fault(f"checkpoint {path.name} could not be written: {_reason(error)}") from error
         sums = {file.name: _checksum(file) for file in sorted(unfinished.iterdir())}
         files.write_json(unfinished / STATE, {**state, "files": sums})
     for old in _by_age(folder)[:-keep_last]:
@@ -104,7 +112,16 @@ def load(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
     ]
     if wrong:
         raise UserError(f"{checkpoint.path} does not fit the model:\n  " + "\n  ".join(wrong[:10]))
-    dcp.load(tensors, storage_reader=SafeReader(str(checkpoint.path)), no_dist=True)
+    with _single_process():
+        dcp.load(tensors, storage_reader=SafeReader(str(checkpoint.path)), no_dist=True)
+
+
+@contextlib.contextmanager
+def _single_process() -> Iterator[None]:
+    """torch warns that it assumes a single process even when told so by `no_dist`."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process")
+        yield
 
 
 def _opened(path: Path) -> Checkpoint:
@@ -118,6 +135,18 @@ def _opened(path: Path) -> Checkpoint:
         if not file.is_file() or _checksum(file) != expected:
             raise Fault(f"checkpoint {path} is damaged: {name} does not match its checksum")
     return Checkpoint(path, state)
+
+
+def _reason(error: CheckpointException) -> str:
+    """What went wrong below torch's own words: the system's complaint, if there is one."""
+    causes = [failure for failure, _ in error.failures.values()]
+    for failure in causes:
+        cause: BaseException | None = failure
+        while cause is not None:
+            if isinstance(cause, OSError):
+                return str(cause.strerror or cause)
+            cause = cause.__cause__ or cause.__context__
+    return str(causes[0]) if causes else str(error)
 
 
 def _by_age(folder: Path) -> list[Path]:

@@ -11,7 +11,7 @@ import typer
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a shipped one.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Change keys of the recipe.", show_default=False),
+    typer.Argument(metavar="SECTION.KEY=VALUE", help="Change keys of the recipe.", show_default=False),
 ]
 RunOption = Annotated[
     Path | None,

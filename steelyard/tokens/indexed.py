@@ -149,4 +149,6 @@ def write_documents(prefix: str | Path, documents: Iterable[npt.ArrayLike], voca
     with writing(prefix, token_dtype(vocab_size)) as writer:
         for ids in documents:
             writer.add(ids)
+        if not writer.tokens:
+            raise UserError("the corpus is empty: there is nothing to write", where=str(bin_path(prefix)))
     return len(writer.document_ends) - 1, writer.tokens

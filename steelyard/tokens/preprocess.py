@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from steelyard.core.errors import UserError
 from steelyard.tokens.indexed import write_documents
 
 DOCUMENTS_AT_ONCE = 256
@@ -28,6 +27,4 @@ def tokenize(
                 yield [*ids, end_of_document]
 
     count, tokens = write_documents(prefix, closed(), vocab_size)
-    if not count:
-        raise UserError("the corpus is empty: there is nothing to tokenize")
     return {"prefix": prefix, "documents": count, "tokens": tokens}

@@ -42,17 +42,16 @@ class DatasetSamples:
         return len(self.maps)
 
     def __getitem__(self, number: int) -> npt.NDArray[np.int64]:
-        sample = self.maps.shuffle_index[number]
-        (first, start), (last, end) = self.maps.sample_index[sample], self.maps.sample_index[sample + 1]
+        shuffled = int(self.maps.shuffle_index[number])
+        (first, start), (last, end) = self.maps.sample_index[shuffled : shuffled + 2].tolist()
         documents = self.maps.document_index
         if first == last:
-            parts = [self.tokens.sequence(documents[first], int(start), int(end - start) + 1)]
+            parts = [self.tokens.sequence(documents[first], start, end - start + 1)]
         else:
             between = [self.tokens.sequence(documents[position]) for position in range(first + 1, last)]
-            head = self.tokens.sequence(documents[first], int(start))
-            parts = [head, *between, self.tokens.sequence(documents[last], 0, int(end) + 1)]
-        sample: npt.NDArray[np.int64] = np.concatenate(parts, dtype=np.int64)
-        return sample
+            head = self.tokens.sequence(documents[first], start)
+            parts = [head, *between, self.tokens.sequence(documents[last], 0, end + 1)]
+        return np.concatenate(parts).astype(np.int64, copy=False)
 
 
 class BlendedSamples:
@@ -66,7 +65,7 @@ class BlendedSamples:
         return len(self.dataset_index)
 
     def __getitem__(self, number: int) -> npt.NDArray[np.int64]:
-        return self.datasets[self.dataset_index[number]][int(self.sample_index[number])]
+        return self.datasets[int(self.dataset_index[number])][int(self.sample_index[number])]
 
 
 def open_samples(recipe: Recipe, split: Split, samples: int) -> Samples:

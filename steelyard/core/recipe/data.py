@@ -31,11 +31,11 @@ class Data(Section):
         entries = value if isinstance(value, list) else [value]
         return [{"prefix": entry} if isinstance(entry, str) else entry for entry in entries]
 
-    @field_validator("split")
+    @field_validator("split", mode="before")
     @classmethod
-    def _shares(cls, value: str) -> str:
-        split_shares(value)
-        return value
+    def _shares(cls, value: Any) -> str:
+        split_shares(str(value))
+        return str(value)
 
 
 def split_shares(split: str) -> tuple[float, float, float]:

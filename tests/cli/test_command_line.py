@@ -1,0 +1,149 @@
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import kill
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["recipe", "list"], ["recipe", "show", "quickstart"]])
+def test_small_questions_import_no_torch(workplace, words):
+    code = (
+        "import sys\nfrom steelyard.cli import main\n"
+        f"try: main({words!r})\nexcept SystemExit as e: assert not e.code, e.code\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_command_and_the_module_are_the_same(workplace):
+    script = subprocess.run(
+        [Path(sys.executable).with_name("steelyard"), "--help"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert script.returncode == 0
+    assert workplace.steelyard("--help").stdout == script.stdout
+
+
+def mistake(done: subprocess.CompletedProcess) -> str:
+    """The one clear message of a user's mistake."""
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trian", "tiny.toml"], "did you mean train?"),
+        (["train"], "Missing argument"),
+        (["train", "tiny.toml", "trian.steps=5"], "did you mean train.steps?"),
+        (["recipe", "check", "missing.toml"], "no such file"),
+        (["recipe", "check", "broken.toml"], "broken.toml:1: this is not TOML"),
+        (["recipe", "check", "."], "is a folder"),
+        (["train", "tiny.toml", "data.train=nowhere"], "there is no token file nowhere.idx"),
+        (["train", "gpt2-small"], "data.train"),
+        (["report", "."], "not a run folder"),
+        (["report", "nowhere"], "there is no run folder"),
+        (["generate", ".", "--prompt", "x"], "neither a checkpoint nor a run folder"),
+        (
+            ["tokenizer", "train", "--input", "empty.txt", "--model-prefix", "t", "--vocab-size", "300"],
+            "corpus is empty",
+        ),
+        (["tokenizer", "train", "--input", "nowhere.txt", "--model-prefix", "t", "--vocab-size", "300"], "no file"),
+        (["data", "tokenize", "--input", "empty.txt", "--tokenizer", ".", "--output-prefix", "p"], "no tokenizer"),
+    ],
+)
+def test_a_mistake_exits_with_two_and_one_message(workplace, words, message):
+    (workplace.path / "broken.toml").write_text("[train")
+    (workplace.path / "empty.txt").touch()
+    assert message in mistake(workplace.steelyard(*words))
+
+
+def test_an_empty_corpus_leaves_no_token_files(workplace):
+    (workplace.path / "some.txt").write_text("some text\n" * 50)
+    (workplace.path / "empty.txt").touch()
+    train = ["tokenizer", "train", "--input", "some.txt", "--model-prefix", "tok", "--vocab-size", "300"]
+    assert workplace.steelyard(*train).returncode == 0
+    tokenize = ["data", "tokenize", "--input", "empty.txt", "--tokenizer", "tok", "--output-prefix", "p"]
+    assert "corpus is empty" in mistake(workplace.steelyard(*tokenize))
+    assert not list(workplace.path.glob("p_*"))
+
+
+def test_debug_shows_the_traceback_anywhere_on_the_line(workplace):
+    for words in (["--debug", "report", "nowhere"], ["report", "nowhere", "--debug"]):
+        assert "Traceback" in workplace.steelyard(*words).stderr
+
+
+def test_quiet_and_json_leave_one_object_on_standard_output(workplace):
+    done = workplace.steelyard("train", "tiny.toml", "--json", "--quiet")
+    assert done.returncode == 0
+    result = json.loads(done.stdout)
+    assert result["steps"] == 20
+    assert result["valid_loss_after"] < result["valid_loss_before"]
+    assert done.stderr == ""
+
+
+def test_a_log_has_plain_lines_with_rate_and_time_left(workplace):
+    process = workplace.start("train", "tiny.toml", "train.steps=100000", "checkpoint.every=0", "eval.every=0")
+    log = workplace.path / "runs" / "tiny" / "logs"
+    deadline = time.monotonic() + 60
+    text = ""
+    while time.monotonic() < deadline and "left" not in text:
+        time.sleep(0.1)
+        text = "".join(path.read_text() for path in log.glob("*.out")) if log.exists() else ""
+    kill(process)
+    assert "tokens/s" in text
+    assert "left" in text
+    assert "\x1b" not in text
+
+
+def test_ctrl_c_before_training_begins_is_quiet_and_exits_with_130(workplace):
+    (workplace.path / "big.txt").write_text("".join(f"line {n} of the text\n" for n in range(300_000)))
+    process = workplace.start("tokenizer", "train", "--input", "big.txt", "--model-prefix", "t", "--vocab-size", "9000")
+    time.sleep(1.5)
+    process.send_signal(2)
+    _, messages = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert messages.strip() == "error: interrupted"
+    assert not (workplace.path / "t").exists()
+
+
+@pytest.fixture
+def small_disk(workplace):
+    """A real filesystem of 2 MiB."""
+    mount = workplace.path / "disk"
+    mount.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", mount], capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs needs root")
+    yield mount
+    subprocess.run(["umount", mount], check=True)
+
+
+def test_a_full_disk_while_training_is_a_fault_that_loses_nothing_saved(workplace, small_disk):
+    recipe = ["train", "tiny.toml", "model.hidden=64", "train.steps=30", "checkpoint.every=2", "checkpoint.keep_last=9"]
+    failed = workplace.steelyard(*recipe, "--run", "disk/run")
+    assert failed.returncode == 1
+    assert "No space left on device" in failed.stderr
+    assert "Traceback" not in failed.stderr
+    assert "is saved" in failed.stderr
+    assert workplace.steelyard("report", "disk/run", "-o", "page.html").returncode == 0
+    subprocess.run(["mount", "-o", "remount,size=64m", small_disk], check=True)
+    resumed = workplace.steelyard(*recipe, "--run", "disk/run")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "resumed at step" in resumed.stderr
+
+
+def test_a_disk_full_from_the_start_is_one_message(workplace, small_disk):
+    (small_disk / "filler").write_bytes(b"x" * (2 * 2**20 - 4096))
+    failed = workplace.steelyard("train", "tiny.toml", "--run", "disk/run")
+    assert failed.returncode == 1
+    assert "No space left on device" in failed.stderr
+    assert "Traceback" not in failed.stderr

@@ -1,0 +1,121 @@
+"""A corpus and a recipe small enough that a training run takes about a second."""
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from steelyard.tokens.indexed import write_documents
+
+VOCAB = 97
+
+
+@dataclass
+class Workplace:
+    """A folder with token files and a recipe that trains on them."""
+
+    path: Path
+
+    @property
+    def recipe(self) -> Path:
+        return self.path / "tiny.toml"
+
+    def steelyard(self, *words: str, **options) -> subprocess.CompletedProcess:
+        """Run the real command in the folder."""
+        return subprocess.run(
+            [sys.executable, "-m", "steelyard", *words],
+            cwd=self.path,
+            capture_output=True,
+            text=True,
+            timeout=options.pop("timeout", 120),
+            **options,
+        )
+
+    def start(self, *words: str) -> subprocess.Popen:
+        """Start the real command and leave it running."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "steelyard", *words],
+            cwd=self.path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+
+TINY = """
+[model]
+family = "llama"
+layers = 2
+hidden = 32
+heads = 4
+kv_heads = 2
+vocab = 97
+
+[data]
+train = "tokens_text_document"
+split = "90,10,0"
+sequence_length = 16
+
+[train]
+steps = 20
+global_batch = 4
+micro_batch = 2
+device = "cpu"
+
+[optim]
+learning_rate = 1e-2
+warmup_steps = 2
+
+[eval]
+every = 10
+batches = 2
+
+[checkpoint]
+every = 3
+
+[log]
+every = 2
+"""
+
+
+def write_tokens(prefix: Path, documents: int = 200, seed: int = 0) -> None:
+    """Documents that can be learned: arithmetic progressions of ids."""
+    random = np.random.RandomState(seed)
+    texts = []
+    for _ in range(documents):
+        start, step, length = random.randint(0, VOCAB), random.randint(1, 4), random.randint(5, 60)
+        texts.append((start + step * np.arange(length)) % VOCAB)
+    write_documents(prefix, texts, VOCAB)
+
+
+@pytest.fixture
+def workplace(tmp_path: Path) -> Workplace:
+    write_tokens(tmp_path / "tokens_text_document")
+    place = Workplace(tmp_path)
+    place.recipe.write_text(TINY)
+    return place
+
+
+@pytest.fixture
+def in_workplace(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> Workplace:
+    """The same, with the test's own process standing in the folder."""
+    monkeypatch.chdir(workplace.path)
+    return workplace
+
+
+@pytest.fixture(autouse=True)
+def one_thread_of_mathematics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny matrices are slower on two threads than on one."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def kill(process: subprocess.Popen) -> None:
+    """End a process that a test started, without warning, and collect it."""
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate(timeout=30)

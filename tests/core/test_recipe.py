@@ -1,0 +1,156 @@
+import re
+from pathlib import Path
+
+import pytest
+
+from steelyard.core.errors import UserError
+from steelyard.core.recipe import load, shipped, to_toml
+
+MIXED = Path(__file__).with_name("gpt2-xl-mixed.toml")
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.toml"
+    path.write_text(MIXED.read_text())
+    return path
+
+
+def refusal(path: Path | str, *overrides: str) -> str:
+    with pytest.raises(UserError) as refused:
+        load(path, overrides)
+    assert refused.value.exit_code == 2
+    return str(refused.value)
+
+
+def test_the_recipe_of_the_design_is_sound():
+    recipe = load(MIXED)
+    assert recipe.parallel.partition.counts == (0, 11, 8, 8, 8, 8, 5, 0)
+    assert [source.weight for source in recipe.data.train] == [0.7, 0.3]
+    assert recipe.model.ffn == 6400
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_a_shown_recipe_loads_again_to_the_same_thing(name, tmp_path):
+    recipe = load(name)
+    again = tmp_path / "again.toml"
+    again.write_text(to_toml(recipe.settings()))
+    assert load(again).settings() == recipe.settings()
+
+
+@pytest.mark.parametrize(
+    ("was", "wrong", "line", "key", "hint"),
+    [
+        ("[train]", "[trian]", 17, "trian.steps", "train.steps"),
+        ("steps = 50", "stpes = 50", 17, "train.stpes", "train.steps"),
+        ("learning_rate = 1.5e-4", "lr = 1.5e-4", 25, "optim.lr", "optim.learning_rate"),
+        ("steps = 50", 'steps = "many"', 17, "train.steps", "integer"),
+        ("heads = 16", "heads = 7", 7, "model.heads", "divisor of 1600"),
+        ('"0-11-8-8-8-8-5-0"', '"0-11-8-8-8-8-5-1"', 35, "parallel.partition", "sum to 48"),
+        ('"0-11-8-8-8-8-5-0"', '"12-12-12-12"', 35, "parallel.partition", "8 numbers"),
+        ('"0-11-8-8-8-8-5-0"', '"twelve"', 35, "parallel.partition", "dashes"),
+        ("tensor = 1", "tensor = 3", 30, "parallel.tensor", "divisor of 16"),
+        ("micro_batch = 1", "micro_batch = 3", 19, "train.micro_batch", "divisor of 64"),
+        ("sequence_length = 1024", "sequence_length = 4096", 14, "data.sequence_length", "positions"),
+        ('"98,2,0"', '"most"', 13, "data.split", "98,2,0"),
+        ("weight = 0.7", "wieght = 0.7", 12, "data.train.0.wieght", "data.train.weight"),
+        ('family = "gpt"', 'family = "gtp"', 4, "model.family", "gpt, llama"),
+        ("vocab = 50257", "vocab = 50257\nkv_heads = 4", 9, "model.kv_heads", "model.heads"),
+        ("vocab = 50257", "", 3, "model.vocab", "missing"),
+    ],
+)
+def test_a_mistake_is_answered_with_file_line_key_and_a_way_out(recipe, was, wrong, line, key, hint):
+    text = recipe.read_text()
+    assert was in text
+    recipe.write_text(text.replace(was, wrong, 1))
+    message = refusal(recipe)
+    assert f"{recipe}:{line}: {key}: " in message
+    assert hint in message
+
+
+def test_every_mistake_is_named_at_once(recipe):
+    message = refusal(recipe, "train.steps=-1", "optim.lr=1")
+    assert "train.steps" in message
+    assert "optim.lr" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [("[train\nsteps = 1", 1), ("steps = ", 1), ("name = 'x'\n\nwhat", 3), ("a = 1\na = 2", 2), ("x = yes", 1)],
+)
+def test_what_is_not_toml_is_said_with_its_line(tmp_path, text, line):
+    path = tmp_path / "broken.toml"
+    path.write_text(text)
+    assert f"{path}:{line}: this is not TOML" in refusal(path)
+
+
+def test_bytes_that_are_not_text_are_refused(tmp_path):
+    path = tmp_path / "broken.toml"
+    path.write_bytes(b"\xff\xfe\x00name")
+    assert "not a text file" in refusal(path)
+
+
+def test_a_missing_recipe_is_answered_with_the_nearest_shipped_one():
+    assert "llama2-7b" in refusal("llama-7b")
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("train.steps=7", "train.steps", 7),
+        ("parallel.partition=6-6-6-6-6-6-6-6", "parallel.partition", "6-6-6-6-6-6-6-6"),
+        ("data.split=90,10,0", "data.split", "90,10,0"),
+        ("optim.betas=[0.8, 0.9]", "optim.betas", [0.8, 0.9]),
+        ("name=other", "name", "other"),
+        ("log.tensorboard=false", "log.tensorboard", False),
+    ],
+)
+def test_an_override_is_toml_or_else_a_string(override, key, value):
+    settings = load(MIXED, [override]).settings()
+    for part in key.split("."):
+        settings = settings[part]
+    assert str(settings) == str(value)
+
+
+def test_an_override_cannot_smuggle_in_other_keys():
+    assert "train.steps" in refusal(MIXED, "train.steps=5\nname = 'other'")
+
+
+def test_a_wrong_override_is_blamed_on_the_command_line():
+    assert "command line: trian.steps: unknown key\n  did you mean train.steps?" in refusal(MIXED, "trian.steps=5")
+
+
+def test_a_recipe_extends_another_and_blames_the_right_file(tmp_path):
+    (tmp_path / "base.toml").write_text(MIXED.read_text())
+    child = tmp_path / "child.toml"
+    child.write_text('extends = "base.toml"\n[train]\nsteps = 9\n')
+    recipe = load(child)
+    assert (recipe.name, recipe.train.steps, recipe.model.layers) == ("child", 9, 48)
+    child.write_text('extends = "base.toml"\n[model]\nheads = 9\n')
+    assert f"{child}:3: model.heads" in refusal(child)
+
+
+def test_recipes_that_extend_each_other_are_refused(tmp_path):
+    (tmp_path / "a.toml").write_text('extends = "b.toml"')
+    (tmp_path / "b.toml").write_text('extends = "a.toml"')
+    assert "circle" in refusal(tmp_path / "a.toml")
+
+
+def test_lines_are_right_for_every_way_to_write_a_key(tmp_path):
+    path = tmp_path / "odd.toml"
+    path.write_text(
+        'model.family = "llama"\n'  # 1
+        "model.layers = 2\n"  # 2
+        "model.vocab = 100\n"  # 3
+        "model.hidden = 64\n"  # 4
+        "model.heads = 4\n"  # 5
+        'description = """\nsteps = 3\n[train]\n"""\n'  # 6 to 9
+        "[data]\n"  # 10
+        'train = [\n  "a",\n  "b",\n]\n'  # 11 to 14
+        "split = true # a comment\n"  # 15
+    )
+    assert f"{path}:15: data.split" in refusal(path)
+
+
+def test_a_name_that_would_leave_the_runs_folder_is_refused():
+    assert re.search("name: '../x' may hold only", refusal(MIXED, "name=../x"))

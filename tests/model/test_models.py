@@ -1,0 +1,140 @@
+import pytest
+import torch
+
+from steelyard import model
+from steelyard.core.recipe import load
+from steelyard.model.llama import scaled
+
+TINY = {
+    "gpt": ["model.layers=2", "model.hidden=32", "model.heads=4", "model.vocab=100"],
+    "llama": [
+        "model.layers=2",
+        "model.hidden=32",
+        "model.heads=4",
+        "model.kv_heads=2",
+        "model.ffn=48",
+        "model.vocab=100",
+    ],
+}
+RECIPES = {"gpt": "gpt2-small", "llama": "llama3.2-1b"}
+
+
+def tiny(family: str, *overrides: str) -> torch.nn.Module:
+    shape = load(RECIPES[family], ["parallel.tensor=1", *TINY[family], *overrides]).model
+    built = model.build(shape)
+    model.initialise(built, 1, shape.init_std, shape.layers)
+    return built
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_a_token_does_not_see_the_future(family):
+    network = tiny(family)
+    tokens = torch.randint(0, 100, (2, 12))
+    changed = tokens.clone()
+    changed[:, 7:] = torch.randint(0, 100, (2, 5))
+    before, after = network(tokens), network(changed)
+    torch.testing.assert_close(before[:, :7], after[:, :7])
+    assert not torch.allclose(before[:, 7:], after[:, 7:])
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_padding_of_the_vocabulary_is_neither_predicted_nor_trained(family):
+    network = tiny(family, "model.tied=false", "model.vocab_multiple=64")
+    assert network.head.weight.shape[0] == 128
+    logits = network(torch.randint(0, 100, (1, 5)))
+    assert logits.shape[-1] == 100
+    logits.sum().backward()
+    assert network.head.weight.grad[100:].abs().max() == 0
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_weights_depend_on_seed_and_name_alone(family):
+    small, large = tiny(family), tiny(family, "model.layers=3")
+    small.load_state_dict({k: v for k, v in large.state_dict().items() if k in small.state_dict()}, strict=True)
+    fresh = dict(tiny(family).named_parameters())
+    for name, parameter in small.named_parameters():
+        if not name.endswith(("attention.output.weight", "mlp.down.weight")):  # these are scaled by the depth
+            assert torch.equal(parameter, fresh[name])
+
+
+@pytest.mark.parametrize("tied", ["true", "false"])
+def test_llama_equals_transformers(tied):
+    transformers = pytest.importorskip("transformers")
+    ours = tiny("llama", f"model.tied={tied}", "model.qkv_bias=true", "model.vocab_multiple=1")
+    shape = ours.shape
+    scaling = shape.rope_scaling
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": shape.rope_theta,
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor,
+        "original_max_position_embeddings": scaling.original_positions,
+    }
+    config = transformers.LlamaConfig(
+        vocab_size=100, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, rms_norm_eps=shape.norm_eps, tie_word_embeddings=shape.tied, attention_bias=True,
+        rope_parameters=rope,
+    )  # fmt: skip
+    theirs = transformers.LlamaForCausalLM(config)
+    names = {
+        "embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head", "attention_norm": "input_layernorm",
+        "mlp_norm": "post_attention_layernorm", "attention.query": "self_attn.q_proj",
+        "attention.key": "self_attn.k_proj", "attention.value": "self_attn.v_proj",
+        "attention.output": "self_attn.o_proj", "mlp.gate": "mlp.gate_proj", "mlp.up": "mlp.up_proj",
+        "mlp.down": "mlp.down_proj",
+    }  # fmt: skip
+    weights = {}
+    for name, tensor in ours.state_dict().items():
+        stem, _, kind = name.rpartition(".")
+        layer = ".".join(stem.split(".")[:2]) if stem.startswith("layers.") else ""
+        inner = stem.removeprefix(f"{layer}.") if layer else stem
+        weights[f"model.{layer}.{names[inner]}.{kind}" if layer else f"{names[inner]}.{kind}"] = tensor
+    result = theirs.load_state_dict(weights, strict=False)
+    assert not result.unexpected_keys
+    assert set(result.missing_keys) == {f"model.layers.{layer}.self_attn.o_proj.bias" for layer in range(2)}
+    for layer in theirs.model.layers:
+        torch.nn.init.zeros_(layer.self_attn.o_proj.bias)
+    tokens = torch.randint(0, 100, (2, 20))
+    torch.testing.assert_close(ours(tokens), theirs(tokens).logits, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("tied", ["true", "false"])
+def test_gpt_equals_transformers(tied):
+    transformers = pytest.importorskip("transformers")
+    ours = tiny("gpt", f"model.tied={tied}", "model.vocab_multiple=1")
+    config = transformers.GPT2Config(
+        vocab_size=100, n_embd=32, n_layer=2, n_head=4, tie_word_embeddings=ours.shape.tied,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    theirs = transformers.GPT2LMHeadModel(config)
+    ours_by_name = ours.state_dict()
+    weights = {
+        "transformer.wte.weight": ours_by_name["embed.weight"],
+        "transformer.wpe.weight": ours_by_name["positions.weight"],
+        "lm_head.weight": ours_by_name["head.weight"],
+    }
+    for kind in ("weight", "bias"):
+        turn = (lambda w: w.T) if kind == "weight" else (lambda w: w)  # their Conv1D holds the transpose
+        weights[f"transformer.ln_f.{kind}"] = ours_by_name[f"norm.{kind}"]
+        for n in range(2):
+            mine, there = f"layers.{n}", f"transformer.h.{n}"
+            qkv = torch.cat([ours_by_name[f"{mine}.attention.{part}.{kind}"] for part in ("query", "key", "value")])
+            weights |= {
+                f"{there}.ln_1.{kind}": ours_by_name[f"{mine}.attention_norm.{kind}"],
+                f"{there}.ln_2.{kind}": ours_by_name[f"{mine}.mlp_norm.{kind}"],
+                f"{there}.attn.c_attn.{kind}": turn(qkv),
+                f"{there}.attn.c_proj.{kind}": turn(ours_by_name[f"{mine}.attention.output.{kind}"]),
+                f"{there}.mlp.c_fc.{kind}": turn(ours_by_name[f"{mine}.mlp.up.{kind}"]),
+                f"{there}.mlp.c_proj.{kind}": turn(ours_by_name[f"{mine}.mlp.down.{kind}"]),
+            }
+    theirs.load_state_dict(weights, strict=True)
+    theirs.eval()
+    tokens = torch.randint(0, 100, (2, 20))
+    torch.testing.assert_close(ours(tokens), theirs(tokens).logits, atol=1e-5, rtol=0)
+
+
+def test_rope_scaling_keeps_short_waves_and_stretches_long_ones():
+    scaling = load("llama3.1-70b").model.rope_scaling
+    frequencies = torch.tensor([1.0, 1e-6])
+    torch.testing.assert_close(scaled(frequencies, scaling), torch.tensor([1.0, 1e-6 / 8]))

@@ -1,0 +1,33 @@
+import pytest
+import torch
+
+from steelyard import model
+from steelyard.core.recipe import load
+from steelyard.sizes.model import flops_per_token, parameters
+
+PUBLISHED = {
+    "gpt2-small": 124_439_808,
+    "gpt2-xl": 1_557_611_200,
+    "llama2-7b": 6_738_415_616,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.1-70b": 70_553_706_496,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_those_of_the_published_model(name):
+    assert parameters(load(name).model).total == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", [*PUBLISHED, "quickstart"])
+def test_parameters_are_those_of_the_built_model(name):
+    shape = load(name, ["model.vocab_multiple=1"]).model
+    with torch.device("meta"):
+        built = model.build(shape)
+    assert parameters(shape).total == sum(parameter.numel() for parameter in built.parameters())
+
+
+def test_flops_are_six_per_parameter_and_half_of_full_attention():
+    shape = load("llama3.2-1b").model
+    # 6N plus 12 x layers x hidden x length, halved for causal masks: the figure behind the usual MFU.
+    assert flops_per_token(shape, 4096) == 6 * PUBLISHED["llama3.2-1b"] + 6 * 16 * 2048 * 4096

@@ -1,0 +1,76 @@
+import http.server
+import importlib.util
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "tools" / "setup.py"
+
+
+@pytest.fixture
+def setup():
+    spec = importlib.util.spec_from_file_location("setup_script", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("cuda", "variant"),
+    [(None, "cpu"), ((11, 8), "cpu"), ((12, 6), "cu126"), ((12, 7), "cu126"), ((12, 9), "cu128"), ((13, 1), "cu130")],
+)
+def test_auto_takes_the_newest_build_the_driver_serves(setup, cuda, variant):
+    assert setup.fitting_variant(cuda) == variant
+
+
+def test_the_driver_is_asked_for_its_cuda(setup, tmp_path, monkeypatch):
+    fake = tmp_path / "nvidia-smi"
+    fake.write_text("#!/bin/sh\necho '| NVIDIA-SMI 570.1  Driver Version: 570.1   CUDA Version: 12.8  |'\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert setup.driver_cuda() == (12, 8)
+    fake.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'; exit 9\n")
+    assert setup.driver_cuda() is None
+
+
+def test_pytorchs_index_is_used_where_it_answers_and_the_configured_one_otherwise(setup, tmp_path, monkeypatch):
+    (tmp_path / "cu128" / "torch").mkdir(parents=True)
+    handler = lambda *a: http.server.SimpleHTTPRequestHandler(*a, directory=tmp_path)  # noqa: E731
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    index = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setenv("STEELYARD_TORCH_INDEX", index)
+    calls = []
+    monkeypatch.setattr(setup, "pip", lambda *words: calls.append(words))
+    try:
+        setup.install_torch("cu128")
+        setup.install_torch("cu126")
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert calls == [("install", "--index-url", f"{index}/cu128", "torch==2.13.0"), ("install", "torch==2.13.0")]
+
+
+def test_a_python_without_venv_gets_one_clear_message(setup, tmp_path, monkeypatch, capsys):
+    python = tmp_path / "python3"
+    python.write_text(f'#!/bin/sh\ncase "$2" in *ensurepip*) exit 1;; esac\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(setup, "VENV", tmp_path / "venv")
+    with pytest.raises(SystemExit):
+        setup.make_venv(str(python))
+    assert "apt-get install python3-venv" in capsys.readouterr().err
+
+
+def test_an_unsupported_python_gets_one_clear_message(setup, monkeypatch, capsys):
+    monkeypatch.setattr(setup, "version_of", lambda python: (3, 9))
+    with pytest.raises(SystemExit):
+        setup.find_python()
+    assert "3.11 or 3.12" in capsys.readouterr().err
+
+
+def test_the_script_runs_on_the_standard_library_alone():
+    done = subprocess.run([sys.executable, "-I", "-S", SCRIPT, "--help"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

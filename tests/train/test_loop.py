@@ -1,0 +1,127 @@
+import math
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from steelyard import train
+from steelyard.core.errors import Fault, UserError
+from steelyard.core.recipe import load
+from steelyard.core.recipe.optim import Optim
+from steelyard.core.run import Run
+from steelyard.train.schedule import learning_rate
+from tests.conftest import kill
+
+TIMING = {"tokens_per_second", "seconds"}
+
+
+def curve(run: Run) -> list[dict]:
+    """Everything recorded, without what depends on the clock."""
+    return [{key: value for key, value in record.items() if key not in TIMING} for record in run.metrics()]
+
+
+def test_a_run_learns_and_leaves_everything_a_run_folder_has(in_workplace):
+    run = train.run(load("tiny.toml", ["train.steps=60"]))
+    valid = [record["valid_loss"] for record in run.metrics() if "valid_loss" in record]
+    assert valid[0] == pytest.approx(math.log(97), abs=0.1)
+    assert valid[-1] < valid[0] - 1
+    assert run.state == "finished"
+    names = {path.name for path in run.path.iterdir()}
+    assert {"recipe.toml", "run.json", "metrics.jsonl", "logs", "checkpoints"} <= names
+    trained = [record for record in run.metrics() if "loss" in record]
+    keys = {"step", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "seconds"}
+    assert all(keys <= record.keys() for record in trained)
+    assert trained[-1]["tokens"] == 60 * 4 * 16
+
+
+def test_the_same_recipe_gives_the_same_losses_to_the_bit(in_workplace):
+    first, second = train.run(load("tiny.toml")), train.run(load("tiny.toml"))
+    assert first.path != second.path
+    assert curve(first) == curve(second)
+
+
+def test_micro_batches_change_nothing_but_rounding(in_workplace):
+    whole = train.run(load("tiny.toml", ["train.micro_batch=4", "name=whole"]))
+    parts = train.run(load("tiny.toml", ["train.micro_batch=1", "name=parts"]))
+    for a, b in zip(curve(whole), curve(parts), strict=True):
+        for key in a:
+            assert a[key] == pytest.approx(b[key], rel=1e-4)
+
+
+def test_gpt_trains_too_and_bf16_stays_near_fp32(in_workplace):
+    gpt = ["model={family='gpt', layers=1, hidden=32, heads=2, vocab=97}"]
+    losses = []
+    for precision in ("fp32", "bf16"):
+        run = train.run(load("tiny.toml", [*gpt, f"train.precision={precision}", f"name={precision}"]))
+        losses.append([record["loss"] for record in run.metrics() if "loss" in record])
+    assert losses[0][-1] < losses[0][0]
+    assert np.allclose(losses[0], losses[1], rtol=0.02)
+    assert losses[0] != losses[1]
+
+
+def test_a_killed_run_resumes_to_the_bit(workplace):
+    recipe = ["tiny.toml", "train.steps=60", "log.every=4", "checkpoint.every=7"]
+    done = workplace.steelyard("train", *recipe, "--run", "undisturbed")
+    assert done.returncode == 0, done.stderr
+    undisturbed = curve(Run.open(workplace.path / "undisturbed"))
+    random = np.random.RandomState(0)
+    for _ in range(4):
+        process = workplace.start("train", *recipe, "--run", "killed")
+        metrics = workplace.path / "killed" / "metrics.jsonl"
+        deadline = time.monotonic() + 60
+        lines = len(metrics.read_bytes().splitlines()) if metrics.exists() else 0
+        while time.monotonic() < deadline and process.poll() is None:
+            if metrics.exists() and len(metrics.read_bytes().splitlines()) > lines + random.randint(1, 4):
+                break
+            time.sleep(0.005)
+        kill(process)
+    resumed = workplace.steelyard("train", *recipe, "--run", "killed")
+    assert resumed.returncode == 0, resumed.stderr
+    assert curve(Run.open(workplace.path / "killed")) == undisturbed
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_asked_to_stop_a_run_saves_and_the_same_command_goes_on(workplace, number):
+    recipe = ["tiny.toml", "train.steps=3000", "checkpoint.every=0", "eval.every=0"]
+    process = workplace.start("train", *recipe)
+    metrics = workplace.path / "runs" / "tiny" / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (metrics.exists() and b'"loss"' in metrics.read_bytes()):
+        time.sleep(0.02)
+    process.send_signal(number)
+    _, messages = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "saved step" in messages
+    assert "Traceback" not in messages
+    run = Run.open(workplace.path / "runs" / "tiny")
+    assert run.state == "interrupted"
+    saved = int(sorted(run.checkpoints.iterdir())[-1].name.removeprefix("step-"))
+    assert saved > 0
+    resumed = workplace.steelyard("train", *recipe[:1], f"train.steps={saved + 2}", *recipe[2:])
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"resumed at step {saved}" in resumed.stderr
+
+
+def test_a_loss_that_is_no_number_ends_the_run_and_says_what_is_saved(in_workplace):
+    with pytest.raises(Fault, match=r"became (nan|inf)") as fault:
+        train.run(load("tiny.toml", ["optim.learning_rate=1e12", "optim.warmup_steps=0", "optim.clip=0"]))
+    assert "saved" in str(fault.value)
+    assert Run.open("runs/tiny").state == "failed"
+
+
+def test_a_plan_for_many_ranks_is_refused_by_a_single_process(in_workplace):
+    with pytest.raises(UserError, match="needs 4 ranks"):
+        train.run(load("tiny.toml", ["parallel.tensor=2", "parallel.pipeline=2"]))
+    assert not (in_workplace.path / "runs").exists()
+
+
+def test_schedules_climb_and_fall():
+    optim = Optim(learning_rate=1.0, min_learning_rate=0.1, warmup_steps=10)
+    assert learning_rate(optim, 1, 110) == pytest.approx(0.1)
+    assert learning_rate(optim, 10, 110) == 1.0
+    assert learning_rate(optim, 60, 110) == pytest.approx(0.55)
+    assert learning_rate(optim, 110, 110) == pytest.approx(0.1)
+    linear = optim.model_copy(update={"schedule": "linear"})
+    assert learning_rate(linear, 35, 110) == pytest.approx(0.775)
+    assert learning_rate(optim.model_copy(update={"schedule": "constant"}), 99, 110) == 1.0
