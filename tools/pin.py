@@ -26,6 +26,7 @@ DEVELOPMENT = (
     "pytest-timeout",
     "ruff",
     "setuptools",
+    "transformers",
     "wheel",
 )
 

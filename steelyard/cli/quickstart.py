@@ -11,7 +11,6 @@ from pathlib import Path
 
 import typer
 
-from steelyard.cli import data, tokenizer
 from steelyard.cli.options import JsonOption, Overrides, RunOption, print_result
 from steelyard.core.console import console
 from steelyard.core.recipe import Recipe, load
@@ -54,30 +53,38 @@ def quickstart(overrides: Overrides = None, run: RunOption = None, json: JsonOpt
 
 def _prepare(recipe: Recipe) -> None:
     """Corpus, tokenizer and token files, as far as they are not there yet."""
+    from steelyard.text import tokenizer as tokenizers
+    from steelyard.text.corpus import documents
     from steelyard.text.stdlib import write_corpus
+    from steelyard.tokens import preprocess
 
-    folder = Path("quickstart")
-    corpus, tokenizer_folder = folder / "corpus.jsonl", Path(str(recipe.data.tokenizer))
-    vocab = recipe.model.vocab
-    prefix = recipe.data.train[0].prefix.removesuffix("_text_document")
+    corpus, folder, vocab = Path("quickstart/corpus.jsonl"), Path(str(recipe.data.tokenizer)), recipe.model.vocab
+    prefix = recipe.data.train[0].prefix
+    short = prefix.removesuffix("_text_document")
+
+    def train_tokenizer() -> None:
+        tokenizers.save(tokenizers.train_byte_bpe(documents([corpus]), vocab), folder)
+
+    def tokenize() -> None:
+        tokenizer = tokenizers.load(folder)
+        encode, end = tokenizer.encode_batch, tokenizer.end_of_document
+        result = preprocess.tokenize(documents([corpus]), encode, end, tokenizer.vocab_size, prefix)
+        console.say(f"{result['documents']} documents, {result['tokens']} tokens")
+
+    _step(f"the source of Python's standard library -> {corpus}", corpus, lambda: write_corpus(corpus))
     _step(
-        f"the source of Python's standard library -> {corpus}",
-        corpus,
-        lambda: console.say(f"{write_corpus(corpus)} documents"),
+        f"$ steelyard tokenizer train --input {corpus} --model-prefix {folder} --vocab-size {vocab}",
+        folder / "tokenizer.json",
+        train_tokenizer,
     )
     _step(
-        f"$ steelyard tokenizer train --input {corpus} --model-prefix {tokenizer_folder} --vocab-size {vocab}",
-        tokenizer_folder / "tokenizer.json",
-        lambda: tokenizer.train([corpus], tokenizer_folder, vocab),
-    )
-    _step(
-        f"$ steelyard data tokenize --input {corpus} --tokenizer {tokenizer_folder} --output-prefix {prefix}",
-        Path(f"{prefix}_text_document.idx"),
-        lambda: data.tokenize([corpus], str(tokenizer_folder), prefix),
+        f"$ steelyard data tokenize --input {corpus} --tokenizer {folder} --output-prefix {short}",
+        Path(f"{prefix}.idx"),
+        tokenize,
     )
 
 
-def _step(what: str, result: Path, make: Callable[[], None]) -> None:
+def _step(what: str, result: Path, make: Callable[[], object]) -> None:
     if result.is_file():
         console.say(f"{what}  (already there)")
     else:
