@@ -99,7 +99,11 @@ def _charts(records: list[dict[str, Any]]) -> list[str]:
         if not figure.data:
             continue
         figure.update_layout(
-            height=320, margin={"l": 60, "r": 20, "t": 10, "b": 45}, xaxis_title="step", template="plotly_white"
+            height=320,
+            legend={"orientation": "h", "y": 1.12},
+            margin={"l": 60, "r": 20, "t": 10, "b": 45},
+            xaxis_title="step",
+            template="plotly_white",
         )
         # The first chart carries the plotting library, the others use it.
         chart = figure.to_html(full_html=False, include_plotlyjs=not charts, config={"displaylogo": False})
