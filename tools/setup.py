@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 STAMP = VENV / "steelyard-setup"
 REQUIREMENTS = [ROOT / "requirements.txt", ROOT / "requirements-dev.txt"]
+PEERS = ROOT / "requirements-peers.txt"
 TORCH = "torch==2.13.0"
 TORCH_INDEX = "https://download.pytorch.org/whl"
 VARIANTS = ("cpu", "cu126", "cu128", "cu130")
@@ -39,13 +40,14 @@ def main() -> None:
     make_venv(find_python())
     install_torch(fitting_variant(driver_cuda()) if variant == "auto" else variant)
     pip("install", *(f"--requirement={file}" for file in REQUIREMENTS))
+    pip("install", "--no-deps", f"--requirement={PEERS}")
     pip("install", "--no-deps", "--no-build-isolation", "--editable", str(ROOT))
     STAMP.write_text(stamp(variant), encoding="utf-8")
 
 
 def stamp(variant: str) -> str:
     """What the environment depends on."""
-    inputs = b"".join(file.read_bytes() for file in [*REQUIREMENTS, ROOT / "pyproject.toml", Path(__file__)])
+    inputs = b"".join(file.read_bytes() for file in [*REQUIREMENTS, PEERS, ROOT / "pyproject.toml", Path(__file__)])
     return f"torch={variant} place={ROOT} inputs={hashlib.sha256(inputs).hexdigest()}\n"
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from steelyard.core.recipe.model import GptModel
+from steelyard.model.masks import within_documents
 
 
 class Gpt(nn.Module):
@@ -26,11 +27,15 @@ class Gpt(nn.Module):
         if shape.tied:
             self.head.weight = self.embed.weight
 
-    def forward(self, tokens_BL: Tensor) -> Tensor:
-        positions_L = torch.arange(tokens_BL.shape[1], device=tokens_BL.device)
-        x_BLD = self.embed(tokens_BL) + self.positions(positions_L)
+    def forward(
+        self, tokens_BL: Tensor, positions_BL: Tensor | None = None, documents_BL: Tensor | None = None
+    ) -> Tensor:
+        if positions_BL is None:
+            positions_BL = torch.arange(tokens_BL.shape[1], device=tokens_BL.device)[None]
+        mask = None if documents_BL is None else within_documents(documents_BL)
+        x_BLD = self.embed(tokens_BL) + self.positions(positions_BL)
         for layer in self.layers:
-            x_BLD = layer(x_BLD)
+            x_BLD = layer(x_BLD, mask)
         # Rows that only pad the vocabulary are cut off: they are never predicted and never trained.
         logits: Tensor = self.head(self.norm(x_BLD))[..., : self.shape.vocab]
         return logits
@@ -46,8 +51,8 @@ class Layer(nn.Module):
         self.mlp_norm = nn.LayerNorm(shape.hidden, eps=shape.norm_eps)
         self.mlp = Mlp(shape)
 
-    def forward(self, x_BLD: Tensor) -> Tensor:
-        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD))
+    def forward(self, x_BLD: Tensor, mask: Tensor | None) -> Tensor:
+        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), mask)
         x_BLD = x_BLD + self.mlp(self.mlp_norm(x_BLD))
         return x_BLD
 
@@ -63,12 +68,14 @@ class Attention(nn.Module):
         self.value = nn.Linear(shape.hidden, shape.hidden)
         self.output = nn.Linear(shape.hidden, shape.hidden)
 
-    def forward(self, x_BLD: Tensor) -> Tensor:
+    def forward(self, x_BLD: Tensor, mask: Tensor | None) -> Tensor:
         query_BHLE, key_BHLE, value_BHLE = (
             projection(x_BLD).unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for projection in (self.query, self.key, self.value)
         )
-        mixed_BHLE = F.scaled_dot_product_attention(query_BHLE, key_BHLE, value_BHLE, is_causal=True)
+        mixed_BHLE = F.scaled_dot_product_attention(
+            query_BHLE, key_BHLE, value_BHLE, attn_mask=mask, is_causal=mask is None
+        )
         output: Tensor = self.output(mixed_BHLE.transpose(1, 2).flatten(-2))
         return output
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from steelyard.core.recipe.model import LlamaModel, RopeScaling
+from steelyard.model.masks import within_documents
 
 Rotation = tuple[Tensor, Tensor]
 
@@ -29,11 +30,16 @@ class Llama(nn.Module):
         if shape.tied:
             self.head.weight = self.embed.weight
 
-    def forward(self, tokens_BL: Tensor) -> Tensor:
-        rotation = rotations(self.shape, tokens_BL.shape[1], tokens_BL.device)
+    def forward(
+        self, tokens_BL: Tensor, positions_BL: Tensor | None = None, documents_BL: Tensor | None = None
+    ) -> Tensor:
+        if positions_BL is None:
+            positions_BL = torch.arange(tokens_BL.shape[1], device=tokens_BL.device)[None]
+        rotation = rotations(self.shape, positions_BL)
+        mask = None if documents_BL is None else within_documents(documents_BL)
         x_BLD = self.embed(tokens_BL)
         for layer in self.layers:
-            x_BLD = layer(x_BLD, rotation)
+            x_BLD = layer(x_BLD, rotation, mask)
         # Rows that only pad the vocabulary are cut off: they are never predicted and never trained.
         logits: Tensor = self.head(self.norm(x_BLD))[..., : self.shape.vocab]
         return logits
@@ -49,8 +55,8 @@ class Layer(nn.Module):
         self.mlp_norm = nn.RMSNorm(shape.hidden, eps=shape.norm_eps)
         self.mlp = Mlp(shape)
 
-    def forward(self, x_BLD: Tensor, rotation: Rotation) -> Tensor:
-        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), rotation)
+    def forward(self, x_BLD: Tensor, rotation: Rotation, mask: Tensor | None) -> Tensor:
+        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), rotation, mask)
         x_BLD = x_BLD + self.mlp(self.mlp_norm(x_BLD))
         return x_BLD
 
@@ -67,7 +73,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
         self.grouped = shape.heads != shape.kv_heads
 
-    def forward(self, x_BLD: Tensor, rotation: Rotation) -> Tensor:
+    def forward(self, x_BLD: Tensor, rotation: Rotation, mask: Tensor | None) -> Tensor:
         query_BHLE, key_BKLE, value_BKLE = (
             projection(x_BLD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.query, self.key, self.value)
@@ -76,7 +82,8 @@ class Attention(nn.Module):
             rotate(query_BHLE, rotation),
             rotate(key_BKLE, rotation),
             value_BKLE,
-            is_causal=True,
+            attn_mask=mask,
+            is_causal=mask is None,
             enable_gqa=self.grouped,
         )
         output: Tensor = self.output(mixed_BHLE.transpose(1, 2).flatten(-2))
@@ -97,15 +104,14 @@ class Mlp(nn.Module):
         return output
 
 
-def rotations(shape: LlamaModel, length: int, device: torch.device) -> Rotation:
-    """Cosine and sine of each position's angles, in fp32 whatever the model computes in."""
-    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32, device=device) / shape.head_dim
+def rotations(shape: LlamaModel, positions_BL: Tensor) -> Rotation:
+    """Cosine and sine of each position's angles, one for all heads, in fp32 whatever the model computes in."""
+    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32, device=positions_BL.device) / shape.head_dim
     frequencies = shape.rope_theta**-exponents
     if shape.rope_scaling is not None:
         frequencies = scaled(frequencies, shape.rope_scaling)
-    angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequencies)
-    angles = torch.cat([angles, angles], dim=-1)
-    return angles.cos(), angles.sin()
+    angles_BLE = (positions_BL.float()[..., None] * frequencies).repeat(1, 1, 2)
+    return angles_BLE.cos()[:, None], angles_BLE.sin()[:, None]
 
 
 def scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:

@@ -11,7 +11,6 @@ epochs before it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -32,36 +31,55 @@ class IndexMaps:
         return len(self.shuffle_index)
 
 
-def split_bounds(shares: tuple[float, float, float], sequences: int) -> list[tuple[int, int]]:
-    """First and last sequence (exclusive) of the training, validation and test split."""
-    ends = [0, *(round(float(share) * sequences) for share in np.cumsum(shares))]
-    return list(pairwise(ends))
+@dataclass(frozen=True)
+class Plan:
+    """How many epochs and samples there will be, before anything is built."""
+
+    documents: int
+    sequence_length: int
+    epochs: int
+    samples: int
+    samples_before_last_epoch: int
+    last_epoch_apart: bool
+
+    def fits(self, maps: IndexMaps) -> bool:
+        """Whether arrays from elsewhere can be those of this plan."""
+        return (
+            len(maps.document_index) == self.documents * self.epochs
+            and maps.sample_index.shape == (self.samples + 1, 2)
+            and len(maps.shuffle_index) == self.samples
+        )
 
 
-def build(
-    lengths: npt.NDArray[np.int32], bounds: tuple[int, int], samples: int, sequence_length: int, seed: int
-) -> IndexMaps:
-    """Build the maps for `samples` samples of the sequences within `bounds`."""
+def plan(lengths: npt.NDArray[np.int32], bounds: tuple[int, int], samples: int, sequence_length: int) -> Plan:
+    """Plan the maps for at least `samples` samples of the sequences within `bounds`."""
+    tokens = int(np.sum(lengths[bounds[0] : bounds[1]], dtype=np.int64))
+    epochs = -(-(samples * sequence_length + 1) // tokens)
+    before_last = ((epochs - 1) * tokens - 1) // sequence_length if epochs > 1 else 0
+    per_epoch = (tokens - 1) // sequence_length
+    return Plan(
+        documents=bounds[1] - bounds[0],
+        sequence_length=sequence_length,
+        epochs=epochs,
+        samples=(epochs * tokens - 1) // sequence_length,
+        samples_before_last_epoch=before_last,
+        last_epoch_apart=epochs > 1 and samples - before_last < int(LAST_EPOCH_THRESHOLD * per_epoch),
+    )
+
+
+def build(lengths: npt.NDArray[np.int32], bounds: tuple[int, int], plan: Plan, seed: int) -> IndexMaps:
+    """Build the maps."""
     sequences = np.arange(*bounds, dtype=np.int32)
-    tokens_per_epoch = int(np.sum(lengths[bounds[0] : bounds[1]], dtype=np.int64))
-    epochs = -(-(samples * sequence_length + 1) // tokens_per_epoch)
-    total_samples = (epochs * tokens_per_epoch - 1) // sequence_length
-
-    samples_before_last = ((epochs - 1) * tokens_per_epoch - 1) // sequence_length if epochs > 1 else 0
-    samples_per_epoch = (tokens_per_epoch - 1) // sequence_length
-    in_last = samples - samples_before_last
-    last_apart = epochs > 1 and in_last < int(LAST_EPOCH_THRESHOLD * samples_per_epoch)
-
     random = np.random.RandomState(seed)
-    if last_apart:
+    if plan.last_epoch_apart:
         document_index = np.concatenate(
-            [_shuffled_epochs(sequences, epochs - 1, random), _shuffled_epochs(sequences, 1, random)]
+            [_shuffled_epochs(sequences, plan.epochs - 1, random), _shuffled_epochs(sequences, 1, random)]
         )
     else:
-        document_index = _shuffled_epochs(sequences, epochs, random)
-    sample_index = _cuts(lengths, document_index, sequence_length, total_samples)
-    shuffle_index = _shuffled(samples_before_last if last_apart else total_samples, total_samples, random)
-    return IndexMaps(document_index, sample_index, shuffle_index)
+        document_index = _shuffled_epochs(sequences, plan.epochs, random)
+    sample_index = _cuts(lengths, document_index, plan.sequence_length, plan.samples)
+    first = plan.samples_before_last_epoch if plan.last_epoch_apart else plan.samples
+    return IndexMaps(document_index, sample_index, _shuffled(first, plan.samples, random))
 
 
 def _shuffled_epochs(
@@ -76,12 +94,17 @@ def _cuts(
     lengths: npt.NDArray[np.int32], document_index: npt.NDArray[np.int32], sequence_length: int, samples: int
 ) -> npt.NDArray[Any]:
     """Position in `document_index` and offset of every `sequence_length`-th token of the stream."""
-    ends = np.cumsum(lengths[document_index], dtype=np.int64)
-    cuts = np.arange(samples + 1, dtype=np.int64) * sequence_length
-    positions = np.searchsorted(ends, cuts, side="right")
-    offsets = cuts - np.where(positions > 0, ends[positions - 1], 0)
+    starts = np.zeros(len(document_index) + 1, dtype=np.int64)
+    starts[1:] = lengths[document_index]
+    np.cumsum(starts, out=starts)
+    # Cut k lies behind every document that ends at or before k * sequence_length: count those that end up to each cut.
+    first_cut_behind = (starts[1:] + (sequence_length - 1)) // sequence_length
+    positions = np.cumsum(np.bincount(first_cut_behind, minlength=samples + 1)[: samples + 1])
     dtype = np.int32 if len(document_index) <= np.iinfo(np.int32).max else np.int64
-    return np.stack([positions.astype(dtype), offsets.astype(dtype)], axis=1)
+    cuts = np.empty((samples + 1, 2), dtype=dtype)
+    cuts[:, 0] = positions
+    cuts[:, 1] = np.arange(samples + 1, dtype=np.int64) * sequence_length - starts[positions]
+    return cuts
 
 
 def _shuffled(first: int, total: int, random: np.random.RandomState) -> npt.NDArray[Any]:

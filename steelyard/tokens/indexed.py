@@ -132,6 +132,12 @@ class IndexedTokens:
         start = int(self.pointers[number]) // self.dtype.itemsize + offset
         return self._tokens[start : start + (int(self.lengths[number]) - offset if length is None else length)]
 
+    def largest(self, first: int, end: int, at_most: int = 1 << 24) -> int:
+        """The largest id of the sequences from `first` up to `end`, looking at no more than so many tokens."""
+        start = int(self.pointers[first]) // self.dtype.itemsize
+        stop = int(self.pointers[end - 1]) // self.dtype.itemsize + int(self.lengths[end - 1])
+        return int(self._tokens[start : min(stop, start + at_most)].max())
+
     def documents(self) -> Iterator[npt.NDArray[Any]]:
         """The tokens of each document."""
         for first, end in zip(self.document_index[:-1], self.document_index[1:], strict=True):

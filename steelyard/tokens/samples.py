@@ -1,10 +1,11 @@
-"""Training samples by number: for the same files, split, seed and length, sample i is the same everywhere and for ever.
-
-A batch is a range of sample numbers, so the only state a loader has is how many samples were consumed.
-"""
+"""Training samples by number: for the same files, split, seed and length, sample i is always the same."""
 
 from __future__ import annotations
 
+import glob
+import math
+from collections.abc import Callable
+from pathlib import Path
 from typing import Literal, Protocol
 
 import numpy as np
@@ -12,11 +13,11 @@ import numpy.typing as npt
 
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
-from steelyard.core.recipe.data import split_shares
+from steelyard.core.recipe.data import Source, split_shares
 from steelyard.core.units import count
-from steelyard.tokens import index_maps
+from steelyard.tokens import cache, index_maps
 from steelyard.tokens.blend import blend_order, normalised
-from steelyard.tokens.indexed import IndexedTokens
+from steelyard.tokens.indexed import IndexedTokens, idx_path
 
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")
@@ -32,8 +33,8 @@ class Samples(Protocol):
     def __getitem__(self, number: int) -> npt.NDArray[np.int64]: ...
 
 
-class DatasetSamples:
-    """Samples of one pair of token files."""
+class StreamSamples:
+    """Samples cut from the stream of one dataset's documents, as its index maps say."""
 
     def __init__(self, tokens: IndexedTokens, maps: index_maps.IndexMaps) -> None:
         self.tokens, self.maps = tokens, maps
@@ -54,10 +55,26 @@ class DatasetSamples:
         return np.concatenate(parts).astype(np.int64, copy=False)
 
 
+class FixedSamples:
+    """Samples that are whole documents, all of the same length, in a new order each epoch."""
+
+    def __init__(self, tokens: IndexedTokens, bounds: tuple[int, int], samples: int, seed: int) -> None:
+        random = np.random.RandomState(seed)
+        epochs = math.ceil(samples / (bounds[1] - bounds[0]))
+        self.tokens = tokens
+        self.order = np.concatenate([bounds[0] + random.permutation(bounds[1] - bounds[0]) for _ in range(epochs)])
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, number: int) -> npt.NDArray[np.int64]:
+        return self.tokens.sequence(int(self.order[number])).astype(np.int64)
+
+
 class BlendedSamples:
     """Samples of several datasets, each taken as often as its weight says."""
 
-    def __init__(self, datasets: list[DatasetSamples], weights: list[float], samples: int) -> None:
+    def __init__(self, datasets: list[Samples], weights: list[float], samples: int) -> None:
         self.datasets = datasets
         self.dataset_index, self.sample_index = blend_order(weights, samples)
 
@@ -70,43 +87,93 @@ class BlendedSamples:
 
 def open_samples(recipe: Recipe, split: Split, samples: int) -> Samples:
     """The samples of one split of a recipe's data, at least `samples` of them."""
-    sources = recipe.data.train
-    if not sources:
-        raise UserError(
-            "names no token files to train on", where=recipe.where("data.train"), mend="set data.train to a prefix"
+    own = {"train": [], "valid": recipe.data.valid, "test": recipe.data.test}[split]
+    key = f"data.{split}" if own else "data.train"
+    share = (0.0, 1.0) if own else _share(recipe.data.split, split)
+    sources = _found(own or recipe.data.train, recipe, key)
+
+    def opened(prefix: str, wanted: int) -> Samples:
+        tokens = IndexedTokens(prefix)
+        bounds = round(share[0] * len(tokens)), round(share[1] * len(tokens))
+        _refuse_unfit(recipe, tokens, bounds, split, key)
+        if recipe.data.fixed_length:
+            return FixedSamples(tokens, bounds, wanted, recipe.train.seed)
+        request = cache.Request(
+            prefix, wanted, split, recipe.train.seed, recipe.data.sequence_length, recipe.data.split
         )
+        maps = cache.index_maps_for(request, tokens.lengths, bounds, recipe.data.index_cache, recipe.data.index_names)
+        return StreamSamples(tokens, maps)
+
+    return _blended(opened, sources, samples)
+
+
+def _blended(opened: Callable[[str, int], Samples], sources: list[Source], samples: int) -> Samples:
     if len(sources) == 1:
-        return _open_dataset(recipe, sources[0].prefix, split, samples)
+        return opened(sources[0].prefix, samples)
+    # Megatron normalises twice and rounds each dataset's part up: to give its order, so do we.
     weights = normalised([source.weight for source in sources])
+    parts = [math.ceil(samples * weight) for weight in weights]
     datasets = [
-        _open_dataset(recipe, source.prefix, split, int(np.ceil(np.ceil(samples * weight) * BLEND_MARGIN)))
-        for source, weight in zip(sources, weights, strict=True)
+        opened(source.prefix, math.ceil(part * BLEND_MARGIN)) for source, part in zip(sources, parts, strict=True)
     ]
-    return BlendedSamples(datasets, weights, samples)
+    return BlendedSamples(datasets, normalised(weights), sum(parts))
 
 
-def batch(samples: Samples, first: int, count: int) -> npt.NDArray[np.int64]:
-    """Samples `first` up to `first + count`, one per row."""
-    return np.stack([samples[number] for number in range(first, first + count)])
+def _found(sources: list[Source], recipe: Recipe, key: str) -> list[Source]:
+    """The sources with folders and patterns replaced by the prefixes they stand for, which share the weight."""
+    if not sources:
+        raise UserError("names no token files to train on", where=recipe.where(key), mend=f"set {key} to a prefix")
+    found: list[Source] = []
+    for source in sources:
+        pattern = source.prefix
+        if idx_path(pattern).is_file():
+            found.append(source)
+            continue
+        if Path(pattern).is_dir():
+            pattern = f"{glob.escape(pattern)}/*"
+        matches = sorted(match.removesuffix(".idx") for match in glob.glob(f"{pattern.removesuffix('.idx')}.idx"))
+        if not matches:
+            raise UserError(
+                f"there is no token file {idx_path(source.prefix)}",
+                where=recipe.where(key),
+                mend="steelyard data tokenize makes a pair; name its prefix, a folder of pairs, or a pattern",
+            )
+        found += [_one_of(source, match, len(matches)) for match in matches]
+    return found
 
 
-def _open_dataset(recipe: Recipe, prefix: str, split: Split, samples: int) -> DatasetSamples:
-    tokens = IndexedTokens(prefix)
-    bounds = index_maps.split_bounds(split_shares(recipe.data.split), len(tokens))[SPLITS.index(split)]
-    available = int(np.sum(tokens.lengths[bounds[0] : bounds[1]], dtype=np.int64))
+def _one_of(source: Source, prefix: str, of: int) -> Source:
+    return source.model_copy(update={"prefix": prefix, "weight": source.weight / of})
+
+
+def _share(split: str, name: Split) -> tuple[float, float]:
+    ends = [0.0, *np.cumsum(split_shares(split)).tolist()]
+    number = SPLITS.index(name)
+    return ends[number], ends[number + 1]
+
+
+def _refuse_unfit(recipe: Recipe, tokens: IndexedTokens, bounds: tuple[int, int], split: Split, key: str) -> None:
+    """Refuse before training what cannot be trained on."""
     length = recipe.data.sequence_length
+    lengths = tokens.lengths[bounds[0] : bounds[1]]
+    available = int(np.sum(lengths, dtype=np.int64))
     if available <= length:
         raise UserError(
-            f"the {split} share of {prefix} has {count(available)} tokens, too few for one sequence of {length}",
+            f"the {split} share of {tokens.prefix} has {count(available)} tokens, too few for one sequence of {length}",
             where=recipe.where("data.split"),
             mend="use more text, shorter sequences or another split",
         )
-    largest = int(tokens.sequence(bounds[0]).max())
+    if recipe.data.fixed_length and (lengths != length + 1).any():
+        odd = int(lengths[lengths != length + 1][0])
+        raise UserError(
+            f"{tokens.prefix} has a document of {odd} tokens, but fixed-length samples need {length + 1} each",
+            where=recipe.where("data.fixed_length"),
+            mend=f"steelyard data tokenize --fixed-length {length} writes such files",
+        )
+    largest = tokens.largest(*bounds)
     if largest >= recipe.model.vocab:
         raise UserError(
-            f"{prefix} holds the id {largest}, but model.vocab is {recipe.model.vocab}",
+            f"{tokens.prefix} holds the id {largest}, but model.vocab is {recipe.model.vocab}",
             where=recipe.where("model.vocab"),
             mend="set it to the size of the tokenizer's vocabulary",
         )
-    maps = index_maps.build(tokens.lengths, bounds, samples, length, recipe.train.seed)
-    return DatasetSamples(tokens, maps)

@@ -25,7 +25,9 @@ from steelyard.core.errors import Fault, Interrupted, UserError
 from steelyard.core.recipe import Recipe
 from steelyard.core.run import Run, for_training, now, session
 from steelyard.sizes.model import flops_per_token, parameters
-from steelyard.tokens.samples import Samples, batch, open_samples
+from steelyard.text import tokenizer as tokenizers
+from steelyard.tokens.loader import Loader, documents_in, read
+from steelyard.tokens.samples import Samples, open_samples
 from steelyard.train import device as devices
 from steelyard.train import optimizer as optimizers
 from steelyard.train.metrics import Recorder
@@ -75,6 +77,7 @@ class Training:
     ) -> None:
         self.recipe, self.folder, self.device = recipe, folder, device
         self.training, self.validation = training, validation
+        self.end_of_document = _end_of_document(recipe)
         self.counters = Counters()
         with device:
             self.model = model.build(recipe.model)
@@ -88,15 +91,18 @@ class Training:
         steps, every = recipe.train.steps, recipe.checkpoint.every
         tokens_per_step = recipe.train.global_batch * recipe.data.sequence_length
         done = counters.step * tokens_per_step
-        with console.progress("train", steps * tokens_per_step, "tokens", done=done) as progress, self.recorder:
+        batches = Loader(self.training, recipe.train.global_batch, consumed=counters.samples)
+        bar = console.progress("train", steps * tokens_per_step, "tokens", done=done)
+        with bar as progress, self.recorder, batches:
             if counters.step == 0:
                 self._validate()
             while counters.step < steps:
                 started = time.perf_counter()
                 rate = learning_rate(recipe.optim, counters.step + 1, steps)
-                loss_sum, grad_norm = self._step(rate)
+                batch = next(batches)
+                loss_sum, grad_norm = self._step(torch.from_numpy(batch.rows), rate)
                 counters.step += 1
-                counters.samples += recipe.train.global_batch
+                counters.samples = batch.consumed
                 counters.tokens += tokens_per_step
                 counters.loss_sum += loss_sum
                 counters.loss_tokens += tokens_per_step
@@ -117,14 +123,13 @@ class Training:
                         f"saved step {counters.step} of {steps}; the same command resumes {self.folder.path}"
                     )
 
-    def _step(self, rate: float) -> tuple[float, float]:
+    def _step(self, tokens: Tensor, rate: float) -> tuple[float, float]:
         """One optimizer step; returns the summed loss of its tokens and the gradient norm before clipping."""
         train, optim = self.recipe.train, self.recipe.optim
-        tokens = torch.from_numpy(batch(self.training, self.counters.samples, train.global_batch))
         labels_in_batch = tokens[:, 1:].numel()
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         for micro in tokens.split(train.micro_batch):
-            loss = self._loss_sum(micro.to(self.device, non_blocking=True))
+            loss = self._loss_sum(micro)
             (loss / labels_in_batch).backward()
             loss_sum += loss.detach()
         grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), optim.clip or math.inf)
@@ -135,9 +140,23 @@ class Training:
         return loss_sum.item(), float(grad_norm)
 
     def _loss_sum(self, tokens_BL: Tensor) -> Tensor:
+        if tokens_BL.max() >= self.recipe.model.vocab:
+            raise UserError(f"the data holds the id {tokens_BL.max()}, but model.vocab is {self.recipe.model.vocab}")
+        positions_BL, documents_BL = self._documents(tokens_BL)
+        tokens_BL = tokens_BL.to(self.device, non_blocking=True)
         with devices.precision(self.recipe, self.device):
-            logits = self.model(tokens_BL[:, :-1])
+            logits = self.model(tokens_BL[:, :-1], positions_BL, documents_BL)
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens_BL[:, 1:].flatten(), reduction="sum")
+
+    def _documents(self, tokens_BL: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Positions and document numbers, where the recipe asks to keep documents apart."""
+        data = self.recipe.data
+        if self.end_of_document is None:
+            return None, None
+        documents = documents_in(tokens_BL.numpy(), self.end_of_document)
+        positions = torch.from_numpy(documents.position).to(self.device) if data.reset_positions else None
+        numbers = torch.from_numpy(documents.number).to(self.device) if data.mask_documents else None
+        return positions, numbers
 
     def _validate(self) -> None:
         """Measure the loss on the validation share: the same samples every time."""
@@ -148,9 +167,9 @@ class Training:
         self.model.eval()
         with torch.no_grad():
             for number in range(self.recipe.eval.batches):
-                tokens = torch.from_numpy(batch(self.validation, number * train.global_batch, train.global_batch))
+                tokens = torch.from_numpy(read(self.validation, number * train.global_batch, train.global_batch))
                 for micro in tokens.split(train.micro_batch):
-                    loss_sum += self._loss_sum(micro.to(self.device)).item()
+                    loss_sum += self._loss_sum(micro).item()
                     labels += micro[:, 1:].numel()
         self.model.train()
         valid_loss = loss_sum / labels
@@ -212,6 +231,22 @@ def _open_validation(recipe: Recipe) -> Samples | None:
     except UserError as error:
         console.warn(f"no validation: {error.message}")
         return None
+
+
+def _end_of_document(recipe: Recipe) -> int | None:
+    """The id that ends a document, where the recipe needs to know."""
+    data = recipe.data
+    if not (data.mask_documents or data.reset_positions):
+        return None
+    if data.end_of_document is not None:
+        return data.end_of_document
+    if data.tokenizer is None:
+        raise UserError(
+            "to keep documents apart, their end must be known",
+            where=recipe.where("data.mask_documents" if data.mask_documents else "data.reset_positions"),
+            mend="set data.tokenizer or data.end_of_document",
+        )
+    return tokenizers.load(data.tokenizer).end_of_document
 
 
 def _refuse_many_ranks(recipe: Recipe) -> None:

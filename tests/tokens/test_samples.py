@@ -21,7 +21,9 @@ def test_cuts_equal_a_walk_along_the_stream(seed):
     lengths = random.randint(0, 9, size=random.randint(2, 30)).astype(np.int32)
     lengths[0] += 5
     length = int(random.randint(1, 12))
-    maps = index_maps.build(lengths, (0, len(lengths)), int(random.randint(1, 40)), length, seed)
+    bounds = (0, len(lengths))
+    plan = index_maps.plan(lengths, bounds, int(random.randint(1, 40)), length)
+    maps = index_maps.build(lengths, bounds, plan, seed)
     expected = cuts_one_by_one(lengths, maps.document_index, length, len(maps.sample_index) - 1)
     assert np.array_equal(maps.sample_index, expected)
 
@@ -36,10 +38,6 @@ def test_samples_cover_an_epoch_once_and_share_their_border_token(in_workplace):
     rows = np.stack([samples[number] for number in np.argsort(samples.maps.shuffle_index)])
     assert np.array_equal(rows[:, :-1].ravel(), stream[: per_epoch * 8])
     assert np.array_equal(rows[:-1, -1], rows[1:, 0])
-
-
-def test_splits_do_not_overlap():
-    assert index_maps.split_bounds((0.9, 0.1, 0.0), 205) == [(0, 184), (184, 205), (205, 205)]
 
 
 @pytest.mark.parametrize("weights", [[0.5, 0.5], [0.7, 0.2, 0.1]])

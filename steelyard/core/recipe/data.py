@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 from pydantic_core import PydanticCustomError
 
 from steelyard.core.recipe.section import Section
@@ -21,11 +21,23 @@ class Data(Section):
     """What is read."""
 
     tokenizer: str | None = Field(None, description="folder of the tokenizer, for sampling and checks")
-    train: list[Source] = Field([], description="a prefix, a list of prefixes, or tables with prefix and weight")
-    split: str = Field("98,2,0", description="shares of documents for training, validation and test")
+    train: list[Source] = Field(
+        [], description="prefixes, folders or patterns of token files, each alone or as a table with prefix and weight"
+    )
+    valid: list[Source] = Field([], description="files for validation alone; left out: a share of data.train")
+    test: list[Source] = Field([], description="files for testing alone; left out: a share of data.train")
+    split: str = Field("98,2,0", description="shares of the documents of data.train for training, validation and test")
     sequence_length: PositiveInt = 1024
+    fixed_length: bool = Field(
+        False, description="every document is one sample, as `data tokenize --fixed-length` writes"
+    )
+    mask_documents: bool = Field(False, description="attention does not reach into the document before")
+    reset_positions: bool = Field(False, description="positions start anew with each document")
+    end_of_document: NonNegativeInt | None = Field(None, description="left out: the tokenizer's")
+    index_cache: str | None = Field(None, description="folder for index maps; left out: beside the token files")
+    index_names: Literal["new", "old"] = Field("new", description="Megatron-core's names or those of older Megatrons")
 
-    @field_validator("train", mode="before")
+    @field_validator("train", "valid", "test", mode="before")
     @classmethod
     def _spell_out(cls, value: Any) -> Any:
         entries = value if isinstance(value, list) else [value]

@@ -1,0 +1,144 @@
+"""Index maps on disk, under Megatron's names.
+
+New names, in `<prefix>/cache/GPTDataset_indices/` or `data.index_cache`:
+
+    <md5>-GPTDataset-<split>-description.txt                              what the arrays were built from, as JSON
+    <md5>-GPTDataset-<split>-{document,sample,shuffle}_index.npy
+
+Old names, beside the token files or in `data.index_cache`:
+
+    <prefix>_<split>_indexmap_<samples>ns_<length>sl_<seed>s_{doc,sample,shuffle}_idx.npy
+
+Arrays that Megatron wrote under either name are used; a description is matched by what determines the arrays, so that
+the tokenizer's name in it does not matter. Any number of processes may ask at once: one per host builds while the
+others wait, and files appear by rename, so that even hosts whose locks do not reach each other only do the same work
+twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from steelyard.core import files
+from steelyard.core.console import console
+from steelyard.tokens import index_maps
+from steelyard.tokens.index_maps import IndexMaps
+
+Names = Literal["new", "old"]
+NEW_PARTS = ("document_index", "sample_index", "shuffle_index")
+OLD_PARTS = ("doc_idx", "sample_idx", "shuffle_idx")
+
+
+@dataclass(frozen=True)
+class Request:
+    """Everything that determines index maps, by Megatron's names."""
+
+    dataset_path: str
+    num_samples: int
+    index_split: str
+    random_seed: int
+    sequence_length: int
+    split: str
+
+    def description(self) -> str:
+        """The JSON that Megatron writes beside the arrays and names them after."""
+        return json.dumps({"class": "GPTDataset", **asdict(self)}, indent=4)
+
+
+def index_maps_for(
+    request: Request, lengths: npt.NDArray[np.int32], bounds: tuple[int, int], folder: str | None, names: Names
+) -> IndexMaps:
+    """The maps from the cache, or built and put there."""
+    expected = index_maps.plan(lengths, bounds, request.num_samples, request.sequence_length)
+    place = _new_folder(request, folder) if names == "new" else _old_stem(request, folder).parent
+    found = _find(request, folder, expected)
+    if found is not None:
+        return found
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        with _one_builder(place):
+            found = _find(request, folder, expected)
+            return found or _write(
+                request, folder, names, index_maps.build(lengths, bounds, expected, request.random_seed)
+            )
+    except OSError as error:
+        console.warn(f"index maps are not kept: {place}: {error.strerror}")
+        return index_maps.build(lengths, bounds, expected, request.random_seed)
+
+
+def _find(request: Request, folder: str | None, expected: index_maps.Plan) -> IndexMaps | None:
+    stem = _old_stem(request, folder)
+    candidates = [[stem.with_name(f"{stem.name}_{part}.npy") for part in OLD_PARTS]]
+    for description in sorted(_new_folder(request, folder).glob(f"*-GPTDataset-{request.index_split}-description.txt")):
+        if _describes(description, request):
+            base = description.name.removesuffix("description.txt")
+            candidates.append([description.with_name(f"{base}{part}.npy") for part in NEW_PARTS])
+    for paths in candidates:
+        maps = _loaded(paths)
+        if maps is not None and expected.fits(maps):
+            return maps
+    return None
+
+
+def _describes(path: Path, request: Request) -> bool:
+    try:
+        written = json.loads(path.read_text(encoding="utf-8"))
+        return all(written.get(key) == value for key, value in asdict(request).items())
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _loaded(paths: list[Path]) -> IndexMaps | None:
+    try:
+        return IndexMaps(*(np.load(path, mmap_mode="r", allow_pickle=False) for path in paths))
+    except (OSError, ValueError, EOFError):
+        return None
+
+
+def _write(request: Request, folder: str | None, names: Names, maps: IndexMaps) -> IndexMaps:
+    arrays: tuple[npt.NDArray[Any], ...] = (maps.document_index, maps.sample_index, maps.shuffle_index)
+    if names == "old":
+        stem = _old_stem(request, folder)
+        paths = [stem.with_name(f"{stem.name}_{part}.npy") for part in OLD_PARTS]
+    else:
+        description = request.description()
+        base = hashlib.md5(description.encode(), usedforsecurity=False).hexdigest()
+        place = _new_folder(request, folder)
+        paths = [place / f"{base}-GPTDataset-{request.index_split}-{part}.npy" for part in NEW_PARTS]
+        files.write_text(place / f"{base}-GPTDataset-{request.index_split}-description.txt", description)
+    for path, array in zip(paths, arrays, strict=True):
+        with files.atomic_file(path, "wb") as file:
+            np.save(file, array, allow_pickle=False)
+    return maps
+
+
+@contextlib.contextmanager
+def _one_builder(folder: Path) -> Iterator[None]:
+    """Let one process of this host build at a time. Where locks do not work, all build, and write the same."""
+    with open(folder / ".steelyard-lock", "a") as lock:
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _new_folder(request: Request, folder: str | None) -> Path:
+    return Path(folder) if folder else Path(request.dataset_path) / "cache" / "GPTDataset_indices"
+
+
+def _old_stem(request: Request, folder: str | None) -> Path:
+    prefix = Path(request.dataset_path)
+    name = (
+        f"{prefix.name}_{request.index_split}_indexmap_{request.num_samples}ns"
+        f"_{request.sequence_length}sl_{request.random_seed}s"
+    )
+    return (Path(folder) if folder else prefix.parent) / name

@@ -1,0 +1,104 @@
+"""Batches for one data-parallel rank, read ahead by a thread.
+
+A step takes the next `global_batch` samples by number, and each rank an equal, contiguous part of them. So a batch
+does not depend on how many ranks share it, and the only state is how many samples were consumed: a run may stop
+anywhere and go on with another number of ranks.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+from steelyard.tokens.samples import Samples
+
+AHEAD = 2
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The rows of one rank for one step; `rows` holds sequence_length + 1 tokens each."""
+
+    rows: npt.NDArray[np.int64]
+    consumed: int
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Where each input token stands in its document, if documents are to be kept apart."""
+
+    number: npt.NDArray[np.int64]
+    position: npt.NDArray[np.int64]
+
+
+def documents_in(rows: npt.NDArray[np.int64], end_of_document: int) -> Documents:
+    """Number the documents among each row's inputs, and the tokens within each; the end-of-document id closes one."""
+    inputs = rows[:, :-1]
+    starts = np.zeros_like(inputs)
+    starts[:, 1:] = inputs[:, :-1] == end_of_document
+    places = np.broadcast_to(np.arange(inputs.shape[1]), inputs.shape)
+    begins = np.maximum.accumulate(np.where(starts == 1, places, 0), axis=1)
+    return Documents(number=np.cumsum(starts, axis=1), position=places - begins)
+
+
+def read(samples: Samples, first: int, number: int) -> npt.NDArray[np.int64]:
+    """Samples `first` up to `first + number`, one per row."""
+    return np.stack([samples[index] for index in range(first, first + number)])
+
+
+class Loader:
+    """Yields one rank's batches from sample number `consumed` on."""
+
+    def __init__(self, samples: Samples, global_batch: int, consumed: int = 0, rank: int = 0, ranks: int = 1) -> None:
+        if global_batch % ranks:
+            raise ValueError(f"{ranks} ranks cannot share a batch of {global_batch}")
+        self.samples, self.global_batch, self.consumed = samples, global_batch, consumed
+        self.part = global_batch // ranks
+        self.offset = rank * self.part
+        self._ready: queue.Queue[Batch | Exception] = queue.Queue(maxsize=AHEAD)
+        self._closed = threading.Event()
+        self._reader = threading.Thread(target=self._read_ahead, daemon=True, name="loader")
+        self._reader.start()
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._closed.set()
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        if self.consumed + self.global_batch > len(self.samples):
+            raise StopIteration
+        batch = self._ready.get()
+        if isinstance(batch, Exception):
+            raise batch
+        self.consumed = batch.consumed
+        return batch
+
+    def _read_ahead(self) -> None:
+        first = self.consumed
+        while first + self.global_batch <= len(self.samples) and not self._closed.is_set():
+            try:
+                rows = read(self.samples, first + self.offset, self.part)
+                first += self.global_batch
+                self._put(Batch(rows, first))
+            except Exception as error:
+                self._put(error)
+                return
+
+    def _put(self, batch: Batch | Exception) -> None:
+        while not self._closed.is_set():
+            try:
+                self._ready.put(batch, timeout=0.5)
+                return
+            except queue.Full:
+                continue
