@@ -4,7 +4,8 @@ set -euo pipefail
 text=$1
 shift
 here=$(dirname "$0")
-steelyard tokenizer train --input "$text" --model-prefix own-text/tokenizer --vocab-size 4096
-steelyard data tokenize --input "$text" --tokenizer own-text/tokenizer --output-prefix own-text/tokens
+steelyard tokenizer train --input "$text" --model-prefix own-text/tokenizer --vocab-size 4096 \
+    --type byte-bpe
+steelyard data tokenize --input "$text" --tokenizer own-text/tokenizer --output-prefix own-text/tokens --append-eod
 steelyard train "$here/own-text.toml" "$@"
 steelyard generate runs/own-text --prompt "The "

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from steelyard.tokens.indexed import write_documents
+from steelyard.tokens.assemble import write_index
+from steelyard.tokens.indexed import bin_path, token_dtype
 
 VOCAB = 97
 
@@ -82,6 +83,14 @@ every = 3
 [log]
 every = 2
 """
+
+
+def write_documents(prefix: Path | str, documents: list, vocab_size: int) -> None:
+    """A pair of token files with the given documents."""
+    dtype = token_dtype(vocab_size)
+    bin_path(prefix).write_bytes(b"".join(np.asarray(ids, dtype=dtype).tobytes() for ids in documents))
+    lengths = np.array([len(ids) for ids in documents], dtype=np.int32)
+    write_index(str(prefix), lambda: iter([lengths[:3], lengths[3:]]), dtype)
 
 
 def write_tokens(prefix: Path, documents: int = 200, seed: int = 0) -> None:

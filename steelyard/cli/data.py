@@ -1,41 +1,166 @@
-"""`steelyard data`."""
+"""`steelyard data`: convert, tokenize, download, look at, check and merge data."""
 
 from __future__ import annotations
 
+import os
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from steelyard.cli.options import JsonOption, print_result
+from steelyard.cli.options import DocumentOption, DocumentSplit, JsonOption, print_result
+from steelyard.core.console import console
+
+PrefixArgument = Annotated[str, typer.Argument(metavar="PREFIX", help="A pair of token files, without .bin and .idx.")]
+
+
+class OnBadLine(StrEnum):
+    """What to do with a document that cannot be read."""
+
+    stop = "stop"
+    skip = "skip"
 
 
 def register(root: typer.Typer, name: str, help_: str) -> None:
     """Add the commands to the tree."""
     group = typer.Typer(help=help_, rich_markup_mode=None, no_args_is_help=True)
-    group.callback()(lambda: None)
-    group.command("tokenize")(tokenize)
+    for command in (convert, tokenize, download, info, verify, merge):
+        group.command(command.__name__)(command)
     root.add_typer(group, name=name)
 
 
-def tokenize(
-    input: Annotated[list[Path], typer.Option(help="Text files: .txt, one document a line, or .jsonl.")],
-    tokenizer: Annotated[str, typer.Option(help="The tokenizer's folder.")],
-    output_prefix: Annotated[str, typer.Option(help="Writes PREFIX_text_document.bin and .idx.")],
+def convert(
+    files: Annotated[
+        list[Path], typer.Argument(metavar="IN... OUT", help="The files to read, and last the one to write.")
+    ],
+    document: DocumentOption = DocumentSplit.line,
+    json_key: Annotated[str, typer.Option(help="Where objects hold the text that a .txt takes.")] = "text",
     json: JsonOption = False,
 ) -> None:
-    """Turn text into token files, each document closed by the end-of-document token.
+    """Convert between .txt, .jsonl and .parquet, each also under .gz or .zst, any to any.
 
-    Example: steelyard data tokenize --input corpus.jsonl --tokenizer tokenizers/mine --output-prefix data/mine
+    Example: steelyard data convert train-00000.parquet train-00001.parquet train.jsonl.zst
     """
-    from steelyard.text import tokenizer as tokenizers
-    from steelyard.text.corpus import documents
+    from steelyard.text.convert import convert as run
+
+    if len(files) < 2:
+        raise typer.BadParameter("name at least one file to read and one to write")
+    count = run(files[:-1], files[-1], document.value, json_key)
+    print_result({"output": str(files[-1]), "documents": count}, json, f"{files[-1]}: {count} documents")
+
+
+def tokenize(
+    input: Annotated[list[str], typer.Option(help="Files or patterns: .txt, .jsonl, .parquet, also .gz or .zst.")],
+    tokenizer: Annotated[str, typer.Option(help="A tokenizer of any kind, see steelyard tokenizer info --help.")],
+    output_prefix: Annotated[str, typer.Option(help="Writes PREFIX_KEY_document.bin and .idx.")],
+    json_keys: Annotated[
+        list[str] | None, typer.Option(help="Keys that hold text, a pair of files each. [text]")
+    ] = None,
+    append_eod: Annotated[bool, typer.Option("--append-eod", help="Close each document with the end token.")] = False,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes.  [default: one per core]")] = None,
+    on_bad_line: Annotated[
+        OnBadLine, typer.Option(help="Stop at what cannot be read, or skip and count it.")
+    ] = OnBadLine.stop,
+    document: DocumentOption = DocumentSplit.line,
+    fixed_length: Annotated[
+        int | None,
+        typer.Option(min=1, help="Cut the joined text into samples of so many tokens, for data.fixed_length."),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what another job made.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Turn text into Megatron's token files. Killed, the same command goes on where it was.
+
+    Example: steelyard data tokenize --input "corpus/*.jsonl.gz" --tokenizer gpt2 --output-prefix data/mine --append-eod
+    """
     from steelyard.tokens import preprocess
 
-    loaded = tokenizers.load(tokenizer)
-    prefix = f"{output_prefix}_text_document"
-    result = preprocess.tokenize(
-        documents(input), loaded.encode_batch, loaded.end_of_document, loaded.vocab_size, prefix
+    keys = tuple(key for entry in json_keys or ["text"] for key in entry.split(","))
+    job = preprocess.Job(
+        tuple(input), tokenizer, output_prefix, keys, append_eod, document.value, on_bad_line.value, fixed_length
     )
-    text = f"{result['prefix']}: {result['documents']} documents, {result['tokens']} tokens"
-    print_result(result, json, text)
+    result = preprocess.tokenize(job, workers or len(os.sched_getaffinity(0)), overwrite)
+    for example in result["examples"]:
+        console.warn(f"skipped {example}")
+    lines = [
+        f"{made['prefix']}: {made['documents']} documents, {made['tokens']} tokens, {made['dtype']}"
+        + (f", {made['dropped_tokens']} tokens at the end dropped" if "dropped_tokens" in made else "")
+        for made in result["files"].values()
+    ]
+    lines += [f"{result['skipped']} bad documents skipped"] if result["skipped"] else []
+    print_result(result, json, "\n".join(lines))
+
+
+def download(
+    source: Annotated[str, typer.Argument(metavar="NAME|URL", help="See the list below.")],
+    out: Annotated[Path, typer.Option(help="The folder to write to.")],
+    shards: Annotated[str, typer.Option(help="For c4: which shards, like 0-3 or 0,7.")] = "0",
+    json: JsonOption = False,
+) -> None:
+    """Download a data set. Parts already there are not fetched again; a broken download goes on where it was.
+
+    NAME is wikitext-2-v1, wikitext-2-raw-v1, wikitext-103-v1, wikitext-103-raw-v1 (one jsonl per split), c4 (English,
+    jsonl.gz shards), or hf:org/name or hf:org/name/config (any data set of the hub; needs the datasets library). A
+    URL fetches one file.
+
+    Example: steelyard data download wikitext-2-raw-v1 --out data/wikitext-2
+    """
+    from steelyard.text.download import download as run
+
+    paths = [str(path) for path in run(source, out, shards)]
+    print_result({"files": paths}, json, "\n".join(paths))
+
+
+def info(
+    prefix: PrefixArgument,
+    tokenizer: Annotated[str | None, typer.Option(help="Show the beginning as text.")] = None,
+    json: JsonOption = False,
+) -> None:
+    """Say what a pair of token files holds.
+
+    Example: steelyard data info data/mine_text_document --tokenizer gpt2
+    """
+    from steelyard.tokens.inspect import describe, histogram_lines
+
+    decode = None
+    if tokenizer is not None:
+        from steelyard.text import tokenizer as tokenizers
+
+        decode = tokenizers.load(tokenizer).decode
+    result = describe(prefix, decode)
+    lines = [f"{key:12} {value}" for key, value in result.items() if key != "histogram"]
+    print_result(result, json, "\n".join([*lines, *histogram_lines(result["histogram"])]))
+
+
+def verify(
+    prefix: PrefixArgument,
+    vocab_size: Annotated[int | None, typer.Option(min=1, help="No id may reach this.")] = None,
+    json: JsonOption = False,
+) -> None:
+    """Check every byte of a pair of token files against its index; exits with 1 when something is wrong.
+
+    Example: steelyard data verify data/mine_text_document --vocab-size 50257
+    """
+    from steelyard.tokens.inspect import verify as run
+
+    result = run(prefix, vocab_size)
+    print_result(result, json, f"{prefix}: sound, {result['documents']} documents, {result['tokens']} tokens")
+
+
+def merge(
+    prefixes: Annotated[
+        list[str], typer.Argument(metavar="PREFIX... OUT", help="The pairs to join, and last the new one.")
+    ],
+    json: JsonOption = False,
+) -> None:
+    """Join pairs of token files into one.
+
+    Example: steelyard data merge data/a_text_document data/b_text_document data/ab_text_document
+    """
+    from steelyard.tokens import assemble
+
+    if len(prefixes) < 2:
+        raise typer.BadParameter("name at least one pair to read and one to write")
+    result = assemble.merge(prefixes[:-1], prefixes[-1])
+    print_result(result, json, f"{result['prefix']}: {result['documents']} documents, {result['tokens']} tokens")

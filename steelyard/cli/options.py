@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import json
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+
+class DocumentSplit(StrEnum):
+    """What separates documents in plain text."""
+
+    line = "line"
+    blank = "blank"
+    file = "file"
+
+
+DocumentOption = Annotated[
+    DocumentSplit,
+    typer.Option("--document", help="A .txt holds one document per line, between blank lines, or per file."),
+]
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a shipped one.")]
 Overrides = Annotated[
     list[str] | None,

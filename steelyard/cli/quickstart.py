@@ -63,22 +63,19 @@ def _prepare(recipe: Recipe) -> None:
     short = prefix.removesuffix("_text_document")
 
     def train_tokenizer() -> None:
-        tokenizers.save(tokenizers.train_byte_bpe(documents([corpus]), vocab), folder)
+        tokenizers.train_byte_bpe(documents([corpus]), vocab).save(folder)
 
     def tokenize() -> None:
-        tokenizer = tokenizers.load(folder)
-        encode, end = tokenizer.encode_batch, tokenizer.end_of_document
-        result = preprocess.tokenize(documents([corpus]), encode, end, tokenizer.vocab_size, prefix)
-        console.say(f"{result['documents']} documents, {result['tokens']} tokens")
+        preprocess.tokenize(preprocess.Job((str(corpus),), str(folder), short, append_eod=True))
 
     _step(f"the source of Python's standard library -> {corpus}", corpus, lambda: write_corpus(corpus))
     _step(
-        f"$ steelyard tokenizer train --input {corpus} --model-prefix {folder} --vocab-size {vocab}",
+        f"$ steelyard tokenizer train --input {corpus} --model-prefix {folder} --vocab-size {vocab} --type byte-bpe",
         folder / "tokenizer.json",
         train_tokenizer,
     )
     _step(
-        f"$ steelyard data tokenize --input {corpus} --tokenizer {folder} --output-prefix {short}",
+        f"$ steelyard data tokenize --input {corpus} --tokenizer {folder} --output-prefix {short} --append-eod",
         Path(f"{prefix}.idx"),
         tokenize,
     )

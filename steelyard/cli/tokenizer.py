@@ -1,37 +1,127 @@
-"""`steelyard tokenizer`."""
+"""`steelyard tokenizer`: train, look at and export tokenizers."""
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from steelyard.cli.options import JsonOption, print_result
+from steelyard.cli.options import DocumentOption, DocumentSplit, JsonOption, print_result
+from steelyard.core.console import console
+
+TokenizerArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="TOKENIZER",
+        help="A Hugging Face folder or name, a tokenizer.json, a SentencePiece .model, or vocab.json,merges.txt.",
+    ),
+]
+
+
+class Kind(StrEnum):
+    """Kinds of vocabulary that can be learned."""
+
+    unigram = "unigram"
+    bpe = "bpe"
+    byte_bpe = "byte-bpe"
 
 
 def register(root: typer.Typer, name: str, help_: str) -> None:
     """Add the commands to the tree."""
     group = typer.Typer(help=help_, rich_markup_mode=None, no_args_is_help=True)
-    group.callback()(lambda: None)
-    group.command("train")(train)
+    for command in (train, info, export):
+        group.command(command.__name__)(command)
     root.add_typer(group, name=name)
 
 
 def train(
-    input: Annotated[list[Path], typer.Option(help="Text files: .txt, one document a line, or .jsonl.")],
-    model_prefix: Annotated[Path, typer.Option(help="The folder to write.")],
+    input: Annotated[list[Path], typer.Option(help="Text: .txt, .jsonl or .parquet, also .gz or .zst.")],
+    model_prefix: Annotated[Path, typer.Option(help="PREFIX.model and .vocab, or for byte-bpe the folder to write.")],
     vocab_size: Annotated[int, typer.Option(min=1, help="How many tokens to learn.")],
+    type: Annotated[Kind, typer.Option(help="SentencePiece unigram or bpe, or byte-level BPE.")] = Kind.unigram,
+    character_coverage: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of characters kept.")] = 0.9995,
+    sample: Annotated[int, typer.Option(min=0, help="Learn from so many random lines; 0 from all.")] = 0,
+    byte_fallback: Annotated[bool, typer.Option("--byte-fallback", help="Unknown characters become bytes.")] = False,
+    split_digits: Annotated[bool, typer.Option("--split-digits", help="Every digit is a token of its own.")] = False,
+    symbols: Annotated[list[str] | None, typer.Option(help="Tokens to have in any case.", show_default=False)] = None,
+    keep_whitespace: Annotated[
+        bool, typer.Option("--keep-whitespace", help="Keep runs of blanks and do not normalise characters.")
+    ] = False,
+    json_key: Annotated[str, typer.Option(help="Where objects hold their text.")] = "text",
+    document: DocumentOption = DocumentSplit.line,
     json: JsonOption = False,
 ) -> None:
-    """Learn a byte-level BPE vocabulary and write it as a Hugging Face folder.
+    """Learn a vocabulary from text.
 
-    Example: steelyard tokenizer train --input corpus.jsonl --model-prefix tokenizers/mine --vocab-size 8000
+    Example: steelyard tokenizer train --input botchan.txt --model-prefix botchan --vocab-size 2000
     """
     from steelyard.text import tokenizer as tokenizers
     from steelyard.text.corpus import documents
 
-    trained = tokenizers.train_byte_bpe(documents(input), vocab_size)
-    tokenizers.save(trained, model_prefix)
-    text = f"{model_prefix}: {trained.vocab_size} tokens"
-    print_result({"tokenizer": str(model_prefix), "vocab_size": trained.vocab_size}, json, text)
+    texts = documents(input, json_key, document.value)
+    if type is Kind.byte_bpe:
+        trained: tokenizers.Tokenizer = tokenizers.train_byte_bpe(texts, vocab_size, symbols or ())
+        trained.save(model_prefix)
+        written = [str(model_prefix)]
+    else:
+        options = tokenizers.SentencePieceOptions(
+            type.value, character_coverage, sample, byte_fallback, split_digits, tuple(symbols or ()), keep_whitespace
+        )
+        trained = tokenizers.train_sentencepiece(texts, vocab_size, options)
+        written = trained.write(model_prefix)
+    result = {"files": written, "kind": trained.kind, "vocab_size": trained.vocab_size}
+    print_result(result, json, f"{', '.join(written)}: {trained.kind}, {trained.vocab_size} tokens")
+
+
+def info(
+    tokenizer: TokenizerArgument,
+    encode: Annotated[str | None, typer.Option(help="Show what becomes of a text.")] = None,
+    json: JsonOption = False,
+) -> None:
+    """Say what a tokenizer is, and what it makes of a text.
+
+    Example: steelyard tokenizer info botchan.model --encode "Because of an hereditary recklessness"
+    """
+    from steelyard.text import tokenizer as tokenizers
+
+    loaded = tokenizers.load(tokenizer)
+    result: dict[str, object] = {
+        "kind": loaded.kind,
+        "vocab_size": loaded.vocab_size,
+        "end_of_document": loaded.end_id,
+        "fingerprint": loaded.fingerprint,
+    }
+    if encode is not None:
+        ids = loaded.encode(encode)
+        result |= {"ids": ids, "pieces": loaded.pieces(encode), "decoded": loaded.decode(ids)}
+    print_result(result, json, "\n".join(f"{key:16} {value}" for key, value in result.items()))
+
+
+def export(
+    tokenizer: TokenizerArgument,
+    folder: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
+    check: Annotated[
+        Path | None, typer.Option(help="Encode this text both ways through transformers and count differences.")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Write a tokenizer as a Hugging Face folder that gives the same ids.
+
+    Example: steelyard tokenizer export botchan.model hf/botchan --check botchan.txt
+    """
+    from steelyard.text import tokenizer as tokenizers
+    from steelyard.text.corpus import documents
+
+    loaded = tokenizers.load(tokenizer)
+    tokenizers.export(loaded, folder)
+    result: dict[str, object] = {"folder": str(folder), "kind": loaded.kind}
+    text = f"{folder}: {loaded.kind}, {loaded.vocab_size} tokens"
+    if check is not None:
+        count, found = tokenizers.differences(loaded, folder, documents([check]))
+        result |= {"texts": count, "different": len(found)}
+        text += f"\n{len(found)} of {count} texts get other ids"
+        for difference in found[:5]:
+            console.say(f"{difference.text!r}\n  {difference.before}\n  {difference.after}")
+    print_result(result, json, text)

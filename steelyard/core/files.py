@@ -8,9 +8,11 @@ next writer in that folder may sweep them.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -56,6 +58,24 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         sync_folder(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def locked(path: Path, wait: bool = False, tries: int = 3) -> Iterator[IO[str]]:
+    """Hold a lock file for the length of the block; it is free the moment its holder dies.
+
+    With `wait` until it is free, otherwise `BlockingIOError` after a few tries, which let a reader's glance pass.
+    """
+    with open(path, "a+", encoding="utf-8") as lock:
+        for remaining in reversed(range(1 if wait else tries)):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+                break
+            except BlockingIOError:
+                if not remaining:
+                    raise
+                time.sleep(0.05)
+        yield lock
 
 
 def write_text(path: Path, text: str) -> None:

@@ -14,13 +14,11 @@ free again the moment that process dies, so a manifest that says `running` over 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import platform
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -108,11 +106,13 @@ class Run:
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
         """Hold the folder for the length of the block; only one process may write to a run."""
-        with open(self.path / LOCK, "a+", encoding="utf-8") as lock:
-            if not _locked(lock.fileno()):
-                lock.seek(0)
-                owner = lock.read().strip() or "another process"
-                raise UserError(f"{self.path} is being written by {owner}", mend="wait for it, or give another --run")
+        with contextlib.ExitStack() as stack:
+            try:
+                lock = stack.enter_context(files.locked(self.path / LOCK))
+            except BlockingIOError:
+                owner = (self.path / LOCK).read_text(encoding="utf-8").strip() or "another process"
+                mend = "wait for it, or give another --run"
+                raise UserError(f"{self.path} is being written by {owner}", mend=mend) from None
             lock.truncate(0)
             lock.write(f"process {os.getpid()} on {socket.gethostname()}")
             lock.flush()
@@ -122,9 +122,11 @@ class Run:
 
     def _is_held(self) -> bool:
         try:
-            with open(self.path / LOCK, encoding="utf-8") as lock:
-                return not _locked(lock.fileno())
-        except OSError:
+            with files.locked(self.path / LOCK):
+                return False
+        except BlockingIOError:
+            return True
+        except OSError:  # A folder that can only be read has no writer here.
             return False
 
 
@@ -196,17 +198,6 @@ def _record(line: str) -> dict[str, Any] | None:
     except ValueError:
         return None
     return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
-
-
-def _locked(descriptor: int) -> bool:
-    """Take the lock if it is free. Asking for it again after a moment lets a reader's glance pass."""
-    for _ in range(3):
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            time.sleep(0.05)
-    return False
 
 
 def _versions() -> dict[str, str]:

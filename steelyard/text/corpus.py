@@ -1,38 +1,208 @@
-"""Documents from files: plain text holds one per line, jsonl one per object."""
+"""Documents from corpus files.
+
+A file is cut into pieces of some megabytes between documents, so that many processes can share it and a killed job
+knows what it has done; where the cuts lie depends on the file and the size alone. A piece of a plain file is a range
+of bytes that whoever works on it reads himself; a piece of a packed file carries its bytes; a piece of a parquet file
+is a row group.
+"""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from typing import IO, Any, Literal
 
 from steelyard.core.errors import UserError
+from steelyard.text.formats import Format, format_of, on_disk, reading
+
+DocumentMode = Literal["line", "blank", "file"]
+PIECE_BYTES = 16 << 20
+ROWS_AT_ONCE = 1024
 
 
-def documents(paths: Iterable[Path], key: str = "text") -> Iterator[str]:
-    """Every document of the files, in order. A line that cannot be read is refused by file and number."""
+@dataclass(frozen=True)
+class Piece:
+    """Some whole documents of one file. `start` and `end` are bytes of the unpacked text, or row groups."""
+
+    path: Path
+    format: Format
+    mode: DocumentMode
+    start: int
+    end: int
+    data: bytes | None = None
+    unpacked: Path | None = None
+
+
+@dataclass(frozen=True)
+class BadDocument(Exception):
+    """A document that cannot be read: which one of the piece, and why."""
+
+    number: int
+    reason: str
+
+
+def pieces(path: Path, mode: DocumentMode = "line", size: int = PIECE_BYTES) -> Iterator[Piece]:
+    """Cut a file into pieces."""
+    format_ = format_of(path)
+    if format_.base == "parquet":
+        yield from _row_groups(path, format_)
+        return
+    mode = "line" if format_.base == "jsonl" else mode
+    with reading(path, format_.compression) as file:
+        if format_.compression or mode == "file":
+            start = 0
+            while data := _next_block(file, mode, size):
+                yield Piece(path, format_, mode, start, start + len(data), data)
+                start += len(data)
+        else:
+            total, start = path.stat().st_size, 0
+            while start < total:
+                file.seek(min(start + size, total) - 1)
+                end = file.tell() + len(_to_next_document(file, mode))
+                yield Piece(path, format_, mode, start, end)
+                start = end
+
+
+def records(piece: Piece, bad: list[BadDocument] | None = None) -> Iterator[dict[str, Any]]:
+    """The documents of a piece as objects; plain text stands under `text`.
+
+    A document that cannot be read raises `BadDocument`, or goes into the list `bad` if there is one.
+    """
+    if piece.format.base == "parquet":
+        yield from _rows(piece)
+        return
+    for number, raw in enumerate(_texts(piece)):
+        try:
+            yield _parsed(raw, piece.format, number)
+        except BadDocument as error:
+            if bad is None:
+                raise
+            bad.append(error)
+
+
+def text_of(record: dict[str, Any], key: str, number: int) -> str:
+    """The text under a key."""
+    text = record.get(key)
+    if not isinstance(text, str):
+        kind = "no" if key not in record else f"a {type(text).__name__}, not"
+        raise BadDocument(number, f"there is {kind} text under the key {key!r}")
+    return text
+
+
+def documents(paths: Iterable[Path], key: str = "text", mode: DocumentMode = "line") -> Iterator[str]:
+    """The text of every document of the files, in order. What cannot be read is refused by file and line."""
     for path in paths:
-        if not path.is_file():
-            raise UserError(f"there is no file {path}")
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                where = f"{path}:{number}"
-                text = _decoded(line.rstrip(b"\r\n"), where)
-                yield _from_json(text, key, where) if path.suffix == ".jsonl" else text
+        for piece in pieces(path, mode):
+            try:
+                for number, record in enumerate(records(piece)):
+                    yield text_of(record, key, number)
+            except BadDocument as error:
+                raise complaint(piece, error) from None
 
 
-def _decoded(line: bytes, where: str) -> str:
+def complaint(piece: Piece, error: BadDocument) -> UserError:
+    """What to tell the user about a bad document: its file, line, and what is wrong with it."""
+    return UserError(error.reason, where=where(piece, error.number), mend="mend it, or pass --on-bad-line skip")
+
+
+def where(piece: Piece, number: int) -> str:
+    """File and line of a document of a piece; only now are the lines before it counted."""
+    if piece.format.base == "parquet":
+        return f"{piece.path}: row group {piece.start}, row {number}"
+    if piece.mode == "file":
+        return str(piece.path)
+    with reading(piece.path, piece.format.compression) as file:
+        before, left = 0, piece.start
+        while left and (block := file.read(min(left, 1 << 20))):
+            before, left = before + block.count(b"\n"), left - len(block)
+    if piece.mode == "blank":
+        return f"{piece.path}: document {number + 1} after line {before}"
+    return f"{piece.path}:{before + number + 1}"
+
+
+def _next_block(file: IO[bytes], mode: DocumentMode, size: int) -> bytes:
+    if mode == "file":
+        return file.read()
+    block = file.read(size)
+    return block + _to_next_document(file, mode, block[-2:]) if block else b""
+
+
+def _to_next_document(file: IO[bytes], mode: DocumentMode, before: bytes = b"") -> bytes:
+    """The rest of the document that the file stands in."""
+    if mode == "line":
+        return b"" if before.endswith(b"\n") else file.readline()
+    lines = [b"" if before.endswith(b"\n") else file.readline()]
+    while (line := file.readline()) and line.strip():
+        lines.append(line)
+    return b"".join([*lines, line])
+
+
+def _texts(piece: Piece) -> Iterator[bytes]:
+    data = piece.data
+    if data is None:
+        with open(piece.path, "rb") as file:
+            file.seek(piece.start)
+            data = file.read(piece.end - piece.start)
+    if piece.mode == "file":
+        return iter([data])
+    lines = data.removesuffix(b"\n").split(b"\n")
+    return iter(lines) if piece.mode == "line" else _paragraphs(lines)
+
+
+def _paragraphs(lines: list[bytes]) -> Iterator[bytes]:
+    """Runs of lines between blank ones."""
+    run: list[bytes] = []
+    for line in chain(lines, [b""]):
+        if line.strip():
+            run.append(line.rstrip(b"\r"))
+        elif run:
+            yield b"\n".join(run)
+            run = []
+
+
+def _parsed(raw: bytes, format_: Format, number: int) -> dict[str, Any]:
+    if format_.base == "txt":
+        try:
+            return {"text": raw.removesuffix(b"\r").decode("utf-8")}
+        except UnicodeDecodeError as error:
+            raise BadDocument(number, f"byte {error.start} is not UTF-8") from None
+    import orjson
+
     try:
-        return line.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"byte {error.start} of the line is not UTF-8", where=where) from None
+        record = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        empty = "the line is empty" if not raw.strip() else f"this is not JSON: {error}"
+        raise BadDocument(number, empty) from None
+    if not isinstance(record, dict):
+        raise BadDocument(number, f"this is a JSON {type(record).__name__}, not an object on a line of its own")
+    return record
 
 
-def _from_json(line: str, key: str, where: str) -> str:
+def _row_groups(path: Path, format_: Format) -> Iterator[Piece]:
+    import pyarrow
+    from pyarrow import parquet
+
+    with reading(path, ""), on_disk(path, format_.compression) as unpacked:
+        try:
+            groups = parquet.ParquetFile(unpacked).num_row_groups
+        except (pyarrow.ArrowException, OSError) as error:
+            raise UserError(f"this is not a parquet file: {error}", where=str(path)) from None
+        for group in range(groups):
+            yield Piece(path, format_, "line", group, group + 1, unpacked=unpacked)
+
+
+def _rows(piece: Piece) -> Iterator[dict[str, Any]]:
+    import pyarrow
+    from pyarrow import parquet
+
+    number = 0
     try:
-        value = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"this is not JSON: {error}", where=where) from None
-    if not isinstance(value, dict) or not isinstance(value.get(key), str):
-        raise UserError(f"there is no text under the key {key!r}", where=where, mend="name another with --json-keys")
-    return str(value[key])
+        file = parquet.ParquetFile(piece.unpacked)
+        for batch in file.iter_batches(ROWS_AT_ONCE, row_groups=[piece.start]):
+            for row in batch.to_pylist():
+                yield row
+                number += 1
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise BadDocument(number, f"the parquet data is damaged: {error}") from None

@@ -18,7 +18,6 @@ twice.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 from collections.abc import Iterator
@@ -125,9 +124,9 @@ def _write(request: Request, folder: str | None, names: Names, maps: IndexMaps) 
 @contextlib.contextmanager
 def _one_builder(folder: Path) -> Iterator[None]:
     """Let one process of this host build at a time. Where locks do not work, all build, and write the same."""
-    with open(folder / ".steelyard-lock", "a") as lock:
+    with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            stack.enter_context(files.locked(folder / ".steelyard-lock", wait=True))
         yield
 
 

@@ -17,18 +17,15 @@ A document without tokens repeats a document entry and adds no sequence.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import struct
-from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from steelyard.core import files
 from steelyard.core.errors import UserError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -53,44 +50,6 @@ def bin_path(prefix: str | Path) -> Path:
 def idx_path(prefix: str | Path) -> Path:
     """The file that says where each sequence lies."""
     return Path(f"{prefix}.idx")
-
-
-class Writer:
-    """Appends documents to a pair of files. Twelve bytes per document are held in memory, and no token."""
-
-    def __init__(self, file: Any, dtype: np.dtype[Any]) -> None:
-        self._file = file
-        self.dtype = dtype
-        self.lengths = array("i")
-        self.document_ends = array("q", [0])
-        self.tokens = 0
-
-    def add(self, ids: npt.ArrayLike) -> None:
-        """Add one document of one sequence."""
-        sequence = np.asarray(ids, dtype=self.dtype)
-        if sequence.size:
-            self._file.write(sequence.tobytes())
-            self.lengths.append(sequence.size)
-            self.tokens += sequence.size
-        self.document_ends.append(len(self.lengths))
-
-
-@contextlib.contextmanager
-def writing(prefix: str | Path, dtype: np.dtype[Any]) -> Iterator[Writer]:
-    """Write a pair of files that appears when the block ends well; the .idx comes last and marks it whole."""
-    idx_path(prefix).unlink(missing_ok=True)
-    with files.atomic_file(bin_path(prefix), "wb") as tokens:
-        writer = Writer(tokens, dtype)
-        yield writer
-    with files.atomic_file(idx_path(prefix), "wb") as index:
-        lengths = np.frombuffer(writer.lengths, dtype=np.int32)
-        pointers = np.zeros(len(lengths), dtype=np.int64)
-        np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
-        pointers *= dtype.itemsize
-        documents = np.frombuffer(writer.document_ends, dtype=np.int64)
-        index.write(HEADER.pack(MAGIC, 1, CODES[dtype], len(lengths), len(documents)))
-        for part in (lengths, pointers, documents):
-            index.write(part.tobytes())
 
 
 class IndexedTokens:
@@ -132,6 +91,19 @@ class IndexedTokens:
         start = int(self.pointers[number]) // self.dtype.itemsize + offset
         return self._tokens[start : start + (int(self.lengths[number]) - offset if length is None else length)]
 
+    def stream(self, start: int, end: int) -> npt.NDArray[Any]:
+        """Tokens `start` up to `end` of the whole file."""
+        return self._tokens[start:end]
+
+    def document_lengths(self) -> npt.NDArray[np.int32]:
+        """Tokens of each document. Only for files with one sequence per document, as language models use."""
+        counts = np.diff(self.document_index)
+        if (counts > 1).any():
+            raise UserError("documents of several sequences are not supported here", where=str(idx_path(self.prefix)))
+        lengths = np.zeros(len(counts), dtype=np.int32)
+        lengths[counts == 1] = self.lengths
+        return lengths
+
     def largest(self, first: int, end: int, at_most: int = 1 << 24) -> int:
         """The largest id of the sequences from `first` up to `end`, looking at no more than so many tokens."""
         start = int(self.pointers[first]) // self.dtype.itemsize
@@ -148,13 +120,3 @@ class IndexedTokens:
 def _part(raw: npt.NDArray[np.uint8], start: int, dtype: npt.DTypeLike, count: int) -> npt.NDArray[Any]:
     # The header is 34 bytes, so the parts are unaligned; a view of the right type is still exact.
     return np.frombuffer(raw, dtype=dtype, count=count, offset=start)
-
-
-def write_documents(prefix: str | Path, documents: Iterable[npt.ArrayLike], vocab_size: int) -> tuple[int, int]:
-    """Write documents of ids as a pair of files; returns how many documents and tokens there were."""
-    with writing(prefix, token_dtype(vocab_size)) as writer:
-        for ids in documents:
-            writer.add(ids)
-        if not writer.tokens:
-            raise UserError("the corpus is empty: there is nothing to write", where=str(bin_path(prefix)))
-    return len(writer.document_ends) - 1, writer.tokens

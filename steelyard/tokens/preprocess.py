@@ -1,30 +1,304 @@
-"""Documents to token files, given something that turns text into ids."""
+"""Text to token files: many processes, bounded memory, nothing lost when killed.
+
+The corpus is cut into pieces (see `text.corpus`). Each piece is read, parsed and encoded by one worker, which leaves
+its tokens and the length of each document in the job's folder, `<prefix>.tokenize/`, by rename. When all pieces are
+there they are joined in order: so the result does not depend on the number of workers or on how often the job was
+killed. `<prefix>.tokenize.json` then remembers what the files were made of.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field
+from glob import glob
 from itertools import islice
-from typing import Any
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Literal
 
-from steelyard.tokens.indexed import write_documents
+import numpy as np
 
-DOCUMENTS_AT_ONCE = 256
+from steelyard.core import files
+from steelyard.core.console import console
+from steelyard.core.errors import Fault, UserError
+from steelyard.core.units import count
+from steelyard.text import tokenizer as tokenizers
+from steelyard.text.corpus import (
+    PIECE_BYTES,
+    BadDocument,
+    DocumentMode,
+    Piece,
+    complaint,
+    pieces,
+    records,
+    text_of,
+    where,
+)
+from steelyard.tokens import assemble, workers
+from steelyard.tokens.indexed import bin_path, idx_path, token_dtype
+
+DOCUMENTS_AT_ONCE = 512
+EXAMPLES_SHOWN = 5
 
 
-def tokenize(
-    documents: Iterable[str],
-    encode_batch: Callable[[Sequence[str]], list[list[int]]],
-    end_of_document: int,
-    vocab_size: int,
-    prefix: str,
-) -> dict[str, Any]:
-    """Write `<prefix>.bin` and `.idx`, each document closed by the end-of-document id."""
+@dataclass(frozen=True)
+class Job:
+    """What is asked for."""
 
-    def closed() -> Iterator[list[int]]:
-        iterator = iter(documents)
-        while texts := list(islice(iterator, DOCUMENTS_AT_ONCE)):
-            for ids in encode_batch(texts):
-                yield [*ids, end_of_document]
+    inputs: tuple[str, ...]
+    tokenizer: str
+    prefix: str
+    keys: tuple[str, ...] = ("text",)
+    append_eod: bool = False
+    document: DocumentMode = "line"
+    on_bad_line: Literal["stop", "skip"] = "stop"
+    fixed_length: int | None = None
+    piece_bytes: int = PIECE_BYTES
 
-    count, tokens = write_documents(prefix, closed(), vocab_size)
-    return {"prefix": prefix, "documents": count, "tokens": tokens}
+    @property
+    def folder(self) -> Path:
+        """Where finished pieces wait."""
+        return Path(f"{self.prefix}.tokenize")
+
+    @property
+    def record(self) -> Path:
+        """What remembers a finished job."""
+        return Path(f"{self.prefix}.tokenize.json")
+
+    def output(self, key: str) -> str:
+        """The prefix of one key's pair of files."""
+        return f"{self.prefix}_{key}_document"
+
+
+@dataclass
+class Tally:
+    """What became of documents. `examples` names the first bad ones."""
+
+    documents: int = 0
+    skipped: int = 0
+    tokens: dict[str, int] = field(default_factory=dict)
+    examples: list[str] = field(default_factory=list)
+
+    def add(self, other: dict[str, Any]) -> None:
+        """Count another piece in."""
+        self.documents += other["documents"]
+        self.skipped += other["skipped"]
+        self.examples = [*self.examples, *other["examples"]][:EXAMPLES_SHOWN]
+        for key, tokens in other["tokens"].items():
+            self.tokens[key] = self.tokens.get(key, 0) + tokens
+
+
+def tokenize(job: Job, worker_count: int = 1, overwrite: bool = False) -> dict[str, Any]:
+    """Do the job, go on with it, or find that it is done; returns what was written."""
+    paths = _inputs(job)
+    tokenizer = tokenizers.load(job.tokenizer)
+    if job.append_eod:
+        assert tokenizer.end_of_document >= 0
+    signature = _signature(job, paths, tokenizer.fingerprint)
+    done = _finished(job, signature, overwrite)
+    if done is not None:
+        console.say(f"{job.prefix}: already done, nothing to do")
+        return done
+    job.folder.mkdir(parents=True, exist_ok=True)
+    with workers.sole_owner(job.folder):
+        _begin(job, signature, overwrite)
+        try:
+            tally = _encode_pieces(job, paths, worker_count)
+            if not any(tally.tokens.values()):
+                raise UserError(
+                    f"the corpus is empty: {tally.documents} documents hold no token, so nothing is written"
+                )
+        except UserError:
+            shutil.rmtree(job.folder)  # The input must change before this can go on, and then the pieces are of no use.
+            raise
+        written = {
+            key: assemble.join(job.folder, key, job.output(key), token_dtype(tokenizer.vocab_size), job.fixed_length)
+            for key in job.keys
+        }
+        result = {"prefix": job.prefix, **asdict(tally), "files": written, "tokenizer": tokenizer.kind}
+        files.write_json(job.record, {"made_of": signature, "result": result})
+        shutil.rmtree(job.folder)
+    return result
+
+
+def _encode_pieces(job: Job, paths: list[Path], worker_count: int) -> Tally:
+    """Have every missing piece encoded; results are taken in order, so the first mistake never varies."""
+    tally = Tally()
+    waiting: list[tuple[int, Future[dict[str, Any]]]] = []
+    total = sum(path.stat().st_size for path in paths)
+    pool = ProcessPoolExecutor(worker_count, get_context("spawn"), workers.prepare, (job.tokenizer, os.getpid()))
+
+    def take() -> None:
+        weight, future = waiting.pop(0)
+        tally.add(future.result())
+        progress.advance(weight, note=f"{count(tally.documents)} documents")
+
+    try:
+        with console.progress("tokenize", total, "B") as progress:
+            for number, (piece, weight) in enumerate(_all_pieces(job, paths)):
+                kept = _kept(job, number)
+                if kept is not None:
+                    tally.add(kept)
+                    progress.done_before += weight
+                    progress.advance(weight)
+                    continue
+                waiting.append((weight, pool.submit(encode_piece, job, number, piece)))
+                if len(waiting) > worker_count + 1:
+                    take()
+            while waiting:
+                take()
+    except BrokenExecutor:
+        raise Fault(
+            "a worker was killed, perhaps for want of memory",
+            mend=f"finished pieces are kept in {job.folder}; the same command goes on from there",
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return tally
+
+
+def encode_piece(job: Job, number: int, piece: Piece) -> dict[str, Any]:
+    """Encode one piece, in a worker, and leave it in the job's folder."""
+    tokenizer = workers.tokenizer()
+    dtype = token_dtype(tokenizer.vocab_size)
+    end = np.array([tokenizer.end_of_document], dtype=dtype) if job.append_eod else np.empty(0, dtype=dtype)
+    nothing = np.empty(0, dtype=dtype)
+    bad: list[BadDocument] | None = [] if job.on_bad_line == "skip" else None
+    texts = _texts(piece, job.keys, bad)
+    lengths: dict[str, list[np.ndarray[Any, Any]]] = {key: [] for key in job.keys}
+    tokens = dict.fromkeys(job.keys, 0)
+    documents = 0
+    streams = {key: open(_part(job.folder, number, key, "unfinished"), "wb") for key in job.keys}  # noqa: SIM115
+    try:
+        while rows := list(islice(texts, DOCUMENTS_AT_ONCE)):
+            documents += len(rows)
+            for column, key in enumerate(job.keys):
+                encoded = tokenizer.encode_batch([row[column] for row in rows])
+                sizes = np.array([len(ids) for ids in encoded], dtype=np.int32)
+                if len(end):
+                    sizes[sizes > 0] += 1
+                parts = [part for ids in encoded for part in ((ids, end) if len(ids) else (nothing,))]
+                joined = np.concatenate(parts)
+                tokenizer.check_ids(joined)
+                streams[key].write(joined.astype(dtype, copy=False).tobytes())
+                lengths[key].append(sizes)
+                tokens[key] += int(sizes.sum(dtype=np.int64))
+    finally:
+        for stream in streams.values():
+            stream.close()
+    for key in job.keys:
+        with files.atomic_file(_part(job.folder, number, key, "lengths"), "wb") as file:
+            for sizes in lengths[key]:
+                file.write(sizes.tobytes())
+        os.replace(_part(job.folder, number, key, "unfinished"), _part(job.folder, number, key, "tokens"))
+    examples = [f"{where(piece, error.number)}: {error.reason}" for error in (bad or [])[:EXAMPLES_SHOWN]]
+    tally = Tally(documents, len(bad or []), tokens, examples)
+    files.write_json(job.folder / f"{number:08d}.json", asdict(tally))
+    return asdict(tally)
+
+
+def _texts(piece: Piece, keys: tuple[str, ...], bad: list[BadDocument] | None) -> Iterator[list[str]]:
+    try:
+        for number, record in enumerate(records(piece, bad)):
+            try:
+                yield [text_of(record, key, number) for key in keys]
+            except BadDocument as error:
+                if bad is None:
+                    raise
+                bad.append(error)
+    except BadDocument as error:
+        raise complaint(piece, error) from None
+
+
+def _all_pieces(job: Job, paths: list[Path]) -> Iterator[tuple[Piece, int]]:
+    """All pieces in order, each with the bytes of input it stands for."""
+    for path in paths:
+        size, seen = path.stat().st_size, 0
+        held: Piece | None = None
+        for piece in pieces(path, job.document, job.piece_bytes):
+            if held is not None:
+                weight = held.end - held.start if held.data is None and held.unpacked is None else 0
+                seen += weight
+                yield held, weight
+            held = piece
+        if held is not None:
+            yield held, size - seen
+
+
+def _part(folder: Path, number: int, key: str, kind: str) -> Path:
+    return folder / f"{number:08d}.{key}.{kind}"
+
+
+def _kept(job: Job, number: int) -> dict[str, Any] | None:
+    try:
+        kept: dict[str, Any] = json.loads((job.folder / f"{number:08d}.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return kept
+
+
+def _inputs(job: Job) -> list[Path]:
+    paths: list[Path] = []
+    for pattern in job.inputs:
+        found = [pattern] if Path(pattern).is_file() else sorted(glob(pattern, recursive=True))
+        if not found:
+            raise UserError(f"there is no file {pattern}")
+        paths += [Path(name) for name in found if Path(name).is_file()]
+    return paths
+
+
+def _signature(job: Job, paths: list[Path], fingerprint: str) -> dict[str, Any]:
+    """What the result depends on."""
+    inputs = {str(path): [path.stat().st_size, path.stat().st_mtime_ns] for path in paths}
+    options = {k: v for k, v in asdict(job).items() if k not in ("inputs", "tokenizer", "prefix")}
+    return json.loads(json.dumps({"inputs": inputs, "tokenizer": fingerprint, **options}))  # type: ignore[no-any-return]
+
+
+def _finished(job: Job, signature: dict[str, Any], overwrite: bool) -> dict[str, Any] | None:
+    """The result of an earlier run of the same job; another job's files are not overwritten unasked."""
+    outputs = [path(job.output(key)) for key in job.keys for path in (bin_path, idx_path)]
+    there = [path for path in outputs if path.exists()]
+    if not there or overwrite:
+        return None
+    if not job.record.is_file():
+        if all(path.suffix == ".bin" for path in there):
+            return None  # Killed while joining: the .idx comes last and is not there yet.
+        raise UserError(f"{there[0]} is there already, made by something else", mend="pass --overwrite to replace it")
+    record = json.loads(job.record.read_text(encoding="utf-8"))
+    if record["made_of"] != signature:
+        raise UserError(_changes(job, record["made_of"], signature), mend="pass --overwrite to make it anew")
+    result: dict[str, Any] = record["result"]
+    return result if len(there) == len(outputs) else None
+
+
+def _begin(job: Job, signature: dict[str, Any], overwrite: bool) -> None:
+    """Start a job, or go on with one that made the same pieces."""
+    path = job.folder / "job.json"
+    if path.is_file() and not overwrite:
+        earlier = json.loads(path.read_text(encoding="utf-8"))
+        if earlier != signature:
+            raise UserError(_changes(job, earlier, signature), mend="pass --overwrite to start over")
+        console.say(f"{job.prefix}: going on where an earlier run was stopped")
+        return
+    for leftover in job.folder.glob("0*"):
+        leftover.unlink()
+    job.record.unlink(missing_ok=True)
+    files.write_json(path, signature)
+
+
+def _changes(job: Job, before: dict[str, Any], now: dict[str, Any]) -> str:
+    changed = [key for key in now if before.get(key) != now[key]]
+    names = [
+        f"{key} {path}" if key == "inputs" else key
+        for key in changed
+        for path in (sorted(_different(before.get(key, {}), now[key])) if key == "inputs" else [""])
+    ]
+    return f"{job.prefix} was begun with something else; changed since: {', '.join(names)}"
+
+
+def _different(before: dict[str, Any], now: dict[str, Any]) -> set[str]:
+    return {path for path in before.keys() | now.keys() if before.get(path) != now.get(path)}

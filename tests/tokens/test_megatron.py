@@ -7,9 +7,9 @@ import pytest
 
 from steelyard.core.recipe import load
 from steelyard.tokens.blend import blend_order, normalised
-from steelyard.tokens.indexed import IndexedTokens, write_documents
+from steelyard.tokens.indexed import IndexedTokens
 from steelyard.tokens.samples import open_samples
-from tests.conftest import write_tokens
+from tests.conftest import write_documents, write_tokens
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -1,0 +1,103 @@
+"""Converting corpora between txt, jsonl and parquet, streaming."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any
+
+from steelyard.core import files
+from steelyard.core.console import console
+from steelyard.core.errors import UserError
+from steelyard.text import formats
+from steelyard.text.corpus import BadDocument, DocumentMode, complaint, pieces, records
+
+ROWS_AT_ONCE = 4096
+
+
+def convert(inputs: list[Path], output: Path, mode: DocumentMode = "line", key: str = "text") -> int:
+    """Write all documents of the inputs to one file, and return how many there were.
+
+    Between jsonl and parquet all keys are kept; a txt takes the text under `key`.
+    """
+    target = formats.format_of(output)
+    total = sum(path.stat().st_size for path in inputs if path.is_file())
+    with console.progress("convert", total, "B") as progress:
+        everything = _records(inputs, mode, progress.advance)
+        with files.atomic_file(output, "wb") as file, formats.writing(file, target.compression) as packed:
+            if target.base == "parquet":
+                count = _write_parquet(everything, packed)
+            elif target.base == "jsonl":
+                count = _write_jsonl(everything, packed)
+            else:
+                count = _write_txt(everything, packed, mode, key)
+            if not count:
+                raise UserError("the corpus is empty: there is nothing to write")
+    return count
+
+
+def _records(inputs: list[Path], mode: DocumentMode, advance: Any) -> Iterator[dict[str, Any]]:
+    for path in inputs:
+        size, done = path.stat().st_size if path.is_file() else 0, 0
+        for piece in pieces(path, mode):
+            try:
+                yield from records(piece)
+            except BadDocument as error:
+                raise complaint(piece, error) from None
+            if piece.data is None and piece.unpacked is None:
+                advance(piece.end - piece.start)
+                done += piece.end - piece.start
+        advance(size - done)
+
+
+def _write_jsonl(everything: Iterable[dict[str, Any]], file: IO[bytes]) -> int:
+    import orjson
+
+    count = 0
+    for count, record in enumerate(everything, start=1):  # noqa: B007
+        file.write(orjson.dumps(record, default=str, option=orjson.OPT_APPEND_NEWLINE))
+    return count
+
+
+def _write_txt(everything: Iterable[dict[str, Any]], file: IO[bytes], mode: DocumentMode, key: str) -> int:
+    end, forbidden = {"line": ("\n", "\n"), "blank": ("\n\n", "\n\n"), "file": ("", "")}[mode]
+    count = 0
+    for count, record in enumerate(everything, start=1):
+        text = record.get(key)
+        if not isinstance(text, str):
+            raise UserError(f"document {count} has no text under the key {key!r}", mend="name another with --json-key")
+        if mode == "file" and count > 1:
+            raise UserError("with --document file a txt holds one document, and there are more")
+        if forbidden and forbidden in text:
+            what = "a line break" if mode == "line" else "an empty line"
+            raise UserError(
+                f"document {count} has {what} inside, and one document per {mode} could not tell it from the next",
+                mend="write .jsonl or .parquet" + (", or pass --document blank" if mode == "line" else ""),
+            )
+        file.write((text + end).encode("utf-8"))
+    return count
+
+
+def _write_parquet(everything: Iterator[dict[str, Any]], file: IO[bytes]) -> int:
+    import pyarrow
+    from pyarrow import parquet
+
+    count, writer = 0, None
+    # A parquet file is read from its end, so it is finished on disk before it goes through a packer.
+    with tempfile.NamedTemporaryFile() as whole, contextlib.ExitStack() as stack:
+        while rows := list(islice(everything, ROWS_AT_ONCE)):
+            try:
+                table = pyarrow.Table.from_pylist(rows, schema=writer.schema if writer else None)
+            except pyarrow.ArrowException as error:
+                raise UserError(f"documents {count + 1} to {count + len(rows)} do not fit one table: {error}") from None
+            if writer is None:
+                writer = stack.enter_context(parquet.ParquetWriter(whole.name, table.schema, compression="zstd"))
+            writer.write_table(table)
+            count += len(rows)
+        stack.close()
+        shutil.copyfileobj(whole, file, 1 << 20)
+    return count

@@ -1,0 +1,159 @@
+"""Downloading data sets: the hub's files through `huggingface_hub`, anything of the hub through `datasets`, plain
+URLs over HTTP.
+
+`HF_ENDPOINT`, `HF_TOKEN`, `HF_HOME` and offline mode (`HF_HUB_OFFLINE=1`) mean what they mean to those libraries.
+What is already in the folder is not fetched again; a file appears under its name only when it is whole.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from steelyard.core import files
+from steelyard.core.console import console
+from steelyard.core.errors import Fault, UserError
+from steelyard.text.convert import convert
+
+WIKITEXT = ("wikitext-2-v1", "wikitext-2-raw-v1", "wikitext-103-v1", "wikitext-103-raw-v1")
+C4_SHARDS = 1024
+BLOCK = 1 << 20
+
+
+def download(source: str, out: Path, shards: str = "0") -> list[Path]:
+    """Fetch a data set by name or URL into a folder, and return its files."""
+    out.mkdir(parents=True, exist_ok=True)
+    if source in WIKITEXT:
+        return _wikitext(source, out)
+    if source == "c4":
+        return [_c4_shard(number, out) for number in _numbers(shards)]
+    if source.startswith("hf:"):
+        return _through_datasets(source.removeprefix("hf:"), out)
+    if source.startswith(("http://", "https://")):
+        return [_fetch(source, out)]
+    if re.fullmatch(r"wikitext-?(2|103)", source):
+        size = source.removeprefix("wikitext").lstrip("-")
+        raise UserError(
+            f"{source} comes in two forms, which give other perplexities",
+            mend=f"wikitext-{size}-v1 is tokenised, with <unk>; wikitext-{size}-raw-v1 is the text as it was",
+        )
+    raise UserError(f"{source} is not known", mend=f"use {', '.join(WIKITEXT)}, c4, hf:org/name/config, or a URL")
+
+
+def _wikitext(name: str, out: Path) -> list[Path]:
+    """Each split as one jsonl, a row of the data set a line."""
+    targets = {split: out / f"{name}.{split}.jsonl" for split in ("train", "validation", "test")}
+    if not all(path.is_file() for path in targets.values()):
+        folder = _from_hub("Salesforce/wikitext", [f"{name}/*.parquet"]) / name
+        for split, path in targets.items():
+            parts = sorted(folder.glob(f"{split}-*.parquet"))
+            if not parts:
+                raise Fault(f"the hub's copy of {name} has no file for the {split} split")
+            if not path.is_file():
+                convert(parts, path)
+    return list(targets.values())
+
+
+def _c4_shard(number: int, out: Path) -> Path:
+    name = f"c4-train.{number:05d}-of-{C4_SHARDS:05d}.json.gz"
+    if not (out / name).is_file():
+        folder = _from_hub("allenai/c4", [f"en/{name}"])
+        temporary = files.temporary_beside(out / name)
+        shutil.copyfile(folder / "en" / name, temporary)
+        os.replace(temporary, out / name)
+    return out / name
+
+
+def _numbers(shards: str) -> list[int]:
+    """`0-3,7` is 0, 1, 2, 3 and 7."""
+    numbers: list[int] = []
+    for part in shards.split(","):
+        found = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+        last = int(found.group(2) or found.group(1)) if found else C4_SHARDS
+        if found is None or last >= C4_SHARDS:
+            raise UserError(f"{shards!r} does not name shards of c4", mend=f"write 0-3 or 0,7; there are {C4_SHARDS}")
+        numbers += range(int(found.group(1)), last + 1)
+    return numbers
+
+
+def _from_hub(repository: str, patterns: list[str]) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(repository, repo_type="dataset", allow_patterns=patterns))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise Fault(
+            f"{repository} could not be fetched from the hub: {reason}", mend="the same command tries again"
+        ) from None
+
+
+def _through_datasets(name: str, out: Path) -> list[Path]:
+    try:
+        import datasets
+    except ImportError:
+        raise UserError("hf: needs the datasets library", mend="pip install 'steelyard[datasets]'") from None
+    parts = name.split("/")
+    local = Path(name).is_dir()
+    repository, config = (name, None) if local or len(parts) < 3 else ("/".join(parts[:2]), "/".join(parts[2:]))
+    try:
+        loaded: Any = datasets.load_dataset(repository, config)
+    except Exception as error:
+        raise Fault(f"{name} could not be loaded: {str(error).splitlines()[0]}") from None
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(name).name if local else name)
+    paths = []
+    for split, rows in loaded.items():
+        path = out / f"{stem}.{split}.jsonl"
+        if not path.is_file():
+            _write_rows(rows, path)
+        paths.append(path)
+    return paths
+
+
+def _write_rows(rows: Iterator[dict[str, Any]], path: Path) -> None:
+    import orjson
+
+    with files.atomic_file(path, "wb") as file:
+        for row in rows:
+            file.write(orjson.dumps(row, default=str, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY))
+
+
+def _fetch(url: str, out: Path) -> Path:
+    """One file over HTTP. What a broken download left is asked for from where it ends."""
+    name = unquote(Path(urlsplit(url).path).name)
+    if not name or name.startswith(".") or "/" in name:
+        raise UserError(f"{url} names no file")
+    path, part = out / name, out / f"{files.TEMPORARY}download-{name}"
+    if path.is_file():
+        return path
+    done = part.stat().st_size if part.is_file() else 0
+    request = urllib.request.Request(url, headers={"Range": f"bytes={done}-"} if done else {})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            if done and answer.status != 206:
+                done = 0  # The server begins again, so do we.
+            length = answer.headers.get("Content-Length")
+            total = done + int(length) if length else 0
+            with open(part, "ab" if done else "wb") as file, console.progress(name, total, "B", done=done) as progress:
+                while block := answer.read(BLOCK):
+                    file.write(block)
+                    progress.advance(len(block))
+    except urllib.error.HTTPError as error:
+        if error.code != 416:  # 416: there is nothing behind what we have.
+            raise Fault(f"{url}: the server answered {error.code} {error.reason}") from None
+        total = done
+    except (urllib.error.URLError, OSError) as error:
+        raise Fault(f"{url}: {error}", mend="what has come is kept; the same command goes on from there") from None
+    if total and part.stat().st_size != total:
+        have = part.stat().st_size
+        raise Fault(f"{url}: ended after {have} of {total} bytes", mend="the same command goes on from there")
+    os.replace(part, path)
+    return path

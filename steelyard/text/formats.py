@@ -1,0 +1,125 @@
+"""Corpus files by their names: txt, jsonl and parquet, each also under .gz or .zst."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import shutil
+import tempfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from steelyard.core.errors import UserError
+
+Base = Literal["txt", "jsonl", "parquet"]
+Compression = Literal["", "gz", "zst"]
+BASES: dict[str, Base] = {".txt": "txt", ".text": "txt", ".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
+COMPRESSIONS: dict[str, Compression] = {".gz": "gz", ".zst": "zst"}
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a file holds its documents."""
+
+    base: Base
+    compression: Compression
+
+
+def format_of(path: Path) -> Format:
+    """The format that a file's name tells."""
+    compression = COMPRESSIONS.get(path.suffix, "")
+    name = path.with_suffix("") if compression else path
+    if name.suffix not in BASES:
+        raise UserError(
+            f"{path}: what this file holds cannot be told from its name",
+            mend="use .txt, .jsonl or .parquet, also with .gz or .zst",
+        )
+    return Format(BASES[name.suffix], compression)
+
+
+@contextlib.contextmanager
+def reading(path: Path, compression: Compression) -> Iterator[IO[bytes]]:
+    """A file's bytes, unpacked. A file that ends too early or is not what its name says is refused by name."""
+    if not path.is_file():
+        raise UserError(f"there is no file {path}")
+    with open(path, "rb") as raw:
+        try:
+            yield _unpacked(raw, compression)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise UserError(f"the gzip data is cut short or damaged: {error}", where=str(path)) from None
+        except _zstd_error() as error:
+            raise UserError(f"the zstd data is damaged: {error}", where=str(path)) from None
+
+
+@contextlib.contextmanager
+def writing(file: IO[bytes], compression: Compression) -> Iterator[IO[bytes]]:
+    """Pack what is written into a file that is open already."""
+    if compression == "gz":
+        with gzip.GzipFile(filename="", fileobj=file, mode="wb", compresslevel=6, mtime=0) as packed:
+            yield packed  # type: ignore[misc]
+    elif compression == "zst":
+        import zstandard
+
+        with zstandard.ZstdCompressor(level=3).stream_writer(file, closefd=False) as packed:
+            yield packed
+    else:
+        yield file
+
+
+@contextlib.contextmanager
+def on_disk(path: Path, compression: Compression) -> Iterator[Path]:
+    """A path where the unpacked file lies: its own, or that of a temporary copy."""
+    if not compression:
+        yield path
+        return
+    with tempfile.NamedTemporaryFile(suffix=".parquet") as copy, reading(path, compression) as unpacked:
+        shutil.copyfileobj(unpacked, copy, 1 << 20)
+        copy.flush()
+        yield Path(copy.name)
+
+
+def _unpacked(raw: IO[bytes], compression: Compression) -> IO[bytes]:
+    if compression == "gz":
+        return gzip.GzipFile(fileobj=raw)  # type: ignore[return-value]
+    if compression == "zst":
+        return io.BufferedReader(_ZstdFile(raw), 1 << 20)
+    return raw
+
+
+class _ZstdFile(io.RawIOBase):
+    """A zstd stream of one or more frames that complains when the last one is incomplete."""
+
+    def __init__(self, raw: IO[bytes]) -> None:
+        import zstandard
+
+        self._raw, self._new = raw, zstandard.ZstdDecompressor().decompressobj
+        self._frame: Any = None
+        self._ready = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            left_over = self._frame.unused_data if self._frame is not None else b""
+            packed = left_over or self._raw.read(1 << 17)
+            if not packed:
+                if self._frame is not None and not self._frame.eof:
+                    raise _zstd_error()("the stream is cut short")
+                return 0
+            if self._frame is None or self._frame.eof:
+                self._frame = self._new()
+            self._ready = self._frame.decompress(packed)
+        count = min(len(buffer), len(self._ready))
+        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        return count
+
+
+def _zstd_error() -> type[Exception]:
+    import zstandard
+
+    return zstandard.ZstdError

@@ -1,0 +1,66 @@
+"""What every tokenizer can do."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from steelyard.core.errors import UserError
+
+END_OF_DOCUMENT = "<|endoftext|>"
+# What other people's vocabularies call the token that ends a document, likeliest first.
+END_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
+
+
+class Tokenizer(ABC):
+    """Text to ids and back."""
+
+    kind: str
+    source: str
+    vocab_size: int
+    end_id: int | None
+    fingerprint: str
+
+    @property
+    def end_of_document(self) -> int:
+        """The id that ends a document."""
+        if self.end_id is None:
+            raise UserError(f"the tokenizer {self.source} has no end-of-document token")
+        return self.end_id
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text."""
+
+    @abstractmethod
+    def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
+        """The ids of many texts, as fast as this kind can, on one thread."""
+
+    @abstractmethod
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ids; special tokens show as nothing."""
+
+    @abstractmethod
+    def pieces(self, text: str) -> list[str]:
+        """The tokens of a text as strings."""
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Write a folder that `transformers` loads and that gives the same ids."""
+
+    def check_ids(self, ids: npt.NDArray[Any]) -> None:
+        """Refuse an id that the vocabulary does not have."""
+        if ids.size and int(ids.max()) >= self.vocab_size:
+            raise UserError(
+                f"the id {int(ids.max())} is outside the vocabulary of {self.vocab_size}", where=self.source
+            )
+
+
+def as_ids(ids: Any) -> npt.NDArray[np.int32]:
+    """Ids as an array."""
+    return np.asarray(ids, dtype=np.int32)

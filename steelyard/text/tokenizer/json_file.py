@@ -1,0 +1,144 @@
+"""Tokenizers that are a `tokenizer.json`: Hugging Face folders, GPT-2's pair, and byte-level BPEs trained here.
+
+The reference is the `tokenizers` library. Where `gigatoken` can run the same file it encodes many times faster, and
+is used after it has given the reference's ids on a text full of difficult characters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from steelyard.core import files
+from steelyard.core.errors import UserError
+from steelyard.text.tokenizer.base import END_NAMES, Tokenizer
+
+if TYPE_CHECKING:
+    import tokenizers
+
+PROBE = (
+    "It's the year 2024's  end;\tnaïve café — “quotes” … don't, I'LL\r\n\n   indented\u00a0text ١٢٣ ½ ² Ⅷ\n"
+    "日本語のテキスト、한국어 텍스트 中文文本 かﾞ が 👩‍👩‍👧‍👦🎉 Ελλάδα עברית العربية ไทย "
+    "a\u0301 \u200b\u3000\x85 \x1c<|endoftext|> "
+    "x_y=3.14e-10; while(1){} http://a.b/c?d=e&f ZZZZZZZZZZZZZZZZ 00000000000000"
+)
+
+
+class JsonTokenizer(Tokenizer):
+    """A `tokenizers` tokenizer."""
+
+    kind = "tokenizer.json"
+
+    def __init__(self, inner: tokenizers.Tokenizer, source: str, config: dict[str, Any] | None = None) -> None:
+        self.inner, self.source, self.config = inner, source, dict(config or {})
+        text = inner.to_str()
+        self.fingerprint = hashlib.sha256(text.encode()).hexdigest()
+        ids = inner.get_vocab(with_added_tokens=True).values()
+        self.vocab_size = max(ids, default=-1) + 1
+        self.end_id = self._end_id()
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self.inner.encode(_sound(text), add_special_tokens=False).ids
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
+        if self._fast is not None:
+            return [self._fast.encode(_sound(text)) for text in texts]
+        encodings = self.inner.encode_batch_fast([_sound(text) for text in texts], add_special_tokens=False)
+        return [np.asarray(encoding.ids, dtype=np.int32) for encoding in encodings]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        text: str = self.inner.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    def pieces(self, text: str) -> list[str]:
+        pieces: list[str] = self.inner.encode(_sound(text), add_special_tokens=False).tokens
+        return pieces
+
+    def save(self, folder: Path) -> None:
+        end = None if self.end_id is None else self.inner.id_to_token(self.end_id)
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **self.config}
+        if end is not None:
+            config.setdefault("eos_token", end)
+        files.write_json(folder / "tokenizer_config.json", config)
+        # The vocabulary goes last: a folder that has it is whole.
+        files.write_text(folder / "tokenizer.json", self.inner.to_str(pretty=True))
+
+    def _end_id(self) -> int | None:
+        named = self.config.get("eos_token")
+        named = named.get("content") if isinstance(named, dict) else named
+        for name in (named, *END_NAMES) if named else END_NAMES:
+            found: int | None = self.inner.token_to_id(name)
+            if found is not None:
+                return found
+        return None
+
+    @cached_property
+    def _fast(self) -> Any:
+        """gigatoken's encoder, if it is installed, takes this vocabulary and agrees."""
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        try:
+            import gigatoken
+
+            fast = gigatoken.Tokenizer.from_json(self.inner.to_str())
+            agrees = all(
+                fast.encode(part).tolist() == self.encode(part) for part in (PROBE, *PROBE.split(" "), " ", "")
+            )
+        except Exception:
+            # Whatever it stumbles over, the reference encodes as well, only slower.
+            return None
+        return fast if agrees else None
+
+
+def from_file(path: Path) -> JsonTokenizer:
+    """Load a `tokenizer.json`, with the `tokenizer_config.json` beside it if there is one."""
+    from tokenizers import Tokenizer as Inner
+
+    try:
+        inner = Inner.from_file(str(path))
+    except Exception as error:
+        raise UserError(f"the tokenizer cannot be read: {error}", where=str(path)) from None
+    return JsonTokenizer(inner, str(path), _config(path.with_name("tokenizer_config.json")))
+
+
+def from_gpt2_pair(vocab: Path, merges: Path) -> JsonTokenizer:
+    """Load GPT-2's `vocab.json` and `merges.txt`."""
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Inner
+
+    try:
+        inner = Inner(models.BPE.from_file(str(vocab), str(merges)))
+    except Exception as error:
+        raise UserError(f"the vocabulary cannot be read: {error}", where=f"{vocab},{merges}") from None
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    known = inner.get_vocab()
+    inner.add_special_tokens([AddedToken(name, special=True) for name in END_NAMES[:1] if name in known])
+    return JsonTokenizer(inner, f"{vocab},{merges}")
+
+
+def _config(path: Path) -> dict[str, Any]:
+    try:
+        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise UserError(f"this is not JSON: {error}", where=str(path)) from None
+    return config
+
+
+def _sound(text: str) -> str:
+    """Text that UTF-8 can hold: a lone surrogate, which JSON can smuggle in, becomes the replacement character."""
+    return text if text.isascii() or not any("\ud800" <= c <= "\udfff" for c in text) else _replaced(text)
+
+
+def _replaced(text: str) -> str:
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

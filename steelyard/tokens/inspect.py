@@ -1,0 +1,90 @@
+"""Looking at token files and checking them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from steelyard.core import units
+from steelyard.core.console import console
+from steelyard.core.errors import Fault
+from steelyard.tokens.indexed import IndexedTokens, bin_path
+
+SHOWN_TOKENS = 60
+TOKENS_AT_ONCE = 1 << 22
+
+
+def describe(prefix: str, decode: Callable[[Iterable[int]], str] | None = None) -> dict[str, Any]:
+    """What a pair of token files holds."""
+    tokens = IndexedTokens(prefix)
+    total = int(tokens.lengths.sum(dtype=np.int64))
+    result: dict[str, Any] = {
+        "prefix": prefix,
+        "documents": len(tokens.document_index) - 1,
+        "sequences": len(tokens),
+        "tokens": total,
+        "dtype": tokens.dtype.name,
+        "size": units.size(bin_path(prefix).stat().st_size),
+        "shortest": int(tokens.lengths.min(initial=0) if not len(tokens) else tokens.lengths.min()),
+        "mean": round(total / max(1, len(tokens)), 1),
+        "longest": int(tokens.lengths.max(initial=0)),
+        "histogram": _histogram(tokens),
+    }
+    if len(tokens):
+        first = tokens.sequence(0)[:SHOWN_TOKENS].tolist()
+        result["sample"] = decode(first) if decode else first
+    return result
+
+
+def histogram_lines(histogram: dict[str, int]) -> list[str]:
+    """A histogram as bars of text."""
+    most = max(histogram.values(), default=0)
+    return [f"{span:>17} {number:>12} {'#' * round(40 * number / most)}" for span, number in histogram.items()]
+
+
+def verify(prefix: str, vocab_size: int | None = None) -> dict[str, Any]:
+    """Check that index and tokens agree in every entry, and that no id is outside the vocabulary."""
+    tokens = IndexedTokens(prefix)
+    lengths = tokens.lengths.astype(np.int64)
+    problems = []
+    if (lengths < 0).any():
+        problems.append("a sequence has a negative length")
+    expected = np.zeros(len(lengths), dtype=np.int64)
+    np.cumsum(lengths[:-1], out=expected[1:])
+    if (tokens.pointers != expected * tokens.dtype.itemsize).any():
+        problems.append("sequences do not follow each other")
+    documents = tokens.document_index
+    if not len(documents) or documents[0] != 0 or documents[-1] != len(lengths) or (np.diff(documents) < 0).any():
+        problems.append("the document index does not run from 0 to the number of sequences")
+    size = bin_path(prefix).stat().st_size
+    if size != int(lengths.sum()) * tokens.dtype.itemsize:
+        problems.append(
+            f"the .bin holds {size} bytes, its index accounts for {int(lengths.sum()) * tokens.dtype.itemsize}"
+        )
+    if not problems and vocab_size is not None:
+        problems += _ids_outside(tokens, size // tokens.dtype.itemsize, vocab_size)
+    if problems:
+        raise Fault("; ".join(problems), where=prefix)
+    return {"prefix": prefix, "sound": True, "documents": len(documents) - 1, "tokens": int(lengths.sum())}
+
+
+def _ids_outside(tokens: IndexedTokens, total: int, vocab_size: int) -> list[str]:
+    with console.progress("verify", total, "tokens") as progress:
+        for start in range(0, total, TOKENS_AT_ONCE):
+            part = tokens.stream(start, min(start + TOKENS_AT_ONCE, total))
+            if part.max() >= vocab_size or part.min() < 0:
+                wrong = int(part[(part >= vocab_size) | (part < 0)][0])
+                place = start + int(np.flatnonzero((part >= vocab_size) | (part < 0))[0])
+                return [f"token {place} has the id {wrong}, outside the vocabulary of {vocab_size}"]
+            progress.advance(len(part))
+    return []
+
+
+def _histogram(tokens: IndexedTokens) -> dict[str, int]:
+    """Sequences by length, in powers of two."""
+    if not len(tokens):
+        return {}
+    classes = np.bincount(np.frexp(tokens.lengths.astype(np.float64))[1])
+    return {f"{1 << (c - 1)} to {(1 << c) - 1}": int(number) for c, number in enumerate(classes) if number}
