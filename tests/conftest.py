@@ -1,7 +1,5 @@
 """A corpus and a recipe small enough that a training run takes about a second."""
 
-import os
-import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -126,5 +124,5 @@ def one_thread_of_mathematics(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def kill(process: subprocess.Popen) -> None:
     """End a process that a test started, without warning, and collect it."""
-    os.kill(process.pid, signal.SIGKILL)
+    process.kill()
     process.communicate(timeout=30)

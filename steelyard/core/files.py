@@ -26,17 +26,22 @@ def temporary_beside(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def atomic_file(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
-    """Open a file that takes its name only when the block ends without an error."""
+def atomic_file(path: Path, mode: str = "w", durable: bool = True) -> Iterator[IO[Any]]:
+    """Open a file that takes its name only when the block ends without an error.
+
+    What can be made again at any time need not be `durable`: it then survives a kill, but perhaps not a power cut.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_beside(path)
     try:
         with open(temporary, mode, encoding=None if "b" in mode else "utf-8") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         os.replace(temporary, path)
-        sync_folder(path.parent)
+        if durable:
+            sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -8,6 +8,7 @@ is a row group.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -75,7 +76,7 @@ def records(piece: Piece, bad: list[BadDocument] | None = None) -> Iterator[dict
         return
     for number, raw in enumerate(_texts(piece)):
         try:
-            yield _parsed(raw, piece.format, number)
+            yield _parsed(raw, piece.format, number, whole=piece.mode == "file")
         except BadDocument as error:
             if bad is None:
                 raise
@@ -140,32 +141,38 @@ def _to_next_document(file: IO[bytes], mode: DocumentMode, before: bytes = b"") 
 
 
 def _texts(piece: Piece) -> Iterator[bytes]:
-    data = piece.data
-    if data is None:
-        with open(piece.path, "rb") as file:
-            file.seek(piece.start)
-            data = file.read(piece.end - piece.start)
     if piece.mode == "file":
-        return iter([data])
-    lines = data.removesuffix(b"\n").split(b"\n")
-    return iter(lines) if piece.mode == "line" else _paragraphs(lines)
+        return iter([piece.data or b""])
+    lines = _lines(piece.path, piece.start, piece.end) if piece.data is None else iter(io.BytesIO(piece.data))
+    return lines if piece.mode == "line" else _paragraphs(lines)
 
 
-def _paragraphs(lines: list[bytes]) -> Iterator[bytes]:
+def _lines(path: Path, start: int, end: int) -> Iterator[bytes]:
+    with open(path, "rb", buffering=1 << 18) as file:
+        file.seek(start)
+        left = end - start
+        for line in file:
+            yield line
+            left -= len(line)
+            if left <= 0:
+                return
+
+
+def _paragraphs(lines: Iterable[bytes]) -> Iterator[bytes]:
     """Runs of lines between blank ones."""
     run: list[bytes] = []
     for line in chain(lines, [b""]):
         if line.strip():
-            run.append(line.rstrip(b"\r"))
+            run.append(line.removesuffix(b"\n").removesuffix(b"\r"))
         elif run:
             yield b"\n".join(run)
             run = []
 
 
-def _parsed(raw: bytes, format_: Format, number: int) -> dict[str, Any]:
+def _parsed(raw: bytes, format_: Format, number: int, whole: bool) -> dict[str, Any]:
     if format_.base == "txt":
         try:
-            return {"text": raw.removesuffix(b"\r").decode("utf-8")}
+            return {"text": (raw if whole else raw.removesuffix(b"\n").removesuffix(b"\r")).decode("utf-8")}
         except UnicodeDecodeError as error:
             raise BadDocument(number, f"byte {error.start} is not UTF-8") from None
     import orjson

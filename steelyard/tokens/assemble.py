@@ -6,6 +6,9 @@ of the index's three parts.
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,26 +21,62 @@ from steelyard.core import files
 from steelyard.core.errors import UserError
 from steelyard.tokens.indexed import CODES, HEADER, MAGIC, IndexedTokens, bin_path, idx_path
 
-COPY_BYTES = 1 << 22
+COPY_BYTES = 1 << 26
 Lengths = npt.NDArray[np.int32]
 
 
-def join(folder: Path, key: str, prefix: str, dtype: np.dtype[Any], fixed_length: int | None) -> dict[str, Any]:
-    """Join a job's pieces; documents without tokens keep their entry and get no sequence."""
-    parts = sorted(folder.glob(f"*.{key}.tokens"))
+class Joiner:
+    """Appends encoded pieces to the .bin of a pair, in order; documents without tokens keep their entry in the index.
 
-    def lengths() -> Iterator[Lengths]:
-        for part in parts:
+    With `fixed_length` the joined stream is cut into documents of that many tokens and one more, which is the first
+    of the next.
+    """
+
+    def __init__(self, file: IO[bytes], dtype: np.dtype[Any], fixed_length: int | None) -> None:
+        self._file, self.dtype, self.fixed_length = file, dtype, fixed_length
+        self._parts: list[Path] = []
+        self._left = np.empty(0, dtype=dtype)
+        self._windows = 0
+
+    def append(self, part: Path) -> None:
+        """Add a piece: `part` holds its tokens, the file beside it the length of each document."""
+        self._parts.append(part)
+        if self.fixed_length is None:
+            _append(part, self._file)
+        else:
+            self._append_windows(np.fromfile(part, dtype=self.dtype), self.fixed_length)
+
+    def lengths(self) -> Iterator[Lengths]:
+        """The length of each document, piece by piece."""
+        if self.fixed_length is not None:
+            yield np.full(self._windows, self.fixed_length + 1, dtype=np.int32)
+            return
+        for part in self._parts:
             yield np.fromfile(part.with_suffix(".lengths"), dtype=np.int32)
 
+    def dropped(self) -> dict[str, int]:
+        """How many tokens at the end fill no window; the last label of the last window is not one of them."""
+        return {} if self.fixed_length is None else {"dropped_tokens": max(0, len(self._left) - 1)}
+
+    def _append_windows(self, tokens: npt.NDArray[Any], length: int) -> None:
+        stream = np.concatenate([self._left, tokens])
+        count = max(0, (len(stream) - 1) // length)
+        if count:
+            windows = np.lib.stride_tricks.sliding_window_view(stream, length + 1)[: count * length : length]
+            self._file.write(np.ascontiguousarray(windows).tobytes())
+        self._windows, self._left = self._windows + count, stream[count * length :]
+
+
+@contextlib.contextmanager
+def joining(prefix: str, dtype: np.dtype[Any], fixed_length: int | None = None) -> Iterator[Joiner]:
+    """Join pieces into a pair of files that appears when the block ends well."""
     idx_path(prefix).unlink(missing_ok=True)
-    if fixed_length is not None:
-        return _join_fixed(parts, prefix, dtype, fixed_length)
-    with files.atomic_file(bin_path(prefix), "wb") as target:
-        for part in parts:
-            with open(part, "rb") as source:
-                shutil.copyfileobj(source, target, COPY_BYTES)
-    return {"prefix": prefix, **write_index(prefix, lengths, dtype)}
+    with files.atomic_file(bin_path(prefix), "wb") as file:
+        joiner = Joiner(file, dtype, fixed_length)
+        yield joiner
+        if not any(lengths.any() for lengths in joiner.lengths()):
+            raise UserError(f"the corpus is empty or too short: nothing to write to {bin_path(prefix)}")
+    write_index(prefix, joiner.lengths, dtype)
 
 
 def merge(prefixes: list[str], prefix: str) -> dict[str, Any]:
@@ -59,8 +98,7 @@ def merge(prefixes: list[str], prefix: str) -> dict[str, Any]:
         raise UserError(f"{idx_path(prefix)} is there already", mend="name another prefix")
     with files.atomic_file(bin_path(prefix), "wb") as target:
         for dataset in datasets:
-            with open(bin_path(dataset.prefix), "rb") as source:
-                shutil.copyfileobj(source, target, COPY_BYTES)
+            _append(bin_path(dataset.prefix), target)
     return {"prefix": prefix, **write_index(prefix, lengths, dtype)}
 
 
@@ -81,6 +119,19 @@ def write_index(prefix: str, lengths: Callable[[], Iterator[Lengths]], dtype: np
     return {"documents": documents, "sequences": sequences, "tokens": tokens, "dtype": dtype.name}
 
 
+def _append(path: Path, target: IO[bytes]) -> None:
+    """Copy a file to the end of another inside the kernel; where that is not possible, through memory."""
+    with open(path, "rb") as source:
+        target.flush()
+        try:
+            while os.copy_file_range(source.fileno(), target.fileno(), COPY_BYTES):
+                pass
+        except OSError as error:
+            if error.errno not in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
+            shutil.copyfileobj(source, target, COPY_BYTES)
+
+
 def _write_running(index: IO[bytes], parts: Iterator[Lengths], itemsize: int) -> None:
     """Where each sequence begins, in bytes."""
     start = 0
@@ -98,25 +149,3 @@ def _write_ends(index: IO[bytes], parts: Iterator[npt.NDArray[np.bool_]]) -> Non
         ends = np.cumsum(part, dtype=np.int64) + seen
         index.write(ends.tobytes())
         seen = int(ends[-1]) if len(ends) else seen
-
-
-def _join_fixed(parts: list[Path], prefix: str, dtype: np.dtype[Any], length: int) -> dict[str, Any]:
-    """Cut the joined stream into documents of `length` + 1 tokens, the last of one being the first of the next."""
-    left = np.empty(0, dtype=dtype)
-    windows = 0
-    with files.atomic_file(bin_path(prefix), "wb") as target:
-        for part in parts:
-            stream = np.concatenate([left, np.fromfile(part, dtype=dtype)])
-            count = max(0, (len(stream) - 1) // length)
-            if count:
-                cuts = np.lib.stride_tricks.sliding_window_view(stream, length + 1)[: count * length : length]
-                target.write(np.ascontiguousarray(cuts).tobytes())
-            windows, left = windows + count, stream[count * length :]
-        if not windows:
-            raise UserError(f"the corpus has {len(left)} tokens, too few for one sample of {length}")
-
-    def lengths() -> Iterator[Lengths]:
-        yield np.full(windows, length + 1, dtype=np.int32)
-
-    # One token of what is left was the last label of the last window.
-    return {"prefix": prefix, **write_index(prefix, lengths, dtype), "dropped_tokens": len(left) - 1}

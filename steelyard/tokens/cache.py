@@ -116,7 +116,7 @@ def _write(request: Request, folder: str | None, names: Names, maps: IndexMaps) 
         paths = [place / f"{base}-GPTDataset-{request.index_split}-{part}.npy" for part in NEW_PARTS]
         files.write_text(place / f"{base}-GPTDataset-{request.index_split}-description.txt", description)
     for path, array in zip(paths, arrays, strict=True):
-        with files.atomic_file(path, "wb") as file:
+        with files.atomic_file(path, "wb", durable=False) as file:
             np.save(file, array, allow_pickle=False)
     return maps
 

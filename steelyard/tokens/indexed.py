@@ -104,7 +104,7 @@ class IndexedTokens:
         lengths[counts == 1] = self.lengths
         return lengths
 
-    def largest(self, first: int, end: int, at_most: int = 1 << 24) -> int:
+    def largest(self, first: int, end: int, at_most: int = 1 << 20) -> int:
         """The largest id of the sequences from `first` up to `end`, looking at no more than so many tokens."""
         start = int(self.pointers[first]) // self.dtype.itemsize
         stop = int(self.pointers[end - 1]) // self.dtype.itemsize + int(self.lengths[end - 1])

@@ -16,19 +16,25 @@ SHOWN_TOKENS = 60
 TOKENS_AT_ONCE = 1 << 22
 
 
-def describe(prefix: str, decode: Callable[[Iterable[int]], str] | None = None) -> dict[str, Any]:
-    """What a pair of token files holds."""
+def summary(prefix: str) -> dict[str, Any]:
+    """How much a pair of token files holds."""
     tokens = IndexedTokens(prefix)
-    total = int(tokens.lengths.sum(dtype=np.int64))
-    result: dict[str, Any] = {
+    return {
         "prefix": prefix,
         "documents": len(tokens.document_index) - 1,
         "sequences": len(tokens),
-        "tokens": total,
+        "tokens": int(tokens.lengths.sum(dtype=np.int64)),
         "dtype": tokens.dtype.name,
+    }
+
+
+def describe(prefix: str, decode: Callable[[Iterable[int]], str] | None = None) -> dict[str, Any]:
+    """What a pair of token files holds: its size, the lengths of its sequences, and how it begins."""
+    tokens = IndexedTokens(prefix)
+    result = summary(prefix) | {
         "size": units.size(bin_path(prefix).stat().st_size),
-        "shortest": int(tokens.lengths.min(initial=0) if not len(tokens) else tokens.lengths.min()),
-        "mean": round(total / max(1, len(tokens)), 1),
+        "shortest": int(tokens.lengths.min()) if len(tokens) else 0,
+        "mean": round(float(tokens.lengths.mean()), 1) if len(tokens) else 0.0,
         "longest": int(tokens.lengths.max(initial=0)),
         "histogram": _histogram(tokens),
     }

@@ -8,9 +8,11 @@ killed. `<prefix>.tokenize.json` then remembers what the files were made of.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -40,8 +42,9 @@ from steelyard.text.corpus import (
 )
 from steelyard.tokens import assemble, workers
 from steelyard.tokens.indexed import bin_path, idx_path, token_dtype
+from steelyard.tokens.inspect import summary
 
-DOCUMENTS_AT_ONCE = 512
+DOCUMENTS_AT_ONCE = 256
 EXAMPLES_SHOWN = 5
 
 
@@ -107,50 +110,57 @@ def tokenize(job: Job, worker_count: int = 1, overwrite: bool = False) -> dict[s
     with workers.sole_owner(job.folder):
         _begin(job, signature, overwrite)
         try:
-            tally = _encode_pieces(job, paths, worker_count)
-            if not any(tally.tokens.values()):
-                raise UserError(
-                    f"the corpus is empty: {tally.documents} documents hold no token, so nothing is written"
-                )
+            tally, written = _encode_and_join(job, paths, worker_count, token_dtype(tokenizer.vocab_size))
         except UserError:
             shutil.rmtree(job.folder)  # The input must change before this can go on, and then the pieces are of no use.
             raise
-        written = {
-            key: assemble.join(job.folder, key, job.output(key), token_dtype(tokenizer.vocab_size), job.fixed_length)
-            for key in job.keys
-        }
         result = {"prefix": job.prefix, **asdict(tally), "files": written, "tokenizer": tokenizer.kind}
         files.write_json(job.record, {"made_of": signature, "result": result})
         shutil.rmtree(job.folder)
     return result
 
 
-def _encode_pieces(job: Job, paths: list[Path], worker_count: int) -> Tally:
-    """Have every missing piece encoded; results are taken in order, so the first mistake never varies."""
+def _encode_and_join(
+    job: Job, paths: list[Path], worker_count: int, dtype: np.dtype[Any]
+) -> tuple[Tally, dict[str, dict[str, Any]]]:
+    """Have every missing piece encoded, and join the pieces in order while others are still being encoded."""
     tally = Tally()
-    waiting: list[tuple[int, Future[dict[str, Any]]]] = []
-    total = sum(path.stat().st_size for path in paths)
+    with contextlib.ExitStack() as stack:
+        joiners = {
+            key: stack.enter_context(assemble.joining(job.output(key), dtype, job.fixed_length)) for key in job.keys
+        }
+        for number, piece_tally in enumerate(_encoded(job, paths, worker_count)):
+            tally.add(piece_tally)
+            for key, joiner in joiners.items():
+                joiner.append(_part(job.folder, number, key, "tokens"))
+    written = {key: summary(job.output(key)) | joiner.dropped() for key, joiner in joiners.items()}
+    return tally, written
+
+
+def _encoded(job: Job, paths: list[Path], worker_count: int) -> Iterator[dict[str, Any]]:
+    """What became of each piece, in order, so that the first mistake never varies."""
+    waiting: deque[tuple[int, dict[str, Any] | Future[dict[str, Any]]]] = deque()
+    total, documents = sum(path.stat().st_size for path in paths), 0
     pool = ProcessPoolExecutor(worker_count, get_context("spawn"), workers.prepare, (job.tokenizer, os.getpid()))
-
-    def take() -> None:
-        weight, future = waiting.pop(0)
-        tally.add(future.result())
-        progress.advance(weight, note=f"{count(tally.documents)} documents")
-
     try:
         with console.progress("tokenize", total, "B") as progress:
+
+            def first() -> dict[str, Any]:
+                nonlocal documents
+                weight, made = waiting.popleft()
+                result = made if isinstance(made, dict) else made.result()
+                documents += result["documents"]
+                progress.advance(weight, note=f"{count(documents)} documents")
+                return result
+
             for number, (piece, weight) in enumerate(_all_pieces(job, paths)):
                 kept = _kept(job, number)
-                if kept is not None:
-                    tally.add(kept)
-                    progress.done_before += weight
-                    progress.advance(weight)
-                    continue
-                waiting.append((weight, pool.submit(encode_piece, job, number, piece)))
-                if len(waiting) > worker_count + 1:
-                    take()
+                waiting.append((weight, kept or pool.submit(encode_piece, job, number, piece)))
+                progress.done_before += weight if kept else 0
+                if len(waiting) > 2 * worker_count:
+                    yield first()
             while waiting:
-                take()
+                yield first()
     except BrokenExecutor:
         raise Fault(
             "a worker was killed, perhaps for want of memory",
@@ -158,15 +168,13 @@ def _encode_pieces(job: Job, paths: list[Path], worker_count: int) -> Tally:
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
-    return tally
 
 
 def encode_piece(job: Job, number: int, piece: Piece) -> dict[str, Any]:
     """Encode one piece, in a worker, and leave it in the job's folder."""
     tokenizer = workers.tokenizer()
     dtype = token_dtype(tokenizer.vocab_size)
-    end = np.array([tokenizer.end_of_document], dtype=dtype) if job.append_eod else np.empty(0, dtype=dtype)
-    nothing = np.empty(0, dtype=dtype)
+    end = np.array([tokenizer.end_of_document] if job.append_eod else [], dtype=np.uint32)
     bad: list[BadDocument] | None = [] if job.on_bad_line == "skip" else None
     texts = _texts(piece, job.keys, bad)
     lengths: dict[str, list[np.ndarray[Any, Any]]] = {key: [] for key in job.keys}
@@ -179,10 +187,10 @@ def encode_piece(job: Job, number: int, piece: Piece) -> dict[str, Any]:
             for column, key in enumerate(job.keys):
                 encoded = tokenizer.encode_batch([row[column] for row in rows])
                 sizes = np.array([len(ids) for ids in encoded], dtype=np.int32)
-                if len(end):
+                if job.append_eod:  # As in Megatron, an empty document stays empty.
                     sizes[sizes > 0] += 1
-                parts = [part for ids in encoded for part in ((ids, end) if len(ids) else (nothing,))]
-                joined = np.concatenate(parts)
+                    encoded = [part for ids in encoded if len(ids) for part in (ids, end)]
+                joined = np.concatenate(encoded) if encoded else end[:0]
                 tokenizer.check_ids(joined)
                 streams[key].write(joined.astype(dtype, copy=False).tobytes())
                 lengths[key].append(sizes)

@@ -138,3 +138,16 @@ def test_rope_scaling_keeps_short_waves_and_stretches_long_ones():
     scaling = load("llama3.1-70b").model.rope_scaling
     frequencies = torch.tensor([1.0, 1e-6])
     torch.testing.assert_close(scaled(frequencies, scaling), torch.tensor([1.0, 1e-6 / 8]))
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_documents_in_a_row_are_as_if_alone(family):
+    network = tiny(family)
+    first, second = torch.randint(0, 100, (1, 6)), torch.randint(0, 100, (1, 9))
+    together = torch.cat([first, second], dim=1)
+    positions = torch.cat([torch.arange(6), torch.arange(9)])[None]
+    numbers = torch.tensor([[0] * 6 + [1] * 9])
+    logits = network(together, positions, numbers)
+    torch.testing.assert_close(logits[:, :6], network(first))
+    torch.testing.assert_close(logits[:, 6:], network(second))
+    assert not torch.allclose(logits[:, 6:], network(together)[:, 6:])

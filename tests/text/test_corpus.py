@@ -51,7 +51,7 @@ def test_a_document_that_a_line_cannot_hold_is_refused_and_nothing_is_written(tm
 
 def test_a_text_file_has_documents_by_line_by_blank_line_or_is_one(tmp_path):
     path = tmp_path / "a.txt"
-    path.write_bytes("a\r\nb\n\n \nc\nd\n\n".encode())
+    path.write_bytes(b"a\r\nb\n\n \nc\nd\n\n")
     assert list(documents([path])) == ["a", "b", "", " ", "c", "d", ""]
     assert list(documents([path], mode="blank")) == ["a\nb", "c\nd"]
     assert list(documents([path], mode="file")) == ["a\r\nb\n\n \nc\nd\n\n"]
@@ -106,12 +106,12 @@ def test_a_damaged_file_is_one_clear_message(tmp_path, name, damage):
     convert([tmp_path / "good.jsonl"], path)
     whole = path.read_bytes()
     path.write_bytes({"cut": whole[: len(whole) // 2], "garbage": b"garbage" * 100, "empty": b""}[damage])
-    try:
-        count = len(list(documents([path])))
-    except UserError as error:
-        assert str(path) in str(error)
-    else:
-        assert (damage, count) == ("empty", 0)
+    if damage == "empty" and "jsonl" in name:
+        assert list(documents([path])) == []
+        return
+    with pytest.raises(UserError) as refused:
+        list(documents([path]))
+    assert str(path) in str(refused.value)
 
 
 def test_a_file_of_unknown_form_is_refused(tmp_path):

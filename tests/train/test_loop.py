@@ -125,3 +125,12 @@ def test_schedules_climb_and_fall():
     linear = optim.model_copy(update={"schedule": "linear"})
     assert learning_rate(linear, 35, 110) == pytest.approx(0.775)
     assert learning_rate(optim.model_copy(update={"schedule": "constant"}), 99, 110) == 1.0
+
+
+def test_documents_are_kept_apart_when_the_recipe_asks(in_workplace):
+    apart = ["data.mask_documents=true", "data.reset_positions=true", "data.end_of_document=0"]
+    plain = train.run(load("tiny.toml", ["name=plain"]))
+    masked = train.run(load("tiny.toml", [*apart, "name=masked"]))
+    assert curve(plain)[0] != curve(masked)[0]
+    with pytest.raises(UserError, match=r"data\.end_of_document"):
+        train.run(load("tiny.toml", ["data.mask_documents=true", "name=unknown"]))

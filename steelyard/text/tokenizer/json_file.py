@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -32,6 +33,9 @@ PROBE = (
 )
 
 
+SURROGATE = re.compile("[\ud800-\udfff]")
+
+
 class JsonTokenizer(Tokenizer):
     """A `tokenizers` tokenizer."""
 
@@ -51,7 +55,11 @@ class JsonTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
         if self._fast is not None:
-            return [self._fast.encode(_sound(text)) for text in texts]
+            encode = self._fast.encode
+            try:
+                return [encode(text) for text in texts]
+            except (TypeError, UnicodeError):
+                return [encode(_sound(text)) for text in texts]
         encodings = self.inner.encode_batch_fast([_sound(text) for text in texts], add_special_tokens=False)
         return [np.asarray(encoding.ids, dtype=np.int32) for encoding in encodings]
 
@@ -137,8 +145,4 @@ def _config(path: Path) -> dict[str, Any]:
 
 def _sound(text: str) -> str:
     """Text that UTF-8 can hold: a lone surrogate, which JSON can smuggle in, becomes the replacement character."""
-    return text if text.isascii() or not any("\ud800" <= c <= "\udfff" for c in text) else _replaced(text)
-
-
-def _replaced(text: str) -> str:
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text if SURROGATE.search(text) is None else SURROGATE.sub("\ufffd", text)

@@ -1,0 +1,110 @@
+import gzip
+import http.server
+import threading
+
+import pytest
+
+from steelyard.core.errors import Fault, UserError
+from steelyard.text.convert import convert
+from steelyard.text.corpus import documents
+from steelyard.text.download import download
+
+
+@pytest.fixture
+def wikitext(hub, tmp_path):
+    """The hub's layout of both forms, with a few lines each."""
+    for form in ("wikitext-2-v1", "wikitext-2-raw-v1"):
+        for split in ("train", "validation", "test"):
+            (tmp_path / "x.txt").write_text(f" = {form} {split} = \n\n <unk> 日本 \n")
+            convert([tmp_path / "x.txt"], tmp_path / "x.parquet")
+            content = (tmp_path / "x.parquet").read_bytes()
+            hub.add("datasets", "Salesforce/wikitext", f"{form}/{split}-00000-of-00001.parquet", content)
+    return hub
+
+
+def test_both_forms_of_wikitext_are_told_apart_and_fetched_once(wikitext, tmp_path):
+    paths = download("wikitext-2-raw-v1", tmp_path / "out")
+    names = [f"wikitext-2-raw-v1.{split}.jsonl" for split in ("train", "validation", "test")]
+    assert [path.name for path in paths] == names
+    assert list(documents([paths[1]])) == [" = wikitext-2-raw-v1 validation = ", "", " <unk> 日本 "]
+    assert len(wikitext.fetched) == 3
+    assert not any("wikitext-2-v1" in name for name in wikitext.fetched)
+    assert download("wikitext-2-raw-v1", tmp_path / "out") == paths
+    assert len(wikitext.fetched) == 3
+    with pytest.raises(UserError, match="two forms"):
+        download("wikitext-2", tmp_path / "out")
+
+
+def test_shards_of_c4_come_by_number(hub, tmp_path):
+    for number in (0, 1, 2):
+        content = gzip.compress(b'{"text": "shard %d"}\n' % number)
+        hub.add("datasets", "allenai/c4", f"en/c4-train.{number:05d}-of-01024.json.gz", content)
+    paths = download("c4", tmp_path / "c4", shards="0,2")
+    assert list(documents(paths)) == ["shard 0", "shard 2"]
+    with pytest.raises(UserError, match="1024"):
+        download("c4", tmp_path / "c4", shards="1024")
+
+
+def test_what_the_hub_does_not_have_is_a_fault_with_its_name(hub, tmp_path):
+    with pytest.raises(Fault, match="Salesforce/wikitext"):
+        download("wikitext-103-v1", tmp_path)
+
+
+def test_any_data_set_loads_through_the_datasets_library(tmp_path, monkeypatch):
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "train.jsonl").write_text('{"text": "一"}\n{"text": "two"}\n')
+    paths = download(f"hf:{tmp_path / 'mine'}", tmp_path / "out")
+    assert [path.name for path in paths] == ["mine.train.jsonl"]
+    assert list(documents(paths)) == ["一", "two"]
+
+
+@pytest.fixture
+def server():
+    """A web server with one file that breaks off in the middle the first time."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        content = bytes(range(256)) * 5000
+        requests: list = []  # noqa: RUF012
+
+        def log_message(self, *words):
+            pass
+
+        def do_GET(self):
+            if self.path != "/data.bin":
+                self.send_error(404)
+                return
+            asked = self.headers.get("Range")
+            self.requests.append(asked)
+            start = int(asked.removeprefix("bytes=").rstrip("-")) if asked else 0
+            self.send_response(206 if asked else 200)
+            self.send_header("Content-Length", str(len(self.content) - start))
+            self.end_headers()
+            end = len(self.content) // 2 if len(self.requests) == 1 else len(self.content)
+            self.wfile.write(self.content[start:end])
+
+    made = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=made.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{made.server_port}", Handler
+    made.shutdown()
+    made.server_close()
+
+
+def test_a_broken_download_goes_on_where_it_was(server, tmp_path):
+    url, handler = server
+    with pytest.raises(Fault, match="goes on from there"):
+        download(f"{url}/data.bin", tmp_path)
+    assert not (tmp_path / "data.bin").exists()
+    (path,) = download(f"{url}/data.bin", tmp_path)
+    assert path.read_bytes() == handler.content
+    assert handler.requests == [None, f"bytes={len(handler.content) // 2}-"]
+    download(f"{url}/data.bin", tmp_path)
+    assert len(handler.requests) == 2
+
+
+def test_a_missing_page_and_an_unknown_name_are_clear(server, tmp_path):
+    with pytest.raises(Fault, match="404"):
+        download(f"{server[0]}/nothing.bin", tmp_path)
+    with pytest.raises(UserError, match="wikitext-2-raw-v1"):
+        download("wikipedia", tmp_path)

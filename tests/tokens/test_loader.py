@@ -1,0 +1,63 @@
+import numpy as np
+import pytest
+
+from steelyard.tokens.loader import Loader, documents_in, read
+
+
+class Numbers:
+    """Sample i is i, i, i, ..."""
+
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, number):
+        return np.full(5, number)
+
+
+def consumed(ranks: int, first: int = 0, steps: int | None = None) -> list[list[int]]:
+    """The samples of each step, over all ranks."""
+    loaders = [Loader(Numbers(), 12, first, rank, ranks) for rank in range(ranks)]
+    batches = []
+    for parts in zip(*loaders, strict=True):
+        batches.append([int(row[0]) for part in parts for row in part.rows])
+        assert {part.consumed for part in parts} == {first + 12 * len(batches)}
+        if len(batches) == steps:
+            break
+    for loader in loaders:
+        loader._closed.set()
+    return batches
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 12])
+def test_a_step_sees_the_same_samples_on_any_number_of_ranks(ranks):
+    assert consumed(ranks) == consumed(1) == [list(range(12 * step, 12 * step + 12)) for step in range(8)]
+
+
+def test_a_stopped_loader_goes_on_exactly_with_another_number_of_ranks():
+    before = consumed(4, steps=3)
+    assert before + consumed(2, first=36) == consumed(1)
+
+
+def test_ranks_that_cannot_share_a_batch_are_refused():
+    with pytest.raises(ValueError, match="5 ranks"):
+        Loader(Numbers(), 12, ranks=5)
+
+
+def test_a_failure_while_reading_ahead_reaches_the_reader():
+    class Broken(Numbers):
+        def __getitem__(self, number):
+            raise OSError("the disk is gone")
+
+    with Loader(Broken(), 4) as loader, pytest.raises(OSError, match="the disk is gone"):
+        next(loader)
+
+
+def test_documents_are_told_apart_and_positions_start_anew():
+    rows = np.array([[5, 6, 0, 7, 0, 0, 8, 9], [0, 1, 2, 3, 4, 5, 6, 0]])
+    documents = documents_in(rows, end_of_document=0)
+    assert documents.number.tolist() == [[0, 0, 0, 1, 1, 2, 3], [0, 1, 1, 1, 1, 1, 1]]
+    assert documents.position.tolist() == [[0, 1, 2, 0, 1, 0, 0], [0, 0, 1, 2, 3, 4, 5]]
+
+
+def test_rows_are_samples():
+    assert read(Numbers(), 3, 2)[:, 0].tolist() == [3, 4]
