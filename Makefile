@@ -3,12 +3,13 @@
 # make test        set-up, lint, types, contract, fast tests
 # make test-all    the same and the slow tests
 # make lint        look; make format  mend
+# make bench       the measurements that need no GPU and no data from elsewhere
 SHELL := /bin/bash
 TORCH ?= auto
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup quickstart lint format test test-all clean
+.PHONY: setup quickstart lint format test test-all bench clean
 
 setup:
 	@$(PYTHON) tools/setup.py --torch $(TORCH)
@@ -31,6 +32,9 @@ test: lint
 
 test-all: test
 	$(BIN)/pytest -m slow
+
+bench: setup
+	$(BIN)/python benchmarks/index_maps.py
 
 clean:
 	rm -rf .venv build dist *.egg-info

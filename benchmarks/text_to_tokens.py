@@ -158,16 +158,21 @@ def megatrons_way(source: str, documents: list[str], folder: str) -> float:
 
 
 def _load(source: str) -> None:
-    global _tokenizer
-    from transformers import PreTrainedTokenizerFast
-
+    global _tokens, _ids
     from steelyard.text import tokenizer as tokenizers
 
-    _tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizers.load(source).inner)
+    inner = tokenizers.load(source).inner
+    if hasattr(inner, "piece_to_id"):
+        _tokens, _ids = inner.encode_as_pieces, inner.piece_to_id
+    else:
+        from transformers import PreTrainedTokenizerFast
+
+        wrapped = PreTrainedTokenizerFast(tokenizer_object=inner)
+        _tokens, _ids = wrapped.tokenize, wrapped.convert_tokens_to_ids
 
 
 def _tokens_then_ids(line: str) -> list[int]:
-    return _tokenizer.convert_tokens_to_ids(_tokenizer.tokenize(json.loads(line)["text"]))
+    return _ids(_tokens(json.loads(line)["text"]))
 
 
 def steelyard(source: str, corpus: Path, folder: str, workers: int) -> tuple[float, float]:

@@ -25,6 +25,8 @@ DEVELOPMENT = (
     "pytest",
     "pytest-timeout",
     "ruff",
+    "datasets",
+    "tiktoken",
     "setuptools",
     "transformers",
     "wheel",

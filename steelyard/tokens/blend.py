@@ -53,14 +53,16 @@ def _walk(
     flat, columns = taken.reshape(-1), np.arange(blocks)
     # The first of equals has the highest rank, so that the largest rank among the furthest behind is the rule's choice.
     ranks = np.arange(datasets, 0, -1, dtype=np.uint8 if datasets < 256 else np.uint16)[:, None]
-    furthest = np.empty_like(begins, dtype=np.bool_)
+    furthest, ranked = np.empty_like(begins, dtype=np.bool_), np.empty_like(begins, dtype=ranks.dtype)
     choices = np.empty((steps, blocks), dtype=np.uint16)
     for step in range(steps):
         np.multiply(np.maximum(starts + step, 1).astype(np.float64), shares[:, None], out=behind)
         np.subtract(behind, taken, out=behind)
         np.equal(behind, behind.max(axis=0), out=furthest)
-        np.subtract(datasets, (furthest * ranks).max(axis=0), out=choices[step], casting="unsafe")
-        flat[choices[step].astype(np.int64) * blocks + columns] += 1
+        np.multiply(furthest, ranks, out=ranked)
+        chosen = datasets - ranked.max(axis=0).astype(np.int64)
+        choices[step] = chosen
+        flat[chosen * blocks + columns] += 1
     return choices, taken
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 LAST_EPOCH_THRESHOLD = 0.80
+DOCUMENTS_AT_ONCE = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ def plan(lengths: npt.NDArray[np.int32], bounds: tuple[int, int], samples: int, 
 
 def build(lengths: npt.NDArray[np.int32], bounds: tuple[int, int], plan: Plan, seed: int) -> IndexMaps:
     """Build the maps."""
+    lengths = np.require(lengths, requirements="A")  # In a file they lie askew, which is slow.
     sequences = np.arange(*bounds, dtype=np.int32)
     random = np.random.RandomState(seed)
     if plan.last_epoch_apart:
@@ -93,17 +95,28 @@ def _shuffled_epochs(
 def _cuts(
     lengths: npt.NDArray[np.int32], document_index: npt.NDArray[np.int32], sequence_length: int, samples: int
 ) -> npt.NDArray[Any]:
-    """Position in `document_index` and offset of every `sequence_length`-th token of the stream."""
-    starts = np.zeros(len(document_index) + 1, dtype=np.int64)
-    starts[1:] = lengths[document_index]
-    np.cumsum(starts, out=starts)
-    # Cut k lies behind every document that ends at or before k * sequence_length: count those that end up to each cut.
-    first_cut_behind = (starts[1:] + (sequence_length - 1)) // sequence_length
-    positions = np.cumsum(np.bincount(first_cut_behind, minlength=samples + 1)[: samples + 1])
+    """Position in `document_index` and offset of every `sequence_length`-th token of the stream.
+
+    Cut k lies behind every document that ends at or before token k * sequence_length, so counting the documents that end
+    before each cut places it. That is done in blocks that stay in the processor's cache.
+    """
     dtype = np.int32 if len(document_index) <= np.iinfo(np.int32).max else np.int64
     cuts = np.empty((samples + 1, 2), dtype=dtype)
-    cuts[:, 0] = positions
-    cuts[:, 1] = np.arange(samples + 1, dtype=np.int64) * sequence_length - starts[positions]
+    tokens_before = cuts_before = 0
+    for first in range(0, len(document_index), DOCUMENTS_AT_ONCE):
+        starts = np.zeros(min(DOCUMENTS_AT_ONCE, len(document_index) - first) + 1, dtype=np.int64)
+        starts[1:] = lengths[document_index[first : first + DOCUMENTS_AT_ONCE]]
+        starts[0] = tokens_before - cuts_before * sequence_length
+        np.cumsum(starts, out=starts)
+        here = min(int(starts[-1] - 1) // sequence_length + 1, samples + 1 - cuts_before)
+        if here > 0:
+            behind = np.bincount((starts[1:] + (sequence_length - 1)) // sequence_length, minlength=here)[:here]
+            positions = np.cumsum(behind)
+            block = cuts[cuts_before : cuts_before + here]
+            block[:, 0] = positions + first
+            block[:, 1] = np.arange(here) * sequence_length - starts[positions]
+        tokens_before = int(starts[-1]) + cuts_before * sequence_length
+        cuts_before += max(here, 0)
     return cuts
 
 

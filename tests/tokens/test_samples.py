@@ -15,8 +15,10 @@ def cuts_one_by_one(lengths, document_index, sequence_length, samples):
     return np.array([stream[number * sequence_length] for number in range(samples + 1)])
 
 
+@pytest.mark.parametrize("block", [1, 2, 7, 1 << 16])
 @pytest.mark.parametrize("seed", range(20))
-def test_cuts_equal_a_walk_along_the_stream(seed):
+def test_cuts_equal_a_walk_along_the_stream(seed, block, monkeypatch):
+    monkeypatch.setattr(index_maps, "DOCUMENTS_AT_ONCE", block)
     random = np.random.RandomState(seed)
     lengths = random.randint(0, 9, size=random.randint(2, 30)).astype(np.int32)
     lengths[0] += 5

@@ -1,0 +1,61 @@
+"""The guides, at small size: their commands in order, with files this test makes."""
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import typing
+from pathlib import Path
+
+import pytest
+
+from steelyard.text import tokenizer as tokenizers
+from steelyard.text.convert import convert
+
+DOCS = Path(__file__).parents[1] / "docs"
+SMALL = "train.steps=2 train.global_batch=2 train.micro_batch=1 model.layers=1 model.hidden=32 model.heads=2"
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A folder with a text, a GPT-2 style vocabulary, and what a download would bring."""
+    monkeypatch.chdir(tmp_path)
+
+    lines = [
+        line for module in (subprocess, argparse, typing) for line in Path(module.__file__).read_text().splitlines()
+    ]
+    Path("botchan.txt").write_text("\n".join(lines))
+    trained = tokenizers.train_byte_bpe(lines, 600)
+    trained.save(Path("path/to/llama-2-7b"))
+    model = json.loads(Path("path/to/llama-2-7b/tokenizer.json").read_text())["model"]
+    Path("gpt2-vocab.json").write_text(json.dumps(model["vocab"]))
+    Path("gpt2-merges.txt").write_text("#version: 0.2\n" + "\n".join(" ".join(m) for m in model["merges"]) + "\n")
+    Path("data").mkdir()
+    for name in ("wikitext-2-raw-v1", "wikitext-103-v1"):
+        for split in ("train", "validation", "test"):
+            convert([Path("botchan.txt")], Path(f"data/{name}.{split}.jsonl"))
+    Path("my-recipe.toml").write_text('[model]\nfamily = "llama"\nlayers = 1\nhidden = 32\nheads = 2\nvocab = 600\n')
+    return tmp_path
+
+
+def commands(guide: str) -> list[str]:
+    """Every steelyard line of a guide's code blocks."""
+    blocks = (DOCS / guide).read_text().split("```sh\n")[1:]
+    return [line for block in blocks for line in block.split("```")[0].splitlines() if line.startswith("steelyard ")]
+
+
+def test_the_guide_to_data_works_as_written(place):
+    lines = commands("guide-data.md")
+    assert len(lines) >= 10
+    for line in lines:
+        small = line.replace("4096", "64")
+        if " train " in f"{small} " and "tokenizer train" not in small:
+            small += f" {SMALL} data.sequence_length=64 model.vocab=600"
+        words = shlex.split(small)[1:]
+        done = subprocess.run([sys.executable, "-m", "steelyard", *words], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, f"{small}\n{done.stderr}"
+    assert "0 of" in subprocess.run(
+        [sys.executable, "-m", "steelyard", "tokenizer", "export", "botchan.model", "again", "--check", "botchan.txt"],
+        capture_output=True, text=True, timeout=120,
+    ).stdout  # fmt: skip
