@@ -97,8 +97,8 @@ def _cuts(
 ) -> npt.NDArray[Any]:
     """Position in `document_index` and offset of every `sequence_length`-th token of the stream.
 
-    Cut k lies behind every document that ends at or before token k * sequence_length, so counting the documents that end
-    before each cut places it. That is done in blocks that stay in the processor's cache.
+    Cut k lies behind every document that ends at or before token k * sequence_length, so counting the documents that
+    end before each cut places it. That is done in blocks that stay in the processor's cache.
     """
     dtype = np.int32 if len(document_index) <= np.iinfo(np.int32).max else np.int64
     cuts = np.empty((samples + 1, 2), dtype=dtype)
