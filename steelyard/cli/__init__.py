@@ -31,6 +31,8 @@ COMMANDS = {
     "generate": ("generate", "Let a trained model write."),
     "report": ("report", "Write a run's report as one HTML file."),
 }
+# Options that take several values after one flag, as people write them: --input a.txt b.txt
+SEVERAL = ("--input", "--json-keys", "--symbols")
 HELP = "Text and GPUs in, a trained and published language model out."
 EPILOG = "Exit codes: 0 done, 1 a fault of the machine or the work, 2 a mistake in what was asked, 130 interrupted."
 
@@ -40,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = _take(words, "--debug")
     console.quiet = _take(words, "--quiet")
+    words = _flag_each(words)
     signal.signal(signal.SIGINT, _interrupt)
     try:
         app(words)(args=words, prog_name="steelyard")
@@ -100,6 +103,19 @@ def _take(words: list[str], flag: str) -> bool:
         return False
     words.remove(flag)
     return True
+
+
+def _flag_each(words: list[str]) -> list[str]:
+    """`--input a b` as `--input a --input b`, which is what the parser knows."""
+    spread: list[str] = []
+    flag: str | None = None
+    for word in words:
+        if word.startswith("-"):
+            flag = word if word in SEVERAL else None
+        elif flag is not None and spread[-1] != flag:
+            spread.append(flag)
+        spread.append(word)
+    return spread
 
 
 def _refuse_unknown(word: str) -> NoReturn:

@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 import time
@@ -71,10 +72,26 @@ def test_an_empty_corpus_leaves_no_token_files(workplace):
     (workplace.path / "some.txt").write_text("some text\n" * 50)
     (workplace.path / "empty.txt").touch()
     train = ["tokenizer", "train", "--input", "some.txt", "--model-prefix", "tok", "--vocab-size", "300"]
+    train += ["--type", "byte-bpe"]
     assert workplace.steelyard(*train).returncode == 0
     tokenize = ["data", "tokenize", "--input", "empty.txt", "--tokenizer", "tok", "--output-prefix", "p"]
     assert "corpus is empty" in mistake(workplace.steelyard(*tokenize))
     assert not list(workplace.path.glob("p_*"))
+
+
+def test_text_becomes_tokens_without_a_gpu_library_and_from_several_files_after_one_flag(workplace):
+    for name in ("a.txt", "b.txt"):
+        (workplace.path / name).write_text(f"some text of {name}\n" * 20)
+    (workplace.path / "fakes").mkdir()
+    (workplace.path / "fakes" / "torch.py").write_text("raise ImportError('torch must not be imported')")
+    environment = os.environ | {"PYTHONPATH": str(workplace.path / "fakes")}
+    words = ["--input", "a.txt", "b.txt", "--model-prefix", "tok", "--vocab-size", "300", "--type", "byte-bpe"]
+    trained = workplace.steelyard("tokenizer", "train", *words, env=environment)
+    assert trained.returncode == 0, trained.stderr
+    words = ["--input", "a.txt", "b.txt", "--tokenizer", "tok", "--output-prefix", "p", "--json"]
+    done = workplace.steelyard("data", "tokenize", *words, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["documents"] == 40
 
 
 def test_debug_shows_the_traceback_anywhere_on_the_line(workplace):

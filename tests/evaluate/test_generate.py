@@ -39,7 +39,7 @@ def test_a_seed_gives_the_same_text_again_and_another_seed_another(tokenizer):
 
 
 def test_a_run_writes_text_and_its_checkpoint_does_too(in_workplace, tokenizer):
-    tokenizers.save(tokenizer, in_workplace.path / "tok")
+    tokenizer.save(in_workplace.path / "tok")
     run = train.run(load("tiny.toml", ["data.tokenizer=tok", "model.vocab=257"]))
     from_run = from_checkpoint(run.path, "abc", Sampling(max_tokens=5))
     assert from_run.startswith("abc")
