@@ -75,11 +75,10 @@ def tokenize(
     Example: steelyard data tokenize --input "corpus/*.jsonl.gz" --tokenizer gpt2 --output-prefix data/mine --append-eod
     """
     from steelyard.tokens import preprocess
+    from steelyard.tokens.job import Job
 
     keys = tuple(key for entry in json_keys or ["text"] for key in entry.split(","))
-    job = preprocess.Job(
-        tuple(input), tokenizer, output_prefix, keys, append_eod, document.value, on_bad_line.value, fixed_length
-    )
+    job = Job(tuple(input), tokenizer, output_prefix, keys, append_eod, document.value, on_bad_line.value, fixed_length)
     result = preprocess.tokenize(job, workers or len(os.sched_getaffinity(0)), overwrite)
     for example in result["examples"]:
         console.warn(f"skipped {example}")

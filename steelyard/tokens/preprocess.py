@@ -16,11 +16,10 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
-from glob import glob
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -30,9 +29,7 @@ from steelyard.core.errors import Fault, UserError
 from steelyard.core.units import count
 from steelyard.text import tokenizer as tokenizers
 from steelyard.text.corpus import (
-    PIECE_BYTES,
     BadDocument,
-    DocumentMode,
     Piece,
     complaint,
     pieces,
@@ -41,40 +38,13 @@ from steelyard.text.corpus import (
     where,
 )
 from steelyard.tokens import assemble, workers
-from steelyard.tokens.indexed import bin_path, idx_path, token_dtype
+from steelyard.tokens import job as jobs
+from steelyard.tokens.indexed import token_dtype
 from steelyard.tokens.inspect import summary
+from steelyard.tokens.job import Job
 
 DOCUMENTS_AT_ONCE = 256
 EXAMPLES_SHOWN = 5
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is asked for."""
-
-    inputs: tuple[str, ...]
-    tokenizer: str
-    prefix: str
-    keys: tuple[str, ...] = ("text",)
-    append_eod: bool = False
-    document: DocumentMode = "line"
-    on_bad_line: Literal["stop", "skip"] = "stop"
-    fixed_length: int | None = None
-    piece_bytes: int = PIECE_BYTES
-
-    @property
-    def folder(self) -> Path:
-        """Where finished pieces wait."""
-        return Path(f"{self.prefix}.tokenize")
-
-    @property
-    def record(self) -> Path:
-        """What remembers a finished job."""
-        return Path(f"{self.prefix}.tokenize.json")
-
-    def output(self, key: str) -> str:
-        """The prefix of one key's pair of files."""
-        return f"{self.prefix}_{key}_document"
 
 
 @dataclass
@@ -97,25 +67,26 @@ class Tally:
 
 def tokenize(job: Job, worker_count: int = 1, overwrite: bool = False) -> dict[str, Any]:
     """Do the job, go on with it, or find that it is done; returns what was written."""
-    paths = _inputs(job)
+    paths = jobs.inputs(job)
     tokenizer = tokenizers.load(job.tokenizer)
     if job.append_eod:
-        assert tokenizer.end_of_document >= 0
-    signature = _signature(job, paths, tokenizer.fingerprint)
-    done = _finished(job, signature, overwrite)
+        _ = tokenizer.end_of_document  # Refused now rather than in a worker, if there is none.
+    made_of = jobs.signature(job, paths, tokenizer.fingerprint)
+    done = jobs.finished(job, made_of, overwrite)
     if done is not None:
         console.say(f"{job.prefix}: already done, nothing to do")
+        shutil.rmtree(job.folder, ignore_errors=True)  # If it was killed between its last two acts.
         return done
     job.folder.mkdir(parents=True, exist_ok=True)
     with workers.sole_owner(job.folder):
-        _begin(job, signature, overwrite)
+        jobs.begin(job, made_of, overwrite)
         try:
             tally, written = _encode_and_join(job, paths, worker_count, token_dtype(tokenizer.vocab_size))
         except UserError:
             shutil.rmtree(job.folder)  # The input must change before this can go on, and then the pieces are of no use.
             raise
         result = {"prefix": job.prefix, **asdict(tally), "files": written, "tokenizer": tokenizer.kind}
-        files.write_json(job.record, {"made_of": signature, "result": result})
+        files.write_json(job.record, {"made_of": made_of, "result": result})
         shutil.rmtree(job.folder)
     return result
 
@@ -247,66 +218,3 @@ def _kept(job: Job, number: int) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return kept
-
-
-def _inputs(job: Job) -> list[Path]:
-    paths: list[Path] = []
-    for pattern in job.inputs:
-        found = [pattern] if Path(pattern).is_file() else sorted(glob(pattern, recursive=True))
-        if not found:
-            raise UserError(f"there is no file {pattern}")
-        paths += [Path(name) for name in found if Path(name).is_file()]
-    return paths
-
-
-def _signature(job: Job, paths: list[Path], fingerprint: str) -> dict[str, Any]:
-    """What the result depends on."""
-    inputs = {str(path): [path.stat().st_size, path.stat().st_mtime_ns] for path in paths}
-    options = {k: v for k, v in asdict(job).items() if k not in ("inputs", "tokenizer", "prefix")}
-    return json.loads(json.dumps({"inputs": inputs, "tokenizer": fingerprint, **options}))  # type: ignore[no-any-return]
-
-
-def _finished(job: Job, signature: dict[str, Any], overwrite: bool) -> dict[str, Any] | None:
-    """The result of an earlier run of the same job; another job's files are not overwritten unasked."""
-    outputs = [path(job.output(key)) for key in job.keys for path in (bin_path, idx_path)]
-    there = [path for path in outputs if path.exists()]
-    if not there or overwrite:
-        return None
-    if not job.record.is_file():
-        if all(path.suffix == ".bin" for path in there):
-            return None  # Killed while joining: the .idx comes last and is not there yet.
-        raise UserError(f"{there[0]} is there already, made by something else", mend="pass --overwrite to replace it")
-    record = json.loads(job.record.read_text(encoding="utf-8"))
-    if record["made_of"] != signature:
-        raise UserError(_changes(job, record["made_of"], signature), mend="pass --overwrite to make it anew")
-    result: dict[str, Any] = record["result"]
-    return result if len(there) == len(outputs) else None
-
-
-def _begin(job: Job, signature: dict[str, Any], overwrite: bool) -> None:
-    """Start a job, or go on with one that made the same pieces."""
-    path = job.folder / "job.json"
-    if path.is_file() and not overwrite:
-        earlier = json.loads(path.read_text(encoding="utf-8"))
-        if earlier != signature:
-            raise UserError(_changes(job, earlier, signature), mend="pass --overwrite to start over")
-        console.say(f"{job.prefix}: going on where an earlier run was stopped")
-        return
-    for leftover in job.folder.glob("0*"):
-        leftover.unlink()
-    job.record.unlink(missing_ok=True)
-    files.write_json(path, signature)
-
-
-def _changes(job: Job, before: dict[str, Any], now: dict[str, Any]) -> str:
-    changed = [key for key in now if before.get(key) != now[key]]
-    names = [
-        f"{key} {path}" if key == "inputs" else key
-        for key in changed
-        for path in (sorted(_different(before.get(key, {}), now[key])) if key == "inputs" else [""])
-    ]
-    return f"{job.prefix} was begun with something else; changed since: {', '.join(names)}"
-
-
-def _different(before: dict[str, Any], now: dict[str, Any]) -> set[str]:
-    return {path for path in before.keys() | now.keys() if before.get(path) != now.get(path)}

@@ -9,11 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from steelyard.core import files
 from steelyard.core.errors import UserError
 from steelyard.text import tokenizer as tokenizers
 from steelyard.tokens.indexed import IndexedTokens
 from steelyard.tokens.inspect import verify
-from steelyard.tokens.preprocess import Job, tokenize
+from steelyard.tokens.job import Job
+from steelyard.tokens.preprocess import tokenize
 from tests.conftest import kill
 
 
@@ -82,7 +84,7 @@ def test_killed_at_any_moment_it_goes_on_and_gives_the_same_bytes(corpus):
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     random = np.random.RandomState(1)
     kept = 0
-    for _ in range(6):
+    for _ in range(6):  # By the count of finished pieces, so at another moment each time.
         process = subprocess.Popen([sys.executable, "killed.py"], env=environment, start_new_session=True)
         deadline, aim = time.monotonic() + 30, kept + random.randint(1, 6)
         while time.monotonic() < deadline and process.poll() is None:
@@ -95,6 +97,24 @@ def test_killed_at_any_moment_it_goes_on_and_gives_the_same_bytes(corpus):
         while _children(process.pid) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not _children(process.pid), "workers outlived their parent"
+    tokenize(job())
+    assert output() == output("undisturbed_text_document")
+
+
+def test_killed_between_the_files_and_the_record_it_joins_again(corpus, monkeypatch):
+    tokenize(job(prefix="undisturbed"))
+    write = files.write_json
+
+    def killed_at_the_record(path, value):
+        if path.name == "out.tokenize.json":
+            raise OSError("as if killed here")
+        write(path, value)
+
+    monkeypatch.setattr(files, "write_json", killed_at_the_record)
+    with pytest.raises(OSError, match="as if killed"):
+        tokenize(job())
+    monkeypatch.setattr(files, "write_json", write)
+    assert Path("out_text_document.idx").exists()
     tokenize(job())
     assert output() == output("undisturbed_text_document")
 
