@@ -8,7 +8,15 @@ from steelyard.sizes.model import flops_per_token, parameters
 PUBLISHED = {
     "gpt2-small": 124_439_808,
     "gpt2-xl": 1_557_611_200,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
     "llama2-7b": 6_738_415_616,
+    "llama2-13b": 13_015_864_320,
+    "llama3.1-8b": 8_030_261_248,
+    "llama3.2-3b": 3_212_749_824,
+    "smollm2-135m": 134_515_008,
+    "mistral-7b": 7_241_732_096,
+    "qwen2-7b": 7_615_616_512,
     "llama3.2-1b": 1_235_814_400,
     "llama3.1-70b": 70_553_706_496,
 }
