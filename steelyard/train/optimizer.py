@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from steelyard.core.recipe.optim import Optim
+from steelyard.train.sgd import Sgd, SgdSai
 
 
 def build(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
-    """AdamW with decay on matrices and none on norms and biases."""
+    """The recipe's optimizer, with decay on matrices and none on norms and biases."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": optim.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
+    if optim.name == "sgd":
+        return Sgd(groups, optim.learning_rate, optim.momentum)
+    if optim.name == "sgd-sai":
+        return SgdSai(groups, optim.learning_rate, optim.momentum, optim.eps)
     return torch.optim.AdamW(
         groups, lr=optim.learning_rate, betas=(optim.betas[0], optim.betas[1]), eps=optim.eps, fused=True
     )

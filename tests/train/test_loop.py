@@ -125,6 +125,17 @@ def test_schedules_climb_and_fall():
     linear = optim.model_copy(update={"schedule": "linear"})
     assert learning_rate(linear, 35, 110) == pytest.approx(0.775)
     assert learning_rate(optim.model_copy(update={"schedule": "constant"}), 99, 110) == 1.0
+    wsd = optim.model_copy(update={"schedule": "wsd", "decline": 0.2})
+    assert learning_rate(wsd, 80, 110) == 1.0
+    assert learning_rate(wsd, 99, 110) == pytest.approx(0.1 + 0.9 * 0.5)
+    assert learning_rate(wsd, 110, 110) == pytest.approx(0.1)
+
+
+def test_a_schedule_may_end_before_or_behind_the_run():
+    optim = Optim(learning_rate=1.0, min_learning_rate=0.1, warmup_steps=3200, horizon_steps=320_000)
+    assert learning_rate(optim, 50, 50) == pytest.approx(50 / 3200)
+    short = Optim(learning_rate=1.0, min_learning_rate=0.1, horizon_steps=100)
+    assert learning_rate(short, 100, 500) == learning_rate(short, 400, 500) == pytest.approx(0.1)
 
 
 def test_documents_are_kept_apart_when_the_recipe_asks(in_workplace):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from steelyard.core.recipe.section import Section, contradiction
 
@@ -14,13 +14,16 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 class Optim(Section):
     """How weights follow gradients."""
 
-    name: Literal["adamw"] = "adamw"
+    name: Literal["adamw", "sgd", "sgd-sai"] = "adamw"
     learning_rate: PositiveFloat = 3e-4
     min_learning_rate: NonNegativeFloat = 0.0
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     warmup_steps: NonNegativeInt = 0
+    horizon_steps: PositiveInt | None = Field(None, description="where the schedule ends; left out: at train.steps")
+    decline: Annotated[float, Field(gt=0, le=1)] = Field(0.1, description="wsd: the share of the horizon spent falling")
     weight_decay: NonNegativeFloat = Field(0.1, description="applied to matrices, not to norms and biases")
-    betas: list[Beta] = Field([0.9, 0.95], min_length=2, max_length=2)
+    betas: list[Beta] = Field([0.9, 0.95], min_length=2, max_length=2, description="adamw's")
+    momentum: Beta = Field(0.9, description="sgd's and sgd-sai's")
     eps: PositiveFloat = 1e-8
     clip: NonNegativeFloat = Field(1.0, description="largest gradient norm; 0 turns clipping off")
 
