@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -19,20 +20,24 @@ import typer
 
 import steelyard
 from steelyard.core.console import console
-from steelyard.core.errors import Fault, Interrupted, SteelyardError
+from steelyard.core.errors import Fault, Interrupted, SteelyardError, UserError
+from steelyard.core.files import TEMPORARY
 
 # Every command: the module below `steelyard.cli` that holds it, and its line in the help.
 COMMANDS = {
     "quickstart": ("quickstart", "Train a small model here, in minutes."),
     "recipe": ("recipe", "Check, show and list recipes."),
-    "tokenizer": ("tokenizer", "Train tokenizers."),
-    "data": ("data", "Turn text into token files."),
+    "tokenizer": ("tokenizer", "Train, look at and export tokenizers."),
+    "data": ("data", "Fetch and convert text, and turn it into token files."),
     "train": ("train", "Train a model as a recipe says."),
     "generate": ("generate", "Let a trained model write."),
     "report": ("report", "Write a run's report as one HTML file."),
 }
 # Options that take several values after one flag, as people write them: --input a.txt b.txt
 SEVERAL = ("--input", "--json-keys", "--symbols")
+# What the system says of a path that the user should not have named.
+WRONG_PATH = (IsADirectoryError, NotADirectoryError, FileExistsError, PermissionError)
+TEMPORARY_NAME = re.compile(rf"{re.escape(TEMPORARY)}\d+-")
 HELP = "Text and GPUs in, a trained and published language model out."
 EPILOG = "Exit codes: 0 done, 1 a fault of the machine or the work, 2 a mistake in what was asked, 130 interrupted."
 
@@ -136,8 +141,9 @@ def _explain(error: Exception, debug: bool) -> int:
         console.error(str(error))
         return error.exit_code
     if isinstance(error, OSError):
-        console.error(f"{error.strerror or error}" + (f": {error.filename}" if error.filename else ""))
-        return Fault.exit_code
+        name = TEMPORARY_NAME.sub("", str(error.filename)) if error.filename else ""
+        console.error(f"{error.strerror or error}" + (f": {name}" if name else ""))
+        return UserError.exit_code if isinstance(error, WRONG_PATH) else Fault.exit_code
     hint = "" if debug else "\n  this is a bug in steelyard; --debug shows where"
     console.error(f"{type(error).__name__}: {error}{hint}")
     return Fault.exit_code

@@ -50,4 +50,8 @@ def list_(json: JsonOption = False) -> None:
         f"{name:{width}}  {units.count(parameters(recipe.model).total):>6}  {recipe.description}"
         for name, recipe in recipes.items()
     ]
-    print_result({name: recipe.description for name, recipe in recipes.items()}, json, "\n".join(lines))
+    result = {
+        name: {"description": recipe.description, "parameters": parameters(recipe.model).total}
+        for name, recipe in recipes.items()
+    }
+    print_result(result, json, "\n".join(lines))

@@ -63,6 +63,10 @@ def train(
     texts = documents(input, json_key, document.value)
     if type is Kind.byte_bpe:
         trained: tokenizers.Tokenizer = tokenizers.train_byte_bpe(texts, vocab_size, symbols or ())
+        if trained.vocab_size < vocab_size:
+            console.warn(
+                f"the text has only {trained.vocab_size} tokens to learn, fewer than the {vocab_size} asked for"
+            )
         trained.save(model_prefix)
         written = [str(model_prefix)]
     else:
@@ -115,11 +119,14 @@ def export(
     from steelyard.text.corpus import documents
 
     loaded = tokenizers.load(tokenizer)
+    texts = (
+        list(documents([check])) if check is not None else []
+    )  # Before anything is written, in case it cannot be read.
     tokenizers.export(loaded, folder)
     result: dict[str, object] = {"folder": str(folder), "kind": loaded.kind}
     text = f"{folder}: {loaded.kind}, {loaded.vocab_size} tokens"
     if check is not None:
-        count, found = tokenizers.differences(loaded, folder, documents([check]))
+        count, found = tokenizers.differences(loaded, folder, texts)
         result |= {"texts": count, "different": len(found)}
         text += f"\n{len(found)} of {count} texts get other ids"
         for difference in found[:5]:

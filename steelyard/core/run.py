@@ -45,6 +45,8 @@ class Run:
     def open(cls, path: str | Path) -> Run:
         """Open a folder that must be a run."""
         path = Path(path)
+        if path.exists() and not path.is_dir():
+            raise UserError(f"{path} is a file, not a run folder")
         if not path.is_dir():
             raise UserError(f"there is no run folder {path}", mend="steelyard train makes one under runs/")
         if not (path / MANIFEST).is_file():
@@ -59,7 +61,13 @@ class Run:
             manifest: dict[str, Any] = json.loads((self.path / MANIFEST).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise UserError(f"{self.path / MANIFEST} cannot be read: {error}") from None
+        if not isinstance(manifest, dict) or "state" not in manifest:
+            raise UserError(f"{self.path / MANIFEST} is not the manifest of a run")
         return manifest
+
+    def follow(self, recipe: Recipe) -> None:
+        """Have the run go on by a recipe that differs only in what may change."""
+        files.write_text(self.path / RECIPE, to_toml(recipe.settings()))
 
     def recipe(self) -> Recipe:
         """The resolved recipe this run follows."""
@@ -140,7 +148,6 @@ def for_training(recipe: Recipe, path: Path | None = None) -> Run:
         is_done = run.state == "finished" and recipe.train.steps <= earlier.train.steps
         if not is_done:
             _refuse_changes(run, earlier, recipe)
-            files.write_text(candidate / RECIPE, to_toml(recipe.settings()))
             return run
         number += 1
         candidate = first.with_name(f"{first.name}-{number}")
@@ -183,7 +190,7 @@ def _refuse_changes(run: Run, earlier: Recipe, recipe: Recipe) -> None:
     if changed:
         lines = "\n".join(f"  {key}: {before.get(key, 'unset')} -> {after.get(key, 'unset')}" for key in changed)
         raise UserError(
-            f"{run.path} is an unfinished run of another recipe:\n{lines}",
+            f"{run.path} is a run of another recipe, and not done:\n{lines}",
             mend="undo the change to resume it, give another --run, or remove the folder to start over",
         )
 

@@ -22,9 +22,12 @@ ROWS_AT_ONCE = 4096
 def convert(inputs: list[Path], output: Path, mode: DocumentMode = "line", key: str = "text") -> int:
     """Write all documents of the inputs to one file, and return how many there were.
 
-    Between jsonl and parquet all keys are kept; a txt takes the text under `key`.
+    Between jsonl and parquet all keys are kept; a table gives an object without one of them a null. A txt takes the
+    text under `key`.
     """
     target = formats.format_of(output)
+    if output.exists() and any(path.exists() and path.samefile(output) for path in inputs):
+        raise UserError(f"{output} would be read and written at once", mend="name another file to write")
     total = sum(path.stat().st_size for path in inputs if path.is_file())
     with console.progress("convert", total, "B") as progress:
         everything = _records(inputs, mode, progress.advance)
@@ -90,8 +93,16 @@ def _write_parquet(everything: Iterator[dict[str, Any]], file: IO[bytes]) -> int
     # A parquet file is read from its end, so it is finished on disk before it goes through a packer.
     with tempfile.NamedTemporaryFile() as whole, contextlib.ExitStack() as stack:
         while rows := list(islice(everything, ROWS_AT_ONCE)):
+            keys = dict.fromkeys(key for row in rows for key in row)
+            late = [key for key in keys if writer is not None and key not in writer.schema.names]
+            if late:
+                raise UserError(
+                    f"the key {late[0]!r} appears first after document {count}, when the table's columns are settled",
+                    mend="write .jsonl, whose objects may differ, or give every object the key",
+                )
             try:
-                table = pyarrow.Table.from_pylist(rows, schema=writer.schema if writer else None)
+                columns = {key: [row.get(key) for row in rows] for key in (writer.schema.names if writer else keys)}
+                table = pyarrow.Table.from_pydict(columns, schema=writer.schema if writer else None)
             except pyarrow.ArrowException as error:
                 raise UserError(f"documents {count + 1} to {count + len(rows)} do not fit one table: {error}") from None
             if writer is None:

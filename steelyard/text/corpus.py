@@ -103,9 +103,9 @@ def documents(paths: Iterable[Path], key: str = "text", mode: DocumentMode = "li
                 raise complaint(piece, error) from None
 
 
-def complaint(piece: Piece, error: BadDocument) -> UserError:
+def complaint(piece: Piece, error: BadDocument, mend: str | None = None) -> UserError:
     """What to tell the user about a bad document: its file, line, and what is wrong with it."""
-    return UserError(error.reason, where=where(piece, error.number), mend="mend it, or pass --on-bad-line skip")
+    return UserError(error.reason, where=where(piece, error.number), mend=mend)
 
 
 def where(piece: Piece, number: int) -> str:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from steelyard.core import files
 from steelyard.core.errors import UserError
 from steelyard.tokens.indexed import CODES, HEADER, MAGIC, IndexedTokens, bin_path, idx_path
+from steelyard.tokens.inspect import verify
 
 COPY_BYTES = 1 << 26
 Lengths = npt.NDArray[np.int32]
@@ -81,6 +82,8 @@ def joining(prefix: str, dtype: np.dtype[Any], fixed_length: int | None = None) 
 
 def merge(prefixes: list[str], prefix: str) -> dict[str, Any]:
     """Join whole pairs of token files into one, in order."""
+    for name in prefixes:
+        verify(name)
     datasets = [IndexedTokens(name) for name in prefixes]
     dtype = datasets[0].dtype
     for dataset in datasets:

@@ -56,7 +56,8 @@ class IndexedTokens:
     """A pair of token files, memory-mapped."""
 
     def __init__(self, prefix: str | Path) -> None:
-        self.prefix = str(prefix)
+        prefix = str(prefix).removesuffix(".idx").removesuffix(".bin")
+        self.prefix = prefix
         for path in (idx_path(prefix), bin_path(prefix)):
             if not path.is_file():
                 raise UserError(f"there is no token file {path}", mend="steelyard data tokenize makes a pair")
@@ -70,15 +71,16 @@ class IndexedTokens:
             raise UserError(f"version {version} with dtype code {code} is not known", where=str(path))
         self.dtype = np.dtype(DTYPES[code])
         expected = HEADER.size + sequences * 12 + entries * 8
-        if os.path.getsize(path) < expected:
-            raise UserError(f"the index is cut short: it should hold {expected} bytes", where=str(path))
+        # Files for several kinds of data carry one more byte a sequence.
+        if os.path.getsize(path) not in (expected, expected + sequences) or not entries:
+            raise UserError(f"the index is cut short or too long: it should hold {expected} bytes", where=str(path))
         raw = np.memmap(path, mode="r", dtype=np.uint8)
         self.lengths = _part(raw, HEADER.size, np.int32, sequences)
         self.pointers = _part(raw, HEADER.size + 4 * sequences, np.int64, sequences)
         self.document_index = _part(raw, HEADER.size + 12 * sequences, np.int64, entries)
         size = os.path.getsize(bin_path(prefix))
         needed = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize if sequences else 0
-        if size < needed:
+        if size < needed or size % self.dtype.itemsize:
             raise UserError(f"holds {size} bytes, but its index needs {needed}", where=str(bin_path(prefix)))
         empty = np.empty(0, dtype=self.dtype)
         self._tokens = np.memmap(bin_path(prefix), mode="r", dtype=self.dtype) if size else empty

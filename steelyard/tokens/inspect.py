@@ -9,8 +9,8 @@ import numpy as np
 
 from steelyard.core import units
 from steelyard.core.console import console
-from steelyard.core.errors import Fault
-from steelyard.tokens.indexed import IndexedTokens, bin_path
+from steelyard.core.errors import Fault, UserError
+from steelyard.tokens.indexed import IndexedTokens, bin_path, idx_path
 
 SHOWN_TOKENS = 60
 TOKENS_AT_ONCE = 1 << 22
@@ -20,7 +20,7 @@ def summary(prefix: str) -> dict[str, Any]:
     """How much a pair of token files holds."""
     tokens = IndexedTokens(prefix)
     return {
-        "prefix": prefix,
+        "prefix": tokens.prefix,
         "documents": len(tokens.document_index) - 1,
         "sequences": len(tokens),
         "tokens": int(tokens.lengths.sum(dtype=np.int64)),
@@ -32,7 +32,7 @@ def describe(prefix: str, decode: Callable[[Iterable[int]], str] | None = None) 
     """What a pair of token files holds: its size, the lengths of its sequences, and how it begins."""
     tokens = IndexedTokens(prefix)
     result = summary(prefix) | {
-        "size": units.size(bin_path(prefix).stat().st_size),
+        "size": units.size(bin_path(tokens.prefix).stat().st_size),
         "shortest": int(tokens.lengths.min()) if len(tokens) else 0,
         "mean": round(float(tokens.lengths.mean()), 1) if len(tokens) else 0.0,
         "longest": int(tokens.lengths.max(initial=0)),
@@ -51,8 +51,12 @@ def histogram_lines(histogram: dict[str, int]) -> list[str]:
 
 
 def verify(prefix: str, vocab_size: int | None = None) -> dict[str, Any]:
-    """Check that index and tokens agree in every entry, and that no id is outside the vocabulary."""
-    tokens = IndexedTokens(prefix)
+    """Check that index and tokens agree in every entry, and that no id is outside a vocabulary of the given size."""
+    try:
+        tokens = IndexedTokens(prefix)
+    except UserError as error:
+        there = all(path(prefix).exists() for path in (bin_path, idx_path))
+        raise Fault(error.message, where=error.where) if there else error from None
     lengths = tokens.lengths.astype(np.int64)
     problems = []
     if (lengths < 0).any():
@@ -64,7 +68,7 @@ def verify(prefix: str, vocab_size: int | None = None) -> dict[str, Any]:
     documents = tokens.document_index
     if not len(documents) or documents[0] != 0 or documents[-1] != len(lengths) or (np.diff(documents) < 0).any():
         problems.append("the document index does not run from 0 to the number of sequences")
-    size = bin_path(prefix).stat().st_size
+    size = bin_path(tokens.prefix).stat().st_size
     if size != int(lengths.sum()) * tokens.dtype.itemsize:
         problems.append(
             f"the .bin holds {size} bytes, its index accounts for {int(lengths.sum()) * tokens.dtype.itemsize}"

@@ -54,9 +54,13 @@ def inputs(job: Job) -> list[Path]:
     paths: list[Path] = []
     for pattern in job.inputs:
         found = [pattern] if Path(pattern).is_file() else sorted(glob(pattern, recursive=True))
-        if not found:
+        named = [Path(name) for name in found if name == pattern or not Path(name).is_dir()]
+        if not named:
             raise UserError(f"there is no file {pattern}")
-        paths += [Path(name) for name in found if Path(name).is_file()]
+        for path in named:
+            if not path.is_file():
+                raise UserError(f"{path} is not a file" + (", but a folder" if path.is_dir() else ""))
+        paths += named
     return paths
 
 

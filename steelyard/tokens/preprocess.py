@@ -25,7 +25,7 @@ import numpy as np
 
 from steelyard.core import files
 from steelyard.core.console import console
-from steelyard.core.errors import Fault, UserError
+from steelyard.core.errors import Fault, Interrupted, UserError
 from steelyard.core.units import count
 from steelyard.text import tokenizer as tokenizers
 from steelyard.text.corpus import (
@@ -82,6 +82,10 @@ def tokenize(job: Job, worker_count: int = 1, overwrite: bool = False) -> dict[s
         jobs.begin(job, made_of, overwrite)
         try:
             tally, written = _encode_and_join(job, paths, worker_count, token_dtype(tokenizer.vocab_size))
+        except Interrupted:
+            raise Interrupted(
+                f"finished pieces are kept in {job.folder}; the same command goes on from there"
+            ) from None
         except UserError:
             shutil.rmtree(job.folder)  # The input must change before this can go on, and then the pieces are of no use.
             raise
@@ -190,7 +194,7 @@ def _texts(piece: Piece, keys: tuple[str, ...], bad: list[BadDocument] | None) -
                     raise
                 bad.append(error)
     except BadDocument as error:
-        raise complaint(piece, error) from None
+        raise complaint(piece, error, "mend it, or pass --on-bad-line skip") from None
 
 
 def _all_pieces(job: Job, paths: list[Path]) -> Iterator[tuple[Piece, int]]:

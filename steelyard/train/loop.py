@@ -55,11 +55,12 @@ def run(recipe: Recipe, path: Path | None = None) -> Run:
     validation = _open_validation(recipe)
     folder = for_training(recipe, path)
     with folder.writing(), console.copied_to(folder.path / "logs" / f"{socket.gethostname()}.out"):
+        training_run = Training(recipe, folder, device, training, validation)
         begun = folder.manifest().get("started", now())
         folder.update(**session(world_size=1), device=str(device), started=begun, ended=None)
         try:
             with stop_request() as stop:
-                Training(recipe, folder, device, training, validation).until_done(stop)
+                training_run.until_done(stop)
         except Interrupted as interruption:
             folder.update(state="interrupted", ended=now())
             raise interruption
@@ -84,6 +85,7 @@ class Training:
         self.optimizer = optimizers.build(self.model, recipe.optim)
         self.recorder = Recorder(recipe, folder)
         self._start_or_resume()
+        folder.follow(recipe)
 
     def until_done(self, stop: StopRequest) -> None:
         """Take the steps that are left."""
@@ -205,6 +207,12 @@ class Training:
             self.folder.forget_after(-1)
             console.say(f"{self.folder.path}: new run, {self._summary()}")
             return
+        if saved.step > self.recipe.train.steps:
+            raise UserError(
+                f"{self.folder.path} is at step {saved.step} already, beyond train.steps = {self.recipe.train.steps}",
+                where=self.recipe.where("train.steps"),
+                mend="ask for more steps, or give another --run",
+            )
         optimizers.make_state(self.model, self.optimizer)
         checkpoint.load(saved, self._tensors())
         self.counters = Counters(**saved.state)

@@ -52,6 +52,9 @@ def mistake(done: subprocess.CompletedProcess) -> str:
         (["train", "tiny.toml", "data.train=nowhere"], "there is no token file nowhere.idx"),
         (["train", "gpt2-small"], "data.train"),
         (["report", "."], "not a run folder"),
+        (["report", "tiny.toml"], "is a file, not a run folder"),
+        (["data", "convert", "tiny.jsonl", "folder.txt"], "Is a directory: folder.txt"),
+        (["tokenizer", "info", "missing.model"], "there is no file or folder missing.model"),
         (["report", "nowhere"], "there is no run folder"),
         (["generate", ".", "--prompt", "x"], "neither a checkpoint nor a run folder"),
         (
@@ -65,6 +68,8 @@ def mistake(done: subprocess.CompletedProcess) -> str:
 def test_a_mistake_exits_with_two_and_one_message(workplace, words, message):
     (workplace.path / "broken.toml").write_text("[train")
     (workplace.path / "empty.txt").touch()
+    (workplace.path / "folder.txt").mkdir()
+    (workplace.path / "tiny.jsonl").write_text('{"text": "a"}\n')
     assert message in mistake(workplace.steelyard(*words))
 
 

@@ -154,3 +154,13 @@ def test_lines_are_right_for_every_way_to_write_a_key(tmp_path):
 
 def test_a_name_that_would_leave_the_runs_folder_is_refused():
     assert re.search("name: '../x' may hold only", refusal(MIXED, "name=../x"))
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [("my recipe.toml", "my-recipe"), ("レシピ.toml", "recipe"), ("noext", "noext"), ("v1.2.toml", "v1.2")],
+)
+def test_a_recipe_without_a_name_takes_its_files_as_far_as_a_folder_can_be_called_that(tmp_path, file, name):
+    text = MIXED.read_text().replace('name = "gpt2-xl-mixed"', "")
+    (tmp_path / file).write_text("\ufeff" + text, encoding="utf-8")
+    assert load(tmp_path / file).name == name

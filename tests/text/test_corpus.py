@@ -40,6 +40,19 @@ def test_objects_keep_all_their_keys(tmp_path):
     assert lines == [{"text": "a", "id": 1, "tags": ["x"]}, {"text": "b", "id": 2, "tags": []}]
 
 
+def test_a_key_that_only_some_objects_have_is_kept_or_refused_never_dropped(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": "b", "extra": 5}\n')
+    convert([tmp_path / "a.jsonl"], tmp_path / "b.parquet")
+    convert([tmp_path / "b.parquet"], tmp_path / "c.jsonl")
+    lines = [json.loads(line) for line in (tmp_path / "c.jsonl").read_text().splitlines()]
+    assert lines == [{"text": "a", "extra": None}, {"text": "b", "extra": 5}]
+    monkeypatch.setattr("steelyard.text.convert.ROWS_AT_ONCE", 1)
+    with pytest.raises(UserError, match="'extra' appears first after document 1"):
+        convert([tmp_path / "a.jsonl"], tmp_path / "d.parquet")
+    with pytest.raises(UserError, match="read and written at once"):
+        convert([tmp_path / "a.jsonl"], tmp_path / "a.jsonl")
+
+
 def test_a_document_that_a_line_cannot_hold_is_refused_and_nothing_is_written(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "two\\nlines"}\n')
     with pytest.raises(UserError, match="line break"):

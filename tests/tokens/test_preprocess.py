@@ -203,6 +203,14 @@ def test_patterns_name_many_files_and_a_missing_one_is_refused(corpus):
         tokenize(job(inputs=("b*.txt",), prefix="none"))
 
 
+def test_an_input_that_is_no_file_is_refused_and_not_passed_over(corpus):
+    Path("folder.jsonl").mkdir()
+    Path("dangling.jsonl").symlink_to("nowhere")
+    for name in ("folder.jsonl", "dangling.jsonl", "d*.jsonl"):
+        with pytest.raises(UserError, match=r"not a file|no file"):
+            tokenize(job(inputs=("corpus.jsonl", name)))
+
+
 def test_fixed_length_windows_overlap_by_one_and_the_tail_is_counted(corpus):
     tokenize(job(append_eod=True))
     result = tokenize(job(append_eod=True, prefix="fixed", fixed_length=33))

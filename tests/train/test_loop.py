@@ -110,6 +110,22 @@ def test_a_loss_that_is_no_number_ends_the_run_and_says_what_is_saved(in_workpla
     assert Run.open("runs/tiny").state == "failed"
 
 
+def test_a_run_that_is_further_than_asked_is_left_as_it_is(in_workplace):
+    run = train.run(load("tiny.toml"))
+    run.update(state="running")  # as a kill leaves it
+    with pytest.raises(UserError, match="at step 20 already"):
+        train.run(load("tiny.toml", ["train.steps=5"]))
+    assert run.recipe().train.steps == 20
+    assert run.state == "killed"
+
+
+def test_a_refused_second_writer_changes_nothing(in_workplace):
+    run = train.run(load("tiny.toml", ["train.steps=4"]))
+    with run.writing(), pytest.raises(UserError, match="is being written"):
+        train.run(load("tiny.toml", ["train.steps=6"]))
+    assert run.recipe().train.steps == 4
+
+
 def test_a_plan_for_many_ranks_is_refused_by_a_single_process(in_workplace):
     with pytest.raises(UserError, match="needs 4 ranks"):
         train.run(load("tiny.toml", ["parallel.tensor=2", "parallel.pipeline=2"]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import types
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
@@ -38,13 +39,18 @@ def load(source: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     values, places = _read(str(source), ())
     for override in overrides:
         _override(values, places, override)
-    values.setdefault("name", Path(source).stem if str(source).endswith(".toml") else str(source))
+    values.setdefault("name", _name_of(source))
     try:
         recipe = Recipe.model_validate(values)
     except ValidationError as error:
         raise _explained(error, values, places, str(source)) from None
     recipe._places = places
     return recipe
+
+
+def _name_of(source: str | Path) -> str:
+    """A name for a recipe that gives itself none: its file's, as far as a folder of runs can be called that."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(source).name.removesuffix(".toml")).strip("-.") or "recipe"
 
 
 def shipped() -> dict[str, Path]:
@@ -58,7 +64,7 @@ def _read(source: str, below: tuple[str, ...]) -> tuple[dict[str, Any], dict[str
     if str(path) in below:
         raise UserError("recipes extend each other in a circle", where=str(path), mend=" -> ".join([*below, str(path)]))
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise UserError("this is not a text file", where=str(path), mend="a recipe is UTF-8 TOML") from None
     except OSError as error:

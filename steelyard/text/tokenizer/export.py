@@ -22,6 +22,8 @@ class Difference:
 
 def export(tokenizer: Tokenizer, folder: Path) -> None:
     """Write the folder; it must be free."""
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file", mend="name a new folder")
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} is not empty", mend="name a new folder")
     tokenizer.save(folder)

@@ -26,6 +26,8 @@ def load(source: str | Path) -> Tokenizer:
             if not Path(part).is_file():
                 raise UserError(f"there is no file {part}", where=text, mend="the pair is vocab.json,merges.txt")
         return json_file.from_gpt2_pair(Path(vocab), Path(merges))
+    if path.suffix in (".model", ".json", ".txt") or path.is_absolute() or text.startswith("."):
+        raise UserError(f"there is no file or folder {text}", mend=f"a tokenizer is {FORMS}")
     return _from_hub(text)
 
 
