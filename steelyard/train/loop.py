@@ -237,6 +237,8 @@ def _open_validation(recipe: Recipe) -> Samples | None:
     try:
         return open_samples(recipe, "valid", wanted)
     except UserError as error:
+        if recipe.data.valid:
+            raise
         console.warn(f"no validation: {error.message}")
         return None
 

@@ -126,6 +126,13 @@ def test_a_refused_second_writer_changes_nothing(in_workplace):
     assert run.recipe().train.steps == 4
 
 
+def test_without_a_share_for_validation_a_run_says_so_and_named_files_must_be_there(in_workplace, capsys):
+    train.run(load("tiny.toml", ["data.split=100", "train.steps=2"]))
+    assert "no validation" in capsys.readouterr().err
+    with pytest.raises(UserError, match="there is no token file"):
+        train.run(load("tiny.toml", ["data.valid=nowhere", "train.steps=2", "name=other"]))
+
+
 def test_a_plan_for_many_ranks_is_refused_by_a_single_process(in_workplace):
     with pytest.raises(UserError, match="needs 4 ranks"):
         train.run(load("tiny.toml", ["parallel.tensor=2", "parallel.pipeline=2"]))
