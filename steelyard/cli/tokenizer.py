@@ -37,7 +37,7 @@ def register(root: typer.Typer, name: str, help_: str) -> None:
 
 
 def train(
-    input: Annotated[list[Path], typer.Option(help="Text: .txt, .jsonl or .parquet, also .gz or .zst.")],
+    input: Annotated[list[str], typer.Option(help="Files or patterns: .txt, .jsonl, .parquet, also .gz or .zst.")],
     model_prefix: Annotated[Path, typer.Option(help="PREFIX.model and .vocab, or for byte-bpe the folder to write.")],
     vocab_size: Annotated[int, typer.Option(min=1, help="How many tokens to learn.")],
     type: Annotated[Kind, typer.Option(help="SentencePiece unigram or bpe, or byte-level BPE.")] = Kind.unigram,
@@ -58,9 +58,9 @@ def train(
     Example: steelyard tokenizer train --input botchan.txt --model-prefix botchan --vocab-size 2000
     """
     from steelyard.text import tokenizer as tokenizers
-    from steelyard.text.corpus import documents
+    from steelyard.text.corpus import documents, named_files
 
-    texts = documents(input, json_key, document.value)
+    texts = documents(named_files(input), json_key, document.value)
     if type is Kind.byte_bpe:
         trained: tokenizers.Tokenizer = tokenizers.train_byte_bpe(texts, vocab_size, symbols or ())
         if trained.vocab_size < vocab_size:

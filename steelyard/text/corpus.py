@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from glob import glob
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -42,6 +43,21 @@ class BadDocument(Exception):
 
     number: int
     reason: str
+
+
+def named_files(names: Iterable[str]) -> list[Path]:
+    """The files that names and patterns stand for, in order. What is named must be there and be a file."""
+    paths: list[Path] = []
+    for name in names:
+        found = [name] if Path(name).is_file() else sorted(glob(name, recursive=True))
+        named = [Path(match) for match in found if match == name or not Path(match).is_dir()]
+        if not named:
+            raise UserError(f"there is no file {name}")
+        for path in named:
+            if not path.is_file():
+                raise UserError(f"{path} is not a file" + (", but a folder" if path.is_dir() else ""))
+        paths += named
+    return paths
 
 
 def pieces(path: Path, mode: DocumentMode = "line", size: int = PIECE_BYTES) -> Iterator[Piece]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from glob import glob
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,21 +46,6 @@ class Job:
     def output(self, key: str) -> str:
         """The prefix of one key's pair of files."""
         return f"{self.prefix}_{key}_document"
-
-
-def inputs(job: Job) -> list[Path]:
-    """The files that the job's names and patterns stand for, in order."""
-    paths: list[Path] = []
-    for pattern in job.inputs:
-        found = [pattern] if Path(pattern).is_file() else sorted(glob(pattern, recursive=True))
-        named = [Path(name) for name in found if name == pattern or not Path(name).is_dir()]
-        if not named:
-            raise UserError(f"there is no file {pattern}")
-        for path in named:
-            if not path.is_file():
-                raise UserError(f"{path} is not a file" + (", but a folder" if path.is_dir() else ""))
-        paths += named
-    return paths
 
 
 def signature(job: Job, paths: list[Path], fingerprint: str) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from steelyard.text.corpus import (
     BadDocument,
     Piece,
     complaint,
+    named_files,
     pieces,
     records,
     text_of,
@@ -67,7 +68,7 @@ class Tally:
 
 def tokenize(job: Job, worker_count: int = 1, overwrite: bool = False) -> dict[str, Any]:
     """Do the job, go on with it, or find that it is done; returns what was written."""
-    paths = jobs.inputs(job)
+    paths = named_files(job.inputs)
     tokenizer = tokenizers.load(job.tokenizer)
     if job.append_eod:
         _ = tokenizer.end_of_document  # Refused now rather than in a worker, if there is none.
