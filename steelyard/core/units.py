@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 
 def count(number: float) -> str:
     """A count with three significant digits and a metric suffix: 6738415616 is `6.74B`."""
@@ -25,6 +27,11 @@ def duration(seconds: float) -> str:
     minutes, second = divmod(whole, 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
+
+
+def perplexity(loss: float) -> str:
+    """The perplexity of a loss in nats; an untrained or broken model's may be beyond counting."""
+    return f"{math.exp(loss):.2f}" if loss < 50 else "beyond counting"
 
 
 def _three_digits(number: float) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import math
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +62,7 @@ def _summary(run: Run, records: list[dict[str, Any]]) -> dict[str, str]:
     if valid:
         first, last_valid = valid[0]["valid_loss"], valid[-1]["valid_loss"]
         summary["Validation loss"] = f"{first:.4f} at first, {last_valid:.4f} at last"
-        summary["Validation perplexity"] = f"{_perplexity(first)} at first, {_perplexity(last_valid)} at last"
+        summary["Validation perplexity"] = f"{units.perplexity(first)} at first, {units.perplexity(last_valid)} at last"
     return summary
 
 
@@ -109,7 +108,3 @@ def _charts(records: list[dict[str, Any]]) -> list[str]:
         chart = figure.to_html(full_html=False, include_plotlyjs=not charts, config={"displaylogo": False})
         charts.append(f"<h2>{title}</h2>{chart}")
     return charts or ["<p>Nothing was recorded yet.</p>"]
-
-
-def _perplexity(loss: float) -> str:
-    return f"{math.exp(loss):.2f}" if loss < 50 else "beyond counting"

@@ -177,7 +177,7 @@ class Training:
         valid_loss = loss_sum / labels
         self.recorder.record({"step": self.counters.step, "valid_loss": valid_loss})
         console.say(
-            f"step {self.counters.step}: validation loss {valid_loss:.4f}, perplexity {_perplexity(valid_loss)}"
+            f"step {self.counters.step}: validation loss {valid_loss:.4f}, perplexity {units.perplexity(valid_loss)}"
         )
 
     def _record(self, rate: float, grad_norm: float) -> None:
@@ -281,10 +281,6 @@ def _failed(folder: Run, error: Exception) -> Exception:
     kept = f"step {saved.step} is saved; the same command goes on from there" if saved else "no step was saved"
     advice = getattr(error, "mend", None)
     return Fault(getattr(error, "message", str(error)), mend=f"{advice}; {kept}" if advice else kept)
-
-
-def _perplexity(loss: float) -> str:
-    return f"{math.exp(loss):.2f}" if loss < 50 else "beyond counting"
 
 
 def results(folder: Run) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def test_killed_at_any_moment_it_goes_on_and_gives_the_same_bytes(corpus):
     Path("killed.py").write_text(KILLED)
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     random = np.random.RandomState(1)
-    kept = 0
+    kept = alive = 0
     for _ in range(6):  # By the count of finished pieces, so at another moment each time.
         process = subprocess.Popen([sys.executable, "killed.py"], env=environment, start_new_session=True)
         deadline, aim = time.monotonic() + 30, kept + random.randint(1, 6)
@@ -92,11 +92,13 @@ def test_killed_at_any_moment_it_goes_on_and_gives_the_same_bytes(corpus):
             if kept >= aim:
                 break
             time.sleep(0.002)
+        alive += process.poll() is None
         kill(process)
         deadline = time.monotonic() + 10
         while _children(process.pid) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not _children(process.pid), "workers outlived their parent"
+    assert alive >= 2, "the jobs ended before they were killed"
     tokenize(job())
     assert output() == output("undisturbed_text_document")
 

@@ -66,6 +66,7 @@ def test_a_killed_run_resumes_to_the_bit(workplace):
     assert done.returncode == 0, done.stderr
     undisturbed = curve(Run.open(workplace.path / "undisturbed"))
     random = np.random.RandomState(0)
+    alive = 0
     for _ in range(4):
         process = workplace.start("train", *recipe, "--run", "killed")
         metrics = workplace.path / "killed" / "metrics.jsonl"
@@ -75,7 +76,9 @@ def test_a_killed_run_resumes_to_the_bit(workplace):
             if metrics.exists() and len(metrics.read_bytes().splitlines()) > lines + random.randint(1, 4):
                 break
             time.sleep(0.005)
+        alive += process.poll() is None
         kill(process)
+    assert alive >= 2, "the runs ended before they were killed"
     resumed = workplace.steelyard("train", *recipe, "--run", "killed")
     assert resumed.returncode == 0, resumed.stderr
     assert curve(Run.open(workplace.path / "killed")) == undisturbed
