@@ -31,7 +31,7 @@ from steelyard.core.recipe import Recipe, load, to_toml
 from steelyard.core.recipe.toml import leaves
 
 MANIFEST, RECIPE, METRICS, LOCK = "run.json", "recipe.toml", "metrics.jsonl", "run.lock"
-MAY_CHANGE = ("train.steps", "log.", "checkpoint.")
+MAY_CHANGE = ("train.steps", "train.samples", "train.tokens", "train.hours", "log.", "checkpoint.")
 LIBRARIES = ("torch", "numpy", "pydantic", "tokenizers")
 
 

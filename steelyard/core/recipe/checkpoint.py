@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from steelyard.core.recipe.section import Section
 
@@ -12,3 +12,4 @@ class Checkpoint(Section):
 
     every: NonNegativeInt = 1000
     keep_last: PositiveInt = 3
+    background: bool = Field(True, description="write while training goes on")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from pydantic import PositiveInt
+from typing import Annotated
 
-from steelyard.core.recipe.section import Section
+from pydantic import Field, PositiveInt, model_validator
+
+from steelyard.core.recipe.section import Section, contradiction
+
+Steps = Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]
 
 
 class Log(Section):
@@ -12,3 +16,14 @@ class Log(Section):
 
     every: PositiveInt = 10
     tensorboard: bool = False
+    wandb: str | None = Field(None, description="Weights & Biases project; WANDB_MODE=offline keeps it on this machine")
+    timeline: Steps | None = Field(None, description="first and last step whose parts every rank times: [10, 12]")
+    profile: Steps | None = Field(None, description="first and last step inside cudaProfilerApi and NVTX ranges")
+
+    @model_validator(mode="after")
+    def _first_before_last(self) -> Log:
+        for name in ("timeline", "profile"):
+            steps = getattr(self, name)
+            if steps is not None and steps[0] > steps[1]:
+                raise contradiction(f"log.{name}", f"{steps[0]} comes after {steps[1]}", "write [first, last]")
+        return self

@@ -8,6 +8,8 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from steelyard.core.recipe.section import Section, contradiction
 
+Share = Annotated[float, Field(ge=0, lt=1)]
+
 
 class Shape(Section):
     """What every family has."""
@@ -20,6 +22,8 @@ class Shape(Section):
         128, description="the embedding is padded to a multiple of this; padding is never predicted nor exported"
     )
     init_std: PositiveFloat = 0.02
+    dropout: Share = Field(0.0, description="share of the embedding's and of each branch's outputs dropped in training")
+    attention_dropout: Share = Field(0.0, description="share of attention weights dropped in training")
 
     @property
     def padded_vocab(self) -> int:

@@ -9,6 +9,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from steelyard.core.recipe.section import Section, contradiction
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
+UNITS = ("steps", "samples", "tokens")
 
 
 class Optim(Section):
@@ -19,13 +20,19 @@ class Optim(Section):
     min_learning_rate: NonNegativeFloat = 0.0
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     warmup_steps: NonNegativeInt = 0
-    horizon_steps: PositiveInt | None = Field(None, description="where the schedule ends; left out: at train.steps")
+    warmup_samples: PositiveInt | None = Field(None, description="the climb in samples, instead of warmup_steps")
+    warmup_tokens: PositiveInt | None = Field(None, description="the climb in tokens, instead of warmup_steps")
+    horizon_steps: PositiveInt | None = Field(None, description="where the schedule ends; left out: with the run")
+    horizon_samples: PositiveInt | None = Field(None, description="the same in samples")
+    horizon_tokens: PositiveInt | None = Field(None, description="the same in tokens")
     decline: Annotated[float, Field(gt=0, le=1)] = Field(0.1, description="wsd: the share of the horizon spent falling")
     weight_decay: NonNegativeFloat = Field(0.1, description="applied to matrices, not to norms and biases")
+    no_decay: list[str] = Field([], description='parameters without decay beside those, by pattern: "embed.*"')
     betas: list[Beta] = Field([0.9, 0.95], min_length=2, max_length=2, description="adamw's")
     momentum: Beta = Field(0.9, description="sgd's and sgd-sai's")
     eps: PositiveFloat = 1e-8
     clip: NonNegativeFloat = Field(1.0, description="largest gradient norm; 0 turns clipping off")
+    offload: bool = Field(False, description="keep optimizer state in the host's memory and step there")
 
     @model_validator(mode="after")
     def _floor_below_ceiling(self) -> Optim:
@@ -35,4 +42,8 @@ class Optim(Section):
                 f"{self.min_learning_rate} is above optim.learning_rate = {self.learning_rate}",
                 "the learning rate falls from learning_rate to min_learning_rate",
             )
+        for length in ("warmup", "horizon"):
+            given = [f"optim.{length}_{unit}" for unit in UNITS if getattr(self, f"{length}_{unit}")]
+            if len(given) > 1:
+                raise contradiction(given[1], f"{given[0]} is set as well", "steps, samples or tokens: choose one")
         return self

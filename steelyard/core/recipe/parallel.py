@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainSerializer, PlainValidator, PositiveInt
+from pydantic import Field, NonNegativeInt, PlainSerializer, PlainValidator, PositiveFloat, PositiveInt
 from pydantic_core import PydanticCustomError
 
 from steelyard.core.recipe.section import Section
@@ -41,6 +41,11 @@ class Partition:
         """Layers in all stages together."""
         return sum(self.counts)
 
+    def layers_of(self, stage: int) -> range:
+        """The numbers of one stage's layers."""
+        first = sum(self.counts[:stage])
+        return range(first, first + self.counts[stage])
+
 
 def _partition(value: Any) -> Partition:
     if isinstance(value, Partition):
@@ -70,12 +75,20 @@ class Parallel(Section):
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"
     partition: PartitionField | None = Field(None, description="left out: layers are balanced by cost")
     placement: list[str] = Field([], description='nodes in rank order, like ["a100:1", "a10:7"]')
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Literal["none", "selective", "full"] | NonNegativeInt = Field(
+        "none", description="activations computed again in the backward pass; a number: of so many layers per stage"
+    )
+    timeout_minutes: PositiveFloat = Field(10.0, description="how long a rank waits for the others before it gives up")
 
     @property
     def model_ranks(self) -> int:
         """Ranks that hold one copy of the model."""
         return self.tensor * self.context * self.pipeline
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages in all."""
+        return self.pipeline * self.virtual
 
     @property
     def least_world(self) -> int:

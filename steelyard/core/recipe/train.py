@@ -4,20 +4,41 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from steelyard.core.recipe.section import Section, contradiction
+
+
+class RampUp(Section):
+    """The global batch grows from `start` by `increment`, evenly over the first `samples` samples."""
+
+    start: PositiveInt
+    increment: PositiveInt
+    samples: PositiveInt
 
 
 class Train(Section):
     """The course of the run."""
 
-    steps: PositiveInt = 1000
+    steps: PositiveInt = Field(1000, description="optimizer steps; follows from samples or tokens where those are set")
+    samples: PositiveInt | None = Field(None, description="length of the run in samples, instead of steps")
+    tokens: PositiveInt | None = Field(None, description="length of the run in tokens, instead of steps")
+    hours: PositiveFloat | None = Field(None, description="save and stop after so many hours, whatever is left")
     global_batch: PositiveInt = 32
     micro_batch: PositiveInt = 1
+    ramp_up: RampUp | None = Field(None, description="a batch that grows: start, increment and samples")
     seed: NonNegativeInt = 1234
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Literal["fp32", "bf16", "fp16", "fp8"] = Field(
+        "fp32", description="of matrix products; weights, their gradients' sums and the optimizer stay fp32"
+    )
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    compile: bool | None = Field(None, description="torch.compile for each layer; left out: on a GPU")
+    loss_scale: PositiveFloat = Field(65536.0, description="fp16: where the dynamic scale of the loss starts")
+    loss_scale_window: PositiveInt = Field(1000, description="fp16: good steps before the scale is doubled")
+    nonfinite_limit: NonNegativeInt = Field(
+        10, description="steps in a row that may be skipped because loss or gradient is not finite"
+    )
+    init_from: str | None = Field(None, description="a checkpoint or run whose weights a new run starts from")
 
     @model_validator(mode="after")
     def _whole_micro_batches(self) -> Train:
@@ -27,4 +48,39 @@ class Train(Section):
                 f"micro-batches of {self.micro_batch} do not fill train.global_batch = {self.global_batch}",
                 f"choose a divisor of {self.global_batch}",
             )
+        ramp = self.ramp_up
+        if ramp is not None and (ramp.start > self.global_batch or (self.global_batch - ramp.start) % ramp.increment):
+            raise contradiction(
+                "train.ramp_up",
+                f"from {ramp.start} by {ramp.increment} a batch never becomes train.global_batch = {self.global_batch}",
+                "choose an increment that divides the difference",
+            )
+        if self.samples is not None and self.tokens is not None:
+            raise contradiction(
+                "train.tokens", "train.samples is set as well", "a run is measured in steps, samples or tokens"
+            )
         return self
+
+    def batch_at(self, consumed: int) -> int:
+        """The global batch of the step that begins after `consumed` samples."""
+        ramp = self.ramp_up
+        if ramp is None or consumed >= ramp.samples or ramp.start == self.global_batch:
+            return self.global_batch
+        increments = (self.global_batch - ramp.start) // ramp.increment
+        return ramp.start + ramp.increment * min(increments, consumed * increments // ramp.samples)
+
+    def samples_in(self, steps: int) -> int:
+        """Samples that the first `steps` steps consume."""
+        consumed = 0
+        while steps and self.batch_at(consumed) < self.global_batch:
+            consumed += self.batch_at(consumed)
+            steps -= 1
+        return consumed + steps * self.global_batch
+
+    def steps_for(self, samples: int) -> int:
+        """Whole steps in `samples` samples, at least one."""
+        consumed, steps = 0, 0
+        while consumed < samples and self.batch_at(consumed) < self.global_batch:
+            consumed += self.batch_at(consumed)
+            steps += 1
+        return max(1, steps + max(0, samples - consumed) // self.global_batch)

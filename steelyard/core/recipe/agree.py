@@ -1,0 +1,113 @@
+"""Contradictions that only show between sections: each function looks at one kind and raises `contradiction`."""
+
+from __future__ import annotations
+
+from steelyard.core.recipe.model import GptModel, LlamaModel
+from steelyard.core.recipe.parallel import Parallel
+from steelyard.core.recipe.section import contradiction
+from steelyard.core.recipe.train import Train
+
+
+def steps(train: Train, sequence_length: int) -> int:
+    """The steps of a run, which follow from its samples or tokens where those are given."""
+    samples = train.samples if train.tokens is None else train.tokens // sequence_length
+    if samples is None:
+        return train.steps
+    wanted = train.steps_for(samples)
+    unit = "samples" if train.tokens is None else "tokens"
+    if "steps" in train.model_fields_set and train.steps != wanted:
+        raise contradiction(
+            "train.steps",
+            f"{train.steps} steps are not what train.{unit} = {getattr(train, unit)} makes: {wanted}",
+            f"give steps or {unit}, not both",
+        )
+    return wanted
+
+
+def pipeline(model: GptModel | LlamaModel, parallel: Parallel, train: Train) -> None:
+    """The stages hold the model, and the schedule can run them."""
+    partition, stages = parallel.partition, parallel.stages
+    if partition is not None and partition.stages != stages:
+        raise contradiction(
+            "parallel.partition",
+            f"{partition} has {partition.stages} stages, but parallel.pipeline x parallel.virtual is {stages}",
+            f"give {stages} numbers, or set parallel.pipeline to {partition.stages}",
+        )
+    if partition is not None and partition.total != model.layers:
+        raise contradiction(
+            "parallel.partition",
+            f"{partition} holds {partition.total} layers, but model.layers is {model.layers}",
+            f"make the numbers sum to {model.layers}, or drop the key and let the layers be balanced by cost",
+        )
+    if parallel.virtual > 1 and parallel.schedule not in ("interleaved", "zero-bubble"):
+        raise contradiction(
+            "parallel.virtual",
+            f"{parallel.schedule} runs one stage per rank, not {parallel.virtual}",
+            'set parallel.schedule to "interleaved" or "zero-bubble", or parallel.virtual to 1',
+        )
+    if parallel.schedule == "zero-bubble" and parallel.pipeline > 1:
+        if parallel.zero == 3:
+            raise contradiction(
+                "parallel.zero",
+                "zero bubble computes gradients of weights later, when zero 3 has given the weights away again",
+                "use zero 2 or less, or another schedule",
+            )
+        if train.compile:
+            raise contradiction(
+                "train.compile",
+                "zero bubble splits the backward pass in two, and a compiled layer would run all of it twice",
+                "leave train.compile out, or use another schedule",
+            )
+
+
+def tensor(model: GptModel | LlamaModel, parallel: Parallel, sequence_length: int) -> None:
+    """Heads, widths and sequences divide among the ranks that share them."""
+    shares = [("model.heads", model.heads, parallel.tensor, "parallel.tensor")]
+    shares.append(("model.kv_heads", getattr(model, "kv_heads", model.heads), parallel.tensor, "parallel.tensor"))
+    shares.append(("model.ffn", model.ffn, parallel.tensor, "parallel.tensor"))
+    shares.append(("the padded vocabulary", model.padded_vocab, parallel.tensor, "parallel.tensor"))
+    if parallel.context > 1:
+        shares.append(("data.sequence_length", sequence_length, 2 * parallel.context, "parallel.context"))
+    if parallel.sequence_parallel:
+        shares.append(
+            ("data.sequence_length", sequence_length, parallel.tensor * parallel.context, "parallel.sequence_parallel")
+        )
+    for name, size, parts, key in shares:
+        if size % parts:
+            what = f"{parts} ranks" if parts != 2 * parallel.context else f"{parts} pieces, two for each rank,"
+            raise contradiction(key, f"{what} cannot share {name} = {size} evenly", f"choose a divisor of {size}")
+    if parallel.context > 1 and model.attention_dropout:
+        raise contradiction(
+            "model.attention_dropout", "is not available with context parallelism", "set parallel.context to 1"
+        )
+
+
+def batch(train: Train, parallel: Parallel) -> None:
+    """Every data-parallel rank gets whole micro-batches, and hybrid sharding whole groups."""
+    per_step = train.micro_batch * (parallel.data or 1)
+    sizes = {"train.global_batch": train.global_batch}
+    if train.ramp_up is not None:
+        sizes |= {"train.ramp_up.start": train.ramp_up.start, "train.ramp_up.increment": train.ramp_up.increment}
+    for key, size in sizes.items():
+        if size % per_step:
+            raise contradiction(
+                key,
+                f"{size} is not a multiple of train.micro_batch x parallel.data = {per_step}",
+                f"choose a multiple of {per_step}",
+            )
+    if parallel.replicate > 1 and (parallel.zero == 0 or (parallel.data or 0) % parallel.replicate):
+        raise contradiction(
+            "parallel.replicate",
+            f"{parallel.replicate} groups need a zero stage and parallel.data as a multiple of them",
+            "set parallel.zero to 1, 2 or 3 and parallel.data to a multiple of parallel.replicate",
+        )
+
+
+def sequence(model: GptModel | LlamaModel, sequence_length: int) -> None:
+    """Learned positions reach as far as the sequences."""
+    if isinstance(model, GptModel) and sequence_length > model.positions:
+        raise contradiction(
+            "data.sequence_length",
+            f"{sequence_length} is longer than model.positions = {model.positions}",
+            "shorten the sequences or give the model more positions",
+        )
