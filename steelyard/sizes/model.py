@@ -1,4 +1,4 @@
-"""How many parameters a model has, and how much arithmetic a token costs."""
+"""How many parameters a model has, how many bytes they take, and how much arithmetic a token costs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from steelyard.core.recipe.model import GptModel, LlamaModel
 
 @dataclass(frozen=True)
 class Parameters:
-    """Parameters by part. A tied head costs nothing beside the embedding; padding of the vocabulary is not counted."""
+    """Parameters by part; `layer` is one of `layers` that are all alike. A tied head counts where it is a copy."""
 
     embedding: int
     layer: int
@@ -22,23 +22,38 @@ class Parameters:
         """All of them."""
         return self.embedding + self.layer * self.layers + self.final_norm + self.head
 
+    def bytes(self, each: int) -> dict[str, int]:
+        """What each part takes when a parameter takes `each` bytes."""
+        return {
+            "embedding": each * self.embedding,
+            "layers": each * self.layer * self.layers,
+            "final_norm": each * self.final_norm,
+            "head": each * self.head,
+        }
 
-def parameters(model: GptModel | LlamaModel) -> Parameters:
-    """Count the parameters of a model."""
-    table = model.vocab * model.hidden
+
+def parameters(model: GptModel | LlamaModel, tensor: int = 1, padded: bool = False) -> Parameters:
+    """Count the parameters of a model, or those that one of `tensor` ranks holds of it.
+
+    Published counts leave out the rows that only pad the vocabulary; `padded` counts them, as memory does. Tensor
+    parallelism splits heads, the width of the MLP and the vocabulary; norms, positions and the biases that are added
+    after the ranks' sum are on every rank.
+    """
+    rows = model.padded_vocab if padded or tensor > 1 else model.vocab
+    table = rows * model.hidden // tensor
     head = 0 if model.tied else table
     if isinstance(model, GptModel):
-        attention = 4 * model.hidden * model.hidden + 4 * model.hidden
-        mlp = 2 * model.hidden * model.ffn + model.ffn + model.hidden
+        split = 4 * model.hidden * model.hidden + 3 * model.hidden + 2 * model.hidden * model.ffn + model.ffn
         norm = 2 * model.hidden
+        whole = 2 * model.hidden + 2 * norm
         table += model.positions * model.hidden
     else:
         query, key_value = model.heads * model.head_dim, 2 * model.kv_heads * model.head_dim
-        attention = model.hidden * (query + key_value) + query * model.hidden
-        attention += query + key_value if model.qkv_bias else 0
-        mlp = 3 * model.hidden * model.ffn
+        split = model.hidden * (query + key_value) + query * model.hidden + 3 * model.hidden * model.ffn
+        split += query + key_value if model.qkv_bias else 0
         norm = model.hidden
-    return Parameters(table, attention + mlp + 2 * norm, model.layers, norm, head)
+        whole = 2 * norm
+    return Parameters(table, split // tensor + whole, model.layers, norm, head)
 
 
 def flops_per_token(model: GptModel | LlamaModel, sequence_length: int) -> float:
@@ -46,8 +61,15 @@ def flops_per_token(model: GptModel | LlamaModel, sequence_length: int) -> float
 
     The embedding is a look-up and costs nothing; the head multiplies whether it is tied or not.
     """
-    sizes = parameters(model)
-    multiplying = sizes.layer * sizes.layers + sizes.final_norm + model.vocab * model.hidden
+    return float(model.layers * layer_flops(model, sequence_length) + head_flops(model))
+
+
+def layer_flops(model: GptModel | LlamaModel, sequence_length: int) -> int:
+    """The share of one transformer layer in `flops_per_token`."""
     head_dim = model.head_dim if isinstance(model, LlamaModel) else model.hidden // model.heads
-    attention = 6 * model.layers * model.heads * head_dim * sequence_length
-    return 6.0 * multiplying + attention
+    return 6 * parameters(model).layer + 6 * model.heads * head_dim * sequence_length
+
+
+def head_flops(model: GptModel | LlamaModel) -> int:
+    """The share of the final norm and the head in `flops_per_token`."""
+    return 6 * (parameters(model).final_norm + model.vocab * model.hidden)

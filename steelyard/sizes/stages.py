@@ -1,0 +1,64 @@
+"""Which layers a pipeline stage holds when the recipe does not say, and how many parameters that makes.
+
+All layers of a model are alike, so a balanced partition is a question of how many each stage gets, and giving one layer
+at a time to whoever would be least busy with it is exact. What is evened out is the work of ranks (the slowest sets the
+pace), then of stages, for where a rank has several they take turns with those of others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from steelyard.core.recipe import Recipe
+from steelyard.core.recipe.parallel import Partition
+from steelyard.sizes.model import Parameters, head_flops, layer_flops, parameters
+
+
+def partition_of(recipe: Recipe) -> Partition:
+    """The recipe's partition, or layers balanced by cost.
+
+    Between equals the later stage gets the layer: earlier ones keep more micro-batches in memory.
+    """
+    parallel = recipe.parallel
+    if parallel.partition is not None:
+        return parallel.partition
+    layer = layer_flops(recipe.model, recipe.data.sequence_length)
+    counts = [0] * parallel.stages
+    costs = [stage_flops(recipe, stage, 0) for stage in range(parallel.stages)]
+    ranks = [sum(costs[rank :: parallel.pipeline]) for rank in range(parallel.pipeline)]
+    for _ in range(recipe.model.layers):
+        chosen = min(range(parallel.stages), key=lambda stage: (ranks[stage % parallel.pipeline], costs[stage], -stage))
+        counts[chosen] += 1
+        costs[chosen] += layer
+        ranks[chosen % parallel.pipeline] += layer
+    return Partition(tuple(counts))
+
+
+def stage_flops(recipe: Recipe, stage: int, layers: int) -> int:
+    """Floating-point operations per token of a stage with so many layers, its embedding and head included.
+
+    The embedding's look-up counts one operation for each number of the stream, forward and backward: next to nothing,
+    but enough that of two stages the one without it gets the odd layer.
+    """
+    cost = layers * layer_flops(recipe.model, recipe.data.sequence_length)
+    cost += 2 * recipe.model.hidden if stage == 0 else 0
+    cost += head_flops(recipe.model) if stage == recipe.parallel.stages - 1 else 0
+    return cost
+
+
+def stage_parameters(recipe: Recipe, stage: int, tensor: int = 1) -> Parameters:
+    """What a stage holds, padding of the vocabulary included, or the share of one of `tensor` ranks.
+
+    A tied head that is not on the embedding's stage is a second copy of the table.
+    """
+    sizes = parameters(recipe.model, tensor, padded=True)
+    first, last = stage == 0, stage == recipe.parallel.stages - 1
+    table = recipe.model.padded_vocab * recipe.model.hidden // tensor
+    copied = recipe.model.tied and recipe.parallel.stages > 1
+    return replace(
+        sizes,
+        embedding=sizes.embedding if first else 0,
+        layers=partition_of(recipe).counts[stage],
+        final_norm=sizes.final_norm if last else 0,
+        head=(table if copied else sizes.head) if last else 0,
+    )
