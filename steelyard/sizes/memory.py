@@ -74,15 +74,14 @@ def data_ranks(recipe: Recipe, world: int) -> int:
 
 def memory_of(recipe: Recipe, world: int) -> list[Memory]:
     """The peak memory of a rank, for each pipeline rank: those that share one hold the same."""
-    data = data_ranks(recipe, world)
-    return [_rank(recipe, data, rank) for rank in range(recipe.parallel.pipeline)]
+    return [_rank(recipe, world, rank) for rank in range(recipe.parallel.pipeline)]
 
 
-def _rank(recipe: Recipe, data: int, rank: int) -> Memory:
+def _rank(recipe: Recipe, world: int, rank: int) -> Memory:
     parallel, each = recipe.parallel, working_bytes(recipe)
     stages = range(rank, parallel.stages, parallel.pipeline)
     held = sum(stage_parameters(recipe, stage, parallel.tensor).total for stage in stages)
-    shards = data * parallel.context // parallel.replicate if parallel.zero else 1
+    shards = data_ranks(recipe, world) * parallel.context // parallel.replicate if parallel.zero else 1
     gathered = shards > 1 and parallel.zero < 3
     reduced = held // shards * FP32
     state = STATES[recipe.optim.name] * reduced
@@ -92,10 +91,10 @@ def _rank(recipe: Recipe, data: int, rank: int) -> Memory:
         working_copies=each * held if gathered else 0,
         gradients=reduced if parallel.zero >= 2 else FP32 * held,
         optimizer=0 if offload else state,
-        activations=_activations(recipe, data, rank),
+        activations=_activations(recipe, world, rank),
         temporaries=_temporaries(recipe, rank),
         logits=_logits(recipe) if parallel.stages - 1 in stages else 0,
-        communication=_layer_buffers(recipe, shards, rank) + _exchange(recipe, data, rank),
+        communication=_layer_buffers(recipe, shards, rank) + _exchange(recipe, world, rank),
         host=state + 2 * reduced if offload else 0,
     )
 
@@ -105,11 +104,12 @@ def _tokens(recipe: Recipe) -> int:
     return recipe.train.micro_batch * recipe.data.sequence_length // recipe.parallel.context
 
 
-def _micro_batches(recipe: Recipe, data: int) -> int:
-    return recipe.train.global_batch // (recipe.train.micro_batch * data)
+def micro_batches(recipe: Recipe, world: int) -> int:
+    """Micro-batches of a step that one data-parallel rank sees."""
+    return recipe.train.global_batch // (recipe.train.micro_batch * data_ranks(recipe, world))
 
 
-def _activations(recipe: Recipe, data: int, rank: int) -> int:
+def _activations(recipe: Recipe, world: int, rank: int) -> int:
     """What micro-batches in flight keep, at the moment when that is most."""
     parallel = recipe.parallel
     stages = range(rank, parallel.stages, parallel.pipeline)
@@ -120,7 +120,7 @@ def _activations(recipe: Recipe, data: int, rank: int) -> int:
         number = zip((*state.waiting, *state.held), (*waiting, *held), strict=True)
         return sum(count * kept for count, kept in number)
 
-    return max(size(state) for state in in_flight(parallel, _micro_batches(recipe, data), rank))
+    return max(size(state) for state in in_flight(parallel, micro_batches(recipe, world), rank))
 
 
 def _kept(recipe: Recipe, stage: int) -> int:
@@ -181,7 +181,7 @@ def _layer_buffers(recipe: Recipe, shards: int, rank: int) -> int:
     return gathering + (each + FP32) * largest
 
 
-def _exchange(recipe: Recipe, data: int, rank: int) -> int:
+def _exchange(recipe: Recipe, world: int, rank: int) -> int:
     """Activations on their way between ranks.
 
     torch.distributed.pipelining makes the buffers for all micro-batches of a step at its beginning: one for what a
@@ -190,7 +190,7 @@ def _exchange(recipe: Recipe, data: int, rank: int) -> int:
     parallel, of, each = recipe.parallel, activations.widths(recipe), working_bytes(recipe)
     first = sum(stage > 0 for stage in range(rank, parallel.stages, parallel.pipeline))
     links = first + sum(stage < parallel.stages - 1 for stage in range(rank, parallel.stages, parallel.pipeline))
-    per_token = links * _micro_batches(recipe, data) * of.stream
+    per_token = links * micro_batches(recipe, world) * of.stream
     per_token += 2 * of.gathered if parallel.tensor > 1 else 0
     if parallel.context > 1:
         # Two blocks of keys and values travel round the ring, and in the backward pass their gradients in fp32.

@@ -1,0 +1,63 @@
+"""Which single change of a recipe would make it fit: each is tried on the memory model, with what it leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import ValidationError
+
+from steelyard.core.errors import UserError
+from steelyard.core.recipe import Recipe
+from steelyard.sizes.memory import memory_of
+
+AT_MOST = 4
+
+
+def remedies(recipe: Recipe, world: int, usable: int) -> list[tuple[str, int]]:
+    """Changes that bring the fullest rank under `usable` bytes, the mildest first; if none does, those that help most.
+
+    Each comes with the bytes that the fullest rank would need.
+    """
+    now = max(memory.total for memory in memory_of(recipe, world))
+    helpful = [(name, size) for name, size in _tried(recipe, world) if size < now]
+    enough = [(name, size) for name, size in helpful if size <= usable]
+    return (enough or sorted(helpful, key=lambda item: item[1]))[:AT_MOST]
+
+
+def _tried(recipe: Recipe, world: int) -> Iterator[tuple[str, int]]:
+    for section, key, value in _changes(recipe):
+        settings = recipe.settings()
+        settings.setdefault(section, {})[key] = value
+        written = str(value).lower() if isinstance(value, bool) else value
+        try:
+            changed = Recipe.model_validate(settings)
+            yield f"{section}.{key}={written}", max(memory.total for memory in memory_of(changed, world))
+        except (ValidationError, UserError):
+            continue
+    if recipe.parallel.data is None and recipe.parallel.zero:
+        try:
+            yield f"--world {2 * world}", max(memory.total for memory in memory_of(recipe, 2 * world))
+        except UserError:
+            return
+
+
+def _changes(recipe: Recipe) -> Iterator[tuple[str, str, Any]]:
+    """Single settings that may save memory, those that cost least speed first."""
+    parallel = recipe.parallel
+    if parallel.tensor > 1 and not parallel.sequence_parallel:
+        yield "parallel", "sequence_parallel", True
+    if parallel.schedule != "1f1b" and parallel.virtual == 1:
+        yield "parallel", "schedule", "1f1b"
+    for zero in range(parallel.zero + 1, 4):
+        yield "parallel", "zero", zero
+    if recipe.train.micro_batch > 1:
+        yield "train", "micro_batch", recipe.train.micro_batch // 2
+    if parallel.stages > 1:
+        yield "train", "micro_batch", 2 * recipe.train.micro_batch
+    if parallel.recompute == "none":
+        yield "parallel", "recompute", "selective"
+    if parallel.recompute != "full":
+        yield "parallel", "recompute", "full"
+    if not recipe.optim.offload:
+        yield "optim", "offload", True

@@ -1,0 +1,218 @@
+"""What a recipe would need, found out without a GPU, data or weights.
+
+The model is built from meta tensors, which have shapes and no storage, so that what is counted is what would be
+trained; the memory of each rank is predicted by `sizes.memory`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from steelyard import model
+from steelyard.core import units
+from steelyard.core.errors import Fault, UserError
+from steelyard.core.recipe import Recipe
+from steelyard.sizes.gpus import CATALOGUE, GIB, by_name
+from steelyard.sizes.memory import Memory, memory_of, micro_batches
+from steelyard.sizes.remedies import remedies
+from steelyard.sizes.stages import partition_of, stage_parameters
+
+# What a process takes beside its tensors: CUDA's context, the workspaces of its libraries, gaps between tensors.
+RESERVED = 2 * GIB
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline stage: its layers, and its parameters in all and on each tensor rank."""
+
+    number: int
+    pipeline_rank: int
+    layers: range
+    parameters: int
+    parameters_per_rank: int
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a rank's memory is held against: a name to show and its bytes."""
+
+    name: str
+    memory: int
+
+    @property
+    def usable(self) -> int:
+        """Bytes left for tensors."""
+        return self.memory - RESERVED
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """The plan as it would run. `memory` has one entry per pipeline rank; `device` is None where none was named."""
+
+    recipe: Recipe
+    world: int
+    stages: list[Stage]
+    memory: list[Memory]
+    device: Device | None
+
+    @property
+    def too_full(self) -> list[int]:
+        """The pipeline ranks that would not fit."""
+        if self.device is None:
+            return []
+        return [rank for rank, memory in enumerate(self.memory) if memory.total > self.device.usable]
+
+
+def dry_run(recipe: Recipe, world: int | None = None, gpu: str | None = None) -> DryRun:
+    """Build the recipe's model without weights and predict each rank's memory in a world of so many ranks."""
+    world = recipe.parallel.least_world if world is None else world
+    memory = memory_of(recipe, world)
+    with torch.device("meta"):
+        whole = model.build(recipe.model)
+    stages = [_stage(recipe, whole, number) for number in range(recipe.parallel.stages)]
+    return DryRun(recipe, world, stages, memory, device_of(recipe, gpu))
+
+
+def device_of(recipe: Recipe, gpu: str | None) -> Device | None:
+    """The device that `--gpu` names, by the catalogue or as bare memory (`80`, `24GiB`), or else the GPU at hand."""
+    if gpu is None:
+        if recipe.train.device == "cpu" or not torch.cuda.is_available():
+            return None
+        properties = torch.cuda.get_device_properties(0)
+        return Device(properties.name, properties.total_memory)
+    known = by_name(gpu)
+    if known is not None and known.memory is not None:
+        return Device(known.name, known.memory)
+    written = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GiB|GB|G)?", gpu, re.IGNORECASE)
+    if written is None:
+        names = ", ".join(entry.name for entry in CATALOGUE if entry.memory is not None)
+        raise UserError(f"--gpu: {gpu} is not known", mend=f"give its memory, like 80GiB, or one of {names}")
+    unit = 10**9 if (written[2] or "").upper() == "GB" else GIB
+    return Device(f"{gpu} of memory", int(float(written[1]) * unit))
+
+
+def refuse_what_does_not_fit(plan: DryRun) -> None:
+    """Raise where a rank would run out of memory, with its stages and with settings that would help."""
+    if not plan.too_full or plan.device is None:
+        return
+    worst = max(plan.too_full, key=lambda rank: plan.memory[rank].total)
+    memory = plan.memory[worst]
+    stages = ", ".join(str(stage.number) for stage in plan.stages if stage.pipeline_rank == worst)
+    largest = sorted(memory.by_kind().items(), key=lambda item: -item[1])[:2]
+    helpful = remedies(plan.recipe, plan.world, plan.device.usable)
+    tried = "; ".join(f"{change} would need {units.size(size)}" for change, size in helpful)
+    raise Fault(
+        f"stage {stages} needs {units.size(memory.total)} on each rank and {plan.device.name} has "
+        f"{units.size(plan.device.usable)} for it, most of it "
+        + " and ".join(f"{kind.replace('_', ' ')} ({units.size(size)})" for kind, size in largest),
+        mend=tried or "spread the model over more ranks: parallel.tensor, parallel.pipeline, --world",
+    )
+
+
+def _stage(recipe: Recipe, whole: nn.Module, number: int) -> Stage:
+    counted = sum(tensor.numel() for tensor in _tensors(recipe, whole, number).values())
+    expected = stage_parameters(recipe, number)
+    if counted != expected.total:
+        raise AssertionError(f"stage {number} has {counted} parameters, but sizes counts {expected.total}")
+    return Stage(
+        number=number,
+        pipeline_rank=number % recipe.parallel.pipeline,
+        layers=partition_of(recipe).layers_of(number),
+        parameters=counted,
+        parameters_per_rank=stage_parameters(recipe, number, recipe.parallel.tensor).total,
+    )
+
+
+def _tensors(recipe: Recipe, whole: nn.Module, number: int) -> dict[str, Tensor]:
+    """One stage's parameters by name. A tied head has no name of its own beside the embedding; as a copy it has."""
+    layers = partition_of(recipe).layers_of(number)
+    first, last = number == 0, number == recipe.parallel.stages - 1
+    own: dict[str, Tensor] = {}
+    for name, tensor in whole.named_parameters(remove_duplicate=first and last):
+        part, _, rest = name.partition(".")
+        wanted = {"layers": part == "layers" and int(rest.split(".")[0]) in layers, "norm": last, "head": last}
+        if wanted.get(part, first):
+            own[name] = tensor
+    return own
+
+
+def as_result(plan: DryRun) -> dict[str, Any]:
+    """The plan as one JSON object."""
+    parallel = plan.recipe.parallel
+    return {
+        "recipe": plan.recipe.name,
+        "world": plan.world,
+        "data": plan.world // parallel.model_ranks,
+        "micro_batches": micro_batches(plan.recipe, plan.world),
+        "partition": str(partition_of(plan.recipe)),
+        "stages": [
+            {
+                "stage": stage.number,
+                "pipeline_rank": stage.pipeline_rank,
+                "layers": len(stage.layers),
+                "parameters": stage.parameters,
+                "parameters_per_rank": stage.parameters_per_rank,
+            }
+            for stage in plan.stages
+        ],
+        "ranks": [
+            {
+                "pipeline_rank": rank,
+                "bytes": memory.by_kind(),
+                "total_bytes": memory.total,
+                "host_bytes": memory.host,
+                "fits": None if plan.device is None else rank not in plan.too_full,
+            }
+            for rank, memory in enumerate(plan.memory)
+        ],
+        "device": None if plan.device is None else {"name": plan.device.name, "usable_bytes": plan.device.usable},
+        "fits": None if plan.device is None else not plan.too_full,
+    }
+
+
+def as_text(plan: DryRun) -> str:
+    """The plan as tables for a person: stages and their parameters, then the memory of a rank by kind."""
+    stages = [["stage", "pipeline rank", "layers", "parameters", "on each rank"]]
+    for stage in plan.stages:
+        held = f"{stage.layers[0]}-{stage.layers[-1]}" if stage.layers else "none"
+        sizes = [units.count(stage.parameters), units.count(stage.parameters_per_rank)]
+        stages.append([str(stage.number), str(stage.pipeline_rank), held, *sizes])
+    kinds = [["memory of a rank", *(f"pipeline rank {rank}" for rank in range(len(plan.memory)))]]
+    for kind in plan.memory[0].by_kind():
+        kinds.append([kind.replace("_", " "), *(units.size(memory.by_kind()[kind]) for memory in plan.memory)])
+    kinds.append(["in all", *(units.size(memory.total) for memory in plan.memory)])
+    if any(memory.host for memory in plan.memory):
+        kinds.append(["(in the host's memory)", *(units.size(memory.host) for memory in plan.memory)])
+    return "\n\n".join([_heading(plan), _table(stages), _table(kinds), _verdict(plan)])
+
+
+def _heading(plan: DryRun) -> str:
+    parallel, train = plan.recipe.parallel, plan.recipe.train
+    mesh = {"tensor": parallel.tensor, "context": parallel.context, "pipeline": parallel.pipeline}
+    mesh["data"] = plan.world // parallel.model_ranks
+    written = " x ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "no parallelism"
+    return (
+        f"{plan.recipe.name} on {plan.world} rank{'s' if plan.world > 1 else ''}: {written}, zero {parallel.zero}, "
+        f"{train.precision}, {micro_batches(plan.recipe, plan.world)} micro-batches of "
+        f"{train.micro_batch} x {plan.recipe.data.sequence_length} tokens, recompute {parallel.recompute}"
+    )
+
+
+def _verdict(plan: DryRun) -> str:
+    most = units.size(max(memory.total for memory in plan.memory))
+    if plan.device is None:
+        return f"needs {most} on the fullest rank, and about {units.size(RESERVED)} beside its tensors"
+    answer = "does not fit" if plan.too_full else "fits"
+    return f"{answer}: {most} on the fullest rank, {plan.device.name} has {units.size(plan.device.usable)} for tensors"
+
+
+def _table(rows: list[list[str]]) -> str:
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
