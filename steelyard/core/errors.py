@@ -11,6 +11,7 @@ class SteelyardError(Exception):
     """An error meant to be read by a person: a message, a place, and a way out."""
 
     exit_code = 1
+    shared = False  # Whether every rank of the job raises it, so that rank 0 alone should tell it.
 
     def __init__(self, message: str, *, where: str | None = None, mend: str | None = None) -> None:
         super().__init__(message)

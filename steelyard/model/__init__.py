@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from torch import nn
-
 from steelyard.core.recipe.model import GptModel, LlamaModel
 from steelyard.model.gpt import Gpt
-from steelyard.model.initialise import initialise
+from steelyard.model.initialise import initial, initialise
+from steelyard.model.language_model import LanguageModel, Slice
 from steelyard.model.llama import Llama
 
-__all__ = ["Gpt", "Llama", "build", "initialise"]
+__all__ = ["Gpt", "LanguageModel", "Llama", "Slice", "build", "initial", "initialise"]
 
 
-def build(shape: GptModel | LlamaModel) -> nn.Module:
-    """The model of a recipe, its weights not yet set: token ids (batch, length) to logits (batch, length, vocab)."""
-    return Gpt(shape) if isinstance(shape, GptModel) else Llama(shape)
+def build(shape: GptModel | LlamaModel, part: Slice | None = None) -> LanguageModel:
+    """The model of a recipe or a slice of it, its weights not yet set."""
+    return Gpt(shape, part) if isinstance(shape, GptModel) else Llama(shape, part)

@@ -1,44 +1,39 @@
 """The GPT-2 family: learned positions, LayerNorm, GELU, biases.
 
-Tensor suffixes: B batch, L length, D hidden, H heads, E head width, V vocabulary.
+Tensor suffixes: B batch, L length, D hidden, H heads, E head width.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from steelyard.core.recipe.model import GptModel
-from steelyard.model.masks import within_documents
+from steelyard.model.attention import attend, attend_dropping, rows_of
+from steelyard.model.dropout import Dropout
+from steelyard.model.language_model import Context, LanguageModel, Slice
+from steelyard.model.modules import LayerNorm, Linear
 
 
-class Gpt(nn.Module):
+class Gpt(LanguageModel):
     """Token ids in, logits out."""
 
-    def __init__(self, shape: GptModel) -> None:
-        super().__init__()
-        self.shape = shape
-        self.embed = nn.Embedding(shape.padded_vocab, shape.hidden)
-        self.positions = nn.Embedding(shape.positions, shape.hidden)
-        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
-        self.norm = nn.LayerNorm(shape.hidden, eps=shape.norm_eps)
-        self.head = nn.Linear(shape.hidden, shape.padded_vocab, bias=False)
-        if shape.tied:
-            self.head.weight = self.embed.weight
+    shape: GptModel
 
-    def forward(
-        self, tokens_BL: Tensor, positions_BL: Tensor | None = None, documents_BL: Tensor | None = None
-    ) -> Tensor:
-        if positions_BL is None:
-            positions_BL = torch.arange(tokens_BL.shape[1], device=tokens_BL.device)[None]
-        mask = None if documents_BL is None else within_documents(documents_BL)
-        x_BLD = self.embed(tokens_BL) + self.positions(positions_BL)
-        for layer in self.layers:
-            x_BLD = layer(x_BLD, mask)
-        # Rows that only pad the vocabulary are cut off: they are never predicted and never trained.
-        logits: Tensor = self.head(self.norm(x_BLD))[..., : self.shape.vocab]
-        return logits
+    def __init__(self, shape: GptModel, part: Slice | None = None) -> None:
+        super().__init__(shape, part)
+        self.positions = nn.Embedding(shape.positions, shape.hidden) if self.part.first else None
+
+    def make_layer(self) -> nn.Module:
+        return Layer(self.shape)
+
+    def make_norm(self) -> nn.Module:
+        return LayerNorm(self.shape.hidden, self.shape.norm_eps)
+
+    def embedded(self, tokens_BL: Tensor, positions_BL: Tensor) -> Tensor:
+        assert self.positions is not None
+        positions_BLD: Tensor = self.positions(positions_BL)
+        return super().embedded(tokens_BL, positions_BL) + positions_BLD
 
 
 class Layer(nn.Module):
@@ -46,14 +41,17 @@ class Layer(nn.Module):
 
     def __init__(self, shape: GptModel) -> None:
         super().__init__()
-        self.attention_norm = nn.LayerNorm(shape.hidden, eps=shape.norm_eps)
+        self.attention_norm = LayerNorm(shape.hidden, shape.norm_eps)
         self.attention = Attention(shape)
-        self.mlp_norm = nn.LayerNorm(shape.hidden, eps=shape.norm_eps)
+        self.attention_dropout = Dropout(shape.dropout)
+        self.mlp_norm = LayerNorm(shape.hidden, shape.norm_eps)
         self.mlp = Mlp(shape)
+        self.mlp_dropout = Dropout(shape.dropout)
 
-    def forward(self, x_BLD: Tensor, mask: Tensor | None) -> Tensor:
-        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), mask)
-        x_BLD = x_BLD + self.mlp(self.mlp_norm(x_BLD))
+    def forward(self, x_BLD: Tensor, context: Context) -> Tensor:
+        noise = context.samples_B, context.places_BL
+        x_BLD = x_BLD + self.attention_dropout(self.attention(self.attention_norm(x_BLD), context), *noise)
+        x_BLD = x_BLD + self.mlp_dropout(self.mlp(self.mlp_norm(x_BLD)), *noise)
         return x_BLD
 
 
@@ -62,20 +60,25 @@ class Attention(nn.Module):
 
     def __init__(self, shape: GptModel) -> None:
         super().__init__()
-        self.heads = shape.heads
-        self.query = nn.Linear(shape.hidden, shape.hidden)
-        self.key = nn.Linear(shape.hidden, shape.hidden)
-        self.value = nn.Linear(shape.hidden, shape.hidden)
-        self.output = nn.Linear(shape.hidden, shape.hidden)
+        self.head_dim = shape.hidden // shape.heads
+        self.heads = range(shape.heads)
+        self.dropout, self.salt = shape.attention_dropout, 0
+        self.attend = attend
+        self.query = Linear(shape.hidden, shape.hidden)
+        self.key = Linear(shape.hidden, shape.hidden)
+        self.value = Linear(shape.hidden, shape.hidden)
+        self.output = Linear(shape.hidden, shape.hidden)
 
-    def forward(self, x_BLD: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, x_BLD: Tensor, context: Context) -> Tensor:
         query_BHLE, key_BHLE, value_BHLE = (
-            projection(x_BLD).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            projection(x_BLD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.query, self.key, self.value)
         )
-        mixed_BHLE = F.scaled_dot_product_attention(
-            query_BHLE, key_BHLE, value_BHLE, attn_mask=mask, is_causal=mask is None
-        )
+        if self.dropout and self.training and context.samples_B is not None and context.places_BL is not None:
+            rows = rows_of(context.samples_B, context.places_BL, self.heads, self.salt)
+            mixed_BHLE = attend_dropping(query_BHLE, key_BHLE, value_BHLE, context.mask, rows, self.dropout)
+        else:
+            mixed_BHLE = self.attend(query_BHLE, key_BHLE, value_BHLE, context.mask)
         output: Tensor = self.output(mixed_BHLE.transpose(1, 2).flatten(-2))
         return output
 
@@ -85,8 +88,8 @@ class Mlp(nn.Module):
 
     def __init__(self, shape: GptModel) -> None:
         super().__init__()
-        self.up = nn.Linear(shape.hidden, shape.ffn)
-        self.down = nn.Linear(shape.ffn, shape.hidden)
+        self.up = Linear(shape.hidden, shape.ffn)
+        self.down = Linear(shape.ffn, shape.hidden)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         output: Tensor = self.down(F.gelu(self.up(x_BLD), approximate="tanh"))

@@ -1,29 +1,41 @@
 """Initial weights that depend on the seed and each parameter's name, and on nothing else.
 
-Every parameter draws from a generator of its own, so that its values are the same whichever other parameters a rank
-holds.
+Rows are drawn in blocks, each from a generator of its own. So a rank that holds some rows of a tensor draws little more
+than those, and the values are the same on every layout.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor
 
 RESIDUAL_OUTPUTS = ("attention.output.weight", "mlp.down.weight")
+BLOCK = 256  # rows
 
 
-def initialise(model: nn.Module, seed: int, std: float, layers: int) -> None:
-    """Set all weights: normal with `std`; what adds to the residual stream is scaled down by the depth."""
+def initial(name: str, rows: range, row_shape: Sequence[int], seed: int, std: float, layers: int) -> Tensor:
+    """Rows of a parameter: normal with `std`; what adds to the residual stream is scaled down by the depth."""
+    if not row_shape:
+        return torch.full((len(rows),), 1.0 if name.endswith("norm.weight") else 0.0)
+    scale = std / (2 * layers) ** 0.5 if name.endswith(RESIDUAL_OUTPUTS) else std
+    values = torch.empty(len(rows), *row_shape)
+    for block in range(rows.start // BLOCK, -(-rows.stop // BLOCK)):
+        generator = torch.Generator().manual_seed(_seed_of(seed, f"{name}/{block}"))
+        drawn = torch.empty(BLOCK, *row_shape).normal_(0, scale, generator=generator)
+        first, stop = max(rows.start, block * BLOCK), min(rows.stop, (block + 1) * BLOCK)
+        values[first - rows.start : stop - rows.start] = drawn[first - block * BLOCK : stop - block * BLOCK]
+    return values
+
+
+def initialise(model: torch.nn.Module, seed: int, std: float, layers: int) -> None:
+    """Set all weights of a whole model."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim < 2:
-                parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
-                continue
-            scale = std / (2 * layers) ** 0.5 if name.endswith(RESIDUAL_OUTPUTS) else std
-            generator = torch.Generator().manual_seed(_seed_of(seed, name))
-            parameter.copy_(torch.empty(parameter.shape).normal_(0, scale, generator=generator))
+            rows, *row_shape = parameter.shape
+            parameter.copy_(initial(name, range(rows), row_shape, seed, std, layers))
 
 
 def _seed_of(seed: int, name: str) -> int:

@@ -1,6 +1,6 @@
 """The Llama family: RMSNorm, SwiGLU, rotary positions, grouped-query attention.
 
-Tensor suffixes: B batch, L length, D hidden, H heads, K key-value heads, E head width, V vocabulary.
+Tensor suffixes: B batch, L length, D hidden, H heads, K key-value heads, E head width.
 """
 
 from __future__ import annotations
@@ -12,37 +12,30 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from steelyard.core.recipe.model import LlamaModel, RopeScaling
-from steelyard.model.masks import within_documents
+from steelyard.model.attention import attend, attend_dropping, rows_of
+from steelyard.model.dropout import Dropout
+from steelyard.model.language_model import Context, LanguageModel, Slice
+from steelyard.model.modules import Linear, RmsNorm
 
 Rotation = tuple[Tensor, Tensor]
 
 
-class Llama(nn.Module):
+class Llama(LanguageModel):
     """Token ids in, logits out."""
 
-    def __init__(self, shape: LlamaModel) -> None:
-        super().__init__()
-        self.shape = shape
-        self.embed = nn.Embedding(shape.padded_vocab, shape.hidden)
-        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
-        self.norm = nn.RMSNorm(shape.hidden, eps=shape.norm_eps)
-        self.head = nn.Linear(shape.hidden, shape.padded_vocab, bias=False)
-        if shape.tied:
-            self.head.weight = self.embed.weight
+    shape: LlamaModel
 
-    def forward(
-        self, tokens_BL: Tensor, positions_BL: Tensor | None = None, documents_BL: Tensor | None = None
-    ) -> Tensor:
-        if positions_BL is None:
-            positions_BL = torch.arange(tokens_BL.shape[1], device=tokens_BL.device)[None]
-        rotation = rotations(self.shape, positions_BL)
-        mask = None if documents_BL is None else within_documents(documents_BL)
-        x_BLD = self.embed(tokens_BL)
-        for layer in self.layers:
-            x_BLD = layer(x_BLD, rotation, mask)
-        # Rows that only pad the vocabulary are cut off: they are never predicted and never trained.
-        logits: Tensor = self.head(self.norm(x_BLD))[..., : self.shape.vocab]
-        return logits
+    def __init__(self, shape: LlamaModel, part: Slice | None = None) -> None:
+        super().__init__(shape, part)
+
+    def make_layer(self) -> nn.Module:
+        return Layer(self.shape)
+
+    def make_norm(self) -> nn.Module:
+        return RmsNorm(self.shape.hidden, self.shape.norm_eps)
+
+    def rotation(self, positions_BL: Tensor) -> Rotation:
+        return rotations(self.shape, positions_BL)
 
 
 class Layer(nn.Module):
@@ -50,14 +43,17 @@ class Layer(nn.Module):
 
     def __init__(self, shape: LlamaModel) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(shape.hidden, eps=shape.norm_eps)
+        self.attention_norm = RmsNorm(shape.hidden, shape.norm_eps)
         self.attention = Attention(shape)
-        self.mlp_norm = nn.RMSNorm(shape.hidden, eps=shape.norm_eps)
+        self.attention_dropout = Dropout(shape.dropout)
+        self.mlp_norm = RmsNorm(shape.hidden, shape.norm_eps)
         self.mlp = Mlp(shape)
+        self.mlp_dropout = Dropout(shape.dropout)
 
-    def forward(self, x_BLD: Tensor, rotation: Rotation, mask: Tensor | None) -> Tensor:
-        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), rotation, mask)
-        x_BLD = x_BLD + self.mlp(self.mlp_norm(x_BLD))
+    def forward(self, x_BLD: Tensor, context: Context) -> Tensor:
+        noise = context.samples_B, context.places_BL
+        x_BLD = x_BLD + self.attention_dropout(self.attention(self.attention_norm(x_BLD), context), *noise)
+        x_BLD = x_BLD + self.mlp_dropout(self.mlp(self.mlp_norm(x_BLD)), *noise)
         return x_BLD
 
 
@@ -67,25 +63,26 @@ class Attention(nn.Module):
     def __init__(self, shape: LlamaModel) -> None:
         super().__init__()
         self.head_dim = shape.head_dim
-        self.query = nn.Linear(shape.hidden, shape.heads * shape.head_dim, bias=shape.qkv_bias)
-        self.key = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=shape.qkv_bias)
-        self.value = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=shape.qkv_bias)
-        self.output = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
-        self.grouped = shape.heads != shape.kv_heads
+        self.heads = range(shape.heads)
+        self.dropout, self.salt = shape.attention_dropout, 0
+        self.attend = attend
+        self.query = Linear(shape.hidden, shape.heads * shape.head_dim, bias=shape.qkv_bias)
+        self.key = Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=shape.qkv_bias)
+        self.value = Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=shape.qkv_bias)
+        self.output = Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
 
-    def forward(self, x_BLD: Tensor, rotation: Rotation, mask: Tensor | None) -> Tensor:
+    def forward(self, x_BLD: Tensor, context: Context) -> Tensor:
+        assert context.rotation is not None
         query_BHLE, key_BKLE, value_BKLE = (
             projection(x_BLD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.query, self.key, self.value)
         )
-        mixed_BHLE = F.scaled_dot_product_attention(
-            rotate(query_BHLE, rotation),
-            rotate(key_BKLE, rotation),
-            value_BKLE,
-            attn_mask=mask,
-            is_causal=mask is None,
-            enable_gqa=self.grouped,
-        )
+        query_BHLE, key_BKLE = rotate(query_BHLE, context.rotation), rotate(key_BKLE, context.rotation)
+        if self.dropout and self.training and context.samples_B is not None and context.places_BL is not None:
+            rows = rows_of(context.samples_B, context.places_BL, self.heads, self.salt)
+            mixed_BHLE = attend_dropping(query_BHLE, key_BKLE, value_BKLE, context.mask, rows, self.dropout)
+        else:
+            mixed_BHLE = self.attend(query_BHLE, key_BKLE, value_BKLE, context.mask)
         output: Tensor = self.output(mixed_BHLE.transpose(1, 2).flatten(-2))
         return output
 
@@ -95,9 +92,9 @@ class Mlp(nn.Module):
 
     def __init__(self, shape: LlamaModel) -> None:
         super().__init__()
-        self.gate = nn.Linear(shape.hidden, shape.ffn, bias=False)
-        self.up = nn.Linear(shape.hidden, shape.ffn, bias=False)
-        self.down = nn.Linear(shape.ffn, shape.hidden, bias=False)
+        self.gate = Linear(shape.hidden, shape.ffn, bias=False)
+        self.up = Linear(shape.hidden, shape.ffn, bias=False)
+        self.down = Linear(shape.ffn, shape.hidden, bias=False)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         output: Tensor = self.down(F.silu(self.gate(x_BLD)) * self.up(x_BLD))

@@ -1,0 +1,1 @@
+"""How ranks are started, and how they all end when one does."""

@@ -1,0 +1,122 @@
+"""What the families share: where the stream of tokens begins, the layers it passes, the head it ends at.
+
+A model may be built as a slice of itself, for one stage of a pipeline: without the embedding, with some of the layers,
+without norm and head. Names stay those of the whole model, so initial weights and checkpoints do not know of stages.
+
+Tensor suffixes: B batch, L length, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from steelyard.core.recipe.model import GptModel, LlamaModel
+from steelyard.model.attention import within_documents
+from steelyard.model.dropout import Dropout, salt_of
+from steelyard.model.loss import WholeVocabulary, linear_cross_entropy
+from steelyard.model.modules import Linear
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Which layers of a model to build, and whether it begins with the embedding and ends with norm and head."""
+
+    layers: range
+    first: bool = True
+    last: bool = True
+
+
+class Context(NamedTuple):
+    """What every layer needs beside the stream: the same for all layers of a forward pass."""
+
+    rotation: tuple[Tensor, Tensor] | None = None
+    mask: Tensor | None = None
+    samples_B: Tensor | None = None
+    places_BL: Tensor | None = None
+
+
+class LanguageModel(nn.Module):
+    """Token ids in, logits out; with labels in, the summed loss. A slice takes and gives the stream instead."""
+
+    embed: nn.Embedding | None
+    head: Linear | None
+
+    def __init__(self, shape: GptModel | LlamaModel, part: Slice | None) -> None:
+        super().__init__()
+        self.shape = shape
+        self.part = part or Slice(range(shape.layers))
+        self.dtype = torch.float32
+        self.mask_of: Callable[[Tensor], Tensor] = within_documents
+        self.vocabulary = WholeVocabulary()
+        self.embed_dropout = Dropout(shape.dropout)
+        self.embed = nn.Embedding(shape.padded_vocab, shape.hidden) if self.part.first else None
+        self.layers = nn.ModuleDict({str(number): self.make_layer() for number in self.part.layers})
+        self.norm = self.make_norm() if self.part.last else None
+        self.head = Linear(shape.hidden, shape.padded_vocab, bias=False) if self.part.last else None
+        self.tie()
+
+    def make_layer(self) -> nn.Module:
+        """One layer of the family."""
+        raise NotImplementedError
+
+    def make_norm(self) -> nn.Module:
+        """The norm before the head."""
+        raise NotImplementedError
+
+    def rotation(self, positions_BL: Tensor) -> tuple[Tensor, Tensor] | None:
+        """What turns queries and keys by their position, if the family does that."""
+        return None
+
+    def embedded(self, tokens_BL: Tensor, positions_BL: Tensor) -> Tensor:
+        """The stream's beginning."""
+        assert self.embed is not None
+        embedded: Tensor = self.embed(tokens_BL)
+        return embedded
+
+    def tie(self) -> None:
+        """Let head and embedding be one parameter, where the shape says so and both are here."""
+        if self.shape.tied and self.embed is not None and self.head is not None:
+            self.head.weight = self.embed.weight
+
+    def seed_dropout(self, seed: int) -> None:
+        """Tell each dropout who it is."""
+        for name, module in self.named_modules():
+            if hasattr(module, "salt"):
+                module.salt = salt_of(seed, name)
+
+    def forward(
+        self,
+        inputs: Tensor,
+        positions_BL: Tensor | None = None,
+        documents_BL: Tensor | None = None,
+        samples_B: Tensor | None = None,
+        places_BL: Tensor | None = None,
+        labels_BL: Tensor | None = None,
+        weights_BL: Tensor | None = None,
+    ) -> Tensor:
+        if positions_BL is None:
+            positions_BL = torch.arange(inputs.shape[1], device=inputs.device)[None]
+        if places_BL is None and samples_B is not None:
+            places_BL = torch.arange(positions_BL.shape[1], device=inputs.device)[None]
+        mask = None if documents_BL is None else self.mask_of(documents_BL)
+        context = Context(self.rotation(positions_BL), mask, samples_B, places_BL)
+        x_BLD = inputs
+        if self.embed is not None:
+            x_BLD = self.embed_dropout(self.embedded(inputs, positions_BL).to(self.dtype), samples_B, places_BL)
+        for layer in self.layers.values():
+            x_BLD = layer(x_BLD, context)
+        if self.norm is None or self.head is None:
+            return x_BLD
+        x_BLD = self.vocabulary.enter(self.norm(x_BLD))
+        if labels_BL is not None:
+            return linear_cross_entropy(
+                x_BLD, self.head.weight, labels_BL, weights_BL, self.shape.vocab, self.vocabulary
+            )
+        # Rows that only pad the vocabulary are cut off: they are never predicted and never trained.
+        logits: Tensor = self.head(x_BLD)[..., : self.shape.vocab]
+        return logits

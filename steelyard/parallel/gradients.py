@@ -1,0 +1,44 @@
+"""What is left to do to gradients when all micro-batches are through: the last sums, and the norm over the mesh."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from steelyard.parallel.mesh import Mesh
+from steelyard.parallel.parts import Part
+
+
+class Gradients:
+    """The gradients of a rank's parts."""
+
+    def __init__(self, parts: list[Part], mesh: Mesh, device: torch.device) -> None:
+        self.parts, self.mesh, self.device = parts, mesh, device
+        self.counted = [part for part in parts if not part.is_twin]
+        self.shares = torch.tensor([1 / part.copies for part in self.counted], dtype=torch.float64, device=device)
+
+    def finish(self) -> None:
+        """Sum what the backward pass left: over parts of the sequence, and between embedding and tied head."""
+        partial = [gradient for part in self.parts if part.is_partial and (gradient := part.gradient) is not None]
+        if partial:
+            flat = torch.cat([gradient.flatten() for gradient in partial])
+            dist.all_reduce(flat, group=self.mesh.tensor.group)
+            for gradient, summed in zip(partial, flat.split([each.numel() for each in partial]), strict=True):
+                gradient.copy_(summed.view_as(gradient))
+        for part in self.parts:
+            if part.is_tied and (gradient := part.gradient) is not None:
+                dist.all_reduce(gradient, group=self.mesh.ends)
+
+    def norm_with(self, others: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of the whole model's gradient, and `others` summed over the world in the same exchange."""
+        squares = torch.zeros((), dtype=torch.float64, device=self.device)
+        gradients = [part.gradient for part in self.counted]
+        if gradients:
+            zero = torch.zeros(1, device=self.device)
+            norms = torch._foreach_norm([zero if gradient is None else gradient for gradient in gradients], 2)
+            squares = (torch.stack(norms).double().square() * self.shares).sum()
+        sums = torch.cat([squares[None], others.double()])
+        if self.mesh.world.size > 1:
+            dist.all_reduce(sums)
+        return sums[0].sqrt(), sums[1:]

@@ -1,0 +1,54 @@
+"""Activation checkpointing: what the backward pass needs is computed again instead of kept.
+
+`full` keeps a layer's input only. `selective` keeps the outputs of matrix products and attention, which are costly, and
+computes the rest again, which is cheap. A number applies `full` to so many layers of each stage.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from steelyard.model import LanguageModel
+
+aten = torch.ops.aten
+COSTLY = {
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten._scaled_mm.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops._c10d_functional.all_gather_into_tensor.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    torch.ops._c10d_functional.all_reduce.default,
+}
+
+
+def apply(model: LanguageModel, recompute: str | int) -> None:
+    """Have the layers of a stage compute again what the recipe says."""
+    layers = list(model.layers.values())
+    if isinstance(recompute, int):
+        layers, recompute = layers[:recompute], "full"
+    if recompute == "none":
+        return
+    for layer in layers:
+        _wrap(layer, selective=recompute == "selective")
+
+
+def _wrap(layer: nn.Module, selective: bool) -> None:
+    # The forward inside the module is wrapped, not the module: names stay, and what hooks do around it is done once.
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if selective:
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    layer.forward = partial(checkpoint, layer.forward, **options)
+
+
+def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in COSTLY else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,220 @@
+"""Who this process is among the ranks of a job, and how the ranks meet and part.
+
+Four launchers are understood: torchrun (and `--nproc`, which speaks its language), mpirun, srun, and none at all. They
+are asked in this order, because the environment of an outer launcher shines through: under mpirun inside a Slurm job
+SLURM_PROCID is 0 everywhere. A shell inside a job (`srun --pty`, a batch script) is no launch.
+
+Torch is imported only where ranks meet, so that the command line can ask for its rank for free.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
+
+from steelyard.core.errors import Fault, Interrupted, SteelyardError, UserError
+from steelyard.parallel import rendezvous
+
+Launcher = Literal["alone", "torchrun", "mpirun", "srun"]
+T = TypeVar("T")
+
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+OTHER_MPI = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+# Slurm numbers its own steps (batch script, interactive shell) from here; those that srun starts begin at 0.
+SLURM_OWN_STEPS = 0xFFFFFFF0
+SECONDS_TO_PART = 5.0
+
+
+@dataclass(frozen=True)
+class World:
+    """One rank's place in the job."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    launcher: Launcher = "alone"
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that speaks and writes for all."""
+        return self.rank == 0
+
+
+class LostPeer(Fault):
+    """Another rank went away or stopped answering. It is the consequence of an error, never the cause."""
+
+
+def detect(environ: Mapping[str, str]) -> World:
+    """Read the launcher's variables."""
+    if "RANK" in environ:
+        return _world("torchrun", environ, TORCHRUN)
+    if "OMPI_COMM_WORLD_RANK" in environ:
+        return _world("mpirun", environ, OPEN_MPI)
+    in_step = _in_slurm_step(environ)
+    if "PMI_RANK" in environ and ("MPI_LOCALRANKID" in environ or not in_step):  # srun speaks PMI too.
+        return _world("mpirun", environ, OTHER_MPI)
+    if in_step:
+        if "SLURM_GTIDS" not in environ:
+            raise _half_set("srun", "SLURM_GTIDS", "SLURM_STEP_ID")
+        return _world("srun", environ, SLURM, local_size=len(environ["SLURM_GTIDS"].split(",")))
+    if environ.get("WORLD_SIZE", "1") != "1":
+        raise _half_set("torchrun", "RANK", "WORLD_SIZE")
+    return World()
+
+
+def _in_slurm_step(environ: Mapping[str, str]) -> bool:
+    step = environ.get("SLURM_STEP_ID", "")
+    return step.isdigit() and int(step) < SLURM_OWN_STEPS and "SLURM_PTY_PORT" not in environ
+
+
+def _world(
+    launcher: Launcher, environ: Mapping[str, str], names: tuple[str, ...], local_size: int | None = None
+) -> World:
+    numbers = []
+    for name in names:
+        if name not in environ:
+            raise _half_set(launcher, name, names[0])
+        if not environ[name].isascii() or not environ[name].isdigit():
+            raise UserError(f"{name} is {environ[name]!r}, which is no number", mend=_mend(name))
+        numbers.append(int(environ[name]))
+    rank, size, local_rank = numbers[:3]
+    local_size = numbers[3] if local_size is None else local_size
+    if rank >= size:
+        raise UserError(f"{names[0]} is {rank}, but {names[1]} is {size}: ranks count from 0", mend=_mend(names[0]))
+    if not local_rank < local_size <= size:
+        message = f"{names[2]} is {local_rank}, of {local_size} ranks on this machine and {size} in all"
+        raise UserError(message, mend=_mend(names[2]))
+    return World(rank, size, local_rank, local_size, launcher)
+
+
+def _half_set(launcher: Launcher, missing: str, given: str) -> UserError:
+    return UserError(f"{given} is set as by {launcher}, but {missing} is not", mend=_mend(given))
+
+
+def _mend(name: str) -> str:
+    return f"start the ranks with --nproc, torchrun, mpirun or srun, or unset {name} to be alone"
+
+
+@contextmanager
+def join(device_type: str, timeout_minutes: float) -> Iterator[World]:
+    """Meet the other ranks for the length of the block; a process that is alone initialises nothing.
+
+    After an error the block ends without waiting for ranks that may be gone, and an error that only says so becomes a
+    `LostPeer`, which the launcher ranks behind every other.
+    """
+    world = detect(os.environ)
+    if device_type == "cuda":
+        _take_gpu(world)
+    if world.size == 1:
+        yield world
+        return
+    import torch.distributed as dist
+
+    timeout = timedelta(minutes=timeout_minutes)
+    try:
+        store = rendezvous.meet(world.rank, world.size, world.local_size, world.launcher, timeout)
+        backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
+        yield world
+    except (Exception, Interrupted) as error:
+        _part_in_haste()
+        if isinstance(error, RuntimeError) and _is_lost_peer(error):
+            raise LostPeer(f"lost another rank: {_first_line(error)}") from error
+        raise
+    else:
+        dist.destroy_process_group()
+
+
+def _take_gpu(world: World) -> None:
+    import torch
+
+    visible = torch.cuda.device_count()
+    bound_by_launcher = visible == 1 and "CUDA_VISIBLE_DEVICES" in os.environ
+    if world.local_size > visible and not bound_by_launcher:
+        raise UserError(
+            f"{world.local_size} ranks were started on this machine, which shows {visible} GPUs",
+            mend="start as many ranks as there are GPUs, or set train.device=cpu",
+        )
+    torch.cuda.set_device(0 if bound_by_launcher else world.local_rank)
+
+
+def _part_in_haste() -> None:
+    """Leave the group after an error, when what it still waits for may never come."""
+    import torch.distributed as dist
+
+    def leave() -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    thread = threading.Thread(target=leave, daemon=True)
+    thread.start()
+    thread.join(SECONDS_TO_PART)
+
+
+def _is_lost_peer(error: RuntimeError) -> bool:
+    """Gloo, NCCL and the store say it in their own words, as plain RuntimeErrors or subclasses of them."""
+    text = str(error).lower()
+    signs = (
+        "connection closed by peer", "connection reset by peer", "connection refused", "broken pipe", "socket closed",
+        "timed out", "timeout", "remote process exited", "failed to recv", "failed to send", "connectfullmesh",
+    )  # fmt: skip
+    return any(sign in text for sign in signs)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def everywhere(world: World, function: Callable[[], T]) -> T:
+    """Call the function on rank 0 and hand its result, or its error, to all ranks.
+
+    The error is raised on every rank and marked `shared`, so that rank 0 tells it and the others end in silence.
+    """
+    if world.size == 1:
+        return function()
+    from torch.distributed import broadcast_object_list
+
+    answer: list[Any] = [None, None]
+    failure: Exception | None = None
+    if world.is_first:
+        try:
+            answer[0] = function()
+        except Exception as error:
+            failure, answer[1] = error, _in_words(error)
+    broadcast_object_list(answer, src=0)
+    if failure is not None:
+        if isinstance(failure, SteelyardError):
+            failure.shared = True
+        raise failure
+    if answer[1] is not None:
+        kind, message, where, mend = answer[1]
+        told = (UserError if kind == "UserError" else Fault)(message, where=where, mend=mend)
+        told.shared = True
+        raise told
+    result: T = answer[0]
+    return result
+
+
+def _in_words(error: Exception) -> tuple[str, str, str | None, str | None]:
+    if isinstance(error, SteelyardError):
+        kind = "UserError" if isinstance(error, UserError) else "Fault"
+        return kind, error.message, error.where, error.mend
+    return "Fault", f"{type(error).__name__}: {error}", None, None
+
+
+@contextmanager
+def alike(world: World) -> Iterator[None]:
+    """Mark mistakes in the block as shared: every rank reads the same recipe and finds the same mistake in it."""
+    try:
+        yield
+    except UserError as error:
+        error.shared = world.size > 1
+        raise
