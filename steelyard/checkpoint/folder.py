@@ -1,11 +1,13 @@
 """Checkpoint folders.
 
     checkpoints/step-00000100/
-        __0_0.distcp, .metadata   tensors by name, as torch.distributed.checkpoint lays them out
+        __<rank>_0.distcp         tensors by name, or the parts of them that a rank held,
+        .metadata                 as torch.distributed.checkpoint lays them out
         state.json                step and counters, and the size and SHA-256 of every other file
 
-The folder is filled under a temporary name and renamed. Only tensors go through torch; everything else is JSON. A
-folder whose files do not match their checksums is not loaded: `latest` names it and falls back to the one before.
+The folder is filled under a temporary name by all ranks together, and renamed by the first. Only tensors go through
+torch; everything else is JSON. A folder whose files do not match their checksums is not loaded: `latest` names it and
+falls back to the one before. What was saved on one layout can be loaded on any other.
 """
 
 from __future__ import annotations
@@ -15,17 +17,19 @@ import hashlib
 import json
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from steelyard.checkpoint.metadata import SafeReader
+from steelyard.checkpoint.pieces import Piece, ReadingPieces, WritingPieces
 from steelyard.core import files
 from steelyard.core.console import console
 from steelyard.core.errors import Fault, UserError
@@ -58,25 +62,71 @@ class Checkpoint:
         return {name: tuple(entry.size) for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
 
 
-def save(folder: Path, tensors: dict[str, Tensor], state: dict[str, Any], keep_last: int) -> Path:
-    """Save a checkpoint for `state["step"]` and remove all but the newest `keep_last`."""
+Tensors = Mapping[str, Tensor | Piece]
+
+
+def save(
+    folder: Path, tensors: Tensors, state: dict[str, Any], keep_last: int, group: dist.ProcessGroup | None = None
+) -> Path:
+    """Save a checkpoint for `state["step"]` and remove all but the newest `keep_last`.
+
+    With a group, all its ranks call this together, each with the pieces it holds. Whatever stops one of them is raised
+    on all.
+    """
     path = folder / f"{PREFIX}{state['step']:08d}"
-    if (
-        path.exists()
-    ):  # Left by an earlier life of this run; what is about to be written equals it or replaces a broken one.
-        shutil.rmtree(path)
-    with files.atomic_folder(path) as unfinished:
-        writer = dcp.FileSystemWriter(str(unfinished), single_file_per_rank=True)
-        with _single_process():
-            try:
-                dcp.save(tensors, storage_writer=writer, no_dist=True)
-            except CheckpointException as error:
-                raise Fault(f"checkpoint {path.name} could not be written: {_reason(error)}") from error
-        sums = {file.name: _checksum(file) for file in sorted(unfinished.iterdir())}
-        files.write_json(unfinished / STATE, {**state, "files": sums})
-    for old in _by_age(folder)[:-keep_last]:
-        shutil.rmtree(old)
+    pieces = {name: tensor if isinstance(tensor, Piece) else Piece.whole(tensor) for name, tensor in tensors.items()}
+    if group is None:
+        with _unfinished(path) as unfinished:
+            _finish(unfinished, state, _written(pieces, unfinished, path, None))
+    elif dist.get_rank(group) == 0:
+        with _unfinished(path) as unfinished:
+            dist.broadcast_object_list([str(unfinished)], group_src=0, group=group)
+            _finish(unfinished, state, _gathered(_written(pieces, unfinished, path, group), group))
+    else:
+        name: list[Any] = [None]
+        dist.broadcast_object_list(name, group_src=0, group=group)
+        _gathered(_written(pieces, Path(name[0]), path, group), group)
+    if group is None or dist.get_rank(group) == 0:
+        for old in _by_age(folder)[:-keep_last]:
+            shutil.rmtree(old)
     return path
+
+
+@contextlib.contextmanager
+def _unfinished(path: Path) -> Iterator[Path]:
+    if path.exists():  # Left by an earlier life of this run: what is about to be written replaces it.
+        shutil.rmtree(path)
+    with files.atomic_folder(path) as folder:
+        yield folder
+
+
+def _written(pieces: dict[str, Piece], unfinished: Path, path: Path, group: dist.ProcessGroup | None) -> dict[str, str]:
+    """Write this rank's pieces and return the checksums of its files."""
+    writer = dcp.FileSystemWriter(str(unfinished), single_file_per_rank=True)
+    with _single_process():
+        try:
+            dcp.save(
+                dict(pieces),
+                storage_writer=writer,
+                planner=WritingPieces(),
+                process_group=group,
+                no_dist=group is None,
+            )
+        except CheckpointException as error:
+            raise Fault(f"checkpoint {path.name} could not be written: {_reason(error)}") from error
+    rank = 0 if group is None else dist.get_rank(group)
+    mine = [*unfinished.glob(f"__{rank}_*"), *([unfinished / ".metadata"] if rank == 0 else [])]
+    return {file.name: _checksum(file) for file in sorted(mine)}
+
+
+def _gathered(sums: dict[str, str], group: dist.ProcessGroup) -> dict[str, str]:
+    everyones: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyones, sums, group=group)
+    return {name: checksum for each in everyones for name, checksum in each.items()}
+
+
+def _finish(unfinished: Path, state: dict[str, Any], sums: dict[str, str]) -> None:
+    files.write_json(unfinished / STATE, {**state, "files": dict(sorted(sums.items()))})
 
 
 def latest(folder: Path) -> Checkpoint | None:
@@ -102,18 +152,20 @@ def source(path: str | Path) -> Checkpoint:
     raise UserError(f"{path} is neither a checkpoint nor a run folder", mend="name a folder under runs/")
 
 
-def load(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
-    """Fill the tensors in place. Names or shapes that do not match are refused before anything is read."""
+def load(checkpoint: Checkpoint, tensors: Tensors) -> None:
+    """Fill the tensors in place, each rank on its own. What does not fit is refused before anything is read."""
     saved = checkpoint.shapes()
+    pieces = {name: tensor if isinstance(tensor, Piece) else Piece.whole(tensor) for name, tensor in tensors.items()}
     wrong = [
-        f"{name}: {saved.get(name, 'missing')} in the checkpoint, {tuple(tensor.shape)} wanted"
-        for name, tensor in tensors.items()
-        if saved.get(name) != tuple(tensor.shape)
+        f"{name}: {saved.get(name, 'missing')} in the checkpoint, {piece.shape} wanted"
+        for name, piece in pieces.items()
+        if saved.get(name) != piece.shape
     ]
     if wrong:
         raise UserError(f"{checkpoint.path} does not fit the model:\n  " + "\n  ".join(wrong[:10]))
     with _single_process():
-        dcp.load(tensors, storage_reader=SafeReader(str(checkpoint.path)), no_dist=True)
+        reader = SafeReader(str(checkpoint.path))
+        dcp.load(dict(pieces), storage_reader=reader, planner=ReadingPieces(), no_dist=True)
 
 
 @contextlib.contextmanager

@@ -1,16 +1,18 @@
 """Pieces: how torch.distributed.checkpoint is told which part of a tensor this rank has.
 
-It knows how to ask an object for its place in the whole by three methods. A piece answers them for a plain tensor and an
-offset, so that any layout can write what it has and any other can read what it needs.
+It asks an object for its place in the whole by two methods. A piece answers them for a plain tensor and an offset, so
+that any layout can write what it has and any other can read what it needs.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 
@@ -42,5 +44,28 @@ class Piece:
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [self._chunk()]
 
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        return self.tensor
+
+class WritingPieces(DefaultSavePlanner):
+    """Plans a save of pieces."""
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        """The tensor of a piece."""
+        return _tensor(self.state_dict, index)
+
+
+class ReadingPieces(DefaultLoadPlanner):
+    """Plans a load into pieces."""
+
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        """Take the pieces as they are, where the default would look for tensors to prepare and drop the rest."""
+        self.original_state_dict = self.state_dict = state_dict
+        self.metadata, self.is_coordinator = metadata, is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        """The tensor of a piece."""
+        return _tensor(self.state_dict, index)
+
+
+def _tensor(pieces: dict[str, Any], index: MetadataIndex) -> Tensor:
+    tensor: Tensor = pieces[index.fqn].tensor
+    return tensor

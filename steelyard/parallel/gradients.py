@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -42,3 +44,22 @@ class Gradients:
         if self.mesh.world.size > 1:
             dist.all_reduce(sums)
         return sums[0].sqrt(), sums[1:]
+
+    def signal_to_noise(self, grad_scale: Tensor, eps: float) -> dict[Part, Tensor]:
+        """||g|| / (std(g) + eps) of each whole parameter, wherever its parts lie, for SGD-SaI."""
+        sums = torch.zeros(len(self.parts), 2, dtype=torch.float64, device=self.device)
+        for row, part in zip(sums, self.parts, strict=True):
+            if (gradient := part.gradient) is not None:
+                scaled = gradient.double() / grad_scale
+                row[0], row[1] = scaled.sum(), scaled.square().sum()
+        if self.mesh.shard > 1 and self.mesh.sharding is not None:
+            dist.all_reduce(sums, group=self.mesh.sharding.get_group("shard"))
+        cut = [number for number, part in enumerate(self.parts) if part.is_cut]
+        if cut:
+            of_cut = sums[cut]
+            dist.all_reduce(of_cut, group=self.mesh.tensor.group)
+            sums[cut] = of_cut
+        counts = torch.tensor([math.prod(part.shape) for part in self.parts], dtype=torch.float64, device=self.device)
+        variance = (sums[:, 1] - sums[:, 0].square() / counts).clamp(min=0) / (counts - 1).clamp(min=1)
+        ratios = sums[:, 1].sqrt() / (variance.sqrt() + eps)
+        return dict(zip(self.parts, ratios.float(), strict=True))

@@ -31,6 +31,8 @@ class Part:
     offset: tuple[int, ...]
     copies: int
     """Ranks that hold this same part."""
+    is_cut: bool
+    """Whether other parts of it lie along the tensor axis."""
     is_partial: bool
     """Whether its gradient must still be summed over the tensor axis."""
     is_tied: bool
@@ -55,11 +57,10 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def parts_of(model: LanguageModel, mesh: Mesh, cuts: dict[str, Cut], by_sequence: bool) -> list[Part]:
-    """All parts of a model or of a stage of it that hold anything."""
+    """All parts of a model or of a stage of it. Where rows are few, some ranks hold none: their part is empty."""
     return [
-        part
+        _part(name, parameter, model, mesh, cuts.get(name), by_sequence)
         for name, parameter in model.named_parameters()
-        if (part := _part(name, parameter, model, mesh, cuts.get(name), by_sequence)).tensor.numel()
     ]
 
 
@@ -83,6 +84,7 @@ def _part(
         shape=tuple(shape),
         offset=tuple(offset),
         copies=mesh.replicate * (mesh.tensor.size if cut is None else 1),
+        is_cut=cut is not None and cut.pieces > 1,
         is_partial=by_sequence and cut is None,
         is_tied=is_tied,
         is_twin=is_twin,

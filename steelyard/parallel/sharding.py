@@ -1,9 +1,9 @@
 """Data parallelism in four degrees, all of them PyTorch's `fully_shard`.
 
-    zero 0   every rank holds everything; gradients are summed once per step
-    zero 1   optimizer state and fp32 weights are shared out; weights are gathered once per step
-    zero 2   gradients too: they are summed and shared out after every micro-batch
-    zero 3   weights too: a layer's are gathered when it computes and given away again
+zero 0   every rank holds everything; gradients are summed once per step
+zero 1   optimizer state and fp32 weights are shared out; weights are gathered once per step
+zero 2   gradients too: they are summed and shared out after every micro-batch
+zero 3   weights too: a layer's are gathered when it computes and given away again
 """
 
 from __future__ import annotations

@@ -141,9 +141,7 @@ class _VocabularyLookup:
         is_here_BL = (place_BL >= 0) & (place_BL < weight.shape[0])
         found_BLD = nn.functional.embedding(place_BL.where(is_here_BL, 0), weight)
         found_BLD = found_BLD.where(is_here_BL[..., None], 0.0)
-        return (
-            scattered(found_BLD, SEQUENCE, self.axis) if self.by_sequence else summed(found_BLD, self.axis)
-        )
+        return scattered(found_BLD, SEQUENCE, self.axis) if self.by_sequence else summed(found_BLD, self.axis)
 
 
 class VocabularyRows(WholeVocabulary):

@@ -1,49 +1,91 @@
-"""Writing down what a step did: always to metrics.jsonl, to TensorBoard when the recipe asks."""
+"""Writing down what a step did: to metrics.jsonl always, as a line of the log, and to TensorBoard and W&B when asked."""
 
 from __future__ import annotations
 
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
+from steelyard.core import units
+from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
 from steelyard.core.run import Run
 
 
 class Recorder:
-    """Keeps time between records and writes them."""
+    """Keeps time between records and writes them. Only the first rank writes; the others only keep time."""
 
-    def __init__(self, recipe: Recipe, folder: Run) -> None:
-        self.folder = folder
-        self._seconds, self._steps, self._tokens = 0.0, 0, 0
-        self._board = _tensorboard(recipe, folder) if recipe.log.tensorboard else None
+    def __init__(self, recipe: Recipe, folder: Run, writes: bool) -> None:
+        self.recipe, self.folder, self.writes = recipe, folder, writes
+        self._began, self._paused, self._steps = time.perf_counter(), 0.0, 0
+        self._board = _tensorboard(recipe, folder) if writes and recipe.log.tensorboard else None
+        self._wandb = _wandb(recipe, folder) if writes and recipe.log.wandb else None
 
     def __enter__(self) -> Recorder:
+        self._began = time.perf_counter()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self._board is not None:
             self._board.close()
+        if self._wandb is not None:
+            self._wandb.finish(exit_code=0 if error is None else 1, quiet=True)
 
-    def step_took(self, seconds: float, tokens: int) -> None:
-        """Add a step to the time since the last record."""
-        self._seconds += seconds
+    def step_done(self) -> None:
+        """Count a step."""
         self._steps += 1
-        self._tokens += tokens
 
-    def speed(self) -> dict[str, float]:
-        """Tokens per second and seconds per step since the last record; starts counting anew."""
-        speed = {"tokens_per_second": self._tokens / self._seconds, "seconds": self._seconds / self._steps}
-        self._seconds, self._steps, self._tokens = 0.0, 0, 0
-        return speed
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time in the block is not a step's."""
+        began = time.perf_counter()
+        yield
+        self._paused += time.perf_counter() - began
+
+    def seconds(self) -> tuple[float, int]:
+        """Time and steps since the last time this was asked."""
+        now = time.perf_counter()
+        seconds, steps = now - self._began - self._paused, self._steps
+        self._began, self._paused, self._steps = now, 0.0, 0
+        return max(seconds, 1e-9), max(steps, 1)
 
     def record(self, record: dict[str, Any]) -> None:
         """Write one record everywhere it should go."""
+        if not self.writes:
+            return
         self.folder.append(record)
+        numbers = {key: value for key, value in record.items() if key != "step" and value is not None}
         if self._board is not None:
-            for key, value in record.items():
-                if key != "step":
-                    self._board.add_scalar(key, value, record["step"])
+            for key, value in numbers.items():
+                self._board.add_scalar(key, value, record["step"])
+        if self._wandb is not None:
+            self._wandb.log(numbers, step=record["step"])
+
+
+def line(record: dict[str, Any], steps: int) -> str:
+    """A record as a line of the log."""
+    loss = "none" if record["loss"] is None else f"{record['loss']:.4f}"
+    fields = [
+        f"step {record['step']}/{steps}",
+        f"samples {record['samples']}",
+        f"{1000 * record['seconds']:.1f} ms/step",
+        f"rate {record['learning_rate']:.3e}",
+        f"batch {record['global_batch']}",
+        f"loss {loss}",
+        f"scale {record['loss_scale']:g}",
+        f"norm {record['grad_norm']:.3f}",
+        f"skipped {record['skipped']}",
+        f"nan {record['nonfinite']}",
+        f"{units.count(record['tokens_per_second'])} tokens/s",
+        f"{record['tflops']:.3g} TFLOP/s each",
+    ]
+    if record.get("mfu") is not None:
+        fields.append(f"MFU {record['mfu']:.3f}")
+    return "  ".join(fields)
 
 
 def _tensorboard(recipe: Recipe, folder: Run) -> Any:
@@ -54,3 +96,40 @@ def _tensorboard(recipe: Recipe, folder: Run) -> Any:
             "TensorBoard is not installed", where=recipe.where("log.tensorboard"), mend="pip install tensorboard"
         ) from None
     return SummaryWriter(str(folder.path / "tensorboard"))
+
+
+def check_wandb(recipe: Recipe) -> None:
+    """Refuse before training what would fail or ask for a key in it."""
+    if recipe.log.wandb is None:
+        return
+    try:
+        import wandb
+    except ImportError:
+        raise UserError("W&B is not installed", where=recipe.where("log.wandb"), mend="pip install wandb") from None
+    if os.environ.get("WANDB_MODE") in ("offline", "disabled") or os.environ.get("WANDB_API_KEY") or wandb.api.api_key:
+        return
+    raise UserError(
+        "W&B has no key",
+        where=recipe.where("log.wandb"),
+        mend="set WANDB_API_KEY or run wandb login; WANDB_MODE=offline needs none and keeps the run on this machine",
+    )
+
+
+def _wandb(recipe: Recipe, folder: Run) -> Any:
+    import wandb
+
+    console.say(f"W&B: project {recipe.log.wandb}, {os.environ.get('WANDB_MODE', 'online')}")
+    return wandb.init(
+        project=recipe.log.wandb,
+        name=folder.name,
+        id=folder.manifest().get("wandb_id") or _remember(folder, wandb.util.generate_id()),
+        resume="allow",
+        dir=str(folder.path),
+        config=recipe.settings(),
+        settings=wandb.Settings(console="off", silent=True, save_code=False),
+    )
+
+
+def _remember(folder: Run, identity: str) -> str:
+    folder.update(wandb_id=identity)
+    return identity

@@ -1,49 +1,113 @@
-"""Building the optimizer, and its state as tensors by name."""
+"""The optimizer over a rank's parts: building it, stepping it without asking the device, its state as pieces by name."""
 
 from __future__ import annotations
 
+from fnmatch import fnmatch
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from steelyard.checkpoint import Piece
 from steelyard.core.recipe.optim import Optim
+from steelyard.parallel.parts import Part
 from steelyard.train.sgd import Sgd, SgdSai
 
 
-def build(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
-    """The recipe's optimizer, with decay on matrices and none on norms and biases."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+class Optimizer:
+    """Moves the parts of a model along their gradients.
+
+    It works on the plain tensors of the parts, or, when its state is to stay in the host's memory, on copies of them
+    there.
+    """
+
+    def __init__(self, parts: list[Part], optim: Optim, on_host: bool) -> None:
+        self.parts = [part for part in parts if part.tensor.numel() and part.parameter.requires_grad]
+        self.on_host = on_host
+        self.tensors = [_host_copy(part.tensor) if on_host else part.tensor for part in self.parts]
+        self.torch = _build(self.parts, self.tensors, optim) if self.parts else None
+
+    def step(self, rate: float, grad_scale: Tensor, found_inf: Tensor, ratios: dict[Part, Tensor] | None) -> None:
+        """One step with gradients divided by `grad_scale`; none where `found_inf` is 1. Gradients are let go."""
+        if self.torch is None:
+            return
+        for part, tensor in zip(self.parts, self.tensors, strict=True):
+            gradient = part.gradient
+            tensor.grad = gradient.to(tensor.device) if gradient is not None else None
+        for group in self.torch.param_groups:
+            group["lr"] = rate
+        device = self.tensors[0].device
+        self.torch.grad_scale = grad_scale.to(device, torch.float32)  # type: ignore[attr-defined]
+        self.torch.found_inf = found_inf.to(device, torch.float32)  # type: ignore[attr-defined]
+        if ratios is not None and isinstance(self.torch, SgdSai):
+            self.torch.start({t: ratios[p].to(device) for p, t in zip(self.parts, self.tensors, strict=True)})
+        self.torch.step()
+        for part, tensor in zip(self.parts, self.tensors, strict=True):
+            part.parameter.grad = tensor.grad = None
+            if self.on_host:
+                part.tensor.copy_(tensor)
+
+    @property
+    def needs_ratios(self) -> bool:
+        """Whether SGD-SaI still waits for its first gradient."""
+        return isinstance(self.torch, SgdSai) and self.torch.needs_ratios
+
+    def make_state(self) -> None:
+        """Have the state created, so that a checkpoint can be loaded into it: one step that moves nothing."""
+        if self.torch is None:
+            return
+        device = self.tensors[0].device
+        self.torch.grad_scale = torch.ones((), device=device)  # type: ignore[attr-defined]
+        self.torch.found_inf = torch.ones((), device=device)  # type: ignore[attr-defined]
+        for tensor in self.tensors:
+            tensor.grad = torch.zeros_like(tensor)
+        if isinstance(self.torch, SgdSai):
+            self.torch.start({tensor: torch.zeros((), device=device) for tensor in self.tensors})
+        self.torch.step()
+        for tensor in self.tensors:
+            tensor.grad = None
+
+    def pieces(self, for_saving: bool) -> dict[str, Piece]:
+        """The state as `optimizer.<parameter>.<entry>`. The copy of a tied parameter is loaded but not saved."""
+        if self.torch is None:
+            return {}
+        return {
+            f"optimizer.{part.name}.{entry}": _piece(part, value)
+            for part, tensor in zip(self.parts, self.tensors, strict=True)
+            if not (for_saving and part.is_twin)
+            for entry, value in self.torch.state.get(tensor, {}).items()
+        }
+
+    def take_weights(self) -> None:
+        """Let copies on the host follow weights that were set from elsewhere."""
+        if self.on_host:
+            for part, tensor in zip(self.parts, self.tensors, strict=True):
+                tensor.copy_(part.tensor)
+
+
+def _build(parts: list[Part], tensors: list[Tensor], optim: Optim) -> torch.optim.Optimizer:
+    """The recipe's optimizer, with decay on matrices and none on norms, biases and what the recipe exempts."""
+    decayed = [len(part.shape) >= 2 and not any(fnmatch(part.name, name) for name in optim.no_decay) for part in parts]
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": optim.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {
+            "params": [tensor for tensor, is_decayed in zip(tensors, decayed, strict=True) if is_decayed == wanted],
+            "weight_decay": optim.weight_decay if wanted else 0.0,
+        }
+        for wanted in (True, False)
     ]
+    groups = [group for group in groups if group["params"]]
     if optim.name == "sgd":
         return Sgd(groups, optim.learning_rate, optim.momentum)
     if optim.name == "sgd-sai":
-        return SgdSai(groups, optim.learning_rate, optim.momentum, optim.eps)
+        return SgdSai(groups, optim.learning_rate, optim.momentum)
     return torch.optim.AdamW(
         groups, lr=optim.learning_rate, betas=(optim.betas[0], optim.betas[1]), eps=optim.eps, fused=True
     )
 
 
-def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state as `optimizer.<parameter>.<entry>`."""
-    return {
-        f"optimizer.{name}.{entry}": value
-        for name, parameter in model.named_parameters()
-        for entry, value in optimizer.state.get(parameter, {}).items()
-    }
+def _host_copy(tensor: Tensor) -> Tensor:
+    return tensor.to("cpu", copy=True)
 
 
-def make_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Have the optimizer create its state, so that a checkpoint can be loaded into it: one step that moves nothing."""
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+def _piece(part: Part, value: Tensor) -> Piece:
+    return Piece(value, part.shape, part.offset) if value.shape == part.tensor.shape else Piece.whole(value)

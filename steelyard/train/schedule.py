@@ -3,21 +3,43 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
-from steelyard.core.recipe.optim import Optim
+from steelyard.core.recipe.optim import UNITS, Optim
 
 
-def learning_rate(optim: Optim, step: int, steps: int) -> float:
-    """The rate for step number `step` of `steps` (the first is 1): a linear climb, then down to the minimum.
+@dataclass(frozen=True)
+class Progress:
+    """How far a schedule is, in every unit it may be measured in."""
 
-    The schedule ends at `optim.horizon_steps`, or with the run; behind its end the rate stays at the minimum.
+    steps: int
+    samples: int
+    tokens: int
+
+
+def learning_rate(optim: Optim, at: Progress, end: Progress) -> float:
+    """The rate of the step that ends at `at`, in a run that ends at `end`: a climb, then down to the minimum.
+
+    The schedule ends at its horizon, or with the run; behind its end the rate stays at the minimum.
     """
     top, floor = optim.learning_rate, optim.min_learning_rate
-    if step <= optim.warmup_steps:
-        return top * step / optim.warmup_steps
-    horizon = optim.horizon_steps or steps
-    done = min(1.0, (step - optim.warmup_steps) / max(1, horizon - optim.warmup_steps))
-    return floor + (top - floor) * _remaining(optim, done, step / horizon)
+    climb, climbed = _measured(optim, "warmup", at) or (0, 0)
+    if climbed < climb:
+        return top * climbed / climb
+    horizon, passed = _measured(optim, "horizon", at) or (end.steps, at.steps)
+    # The climb in the horizon's unit, which may be another one.
+    begun = climb * (passed / climbed) if climb else 0.0
+    done = min(1.0, (passed - begun) / max(1.0, horizon - begun))
+    return floor + (top - floor) * _remaining(optim, done, passed / horizon)
+
+
+def _measured(optim: Optim, length: str, at: Progress) -> tuple[int, int] | None:
+    """A length that the recipe gives, and how much of it has passed, in the recipe's unit."""
+    for unit in UNITS:
+        given = getattr(optim, f"{length}_{unit}")
+        if given:
+            return given, getattr(at, unit)
+    return None
 
 
 def _remaining(optim: Optim, done: float, passed: float) -> float:

@@ -1,8 +1,11 @@
 """Gradient descent with momentum, plain and scaled at initialisation, both with decoupled weight decay.
 
 SGD-SaI gives each tensor a learning rate of its own, once: its gradient signal-to-noise ratio ||g|| / (std(g) + eps),
-from the first gradient. After that it is momentum SGD, with half of AdamW's state. The ratio is part of the state and
-is saved with it.
+from the first gradient of the whole tensor, wherever its parts lie. After that it is momentum SGD, with half of AdamW's
+state. The ratio is part of the state and is saved with it.
+
+Like torch's fused AdamW, both divide gradients by `grad_scale` and leave everything as it is where `found_inf` is 1,
+without asking the device.
 """
 
 from __future__ import annotations
@@ -17,38 +20,49 @@ from torch import Tensor
 class Sgd(torch.optim.Optimizer):
     """p <- p (1 - lr wd) - lr m, with m <- momentum m + g."""
 
+    grad_scale: Tensor
+    found_inf: Tensor
+
     def __init__(self, groups: Iterable[dict[str, Any]], lr: float, momentum: float) -> None:
         super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Move every parameter that has a gradient."""
+        skip = self.found_inf.bool()
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    update, rate = self._update(self.state[parameter], parameter.grad, group)
-                    parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                    parameter.sub_(update * rate)
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                gradient = parameter.grad / self.grad_scale
+                momentum, rate = self._update(state, gradient, group)
+                moved = parameter * (1 - group["lr"] * group["weight_decay"]) - momentum * rate
+                parameter.copy_(torch.where(skip, parameter, moved))
+                state["momentum"].copy_(torch.where(skip, state["momentum"], momentum))
 
     def _update(self, state: dict[str, Tensor], gradient: Tensor, group: dict[str, Any]) -> tuple[Tensor, Any]:
+        """The new momentum, and how far to follow it."""
         if "momentum" not in state:
             state["momentum"] = torch.zeros_like(gradient)
-        state["momentum"].mul_(group["momentum"]).add_(gradient)
-        return state["momentum"], group["lr"]
+        return state["momentum"] * group["momentum"] + gradient, group["lr"]
 
 
 class SgdSai(Sgd):
     """p <- p (1 - lr wd) - lr gsnr m, with m <- momentum m + (1 - momentum) g, and m = g at first."""
 
-    def __init__(self, groups: Iterable[dict[str, Any]], lr: float, momentum: float, eps: float) -> None:
-        super().__init__(groups, lr, momentum)
-        self.eps = eps
+    @property
+    def needs_ratios(self) -> bool:
+        """Whether the next gradient is the first."""
+        return not any("gsnr" in state for state in self.state.values())
+
+    def start(self, ratios: dict[Tensor, Tensor]) -> None:
+        """Give each parameter its ratio and, as its first momentum, the gradient it came from."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                first = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad / self.grad_scale
+                self.state[parameter] = {"gsnr": ratios[parameter].clone(), "momentum": first}
 
     def _update(self, state: dict[str, Tensor], gradient: Tensor, group: dict[str, Any]) -> tuple[Tensor, Any]:
-        if "gsnr" not in state:
-            spread = gradient.std() if gradient.numel() > 1 else torch.zeros_like(gradient.sum())
-            state["gsnr"] = gradient.norm() / (spread + self.eps)
-            state["momentum"] = gradient.clone()
-        else:
-            state["momentum"].lerp_(gradient, 1 - group["momentum"])
-        return state["momentum"], group["lr"] * state["gsnr"]
+        momentum = torch.lerp(state["momentum"], gradient, 1 - group["momentum"])
+        return momentum, group["lr"] * state["gsnr"]

@@ -1,0 +1,194 @@
+"""One optimizer step on whatever mesh there is: micro-batches through the model, gradients together, weights moved.
+
+Nothing in a step asks the device for a number: losses and norms stay tensors until someone writes them down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from steelyard import model as models
+from steelyard.checkpoint import Piece
+from steelyard.core.errors import UserError
+from steelyard.core.recipe import Recipe
+from steelyard.model import LanguageModel
+from steelyard.parallel import context, sharding
+from steelyard.parallel.assemble import assemble
+from steelyard.parallel.gradients import Gradients
+from steelyard.parallel.mesh import Mesh
+from steelyard.tokens.loader import documents_in
+from steelyard.train import device as devices
+from steelyard.train import fp8
+from steelyard.train.extension import Extension
+from steelyard.train.optimizer import Optimizer
+from steelyard.train.timeline import Timeline
+
+Batch = dict[str, Tensor]
+
+
+class Engine:
+    """A model in training: this rank's share of it, and how it computes with the others."""
+
+    def __init__(
+        self, recipe: Recipe, mesh: Mesh, device: torch.device, extension: Extension, end_of_document: int | None
+    ) -> None:
+        self.recipe, self.mesh, self.device, self.extension = recipe, mesh, device, extension
+        self.end_of_document = end_of_document
+        self.timeline = Timeline(device)
+
+        def transform(model: LanguageModel) -> None:
+            extension.transform(model)
+            if recipe.train.precision == "fp8":
+                fp8.convert(model)
+
+        compiled = devices.compiles(recipe, device)
+        dtype = devices.DTYPES[recipe.train.precision]
+        self.assembly = assemble(recipe, mesh, device, dtype, compiled, transform)
+        self.parts = self.assembly.parts
+        self.gradients = Gradients(self.parts, mesh, device)
+        self.optimizer = Optimizer(self.parts, recipe.optim, recipe.optim.offload)
+
+    def initialise(self) -> None:
+        """Set all weights: each part draws its rows of the whole parameter."""
+        shape, seed = self.recipe.model, self.recipe.train.seed
+        with torch.no_grad():
+            for part in self.parts:
+                _, *row_shape = part.shape
+                rows = models.initial(part.name, part.rows, row_shape, seed, shape.init_std, shape.layers)
+                for dim in range(1, rows.ndim):
+                    rows = rows.narrow(dim, part.offset[dim], part.tensor.shape[dim])
+                part.tensor.copy_(rows)
+        self.optimizer.take_weights()
+
+    def pieces(self, for_saving: bool, with_optimizer: bool = True) -> dict[str, Piece]:
+        """Weights and optimizer state of this rank for a checkpoint, by name."""
+        weights = {
+            f"model.{part.name}": Piece(part.tensor, part.shape, part.offset)
+            for part in self.parts
+            if part.tensor.numel() and self.extension.saves(part) and not (for_saving and part.is_twin)
+        }
+        return weights | (self.optimizer.pieces(for_saving) if with_optimizer else {})
+
+    def step(
+        self, rows: npt.NDArray[np.int64], first_sample: int, rate: float, labels: int, loss_scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """One step on this rank's rows; `labels` is how many tokens the whole step predicts.
+
+        Returns the summed loss of the whole step, the gradient norm before clipping, and whether the step was skipped
+        because that norm is not finite: all as tensors that the device may still be computing.
+        """
+        batch = self._batch(rows, first_sample)
+        loss = self._forward_and_backward(batch, loss_scale / labels)
+        self.timeline.mark("gradients")
+        self.gradients.finish()
+        scaled_norm, sums = self.gradients.norm_with(self._of_the_world(loss)[None])
+        norm = scaled_norm / loss_scale
+        skipped = ~torch.isfinite(norm)
+        clip = self.recipe.optim.clip
+        grad_scale = loss_scale * ((norm + 1e-6) / clip).clamp(min=1.0) if clip else torch.full_like(norm, loss_scale)
+        self.timeline.mark("optimizer")
+        ratios = None
+        if self.optimizer.needs_ratios:
+            if skipped.item():  # The first gradient that counts is the first finite one.
+                self._let_go()
+                return sums[0], norm, skipped
+            ratios = self.gradients.signal_to_noise(grad_scale, self.recipe.optim.eps)
+        self.optimizer.step(rate, grad_scale, skipped, ratios)
+        return sums[0], norm, skipped
+
+    def evaluate(self, rows: npt.NDArray[np.int64]) -> Tensor:
+        """The summed loss of rows, over all ranks that have their own."""
+        for model in self.assembly.stages.values():
+            model.eval()
+        with torch.no_grad():
+            micro_batches = self._micro_batches(self._batch(rows, None))
+            if self.assembly.pipeline is not None:
+                loss = self.assembly.pipeline.evaluate(micro_batches)
+            else:
+                loss = torch.zeros((), dtype=torch.float64, device=self.device)
+                for micro in micro_batches:
+                    loss += self.assembly.model(**micro).double()
+        for model in self.assembly.stages.values():
+            model.train()
+        loss = self._of_the_world(loss)
+        if self.mesh.world.size > 1:
+            torch.distributed.all_reduce(loss)
+        return loss
+
+    def _forward_and_backward(self, batch: Batch, scale: float) -> Tensor:
+        factor = torch.full((), scale, device=self.device)
+        count = len(batch["inputs"]) // self.recipe.train.micro_batch
+        if self.assembly.pipeline is not None:
+            self.assembly.pipeline.timers = self.timeline if self.timeline.is_on else None
+            loss = self.assembly.pipeline.train(batch, count, factor)
+            self._add_stage_losses(scale * count)
+            return loss.double()
+        model = self.assembly.model
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for number, micro in enumerate(self._micro_batches(batch)):
+            sharding.before_micro_batch(model, self.recipe.parallel.zero, is_last=number == count - 1)
+            self.timeline.mark("forward", 0, number)
+            loss = model(**micro)
+            self.timeline.mark("backward", 0, number)
+            (loss * factor).backward()
+            total += loss.detach()
+        self._add_stage_losses(scale * count)
+        return total
+
+    def _add_stage_losses(self, factor: float) -> None:
+        """Losses that an extension takes from weights alone, once for all micro-batches of the step."""
+        for model in self.assembly.stages.values():
+            loss = self.extension.loss(model)
+            if loss is not None:
+                (loss * factor).backward()
+
+    def _micro_batches(self, batch: Batch) -> Iterator[Batch]:
+        size = self.recipe.train.micro_batch
+        for first in range(0, len(batch["inputs"]), size):
+            yield {name: value[first : first + size] for name, value in batch.items()}
+
+    def _batch(self, rows: npt.NDArray[np.int64], first_sample: int | None) -> Batch:
+        """What the model takes, on its device: this rank's part of each row where sequences are cut."""
+        vocab, data = self.recipe.model.vocab, self.recipe.data
+        if rows.max() >= vocab:
+            raise UserError(f"the data holds the id {rows.max()}, but model.vocab is {vocab}")
+        length = rows.shape[1] - 1
+        batch: dict[str, Any] = {"inputs": rows[:, :-1], "labels_BL": rows[:, 1:]}
+        is_cut = self.mesh.context.size > 1
+        if self.mesh.world.size > 1:
+            batch["positions_BL"] = np.broadcast_to(np.arange(length), (len(rows), length))
+        if self.end_of_document is not None:
+            documents = documents_in(rows, self.end_of_document)
+            if data.mask_documents:
+                batch["documents_BL"] = documents.number
+            if data.reset_positions:
+                batch["positions_BL"] = documents.position
+        if first_sample is not None and (self.recipe.model.dropout or self.recipe.model.attention_dropout):
+            batch["samples_B"] = np.arange(first_sample, first_sample + len(rows))
+            batch["places_BL"] = np.broadcast_to(np.arange(length), (len(rows), length))
+        if is_cut:
+            here = context.places(length, self.mesh.context).numpy()
+            for name in ("inputs", "labels_BL", "positions_BL", "places_BL"):
+                if name in batch:
+                    batch[name] = batch[name][:, here]
+        return {name: self._to_device(value) for name, value in batch.items()}
+
+    def _to_device(self, array: npt.NDArray[np.int64]) -> Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        if self.device.type == "cuda":
+            tensor = tensor.pin_memory()
+        return tensor.to(self.device, non_blocking=True)
+
+    def _of_the_world(self, loss: Tensor) -> Tensor:
+        """A rank's share of the loss in a sum over the world: ranks along the tensor axis all have the same."""
+        return loss.double() / self.mesh.tensor.size
+
+    def _let_go(self) -> None:
+        for part in self.parts:
+            part.parameter.grad = None

@@ -1,0 +1,93 @@
+"""What a rank does during a step, for the steps in `log.timeline`.
+
+    timeline/rank-00000.jsonl    {"step": 3, "name": "forward", "stage": 0, "micro_batch": 1, "start_ns": ..., "end_ns": ...}
+
+Times are of rank 0's clock. Each mark ends what went before it. On a GPU a mark is an event in its stream, so that it
+shows when the work was done and not when it was asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+PINGS = 8
+
+
+class Timeline:
+    """Collects marks while it is on; off, a mark costs nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.is_on = False
+        self._marks: list[tuple[str, int, int, Any]] = []
+        self._offset: int | None = None
+
+    def begin(self) -> None:
+        """Collect the marks of a step."""
+        if self._offset is None:
+            self._offset = clock_offset()
+        self.is_on = True
+        self._marks = []
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self._begun = time.time_ns()
+        self.mark("data")
+
+    def mark(self, name: str, stage: int = -1, micro_batch: int = -1) -> None:
+        """From now on the rank does this."""
+        if self.is_on:
+            self._marks.append((name, stage, micro_batch, self._now()))
+
+    def end(self, step: int, folder: Path, rank: int) -> None:
+        """Write what was collected."""
+        self.mark("end")
+        self.is_on = False
+        times = [self._nanoseconds(at) for *_, at in self._marks]
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / f"rank-{rank:05d}.jsonl", "a", encoding="utf-8") as file:
+            for (name, stage, micro_batch, _), start, end in zip(self._marks, times, times[1:], strict=False):
+                entry = {"step": step, "name": name, "stage": stage, "micro_batch": micro_batch,
+                         "start_ns": start, "end_ns": end}  # fmt: skip
+                file.write(json.dumps(entry) + "\n")
+
+    def _now(self) -> Any:
+        if self.device.type != "cuda":
+            return time.time_ns()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _nanoseconds(self, at: Any) -> int:
+        offset = self._offset or 0
+        if self.device.type != "cuda":
+            return int(at) + offset
+        at.synchronize()
+        first = self._marks[0][3]
+        return self._begun + int(first.elapsed_time(at) * 1e6) + offset
+
+
+def clock_offset() -> int:
+    """Nanoseconds to add to this host's clock to have rank 0's: from the quickest of a few questions to it."""
+    if not dist.is_initialized():
+        return 0
+    rank, best = dist.get_rank(), (1 << 62, 0)
+    answer = torch.zeros(1, dtype=torch.int64)
+    for asking in range(1, dist.get_world_size()):
+        for _ in range(PINGS):
+            if rank == 0:
+                dist.recv(answer, src=asking)
+                answer[0] = time.time_ns()
+                dist.send(answer, dst=asking)
+            elif rank == asking:
+                asked = time.time_ns()
+                dist.send(answer, dst=0)
+                dist.recv(answer, src=0)
+                answered = time.time_ns()
+                best = min(best, (answered - asked, int(answer) - (asked + answered) // 2))
+    return best[1]
