@@ -60,9 +60,12 @@ class Console:
             print(message, file=sys.stderr, flush=True)
 
     @contextmanager
-    def progress(self, task: str, total: float, unit: str, done: float = 0) -> Iterator[Progress]:
-        """Show how far some work is, how fast it goes and how long it will take; `done` is what an earlier run did."""
-        progress = Progress(self, task, total, unit, done)
+    def progress(self, task: str, total: float, unit: str, done: float = 0, lines: bool = True) -> Iterator[Progress]:
+        """Show how far some work is, how fast it goes and how long it will take; `done` is what an earlier run did.
+
+        Work that prints lines of its own needs none in a log (`lines=False`).
+        """
+        progress = Progress(self, task, total, unit, done, lines)
         if self.quiet or self._bar is not None or not sys.stderr.isatty():
             yield progress
             return
@@ -77,7 +80,8 @@ class Console:
 class Progress:
     """One piece of long work: `advance` it, and it shows itself."""
 
-    def __init__(self, console: Console, task: str, total: float, unit: str, done: float) -> None:
+    def __init__(self, console: Console, task: str, total: float, unit: str, done: float, lines: bool) -> None:
+        self.lines = lines
         self.console, self.task, self.total, self.unit = console, task, total, unit
         self.done = self.done_before = done
         self.bar: Any = None
@@ -91,7 +95,7 @@ class Progress:
         speed = f"{units.count(rate)} {self.unit}/s"
         if self.bar is not None:
             self.bar.update(0, completed=self.done, detail="  ".join(filter(None, [note, speed])))
-        elif now - self.last_line >= SECONDS_BETWEEN_LINES:
+        elif self.lines and now - self.last_line >= SECONDS_BETWEEN_LINES:
             self.last_line = now
             left = units.duration((self.total - self.done) / rate) if rate else "unknown"
             share = f"{100 * self.done / self.total:3.0f}%" if self.total else ""

@@ -31,7 +31,12 @@ from steelyard.core.recipe import Recipe, load, to_toml
 from steelyard.core.recipe.toml import leaves
 
 MANIFEST, RECIPE, METRICS, LOCK = "run.json", "recipe.toml", "metrics.jsonl", "run.lock"
-MAY_CHANGE = ("train.steps", "train.samples", "train.tokens", "train.hours", "log.", "checkpoint.")
+# What a resumed run may do differently: how long it goes, what it writes down, and where it computes, which changes
+# nothing but rounding.
+MAY_CHANGE = (
+    "train.steps", "train.samples", "train.tokens", "train.hours", "train.micro_batch", "train.device", "train.compile",
+    "optim.offload", "parallel.", "log.", "checkpoint.",
+)  # fmt: skip
 LIBRARIES = ("torch", "numpy", "pydantic", "tokenizers")
 
 
@@ -138,15 +143,15 @@ class Run:
             return False
 
 
-def for_training(recipe: Recipe, path: Path | None = None) -> Run:
-    """The run folder to train in: a new one, or an unfinished one of the same recipe."""
+def for_training(recipe: Recipe, path: Path | None = None, fresh: bool = False) -> Run:
+    """The run folder to train in: a new one, or, unless it is to be `fresh`, an unfinished one of the same recipe."""
     first = path or Path("runs") / recipe.name
     number, candidate = 1, first
     while candidate.exists() and not _is_empty(candidate):
         run = Run.open(candidate)
         earlier = run.recipe()
         is_done = run.state == "finished" and recipe.train.steps <= earlier.train.steps
-        if not is_done:
+        if not is_done and not fresh:
             _refuse_changes(run, earlier, recipe)
             return run
         number += 1

@@ -41,7 +41,7 @@ class Context(NamedTuple):
 
 
 class LanguageModel(nn.Module):
-    """Token ids in, logits out; with labels in, the summed loss. A slice takes and gives the stream instead."""
+    """Token ids in, logits out; with labels in, the summed loss, of shape (1,). A slice takes and gives the stream instead."""
 
     embed: nn.Embedding | None
     head: Linear | None
@@ -114,9 +114,10 @@ class LanguageModel(nn.Module):
             return x_BLD
         x_BLD = self.vocabulary.enter(self.norm(x_BLD))
         if labels_BL is not None:
-            return linear_cross_entropy(
+            loss = linear_cross_entropy(
                 x_BLD, self.head.weight, labels_BL, weights_BL, self.shape.vocab, self.vocabulary
             )
+            return loss[None]  # A pipeline joins the outputs of micro-batches, which it could not do with scalars.
         # Rows that only pad the vocabulary are cut off: they are never predicted and never trained.
         logits: Tensor = self.head(x_BLD)[..., : self.shape.vocab]
         return logits

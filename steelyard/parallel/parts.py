@@ -59,8 +59,7 @@ def local(tensor: Tensor) -> Tensor:
 def parts_of(model: LanguageModel, mesh: Mesh, cuts: dict[str, Cut], by_sequence: bool) -> list[Part]:
     """All parts of a model or of a stage of it. Where rows are few, some ranks hold none: their part is empty."""
     return [
-        _part(name, parameter, model, mesh, cuts.get(name), by_sequence)
-        for name, parameter in model.named_parameters()
+        _part(name, parameter, model, mesh, cuts.get(name), by_sequence) for name, parameter in model.named_parameters()
     ]
 
 

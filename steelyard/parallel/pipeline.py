@@ -167,9 +167,9 @@ class Pipeline:
 
     def _stage(self, number: int, model: LanguageModel, micro: dict[str, Tensor]) -> Stage:
         """One stage, told what comes in and goes out so that it need not try."""
-        boundary = torch.empty(self._boundary(model, micro), dtype=model.dtype, device="meta")
+        boundary = torch.empty(self._boundary(model, micro), dtype=model.dtype, device="meta", requires_grad=True)
         inputs = micro["inputs"].to("meta") if model.part.first else boundary
-        outputs = torch.empty((), device="meta") if model.part.last else boundary
+        outputs = torch.empty(1, device="meta") if model.part.last else boundary
         return Stage(model, number, self.parallel.stages, self.device, inputs, outputs, group=self.axis.group)
 
     def _boundary(self, model: LanguageModel, batch: dict[str, Tensor]) -> tuple[int, ...]:
@@ -179,8 +179,8 @@ class Pipeline:
         return rows, length // pieces, model.shape.hidden
 
     def _loss(self, output: Tensor, target: Tensor) -> Tensor:
-        self.losses.append(output.detach())
-        return output * self.scale
+        self.losses.append(output.detach().sum())
+        return output.sum() * self.scale
 
     @staticmethod
     def _stages_of(schedule: Any) -> list[Stage]:

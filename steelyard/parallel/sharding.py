@@ -37,6 +37,7 @@ def _shard(module: nn.Module, dtype: torch.dtype, mesh: DeviceMesh, zero: int) -
     sharded = fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=zero == 3)
     # Losses are weighed by their tokens before; gradients are summed, not averaged.
     sharded.set_gradient_divide_factor(1.0)
+    sharded.set_force_sum_reduction_for_comms(True)
 
 
 def before_micro_batch(model: LanguageModel, zero: int, is_last: bool) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -26,6 +26,8 @@ class Batch:
     """The rows of one rank for one step; `rows` holds sequence_length + 1 tokens each."""
 
     rows: npt.NDArray[np.int64]
+    first: int
+    """The number of the first row's sample in the run."""
     consumed: int
 
 
@@ -53,14 +55,18 @@ def read(samples: Samples, first: int, number: int) -> npt.NDArray[np.int64]:
 
 
 class Loader:
-    """Yields one rank's batches from sample number `consumed` on."""
+    """Yields one rank's batches from sample number `consumed` on; `batch_at` says how large the next one is."""
 
-    def __init__(self, samples: Samples, global_batch: int, consumed: int = 0, rank: int = 0, ranks: int = 1) -> None:
-        if global_batch % ranks:
-            raise ValueError(f"{ranks} ranks cannot share a batch of {global_batch}")
-        self.samples, self.global_batch, self.consumed = samples, global_batch, consumed
-        self.part = global_batch // ranks
-        self.offset = rank * self.part
+    def __init__(
+        self,
+        samples: Samples,
+        batch_at: Callable[[int], int],
+        consumed: int = 0,
+        rank: int = 0,
+        ranks: int = 1,
+    ) -> None:
+        self.samples, self.batch_at, self.consumed = samples, batch_at, consumed
+        self.rank, self.ranks = rank, ranks
         self._ready: queue.Queue[Batch | Exception] = queue.Queue(maxsize=AHEAD)
         self._closed = threading.Event()
         self._reader = threading.Thread(target=self._read_ahead, daemon=True, name="loader")
@@ -76,7 +82,7 @@ class Loader:
         return self
 
     def __next__(self) -> Batch:
-        if self.consumed + self.global_batch > len(self.samples):
+        if self.consumed + self.batch_at(self.consumed) > len(self.samples):
             raise StopIteration
         batch = self._ready.get()
         if isinstance(batch, Exception):
@@ -86,11 +92,16 @@ class Loader:
 
     def _read_ahead(self) -> None:
         first = self.consumed
-        while first + self.global_batch <= len(self.samples) and not self._closed.is_set():
+        while first + self.batch_at(first) <= len(self.samples) and not self._closed.is_set():
             try:
-                rows = read(self.samples, first + self.offset, self.part)
-                first += self.global_batch
-                self._put(Batch(rows, first))
+                size = self.batch_at(first)
+                part, left = divmod(size, self.ranks)
+                if left:
+                    raise ValueError(f"{self.ranks} ranks cannot share a batch of {size}")
+                mine = first + self.rank * part
+                rows = read(self.samples, mine, part)
+                first += size
+                self._put(Batch(rows, mine, first))
             except Exception as error:
                 self._put(error)
                 return

@@ -113,7 +113,7 @@ class Engine:
             else:
                 loss = torch.zeros((), dtype=torch.float64, device=self.device)
                 for micro in micro_batches:
-                    loss += self.assembly.model(**micro).double()
+                    loss += self.assembly.model(**micro).double().sum()
         for model in self.assembly.stages.values():
             model.train()
         loss = self._of_the_world(loss)
@@ -134,7 +134,7 @@ class Engine:
         for number, micro in enumerate(self._micro_batches(batch)):
             sharding.before_micro_batch(model, self.recipe.parallel.zero, is_last=number == count - 1)
             self.timeline.mark("forward", 0, number)
-            loss = model(**micro)
+            loss = model(**micro).sum()
             self.timeline.mark("backward", 0, number)
             (loss * factor).backward()
             total += loss.detach()

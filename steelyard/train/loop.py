@@ -114,6 +114,7 @@ class Training:
         deadline = time.monotonic() + 3600 * train.hours if train.hours else float("inf")
         bar = console.progress("train", total, "tokens", done=counters.tokens, lines=False)
         first_step = counters.step
+        self.speed.begin(counters.tokens)
         with bar as progress, self.recorder, batches:
             if counters.step == 0:
                 self._validate()
@@ -149,7 +150,9 @@ class Training:
                     self._save()
                 if stopping:
                     self.saver.wait()
-                    message = f"saved step {counters.step} of {train.steps}; the same command resumes {self.folder.path}"
+                    message = (
+                        f"saved step {counters.step} of {train.steps}; the same command resumes {self.folder.path}"
+                    )
                     if not train.hours or not self._agree(out_of_time):
                         raise Interrupted(message)
                     console.say(f"{train.hours:g} hours have passed: {message}")
@@ -197,7 +200,9 @@ class Training:
         self._sums[:3] = 0
         if counters.streak > self.recipe.train.nonfinite_limit:
             loss, norm = (value.item() for value in self._last)
-            what = f"the gradient norm became {norm}" if torch.isfinite(torch.tensor(loss)) else f"the loss became {loss}"
+            what = (
+                f"the gradient norm became {norm}" if torch.isfinite(torch.tensor(loss)) else f"the loss became {loss}"
+            )
             raise Fault(
                 f"{what} by step {counters.step}, the last {counters.streak} of which were skipped",
                 mend="lower optim.learning_rate",
