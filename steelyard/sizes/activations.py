@@ -1,9 +1,10 @@
-"""What the forward pass leaves in memory for the backward pass, in bytes per token.
+"""What the forward pass leaves in memory for the backward pass, in bytes per token of a rank.
 
-Read off the modules in `model/`: autograd keeps the input of each matrix product and norm and what each pointwise
-function needs, flash attention keeps query, key, value, its output and one number per head. Where a width is divided by
-`tensor`, heads or the MLP are split; where by `stream`, the sequence is (parallel.sequence_parallel), except for what a
-column-parallel product takes in, which has been gathered.
+Read off the modules in `model/` and how `parallel/` cuts them: autograd keeps the input of each matrix product and norm
+and what each pointwise function needs; flash attention keeps query, key, value, its output and one number per head.
+Norms compute in fp32, and without compilation keep their input so; a compiled layer keeps it as the stream has it, and
+computes SiLU again. Heads and the MLP's width are divided by parallel.tensor, the stream only with
+parallel.sequence_parallel, and what a column-parallel product takes in has been gathered even then.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.model import GptModel, LlamaModel
 
 FP32 = 4
+INT64 = 8
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,8 @@ class Widths:
     ffn: int
     norm: int
     log_sum: int
+    scores: int
+    """Weights of attention to the whole sequence, one byte for each."""
 
 
 def working_bytes(recipe: Recipe) -> int:
@@ -34,40 +38,61 @@ def working_bytes(recipe: Recipe) -> int:
     return FP32 if recipe.train.precision == "fp32" else 2
 
 
+def is_compiled(recipe: Recipe) -> bool:
+    """Whether layers are compiled: as the recipe says, or else if they run on a GPU."""
+    return recipe.train.device != "cpu" if recipe.train.compile is None else recipe.train.compile
+
+
 def widths(recipe: Recipe, fused_norm: bool = True) -> Widths:
-    """The widths of a recipe's tensors. A norm that is not fused (Llama's on a CPU) keeps two copies in fp32."""
+    """The widths of a recipe's tensors. PyTorch has no fused RMSNorm for CPUs; the plain one keeps two copies."""
     model, tensor, each = recipe.model, recipe.parallel.tensor, working_bytes(recipe)
     ranks = tensor if recipe.parallel.sequence_parallel else 1
     gpt = isinstance(model, GptModel)
     head_dim = model.hidden // model.heads if isinstance(model, GptModel) else model.head_dim
     kv_heads = model.heads if isinstance(model, GptModel) else model.kv_heads
-    whole_norm = each * model.hidden + (2 * FP32 if gpt else FP32)
+    copies = each if is_compiled(recipe) else FP32 if fused_norm or gpt else 2 * FP32
     return Widths(
         stream=each * model.hidden // ranks,
         gathered=each * model.hidden,
         query=each * model.heads * head_dim // tensor,
         key=each * kv_heads * head_dim // tensor,
         ffn=each * model.ffn // tensor,
-        norm=(whole_norm if fused_norm or gpt else 2 * FP32 * model.hidden + FP32) // ranks,
+        norm=(copies * model.hidden + (2 * FP32 if gpt else FP32)) // ranks,
         log_sum=FP32 * model.heads // tensor,
+        scores=model.heads // tensor * recipe.data.sequence_length,
     )
 
 
 def layer(recipe: Recipe, fused_norm: bool = True) -> int:
     """Bytes per token that a layer keeps when nothing is computed again."""
     of = widths(recipe, fused_norm)
-    attention = of.norm + of.gathered + 2 * of.query + 2 * of.key + of.log_sum
-    kept_by_mlp = 2 if isinstance(recipe.model, GptModel) else 4
-    mlp = of.norm + of.gathered + kept_by_mlp * of.ffn
+    silu_again = is_compiled(recipe)
+    kept_by_mlp = 2 if isinstance(recipe.model, GptModel) else 4 - silu_again
     masks = 2 * of.stream // working_bytes(recipe) if recipe.model.dropout else 0
-    return attention + mlp + masks
+    return 2 * (of.norm + of.gathered) + _attention(recipe, of) + kept_by_mlp * of.ffn + masks
+
+
+def _attention(recipe: Recipe, of: Widths) -> int:
+    """Query, keys, values and output. Where a sequence lies on several ranks, keys and values are gathered whole and
+    the output is put together from two pieces; attention dropout has no kernel and keeps all weights.
+    """
+    context = recipe.parallel.context
+    kept = 2 * of.query + 2 * of.key * context + of.log_sum
+    kept += of.query if context > 1 else 0
+    if recipe.model.attention_dropout:
+        kept += of.scores * (FP32 + 1 + working_bytes(recipe))
+    return kept
 
 
 def selective_layer(recipe: Recipe) -> int:
-    """Bytes per token of a layer that keeps what matrix products and attention give out and computes the rest again."""
-    of = widths(recipe)
+    """Bytes per token of a layer that keeps what products, attention and exchanges give out, and its input."""
+    of, parallel = widths(recipe), recipe.parallel
     projections = 1 if isinstance(recipe.model, GptModel) else 2
-    return 3 * of.stream + 2 * of.query + 2 * of.key + of.log_sum + projections * of.ffn
+    products = 2 * of.query + 2 * of.key + of.log_sum + projections * of.ffn + 2 * of.gathered
+    exchanged = 2 * of.stream if parallel.tensor > 1 else 0
+    exchanged += 2 * of.gathered if parallel.tensor > 1 and parallel.sequence_parallel else 0
+    exchanged += 2 * of.key * parallel.context if parallel.context > 1 else 0
+    return of.stream + products + exchanged
 
 
 def full_layer(recipe: Recipe) -> int:
@@ -83,21 +108,27 @@ def weight_gradient_inputs(recipe: Recipe) -> int:
 
 
 def temporaries(recipe: Recipe) -> int:
-    """Bytes per token that come and go within the backward pass of one layer.
+    """Bytes per token that come and go within the backward pass of one layer: an estimate, not read off.
 
-    The MLP's gradients, or Llama's rotation, which is done in fp32: five tensors as wide as the query.
+    The gradients inside the MLP, or Llama's rotation, which takes five tensors as wide as the query in fp32; dropout
+    draws with several integers of 64 bits for each element.
     """
-    of = widths(recipe)
-    if isinstance(recipe.model, GptModel):
-        return 2 * of.ffn + 2 * of.gathered
-    rotation = 5 * FP32 * of.query // working_bytes(recipe)
-    return max(3 * of.ffn, rotation) + 2 * of.gathered
+    of, each = widths(recipe), working_bytes(recipe)
+    widest = 2 * of.ffn
+    if isinstance(recipe.model, LlamaModel):
+        widest = max(3 * of.ffn, 5 * FP32 * of.query // each)
+    if recipe.model.dropout and not is_compiled(recipe):
+        widest += 4 * INT64 * of.stream // each
+    if recipe.model.attention_dropout:
+        widest += of.scores * (3 * INT64 + 2 * FP32)
+    return widest + 2 * of.gathered
 
 
 def head(recipe: Recipe) -> int:
-    """Bytes per token of the final norm and of its output, which the loss takes in, with that one's gradient."""
+    """Bytes per token of the final norm, its output, which the loss takes in, and the gradient of that."""
     of = widths(recipe)
-    return of.norm + 2 * of.gathered
+    ranks = of.gathered // of.stream
+    return (FP32 * recipe.model.hidden + 2 * FP32) // ranks + 2 * of.gathered
 
 
 def rotation(recipe: Recipe) -> int:
@@ -105,10 +136,16 @@ def rotation(recipe: Recipe) -> int:
     return 2 * FP32 * recipe.model.head_dim if isinstance(recipe.model, LlamaModel) else 0
 
 
-def recomputed(recipe: Recipe, layers: int) -> tuple[int, int]:
-    """Of a stage's layers, how many are computed again in full, and bytes per token that all of them keep."""
+def layers_kept(recipe: Recipe, layers: int) -> int:
+    """Of a stage's layers, those of which nothing is computed again."""
     how = recipe.parallel.recompute
-    if how == "selective":
-        return 0, layers * selective_layer(recipe)
-    again = {"none": 0, "full": layers}[how] if isinstance(how, str) else min(how, layers)
-    return again, again * full_layer(recipe) + (layers - again) * layer(recipe)
+    if isinstance(how, str):
+        return layers if how == "none" else 0
+    return max(0, layers - how)
+
+
+def stage(recipe: Recipe, layers: int) -> int:
+    """Bytes per token that a stage's layers keep, some or all of them computed again as the recipe says."""
+    kept = layers_kept(recipe, layers)
+    again = selective_layer(recipe) if recipe.parallel.recompute == "selective" else full_layer(recipe)
+    return kept * layer(recipe) + (layers - kept) * again

@@ -1,21 +1,22 @@
 """How much memory each rank needs at its fullest moment, by kind.
 
-The sum of kinds is an upper bound: not all of them are largest in the same moment. Formulas and how they were checked
-stand in docs/sizes.md.
+The sum of kinds is an upper bound: not all of them are largest in the same moment. It describes what `parallel/` does;
+formulas and how they were checked stand in docs/sizes.md.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
 from steelyard.sizes import activations
 from steelyard.sizes.activations import FP32, working_bytes
-from steelyard.sizes.schedule import InFlight, in_flight
+from steelyard.sizes.schedule import in_flight
 from steelyard.sizes.stages import partition_of, stage_parameters
 
-CHUNK_TOKENS = 2048
+CHUNK_BYTES = 1 << 30  # of fp32 logits, as in model/loss.py
 STATES = {"adamw": 2, "sgd": 1, "sgd-sai": 1}
 TOKEN_ID = 8
 
@@ -30,8 +31,9 @@ class Memory:
     optimizer: int
     activations: int
     temporaries: int
-    logits: int
-    communication: int
+    head_and_loss: int
+    layer_buffers: int
+    exchange_buffers: int
     host: int
 
     @property
@@ -72,127 +74,161 @@ def data_ranks(recipe: Recipe, world: int) -> int:
     return data
 
 
-def memory_of(recipe: Recipe, world: int) -> list[Memory]:
-    """The peak memory of a rank, for each pipeline rank: those that share one hold the same."""
-    return [_rank(recipe, world, rank) for rank in range(recipe.parallel.pipeline)]
-
-
-def _rank(recipe: Recipe, world: int, rank: int) -> Memory:
-    parallel, each = recipe.parallel, working_bytes(recipe)
-    stages = range(rank, parallel.stages, parallel.pipeline)
-    held = sum(stage_parameters(recipe, stage, parallel.tensor).total for stage in stages)
-    shards = data_ranks(recipe, world) * parallel.context // parallel.replicate if parallel.zero else 1
-    gathered = shards > 1 and parallel.zero < 3
-    reduced = held // shards * FP32
-    state = STATES[recipe.optim.name] * reduced
-    offload = recipe.optim.offload
-    return Memory(
-        weights=reduced,
-        working_copies=each * held if gathered else 0,
-        gradients=reduced if parallel.zero >= 2 else FP32 * held,
-        optimizer=0 if offload else state,
-        activations=_activations(recipe, world, rank),
-        temporaries=_temporaries(recipe, rank),
-        logits=_logits(recipe) if parallel.stages - 1 in stages else 0,
-        communication=_layer_buffers(recipe, shards, rank) + _exchange(recipe, world, rank),
-        host=state + 2 * reduced if offload else 0,
-    )
-
-
-def _tokens(recipe: Recipe) -> int:
-    """Tokens of a micro-batch that one rank sees."""
-    return recipe.train.micro_batch * recipe.data.sequence_length // recipe.parallel.context
-
-
 def micro_batches(recipe: Recipe, world: int) -> int:
     """Micro-batches of a step that one data-parallel rank sees."""
     return recipe.train.global_batch // (recipe.train.micro_batch * data_ranks(recipe, world))
 
 
-def _activations(recipe: Recipe, world: int, rank: int) -> int:
-    """What micro-batches in flight keep, at the moment when that is most."""
-    parallel = recipe.parallel
-    stages = range(rank, parallel.stages, parallel.pipeline)
-    waiting = [_kept(recipe, stage) for stage in stages]
-    held = [_held(recipe, stage) for stage in stages]
-
-    def size(state: InFlight) -> int:
-        number = zip((*state.waiting, *state.held), (*waiting, *held), strict=True)
-        return sum(count * kept for count, kept in number)
-
-    return max(size(state) for state in in_flight(parallel, micro_batches(recipe, world), rank))
+def memory_of(recipe: Recipe, world: int) -> list[Memory]:
+    """The peak memory of a rank, for each pipeline rank: those that share one hold the same."""
+    return [_Rank(recipe, world, rank).memory() for rank in range(recipe.parallel.pipeline)]
 
 
-def _kept(recipe: Recipe, stage: int) -> int:
-    """Bytes that one micro-batch keeps between a stage's forward and backward pass."""
-    last = stage == recipe.parallel.stages - 1
-    _, kept = activations.recomputed(recipe, partition_of(recipe).counts[stage])
-    kept += activations.head(recipe) if last else activations.widths(recipe).stream
-    kept += activations.rotation(recipe) // recipe.train.micro_batch
-    return _tokens(recipe) * (kept + 2 * TOKEN_ID) + _mask(recipe)
+class _Rank:
+    """One pipeline rank of a plan, and what its kinds of memory depend on."""
 
+    def __init__(self, recipe: Recipe, world: int, rank: int) -> None:
+        parallel = self.parallel = recipe.parallel
+        self.recipe, self.each = recipe, working_bytes(recipe)
+        self.stages = range(rank, parallel.stages, parallel.pipeline)
+        self.layers = [partition_of(recipe).counts[stage] for stage in self.stages]
+        self.parts = [stage_parameters(recipe, stage, parallel.tensor) for stage in self.stages]
+        self.held = sum(part.total for part in self.parts)
+        self.columns = data_ranks(recipe, world) * parallel.context
+        self.shards = self.columns // parallel.replicate if parallel.zero else 1
+        self.micro_batches = micro_batches(recipe, world)
+        self.states = in_flight(parallel, self.micro_batches, rank)
+        self.tokens = recipe.train.micro_batch * recipe.data.sequence_length // parallel.context
 
-def _held(recipe: Recipe, stage: int) -> int:
-    """Bytes that one micro-batch keeps when only the gradients of the weights are left to compute.
+    def memory(self) -> Memory:
+        sharded = FP32 * -(-self.held // self.shards)
+        state = STATES[self.recipe.optim.name] * sharded
+        offload = self.recipe.optim.offload
+        return Memory(
+            weights=sharded,
+            working_copies=self._working_copies(),
+            gradients=self._gradients(sharded),
+            optimizer=0 if offload else state,
+            activations=self._most(self._kept, self._held_for_weights),
+            temporaries=self._temporaries(),
+            head_and_loss=self._head_and_loss(),
+            layer_buffers=self._layer_buffers(),
+            exchange_buffers=self._exchange_buffers(),
+            host=state + 2 * sharded if offload else 0,
+        )
 
-    What was computed again for the backward pass stays until then.
-    """
-    layers = partition_of(recipe).counts[stage]
-    each = activations.layer(recipe) + activations.weight_gradient_inputs(recipe)
-    head = activations.head(recipe) if stage == recipe.parallel.stages - 1 else 0
-    return _tokens(recipe) * (layers * each + head)
+    def _most(self, waiting: Callable[[int], int], held: Callable[[int], int]) -> int:
+        """The most that micro-batches in flight take together, given what each takes on the rank's n-th stage."""
+        locals_ = range(len(self.stages))
+        sizes = [*map(waiting, locals_), *map(held, locals_)]
+        numbers = ((*state.waiting, *state.held) for state in self.states)
+        return max(sum(count * size for count, size in zip(each, sizes, strict=True)) for each in numbers)
 
+    def _working_copies(self) -> int:
+        """Weights in the precision of the products, beside the fp32 ones.
 
-def _mask(recipe: Recipe) -> int:
-    """The mask that keeps documents apart, as truth values and as numbers."""
-    length = recipe.data.sequence_length
-    pairs = recipe.train.micro_batch * length * length // recipe.parallel.context
-    return pairs * (1 + working_bytes(recipe)) if recipe.data.mask_documents else 0
+        Sharded weights are gathered for a whole step or, with zero 3 and no pipeline, for a layer at a time; embedding
+        and head are gathered together and stay. A rank that shares its weights with none casts them anew in each
+        forward pass, and autograd keeps those copies for the backward pass.
+        """
+        if self.columns > 1:
+            if self.shards == 1 and self.each == FP32:
+                return 0
+            if self.parallel.zero == 3 and self.parallel.pipeline == 1:
+                return self.each * sum(part.total - part.layer * part.layers for part in self.parts)
+            return self.each * self.held
+        if self.each == FP32:
+            return 0
 
+        def cast(local: int) -> int:
+            return self.each * self.parts[local].layer * activations.layers_kept(self.recipe, self.layers[local])
 
-def _temporaries(recipe: Recipe, rank: int) -> int:
-    """What comes and goes within one layer, and the layer that is being computed again."""
-    counts = partition_of(recipe).counts[rank :: recipe.parallel.pipeline]
-    if not any(counts):
-        return 0
-    again, _ = activations.recomputed(recipe, max(counts))
-    computing = activations.layer(recipe) if again or recipe.parallel.recompute == "selective" else 0
-    return _tokens(recipe) * (activations.temporaries(recipe) + computing)
+        return self._most(cast, lambda local: self.each * self.parts[local].layer * self.layers[local])
 
+    def _gradients(self, sharded: int) -> int:
+        """Sums of gradients in fp32: whole while micro-batches add up, unless zero 2 reduces after each of them.
 
-def _logits(recipe: Recipe) -> int:
-    """One chunk of logits: the loss never has more of them at once."""
-    vocabulary = recipe.model.padded_vocab // recipe.parallel.tensor
-    return min(CHUNK_TOKENS, _tokens(recipe)) * vocabulary * (FP32 + working_bytes(recipe))
+        Stages of torch.distributed.pipelining reduce once per step whatever `zero` is.
+        """
+        whole = FP32 * self.held
+        if self.shards == 1:
+            return whole
+        adds_up = self.micro_batches > 1 and (self.parallel.zero == 1 or self.parallel.pipeline > 1)
+        return whole + sharded if adds_up else sharded
 
+    def _kept(self, local: int) -> int:
+        """Bytes of activations that one micro-batch keeps between a stage's forward and backward pass."""
+        recipe = self.recipe
+        last = self.stages[local] == self.parallel.stages - 1
+        kept = activations.stage(recipe, self.layers[local])
+        kept += activations.head(recipe) if last else activations.widths(recipe).stream
+        kept += activations.rotation(recipe) // recipe.train.micro_batch
+        return self.tokens * (kept + 2 * TOKEN_ID) + self._mask()
 
-def _layer_buffers(recipe: Recipe, shards: int, rank: int) -> int:
-    """Weights and gradients of single layers on their way: gathered, cast and reduced a layer (or table) at a time."""
-    parallel, each = recipe.parallel, working_bytes(recipe)
-    parts = [
-        stage_parameters(recipe, stage, parallel.tensor) for stage in range(rank, parallel.stages, parallel.pipeline)
-    ]
-    largest = max(max(part.layer if part.layers else 0, part.embedding, part.head) for part in parts)
-    if shards == 1:
-        # Copies in 16 bits are made for a layer at a time, and so are its gradients before they are added up.
-        return 0 if each == FP32 else 2 * each * largest
-    # zero 3: the layer at work, the next one, and the flat buffer that one arrived in.
-    gathering = 3 * each * largest if parallel.zero == 3 else 0
-    return gathering + (each + FP32) * largest
+    def _held_for_weights(self, local: int) -> int:
+        """Bytes that one micro-batch keeps when only the gradients of the weights are left to compute.
 
+        What was computed again for the backward pass stays until then.
+        """
+        recipe = self.recipe
+        each = activations.layer(recipe) + activations.weight_gradient_inputs(recipe)
+        head = activations.head(recipe) if self.stages[local] == self.parallel.stages - 1 else 0
+        return self.tokens * (self.layers[local] * each + head)
 
-def _exchange(recipe: Recipe, world: int, rank: int) -> int:
-    """Activations on their way between ranks.
+    def _mask(self) -> int:
+        """The mask that keeps documents apart, as truth values and as numbers."""
+        pairs = self.tokens * self.recipe.data.sequence_length
+        return pairs * (1 + self.each) if self.recipe.data.mask_documents else 0
 
-    torch.distributed.pipelining makes the buffers for all micro-batches of a step at its beginning: one for what a
-    stage receives from the stage before, one for the gradient it receives from the stage behind.
-    """
-    parallel, of, each = recipe.parallel, activations.widths(recipe), working_bytes(recipe)
-    first = sum(stage > 0 for stage in range(rank, parallel.stages, parallel.pipeline))
-    links = first + sum(stage < parallel.stages - 1 for stage in range(rank, parallel.stages, parallel.pipeline))
-    per_token = links * micro_batches(recipe, world) * of.stream
-    per_token += 2 * of.gathered if parallel.tensor > 1 else 0
-    if parallel.context > 1:
-        # Two blocks of keys and values travel round the ring, and in the backward pass their gradients in fp32.
-        per_token += 4 * of.key + 2 * of.key * FP32 // each
-    return _tokens(recipe) * per_token
+    def _temporaries(self) -> int:
+        """What comes and goes within one layer, and the layer that is being computed again."""
+        if not any(self.layers):
+            return 0
+        again = any(activations.layers_kept(self.recipe, layers) < layers for layers in self.layers)
+        computing = activations.layer(self.recipe) if again else 0
+        return self.tokens * (activations.temporaries(self.recipe) + computing)
+
+    def _head_and_loss(self) -> int:
+        """A chunk of logits, and the gradient of the head, which the forward pass computes and keeps in fp32.
+
+        Where the vocabulary is split, or on a CPU, the loss is not compiled and has three tensors of a chunk at once.
+        """
+        if self.parallel.stages - 1 not in self.stages:
+            return 0
+        rows = self.recipe.model.padded_vocab // self.parallel.tensor
+        table = FP32 * rows * self.recipe.model.hidden
+        compiled = self.parallel.tensor == 1 and self.recipe.train.device != "cpu"
+        chunk = min(CHUNK_BYTES, FP32 * rows * self.tokens) // FP32 * ((FP32 if compiled else 3 * FP32) + self.each)
+        last = len(self.stages) - 1
+
+        def gradient(local: int) -> int:
+            return table if local == last else 0
+
+        return chunk + self._most(gradient, lambda local: 0) + table
+
+    def _layer_buffers(self) -> int:
+        """Weights and gradients of single layers on their way: cast, gathered and reduced one at a time.
+
+        Embedding, final norm and head of a stage are one unit beside its layers.
+        """
+        layer = max(part.layer if part.layers else 0 for part in self.parts)
+        unit = max(layer, *(part.total - part.layer * part.layers for part in self.parts))
+        if self.columns == 1:
+            return 0 if self.each == FP32 else 2 * self.each * unit
+        # zero 3: the layer at work, the next one, and the flat buffer that one arrived in.
+        gathering = 3 * self.each * layer if self.parallel.zero == 3 else 0
+        return gathering + (self.each + FP32) * unit
+
+    def _exchange_buffers(self) -> int:
+        """Activations on their way between ranks.
+
+        torch.distributed.pipelining makes the buffers for all micro-batches of a step at its beginning: one for what a
+        stage receives from the stage before, one for the gradient it receives from the stage behind.
+        """
+        parallel, of = self.parallel, activations.widths(self.recipe)
+        links = sum((stage > 0) + (stage < parallel.stages - 1) for stage in self.stages)
+        per_token = links * self.micro_batches * of.stream
+        per_token += 2 * of.gathered if parallel.tensor > 1 else 0
+        # Keys and values are gathered, then put in the order of the sequence; their gradients go the same way back.
+        per_token += 4 * of.key * parallel.context if parallel.context > 1 else 0
+        return self.tokens * per_token

@@ -36,8 +36,8 @@ def parameters(model: GptModel | LlamaModel, tensor: int = 1, padded: bool = Fal
     """Count the parameters of a model, or those that one of `tensor` ranks holds of it.
 
     Published counts leave out the rows that only pad the vocabulary; `padded` counts them, as memory does. Tensor
-    parallelism splits heads, the width of the MLP and the vocabulary; norms, positions and the biases that are added
-    after the ranks' sum are on every rank.
+    parallelism splits heads, the width of the MLP and the vocabulary; norms and positions are on every rank, and so are
+    counted the biases that are added after the ranks' sum, though only the first rank has them.
     """
     rows = model.padded_vocab if padded or tensor > 1 else model.vocab
     table = rows * model.hidden // tensor

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from steelyard import model
 from steelyard.core import units
 from steelyard.core.errors import Fault, UserError
 from steelyard.core.recipe import Recipe
+from steelyard.model import Slice
 from steelyard.sizes.gpus import CATALOGUE, GIB, by_name
 from steelyard.sizes.memory import Memory, memory_of, micro_batches
 from steelyard.sizes.remedies import remedies
@@ -72,9 +72,7 @@ def dry_run(recipe: Recipe, world: int | None = None, gpu: str | None = None) ->
     """Build the recipe's model without weights and predict each rank's memory in a world of so many ranks."""
     world = recipe.parallel.least_world if world is None else world
     memory = memory_of(recipe, world)
-    with torch.device("meta"):
-        whole = model.build(recipe.model)
-    stages = [_stage(recipe, whole, number) for number in range(recipe.parallel.stages)]
+    stages = [_stage(recipe, number) for number in range(recipe.parallel.stages)]
     return DryRun(recipe, world, stages, memory, device_of(recipe, gpu))
 
 
@@ -114,31 +112,21 @@ def refuse_what_does_not_fit(plan: DryRun) -> None:
     )
 
 
-def _stage(recipe: Recipe, whole: nn.Module, number: int) -> Stage:
-    counted = sum(tensor.numel() for tensor in _tensors(recipe, whole, number).values())
+def _stage(recipe: Recipe, number: int) -> Stage:
+    layers = partition_of(recipe).layers_of(number)
+    with torch.device("meta"):
+        built = model.build(recipe.model, Slice(layers, number == 0, number == recipe.parallel.stages - 1))
+    counted = sum(parameter.numel() for parameter in built.parameters())
     expected = stage_parameters(recipe, number)
     if counted != expected.total:
         raise AssertionError(f"stage {number} has {counted} parameters, but sizes counts {expected.total}")
     return Stage(
         number=number,
         pipeline_rank=number % recipe.parallel.pipeline,
-        layers=partition_of(recipe).layers_of(number),
+        layers=layers,
         parameters=counted,
         parameters_per_rank=stage_parameters(recipe, number, recipe.parallel.tensor).total,
     )
-
-
-def _tensors(recipe: Recipe, whole: nn.Module, number: int) -> dict[str, Tensor]:
-    """One stage's parameters by name. A tied head has no name of its own beside the embedding; as a copy it has."""
-    layers = partition_of(recipe).layers_of(number)
-    first, last = number == 0, number == recipe.parallel.stages - 1
-    own: dict[str, Tensor] = {}
-    for name, tensor in whole.named_parameters(remove_duplicate=first and last):
-        part, _, rest = name.partition(".")
-        wanted = {"layers": part == "layers" and int(rest.split(".")[0]) in layers, "norm": last, "head": last}
-        if wanted.get(part, first):
-            own[name] = tensor
-    return own
 
 
 def as_result(plan: DryRun) -> dict[str, Any]:

@@ -51,6 +51,9 @@ def mistake(done: subprocess.CompletedProcess) -> str:
         (["recipe", "check", "."], "is a folder"),
         (["train", "tiny.toml", "data.train=nowhere"], "there is no token file nowhere.idx"),
         (["train", "gpt2-small"], "data.train"),
+        (["train", "tiny.toml", "--world", "8"], "belong to a dry run"),
+        (["train", "llama3.1-70b", "--dry-run", "--world", "24"], "a multiple of 16 ranks, not 24"),
+        (["train", "tiny.toml", "--dry-run", "--gpu", "h10"], "h10 is not known"),
         (["report", "."], "not a run folder"),
         (["report", "tiny.toml"], "is a file, not a run folder"),
         (["data", "convert", "tiny.jsonl", "folder.txt"], "Is a directory: folder.txt"),
@@ -111,6 +114,19 @@ def test_quiet_and_json_leave_one_object_on_standard_output(workplace):
     assert result["steps"] == 20
     assert result["valid_loss_after"] < result["valid_loss_before"]
     assert done.stderr == ""
+
+
+def test_a_dry_run_needs_no_data_and_exits_with_one_where_it_would_not_fit(workplace):
+    words = ["train", "llama3.1-70b", "--dry-run", "--json"]
+    fits = workplace.steelyard(*words, "--world", "64", "--gpu", "h100-80", "parallel.zero=1")
+    assert fits.returncode == 0, fits.stderr
+    assert json.loads(fits.stdout)["fits"] is True
+    too_big = workplace.steelyard(*words, "--gpu", "h100-80")
+    assert too_big.returncode == 1
+    assert json.loads(too_big.stdout)["fits"] is False
+    assert "stage 0 needs" in too_big.stderr
+    assert "would need" in too_big.stderr
+    assert not (workplace.path / "runs").exists()
 
 
 def test_a_log_has_plain_lines_with_rate_and_time_left(workplace):

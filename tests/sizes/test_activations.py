@@ -1,43 +1,79 @@
-"""The formulas against what autograd really keeps.
+"""The formulas against what autograd really keeps, on a CPU and, where there is one, on a GPU.
 
-Run on a CPU, and on a GPU where there is one: there Llama's norm is fused. Tolerance: 1%, which is the statistics of
-LayerNorm (bf16 on a CPU, fp32 on a GPU).
+Tolerance: 1%, which covers the vectors of a layer (biases, the statistics of norms). The weights of a rank that shares
+them with none are fp32, and their copies in 16 bits are kept too.
 """
+
+from functools import partial
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from steelyard import model
 from steelyard.core.recipe import load
-from steelyard.model.llama import rotations
+from steelyard.model.language_model import Context
+from steelyard.parallel.recompute import _policy
 from steelyard.sizes import activations
+from steelyard.sizes.activations import working_bytes
+from steelyard.sizes.model import parameters
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-SMALL = ["model.layers=3", "model.hidden=256", "model.heads=8", "model.vocab=128", "data.sequence_length=128"]
+LAYERS, BATCH, LENGTH = 3, 2, 128
+SMALL = [f"model.layers={LAYERS}", "model.hidden=256", "model.heads=8", "model.vocab=128"]
+SMALL += [f"data.sequence_length={LENGTH}", "train.micro_batch=2", "train.global_batch=2"]
+LLAMA = [*SMALL, "model.ffn=640", "model.head_dim=32"]
 FAMILIES = {
     "gpt": ("gpt2-small", SMALL),
-    "llama": ("llama3.2-1b", [*SMALL, "model.ffn=640", "model.head_dim=32"]),
-    "grouped": ("llama3.2-1b", [*SMALL, "model.ffn=640", "model.head_dim=32", "model.kv_heads=2"]),
+    "llama": ("llama3.2-1b", LLAMA),
+    "grouped": ("llama3.2-1b", [*LLAMA, "model.kv_heads=2"]),
 }
 
 
-def bytes_kept(shared, forward) -> int:
-    """Bytes of all storages that autograd keeps for the backward pass, those of shared tensors left out."""
-    weights = {tensor.untyped_storage().data_ptr() for tensor in shared}
-    kept = {}
+def recipe_of(family, *overrides):
+    name, shape = FAMILIES[family]
+    return load(name, [*shape, *overrides])
 
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage
-        return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        result = forward()
-    assert result.requires_grad
-    return sum(storage.nbytes() for storage in kept.values())
+class Layers:
+    """A recipe's layers with a stream that goes into them."""
+
+    def __init__(self, recipe, device="cpu"):
+        dtype = TYPES[recipe.train.precision]
+        with torch.device(device):
+            self.model = model.build(recipe.model)
+            model.initialise(self.model, 0, 0.02, LAYERS)
+            self.stream = torch.randn(BATCH, LENGTH, recipe.model.hidden, dtype=dtype, requires_grad=True)
+            self.context = Context(self.model.rotation(torch.arange(LENGTH)[None]))
+            if recipe.model.dropout:
+                noise = torch.arange(BATCH), torch.arange(LENGTH)[None]
+                self.context = self.context._replace(samples_B=noise[0], places_BL=noise[1])
+
+    def bytes_kept(self, again=0, kept=None):
+        """Bytes of all storages kept for the backward pass when the first layers are computed again."""
+        shared = [*self.model.parameters(), *(self.context.rotation or ())]
+        not_counted = {tensor.untyped_storage().data_ptr() for tensor in shared}
+        kept = {} if kept is None else kept
+
+        def keep(tensor):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in not_counted:
+                kept[storage.data_ptr()] = storage
+            return tensor
+
+        stream = self.stream
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            for number, layer in enumerate(self.model.layers.values()):
+                compute = partial(checkpoint, layer, use_reentrant=False) if number < again else layer
+                stream = compute(stream, self.context)
+        assert stream.requires_grad
+        return sum(storage.nbytes() for storage in kept.values())
+
+
+def copies_of_weights(recipe, layers):
+    each = working_bytes(recipe)
+    return 0 if each == 4 else each * layers * parameters(recipe.model).layer
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -47,29 +83,58 @@ def bytes_kept(shared, forward) -> int:
 def test_layers_keep_what_autograd_keeps(device, family, precision, recompute):
     if device == "cuda" and precision == "fp32":
         pytest.skip("flash attention is for 16 bits")
-    name, shape = FAMILIES[family]
-    recipe = load(name, [*shape, f"train.precision={precision}", f"parallel.recompute={recompute}"])
-    batch, length = 2, recipe.data.sequence_length
-    with torch.device(device):
-        stage = model.build(recipe.model).to(TYPES[precision])
-        x = torch.randn(batch, length, recipe.model.hidden, dtype=TYPES[precision], requires_grad=True)
-        turns = () if family == "gpt" else rotations(recipe.model, torch.arange(length)[None])
-        rest = (turns, None) if turns else (None,)
-    again = {"none": 0, "full": 3}.get(recompute, recompute)
+    plan = [f"train.precision={precision}", f"parallel.recompute={recompute}", "train.compile=false"]
+    recipe = recipe_of(family, *plan)
+    whole = activations.layers_kept(recipe, LAYERS)
+    per_token = whole * activations.layer(recipe, fused_norm=device == "cuda")
+    per_token += (LAYERS - whole) * activations.full_layer(recipe)
+    predicted = BATCH * LENGTH * per_token + copies_of_weights(recipe, whole)
+    assert Layers(recipe, device).bytes_kept(LAYERS - whole) == pytest.approx(predicted, rel=0.01)
+    if device == "cuda":
+        assert activations.stage(recipe, LAYERS) == per_token
 
-    def forward():
-        stream = x
-        for number, layer in enumerate(stage.layers):
-            stream = checkpoint(layer, stream, *rest, use_reentrant=False) if number < again else layer(stream, *rest)
-        return stream
 
-    fused = device == "cuda"
-    predicted = again * activations.full_layer(recipe) + (3 - again) * activations.layer(recipe, fused)
-    if fused:
-        assert activations.recomputed(recipe, 3) == (again, predicted)
-    measured = bytes_kept([*stage.parameters(), *turns], forward)
-    assert measured == pytest.approx(batch * length * predicted, rel=0.01)
-    assert sum(tensor.nbytes for tensor in turns) == length * activations.rotation(recipe)
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_compiled_layers_keep_less(device, family):
+    recipe = recipe_of(family, "train.precision=bf16", "train.compile=true")
+    layers = Layers(recipe, device)
+    for layer in layers.model.layers.values():
+        layer.compile()
+    predicted = BATCH * LENGTH * LAYERS * activations.layer(recipe) + copies_of_weights(recipe, LAYERS)
+    assert layers.bytes_kept() == pytest.approx(predicted, rel=0.01)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("precision", TYPES)
+def test_selective_layers_keep_products_attention_and_their_input(family, precision):
+    recipe = recipe_of(family, f"train.precision={precision}", "parallel.recompute=selective", "train.compile=false")
+    caches = []
+
+    def contexts():
+        made = create_selective_checkpoint_contexts(_policy)
+        caches.append(made[0].storage)
+        return made
+
+    layers = Layers(recipe)
+    stream = layers.stream
+    kept = {}
+    for layer in layers.model.layers.values():
+        kept[stream.untyped_storage().data_ptr()] = stream.untyped_storage()
+        stream = checkpoint(layer, stream, layers.context, use_reentrant=False, context_fn=contexts)
+    for output in torch.utils._pytree.tree_leaves([list(cache.values()) for cache in caches]):
+        tensor = getattr(output, "val", output)
+        if isinstance(tensor, torch.Tensor):
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+    measured = sum(storage.nbytes() for storage in kept.values())
+    assert measured == pytest.approx(BATCH * LENGTH * activations.stage(recipe, LAYERS), rel=0.01)
+
+
+def test_dropout_keeps_its_choice():
+    recipe = recipe_of("gpt", "model.dropout=0.1", "train.precision=bf16", "train.compile=false")
+    predicted = BATCH * LENGTH * LAYERS * activations.layer(recipe) + copies_of_weights(recipe, LAYERS)
+    assert Layers(recipe).bytes_kept() == pytest.approx(predicted, rel=0.01)
 
 
 def test_tensor_and_sequence_parallelism_divide_what_they_split():

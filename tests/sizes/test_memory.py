@@ -1,0 +1,120 @@
+import pytest
+
+from steelyard.core.errors import UserError
+from steelyard.core.recipe import load
+from steelyard.sizes import activations
+from steelyard.sizes.memory import data_ranks, memory_of
+from steelyard.sizes.remedies import remedies
+from steelyard.sizes.stages import stage_parameters
+
+GIB = 1 << 30
+
+
+def memory(name, world, *overrides):
+    return memory_of(load(name, list(overrides)), world)
+
+
+def test_a_lone_rank_holds_sixteen_bytes_per_parameter_and_16_bit_copies_of_its_layers():
+    recipe = load("gpt2-small")
+    alone = memory_of(recipe, 1)[0]
+    held = stage_parameters(recipe, 0)
+    assert alone.weights + alone.gradients + alone.optimizer == 16 * held.total
+    assert alone.working_copies == 2 * held.layer * held.layers
+    assert memory("gpt2-small", 1, "train.precision=fp32")[0].working_copies == 0
+    assert memory("gpt2-small", 1, "parallel.recompute=full")[0].working_copies == 0
+
+
+def test_each_degree_of_zero_shards_one_more_kind():
+    by_zero = [memory("llama3.2-1b", 8, f"parallel.zero={zero}")[0] for zero in range(4)]
+    assert by_zero[1].optimizer * 8 == pytest.approx(by_zero[0].optimizer, rel=1e-6)
+    assert by_zero[1].weights * 8 == pytest.approx(by_zero[0].weights, rel=1e-6)
+    assert by_zero[0].gradients < by_zero[1].gradients
+    assert by_zero[2].gradients * 8 == pytest.approx(by_zero[0].gradients, rel=1e-6)
+    assert by_zero[3].working_copies < by_zero[2].working_copies == by_zero[0].working_copies
+    assert by_zero[1].total > by_zero[2].total > by_zero[3].total
+
+
+def test_hybrid_sharding_shards_within_its_groups():
+    plain = memory("llama3.2-1b", 8, "parallel.zero=3", "parallel.data=8")[0]
+    hybrid = memory("llama3.2-1b", 8, "parallel.zero=3", "parallel.data=8", "parallel.replicate=4")[0]
+    assert hybrid.optimizer == pytest.approx(4 * plain.optimizer, rel=1e-6)
+
+
+def test_one_state_for_sgd_and_none_on_the_device_when_offloaded():
+    adamw, sgd = memory("gpt2-small", 1)[0], memory("gpt2-small", 1, "optim.name=sgd-sai")[0]
+    assert adamw.optimizer == 2 * sgd.optimizer
+    offloaded = memory("gpt2-small", 1, "optim.offload=true")[0]
+    assert (offloaded.optimizer, adamw.host) == (0, 0)
+    assert offloaded.host == 16 * adamw.weights // 4
+
+
+@pytest.mark.parametrize("name", ["gpt2-xl", "llama3.2-1b"])
+def test_recomputation_trades_activations(name):
+    none, selective, some, full = (
+        memory(name, 1, f"parallel.recompute={how}")[0].activations for how in ("none", "selective", 4, "full")
+    )
+    assert none > selective > full
+    assert none > some > full
+
+
+def test_activations_follow_the_schedule():
+    plan = ["parallel.pipeline=4", "parallel.partition=4-4-4-4", "train.micro_batch=1", "train.global_batch=16"]
+    gpipe, one, bubble = (
+        [each.activations for each in memory("llama3.2-1b", 4, *plan, f"parallel.schedule={schedule}")]
+        for schedule in ("gpipe", "1f1b", "zero-bubble")
+    )
+    assert gpipe[0] == 4 * one[0]
+    assert one[0] > one[1] > one[2]
+    assert gpipe[3] == 16 * one[3]
+    assert all(late >= early for late, early in zip(bubble, one, strict=True))
+
+
+def test_an_interleaved_rank_holds_its_warm_up():
+    recipe = load(
+        "llama3.2-1b",
+        ["parallel.pipeline=2", "parallel.virtual=2", "parallel.schedule=interleaved", "parallel.partition=4-4-4-4"],
+    )
+    # Rank 0: two micro-batches of the first stage for each of the two hops, two of its second, and the one at work.
+    tokens = recipe.train.micro_batch * recipe.data.sequence_length
+    kept = memory_of(recipe, 2)[0].activations / (tokens * activations.stage(recipe, 4))
+    assert 5 <= kept < 5.2
+
+
+def test_context_and_sequence_parallelism_save_activations():
+    alone = memory("llama3.1-8b", 8, "parallel.tensor=8")[0].activations
+    sequence = memory("llama3.1-8b", 8, "parallel.tensor=8", "parallel.sequence_parallel=true")[0].activations
+    context = memory("llama3.1-8b", 16, "parallel.tensor=8", "parallel.context=2", "train.global_batch=16")[0]
+    assert sequence < alone
+    assert 0.4 * alone < context.activations < 0.7 * alone
+
+
+def test_a_70b_does_not_fit_two_boxes_of_80_gib_and_zero_mends_it_on_eight():
+    assert max(each.total for each in memory("llama3.1-70b", 16)) > 80 * GIB
+    assert max(each.total for each in memory("llama3.1-70b", 64, "parallel.zero=1")) < 60 * GIB
+
+
+def test_remedies_fit_or_help_most():
+    recipe = load("llama3.2-1b", ["train.micro_batch=4", "train.global_batch=64"])
+    needed = memory_of(recipe, 1)[0].total
+    found = remedies(recipe, 1, int(0.9 * needed))
+    assert found
+    assert all(size <= 0.9 * needed for _, size in found)
+    assert "parallel.recompute=selective" in dict(found)
+    helpful = remedies(recipe, 1, GIB)
+    assert helpful
+    assert [size for _, size in helpful] == sorted(size for _, size in helpful)
+
+
+@pytest.mark.parametrize(
+    ("world", "overrides", "message"),
+    [
+        (24, [], "a multiple of 16 ranks, not 24"),
+        (8, [], "a multiple of 16 ranks, not 8"),
+        (32, ["parallel.data=4"], "needs 64 ranks, not 32"),
+        (48, [], "not a multiple of train.micro_batch x 3"),
+        (32, ["parallel.replicate=4", "parallel.zero=1", "parallel.data=4"], "needs 64 ranks"),
+    ],
+)
+def test_a_world_that_the_plan_cannot_fill_is_refused(world, overrides, message):
+    with pytest.raises(UserError, match=message):
+        data_ranks(load("llama3.1-70b", overrides), world)
