@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeInt, PlainSerializer, PlainValidator, PositiveFloat, PositiveInt
 from pydantic_core import PydanticCustomError
 
+from steelyard.core.errors import UserError
 from steelyard.core.recipe.section import Section
 
 
@@ -94,3 +95,16 @@ class Parallel(Section):
     def least_world(self) -> int:
         """The fewest ranks that this plan can run on."""
         return self.model_ranks * (self.data or 1)
+
+    def data_for(self, world: int) -> int:
+        """Copies of the model that learn side by side on so many ranks."""
+        data, left = divmod(world, self.model_ranks)
+        if left or not data or self.data not in (None, data):
+            sizes = f"tensor {self.tensor} x context {self.context} x pipeline {self.pipeline}"
+            sizes += f" x data {self.data}" if self.data else ""
+            needed = f"{self.least_world} ranks" if self.data else f"a multiple of {self.model_ranks} ranks"
+            raise UserError(
+                f"the plan ({sizes}) runs on {needed}, not on {world}",
+                mend=f"start {needed}, or change the sizes in [parallel]" + (" or drop data" if self.data else ""),
+            )
+        return data
