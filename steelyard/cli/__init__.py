@@ -6,13 +6,16 @@ next to nothing. `--debug` and `--quiet` are understood anywhere on the line.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 from types import FrameType
 from typing import Annotated, NoReturn
 
@@ -22,6 +25,8 @@ import steelyard
 from steelyard.core.console import console
 from steelyard.core.errors import Fault, Interrupted, SteelyardError, UserError
 from steelyard.core.files import TEMPORARY
+from steelyard.launch import last_words
+from steelyard.parallel.world import LostPeer, World, detect
 
 # Every command: the module below `steelyard.cli` that holds it, and its line in the help.
 COMMANDS = {
@@ -55,8 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except SystemExit as exit_:
         code = exit_.code if isinstance(exit_.code, int) else 1
     except Interrupted as interruption:
-        console.error(f"interrupted; {interruption.saved}" if interruption.saved else "interrupted")
-        code = interruption.exit_code
+        message = f"interrupted; {interruption.saved}" if interruption.saved else "interrupted"
+        code = _tell(interruption, message, interruption.exit_code)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # The reader has left; so do we, without a word.
         code = 1
@@ -138,15 +143,38 @@ def _explain(error: Exception, debug: bool) -> int:
 
         traceback.print_exception(error)
     if isinstance(error, SteelyardError):
-        console.error(str(error))
-        return error.exit_code
+        return _tell(error, str(error), error.exit_code)
     if isinstance(error, OSError):
         name = TEMPORARY_NAME.sub("", str(error.filename)) if error.filename else ""
-        console.error(f"{error.strerror or error}" + (f": {name}" if name else ""))
-        return UserError.exit_code if isinstance(error, WRONG_PATH) else Fault.exit_code
+        code = UserError.exit_code if isinstance(error, WRONG_PATH) else Fault.exit_code
+        return _tell(error, f"{error.strerror or error}" + (f": {name}" if name else ""), code)
     hint = "" if debug else "\n  this is a bug in steelyard; --debug shows where"
-    console.error(f"{type(error).__name__}: {error}{hint}")
-    return Fault.exit_code
+    return _tell(error, f"{type(error).__name__}: {error}{hint}", Fault.exit_code)
+
+
+def _tell(error: BaseException, message: str, code: int) -> int:
+    """Say why the command failed, once per job as far as that can be known, and return the exit code.
+
+    Under `--nproc` the launcher tells it, and a rank only leaves word. Elsewhere rank 0 tells what all ranks share, and
+    any other error carries the number of its rank.
+    """
+    try:
+        world = detect(os.environ)
+    except UserError:
+        world = World()
+    shared = isinstance(error, Interrupted) or getattr(error, "shared", False)
+    error_file = os.environ.get(last_words.ERROR_FILE)
+    if error_file and world.size > 1:
+        lost_peer = isinstance(error, LostPeer)
+        words = last_words.LastWords(type(error).__name__, message, code, time.time(), lost_peer, shared)
+        with contextlib.suppress(OSError):
+            last_words.leave(Path(error_file), words)
+            return code
+    if world.size == 1 or (shared and world.is_first):
+        console.error(message)
+    elif not shared:
+        console.error(f"rank {world.rank}: {message}")
+    return code
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

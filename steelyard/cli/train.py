@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Annotated
 
 import typer
@@ -9,6 +11,23 @@ import typer
 from steelyard.cli.options import JsonOption, Overrides, RecipeArgument, RunOption, print_result
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe, load
+from steelyard.launch import local
+from steelyard.parallel.world import alike, detect
+
+NprocOption = Annotated[
+    int | None, typer.Option("--nproc", min=1, metavar="N", help="Train with N ranks on this machine.")
+]
+ResumeOption = Annotated[
+    str,
+    typer.Option(metavar="HOW", help="auto: go on with an unfinished run. never: begin anew. Or a checkpoint to go on from."),
+]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Only say what it would need, and whether it fits.")]
+WorldOption = Annotated[
+    int | None, typer.Option(min=1, help="Dry run: ranks in all.  [default: as few as the plan needs]")
+]
+GpuOption = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Dry run: a GPU like h100-80, or its memory like 80GiB.")
+]
 
 
 def register(root: typer.Typer, name: str, help_: str) -> None:
@@ -20,32 +39,34 @@ def train(
     recipe: RecipeArgument,
     overrides: Overrides = None,
     run: RunOption = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only say what it would need, and whether it fits.")
-    ] = False,
-    world: Annotated[
-        int | None, typer.Option(min=1, help="Dry run: ranks in all.  [default: as few as the plan needs]")
-    ] = None,
-    gpu: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Dry run: a GPU like h100-80, or its memory like 80GiB.")
-    ] = None,
+    nproc: NprocOption = None,
+    resume: ResumeOption = "auto",
+    dry_run: DryRunOption = False,
+    world: WorldOption = None,
+    gpu: GpuOption = None,
     json: JsonOption = False,
 ) -> None:
     """Train a model as a recipe says, or go on with an unfinished run of it.
 
-    Example: steelyard train my.toml train.steps=50
+    Example: steelyard train my.toml train.steps=50 --nproc 4
     """
+    ranks = detect(os.environ)
+    with alike(ranks):
+        loaded = load(recipe, overrides or ())
     if dry_run:
-        return _dry_run(load(recipe, overrides or ()), world, gpu, json)
+        return _dry_run(loaded, world, gpu, json)
     if world is not None or gpu is not None:
         raise UserError("--world and --gpu belong to a dry run", mend="add --dry-run, or leave them out")
+    if nproc is not None and nproc > 1:
+        raise typer.Exit(_launch(loaded, nproc))
     from steelyard.observe import report
     from steelyard.train import loop
 
-    folder = loop.run(load(recipe, overrides or ()), run)
-    page = report.write(folder)
-    result = loop.results(folder) | {"report": str(page)}
-    print_result(result, json, f"run     {folder.path}\nreport  {page}")
+    folder = loop.run(loaded, run, resume=resume)
+    if ranks.is_first:
+        page = report.write(folder)
+        result = loop.results(folder) | {"report": str(page)}
+        print_result(result, json, f"run     {folder.path}\nreport  {page}")
 
 
 def _dry_run(recipe: Recipe, world: int | None, gpu: str | None, json: bool) -> None:
@@ -54,3 +75,20 @@ def _dry_run(recipe: Recipe, world: int | None, gpu: str | None, json: bool) -> 
     plan = dry_run.dry_run(recipe, world, gpu)
     print_result(dry_run.as_result(plan), json, dry_run.as_text(plan))
     dry_run.refuse_what_does_not_fit(plan)
+
+
+def _launch(recipe: Recipe, nproc: int) -> int:
+    """The same command again, as so many ranks."""
+    world = detect(os.environ)
+    if world.size > 1:
+        raise UserError(
+            f"--nproc {nproc} starts ranks, and {world.launcher} has already started {world.size}",
+            mend="drop --nproc, or start a single process",
+        )
+    recipe.parallel.data_for(nproc)
+    return local.run([sys.executable, *_without(sys.orig_argv[1:], "--nproc")], nproc)
+
+
+def _without(words: list[str], option: str) -> list[str]:
+    kept = [word for word in words if not word.startswith(f"{option}=")]
+    return [word for before, word in zip(["", *kept], kept, strict=False) if option not in (before, word)]

@@ -54,7 +54,7 @@ def _address(environ: Mapping[str, str], launcher: str, is_one_host: bool) -> st
         raise UserError("RANK is set, but MASTER_ADDR is not", mend="start the ranks with --nproc or torchrun")
     if is_one_host:
         return "127.0.0.1"
-    nodes = ("SLURM_JOB_NODELIST_HET_GROUP_0", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
+    nodes = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
     given = next((environ[name] for name in nodes if environ.get(name)), None)
     if launcher == "srun" and given is not None:
         return expand(given)[0]
@@ -71,8 +71,7 @@ def _port(environ: Mapping[str, str], launcher: str) -> int:
             raise UserError(f"MASTER_PORT is {given!r}, which is no port", mend="set it to a number below 65536")
         return int(given)
     if launcher == "srun":
-        job = environ.get("SLURM_HET_JOB_ID") or environ.get("SLURM_JOB_ID")
-        identity = f"{job}.{environ.get('SLURM_STEP_ID')}"
+        identity = f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
     else:
         names = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID")
         identity = next((environ[name] for name in names if environ.get(name)), "")
@@ -115,7 +114,7 @@ def _outward(store: Store, master_address: str) -> str | None:
     other machines it is the one towards rank 0; on rank 0's, the one towards any rank elsewhere, who leaves an address.
     """
     mine, theirs = _route(master_address)
-    if mine == theirs:
+    if mine == theirs or mine.startswith("127.") or mine == "::1":
         mine, _ = _route(store.get(ELSEWHERE).decode())
     else:
         store.set(ELSEWHERE, mine)

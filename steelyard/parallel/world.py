@@ -71,8 +71,29 @@ def detect(environ: Mapping[str, str]) -> World:
 
 
 def _in_slurm_step(environ: Mapping[str, str]) -> bool:
+    """Whether srun started this process, and not a shell in a job.
+
+    Slurm hands the variables of a step on to what is started from inside it: a job submitted there sees a step that is
+    not its own, and an srun there looks like `--pty`, except that its tasks have no terminal.
+    """
     step = environ.get("SLURM_STEP_ID", "")
-    return step.isdigit() and int(step) < SLURM_OWN_STEPS and "SLURM_PTY_PORT" not in environ
+    if not step.isdigit() or int(step) >= SLURM_OWN_STEPS:
+        return False
+    if environ.get("SLURM_STEP_NUM_TASKS") not in (None, environ.get("SLURM_NTASKS")):
+        return False
+    nodes, node = environ.get("SLURM_STEP_NODELIST"), environ.get("SLURMD_NODENAME")
+    if nodes and node and node not in rendezvous.expand(nodes):
+        return False
+    is_task_itself = environ.get("SLURM_TASK_PID") == str(os.getpid())
+    return "SLURM_PTY_PORT" not in environ or is_task_itself or not _has_terminal()
+
+
+def _has_terminal() -> bool:
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 def _world(

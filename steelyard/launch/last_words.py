@@ -1,0 +1,42 @@
+"""What a rank says before it ends: one small JSON file, named by STEELYARD_ERROR_FILE.
+
+    {"kind": "UserError", "message": "...", "exit_code": 2, "time": 1700000000.0, "lost_peer": false, "shared": false}
+
+Many ranks fail when one does. `lost_peer` marks those that only noticed, `shared` those that all say the same, so that
+the launcher can tell a person the one error that counts.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from steelyard.core import files
+
+ERROR_FILE = "STEELYARD_ERROR_FILE"
+
+
+@dataclass(frozen=True)
+class LastWords:
+    """Why a rank ended."""
+
+    kind: str
+    message: str
+    exit_code: int
+    time: float
+    lost_peer: bool = False
+    shared: bool = False
+
+
+def leave(path: Path, words: LastWords) -> None:
+    """Write them down, whole or not at all."""
+    files.write_json(path, asdict(words))
+
+
+def find(path: Path) -> LastWords | None:
+    """What a rank left, if it left anything."""
+    try:
+        return LastWords(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None

@@ -1,0 +1,207 @@
+"""Who a rank is under every launcher, and ranks that really meet."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from steelyard.core.errors import UserError
+from steelyard.parallel import rendezvous, world
+from steelyard.parallel.world import World, detect, everywhere, join
+
+
+def names(prefix: str, keys: str, values: str) -> dict[str, str]:
+    return {prefix + key: value for key, value in zip(keys.split(), values.split(), strict=True)}
+
+
+TORCHRUN = names("", "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE", "5 8 1 4")
+OPEN_MPI = names("OMPI_COMM_WORLD_", "RANK SIZE LOCAL_RANK LOCAL_SIZE", "5 8 1 4")
+HYDRA = names("", "PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS", "5 8 1 4")
+# As Slurm 22.05 was seen to set them.
+BATCH = names("SLURM_", "JOB_ID PROCID NTASKS LOCALID GTIDS JOB_NODELIST", "7 0 8 0 0 a[1-2]") | {
+    "SLURMD_NODENAME": "a1"
+}
+STEP = BATCH | names(
+    "SLURM_", "PROCID LOCALID GTIDS STEP_ID STEP_NUM_TASKS STEP_NODELIST", "5 1 4,5,6,7 0 8 a[1-2]"
+)  # fmt: skip
+PTY = STEP | names("SLURM_", "PROCID LOCALID GTIDS PTY_PORT TASK_PID", "0 0 0,1,2,3 41013 1")
+BATCH_FROM_STEP = BATCH | names("SLURM_", "STEP_ID STEP_NUM_TASKS STEP_NODELIST PTY_PORT", "0 2 a1 41013")
+
+
+def placed(launcher: str) -> World:
+    return World(rank=5, size=8, local_rank=1, local_size=4, launcher=launcher)
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, World()),
+        ({"WORLD_SIZE": "1"}, World()),
+        (TORCHRUN, placed("torchrun")),
+        (OPEN_MPI, placed("mpirun")),
+        (HYDRA, placed("mpirun")),
+        (STEP, placed("srun")),
+        (OPEN_MPI | BATCH, placed("mpirun")),
+        (OPEN_MPI | STEP | {"SLURM_PROCID": "0"}, placed("mpirun")),
+        (HYDRA | STEP | {"SLURM_PROCID": "0"}, placed("mpirun")),
+        (TORCHRUN | STEP | {"SLURM_PROCID": "0"}, placed("torchrun")),
+        (STEP | {"PMI_RANK": "5", "PMI_SIZE": "8"}, placed("srun")),
+        (STEP | {"WORLD_SIZE": "8", "MASTER_ADDR": "a1"}, placed("srun")),
+        (BATCH, World()),
+        (BATCH_FROM_STEP, World()),
+        (BATCH_FROM_STEP | {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NODELIST": "b1"}, World()),
+        (BATCH | {"SLURM_STEP_ID": "4294967291"}, World()),
+        (PTY, World()),
+        (PTY | {"SLURM_STEP_ID": "4294967290"}, World()),
+    ],
+)
+def test_a_rank_knows_its_place(monkeypatch, environ, expected):
+    monkeypatch.setattr(world, "_has_terminal", lambda: True)
+    assert detect(environ) == expected
+
+
+def test_an_srun_inside_an_interactive_shell_is_a_launch(monkeypatch):
+    monkeypatch.setattr(world, "_has_terminal", lambda: False)
+    assert detect(STEP | {"SLURM_PTY_PORT": "41013"}) == placed("srun")
+    monkeypatch.setattr(world, "_has_terminal", lambda: True)
+    assert detect(STEP | {"SLURM_PTY_PORT": "41013", "SLURM_TASK_PID": str(os.getpid())}) == placed("srun")
+
+
+@pytest.mark.parametrize(
+    ("environ", "name"),
+    [
+        ({"RANK": "0"}, "WORLD_SIZE"),
+        ({"WORLD_SIZE": "4"}, "RANK"),
+        (TORCHRUN | {"LOCAL_RANK": ""}, "LOCAL_RANK"),
+        (TORCHRUN | {"RANK": "-1"}, "RANK"),
+        (TORCHRUN | {"RANK": "two"}, "RANK"),
+        (TORCHRUN | {"RANK": "8"}, "RANK"),
+        (TORCHRUN | {"WORLD_SIZE": "0"}, "WORLD_SIZE"),
+        (TORCHRUN | {"LOCAL_RANK": "4"}, "LOCAL_RANK"),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "x"}, "OMPI_COMM_WORLD_SIZE"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "MPI_LOCALRANKID"),
+        ({key: value for key, value in STEP.items() if key != "SLURM_GTIDS"}, "SLURM_GTIDS"),
+    ],
+)
+def test_a_broken_variable_is_named(environ, name):
+    with pytest.raises(UserError, match=name) as error:
+        detect(environ)
+    assert "unset" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "hosts"),
+    [
+        ("a1", ["a1"]),
+        ("a[1-3,5],b2", ["a1", "a2", "a3", "a5", "b2"]),
+        ("n[008-011]", ["n008", "n009", "n010", "n011"]),
+        ("r[1-2]n[3,5]-ib,x", ["r1n3-ib", "r1n5-ib", "r2n3-ib", "r2n5-ib", "x"]),
+    ],
+)
+def test_lists_of_hosts_are_read(nodes, hosts):
+    assert rendezvous.expand(nodes) == hosts
+
+
+@pytest.mark.parametrize("nodes", ["a[1-", "a[1-x]", "a[]"])
+def test_broken_lists_of_hosts_are_refused(nodes):
+    with pytest.raises(UserError, match="no list of hosts"):
+        rendezvous.expand(nodes)
+
+
+def test_all_ranks_work_out_one_meeting_place_and_jobs_keep_apart():
+    address, port = rendezvous.master(STEP, "srun", is_one_host=False)
+    assert address == "a1"
+    assert 15000 <= port < 30000
+    assert rendezvous.master(STEP | {"SLURM_STEP_ID": "1"}, "srun", is_one_host=False)[1] != port
+    assert rendezvous.master(STEP, "srun", is_one_host=True) == ("127.0.0.1", port)
+    given = {"MASTER_ADDR": "b1", "MASTER_PORT": "23456"}
+    assert rendezvous.master(STEP | given, "srun", is_one_host=False) == ("b1", 23456)
+    assert rendezvous.master({"PMIX_NAMESPACE": "1"}, "mpirun", is_one_host=True)[0] == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("environ", "launcher", "is_one_host", "name"),
+    [
+        ({"PMIX_NAMESPACE": "1"}, "mpirun", False, "MASTER_ADDR"),
+        ({"PMIX_NAMESPACE": "1", "SLURM_JOB_NODELIST": "a1"}, "mpirun", False, "MASTER_ADDR"),
+        ({}, "mpirun", True, "MASTER_PORT"),
+        ({}, "torchrun", True, "MASTER_ADDR"),
+        ({"MASTER_ADDR": "a", "MASTER_PORT": "70000"}, "torchrun", True, "MASTER_PORT"),
+    ],
+)
+def test_ranks_that_cannot_meet_are_told_what_to_set(environ, launcher, is_one_host, name):
+    with pytest.raises(UserError, match=name):
+        rendezvous.master(environ, launcher, is_one_host)
+
+
+def test_a_process_that_is_alone_initialises_nothing(monkeypatch):
+    for name in [name for name in os.environ if name in TORCHRUN or name.startswith(("SLURM", "OMPI", "PMI"))]:
+        monkeypatch.delenv(name)
+    before = dict(os.environ)
+    with join("cpu", 1) as alone:
+        import torch.distributed as dist
+
+        assert not dist.is_initialized()
+        assert everywhere(alone, lambda: 7) == 7
+    assert (alone, dict(os.environ)) == (World(), before)
+
+
+MEET = """
+import os, signal, time, torch, torch.distributed as dist
+from steelyard.core.errors import UserError
+from steelyard.parallel.world import everywhere, join
+from steelyard.train.stopping import stop_request
+
+def wrong():
+    raise UserError("wrong", where="here")
+
+with join("cpu", 1) as world, stop_request() as stop:
+    total = torch.tensor(world.rank + 1)
+    dist.all_reduce(total)
+    assert not stop.agreed()
+    if world.rank == world.size - 1:
+        os.kill(os.getpid(), signal.SIGUSR1)
+    assert stop.agreed()
+    first = everywhere(world, os.getpid)
+    assert (first == os.getpid()) == world.is_first
+    try:
+        everywhere(world, wrong)
+    except UserError as error:
+        assert error.shared and str(error) == "here: wrong"
+        os.write(1, f"{world.launcher} {world.rank}/{world.size} {int(total)}\\n".encode())
+assert not dist.is_initialized()
+"""
+
+
+def meet(folder: Path, *launcher: str) -> list[str]:
+    """What two ranks of a real launcher say."""
+    (folder / "meet.py").write_text(MEET)
+    command = [*launcher, sys.executable, str(folder / "meet.py")]
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    paths = {
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
+    }
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | root | paths)
+    assert done.returncode == 0, done.stderr
+    return sorted(done.stdout.splitlines())
+
+
+def test_ranks_of_torchrun_meet(tmp_path):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
+    assert meet(tmp_path, *launcher) == ["torchrun 0/2 3", "torchrun 1/2 3"]
+
+
+@pytest.mark.skipif(not shutil.which("mpirun"), reason="there is no mpirun here")
+def test_ranks_of_mpirun_meet(tmp_path):
+    assert meet(tmp_path, "mpirun", "-n", "2", "--oversubscribe") == ["mpirun 0/2 3", "mpirun 1/2 3"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("srun"), reason="there is no srun here")
+def test_ranks_of_srun_on_two_nodes_meet(tmp_path):
+    if subprocess.run(["sinfo"], capture_output=True, timeout=30).returncode:
+        pytest.skip("no Slurm answers here")
+    assert meet(tmp_path, "srun", "-N2", "-n2") == ["srun 0/2 3", "srun 1/2 3"]
