@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from steelyard.tokens.assemble import write_index
 from steelyard.tokens.indexed import bin_path, token_dtype
@@ -120,6 +121,7 @@ def in_workplace(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> Workp
 def one_thread_of_mathematics(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny matrices are slower on two threads than on one."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
 
 
 def kill(process: subprocess.Popen) -> None:

@@ -19,7 +19,9 @@ NprocOption = Annotated[
 ]
 ResumeOption = Annotated[
     str,
-    typer.Option(metavar="HOW", help="auto: go on with an unfinished run. never: begin anew. Or a checkpoint to go on from."),
+    typer.Option(
+        metavar="HOW", help="auto: go on with an unfinished run. never: begin anew. Or a checkpoint to go on from."
+    ),
 ]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Only say what it would need, and whether it fits.")]
 WorldOption = Annotated[

@@ -28,7 +28,7 @@ def attend_dropping(
     rows_BHL: Tensor,
     share: float,
 ) -> Tensor:
-    """The same with a share of the attention weights dropped, spelled out because no kernel takes our choice of them."""
+    """The same with a share of the weights dropped, spelled out because no kernel takes our choice of them."""
     groups = query_BHLE.shape[1] // key_BKLE.shape[1]
     key_BHLE, value_BHLE = (x.repeat_interleave(groups, dim=1) for x in (key_BKLE, value_BKLE))
     length = query_BHLE.shape[2]

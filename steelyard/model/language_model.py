@@ -41,7 +41,7 @@ class Context(NamedTuple):
 
 
 class LanguageModel(nn.Module):
-    """Token ids in, logits out; with labels in, the summed loss, of shape (1,). A slice takes and gives the stream instead."""
+    """Token ids in, logits out; with labels in, the summed loss (1,). A slice takes and gives the stream instead."""
 
     embed: nn.Embedding | None
     head: Linear | None

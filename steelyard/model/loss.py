@@ -44,7 +44,7 @@ def linear_cross_entropy(
 ) -> Tensor:
     """The sum over all tokens of weight x cross entropy, in fp32. Rows beyond `vocab` only pad and are left out."""
     weights_N = None if weights_BL is None else weights_BL.flatten()
-    loss: Tensor = _LinearCrossEntropy.apply(
+    loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         x_BLD.flatten(0, 1), weight_VD, labels_BL.flatten(), weights_N, vocab, vocabulary
     )
     return loss
@@ -52,7 +52,7 @@ def linear_cross_entropy(
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         x_ND: Tensor,
         weight_VD: Tensor,
@@ -86,7 +86,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         grad_x, grad_weight = ctx.saved_tensors
         if grad_x is not None:
             grad_x = grad_x * grad_loss.to(grad_x.dtype)

@@ -9,6 +9,8 @@ Tensor suffixes: B batch, L length, H heads, K key-value heads, E head width.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -24,7 +26,8 @@ def split(model: LanguageModel, axis: Axis) -> None:
     across = AttentionAcross(axis)
     model.mask_of = across.mask_of
     for layer in model.layers.values():
-        layer.attention.attend = across
+        attention: Any = layer.attention
+        attention.attend = across
 
 
 def places(length: int, axis: Axis) -> Tensor:

@@ -18,30 +18,31 @@ from steelyard.parallel.mesh import Axis
 
 def copied(x: Tensor, axis: Axis) -> Tensor:
     """The same on every rank; gradients are summed."""
-    result: Tensor = _Copied.apply(x, axis.group)
+    result: Tensor = _Copied.apply(x, axis.group)  # type: ignore[no-untyped-call]
     return result
 
 
 def summed(x: Tensor, axis: Axis) -> Tensor:
     """The sum over ranks; every rank has the same gradient."""
-    result: Tensor = _Summed.apply(x, axis.group)
+    result: Tensor = _Summed.apply(x, axis.group)  # type: ignore[no-untyped-call]
     return result
 
 
 def gathered(x: Tensor, dim: int, axis: Axis) -> Tensor:
     """The parts of all ranks, one behind the other; gradients are summed and scattered."""
-    result: Tensor = _Gathered.apply(x, dim, axis.group)
+    result: Tensor = _Gathered.apply(x, dim, axis.group)  # type: ignore[no-untyped-call]
     return result
 
 
 def scattered(x: Tensor, dim: int, axis: Axis) -> Tensor:
     """This rank's part of the sum over ranks; gradients are gathered."""
-    result: Tensor = _Scattered.apply(x, dim, axis.group)
+    result: Tensor = _Scattered.apply(x, dim, axis.group)  # type: ignore[no-untyped-call]
     return result
 
 
 def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return all_reduce(x, "sum", group)
+    result: Tensor = all_reduce(x, "sum", group)
+    return result
 
 
 def _gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -49,7 +50,8 @@ def _gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def _scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    return reduce_scatter_tensor(x.contiguous(), "sum", dim, group)
+    result: Tensor = reduce_scatter_tensor(x.contiguous(), "sum", dim, group)
+    return result
 
 
 class _Copied(torch.autograd.Function):

@@ -41,7 +41,8 @@ def split(model: LanguageModel, axis: Axis, by_sequence: bool) -> dict[str, Cut]
     cuts: dict[str, Cut] = {}
     for number, layer in model.layers.items():
         prefix = f"layers.{number}."
-        attention, mlp = layer.attention, layer.mlp
+        attention: Any = layer.attention
+        mlp: Any = layer.mlp
         attention.heads = _piece(attention.heads, axis)
         for path, part in (("attention", attention), ("mlp", mlp)):
             for name, linear in part.named_children():
@@ -57,7 +58,7 @@ def split(model: LanguageModel, axis: Axis, by_sequence: bool) -> dict[str, Cut]
     return cuts
 
 
-def _cut_linear(linear: nn.Module, name: str, path: str, axis: Axis, cuts: dict[str, Cut]) -> None:
+def _cut_linear(linear: Any, name: str, path: str, axis: Axis, cuts: dict[str, Cut]) -> None:
     dim = 0 if name in BY_ROWS else 1
     assert name in BY_ROWS + BY_COLUMNS, f"no rule for cutting {path}"
     _cut(linear, "weight", dim, f"{path}.weight", axis, cuts)
@@ -82,7 +83,7 @@ def _cut(module: nn.Module, name: str, dim: int, path: str, axis: Axis, cuts: di
 def _cut_ends(model: LanguageModel, axis: Axis, by_sequence: bool, cuts: dict[str, Cut]) -> None:
     if model.embed is not None:
         _cut(model.embed, "weight", 0, "embed.weight", axis, cuts)
-        model.embed.forward = _VocabularyLookup(model.embed, axis, by_sequence)
+        model.embed.forward = _VocabularyLookup(model.embed, axis, by_sequence)  # type: ignore[assignment, method-assign]
         positions = getattr(model, "positions", None)
         if by_sequence and positions is not None:
             positions.register_forward_hook(_TakingPart(axis))

@@ -1,8 +1,8 @@
 """Matrix products of layers in 8-bit floating point: twice the arithmetic of bf16 on GPUs that have it.
 
 Each tensor is scaled by its own largest value when it is used, so nothing has to be remembered between steps. Inputs
-and weights are e4m3 (more precision), gradients e5m2 (more range); products are summed in fp32 and given as bf16. Norms,
-attention, the head and the stream stay as they are.
+and weights are e4m3 (more precision), gradients e5m2 (more range); products are summed in fp32 and given as bf16.
+Norms, attention, the head and the stream stay as they are.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def convert(model: LanguageModel) -> None:
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
     """x @ weight.T with both rounded to fp8."""
-    result: Tensor = _Product.apply(x.flatten(0, -2), weight)
-    return result.unflatten(0, x.shape[:-1])
+    rows: Tensor = _Product.apply(x.flatten(0, -2), weight)  # type: ignore[no-untyped-call]
+    return rows.view(*x.shape[:-1], weight.shape[0])
 
 
 def scaled(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -8,8 +8,10 @@ the work changes nothing but rounding.
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -200,9 +202,7 @@ class Training:
         self._sums[:3] = 0
         if counters.streak > self.recipe.train.nonfinite_limit:
             loss, norm = (value.item() for value in self._last)
-            what = (
-                f"the gradient norm became {norm}" if torch.isfinite(torch.tensor(loss)) else f"the loss became {loss}"
-            )
+            what = f"the gradient norm became {norm}" if math.isfinite(loss) else f"the loss became {loss}"
             raise Fault(
                 f"{what} by step {counters.step}, the last {counters.streak} of which were skipped",
                 mend="lower optim.learning_rate",
@@ -374,13 +374,10 @@ def _end_of_document(recipe: Recipe) -> int | None:
 
 
 @contextlib.contextmanager
-def _writing(folder: Run, world: World) -> Any:
+def _writing(folder: Run, world: World) -> Iterator[None]:
     """Hold the folder, if this is the first rank; copy what is said to the log of the host."""
     with contextlib.ExitStack() as stack:
-        if world.is_first:
-            everywhere(world, lambda: stack.enter_context(folder.writing()) and None)
-        else:
-            everywhere(world, lambda: None)
+        everywhere(world, lambda: stack.enter_context(folder.writing()))
         if world.local_rank == 0:
             stack.enter_context(console.copied_to(folder.path / "logs" / f"{socket.gethostname()}.out"))
         yield

@@ -1,4 +1,4 @@
-"""Writing down what a step did: to metrics.jsonl always, as a line of the log, and to TensorBoard and W&B when asked."""
+"""Writing down what a step did: to metrics.jsonl and the log always, to TensorBoard and W&B when asked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The optimizer over a rank's parts: building it, stepping it without asking the device, its state as pieces by name."""
+"""The optimizer over a rank's parts: stepping it without asking the device, and its state as pieces by name."""
 
 from __future__ import annotations
 

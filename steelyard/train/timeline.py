@@ -1,6 +1,6 @@
 """What a rank does during a step, for the steps in `log.timeline`.
 
-    timeline/rank-00000.jsonl    {"step": 3, "name": "forward", "stage": 0, "micro_batch": 1, "start_ns": ..., "end_ns": ...}
+    timeline/rank-00000.jsonl    one object per span: step, name, stage, micro_batch, start_ns, end_ns
 
 Times are of rank 0's clock. Each mark ends what went before it. On a GPU a mark is an event in its stream, so that it
 shows when the work was done and not when it was asked for.

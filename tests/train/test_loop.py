@@ -13,7 +13,7 @@ from steelyard.core.run import Run
 from steelyard.train.schedule import learning_rate
 from tests.conftest import kill
 
-TIMING = {"tokens_per_second", "seconds"}
+TIMING = {"tokens_per_second", "seconds", "tflops"}
 
 
 def curve(run: Run) -> list[dict]:
