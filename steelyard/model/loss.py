@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK_BYTES = 1 << 30  # of fp32 logits
+CHUNK_BYTES = 1 << 31  # of logits
 
 
 class WholeVocabulary:
@@ -61,26 +61,29 @@ class _LinearCrossEntropy(torch.autograd.Function):
         vocab: int,
         vocabulary: WholeVocabulary,
     ) -> Tensor:
+        # Rows that pad the vocabulary are multiplied, which round sizes make faster, and then left out.
         real_rows = min(max(vocab - vocabulary.first_row, 0), weight_VD.shape[0])
-        head_VD = weight_VD[:real_rows].to(x_ND.dtype)
+        head_VD = weight_VD.to(x_ND.dtype)
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         grad_x = torch.empty_like(x_ND) if needs_x else None
         grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_weight else None
         loss = torch.zeros((), dtype=torch.float32, device=x_ND.device)
-        rows = max(1, CHUNK_BYTES // (4 * max(1, real_rows)))
+        rows = max(1, CHUNK_BYTES // (x_ND.element_size() * len(head_VD)))
         for first in range(0, len(x_ND), rows):
             part = slice(first, first + rows)
             weights = None if weights_N is None else weights_N[part]
-            logits = _product(x_ND[part], head_VD.t())
-            if x_ND.is_cuda and isinstance(vocabulary, WholeVocabulary) and type(vocabulary) is WholeVocabulary:
-                chunk_loss, grad = _compiled_chunk()(logits, labels_N[part], weights, x_ND.dtype)
+            logits = x_ND[part] @ head_VD.t()
+            if x_ND.is_cuda and type(vocabulary) is WholeVocabulary:
+                from steelyard.model.kernels import fused_cross_entropy
+
+                losses, grad = fused_cross_entropy(logits, labels_N[part], weights, real_rows)
             else:
-                chunk_loss, grad = _chunk(logits, labels_N[part], weights, vocabulary, x_ND.dtype)
-            loss += chunk_loss
+                losses, grad = cross_entropy(logits, labels_N[part], weights, real_rows, vocabulary)
+            loss += losses.sum()
             if grad_x is not None:
                 torch.mm(grad, head_VD, out=grad_x[part])
             if grad_weight is not None:
-                _add_product(grad_weight[:real_rows], grad.t(), x_ND[part])
+                _add_product(grad_weight, grad.t(), x_ND[part])
         ctx.save_for_backward(grad_x, grad_weight)
         ctx.weight_dtype = weight_VD.dtype
         return loss
@@ -95,63 +98,27 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return grad_x, grad_weight, None, None, None, None
 
 
-def _chunk(
-    logits_NV: Tensor, labels_N: Tensor, weights_N: Tensor | None, vocabulary: WholeVocabulary, dtype: torch.dtype
+def cross_entropy(
+    logits_NV: Tensor, labels_N: Tensor, weights_N: Tensor | None, real_rows: int, vocabulary: WholeVocabulary
 ) -> tuple[Tensor, Tensor]:
-    """A chunk's loss, and the gradient of its logits, to which the logits themselves give way."""
+    """The weighted loss of each token, and the gradient of its logits. Only `real_rows` of the rows stand for an id."""
+    dtype = logits_NV.dtype
     logits_NV = logits_NV.float()
-    rows = logits_NV.shape[1]
+    logits_NV[:, real_rows:] = -torch.inf
     place_N = labels_N - vocabulary.first_row
-    is_here_N = (place_N >= 0) & (place_N < rows)
-    place_N = place_N.clamp(0, max(rows - 1, 0))
-    if rows:
-        largest_N = vocabulary.largest(logits_NV.amax(dim=1))
-        label_logit_N = torch.where(is_here_N, logits_NV.gather(1, place_N[:, None])[:, 0], 0.0)
-    else:
-        largest_N = vocabulary.largest(torch.full_like(labels_N, -torch.inf, dtype=torch.float32))
-        label_logit_N = torch.zeros_like(largest_N)
+    is_here_N = (place_N >= 0) & (place_N < real_rows)
+    place_N = place_N.where(is_here_N, 0)
+    largest_N = vocabulary.largest(logits_NV.amax(dim=1))
+    label_logit_N = logits_NV.gather(1, place_N[:, None])[:, 0].where(is_here_N, 0.0)
     powers_NV = (logits_NV - largest_N[:, None]).exp()
     sums_N, label_logit_N = vocabulary.total(torch.stack([powers_NV.sum(dim=1), label_logit_N]))
     losses_N = sums_N.log() + largest_N - label_logit_N
     grad_NV = powers_NV / sums_N[:, None]
-    if rows:
-        grad_NV.scatter_add_(1, place_N[:, None], -is_here_N[:, None].to(grad_NV.dtype))
+    grad_NV.scatter_add_(1, place_N[:, None], -is_here_N[:, None].to(grad_NV.dtype))
     if weights_N is not None:
         losses_N = losses_N * weights_N
         grad_NV = grad_NV * weights_N[:, None]
-    return losses_N.sum(), grad_NV.to(dtype)
-
-
-def _chunk_here(
-    logits_NV: Tensor, labels_N: Tensor, weights_N: Tensor | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """`_chunk` for all rows in one place, written so that a compiler makes it two passes over the logits."""
-    logits_NV = logits_NV.float()
-    sums_N = torch.logsumexp(logits_NV, dim=1)
-    losses_N = sums_N - logits_NV.gather(1, labels_N[:, None])[:, 0]
-    columns_V = torch.arange(logits_NV.shape[1], device=logits_NV.device)
-    grad_NV = (logits_NV - sums_N[:, None]).exp() - (columns_V == labels_N[:, None]).float()
-    if weights_N is not None:
-        losses_N = losses_N * weights_N
-        grad_NV = grad_NV * weights_N[:, None]
-    return losses_N.sum(), grad_NV.to(dtype)
-
-
-_compiled: Any = None
-
-
-def _compiled_chunk() -> Any:
-    global _compiled
-    if _compiled is None:
-        _compiled = torch.compile(_chunk_here, dynamic=False)
-    return _compiled
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b; a GPU can keep the sum's fp32 instead of rounding it to the factors' dtype."""
-    if a.is_cuda and a.dtype != torch.float32:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return a @ b
+    return losses_N, grad_NV.to(dtype)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -16,11 +16,11 @@ from torch.nn import functional as F
 class Linear(nn.Linear):
     """A matrix product, in the dtype of its input or, when `product` is replaced, in another arithmetic."""
 
-    product: Callable[[Tensor, Tensor], Tensor] = staticmethod(F.linear)
+    product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = staticmethod(F.linear)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.product(x, self.weight.to(x.dtype))
-        return y if self.bias is None else y + self.bias.to(x.dtype)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return self.product(x, self.weight.to(x.dtype), bias)
 
 
 class RmsNorm(nn.Module):

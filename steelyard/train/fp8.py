@@ -26,10 +26,11 @@ def convert(model: LanguageModel) -> None:
             module.product = product
 
 
-def product(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T with both rounded to fp8."""
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x @ weight.T + bias with both factors rounded to fp8."""
     rows: Tensor = _Product.apply(x.flatten(0, -2), weight)  # type: ignore[no-untyped-call]
-    return rows.view(*x.shape[:-1], weight.shape[0])
+    y = rows.view(*x.shape[:-1], weight.shape[0])
+    return y if bias is None else y + bias
 
 
 def scaled(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -42,17 +43,15 @@ def scaled(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, weight_OD: Tensor) -> Tensor:
-        ctx.save_for_backward(x_ND, weight_OD)
         x, of_x = scaled(x_ND, FORWARD)
         weight, of_weight = scaled(weight_OD, FORWARD)
+        ctx.save_for_backward(x, of_x, weight, of_weight)
         return torch._scaled_mm(x, weight.t(), of_x, of_weight, out_dtype=x_ND.dtype, use_fast_accum=True)
 
     @staticmethod
     def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor, Tensor]:
-        x_ND, weight_OD = ctx.saved_tensors
+        x, of_x, weight, of_weight = ctx.saved_tensors
         grad, of_grad = scaled(grad_NO, BACKWARD)
-        weight, of_weight = scaled(weight_OD, FORWARD)
-        x, of_x = scaled(x_ND, FORWARD)
         # The hardware wants its second factor by columns: a transposed copy, which compiles into the rounding.
         grad_x = torch._scaled_mm(grad, weight.t().contiguous().t(), of_grad, of_weight, out_dtype=grad_NO.dtype)
         grad_weight = torch._scaled_mm(

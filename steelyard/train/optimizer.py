@@ -11,6 +11,7 @@ from torch import Tensor
 from steelyard.checkpoint import Piece
 from steelyard.core.recipe.optim import Optim
 from steelyard.parallel.parts import Part
+from steelyard.train.adamw import AdamW
 from steelyard.train.sgd import Sgd, SgdSai
 
 
@@ -100,9 +101,7 @@ def _build(parts: list[Part], tensors: list[Tensor], optim: Optim) -> torch.opti
         return Sgd(groups, optim.learning_rate, optim.momentum)
     if optim.name == "sgd-sai":
         return SgdSai(groups, optim.learning_rate, optim.momentum)
-    return torch.optim.AdamW(
-        groups, lr=optim.learning_rate, betas=(optim.betas[0], optim.betas[1]), eps=optim.eps, fused=True
-    )
+    return AdamW(groups, lr=optim.learning_rate, betas=(optim.betas[0], optim.betas[1]), eps=optim.eps, fused=True)
 
 
 def _host_copy(tensor: Tensor) -> Tensor:

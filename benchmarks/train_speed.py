@@ -1,0 +1,214 @@
+"""Training speed on one GPU, side by side with transformers, in one run.
+
+    python benchmarks/train_speed.py llama --precision bf16 fp8 --peer
+    python benchmarks/train_speed.py gpt2 --peer
+
+Whole optimizer steps on random tokens: forward, backward, clipping, fused AdamW. The median step counts. MFU is of the
+GPU's dense bf16 peak, 6 per multiplying parameter and token plus causal attention counted half. `--floor` times the
+step's matrix products and attention alone, one after the other: what no training step of this shape can beat.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import timeit
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+
+from steelyard.core.recipe import Recipe, load
+from steelyard.parallel import mesh
+from steelyard.sizes.gpus import by_device_name
+from steelyard.sizes.model import flops_per_token
+from steelyard.train.engine import Engine
+from steelyard.train.extension import Extension
+
+SHAPES = {
+    "llama": ("llama3.2-1b", ["train.micro_batch=4", "train.global_batch=4"]),
+    "gpt2": ("gpt2-small", ["train.micro_batch=64", "train.global_batch=64"]),
+    "tiny": ("quickstart", ["train.micro_batch=2", "train.global_batch=2", "train.device=cpu"]),
+}
+
+
+def main() -> None:
+    """Measure what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("overrides", nargs="*", help="of the recipe, like train.micro_batch=8")
+    parser.add_argument("--precision", nargs="+", default=["bf16"])
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--peer", action="store_true", help="time transformers, compiled under autocast, as well")
+    parser.add_argument("--floor", action="store_true", help="time the matrix products and attention alone as well")
+    parser.add_argument("--profile", action="store_true", help="print where the time of one step goes")
+    options = parser.parse_args()
+    name, overrides = SHAPES[options.shape]
+    for precision in options.precision:
+        recipe = load(name, [*overrides, f"train.precision={precision}", *options.overrides])
+        report(f"steelyard {precision}", recipe, *ours(recipe, options.steps, options.profile))
+    if options.floor:
+        report("floor", recipe, floor(recipe), 0.0, [])
+    if options.peer:
+        report("transformers", recipe, *theirs(recipe, options.steps))
+
+
+def report(what: str, recipe: Recipe, seconds: float, gibibytes: float, losses: list[float]) -> None:
+    """Print a measurement as one line of JSON."""
+    tokens = recipe.train.global_batch * recipe.data.sequence_length
+    flops = flops_per_token(recipe.model, recipe.data.sequence_length) * tokens / seconds
+    gpu = by_device_name(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    peak = gpu.peak("bf16") if gpu else None
+    line = {
+        "what": what,
+        "tokens_per_second": round(tokens / seconds),
+        "milliseconds": round(1000 * seconds, 2),
+        "tflops": round(flops / 1e12, 1),
+        "mfu": round(flops / peak, 4) if peak else None,
+        "gib": round(gibibytes, 1),
+        "losses": [round(loss, 4) for loss in losses[:: max(1, len(losses) // 5)]],
+    }
+    print(json.dumps(line), flush=True)
+
+
+def ours(recipe: Recipe, steps: int, profiled: bool) -> tuple[float, float, list[float]]:
+    """Median seconds of a step of the engine, its memory, and its losses."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    engine = Engine(recipe, mesh.alone(), device, Extension(), None)
+    engine.initialise()
+    batches = data(recipe)
+    labels = recipe.train.global_batch * recipe.data.sequence_length
+    losses = []
+
+    def step() -> None:
+        loss, _, _ = engine.step(next(batches), 0, 1e-4, labels, 1.0)
+        losses.append(loss / labels)
+
+    seconds = timed(step, steps)
+    if profiled:
+        profile(step)
+    return seconds, memory(), [loss.item() for loss in losses]
+
+
+def theirs(recipe: Recipe, steps: int) -> tuple[float, float, list[float]]:
+    """The same with transformers' model, torch.compile, autocast, clip_grad_norm_ and fused AdamW."""
+    import transformers
+
+    shape = recipe.model
+    if shape.family == "llama":
+        config = transformers.LlamaConfig(
+            vocab_size=shape.padded_vocab, hidden_size=shape.hidden, intermediate_size=shape.ffn,
+            num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
+            head_dim=shape.head_dim, rope_theta=shape.rope_theta, tie_word_embeddings=shape.tied, use_cache=False,
+        )  # fmt: skip
+        model = transformers.LlamaForCausalLM(config).cuda()
+    else:
+        config = transformers.GPT2Config(
+            vocab_size=shape.padded_vocab, n_embd=shape.hidden, n_layer=shape.layers, n_head=shape.heads,
+            n_positions=shape.positions, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
+        )  # fmt: skip
+        model = transformers.GPT2LMHeadModel(config).cuda()
+    compiled = torch.compile(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    batches = data(recipe)
+    losses = []
+
+    def step() -> None:
+        rows = torch.from_numpy(next(batches)[:, :-1].copy()).cuda()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = compiled(input_ids=rows, labels=rows).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.detach())
+
+    return timed(step, steps), memory(), [loss.item() for loss in losses]
+
+
+def floor(recipe: Recipe) -> float:
+    """Seconds for the step's matrix products and attention alone, in bf16, each timed on its own and added up."""
+    shape, length = recipe.model, recipe.data.sequence_length
+    rows = recipe.train.global_batch * length
+    head_dim = shape.hidden // shape.heads
+    key_value = getattr(shape, "kv_heads", shape.heads) * head_dim
+    gated = 2 if shape.family == "llama" else 1
+    widths = [(shape.hidden, shape.hidden + 2 * key_value), (shape.hidden, shape.hidden),
+              (shape.hidden, gated * shape.ffn), (shape.ffn, shape.hidden)]  # fmt: skip
+    total = shape.layers * sum(products(rows, *width) for width in widths) + products(
+        rows, shape.hidden, shape.padded_vocab
+    )
+    sizes = [
+        (recipe.train.global_batch, number, length, head_dim) for number in (shape.heads, *[key_value // head_dim] * 2)
+    ]
+    heads = [torch.randn(size, device="cuda", dtype=torch.bfloat16, requires_grad=True) for size in sizes]
+
+    def attend() -> None:
+        out = torch.nn.functional.scaled_dot_product_attention(
+            *heads, is_causal=True, enable_gqa=heads[0].shape[1] != heads[1].shape[1]
+        )
+        out.backward(torch.ones_like(out))
+
+    return total + shape.layers * timed(attend, 10)
+
+
+def products(rows: int, inputs: int, outputs: int) -> float:
+    """Seconds for the three products of a linear map: forward, gradient of the input, gradient of the weight."""
+    x, w, g = (torch.randn(*size, device="cuda", dtype=torch.bfloat16)
+               for size in ((rows, inputs), (outputs, inputs), (rows, outputs)))  # fmt: skip
+    return timed(lambda: (x @ w.t(), g @ w, g.t() @ x), 10)
+
+
+def data(recipe: Recipe) -> Iterator[np.ndarray]:
+    """Batches of random tokens, some of them repeated so that there is something to learn."""
+    random = np.random.RandomState(0)
+    rows = [
+        random.randint(0, min(recipe.model.vocab, 1000), (recipe.train.global_batch, recipe.data.sequence_length + 1))
+        for _ in range(4)
+    ]
+    while True:
+        yield from rows
+
+
+def timed(step: Callable[[], object], steps: int) -> float:
+    """The median seconds of a call after a warm-up; on a GPU of the device's time, which calls do not wait for."""
+    for _ in range(5):
+        step()
+    if not torch.cuda.is_available():
+        return statistics.median(timeit.repeat(step, number=1, repeat=steps))
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    torch.cuda.synchronize()
+    marks[0].record()
+    for mark in marks[1:]:
+        step()
+        mark.record()
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) / 1000 for a, b in itertools.pairwise(marks))
+
+
+def profile(step: Callable[[], object]) -> None:
+    """Print the kernels of one step by time."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    events = sorted(profiler.key_averages(), key=lambda event: -event.device_time_total)
+    total = sum(event.device_time_total for event in events)
+    print(f"kernels {total / 1000:.1f} ms")
+    for event in events[:28]:
+        print(f"{event.device_time_total / 1000:8.2f} ms {event.count:5d}x  {event.key[:110]}")
+
+
+def memory() -> float:
+    """The most GPU memory allocated since the last call, in GiB."""
+    if not torch.cuda.is_available():
+        return 0.0
+    most = torch.cuda.max_memory_allocated() / 2**30
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    return most
+
+
+if __name__ == "__main__":
+    main()
