@@ -43,8 +43,12 @@ class Dropout(nn.Module):
         return kept(x, rows_BL, self.share)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def kept(x: Tensor, rows: Tensor, share: float) -> Tensor:
-    """`x` without the elements that the hashes of its rows and their last dimension choose."""
+    """`x` without the elements that the hashes of its rows and their last dimension choose.
+
+    It stays out of compiled layers: torch 2.11's compiler fails on the shifts of 64-bit numbers beside a softmax.
+    """
     columns = torch.arange(x.shape[-1], device=x.device) * FACTORS[2]
     draw = mixed(rows[..., None] + columns) >> (62 - KEPT_BITS) & ((1 << KEPT_BITS) - 1)
     return torch.where(draw < int(share * (1 << KEPT_BITS)), 0.0, x / (1 - share)).to(x.dtype)

@@ -1,6 +1,7 @@
-"""AdamW, in a kernel of our own where there is a GPU.
+"""AdamW, with a kernel of our own for large tensors on a GPU.
 
-torch's fused AdamW is the specification, and what runs everywhere else: the state has the same names and shapes,
+torch's fused AdamW is the specification, and moves everything else: it takes many small tensors in one launch, but
+reads and writes large ones at two thirds of the memory's speed. The state has the same names and shapes either way,
 gradients are divided by `grad_scale`, and nothing moves where `found_inf` is 1.
 """
 
@@ -10,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+LARGE = 1 << 22  # elements; a launch of ours costs the host more than a share in one of torch's
 
 
 class AdamW(torch.optim.AdamW):
@@ -21,35 +24,41 @@ class AdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Move every parameter that has a gradient."""
-        if not self._step_by_kernel():
-            super().step()
+        moved = [
+            (parameter, parameter.grad)
+            for group in self.param_groups
+            for parameter in group["params"]
+            if _is_large(parameter) and self._move(parameter, group)
+        ]
+        if moved:
+            torch._foreach_add_([self.state[parameter]["step"] for parameter, _ in moved], 1 - self.found_inf)
+        for parameter, _ in moved:
+            parameter.grad = None
+        super().step()
+        for parameter, gradient in moved:
+            parameter.grad = gradient
 
-    def _step_by_kernel(self) -> bool:
-        """Whether the kernel could do it: it needs a GPU, whole state and aligned tensors."""
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        gradients = [parameter.grad for parameter in parameters]
-        if not parameters[0].is_cuda or not all(self.state.get(parameter) for parameter in parameters):
-            return False
-        from steelyard.train.kernels import ALIGNMENT, Tables
+    def _move(self, parameter: Tensor, group: dict[str, Any]) -> bool:
+        from steelyard.train.kernels import move
 
-        if not all(g is not None and g.is_contiguous() and g.data_ptr() % ALIGNMENT == 0 for g in gradients):
-            return False
-        states = [self.state[parameter] for parameter in parameters]
-        if self._tables_of != (places := [state["exp_avg"].data_ptr() for state in states]):
-            self._tables_of, self._tables = places, [Tables(*self._tensors(group)) for group in self.param_groups]
-        if not all(tables.is_aligned for tables in self._tables):
-            return False
-        for group, tables in zip(self.param_groups, self._tables, strict=True):
-            tables.move(
-                [parameter.grad for parameter in group["params"]], self.grad_scale, self.found_inf,
-                group["lr"], group["betas"], group["eps"], group["weight_decay"],
-            )  # fmt: skip
-        torch._foreach_add_([state["step"] for state in states], 1 - self.found_inf)
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+        assert parameter.grad is not None
+        move(
+            parameter, parameter.grad, state, self.grad_scale, self.found_inf,
+            group["lr"], group["betas"], group["eps"], group["weight_decay"],
+        )  # fmt: skip
         return True
 
-    def _tensors(self, group: dict[str, Any]) -> tuple[list[Tensor], ...]:
-        states = [self.state[parameter] for parameter in group["params"]]
-        return (group["params"], *([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step")))
 
-    _tables: list[Any] = []  # noqa: RUF012
-    _tables_of: list[int] | None = None
+def _is_large(parameter: Tensor) -> bool:
+    gradient = parameter.grad
+    return (
+        parameter.is_cuda
+        and gradient is not None
+        and parameter.numel() >= LARGE
+        and parameter.is_contiguous()
+        and gradient.is_contiguous()
+    )
