@@ -53,7 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     debug = _take(words, "--debug")
     console.quiet = _take(words, "--quiet")
     words = _flag_each(words)
-    signal.signal(signal.SIGINT, _interrupt)
+    for number in (signal.SIGINT, signal.SIGUSR1):  # SIGUSR1 is a scheduler's warning, which may come early.
+        signal.signal(number, _interrupt)
     try:
         app(words)(args=words, prog_name="steelyard")
         code = 0

@@ -26,6 +26,11 @@ class Ended:
         was_interrupted = self.words is not None and self.words.kind == Interrupted.__name__
         return -self.code in self.sent or (was_interrupted and bool(self.sent))
 
+    @property
+    def only_noticed(self) -> bool:
+        """Whether it ended because another was gone. NCCL's watchdog does not raise then, it aborts."""
+        return self.code == -signal.SIGABRT if self.words is None else self.words.lost_peer
+
 
 @dataclass(frozen=True)
 class Cause:
@@ -40,7 +45,7 @@ class Cause:
 def blame(ends: Sequence[Ended], hung: Sequence[int], was_asked: bool) -> Cause | None:
     """The cause of a job's end; None when nothing failed."""
     failed = [end for end in ends if end.code and not end.is_stopped]
-    causes = [end for end in failed if not (end.words and end.words.lost_peer)]
+    causes = [end for end in failed if not end.only_noticed]
     if causes:
         return _cause(min(causes, key=_order))
     stopped = [end for end in ends if end.is_stopped]

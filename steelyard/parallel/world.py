@@ -10,7 +10,9 @@ Torch is imported only where ranks meet, so that the command line can ask for it
 from __future__ import annotations
 
 import os
+import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +32,7 @@ SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
 # Slurm numbers its own steps (batch script, interactive shell) from here; those that srun starts begin at 0.
 SLURM_OWN_STEPS = 0xFFFFFFF0
 SECONDS_TO_PART = 5.0
+SECONDS_TO_LET_SPEAK = 1.0  # mpirun and torchrun name whoever ends first: let it be the rank that failed by itself
 
 
 @dataclass(frozen=True)
@@ -148,7 +151,8 @@ def join(device_type: str, timeout_minutes: float) -> Iterator[World]:
     except (Exception, Interrupted) as error:
         _part_in_haste()
         if isinstance(error, RuntimeError) and _is_lost_peer(error):
-            raise LostPeer(f"lost another rank: {_first_line(error)}") from error
+            time.sleep(SECONDS_TO_LET_SPEAK)
+            raise LostPeer(f"lost another rank: {_gist(error)}") from error
         raise
     else:
         dist.destroy_process_group()
@@ -190,8 +194,9 @@ def _is_lost_peer(error: RuntimeError) -> bool:
     return any(sign in text for sign in signs)
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+def _gist(error: BaseException) -> str:
+    """What Gloo says, without where in its source and its advice."""
+    return re.sub(r"^\[[^]]*\] *", "", str(error).strip()).splitlines()[0].split(". ")[0]
 
 
 def everywhere(world: World, function: Callable[[], T]) -> T:

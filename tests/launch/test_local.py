@@ -86,6 +86,24 @@ class Job:
         return found
 
 
+@pytest.fixture
+def start(tmp_path):
+    """Start jobs, each in a folder of its own; a test that fails leaves nothing running either."""
+    jobs = []
+
+    def start(work: str, **options) -> Job:
+        folder = tmp_path / f"job-{len(jobs)}"
+        folder.mkdir()
+        jobs.append(Job(folder, work, **options))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        kill(job.process)
+        for number in job.left():
+            os.kill(number, signal.SIGKILL)
+
+
 def wait_until(holds, seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
@@ -96,22 +114,22 @@ def wait_until(holds, seconds: float = 60) -> None:
 FOREVER = "while True: dist.all_reduce(torch.ones(1)); time.sleep(0.01)"
 
 
-def test_ranks_meet_and_rank_0_alone_is_heard(tmp_path):
+def test_ranks_meet_and_rank_0_alone_is_heard(start):
     work = """
 print("rank", world.rank, "of", world.size, os.environ["OMP_NUM_THREADS"], flush=True)
 total = torch.tensor(world.rank)
 dist.all_reduce(total)
 assert total == 3
 """
-    job = Job(tmp_path, work)
+    job = start(work)
     out, told = job.process.communicate(timeout=60)
     assert (job.process.returncode, out, told) == (0, "rank 0 of 3 1\n", "")
     assert job.left() == []
 
 
-def test_a_rank_that_raises_is_named_and_the_others_do_not_wait(tmp_path):
+def test_a_rank_that_raises_is_named_and_the_others_do_not_wait(start):
     work = f"if world.rank == 2: time.sleep(1); raise Fault('the disk of rank 2 is full')\n{FOREVER}"
-    job = Job(tmp_path, work)
+    job = start(work)
     job.ranks()
     began = time.monotonic()
     told = job.end()
@@ -119,8 +137,8 @@ def test_a_rank_that_raises_is_named_and_the_others_do_not_wait(tmp_path):
     assert (job.process.returncode, told) == (1, "error: rank 2: the disk of rank 2 is full\n")
 
 
-def test_a_killed_rank_is_named(tmp_path):
-    job = Job(tmp_path, FOREVER)
+def test_a_killed_rank_is_named(start):
+    job = start(FOREVER)
     os.kill(job.ranks()[1], signal.SIGKILL)
     began = time.monotonic()
     told = job.end()
@@ -130,8 +148,8 @@ def test_a_killed_rank_is_named(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rank_that_stops_answering_is_named_after_the_timeout(tmp_path):
-    job = Job(tmp_path, FOREVER, timeout=6 / 60)
+def test_a_rank_that_stops_answering_is_named_after_the_timeout(start):
+    job = start(FOREVER, timeout=6 / 60)
     os.kill(job.ranks()[1], signal.SIGSTOP)
     began = time.monotonic()
     told = job.end()
@@ -142,20 +160,19 @@ def test_a_rank_that_stops_answering_is_named_after_the_timeout(tmp_path):
     )
 
 
-def test_a_mistake_that_rank_0_finds_is_told_once_without_a_rank(tmp_path):
+def test_a_mistake_that_rank_0_finds_is_told_once_without_a_rank(start):
     work = "everywhere(world, lambda: (_ for _ in ()).throw(UserError('wrong', where='a.toml:3', mend='mend it')))"
-    job = Job(tmp_path, work)
+    job = start(work)
     assert job.end() == "error: a.toml:3: wrong\n  mend it\n"
     assert job.process.returncode == 2
 
 
 @pytest.mark.slow
-def test_a_bug_and_a_crash_before_python_can_speak_are_told_with_their_rank(tmp_path):
-    job = Job(tmp_path, f"if world.rank == 1: {{}}['key']\n{FOREVER}")
+def test_a_bug_and_a_crash_before_python_can_speak_are_told_with_their_rank(start):
+    job = start(f"if world.rank == 1: {{}}['key']\n{FOREVER}")
     assert "error: rank 1: KeyError: 'key'" in job.end()
     assert job.process.returncode == 1
-    (tmp_path / "crash").mkdir()
-    job = Job(tmp_path / "crash", "if world.rank == 1: print('the last line', flush=True); os._exit(7)\ntime.sleep(99)")
+    job = start("if world.rank == 1: print('the last line', flush=True); os._exit(7)\ntime.sleep(99)")
     told = job.end()
     assert told == "error: rank 1 ended with exit code 7\n  its last lines:\n  | the last line\n"
     assert job.process.returncode == 7
@@ -180,32 +197,32 @@ with stop_request() as stop:
         pytest.param(signal.SIGUSR1, marks=pytest.mark.slow),
     ],
 )
-def test_a_signal_to_the_launcher_stops_all_ranks_at_one_step(tmp_path, number):
-    job = Job(tmp_path, STOPPABLE)
+def test_a_signal_to_the_launcher_stops_all_ranks_at_one_step(start, number):
+    job = start(STOPPABLE)
     job.ranks()
     time.sleep(0.5)
     job.process.send_signal(number)
     lines = [line for line in job.end().splitlines() if not line.startswith("stopping after")]
     assert lines == ["error: interrupted; saved step"]
     assert job.process.returncode == 130
-    assert len({(tmp_path / f"stopped-{rank}").read_text() for rank in range(3)}) == 1
+    assert len({(job.folder / f"stopped-{rank}").read_text() for rank in range(3)}) == 1
 
 
 @pytest.mark.slow
-def test_a_signal_that_reaches_one_rank_stops_all_at_one_step(tmp_path):
-    job = Job(tmp_path, STOPPABLE)
+def test_a_signal_that_reaches_one_rank_stops_all_at_one_step(start):
+    job = start(STOPPABLE)
     ranks = job.ranks()
     time.sleep(0.5)
     os.kill(ranks[2], signal.SIGUSR1)
     assert "error: interrupted; saved step" in job.end()
     assert job.process.returncode == 130
-    assert len({(tmp_path / f"stopped-{rank}").read_text() for rank in range(3)}) == 1
+    assert len({(job.folder / f"stopped-{rank}").read_text() for rank in range(3)}) == 1
 
 
 @pytest.mark.slow
-def test_asked_twice_the_launcher_ends_ranks_that_cannot_hear(tmp_path):
+def test_asked_twice_the_launcher_ends_ranks_that_cannot_hear(start):
     work = "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])\ntime.sleep(999)"
-    job = Job(tmp_path, work)
+    job = start(work)
     job.ranks()
     job.process.send_signal(signal.SIGINT)
     time.sleep(1.5)
@@ -214,8 +231,8 @@ def test_asked_twice_the_launcher_ends_ranks_that_cannot_hear(tmp_path):
     assert job.process.returncode == 130
 
 
-def test_when_the_launcher_is_killed_the_ranks_die(tmp_path):
-    job = Job(tmp_path, FOREVER)
+def test_when_the_launcher_is_killed_the_ranks_die(start):
+    job = start(FOREVER)
     ranks = job.ranks()
     kill(job.process)
     wait_until(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks), 10)
@@ -223,9 +240,9 @@ def test_when_the_launcher_is_killed_the_ranks_die(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_a_dead_rank_started_is_ended_with_it(tmp_path):
+def test_what_a_dead_rank_started_is_ended_with_it(start):
     work = f"import subprocess; subprocess.Popen(['sleep', '600'])\nif world.rank == 1: os._exit(3)\n{FOREVER}"
-    job = Job(tmp_path, work)
+    job = start(work)
     assert "rank 1 ended with exit code 3" in job.end()
 
 
@@ -245,6 +262,9 @@ def ended(rank, code, said=None, sent=(), at=9.0) -> Ended:
         ([ended(0, 1, words(lost=True, at=1)), ended(1, 1, words(at=2))], [], False, "rank 1: Fault at 2"),
         ([ended(0, 1, words(lost=True, at=1)), ended(1, -9)], [], False, "rank 1 was killed by SIGKILL"),
         ([ended(0, 1, words(lost=True, at=1)), ended(1, -9, sent=[9])], [1], False, "rank 1 stopped answering"),
+        ([ended(0, -6), ended(1, -9, sent=[9])], [1], False, "rank 1 stopped answering"),
+        ([ended(0, -6), ended(1, -9)], [], False, "rank 1 was killed by SIGKILL"),
+        ([ended(0, 0), ended(1, -6)], [], False, "rank 1 was killed by SIGABRT"),
         ([ended(0, 1, words(lost=True)), ended(1, 130, words("Interrupted"), [15])], [1], False, "rank 1 stopped"),
         ([ended(0, 2, words(shared=True, at=2)), ended(1, 2, words(shared=True, at=1))], [], False, "Fault at 2"),
         ([ended(0, 1, words(lost=True, at=3)), ended(1, 1, words(lost=True, at=1))], [], False, "rank 1: Fault at 1"),

@@ -84,7 +84,7 @@ def test_a_killed_run_resumes_to_the_bit(workplace):
     assert curve(Run.open(workplace.path / "killed")) == undisturbed
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_asked_to_stop_a_run_saves_and_the_same_command_goes_on(workplace, number):
     recipe = ["tiny.toml", "train.steps=3000", "checkpoint.every=0", "eval.every=0"]
     process = workplace.start("train", *recipe)
