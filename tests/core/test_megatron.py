@@ -314,6 +314,26 @@ def test_lines_of_flags_alone_mean_what_they_say_and_ask_for_the_rest(place):
     assert all(word in asked for word in ("--lr", "data.train", "train.steps", "--micro-batch-size", "nodes"))
 
 
+def test_variables_in_one_file_and_flags_in_another_are_read_together(place):
+    Path("paths.sh").write_text('VOCAB_FILE="gpt2-vocab.json"\nMERGE_FILE=gpt2-merges.txt\nDATA_PATH=my-gpt2\n')
+    recipe, _ = meant("paths.sh", "fragment.sh")
+    assert recipe.data.tokenizer == "gpt2-vocab.json,gpt2-merges.txt"
+    assert recipe.data.train[0].prefix == "my-gpt2"
+    with pytest.raises(UserError, match="--num-layers is nowhere given"):
+        read([Path("paths.sh")])
+
+
+def test_flags_in_arrays_that_are_not_here_are_named(place):
+    Path("profile.sh").write_text("nsys profile python pretrain_gpt.py ${MODEL_ARGS[@]} --profile\n")
+    with pytest.raises(UserError, match=r"\$\{MODEL_ARGS\[@\]\} is not set"):
+        read([Path("profile.sh")])
+
+
+def test_a_wrapper_that_is_not_here_is_passed_over(place):
+    Path("wrapped.sh").write_text("bash in_container.sh ./masks.sh 0\n")
+    assert meant("wrapped.sh")[0].train.init_from == "./pruned"
+
+
 def test_megatrons_own_example_keeps_its_ramp_and_its_horizon(place):
     recipe, reading = meant("gpt3.sh", arguments=("ckpt", "logs", "vocab.json", "merges.txt", "data/text_document"))
     assert recipe.train.ramp_up.model_dump() == {"start": 16, "increment": 16, "samples": 5859375}

@@ -49,8 +49,10 @@ def read(
         tool, before, flags = tools.program_of(command.words)
         if tool in tools.TOOLS:
             _tool(reading, command, tool, flags)
-        elif TRAINING & {word.partition("=")[0] for word in flags} or (
-            tool == "" and not before and flags[0][:2] == "--"
+        elif (
+            tool.startswith("pretrain")
+            or TRAINING & {word.partition("=")[0] for word in flags}
+            or (tool == "" and not before and flags[0][:2] == "--")
         ):
             trainings.append(Training(command.where, tool, [*command.launchers, before], flags))
     training = _chosen(state, trainings)
@@ -91,7 +93,7 @@ class Training:
         """Its flags; those of a configuration file are its variables."""
         given = Given(self.where)
         given.add(self.flags)
-        if not self.program and not set(given.flags) & set(TRAINING):
+        if not self.program:
             _variables(state, given)
         return given
 

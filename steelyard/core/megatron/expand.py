@@ -141,7 +141,9 @@ def _looked_up(state: State, part: Parameter) -> str | list[str] | None:
     if part.index is None:
         return (value[0] if value else None) if isinstance(value, list) else value
     index = text(state, part.index)
-    entries = value if isinstance(value, list) else [] if value is None else [value]
+    if value is None:
+        return None
+    entries = value if isinstance(value, list) else [value]
     if index in WHOLE:
         return entries
     at = number(state, part.index)

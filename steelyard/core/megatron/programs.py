@@ -152,20 +152,32 @@ def _found(state: State, name: str) -> Path | None:
 
 
 def _started(state: State, words: list[str], run: Run) -> bool | None:
-    """A program: a script is read on as a process of its own, everything else is kept."""
+    """A program: a script is read on as a process of its own, everything else is kept.
+
+    A wrapper that is not here (`bash in_container.sh train.sh 0`) is passed over for the script behind it.
+    """
+    missing: int | None = None
     for at, word in enumerate(words):
         name = word.rpartition("/")[2]
         if name.endswith(".py"):
+            missing = None
             break
         if name in SHELLS and len(words) > at + 2 and words[at + 1] in ("-c", "-lc", "-xc"):
             return _inline(state, words, at, run)
         if word.endswith(SCRIPT_ENDS) or (at and words[at - 1].rpartition("/")[2] in SHELLS and word[:1] not in "-"):
-            return _script(state, words, at, run)
+            if (path := _found(state, word)) is not None:
+                return _script(state, words, at, path, run)
+            missing = at if missing is None else missing
+    if missing is not None:
+        given = f" with the arguments {' '.join(words[missing + 1 :])}" if words[missing + 1 :] else ""
+        how = "name it as a SCRIPT, and its arguments after --"
+        state.note(f"{words[missing]} is started here{given} and cannot be found; {how}")
+        return None
     state.commands.append(Command(words, state.where, list(state.launchers)))
     return None
 
 
-def _inline(state: State, words: list[str], at: int, run: Run) -> None:
+def _inline(state: State, words: list[str], at: int, run: Run) -> bool:
     """`bash -c "..."`, perhaps behind a launcher."""
     _deeper(state)
     child = state.child(state.file, words[at + 4 :])
@@ -174,16 +186,10 @@ def _inline(state: State, words: list[str], at: int, run: Run) -> None:
     with suppress(LeaveError):
         run(child, parse.parse(unknown.shown(words[at + 2]), state.file, state.line))
     state.depth -= 1
+    return True
 
 
-def _script(state: State, words: list[str], at: int, run: Run) -> bool | None:
-    path = _found(state, words[at])
-    if path is None:
-        given = f" with the arguments {' '.join(words[at + 1 :])}" if words[at + 1 :] else ""
-        state.note(
-            f"{words[at]} is started here{given} and cannot be found; name it as a SCRIPT, and its arguments after --"
-        )
-        return None
+def _script(state: State, words: list[str], at: int, path: Path, run: Run) -> bool:
     _deeper(state)
     child = state.child(str(path), words[at + 1 :])
     launcher = [word for word in words[:at] if word.rpartition("/")[2] not in SHELLS]

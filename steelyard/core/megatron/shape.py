@@ -26,7 +26,9 @@ def model(draft: Draft, program: str) -> None:
         if value is None:
             known = [left for left in draft.given.left if left.flag == flag]
             what = f"{flag} is {known[0].value or 'empty'}, which is not set" if known else f"{flag} is nowhere given"
+            unset = " ".join(left.flag for left in draft.given.left if left.flag.startswith("$"))
             mend = "name the script or the sourced file that sets it, or give the script its arguments: -- ARGS"
+            mend = f"{unset} is not set; {mend}" if unset and not known else mend
             raise UserError(what, where=draft.given.where, mend=mend)
         draft.put(key, value)
     _widths(draft, family)

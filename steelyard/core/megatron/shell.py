@@ -121,7 +121,8 @@ def _case(state: State, case: syntax.Case) -> bool | None:
 
 def _loop(state: State, loop: syntax.For | syntax.Count | syntax.While) -> bool | None:
     if isinstance(loop, syntax.For):
-        for value in state.arguments if loop.words is None else expand.words(state, loop.words):
+        values = state.arguments if loop.words is None else expand.words(state, loop.words)
+        for value in [value for value in values if not unknown.is_unset(value)]:
             state.set(loop.name, value)
             if not _turn(state, loop.body):
                 break
