@@ -94,7 +94,9 @@ def from_megatron(
     reading = megatron.read(paths, arguments, environment=os.environ, sgd=sgd, count=_ids_of)
     for line in megatron.lines(reading):
         console.say(line)
-    if out is not None and reading.recipe is not None:
+    if reading.recipe is None:
+        console.say("nothing here trains a model, so there is no recipe: only commands")
+    elif out is not None:
         files.write_text(out, reading.recipe)
         console.say(f"wrote {out}")
     result: dict[str, Any] = megatron.result(reading)

@@ -255,6 +255,7 @@ def test_a_configuration_file_alone_and_with_the_script_that_sources_it(place):
     assert (alone.parallel.data, alone.train.global_batch, alone.train.micro_batch) == (4, 64, 1)
     assert any("starts no training" in question for question in reading.questions)
     assert {"HOMOGENEOUS_CLUSTER", "NSYS", "PROFILE"} <= set(left(reading))
+    assert "MODEL=xl is taken to be seed 002's" in reading.notes[0]
     whole, reading = meant("_01_run_inter.sh", arguments=("0",))
     assert whole.parallel == alone.parallel
     assert (whole.train.steps, whole.train.precision, whole.train.loss_scale) == (50, "fp16", 2**32)
@@ -506,11 +507,10 @@ def test_every_flag_of_a_script_is_accounted_for(script, arguments, also, place)
 EVERY_FLAG = sorted({*ALIASES, *CARRIED, *RULED, *NOT_CARRIED, "--not-a-flag", "--made-up"} | {
     name.replace("*", "x") for names in NOT_NEEDED.values() for name in names
 })  # fmt: skip
+VALUES = ["", "0", "1", "2", "-1", "0.5", "nan", "inf", "a/b", "1 a", "$X", "$(nproc)"]
 
 
-@given(
-    st.lists(st.tuples(st.sampled_from(EVERY_FLAG), st.sampled_from(["", "1", "2", "0.5", "a/b", "$X", "$(nproc)"])))
-)
+@given(st.lists(st.tuples(st.sampled_from(EVERY_FLAG), st.sampled_from(VALUES))))
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_flags_are_accounted_for_or_refused(tmp_path, flags):
     script = tmp_path / "any.sh"
@@ -520,6 +520,9 @@ def test_any_flags_are_accounted_for_or_refused(tmp_path, flags):
     except UserError:
         return
     assert {flag for flag, _ in flags} <= accounted(reading)
+    for key in reading.carried.values():
+        section, _, name = key.partition(".")
+        assert name in reading.written[section], key
     assert "\ue000" not in json.dumps(result(reading), ensure_ascii=False)
 
 

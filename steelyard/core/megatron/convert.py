@@ -126,6 +126,9 @@ def _variables(state: State, given: Given) -> None:
     model = SHAPES.get(known.get("MODEL", "").lower(), {})
     if not named:
         return
+    if model:
+        sizes = ", ".join(f"{flag[2:]} {value}" for flag, value in model.items())
+        state.note(f"MODEL={known['MODEL']} is taken to be seed 002's: {sizes}")
     for flag, value in (model | named).items():
         if not given.has(flag):
             given.add([flag, value])
@@ -150,7 +153,7 @@ def _write(draft: Draft, program: str, ranks: int | None, sgd: str | None, count
     course.optim(draft, sgd)
     course.checkpoint(draft)
     course.watching(draft)
-    draft.given.close()
+    draft.close()
 
 
 def _finish(reading: Reading, draft: Draft, scripts: Sequence[Path]) -> None:
@@ -170,7 +173,7 @@ def _finish(reading: Reading, draft: Draft, scripts: Sequence[Path]) -> None:
             load(path)
         except UserError as error:
             problem = str(error).replace(f"{path}", "the recipe")
-            raise UserError(f"these flags contradict each other here\n{problem}", where=draft.given.where) from None
+            raise UserError(f"what these flags say is no sound recipe\n{problem}", where=draft.given.where) from None
 
 
 def _nothing(state: State, scripts: Sequence[Path]) -> UserError:

@@ -176,6 +176,7 @@ def _warmup(draft: Draft, horizon: tuple[str, int] | None) -> None:
         lengths = [(unit, draft.get(f"train.{unit}")) for unit in ("steps", "samples", "tokens")]
         unit, end = horizon or next(((unit, value) for unit, value in lengths if value), ("steps", 0))
         if end:
+            given.carry("--lr-warmup-fraction", f"optim.warmup_{unit}")
             draft.put(f"optim.warmup_{unit}", round(fraction * end), f"{fraction} of {end}")
             return
         draft.ask(f"--lr-warmup-fraction {fraction} is of a length that is not known: set optim.warmup_steps")

@@ -45,9 +45,18 @@ class Draft:
         """Keep a question that only a person can answer."""
         self.questions.append(question)
 
+    def close(self) -> None:
+        """See that every flag said to be in a key is in the recipe, and give every other one its reason."""
+        for name, key in list(self.given.carried.items()):
+            if self.get(key) is None:
+                del self.given.carried[name]
+                self.given.leave(name, "without effect beside the other flags", matters=False)
+        self.given.close()
+
     def toml(self, name: str, head: list[str]) -> str:
         """The recipe as a file, with a comment beside what was assumed."""
-        plain = to_toml({"name": name} | {key: self.settings[key] for key in ORDER if key in self.settings})
+        ordered = {key: _name_first(self.settings[key]) for key in ORDER if key in self.settings}
+        plain = to_toml({"name": name} | ordered)
         lines, section = [f"# {line}" for line in head], ""
         for line in plain.splitlines():
             if header := re.fullmatch(r"\[(.+)\]", line):
@@ -55,6 +64,10 @@ class Draft:
             reason = self.assumed.get(f"{section}.{line.partition(' = ')[0]}", "")
             lines.append(f"{line}  # {reason}" if reason and " = " in line else line)
         return "\n".join(lines) + "\n"
+
+
+def _name_first(section: dict[str, Any]) -> dict[str, Any]:
+    return dict(sorted(section.items(), key=lambda item: item[0] != "name"))
 
 
 ORDER = ("model", "data", "train", "optim", "parallel", "checkpoint", "eval", "log")

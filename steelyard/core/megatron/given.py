@@ -7,6 +7,7 @@ are together what was given.
 from __future__ import annotations
 
 import fnmatch
+import math
 import re
 from dataclasses import dataclass, field
 
@@ -118,6 +119,8 @@ class Given:
     def _number(self, name: str, text: str, kind: type) -> float:
         try:
             value: float = kind(text)
+            if not math.isfinite(value):
+                raise ValueError(text)
         except ValueError:
             message = f"{self.spelled[name]} is {text!r}, which is not {KINDS[kind]}"
             raise UserError(message, where=self.where, mend="give the script the arguments it needs: -- ARGS") from None

@@ -116,6 +116,9 @@ def parallel(draft: Draft, ranks: int | None, config: dict[str, Any]) -> None:
 
 
 def _data(draft: Draft, ranks: int | None) -> None:
+    for key in ("parallel.tensor", "parallel.pipeline", "parallel.context"):
+        if draft.get(key) < 1:
+            raise UserError(f"{key} would be {draft.get(key)}, which is no size", where=draft.given.where)
     copy = draft.get("parallel.tensor") * draft.get("parallel.pipeline") * draft.get("parallel.context")
     if ranks is None:
         draft.ask("how many ranks will there be? parallel.data is left out, so it is the rest of the world")

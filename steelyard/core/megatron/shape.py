@@ -30,6 +30,8 @@ def model(draft: Draft, program: str) -> None:
             mend = "name the script or the sourced file that sets it, or give the script its arguments: -- ARGS"
             mend = f"{unset} is not set; {mend}" if unset and not known else mend
             raise UserError(what, where=draft.given.where, mend=mend)
+        if value < 1:
+            raise UserError(f"{flag} is {value}, which is no size", where=draft.given.where)
         draft.put(key, value)
     _widths(draft, family)
     _positions(draft, family)
@@ -135,7 +137,7 @@ def _biases(draft: Draft, family: str) -> None:
 def vocabulary(draft: Draft, count: Count) -> None:
     """`model.vocab`, its padding, and `data.tokenizer`; `count` counts the ids of a tokenizer that is here."""
     given, family = draft.given, draft.get("model.family")
-    kind = given.text("--tokenizer-type", "data.tokenizer")
+    kind = given.text("--tokenizer-type", "model.vocab")
     tokenizer = _tokenizer(draft)
     if tokenizer:
         draft.put("data.tokenizer", tokenizer)
