@@ -59,3 +59,16 @@ def test_the_guide_to_data_works_as_written(place):
         [sys.executable, "-m", "steelyard", "tokenizer", "export", "botchan.model", "again", "--check", "botchan.txt"],
         capture_output=True, text=True, timeout=120,
     ).stdout  # fmt: skip
+
+
+def test_the_page_on_launch_scripts_shows_what_happens(tmp_path):
+    page = (DOCS / "from-megatron.md").read_text()
+    script, recipe, said = (page.split(f"```{kind}\n")[1].split("```")[0] for kind in ("bash", "toml", "text"))
+    (tmp_path / "medium.sh").write_text(script)
+    [line] = commands("from-megatron.md")
+    words = shlex.split(line)[1:]
+    command = [sys.executable, "-m", "steelyard", *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "medium.toml").read_text() == recipe
+    assert done.stderr == said

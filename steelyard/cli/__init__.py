@@ -31,7 +31,7 @@ from steelyard.parallel.world import LostPeer, World, detect
 # Every command: the module below `steelyard.cli` that holds it, and its line in the help.
 COMMANDS = {
     "quickstart": ("quickstart", "Train a small model here, in minutes."),
-    "recipe": ("recipe", "Check, show and list recipes."),
+    "recipe": ("recipe", "Check, show, list and import recipes."),
     "tokenizer": ("tokenizer", "Train, look at and export tokenizers."),
     "data": ("data", "Fetch and convert text, and turn it into token files."),
     "train": ("train", "Train a model as a recipe says."),
@@ -49,10 +49,10 @@ EPILOG = "Exit codes: 0 done, 1 a fault of the machine or the work, 2 a mistake 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run one command and exit with its code."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    words, passed_on = _cut(list(sys.argv[1:] if arguments is None else arguments))
     debug = _take(words, "--debug")
     console.quiet = _take(words, "--quiet")
-    words = _flag_each(words)
+    words = [*_flag_each(words), *passed_on]
     for number in (signal.SIGINT, signal.SIGUSR1):  # SIGUSR1 is a scheduler's warning, which may come early.
         signal.signal(number, _interrupt)
     try:
@@ -107,6 +107,15 @@ def _root(
 
 def _not_imported() -> None:
     raise AssertionError("only the command that was asked for is imported")
+
+
+def _cut(words: list[str]) -> tuple[list[str], list[str]]:
+    """The words before `--`, and those from it on, which are another program's.
+
+    The parser swallows a first `--`, so that one is doubled: a command then sees where its own words end.
+    """
+    end = words.index("--") if "--" in words else len(words)
+    return words[:end], ["--", *words[end:]] if words[end:] else []
 
 
 def _take(words: list[str], flag: str) -> bool:

@@ -1,13 +1,26 @@
-"""`steelyard recipe`: check, show and list recipes."""
+"""`steelyard recipe`: check, show, list and import recipes."""
 
 from __future__ import annotations
+
+import os
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 from steelyard.cli.options import JsonOption, Overrides, RecipeArgument, print_result
-from steelyard.core import units
+from steelyard.core import files, megatron, units
+from steelyard.core.console import console
 from steelyard.core.recipe import load, shipped, to_toml
 from steelyard.sizes.model import parameters
+
+
+class Sgd(StrEnum):
+    """Which optimizer a script's `--optimizer sgd` is."""
+
+    sgd = "sgd"
+    sgd_sai = "sgd-sai"
 
 
 def register(root: typer.Typer, name: str, help_: str) -> None:
@@ -16,6 +29,7 @@ def register(root: typer.Typer, name: str, help_: str) -> None:
     group.command("check")(check)
     group.command("show")(show)
     group.command("list")(list_)
+    group.command("from-megatron")(from_megatron)
     root.add_typer(group, name=name)
 
 
@@ -55,3 +69,55 @@ def list_(json: JsonOption = False) -> None:
         for name, recipe in recipes.items()
     }
     print_result(result, json, "\n".join(lines))
+
+
+def from_megatron(
+    scripts: Annotated[
+        list[str],
+        typer.Argument(metavar="SCRIPT... [-- ARGS]", help="Launch scripts, and what they would be started with."),
+    ],
+    out: Annotated[Path | None, typer.Option(help="Write the recipe to this file.", show_default=False)] = None,
+    sgd: Annotated[Sgd | None, typer.Option(help="Which optimizer --optimizer sgd is.", show_default=False)] = None,
+    json: JsonOption = False,
+) -> None:
+    """Write the recipe that a Megatron launch script means. The script is read, never run.
+
+    Commands that replace preprocess_data.py and convert.py, questions, and every flag that is not carried over are
+    listed beside it.
+
+    Example: steelyard recipe from-megatron train_gpt3.sh --out gpt3.toml -- checkpoints logs vocab.json merges.txt data
+    """
+    end = scripts.index("--") if "--" in scripts else len(scripts)
+    if not end:
+        raise typer.BadParameter("name at least one script")
+    paths, arguments = [Path(script) for script in scripts[:end]], scripts[end + 1 :]
+    reading = megatron.read(paths, arguments, environment=os.environ, sgd=sgd, count=_ids_of)
+    for line in megatron.lines(reading):
+        console.say(line)
+    if reading.recipe is None:
+        console.say("nothing here trains a model, so there is no recipe: only commands")
+    elif out is not None:
+        files.write_text(out, reading.recipe)
+        console.say(f"wrote {out}")
+    result: dict[str, Any] = megatron.result(reading)
+    lost = sum(left.matters for left in reading.left)
+    if console.quiet and (reading.questions or lost):
+        console.warn(
+            f"{len(reading.questions)} questions, {lost} flags not carried over; without --quiet they are listed"
+        )
+    text = "\n".join(reading.commands) if reading.recipe is None else reading.recipe.rstrip() if out is None else ""
+    if json or text:
+        print_result(result, json, text)
+
+
+def _ids_of(tokenizer: str) -> int | None:
+    """The ids of a tokenizer that is on this machine."""
+    from steelyard.core.errors import UserError
+    from steelyard.text import tokenizer as tokenizers
+
+    if not all(Path(part).expanduser().exists() for part in tokenizer.split(",")):
+        return None
+    try:
+        return tokenizers.load(tokenizer).vocab_size
+    except UserError:
+        return None

@@ -36,7 +36,8 @@ def attend_dropping(
         mask = torch.ones(length, length, dtype=torch.bool, device=query_BHLE.device).tril()
     scores = (query_BHLE @ key_BHLE.transpose(-1, -2)).float() / query_BHLE.shape[-1] ** 0.5
     weights = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1)
-    return kept(weights, rows_BHL, share).to(value_BHLE.dtype) @ value_BHLE
+    kept_weights: Tensor = kept(weights, rows_BHL, share)
+    return kept_weights.to(value_BHLE.dtype) @ value_BHLE
 
 
 def rows_of(samples_B: Tensor, places_BL: Tensor, heads: range, salt: int) -> Tensor:

@@ -40,7 +40,8 @@ class Dropout(nn.Module):
         length = x.shape[-2]
         places_BL = places_BL[:, self.part[0] * length : self.part[0] * length + length]
         rows_BL = mixed(mixed(samples_B * FACTORS[0] + self.salt)[:, None] + places_BL * FACTORS[1])
-        return kept(x, rows_BL, self.share)
+        dropped: Tensor = kept(x, rows_BL, self.share)
+        return dropped
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

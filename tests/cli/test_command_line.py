@@ -1,5 +1,7 @@
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 import time
@@ -10,7 +12,16 @@ import pytest
 from tests.conftest import kill
 
 
-@pytest.mark.parametrize("words", [["--help"], ["--version"], ["recipe", "list"], ["recipe", "show", "quickstart"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--help"],
+        ["--version"],
+        ["recipe", "list"],
+        ["recipe", "show", "quickstart"],
+        ["recipe", "from-megatron", "--help"],
+    ],
+)
 def test_small_questions_import_no_torch(workplace, words):
     code = (
         "import sys\nfrom steelyard.cli import main\n"
@@ -54,6 +65,9 @@ def mistake(done: subprocess.CompletedProcess) -> str:
         (["train", "tiny.toml", "--world", "8"], "belong to a dry run"),
         (["train", "llama3.1-70b", "--dry-run", "--world", "24"], "a multiple of 16 ranks, not 24"),
         (["train", "tiny.toml", "--dry-run", "--gpu", "h10"], "h10 is not known"),
+        (["recipe", "from-megatron", "nowhere.sh"], "nowhere.sh: there is no such file"),
+        (["recipe", "from-megatron", "tiny.toml"], "tiny.toml"),
+        (["recipe", "from-megatron", "--", "a"], "name at least one script"),
         (["report", "."], "not a run folder"),
         (["report", "tiny.toml"], "is a file, not a run folder"),
         (["data", "convert", "tiny.jsonl", "folder.txt"], "Is a directory: folder.txt"),
@@ -74,6 +88,48 @@ def test_a_mistake_exits_with_two_and_one_message(workplace, words, message):
     (workplace.path / "folder.txt").mkdir()
     (workplace.path / "tiny.jsonl").write_text('{"text": "a"}\n')
     assert message in mistake(workplace.steelyard(*words))
+
+
+LAUNCH = """
+python tools/preprocess_data.py --input text.jsonl --output-prefix made --tokenizer-type HuggingFaceTokenizer \\
+    --tokenizer-model tok --json-keys text title --append-eod --workers 1
+torchrun --nproc_per_node 1 pretrain_gpt.py --num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 \\
+    --max-position-embeddings 16 --micro-batch-size 2 --train-iters 3 --lr 1e-3 --tokenizer-model tok \\
+    --data-path $1 --quiet-flag --save ckpt --no-masked-softmax-fusion
+"""
+
+
+def test_a_launch_script_becomes_a_recipe_that_trains_and_commands_that_run(workplace):
+    (workplace.path / "text.jsonl").write_text(
+        "".join(json.dumps({"text": f"line {n} of some text", "title": f"title {n}"}) + "\n" for n in range(200))
+    )
+    train = ["--input", "text.jsonl", "--model-prefix", "tok", "--vocab-size", "300", "--type", "byte-bpe"]
+    assert workplace.steelyard("tokenizer", "train", *train).returncode == 0
+    (workplace.path / "launch.sh").write_text(LAUNCH)
+    words = ["recipe", "from-megatron", "launch.sh"]
+    done = workplace.steelyard(*words, "--json", "--", "made_text_document", "--quiet")
+    result = json.loads(done.stdout)
+    assert {entry["flag"] for entry in result["not_carried"] if entry["matters"]} == {"--quiet-flag", "--save"}
+    assert result["recipe"]["model"]["vocab"] == 300
+    assert "not carried over (2):" in done.stderr
+    [command] = result["commands"]
+    made = workplace.steelyard(*shlex.split(command)[1:])
+    assert made.returncode == 0, made.stderr
+    written = workplace.steelyard(*words, "--out", "new.toml", "--", "made_text_document")
+    assert (written.returncode, written.stdout) == (0, "")
+    assert (workplace.path / "new.toml").read_text() == result["toml"]
+    assert workplace.steelyard(*words, "--", "made_text_document").stdout == result["toml"]
+    overrides = ["train.device=cpu", "eval.batches=1", "model.dropout=0.0", "model.attention_dropout=0.0"]
+    trained = workplace.steelyard("train", "new.toml", *overrides)
+    assert trained.returncode == 0, trained.stderr
+
+
+def test_quiet_still_says_that_something_is_missing(workplace):
+    (workplace.path / "launch.sh").write_text(LAUNCH)
+    done = workplace.steelyard("recipe", "from-megatron", "launch.sh", "--quiet")
+    assert re.fullmatch(
+        r"warning: \d+ questions?, 3 flags not carried over; without --quiet they are listed\n", done.stderr
+    )
 
 
 def test_an_empty_corpus_leaves_no_token_files(workplace):

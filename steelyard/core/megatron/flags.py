@@ -1,0 +1,184 @@
+"""Megatron's flags as data: which key of the recipe each one is, what Megatron assumes where it is silent, and why
+the others are not needed or cannot be carried over.
+
+Flags whose meaning depends on other flags are in `RULED` and have their code in `shape.py`, `course.py` and
+`layout.py`. Defaults are those of Megatron-LM (core 0.5 to 0.16) unless said otherwise.
+"""
+
+from __future__ import annotations
+
+# flag: (key of the recipe, kind of value, Megatron's default; None where it has none)
+CARRIED: dict[str, tuple[str, type, object]] = {
+    "--num-layers": ("model.layers", int, None),
+    "--hidden-size": ("model.hidden", int, None),
+    "--num-attention-heads": ("model.heads", int, None),
+    "--init-method-std": ("model.init_std", float, 0.02),
+    "--attention-dropout": ("model.attention_dropout", float, 0.1),
+    "--hidden-dropout": ("model.dropout", float, 0.1),
+    "--data-cache-path": ("data.index_cache", str, None),
+    "--seed": ("train.seed", int, 1234),
+    "--lr": ("optim.learning_rate", float, None),
+    "--min-lr": ("optim.min_learning_rate", float, 0.0),
+    "--weight-decay": ("optim.weight_decay", float, 0.01),
+    "--clip-grad": ("optim.clip", float, 1.0),
+    "--tensor-model-parallel-size": ("parallel.tensor", int, 1),
+    "--pipeline-model-parallel-size": ("parallel.pipeline", int, 1),
+    "--context-parallel-size": ("parallel.context", int, 1),
+    "--distributed-timeout-minutes": ("parallel.timeout_minutes", float, None),
+    "--save-interval": ("checkpoint.every", int, 0),
+    "--eval-interval": ("eval.every", int, 1000),
+    "--log-interval": ("log.every", int, 100),
+    "--wandb-project": ("log.wandb", str, None),
+}
+# Other names for the same flags, old or of Megatron-DeepSpeed.
+ALIASES = {
+    "--norm-epsilon": "--layernorm-epsilon",
+    "--model-parallel-size": "--tensor-model-parallel-size",
+    "--batch-size": "--micro-batch-size",
+    "--num-key-value-heads": "--num-query-groups",
+    "--warmup": "--lr-warmup-fraction",
+    "--deepspeed-config": "--deepspeed_config",
+    "--checkpoint-activations": "--deepspeed-activation-checkpointing",
+}
+# Flags that the rules read; how many values each takes (None: any number).
+RULED: dict[str, int | None] = {
+    "--ffn-hidden-size": 1, "--group-query-attention": 0, "--num-query-groups": 1, "--kv-channels": 1,
+    "--normalization": 1, "--swiglu": 0, "--position-embedding-type": 1, "--use-rotary-position-embeddings": 0,
+    "--no-position-embedding": 0, "--rotary-base": 1, "--rotary-percent": 1, "--use-rope-scaling": 0,
+    "--rope-scaling-factor": 1, "--untie-embeddings-and-output-weights": 0, "--disable-bias-linear": 0,
+    "--add-qkv-bias": 0, "--layernorm-epsilon": 1, "--max-position-embeddings": 1, "--seq-length": 1,
+    "--vocab-size": 1, "--padded-vocab-size": 1, "--make-vocab-size-divisible-by": 1, "--tokenizer-type": 1,
+    "--tokenizer-model": 1, "--vocab-file": 1, "--merge-file": 1,
+    "--data-path": None, "--train-data-path": None, "--valid-data-path": None, "--test-data-path": None, "--split": 1,
+    "--reset-position-ids": 0, "--reset-attention-mask": 0,
+    "--micro-batch-size": 1, "--global-batch-size": 1, "--rampup-batch-size": 3, "--train-iters": 1,
+    "--train-samples": 1, "--train-tokens": 1, "--exit-duration-in-mins": 1, "--bf16": 0, "--fp16": 0,
+    "--fp8-format": 1, "--fp8-hybrid": 0, "--initial-loss-scale": 1, "--loss-scale-window": 1,
+    "--optimizer": 1, "--adam-beta1": 1, "--adam-beta2": 1, "--adam-eps": 1, "--sgd-momentum": 1,
+    "--lr-decay-style": 1, "--lr-decay-iters": 1, "--lr-decay-samples": 1, "--lr-decay-tokens": 1,
+    "--lr-warmup-fraction": 1, "--lr-warmup-iters": 1, "--lr-warmup-samples": 1, "--lr-warmup-tokens": 1,
+    "--lr-wsd-decay-style": 1, "--lr-wsd-decay-iters": 1, "--lr-wsd-decay-samples": 1,
+    "--load": 1, "--save": 1, "--finetune": 0, "--pretrained-checkpoint": 1, "--eval-iters": 1,
+    "--tensorboard-dir": 1, "--profile": 0, "--profile-step-start": 1, "--profile-step-end": 1,
+    "--balance": 1, "--sequence-parallel": 0, "--num-layers-per-virtual-pipeline-stage": 1,
+    "--num-virtual-stages-per-pipeline-rank": 1, "--decoder-first-pipeline-num-layers": 1,
+    "--decoder-last-pipeline-num-layers": 1, "--use-distributed-optimizer": 0, "--zero-stage": 1,
+    "--data-parallel-sharding-strategy": 1, "--use-torch-fsdp2": 0, "--deepspeed_config": 1,
+    "--recompute-activations": 0, "--recompute-granularity": 1, "--recompute-method": 1, "--recompute-num-layers": 1,
+    "--deepspeed-activation-checkpointing": 0, "--checkpoint-num-layers": 1,
+}  # fmt: skip
+# Flags that need nothing here, by the reason; a trailing or leading * stands for any letters.
+NOT_NEEDED: dict[str, list[str]] = {
+    "how fast, not what: the kernels and the overlap of communication are chosen here": [
+        "--use-flash-attn*", "--no-*-fusion", "--overlap-*", "--tp-comm-*", "--transformer-impl", "--attention-backend",
+        "--use-mcore-models", "--use-legacy-models", "--no-async-tensor-model-parallel-allreduce", "--DDP-impl",
+        "--no-contiguous-buffers-in-local-ddp", "--num-workers", "--data-impl", "--dataset-impl", "--nccl-*",
+        "--use-cpu-initialization", "--no-scatter-gather-tensors-in-pipeline", "--distributed-backend", "--local-rank",
+        "--local_rank", "--use-ring-exchange-p2p", "--ddp-*", "--cuda-graph*", "--enable-cuda-graph", "--manual-gc*",
+        "--no-create-attention-mask-in-dataloader", "--empty-unused-memory-level", "--align-*", "--no-align-*",
+        "--no-check-for-nan-in-loss-and-grad", "--use-tp-pp-dp-mapping", "--mmap-bin-files", "--no-mmap-bin-files",
+        "--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "--high-priority-stream-groups", "--fused-*",
+        "--distribute-saved-activations", "--recompute-modules", "--tensorboard-queue-size", "--no-persist-layer-norm",
+        "--batch-p2p-communication", "--barrier-with-L1-time", "--use-fused-*", "--defer-embedding-wgrad-compute",
+        "--gradient-accumulation-fusion", "--apply-query-key-layer-scaling", "--no-query-key-layer-scaling",
+    ],
+    "always so here: softmax and the sums of gradients are fp32": [
+        "--accumulate-allreduce-grads-in-fp32", "--attention-softmax-in-fp32",
+    ],
+    "always so here: the same command resumes a run, it saves when it is asked to stop, and checkpoints are checked": [
+        "--exit-signal-handler*", "--no-load-optim", "--no-load-rng", "--no-save-optim", "--no-save-rng",
+        "--auto-detect-ckpt-format", "--use-checkpoint-opt_param-scheduler", "--override-opt_param-scheduler",
+        "--override-opt-param-scheduler", "--exit-on-missing-checkpoint", "--ckpt-format", "--dist-ckpt-format",
+        "--use-dist-ckpt", "--ckpt-fully-parallel-*", "--no-ckpt-fully-parallel-save", "--async-save",
+        "--ckpt-assume-constant-structure", "--dist-ckpt-strictness", "--enable-partial-load",
+    ],
+    "the metrics, timers and report of a run are always written": [
+        "--log-*", "--no-log-*", "--timing-log-level", "--timing-log-option", "--tensorboard-log-interval",
+        "--wandb-save-dir", "--one-logger-*", "--enable-one-logger", "--no-one-logger",
+    ],
+    "DeepSpeed's way of saying what the other flags say; this engine is PyTorch's own": [
+        "--deepspeed", "--no-pipeline-parallel", "--deepscale", "--deepscale_config", "--deepspeed_mpi",
+    ],
+}  # fmt: skip
+# Flags that mean something this recipe cannot say.
+NOT_CARRIED: dict[str, str] = {
+    "--loss-scale": "the scale of the loss is always dynamic; train.loss_scale is where it starts",
+    "--grad-reduce-in-bf16": "gradients are summed in fp32",
+    "--fp32-residual-connection": "the precision of the residual is not a setting",
+    "--use-checkpoint-args": "the sizes of the model stand in the recipe, not in a checkpoint",
+    "--dataloader-type": "samples come in the order of Megatron's single loader",
+    "--exp-name": "a run is called after its recipe",
+    "--wandb-exp-name": "a run is called after its recipe",
+    "--standalone-embedding-stage": "write parallel.partition with a first stage of 0 layers",
+    "--hysteresis": "the scale falls at the first bad step",
+    "--min-loss-scale": "the scale has no floor",
+    "--eod-mask-loss": "the loss of the end token counts",
+    "--lr-warmup-init": "the climb starts at zero",
+    "--weight-decay-incr-style": "weight decay is constant",
+    "--start-weight-decay": "weight decay is constant",
+    "--end-weight-decay": "weight decay is constant",
+    "--decoupled-lr": "there is one learning rate",
+    "--decoupled-min-lr": "there is one learning rate",
+    "--exit-interval": "use train.steps; the schedule's end stays with optim.horizon_steps",
+    "--mock-data": "use real token files in data.train",
+    "--data-args-path": "write the files into data.train",
+    "--per-split-data-args-path": "write the files into data.train, data.valid and data.test",
+    "--use-pytorch-profiler": "log.profile marks its steps for nsys; log.timeline times the parts of a step",
+    "--profile-ranks": "log.profile marks its steps on every rank",
+    "--wandb-entity": "set WANDB_ENTITY",
+    "--pipeline-model-parallel-layout": "write the layers per stage into parallel.partition",
+    "--pipeline-model-parallel-split-rank": "encoder-decoder models are not trained here",
+    "--qk-layernorm": "this changes the model, and no family here has norms on queries and keys",
+    "--apply-layernorm-1p": "this changes the model: its norm weights are stored as differences from 1",
+    "--layernorm-zero-centered-gamma": "this changes the model: its norm weights are stored as differences from 1",
+    "--apply-residual-connection-post-layernorm": "this changes the model: branches here add to the unnormed input",
+    "--rotary-interleaved": "this changes the model: rotary halves are not interleaved here",
+    "--rotary-seq-len-interpolation-factor": "this changes the model: positions are not interpolated here",
+    "--window-size": "this changes the model: attention here reaches all earlier tokens",
+    "--init-method-xavier-uniform": "weights are drawn from a normal distribution of model.init_std",
+    "--cpu-offloading-num-layers": "activations stay on the GPU",
+    "--optimizer-cpu-offload": "optim.offload = true keeps the optimizer's state in the host's memory",
+    **dict.fromkeys(
+        (
+            "--gumbel-scale-range",
+            "--gumbel-temperature-range",
+            "--N",
+            "--M",
+            "--mask-only",
+            "--prior-strength",
+            "--lr-mult",
+            "--weight-reg",
+            "--sparse-pattern",
+            "--freeze-weight",
+            "--freeze-mask",
+        ),
+        "learning masks is no part of this recipe",
+    ),
+}
+# What makes a model that no family here is.
+REFUSED: dict[str, str] = {
+    "--num-experts": "a mixture of experts",
+    "--multi-latent-attention": "multi-latent attention",
+    "--squared-relu": "a squared ReLU",
+    "--hybrid-override-pattern": "a hybrid of Mamba and attention",
+    "--mtp-num-layers": "multi-token prediction",
+}
+# Names of variables that a configuration file without a launch command uses for flags (seed 002's among them).
+VARIABLES: dict[str, str] = {
+    "NUM_LAYERS": "--num-layers", "HIDDEN_SIZE": "--hidden-size", "NUM_ATTENTION_HEADS": "--num-attention-heads",
+    "NUM_HEADS": "--num-attention-heads", "FFN_HIDDEN_SIZE": "--ffn-hidden-size", "SEQ_LENGTH": "--seq-length",
+    "MAX_POSITION_EMBEDDINGS": "--max-position-embeddings", "GLOBAL_BATCH_SIZE": "--global-batch-size",
+    "MICRO_BATCH_SIZE": "--micro-batch-size", "TENSOR_MP_SIZE": "--tensor-model-parallel-size",
+    "PIPELINE_MP_SIZE": "--pipeline-model-parallel-size", "TP_SIZE": "--tensor-model-parallel-size",
+    "PP_SIZE": "--pipeline-model-parallel-size", "PARTITION": "--balance", "TRAIN_ITERS": "--train-iters",
+    "LR": "--lr", "MIN_LR": "--min-lr", "DATA_PATH": "--data-path", "VOCAB_FILE": "--vocab-file",
+    "MERGE_FILE": "--merge-file", "TOKENIZER_MODEL": "--tokenizer-model", "SEED": "--seed",
+}  # fmt: skip
+# The shapes that seed 002's MODEL stands for.
+SHAPES: dict[str, dict[str, str]] = {
+    "xl": {"--num-layers": "48", "--hidden-size": "1600", "--num-attention-heads": "16"},
+    "gpt2": {"--num-layers": "48", "--hidden-size": "1600", "--num-attention-heads": "16"},
+    "small": {"--num-layers": "24", "--hidden-size": "1024", "--num-attention-heads": "16"},
+}
+# Vocabularies by what their names or files usually say, for when the file is not here to be counted.
+VOCABULARIES = {"llama-?3": 128256, "llama-?2|mistral-7b-v0.1|mixtral": 32000, "gpt-?2": 50257}
