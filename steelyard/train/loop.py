@@ -277,6 +277,8 @@ class Training:
             how = self._start()
         else:
             self.engine.optimizer.make_state()
+            if not all(self.extension.saves(part) for part in self.engine.parts):
+                self.engine.initialise()
             with alike(self.world):
                 checkpoint.load(saved, self.engine.pieces(for_saving=False))
             self.engine.optimizer.take_weights()

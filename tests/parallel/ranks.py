@@ -91,6 +91,7 @@ def serve(wire: Any, folder: Path) -> None:
     import torch
 
     torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # Memory that nobody has set is full of NaN.
     os.chdir(folder)
     quiet = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
     sys.stdout = sys.stderr = quiet
