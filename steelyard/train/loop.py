@@ -30,7 +30,7 @@ from steelyard.text import tokenizer as tokenizers
 from steelyard.tokens.loader import Loader, read
 from steelyard.tokens.samples import Samples, open_samples
 from steelyard.train import device as devices
-from steelyard.train import memory
+from steelyard.train import memory, timeline
 from steelyard.train.counters import Counters
 from steelyard.train.engine import Engine
 from steelyard.train.extension import Extension
@@ -41,6 +41,7 @@ from steelyard.train.speed import Speed
 from steelyard.train.stopping import StopRequest, stop_request
 
 STEPS_BEFORE_MEMORY_REPORT = 2
+TIMELINE = "timeline"
 
 
 def run(recipe: Recipe, path: Path | None = None, extension: Extension | None = None, resume: str = "auto") -> Run:
@@ -132,7 +133,7 @@ class Training:
                         batch.rows, batch.first, rate, batch_size * length, self.loss_scale.scale
                     )
                 if timed:
-                    self.engine.timeline.end(counters.step + 1, self.folder.path / "timeline", self.world.rank)
+                    self.engine.timeline.end(counters.step + 1, self.folder.path / TIMELINE, self.world.rank)
                 counters.step += 1
                 counters.samples += batch_size
                 counters.tokens += batch_size * length
@@ -269,7 +270,9 @@ class Training:
                     mend="ask for more steps, or give another --run",
                 )
             is_own = saved is not None and saved.path.parent == self.folder.checkpoints
-            self.folder.forget_after(saved.step if saved is not None and is_own else -1)
+            last = saved.step if saved is not None and is_own else -1
+            self.folder.forget_after(last)
+            timeline.forget_after(self.folder.path / TIMELINE, last)
             return saved, is_own
 
         saved, is_own = everywhere(self.world, newest)
