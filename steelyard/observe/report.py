@@ -57,7 +57,7 @@ def _summary(run: Run, records: list[dict[str, Any]]) -> dict[str, str]:
         last = trained[-1]
         summary["Steps"] = f"{last['step']} of {run.recipe().train.steps}"
         summary["Tokens"] = units.count(last["tokens"])
-        summary["Training loss"] = f"{last['loss']:.4f}"
+        summary["Training loss"] = "no number" if last["loss"] is None else f"{last['loss']:.4f}"
         summary["Throughput"] = f"{units.count(last['tokens_per_second'])} tokens/s"
     if valid:
         first, last_valid = valid[0]["valid_loss"], valid[-1]["valid_loss"]

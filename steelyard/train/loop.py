@@ -34,7 +34,7 @@ from steelyard.train import memory, timeline
 from steelyard.train.counters import Counters
 from steelyard.train.engine import Engine
 from steelyard.train.extension import Extension
-from steelyard.train.metrics import Recorder, check_wandb, line
+from steelyard.train.metrics import Recorder, check_writers, line
 from steelyard.train.scaling import LossScale
 from steelyard.train.schedule import Progress, learning_rate
 from steelyard.train.speed import Speed
@@ -68,6 +68,8 @@ def run(recipe: Recipe, path: Path | None = None, extension: Extension | None = 
                 _conclude(folder, world, "interrupted")
                 raise interruption
             except Exception as error:
+                if world.size == 1:  # With others gone, a save that needs them would not end.
+                    training_run.saver.let_end()
                 raise _failed(folder, world, error) from error
             _conclude(folder, world, state)
     return folder
@@ -147,7 +149,8 @@ class Training:
                 progress.advance(batch_size * length, note=f"step {counters.step}/{train.steps}")
                 if last or (recipe.eval.every and counters.step % recipe.eval.every == 0):
                     self._validate()
-                stop.asked = stop.asked or (out_of_time := time.monotonic() > deadline)
+                out_of_time = time.monotonic() > deadline
+                stop.asked = stop.asked or out_of_time
                 stopping = stop.agreed() and not last
                 if last or stopping or (recipe.checkpoint.every and counters.step % recipe.checkpoint.every == 0):
                     self._save()
@@ -326,7 +329,7 @@ def _refuse_unfit(recipe: Recipe, world: World) -> None:
                 where=recipe.where("train.global_batch"),
                 mend=f"choose a multiple of {per_step}, or other sizes in [parallel]",
             )
-    check_wandb(recipe)
+    check_writers(recipe)
 
 
 def _open_data(recipe: Recipe, world: World) -> tuple[Samples, Samples | None]:
