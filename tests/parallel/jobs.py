@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from steelyard import train
@@ -51,3 +52,10 @@ def loss_over_the_vocabulary(rows_at_once: int) -> dict[str, Any]:
         found.backward()
         losses.CHUNK_BYTES = 1 << 30
     return {"loss": found.detach(), "x": x.grad, "weight": mine.grad}
+
+
+def training_in(folder: Path, overrides: list[str], run: str) -> None:
+    """A whole life of one process that trains, until it is done or killed."""
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    training(overrides, run)

@@ -9,7 +9,6 @@ from steelyard import train
 from steelyard.core.errors import Fault, UserError
 from steelyard.core.recipe import load
 from steelyard.core.run import Run
-from tests.conftest import kill
 
 TIMING = {"tokens_per_second", "seconds", "tflops"}
 
@@ -56,30 +55,6 @@ def test_gpt_trains_too_and_bf16_stays_near_fp32(in_workplace):
     assert losses[0][-1] < losses[0][0]
     assert np.allclose(losses[0], losses[1], rtol=0.02)
     assert losses[0] != losses[1]
-
-
-def test_a_killed_run_resumes_to_the_bit(workplace):
-    recipe = ["tiny.toml", "train.steps=60", "log.every=4", "checkpoint.every=7"]
-    done = workplace.steelyard("train", *recipe, "--run", "undisturbed")
-    assert done.returncode == 0, done.stderr
-    undisturbed = curve(Run.open(workplace.path / "undisturbed"))
-    random = np.random.RandomState(0)
-    alive = 0
-    for _ in range(4):
-        process = workplace.start("train", *recipe, "--run", "killed")
-        metrics = workplace.path / "killed" / "metrics.jsonl"
-        deadline = time.monotonic() + 60
-        lines = len(metrics.read_bytes().splitlines()) if metrics.exists() else 0
-        while time.monotonic() < deadline and process.poll() is None:
-            if metrics.exists() and len(metrics.read_bytes().splitlines()) > lines + random.randint(1, 4):
-                break
-            time.sleep(0.005)
-        alive += process.poll() is None
-        kill(process)
-    assert alive >= 2, "the runs ended before they were killed"
-    resumed = workplace.steelyard("train", *recipe, "--run", "killed")
-    assert resumed.returncode == 0, resumed.stderr
-    assert curve(Run.open(workplace.path / "killed")) == undisturbed
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
