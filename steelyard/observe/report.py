@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from steelyard.core import files, units
+from steelyard.core.errors import UserError
 from steelyard.core.recipe import to_toml
 from steelyard.core.run import Run
 
@@ -78,7 +79,10 @@ def _table(rows: dict[str, str]) -> str:
 
 
 def _charts(records: list[dict[str, Any]]) -> list[str]:
-    from plotly import graph_objects
+    try:
+        from plotly import graph_objects
+    except ImportError:
+        raise UserError("plotly is not installed", mend="pip install plotly") from None
 
     curves = {
         "Loss": [("loss", "training"), ("valid_loss", "validation")],

@@ -54,13 +54,17 @@ def run(recipe: Recipe, path: Path | None = None, extension: Extension | None = 
         console.quiet = console.quiet or not world.is_first
         with alike(world):
             _refuse_unfit(recipe, world)
+            end_of_document = _end_of_document(recipe)
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
         training, validation = _open_data(recipe, world)
         folder = everywhere(world, lambda: for_training(recipe, path, fresh=resume == "never"))
         with _writing(folder, world):
             begin_at = None if resume in ("auto", "never") else resume
-            training_run = Training(recipe, folder, device, world, training, validation, extension, begin_at)
+            extension = extension or Extension()
+            training_run = Training(
+                recipe, folder, device, world, training, validation, end_of_document, extension, begin_at
+            )
             try:
                 with stop_request() as stop:
                     state = training_run.until_done(stop)
@@ -86,14 +90,15 @@ class Training:
         world: World,
         training: Samples,
         validation: Samples | None,
-        extension: Extension | None,
+        end_of_document: int | None,
+        extension: Extension,
         begin_at: str | None,
     ) -> None:
         self.recipe, self.folder, self.device, self.world = recipe, folder, device, world
         self.training, self.validation = training, validation
-        self.extension = extension or Extension()
+        self.extension = extension
         self.mesh = meshes.make(recipe.parallel, device.type)
-        self.engine = Engine(recipe, self.mesh, device, self.extension, _end_of_document(recipe))
+        self.engine = Engine(recipe, self.mesh, device, extension, end_of_document)
         self.counters = Counters()
         self.loss_scale = LossScale(1.0, recipe.train.loss_scale_window)
         if recipe.train.precision == "fp16":
@@ -329,7 +334,29 @@ def _refuse_unfit(recipe: Recipe, world: World) -> None:
                 where=recipe.where("train.global_batch"),
                 mend=f"choose a multiple of {per_step}, or other sizes in [parallel]",
             )
+    sizes = range(ramp.start, recipe.train.global_batch, ramp.increment) if ramp else ()
+    for size in (*sizes, recipe.train.global_batch):
+        _refuse_schedule(recipe, size // per_step)
     check_writers(recipe)
+
+
+def _refuse_schedule(recipe: Recipe, micro_batches: int) -> None:
+    """Refuse a number of micro-batches that the pipeline's schedule cannot run."""
+    parallel = recipe.parallel
+    rounds = max(1, micro_batches // parallel.pipeline)
+    if parallel.pipeline == 1 or parallel.schedule == "gpipe":
+        return
+    if parallel.schedule == "1f1b" and micro_batches < parallel.pipeline:
+        wanted = f"at least {parallel.pipeline} micro-batches, not {micro_batches}"
+    elif parallel.schedule != "1f1b" and micro_batches % rounds:
+        wanted = f"a multiple of {rounds} micro-batches, not {micro_batches}"
+    else:
+        return
+    raise UserError(
+        f"{parallel.schedule} on {parallel.pipeline} pipeline ranks takes {wanted} in a step",
+        where=recipe.where("train.global_batch"),
+        mend="choose another train.global_batch or train.micro_batch, or the schedule gpipe",
+    )
 
 
 def _open_data(recipe: Recipe, world: World) -> tuple[Samples, Samples | None]:
