@@ -68,6 +68,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_x = torch.empty_like(x_ND) if needs_x else None
         grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_weight else None
         loss = torch.zeros((), dtype=torch.float32, device=x_ND.device)
+        # Counted by all rows, not by the real ones, of which ranks have different numbers: their chunks must be alike.
         rows = max(1, CHUNK_BYTES // (x_ND.element_size() * len(head_VD)))
         for first in range(0, len(x_ND), rows):
             part = slice(first, first + rows)

@@ -30,17 +30,18 @@ from steelyard.text import tokenizer as tokenizers
 from steelyard.tokens.loader import Loader, read
 from steelyard.tokens.samples import Samples, open_samples
 from steelyard.train import device as devices
-from steelyard.train import memory
+from steelyard.train import memory, timeline
 from steelyard.train.counters import Counters
 from steelyard.train.engine import Engine
 from steelyard.train.extension import Extension
-from steelyard.train.metrics import Recorder, check_wandb, line
+from steelyard.train.metrics import Recorder, check_writers, line
 from steelyard.train.scaling import LossScale
 from steelyard.train.schedule import Progress, learning_rate
 from steelyard.train.speed import Speed
 from steelyard.train.stopping import StopRequest, stop_request
 
 STEPS_BEFORE_MEMORY_REPORT = 2
+TIMELINE = "timeline"
 
 
 def run(recipe: Recipe, path: Path | None = None, extension: Extension | None = None, resume: str = "auto") -> Run:
@@ -53,13 +54,17 @@ def run(recipe: Recipe, path: Path | None = None, extension: Extension | None = 
         console.quiet = console.quiet or not world.is_first
         with alike(world):
             _refuse_unfit(recipe, world)
+            end_of_document = _end_of_document(recipe)
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
         training, validation = _open_data(recipe, world)
         folder = everywhere(world, lambda: for_training(recipe, path, fresh=resume == "never"))
         with _writing(folder, world):
             begin_at = None if resume in ("auto", "never") else resume
-            training_run = Training(recipe, folder, device, world, training, validation, extension, begin_at)
+            extension = extension or Extension()
+            training_run = Training(
+                recipe, folder, device, world, training, validation, end_of_document, extension, begin_at
+            )
             try:
                 with stop_request() as stop:
                     state = training_run.until_done(stop)
@@ -67,6 +72,8 @@ def run(recipe: Recipe, path: Path | None = None, extension: Extension | None = 
                 _conclude(folder, world, "interrupted")
                 raise interruption
             except Exception as error:
+                if world.size == 1:  # With others gone, a save that needs them would not end.
+                    training_run.saver.let_end()
                 raise _failed(folder, world, error) from error
             _conclude(folder, world, state)
     return folder
@@ -83,14 +90,15 @@ class Training:
         world: World,
         training: Samples,
         validation: Samples | None,
-        extension: Extension | None,
+        end_of_document: int | None,
+        extension: Extension,
         begin_at: str | None,
     ) -> None:
         self.recipe, self.folder, self.device, self.world = recipe, folder, device, world
         self.training, self.validation = training, validation
-        self.extension = extension or Extension()
+        self.extension = extension
         self.mesh = meshes.make(recipe.parallel, device.type)
-        self.engine = Engine(recipe, self.mesh, device, self.extension, _end_of_document(recipe))
+        self.engine = Engine(recipe, self.mesh, device, extension, end_of_document)
         self.counters = Counters()
         self.loss_scale = LossScale(1.0, recipe.train.loss_scale_window)
         if recipe.train.precision == "fp16":
@@ -132,7 +140,7 @@ class Training:
                         batch.rows, batch.first, rate, batch_size * length, self.loss_scale.scale
                     )
                 if timed:
-                    self.engine.timeline.end(counters.step + 1, self.folder.path / "timeline", self.world.rank)
+                    self.engine.timeline.end(counters.step + 1, self.folder.path / TIMELINE, self.world.rank)
                 counters.step += 1
                 counters.samples += batch_size
                 counters.tokens += batch_size * length
@@ -146,7 +154,8 @@ class Training:
                 progress.advance(batch_size * length, note=f"step {counters.step}/{train.steps}")
                 if last or (recipe.eval.every and counters.step % recipe.eval.every == 0):
                     self._validate()
-                stop.asked = stop.asked or (out_of_time := time.monotonic() > deadline)
+                out_of_time = time.monotonic() > deadline
+                stop.asked = stop.asked or out_of_time
                 stopping = stop.agreed() and not last
                 if last or stopping or (recipe.checkpoint.every and counters.step % recipe.checkpoint.every == 0):
                     self._save()
@@ -269,7 +278,9 @@ class Training:
                     mend="ask for more steps, or give another --run",
                 )
             is_own = saved is not None and saved.path.parent == self.folder.checkpoints
-            self.folder.forget_after(saved.step if saved is not None and is_own else -1)
+            last = saved.step if saved is not None and is_own else -1
+            self.folder.forget_after(last)
+            timeline.forget_after(self.folder.path / TIMELINE, last)
             return saved, is_own
 
         saved, is_own = everywhere(self.world, newest)
@@ -277,6 +288,8 @@ class Training:
             how = self._start()
         else:
             self.engine.optimizer.make_state()
+            if not all(self.extension.saves(part) for part in self.engine.parts):
+                self.engine.initialise()
             with alike(self.world):
                 checkpoint.load(saved, self.engine.pieces(for_saving=False))
             self.engine.optimizer.take_weights()
@@ -321,7 +334,29 @@ def _refuse_unfit(recipe: Recipe, world: World) -> None:
                 where=recipe.where("train.global_batch"),
                 mend=f"choose a multiple of {per_step}, or other sizes in [parallel]",
             )
-    check_wandb(recipe)
+    sizes = range(ramp.start, recipe.train.global_batch, ramp.increment) if ramp else ()
+    for size in (*sizes, recipe.train.global_batch):
+        _refuse_schedule(recipe, size // per_step)
+    check_writers(recipe)
+
+
+def _refuse_schedule(recipe: Recipe, micro_batches: int) -> None:
+    """Refuse a number of micro-batches that the pipeline's schedule cannot run."""
+    parallel = recipe.parallel
+    rounds = max(1, micro_batches // parallel.pipeline)
+    if parallel.pipeline == 1 or parallel.schedule == "gpipe":
+        return
+    if parallel.schedule == "1f1b" and micro_batches < parallel.pipeline:
+        wanted = f"at least {parallel.pipeline} micro-batches, not {micro_batches}"
+    elif parallel.schedule != "1f1b" and micro_batches % rounds:
+        wanted = f"a multiple of {rounds} micro-batches, not {micro_batches}"
+    else:
+        return
+    raise UserError(
+        f"{parallel.schedule} on {parallel.pipeline} pipeline ranks takes {wanted} in a step",
+        where=recipe.where("train.global_batch"),
+        mend="choose another train.global_batch or train.micro_batch, or the schedule gpipe",
+    )
 
 
 def _open_data(recipe: Recipe, world: World) -> tuple[Samples, Samples | None]:
