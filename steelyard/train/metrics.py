@@ -87,6 +87,7 @@ def line(record: dict[str, Any], steps: int) -> str:
     ]
     if record.get("mfu") is not None:
         fields.append(f"MFU {record['mfu']:.3f}")
+    fields.append(f"{units.duration(record['seconds'] * (steps - record['step']))} left")
     return "  ".join(fields)
 
 

@@ -19,7 +19,7 @@ from steelyard.train.extension import Extension
 LINE = re.compile(
     r"step (?P<step>\d+)/20  samples (?P<samples>\d+)  (?P<ms>[\d.]+) ms/step  rate (?P<rate>\d\.\d{3}e[-+]\d\d)  "
     r"batch (?P<batch>\d+)  loss (?P<loss>\d\.\d{4})  scale 1  norm (?P<norm>\d+\.\d{3})  skipped 0  nan 0  "
-    r"(?P<tokens>[\d.]+[kM]?) tokens/s  (?P<tflops>\S+) TFLOP/s each"
+    r"(?P<tokens>[\d.]+[kM]?) tokens/s  (?P<tflops>\S+) TFLOP/s each  (?P<left>\S.*) left"
 )
 
 
