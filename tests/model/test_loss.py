@@ -76,11 +76,3 @@ def test_without_gradients_only_the_value_is_computed():
         found = linear_cross_entropy(x, weight, labels, None, VOCAB, WholeVocabulary())
     assert not found.requires_grad
     torch.testing.assert_close(found, plain(x, weight, labels, None).detach())
-
-
-def test_what_the_compiler_gets_is_the_same_arithmetic():
-    x, weight, labels, weights = drawn()
-    logits = (x.flatten(0, 1) @ weight[:VOCAB].t()).detach()
-    arguments = labels.flatten(), weights.flatten()
-    ours = losses._chunk(logits, *arguments, WholeVocabulary(), torch.float32)
-    torch.testing.assert_close(losses._chunk_here(logits, *arguments, torch.float32), ours)
