@@ -10,12 +10,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCAB, WIDTH = 4990, 5000  # more than a block, and not a multiple of one
 
 
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch):
-    if DEVICE == "cpu":
-        monkeypatch.setenv("TRITON_INTERPRET", "1")  # read where a kernel is made, which is on its module's import
-
-
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_fused_cross_entropy_is_the_plain_one(dtype, weighted):

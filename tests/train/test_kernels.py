@@ -8,12 +8,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RATE, BETAS, EPS, DECAY = 1e-2, (0.9, 0.95), 1e-8, 0.1
 
 
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch):
-    if DEVICE == "cpu":
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-
-
 def test_the_kernel_moves_a_tensor_as_torchs_fused_adamw_does_and_skips_what_overflowed():
     from steelyard.train.kernels import move
 
