@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
 from steelyard.sizes import activations
 from steelyard.sizes.activations import FP32, working_bytes
+from steelyard.sizes.ranks import data_ranks
 from steelyard.sizes.schedule import in_flight
 from steelyard.sizes.stages import partition_of, stage_parameters
 
@@ -44,34 +44,6 @@ class Memory:
     def by_kind(self) -> dict[str, int]:
         """Bytes on the device, by kind."""
         return {kind: size for kind, size in asdict(self).items() if kind != "host"}
-
-
-def data_ranks(recipe: Recipe, world: int) -> int:
-    """Data-parallel ranks in a world of so many; a world that the plan cannot fill is refused."""
-    parallel, train = recipe.parallel, recipe.train
-    data, left = divmod(world, parallel.model_ranks)
-    if left or data == 0 or (parallel.data is not None and data != parallel.data):
-        mesh = f"tensor {parallel.tensor} x context {parallel.context} x pipeline {parallel.pipeline}"
-        fixed = "" if parallel.data is None else f" x data {parallel.data}"
-        needed = f"{parallel.least_world}" if fixed else f"a multiple of {parallel.model_ranks}"
-        raise UserError(
-            f"{mesh}{fixed} needs {needed} ranks, not {world}",
-            where=recipe.where("parallel"),
-            mend="change one of them",
-        )
-    if train.global_batch % (train.micro_batch * data):
-        raise UserError(
-            f"{train.global_batch} is not a multiple of train.micro_batch x {data} data-parallel ranks",
-            where=recipe.where("train.global_batch"),
-            mend=f"choose a multiple of {train.micro_batch * data}, or another number of ranks",
-        )
-    if data % parallel.replicate:
-        raise UserError(
-            f"{data} data-parallel ranks do not form {parallel.replicate} equal groups",
-            where=recipe.where("parallel.replicate"),
-            mend=f"choose a divisor of {data}",
-        )
-    return data
 
 
 def micro_batches(recipe: Recipe, world: int) -> int:

@@ -6,47 +6,16 @@ from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
 from steelyard.parallel.world import World, alike, everywhere
+from steelyard.sizes.ranks import data_ranks
 from steelyard.text import tokenizer as tokenizers
 from steelyard.tokens.samples import Samples, open_samples
 from steelyard.train.metrics import check_writers
 
 
 def refuse_unfit(recipe: Recipe, world: World) -> None:
-    """Refuse what this number of ranks cannot run."""
-    data = recipe.parallel.data_for(world.size)
-    per_step = recipe.train.micro_batch * data
-    ramp = recipe.train.ramp_up
-    for size in (recipe.train.global_batch, *((ramp.start, ramp.increment) if ramp else ())):
-        if size % per_step:
-            raise UserError(
-                f"a batch of {size} does not divide into micro-batches of {recipe.train.micro_batch} on {data} "
-                "data-parallel ranks",
-                where=recipe.where("train.global_batch"),
-                mend=f"choose a multiple of {per_step}, or other sizes in [parallel]",
-            )
-    sizes = range(ramp.start, recipe.train.global_batch, ramp.increment) if ramp else ()
-    for size in (*sizes, recipe.train.global_batch):
-        _refuse_schedule(recipe, size // per_step)
+    """Refuse what these ranks cannot run, and what would fail only once it is needed."""
+    data_ranks(recipe, world.size)
     check_writers(recipe)
-
-
-def _refuse_schedule(recipe: Recipe, micro_batches: int) -> None:
-    """Refuse a number of micro-batches that the pipeline's schedule cannot run."""
-    parallel = recipe.parallel
-    rounds = max(1, micro_batches // parallel.pipeline)
-    if parallel.pipeline == 1 or parallel.schedule == "gpipe":
-        return
-    if parallel.schedule == "1f1b" and micro_batches < parallel.pipeline:
-        wanted = f"at least {parallel.pipeline} micro-batches, not {micro_batches}"
-    elif parallel.schedule != "1f1b" and micro_batches % rounds:
-        wanted = f"a multiple of {rounds} micro-batches, not {micro_batches}"
-    else:
-        return
-    raise UserError(
-        f"{parallel.schedule} on {parallel.pipeline} pipeline ranks takes {wanted} in a step",
-        where=recipe.where("train.global_batch"),
-        mend="choose another train.global_batch or train.micro_batch, or the schedule gpipe",
-    )
 
 
 def open_data(recipe: Recipe, world: World) -> tuple[Samples, Samples | None]:

@@ -63,7 +63,7 @@ def mistake(done: subprocess.CompletedProcess) -> str:
         (["train", "tiny.toml", "data.train=nowhere"], "there is no token file nowhere.idx"),
         (["train", "gpt2-small"], "data.train"),
         (["train", "tiny.toml", "--world", "8"], "belong to a dry run"),
-        (["train", "llama3.1-70b", "--dry-run", "--world", "24"], "a multiple of 16 ranks, not 24"),
+        (["train", "llama3.1-70b", "--dry-run", "--world", "24"], "a multiple of 16 ranks, not on 24"),
         (["train", "tiny.toml", "--dry-run", "--gpu", "h10"], "h10 is not known"),
         (["recipe", "from-megatron", "nowhere.sh"], "nowhere.sh: there is no such file"),
         (["recipe", "from-megatron", "tiny.toml"], "tiny.toml"),

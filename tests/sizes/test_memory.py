@@ -3,7 +3,8 @@ import pytest
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import load
 from steelyard.sizes import activations
-from steelyard.sizes.memory import data_ranks, memory_of
+from steelyard.sizes.memory import memory_of
+from steelyard.sizes.ranks import data_ranks
 from steelyard.sizes.remedies import remedies
 from steelyard.sizes.stages import stage_parameters
 
@@ -108,11 +109,11 @@ def test_remedies_fit_or_help_most():
 @pytest.mark.parametrize(
     ("world", "overrides", "message"),
     [
-        (24, [], "a multiple of 16 ranks, not 24"),
-        (8, [], "a multiple of 16 ranks, not 8"),
-        (32, ["parallel.data=4"], "needs 64 ranks, not 32"),
-        (48, [], "not a multiple of train.micro_batch x 3"),
-        (32, ["parallel.replicate=4", "parallel.zero=1", "parallel.data=4"], "needs 64 ranks"),
+        (24, [], "a multiple of 16 ranks, not on 24"),
+        (8, [], "a multiple of 16 ranks, not on 8"),
+        (32, ["parallel.data=4"], "runs on 64 ranks, not on 32"),
+        (48, [], "does not divide into micro-batches of 1 on 3"),
+        (32, ["parallel.replicate=4", "parallel.zero=1", "parallel.data=4"], "runs on 64 ranks"),
     ],
 )
 def test_a_world_that_the_plan_cannot_fill_is_refused(world, overrides, message):

@@ -1,0 +1,49 @@
+"""Whether a plan and a batch fit a number of ranks."""
+
+from __future__ import annotations
+
+from steelyard.core.errors import UserError
+from steelyard.core.recipe import Recipe
+
+
+def data_ranks(recipe: Recipe, world: int) -> int:
+    """Data-parallel ranks in a world of so many. What cannot run on them is refused."""
+    parallel, train = recipe.parallel, recipe.train
+    data = parallel.data_for(world)
+    if data % parallel.replicate:
+        raise UserError(
+            f"{data} data-parallel ranks do not form {parallel.replicate} equal groups",
+            where=recipe.where("parallel.replicate"),
+            mend=f"choose a divisor of {data}",
+        )
+    ramp, per_step = train.ramp_up, train.micro_batch * data
+    sizes = range(ramp.start, train.global_batch, ramp.increment) if ramp else ()
+    for size in (*sizes, train.global_batch):
+        if size % per_step:
+            raise UserError(
+                f"a batch of {size} does not divide into micro-batches of {train.micro_batch} on {data} "
+                "data-parallel ranks",
+                where=recipe.where("train.global_batch"),
+                mend=f"choose a multiple of {per_step}, or another number of ranks",
+            )
+        _refuse_schedule(recipe, size // per_step)
+    return data
+
+
+def _refuse_schedule(recipe: Recipe, micro_batches: int) -> None:
+    """Refuse a number of micro-batches that the pipeline's schedule cannot run."""
+    parallel = recipe.parallel
+    rounds = max(1, micro_batches // parallel.pipeline)
+    if parallel.pipeline == 1 or parallel.schedule == "gpipe":
+        return
+    if parallel.schedule == "1f1b" and micro_batches < parallel.pipeline:
+        wanted = f"at least {parallel.pipeline} micro-batches, not {micro_batches}"
+    elif parallel.schedule != "1f1b" and micro_batches % rounds:
+        wanted = f"a multiple of {rounds} micro-batches, not {micro_batches}"
+    else:
+        return
+    raise UserError(
+        f"{parallel.schedule} on {parallel.pipeline} pipeline ranks takes {wanted} in a step",
+        where=recipe.where("train.global_batch"),
+        mend="choose another train.global_batch or train.micro_batch, or the schedule gpipe",
+    )
