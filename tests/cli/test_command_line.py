@@ -241,3 +241,10 @@ def test_a_disk_full_from_the_start_is_one_message(workplace, small_disk):
     assert failed.returncode == 1
     assert "No space left on device" in failed.stderr
     assert "Traceback" not in failed.stderr
+
+
+def test_the_example_for_four_ranks_can_run_on_four(workplace):
+    example = Path(__file__).parents[2] / "examples" / "four-ranks.toml"
+    done = workplace.steelyard("train", str(example), "--dry-run", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["world"] == 4

@@ -62,20 +62,26 @@ def pipeline(model: GptModel | LlamaModel, parallel: Parallel, train: Train) -> 
 
 def tensor(model: GptModel | LlamaModel, parallel: Parallel, sequence_length: int) -> None:
     """Heads, widths and sequences divide among the ranks that share them."""
-    shares = [("model.heads", model.heads, parallel.tensor, "parallel.tensor")]
-    shares.append(("model.kv_heads", getattr(model, "kv_heads", model.heads), parallel.tensor, "parallel.tensor"))
-    shares.append(("model.ffn", model.ffn, parallel.tensor, "parallel.tensor"))
-    shares.append(("the padded vocabulary", model.padded_vocab, parallel.tensor, "parallel.tensor"))
-    if parallel.context > 1:
-        shares.append(("data.sequence_length", sequence_length, 2 * parallel.context, "parallel.context"))
-    if parallel.sequence_parallel:
-        shares.append(
-            ("data.sequence_length", sequence_length, parallel.tensor * parallel.context, "parallel.sequence_parallel")
+    tensor_ranks = f"{parallel.tensor} ranks"
+    shares = [
+        ("parallel.tensor", tensor_ranks, name, size, parallel.tensor)
+        for name, size in (
+            ("model.heads", model.heads),
+            ("model.kv_heads", getattr(model, "kv_heads", model.heads)),
+            ("model.ffn", model.ffn),
+            ("the padded vocabulary", model.padded_vocab),
         )
-    for name, size, parts, key in shares:
+    ]
+    if parallel.context > 1:
+        pieces = 2 * parallel.context
+        what = f"{pieces} pieces, two for each of {parallel.context} ranks,"
+        shares.append(("parallel.context", what, "data.sequence_length", sequence_length, pieces))
+    if parallel.sequence_parallel:
+        ranks = parallel.tensor * parallel.context
+        shares.append(("parallel.sequence_parallel", f"{ranks} ranks", "data.sequence_length", sequence_length, ranks))
+    for key, who, name, size, parts in shares:
         if size % parts:
-            what = f"{parts} ranks" if parts != 2 * parallel.context else f"{parts} pieces, two for each rank,"
-            raise contradiction(key, f"{what} cannot share {name} = {size} evenly", f"choose a divisor of {size}")
+            raise contradiction(key, f"{who} cannot share {name} = {size} evenly", f"choose a divisor of {size}")
     if parallel.context > 1 and model.attention_dropout:
         raise contradiction(
             "model.attention_dropout", "is not available with context parallelism", "set parallel.context to 1"
