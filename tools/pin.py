@@ -28,7 +28,9 @@ DEVELOPMENT = (
     "datasets",
     "tiktoken",
     "setuptools",
+    "tensorboard",
     "transformers",
+    "wandb",
     "wheel",
 )
 

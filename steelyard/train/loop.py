@@ -215,7 +215,12 @@ class Training:
     def _start_or_resume(self, begin_at: str | None) -> None:
         def newest() -> tuple[checkpoint.Checkpoint | None, bool]:
             saved = checkpoint.latest(self.folder.checkpoints)
-            if saved is None and begin_at is not None:
+            if begin_at is not None:
+                if saved is not None:
+                    raise UserError(
+                        f"{self.folder.path} has steps of its own, up to {saved.step}, and cannot begin at {begin_at}",
+                        mend="give another --run, or go on with it by --resume auto",
+                    )
                 saved = checkpoint.source(begin_at)
             if saved is not None and saved.step > self.recipe.train.steps:
                 raise UserError(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import netrc
 import os
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
+from urllib.parse import urlsplit
 
 from steelyard.core import units
 from steelyard.core.console import console
@@ -34,7 +37,7 @@ class Recorder:
         if self._board is not None:
             self._board.close()
         if self._wandb is not None:
-            self._wandb.finish(exit_code=0 if error is None else 1, quiet=True)
+            self._wandb.finish(exit_code=0 if error is None else 1)
 
     def step_done(self) -> None:
         """Count a step."""
@@ -102,16 +105,27 @@ def check_writers(recipe: Recipe) -> None:
     if recipe.log.wandb is None:
         return
     try:
-        import wandb
+        import wandb  # noqa: F401
     except ImportError:
         raise UserError("W&B is not installed", where=recipe.where("log.wandb"), mend="pip install wandb") from None
-    if os.environ.get("WANDB_MODE") in ("offline", "disabled") or os.environ.get("WANDB_API_KEY") or wandb.api.api_key:
+    if os.environ.get("WANDB_MODE") in ("offline", "disabled") or _has_wandb_key():
         return
     raise UserError(
         "W&B has no key",
         where=recipe.where("log.wandb"),
         mend="set WANDB_API_KEY or run wandb login; WANDB_MODE=offline needs none and keeps the run on this machine",
     )
+
+
+def _has_wandb_key() -> bool:
+    """Whether W&B will find a key by itself: in the environment, or where `wandb login` leaves it."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
 
 
 def _tensorboard(folder: Run) -> Any:
@@ -127,7 +141,7 @@ def _wandb(recipe: Recipe, folder: Run) -> Any:
     return wandb.init(
         project=recipe.log.wandb,
         name=folder.name,
-        id=folder.manifest().get("wandb_id") or _remember(folder, wandb.util.generate_id()),
+        id=folder.manifest().get("wandb_id") or _remember(folder, secrets.token_hex(4)),
         resume="allow",
         dir=str(folder.path),
         config=recipe.settings(),

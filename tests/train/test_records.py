@@ -92,14 +92,12 @@ def test_what_is_not_installed_is_refused_before_anything_is_made(in_workplace, 
 
 WANDB = '''
 """Stands for W&B and writes down its calls. It must never be asked to log in."""
-import json, types
+import json
 
 def note(*what):
     with open("wandb-calls.jsonl", "a") as file:
         file.write(json.dumps(what, default=str) + "\\\\n")
 
-api = types.SimpleNamespace(api_key=None)
-util = types.SimpleNamespace(generate_id=lambda: "abc123")
 Settings = dict
 
 def login(*_, **__):
@@ -108,7 +106,7 @@ def login(*_, **__):
 class Run:
     def log(self, numbers, step):
         note("log", step, sorted(numbers))
-    def finish(self, exit_code, quiet):
+    def finish(self, exit_code):
         note("finish", exit_code)
 
 def init(**settings):
@@ -124,6 +122,7 @@ def wandb(in_workplace, monkeypatch):
     monkeypatch.syspath_prepend(in_workplace.path / "stubs")
     for name in ("WANDB_MODE", "WANDB_API_KEY"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(in_workplace.path / "no-netrc"))
     sys.modules.pop("wandb", None)
     yield in_workplace.path / "wandb-calls.jsonl"
     sys.modules.pop("wandb", None)
@@ -145,7 +144,8 @@ def test_wandb_gets_records_and_a_resumed_run_goes_on_under_its_name(wandb, monk
     train.run(load("tiny.toml", [*settings, "train.steps=4"]))
     calls = [json.loads(line) for line in wandb.read_text().splitlines()]
     begun = [call[1] for call in calls if call[0] == "init"]
-    assert [(each["project"], each["id"], each["resume"]) for each in begun] == [("project", "abc123", "allow")] * 2
+    identity = run.manifest()["wandb_id"]
+    assert [(each["project"], each["id"], each["resume"]) for each in begun] == [("project", identity, "allow")] * 2
     assert begun[0]["config"]["train"]["global_batch"] == 4
     logged = [(call[1], "loss" in call[2]) for call in calls if call[0] == "log"]
     assert logged == [(record["step"], "loss" in record) for record in run.metrics()]
