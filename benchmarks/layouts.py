@@ -1,97 +1,99 @@
 """What sharing a step among eight ranks costs on a CPU, in processor time of all ranks together.
 
-    python benchmarks/layouts.py
+    python benchmarks/layouts.py [WORD ...]     all layouts, or those with one of the words in their name
 
-Each layout trains the same small Llama for a few and for more steps; the difference, which start-up does not enter, is
-compared with one rank's. With fewer cores than ranks wall time says little: ranks wait for each other's turns.
+Each layout takes the same steps of a small Llama. With fewer cores than ranks wall time says little, since ranks wait
+for each other's turns; so the processor time that all ranks spend in a step is compared with one rank's.
 """
 
 from __future__ import annotations
 
 import os
-import resource
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
+import time
 
 import numpy as np
+import torch
 
-from steelyard.tokens.assemble import write_index
-from steelyard.tokens.indexed import bin_path, token_dtype
+from steelyard.core.recipe import Recipe
+from steelyard.parallel import mesh as meshes
+from steelyard.parallel.world import join
+from steelyard.train.engine import Engine
+from steelyard.train.extension import Extension
 
-VOCAB, LENGTH = 4096, 128
-RECIPE = f"""
-[model]
-family = "llama"
-layers = 8
-hidden = 256
-heads = 8
-vocab = {VOCAB}
-[data]
-train = "tokens"
-split = "100"
-sequence_length = {LENGTH}
-[train]
-global_batch = 16
-micro_batch = 1
-device = "cpu"
-[checkpoint]
-every = 0
-background = false
-"""
+LENGTH, BATCH, WARM_UP, STEPS = 128, 16, 2, 5
+SHAPE = {"family": "llama", "layers": 8, "hidden": 256, "heads": 8, "vocab": 4096}
 LAYOUTS = {
-    "one rank": (1, ""),
-    "data 8, zero 0": (8, "parallel.zero=0"),
-    "data 8, zero 1": (8, "parallel.zero=1"),
-    "data 8, zero 3": (8, "parallel.zero=3"),
-    "tensor 8": (8, "parallel.tensor=8"),
-    "tensor 8, sequence parallel": (8, "parallel.tensor=8 parallel.sequence_parallel=true"),
-    "pipeline 8, 1f1b": (8, "parallel.pipeline=8"),
-    "pipeline 8, zero bubble": (8, "parallel.pipeline=8 parallel.schedule=zero-bubble"),
-    "context 8": (8, "parallel.context=8"),
-    "data 2 x tensor 2 x pipeline 2, zero 1": (8, "parallel.tensor=2 parallel.pipeline=2 parallel.zero=1"),
+    "one rank": {},
+    "data 8, zero 0": {"data": 8, "zero": 0},
+    "data 8, zero 1": {"data": 8, "zero": 1},
+    "data 8, zero 3": {"data": 8, "zero": 3},
+    "tensor 8": {"tensor": 8},
+    "tensor 8, sequence parallel": {"tensor": 8, "sequence_parallel": True},
+    "pipeline 8, 1f1b": {"pipeline": 8},
+    "context 8": {"context": 8},
+    "data 2 x tensor 2 x pipeline 2, zero 1": {"data": 2, "tensor": 2, "pipeline": 2, "zero": 1},
 }
-FEW, MORE = 3, 13
 
 
 def main() -> None:
-    """Measure all layouts and print a table."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        prepare(folder)
-        alone = None
-        print("| layout | CPU seconds per step | of one rank's |\n|---|---|---|")
-        for what, (ranks, overrides) in LAYOUTS.items():
-            seconds = per_step(folder, ranks, overrides.split())
+    """Measure the layouts that were asked for and print a table; or, as a rank of one, take its steps."""
+    if "LAYOUT" in os.environ:
+        rank(os.environ["LAYOUT"])
+        return
+    words = sys.argv[1:]
+    alone = 0.0
+    print("| layout | CPU seconds per step, all ranks | of one rank's |\n|---|---|---|")
+    for what, parallel in LAYOUTS.items():
+        if not words or what == "one rank" or any(word in what for word in words):
+            seconds = measured(what, 8 if parallel else 1)
             alone = alone or seconds
             print(f"| {what} | {seconds:.3f} | {seconds / alone:.2f} |", flush=True)
 
 
-def prepare(folder: Path) -> None:
-    """Token files and a recipe."""
-    tokens = np.random.RandomState(0).randint(0, VOCAB, 200 * LENGTH).astype(token_dtype(VOCAB))
-    bin_path(folder / "tokens").write_bytes(tokens.tobytes())
-    lengths = np.full(100, 2 * LENGTH, dtype=np.int32)
-    write_index(str(folder / "tokens"), lambda: iter([lengths]), token_dtype(VOCAB))
-    (folder / "bench.toml").write_text(RECIPE)
-
-
-def per_step(folder: Path, ranks: int, overrides: list[str]) -> float:
+def measured(what: str, ranks: int) -> float:
     """Processor seconds of a step, all ranks together."""
-    few, more = (cost(folder, ranks, overrides, steps) for steps in (FEW, MORE))
-    return (more - few) / (MORE - FEW)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nproc-per-node={ranks}",
+        "--master-port=29571",
+        __file__,
+    ]
+    environment = os.environ | {"LAYOUT": what, "OMP_NUM_THREADS": "1"}
+    answer = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    return float(answer.stdout)
 
 
-def cost(folder: Path, ranks: int, overrides: list[str], steps: int) -> float:
-    """Processor seconds of a whole run."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    command = [sys.executable, "-m", "steelyard", "train", "bench.toml", f"train.steps={steps}", *overrides]
-    command += ["--run", f"runs/{ranks}-{steps}-{len(overrides)}-{abs(hash(tuple(overrides)))}", "--quiet"]
-    command += ["--nproc", str(ranks)] if ranks > 1 else []
-    subprocess.run(command, cwd=folder, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+def rank(what: str) -> None:
+    """One rank's steps."""
+    torch.set_num_threads(1)
+    recipe = Recipe.model_validate(
+        {
+            "name": "layouts",
+            "model": SHAPE,
+            "data": {"sequence_length": LENGTH},
+            "train": {"global_batch": BATCH, "device": "cpu"},
+            "parallel": LAYOUTS[what],
+        }
+    )
+    with join("cpu", 10.0) as world:
+        mesh = meshes.make(recipe.parallel, "cpu")
+        engine = Engine(recipe, mesh, torch.device("cpu"), Extension(), None)
+        engine.initialise()
+        rows = np.random.RandomState(0).randint(0, SHAPE["vocab"], (BATCH, LENGTH + 1))
+        rows = np.split(rows, mesh.data.size)[mesh.data.index]
+        for step in range(WARM_UP + STEPS):
+            if step == WARM_UP:
+                before = time.process_time()
+            engine.step(rows, 0, 1e-3, BATCH * LENGTH, 1.0)
+        spent = torch.tensor((time.process_time() - before) / STEPS, dtype=torch.float64)
+        if world.size > 1:
+            torch.distributed.all_reduce(spent)
+        if world.is_first:
+            print(spent.item())
 
 
 if __name__ == "__main__":
