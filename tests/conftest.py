@@ -1,5 +1,6 @@
 """A corpus and a recipe small enough that a training run takes about a second."""
 
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from steelyard.tokens.assemble import write_index
 from steelyard.tokens.indexed import bin_path, token_dtype
 
 VOCAB = 97
+if not torch.cuda.is_available():  # Kernels are interpreted then; triton wants to know before it is imported.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @dataclass

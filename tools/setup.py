@@ -25,6 +25,7 @@ STAMP = VENV / "steelyard-setup"
 REQUIREMENTS = [ROOT / "requirements.txt", ROOT / "requirements-dev.txt"]
 PEERS = ROOT / "requirements-peers.txt"
 TORCH = "torch==2.13.0"
+TRITON = "triton==3.9.0"  # Builds of torch for GPUs bring their own; on a CPU the tests of kernels interpret them.
 TORCH_INDEX = "https://download.pytorch.org/whl"
 VARIANTS = ("cpu", "cu126", "cu128", "cu130")
 PYTHONS = ((3, 11), (3, 12))
@@ -38,7 +39,10 @@ def main() -> None:
     if STAMP.is_file() and STAMP.read_text(encoding="utf-8") == stamp(variant):
         return
     make_venv(find_python())
-    install_torch(fitting_variant(driver_cuda()) if variant == "auto" else variant)
+    build = fitting_variant(driver_cuda()) if variant == "auto" else variant
+    install_torch(build)
+    if build == "cpu":
+        pip("install", "--no-deps", TRITON)
     pip("install", *(f"--requirement={file}" for file in REQUIREMENTS))
     pip("install", "--no-deps", f"--requirement={PEERS}")
     pip("install", "--no-deps", "--no-build-isolation", "--editable", str(ROOT))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,11 @@ class Saver:
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
+
+    def let_end(self) -> None:
+        """Let a save that is under way end, however it does."""
+        with contextlib.suppress(Exception):
+            self.wait()
 
     def _write(self, pieces: dict[str, Piece], state: dict[str, Any]) -> None:
         try:

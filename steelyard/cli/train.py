@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from steelyard.cli.options import JsonOption, Overrides, RecipeArgument, RunOption, print_result
+from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe, load
 from steelyard.launch import local
@@ -66,9 +67,13 @@ def train(
 
     folder = loop.run(loaded, run, resume=resume)
     if ranks.is_first:
-        page = report.write(folder)
-        result = loop.results(folder) | {"report": str(page)}
-        print_result(result, json, f"run     {folder.path}\nreport  {page}")
+        try:
+            page = str(report.write(folder))
+        except UserError as missing:  # What was trained is not worth less for it.
+            page = None
+            console.warn(f"no report: {missing.message}")
+        result = loop.results(folder) | {"report": page}
+        print_result(result, json, f"run     {folder.path}" + (f"\nreport  {page}" if page else ""))
 
 
 def _dry_run(recipe: Recipe, world: int | None, gpu: str | None, json: bool) -> None:

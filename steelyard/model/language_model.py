@@ -130,7 +130,8 @@ class LanguageModel(nn.Module):
             loss = linear_cross_entropy(
                 x_BLD, self.head.weight, labels_BL, weights_BL, self.shape.vocab, self.vocabulary
             )
-            return loss[None]  # A pipeline joins the outputs of micro-batches, which it could not do with scalars.
+            # A pipeline joins the outputs of micro-batches, which it could not do with scalars; a view makes FSDP warn.
+            return torch.stack([loss])
         # Rows that only pad the vocabulary are cut off: they are never predicted and never trained.
         logits: Tensor = self.head(x_BLD)[..., : self.shape.vocab]
         return logits

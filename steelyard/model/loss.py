@@ -71,21 +71,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_weight else None
         loss = torch.zeros((), dtype=torch.float32, device=x_ND.device)
         needs_grad = needs_x or needs_weight
-        bytes_ = CHUNK_BYTES if needs_grad or x_ND.is_cuda else CACHE_BYTES
-        rows = max(1, bytes_ // (x_ND.element_size() * len(head_VD)))
+        chunk = CHUNK_BYTES if needs_grad or x_ND.is_cuda else CACHE_BYTES
+        # Counted by all rows, not by the real ones, of which ranks have different numbers: their chunks must be alike.
+        rows = max(1, chunk // (x_ND.element_size() * len(head_VD)))
         for first in range(0, len(x_ND), rows):
             part = slice(first, first + rows)
             weights = None if weights_N is None else weights_N[part]
             logits = x_ND[part] @ head_VD.t()
-            if not needs_grad:
-                loss += cross_entropy_alone(logits, labels_N[part], weights, real_rows, vocabulary).sum()
-                continue
             if x_ND.is_cuda and type(vocabulary) is WholeVocabulary:
                 from steelyard.model.kernels import fused_cross_entropy
 
-                losses, grad = fused_cross_entropy(logits, labels_N[part], weights, real_rows)
-            else:
+                losses, grad = fused_cross_entropy(logits, labels_N[part], weights, real_rows, needs_grad)
+            elif needs_grad:
                 losses, grad = cross_entropy(logits, labels_N[part], weights, real_rows, vocabulary)
+            else:
+                losses = cross_entropy_alone(logits, labels_N[part], weights, real_rows, vocabulary)
             loss += losses.sum()
             if grad_x is not None:
                 torch.mm(grad, head_VD, out=grad_x[part])

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from steelyard.core import files, units
+from steelyard.core.errors import UserError
 from steelyard.core.recipe import to_toml
 from steelyard.core.run import Run
 
@@ -57,7 +58,7 @@ def _summary(run: Run, records: list[dict[str, Any]]) -> dict[str, str]:
         last = trained[-1]
         summary["Steps"] = f"{last['step']} of {run.recipe().train.steps}"
         summary["Tokens"] = units.count(last["tokens"])
-        summary["Training loss"] = f"{last['loss']:.4f}"
+        summary["Training loss"] = "no number" if last["loss"] is None else f"{last['loss']:.4f}"
         summary["Throughput"] = f"{units.count(last['tokens_per_second'])} tokens/s"
     if valid:
         first, last_valid = valid[0]["valid_loss"], valid[-1]["valid_loss"]
@@ -78,7 +79,10 @@ def _table(rows: dict[str, str]) -> str:
 
 
 def _charts(records: list[dict[str, Any]]) -> list[str]:
-    from plotly import graph_objects
+    try:
+        from plotly import graph_objects
+    except ImportError:
+        raise UserError("plotly is not installed", mend="pip install plotly") from None
 
     curves = {
         "Loss": [("loss", "training"), ("valid_loss", "validation")],

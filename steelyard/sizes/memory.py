@@ -16,7 +16,7 @@ from steelyard.sizes.activations import FP32, working_bytes
 from steelyard.sizes.schedule import in_flight
 from steelyard.sizes.stages import partition_of, stage_parameters
 
-CHUNK_BYTES = 1 << 30  # of fp32 logits, as in model/loss.py
+CHUNK_BYTES = 1 << 31  # of logits, as in model/loss.py
 STATES = {"adamw": 2, "sgd": 1, "sgd-sai": 1}
 TOKEN_ID = 8
 
@@ -191,14 +191,16 @@ class _Rank:
     def _head_and_loss(self) -> int:
         """A chunk of logits, and the gradient of the head, which the forward pass computes and keeps in fp32.
 
-        Where the vocabulary is split, or on a CPU, the loss is not compiled and has three tensors of a chunk at once.
+        A kernel turns logits into their gradient in place; where the vocabulary is split, or on a CPU, there are three
+        fp32 tensors of a chunk beside it.
         """
         if self.parallel.stages - 1 not in self.stages:
             return 0
         rows = self.recipe.model.padded_vocab // self.parallel.tensor
         table = FP32 * rows * self.recipe.model.hidden
-        compiled = self.parallel.tensor == 1 and self.recipe.train.device != "cpu"
-        chunk = min(CHUNK_BYTES, FP32 * rows * self.tokens) // FP32 * ((FP32 if compiled else 3 * FP32) + self.each)
+        in_place = self.parallel.tensor == 1 and self.recipe.train.device != "cpu"
+        chunk = min(CHUNK_BYTES, self.each * rows * self.tokens) // self.each
+        chunk *= self.each + (0 if in_place else 3 * FP32)
         last = len(self.stages) - 1
 
         def gradient(local: int) -> int:

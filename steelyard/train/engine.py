@@ -73,7 +73,7 @@ class Engine:
             for part in self.parts
             if part.tensor.numel() and self.extension.saves(part) and not (for_saving and part.is_twin)
         }
-        return weights | (self.optimizer.pieces(for_saving) if with_optimizer else {})
+        return weights | (self.optimizer.pieces(for_saving, self.extension.saves) if with_optimizer else {})
 
     def step(
         self, rows: npt.NDArray[np.int64], first_sample: int, rate: float, labels: int, loss_scale: float
@@ -142,11 +142,14 @@ class Engine:
         return total
 
     def _add_stage_losses(self, factor: float) -> None:
-        """Losses that an extension takes from weights alone, once for all micro-batches of the step."""
+        """Losses that an extension takes from weights alone, once for all micro-batches of the step.
+
+        Gradients are summed over the ranks of data by now: what each rank adds here stands for all of them.
+        """
         for model in self.assembly.stages.values():
             loss = self.extension.loss(model)
             if loss is not None:
-                (loss * factor).backward()
+                (loss * factor * self.mesh.data.size).backward()
 
     def _micro_batches(self, batch: Batch) -> Iterator[Batch]:
         size = self.recipe.train.micro_batch

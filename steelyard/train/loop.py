@@ -8,7 +8,6 @@ the work changes nothing but rounding.
 from __future__ import annotations
 
 import contextlib
-import math
 import socket
 import time
 from collections.abc import Iterator
@@ -26,21 +25,20 @@ from steelyard.core.run import Run, for_training, now, session
 from steelyard.parallel import mesh as meshes
 from steelyard.parallel.world import World, alike, everywhere, join
 from steelyard.sizes.model import flops_per_token, parameters
-from steelyard.text import tokenizer as tokenizers
 from steelyard.tokens.loader import Loader, read
-from steelyard.tokens.samples import Samples, open_samples
+from steelyard.tokens.samples import Samples
 from steelyard.train import device as devices
-from steelyard.train import memory
-from steelyard.train.counters import Counters
+from steelyard.train import memory, preparation, timeline
 from steelyard.train.engine import Engine
 from steelyard.train.extension import Extension
-from steelyard.train.metrics import Recorder, check_wandb, line
-from steelyard.train.scaling import LossScale
+from steelyard.train.metrics import Recorder, line
 from steelyard.train.schedule import Progress, learning_rate
 from steelyard.train.speed import Speed
 from steelyard.train.stopping import StopRequest, stop_request
+from steelyard.train.tally import Tally
 
 STEPS_BEFORE_MEMORY_REPORT = 2
+TIMELINE = "timeline"
 
 
 def run(recipe: Recipe, path: Path | None = None, extension: Extension | None = None, resume: str = "auto") -> Run:
@@ -52,14 +50,18 @@ def run(recipe: Recipe, path: Path | None = None, extension: Extension | None = 
     with join(device.type, recipe.parallel.timeout_minutes) as world:
         console.quiet = console.quiet or not world.is_first
         with alike(world):
-            _refuse_unfit(recipe, world)
+            preparation.refuse_unfit(recipe, world)
+            end_of_document = preparation.end_of_document(recipe)
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
-        training, validation = _open_data(recipe, world)
+        training, validation = preparation.open_data(recipe, world)
         folder = everywhere(world, lambda: for_training(recipe, path, fresh=resume == "never"))
         with _writing(folder, world):
             begin_at = None if resume in ("auto", "never") else resume
-            training_run = Training(recipe, folder, device, world, training, validation, extension, begin_at)
+            extension = extension or Extension()
+            training_run = Training(
+                recipe, folder, device, world, training, validation, end_of_document, extension, begin_at
+            )
             try:
                 with stop_request() as stop:
                     state = training_run.until_done(stop)
@@ -67,6 +69,8 @@ def run(recipe: Recipe, path: Path | None = None, extension: Extension | None = 
                 _conclude(folder, world, "interrupted")
                 raise interruption
             except Exception as error:
+                if world.size == 1:  # With others gone, a save that needs them would not end.
+                    training_run.saver.let_end()
                 raise _failed(folder, world, error) from error
             _conclude(folder, world, state)
     return folder
@@ -83,22 +87,19 @@ class Training:
         world: World,
         training: Samples,
         validation: Samples | None,
-        extension: Extension | None,
+        end_of_document: int | None,
+        extension: Extension,
         begin_at: str | None,
     ) -> None:
         self.recipe, self.folder, self.device, self.world = recipe, folder, device, world
         self.training, self.validation = training, validation
-        self.extension = extension or Extension()
+        self.extension = extension
         self.mesh = meshes.make(recipe.parallel, device.type)
-        self.engine = Engine(recipe, self.mesh, device, self.extension, _end_of_document(recipe))
-        self.counters = Counters()
-        self.loss_scale = LossScale(1.0, recipe.train.loss_scale_window)
-        if recipe.train.precision == "fp16":
-            self.loss_scale.scale = recipe.train.loss_scale
+        self.engine = Engine(recipe, self.mesh, device, extension, end_of_document)
+        self.tally = Tally(recipe, device)
         self.saver = checkpoint.Saver(folder.checkpoints, recipe.checkpoint.keep_last, recipe.checkpoint.background)
         self.recorder = Recorder(recipe, folder, writes=world.is_first)
         self.speed = Speed(recipe, device, world.size)
-        self._sums = torch.zeros(4, dtype=torch.float64, device=device)
         self._start_or_resume(begin_at)
         if world.is_first:
             folder.follow(recipe)
@@ -107,124 +108,86 @@ class Training:
 
     def until_done(self, stop: StopRequest) -> str:
         """Take the steps that are left. Returns the state of the run: finished, or stopped by the clock."""
-        recipe, counters, train = self.recipe, self.counters, self.recipe.train
-        length = recipe.data.sequence_length
-        batches = Loader(
-            self.training, train.batch_at, counters.samples, rank=self.mesh.data.index, ranks=self.mesh.data.size
-        )
-        total = train.samples_in(train.steps) * length
+        recipe, counters, train = self.recipe, self.tally.counters, self.recipe.train
+        mesh, length = self.mesh, recipe.data.sequence_length
         deadline = time.monotonic() + 3600 * train.hours if train.hours else float("inf")
+        batches = Loader(self.training, train.batch_at, counters.samples, rank=mesh.data.index, ranks=mesh.data.size)
+        total = train.samples_in(train.steps) * length
         bar = console.progress("train", total, "tokens", done=counters.tokens, lines=False)
-        first_step = counters.step
         self.speed.begin(counters.tokens)
+        report_memory_at = counters.step + STEPS_BEFORE_MEMORY_REPORT
         with bar as progress, self.recorder, batches:
             if counters.step == 0:
                 self._validate()
             while counters.step < train.steps:
-                timed = _covers(recipe.log.timeline, counters.step + 1)
-                if timed:
-                    self.engine.timeline.begin()
-                batch_size = train.batch_at(counters.samples)
-                rate = self._rate(batch_size)
-                batch = next(batches)
-                with self.engine.timeline.profiled(recipe.log.profile, counters.step + 1):
-                    loss, norm, skipped = self.engine.step(
-                        batch.rows, batch.first, rate, batch_size * length, self.loss_scale.scale
-                    )
-                if timed:
-                    self.engine.timeline.end(counters.step + 1, self.folder.path / "timeline", self.world.rank)
-                counters.step += 1
-                counters.samples += batch_size
-                counters.tokens += batch_size * length
-                self._count(loss, norm, skipped, batch_size)
-                self.recorder.step_done()
-                last = counters.step == train.steps
-                if counters.step % recipe.log.every == 0 or last:
-                    self._record(rate, batch_size)
-                if counters.step - first_step == STEPS_BEFORE_MEMORY_REPORT:
+                batch = train.batch_at(counters.samples)
+                rate = self._rate(batch)
+                self._step(batches, batch, rate)
+                is_last = counters.step == train.steps
+                if is_last or counters.step % recipe.log.every == 0:
+                    self._record(rate, batch)
+                if counters.step == report_memory_at:
                     console.say(memory.report(self.device))
-                progress.advance(batch_size * length, note=f"step {counters.step}/{train.steps}")
-                if last or (recipe.eval.every and counters.step % recipe.eval.every == 0):
+                progress.advance(batch * length, note=f"step {counters.step}/{train.steps}")
+                if is_last or _is_due(recipe.eval.every, counters.step):
                     self._validate()
-                stop.asked = stop.asked or (out_of_time := time.monotonic() > deadline)
-                stopping = stop.agreed() and not last
-                if last or stopping or (recipe.checkpoint.every and counters.step % recipe.checkpoint.every == 0):
+                out_of_time = time.monotonic() > deadline
+                stopping = stop.agreed(out_of_time) and not is_last
+                if is_last or stopping or _is_due(recipe.checkpoint.every, counters.step):
                     self._save()
                 if stopping:
-                    self.saver.wait()
-                    message = (
-                        f"saved step {counters.step} of {train.steps}; the same command resumes {self.folder.path}"
-                    )
-                    if not train.hours or not self._agree(out_of_time):
-                        raise Interrupted(message)
-                    console.say(f"{train.hours:g} hours have passed: {message}")
-                    return "stopped"
+                    return self._stopped(stop.agreed_by_clock)
             self.saver.wait()
         return "finished"
+
+    def _step(self, batches: Loader, batch: int, rate: float) -> None:
+        """One step on the next batch, timed and profiled where the recipe asks for it."""
+        log, timeline, step = self.recipe.log, self.engine.timeline, self.tally.counters.step + 1
+        is_timed = log.timeline is not None and log.timeline[0] <= step <= log.timeline[1]
+        if is_timed:
+            timeline.begin()
+        rows = next(batches)
+        labels = batch * self.recipe.data.sequence_length
+        with timeline.profiled(log.profile, step):
+            outcome = self.engine.step(rows.rows, rows.first, rate, labels, self.tally.loss_scale.scale)
+        if is_timed:
+            timeline.end(step, self.folder.path / TIMELINE, self.world.rank)
+        self.tally.add(*outcome, batch)
+        self.recorder.step_done()
+
+    def _stopped(self, by_clock: bool) -> str:
+        """End after what was asked to stop: as an interruption, or, by the clock, as was intended."""
+        self.saver.wait()
+        step, train = self.tally.counters.step, self.recipe.train
+        message = f"saved step {step} of {train.steps}; the same command resumes {self.folder.path}"
+        if not by_clock:
+            raise Interrupted(message)
+        console.say(f"{train.hours:g} hours have passed: {message}")
+        return "stopped"
 
     def _rate(self, batch: int) -> float:
         """The learning rate of the coming step."""
         train, length = self.recipe.train, self.recipe.data.sequence_length
         samples = train.samples_in(train.steps)
         end = Progress(train.steps, samples, samples * length)
-        return learning_rate(self.recipe.optim, self.counters.progress_after(batch, length), end)
-
-    def _count(self, loss: torch.Tensor, norm: torch.Tensor, skipped: torch.Tensor, batch: int) -> None:
-        """Add a step to the sums, on the device; with fp16 the schedule and the scale wait for the outcome."""
-        counts = torch.isfinite(loss)
-        tokens = batch * self.recipe.data.sequence_length
-        self._sums[0] += torch.where(counts, loss, 0.0)
-        self._sums[1] += counts * tokens
-        self._sums[2] += skipped
-        self._sums[3] = (self._sums[3] + 1) * skipped
-        self._last = loss, norm
-        is_fp16 = self.recipe.train.precision == "fp16"
-        moved = not (is_fp16 and bool(skipped))
-        if is_fp16:
-            self.loss_scale.after(overflowed=not moved)
-        if moved:
-            self.counters.schedule_steps += 1
-            self.counters.schedule_samples += batch
-        if self.device.type == "cpu":
-            self._settle()
-
-    def _settle(self) -> None:
-        """Bring the device's sums into the counters, and end a run that has only been skipping steps."""
-        counters = self.counters
-        loss_sum, tokens, skipped, streak = self._sums.tolist()
-        counters.loss_sum += loss_sum
-        counters.loss_tokens += int(tokens)
-        counters.streak = int(streak)
-        if self.recipe.train.precision == "fp16":
-            counters.skipped += int(skipped)
-        else:
-            counters.nonfinite += int(skipped)
-        self._sums[:3] = 0
-        if counters.streak > self.recipe.train.nonfinite_limit:
-            loss, norm = (value.item() for value in self._last)
-            what = f"the gradient norm became {norm}" if math.isfinite(loss) else f"the loss became {loss}"
-            raise Fault(
-                f"{what} by step {counters.step}, the last {counters.streak} of which were skipped",
-                mend="lower optim.learning_rate",
-            )
+        return learning_rate(self.recipe.optim, self.tally.counters.progress_after(batch, length), end)
 
     def _record(self, rate: float, batch: int) -> None:
-        self._settle()
-        counters = self.counters
+        self.tally.settle()
+        counters = self.tally.counters
         seconds, steps = self.recorder.seconds()
         record = {
             "step": counters.step,
-            "loss": counters.loss_sum / counters.loss_tokens if counters.loss_tokens else None,
-            "grad_norm": self._last[1].item(),
+            "loss": self.tally.mean_loss(),
+            "grad_norm": self.tally.norm.item(),
             "learning_rate": rate,
             "tokens": counters.tokens,
             "samples": counters.samples,
             "global_batch": batch,
-            "loss_scale": self.loss_scale.scale,
+            "loss_scale": self.tally.loss_scale.scale,
             "skipped": counters.skipped,
             "nonfinite": counters.nonfinite,
         }
-        counters.loss_sum, counters.loss_tokens = 0.0, 0
         record |= self.extension.metrics() | self.speed.of(counters.tokens, seconds, steps)
         self.recorder.record(record)
         console.say(line(record, self.recipe.train.steps))
@@ -241,21 +204,13 @@ class Training:
             rows = (read(self.validation, number * batch + first, part) for number in range(batches))
             loss_sum = sum(self.engine.evaluate(each).item() for each in rows)
             valid_loss = loss_sum / (batches * batch * self.recipe.data.sequence_length)
-            self.recorder.record({"step": self.counters.step, "valid_loss": valid_loss})
+            self.recorder.record({"step": self.tally.counters.step, "valid_loss": valid_loss})
             perplexity = units.perplexity(valid_loss)
-            console.say(f"step {self.counters.step}: validation loss {valid_loss:.4f}, perplexity {perplexity}")
+            console.say(f"step {self.tally.counters.step}: validation loss {valid_loss:.4f}, perplexity {perplexity}")
 
     def _save(self) -> None:
         with self.recorder.paused():
-            self._settle()
-            self.counters.loss_scale = {"scale": self.loss_scale.scale, "good_steps": self.loss_scale.good_steps}
-            self.saver.save(self.engine.pieces(for_saving=True), self.counters.state())
-
-    def _agree(self, said: bool) -> bool:
-        """Whether any rank says so."""
-        request = StopRequest()
-        request.asked = said
-        return request.agreed()
+            self.saver.save(self.engine.pieces(for_saving=True), self.tally.state())
 
     def _start_or_resume(self, begin_at: str | None) -> None:
         def newest() -> tuple[checkpoint.Checkpoint | None, bool]:
@@ -269,7 +224,9 @@ class Training:
                     mend="ask for more steps, or give another --run",
                 )
             is_own = saved is not None and saved.path.parent == self.folder.checkpoints
-            self.folder.forget_after(saved.step if saved is not None and is_own else -1)
+            last = saved.step if saved is not None and is_own else -1
+            self.folder.forget_after(last)
+            timeline.forget_after(self.folder.path / TIMELINE, last)
             return saved, is_own
 
         saved, is_own = everywhere(self.world, newest)
@@ -277,13 +234,12 @@ class Training:
             how = self._start()
         else:
             self.engine.optimizer.make_state()
+            if not all(self.extension.saves(part) for part in self.engine.parts):
+                self.engine.initialise()
             with alike(self.world):
                 checkpoint.load(saved, self.engine.pieces(for_saving=False))
             self.engine.optimizer.take_weights()
-            self.counters = Counters(**saved.state)
-            for key, value in self.counters.loss_scale.items():
-                setattr(self.loss_scale, key, type(getattr(self.loss_scale, key))(value))
-            self._sums[3] = self.counters.streak
+            self.tally.restore(saved.state)
             how = f"resumed at step {saved.step}" + ("" if is_own else f" of {saved.path}")
         console.say(f"{self.folder.path}: {how}, {self._summary()}")
 
@@ -308,71 +264,6 @@ class Training:
         )
 
 
-def _refuse_unfit(recipe: Recipe, world: World) -> None:
-    """Refuse what this number of ranks cannot run."""
-    data = recipe.parallel.data_for(world.size)
-    per_step = recipe.train.micro_batch * data
-    ramp = recipe.train.ramp_up
-    for size in (recipe.train.global_batch, *((ramp.start, ramp.increment) if ramp else ())):
-        if size % per_step:
-            raise UserError(
-                f"a batch of {size} does not divide into micro-batches of {recipe.train.micro_batch} on {data} "
-                "data-parallel ranks",
-                where=recipe.where("train.global_batch"),
-                mend=f"choose a multiple of {per_step}, or other sizes in [parallel]",
-            )
-    check_wandb(recipe)
-
-
-def _open_data(recipe: Recipe, world: World) -> tuple[Samples, Samples | None]:
-    """The samples to train and validate on. The first rank looks first, so that index maps are made once."""
-
-    def opened() -> tuple[Samples, Samples | None]:
-        total = recipe.train.samples_in(recipe.train.steps)
-        return open_samples(recipe, "train", total), _open_validation(recipe)
-
-    if world.size == 1:
-        return opened()
-
-    def look() -> None:
-        opened()
-
-    everywhere(world, look)
-    console_was, console.quiet = console.quiet, True
-    with alike(world):
-        samples = opened()
-    console.quiet = console_was
-    return samples
-
-
-def _open_validation(recipe: Recipe) -> Samples | None:
-    wanted = recipe.eval.batches * recipe.train.global_batch
-    try:
-        return open_samples(recipe, "valid", wanted)
-    except UserError as error:
-        if recipe.data.valid:
-            raise
-        if not console.quiet:
-            console.warn(f"no validation: {error.message}")
-        return None
-
-
-def _end_of_document(recipe: Recipe) -> int | None:
-    """The id that ends a document, where the recipe needs to know."""
-    data = recipe.data
-    if not (data.mask_documents or data.reset_positions):
-        return None
-    if data.end_of_document is not None:
-        return data.end_of_document
-    if data.tokenizer is None:
-        raise UserError(
-            "to keep documents apart, their end must be known",
-            where=recipe.where("data.mask_documents" if data.mask_documents else "data.reset_positions"),
-            mend="set data.tokenizer or data.end_of_document",
-        )
-    return tokenizers.load(data.tokenizer).end_of_document
-
-
 @contextlib.contextmanager
 def _writing(folder: Run, world: World) -> Iterator[None]:
     """Hold the folder, if this is the first rank; copy what is said to the log of the host."""
@@ -383,8 +274,8 @@ def _writing(folder: Run, world: World) -> Iterator[None]:
         yield
 
 
-def _covers(steps: list[int] | None, step: int) -> bool:
-    return steps is not None and steps[0] <= step <= steps[1]
+def _is_due(every: int, step: int) -> bool:
+    return every > 0 and step % every == 0
 
 
 def _conclude(folder: Run, world: World, state: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ class Recorder:
     def __init__(self, recipe: Recipe, folder: Run, writes: bool) -> None:
         self.recipe, self.folder, self.writes = recipe, folder, writes
         self._began, self._paused, self._steps = time.perf_counter(), 0.0, 0
-        self._board = _tensorboard(recipe, folder) if writes and recipe.log.tensorboard else None
+        self._board = _tensorboard(folder) if writes and recipe.log.tensorboard else None
         self._wandb = _wandb(recipe, folder) if writes and recipe.log.wandb else None
 
     def __enter__(self) -> Recorder:
@@ -54,9 +55,10 @@ class Recorder:
         return max(seconds, 1e-9), max(steps, 1)
 
     def record(self, record: dict[str, Any]) -> None:
-        """Write one record everywhere it should go."""
+        """Write one record everywhere it should go. What is no number is written as none, which JSON has a word for."""
         if not self.writes:
             return
+        record = {key: value if math.isfinite(value or 0) else None for key, value in record.items()}
         self.folder.append(record)
         numbers = {key: value for key, value in record.items() if key != "step" and value is not None}
         if self._board is not None:
@@ -85,21 +87,18 @@ def line(record: dict[str, Any], steps: int) -> str:
     ]
     if record.get("mfu") is not None:
         fields.append(f"MFU {record['mfu']:.3f}")
+    fields.append(f"{units.duration(record['seconds'] * (steps - record['step']))} left")
     return "  ".join(fields)
 
 
-def _tensorboard(recipe: Recipe, folder: Run) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise UserError(
-            "TensorBoard is not installed", where=recipe.where("log.tensorboard"), mend="pip install tensorboard"
-        ) from None
-    return SummaryWriter(str(folder.path / "tensorboard"))
-
-
-def check_wandb(recipe: Recipe) -> None:
+def check_writers(recipe: Recipe) -> None:
     """Refuse before training what would fail or ask for a key in it."""
+    if recipe.log.tensorboard:
+        try:
+            import torch.utils.tensorboard  # noqa: F401
+        except ImportError:
+            where = recipe.where("log.tensorboard")
+            raise UserError("TensorBoard is not installed", where=where, mend="pip install tensorboard") from None
     if recipe.log.wandb is None:
         return
     try:
@@ -113,6 +112,12 @@ def check_wandb(recipe: Recipe) -> None:
         where=recipe.where("log.wandb"),
         mend="set WANDB_API_KEY or run wandb login; WANDB_MODE=offline needs none and keeps the run on this machine",
     )
+
+
+def _tensorboard(folder: Run) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(folder.path / "tensorboard"))
 
 
 def _wandb(recipe: Recipe, folder: Run) -> Any:

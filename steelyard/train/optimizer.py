@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fnmatch import fnmatch
 from typing import Any
 
@@ -68,14 +69,14 @@ class Optimizer:
         for tensor in self.tensors:
             tensor.grad = None
 
-    def pieces(self, for_saving: bool) -> dict[str, Piece]:
+    def pieces(self, for_saving: bool, saves: Callable[[Part], bool]) -> dict[str, Piece]:
         """The state as `optimizer.<parameter>.<entry>`. The copy of a tied parameter is loaded but not saved."""
         if self.torch is None:
             return {}
         return {
             f"optimizer.{part.name}.{entry}": _piece(part, value)
             for part, tensor in zip(self.parts, self.tensors, strict=True)
-            if not (for_saving and part.is_twin)
+            if saves(part) and not (for_saving and part.is_twin)
             for entry, value in self.torch.state.get(tensor, {}).items()
         }
 

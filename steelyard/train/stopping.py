@@ -27,6 +27,7 @@ class StopRequest:
 
     asked = False
     asked_at = 0.0
+    agreed_by_clock = False
 
     def ask(self, number: int, frame: FrameType | None) -> None:
         """The handler of the signals."""
@@ -37,13 +38,13 @@ class StopRequest:
         self.asked, self.asked_at = True, time.monotonic()
         console.say("stopping after this step; ask again to stop at once")
 
-    def agreed(self) -> bool:
-        """Whether any rank was asked. Every rank calls this once per step and gets the same answer."""
-        if not dist.is_initialized():
-            return self.asked
-        flag = torch.tensor(int(self.asked))
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return bool(flag)
+    def agreed(self, out_of_time: bool = False) -> bool:
+        """Whether any rank was asked, or sees its time run out. All ranks call this once per step, and agree."""
+        flags = torch.tensor([self.asked, out_of_time], dtype=torch.int32)
+        if dist.is_initialized():
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        was_asked, self.agreed_by_clock = (bool(flag) for flag in flags)
+        return was_asked or self.agreed_by_clock
 
 
 @contextmanager

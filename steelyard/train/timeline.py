@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from steelyard.core import files
+
 PINGS = 8
 
 
@@ -95,6 +97,14 @@ class Timeline:
         at.synchronize()
         first = self._marks[0][3]
         return self._begun + int(first.elapsed_time(at) * 1e6) + offset
+
+
+def forget_after(folder: Path, step: int) -> None:
+    """Drop what all ranks did in steps that a resumed run will do again, and what a killed one left torn."""
+    for path in folder.glob("rank-*.jsonl"):
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        files.write_text(path, "".join(kept))
 
 
 def clock_offset() -> int:

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from steelyard.core.errors import UserError
-from steelyard.core.megatron import read, unknown
-from steelyard.core.megatron.shell import follow
+from steelyard.core.megatron import read
+from steelyard.core.shell import unknown
+from steelyard.core.shell.follow import follow
 
 SNIPPETS = [
     "show.py plain 'single $X' \"double $0 \\$X\" a\\ b '' \"\"",

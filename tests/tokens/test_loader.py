@@ -16,11 +16,12 @@ class Numbers:
 
 def consumed(ranks: int, first: int = 0, steps: int | None = None) -> list[list[int]]:
     """The samples of each step, over all ranks."""
-    loaders = [Loader(Numbers(), 12, first, rank, ranks) for rank in range(ranks)]
+    loaders = [Loader(Numbers(), lambda _: 12, first, rank, ranks) for rank in range(ranks)]
     batches = []
     for parts in zip(*loaders, strict=True):
         batches.append([int(row[0]) for part in parts for row in part.rows])
         assert {part.consumed for part in parts} == {first + 12 * len(batches)}
+        assert [part.first for part in parts] == [int(part.rows[0, 0]) for part in parts]
         if len(batches) == steps:
             break
     for loader in loaders:
@@ -39,8 +40,18 @@ def test_a_stopped_loader_goes_on_exactly_with_another_number_of_ranks():
 
 
 def test_ranks_that_cannot_share_a_batch_are_refused():
-    with pytest.raises(ValueError, match="5 ranks"):
-        Loader(Numbers(), 12, ranks=5)
+    with Loader(Numbers(), lambda _: 12, ranks=5) as loader, pytest.raises(ValueError, match="5 ranks"):
+        next(loader)
+
+
+def test_a_batch_may_grow_and_its_samples_stay_in_order():
+    def batch_at(consumed: int) -> int:
+        return 4 if consumed < 8 else 8
+
+    loaders = [Loader(Numbers(), batch_at, rank=rank, ranks=2) for rank in range(2)]
+    steps = [[int(row[0]) for part in parts for row in part.rows] for parts in zip(*loaders, strict=True)]
+    assert [len(step) for step in steps[:4]] == [4, 4, 8, 8]
+    assert [sample for step in steps for sample in step] == list(range(96))
 
 
 def test_a_failure_while_reading_ahead_reaches_the_reader():
@@ -48,7 +59,7 @@ def test_a_failure_while_reading_ahead_reaches_the_reader():
         def __getitem__(self, number):
             raise OSError("the disk is gone")
 
-    with Loader(Broken(), 4) as loader, pytest.raises(OSError, match="the disk is gone"):
+    with Loader(Broken(), lambda _: 4) as loader, pytest.raises(OSError, match="the disk is gone"):
         next(loader)
 
 

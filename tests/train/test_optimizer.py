@@ -3,6 +3,9 @@ import torch
 
 from steelyard import train
 from steelyard.core.recipe import load
+from steelyard.core.recipe.optim import Optim
+from steelyard.parallel.parts import Part
+from steelyard.train.optimizer import Optimizer
 from steelyard.train.sgd import Sgd, SgdSai
 
 
@@ -12,8 +15,12 @@ def gradients(steps: int, size: int) -> list[torch.Tensor]:
 
 
 def walked(optimizer, parameter, steps):
+    if isinstance(optimizer, Sgd):
+        optimizer.grad_scale, optimizer.found_inf = torch.ones(()), torch.zeros(())
     for gradient in steps:
         parameter.grad = gradient.clone()
+        if getattr(optimizer, "needs_ratios", False):
+            optimizer.start({parameter: gradient.norm() / (gradient.std() + 1e-8)})
         optimizer.step()
     return parameter.detach()
 
@@ -24,21 +31,62 @@ def test_sgd_is_torchs_with_decoupled_decay():
     plain = walked(Sgd([{"params": [ours]}], 0.1, 0.9), ours, steps)
     torch.testing.assert_close(plain, walked(torch.optim.SGD([theirs], 0.1, momentum=0.9), theirs, steps))
     decayed = torch.nn.Parameter(torch.ones(6))
-    decayed.grad = torch.zeros(6)
-    Sgd([{"params": [decayed], "weight_decay": 0.5}], 0.1, 0.9).step()
+    walked(Sgd([{"params": [decayed], "weight_decay": 0.5}], 0.1, 0.9), decayed, [torch.zeros(6)])
     torch.testing.assert_close(decayed.detach(), torch.full((6,), 0.95))
 
 
 def test_sgd_sai_follows_its_definition():
     parameter = torch.nn.Parameter(torch.ones(8))
     steps = gradients(4, 8)
-    moved = walked(SgdSai([{"params": [parameter], "weight_decay": 0.1}], 0.01, 0.9, 1e-8), parameter, steps)
+    moved = walked(SgdSai([{"params": [parameter], "weight_decay": 0.1}], 0.01, 0.9), parameter, steps)
     expected, momentum = torch.ones(8), steps[0]
     ratio = steps[0].norm() / (steps[0].std() + 1e-8)
     for number, gradient in enumerate(steps):
         momentum = 0.9 * momentum + 0.1 * gradient if number else gradient
         expected = expected * (1 - 0.01 * 0.1) - 0.01 * ratio * momentum
     torch.testing.assert_close(moved, expected)
+
+
+def part(name: str, size: int) -> Part:
+    parameter = torch.nn.Parameter(torch.ones(size, size))
+    return Part(name, parameter, parameter.detach(), (size, size), (0, 0), 1, False, False, False, False)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "sgd-sai"])
+@pytest.mark.parametrize("on_host", [False, True])
+def test_gradients_are_divided_by_their_scale_and_a_step_that_overflowed_moves_nothing(name, on_host):
+    optim = Optim(name=name, learning_rate=0.1)
+    steps = [gradient.view(3, 3) for gradient in gradients(3, 9)]
+    plain, scaled = part("a.weight", 3), part("a.weight", 3)
+    ratios = torch.tensor(2.0)
+    for each, scale in ((plain, 1.0), (scaled, 64.0)):
+        optimizer = Optimizer([each], optim, on_host)
+        for number, gradient in enumerate(steps):
+            each.parameter.grad = gradient * scale
+            first = {each: ratios} if optimizer.needs_ratios else None
+            optimizer.step(0.1, torch.tensor(scale), torch.tensor(False), first)
+            assert each.parameter.grad is None
+            if each is scaled and number == 1:
+                before = each.tensor.clone()
+                each.parameter.grad = torch.full((3, 3), torch.inf)
+                optimizer.step(0.1, torch.tensor(torch.inf), torch.tensor(True), None)
+                assert torch.equal(each.tensor, before)
+    assert not torch.equal(plain.tensor, torch.ones(3, 3))
+    torch.testing.assert_close(scaled.tensor, plain.tensor)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "sgd-sai"])
+def test_state_made_for_loading_moves_nothing_and_has_the_names_of_a_checkpoint(name):
+    own, loaded = part("a.weight", 3), part("a.weight", 3)
+    stepped, made = (Optimizer([each], Optim(name=name), False) for each in (own, loaded))
+    own.parameter.grad = torch.ones(3, 3)
+    stepped.step(0.1, torch.ones(()), torch.tensor(False), {own: torch.ones(())} if name == "sgd-sai" else None)
+    made.make_state()
+    assert torch.equal(loaded.tensor, torch.ones(3, 3))
+    ours, theirs = (each.pieces(saving, lambda _: True) for each, saving in ((stepped, True), (made, False)))
+    assert {key: piece.shape for key, piece in ours.items()} == {key: piece.shape for key, piece in theirs.items()}
+    assert all(key.startswith("optimizer.a.weight.") for key in ours)
+    assert all(not piece.tensor.any() for piece in theirs.values())
 
 
 @pytest.mark.parametrize("name", ["sgd", "sgd-sai"])

@@ -1,6 +1,6 @@
 """Megatron's launch scripts, read without running them, as recipes and commands.
 
-`shell.py` follows a script, `convert.py` finds what it starts, `flags.py` is the table of flags; the rest are the
+`core/shell/` follows a script, `convert.py` finds what it starts, `flags.py` is the table of flags; the rest are the
 parts of these.
 """
 

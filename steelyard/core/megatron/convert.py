@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from steelyard.core.errors import UserError
-from steelyard.core.megatron import course, layout, shape, shell, tools, unknown
+from steelyard.core.megatron import course, layout, shape, tools
 from steelyard.core.megatron.draft import Draft
 from steelyard.core.megatron.flags import SHAPES, VARIABLES
 from steelyard.core.megatron.given import Given, Left
-from steelyard.core.megatron.state import Command, State
 from steelyard.core.recipe import load
+from steelyard.core.shell import follow, unknown
+from steelyard.core.shell.state import Command, State
 
 TRAINING = {"--num-layers", "--hidden-size", "--micro-batch-size", "--train-iters", "--train-samples", "--seq-length"}
 
@@ -42,7 +43,7 @@ def read(
     count: shape.Count = lambda tokenizer: None,
 ) -> Reading:
     """Read launch scripts in turn; `arguments` are their `$1`, `$2`, ..."""
-    state = shell.follow(scripts, arguments, environment or {})
+    state = follow.follow(scripts, arguments, environment or {})
     reading = Reading(notes=state.notes)
     trainings = []
     for command in state.commands:

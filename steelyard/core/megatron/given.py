@@ -12,8 +12,8 @@ import re
 from dataclasses import dataclass, field
 
 from steelyard.core.errors import UserError
-from steelyard.core.megatron import unknown
 from steelyard.core.megatron.flags import ALIASES, CARRIED, NOT_CARRIED, NOT_NEEDED, RULED
+from steelyard.core.shell import unknown
 
 KINDS = {int: "a whole number", float: "a number"}
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from steelyard.core.errors import UserError
-from steelyard.core.megatron import unknown
 from steelyard.core.megatron.draft import DEFAULT, Draft
 from steelyard.core.megatron.given import Left
+from steelyard.core.shell import unknown
 
 # Launchers: flags whose values multiply to the number of ranks.
 PER_NODE = {"--nproc_per_node", "--nproc-per-node", "--num_gpus", "--ntasks-per-node", "--gpus-per-node"}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from steelyard.core.megatron import syntax
-from steelyard.core.megatron.syntax import Assignment, Body, Simple, Statement, Text, Word
-from steelyard.core.megatron.words import HERE_DOCUMENT, NAME, Words
+from steelyard.core.shell import syntax
+from steelyard.core.shell.syntax import Assignment, Body, Simple, Statement, Text, Word
+from steelyard.core.shell.words import HERE_DOCUMENT, NAME, Words
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^\]=]*\])?(\+?)=")
 FUNCTION = re.compile(r"(?:function[ \t]+([\w.:-]+)[ \t]*(?:\([ \t]*\))?|([\w.:-]+)[ \t]*\([ \t]*\))[ \t\r\n]*(?=[{(])")

@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from steelyard.core.megatron import expand, unknown
-from steelyard.core.megatron.state import State
-from steelyard.core.megatron.syntax import Word
-from steelyard.core.megatron.unknown import UndecidedError
+from steelyard.core.shell import expand, unknown
+from steelyard.core.shell.state import State
+from steelyard.core.shell.syntax import Word
+from steelyard.core.shell.unknown import UndecidedError
 
 FILES: dict[str, Callable[[Path], bool]] = {
     "-f": Path.is_file,

@@ -11,11 +11,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from steelyard.core.megatron import conditions, expand, parse, programs, syntax, unknown
-from steelyard.core.megatron.programs import LeaveError
-from steelyard.core.megatron.state import State
-from steelyard.core.megatron.syntax import Body, Statement
-from steelyard.core.megatron.unknown import UndecidedError
+from steelyard.core.shell import conditions, expand, parse, programs, syntax, unknown
+from steelyard.core.shell.programs import LeaveError
+from steelyard.core.shell.state import State
+from steelyard.core.shell.syntax import Body, Statement
+from steelyard.core.shell.unknown import UndecidedError
 
 MOST_TURNS = 500
 

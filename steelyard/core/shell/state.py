@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from steelyard.core.errors import UserError
-from steelyard.core.megatron import unknown
-from steelyard.core.megatron.syntax import Body
+from steelyard.core.shell import unknown
+from steelyard.core.shell.syntax import Body
 
 LONGEST = 1_000_000
 MOST_STATEMENTS = 50_000

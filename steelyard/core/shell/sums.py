@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from steelyard.core.megatron.unknown import UndecidedError
+from steelyard.core.shell.unknown import UndecidedError
 
 TOKEN = re.compile(
     r"\s*(0[xX][0-9a-fA-F]+|\d+|[A-Za-z_]\w*|\*\*|\+\+|--|<<|>>|[<>=!]=|&&|\|\||[-+*/%]=|[-+*/%<>=!?:(),&|^~])"

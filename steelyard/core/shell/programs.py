@@ -8,10 +8,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from steelyard.core.errors import UserError
-from steelyard.core.megatron import conditions, parse, unknown
-from steelyard.core.megatron.state import Command, State
-from steelyard.core.megatron.syntax import Body, Text
-from steelyard.core.megatron.unknown import UndecidedError
+from steelyard.core.shell import conditions, parse, unknown
+from steelyard.core.shell.state import Command, State
+from steelyard.core.shell.syntax import Body, Text
+from steelyard.core.shell.unknown import UndecidedError
 
 Run = Callable[[State, Body], bool | None]
 DEEPEST = 30

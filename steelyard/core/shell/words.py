@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from steelyard.core.errors import UserError
-from steelyard.core.megatron.syntax import Arithmetic, Parameter, Part, Substitution, Text, Word
+from steelyard.core.shell.syntax import Arithmetic, Parameter, Part, Substitution, Text, Word
 
 NAME = re.compile(r"[A-Za-z_]\w*")
 PLAIN_PARAMETER = re.compile(r"[A-Za-z_]\w*|[0-9]|[@*#?$!-]")

@@ -7,10 +7,10 @@ import re
 from collections.abc import Callable
 from pathlib import PurePosixPath
 
-from steelyard.core.megatron import parse, sums, syntax, unknown
-from steelyard.core.megatron.state import State
-from steelyard.core.megatron.syntax import Arithmetic, Parameter, Substitution, Text, Word
-from steelyard.core.megatron.unknown import UndecidedError
+from steelyard.core.shell import parse, sums, syntax, unknown
+from steelyard.core.shell.state import State
+from steelyard.core.shell.syntax import Arithmetic, Parameter, Substitution, Text, Word
+from steelyard.core.shell.unknown import UndecidedError
 
 WHOLE = ("@", "*")
 DEEPEST = 40

@@ -1,0 +1,28 @@
+"""Triton kernels against what they replace: on a GPU where there is one, otherwise interpreted."""
+
+import pytest
+import torch
+
+from steelyard.model.loss import WholeVocabulary, cross_entropy
+
+pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+VOCAB, WIDTH = 4990, 5000  # more than a block, and not a multiple of one
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_fused_cross_entropy_is_the_plain_one(dtype, weighted):
+    from steelyard.model.kernels import fused_cross_entropy
+
+    generator = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(9, WIDTH, generator=generator)).to(DEVICE, dtype)
+    labels = torch.randint(0, VOCAB, (9,), generator=generator).to(DEVICE)
+    labels[0] = VOCAB - 1
+    weights = torch.rand(9, generator=generator).to(DEVICE) if weighted else None
+    losses, gradient = cross_entropy(logits.clone(), labels, weights, VOCAB, WholeVocabulary())
+    fused_losses, fused_gradient = fused_cross_entropy(logits, labels, weights, VOCAB)
+    torch.testing.assert_close(fused_losses, losses, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(fused_gradient, gradient, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
+    assert not fused_gradient[:, VOCAB:].any()
+    assert fused_gradient.data_ptr() == logits.data_ptr()

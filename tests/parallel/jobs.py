@@ -1,0 +1,61 @@
+"""What the ranks of the pool can be asked to do. Imported once, before they are forked."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from steelyard import train
+from steelyard.core.console import console
+from steelyard.core.recipe import load
+from steelyard.model import loss as losses
+from steelyard.model.loss import linear_cross_entropy
+from steelyard.parallel.mesh import Axis
+from steelyard.parallel.tensor import VocabularyRows
+from steelyard.parallel.world import join
+from steelyard.train.extension import Extension
+from tests.model.test_loss import VOCAB, drawn
+
+
+def training(overrides: list[str], run: str, extension: Extension | None = None, resume: str = "auto") -> str:
+    """Train the tiny recipe and return what the first rank said."""
+    said: list[str] = []
+    console.quiet, console._print = False, said.append  # type: ignore[method-assign]
+    train.run(load("tiny.toml", overrides), Path(run), extension, resume)
+    return "\n".join(said)
+
+
+def failing(rank: int) -> None:
+    """One rank raises, the others wait."""
+    if os.environ["RANK"] == str(rank):
+        raise ValueError("one rank fails")
+    hanging()
+
+
+def hanging() -> None:
+    """A rank that is never done."""
+    time.sleep(999)
+
+
+def loss_over_the_vocabulary(rows_at_once: int) -> dict[str, Any]:
+    """The fused loss with the head's rows on several ranks, and its gradients: this rank's rows, the whole stream."""
+    x, weight, labels, weights = drawn()
+    with join("cpu", 0.5) as world:
+        axis = Axis(world.rank, world.size, dist.group.WORLD)
+        mine = weight.detach().chunk(world.size)[world.rank].clone().requires_grad_()
+        vocabulary = VocabularyRows(axis, len(mine), by_sequence=False)
+        losses.CHUNK_BYTES = 4 * len(mine) * rows_at_once
+        found = linear_cross_entropy(vocabulary.enter(x), mine, labels, weights, VOCAB, vocabulary)
+        found.backward()
+        losses.CHUNK_BYTES = 1 << 30
+    return {"loss": found.detach(), "x": x.grad, "weight": mine.grad}
+
+
+def training_in(folder: Path, overrides: list[str], run: str) -> None:
+    """A whole life of one process that trains, until it is done or killed."""
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    training(overrides, run)

@@ -1,0 +1,107 @@
+"""A pool of rank processes that do jobs on demand: what costs in a test of several ranks is importing torch.
+
+The processes are forked from one that has imported everything. A job is a function of this module's jobs, done by the
+first n of them as one world. A rank that raises or does not answer in time fails the job, and the pool is replaced,
+since the ranks behind it may wait for something that never comes.
+"""
+
+import contextlib
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+SECONDS_TO_FOLLOW = 3.0  # What the others get to say when one rank has failed.
+
+
+class RanksFailed(AssertionError):
+    """What the ranks that failed had to say."""
+
+
+class Ranks:
+    """Up to eight processes, started when first needed and ended, by their ids, in `close`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._context = get_context("forkserver")
+        self._context.set_forkserver_preload(["tests.parallel.jobs"])
+        self._members: list[tuple[Any, Any]] = []
+
+    def do(self, size: int, job: Callable[..., Any], *arguments: Any, seconds: float = 60) -> list[Any]:
+        """Have ranks 0 to size - 1 do a job together and return what each of them returned."""
+        from steelyard.launch.local import _free_port
+
+        while len(self._members) < size:
+            self._members.append(self._start())
+        port = _free_port()
+        for rank, (_, wire) in enumerate(self._members[:size]):
+            values = [rank, size, rank, size, "127.0.0.1", port] if size > 1 else []
+            wire.send((dict(zip(PLACE, map(str, values), strict=False)), job, arguments))
+        try:
+            return self._answers(size, seconds)
+        except BaseException:
+            self.close()
+            raise
+
+    def _answers(self, size: int, seconds: float) -> list[Any]:
+        deadline = time.monotonic() + seconds
+        answers: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        waiting = {wire: rank for rank, (_, wire) in enumerate(self._members[:size])}
+        while waiting and (ready := wait(waiting, max(0.0, deadline - time.monotonic()))):
+            for wire in ready:
+                rank = waiting.pop(wire)
+                try:
+                    succeeded, answer = wire.recv()
+                except EOFError:
+                    succeeded, answer = False, "died"
+                (answers if succeeded else failures)[rank] = answer
+            if failures:
+                deadline = min(deadline, time.monotonic() + SECONDS_TO_FOLLOW)
+        failures |= dict.fromkeys(waiting.values(), "did not answer in time")
+        if failures:
+            raise RanksFailed("\n".join(f"rank {rank}: {told}" for rank, told in failures.items()))
+        return [answers[rank] for rank in range(size)]
+
+    def _start(self) -> tuple[Any, Any]:
+        here, there = self._context.Pipe()
+        process = self._context.Process(target=serve, args=(there, self.folder), daemon=True)
+        process.start()
+        there.close()
+        return process, here
+
+    def close(self) -> None:
+        """End all processes of the pool."""
+        for process, wire in self._members:
+            wire.close()
+            process.kill()
+        for process, _ in self._members:
+            process.join(10)
+        self._members = []
+
+
+def serve(wire: Any, folder: Path) -> None:
+    """The life of a rank: jobs come in, results go out, until the other end is closed."""
+    import torch
+
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # Memory that nobody has set is full of NaN.
+    os.chdir(folder)
+    quiet = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
+    sys.stdout = sys.stderr = quiet
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            place, job, arguments = wire.recv()
+            for name in PLACE:
+                os.environ.pop(name, None)
+            os.environ.update(place)
+            try:
+                wire.send((True, job(*arguments)))
+            except BaseException:
+                wire.send((False, traceback.format_exc(limit=-6)))

@@ -1,0 +1,90 @@
+"""An extension changes the model, the loss, the records and the checkpoints, on any layout alike."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from steelyard.checkpoint.metadata import SafeReader
+from steelyard.model import LanguageModel
+from steelyard.parallel.parts import Part
+from steelyard.train.extension import Extension
+from tests.parallel.conftest import Layouts, difference
+from tests.parallel.test_layouts import parallel
+from tests.parallel.test_settings import SGD, SGD_ROUNDING
+
+LAYOUTS = {
+    "zero 0": (2, parallel(zero=0)),
+    "zero 3": (2, parallel(zero=3)),
+    "pipeline": (2, parallel(pipeline=2)),
+    "pipeline x data": (4, parallel(pipeline=2, zero=0)),
+    "pipeline x data zero 1": (4, parallel(pipeline=2, zero=1)),
+}
+
+
+class Gain(Extension):
+    """Each layer's output is scaled by a parameter that checkpoints do not hold, and matrices are pulled to zero."""
+
+    strength = 0.5
+
+    def transform(self, model: LanguageModel) -> None:
+        for layer in model.layers.values():
+            layer.register_parameter("gain", nn.Parameter(torch.empty(1, device="meta")))
+            layer.mlp.register_forward_hook(Scaling(layer))
+
+    def loss(self, stage: LanguageModel) -> Tensor | None:
+        pulled = [layer.mlp.down.weight.square().sum() for layer in stage.layers.values()]
+        return self.strength * sum(pulled) if pulled else None
+
+    def metrics(self) -> dict[str, float]:
+        return {"strength": self.strength}
+
+    def saves(self, part: Part) -> bool:
+        return not part.name.endswith("gain")
+
+
+class Scaling:
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
+
+    def __call__(self, module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
+        return output * (1.5 + self.layer.gain)
+
+
+class Untouched(Gain):
+    """The same model without the loss."""
+
+    def loss(self, stage: LanguageModel) -> Tensor | None:
+        return None
+
+
+def test_an_extension_changes_model_and_loss_and_adds_to_records(layouts: Layouts):
+    plain = layouts.alone("llama", *SGD)
+    transformed, pulled = (layouts.run(1, "llama", *SGD, extension=kind()).metrics() for kind in (Untouched, Gain))
+    assert plain[0] != transformed[0] == pulled[0]
+    assert transformed[1]["loss"] == pulled[1]["loss"]
+    assert difference(pulled, transformed) > 1e-3
+    assert all(record["strength"] == 0.5 for record in pulled if "loss" in record)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", [Untouched, Gain])
+def test_an_extension_means_the_same_on_a_layout(layouts: Layouts, layout: str, kind: type):
+    size, overrides = LAYOUTS[layout]
+    alone = layouts.run(1, "llama", *SGD, extension=kind()).metrics()
+    curve = layouts.run(size, "llama", *SGD, *overrides, extension=kind()).metrics()
+    assert difference(curve, alone) < SGD_ROUNDING
+
+
+@pytest.mark.parametrize("layout", [(1, []), LAYOUTS["pipeline x data"]], ids=["alone", "pipeline x data"])
+def test_what_an_extension_leaves_out_is_not_saved_and_begins_anew(layouts: Layouts, layout: tuple):
+    size, overrides = layout
+    run = layouts.run(size, "llama", *SGD, *overrides, "train.steps=2", extension=Gain())
+    saved = SafeReader(str(run.checkpoints / "step-00000002")).read_metadata().state_dict_metadata
+    assert "model.layers.0.mlp.down.weight" in saved
+    assert not [name for name in saved if "gain" in name]
+    layouts.run(size, "llama", *SGD, *overrides, "train.steps=4", path=run.path.name, extension=Gain())
+    losses = [record["loss"] for record in run.metrics() if "loss" in record]
+    assert len(losses) == 4
+    assert all(math.isfinite(loss) and abs(loss - losses[0]) < 0.5 for loss in losses)
