@@ -6,7 +6,17 @@ from typing import Annotated
 
 import typer
 
-from steelyard.cli.options import JsonOption, print_result
+from steelyard.cli.options import (
+    CheckpointArgument,
+    Device,
+    DeviceOption,
+    Dtype,
+    DtypeOption,
+    JsonOption,
+    TokenizerOption,
+    print_result,
+)
+from steelyard.core.errors import UserError
 
 
 def register(root: typer.Typer, name: str, help_: str) -> None:
@@ -15,21 +25,33 @@ def register(root: typer.Typer, name: str, help_: str) -> None:
 
 
 def generate(
-    checkpoint: Annotated[
-        str, typer.Argument(metavar="CKPT", help="A checkpoint, or a run whose newest one is meant.")
-    ],
+    checkpoint: CheckpointArgument,
     prompt: Annotated[str, typer.Option(help="What to continue.")],
     max_tokens: Annotated[int, typer.Option(min=1, help="How many tokens to write at most.")] = 100,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Choose among the likeliest k; 0 among all.")] = 50,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Choose among the likeliest with this share.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of the choices.")] = 0,
+    stream: Annotated[bool, typer.Option("--stream", help="Print the text as it comes.")] = False,
+    tokenizer: TokenizerOption = None,
+    device: DeviceOption = Device.auto,
+    dtype: DtypeOption = Dtype.auto,
     json: JsonOption = False,
 ) -> None:
     """Let a trained model continue a prompt.
 
-    Example: steelyard generate runs/quickstart --prompt "def "
+    Example: steelyard generate runs/quickstart --prompt "def " --stream
     """
-    from steelyard.evaluate.generate import Sampling, from_checkpoint
+    if stream and json:
+        raise UserError("--stream prints text as it comes, and --json one object at the end", mend="choose one of them")
+    from steelyard.evaluate.generate import Sampling, result, writer
 
-    text = from_checkpoint(checkpoint, prompt, Sampling(max_tokens, temperature, top_k, seed))
-    print_result({"prompt": prompt, "text": text}, json, text)
+    sampling = Sampling(max_tokens, temperature, top_k, top_p, seed)
+    opened = writer(checkpoint, tokenizer, device, dtype)
+    if not stream:
+        written = result(opened, prompt, sampling)
+        return print_result(written, json, written["text"])
+    print(prompt, end="", flush=True)
+    for piece in opened.stream(prompt, sampling):
+        print(piece, end="", flush=True)
+    print()

@@ -18,6 +18,23 @@ class DocumentSplit(StrEnum):
     file = "file"
 
 
+class Device(StrEnum):
+    """Where to compute."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Dtype(StrEnum):
+    """What to compute in."""
+
+    auto = "auto"
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
 DocumentOption = Annotated[
     DocumentSplit,
     typer.Option("--document", help="A .txt holds one document per line, between blank lines, or per file."),
@@ -31,6 +48,17 @@ RunOption = Annotated[
     Path | None,
     typer.Option("--run", metavar="DIR", help="The run folder.  [default: runs/<recipe name>]", show_default=False),
 ]
+CheckpointArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="CKPT", help="A checkpoint of any format, or a run whose newest one is meant.", show_default=False
+    ),
+]
+TokenizerOption = Annotated[
+    str | None, typer.Option(metavar="PATH", help="The tokenizer, where the checkpoint's own is not meant.")
+]
+DeviceOption = Annotated[Device, typer.Option(help="Where to compute; auto is a GPU where there is one.")]
+DtypeOption = Annotated[Dtype, typer.Option(help="Precision; auto is fp32 on a CPU and the checkpoint's own on a GPU.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 
 

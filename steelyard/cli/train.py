@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import os
-import sys
 from typing import Annotated
 
 import typer
 
 from steelyard.cli.options import JsonOption, Overrides, RecipeArgument, RunOption, print_result
+from steelyard.cli.ranks import NprocOption, launch
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe, load
-from steelyard.launch import local
 from steelyard.parallel.world import alike, detect
 
-NprocOption = Annotated[
-    int | None, typer.Option("--nproc", min=1, metavar="N", help="Train with N ranks on this machine.")
-]
 ResumeOption = Annotated[
     str,
     typer.Option(
@@ -61,7 +57,8 @@ def train(
     if world is not None or gpu is not None:
         raise UserError("--world and --gpu belong to a dry run", mend="add --dry-run, or leave them out")
     if nproc is not None and nproc > 1:
-        raise typer.Exit(_launch(loaded, nproc))
+        loaded.parallel.data_for(nproc)
+        raise typer.Exit(launch(nproc))
     from steelyard.observe import report
     from steelyard.train import loop
 
@@ -82,20 +79,3 @@ def _dry_run(recipe: Recipe, world: int | None, gpu: str | None, json: bool) -> 
     plan = dry_run.dry_run(recipe, world, gpu)
     print_result(dry_run.as_result(plan), json, dry_run.as_text(plan))
     dry_run.refuse_what_does_not_fit(plan)
-
-
-def _launch(recipe: Recipe, nproc: int) -> int:
-    """The same command again, as so many ranks."""
-    world = detect(os.environ)
-    if world.size > 1:
-        raise UserError(
-            f"--nproc {nproc} starts ranks, and {world.launcher} has already started {world.size}",
-            mend="drop --nproc, or start a single process",
-        )
-    recipe.parallel.data_for(nproc)
-    return local.run([sys.executable, *_without(sys.orig_argv[1:], "--nproc")], nproc)
-
-
-def _without(words: list[str], option: str) -> list[str]:
-    kept = [word for word in words if not word.startswith(f"{option}=")]
-    return [word for before, word in zip(["", *kept], kept, strict=False) if option not in (before, word)]

@@ -1,1 +1,1 @@
-"""Using a trained model: loading it from a checkpoint and letting it write."""
+"""Using a trained model: letting it write, measuring its perplexity, scoring it on tasks."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from steelyard.core.recipe.model import GptModel, LlamaModel
+from steelyard.model.cache import Cache
 from steelyard.model.gpt import Gpt
 from steelyard.model.initialise import initial, initialise
 from steelyard.model.language_model import LanguageModel, Slice
 from steelyard.model.llama import Llama
 
-__all__ = ["Gpt", "LanguageModel", "Llama", "Slice", "build", "initial", "initialise"]
+__all__ = ["Cache", "Gpt", "LanguageModel", "Llama", "Slice", "build", "initial", "initialise"]
 
 
 def build(shape: GptModel | LlamaModel, part: Slice | None = None) -> LanguageModel:

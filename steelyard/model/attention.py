@@ -8,15 +8,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 
 from steelyard.model.dropout import FACTORS, kept, mixed
 
 
 def attend(query_BHLE: Tensor, key_BKLE: Tensor, value_BKLE: Tensor, mask: Tensor | None) -> Tensor:
-    """Mix the values by attention; without a mask a token sees itself and everything before it."""
+    """Mix the values by attention; without a mask a token sees itself and everything before it.
+
+    Where there are more keys than queries, the queries are the last tokens.
+    """
     grouped = query_BHLE.shape[1] != key_BKLE.shape[1]
+    length, seen = query_BHLE.shape[2], key_BKLE.shape[2]
+    if mask is None and 1 < length < seen:
+        mask = causal_lower_right(length, seen)
+    is_causal = mask is None and length == seen
     return F.scaled_dot_product_attention(
-        query_BHLE, key_BKLE, value_BKLE, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
+        query_BHLE, key_BKLE, value_BKLE, attn_mask=mask, is_causal=is_causal, enable_gqa=grouped
     )
 
 

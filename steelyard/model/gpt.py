@@ -74,6 +74,8 @@ class Attention(nn.Module):
             projection(x_BLD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.query, self.key, self.value)
         )
+        if context.cache is not None:
+            key_BHLE, value_BHLE = context.cache.extended(key_BHLE, value_BHLE)
         if self.dropout and self.training and context.samples_B is not None and context.places_BL is not None:
             rows = rows_of(context.samples_B, context.places_BL, self.heads, self.salt)
             mixed_BHLE = attend_dropping(query_BHLE, key_BHLE, value_BHLE, context.mask, rows, self.dropout)

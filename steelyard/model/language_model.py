@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from steelyard.core.recipe.model import GptModel, LlamaModel
 from steelyard.model.attention import within_documents
+from steelyard.model.cache import Cache, LayerCache
 from steelyard.model.dropout import Dropout, salt_of
 from steelyard.model.loss import WholeVocabulary, linear_cross_entropy
 from steelyard.model.modules import Linear
@@ -32,16 +33,21 @@ class Slice:
 
 
 class Context(NamedTuple):
-    """What every layer needs beside the stream: the same for all layers of a forward pass."""
+    """What every layer needs beside the stream: the same for all layers of a forward pass, but for the cache."""
 
     rotation: tuple[Tensor, Tensor] | None = None
     mask: Tensor | None = None
     samples_B: Tensor | None = None
     places_BL: Tensor | None = None
+    cache: LayerCache | None = None
 
 
 class LanguageModel(nn.Module):
-    """Token ids in, logits out; with labels in, the summed loss (1,). A slice takes and gives the stream instead."""
+    """Token ids in, logits out; with labels in, the summed loss (1,). A slice takes and gives the stream instead.
+
+    With a cache the tokens go on where those before them ended. `last` leaves out all logits but those of so many
+    last tokens.
+    """
 
     embed: nn.Embedding | None
     head: Linear | None
@@ -98,9 +104,12 @@ class LanguageModel(nn.Module):
         places_BL: Tensor | None = None,
         labels_BL: Tensor | None = None,
         weights_BL: Tensor | None = None,
+        cache: Cache | None = None,
+        last: int | None = None,
     ) -> Tensor:
         if positions_BL is None:
-            positions_BL = torch.arange(inputs.shape[1], device=inputs.device)[None]
+            seen = 0 if cache is None else cache.length
+            positions_BL = torch.arange(seen, seen + inputs.shape[1], device=inputs.device)[None]
         if places_BL is None and samples_B is not None:
             places_BL = torch.arange(positions_BL.shape[1], device=inputs.device)[None]
         mask = None if documents_BL is None else self.mask_of(documents_BL)
@@ -108,10 +117,14 @@ class LanguageModel(nn.Module):
         x_BLD = inputs
         if self.embed is not None:
             x_BLD = self.embed_dropout(self.embedded(inputs, positions_BL).to(self.dtype), samples_B, places_BL)
-        for layer in self.layers.values():
-            x_BLD = layer(x_BLD, context)
+        for number, layer in self.layers.items():
+            x_BLD = layer(x_BLD, context if cache is None else context._replace(cache=cache.of(number)))
+        if cache is not None:
+            cache.length += inputs.shape[1]
         if self.norm is None or self.head is None:
             return x_BLD
+        if last is not None:
+            x_BLD = x_BLD[:, -last:]
         x_BLD = self.vocabulary.enter(self.norm(x_BLD))
         if labels_BL is not None:
             loss = linear_cross_entropy(

@@ -78,6 +78,8 @@ class Attention(nn.Module):
             for projection in (self.query, self.key, self.value)
         )
         query_BHLE, key_BKLE = rotate(query_BHLE, context.rotation), rotate(key_BKLE, context.rotation)
+        if context.cache is not None:
+            key_BKLE, value_BKLE = context.cache.extended(key_BKLE, value_BKLE)
         if self.dropout and self.training and context.samples_B is not None and context.places_BL is not None:
             rows = rows_of(context.samples_B, context.places_BL, self.heads, self.salt)
             mixed_BHLE = attend_dropping(query_BHLE, key_BKLE, value_BKLE, context.mask, rows, self.dropout)

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 CHUNK_BYTES = 1 << 31  # of logits
+# Where only the loss is wanted, chunks on a CPU stay in its cache.
+CACHE_BYTES = 1 << 24
 
 
 class WholeVocabulary:
@@ -68,8 +70,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_x = torch.empty_like(x_ND) if needs_x else None
         grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_weight else None
         loss = torch.zeros((), dtype=torch.float32, device=x_ND.device)
+        needs_grad = needs_x or needs_weight
+        chunk = CHUNK_BYTES if needs_grad or x_ND.is_cuda else CACHE_BYTES
         # Counted by all rows, not by the real ones, of which ranks have different numbers: their chunks must be alike.
-        rows = max(1, CHUNK_BYTES // (x_ND.element_size() * len(head_VD)))
+        rows = max(1, chunk // (x_ND.element_size() * len(head_VD)))
         for first in range(0, len(x_ND), rows):
             part = slice(first, first + rows)
             weights = None if weights_N is None else weights_N[part]
@@ -77,9 +81,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if x_ND.is_cuda and type(vocabulary) is WholeVocabulary:
                 from steelyard.model.kernels import fused_cross_entropy
 
-                losses, grad = fused_cross_entropy(logits, labels_N[part], weights, real_rows)
-            else:
+                losses, grad = fused_cross_entropy(logits, labels_N[part], weights, real_rows, needs_grad)
+            elif needs_grad:
                 losses, grad = cross_entropy(logits, labels_N[part], weights, real_rows, vocabulary)
+            else:
+                losses = cross_entropy_alone(logits, labels_N[part], weights, real_rows, vocabulary)
             loss += losses.sum()
             if grad_x is not None:
                 torch.mm(grad, head_VD, out=grad_x[part])
@@ -104,6 +110,27 @@ def cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """The weighted loss of each token, and the gradient of its logits. Only `real_rows` of the rows stand for an id."""
     dtype = logits_NV.dtype
+    losses_N, powers_NV, sums_N, place_N, is_here_N = _parted(logits_NV, labels_N, real_rows, vocabulary)
+    grad_NV = powers_NV / sums_N[:, None]
+    grad_NV.scatter_add_(1, place_N[:, None], -is_here_N[:, None].to(grad_NV.dtype))
+    if weights_N is not None:
+        losses_N = losses_N * weights_N
+        grad_NV = grad_NV * weights_N[:, None]
+    return losses_N, grad_NV.to(dtype)
+
+
+def cross_entropy_alone(
+    logits_NV: Tensor, labels_N: Tensor, weights_N: Tensor | None, real_rows: int, vocabulary: WholeVocabulary
+) -> Tensor:
+    """The weighted loss of each token, and no gradient."""
+    losses_N, *_ = _parted(logits_NV, labels_N, real_rows, vocabulary)
+    return losses_N if weights_N is None else losses_N * weights_N
+
+
+def _parted(
+    logits_NV: Tensor, labels_N: Tensor, real_rows: int, vocabulary: WholeVocabulary
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The loss of each token, and the parts of its softmax and of its label that a gradient is made of."""
     logits_NV = logits_NV.float()
     logits_NV[:, real_rows:] = -torch.inf
     place_N = labels_N - vocabulary.first_row
@@ -111,15 +138,10 @@ def cross_entropy(
     place_N = place_N.where(is_here_N, 0)
     largest_N = vocabulary.largest(logits_NV.amax(dim=1))
     label_logit_N = logits_NV.gather(1, place_N[:, None])[:, 0].where(is_here_N, 0.0)
-    powers_NV = (logits_NV - largest_N[:, None]).exp()
+    powers_NV = (logits_NV - largest_N[:, None]).exp_()
     sums_N, label_logit_N = vocabulary.total(torch.stack([powers_NV.sum(dim=1), label_logit_N]))
     losses_N = sums_N.log() + largest_N - label_logit_N
-    grad_NV = powers_NV / sums_N[:, None]
-    grad_NV.scatter_add_(1, place_N[:, None], -is_here_N[:, None].to(grad_NV.dtype))
-    if weights_N is not None:
-        losses_N = losses_N * weights_N
-        grad_NV = grad_NV * weights_N[:, None]
-    return losses_N, grad_NV.to(dtype)
+    return losses_N, powers_NV, sums_N, place_N, is_here_N
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

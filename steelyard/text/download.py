@@ -61,6 +61,15 @@ def _wikitext(name: str, out: Path) -> list[Path]:
     return list(targets.values())
 
 
+def wikitext_split(name: str, split: str) -> list[Path]:
+    """The files of one split alone, in the hub's own cache."""
+    folder = _from_hub("Salesforce/wikitext", [f"{name}/{split}-*.parquet"]) / name
+    parts = sorted(folder.glob(f"{split}-*.parquet"))
+    if not parts:
+        raise Fault(f"the hub's copy of {name} has no file for the {split} split")
+    return parts
+
+
 def _c4_shard(number: int, out: Path) -> Path:
     name = f"c4-train.{number:05d}-of-{C4_SHARDS:05d}.json.gz"
     if not (out / name).is_file():

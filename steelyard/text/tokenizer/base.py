@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -37,6 +38,10 @@ class Tokenizer(ABC):
     def encode(self, text: str) -> list[int]:
         """The ids of a text."""
 
+    def framed(self, text: str) -> list[int]:
+        """The ids of a text with the special tokens that this tokenizer puts around it, where it is one that does."""
+        return self.encode(text)
+
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
         """The ids of many texts, as fast as this kind can, on one thread."""
@@ -64,3 +69,14 @@ class Tokenizer(ABC):
 def as_ids(ids: Any) -> npt.NDArray[np.int32]:
     """Ids as an array."""
     return np.asarray(ids, dtype=np.int32)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A `tokenizer_config.json`, or nothing where there is none."""
+    try:
+        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise UserError(f"this is not JSON: {error}", where=str(path)) from None
+    return config

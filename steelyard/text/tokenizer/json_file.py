@@ -7,7 +7,6 @@ is used after it has given the reference's ids on a text full of difficult chara
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -20,7 +19,7 @@ import numpy.typing as npt
 
 from steelyard.core import files
 from steelyard.core.errors import UserError
-from steelyard.text.tokenizer.base import END_NAMES, Tokenizer
+from steelyard.text.tokenizer.base import END_NAMES, Tokenizer, read_config
 
 if TYPE_CHECKING:
     import tokenizers
@@ -53,6 +52,14 @@ class JsonTokenizer(Tokenizer):
         ids: list[int] = self.inner.encode(_sound(text), add_special_tokens=False).ids
         return ids
 
+    def framed(self, text: str) -> list[int]:
+        ids: list[int] = self.inner.encode(_sound(text), add_special_tokens=True).ids
+        begin = self._id_of("bos_token")
+        # The file says what is added; where the configuration beside it says otherwise, `transformers` obeys that.
+        if begin is not None and self.config.get("add_bos_token") is True and ids[:1] != [begin]:
+            return [begin, *ids]
+        return ids
+
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
         if self._fast is not None:
             encode = self._fast.encode
@@ -81,13 +88,18 @@ class JsonTokenizer(Tokenizer):
         files.write_text(folder / "tokenizer.json", self.inner.to_str(pretty=True))
 
     def _end_id(self) -> int | None:
-        named = self.config.get("eos_token")
+        named = self._id_of("eos_token")
+        if named is not None:
+            return named
+        ids = (self.inner.token_to_id(name) for name in END_NAMES)
+        return next((found for found in ids if found is not None), None)
+
+    def _id_of(self, role: str) -> int | None:
+        """The id of the token that the configuration gives a role."""
+        named = self.config.get(role)
         named = named.get("content") if isinstance(named, dict) else named
-        for name in (named, *END_NAMES) if named else END_NAMES:
-            found: int | None = self.inner.token_to_id(name)
-            if found is not None:
-                return found
-        return None
+        found: int | None = self.inner.token_to_id(named) if named else None
+        return found
 
     @cached_property
     def _fast(self) -> Any:
@@ -114,7 +126,7 @@ def from_file(path: Path) -> JsonTokenizer:
         inner = Inner.from_file(str(path))
     except Exception as error:
         raise UserError(f"the tokenizer cannot be read: {error}", where=str(path)) from None
-    return JsonTokenizer(inner, str(path), _config(path.with_name("tokenizer_config.json")))
+    return JsonTokenizer(inner, str(path), read_config(path.with_name("tokenizer_config.json")))
 
 
 def from_gpt2_pair(vocab: Path, merges: Path) -> JsonTokenizer:
@@ -131,16 +143,6 @@ def from_gpt2_pair(vocab: Path, merges: Path) -> JsonTokenizer:
     known = inner.get_vocab()
     inner.add_special_tokens([AddedToken(name, special=True) for name in END_NAMES[:1] if name in known])
     return JsonTokenizer(inner, f"{vocab},{merges}")
-
-
-def _config(path: Path) -> dict[str, Any]:
-    try:
-        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise UserError(f"this is not JSON: {error}", where=str(path)) from None
-    return config
 
 
 def _sound(text: str) -> str:

@@ -16,16 +16,18 @@ import numpy.typing as npt
 
 from steelyard.core import files
 from steelyard.core.errors import UserError
-from steelyard.text.tokenizer.base import Tokenizer, as_ids
+from steelyard.text.tokenizer.base import Tokenizer, as_ids, read_config
 
 UNIGRAM, BPE = 1, 2  # types of model
 NORMAL, USER_DEFINED, BYTE = 1, 4, 6  # types of piece
+# Classes of `transformers` that begin a text with a token unless they are told not to.
+BEGINNING_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast", "CodeLlamaTokenizer", "GemmaTokenizer")
 
 
 class SentencePieceTokenizer(Tokenizer):
     """A `.model` file."""
 
-    def __init__(self, model: bytes, source: str) -> None:
+    def __init__(self, model: bytes, source: str, begins: bool = False) -> None:
         import sentencepiece
 
         self.model, self.source = model, source
@@ -38,6 +40,7 @@ class SentencePieceTokenizer(Tokenizer):
         self.fingerprint = hashlib.sha256(model).hexdigest()
         self.vocab_size = self.inner.get_piece_size()
         self.end_id = self.inner.eos_id() if self.inner.eos_id() >= 0 else None
+        self._before = [self.inner.bos_id()] if begins and self.inner.bos_id() >= 0 else []
 
     def _read_settings(self) -> None:
         parts = list(_fields(self.model))
@@ -53,6 +56,9 @@ class SentencePieceTokenizer(Tokenizer):
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self.inner.encode(text)
         return ids
+
+    def framed(self, text: str) -> list[int]:
+        return self._before + self.encode(text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
         return [as_ids(ids) for ids in self.inner.encode(list(texts), num_threads=1)]
@@ -102,8 +108,10 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 def from_file(path: Path) -> SentencePieceTokenizer:
-    """Load a `.model` file."""
-    return SentencePieceTokenizer(path.read_bytes(), str(path))
+    """Load a `.model` file. The configuration beside it, if there is one, says whether texts begin with a token."""
+    config = read_config(path.with_name("tokenizer_config.json"))
+    begins = config.get("add_bos_token", config.get("tokenizer_class") in BEGINNING_CLASSES)
+    return SentencePieceTokenizer(path.read_bytes(), str(path), begins=bool(begins))
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, Any]]:

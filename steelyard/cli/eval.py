@@ -1,0 +1,96 @@
+"""`steelyard eval`: perplexity and tasks."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from steelyard.cli.options import (
+    CheckpointArgument,
+    Device,
+    DeviceOption,
+    Dtype,
+    DtypeOption,
+    JsonOption,
+    TokenizerOption,
+    print_result,
+)
+from steelyard.cli.ranks import NprocOption, launch
+from steelyard.core.errors import UserError
+
+
+class ProtocolName(StrEnum):
+    """Whose way of cutting and dividing is followed."""
+
+    hf = "hf"
+    megatron = "megatron"
+
+
+def register(root: typer.Typer, name: str, help_: str) -> None:
+    """Add the commands to the tree."""
+    group = typer.Typer(help=help_, rich_markup_mode=None, no_args_is_help=True)
+    for command in (ppl, tasks):
+        group.command(command.__name__)(command)
+    root.add_typer(group, name=name)
+
+
+def ppl(
+    checkpoint: CheckpointArgument,
+    data: Annotated[
+        str, typer.Option(help="A .txt, .jsonl or .parquet, wikitext2, wikitext103 (raw test splits), or token files.")
+    ],
+    sequence_length: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of a window.  [default: 4096, or what the model sees]")
+    ] = None,
+    stride: Annotated[int | None, typer.Option(min=1, help="Tokens from window to window.  [default: all]")] = None,
+    protocol: Annotated[ProtocolName, typer.Option(help="What is counted and divided by what.")] = ProtocolName.hf,
+    nproc: NprocOption = None,
+    tensor: Annotated[int, typer.Option(min=1, help="Ranks that share one copy of the model.")] = 1,
+    tokenizer: TokenizerOption = None,
+    device: DeviceOption = Device.auto,
+    dtype: DtypeOption = Dtype.auto,
+    json: JsonOption = False,
+) -> None:
+    """Measure a model's perplexity on a text, and say exactly how.
+
+    Example: steelyard eval ppl runs/mine --data wikitext2 --sequence-length 4096
+    """
+    if nproc is not None and nproc % tensor:
+        raise UserError(f"{nproc} ranks are no multiple of --tensor {tensor}", where="--nproc")
+    if nproc is not None and nproc > 1:
+        raise typer.Exit(launch(nproc))
+    from steelyard.evaluate import perplexity
+
+    request = perplexity.Request(
+        checkpoint, data, sequence_length, stride, protocol.value, tensor, tokenizer, device, dtype
+    )
+    result = perplexity.perplexity(request)
+    if result is not None:
+        print_result(result, json, perplexity.as_text(result))
+
+
+def tasks(
+    checkpoint: CheckpointArgument,
+    tasks: Annotated[str, typer.Option(help="Names of lm-eval's tasks, joined by commas.")],
+    shots: Annotated[int | None, typer.Option(min=0, help="Examples before each.  [default: the task's]")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many samples of each task.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Texts at once.")] = 8,
+    include: Annotated[str | None, typer.Option(metavar="DIR", help="A folder of your own task definitions.")] = None,
+    tokenizer: TokenizerOption = None,
+    device: DeviceOption = Device.auto,
+    dtype: DtypeOption = Dtype.auto,
+    json: JsonOption = False,
+) -> None:
+    """Score a model on tasks of lm-eval (pip install 'steelyard[eval]').
+
+    Example: steelyard eval tasks runs/mine --tasks hellaswag,piqa --limit 100
+    """
+    from steelyard.evaluate import tasks as scoring
+    from steelyard.evaluate.generate import writer
+
+    scoring.check_installed()
+    options = scoring.TaskOptions(shots, limit, batch, include)
+    result = scoring.run(writer(checkpoint, tokenizer, device, dtype), tasks.split(","), options)
+    print_result(result, json, scoring.as_text(result))

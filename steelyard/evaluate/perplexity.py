@@ -1,0 +1,205 @@
+"""Perplexity of a text under a model: the same number on any number of ranks, with the protocol that made it in words.
+
+Ranks along the data axis share out the windows, ranks along the tensor axis the model. The head and the loss are one
+operation, chunk by chunk, so that full logits never exist.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from steelyard.checkpoint.formats import Source, open_source
+from steelyard.core import units
+from steelyard.core.console import console
+from steelyard.core.errors import UserError
+from steelyard.core.recipe.model import GptModel
+from steelyard.evaluate import stream as streams
+from steelyard.evaluate.network import NAMES, context_of, device_for, dtype_for, loaded, mesh_for, tokenizer_for
+from steelyard.evaluate.stream import Stream
+from steelyard.evaluate.windows import Plan, Protocol, Window, plan
+from steelyard.model import LanguageModel
+from steelyard.parallel.mesh import Mesh
+from steelyard.parallel.world import World, alike, everywhere, join
+from steelyard.sizes.model import parameters
+
+LONGEST = 4096  # the length of windows, where none is asked for and the model sees as much
+TOKENS_AT_ONCE = {"cpu": 2048, "cuda": 16384}
+TIMEOUT_MINUTES = 30.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to measure, and how."""
+
+    checkpoint: str
+    data: str
+    length: int | None = None
+    stride: int | None = None
+    protocol: Protocol = "hf"
+    tensor: int = 1
+    tokenizer: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+
+
+def perplexity(request: Request) -> dict[str, Any] | None:
+    """Measure, on all ranks together; the first one gets the result."""
+    device = device_for(request.device)
+    with join(device.type, TIMEOUT_MINUTES) as world:
+        console.quiet = console.quiet or not world.is_first
+        if device.type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+        with alike(world):
+            if world.size % request.tensor:
+                raise UserError(f"{world.size} ranks are no multiple of --tensor {request.tensor}", where="--nproc")
+            source = open_source(request.checkpoint)
+            length = _length(request, source)
+        stream = _stream(request, source, world)
+        dtype = dtype_for(request.dtype, source, device)
+        with alike(world):
+            streams.check_ids(stream, source.shape.vocab)
+            cut = plan(len(stream.tokens), length, request.stride, request.protocol)
+            mesh = mesh_for(request.tensor, device)
+            network = loaded(source, device, dtype, mesh, compiled=device.type == "cuda")
+        begun = time.monotonic()
+        total = _over_ranks(network, stream.tokens, cut.windows, mesh, device)
+        seconds = time.monotonic() - begun
+        return _result(request, source, stream, cut, total, dtype, device, world, seconds) if world.is_first else None
+
+
+def summed_loss(
+    network: LanguageModel,
+    tokens: npt.NDArray[Any],
+    windows: list[Window],
+    device: torch.device,
+    advance: Callable[[float], None] = lambda amount: None,
+) -> Tensor:
+    """The sum of the losses that count, in fp64."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    with torch.inference_mode():
+        for batch in _batches(windows, TOKENS_AT_ONCE[device.type]):
+            rows = np.stack([tokens[window.start : window.end + 1] for window in batch]).astype(np.int64)
+            rows_BL = torch.from_numpy(rows).to(device)
+            total += (
+                network(rows_BL[:, :-1], labels_BL=rows_BL[:, 1:], weights_BL=_weights(batch, device)).double().sum()
+            )
+            advance(rows_BL[:, 1:].numel())
+    return total
+
+
+def _batches(windows: list[Window], tokens_at_once: int) -> Iterator[list[Window]]:
+    """Windows of one length together, as many as make up so many tokens."""
+    batch: list[Window] = []
+    for window in windows:
+        length = window.end - window.start
+        if batch and (length != batch[0].end - batch[0].start or (len(batch) + 1) * length > tokens_at_once):
+            yield batch
+            batch = []
+        batch.append(window)
+    if batch:
+        yield batch
+
+
+def _weights(batch: list[Window], device: torch.device) -> Tensor | None:
+    length = batch[0].end - batch[0].start
+    if all(window.counted == length for window in batch):
+        return None
+    places_L = torch.arange(length, device=device)
+    counted_B = torch.tensor([window.counted for window in batch], device=device)
+    return (places_L >= length - counted_B[:, None]).float()
+
+
+def _over_ranks(
+    network: LanguageModel, tokens: npt.NDArray[Any], windows: list[Window], mesh: Mesh, device: torch.device
+) -> float:
+    mine = windows[mesh.data.index :: mesh.data.size]
+    work = sum(window.end - window.start for window in mine)
+    with console.progress("perplexity", work, "tokens") as progress:
+        total = summed_loss(network, tokens, mine, device, progress.advance)
+    if mesh.world.size > 1:
+        total /= mesh.tensor.size  # Ranks along the tensor axis all have the same.
+        torch.distributed.all_reduce(total)
+    return total.item()
+
+
+def _length(request: Request, source: Source) -> int:
+    """The length of windows; learned positions end somewhere, others only become unfamiliar."""
+    sees = context_of(source)
+    length = request.length or min(LONGEST, sees)
+    if length > sees and isinstance(source.shape, GptModel):
+        raise UserError(
+            f"windows of {length} tokens are longer than the model's {sees} positions", where="--sequence-length",
+            mend=f"use {sees} or less",
+        )  # fmt: skip
+    if length > sees:
+        console.warn(f"windows of {length} tokens are longer than the {sees} that the model was made for")
+    return length
+
+
+def _stream(request: Request, source: Source, world: World) -> Stream:
+    """The tokens, encoded by the first rank for all; token files are opened by each."""
+    remark = streams.other_form(request.data, source)
+    if remark and world.is_first:
+        console.warn(remark)
+    if streams.is_prefix(request.data):
+        with alike(world):
+            return streams.from_token_files(request.data)
+    return everywhere(world, lambda: streams.from_text(request.data, tokenizer_for(source, request.tokenizer)))
+
+
+def _result(
+    request: Request,
+    source: Source,
+    stream: Stream,
+    cut: Plan,
+    total: float,
+    dtype: torch.dtype,
+    device: torch.device,
+    world: World,
+    seconds: float,
+) -> dict[str, Any]:
+    loss = total / cut.divisor
+    computed = f"{NAMES[dtype]} on {device.type}, losses and their sums in fp32 and fp64"
+    protocol = {"name": request.protocol, **stream.described, **cut.described, "computed": computed}
+    remark = streams.other_form(request.data, source)
+    return {
+        "perplexity": math.exp(loss) if loss < 700 else None,
+        "loss": loss,
+        "tokens": len(stream.tokens),
+        "predicted": sum(window.counted for window in cut.windows),
+        "dropped": cut.dropped,
+        "windows": len(cut.windows),
+        "protocol": protocol | ({"remark": remark} if remark else {}),
+        "checkpoint": str(source.path),
+        "step": source.step,
+        "parameters": parameters(source.shape).total,
+        "ranks": world.size,
+        "tensor": request.tensor,
+        "seconds": round(seconds, 3),
+        "tokens_per_second": round(sum(window.end - window.start for window in cut.windows) / seconds, 1),
+    }
+
+
+def as_text(result: dict[str, Any]) -> str:
+    """A result for a person: the number, and everything one must know to compare it with another."""
+    number = result["perplexity"]
+    model = f"{units.count(result['parameters'])} parameters" + (f", step {result['step']}" if result["step"] else "")
+    lines = {
+        "perplexity": "beyond counting" if number is None else f"{number:.4f}  (loss {result['loss']:.6f})",
+        "model": f"{result['checkpoint']}, {model}",
+        "tokens": f"{result['tokens']}, of which {result['predicted']} predicted",
+        "protocol": result["protocol"]["name"],
+        **{key: value for key, value in result["protocol"].items() if key != "name"},
+        "speed": f"{units.count(result['tokens_per_second'])} tokens/s on {result['ranks']} ranks",
+    }
+    width = max(map(len, lines))
+    return "\n".join(f"{key:<{width}}  {value}" for key, value in lines.items())

@@ -1,0 +1,82 @@
+"""Benchmark tasks through lm-eval, with our model as its backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from steelyard.core.errors import UserError
+from steelyard.evaluate.generate import Writer
+
+
+@dataclass(frozen=True)
+class TaskOptions:
+    """What lm-eval is asked to do."""
+
+    shots: int | None = None
+    limit: int | None = None
+    batch: int = 8
+    include: str | None = None
+
+
+def check_installed() -> None:
+    """Say what is missing before a model is loaded."""
+    try:
+        import lm_eval.evaluator  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            f"tasks are scored by lm-eval, and it cannot be imported: {error}", mend="pip install 'steelyard[eval]'"
+        ) from None
+
+
+def run(writer: Writer, names: Sequence[str], options: TaskOptions) -> dict[str, Any]:
+    """Score a model on tasks: the metrics of each by name, as lm-eval gives them."""
+    check_installed()
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    from steelyard.evaluate.harness import Backend
+
+    manager = TaskManager(include_path=options.include)
+    unknown = sorted(set(names) - set(manager.all_tasks))
+    if unknown:
+        raise UserError(f"lm-eval has no task {', '.join(unknown)}", mend="see lm-eval ls tasks, or add --include DIR")
+    found = simple_evaluate(
+        model=Backend(writer, options.batch),
+        tasks=list(names),
+        num_fewshot=options.shots,
+        limit=options.limit,
+        task_manager=manager,
+        log_samples=False,
+        bootstrap_iters=1000,
+    )
+    return {
+        "tasks": {name: _plain(metrics) for name, metrics in found["results"].items()},
+        "versions": found["versions"],
+        "shots": found["n-shot"],
+        "samples": {name: count["effective"] for name, count in found["n-samples"].items()},
+    }
+
+
+def _plain(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Metrics by name; the default filter, which every task has, is not worth saying."""
+    return {
+        key.removesuffix(",none"): value
+        for key, value in metrics.items()
+        if isinstance(value, (int, float)) and "," in key
+    }
+
+
+def as_text(result: dict[str, Any]) -> str:
+    """One line for each metric of each task, its error beside it."""
+    lines = []
+    for task, metrics in result["tasks"].items():
+        for name, value in metrics.items():
+            if "_stderr" in name:
+                continue
+            metric, _, filter_ = name.partition(",")
+            error = metrics.get(f"{metric}_stderr" + (f",{filter_}" if filter_ else ""))
+            spread = f" ± {error:.4f}" if error is not None else ""
+            lines.append(f"{task:<24} {name:<16} {value:.4f}{spread}  ({result['samples'].get(task, '?')} samples)")
+    return "\n".join(lines)

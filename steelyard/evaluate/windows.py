@@ -1,0 +1,114 @@
+"""Which tokens a model sees together when a long text is scored, and which of its predictions count.
+
+hf         windows of `length` tokens one after the other, each on its own: its first token is not predicted. What
+           does not fill a window is dropped. The result is the mean over windows of their means.
+hf, stride a window begins every `stride` tokens, and only what no window before it predicted counts. Nothing is
+           dropped. The result is the mean over all predictions.
+megatron   labels are the whole text shifted by one, so that a window's last label is the first token of the next.
+           The last window is filled up with tokens that do not count. The sum is divided by the tokens less one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from steelyard.core.errors import UserError
+
+Protocol = Literal["hf", "megatron"]
+
+
+@dataclass(frozen=True)
+class Window:
+    """Tokens from `start` up to `end` go in, the ones after each are predicted; the last `counted` of those count."""
+
+    start: int
+    end: int
+    counted: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All windows of a text, and the words for how they were chosen."""
+
+    windows: list[Window]
+    divisor: int
+    dropped: int
+    described: dict[str, str]
+
+
+def plan(tokens: int, length: int, stride: int | None, protocol: Protocol) -> Plan:
+    """Cut a text of so many tokens into windows of `length`."""
+    if stride is not None and not 0 < stride <= length:
+        raise UserError(f"a stride of {stride} over windows of {length} would leave tokens out", where="--stride",
+                        mend=f"choose 1 to {length}")  # fmt: skip
+    stride = None if stride == length else stride
+    if protocol == "megatron":
+        return _megatron(tokens, length, stride or length)
+    return _side_by_side(tokens, length) if stride is None else _overlapping(tokens, length, stride)
+
+
+def _side_by_side(tokens: int, length: int) -> Plan:
+    count = tokens // length
+    if not count or length < 2:
+        raise UserError(
+            f"the text has {tokens} tokens, which do not fill one window of {length}",
+            mend=f"use --sequence-length {tokens} or less, or --protocol megatron, which fills the window up",
+        )
+    windows = [Window(start, start + length - 1, length - 1) for start in range(0, count * length, length)]
+    dropped = tokens - count * length
+    described = {
+        "windows": f"{count} of {length} tokens, not overlapping, each on its own",
+        "stride": f"{length}, the whole window",
+        "predicted": f"every token of a window but its first: {length - 1}",
+        "divided": f"each window's sum by {length - 1}, then the sum of these means by {count}",
+        "dropped tail": f"{dropped} tokens that do not fill a window",
+    }
+    return Plan(windows, count * (length - 1), dropped, described)
+
+
+def _overlapping(tokens: int, length: int, stride: int) -> Plan:
+    windows = list(_every(stride, tokens, length))
+    predictions = sum(window.counted for window in windows)
+    if not predictions:
+        raise UserError(f"the text has {tokens} tokens: there is nothing to predict")
+    described = {
+        "windows": f"{len(windows)} of up to {length} tokens, overlapping",
+        "stride": f"a window begins every {stride} tokens",
+        "predicted": "what no window before has predicted: every token but the first",
+        "divided": f"the sum over all predictions by their number, {predictions}",
+        "dropped tail": "nothing; the last window is shorter",
+    }
+    return Plan(windows, predictions, 0, described)
+
+
+def _every(stride: int, tokens: int, length: int) -> Iterator[Window]:
+    reached = 1  # The first token has nothing before it.
+    for start in range(0, tokens, stride):
+        end = min(start + length, tokens)
+        if end > reached:
+            yield Window(start, end - 1, end - reached)
+        reached = max(reached, end)
+        if end == tokens:
+            return
+
+
+def _megatron(tokens: int, length: int, stride: int) -> Plan:
+    labels = tokens - 1
+    if labels < 1:
+        raise UserError(f"the text has {tokens} tokens: there is nothing to predict")
+    windows = [Window(0, min(length, labels), min(length, labels))]
+    for start in range(stride, labels, stride):
+        end, seen = min(start + length, labels), start + length - stride
+        if end > seen:
+            windows.append(Window(start, end, end - seen))
+    last = windows[-1]
+    described = {
+        "windows": f"{len(windows)} of {length} tokens of one stream, labels shifted by one over all of it",
+        "stride": f"a window begins every {stride} tokens" + (", the whole window" if stride == length else ""),
+        "predicted": "every token of the stream but the first",
+        "divided": f"the sum over all predictions by the tokens less one, {labels}",
+        "dropped tail": f"nothing; {length - (last.end - last.start)} places of the last window are masked",
+    }
+    return Plan(windows, labels, 0, described)
