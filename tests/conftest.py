@@ -2,8 +2,10 @@
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import torch
 
 from steelyard.tokens.assemble import write_index
 from steelyard.tokens.indexed import bin_path, token_dtype
+from tests.hub import TOKEN, Hub, serve
 
 VOCAB = 97
 
@@ -128,3 +131,29 @@ def kill(process: subprocess.Popen) -> None:
     """End a process that a test started, without warning, and collect it."""
     process.kill()
     process.communicate(timeout=30)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub on this machine, which is the one that this process knows, with a token for it."""
+    from huggingface_hub import constants, hf_api
+    from huggingface_hub.utils import _http
+
+    made = Hub()
+    server = serve(made)
+    home = tmp_path / "hf-home"
+    for name, value in {
+        "ENDPOINT": made.endpoint,
+        "HUGGINGFACE_CO_URL_TEMPLATE": made.endpoint + "/{repo_id}/resolve/{revision}/{filename}",
+        "HF_HUB_CACHE": str(home / "hub"),
+        "HF_TOKEN_PATH": str(home / "token"),
+        "HF_STORED_TOKENS_PATH": str(home / "stored_tokens"),
+        "HF_HUB_DISABLE_XET": True,
+    }.items():
+        monkeypatch.setattr(constants, name, value)
+    monkeypatch.setattr(hf_api.api, "endpoint", made.endpoint)
+    monkeypatch.setattr(_http, "time", SimpleNamespace(sleep=lambda seconds: None))  # It waits longer each time.
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    yield made
+    server.shutdown()
+    server.server_close()
