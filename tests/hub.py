@@ -272,6 +272,6 @@ def serve(hub: Hub) -> http.server.ThreadingHTTPServer:
     """Start serving the hub on a free port."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), type("HubHandler", (Handler,), {"hub": hub}))
     server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     hub.endpoint = f"http://127.0.0.1:{server.server_port}"
     return server

@@ -36,6 +36,7 @@ COMMANDS = {
     "data": ("data", "Fetch and convert text, and turn it into token files."),
     "train": ("train", "Train a model as a recipe says."),
     "generate": ("generate", "Let a trained model write."),
+    "hub": ("hub", "Publish models on the hub, and fetch them from it."),
     "report": ("report", "Write a run's report as one HTML file."),
 }
 # Options that take several values after one flag, as people write them: --input a.txt b.txt
@@ -149,9 +150,7 @@ def _refuse_unknown(word: str) -> NoReturn:
 def _explain(error: Exception, debug: bool) -> int:
     """Print an error as its kind deserves and return the exit code."""
     if debug:
-        import traceback
-
-        traceback.print_exception(error)
+        console.trace(error)
     if isinstance(error, SteelyardError):
         return _tell(error, str(error), error.exit_code)
     if isinstance(error, OSError):

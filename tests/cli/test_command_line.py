@@ -210,17 +210,6 @@ def test_ctrl_c_before_training_begins_is_quiet_and_exits_with_130(workplace):
     assert not (workplace.path / "t").exists()
 
 
-@pytest.fixture
-def small_disk(workplace):
-    """A real filesystem of 2 MiB."""
-    mount = workplace.path / "disk"
-    mount.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", mount], capture_output=True).returncode:
-        pytest.skip("mounting a tmpfs needs root")
-    yield mount
-    subprocess.run(["umount", mount], check=True)
-
-
 def test_a_full_disk_while_training_is_a_fault_that_loses_nothing_saved(workplace, small_disk):
     recipe = ["train", "tiny.toml", "model.hidden=64", "train.steps=30", "checkpoint.every=2", "checkpoint.keep_last=9"]
     failed = workplace.steelyard(*recipe, "--run", "disk/run")
