@@ -19,14 +19,16 @@ import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from steelyard.checkpoint.metadata import SafeReader
 from steelyard.checkpoint.pieces import Piece, ReadingPieces, WritingPieces
@@ -56,10 +58,22 @@ class Checkpoint:
         """The run it belongs to."""
         return Run.open(self.path.parent.parent)
 
+    @cached_property
+    def metadata(self) -> Metadata:
+        """What torch wrote down about the tensors inside."""
+        return SafeReader(str(self.path)).read_metadata()
+
+    def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """The tensors inside, by name: their sizes and dtypes."""
+        return {
+            name: (tuple(entry.size), entry.properties.dtype)
+            for name, entry in self.metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The tensors inside, by name."""
-        entries = SafeReader(str(self.path)).read_metadata().state_dict_metadata
-        return {name: tuple(entry.size) for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+        """The sizes of the tensors inside, by name."""
+        return {name: size for name, (size, _) in self.tensors().items()}
 
 
 Tensors = Mapping[str, Tensor | Piece]
@@ -164,7 +178,7 @@ def load(checkpoint: Checkpoint, tensors: Tensors) -> None:
     if wrong:
         raise UserError(f"{checkpoint.path} does not fit the model:\n  " + "\n  ".join(wrong[:10]))
     with _single_process():
-        reader = SafeReader(str(checkpoint.path))
+        reader = SafeReader(str(checkpoint.path), checkpoint.metadata)
         dcp.load(dict(pieces), storage_reader=reader, planner=ReadingPieces(), no_dist=True)
 
 

@@ -5,13 +5,14 @@ A pickle may name any function and have it called. This reader lets through only
 
 from __future__ import annotations
 
+import math
 import pickle
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from steelyard.core.errors import UserError
 
@@ -27,6 +28,8 @@ ALLOWED = {
         "_MEM_FORMAT_ENCODING",
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    # Megatron's torch_dist also keeps the plan by which it was written.
+    "torch.distributed.checkpoint.planner": {"SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
     "torch.serialization": {"_get_layout"},
     "torch": {"Size"} | {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)},
     "pathlib": {"PosixPath", "PurePosixPath"},
@@ -34,19 +37,52 @@ ALLOWED = {
 
 
 class SafeReader(dcp.FileSystemReader):
-    """A reader of checkpoint folders that unpickles nothing but descriptions of tensors."""
+    """A reader of checkpoint folders that unpickles nothing but descriptions of tensors.
+
+    What was read of a folder before may be given, so that many tensors can be read one at a time.
+    """
+
+    def __init__(self, path: str, known: Metadata | None = None) -> None:
+        super().__init__(path)
+        self.known = known
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """What the folder holds, by name."""
-        path = Path(self.path) / ".metadata"
-        try:
-            with open(path, "rb") as file:
-                metadata: Metadata = _Unpickler(file).load()
-        except (OSError, pickle.UnpicklingError, EOFError, ValueError) as error:
-            raise UserError(f"{path} cannot be read: {error}") from None
+        metadata = self.known or self._read()
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
+
+    def _read(self) -> Metadata:
+        path = Path(self.path) / ".metadata"
+        try:
+            with open(path, "rb") as file:
+                metadata = _Unpickler(file).load()
+            sizes = {file.name: file.stat().st_size for file in path.parent.iterdir() if file.is_file()}
+            _check(metadata, sizes)
+        except UserError as error:
+            raise UserError(f"{path} is not sound: {error.message}") from None
+        except Exception as error:  # A hostile or damaged pickle can fail in any way.
+            raise UserError(f"{path} cannot be read: {error}") from None
+        return metadata
+
+
+def _check(metadata: Any, sizes: dict[str, int]) -> None:
+    """Refuse a description that points outside the folder, past the end of a file, or to more than the files hold."""
+    if not isinstance(metadata, Metadata):
+        raise UserError("it describes no checkpoint")
+    held: dict[str, int] = {}
+    for index, info in metadata.storage_data.items():
+        if info.relative_path not in sizes:
+            raise UserError(f"{index.fqn} is said to lie in {info.relative_path!r}, which is no file of this folder")
+        if info.offset < 0 or info.length < 0 or info.offset + info.length > sizes[info.relative_path]:
+            raise UserError(f"{index.fqn} would end past the end of {info.relative_path}: the file was cut")
+        held[index.fqn] = held.get(index.fqn, 0) + info.length
+    for name, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            continue
+        if math.prod(entry.size) * entry.properties.dtype.itemsize > held.get(name, 0):
+            raise UserError(f"{name} has the size {tuple(entry.size)}, more than its files hold")
 
 
 class _Unpickler(pickle.Unpickler):

@@ -6,6 +6,7 @@ that any layout can write what it has and any other can read what it needs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,10 @@ class Piece:
         """A tensor that is not divided."""
         return cls(tensor, tuple(tensor.shape), (0,) * tensor.ndim)
 
+    def at(self, offset: torch.Size | None) -> Tensor:
+        """The tensor that begins at a place of the whole."""
+        return self.tensor
+
     def copied(self) -> Piece:
         """The same in memory of its own, on the host."""
         return Piece(self.tensor.detach().to("cpu", copy=True), self.shape, self.offset)
@@ -43,6 +48,36 @@ class Piece:
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [self._chunk()]
+
+
+@dataclass(frozen=True)
+class Promised:
+    """A whole tensor that is made when it is its turn to be written, in one or more parts along the first dimension.
+
+    So a model that does not fit in memory can be written.
+    """
+
+    make: Callable[[int], Tensor]
+    """Part by number."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: int = 1
+
+    def at(self, offset: torch.Size | None) -> Tensor:
+        """The part that begins at a place of the whole."""
+        assert offset is not None
+        return self.make(offset[0] * self.parts // self.shape[0]).to(self.dtype).contiguous()
+
+    def __create_write_items__(self, name: str, promised: object) -> list[WriteItem]:
+        rows = self.shape[0] // self.parts
+        size = torch.Size((rows, *self.shape[1:]))
+        items = []
+        for part in range(self.parts):
+            offset = torch.Size((part * rows, *[0] * (len(self.shape) - 1)))
+            chunk = ChunkStorageMetadata(offsets=offset, sizes=size)
+            data = TensorWriteData(chunk, TensorProperties(dtype=self.dtype), torch.Size(self.shape))
+            items.append(WriteItem(MetadataIndex(name, offset), WriteItemType.SHARD, tensor_data=data))
+        return items
 
 
 class WritingPieces(DefaultSavePlanner):
@@ -67,5 +102,5 @@ class ReadingPieces(DefaultLoadPlanner):
 
 
 def _tensor(pieces: dict[str, Any], index: MetadataIndex) -> Tensor:
-    tensor: Tensor = pieces[index.fqn].tensor
+    tensor: Tensor = pieces[index.fqn].at(index.offset)
     return tensor

@@ -1,0 +1,10 @@
+"""Checkpoints of every kind behind one face: open one, fill a model from it, write it as another.
+
+source = open_source("models/Llama-3.1-8B")      # Hugging Face, GGUF, Megatron, Megatron-DeepSpeed or Steelyard
+network = model.build(source.shape)
+load_into(source, network)
+"""
+
+from steelyard.checkpoint.formats.source import Source, load_into, open_source
+
+__all__ = ["Source", "load_into", "open_source"]

@@ -1,0 +1,207 @@
+"""GGUF, llama.cpp's format: one file with settings, vocabulary and tensors, often quantised.
+
+    "GGUF", u32 version, u64 tensors, u64 settings
+    settings    name, u32 type, value
+    tensors     name, u32 dimensions, u64 of each (innermost first), u32 type, u64 offset in the data
+    data        from the next multiple of `general.alignment` on
+
+Every length is checked against the file before it is believed. Weights come out as fp32, or as fp16 where all are.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from steelyard.checkpoint.formats import gguf_blocks, gguf_tokenizer
+from steelyard.checkpoint.formats.entries import Entry, gguf_llama
+from steelyard.checkpoint.formats.mapped import Mapped, Store
+from steelyard.core.errors import UserError
+from steelyard.core.recipe.model import LlamaModel
+from steelyard.text.tokenizer import Tokenizer
+
+NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+STRING, ARRAY = 8, 9
+MOST_DIMENSIONS = 4
+SPECIAL = ("bos", "eos", "padding")
+
+
+class GgufSource(Mapped):
+    """A GGUF file."""
+
+    settings: dict[str, Any]
+
+    def load_tokenizer(self) -> Tokenizer:
+        """The vocabulary that the file carries."""
+        return gguf_tokenizer.from_settings(self.settings, str(self.path))
+
+
+def opened(path: Path) -> GgufSource | None:
+    """The model of a file, or of a folder with one such file."""
+    if path.is_dir():
+        files = sorted(path.glob("*.gguf"))
+        if not files or (path / "config.json").is_file():
+            return None
+        if len(files) > 1:
+            raise UserError(f"{path} has {len(files)} GGUF files", mend=f"name one of them, such as {files[0]}")
+        path = files[0]
+    with open(path, "rb") as file:
+        if file.read(4) != b"GGUF":
+            return None
+    settings, tensors = _Reader(path).read()
+    shape = _shape(settings, tensors, str(path))
+    store = _File(tensors)
+    layout = {"files": 1, "types": sorted({tensor.kind.name for tensor in tensors.values()})}
+    entries = gguf_llama(shape, rotated=settings["general.architecture"] == "llama")
+    source = GgufSource("gguf", path, shape, store, entries, layout)
+    source.settings = settings
+    ids = {f"{name}_token_id": settings.get(f"tokenizer.ggml.{name}_token_id") for name in SPECIAL}
+    source.extra = {key.replace("padding", "pad"): value for key, value in ids.items() if isinstance(value, int)}
+    positions = settings.get(f"{settings['general.architecture']}.context_length")
+    if isinstance(positions, int):
+        source.extra["positions"] = positions
+    if "tokenizer.ggml.tokens" in settings:
+        source.tokenizer = str(path)
+    return source
+
+
+def _shape(settings: dict[str, Any], tensors: dict[str, _Tensor], where: str) -> LlamaModel:
+    name = settings.get("general.architecture")
+    if name not in ("llama", "qwen2"):
+        raise UserError(f"the architecture {name} is not known", where=where, mend="known are llama and qwen2")
+
+    def setting(key: str, default: Any = None) -> Any:
+        value = settings.get(f"{name}.{key}", default)
+        if value is None:
+            raise UserError(f"it does not say {name}.{key}", where=where)
+        return value
+
+    if settings.get(f"{name}.expert_count") or settings.get(f"{name}.rope.scaling.type", "none") != "none":
+        raise UserError("experts and stretched rotary positions are not supported in GGUF", where=where)
+    if "rope_freqs.weight" in tensors:
+        raise UserError(
+            "Llama 3's rotary frequencies are not read from GGUF", where=where, mend="use the original weights"
+        )
+    heads, hidden = setting("attention.head_count"), setting("embedding_length")
+    vocab = setting("vocab_size", len(settings.get("tokenizer.ggml.tokens", ())) or None)
+    try:
+        return LlamaModel(
+            family="llama",
+            layers=setting("block_count"),
+            hidden=hidden,
+            heads=heads,
+            kv_heads=setting("attention.head_count_kv", heads),
+            head_dim=setting("attention.key_length", hidden // heads),
+            ffn=setting("feed_forward_length"),
+            vocab=vocab,
+            rope_theta=float(setting("rope.freq_base", 10000.0)),
+            # fp32 in the file: 1e-5 comes as 9.999999747e-06.
+            norm_eps=float(f"{setting('attention.layer_norm_rms_epsilon'):.6g}"),
+            qkv_bias=name == "qwen2",
+            tied="output.weight" not in tensors,
+        )
+    except (ValueError, TypeError, ZeroDivisionError) as error:
+        raise UserError(f"it describes no model: {str(error).splitlines()[0]}", where=where) from None
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    path: Path
+    offset: int
+    kind: gguf_blocks.Kind
+    size: tuple[int, ...]
+
+    def read(self) -> Tensor:
+        blocks = np.fromfile(self.path, np.uint8, self.kind.bytes_of(math.prod(self.size)), offset=self.offset)
+        return torch.from_numpy(self.kind.values(blocks)).view(self.size)
+
+
+class _File(Store):
+    def __init__(self, tensors: dict[str, _Tensor]) -> None:
+        self.tensors = tensors
+
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tensor.size for name, tensor in self.tensors.items()}
+
+    def dtypes(self) -> set[torch.dtype]:
+        return {torch.float16 if tensor.kind.name == "F16" else torch.float32 for tensor in self.tensors.values()}
+
+    def read(self, entry: Entry) -> Tensor:
+        return self.tensors[entry.name].read()
+
+
+class _Reader:
+    """Reads the head of a file, which nobody has checked."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.length = path, path.stat().st_size
+
+    def read(self) -> tuple[dict[str, Any], dict[str, _Tensor]]:
+        with open(self.path, "rb") as self.file:
+            self.file.seek(4)
+            version, tensors, settings = self.number("I"), self.number("Q"), self.number("Q")
+            if version not in (2, 3):
+                raise self.broken(f"version {version} is not known")
+            # A setting or a tensor takes at least twelve bytes.
+            if max(tensors, settings) > self.length // 12:
+                raise self.broken(f"it would have {tensors} tensors and {settings} settings")
+            table = {self.string(): self.value(self.number("I")) for _ in range(settings)}
+            described = [self.tensor() for _ in range(tensors)]
+            alignment = table.get("general.alignment", 32)
+            if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20:
+                raise self.broken(f"its alignment is {alignment}")
+            start = -(-self.file.tell() // alignment) * alignment
+        return table, {name: self.placed(name, kind, size, start + offset) for name, kind, size, offset in described}
+
+    def tensor(self) -> tuple[str, int, tuple[int, ...], int]:
+        name, dimensions = self.string(), self.number("I")
+        if dimensions > MOST_DIMENSIONS:
+            raise self.broken(f"{name} has {dimensions} dimensions")
+        size = tuple(self.number("Q") for _ in range(dimensions))[::-1]
+        return name, self.number("I"), size, self.number("Q")
+
+    def placed(self, name: str, code: int, size: tuple[int, ...], offset: int) -> _Tensor:
+        kind = gguf_blocks.KINDS.get(code)
+        if kind is None:
+            known = ", ".join(kind.name for kind in gguf_blocks.KINDS.values())
+            raise UserError(f"{name} is quantised by type {code}", where=str(self.path), mend=f"known are {known}")
+        if math.prod(size[-1:]) % kind.block or offset + kind.bytes_of(math.prod(size)) > self.length:
+            raise self.broken(f"{name} of the size {size} does not lie within it")
+        return _Tensor(self.path, offset, kind, size)
+
+    def number(self, code: str) -> Any:
+        size = struct.calcsize(f"<{code}")
+        return struct.unpack(f"<{code}", self.bytes(size))[0]
+
+    def string(self) -> str:
+        return self.bytes(self.number("Q")).decode("utf-8", errors="replace")
+
+    def value(self, kind: int, depth: int = 0) -> Any:
+        if kind in NUMBERS:
+            return self.number(NUMBERS[kind])
+        if kind == STRING:
+            return self.string()
+        if kind != ARRAY or depth > 2:
+            raise self.broken(f"a setting has the type {kind}")
+        inner, count = self.number("I"), self.number("Q")
+        if count > self.length:
+            raise self.broken(f"a setting has {count} values")
+        if inner in NUMBERS:
+            width = struct.calcsize(f"<{NUMBERS[inner]}")
+            return list(struct.unpack(f"<{count}{NUMBERS[inner]}", self.bytes(width * count)))
+        return [self.value(inner, depth + 1) for _ in range(count)]
+
+    def bytes(self, count: int) -> bytes:
+        if count > self.length - self.file.tell():
+            raise self.broken(f"{count} bytes are announced where {self.length - self.file.tell()} are left")
+        return self.file.read(count)
+
+    def broken(self, reason: str) -> UserError:
+        return UserError(f"not a whole GGUF file: {reason}", where=str(self.path), mend="copy or download it again")

@@ -1,0 +1,126 @@
+"""Hugging Face folders: config.json, weights as safetensors or .bin, whole or in shards with an index."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steelyard.checkpoint.formats import config as configs
+from steelyard.checkpoint.formats import pickled, safetensors
+from steelyard.checkpoint.formats.entries import Entry, hugging_face
+from steelyard.checkpoint.formats.mapped import Mapped, Store
+from steelyard.core.errors import UserError
+
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
+    "spiece.model", "sentencepiece.bpe.model", "vocab.json", "merges.txt", "chat_template.jinja",
+)  # fmt: skip
+# Constants that older versions saved beside the weights.
+CONSTANTS = re.compile(r"\.(attn\.(masked_)?bias|rotary_emb\.inv_freq)$")
+
+
+def opened(path: Path) -> Mapped | None:
+    """The model of a folder, if it is one of Hugging Face's."""
+    if path.is_file() and path.name in ("config.json", *WEIGHTS):
+        path = path.parent
+    if not (path / "config.json").is_file():
+        return None
+    config = read_json(path / "config.json")
+    shape = configs.shape_of(config, str(path / "config.json"))
+    store = _store(path, shape.tied)
+    layout = {
+        "files": len({place.path if isinstance(place, safetensors.Extent) else 0 for place in store.places.values()})
+    }
+    source = Mapped("hf", path, shape, store, hugging_face(shape), layout)
+    source.extra = {key: config[key] for key in configs.SPECIAL if config.get(key) is not None}
+    if config.get("max_position_embeddings"):
+        source.extra["positions"] = config["max_position_embeddings"]
+    if (path / "generation_config.json").is_file():
+        source.extra["generation_config"] = read_json(path / "generation_config.json")
+    source.tokenizer_files = tokenizer_files(path)
+    source.tokenizer = str(path) if source.tokenizer_files else None
+    return source
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """The files of a folder that make up its tokenizer."""
+    return [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON table from a file that somebody else wrote."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"cannot be read: {error}", where=str(path)) from None
+    if not isinstance(value, dict):
+        raise UserError("is not a JSON table", where=str(path))
+    return value
+
+
+class _Folder(Store):
+    """Tensors in files: read from there, or already mapped from there."""
+
+    def __init__(self, places: dict[str, safetensors.Extent | Tensor]) -> None:
+        self.places = places
+
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        return {
+            name: place.size if isinstance(place, safetensors.Extent) else tuple(place.shape)
+            for name, place in self.places.items()
+        }
+
+    def dtypes(self) -> set[torch.dtype]:
+        return {place.dtype for place in self.places.values()}
+
+    def read(self, entry: Entry) -> Tensor:
+        place = self.places[entry.name]
+        return place.read() if isinstance(place, safetensors.Extent) else place
+
+
+def _store(folder: Path, tied: bool) -> _Folder:
+    places: dict[str, safetensors.Extent | Tensor] = {}
+    for file, expected in _files(folder).items():
+        found: dict[str, Any] = safetensors.extents(file) if file.suffix == ".safetensors" else _mapped(file)
+        lacking = expected - found.keys()
+        if lacking:
+            raise UserError(f"it lacks {sorted(lacking)[0]}, which the index says it has", where=str(file))
+        places.update(found)
+    places = {name: place for name, place in places.items() if not CONSTANTS.search(name)}
+    if any(name.startswith("h.0.") for name in places):  # GPT-2 as it was first published.
+        places = {f"transformer.{name}": place for name, place in places.items()}
+    if tied:
+        places.pop("lm_head.weight", None)
+    return _Folder(places)
+
+
+def _files(folder: Path) -> dict[Path, set[str]]:
+    """The files that hold the weights, and what the index, if there is one, says each has."""
+    name = next((name for name in WEIGHTS if (folder / name).is_file()), None)
+    if name is None:
+        raise UserError(f"{folder} has a config.json but no weights", mend=f"one of {', '.join(WEIGHTS)} belongs there")
+    if not name.endswith(".index.json"):
+        return {folder / name: set()}
+    index = folder / name
+    table = read_json(index).get("weight_map")
+    if not isinstance(table, dict) or not table:
+        raise UserError("it has no weight_map", where=str(index))
+    files: dict[Path, set[str]] = {}
+    for tensor, file in table.items():
+        # A shard lies beside its index, never elsewhere.
+        if not isinstance(file, str) or Path(file).name != file or Path(file).suffix not in (".safetensors", ".bin"):
+            raise UserError(f"{tensor} is said to lie in {file!r}, which is no file of this folder", where=str(index))
+        files.setdefault(folder / file, set()).add(tensor)
+    for missing in (file for file in files if not file.is_file()):
+        raise UserError(f"the shard {missing.name} is missing", where=str(index), mend="copy or download it")
+    return files
+
+
+def _mapped(file: Path) -> dict[str, Tensor]:
+    return pickled.tensors_in(pickled.load(file))

@@ -1,0 +1,154 @@
+"""Megatron's `torch` checkpoints of any tensor and pipeline degree.
+
+latest_checkpointed_iteration.txt             a number, or `release`
+iter_0000001/mp_rank_{tp:02d}[_{pp:03d}]/model_optim_rng.pt
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steelyard.checkpoint.formats import megatron_args, pickled
+from steelyard.checkpoint.formats.entries import Entry, megatron
+from steelyard.checkpoint.formats.huggingface import tokenizer_files
+from steelyard.checkpoint.formats.mapped import Mapped, Store
+from steelyard.checkpoint.formats.megatron_args import NOT_WEIGHTS, renamed
+from steelyard.core.errors import UserError
+from steelyard.core.recipe.model import GptModel, LlamaModel
+
+RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
+FILES = ("model_optim_rng.pt", "model_rng.pt")
+TOKENIZER = "tokenizer"
+LAYER = re.compile(r"^(decoder\.layers\.)(\d+)(\..*)$")
+Pieces = dict[str, list[Tensor]]
+
+
+def opened(path: Path) -> Mapped | None:
+    """The checkpoint of an iteration, or the newest of its parent."""
+    folder, parent = megatron_args.iteration_folder(path)
+    if not folder.is_dir():
+        return None if folder == path else _missing(folder)
+    files = _files(folder)
+    if not files:
+        return None
+    tensor, pipeline = 1 + max(tp for tp, _ in files), 1 + max(pp for _, pp in files)
+    lacking = [(tp, pp) for pp in range(pipeline) for tp in range(tensor) if (tp, pp) not in files]
+    if lacking:
+        raise UserError(f"{folder} lacks the file of tensor rank {lacking[0][0]}, pipeline rank {lacking[0][1]}")
+    states = {rank: _state(file) for rank, file in sorted(files.items())}
+    first = states[0, 0]
+    args = pickled.settings_of(first.get("args"))
+    shape = megatron_args.shape_of(args, str(files[0, 0]))
+    version = first.get("checkpoint_version", 0)
+    pieces = _joined_stages([[states[tp, pp] for tp in range(tensor)] for pp in range(pipeline)])
+    store = Ranks(pieces, shape, version)
+    layout = {"tensor": tensor, "pipeline": pipeline, "checkpoint_version": version}
+    source = Mapped("megatron", folder, shape, store, megatron(shape), layout)
+    iteration = first.get("iteration")
+    source.step = iteration if isinstance(iteration, int) else None
+    add_companions(source, args, parent)
+    return source
+
+
+def add_companions(source: Mapped, args: dict[str, Any], parent: Path) -> None:
+    """What lies beside the weights: how long texts may be, and the tokenizer that our own writer puts there."""
+    if args.get("max_position_embeddings"):
+        source.extra["positions"] = int(args["max_position_embeddings"])
+    source.tokenizer_files = tokenizer_files(parent / TOKENIZER)
+    source.tokenizer = str(parent / TOKENIZER) if source.tokenizer_files else None
+
+
+def _missing(folder: Path) -> None:
+    raise UserError(f"{folder} is not there", where=str(folder.parent / megatron_args.LATEST))
+
+
+def _files(folder: Path) -> dict[tuple[int, int], Path]:
+    """The file of each tensor and pipeline rank."""
+    found = {}
+    for inner in folder.iterdir():
+        match = RANK.fullmatch(inner.name)
+        file = next((inner / name for name in FILES if (inner / name).is_file()), None)
+        if match and file:
+            found[int(match[1]), int(match[2] or 0)] = file
+    return found
+
+
+def _state(file: Path) -> dict[str, Any]:
+    state = pickled.load(file)
+    if not isinstance(state, dict) or not any(re.fullmatch(r"model\d*", str(key)) for key in state):
+        raise UserError("it has no model", where=str(file))
+    return state
+
+
+def _joined_stages(stages: list[list[dict[str, Any]]]) -> Pieces:
+    """The pieces of every tensor, by its name in the whole model. A stage counts its layers from 0."""
+    chunks = sorted(
+        {key for key in stages[0][0] if re.fullmatch(r"model\d*", str(key))}, key=lambda key: (len(key), key)
+    )
+    pieces: Pieces = {}
+    first_layer = 0
+    for chunk in chunks:  # With several chunks to a stage, the first chunks of all stages come first.
+        for ranks in stages:
+            named = [weights(rank.get(chunk, {})) for rank in ranks]
+            layers = 0
+            for name in named[0]:
+                match = LAYER.match(name)
+                layers = max(layers, int(match[2]) + 1) if match else layers
+                here = f"{match[1]}{int(match[2]) + first_layer}{match[3]}" if match else name
+                if any(name not in other for other in named):
+                    raise UserError(f"not every tensor rank has {name}")
+                pieces[here] = [other[name] for other in named]
+            first_layer += layers
+    return pieces
+
+
+def weights(model: Any) -> dict[str, Tensor]:
+    """The weights of one saved model, by the names of today."""
+    found = {renamed(name): tensor for name, tensor in pickled.tensors_in(model).items()}
+    return {name: tensor for name, tensor in found.items() if not NOT_WEIGHTS.search(name)}
+
+
+class Ranks(Store):
+    """Tensors in the pieces that tensor ranks had."""
+
+    def __init__(self, pieces: Pieces, shape: GptModel | LlamaModel, version: float) -> None:
+        if shape.tied:
+            pieces.pop("output_layer.weight", None)
+        self.pieces, self.shape, self.version = pieces, shape, version
+        self.entries = {entry.name: entry for entry in megatron(shape)}
+
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        sizes = {}
+        for name, pieces in self.pieces.items():
+            size = list(pieces[0].shape)
+            cut = self.entries[name].cut if name in self.entries else None
+            if cut is not None and cut < len(size):
+                size[cut] = sum(piece.shape[cut] for piece in pieces)
+            sizes[name] = tuple(size)
+        return sizes
+
+    def dtypes(self) -> set[torch.dtype]:
+        return {piece.dtype for pieces in self.pieces.values() for piece in pieces}
+
+    def read(self, entry: Entry) -> Tensor:
+        pieces = self.pieces[entry.name]
+        if entry.cut is None:
+            return pieces[0]
+        if entry.join == "groups" and self.version < 2:
+            pieces = [self._in_groups(piece) for piece in pieces]
+        if len(entry.ours) == 2:  # Each rank has its part of the gate and then its part of the other.
+            halves = [piece.chunk(2) for piece in pieces]
+            return torch.cat([gate for gate, _ in halves] + [up for _, up in halves])
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=entry.cut)
+
+    def _in_groups(self, piece: Tensor) -> Tensor:
+        """Before version 2 keys and values were all heads' own, and lay apart (0) or innermost (1)."""
+        head = self.shape.hidden // self.shape.heads
+        if self.version >= 1:
+            return piece.unflatten(0, (-1, head, 3)).transpose(1, 2).flatten(0, 2)
+        return piece.unflatten(0, (3, -1, head)).transpose(0, 1).flatten(0, 2)

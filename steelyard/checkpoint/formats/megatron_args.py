@@ -1,0 +1,183 @@
+"""Megatron's args, both ways: the shape that saved args mean, and the args that a shape is written as.
+
+Also the names: all generations of Megatron are brought to those of megatron-core's local layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from steelyard.checkpoint.formats.config import positions_of
+from steelyard.core.errors import UserError
+from steelyard.core.recipe.model import GptModel, LlamaModel, RopeScaling
+
+Shape = GptModel | LlamaModel
+LATEST = "latest_checkpointed_iteration.txt"
+# Oldest first; each is applied in turn. Transformer Engine keeps the norms inside the products they precede.
+RENAMED = (
+    (r"^(model\d*\.|module\.|language_model\.)+", ""),
+    (r"^(encoder|transformer)\.", "decoder."),
+    (r"\.attention\.", ".self_attention."),
+    (r"\.input_norm\.", ".input_layernorm."),
+    (r"\.post_attention_(layer)?norm\.", ".pre_mlp_layernorm."),
+    (r"\.final_norm\.", ".final_layernorm."),
+    (r"\.query_key_value\.", ".linear_qkv."),
+    (r"\.self_attention\.dense\.", ".self_attention.linear_proj."),
+    (r"\.dense_h_to_4h\.", ".linear_fc1."),
+    (r"\.dense_4h_to_h\.", ".linear_fc2."),
+    (r"\.self_attention\.linear_qkv\.layer_norm_", ".input_layernorm."),
+    (r"\.mlp\.linear_fc1\.layer_norm_", ".pre_mlp_layernorm."),
+    (r"^(word_embeddings_for_head|word_embeddings_head|lm_head)\.", "output_layer."),
+)
+NOT_WEIGHTS = re.compile(r"(_extra_state|inv_freq)(/.*)?$|^(optimizer|chained_|opt_param|rng_state|rerun_state)")
+REFUSED = {
+    "num_experts": "experts", "multi_latent_attention": "latent attention", "rotary_interleaved": "interleaved rotary positions",
+    "apply_layernorm_1p": "norms stored as weight - 1", "qk_layernorm": "norms of queries and keys",
+    "squared_relu": "squared ReLU", "parallel_attn": "parallel attention", "window_size": "sliding windows",
+    "mtp_num_layers": "multi-token prediction",
+}  # fmt: skip
+
+
+def renamed(name: str) -> str:
+    """The name of a tensor in megatron-core's local layers."""
+    for pattern, name_now in RENAMED:
+        name = re.sub(pattern, name_now, name)
+    return name
+
+
+def iteration_folder(path: Path) -> tuple[Path, Path]:
+    """The folder of the iteration that is meant, and its parent."""
+    latest = path / LATEST
+    if not latest.is_file():
+        return path, path.parent
+    text = latest.read_text(encoding="utf-8", errors="replace").strip()
+    if text != "release" and not re.fullmatch(r"\d{1,12}", text):
+        raise UserError(f"it says {text[:50]!r}, which is no iteration", where=str(latest))
+    return path / ("release" if text == "release" else f"iter_{int(text):07d}"), path
+
+
+def shape_of(args: dict[str, Any], where: str) -> Shape:
+    """The shape of the model that was trained with these args."""
+    if not args:
+        raise UserError("it has no args, which say what the model is", where=where)
+    for key, what in REFUSED.items():
+        if args.get(key):
+            raise UserError(f"{what} ({key} = {args[key]}) are not supported", where=where)
+    if args.get("rotary_percent", 1.0) not in (1, 1.0, None):
+        raise UserError(f"rotary_percent is {args['rotary_percent']}, and only 1 is supported", where=where)
+    kind = args.get("position_embedding_type")
+    is_rope = kind == "rope" or bool(args.get("use_rotary_position_embeddings"))
+    wanted = {"swiglu": is_rope, "normalization": "rmsnorm" if is_rope else "layernorm"}
+    for key, value in wanted.items():
+        given = args.get(key, value)
+        if (given.lower() if isinstance(given, str) else given) != value:
+            positions = "rotary" if is_rope else "learned"
+            raise UserError(
+                f"{key} is {args[key]} with {positions} positions, which is neither GPT nor Llama", where=where
+            )
+    try:
+        return _llama(args) if is_rope else _gpt(args)
+    except KeyError as error:
+        raise UserError(f"its args lack {error}", where=where) from None
+    except (ValidationError, TypeError, ValueError) as error:
+        raise UserError(f"its args describe no model: {str(error).splitlines()[0]}", where=where) from None
+
+
+def _common(args: dict[str, Any]) -> dict[str, Any]:
+    padded = args.get("padded_vocab_size") or 0
+    vocab = args.get("vocab_size") or padded
+    return {
+        "layers": args["num_layers"],
+        "hidden": args["hidden_size"],
+        "heads": args["num_attention_heads"],
+        "ffn": args.get("ffn_hidden_size") or 4 * args["hidden_size"],
+        "vocab": min(vocab, padded) if padded else vocab,
+        "tied": not args.get("untie_embeddings_and_output_weights", False),
+        "norm_eps": float(args.get("norm_epsilon") or args.get("layernorm_epsilon") or 1e-5),
+        "init_std": float(args.get("init_method_std") or 0.02),
+    }
+
+
+def _gpt(args: dict[str, Any]) -> GptModel:
+    return GptModel(family="gpt", positions=args["max_position_embeddings"], **_common(args))
+
+
+def _llama(args: dict[str, Any]) -> LlamaModel:
+    heads = args["num_attention_heads"]
+    grouped = args.get("group_query_attention") or args.get("num_key_value_heads")
+    scaling = None
+    if args.get("use_rope_scaling"):
+        # Only the factor is an argument of Megatron's; the rest are constants of its code, unless we wrote them.
+        scaling = RopeScaling(
+            factor=float(args.get("rope_scaling_factor") or 8.0),
+            low_freq_factor=float(args.get("rope_low_freq_factor") or 1.0),
+            high_freq_factor=float(args.get("rope_high_freq_factor") or 4.0),
+            original_positions=int(args.get("rope_original_max_position_embeddings") or 8192),
+        )
+    return LlamaModel(
+        family="llama",
+        kv_heads=(args.get("num_query_groups") or args.get("num_key_value_heads") or heads) if grouped else heads,
+        head_dim=args.get("kv_channels") or args["hidden_size"] // heads,
+        rope_theta=float(args.get("rotary_base") or args.get("rope_theta") or 10000.0),
+        rope_scaling=scaling,
+        qkv_bias=bool(args.get("add_qkv_bias", False)),
+        **_common(args),
+    )
+
+
+def padded_rows(vocab: int, tensor: int, multiple: int = 128) -> int:
+    """Rows of Megatron's embedding: a multiple that also divides by the tensor degree."""
+    step = multiple * tensor
+    return math.ceil(vocab / step) * step
+
+
+def args_of(
+    shape: Shape, dtype: torch.dtype, extra: dict[str, Any], tensor: int, pipeline: int, engine: bool
+) -> argparse.Namespace:
+    """The args that a checkpoint of this shape carries, by the names that Megatron reads back."""
+    positions = positions_of(shape, extra)
+    args: dict[str, Any] = {
+        "num_layers": shape.layers, "hidden_size": shape.hidden, "num_attention_heads": shape.heads,
+        "ffn_hidden_size": shape.ffn, "vocab_size": shape.vocab, "padded_vocab_size": padded_rows(shape.vocab, tensor),
+        "make_vocab_size_divisible_by": 128, "max_position_embeddings": positions, "seq_length": positions,
+        "norm_epsilon": shape.norm_eps, "layernorm_epsilon": shape.norm_eps, "init_method_std": shape.init_std,
+        "untie_embeddings_and_output_weights": not shape.tied, "tensor_model_parallel_size": tensor,
+        "pipeline_model_parallel_size": pipeline, "encoder_num_layers": shape.layers, "encoder_seq_length": positions,
+        "hidden_dropout": shape.dropout, "attention_dropout": shape.attention_dropout,
+        "fp16": dtype == torch.float16, "bf16": dtype == torch.bfloat16, "params_dtype": dtype,
+        "transformer_impl": "transformer_engine" if engine else "local", "use_mcore_models": True,
+        "consumed_train_samples": 0, "consumed_valid_samples": 0, "iteration": 1, "virtual_pipeline_model_parallel_size": None,
+    }  # fmt: skip
+    if isinstance(shape, GptModel):
+        args |= {
+            "position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "swiglu": False,
+            "add_bias_linear": True, "add_qkv_bias": True, "kv_channels": shape.hidden // shape.heads,
+            "group_query_attention": False, "num_query_groups": 1,
+        }  # fmt: skip
+        return argparse.Namespace(**args)
+    scaling = shape.rope_scaling
+    args |= {
+        "position_embedding_type": "rope", "use_rotary_position_embeddings": True, "rotary_percent": 1.0,
+        "rotary_base": _whole(shape.rope_theta), "rotary_interleaved": False, "normalization": "RMSNorm", "swiglu": True,
+        "add_bias_linear": False, "add_qkv_bias": shape.qkv_bias, "kv_channels": shape.head_dim,
+        "group_query_attention": shape.kv_heads != shape.heads, "num_query_groups": shape.kv_heads,
+        "use_rope_scaling": scaling is not None, "rope_scaling_factor": scaling.factor if scaling else 8.0,
+    }  # fmt: skip
+    if scaling is not None:
+        args |= {
+            "rope_low_freq_factor": scaling.low_freq_factor, "rope_high_freq_factor": scaling.high_freq_factor,
+            "rope_original_max_position_embeddings": scaling.original_positions,
+        }  # fmt: skip
+    return argparse.Namespace(**args)
+
+
+def _whole(number: float) -> float:
+    """Megatron's rotary_base is a whole number where it can be."""
+    return int(number) if number == int(number) else number

@@ -1,0 +1,89 @@
+"""Megatron's `torch_dist` checkpoints, which know no layout: torch.distributed.checkpoint with layers stacked.
+
+iter_0000001/.metadata, __<rank>_<n>.distcp   tensors; those of layers have a leading dimension of layers
+iter_0000001/common.pt                         args and counters
+iter_0000001/metadata.json                     {"sharded_backend": "torch_dist", ...}
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from steelyard.checkpoint import folder as folders
+from steelyard.checkpoint.folder import Checkpoint
+from steelyard.checkpoint.formats import megatron_args, pickled
+from steelyard.checkpoint.formats.entries import Entry, megatron
+from steelyard.checkpoint.formats.huggingface import read_json
+from steelyard.checkpoint.formats.mapped import Mapped, Store
+from steelyard.checkpoint.formats.megatron import add_companions
+from steelyard.checkpoint.formats.megatron_args import NOT_WEIGHTS, renamed
+from steelyard.checkpoint.pieces import Piece
+from steelyard.core.errors import UserError
+
+STACKED = re.compile(r"^decoder\.layers\.(?!\d)")
+
+
+def opened(path: Path) -> Mapped | None:
+    """The checkpoint of an iteration, or the newest of its parent."""
+    folder, parent = megatron_args.iteration_folder(path)
+    if not (folder / ".metadata").is_file() or not (folder / "metadata.json").is_file():
+        return None
+    backend = read_json(folder / "metadata.json").get("sharded_backend")
+    if backend != "torch_dist":
+        raise UserError(f"{folder} was written by the backend {backend}", mend="torch_dist is what can be read")
+    common = pickled.load(folder / "common.pt") if (folder / "common.pt").is_file() else {}
+    args = pickled.settings_of(common.get("args") if isinstance(common, dict) else None)
+    shape = megatron_args.shape_of(args, str(folder / "common.pt"))
+    source = Mapped("megatron-dist", folder, shape, Stacked(folder, shape.tied), megatron(shape), _layout(folder))
+    iteration = common.get("iteration")
+    source.step = iteration if isinstance(iteration, int) else None
+    add_companions(source, args, parent)
+    return source
+
+
+def _layout(folder: Path) -> dict[str, int]:
+    return {"files": len(list(folder.glob("*.distcp")))}
+
+
+class Stacked(Store):
+    """Tensors of torch.distributed.checkpoint, those of all layers in one."""
+
+    def __init__(self, folder: Path, tied: bool) -> None:
+        self.saved = Checkpoint(folder, {})
+        self._places: dict[str, tuple[str, int | None]] = {}
+        self._kinds = {}
+        for name, (size, dtype) in self.saved.tensors().items():
+            today = renamed(name)
+            if NOT_WEIGHTS.search(today) or (tied and today == "output_layer.weight"):
+                continue
+            self._kinds[name] = size, dtype
+            if STACKED.match(today) and size:
+                for layer in range(min(size[0], math.prod(size))):
+                    self._places[STACKED.sub(f"decoder.layers.{layer}.", today)] = name, layer
+            else:
+                self._places[today] = name, None
+
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        return {
+            name: self._kinds[theirs][0] if layer is None else self._kinds[theirs][0][1:]
+            for name, (theirs, layer) in self._places.items()
+        }
+
+    def dtypes(self) -> set[torch.dtype]:
+        return {dtype for _, dtype in self._kinds.values()}
+
+    def read(self, entry: Entry) -> Tensor:
+        name, layer = self._places[entry.name]
+        size, dtype = self._kinds[name]
+        if layer is None:
+            tensor = torch.empty(size, dtype=dtype)
+            folders.load(self.saved, {name: tensor})
+            return tensor
+        tensor = torch.empty((1, *size[1:]), dtype=dtype)
+        folders.load(self.saved, {name: Piece(tensor, size, (layer, *[0] * (len(size) - 1)))})
+        return tensor[0]

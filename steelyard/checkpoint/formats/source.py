@@ -1,0 +1,135 @@
+"""A checkpoint that can be read, whatever wrote it: a shape, and tensors by Steelyard's names, one at a time.
+
+Tensors are whole: pieces of other layouts are joined, transposes undone, fused projections taken apart. Embedding and
+head have `shape.padded_vocab` rows; those past `shape.vocab` stand for no id, and are zero where the source has none.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steelyard import model
+from steelyard.core.errors import UserError
+from steelyard.core.recipe.model import GptModel, LlamaModel
+from steelyard.model import LanguageModel
+from steelyard.text import tokenizer as tokenizers
+from steelyard.text.tokenizer import Tokenizer
+
+# Modules beside this one that know a format. Each has `opened(path)`, which returns None where the path is not its own.
+FORMATS = ("steelyard", "gguf", "huggingface", "deepspeed", "megatron_dist", "megatron")
+KNOWN = (
+    "a Hugging Face folder, a GGUF file, a Megatron checkpoint (torch or torch_dist), a Megatron-DeepSpeed global_step "
+    "folder, a Steelyard run or checkpoint"
+)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class Source(ABC):
+    """A checkpoint on disk."""
+
+    format: str
+    """hf, gguf, megatron, megatron-dist, deepspeed or steelyard."""
+    path: Path
+    shape: GptModel | LlamaModel
+    dtype: torch.dtype
+    """The narrowest that holds every tensor exactly."""
+    step: int | None = None
+    layout: dict[str, Any]
+    """How it is divided: files, tensor, pipeline and so on."""
+    extra: dict[str, Any]
+    """What else the source says about itself that a writer may want, such as positions and special tokens."""
+    tokenizer: str | None = None
+    """What `text.tokenizer.load` finds the tokenizer by, if one came along."""
+    tokenizer_files: list[Path]
+    """Files of a Hugging Face folder that a copy of the tokenizer needs."""
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """The tensors, by Steelyard's names, in the order in which they are best read. A tied head is not named."""
+
+    @abstractmethod
+    def tensor(self, name: str) -> Tensor:
+        """One whole tensor, in its own dtype, in memory of the caller's own."""
+
+    @abstractmethod
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """The size of each tensor, without reading any, as found in the files: padding of the vocabulary included."""
+
+    def load_tokenizer(self) -> Tokenizer:
+        """The tokenizer that belongs to the model."""
+        if self.tokenizer is None:
+            raise UserError(f"{self.path} comes without a tokenizer", mend="name one")
+        return tokenizers.load(self.tokenizer)
+
+
+def open_source(path: str | Path) -> Source:
+    """Open whatever a user means by a path, or say what can be opened. Nothing of the weights is read yet."""
+    found = Path(path).expanduser()
+    if not found.exists():
+        raise UserError(f"there is no checkpoint {path}", mend=_way_to(str(path)))
+    for name in FORMATS:
+        source: Source | None = import_module(f"steelyard.checkpoint.formats.{name}").opened(found)
+        if source is not None:
+            return source
+    raise UserError(f"{path} is no checkpoint of a known kind", mend=f"a checkpoint is {KNOWN}")
+
+
+def load_into(source: Source, network: LanguageModel) -> None:
+    """Fill a whole model. What is missing, unknown or of another size is listed by name, before anything is read."""
+    parameters = dict(network.named_parameters())
+    check(source, network.shape, parameters)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(source.tensor(name))
+
+
+def check(source: Source, shape: GptModel | LlamaModel, wanted: Iterable[str] | None = None) -> None:
+    """Refuse a source whose tensors are not those of a model of this shape."""
+    expected = expected_sizes(shape)
+    found = source.sizes()
+    wrong = [f"{name}: unknown" for name in found if name not in expected]
+    for name in expected if wanted is None else wanted:
+        size = expected[name]
+        if name not in found:
+            wrong.append(f"{name}: missing")
+        elif not _fits(found[name], size, shape):
+            wrong.append(f"{name}: {found[name]} in the checkpoint, {size} wanted")
+    if wrong:
+        more = [f"and {len(wrong) - 10} more"] if len(wrong) > 10 else []
+        raise UserError(f"{source.path} does not fit the model:\n  " + "\n  ".join(wrong[:10] + more))
+
+
+def expected_sizes(shape: GptModel | LlamaModel) -> dict[str, tuple[int, ...]]:
+    """The parameters of a model of this shape, by name."""
+    with torch.device("meta"):
+        return {name: tuple(parameter.shape) for name, parameter in model.build(shape).named_parameters()}
+
+
+def _fits(found: tuple[int, ...], size: tuple[int, ...], shape: GptModel | LlamaModel) -> bool:
+    """Whether sizes agree; a table of the vocabulary may be padded more, or less, than ours."""
+    if found == size:
+        return True
+    return size[0] == shape.padded_vocab and found[1:] == size[1:] and found[0] >= shape.vocab
+
+
+def padded(table: Tensor, shape: GptModel | LlamaModel) -> Tensor:
+    """An embedding or a head with as many rows as Steelyard's."""
+    rows = shape.padded_vocab
+    if len(table) >= rows:
+        return table[:rows]
+    return torch.cat([table[: shape.vocab], table.new_zeros(rows - min(len(table), shape.vocab), table.shape[1])])
+
+
+def _way_to(name: str) -> str:
+    """What to do about a path that is not there: a name on the hub is fetched first."""
+    parts = name.split("/")
+    if len(parts) == 2 and all(part and not part.startswith(".") for part in parts):
+        return f"if it is a name on the hub: steelyard hub pull {name} DIR, and then name DIR"
+    return f"a checkpoint is {KNOWN}"
