@@ -32,6 +32,18 @@ LICENSE = (
 
 
 @dataclass(frozen=True)
+class Origin:
+    """The run that made the model, and at which step, if that was not its last."""
+
+    run: Run
+    step: int | None = None
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """What was recorded up to that step."""
+        return [record for record in self.run.metrics() if self.step is None or record["step"] <= self.step]
+
+
+@dataclass(frozen=True)
 class Sample:
     """What the model made of a prompt before it was published."""
 
@@ -39,11 +51,13 @@ class Sample:
     text: str
 
 
-def render(name: str, folder: Path, weights: Weights, run: Run | None = None, sample: Sample | None = None) -> str:
+def render(
+    name: str, folder: Path, weights: Weights, origin: Origin | None = None, sample: Sample | None = None
+) -> str:
     """The card of the model in a Hugging Face folder, with the story of its training where the run is known."""
     sections = [FRONT, f"# {name.rpartition('/')[2]}", LICENSE, _table(_model(folder, weights)), _loading(name)]
-    if run is not None:
-        sections += ["## Training", _table(_training(run)), "### Recipe", _fenced(_recipe(run), "toml")]
+    if origin is not None:
+        sections += ["## Training", _table(_training(origin)), "### Recipe", _fenced(_recipe(origin.run), "toml")]
     else:
         sections += ["## Training", "How this model was trained was not recorded in the folder it was published from."]
     if sample is not None:
@@ -84,8 +98,8 @@ def _sparsity(weights: Weights) -> str:
     return text
 
 
-def _training(run: Run) -> dict[str, str]:
-    recipe, records, manifest = run.recipe(), run.metrics(), run.manifest()
+def _training(origin: Origin) -> dict[str, str]:
+    recipe, records, manifest = origin.run.recipe(), origin.metrics(), origin.run.manifest()
     sources = [_last_part(source.prefix) for source in recipe.data.train]
     total = sum(source.weight for source in recipe.data.train)
     if len(sources) > 1:

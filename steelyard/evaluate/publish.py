@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import math
+import tempfile
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from steelyard import checkpoint
 from steelyard.checkpoint import STATE, hub
+from steelyard.core import files
 from steelyard.core.console import console
 from steelyard.core.errors import Fault, SteelyardError, UserError
 from steelyard.core.run import MANIFEST, Run
@@ -35,16 +38,18 @@ def push(
         raise UserError(f"{name} is no name on the hub", mend="a name is user/model: letters, digits, - _ .")
     if not prompt.strip():
         raise UserError("the test prompt is empty", mend="give the model something to continue")
-    origin = Run.open(run) if run is not None else None
+    if not source.exists():
+        raise UserError(f"there is no folder {source}")
+    origin = card.Origin(Run.open(run)) if run is not None else _origin(source)
     if not dry_run:
         name = _full(name)
-    with _as_hugging_face(source) as (folder, found):
+    with _as_hugging_face(source) as folder:
         paths, left_out = _publishable(folder)
         text = try_out(folder, prompt)
         contents: dict[str, Path | bytes] = dict(paths)
         if CARD not in paths or new_card:
             sample = card.Sample(prompt, text)
-            contents[CARD] = card.render(name, folder, weights.measure(folder), origin or found, sample).encode()
+            contents[CARD] = card.render(name, folder, weights.measure(folder), origin, sample).encode()
         for each in left_out:
             console.say(f"not published: {each}")
         result = {"name": name, "generated": text, "left_out": left_out, "dry_run": dry_run}
@@ -127,20 +132,31 @@ def _hushed(logging: Any) -> Iterator[None]:
         logging.enable_progress_bar()
 
 
+def _origin(source: Path) -> card.Origin | None:
+    """The run that a run folder or a checkpoint inside of one stands for."""
+    if (source / MANIFEST).is_file():
+        return card.Origin(Run.open(source))
+    if (source / STATE).is_file() and (source.resolve().parents[1] / MANIFEST).is_file():
+        saved = checkpoint.source(source.resolve())
+        return card.Origin(saved.run, saved.step)
+    return None
+
+
 @contextlib.contextmanager
-def _as_hugging_face(source: Path) -> Iterator[tuple[Path, Run | None]]:
-    """The folder to publish, and the run it comes from if that is known."""
-    if not source.is_dir():
-        raise UserError(f"there is no folder {source}")
+def _as_hugging_face(source: Path) -> Iterator[Path]:
+    """The model as a Hugging Face folder: the source itself, or what it is converted to for as long as it is needed."""
     if (source / "config.json").is_file():
-        yield source, None
+        yield source
         return
-    if not (source / STATE).is_file() and not (source / MANIFEST).is_file():
-        raise UserError(
-            f"{source} is neither a Hugging Face folder nor a run or checkpoint",
-            mend="name a folder with config.json, or one under runs/",
-        )
-    raise UserError(f"{source} is not a Hugging Face folder", mend="convert it first")
+    from steelyard.checkpoint.formats import open_source
+    from steelyard.checkpoint.formats.write import Target, convert
+
+    opened = open_source(source)
+    # Beside the source, where there is room for models.
+    with tempfile.TemporaryDirectory(dir=source.resolve().parent, prefix=files.TEMPORARY) as place:
+        folder = Path(place) / source.resolve().name
+        convert(opened, folder, Target("hf"))
+        yield folder
 
 
 def _publishable(folder: Path) -> tuple[dict[str, Path], list[str]]:

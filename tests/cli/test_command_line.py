@@ -77,11 +77,11 @@ def mistake(done: subprocess.CompletedProcess) -> str:
         (["hub", "push", "nowhere", "me/model"], "there is no folder nowhere"),
         (["hub", "push", ".", "a/b/c"], "a/b/c is no name on the hub"),
         (["hub", "push", ".", "me/model", "--test-prompt", " "], "the test prompt is empty"),
-        (["hub", "push", ".", "me/model", "--dry-run"], "neither a Hugging Face folder nor a run"),
+        (["hub", "push", ".", "me/model", "--dry-run"], "no checkpoint of a known kind"),
         (["hub", "pull", "https://hub/x", "model"], "is no name on the hub"),
         (["hub", "pull", "me/model", "tiny.toml"], "tiny.toml is a file"),
         (["hub", "login", "--token-file", "empty.txt"], "that is no token"),
-        (["hub", "login", "--token-file", "missing.txt"], "No such file or directory: missing.txt"),
+        (["hub", "login", "--token-file", "missing.txt"], "there is no file missing.txt"),
         (["hub", "login", "hf_pasted"], "a token on the command line can be read by everyone"),
         (["generate", ".", "--prompt", "x"], "neither a checkpoint nor a run folder"),
         (

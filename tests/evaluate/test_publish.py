@@ -250,7 +250,7 @@ def test_the_card_tells_the_run_and_no_place_on_this_machine(in_workplace, folde
 
 @pytest.mark.parametrize(
     ("remove", "told"),
-    [("model.safetensors", "no weights"), ("tokenizer", "no tokenizer"), ("config.json", "neither")],
+    [("model.safetensors", "no weights"), ("tokenizer", "no tokenizer"), ("config.json", "no checkpoint of a known kind")],
 )
 def test_a_folder_that_is_no_whole_model_is_refused(hub, folder, remove, told):
     for path in list(folder.glob(f"{remove}*")) + (list(folder.glob("special*")) if remove == "tokenizer" else []):

@@ -34,6 +34,8 @@ def token() -> str | None:
 def read_token(file: Path | None = None) -> str:
     """A token from a file, from a pipe, or from a prompt that does not show it. Never from the command line."""
     if file is not None:
+        if not file.is_file():
+            raise UserError(f"there is no file {file}")
         text = file.read_text(encoding="utf-8", errors="replace")
     elif sys.stdin.isatty():
         with warnings.catch_warnings():
