@@ -35,6 +35,7 @@ COMMANDS = {
     "tokenizer": ("tokenizer", "Train, look at and export tokenizers."),
     "data": ("data", "Fetch and convert text, and turn it into token files."),
     "train": ("train", "Train a model as a recipe says."),
+    "checkpoint": ("checkpoint", "Convert, look at and compare checkpoints of any format."),
     "generate": ("generate", "Let a trained model write."),
     "hub": ("hub", "Publish models on the hub, and fetch them from it."),
     "report": ("report", "Write a run's report as one HTML file."),
