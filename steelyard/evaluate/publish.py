@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import tempfile
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +12,13 @@ from steelyard import checkpoint
 from steelyard.checkpoint import STATE, hub
 from steelyard.core import files
 from steelyard.core.console import console
-from steelyard.core.errors import Fault, SteelyardError, UserError
+from steelyard.core.errors import UserError
 from steelyard.core.run import MANIFEST, Run
 from steelyard.evaluate import card, weights
+from steelyard.evaluate.trial import try_out
 
 CARD = "README.md"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
-NEW_TOKENS = 20
 SCANNED = 16 << 20  # Larger files are not looked through for the token.
 
 
@@ -58,78 +56,6 @@ def push(
         # A card that was written by hand on the hub's own page outweighs one that was made here.
         keep = (CARD,) if CARD not in paths and not new_card else ()
         return result | hub.send(name, contents, private, keep)
-
-
-def try_out(folder: Path, prompt: str) -> str:
-    """Load the folder as a user would, and let it continue the prompt by at least a token. What fails is a `Fault`."""
-    try:
-        return _with_transformers(folder, prompt)
-    except SteelyardError:
-        raise
-    except Exception as error:
-        reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
-        raise Fault(f"the model in {folder} does not work: {reason}", mend="nothing was uploaded") from error
-
-
-def _with_transformers(folder: Path, prompt: str) -> str:
-    import torch
-
-    try:
-        transformers: Any = import_module("transformers")
-    except ImportError:
-        raise UserError("trying the model out needs transformers", mend="pip install transformers") from None
-    console.say(f"trying out {folder}")
-    with _hushed(transformers.utils.logging):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        network, loading = transformers.AutoModelForCausalLM.from_pretrained(
-            folder,
-            local_files_only=True,
-            use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # They are listed below with the other misfits.
-        )
-        _refuse_misfits(folder, loading)
-        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
-        with torch.inference_mode():
-            made = network.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False,
-                output_logits=True, return_dict_in_generate=True,
-            )  # fmt: skip
-    new_ids = made.sequences[0, ids.shape[1] :]
-    if len(new_ids) == 0:
-        raise Fault(f"the model in {folder} adds nothing to the prompt", mend="nothing was uploaded")
-    if not all(math.isfinite(float(logits_BV.sum())) for logits_BV in made.logits):
-        raise Fault(f"the model in {folder} gives logits that are not finite", mend="nothing was uploaded")
-    return str(tokenizer.decode(made.sequences[0], skip_special_tokens=True))
-
-
-def _refuse_misfits(folder: Path, loading: dict[str, Any]) -> None:
-    kinds = {"missing_keys": "missing", "unexpected_keys": "unknown", "mismatched_keys": "of another size"}
-    wrong = [f"{_key(item)}: {told}" for kind, told in kinds.items() for item in sorted(loading.get(kind) or ())]
-    if wrong:
-        more = f"\n  and {len(wrong) - 10} more" if len(wrong) > 10 else ""
-        listed = "\n  ".join(wrong[:10])
-        raise Fault(
-            f"the weights in {folder} are not those of its config.json:\n  {listed}{more}", mend="nothing was uploaded"
-        )
-
-
-def _key(item: str | tuple[Any, ...]) -> str:
-    """The name of a misfit, which may come with its sizes."""
-    return item if isinstance(item, str) else str(item[0])
-
-
-@contextlib.contextmanager
-def _hushed(logging: Any) -> Iterator[None]:
-    """No bars and no advice from the library while it loads."""
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        logging.enable_progress_bar()
 
 
 def _origin(source: Path) -> card.Origin | None:

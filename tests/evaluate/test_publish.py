@@ -109,6 +109,34 @@ def test_a_model_that_does_not_work_is_not_uploaded(hub, folder, damage, told):
     assert hub.repositories == {}
 
 
+def test_without_transformers_the_model_is_tried_out_all_the_same(folder, monkeypatch):
+    expected = publish.try_out(folder, "once upon a time,")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert publish.try_out(folder, "once upon a time,") == expected
+    change_weights(folder, lambda t: t | {"model.norm.weight": t["model.norm.weight"] * torch.nan})
+    with pytest.raises(Fault, match="not finite"):
+        publish.try_out(folder, "once upon a time,")
+
+
+@pytest.mark.parametrize("what", ["run", "checkpoint", "earlier checkpoint"])
+def test_a_run_is_published_as_a_hugging_face_model(hub, in_workplace, what, tmp_path):
+    from steelyard.checkpoint import hub as hubs
+
+    tokenizers.train_byte_bpe(TEXT, 280).save(tmp_path / "tok")
+    run = train.run(load("tiny.toml", ["data.tokenizer=tok", "model.vocab=280"]))
+    saved = sorted(run.checkpoints.iterdir())
+    source = {"run": run.path, "checkpoint": saved[-1], "earlier checkpoint": saved[-2]}[what]
+    before = sorted(source.parent.iterdir())
+    publish.push(source, NAME)
+    assert sorted(source.parent.iterdir()) == before
+    hubs.pull(NAME, tmp_path / "back")
+    publish.try_out(tmp_path / "back", "once")
+    card = (tmp_path / "back" / "README.md").read_text()
+    assert f"{int(source.name.removeprefix('step-')) if what == 'earlier checkpoint' else 20} of 20" in card
+    hub.sent.clear()
+    assert publish.push(source, NAME)["sent"] == []
+
+
 def test_a_tokenizer_beyond_the_embedding_is_found_out(hub, folder):
     tokenizers.train_byte_bpe(TEXT * 3, 300).save(folder.with_name("larger"))
     larger = folder.with_name("larger")
@@ -250,7 +278,11 @@ def test_the_card_tells_the_run_and_no_place_on_this_machine(in_workplace, folde
 
 @pytest.mark.parametrize(
     ("remove", "told"),
-    [("model.safetensors", "no weights"), ("tokenizer", "no tokenizer"), ("config.json", "no checkpoint of a known kind")],
+    [
+        ("model.safetensors", "no weights"),
+        ("tokenizer", "no tokenizer"),
+        ("config.json", "no checkpoint of a known kind"),
+    ],
 )
 def test_a_folder_that_is_no_whole_model_is_refused(hub, folder, remove, told):
     for path in list(folder.glob(f"{remove}*")) + (list(folder.glob("special*")) if remove == "tokenizer" else []):
