@@ -3,8 +3,10 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ import torch
 
 from steelyard.tokens.assemble import write_index
 from steelyard.tokens.indexed import bin_path, token_dtype
+from tests.hub import TOKEN, Hub, serve
 
 VOCAB = 97
 if not torch.cuda.is_available():  # Kernels are interpreted then; triton wants to know before it is imported.
@@ -131,3 +134,41 @@ def kill(process: subprocess.Popen) -> None:
     """End a process that a test started, without warning, and collect it."""
     process.kill()
     process.communicate(timeout=30)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub on this machine, which is the one that this process knows, with a token for it."""
+    from huggingface_hub import constants, hf_api
+    from huggingface_hub.utils import _http
+
+    made = Hub()
+    server = serve(made)
+    home = tmp_path / "hf-home"
+    for name, value in {
+        "ENDPOINT": made.endpoint,
+        "HUGGINGFACE_CO_URL_TEMPLATE": made.endpoint + "/{repo_id}/resolve/{revision}/{filename}",
+        "HF_HUB_CACHE": str(home / "hub"),
+        "HF_TOKEN_PATH": str(home / "token"),
+        "HF_STORED_TOKENS_PATH": str(home / "stored_tokens"),
+        "HF_HUB_DISABLE_XET": True,
+        "DOWNLOAD_CHUNK_SIZE": 10_000,
+    }.items():
+        monkeypatch.setattr(constants, name, value)
+    monkeypatch.setattr(hf_api.api, "endpoint", made.endpoint)
+    monkeypatch.setattr(_http, "time", SimpleNamespace(sleep=lambda seconds: None))  # It waits longer each time.
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    yield made
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real filesystem of 2 MiB."""
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", mount], capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs needs root")
+    yield mount
+    subprocess.run(["umount", mount], check=True)

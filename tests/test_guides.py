@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 from steelyard.text import tokenizer as tokenizers
 from steelyard.text.convert import convert
+from tests.hub import TOKEN, USER
 
 DOCS = Path(__file__).parents[1] / "docs"
 SMALL = "train.steps=2 train.global_batch=2 train.micro_batch=1 model.layers=1 model.hidden=32 model.heads=2"
@@ -59,6 +61,26 @@ def test_the_guide_to_data_works_as_written(place):
         [sys.executable, "-m", "steelyard", "tokenizer", "export", "botchan.model", "again", "--check", "botchan.txt"],
         capture_output=True, text=True, timeout=120,
     ).stdout  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_guide_to_publishing_works_as_written(place, hub):
+    (place / "token.txt").write_text(TOKEN)
+    environment = os.environ | hub.environment(place)
+    del environment["HF_TOKEN"]
+    lines = commands("guide-publish.md")
+    assert len(lines) >= 10
+    for line in lines:
+        small = line.replace("2000", "600").replace("you/", f"{USER}/").replace("train.steps=1000", SMALL)
+        small += " data.sequence_length=64 train.device=cpu" if " train gpt2" in small else ""
+        command = [sys.executable, "-m", "steelyard", *shlex.split(small)[1:]]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+        assert done.returncode == 0, f"{small}\n{done.stderr}"
+    first, second = (hub.model(f"{USER}/gpt_0.125B_step1000{rest}") for rest in ("", "_openassistant"))
+    assert (first.private, second.private) == (True, False)
+    assert first.files["model.safetensors"] == second.files["model.safetensors"]
+    assert b"perplexity" in first.files["README.md"]
 
 
 def test_the_page_on_launch_scripts_shows_what_happens(tmp_path):

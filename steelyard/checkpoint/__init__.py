@@ -1,7 +1,27 @@
-"""Saving and loading on torch.distributed.checkpoint. A checkpoint is a folder that exists whole or not at all."""
+"""Saving and loading on torch.distributed.checkpoint. A checkpoint is a folder that exists whole or not at all.
 
-from steelyard.checkpoint.folder import Checkpoint, latest, load, save, source
-from steelyard.checkpoint.pieces import Piece
-from steelyard.checkpoint.saver import Saver
+What needs torch is imported when it is first used: talking to the hub, in the same room, does not.
+"""
 
-__all__ = ["Checkpoint", "Piece", "Saver", "latest", "load", "save", "source"]
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from steelyard.checkpoint.folder import STATE, Checkpoint, latest, load, save, source
+    from steelyard.checkpoint.pieces import Piece
+    from steelyard.checkpoint.saver import Saver
+
+_MODULES = {
+    "folder": ("STATE", "Checkpoint", "latest", "load", "save", "source"),
+    "pieces": ("Piece",),
+    "saver": ("Saver",),
+}
+
+__all__ = ["STATE", "Checkpoint", "Piece", "Saver", "latest", "load", "save", "source"]
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import shutil
 import warnings
@@ -31,7 +32,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from steelyard.checkpoint.metadata import SafeReader
-from steelyard.checkpoint.pieces import Piece, ReadingPieces, WritingPieces
+from steelyard.checkpoint.pieces import Piece, Promised, ReadingPieces, WritingPieces
 from steelyard.core import files
 from steelyard.core.console import console
 from steelyard.core.errors import Fault, UserError
@@ -77,6 +78,8 @@ class Checkpoint:
 
 
 Tensors = Mapping[str, Tensor | Piece]
+# What a writer of other programs' checkpoints has beside pieces: tensors it has yet to make, and bytes.
+Holdings = Mapping[str, Piece | Promised | io.BytesIO]
 
 
 def save(
@@ -114,7 +117,7 @@ def _unfinished(path: Path) -> Iterator[Path]:
         yield folder
 
 
-def _written(pieces: dict[str, Piece], unfinished: Path, path: Path, group: dist.ProcessGroup | None) -> dict[str, str]:
+def _written(pieces: Holdings, unfinished: Path, path: Path, group: dist.ProcessGroup | None) -> dict[str, str]:
     """Write this rank's pieces and return the checksums of its files."""
     writer = dcp.FileSystemWriter(str(unfinished), single_file_per_rank=True)
     with _single_process():
@@ -141,6 +144,13 @@ def _gathered(sums: dict[str, str], group: dist.ProcessGroup) -> dict[str, str]:
 
 def _finish(unfinished: Path, state: dict[str, Any], sums: dict[str, str]) -> None:
     files.write_json(unfinished / STATE, {**state, "files": dict(sorted(sums.items()))})
+
+
+def fill(unfinished: Path, held: Holdings, state: dict[str, Any] | None) -> None:
+    """Write a checkpoint into a folder that has no name yet; without a state it is not one of ours."""
+    sums = _written(held, unfinished, unfinished, None)
+    if state is not None:
+        _finish(unfinished, state, sums)
 
 
 def latest(folder: Path) -> Checkpoint | None:

@@ -57,7 +57,7 @@ class SafeReader(dcp.FileSystemReader):
         path = Path(self.path) / ".metadata"
         try:
             with open(path, "rb") as file:
-                metadata = _Unpickler(file).load()
+                metadata: Metadata = _Unpickler(file).load()
             sizes = {file.name: file.stat().st_size for file in path.parent.iterdir() if file.is_file()}
             _check(metadata, sizes)
         except UserError as error:
@@ -67,7 +67,7 @@ class SafeReader(dcp.FileSystemReader):
         return metadata
 
 
-def _check(metadata: Any, sizes: dict[str, int]) -> None:
+def _check(metadata: object, sizes: dict[str, int]) -> None:
     """Refuse a description that points outside the folder, past the end of a file, or to more than the files hold."""
     if not isinstance(metadata, Metadata):
         raise UserError("it describes no checkpoint")

@@ -102,5 +102,6 @@ class ReadingPieces(DefaultLoadPlanner):
 
 
 def _tensor(pieces: dict[str, Any], index: MetadataIndex) -> Tensor:
-    tensor: Tensor = pieces[index.fqn].at(index.offset)
+    held = pieces[index.fqn]
+    tensor: Tensor = held.at(index.offset) if isinstance(held, (Piece, Promised)) else held
     return tensor

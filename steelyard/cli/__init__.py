@@ -35,8 +35,10 @@ COMMANDS = {
     "tokenizer": ("tokenizer", "Train, look at and export tokenizers."),
     "data": ("data", "Fetch and convert text, and turn it into token files."),
     "train": ("train", "Train a model as a recipe says."),
+    "checkpoint": ("checkpoint", "Convert, look at and compare checkpoints of any format."),
     "eval": ("eval", "Measure perplexity, and score tasks."),
     "generate": ("generate", "Let a trained model write."),
+    "hub": ("hub", "Publish models on the hub, and fetch them from it."),
     "report": ("report", "Write a run's report as one HTML file."),
 }
 # Options that take several values after one flag, as people write them: --input a.txt b.txt
@@ -150,9 +152,7 @@ def _refuse_unknown(word: str) -> NoReturn:
 def _explain(error: Exception, debug: bool) -> int:
     """Print an error as its kind deserves and return the exit code."""
     if debug:
-        import traceback
-
-        traceback.print_exception(error)
+        console.trace(error)
     if isinstance(error, SteelyardError):
         return _tell(error, str(error), error.exit_code)
     if isinstance(error, OSError):

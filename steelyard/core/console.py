@@ -2,19 +2,20 @@
 
 Messages and progress go to standard error, so that standard output carries only results. On a terminal long work has
 a bar; in a log the same work leaves a plain line every few seconds. There is one console per process, as there is one
-terminal.
+terminal. Nothing it prints holds a secret.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from steelyard.core import units
+from steelyard.core import secrets, units
 
 SECONDS_BETWEEN_LINES = 5.0
 
@@ -50,7 +51,12 @@ class Console:
             finally:
                 self._copy = None
 
+    def trace(self, error: BaseException) -> None:
+        """Print where an error came from."""
+        self._print("".join(traceback.format_exception(error)).rstrip())
+
     def _print(self, message: str) -> None:
+        message = secrets.scrub(message)
         if self._copy is not None:
             with suppress(OSError):  # A full disk must not take the terminal's message with it.
                 print(message, file=self._copy, flush=True)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from steelyard import checkpoint
+from steelyard.checkpoint import formats
 from steelyard.core import units
 from steelyard.core.console import console
 from steelyard.core.errors import Fault, Interrupted, UserError
@@ -253,11 +254,16 @@ class Training:
         origin = self.recipe.train.init_from
         if origin is None:
             return "new run"
-        saved = everywhere(self.world, lambda: checkpoint.source(origin))
-        with alike(self.world):
-            checkpoint.load(saved, self.engine.pieces(for_saving=False, with_optimizer=False))
+        pieces = self.engine.pieces(for_saving=False, with_optimizer=False)
+        if formats.is_own(origin):  # The first rank checks the sums, and each reads only what it needs.
+            saved = everywhere(self.world, lambda: checkpoint.source(origin))
+            with alike(self.world):
+                checkpoint.load(saved, pieces)
+        else:
+            with alike(self.world):
+                formats.load_pieces(formats.open_source(origin), pieces, self.recipe.model)
         self.engine.optimizer.take_weights()
-        return f"new run from the weights of {saved.path}"
+        return f"new run from the weights of {origin}"
 
     def _summary(self) -> str:
         shape, length = self.recipe.model, self.recipe.data.sequence_length

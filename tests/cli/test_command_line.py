@@ -20,6 +20,7 @@ from tests.conftest import kill
         ["recipe", "list"],
         ["recipe", "show", "quickstart"],
         ["recipe", "from-megatron", "--help"],
+        ["hub", "pull", "--help"],
     ],
 )
 def test_small_questions_import_no_torch(workplace, words):
@@ -73,6 +74,15 @@ def mistake(done: subprocess.CompletedProcess) -> str:
         (["data", "convert", "tiny.jsonl", "folder.txt"], "Is a directory: folder.txt"),
         (["tokenizer", "info", "missing.model"], "there is no file or folder missing.model"),
         (["report", "nowhere"], "there is no run folder"),
+        (["hub", "push", "nowhere", "me/model"], "there is no folder nowhere"),
+        (["hub", "push", ".", "a/b/c"], "a/b/c is no name on the hub"),
+        (["hub", "push", ".", "me/model", "--test-prompt", " "], "the test prompt is empty"),
+        (["hub", "push", ".", "me/model", "--dry-run"], "no checkpoint of a known kind"),
+        (["hub", "pull", "https://hub/x", "model"], "is no name on the hub"),
+        (["hub", "pull", "me/model", "tiny.toml"], "tiny.toml is a file"),
+        (["hub", "login", "--token-file", "empty.txt"], "that is no token"),
+        (["hub", "login", "--token-file", "missing.txt"], "there is no file missing.txt"),
+        (["hub", "login", "hf_pasted"], "a token on the command line can be read by everyone"),
         (["generate", ".", "--prompt", "x"], "neither a checkpoint nor a run folder"),
         (
             ["tokenizer", "train", "--input", "empty.txt", "--model-prefix", "t", "--vocab-size", "300"],
@@ -208,17 +218,6 @@ def test_ctrl_c_before_training_begins_is_quiet_and_exits_with_130(workplace):
     assert process.returncode == 130
     assert messages.strip() == "error: interrupted"
     assert not (workplace.path / "t").exists()
-
-
-@pytest.fixture
-def small_disk(workplace):
-    """A real filesystem of 2 MiB."""
-    mount = workplace.path / "disk"
-    mount.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", mount], capture_output=True).returncode:
-        pytest.skip("mounting a tmpfs needs root")
-    yield mount
-    subprocess.run(["umount", mount], check=True)
 
 
 def test_a_full_disk_while_training_is_a_fault_that_loses_nothing_saved(workplace, small_disk):

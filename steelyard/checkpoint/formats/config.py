@@ -80,7 +80,8 @@ def _llama(config: dict[str, Any], architecture: str, where: str) -> LlamaModel:
 
 def _llama3(rope: dict[str, Any]) -> RopeScaling:
     values = {ours: rope[theirs] for ours, theirs in LLAMA3.items()}
-    return RopeScaling(**{key: value if key == "original_positions" else float(value) for key, value in values.items()})
+    scale = {key: float(value) for key, value in values.items() if key != "original_positions"}
+    return RopeScaling(original_positions=values["original_positions"], **scale)
 
 
 def _gpt(config: dict[str, Any], where: str) -> GptModel:
@@ -130,8 +131,8 @@ def config_of(shape: Shape, dtype: torch.dtype, extra: dict[str, Any]) -> dict[s
         return {
             "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": shape.hidden, "n_layer": shape.layers,
             "n_head": shape.heads, "n_inner": shape.ffn, "n_positions": shape.positions, "n_ctx": shape.positions,
-            "activation_function": "gelu_new", "layer_norm_epsilon": shape.norm_eps, "attn_pdrop": shape.attention_dropout,
-            "embd_pdrop": shape.dropout, "resid_pdrop": shape.dropout, **common,
+            "activation_function": "gelu_new", "layer_norm_epsilon": shape.norm_eps,
+            "attn_pdrop": shape.attention_dropout, "embd_pdrop": shape.dropout, "resid_pdrop": shape.dropout, **common,
         }  # fmt: skip
     architecture, kind = ("Qwen2ForCausalLM", "qwen2") if shape.qkv_bias else ("LlamaForCausalLM", "llama")
     config = {
@@ -139,8 +140,8 @@ def config_of(shape: Shape, dtype: torch.dtype, extra: dict[str, Any]) -> dict[s
         "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head_dim, "intermediate_size": shape.ffn, "hidden_act": "silu",
         "max_position_embeddings": positions_of(shape, extra), "rms_norm_eps": shape.norm_eps,
-        "rope_theta": shape.rope_theta, "rope_scaling": _rope_scaling(shape), "attention_dropout": shape.attention_dropout,
-        **common,
+        "rope_theta": shape.rope_theta, "rope_scaling": _rope_scaling(shape),
+        "attention_dropout": shape.attention_dropout, **common,
     }  # fmt: skip
     return config | ({"use_sliding_window": False} if shape.qkv_bias else {"attention_bias": False, "mlp_bias": False})
 

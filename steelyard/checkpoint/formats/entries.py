@@ -42,7 +42,8 @@ def joined(entry: Entry, parts: list[Tensor], shape: Shape) -> Tensor:
         rows = [part.unflatten(0, (groups, -1, head)) for part in parts]
         return torch.cat(rows, dim=1).flatten(0, 2)
     if entry.join == "rotated":
-        return parts[0].unflatten(0, (-1, 2, _head_dim(shape) // 2)).transpose(1, 2).flatten(0, 2)
+        pairs: Tensor = parts[0].unflatten(0, (-1, 2, _head_dim(shape) // 2)).transpose(1, 2)
+        return pairs.flatten(0, 2)
     whole = parts[0] if len(parts) == 1 else torch.cat(parts)
     return whole.t() if entry.join == "turned" and whole.ndim == 2 else whole
 
@@ -169,8 +170,9 @@ def _gpt2(shape: GptModel) -> list[Entry]:
 def megatron(shape: Shape) -> list[Entry]:
     """The tensors of megatron-core's `GPTModel`, by the names of its local layers."""
     is_gpt = isinstance(shape, GptModel)
+    has_qkv_bias = isinstance(shape, GptModel) or shape.qkv_bias
     kinds = ("weight", "bias") if is_gpt else ("weight",)
-    qkv_kinds = ("weight", "bias") if is_gpt or shape.qkv_bias else ("weight",)
+    qkv_kinds = ("weight", "bias") if has_qkv_bias else ("weight",)
     entries = [Entry("embedding.word_embeddings.weight", ("embed.weight",), cut=0)]
     if is_gpt:
         entries.append(Entry("embedding.position_embeddings.weight", ("positions.weight",)))

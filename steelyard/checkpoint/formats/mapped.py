@@ -52,7 +52,7 @@ class Mapped(Source):
 
     def sizes(self) -> dict[str, tuple[int, ...]]:
         found = dict(self.store.sizes())
-        sizes = {}
+        sizes: dict[str, tuple[int, ...]] = {}
         for entry in self.entries:
             if entry.name in found:
                 sizes.update(zip(entry.ours, ours_sizes(entry, found.pop(entry.name), self.shape), strict=True))

@@ -32,7 +32,9 @@ def opened(path: Path) -> Mapped | None:
     """The checkpoint of an iteration, or the newest of its parent."""
     folder, parent = megatron_args.iteration_folder(path)
     if not folder.is_dir():
-        return None if folder == path else _missing(folder)
+        if folder == path:
+            return None
+        raise UserError(f"{folder} is not there", where=str(path / megatron_args.LATEST))
     files = _files(folder)
     if not files:
         return None
@@ -61,10 +63,6 @@ def add_companions(source: Mapped, args: dict[str, Any], parent: Path) -> None:
         source.extra["positions"] = int(args["max_position_embeddings"])
     source.tokenizer_files = tokenizer_files(parent / TOKENIZER)
     source.tokenizer = str(parent / TOKENIZER) if source.tokenizer_files else None
-
-
-def _missing(folder: Path) -> None:
-    raise UserError(f"{folder} is not there", where=str(folder.parent / megatron_args.LATEST))
 
 
 def _files(folder: Path) -> dict[tuple[int, int], Path]:
@@ -150,5 +148,7 @@ class Ranks(Store):
         """Before version 2 keys and values were all heads' own, and lay apart (0) or innermost (1)."""
         head = self.shape.hidden // self.shape.heads
         if self.version >= 1:
-            return piece.unflatten(0, (-1, head, 3)).transpose(1, 2).flatten(0, 2)
-        return piece.unflatten(0, (3, -1, head)).transpose(0, 1).flatten(0, 2)
+            in_order: Tensor = piece.unflatten(0, (-1, head, 3)).transpose(1, 2)
+        else:
+            in_order = piece.unflatten(0, (3, -1, head)).transpose(0, 1)
+        return in_order.flatten(0, 2)

@@ -38,7 +38,8 @@ RENAMED = (
 )
 NOT_WEIGHTS = re.compile(r"(_extra_state|inv_freq)(/.*)?$|^(optimizer|chained_|opt_param|rng_state|rerun_state)")
 REFUSED = {
-    "num_experts": "experts", "multi_latent_attention": "latent attention", "rotary_interleaved": "interleaved rotary positions",
+    "num_experts": "experts", "multi_latent_attention": "latent attention",
+    "rotary_interleaved": "interleaved rotary positions",
     "apply_layernorm_1p": "norms stored as weight - 1", "qk_layernorm": "norms of queries and keys",
     "squared_relu": "squared ReLU", "parallel_attn": "parallel attention", "window_size": "sliding windows",
     "mtp_num_layers": "multi-token prediction",
@@ -153,7 +154,8 @@ def args_of(
         "hidden_dropout": shape.dropout, "attention_dropout": shape.attention_dropout,
         "fp16": dtype == torch.float16, "bf16": dtype == torch.bfloat16, "params_dtype": dtype,
         "transformer_impl": "transformer_engine" if engine else "local", "use_mcore_models": True,
-        "consumed_train_samples": 0, "consumed_valid_samples": 0, "iteration": 1, "virtual_pipeline_model_parallel_size": None,
+        "virtual_pipeline_model_parallel_size": None, "consumed_train_samples": 0, "consumed_valid_samples": 0,
+        "iteration": 1,
     }  # fmt: skip
     if isinstance(shape, GptModel):
         args |= {
@@ -165,8 +167,8 @@ def args_of(
     scaling = shape.rope_scaling
     args |= {
         "position_embedding_type": "rope", "use_rotary_position_embeddings": True, "rotary_percent": 1.0,
-        "rotary_base": _whole(shape.rope_theta), "rotary_interleaved": False, "normalization": "RMSNorm", "swiglu": True,
-        "add_bias_linear": False, "add_qkv_bias": shape.qkv_bias, "kv_channels": shape.head_dim,
+        "rotary_base": _whole(shape.rope_theta), "rotary_interleaved": False, "normalization": "RMSNorm",
+        "swiglu": True, "add_bias_linear": False, "add_qkv_bias": shape.qkv_bias, "kv_channels": shape.head_dim,
         "group_query_attention": shape.kv_heads != shape.heads, "num_query_groups": shape.kv_heads,
         "use_rope_scaling": scaling is not None, "rope_scaling_factor": scaling.factor if scaling else 8.0,
     }  # fmt: skip

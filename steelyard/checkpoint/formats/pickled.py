@@ -44,7 +44,7 @@ def load(path: Path) -> Any:
     """What a file holds, its tensors still on disk where its form allows that."""
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-        allowed = [(_known(name, path), name) for name in names]
+        allowed: list[Any] = [(_known(name, path), name) for name in names]
         with torch.serialization.safe_globals(allowed):
             is_zip = path.open("rb").read(2) == b"PK"
             return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)

@@ -39,7 +39,7 @@ class Extent:
         flat = torch.empty(math.prod(self.size), dtype=self.dtype)
         with open(self.path, "rb", buffering=0) as file:
             file.seek(self.offset)
-            rest = memoryview(flat.view(torch.uint8).numpy())
+            rest = memoryview(flat.view(torch.uint8).numpy().data)
             while rest:
                 read = file.readinto(rest[:READ_AT_ONCE])
                 if not read:
@@ -110,7 +110,7 @@ def write(
 def write_tensor(descriptor: int, tensor: Tensor, place: int) -> int:
     """Write a tensor's bytes at a place of a file; gives their number."""
     flat = tensor.contiguous().view(-1).view(torch.uint8).numpy()
-    write_all(descriptor, memoryview(flat), place)
+    write_all(descriptor, flat.data, place)
     return int(flat.nbytes)
 
 

@@ -7,7 +7,7 @@ head have `shape.padded_vocab` rows; those past `shape.vocab` stand for no id, a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,12 @@ import torch
 from torch import Tensor
 
 from steelyard import model
+from steelyard.checkpoint.folder import STATE
+from steelyard.checkpoint.pieces import Piece
+from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.core.recipe.model import GptModel, LlamaModel
+from steelyard.core.run import MANIFEST
 from steelyard.model import LanguageModel
 from steelyard.text import tokenizer as tokenizers
 from steelyard.text.tokenizer import Tokenizer
@@ -28,6 +32,8 @@ KNOWN = (
     "a Hugging Face folder, a GGUF file, a Megatron checkpoint (torch or torch_dist), a Megatron-DeepSpeed global_step "
     "folder, a Steelyard run or checkpoint"
 )
+# Settings that change what weights of the same sizes compute.
+ARITHMETIC = ("heads", "kv_heads", "rope_theta", "rope_scaling", "norm_eps")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -81,6 +87,11 @@ def open_source(path: str | Path) -> Source:
     raise UserError(f"{path} is no checkpoint of a known kind", mend=f"a checkpoint is {KNOWN}")
 
 
+def is_own(path: str | Path) -> bool:
+    """Whether a path is a run or a checkpoint of ours."""
+    return any((Path(path) / name).is_file() for name in (STATE, MANIFEST))
+
+
 def load_into(source: Source, network: LanguageModel) -> None:
     """Fill a whole model. What is missing, unknown or of another size is listed by name, before anything is read."""
     parameters = dict(network.named_parameters())
@@ -88,6 +99,21 @@ def load_into(source: Source, network: LanguageModel) -> None:
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(source.tensor(name))
+
+
+def load_pieces(source: Source, pieces: Mapping[str, Piece], shape: GptModel | LlamaModel) -> None:
+    """Fill a rank's pieces of a model of the given shape, which are named `model.<name>`."""
+    check(source, shape)
+    for key, value in source.shape.model_dump().items():
+        if key in ARITHMETIC and value != getattr(shape, key, value):
+            console.warn(f"model.{key} is {getattr(shape, key)}, and {value} in {source.path}")
+    for name, piece in pieces.items():
+        whole = source.tensor(name.removeprefix("model."))
+        if whole.shape[0] != piece.shape[0]:
+            whole = padded(whole, shape)
+        for dim, (first, length) in enumerate(zip(piece.offset, piece.tensor.shape, strict=True)):
+            whole = whole.narrow(dim, first, length)
+        piece.tensor.copy_(whole)
 
 
 def check(source: Source, shape: GptModel | LlamaModel, wanted: Iterable[str] | None = None) -> None:

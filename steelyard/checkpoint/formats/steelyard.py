@@ -11,11 +11,10 @@ from torch import Tensor
 from steelyard.checkpoint import folder
 from steelyard.checkpoint.formats.huggingface import tokenizer_files
 from steelyard.checkpoint.formats.mapped import widest
-from steelyard.checkpoint.formats.source import Source
+from steelyard.checkpoint.formats.source import Source, is_own
 from steelyard.checkpoint.pieces import Piece
 from steelyard.core.errors import UserError
 from steelyard.core.recipe.model import Model
-from steelyard.core.run import MANIFEST
 
 PREFIX = "model."
 TOKENIZER = "tokenizer"
@@ -23,9 +22,7 @@ TOKENIZER = "tokenizer"
 
 def opened(path: Path) -> Source | None:
     """The checkpoint, or the newest of a run."""
-    if (path / folder.STATE).is_file() or (path / MANIFEST).is_file():
-        return SteelyardSource(folder.source(path))
-    return None
+    return SteelyardSource(folder.source(path)) if is_own(path) else None
 
 
 class SteelyardSource(Source):

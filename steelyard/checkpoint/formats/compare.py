@@ -1,0 +1,108 @@
+"""Looking at checkpoints: what one is, and how two differ."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from steelyard import model
+from steelyard.checkpoint.formats.mapped import TABLES
+from steelyard.checkpoint.formats.source import Source, load_into
+from steelyard.core.console import console
+from steelyard.core.errors import UserError
+from steelyard.sizes.model import parameters
+
+PROMPT = "The quick brown fox jumps over the lazy dog."
+
+
+def info(source: Source) -> dict[str, Any]:
+    """What a checkpoint is, without reading its weights."""
+    return {
+        "path": str(source.path),
+        "format": source.format,
+        "layout": source.layout,
+        "parameters": parameters(source.shape).total,
+        "step": source.step,
+        "dtype": str(source.dtype).removeprefix("torch."),
+        "tokenizer": source.tokenizer is not None,
+        "model": source.shape.model_dump(exclude_none=True),
+    }
+
+
+def diff(a: Source, b: Source) -> dict[str, Any]:
+    """What two checkpoints do not share: settings, names, sizes, and the largest difference of a weight.
+
+    Rows that pad the vocabulary are not compared.
+    """
+    sizes_a, sizes_b = _comparable(a), _comparable(b)
+    settings_a, settings_b = a.shape.model_dump(), b.shape.model_dump()
+    both = [name for name in sizes_a if sizes_b.get(name) == sizes_a[name]]
+    largest, where, differing = 0.0, None, 0
+    with console.progress("compare", sum(math.prod(sizes_a[name]) for name in both), "weights") as progress:
+        for name in both:
+            rows = sizes_a[name][0]
+            tensor_a, tensor_b = (source.tensor(name)[:rows] for source in (a, b))
+            difference = _largest_difference(tensor_a, tensor_b)
+            differing += difference > 0
+            if difference > largest:
+                largest, where = difference, name
+            progress.advance(math.prod(sizes_a[name]))
+    return {
+        "settings": {
+            key: [settings_a.get(key), settings_b.get(key)]
+            for key in sorted(settings_a.keys() | settings_b.keys())
+            if settings_a.get(key) != settings_b.get(key)
+        },
+        "only_in_a": sorted(sizes_a.keys() - sizes_b.keys()),
+        "only_in_b": sorted(sizes_b.keys() - sizes_a.keys()),
+        "other_sizes": {
+            name: [sizes_a[name], sizes_b[name]]
+            for name in sizes_a
+            if name in sizes_b and sizes_a[name] != sizes_b[name]
+        },
+        "compared": len(both),
+        "differing": differing,
+        "largest_difference": largest,
+        "largest_at": where,
+    }
+
+
+def _comparable(source: Source) -> dict[str, tuple[int, ...]]:
+    sizes = source.sizes()
+    named = {name: sizes[name] for name in source.names() if name in sizes}
+    return {name: (source.shape.vocab, *size[1:]) if name in TABLES else size for name, size in named.items()}
+
+
+def _largest_difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    if torch.equal(a, b):
+        return 0.0
+    largest = (a.double() - b.double()).abs().max().item()
+    return math.inf if math.isnan(largest) else largest
+
+
+def logits_difference(a: Source, b: Source, prompt: str) -> float:
+    """The largest difference between the logits of two models on a prompt, both computed in fp32."""
+    teller = next((source for source in (a, b) if source.tokenizer is not None), None)
+    if teller is not None:
+        ids = teller.load_tokenizer().encode(prompt)
+    else:
+        console.warn("neither comes with a tokenizer: the bytes of the prompt are taken for ids")
+        ids = [byte % a.shape.vocab for byte in prompt.encode()]
+    if not ids:
+        raise UserError("the prompt has no tokens")
+    if max(ids) >= min(a.shape.vocab, b.shape.vocab):
+        raise UserError(f"the prompt has the id {max(ids)}, which one of the models does not know")
+    logits = [_logits(source, ids) for source in (a, b)]
+    common = min(a.shape.vocab, b.shape.vocab)
+    return _largest_difference(logits[0][..., :common], logits[1][..., :common])
+
+
+def _logits(source: Source, ids: list[int]) -> torch.Tensor:
+    network = model.build(source.shape)
+    load_into(source, network)
+    network.eval()
+    with torch.inference_mode():
+        logits: torch.Tensor = network(torch.tensor([ids]))
+    return logits

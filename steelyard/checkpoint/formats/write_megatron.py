@@ -1,0 +1,209 @@
+"""Writing Megatron's `torch` and `torch_dist` checkpoints.
+
+A `torch` checkpoint is one file for each tensor and pipeline rank. All are laid out first, their tensors' bytes left
+empty, and then filled side by side as tensors come, each once, piece by piece at its place.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from steelyard.checkpoint import folder as folders
+from steelyard.checkpoint.formats.entries import Entry, joined, megatron
+from steelyard.checkpoint.formats.megatron_args import LATEST, args_of, padded_rows
+from steelyard.checkpoint.formats.safetensors import write_tensor
+from steelyard.checkpoint.pieces import Promised
+from steelyard.core import files
+from steelyard.core.errors import UserError
+from steelyard.core.recipe.model import GptModel, LlamaModel
+
+if TYPE_CHECKING:
+    from steelyard.checkpoint.formats.write import Supply
+
+ITERATION = 1
+# In `torch_dist`, and with Transformer Engine's layers, a norm is part of the product behind it.
+ENGINE_NAMES = {
+    ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
+    ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
+}
+PRODUCTS = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Over how many ranks to divide a model; `partition` gives each pipeline stage its number of layers."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    partition: tuple[int, ...] | None = None
+    engine: bool = False
+
+    def stages(self, shape: GptModel | LlamaModel) -> list[range]:
+        """The layers of each pipeline stage."""
+        counts = self.partition or (shape.layers // self.pipeline,) * self.pipeline
+        if len(counts) != self.pipeline or sum(counts) != shape.layers:
+            written = "-".join(map(str, counts)) if self.partition else f"{self.pipeline} equal stages"
+            raise UserError(
+                f"{written} cannot hold the {shape.layers} layers of the model on {self.pipeline} pipeline ranks",
+                mend=f"give --partition {self.pipeline} numbers that sum to {shape.layers}",
+            )
+        starts = [sum(counts[:stage]) for stage in range(self.pipeline)]
+        return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
+
+    def check(self, shape: GptModel | LlamaModel) -> None:
+        """Refuse a tensor degree that does not divide the model."""
+        groups = shape.heads if isinstance(shape, GptModel) else shape.kv_heads
+        for what, number in (("key-value heads", groups), ("heads", shape.heads), ("ffn", shape.ffn)):
+            if number % self.tensor:
+                raise UserError(
+                    f"{number} {what} do not divide among {self.tensor} tensor ranks", mend="choose another --tensor"
+                )
+
+
+def torch_files(supply: Supply, folder: Path, layout: Layout) -> None:
+    """Write a `torch` checkpoint."""
+    layout.check(supply.shape)
+    stages = layout.stages(supply.shape)
+    entries = [(entry, _names(entry, stages, supply.shape.tied)) for entry in megatron(supply.shape)]
+    iteration = folder / f"iter_{ITERATION:07d}"
+    with ExitStack() as stack:
+        written: dict[tuple[int, int], _RankFile] = {}
+        for stage in range(layout.pipeline):
+            here = [(entry, names[stage]) for entry, names in entries if stage in names]
+            for rank in range(layout.tensor):
+                suffix = f"_{stage:03d}" if layout.pipeline > 1 else ""
+                path = iteration / f"mp_rank_{rank:02d}{suffix}" / "model_optim_rng.pt"
+                written[rank, stage] = stack.enter_context(_RankFile(path, supply, layout, here))
+        for entry, names in entries:
+            for rank, piece in enumerate(_pieces(entry, supply, layout.tensor)):
+                for stage in names:
+                    written[rank, stage].put(entry, piece)
+    files.write_text(folder / LATEST, f"{ITERATION}\n")
+
+
+def _names(entry: Entry, stages: list[range], tied: bool) -> dict[int, str]:
+    """The stages that hold a tensor, and its name there: a stage counts its layers from 0."""
+    last = len(stages) - 1
+    if entry.layer is not None:
+        stage = next(number for number, layers in enumerate(stages) if entry.layer in layers)
+        return {stage: entry.name.replace(f".{entry.layer}.", f".{entry.layer - stages[stage].start}.", 1)}
+    if entry.ours == ("embed.weight",) and tied and last > 0:
+        return {0: entry.name, last: "output_layer.weight"}
+    return {last if entry.name.startswith(("decoder.final", "output_layer")) else 0: entry.name}
+
+
+def _pieces(entry: Entry, supply: Supply, ranks: int) -> list[Tensor]:
+    """What each tensor rank holds of a tensor."""
+    parts = supply.parts(entry)
+    if entry.ours[0] in ("embed.weight", "head.weight"):
+        parts = [with_padding(parts[0], padded_rows(supply.shape.vocab, ranks))]
+    if entry.cut is None:
+        return [joined(entry, parts, supply.shape)] * ranks
+    if entry.join == "rows" and len(parts) > 1:
+        return [torch.cat(pieces) for pieces in zip(*(part.chunk(ranks) for part in parts), strict=True)]
+    return list(joined(entry, parts, supply.shape).chunk(ranks, dim=entry.cut))
+
+
+def with_padding(table: Tensor, rows: int) -> Tensor:
+    """A table of the vocabulary whose last row is repeated, as Megatron's own converters do."""
+    return torch.cat([table, table[-1:].expand(rows - len(table), -1)]) if rows > len(table) else table
+
+
+class _RankFile:
+    """The file of one rank: laid out when it is entered, then filled."""
+
+    def __init__(self, path: Path, supply: Supply, layout: Layout, entries: list[tuple[Entry, str]]) -> None:
+        self.path, self.places = path, {}
+        path.parent.mkdir(parents=True)
+        args = args_of(supply.shape, supply.dtype, supply.source.extra, layout.tensor, layout.pipeline, layout.engine)
+        head = {"args": args, "checkpoint_version": 3.0, "iteration": ITERATION}
+        with FakeTensorMode():
+            weights = {}
+            for entry, name in entries:
+                size = list(_padded_size(entry, supply, layout.tensor))
+                if entry.cut is not None:
+                    size[entry.cut] //= layout.tensor
+                weights[_engine_name(name) if layout.engine else name] = torch.empty(size, dtype=supply.dtype)
+            with torch.serialization.skip_data(materialize_fake_tensors=True):
+                torch.save({**head, "model": weights}, path)
+            with torch.serialization.safe_globals([type(args)]):
+                laid_out = torch.load(path, weights_only=True)["model"]
+        for (entry, _), tensor in zip(entries, laid_out.values(), strict=True):
+            self.places[entry.name] = int(tensor.untyped_storage()._checkpoint_offset), tuple(tensor.shape)
+
+    def __enter__(self) -> _RankFile:
+        self.descriptor = os.open(self.path, os.O_WRONLY)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        os.close(self.descriptor)
+
+    def put(self, entry: Entry, piece: Tensor) -> None:
+        """Write a tensor at its place."""
+        place, size = self.places[entry.name]
+        assert tuple(piece.shape) == size, f"{entry.name}: {tuple(piece.shape)} at a place for {size}"
+        write_tensor(self.descriptor, piece, place)
+
+
+def _padded_size(entry: Entry, supply: Supply, ranks: int) -> tuple[int, ...]:
+    size = supply.size(entry)
+    if entry.ours[0] in ("embed.weight", "head.weight"):
+        return (padded_rows(supply.shape.vocab, ranks), *size[1:])
+    return size
+
+
+def torch_dist(supply: Supply, folder: Path, layout: Layout) -> None:
+    """Write a `torch_dist` checkpoint, which any layout can load."""
+    iteration = folder / f"iter_{ITERATION:07d}"
+    iteration.mkdir()
+    stacks: dict[str, list[Entry]] = {}
+    for entry in megatron(supply.shape):
+        name = _engine_name(entry.name).replace(f"layers.{entry.layer}.", "layers.")
+        stacks.setdefault(name, []).append(entry)
+    held = {name: _promised(entries, supply) for name, entries in stacks.items()}
+    args = args_of(supply.shape, supply.dtype, supply.source.extra, 1, 1, engine=True)
+    folders.fill(iteration, {**held, **_empty_states(supply.shape.layers)}, None)
+    torch.save({"args": args, "checkpoint_version": 3.0, "iteration": ITERATION}, iteration / "common.pt")
+    backends = {"sharded_backend": "torch_dist", "common_backend": "torch"}
+    files.write_json(iteration / "metadata.json", {**backends, **{f"{key}_version": 1 for key in backends}})
+    files.write_text(folder / LATEST, f"{ITERATION}\n")
+
+
+def _promised(entries: list[Entry], supply: Supply) -> Promised:
+    size = _padded_size(entries[0], supply, 1)
+    is_stacked = entries[0].layer is not None
+
+    def make(part: int) -> Tensor:
+        if is_stacked:
+            return supply.whole(entries[part])[None]
+        return with_padding(supply.whole(entries[0]), size[0])
+
+    return Promised(
+        make, (len(entries), *size) if is_stacked else size, supply.dtype, len(entries) if is_stacked else 1
+    )
+
+
+def _empty_states(layers: int) -> dict[str, io.BytesIO]:
+    """What Megatron asks for beside the weights of each product, and is nothing unless it computes in fp8."""
+    nothing = io.BytesIO()
+    torch.save(None, nothing)
+    return {
+        f"decoder.layers.{product}._extra_state/shard_{layer}_{layers}": io.BytesIO(nothing.getvalue())
+        for product in PRODUCTS
+        for layer in range(layers)
+    }
+
+
+def _engine_name(name: str) -> str:
+    for theirs, engine in ENGINE_NAMES.items():
+        name = name.replace(theirs, engine)
+    return name

@@ -1,0 +1,144 @@
+"""`steelyard checkpoint`: convert, look at and compare checkpoints of any format."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from steelyard.cli.options import JsonOption, print_result
+from steelyard.core import units
+from steelyard.core.errors import UserError
+
+SourceArgument = Annotated[
+    str,
+    typer.Argument(
+        help="A Hugging Face folder, a GGUF file, a Megatron, Megatron-DeepSpeed or Steelyard checkpoint, or a run."
+    ),
+]
+
+
+class Format(StrEnum):
+    """Formats that can be written."""
+
+    hf = "hf"
+    megatron = "megatron"
+    megatron_dist = "megatron-dist"
+    steelyard = "steelyard"
+
+
+class Dtype(StrEnum):
+    """Number formats that can be written."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
+class Layers(StrEnum):
+    """Kinds of Megatron's layers, which name the norms differently."""
+
+    local = "local"
+    transformer_engine = "transformer-engine"
+
+
+def register(root: typer.Typer, name: str, help_: str) -> None:
+    """Add the commands to the tree."""
+    group = typer.Typer(help=help_, rich_markup_mode=None, no_args_is_help=True)
+    for command in (convert, info, diff):
+        group.command(command.__name__)(command)
+    root.add_typer(group, name=name)
+
+
+def convert(
+    source: SourceArgument,
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="The folder to write.")],
+    to: Annotated[Format, typer.Option(help="What to write.")],
+    tensor: Annotated[int, typer.Option(min=1, help="Tensor ranks of a megatron checkpoint.")] = 1,
+    pipeline: Annotated[int, typer.Option(min=1, help="Pipeline ranks of a megatron checkpoint.")] = 1,
+    partition: Annotated[
+        str | None, typer.Option(help="Layers of each pipeline rank, such as 11-13.", show_default=False)
+    ] = None,
+    layers: Annotated[Layers, typer.Option(help="Whose names the norms of a megatron checkpoint get.")] = Layers.local,
+    dtype: Annotated[Dtype | None, typer.Option(help="Left out: that of the source.", show_default=False)] = None,
+    shard_size: Annotated[str, typer.Option(help="Above this, hf weights are written in several files.")] = "5GB",
+    tokenizer: Annotated[
+        str | None, typer.Option(help="The tokenizer, where the source has none.", show_default=False)
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Write a checkpoint in another format, or for another layout. Needs no GPU, and little memory.
+
+    Example: steelyard checkpoint convert models/Llama-3.1-70B megatron --to megatron --tensor 8 --pipeline 2
+    """
+    from steelyard.checkpoint.formats import open_source
+    from steelyard.checkpoint.formats.write import DTYPES, Target
+    from steelyard.checkpoint.formats.write import convert as write
+    from steelyard.checkpoint.formats.write_megatron import Layout
+
+    engine = layers is Layers.transformer_engine
+    layout = Layout(tensor, pipeline, _counts(partition) if partition else None, engine)
+    target = Target(to.value, layout, DTYPES[dtype.value] if dtype else None, _bytes(shard_size), tokenizer)
+    result = write(open_source(source), destination, target)
+    print_result(result, json, f"{destination}: {to.value}, {result['dtype']}, {units.count(result['bytes'])}B")
+
+
+def info(source: SourceArgument, json: JsonOption = False) -> None:
+    """Say what a checkpoint is: format, layout, parameters, step, dtype, configuration.
+
+    Example: steelyard checkpoint info runs/quickstart
+    """
+    from steelyard.checkpoint.formats import open_source
+    from steelyard.checkpoint.formats.compare import info as look
+
+    result = look(open_source(source))
+    lines = {**{key: value for key, value in result.items() if key != "model"}, **result["model"]}
+    print_result(result, json, "\n".join(f"{key:16} {_shown(value)}" for key, value in lines.items()))
+
+
+def diff(
+    a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint of any format.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another.")],
+    logits: Annotated[bool, typer.Option("--logits", help="Also compare what the models say.")] = False,
+    prompt: Annotated[str | None, typer.Option(help="What they are to continue.", show_default=False)] = None,
+    json: JsonOption = False,
+) -> None:
+    """Say how two checkpoints differ, whatever their formats: names, sizes, and the largest difference of a weight.
+
+    Example: steelyard checkpoint diff models/Llama-3.1-8B megatron --logits
+    """
+    from steelyard.checkpoint.formats import compare, open_source
+
+    sources = open_source(a), open_source(b)
+    result = compare.diff(*sources)
+    if logits or prompt is not None:
+        result["largest_logit_difference"] = compare.logits_difference(*sources, prompt or compare.PROMPT)
+    print_result(result, json, "\n".join(f"{key:24} {_shown(value)}" for key, value in result.items()))
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_shown(inner)}" for key, inner in value.items()) or "none"
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    if value is None or isinstance(value, bool):
+        return {None: "none", True: "yes", False: "no"}[value]
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _counts(partition: str) -> tuple[int, ...]:
+    if not all(part.isdecimal() for part in partition.split("-")):
+        raise UserError(
+            f"{partition} is no partition", where="--partition", mend="layer counts joined by dashes: 11-13"
+        )
+    return tuple(map(int, partition.split("-")))
+
+
+def _bytes(size: str) -> int:
+    number, unit = size[:-2], size[-2:].upper()
+    scale = {"KB": 10**3, "MB": 10**6, "GB": 10**9}.get(unit)
+    if scale is None or not number.isdecimal() or int(number) == 0:
+        raise UserError(f"{size} is no size", where="--shard-size", mend="such as 500MB or 5GB")
+    return int(number) * scale

@@ -1,0 +1,114 @@
+"""`steelyard hub`: publish a model, fetch one, log in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from steelyard.cli.options import JsonOption, print_result
+from steelyard.core import units
+from steelyard.core.errors import UserError
+
+TokenWords = Annotated[list[str] | None, typer.Argument(hidden=True)]
+
+
+def register(root: typer.Typer, name: str, help_: str) -> None:
+    """Add the commands to the tree."""
+    group = typer.Typer(help=help_, rich_markup_mode=None, no_args_is_help=True)
+    for command in (push, pull, whoami):
+        group.command(command.__name__)(command)
+    # Whatever follows is taken in, so that a token on the line is answered without being repeated.
+    group.command("login", context_settings={"ignore_unknown_options": True})(login)
+    root.add_typer(group, name=name)
+
+
+def push(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A Hugging Face folder, a run, or a checkpoint.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="user/model on the hub, or model under your own name.")],
+    private: Annotated[bool, typer.Option("--private", help="Make it visible to you alone.")] = False,
+    test_prompt: Annotated[str, typer.Option(help="What the model must continue first.")] = "Once upon a time,",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the files, print the card, send nothing.")] = False,
+    card: Annotated[bool, typer.Option("--card", help="Write a new card in place of an old README.md.")] = False,
+    run: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="The run the model comes from, for the card.", show_default=False)
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Try a model out, and publish it with its tokenizer and a model card. Rerun, it sends only what is missing.
+
+    Example: steelyard hub push hf/my-model me/my-model --private
+    """
+    from steelyard.evaluate import publish
+
+    result = publish.push(folder, name, private, test_prompt, dry_run, card, run)
+    lines = [result["generated"], ""]
+    if dry_run:
+        lines += [f"{units.size(size):>10}  {file}" for file, size in result["files"].items()]
+        lines += ["", result["card"].rstrip(), "", "dry run: nothing was sent"]
+    else:
+        lines += [f"sent       {', '.join(result['sent']) or 'nothing'} ({units.size(result['bytes'])})"]
+        for key in ("unchanged", "kept", "removed"):
+            lines += [f"{key:<10} {', '.join(result[key])}"] if result[key] else []
+        lines += [f"published  {result['name']} at {result['commit']}"]
+    print_result(result, json, "\n".join(lines))
+
+
+def pull(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="user/model on the hub.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to put it.")],
+    revision: Annotated[
+        str | None, typer.Option(help="A branch, tag or commit.  [default: main]", show_default=False)
+    ] = None,
+    include: Annotated[
+        list[str] | None, typer.Option(metavar="GLOB", help="Take these files instead of the model's; may be repeated.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files that differ.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Fetch a model: weights once, in one format, configuration and tokenizer. Broken off, it goes on where it was.
+
+    Example: steelyard hub pull HuggingFaceTB/SmolLM2-135M models/smollm2
+    """
+    from steelyard.checkpoint import hub
+
+    result = hub.pull(name, folder, revision, include or (), overwrite)
+    fetched, whole = len(result["fetched"]), len(result["files"])
+    text = f"{folder}: {whole} files, {fetched} of them fetched now ({units.size(result['bytes'])})"
+    if result["left_out"]:
+        text += f"\nleft on the hub: {', '.join(result['left_out'])}"
+    print_result(result, json, text)
+
+
+def login(
+    words: TokenWords = None,
+    token_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Read the token from a file.", show_default=False)
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Keep a token of the hub for later commands. It is asked for without being shown, or read from a pipe.
+
+    Example: steelyard hub login --token-file token.txt
+    """
+    from steelyard.checkpoint import hub
+
+    if words:
+        raise UserError(
+            "a token on the command line can be read by everyone on this machine",
+            mend="revoke it if it was one; then give the new one to the prompt, a pipe, or --token-file",
+        )
+    name = hub.login(hub.read_token(token_file))
+    print_result({"name": name}, json, name)
+
+
+def whoami(json: JsonOption = False) -> None:
+    """Print whose token is in use.
+
+    Example: steelyard hub whoami
+    """
+    from steelyard.checkpoint import hub
+
+    result = hub.whoami()
+    print_result(result, json, str(result["name"]))

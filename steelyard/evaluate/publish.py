@@ -1,0 +1,122 @@
+"""Publishing a model: it must work here before it is sent anywhere."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from steelyard import checkpoint
+from steelyard.checkpoint import STATE, hub
+from steelyard.core import files
+from steelyard.core.console import console
+from steelyard.core.errors import UserError
+from steelyard.core.run import MANIFEST, Run
+from steelyard.evaluate import card, weights
+from steelyard.evaluate.trial import try_out
+
+CARD = "README.md"
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
+SCANNED = 16 << 20  # Larger files are not looked through for the token.
+
+
+def push(
+    source: Path,
+    name: str,
+    private: bool = False,
+    prompt: str = "Once upon a time,",
+    dry_run: bool = False,
+    new_card: bool = False,
+    run: Path | None = None,
+) -> dict[str, Any]:
+    """Try a model out, and send it to the hub with its tokenizer and a card. A dry run does all but the sending."""
+    if not hub.is_name(name):
+        raise UserError(f"{name} is no name on the hub", mend="a name is user/model: letters, digits, - _ .")
+    if not prompt.strip():
+        raise UserError("the test prompt is empty", mend="give the model something to continue")
+    if not source.exists():
+        raise UserError(f"there is no folder {source}")
+    origin = card.Origin(Run.open(run)) if run is not None else _origin(source)
+    if not dry_run:
+        name = _full(name)
+    with _as_hugging_face(source) as folder:
+        paths, left_out = _publishable(folder)
+        text = try_out(folder, prompt)
+        contents: dict[str, Path | bytes] = dict(paths)
+        if CARD not in paths or new_card:
+            sample = card.Sample(prompt, text)
+            contents[CARD] = card.render(name, folder, weights.measure(folder), origin, sample).encode()
+        for each in left_out:
+            console.say(f"not published: {each}")
+        result = {"name": name, "generated": text, "left_out": left_out, "dry_run": dry_run}
+        if dry_run:
+            return result | {"files": _sizes(contents), "card": _card(contents)}
+        # A card that was written by hand on the hub's own page outweighs one that was made here.
+        keep = (CARD,) if CARD not in paths and not new_card else ()
+        return result | hub.send(name, contents, private, keep)
+
+
+def _origin(source: Path) -> card.Origin | None:
+    """The run that a run folder or a checkpoint inside of one stands for."""
+    if (source / MANIFEST).is_file():
+        return card.Origin(Run.open(source))
+    if (source / STATE).is_file() and (source.resolve().parents[1] / MANIFEST).is_file():
+        saved = checkpoint.source(source.resolve())
+        return card.Origin(saved.run, saved.step)
+    return None
+
+
+@contextlib.contextmanager
+def _as_hugging_face(source: Path) -> Iterator[Path]:
+    """The model as a Hugging Face folder: the source itself, or what it is converted to for as long as it is needed."""
+    if (source / "config.json").is_file():
+        yield source
+        return
+    from steelyard.checkpoint.formats import open_source
+    from steelyard.checkpoint.formats.write import Target, convert
+
+    opened = open_source(source)
+    # Beside the source, where there is room for models.
+    with tempfile.TemporaryDirectory(dir=source.resolve().parent, prefix=files.TEMPORARY) as place:
+        folder = Path(place) / source.resolve().name
+        convert(opened, folder, Target("hf"))
+        yield folder
+
+
+def _publishable(folder: Path) -> tuple[dict[str, Path], list[str]]:
+    """The files that make the model, and those that stay here."""
+    names = {path.name for path in folder.iterdir() if path.is_file()}
+    chosen = hub.model_files(names)
+    if not any(name.endswith(".safetensors") for name in chosen):
+        raise UserError(
+            f"{folder} has no weights in safetensors", mend="steelyard checkpoint convert --to hf writes them"
+        )
+    if not names & set(TOKENIZERS):
+        raise UserError(f"{folder} has no tokenizer", mend="steelyard tokenizer export writes one")
+    secret = hub.token()
+    for name in chosen:
+        path = folder / name
+        if secret and path.stat().st_size <= SCANNED and secret.encode() in path.read_bytes():
+            raise UserError(f"{path} holds your token of the hub", mend="take it out; nothing was uploaded")
+    others = {path.name for path in folder.iterdir()} - set(chosen)
+    return {name: folder / name for name in chosen}, sorted(others)
+
+
+def _full(name: str) -> str:
+    """A name without its owner is the user's own."""
+    owner = hub.whoami()["name"]
+    return name if "/" in name else f"{owner}/{name}"
+
+
+def _sizes(contents: dict[str, Path | bytes]) -> dict[str, int]:
+    return {
+        name: len(content) if isinstance(content, bytes) else content.stat().st_size
+        for name, content in sorted(contents.items())
+    }
+
+
+def _card(contents: dict[str, Path | bytes]) -> str:
+    content = contents[CARD]
+    return (content if isinstance(content, bytes) else content.read_bytes()).decode(errors="replace")

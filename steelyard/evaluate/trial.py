@@ -1,0 +1,110 @@
+"""Trying a model out before it is published: loaded from its folder as a user would, it must continue a prompt."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steelyard import model
+from steelyard.checkpoint.formats import load_into, open_source
+from steelyard.core.console import console
+from steelyard.core.errors import Fault, SteelyardError
+
+NEW_TOKENS = 20
+
+
+def try_out(folder: Path, prompt: str) -> str:
+    """Load the folder as a user would, and let it continue the prompt by at least a token. What fails is a `Fault`."""
+    console.say(f"trying out {folder}")
+    try:
+        transformers: Any = import_module("transformers")
+    except ImportError:
+        transformers = None
+    try:
+        return _with_transformers(transformers, folder, prompt) if transformers else _with_steelyard(folder, prompt)
+    except SteelyardError:
+        raise
+    except Exception as error:
+        reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+        raise Fault(f"the model in {folder} does not work: {reason}", mend="nothing was uploaded") from error
+
+
+def _with_transformers(transformers: Any, folder: Path, prompt: str) -> str:
+    with _hushed(transformers.utils.logging):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        network, loading = transformers.AutoModelForCausalLM.from_pretrained(
+            folder,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # They are listed below with the other misfits.
+        )
+        _refuse_misfits(folder, loading)
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        with torch.inference_mode():
+            made = network.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False,
+                output_logits=True, return_dict_in_generate=True,
+            )  # fmt: skip
+    new_ids = made.sequences[0, ids.shape[1] :]
+    if len(new_ids) == 0:
+        raise Fault(f"the model in {folder} adds nothing to the prompt", mend="nothing was uploaded")
+    for logits_BV in made.logits:
+        _refuse_what_is_not_finite(folder, logits_BV)
+    return str(tokenizer.decode(made.sequences[0], skip_special_tokens=True))
+
+
+def _with_steelyard(folder: Path, prompt: str) -> str:
+    """The same where transformers is not installed: unknown and missing tensors are refused by the loader."""
+    source = open_source(folder)
+    network = model.build(source.shape)
+    load_into(source, network)
+    tokenizer = source.load_tokenizer()
+    ids = tokenizer.encode(prompt)
+    network.eval()
+    with torch.inference_mode():
+        for _ in range(NEW_TOKENS):
+            logits_V = network(torch.tensor([ids]))[0, -1]
+            _refuse_what_is_not_finite(folder, logits_V)
+            ids.append(int(logits_V.argmax()))
+    return tokenizer.decode(ids)
+
+
+def _refuse_what_is_not_finite(folder: Path, logits: Tensor) -> None:
+    if not bool(torch.isfinite(logits).all()):
+        raise Fault(f"the model in {folder} gives logits that are not finite", mend="nothing was uploaded")
+
+
+def _refuse_misfits(folder: Path, loading: dict[str, Any]) -> None:
+    kinds = {"missing_keys": "missing", "unexpected_keys": "unknown", "mismatched_keys": "of another size"}
+    wrong = [f"{_key(item)}: {told}" for kind, told in kinds.items() for item in sorted(loading.get(kind) or ())]
+    if wrong:
+        more = f"\n  and {len(wrong) - 10} more" if len(wrong) > 10 else ""
+        listed = "\n  ".join(wrong[:10])
+        raise Fault(
+            f"the weights in {folder} are not those of its config.json:\n  {listed}{more}", mend="nothing was uploaded"
+        )
+
+
+def _key(item: str | tuple[Any, ...]) -> str:
+    """The name of a misfit, which may come with its sizes."""
+    return item if isinstance(item, str) else str(item[0])
+
+
+@contextlib.contextmanager
+def _hushed(logging: Any) -> Iterator[None]:
+    """No bars and no advice from the library while it loads."""
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        logging.enable_progress_bar()

@@ -1,0 +1,49 @@
+import pytest
+
+from steelyard.core import secrets
+from steelyard.core.console import console
+
+TOKEN = "hf_" + "aB3" * 12
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"Authorization: Bearer {TOKEN}",
+        f"https://{TOKEN}@hub.example/x",
+        f"https://cdn.example/file?X-Amz-Signature={TOKEN}&a=1",
+        f"it was {TOKEN}.",
+        f"hf_oauth_{TOKEN}.x-y",
+    ],
+)
+def test_what_looks_like_a_token_is_hidden(text):
+    assert TOKEN not in secrets.scrub(text)
+    assert secrets.HIDDEN in secrets.scrub(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "basic training of hf_checkpoint_00001",
+        "https://hub.example/a/b?recursive=true",
+        "a bearer of news",
+        "user@host",
+    ],
+)
+def test_ordinary_words_stay(text):
+    assert secrets.scrub(text) == text
+
+
+def test_secrets_of_the_environment_and_hidden_values_are_never_printed(monkeypatch, capsys):
+    monkeypatch.setenv("SOME_API_KEY", "0123456789abcdef")
+    secrets.hide("a secret of another shape")
+    console.say("0123456789abcdef")
+    console.error("a secret of another shape")
+    try:
+        raise ValueError("a secret of another shape")
+    except ValueError as error:
+        console.trace(error)
+    said = capsys.readouterr().err
+    assert "0123456789abcdef" not in said
+    assert "another shape" not in said
+    assert "Traceback" in said
