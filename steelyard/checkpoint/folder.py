@@ -188,7 +188,10 @@ def load(checkpoint: Checkpoint, tensors: Tensors) -> None:
         raise UserError(f"{checkpoint.path} does not fit the model:\n  " + "\n  ".join(wrong[:10]))
     with _single_process():
         reader = SafeReader(str(checkpoint.path), checkpoint.metadata)
-        dcp.load(dict(pieces), storage_reader=reader, planner=ReadingPieces(), no_dist=True)
+        try:
+            dcp.load(dict(pieces), storage_reader=reader, planner=ReadingPieces(), no_dist=True)
+        except CheckpointException as error:
+            raise Fault(f"{checkpoint.path} cannot be read: {_reason(error)}") from error
 
 
 @contextlib.contextmanager
