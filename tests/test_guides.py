@@ -61,6 +61,23 @@ def test_the_guide_to_data_works_as_written(place):
     ).stdout  # fmt: skip
 
 
+def test_the_guide_to_evaluation_works_as_written(place):
+    lines = commands("guide-evaluate.md")
+    assert len(lines) >= 8
+    for line in lines:
+        small = line.replace("4096", "64")
+        if small.startswith("steelyard train "):
+            small += f" {SMALL} data.split=1,0,0"
+        done = subprocess.run(
+            [sys.executable, "-m", "steelyard", *shlex.split(small)[1:]], capture_output=True, text=True, timeout=240
+        )
+        assert done.returncode == 0, f"{small}\n{done.stderr}"
+        if small.startswith("steelyard eval"):
+            assert "perplexity" in done.stdout
+        if small.startswith("steelyard generate"):
+            assert "Once upon a time," in done.stdout
+
+
 def test_the_page_on_launch_scripts_shows_what_happens(tmp_path):
     page = (DOCS / "from-megatron.md").read_text()
     script, recipe, said = (page.split(f"```{kind}\n")[1].split("```")[0] for kind in ("bash", "toml", "text"))
