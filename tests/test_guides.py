@@ -17,9 +17,9 @@ from steelyard.checkpoint.formats.write import convert as to_format
 from steelyard.core.recipe import load
 from steelyard.text import tokenizer as tokenizers
 from steelyard.text.convert import convert
-from tests.hub import TOKEN, USER
 from tests.checkpoint.models import Held
 from tests.conftest import write_documents
+from tests.hub import TOKEN, USER
 
 DOCS = Path(__file__).parents[1] / "docs"
 SMALL = "train.steps=2 train.global_batch=2 train.micro_batch=1 model.layers=1 model.hidden=32 model.heads=2"
@@ -87,6 +87,23 @@ def test_the_guide_to_publishing_works_as_written(place, hub):
     assert (first.private, second.private) == (True, False)
     assert first.files["model.safetensors"] == second.files["model.safetensors"]
     assert b"perplexity" in first.files["README.md"]
+
+
+def test_the_guide_to_evaluation_works_as_written(place):
+    lines = commands("guide-evaluate.md")
+    assert len(lines) >= 8
+    for line in lines:
+        small = line.replace("4096", "64")
+        if small.startswith("steelyard train "):
+            small += f" {SMALL} data.split=1,0,0"
+        done = subprocess.run(
+            [sys.executable, "-m", "steelyard", *shlex.split(small)[1:]], capture_output=True, text=True, timeout=240
+        )
+        assert done.returncode == 0, f"{small}\n{done.stderr}"
+        if small.startswith("steelyard eval"):
+            assert "perplexity" in done.stdout
+        if small.startswith("steelyard generate"):
+            assert "Once upon a time," in done.stdout
 
 
 def test_the_page_on_launch_scripts_shows_what_happens(tmp_path):
