@@ -4,7 +4,8 @@
 
 Weights of the Llama 3.1 70B shape at reduced depth are written once as a Hugging Face folder. Then, alternating, the
 folder is copied (in blocks of 16 MiB, synced like ours) and converted to Megatron with TP8 x PP2, each in a process of
-its own whose peak memory is read from the system. The largest tensor does not grow with depth, so neither does the peak.
+its own whose peak memory is read from the system. The largest tensor does not grow with depth, and neither does the
+peak.
 """
 
 from __future__ import annotations
