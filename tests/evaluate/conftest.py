@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from steelyard.text import tokenizer as tokenizers
-from tests.text.conftest import hub  # noqa: F401
 
 TEXT = Path(argparse.__file__).read_text()[:12000]
 
