@@ -10,9 +10,15 @@ import typing
 from pathlib import Path
 
 import pytest
+import torch
 
+from steelyard.checkpoint.formats.write import Target
+from steelyard.checkpoint.formats.write import convert as to_format
+from steelyard.core.recipe import load
 from steelyard.text import tokenizer as tokenizers
 from steelyard.text.convert import convert
+from tests.checkpoint.models import Held
+from tests.conftest import write_documents
 from tests.hub import TOKEN, USER
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -94,3 +100,26 @@ def test_the_page_on_launch_scripts_shows_what_happens(tmp_path):
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "medium.toml").read_text() == recipe
     assert done.stderr == said
+
+
+@pytest.mark.slow
+def test_the_guide_to_conversion_works_as_written(place):
+    """The 70B shape with everything but its depth and width: eight key-value heads, two stages, RoPE scaling."""
+    shape = load("llama3.1-70b").model.model_copy(
+        update={"layers": 2, "hidden": 64, "head_dim": 8, "heads": 16, "ffn": 128, "vocab": 600}
+    )
+    held = Held(shape, dtype=torch.bfloat16)
+    held.tokenizer = "path/to/llama-2-7b"
+    to_format(held, Path("models/Llama-3.1-70B"), Target("hf"))
+    write_documents("data/llama3_arxiv_text_document", [list(range(200))] * 20, 600)
+    small = (
+        "train.steps=1 train.global_batch=2 train.micro_batch=1 model.layers=2 model.hidden=64 model.heads=16 "
+        "model.head_dim=8 model.ffn=128 model.vocab=600 data.sequence_length=64 parallel.tensor=1 parallel.pipeline=1 "
+        "parallel.sequence_parallel=false train.device=cpu train.precision=fp32"
+    )
+    for line in commands("guide-convert.md"):
+        words = shlex.split(f"{line} {small}" if " train " in line else line)[1:]
+        done = subprocess.run([sys.executable, "-m", "steelyard", *words], capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, f"{line}\n{done.stderr}"
+        if " diff " in line:
+            assert "largest_difference       0.0" in done.stdout

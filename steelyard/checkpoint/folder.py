@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import json
 import shutil
 import warnings
@@ -78,8 +77,8 @@ class Checkpoint:
 
 
 Tensors = Mapping[str, Tensor | Piece]
-# What a writer of other programs' checkpoints has beside pieces: tensors it has yet to make, and bytes.
-Holdings = Mapping[str, Piece | Promised | io.BytesIO]
+# What a writer of other programs' checkpoints has beside pieces: tensors it has yet to make, and nothing, in a list.
+Holdings = Mapping[str, Piece | Promised | list[None]]
 
 
 def save(
@@ -125,7 +124,7 @@ def _written(pieces: Holdings, unfinished: Path, path: Path, group: dist.Process
             dcp.save(
                 dict(pieces),
                 storage_writer=writer,
-                planner=WritingPieces(),
+                planner=WritingPieces(flatten_state_dict=False),
                 process_group=group,
                 no_dist=group is None,
             )
@@ -189,7 +188,10 @@ def load(checkpoint: Checkpoint, tensors: Tensors) -> None:
         raise UserError(f"{checkpoint.path} does not fit the model:\n  " + "\n  ".join(wrong[:10]))
     with _single_process():
         reader = SafeReader(str(checkpoint.path), checkpoint.metadata)
-        dcp.load(dict(pieces), storage_reader=reader, planner=ReadingPieces(), no_dist=True)
+        try:
+            dcp.load(dict(pieces), storage_reader=reader, planner=ReadingPieces(), no_dist=True)
+        except CheckpointException as error:
+            raise Fault(f"{checkpoint.path} cannot be read: {_reason(error)}") from error
 
 
 @contextlib.contextmanager

@@ -81,7 +81,9 @@ def _check(metadata: object, sizes: dict[str, int]) -> None:
     for name, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
             continue
-        if math.prod(entry.size) * entry.properties.dtype.itemsize > held.get(name, 0):
+        if min(entry.size, default=0) < 0 or math.prod(entry.size) * entry.properties.dtype.itemsize > held.get(
+            name, 0
+        ):
             raise UserError(f"{name} has the size {tuple(entry.size)}, more than its files hold")
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
+from steelyard.checkpoint.formats.source import sane
 from steelyard.core.errors import UserError
 from steelyard.core.recipe.model import GptModel, LlamaModel, RopeScaling
 
@@ -38,11 +39,13 @@ def shape_of(config: dict[str, Any], where: str) -> Shape:
             mend=f"known are {', '.join((*LLAMAS, *GPTS))}",
         )
     try:
-        return _gpt(config, where) if name in GPTS else _llama(config, name, where)
+        shape = _gpt(config, where) if name in GPTS else _llama(config, name, where)
     except KeyError as error:
         raise UserError(f"the key {error} is missing", where=where) from None
     except (ValidationError, TypeError, ValueError) as error:
         raise UserError(f"it describes no model: {_first(error)}", where=where) from None
+    sane(shape, where)
+    return shape
 
 
 def _llama(config: dict[str, Any], architecture: str, where: str) -> LlamaModel:

@@ -23,6 +23,7 @@ from torch import Tensor
 from steelyard.checkpoint.formats import gguf_blocks, gguf_tokenizer
 from steelyard.checkpoint.formats.entries import Entry, gguf_llama
 from steelyard.checkpoint.formats.mapped import Mapped, Store
+from steelyard.checkpoint.formats.source import sane
 from steelyard.core.errors import UserError
 from steelyard.core.recipe.model import LlamaModel
 from steelyard.text.tokenizer import Tokenizer
@@ -57,6 +58,7 @@ def opened(path: Path) -> GgufSource | None:
             return None
     settings, tensors = _Reader(path).read()
     shape = _shape(settings, tensors, str(path))
+    sane(shape, str(path))
     store = _File(tensors)
     layout = {"files": 1, "types": sorted({tensor.kind.name for tensor in tensors.values()})}
     entries = gguf_llama(shape, rotated=settings["general.architecture"] == "llama")

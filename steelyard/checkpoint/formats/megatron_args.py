@@ -15,6 +15,7 @@ import torch
 from pydantic import ValidationError
 
 from steelyard.checkpoint.formats.config import positions_of
+from steelyard.checkpoint.formats.source import sane
 from steelyard.core.errors import UserError
 from steelyard.core.recipe.model import GptModel, LlamaModel, RopeScaling
 
@@ -84,11 +85,13 @@ def shape_of(args: dict[str, Any], where: str) -> Shape:
                 f"{key} is {args[key]} with {positions} positions, which is neither GPT nor Llama", where=where
             )
     try:
-        return _llama(args) if is_rope else _gpt(args)
+        shape: Shape = _llama(args) if is_rope else _gpt(args)
     except KeyError as error:
         raise UserError(f"its args lack {error}", where=where) from None
     except (ValidationError, TypeError, ValueError) as error:
         raise UserError(f"its args describe no model: {str(error).splitlines()[0]}", where=where) from None
+    sane(shape, where)
+    return shape
 
 
 def _common(args: dict[str, Any]) -> dict[str, Any]:

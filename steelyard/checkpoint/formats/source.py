@@ -34,6 +34,10 @@ KNOWN = (
 )
 # Settings that change what weights of the same sizes compute.
 ARITHMETIC = ("heads", "kv_heads", "rope_theta", "rope_scaling", "norm_eps")
+MOST = {
+    "layers": 10_000, "hidden": 10**6, "heads": 10**5, "kv_heads": 10**5, "head_dim": 10**5, "ffn": 10**7,
+    "vocab": 10**8, "vocab_multiple": 10**6, "positions": 10**8,
+}  # fmt: skip
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -151,6 +155,13 @@ def padded(table: Tensor, shape: GptModel | LlamaModel) -> Tensor:
     if len(table) >= rows:
         return table[:rows]
     return torch.cat([table[: shape.vocab], table.new_zeros(rows - min(len(table), shape.vocab), table.shape[1])])
+
+
+def sane(shape: GptModel | LlamaModel, where: str) -> None:
+    """Refuse sizes that no model has: a stranger's settings must not cost memory before a weight is seen."""
+    for key, most in MOST.items():
+        if getattr(shape, key, 0) > most:
+            raise UserError(f"{key} would be {getattr(shape, key)}, beyond any model", where=where)
 
 
 def _way_to(name: str) -> str:

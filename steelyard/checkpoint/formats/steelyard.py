@@ -11,7 +11,7 @@ from torch import Tensor
 from steelyard.checkpoint import folder
 from steelyard.checkpoint.formats.huggingface import tokenizer_files
 from steelyard.checkpoint.formats.mapped import widest
-from steelyard.checkpoint.formats.source import Source, is_own
+from steelyard.checkpoint.formats.source import Source, is_own, sane
 from steelyard.checkpoint.pieces import Piece
 from steelyard.core.errors import UserError
 from steelyard.core.recipe.model import Model
@@ -38,6 +38,7 @@ class SteelyardSource(Source):
                 self.shape = TypeAdapter(Model).validate_python(saved.state["model"])
             except ValidationError as error:
                 raise UserError(f"its model is not valid: {error}", where=str(saved.path / folder.STATE)) from None
+            sane(self.shape, str(saved.path / folder.STATE))
             self.extra = dict(saved.state.get("extra", {}))
             self.tokenizer_files = tokenizer_files(saved.path / TOKENIZER)
             self.tokenizer = str(saved.path / TOKENIZER) if self.tokenizer_files else None

@@ -6,7 +6,6 @@ empty, and then filled side by side as tensors come, each once, piece by piece a
 
 from __future__ import annotations
 
-import io
 import os
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -192,12 +191,10 @@ def _promised(entries: list[Entry], supply: Supply) -> Promised:
     )
 
 
-def _empty_states(layers: int) -> dict[str, io.BytesIO]:
+def _empty_states(layers: int) -> dict[str, list[None]]:
     """What Megatron asks for beside the weights of each product, and is nothing unless it computes in fp8."""
-    nothing = io.BytesIO()
-    torch.save(None, nothing)
     return {
-        f"decoder.layers.{product}._extra_state/shard_{layer}_{layers}": io.BytesIO(nothing.getvalue())
+        f"decoder.layers.{product}._extra_state/shard_{layer}_{layers}": [None]
         for product in PRODUCTS
         for layer in range(layers)
     }

@@ -1,0 +1,66 @@
+"""Small models of every kind that formats must carry, held in memory as a source."""
+
+from pathlib import Path
+
+import torch
+
+from steelyard import model
+from steelyard.checkpoint.formats import Source
+from steelyard.checkpoint.formats.write import Target, convert
+from steelyard.core.recipe.model import GptModel, LlamaModel, RopeScaling
+
+SIZES = {"vocab": 100, "layers": 4, "hidden": 32, "heads": 4}
+GROUPED = {"family": "llama", "kv_heads": 2, "ffn": 48}
+SHAPES = {
+    "gpt": GptModel(family="gpt", positions=64, **SIZES),
+    "gpt-untied": GptModel(family="gpt", positions=64, tied=False, **SIZES),
+    "llama": LlamaModel(family="llama", ffn=48, **SIZES),
+    "llama-tied": LlamaModel(**GROUPED, tied=True, **SIZES),
+    "llama-3": LlamaModel(**GROUPED, rope_theta=500000.0, rope_scaling=RopeScaling(), **SIZES),
+    "llama-wide-heads": LlamaModel(**GROUPED, head_dim=16, norm_eps=1e-6, **SIZES),
+    "qwen2": LlamaModel(**GROUPED, qkv_bias=True, **SIZES),
+}
+
+
+class Held(Source):
+    """A model in memory."""
+
+    format = "held"
+
+    def __init__(self, shape, std: float = 0.2, dtype=torch.float32) -> None:
+        self.path, self.shape, self.dtype = Path("held"), shape, dtype
+        self.layout, self.extra, self.tokenizer_files = {}, {}, []
+        self.network = model.build(shape)
+        model.initialise(self.network, 1, std, shape.layers)
+        random = torch.Generator().manual_seed(2)
+        self.parameters = {
+            name: parameter.data.add_(torch.randn(parameter.shape, generator=random) * 0.1)
+            if parameter.ndim == 1
+            else parameter.data
+            for name, parameter in self.network.named_parameters()
+        }
+
+    def names(self):
+        return list(self.parameters)
+
+    def sizes(self):
+        return {name: tuple(tensor.shape) for name, tensor in self.parameters.items()}
+
+    def tensor(self, name):
+        return self.parameters[name].to(self.dtype)
+
+
+def written(tmp_path, name: str, to: str = "hf", **options) -> Path:
+    """A model of a kind, written as a format."""
+    folder = tmp_path / f"{name}-{to}"
+    convert(Held(SHAPES[name]), folder, Target(to, **options))
+    return folder
+
+
+def assert_equal(a: Source, b: Source) -> None:
+    """Hold two sources to the same weights, bit for bit. Padding of the vocabulary is nobody's."""
+    assert a.shape == b.shape
+    assert set(a.names()) == set(b.names())
+    for name in a.names():
+        rows = a.shape.vocab if name in ("embed.weight", "head.weight") else None
+        assert torch.equal(a.tensor(name)[:rows], b.tensor(name)[:rows]), name
