@@ -63,7 +63,7 @@ def render(
     if sample is not None:
         sections += ["## Sample", f"Continued from `{_one_line(sample.prompt)}`, always taking the likeliest token:"]
         sections.append(_fenced(sample.text, "text"))
-    sections.append("Published with [Steelyard](https://pypi.org/project/steelyard/).")
+    sections.append("Published with Steelyard.")
     return secrets.scrub("\n\n".join(sections)) + "\n"
 
 

@@ -129,7 +129,7 @@ def _answered(error: Any, about: str, mend: str) -> SteelyardError:
     if status == 401:
         return UserError(f"{about}: the hub does not accept the token", mend=LOG_IN)
     if status == 403:
-        return UserError(f"{about}: the token does not allow this: {said}", mend="use one with permission to write")
+        return UserError(f"{about}: the token does not allow this: {said}", mend=f"use one that does: {LOG_IN}")
     return Fault(f"{about}: the hub answered {status}: {said}", mend=mend)
 
 
