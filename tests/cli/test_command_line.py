@@ -83,7 +83,7 @@ def mistake(done: subprocess.CompletedProcess) -> str:
         (["hub", "login", "--token-file", "empty.txt"], "that is no token"),
         (["hub", "login", "--token-file", "missing.txt"], "there is no file missing.txt"),
         (["hub", "login", "hf_pasted"], "a token on the command line can be read by everyone"),
-        (["generate", ".", "--prompt", "x"], "neither a checkpoint nor a run folder"),
+        (["generate", ".", "--prompt", "x"], "is no checkpoint of a known kind"),
         (
             ["tokenizer", "train", "--input", "empty.txt", "--model-prefix", "t", "--vocab-size", "300"],
             "corpus is empty",

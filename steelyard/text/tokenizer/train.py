@@ -54,9 +54,10 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, options: Sentence
     import sentencepiece
 
     model = io.BytesIO()
+    stopped_by: list[BaseException] = []
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_lines(_not_empty(texts)),
+            sentence_iterator=_watched(_lines(_not_empty(texts)), stopped_by),
             model_writer=model,
             vocab_size=vocab_size,
             model_type=options.type,
@@ -75,6 +76,8 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, options: Sentence
             minloglevel=2,
         )
     except RuntimeError as error:
+        if stopped_by:
+            raise stopped_by[0] from None
         raise _explained(str(error), vocab_size) from None
     return SentencePieceTokenizer(model.getvalue(), "the trained vocabulary")
 
@@ -84,6 +87,17 @@ def _explained(message: str, vocab_size: int) -> UserError:
     if "too high" in reason or "Vocabulary size" in reason:
         return UserError(f"a vocabulary of {vocab_size} does not fit this text: {reason}")
     return UserError(f"SentencePiece could not learn a vocabulary: {reason}")
+
+
+def _watched(lines: Iterator[str], stopped_by: list[BaseException]) -> Iterator[str]:
+    """The lines, with a note of what stopped them: SentencePiece turns any error, also Ctrl-C, into its own."""
+    try:
+        yield from lines
+    except GeneratorExit:
+        raise
+    except BaseException as error:
+        stopped_by.append(error)
+        raise
 
 
 def _lines(texts: Iterable[str]) -> Iterator[str]:
