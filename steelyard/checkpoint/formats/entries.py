@@ -38,7 +38,7 @@ class Entry:
 def joined(entry: Entry, parts: list[Tensor], shape: Shape) -> Tensor:
     """Their tensor, from ours."""
     if entry.join == "groups":
-        groups, head = _groups(shape), _head_dim(shape)
+        groups, head = groups_of(shape), _head_dim(shape)
         rows = [part.unflatten(0, (groups, -1, head)) for part in parts]
         return torch.cat(rows, dim=1).flatten(0, 2)
     if entry.join == "rotated":
@@ -51,7 +51,7 @@ def joined(entry: Entry, parts: list[Tensor], shape: Shape) -> Tensor:
 def taken_apart(entry: Entry, whole: Tensor, shape: Shape) -> list[Tensor]:
     """Our tensors, from theirs."""
     if entry.join == "groups":
-        groups, head = _groups(shape), _head_dim(shape)
+        groups, head = groups_of(shape), _head_dim(shape)
         by_group = whole.unflatten(0, (groups, -1, head))
         sizes = [shape.heads // groups, 1, 1]
         return [part.flatten(0, 2) for part in by_group.split(sizes, dim=1)]
@@ -77,14 +77,15 @@ def ours_sizes(entry: Entry, size: tuple[int, ...], shape: Shape) -> list[tuple[
         return [size] * len(entry.ours)
     shares = [1] * len(entry.ours)
     if len(entry.ours) == 3:
-        shares[0] = shape.heads // _groups(shape)
+        shares[0] = shape.heads // groups_of(shape)
     # What does not divide is told as it is, so that the check against the model's own sizes fails by name.
     if size[0] % sum(shares):
         return [size] * len(entry.ours)
     return [(size[0] // sum(shares) * share, *size[1:]) for share in shares]
 
 
-def _groups(shape: Shape) -> int:
+def groups_of(shape: Shape) -> int:
+    """Key-value heads, each of which serves a group of queries."""
     return shape.heads if isinstance(shape, GptModel) else shape.kv_heads
 
 

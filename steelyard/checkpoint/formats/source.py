@@ -66,7 +66,7 @@ class Source(ABC):
 
     @abstractmethod
     def tensor(self, name: str) -> Tensor:
-        """One whole tensor, in its own dtype, in memory of the caller's own."""
+        """One whole tensor, in its own dtype. It may lie in the file still: let go of it before the next."""
 
     @abstractmethod
     def sizes(self) -> dict[str, tuple[int, ...]]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from steelyard.checkpoint import folder as folders
-from steelyard.checkpoint.formats.entries import Entry, joined, megatron
+from steelyard.checkpoint.formats.entries import Entry, groups_of, joined, megatron
 from steelyard.checkpoint.formats.megatron_args import LATEST, args_of, padded_rows
 from steelyard.checkpoint.formats.safetensors import write_tensor
 from steelyard.checkpoint.pieces import Promised
@@ -60,7 +60,7 @@ class Layout:
 
     def check(self, shape: GptModel | LlamaModel) -> None:
         """Refuse a tensor degree that does not divide the model."""
-        groups = shape.heads if isinstance(shape, GptModel) else shape.kv_heads
+        groups = groups_of(shape)
         for what, number in (("key-value heads", groups), ("heads", shape.heads), ("ffn", shape.ffn)):
             if number % self.tensor:
                 raise UserError(
@@ -83,9 +83,9 @@ def torch_files(supply: Supply, folder: Path, layout: Layout) -> None:
                 path = iteration / f"mp_rank_{rank:02d}{suffix}" / "model_optim_rng.pt"
                 written[rank, stage] = stack.enter_context(_RankFile(path, supply, layout, here))
         for entry, names in entries:
-            for rank, piece in enumerate(_pieces(entry, supply, layout.tensor)):
+            for rank, parts in enumerate(_pieces(entry, supply, layout.tensor)):
                 for stage in names:
-                    written[rank, stage].put(entry, piece)
+                    written[rank, stage].put(entry, parts)
     files.write_text(folder / LATEST, f"{ITERATION}\n")
 
 
@@ -100,16 +100,24 @@ def _names(entry: Entry, stages: list[range], tied: bool) -> dict[int, str]:
     return {last if entry.name.startswith(("decoder.final", "output_layer")) else 0: entry.name}
 
 
-def _pieces(entry: Entry, supply: Supply, ranks: int) -> list[Tensor]:
-    """What each tensor rank holds of a tensor."""
+def _pieces(entry: Entry, supply: Supply, ranks: int) -> list[list[Tensor]]:
+    """What each tensor rank holds of a tensor, as parts that follow one another: they are written without joining."""
     parts = supply.parts(entry)
-    if entry.ours[0] in ("embed.weight", "head.weight"):
-        parts = [with_padding(parts[0], padded_rows(supply.shape.vocab, ranks))]
     if entry.cut is None:
-        return [joined(entry, parts, supply.shape)] * ranks
-    if entry.join == "rows" and len(parts) > 1:
-        return [torch.cat(pieces) for pieces in zip(*(part.chunk(ranks) for part in parts), strict=True)]
-    return list(joined(entry, parts, supply.shape).chunk(ranks, dim=entry.cut))
+        return [[joined(entry, parts, supply.shape)]] * ranks
+    if entry.cut == 1:
+        return [[piece] for piece in joined(entry, parts, supply.shape).chunk(ranks, dim=1)]
+    if entry.ours[0] in ("embed.weight", "head.weight"):
+        rows = padded_rows(supply.shape.vocab, ranks) // ranks
+        pieces = [parts[0][rank * rows : (rank + 1) * rows] for rank in range(ranks)]
+        return [[piece, parts[0][-1:].expand(rows - len(piece), -1)] for piece in pieces]
+    # A rank's share of a group holds its part of each of ours; without groups the rank's rows are one such share.
+    groups = groups_of(supply.shape) if entry.join == "groups" else ranks
+    shares = list(zip(*(part.chunk(groups) for part in parts), strict=True))
+    per_rank = groups // ranks
+    return [
+        [part for share in shares[rank * per_rank : (rank + 1) * per_rank] for part in share] for rank in range(ranks)
+    ]
 
 
 def with_padding(table: Tensor, rows: int) -> Tensor:
@@ -146,11 +154,13 @@ class _RankFile:
     def __exit__(self, *error: object) -> None:
         os.close(self.descriptor)
 
-    def put(self, entry: Entry, piece: Tensor) -> None:
-        """Write a tensor at its place."""
+    def put(self, entry: Entry, parts: list[Tensor]) -> None:
+        """Write a tensor's parts at its place, one after the other."""
         place, size = self.places[entry.name]
-        assert tuple(piece.shape) == size, f"{entry.name}: {tuple(piece.shape)} at a place for {size}"
-        write_tensor(self.descriptor, piece, place)
+        rows = sum(len(part) for part in parts)
+        assert (rows, *parts[0].shape[1:]) == size, f"{entry.name}: {rows} rows at a place for {size}"
+        for part in parts:
+            place += write_tensor(self.descriptor, part, place)
 
 
 def _padded_size(entry: Entry, supply: Supply, ranks: int) -> tuple[int, ...]:
