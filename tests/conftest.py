@@ -32,9 +32,9 @@ class Workplace:
         return self.path / "tiny.toml"
 
     def steelyard(self, *words: str, **options) -> subprocess.CompletedProcess:
-        """Run the real command in the folder."""
+        """Run the real command in the folder; as when installed, a folder named steelyard there does not hide it."""
         return subprocess.run(
-            [sys.executable, "-m", "steelyard", *words],
+            [sys.executable, "-P", "-m", "steelyard", *words],
             cwd=self.path,
             capture_output=True,
             text=True,
@@ -45,7 +45,7 @@ class Workplace:
     def start(self, *words: str) -> subprocess.Popen:
         """Start the real command and leave it running."""
         return subprocess.Popen(
-            [sys.executable, "-m", "steelyard", *words],
+            [sys.executable, "-P", "-m", "steelyard", *words],
             cwd=self.path,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
