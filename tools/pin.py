@@ -20,6 +20,7 @@ TORCH = {"torch"}
 DEVELOPMENT = (
     "hypothesis",
     "import-linter",
+    "lm-eval",
     "mypy",
     "pre-commit",
     "pytest",
