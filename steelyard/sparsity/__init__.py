@@ -1,1 +1,1 @@
-"""Sparse models: patterns, one-shot pruning, masks that are learned, kernels. Training itself stays in `train/`."""
+"""Weights that are zero on purpose: patterns, one-shot pruning, masks as files, masks learned in training."""
