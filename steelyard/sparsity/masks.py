@@ -190,7 +190,7 @@ def pack(mask: Tensor, pattern: Pattern) -> Tensor:
     bits = CODED.get(str(pattern))
     if bits is None:
         return _bytes([mask])
-    codes = _codes(pattern)[_as_numbers(mask.cpu().view(-1, pattern.group))]
+    codes = _codes(pattern)[_as_numbers(mask.cpu().reshape(-1, pattern.group))]
     return _bytes([codes >> bit & 1 for bit in range(bits)])
 
 

@@ -127,7 +127,7 @@ def _windows(request: Request, source: Source, method: Method) -> Windows | None
             )
         console.warn(f"windows of {length} tokens are longer than the {sees} that the model was made for")
     tokenizer = None
-    if not is_prefix(request.calibration):
+    if not is_prefix(request.calibration) and (request.tokenizer or source.tokenizer):
         tokenizer = tokenizers.load(request.tokenizer) if request.tokenizer else source.load_tokenizer()
     asked = Calibration(request.calibration, request.samples, length, request.seed)
     return windows(asked, tokenizer, source.shape.vocab)
