@@ -5,6 +5,7 @@ from __future__ import annotations
 from steelyard.core.recipe.model import GptModel, LlamaModel
 from steelyard.core.recipe.parallel import Parallel
 from steelyard.core.recipe.section import contradiction
+from steelyard.core.recipe.sparsity import Sparsity
 from steelyard.core.recipe.train import Train
 
 
@@ -117,3 +118,34 @@ def sequence(model: GptModel | LlamaModel, sequence_length: int) -> None:
             f"{sequence_length} is longer than model.positions = {model.positions}",
             "shorten the sequences or give the model more positions",
         )
+
+
+def sparsity(model: GptModel | LlamaModel, sparsity: Sparsity, parallel: Parallel, train: Train) -> None:
+    """Groups of weights divide the inputs of every matrix, on every rank, and the method has what it starts from."""
+    _, group = sparsity.kept_and_group
+    inner = model.heads * model.head_dim if isinstance(model, LlamaModel) else model.hidden
+    # Attention's output and the MLP's second projection are cut along their inputs.
+    widths = [("model.hidden", model.hidden, 1), ("the heads' width", inner, parallel.tensor)]
+    for name, width, ranks in [*widths, ("model.ffn", model.ffn, parallel.tensor)]:
+        if width % (group * ranks):
+            among = f" on each of {ranks} ranks" if ranks > 1 else ""
+            raise contradiction(
+                "sparsity.pattern" if width % group else "parallel.tensor",
+                f"groups of {group} do not divide {name} = {width}{among}",
+                f"{name} must be a multiple of {group * ranks}",
+            )
+    if sparsity.method == "learned":
+        if train.init_from is None and sparsity.base is None:
+            raise contradiction(
+                "sparsity.base",
+                "masks are learned for weights that exist",
+                "name them in sparsity.base or train.init_from",
+            )
+        if sparsity.distill and (parallel.pipeline > 1 or parallel.tensor > 1):
+            raise contradiction(
+                "sparsity.distill",
+                "the dense model's predictions are compared on one rank, which must hold the whole model",
+                "set parallel.pipeline and parallel.tensor to 1, or sparsity.distill to 0",
+            )
+    if train.precision == "fp8":
+        raise contradiction("train.precision", "masked products have no fp8 arithmetic", 'use "bf16"')

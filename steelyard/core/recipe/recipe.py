@@ -15,6 +15,7 @@ from steelyard.core.recipe.model import Model
 from steelyard.core.recipe.optim import Optim
 from steelyard.core.recipe.parallel import Parallel
 from steelyard.core.recipe.section import Section
+from steelyard.core.recipe.sparsity import Sparsity
 from steelyard.core.recipe.train import Train
 
 
@@ -31,6 +32,7 @@ class Recipe(Section):
     checkpoint: Checkpoint = Checkpoint()
     eval: Evaluation = Evaluation()
     log: Log = Log()
+    sparsity: Sparsity | None = None
 
     _places: dict[str, str] = PrivateAttr(default_factory=dict)
 
@@ -52,4 +54,6 @@ class Recipe(Section):
         agree.tensor(self.model, self.parallel, self.data.sequence_length)
         agree.batch(self.train, self.parallel)
         agree.sequence(self.model, self.data.sequence_length)
+        if self.sparsity is not None:
+            agree.sparsity(self.model, self.sparsity, self.parallel, self.train)
         return self

@@ -1,0 +1,93 @@
+"""`[sparsity]`: training that ends in a model of which every group of weights keeps only some."""
+
+from __future__ import annotations
+
+import re
+from fnmatch import fnmatchcase
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from steelyard.core.recipe.section import Section, contradiction
+
+Range = Annotated[list[PositiveFloat], Field(min_length=2, max_length=2)]
+RangeFromZero = Annotated[list[NonNegativeFloat], Field(min_length=2, max_length=2)]
+LEARNED_PATTERNS = ("2:4", "1:4")
+OF_LEARNED = (
+    "base", "prior", "prior_strength", "std", "temperature", "scale", "weight_reg", "hard", "distill",
+    "distill_temperature", "learning_rate", "learning_rate_multiplier", "weight_decay",
+)  # fmt: skip
+
+
+class Sparsity(Section):
+    """How a mask comes about, or is kept.
+
+    `learned`: weights are frozen, and which of them stay is learned. `sr-ste`: weights are trained, the largest of each
+    group at a time. `fixed`: weights are trained, and those that are zero, or that a mask file drops, stay zero.
+    """
+
+    method: Literal["learned", "sr-ste", "fixed"]
+    pattern: str = Field("2:4", description="N:M keeps N of M neighbours along the input; learned: 2:4 or 1:4")
+    include: list[str] = Field(
+        [], description='matrices to mask, by pattern: "layers.*.mlp.*"; left out: all in layers'
+    )
+    exclude: list[str] = Field([], description="matrices to leave whole, by pattern")
+
+    base: str | None = Field(None, description="the frozen weights; left out: train.init_from, or the base of that run")
+    prior: str | None = Field(None, description='a mask file to begin near, or "weights": where they are not zero')
+    prior_strength: NonNegativeFloat = 3.0
+    std: PositiveFloat = Field(0.01, description="of the initial logits")
+    temperature: Range = Field([4.0, 0.05], description="first and last step's; linear between, as the next two")
+    scale: Range = Field([1e2, 5e2], description="what logits are multiplied by against the noise")
+    weight_reg: RangeFromZero = Field([1e-5, 0.0], description="how much large weights are favoured")
+    hard: bool = Field(False, description="compute with one candidate of each group, straight through")
+    learning_rate: PositiveFloat | None = Field(None, description="of the logits; left out: optim's, multiplied")
+    learning_rate_multiplier: PositiveFloat = Field(1.0, description="of optim.learning_rate, for the logits")
+    weight_decay: NonNegativeFloat = Field(0.0, description="of the logits")
+    distill: NonNegativeFloat = Field(0.0, description="weight of the divergence from the dense model's predictions")
+    distill_temperature: PositiveFloat = 1.0
+
+    mask: str | None = Field(None, description="fixed: a mask file; left out: the zeros of the weights")
+    decay: NonNegativeFloat = Field(2e-4, description="sr-ste: pull on the weights that are out")
+
+    @field_validator("pattern")
+    @classmethod
+    def _kept_of_group(cls, value: str) -> str:
+        found = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", value)
+        if found is None or int(found[1]) >= int(found[2]):
+            raise PydanticCustomError("pattern", 'must be kept:group, like "2:4"')
+        return value
+
+    @property
+    def kept_and_group(self) -> tuple[int, int]:
+        """N and M of the pattern."""
+        kept, group = self.pattern.split(":")
+        return int(kept), int(group)
+
+    def chooses(self, name: str) -> bool:
+        """Whether a matrix of a layer is masked."""
+        is_included = not self.include or any(fnmatchcase(name, pattern) for pattern in self.include)
+        return is_included and not any(fnmatchcase(name, pattern) for pattern in self.exclude)
+
+    @model_validator(mode="after")
+    def _of_one_method(self) -> Sparsity:
+        foreign: dict[str, tuple[str, ...]] = {
+            "learned": ("mask", "decay"),
+            "sr-ste": (*OF_LEARNED, "mask"),
+            "fixed": (*OF_LEARNED, "decay", "pattern"),
+        }
+        for key in foreign[self.method]:
+            if key in self.model_fields_set and getattr(self, key) != type(self).model_fields[key].default:
+                raise contradiction(f"sparsity.{key}", f'has no meaning with method = "{self.method}"', "leave it out")
+        if self.method == "learned" and self.pattern not in LEARNED_PATTERNS:
+            raise contradiction(
+                "sparsity.pattern",
+                f"masks of {self.pattern} cannot be learned",
+                f"learned patterns are {' and '.join(LEARNED_PATTERNS)}; sr-ste takes any N:M",
+            )
+        if self.learning_rate is not None and self.learning_rate_multiplier != 1:
+            raise contradiction(
+                "sparsity.learning_rate_multiplier", "sparsity.learning_rate is set as well", "choose one of the two"
+            )
+        return self

@@ -1,0 +1,161 @@
+"""The one-shot methods: which weights of one matrix to keep, given what flowed into it.
+
+magnitude  keeps the largest |w|.
+wanda      keeps the largest |w| times the norm of its input, ||x_i||.
+hessian    keeps the largest w^2 / U_ii^2, where U is the upper Cholesky factor of the inverse of the damped H.
+sparsegpt  walks the columns from left to right with the same score, and lets the columns to come make up for what each
+           pruned weight did (the OBS update). Later scores see the changed weights.
+
+H = (2/n) sum x x^T over n tokens. Everything is computed on whole matrices in fp32, so no result depends on how a
+checkpoint was cut. A column whose input was always zero is dead: its H_ii becomes 1 and its weights count as zero.
+
+Tensor suffixes: O outputs, I inputs.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from steelyard.core.errors import Fault, UserError
+from steelyard.sparsity.patterns import Pattern
+
+Method = Literal["magnitude", "wanda", "sparsegpt", "hessian"]
+METHODS: tuple[Method, ...] = ("magnitude", "wanda", "sparsegpt", "hessian")
+DAMPING = 0.01  # of the mean diagonal
+MOST_DAMPING = 1e4
+COLUMNS_AT_ONCE = 128
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """What became of a matrix."""
+
+    mask_OI: Tensor
+    weight_OI: Tensor
+    """The weights that stay, zero elsewhere; changed by sparsegpt alone, and only where that was asked for."""
+    damping: float | None = None
+    """Of H, as a share of its mean diagonal, where there was one."""
+    dead: int = 0
+    """Inputs that were zero in every token."""
+
+
+class Hessian:
+    """H of a matrix's inputs. What is made of it is made once, for all matrices that share the inputs."""
+
+    def __init__(self, matrix_II: Tensor) -> None:
+        self.matrix_II = matrix_II
+
+    @cached_property
+    def dead_I(self) -> Tensor:
+        """Inputs that were zero in every token."""
+        return self.matrix_II.diagonal() == 0
+
+    @cached_property
+    def factor(self) -> tuple[Tensor, float]:
+        """U, and the damping that it took."""
+        return inverse_factor(self.matrix_II)
+
+
+def method_named(name: str) -> Method:
+    """The method of that name, whatever its case."""
+    for method in METHODS:
+        if name.lower() == method:
+            return method
+    near = difflib.get_close_matches(name.lower(), METHODS, n=1)
+    raise UserError(
+        f"{name} is no method of pruning",
+        where="--method",
+        mend=f"did you mean {near[0]}?" if near else f"there are {', '.join(METHODS)}",
+    )
+
+
+def prune_matrix(
+    weight_OI: Tensor, hessian: Hessian | None, pattern: Pattern, method: Method, update: bool = False
+) -> Pruned:
+    """Prune one matrix. The result has the weight's dtype, and lies where it lay."""
+    weight = weight_OI.float()
+    if method == "magnitude":
+        return _without(weight_OI, pattern.keep_best(weight.abs()))
+    assert hessian is not None, "only magnitude needs no inputs"
+    if method == "wanda":
+        # ||x_i||^2 is H_ii times n/2, which orders alike.
+        return _without(weight_OI, pattern.keep_best(weight.abs() * hessian.matrix_II.diagonal().sqrt()))
+    weight = weight.masked_fill(hessian.dead_I, 0.0)
+    dead = int(hessian.dead_I.sum())
+    factor_II, damping = hessian.factor
+    if method == "hessian":
+        mask_OI = pattern.keep_best(weight.square() / factor_II.diagonal().square())
+        return _without(weight_OI, mask_OI, damping, dead)
+    mask_OI, updated_OI = walk(weight, factor_II, pattern)
+    if not update:
+        return _without(weight_OI, mask_OI, damping, dead)
+    return Pruned(mask_OI, updated_OI.to(weight_OI.dtype), damping, dead)
+
+
+def _without(weight_OI: Tensor, mask_OI: Tensor, damping: float | None = None, dead: int = 0) -> Pruned:
+    return Pruned(mask_OI, weight_OI.masked_fill(~mask_OI, 0), damping, dead)
+
+
+def inverse_factor(hessian_II: Tensor) -> tuple[Tensor, float]:
+    """U with H^-1 = U^T U, and the damping that it took: ten times as much whenever the factors do not exist."""
+    diagonal = hessian_II.diagonal()
+    dead = diagonal == 0
+    mean = torch.where(dead, 1.0, diagonal).mean()
+    damping = DAMPING
+    while damping <= MOST_DAMPING:
+        damped = hessian_II.clone()
+        damped.diagonal().add_(dead.float() + damping * mean)
+        factor, failed = torch.linalg.cholesky_ex(damped)
+        if not failed.item():
+            factor, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(factor), upper=True)
+        if not failed.item() and factor.isfinite().all():
+            return factor, damping
+        damping *= 10
+    raise Fault(
+        f"the inputs of a matrix give no usable H, even with {MOST_DAMPING:g} times its mean diagonal added",
+        mend="look for infinite or missing numbers in the checkpoint's weights",
+    )
+
+
+def walk(weight_OI: Tensor, factor_II: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor]:
+    """SparseGPT: the mask, and the weights that make up for what it takes away.
+
+    Columns are rows here, so that each lies in one piece. What a block of columns does to those after it is one
+    product.
+    """
+    inputs = weight_OI.shape[1]
+    group = pattern.group or COLUMNS_AT_ONCE
+    at_once = max(group, COLUMNS_AT_ONCE // group * group)
+    weight_IO = weight_OI.t().contiguous()
+    mask_IO = torch.ones_like(weight_IO, dtype=torch.bool)
+    for first in range(0, inputs, at_once):
+        end = min(first + at_once, inputs)
+        block, errors = weight_IO[first:end], torch.empty_like(weight_IO[first:end])
+        factor = factor_II[first:end, first:end]
+        strengths = factor.diagonal().square()[:, None]
+        steps = factor.diagonal().reciprocal()[:, None]
+        for column in range(end - first):
+            if column % group == 0:
+                ahead = slice(column, column + group)
+                scores = block[ahead].square() / strengths[ahead]
+                kept = pattern.keep_best(scores.t(), across_rows=True).t()
+                mask_IO[first + column : first + column + group] = kept
+                lost = (~kept).float()
+            torch.mul(block[column], lost[column % group], out=errors[column]).mul_(steps[column])
+            block[column:].addr_(factor[column, column:], errors[column], alpha=-1)
+        block.masked_fill_(~mask_IO[first:end], 0)
+        weight_IO[end:].addmm_(factor_II[first:end, end:].t(), errors, alpha=-1)
+    return mask_IO.t().contiguous(), weight_IO.t().contiguous()
+
+
+def reconstruction_error(before_OI: Tensor, after_OI: Tensor, hessian_II: Tensor) -> tuple[float, float]:
+    """The squared error of a matrix's output over all tokens, and the squared output itself, up to one factor."""
+    before, difference = before_OI.float(), before_OI.float() - after_OI.float()
+    lost, whole = ((matrix @ hessian_II * matrix).sum(dtype=torch.float64) for matrix in (difference, before))
+    return max(lost.item(), 0.0), whole.item()

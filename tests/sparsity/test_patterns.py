@@ -1,0 +1,64 @@
+import itertools
+
+import pytest
+import torch
+
+from steelyard.core.errors import UserError
+from steelyard.sparsity.patterns import Pattern
+
+
+@pytest.mark.parametrize("text", ["2:4", "1:4", "4:8", "3:7", "0.5", "0.75"])
+def test_a_pattern_reads_back_as_it_is_written(text):
+    assert str(Pattern.parse(text)) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["", "4:4", "5:4", "0:4", "2:", "1", "1.0", "0", "0.0", "-0.5", "half", "2:4:8", "1:9999"]
+)
+def test_what_is_no_pattern_is_refused(text):
+    with pytest.raises(UserError, match="no pattern"):
+        Pattern.parse(text)
+
+
+def test_candidates_come_in_the_order_that_learned_logits_have():
+    written = ["".join(str(int(bit)) for bit in row) for row in Pattern.parse("2:4").candidates()]
+    assert written == ["1100", "1010", "1001", "0110", "0101", "0011"]
+    assert Pattern.parse("1:4").candidates().tolist() == torch.eye(4).tolist()
+
+
+@pytest.mark.parametrize("text", ["2:4", "1:4", "4:8", "2:3"])
+def test_every_group_keeps_its_best_as_trying_all_masks_finds_it(text):
+    pattern = Pattern.parse(text)
+    scores = torch.rand(5, 24, generator=torch.Generator().manual_seed(0))
+    mask = pattern.keep_best(scores)
+    assert pattern.follows(mask)
+    for group, kept in zip(scores.view(-1, pattern.group), mask.view(-1, pattern.group), strict=True):
+        best = max(
+            itertools.combinations(range(pattern.group), pattern.keep), key=lambda c: float(group[list(c)].sum())
+        )
+        assert kept.nonzero().flatten().tolist() == list(best)
+
+
+def test_equal_scores_keep_the_lower_index():
+    assert Pattern.parse("2:4").keep_best(torch.zeros(1, 8)).int().tolist() == [[1, 1, 0, 0, 1, 1, 0, 0]]
+    assert Pattern.parse("0.5").keep_best(torch.ones(2, 4)).int().tolist() == [[1, 1, 0, 0]] * 2
+
+
+def test_a_share_is_taken_from_each_row_or_from_all_rows_together():
+    scores = torch.tensor([[4.0, 3.0, 2.0, 1.0], [8.0, 7.0, 6.0, 5.0]])
+    half = Pattern.parse("0.5")
+    assert half.keep_best(scores).int().tolist() == [[1, 1, 0, 0], [1, 1, 0, 0]]
+    assert half.keep_best(scores, across_rows=True).int().tolist() == [[0, 0, 0, 0], [1, 1, 1, 1]]
+    assert half.follows(half.keep_best(scores, across_rows=True))
+
+
+def test_one_wrong_group_among_many_is_noticed():
+    pattern = Pattern.parse("2:4")
+    mask = pattern.keep_best(torch.rand(64, 64))
+    mask[63, 60:64] = torch.tensor([True, True, True, False])
+    assert not pattern.follows(mask)
+
+
+def test_inputs_that_groups_do_not_divide_are_refused_by_name():
+    with pytest.raises(UserError, match=r"layers\.0\.mlp\.down\.weight has 30 inputs"):
+        Pattern.parse("2:4").check({"layers.0.mlp.down.weight": (8, 30)})
