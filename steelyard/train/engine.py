@@ -22,7 +22,7 @@ from steelyard.parallel import context, sharding
 from steelyard.parallel.assemble import assemble
 from steelyard.parallel.gradients import Gradients
 from steelyard.parallel.mesh import Mesh
-from steelyard.tokens.loader import documents_in
+from steelyard.tokens.loader import Rows, documents_in
 from steelyard.train import device as devices
 from steelyard.train import fp8
 from steelyard.train.extension import Extension
@@ -82,7 +82,7 @@ class Engine:
         return weights | self.optimizer.pieces(for_saving, self.extension.saves) | self.extension.pieces()
 
     def step(
-        self, rows: npt.NDArray[np.int64], first_sample: int, rate: float, labels: int, loss_scale: float
+        self, rows: Rows, first_sample: int, rate: float, labels: int, loss_scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """One step on this rank's rows; `labels` is how many tokens the whole step predicts.
 
@@ -108,7 +108,7 @@ class Engine:
         self.optimizer.step(rate, grad_scale, skipped, ratios)
         return sums[0], norm, skipped
 
-    def evaluate(self, rows: npt.NDArray[np.int64]) -> Tensor:
+    def evaluate(self, rows: Rows) -> Tensor:
         """The summed loss of rows, over all ranks that have their own."""
         for model in self.assembly.stages.values():
             model.eval()
@@ -162,34 +162,35 @@ class Engine:
         for first in range(0, len(batch["inputs"]), size):
             yield {name: value[first : first + size] for name, value in batch.items()}
 
-    def _batch(self, rows: npt.NDArray[np.int64], first_sample: int | None) -> Batch:
+    def _batch(self, rows: Rows, first_sample: int | None) -> Batch:
         """What the model takes, on its device: this rank's part of each row where sequences are cut."""
         vocab, data = self.recipe.model.vocab, self.recipe.data
-        if rows.max() >= vocab:
-            raise UserError(f"the data holds the id {rows.max()}, but model.vocab is {vocab}")
-        length = rows.shape[1] - 1
-        batch: dict[str, Any] = {"inputs": rows[:, :-1], "labels_BL": rows[:, 1:]}
-        is_cut = self.mesh.context.size > 1
+        largest = max(rows["inputs"].max(), rows["labels_BL"].max())
+        if largest >= vocab:
+            raise UserError(f"the data holds the id {largest}, but model.vocab is {vocab}")
+        number, length = rows["inputs"].shape
+        places = np.broadcast_to(np.arange(length), (number, length))
+        batch: dict[str, Any] = dict(rows)
         if self.mesh.world.size > 1:
-            batch["positions_BL"] = np.broadcast_to(np.arange(length), (len(rows), length))
+            batch.setdefault("positions_BL", places)
         if self.end_of_document is not None:
-            documents = documents_in(rows, self.end_of_document)
+            documents = documents_in(rows["inputs"], self.end_of_document)
             if data.mask_documents:
                 batch["documents_BL"] = documents.number
             if data.reset_positions:
                 batch["positions_BL"] = documents.position
         drops = self.recipe.model.dropout or self.recipe.model.attention_dropout
         if first_sample is not None and (drops or self.extension.needs_samples):
-            batch["samples_B"] = np.arange(first_sample, first_sample + len(rows))
-            batch["places_BL"] = np.broadcast_to(np.arange(length), (len(rows), length))
-        if is_cut:
+            batch["samples_B"] = np.arange(first_sample, first_sample + number)
+            batch["places_BL"] = places
+        if self.mesh.context.size > 1:
             here = context.places(length, self.mesh.context).numpy()
-            for name in ("inputs", "labels_BL", "positions_BL", "places_BL"):
+            for name in ("inputs", "labels_BL", "weights_BL", "positions_BL", "places_BL"):
                 if name in batch:
                     batch[name] = batch[name][:, here]
         return {name: self._to_device(value) for name, value in batch.items()}
 
-    def _to_device(self, array: npt.NDArray[np.int64]) -> Tensor:
+    def _to_device(self, array: npt.NDArray[Any]) -> Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))
         if self.device.type == "cuda":
             tensor = tensor.pin_memory()

@@ -25,7 +25,7 @@ from steelyard.core.run import Run, for_training, now, session
 from steelyard.parallel import mesh as meshes
 from steelyard.parallel.world import World, alike, everywhere, join
 from steelyard.sizes.model import flops_per_token, parameters
-from steelyard.tokens.loader import Loader, read
+from steelyard.tokens.loader import Loader, labels_in, read
 from steelyard.tokens.samples import Samples
 from steelyard.train import device as devices
 from steelyard.train import memory, preparation, timeline
@@ -148,13 +148,12 @@ class Training:
         if is_timed:
             timeline.begin()
         rows = next(batches)
-        labels = batch * self.recipe.data.sequence_length
         self.extension.begin_step(step, batch, self.tally.loss_scale.scale)
         with timeline.profiled(log.profile, step):
-            outcome = self.engine.step(rows.rows, rows.first, rate, labels, self.tally.loss_scale.scale)
+            outcome = self.engine.step(rows.rows, rows.first, rate, rows.labels, self.tally.loss_scale.scale)
         if is_timed:
             timeline.end(step, self.folder.path / TIMELINE, self.world.rank)
-        self.tally.add(*outcome, batch)
+        self.tally.add(*outcome, batch, rows.labels)
         self.recorder.step_done()
 
     def _stopped(self, by_clock: bool) -> str:
@@ -205,7 +204,7 @@ class Training:
             batches = self.recipe.eval.batches
             rows = (read(self.validation, number * batch + first, part) for number in range(batches))
             loss_sum = sum(self.engine.evaluate(each).item() for each in rows)
-            valid_loss = loss_sum / (batches * batch * self.recipe.data.sequence_length)
+            valid_loss = loss_sum / labels_in(self.validation, 0, batches * batch, self.recipe.data.sequence_length)
             self.recorder.record({"step": self.tally.counters.step, "valid_loss": valid_loss})
             perplexity = units.perplexity(valid_loss)
             console.say(f"step {self.tally.counters.step}: validation loss {valid_loss:.4f}, perplexity {perplexity}")
