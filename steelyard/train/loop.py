@@ -130,14 +130,18 @@ class Training:
                 if counters.step == report_memory_at:
                     console.say(memory.report(self.device))
                 progress.advance(batch * length, note=f"step {counters.step}/{train.steps}")
+                is_best = gave_up = False
                 if is_last or _is_due(recipe.eval.every, counters.step):
                     self._validate()
+                    is_best, gave_up = self._judged()
                 out_of_time = time.monotonic() > deadline
-                stopping = stop.agreed(out_of_time) and not is_last
-                if is_last or stopping or _is_due(recipe.checkpoint.every, counters.step):
-                    self._save()
+                stopping = stop.agreed(out_of_time) and not (is_last or gave_up)
+                if is_last or is_best or stopping or gave_up or _is_due(recipe.checkpoint.every, counters.step):
+                    self._save(is_best)
                 if stopping:
                     return self._stopped(stop.agreed_by_clock)
+                if gave_up:
+                    break
             self.saver.wait()
         return "finished"
 
@@ -205,16 +209,31 @@ class Training:
             rows = (read(self.validation, number * batch + first, part) for number in range(batches))
             loss_sum = sum(self.engine.evaluate(each).item() for each in rows)
             valid_loss = loss_sum / labels_in(self.validation, 0, batches * batch, self.recipe.data.sequence_length)
+            self.valid_losses.append(valid_loss)
             self.recorder.record({"step": self.tally.counters.step, "valid_loss": valid_loss})
             perplexity = units.perplexity(valid_loss)
             console.say(f"step {self.tally.counters.step}: validation loss {valid_loss:.4f}, perplexity {perplexity}")
 
-    def _save(self) -> None:
+    def _judged(self) -> tuple[bool, bool]:
+        """Whether the last validation is the best, and to be kept, and whether to give up waiting for a better."""
+        losses, patience = self.valid_losses, self.recipe.eval.patience
+        if not losses:
+            return False, False
+        since = len(losses) - 1 - losses.index(min(losses))
+        gave_up = 0 < patience <= since
+        if gave_up:
+            console.say(f"no better validation loss in {since} validations: the run ends here")
+        return self.recipe.checkpoint.keep_best and since == 0, gave_up
+
+    def _save(self, is_best: bool) -> None:
         with self.recorder.paused():
-            self.saver.save(self.engine.pieces(for_saving=True), self.tally.state() | self.extension.state())
+            state = self.tally.state() | self.extension.state()
+            if is_best:
+                state[checkpoint.VALID_LOSS] = self.valid_losses[-1]
+            self.saver.save(self.engine.pieces(for_saving=True), state)
 
     def _start_or_resume(self, begin_at: str | None) -> None:
-        def newest() -> tuple[checkpoint.Checkpoint | None, bool]:
+        def newest() -> tuple[checkpoint.Checkpoint | None, bool, list[float]]:
             saved = checkpoint.latest(self.folder.checkpoints)
             if begin_at is not None:
                 if saved is not None:
@@ -233,9 +252,10 @@ class Training:
             last = saved.step if saved is not None and is_own else -1
             self.folder.forget_after(last)
             timeline.forget_after(self.folder.path / TIMELINE, last)
-            return saved, is_own
+            losses = [record["valid_loss"] for record in self.folder.metrics() if "valid_loss" in record]
+            return saved, is_own, losses
 
-        saved, is_own = everywhere(self.world, newest)
+        saved, is_own, self.valid_losses = everywhere(self.world, newest)
         if saved is None:
             self.engine.initialise()
             how = self.extension.start(self.engine, self.world)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, get_args
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator
 
 from steelyard.core.recipe.section import Section
 
@@ -55,7 +55,6 @@ class Finetune(Section):
     bad_rows: Literal["refuse", "drop"] = Field("refuse", description="what becomes of rows that cannot be read")
     adapter: Adapter | None = None
     neftune: NonNegativeFloat = Field(0.0, description="strength of NEFTune's noise on embeddings; 0 is none")
-    patience: NonNegativeInt = Field(0, description="stop after so many validations without a better one; 0 is never")
     dpo: Dpo | None = None
 
     @field_validator("data", "valid", mode="before")
