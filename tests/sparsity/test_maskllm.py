@@ -40,6 +40,11 @@ def numbered(kind):
     return held, places
 
 
+def as_weights(numbers):
+    """Small weights from the numbers, the same wherever they lie."""
+    return ((numbers.long() * 7919) % 1009 - 504).float() / 1500
+
+
 def old_name(name: str) -> str:
     for new, old in OLD_NAMES.items():
         name = name.replace(new, old)
@@ -70,12 +75,12 @@ def maskllm(path, kind: str, layout: Layout, candidates: int = 6, with_gates: bo
         for name, tensor in state["model"].items():
             if name.startswith("embedding"):
                 _, table, _ = name.split(".")
-                model["embedding"][table] = {"weight": tensor}
+                model["embedding"][table] = {"weight": as_weights(tensor)}
             elif name.startswith("output_layer"):
-                model["output_layer"] = {"weight": tensor}
+                model["output_layer"] = {"weight": as_weights(tensor)}
             else:
                 old = old_name(name.removeprefix("decoder."))
-                model["encoder"][old] = tensor
+                model["encoder"][old] = as_weights(tensor)
                 if "linear_" in name and name.endswith(".weight"):
                     found = [ours(int(number)) for number in tensor.flatten()[::4]]
                     product = old.removesuffix(".weight")
@@ -87,6 +92,8 @@ def maskllm(path, kind: str, layout: Layout, candidates: int = 6, with_gates: bo
                         model["encoder"][f"{product}.diff_mask.gate"] = gate
                         model["encoder"][f"{product}.diff_mask.mask_options"] = pattern.candidates()[None]
         torch.save({**state, "model": {"language_model": model}}, file)
+    for tensor in held.parameters.values():
+        tensor.copy_(as_weights(tensor))
     return held, logits, masks
 
 
