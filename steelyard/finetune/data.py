@@ -47,7 +47,7 @@ def open_corpus(recipe: Recipe, names: Sequence[str], tokenizer: Tokenizer) -> C
     """Read, write out and encode the conversations of some files, or find that done."""
     tune = _section(recipe)
     template = templates.load(tune.template, tokenizer)
-    paths = _paths(names)
+    paths = paths_of(names)
     kept = _kept_at(paths, recipe, tokenizer, template)
     found = _reopened(kept)
     if found is not None:
@@ -112,7 +112,8 @@ def _from(first: tuple[Row, str], rest: Iterator[tuple[Row, str]]) -> Iterator[t
     yield from rest
 
 
-def _paths(names: Sequence[str]) -> list[Path]:
+def paths_of(names: Sequence[str]) -> list[Path]:
+    """The files that names stand for; a data set on the hub is fetched into its cache."""
     found: list[Path] = []
     for name in names:
         is_on_hub = name.count("/") == 1 and not Path(name).exists() and not Path(name).parent.exists()

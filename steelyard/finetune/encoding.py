@@ -50,17 +50,20 @@ class Tally:
 
 def encode(conversation: Conversation, template: Template, tokenizer: Tokenizer, loss: Loss) -> Encoded:
     """Write a conversation out and cut it into tokens. A token is learned if a character of an answer is in it."""
+    return located(conversation, template, tokenizer, loss)[0]
+
+
+def located(
+    conversation: Conversation, template: Template, tokenizer: Tokenizer, loss: Loss
+) -> tuple[Encoded, str, npt.NDArray[np.int64]]:
+    """The same, with the text and the characters, from and up to, of each token."""
     rendered = template.render(conversation)
-    ids, places = tokenizer.located(rendered.text)
-    if loss == "all":
-        learned = np.ones(len(ids), dtype=np.bool_)
-        return Encoded(np.asarray(ids, dtype=np.int32), learned)
-    spans = rendered.spans[-1:] if loss == "completion" else rendered.spans
-    learned = np.zeros(len(ids), dtype=np.bool_)
-    first, end = np.asarray(places, dtype=np.int64).reshape(-1, 2).T
-    for span in spans:
-        learned |= _touches(first, end, span)
-    return Encoded(np.asarray(ids, dtype=np.int32), learned)
+    ids, found = tokenizer.located(rendered.text)
+    places = np.asarray(found, dtype=np.int64).reshape(-1, 2)
+    learned = np.full(len(ids), loss == "all", dtype=np.bool_)
+    for span in rendered.spans[-1:] if loss == "completion" else rendered.spans:
+        learned |= _touches(places[:, 0], places[:, 1], span)
+    return Encoded(np.asarray(ids, dtype=np.int32), learned), rendered.text, places
 
 
 def _touches(first: npt.NDArray[np.int64], end: npt.NDArray[np.int64], span: Span) -> npt.NDArray[np.bool_]:

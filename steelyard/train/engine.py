@@ -63,7 +63,8 @@ class Engine:
                 if not part.parameter.requires_grad:
                     continue
                 _, *row_shape = part.shape
-                std = self.extension.initial_std(part) or shape.init_std
+                own = self.extension.initial_std(part)
+                std = shape.init_std if own is None else own
                 rows = models.initial(part.name, part.rows, row_shape, seed, std, shape.layers)
                 for dim in range(1, rows.ndim):
                     rows = rows.narrow(dim, part.offset[dim], part.tensor.shape[dim])

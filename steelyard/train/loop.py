@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +41,20 @@ STEPS_BEFORE_MEMORY_REPORT = 2
 TIMELINE = "timeline"
 
 
-def run(recipe: Recipe, path: Path | None = None, extension: Extension | None = None, resume: str = "auto") -> Run:
+OpenData = Callable[[Recipe, World], tuple[Samples, Samples | None]]
+
+
+def run(
+    recipe: Recipe,
+    path: Path | None = None,
+    extension: Extension | None = None,
+    resume: str = "auto",
+    open_data: OpenData = preparation.open_data,
+) -> Run:
     """Train as the recipe says and return the run's folder.
 
     `resume` is `auto` (an unfinished run of the same recipe goes on), `never` (a new run) or a checkpoint to begin at.
+    `open_data` gives the samples to train and validate on, where they are not those of `[data]`.
     """
     device = devices.choose(recipe)
     with join(device.type, recipe.parallel.timeout_minutes) as world:
@@ -54,7 +64,7 @@ def run(recipe: Recipe, path: Path | None = None, extension: Extension | None = 
             end_of_document = preparation.end_of_document(recipe)
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
-        training, validation = preparation.open_data(recipe, world)
+        training, validation = open_data(recipe, world)
         folder = everywhere(world, lambda: for_training(recipe, path, fresh=resume == "never"))
         with _writing(folder, world):
             begin_at = None if resume in ("auto", "never") else resume

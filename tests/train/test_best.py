@@ -7,7 +7,13 @@ from steelyard.core.recipe import load
 
 
 def test_the_best_step_is_kept_and_a_run_that_gets_no_better_ends(in_workplace, capsys):
-    words = ["optim.learning_rate=0.03", "optim.schedule=constant", "train.steps=200", "eval.every=2", "eval.patience=3"]
+    words = [
+        "optim.learning_rate=0.03",
+        "optim.schedule=constant",
+        "train.steps=200",
+        "eval.every=2",
+        "eval.patience=3",
+    ]
     words += ["checkpoint.keep_best=true", "checkpoint.every=2", "checkpoint.keep_last=1"]
     run = train.run(load("tiny.toml", words))
     losses = {record["step"]: record["valid_loss"] for record in run.metrics() if "valid_loss" in record}
