@@ -78,7 +78,7 @@ def test_what_does_not_fit_or_teaches_nothing_is_counted_or_refused():
     tally = Tally()
     assert len(list(fitting(given, 10, "drop", "drop", tally))) == 1
     assert (tally.counts["overlong"], tally.counts["untrained"]) == (2, 1)
-    with pytest.raises(UserError, match="a:2: .*30 tokens"):
+    with pytest.raises(UserError, match=r"a:2: .*30 tokens"):
         list(fitting(given, 10, "refuse", "drop", Tally()))
     with pytest.raises(UserError, match="a:2: no token"):
         list(fitting(given, 10, "truncate", "refuse", Tally()))

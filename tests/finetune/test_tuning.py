@@ -128,7 +128,7 @@ def test_mistakes_are_told_before_anything_is_trained(bases, place, words, messa
 
 
 def test_files_that_are_not_there_are_named(bases, place):
-    with pytest.raises(UserError, match="there is no file nowhere.jsonl"):
+    with pytest.raises(UserError, match=r"there is no file nowhere\.jsonl"):
         tuning.prepare(recipe_of(bases / "llama", data="nowhere.jsonl"))
 
 
