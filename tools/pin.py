@@ -22,6 +22,7 @@ DEVELOPMENT = (
     "import-linter",
     "lm-eval",
     "mypy",
+    "peft",
     "pre-commit",
     "pytest",
     "pytest-timeout",
@@ -31,6 +32,7 @@ DEVELOPMENT = (
     "setuptools",
     "tensorboard",
     "transformers",
+    "trl",
     "wandb",
     "wheel",
 )

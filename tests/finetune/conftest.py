@@ -41,7 +41,9 @@ def bases(tmp_path_factory):
             hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
             vocab_size=VOCAB, max_position_embeddings=256, attention_bias=False,
         ),
-        "gpt": transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=VOCAB, n_positions=256),
+        "gpt": transformers.GPT2Config(
+            n_embd=32, n_layer=2, n_head=4, vocab_size=VOCAB, n_positions=256, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+        ),
     }  # fmt: skip
     for name, config in configs.items():
         torch.manual_seed(1)
