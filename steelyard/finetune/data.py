@@ -14,8 +14,8 @@ import hashlib
 import json
 import zipfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -35,16 +35,11 @@ from steelyard.text.tokenizer import Tokenizer
 VERSION = 1  # of what the kept files mean
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """Encoded conversations, and what became of the rest."""
-
-    conversations: list[Encoded]
-    tally: Tally
+Corpus = tuple[list[Encoded], Tally]
 
 
 def open_corpus(recipe: Recipe, names: Sequence[str], tokenizer: Tokenizer) -> Corpus:
-    """Read, write out and encode the conversations of some files, or find that done."""
+    """Read, write out and encode the conversations of some files, or find that done; and what became of the rest."""
     tune = _section(recipe)
     template = templates.load(tune.template, tokenizer)
     paths = paths_of(names)
@@ -55,9 +50,8 @@ def open_corpus(recipe: Recipe, names: Sequence[str], tokenizer: Tokenizer) -> C
     tally = Tally()
     encoded = ((encode(each, template, tokenizer, tune.loss), each.where) for each in conversations(paths, tune, tally))
     length = recipe.data.sequence_length
-    corpus = Corpus(list(fitting(encoded, length, tune.overlong, tune.untrained, tally)), tally)
-    if not corpus.conversations:
-        raise UserError(f"nothing in {', '.join(map(str, paths))} can be learned from", mend="; ".join(tally.lines()))
+    corpus = list(fitting(encoded, length, tune.overlong, tune.untrained, tally)), tally
+    _refuse_empty(corpus[0], names, tally)
     with contextlib.suppress(OSError):  # A folder that may only be read costs time, not the run.
         _keep(corpus, kept)
     return corpus
@@ -84,6 +78,34 @@ def conversations(paths: Sequence[Path], tune: Finetune, tally: Tally) -> Iterat
             yield shapes.conversation(row, shape, markers, place, tune.system)
         except shapes.BadRow as error:
             _complain(error, place, tune, tally)
+
+
+def open_pairs(
+    recipe: Recipe, names: Sequence[str], tokenizer: Tokenizer
+) -> tuple[list[tuple[Encoded, Encoded]], Tally]:
+    """Read and encode pairs of answers, of which the last is learned. A pair that does not fit is cut on both sides."""
+    tune, tally = _section(recipe), Tally()
+    template, length = templates.load(tune.template, tokenizer), recipe.data.sequence_length
+    pairs: list[tuple[Encoded, Encoded]] = []
+    for row, place in _rows(paths_of(names), tune, tally):
+        try:
+            if not {"chosen", "rejected"} <= row.keys():
+                raise shapes.BadRow("a preference has the keys chosen and rejected, and perhaps prompt")
+            found = shapes.preference(row, place, tune.system)
+        except shapes.BadRow as error:
+            _complain(error, place, tune, tally)
+            continue
+        sides = [(encode(each, template, tokenizer, "completion"), place) for each in (found.chosen, found.rejected)]
+        fit = list(fitting(sides, length, tune.overlong, tune.untrained, tally))
+        if len(fit) == 2:
+            pairs.append((fit[0], fit[1]))
+    _refuse_empty(pairs, names, tally)
+    return pairs, tally
+
+
+def _refuse_empty(found: Sequence[Any], names: Sequence[str], tally: Tally) -> None:
+    if not found:
+        raise UserError(f"nothing in {', '.join(names)} can be learned from", mend="; ".join(tally.lines()) or None)
 
 
 def _rows(paths: Sequence[Path], tune: Finetune, tally: Tally) -> Iterator[tuple[Row, str]]:
@@ -139,14 +161,14 @@ def _kept_at(paths: list[Path], recipe: Recipe, tokenizer: Tokenizer, template: 
 
 
 def _keep(corpus: Corpus, path: Path) -> None:
-    samples = corpus.conversations
+    samples, tally = corpus
     with files.atomic_file(path, "wb") as file:
         np.savez(
             file,
             ids=np.concatenate([each.ids for each in samples]),
             lengths=np.array([len(each.ids) for each in samples], dtype=np.int64),
             learned=np.packbits(np.concatenate([each.learned for each in samples])),
-            counts=np.frombuffer(json.dumps(corpus.tally.counts).encode(), dtype=np.uint8),
+            counts=np.frombuffer(json.dumps(tally.counts).encode(), dtype=np.uint8),
         )
 
 
@@ -163,4 +185,4 @@ def _reopened(path: Path) -> Corpus | None:
         console.warn(f"{path} is damaged and is made anew")
         return None
     ends = np.cumsum(lengths)[:-1]
-    return Corpus([Encoded(*each) for each in zip(np.split(ids, ends), np.split(learned, ends), strict=True)], tally)
+    return [Encoded(*each) for each in zip(np.split(ids, ends), np.split(learned, ends), strict=True)], tally

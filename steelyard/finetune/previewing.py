@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 
 from steelyard.core import files
+from steelyard.core.errors import UserError
 from steelyard.finetune.conversation import Conversation
 from steelyard.finetune.data import conversations, paths_of
 from steelyard.finetune.encoding import Tally, located
+from steelyard.finetune.preferences import PairSamples
 from steelyard.finetune.tuning import Tuning
 
 LEARNED, MASKED, PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
@@ -36,13 +38,16 @@ class Shown:
 
 def preview(tuning: Tuning, samples: int) -> Shown:
     """Look at the first conversations and at all of them."""
-    every, tune = tuning.training.conversations, tuning.recipe.finetune
+    tune = tuning.recipe.finetune
     assert tune is not None
+    if isinstance(tuning.training, PairSamples):
+        raise UserError("there is no preview of preferences yet", mend="look at them without [finetune.dpo]")
+    every = tuning.training.conversations
     lengths = np.array([len(each.ids) for each in every])
     learned = int(sum(each.learned[1:].sum() for each in every))
     figures = {
         "conversations": len(every),
-        "rows": len(tuning.training.rows),
+        "rows": tuning.training.per_epoch,
         "steps": tuning.recipe.train.steps,
         "tokens": int(lengths.sum()),
         "learned": learned,
@@ -50,7 +55,7 @@ def preview(tuning: Tuning, samples: int) -> Shown:
         "longest": int(lengths.max()),
         "median": int(np.median(lengths)),
         "packing_efficiency": round(tuning.training.efficiency, 4),
-        **{key: tuning.corpus.tally.counts[key] for key in ("truncated", "overlong", "untrained", "bad")},
+        **{key: tuning.tally.counts[key] for key in ("truncated", "overlong", "untrained", "bad")},
         "template": tuning.template.name,
     }
     first = islice(conversations(paths_of(tune.data), tune, Tally()), samples)

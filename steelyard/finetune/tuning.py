@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,12 @@ from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
 from steelyard.core.run import Run
-from steelyard.finetune import templates
+from steelyard.finetune import preferences, templates
 from steelyard.finetune.adapting import AdaptedSource, Adapting
-from steelyard.finetune.data import Corpus, open_corpus
-from steelyard.finetune.encoding import Encoded
+from steelyard.finetune.data import open_corpus, open_pairs
+from steelyard.finetune.encoding import Tally
+from steelyard.finetune.noise import add_noise
+from steelyard.finetune.preferences import PairSamples, Preferring
 from steelyard.finetune.samples import PackedSamples
 from steelyard.finetune.templates import Template
 from steelyard.parallel.world import World
@@ -28,6 +32,9 @@ from steelyard.sparsity import training as sparsity
 from steelyard.text import tokenizer as tokenizers
 from steelyard.text.tokenizer import Tokenizer
 from steelyard.tokens.samples import Samples
+from steelyard.train.extension import Extension
+
+Rows = PackedSamples | PairSamples
 
 
 @dataclass(frozen=True)
@@ -37,9 +44,9 @@ class Tuning:
     recipe: Recipe
     tokenizer: Tokenizer
     template: Template
-    corpus: Corpus
-    training: PackedSamples
-    validation: PackedSamples | None
+    tally: Tally
+    training: Rows
+    validation: Rows | None
 
     def open_data(self, recipe: Recipe, world: World) -> tuple[Samples, Samples | None]:
         """The rows, for the loop."""
@@ -47,13 +54,17 @@ class Tuning:
 
     def described(self) -> str:
         """The data in a line or two."""
-        rows, learned = self.training.rows, sum(int(each.learned[1:].sum()) for each in self.training.conversations)
-        total = sum(each.places for each in self.training.conversations)
-        lines = [
-            f"{units.count(len(self.training.conversations))} conversations in {units.count(len(rows))} rows, "
-            f"{self.training.efficiency:.1%} full; {units.count(learned)} of {units.count(total)} tokens are learned"
-        ]
-        return "\n".join(lines + self.corpus.tally.lines())
+        if isinstance(self.training, PairSamples):
+            line = f"{units.count(len(self.training.pairs))} pairs of answers"
+        else:
+            talks = self.training.conversations
+            learned, total = sum(int(each.learned[1:].sum()) for each in talks), sum(each.places for each in talks)
+            line = (
+                f"{units.count(len(talks))} conversations in {units.count(self.training.per_epoch)} rows, "
+                f"{self.training.efficiency:.1%} full; "
+                f"{units.count(learned)} of {units.count(total)} tokens are learned"
+            )
+        return "\n".join([line, *self.tally.lines()])
 
 
 def prepare(recipe: Recipe) -> Tuning:
@@ -64,33 +75,41 @@ def prepare(recipe: Recipe) -> Tuning:
     if recipe.train.init_from is None:
         raise UserError("there is no model to tune", mend="name one in train.init_from")
     tokenizer = tokenizer_of(recipe)
-    corpus = open_corpus(recipe, tune.data, tokenizer)
-    if tune.valid:
-        to_train, held_back = corpus.conversations, open_corpus(recipe, tune.valid, tokenizer).conversations
-    else:
-        to_train, held_back = _divided(corpus.conversations, tune.valid_share, recipe.train.seed)
     length, batch = recipe.data.sequence_length, recipe.train.global_batch
-    rows = len(PackedSamples(to_train, length, tune.packing, 0, None).rows)
+    opened: Callable[..., tuple[list[Any], Tally]] = open_corpus
+    made: Callable[..., Rows] = partial(PackedSamples, length=length, packing=tune.packing)
+    if tune.dpo is not None:
+        preferences.refuse_odd(batch, recipe.parallel.data or 1, recipe.where("train.global_batch"))
+        opened, made = open_pairs, partial(PairSamples, length=length)
+    found, tally = opened(recipe, tune.data, tokenizer)
+    if tune.valid:
+        held_back, _ = opened(recipe, tune.valid, tokenizer)
+    else:
+        found, held_back = _divided(found, tune.valid_share, recipe.train.seed)
     changes: dict[str, Any] = {}
     if not {"steps", "samples", "tokens"} & recipe.train.model_fields_set:
-        steps = max(1, math.ceil(tune.epochs * rows / batch))
-        changes["train"] = recipe.train.model_copy(update={"steps": steps})
+        steps = math.ceil(tune.epochs * made(found, samples=0, seed=None).per_epoch / batch)
+        changes["train"] = recipe.train.model_copy(update={"steps": max(1, steps)})
     validation = None
     if held_back:
-        needed = math.ceil(len(PackedSamples(held_back, length, tune.packing, 0, None).rows) / batch)
-        changes["eval"] = recipe.eval.model_copy(update={"batches": needed})
-        validation = PackedSamples(held_back, length, tune.packing, needed * batch, None)
+        batches = math.ceil(made(held_back, samples=0, seed=None).per_epoch / batch)
+        changes["eval"] = recipe.eval.model_copy(update={"batches": batches})
+        validation = made(held_back, samples=batches * batch, seed=None)
     recipe = recipe.model_copy(update=changes)
-    total = recipe.train.samples_in(recipe.train.steps)
-    training = PackedSamples(to_train, length, tune.packing, total, recipe.train.seed)
-    return Tuning(recipe, tokenizer, templates.load(tune.template, tokenizer), corpus, training, validation)
+    training = made(found, samples=recipe.train.samples_in(recipe.train.steps), seed=recipe.train.seed)
+    return Tuning(recipe, tokenizer, templates.load(tune.template, tokenizer), tally, training, validation)
 
 
 def run(tuning: Tuning, path: Path | None, resume: str = "auto") -> Run:
     """Tune as the recipe says."""
-    recipe = tuning.recipe
-    assert recipe.finetune is not None
-    extension = Adapting(recipe) if recipe.finetune.adapter is not None else sparsity.extension(recipe)
+    recipe, tune = tuning.recipe, tuning.recipe.finetune
+    assert tune is not None
+    extension = Adapting(recipe) if tune.adapter is not None else sparsity.extension(recipe) or Extension()
+    if tune.neftune:
+        extension = add_noise(extension, tune.neftune, recipe.data.sequence_length)
+    if tune.dpo is not None:
+        pairs = [each for each in (tuning.training, tuning.validation) if isinstance(each, PairSamples)]
+        extension = Preferring(extension, tune.dpo.beta, pairs)
     return train.run(recipe, path, extension, resume, tuning.open_data)
 
 
@@ -123,15 +142,12 @@ def tokenizer_of(recipe: Recipe) -> Tokenizer:
     return open_source(str(recipe.train.init_from)).load_tokenizer()
 
 
-def _divided(conversations: list[Encoded], share: float, seed: int) -> tuple[list[Encoded], list[Encoded]]:
+def _divided(found: list[Any], share: float, seed: int) -> tuple[list[Any], list[Any]]:
     """What to train on, and what to hold back for validation: chosen by chance, the same for the same seed."""
-    held = round(share * len(conversations))
-    if share and not held:
-        held = 1
-    if held >= len(conversations):
-        if share:
-            console.warn("there are too few conversations to hold any back for validation")
+    held = max(1, round(share * len(found))) if share else 0
+    if held >= len(found):
+        console.warn("there are too few conversations to hold any back for validation")
         held = 0
-    chosen = set(np.random.RandomState(seed).permutation(len(conversations))[:held].tolist())
-    numbered = list(enumerate(conversations))
+    chosen = set(np.random.RandomState(seed).permutation(len(found))[:held].tolist())
+    numbered = list(enumerate(found))
     return [each for n, each in numbered if n not in chosen], [each for n, each in numbered if n in chosen]

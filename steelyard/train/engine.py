@@ -90,8 +90,11 @@ class Engine:
         Returns the summed loss of the whole step, the gradient norm before clipping, and whether the step was skipped
         because that norm is not finite: all as tensors that the device may still be computing.
         """
-        batch = self._batch(rows, first_sample)
+        batch = self.batch_of(rows, first_sample)
+        batch, other_loss = self.extension.weigh(self, batch)
         loss = self._forward_and_backward(batch, loss_scale / labels)
+        if other_loss is not None:
+            loss = other_loss
         self.timeline.mark("gradients")
         self.gradients.finish()
         scaled_norm, sums = self.gradients.norm_with(self._of_the_world(loss)[None])
@@ -113,20 +116,31 @@ class Engine:
         """The summed loss of rows, over all ranks that have their own."""
         for model in self.assembly.stages.values():
             model.eval()
-        with torch.no_grad():
-            micro_batches = self._micro_batches(self._batch(rows, None))
-            if self.assembly.pipeline is not None:
-                loss = self.assembly.pipeline.evaluate(micro_batches)
-            else:
-                loss = torch.zeros((), dtype=torch.float64, device=self.device)
-                for micro in micro_batches:
-                    loss += self.assembly.model(**micro).double().sum()
+        batch, loss = self.extension.weigh(self, self.batch_of(rows))
+        if loss is None:
+            loss = self._losses(batch, self.recipe.train.micro_batch).sum()
         for model in self.assembly.stages.values():
             model.train()
         loss = self._of_the_world(loss)
         if self.mesh.world.size > 1:
             torch.distributed.all_reduce(loss)
         return loss
+
+    def row_losses(self, batch: Batch) -> Tensor:
+        """The loss of each row by itself, without a gradient, known to all ranks that share the rows."""
+        losses = self._losses(batch, 1)
+        for axis in (self.mesh.context, self.mesh.pipeline):
+            if axis.size > 1:
+                torch.distributed.all_reduce(losses, group=axis.group)
+        return losses
+
+    @torch.no_grad()
+    def _losses(self, batch: Batch, size: int) -> Tensor:
+        """The loss of every `size` rows, as far as this rank computes it."""
+        micro_batches = self._micro_batches(batch, size)
+        if self.assembly.pipeline is not None:
+            return torch.stack(self.assembly.pipeline.evaluate(micro_batches))
+        return torch.stack([self.assembly.model(**micro).double().sum() for micro in micro_batches])
 
     def _forward_and_backward(self, batch: Batch, scale: float) -> Tensor:
         factor = torch.full((), scale, device=self.device)
@@ -138,7 +152,7 @@ class Engine:
             return loss.double()
         model = self.assembly.model
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for number, micro in enumerate(self._micro_batches(batch)):
+        for number, micro in enumerate(self._micro_batches(batch, self.recipe.train.micro_batch)):
             sharding.before_micro_batch(model, self.recipe.parallel.zero, is_last=number == count - 1)
             self.timeline.mark("forward", 0, number)
             loss = model(**micro).sum()
@@ -158,12 +172,11 @@ class Engine:
             if loss is not None:
                 (loss * factor * self.mesh.data.size).backward()
 
-    def _micro_batches(self, batch: Batch) -> Iterator[Batch]:
-        size = self.recipe.train.micro_batch
+    def _micro_batches(self, batch: Batch, size: int) -> Iterator[Batch]:
         for first in range(0, len(batch["inputs"]), size):
             yield {name: value[first : first + size] for name, value in batch.items()}
 
-    def _batch(self, rows: Rows, first_sample: int | None) -> Batch:
+    def batch_of(self, rows: Rows, first_sample: int | None = None) -> Batch:
         """What the model takes, on its device: this rank's part of each row where sequences are cut."""
         vocab, data = self.recipe.model.vocab, self.recipe.data
         largest = max(rows["inputs"].max(), rows["labels_BL"].max())

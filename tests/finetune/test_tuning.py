@@ -101,17 +101,17 @@ def test_what_comes_out_loads_in_transformers_and_speaks_the_template(bases, pla
 
 def test_encoding_is_kept_and_made_anew_when_anything_changes(bases, place):
     recipe = recipe_of(bases / "llama")
-    first = tuning.prepare(recipe).corpus
+    first = tuning.prepare(recipe).training
     [kept] = place.glob(".steelyard-*.npz")
-    again = tuning.prepare(recipe).corpus
+    again = tuning.prepare(recipe).training
     assert all((a.ids == b.ids).all() and (a.learned == b.learned).all()
                for a, b in zip(first.conversations, again.conversations, strict=True))  # fmt: skip
     tuning.prepare(recipe_of(bases / "llama", "finetune.loss=all"))
     assert len(list(place.glob(".steelyard-*.npz"))) == 2
     kept.write_bytes(kept.read_bytes()[:100])
-    assert len(tuning.prepare(recipe).corpus.conversations) == len(first.conversations)
+    assert len(tuning.prepare(recipe).training.conversations) == len(first.conversations)
     write_jsonl(place / "talks.jsonl", talks(10))
-    assert len(tuning.prepare(recipe).corpus.conversations) == 10
+    assert len(tuning.prepare(recipe).training.conversations) == 9
 
 
 @pytest.mark.parametrize(
