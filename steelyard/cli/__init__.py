@@ -35,6 +35,8 @@ COMMANDS = {
     "tokenizer": ("tokenizer", "Train, look at and export tokenizers."),
     "data": ("data", "Fetch and convert text, and turn it into token files."),
     "train": ("train", "Train a model as a recipe says."),
+    "prune": ("prune", "Prune a checkpoint in one shot."),
+    "mask": ("mask", "Look at masks, and apply them to weights."),
     "checkpoint": ("checkpoint", "Convert, look at and compare checkpoints of any format."),
     "eval": ("eval", "Measure perplexity, and score tasks."),
     "generate": ("generate", "Let a trained model write."),

@@ -14,6 +14,7 @@ from steelyard.cli.options import (
     Dtype,
     DtypeOption,
     JsonOption,
+    MaskOption,
     TokenizerOption,
     print_result,
 )
@@ -49,6 +50,7 @@ def ppl(
     nproc: NprocOption = None,
     tensor: Annotated[int, typer.Option(min=1, help="Ranks that share one copy of the model.")] = 1,
     tokenizer: TokenizerOption = None,
+    mask: MaskOption = None,
     device: DeviceOption = Device.auto,
     dtype: DtypeOption = Dtype.auto,
     json: JsonOption = False,
@@ -64,7 +66,7 @@ def ppl(
     from steelyard.evaluate import perplexity
 
     request = perplexity.Request(
-        checkpoint, data, sequence_length, stride, protocol.value, tensor, tokenizer, device, dtype
+        checkpoint, data, sequence_length, stride, protocol.value, tensor, tokenizer, device, dtype, mask
     )
     result = perplexity.perplexity(request)
     if result is not None:
@@ -79,6 +81,7 @@ def tasks(
     batch: Annotated[int, typer.Option(min=1, help="Texts at once.")] = 8,
     include: Annotated[str | None, typer.Option(metavar="DIR", help="A folder of your own task definitions.")] = None,
     tokenizer: TokenizerOption = None,
+    mask: MaskOption = None,
     device: DeviceOption = Device.auto,
     dtype: DtypeOption = Dtype.auto,
     json: JsonOption = False,
@@ -92,5 +95,5 @@ def tasks(
 
     scoring.check_installed()
     options = scoring.TaskOptions(shots, limit, batch, include)
-    result = scoring.run(writer(checkpoint, tokenizer, device, dtype), tasks.split(","), options)
+    result = scoring.run(writer(checkpoint, tokenizer, device, dtype, mask), tasks.split(","), options)
     print_result(result, json, scoring.as_text(result))

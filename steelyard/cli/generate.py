@@ -13,6 +13,7 @@ from steelyard.cli.options import (
     Dtype,
     DtypeOption,
     JsonOption,
+    MaskOption,
     TokenizerOption,
     print_result,
 )
@@ -34,6 +35,7 @@ def generate(
     seed: Annotated[int, typer.Option(help="Seed of the choices.")] = 0,
     stream: Annotated[bool, typer.Option("--stream", help="Print the text as it comes.")] = False,
     tokenizer: TokenizerOption = None,
+    mask: MaskOption = None,
     device: DeviceOption = Device.auto,
     dtype: DtypeOption = Dtype.auto,
     json: JsonOption = False,
@@ -47,7 +49,7 @@ def generate(
     from steelyard.evaluate.generate import Sampling, result, writer
 
     sampling = Sampling(max_tokens, temperature, top_k, top_p, seed)
-    opened = writer(checkpoint, tokenizer, device, dtype)
+    opened = writer(checkpoint, tokenizer, device, dtype, mask)
     if not stream:
         written = result(opened, prompt, sampling)
         return print_result(written, json, written["text"])

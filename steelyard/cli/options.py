@@ -59,6 +59,14 @@ TokenizerOption = Annotated[
 ]
 DeviceOption = Annotated[Device, typer.Option(help="Where to compute; auto is a GPU where there is one.")]
 DtypeOption = Annotated[Dtype, typer.Option(help="Precision; auto is fp32 on a CPU and the checkpoint's own on a GPU.")]
+MaskOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE|none",
+        help="Masks to apply; none leaves out those that the checkpoint brings.",
+        show_default=False,
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 
 

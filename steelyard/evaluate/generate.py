@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steelyard.checkpoint.formats import Source, open_source
+from steelyard.checkpoint.formats import Source
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
-from steelyard.evaluate.network import context_of, device_for, dtype_for, loaded, tokenizer_for
+from steelyard.evaluate.network import context_of, loaded, tokenizer_for
 from steelyard.model import Cache, LanguageModel
+from steelyard.sparsity import source as sparse
 from steelyard.text.tokenizer import Tokenizer
+from steelyard.train.device import device_for, dtype_for
 
 UNFINISHED = "\ufffd"  # What a tokenizer shows for bytes that are not yet a character.
 TOKENS_TO_LOOK_BACK = 6
@@ -64,9 +66,15 @@ class Writer:
             yield token
 
 
-def writer(path: str | Path, tokenizer: str | None = None, device: str = "auto", dtype: str = "auto") -> Writer:
-    """Load a checkpoint of any format to write with."""
-    source = open_source(path)
+def writer(
+    path: str | Path,
+    tokenizer: str | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    mask: str | None = None,
+) -> Writer:
+    """Load a checkpoint of any format to write with, seen through a mask where there is one."""
+    source = sparse.opened(path, mask)
     vocabulary = tokenizer_for(source, tokenizer)
     if vocabulary.vocab_size > source.shape.padded_vocab:
         raise UserError(

@@ -23,25 +23,8 @@ from steelyard.parallel.mesh import Mesh
 from steelyard.parallel.parts import Part
 from steelyard.text import tokenizer as tokenizers
 from steelyard.text.tokenizer import Tokenizer
-from steelyard.train import device as devices
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
-NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-
-
-def device_for(name: str) -> torch.device:
-    """The device that `auto`, `cpu` or `cuda` means on this machine."""
-    has_gpu = torch.cuda.is_available()
-    if name == "cuda" and not has_gpu:
-        raise UserError("no CUDA device is available", mend="use --device auto or cpu")
-    return torch.device("cuda" if name == "cuda" or (name == "auto" and has_gpu) else "cpu")
-
-
-def dtype_for(name: str, source: Source, device: torch.device) -> torch.dtype:
-    """The precision to compute in; `auto` is fp32 on a CPU and the checkpoint's own on a GPU."""
-    if name != "auto":
-        return devices.DTYPES[name]
-    return source.dtype if device.type == "cuda" and source.dtype in NAMES else torch.float32
 
 
 def tokenizer_for(source: Source, named: str | None) -> Tokenizer:

@@ -17,19 +17,21 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from steelyard.checkpoint.formats import Source, open_source
+from steelyard.checkpoint.formats import Source
 from steelyard.core import units
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.core.recipe.model import GptModel
 from steelyard.evaluate import stream as streams
-from steelyard.evaluate.network import NAMES, context_of, device_for, dtype_for, loaded, mesh_for, tokenizer_for
+from steelyard.evaluate.network import context_of, loaded, mesh_for, tokenizer_for
 from steelyard.evaluate.stream import Stream
 from steelyard.evaluate.windows import Plan, Protocol, Window, plan
 from steelyard.model import LanguageModel
 from steelyard.parallel.mesh import Mesh
 from steelyard.parallel.world import World, alike, everywhere, join
 from steelyard.sizes.model import parameters
+from steelyard.sparsity import source as sparse
+from steelyard.train.device import NAMES, device_for, dtype_for
 
 LONGEST = 4096  # the length of windows, where none is asked for and the model sees as much
 TOKENS_AT_ONCE = {"cpu": 2048, "cuda": 16384}
@@ -49,6 +51,7 @@ class Request:
     tokenizer: str | None = None
     device: str = "auto"
     dtype: str = "auto"
+    mask: str | None = None
 
 
 def perplexity(request: Request) -> dict[str, Any] | None:
@@ -61,7 +64,7 @@ def perplexity(request: Request) -> dict[str, Any] | None:
         with alike(world):
             if world.size % request.tensor:
                 raise UserError(f"{world.size} ranks are no multiple of --tensor {request.tensor}", where="--nproc")
-            source = open_source(request.checkpoint)
+            source = sparse.opened(request.checkpoint, request.mask)
             length = _length(request, source)
         stream = _stream(request, source, world)
         dtype = dtype_for(request.dtype, source, device)
@@ -180,6 +183,7 @@ def _result(
         "windows": len(cut.windows),
         "protocol": protocol | ({"remark": remark} if remark else {}),
         "checkpoint": str(source.path),
+        "mask": request.mask,
         "step": source.step,
         "parameters": parameters(source.shape).total,
         "ranks": world.size,
@@ -196,6 +200,7 @@ def as_text(result: dict[str, Any]) -> str:
     lines = {
         "perplexity": "beyond counting" if number is None else f"{number:.4f}  (loss {result['loss']:.6f})",
         "model": f"{result['checkpoint']}, {model}",
+        **({"mask": result["mask"]} if result["mask"] else {}),
         "tokens": f"{result['tokens']}, of which {result['predicted']} predicted",
         "protocol": result["protocol"]["name"],
         **{key: value for key, value in result["protocol"].items() if key != "name"},

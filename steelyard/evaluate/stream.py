@@ -16,6 +16,7 @@ from steelyard.checkpoint.formats import Source
 from steelyard.checkpoint.formats.steelyard import SteelyardSource
 from steelyard.core.errors import UserError
 from steelyard.core.run import MANIFEST
+from steelyard.sparsity.source import Seen
 from steelyard.text import download
 from steelyard.text.corpus import documents, named_files
 from steelyard.text.formats import format_of
@@ -101,6 +102,8 @@ def _forms(names: Iterable[str]) -> set[str]:
 
 def _trained_on(source: Source) -> list[str]:
     """The names of a run's token files and of the texts they were made of, as far as they are known."""
+    while isinstance(source, Seen):
+        source = source.source
     if not isinstance(source, SteelyardSource) or not (source.path.parent.parent / MANIFEST).is_file():
         return []
     names = []

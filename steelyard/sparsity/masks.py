@@ -148,6 +148,34 @@ class MaskFile:
         return self._extents[name].read()
 
 
+def described(path: str | Path) -> dict[str, Any]:
+    """What a mask file is. All of it is read: the checksum is checked, and the share that is pruned is counted."""
+    masks = MaskFile(path)
+    weights = sum(math.prod(masks.shape(name)) for name in masks.names())
+    kept = sum(int(masks.mask(name).sum()) for name in masks.names())
+    size = masks.path.stat().st_size
+    return {
+        "path": str(path),
+        "pattern": str(masks.pattern),
+        "matrices": len(masks.names()),
+        "weights": weights,
+        "sparsity": 1 - kept / weights if weights else 0.0,
+        "bytes": size,
+        "bits_a_weight": round(8 * size / weights, 4) if weights else None,
+        "base": masks.base,
+        "made_by": masks.made_by,
+    }
+
+
+def as_text(result: dict[str, Any]) -> str:
+    """The same for a person."""
+    lines = {
+        **result,
+        **{f"{key}.{inner}": value for key in ("base", "made_by") for inner, value in result[key].items()},
+    }
+    return "\n".join(f"{key:22} {value}" for key, value in lines.items() if key not in ("base", "made_by"))
+
+
 def packed_bytes(shape: tuple[int, ...], pattern: Pattern) -> int:
     """How many bytes a matrix's mask takes."""
     planes = CODED.get(str(pattern), 1)
@@ -162,7 +190,7 @@ def pack(mask: Tensor, pattern: Pattern) -> Tensor:
     bits = CODED.get(str(pattern))
     if bits is None:
         return _bytes([mask])
-    codes = _codes(pattern)[_as_numbers(mask.cpu().view(-1, pattern.group))]
+    codes = _codes(pattern)[_as_numbers(mask.cpu().reshape(-1, pattern.group))]
     return _bytes([codes >> bit & 1 for bit in range(bits)])
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -44,6 +45,23 @@ class Pruned:
     """Inputs that were zero in every token."""
 
 
+class Hessian:
+    """H of a matrix's inputs. What is made of it is made once, for all matrices that share the inputs."""
+
+    def __init__(self, matrix_II: Tensor) -> None:
+        self.matrix_II = matrix_II
+
+    @cached_property
+    def dead_I(self) -> Tensor:
+        """Inputs that were zero in every token."""
+        return self.matrix_II.diagonal() == 0
+
+    @cached_property
+    def factor(self) -> tuple[Tensor, float]:
+        """U, and the damping that it took."""
+        return inverse_factor(self.matrix_II)
+
+
 def method_named(name: str) -> Method:
     """The method of that name, whatever its case."""
     for method in METHODS:
@@ -58,26 +76,26 @@ def method_named(name: str) -> Method:
 
 
 def prune_matrix(
-    weight_OI: Tensor, hessian_II: Tensor | None, pattern: Pattern, method: Method, update: bool = False
+    weight_OI: Tensor, hessian: Hessian | None, pattern: Pattern, method: Method, update: bool = False
 ) -> Pruned:
     """Prune one matrix. The result has the weight's dtype, and lies where it lay."""
     weight = weight_OI.float()
     if method == "magnitude":
         return _without(weight_OI, pattern.keep_best(weight.abs()))
-    assert hessian_II is not None, "only magnitude needs no inputs"
+    assert hessian is not None, "only magnitude needs no inputs"
     if method == "wanda":
         # ||x_i||^2 is H_ii times n/2, which orders alike.
-        return _without(weight_OI, pattern.keep_best(weight.abs() * hessian_II.diagonal().sqrt()))
-    dead_I = hessian_II.diagonal() == 0
-    weight = weight.masked_fill(dead_I, 0.0)
-    factor_II, damping = inverse_factor(hessian_II)
+        return _without(weight_OI, pattern.keep_best(weight.abs() * hessian.matrix_II.diagonal().sqrt()))
+    weight = weight.masked_fill(hessian.dead_I, 0.0)
+    dead = int(hessian.dead_I.sum())
+    factor_II, damping = hessian.factor
     if method == "hessian":
         mask_OI = pattern.keep_best(weight.square() / factor_II.diagonal().square())
-        return _without(weight_OI, mask_OI, damping, int(dead_I.sum()))
+        return _without(weight_OI, mask_OI, damping, dead)
     mask_OI, updated_OI = walk(weight, factor_II, pattern)
     if not update:
-        return _without(weight_OI, mask_OI, damping, int(dead_I.sum()))
-    return Pruned(mask_OI, updated_OI.to(weight_OI.dtype), damping, int(dead_I.sum()))
+        return _without(weight_OI, mask_OI, damping, dead)
+    return Pruned(mask_OI, updated_OI.to(weight_OI.dtype), damping, dead)
 
 
 def _without(weight_OI: Tensor, mask_OI: Tensor, damping: float | None = None, dead: int = 0) -> Pruned:

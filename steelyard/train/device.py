@@ -1,12 +1,14 @@
-"""Where a run computes, and in which precision."""
+"""Where a run or a command computes, and in which precision."""
 
 from __future__ import annotations
 
 import torch
 
+from steelyard.checkpoint.formats import Source
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
 
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 FP8_SINCE = (8, 9)  # compute capability
 
@@ -30,3 +32,18 @@ def compiles(recipe: Recipe, device: torch.device) -> bool:
     if recipe.train.compile is not None:
         return recipe.train.compile
     return device.type == "cuda" and not (recipe.parallel.pipeline > 1 and recipe.parallel.schedule == "zero-bubble")
+
+
+def device_for(name: str) -> torch.device:
+    """The device that `auto`, `cpu` or `cuda` means on this machine."""
+    has_gpu = torch.cuda.is_available()
+    if name == "cuda" and not has_gpu:
+        raise UserError("no CUDA device is available", mend="use --device auto or cpu")
+    return torch.device("cuda" if name == "cuda" or (name == "auto" and has_gpu) else "cpu")
+
+
+def dtype_for(name: str, source: Source, device: torch.device) -> torch.dtype:
+    """The precision to compute in; `auto` is fp32 on a CPU and the checkpoint's own on a GPU."""
+    if name != "auto":
+        return DTYPES[name]
+    return source.dtype if device.type == "cuda" and source.dtype in NAMES else torch.float32

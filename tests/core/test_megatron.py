@@ -302,9 +302,15 @@ def test_a_condition_on_an_argument_chooses_where_the_weights_come_from(place):
     assert fresh.train.init_from == "./pruned"
     assert [(source.prefix, source.weight) for source in fresh.data.train] == [("data/a", 0.7), ("data/b", 0.3)]
     assert (fresh.model.vocab, fresh.model.vocab_multiple, fresh.parallel.data) == (32000, 8, 1)
-    assert {"--gumbel-scale-range", "--N", "--M", "--mask-only", "--weight-reg"} <= set(left(reading))
+    sparsity = fresh.sparsity
+    assert (sparsity.method, sparsity.pattern, sparsity.temperature) == ("learned", "2:4", [4.0, 0.05])
+    assert (sparsity.scale, sparsity.weight_reg) == ([100.0, 500.0], [1e-5, 0.0])
+    assert (sparsity.prior_strength, sparsity.learning_rate_multiplier) == (3.0, 10.0)
+    assert any("steelyard mask export ./pruned prior.mask" in question for question in reading.questions)
+    assert not {"--gumbel-scale-range", "--N", "--M", "--mask-only", "--weight-reg"} & set(left(reading))
     resumed, reading = meant("masks.sh", arguments=("1",))
     assert resumed.train.init_from is None
+    assert any("set sparsity.base" in question for question in reading.questions)
     assert "resumed by the same command" in left(reading)["--load"]
 
 
@@ -411,6 +417,12 @@ def test_what_megatron_assumes_is_written_out(place):
         ("--distributed-timeout-minutes 30", "parallel.timeout_minutes", 30.0),
         ("--load elsewhere", "train.init_from", "elsewhere"),
         ("--seed 1 --seed=7", "train.seed", 7),
+        ("--mask-only --gumbel-temperature-range 2 0.05", "sparsity.temperature", [2.0, 0.05]),
+        ("--gumbel-scale-range 1e2 5e2", "sparsity.scale", [100.0, 500.0]),
+        ("--mask-only --N 1 --M 4", "sparsity.pattern", "1:4"),
+        ("--weight-reg 1e-5 1e-5", "sparsity.weight_reg", [1e-5, 1e-5]),
+        ("--mask-only --prior-strength 5", "sparsity.prior_strength", 5.0),
+        ("--mask-only --lr-mult 20 --hard", "sparsity.learning_rate_multiplier", 20.0),
     ],
 )
 def test_a_flag_becomes_its_key(flags, key, value, place):
@@ -464,6 +476,9 @@ def test_a_tokenizer_that_is_here_is_counted(place):
         ("--global-batch-size 10", "train.global_batch"),
         ("--pipeline-model-parallel-size 2 --balance 1-4", "holds 5 layers"),
         ("--rampup-batch-size 16 16", "not start, increment and samples"),
+        ("--gumbel-scale-range 1", "not a first and a last value"),
+        ("--weight-reg much", "--weight-reg is 'much', which is not a number"),
+        ("--mask-only --N 3", "masks of 3:4 cannot be learned"),
     ],
 )
 def test_what_cannot_be_a_recipe_is_refused_with_the_place(flags, message, place):

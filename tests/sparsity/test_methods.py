@@ -5,7 +5,7 @@ import torch
 
 from steelyard.core.errors import Fault, UserError
 from steelyard.sparsity import methods
-from steelyard.sparsity.methods import method_named, prune_matrix, reconstruction_error
+from steelyard.sparsity.methods import Hessian, method_named, prune_matrix, reconstruction_error
 from steelyard.sparsity.patterns import Pattern
 from tests.sparsity import published
 
@@ -39,7 +39,7 @@ def test_an_unknown_method_is_refused_with_the_nearest():
 def test_wanda_is_the_published_one(pattern):
     weight, inputs = problem()
     chosen = Pattern.parse(pattern)
-    pruned = prune_matrix(weight, gram(inputs), chosen, "wanda")
+    pruned = prune_matrix(weight, Hessian(gram(inputs)), chosen, "wanda")
     assert torch.equal(pruned.mask_OI, published.wanda(weight, inputs, chosen.keep, chosen.group))
     assert torch.equal(pruned.weight_OI, weight * pruned.mask_OI)
 
@@ -48,7 +48,7 @@ def test_wanda_is_the_published_one(pattern):
 def test_hessian_is_the_published_score(pattern):
     weight, inputs = problem()
     chosen = Pattern.parse(pattern)
-    pruned = prune_matrix(weight, gram(inputs), chosen, "hessian")
+    pruned = prune_matrix(weight, Hessian(gram(inputs)), chosen, "hessian")
     assert torch.equal(pruned.mask_OI, published.one_look(weight, inputs, chosen.keep, chosen.group))
     assert torch.equal(pruned.weight_OI, weight * pruned.mask_OI)
 
@@ -60,10 +60,10 @@ def test_sparsegpt_is_the_published_one_whatever_the_blocks(pattern, at_once, mo
     weight, inputs = problem()
     chosen = Pattern.parse(pattern)
     mask, updated = published.sparsegpt(weight, inputs, chosen.keep, chosen.group)
-    pruned = prune_matrix(weight, gram(inputs), chosen, "sparsegpt", update=True)
+    pruned = prune_matrix(weight, Hessian(gram(inputs)), chosen, "sparsegpt", update=True)
     assert torch.equal(pruned.mask_OI, mask)
     torch.testing.assert_close(pruned.weight_OI.double(), updated, rtol=1e-3, atol=1e-4)
-    kept = prune_matrix(weight, gram(inputs), chosen, "sparsegpt", update=False)
+    kept = prune_matrix(weight, Hessian(gram(inputs)), chosen, "sparsegpt", update=False)
     assert torch.equal(kept.mask_OI, mask)
     assert torch.equal(kept.weight_OI, weight * mask)
 
@@ -72,7 +72,7 @@ def test_sparsegpt_without_groups_takes_the_share_from_each_block_of_columns(mon
     monkeypatch.setattr(methods, "COLUMNS_AT_ONCE", 16)
     weight, inputs = problem()
     mask, updated = published.sparsegpt(weight, inputs, 0, 0, share=0.5, block=16)
-    pruned = prune_matrix(weight, gram(inputs), Pattern.parse("0.5"), "sparsegpt", update=True)
+    pruned = prune_matrix(weight, Hessian(gram(inputs)), Pattern.parse("0.5"), "sparsegpt", update=True)
     assert torch.equal(pruned.mask_OI, mask)
     torch.testing.assert_close(pruned.weight_OI.double(), updated, rtol=1e-3, atol=1e-4)
 
@@ -81,7 +81,7 @@ def test_sparsegpt_without_groups_takes_the_share_from_each_block_of_columns(mon
 def test_inputs_of_one_size_and_no_relation_leave_only_the_magnitude(method):
     weight, _ = problem()
     pattern = Pattern.parse("2:4")
-    pruned = prune_matrix(weight, 3 * torch.eye(48), pattern, method, update=method == "sparsegpt")
+    pruned = prune_matrix(weight, Hessian(3 * torch.eye(48)), pattern, method, update=method == "sparsegpt")
     assert torch.equal(pruned.mask_OI, prune_matrix(weight, None, pattern, "magnitude").mask_OI)
     torch.testing.assert_close(pruned.weight_OI, weight * pruned.mask_OI)
 
@@ -92,7 +92,7 @@ def test_one_pruned_weight_of_four_is_made_up_for_by_the_closed_form():
     _, inputs = problem(inputs=4)
     inverse = published.damped_inverse(gram(inputs))
     expected = weight.double() - 0.01 / inverse[0, 0] * inverse[0]
-    pruned = prune_matrix(weight, gram(inputs), Pattern.parse("3:4"), "sparsegpt", update=True)
+    pruned = prune_matrix(weight, Hessian(gram(inputs)), Pattern.parse("3:4"), "sparsegpt", update=True)
     assert pruned.mask_OI.tolist() == [[False, True, True, True]]
     torch.testing.assert_close(pruned.weight_OI[0, 1:].double(), expected[0, 1:], rtol=1e-5, atol=1e-6)
 
@@ -102,7 +102,7 @@ def test_inputs_that_say_the_same_let_one_weight_take_over_the_other():
     x = torch.randn(500, 2, generator=torch.Generator().manual_seed(0))
     inputs = torch.stack([x[:, 0], x[:, 0], x[:, 1], x[:, 1]], dim=1)
     weight = torch.tensor([[0.5, 1.0, 0.6, 2.0]])
-    pruned = prune_matrix(weight, gram(inputs), Pattern.parse("2:4"), "sparsegpt", update=True)
+    pruned = prune_matrix(weight, Hessian(gram(inputs)), Pattern.parse("2:4"), "sparsegpt", update=True)
     torch.testing.assert_close(pruned.weight_OI, torch.tensor([[0.0, 1.5, 0.0, 2.6]]), rtol=0.02, atol=0.0)
 
 
@@ -111,7 +111,7 @@ def test_the_update_lowers_the_error_and_wanda_beats_magnitude():
     matrix, pattern = gram(inputs), Pattern.parse("2:4")
 
     def error(method, update=False):
-        pruned = prune_matrix(weight, matrix, pattern, method, update)
+        pruned = prune_matrix(weight, Hessian(matrix), pattern, method, update)
         lost, whole = reconstruction_error(weight, pruned.weight_OI, matrix)
         return lost / whole
 
@@ -131,13 +131,13 @@ def test_a_dead_input_is_pruned_first_and_counted():
     inputs[:, [0, 1, 5]] = 0
     chosen = Pattern.parse("2:4")
     mask, updated = published.sparsegpt(weight, inputs, 2, 4)
-    pruned = prune_matrix(weight, gram(inputs), chosen, "sparsegpt", update=True)
+    pruned = prune_matrix(weight, Hessian(gram(inputs)), chosen, "sparsegpt", update=True)
     assert pruned.dead == 3
     assert torch.equal(pruned.mask_OI[:, 4:], mask[:, 4:])
     assert pruned.mask_OI[:, :2].sum() == 0
     assert not pruned.weight_OI[:, [0, 1, 5]].any()
     torch.testing.assert_close(pruned.weight_OI.double(), updated, rtol=1e-3, atol=1e-4)
-    assert prune_matrix(weight, gram(inputs), chosen, "hessian").mask_OI[:, :2].sum() == 0
+    assert prune_matrix(weight, Hessian(gram(inputs)), chosen, "hessian").mask_OI[:, :2].sum() == 0
 
 
 def test_an_h_that_cannot_be_factored_is_damped_step_by_step():
@@ -160,7 +160,7 @@ def test_a_weight_keeps_its_dtype_and_its_kept_values_to_the_bit():
     weight, inputs = problem()
     weight = weight.bfloat16()
     for method in methods.METHODS:
-        pruned = prune_matrix(weight, gram(inputs), Pattern.parse("2:4"), method)
+        pruned = prune_matrix(weight, Hessian(gram(inputs)), Pattern.parse("2:4"), method)
         assert pruned.weight_OI.dtype == torch.bfloat16
         assert torch.equal(pruned.weight_OI[pruned.mask_OI], weight[pruned.mask_OI])
         assert not pruned.weight_OI[~pruned.mask_OI].any()

@@ -18,6 +18,7 @@ from steelyard.checkpoint.formats.entries import Entry, megatron
 from steelyard.checkpoint.formats.huggingface import tokenizer_files
 from steelyard.checkpoint.formats.mapped import Mapped, Store
 from steelyard.checkpoint.formats.megatron_args import NOT_WEIGHTS, renamed
+from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.core.recipe.model import GptModel, LlamaModel
 
@@ -25,6 +26,8 @@ RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
 FILES = ("model_optim_rng.pt", "model_rng.pt")
 TOKENIZER = "tokenizer"
 LAYER = re.compile(r"^(decoder\.layers\.)(\d+)(\..*)$")
+# What MaskLLM keeps beside a product's weight: logits of its masks, the masks they choose among, a mask.
+MASKS = re.compile(r"\.(diff_mask\.gate|diff_mask\.mask_options|mask)$")
 Pieces = dict[str, list[Tensor]]
 
 
@@ -48,8 +51,12 @@ def opened(path: Path) -> Mapped | None:
     shape = megatron_args.shape_of(args, str(files[0, 0]))
     version = first.get("checkpoint_version", 0)
     pieces = _joined_stages([[states[tp, pp] for tp in range(tensor)] for pp in range(pipeline)])
-    store = Ranks(pieces, shape, version)
+    store = Ranks({name: tensors for name, tensors in pieces.items() if not MASKS.search(name)}, shape, version)
+    store.masks = {name: tensors for name, tensors in pieces.items() if MASKS.search(name)}
     layout = {"tensor": tensor, "pipeline": pipeline, "checkpoint_version": version}
+    if store.masks:
+        layout["masks"] = len({name.removesuffix(".gate").rpartition(".")[0] for name in store.masks})
+        console.say(f"{folder} holds masks of MaskLLM's beside its weights; eval and generate apply them")
     source = Mapped("megatron", folder, shape, store, megatron(shape), layout)
     iteration = first.get("iteration")
     source.step = iteration if isinstance(iteration, int) else None
@@ -118,6 +125,8 @@ class Ranks(Store):
         if shape.tied:
             pieces.pop("output_layer.weight", None)
         self.pieces, self.shape, self.version = pieces, shape, version
+        self.masks: Pieces = {}
+        """MaskLLM's tensors, which are no weights: `sparsity/maskllm.py` reads them."""
         self.entries = {entry.name: entry for entry in megatron(shape)}
 
     def sizes(self) -> dict[str, tuple[int, ...]]:
@@ -134,7 +143,10 @@ class Ranks(Store):
         return {piece.dtype for pieces in self.pieces.values() for piece in pieces}
 
     def read(self, entry: Entry) -> Tensor:
-        pieces = self.pieces[entry.name]
+        return self.joined(entry, self.pieces[entry.name])
+
+    def joined(self, entry: Entry, pieces: list[Tensor]) -> Tensor:
+        """The whole of what lies like an entry's tensor: dimensions after its two come along."""
         if entry.cut is None:
             return pieces[0]
         if entry.join == "groups" and self.version < 2:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from steelyard.core.errors import UserError
-from steelyard.core.megatron import course, layout, shape, tools
+from steelyard.core.megatron import course, layout, shape, sparsity, tools
 from steelyard.core.megatron.draft import Draft
 from steelyard.core.megatron.flags import SHAPES, VARIABLES
 from steelyard.core.megatron.given import Given, Left
@@ -154,6 +154,7 @@ def _write(draft: Draft, program: str, ranks: int | None, sgd: str | None, count
     course.optim(draft, sgd)
     course.checkpoint(draft)
     course.watching(draft)
+    sparsity.sparsity(draft)
     draft.close()
 
 

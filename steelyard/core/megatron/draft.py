@@ -70,4 +70,4 @@ def _name_first(section: dict[str, Any]) -> dict[str, Any]:
     return dict(sorted(section.items(), key=lambda item: item[0] != "name"))
 
 
-ORDER = ("model", "data", "train", "optim", "parallel", "checkpoint", "eval", "log")
+ORDER = ("model", "data", "train", "optim", "sparsity", "parallel", "checkpoint", "eval", "log")

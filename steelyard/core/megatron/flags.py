@@ -1,8 +1,8 @@
 """Megatron's flags as data: which key of the recipe each one is, what Megatron assumes where it is silent, and why
 the others are not needed or cannot be carried over.
 
-Flags whose meaning depends on other flags are in `RULED` and have their code in `shape.py`, `course.py` and
-`layout.py`. Defaults are those of Megatron-LM (core 0.5 to 0.16) unless said otherwise.
+Flags whose meaning depends on other flags are in `RULED` and have their code in `shape.py`, `course.py`,
+`layout.py` and `sparsity.py`. Defaults are those of Megatron-LM (core 0.5 to 0.16) unless said otherwise.
 """
 
 from __future__ import annotations
@@ -66,6 +66,8 @@ RULED: dict[str, int | None] = {
     "--data-parallel-sharding-strategy": 1, "--use-torch-fsdp2": 0, "--deepspeed_config": 1,
     "--recompute-activations": 0, "--recompute-granularity": 1, "--recompute-method": 1, "--recompute-num-layers": 1,
     "--deepspeed-activation-checkpointing": 0, "--checkpoint-num-layers": 1,
+    "--gumbel-temperature-range": 2, "--gumbel-scale-range": 2, "--N": 1, "--M": 1, "--mask-only": 0, "--hard": 0,
+    "--weight-reg": 2, "--prior-strength": 1, "--lr-mult": 1,
 }  # fmt: skip
 # Flags that need nothing here, by the reason; a trailing or leading * stands for any letters.
 NOT_NEEDED: dict[str, list[str]] = {
@@ -138,22 +140,9 @@ NOT_CARRIED: dict[str, str] = {
     "--init-method-xavier-uniform": "weights are drawn from a normal distribution of model.init_std",
     "--cpu-offloading-num-layers": "activations stay on the GPU",
     "--optimizer-cpu-offload": "optim.offload = true keeps the optimizer's state in the host's memory",
-    **dict.fromkeys(
-        (
-            "--gumbel-scale-range",
-            "--gumbel-temperature-range",
-            "--N",
-            "--M",
-            "--mask-only",
-            "--prior-strength",
-            "--lr-mult",
-            "--weight-reg",
-            "--sparse-pattern",
-            "--freeze-weight",
-            "--freeze-mask",
-        ),
-        "learning masks is no part of this recipe",
-    ),
+    "--sparse-pattern": "the pattern is that of --N and --M: sparsity.pattern",
+    "--freeze-weight": "weights are always frozen while masks are learned",
+    "--freeze-mask": 'a mask that stays is a method of its own: sparsity.method = "fixed"',
 }
 # What makes a model that no family here is.
 REFUSED: dict[str, str] = {

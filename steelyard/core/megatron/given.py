@@ -109,14 +109,15 @@ class Given:
     def whole(self, name: str, key: str) -> int | None:
         """The value of a flag as a whole number."""
         text = self.text(name, key)
-        return None if text is None else int(self._number(name, text, int))
+        return None if text is None else int(self.number(name, text, int))
 
     def real(self, name: str, key: str) -> float | None:
         """The value of a flag as a number."""
         text = self.text(name, key)
-        return None if text is None else float(self._number(name, text, float))
+        return None if text is None else self.number(name, text)
 
-    def _number(self, name: str, text: str, kind: type) -> float:
+    def number(self, name: str, text: str, kind: type = float) -> float:
+        """One of a flag's values as a number."""
         try:
             value: float = kind(text)
             if not math.isfinite(value):

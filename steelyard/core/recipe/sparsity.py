@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fnmatch import fnmatchcase
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator, model_validator
@@ -63,6 +64,11 @@ class Sparsity(Section):
         """N and M of the pattern."""
         kept, group = self.pattern.split(":")
         return int(kept), int(group)
+
+    def chooses(self, name: str) -> bool:
+        """Whether a matrix of a layer is masked."""
+        is_included = not self.include or any(fnmatchcase(name, pattern) for pattern in self.include)
+        return is_included and not any(fnmatchcase(name, pattern) for pattern in self.exclude)
 
     @model_validator(mode="after")
     def _of_one_method(self) -> Sparsity:

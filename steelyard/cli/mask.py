@@ -1,0 +1,51 @@
+"""`steelyard mask`: masks as files of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from steelyard.cli.options import JsonOption, print_result
+
+MaskArgument = Annotated[Path, typer.Argument(metavar="MASK", help="A mask file.", show_default=False)]
+
+
+def register(root: typer.Typer, name: str, help_: str) -> None:
+    """Add the commands to the tree."""
+    group = typer.Typer(help=help_, rich_markup_mode=None, no_args_is_help=True)
+    for command in (apply, info):
+        group.command(command.__name__)(command)
+    root.add_typer(group, name=name)
+
+
+def apply(
+    base: Annotated[
+        str, typer.Argument(metavar="BASE", help="The checkpoint that the masks belong to, of any format.")
+    ],
+    mask: MaskArgument,
+    destination: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
+    json: JsonOption = False,
+) -> None:
+    """Write a checkpoint as a Hugging Face folder, with zeros where the masks have them.
+
+    Example: steelyard mask apply models/Llama-3.1-8B wanda.mask pruned
+    """
+    from steelyard.checkpoint.formats import open_source
+    from steelyard.checkpoint.formats.write import Target, convert
+    from steelyard.sparsity.source import masked
+
+    result = convert(masked(open_source(base), mask), destination, Target("hf"))
+    print_result(result, json, f"{destination}: hf, {result['dtype']}")
+
+
+def info(mask: MaskArgument, json: JsonOption = False) -> None:
+    """Say what a mask file holds: pattern, matrices, bits a weight, what it was made for and how.
+
+    Example: steelyard mask info wanda.mask
+    """
+    from steelyard.sparsity.masks import as_text, described
+
+    result = described(mask)
+    print_result(result, json, as_text(result))

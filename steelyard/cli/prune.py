@@ -1,0 +1,84 @@
+"""`steelyard prune`."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from steelyard.cli.options import (
+    CheckpointArgument,
+    Device,
+    DeviceOption,
+    Dtype,
+    DtypeOption,
+    JsonOption,
+    TokenizerOption,
+    print_result,
+)
+
+
+class Save(StrEnum):
+    """What to write."""
+
+    weights = "weights"
+    mask = "mask"
+
+
+def register(root: typer.Typer, name: str, help_: str) -> None:
+    """Add the command to the tree."""
+    root.command(name)(prune)
+
+
+def prune(
+    checkpoint: CheckpointArgument,
+    destination: Annotated[Path, typer.Argument(metavar="OUT", help="The folder or mask file to write.")],
+    method: Annotated[str, typer.Option(help="magnitude, wanda, sparsegpt or hessian.")],
+    pattern: Annotated[str, typer.Option(help="N:M keeps N of M neighbours; 0.5 prunes half.")] = "2:4",
+    calibration: Annotated[
+        str | None,
+        typer.Option(metavar="FILE|PREFIX", help="Text or token files to show the model; magnitude can do without."),
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Windows of the calibration text.")] = 128,
+    sequence_length: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of a window.  [default: 4096, or what the model sees]")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Chooses the windows.")] = 0,
+    update_weights: Annotated[
+        bool | None,
+        typer.Option(
+            "--update-weights/--no-update-weights",
+            help="Let the weights that stay make up for those that go.  [default: with sparsegpt]",
+        ),
+    ] = None,
+    save: Annotated[Save, typer.Option(help="A Hugging Face folder with zeros, or the mask alone.")] = Save.weights,
+    dense_inputs: Annotated[
+        bool, typer.Option("--dense-inputs", help="Show each layer what the dense model hands on.")
+    ] = False,
+    include: Annotated[
+        list[str] | None, typer.Option(help="Only these: 0-3, mlp.down, layers.*.attention.*; several by commas.")
+    ] = None,
+    exclude: Annotated[list[str] | None, typer.Option(help="All but these.")] = None,
+    tokenizer: TokenizerOption = None,
+    device: DeviceOption = Device.auto,
+    dtype: DtypeOption = Dtype.auto,
+    json: JsonOption = False,
+) -> None:
+    """Prune a checkpoint in one shot, layer by layer: one layer is in memory at a time.
+
+    Example: steelyard prune models/Llama-3.1-8B pruned --method sparsegpt --calibration c4.jsonl
+    """
+    from steelyard.sparsity import prune as pruning
+
+    request = pruning.Request(
+        checkpoint, destination, method, pattern, update_weights, calibration, samples, sequence_length, seed,
+        save.value, dense_inputs, _split(include), _split(exclude), tokenizer, device.value, dtype.value,
+    )  # fmt: skip
+    report = pruning.prune(request)
+    print_result(report, json, pruning.as_text(report))
+
+
+def _split(lists: list[str] | None) -> tuple[str, ...]:
+    return tuple(word.strip() for words in lists or () for word in words.split(",") if word.strip())

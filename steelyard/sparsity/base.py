@@ -1,0 +1,80 @@
+"""Which weights a mask belongs to: where they lie, and a hash of what they are.
+
+Masks say nothing without the weights they were found for. So what holds masks names its base, and whoever puts the two
+together checks that they are the same weights still. The hash is over tensors under Steelyard's names, not over files:
+a base that was converted to another format, or cut into other shards, is the same base.
+
+    sha256 of the JSON [[name, dtype, size, sha256 of the bytes], ...], sorted by name, rows that pad the vocabulary
+    left out
+
+Tensors are read one after the other and hashed by several threads: 70 billion parameters in bf16 are as fast as eight
+cores (about 10 GB/s) or the disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steelyard.checkpoint.formats import Source, open_source
+from steelyard.core.console import console
+from steelyard.core.errors import UserError
+
+THREADS = 8
+VOCABULARY = ("embed.weight", "head.weight")
+
+
+def identity(source: Source) -> dict[str, str]:
+    """Path and hash of a checkpoint, as a mask file and a checkpoint of a learned run hold them."""
+    return {"path": str(Path(source.path).resolve()), "sha256": fingerprint(source)}
+
+
+def fingerprint(source: Source) -> str:
+    """A hash of all weights. Every one of them is read."""
+    entries: list[list[Any]] = []
+    waiting: deque[tuple[str, Tensor, Future[str]]] = deque()
+
+    def settle() -> None:
+        name, tensor, digest = waiting.popleft()
+        entries.append([name, str(tensor.dtype), list(tensor.shape), digest.result()])
+
+    names = source.names()
+    with ThreadPoolExecutor(THREADS) as pool, console.progress("checking the base", len(names), "tensors") as progress:
+        for name in names:
+            tensor = source.tensor(name)
+            if name in VOCABULARY:
+                tensor = tensor[: source.shape.vocab]
+            waiting.append((name, tensor, pool.submit(_digest, tensor)))
+            progress.advance(1)
+            while len(waiting) > THREADS:
+                settle()
+        while waiting:
+            settle()
+    return hashlib.sha256(json.dumps(sorted(entries)).encode()).hexdigest()
+
+
+def found(recorded: dict[str, Any], moved_to: str | None, mend: str) -> Source:
+    """The base that masks belong to, opened and checked; `mend` says how to name the place it was moved to."""
+    path = str(moved_to or recorded.get("path", ""))
+    if not path or not Path(path).expanduser().exists():
+        raise UserError(f"the weights that the masks belong to are not at {path or 'any known place'}", mend=mend)
+    source = open_source(path)
+    check(recorded, source, mend)
+    return source
+
+
+def check(recorded: dict[str, Any], source: Source, mend: str) -> None:
+    """Refuse weights that are not those the masks were found for."""
+    if recorded.get("sha256") != fingerprint(source):
+        raise UserError(f"the masks belong to other weights than those of {source.path}", mend=mend)
+
+
+def _digest(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().flatten().view(torch.uint8).numpy().data).hexdigest()

@@ -1,0 +1,118 @@
+"""MaskLLM's own checkpoints: Megatron's `torch` files that hold, beside the weight of each product,
+
+    <product>.diff_mask.gate           logits, (weights of this rank / 4, candidates), row after row of the weight
+    <product>.diff_mask.mask_options   (1, candidates, 4), always the same
+    <product>.mask                     the mask of the last forward pass or of one-shot pruning, shaped like the weight
+
+Logits count where there are any: the mask is then the candidate of the largest. Pieces of tensor ranks are joined, and
+Megatron's order of query, key, value and of gate and up undone, exactly as for the weights they lie beside.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from steelyard.checkpoint.formats import Source
+from steelyard.checkpoint.formats.entries import Entry, taken_apart
+from steelyard.checkpoint.formats.mapped import Mapped
+from steelyard.checkpoint.formats.megatron import Ranks
+from steelyard.core.errors import UserError
+from steelyard.sparsity.patterns import Pattern
+
+GATE, OPTIONS, MASK = ".diff_mask.gate", ".diff_mask.mask_options", ".mask"
+PATTERNS = {6: Pattern(2, 4), 4: Pattern(1, 4)}  # by the number of candidates
+
+
+def masks_in(source: Source) -> MaskLlm | None:
+    """The masks that a checkpoint of MaskLLM's carries, or None where it is none."""
+    if isinstance(source, Mapped) and isinstance(source.store, Ranks) and source.store.masks:
+        return MaskLlm(source, source.store)
+    return None
+
+
+def learned_logits(source: Source) -> dict[str, Tensor]:
+    """The logits of every matrix by Steelyard's names, [out, in / 4, candidates], in fp32."""
+    found = masks_in(source)
+    if found is None or not found.learned:
+        raise UserError(f"{source.path} holds no learned masks", mend="name a checkpoint of MaskLLM's or a mask run")
+    return {name: found.logits(name) for name in found.names()}
+
+
+class MaskLlm:
+    """The masks of a checkpoint, one matrix at a time."""
+
+    def __init__(self, source: Mapped, ranks: Ranks) -> None:
+        self.path: Path = source.path
+        self._shape, self._ranks = source.shape, ranks
+        self._sizes = source.sizes()
+        self._entries = {
+            name: entry
+            for entry in source.entries
+            if any(entry.name.removesuffix(".weight") + kind in ranks.masks for kind in (GATE, MASK))
+            for name in entry.ours
+        }
+        self.learned = any(name.endswith(GATE) for name in ranks.masks)
+        lacking = [
+            name for name, entry in self._entries.items() if self.learned and self._key(entry) not in ranks.masks
+        ]
+        if lacking or not self._entries:
+            raise UserError(f"{lacking[0] if lacking else 'no product'} has no logits", where=str(self.path))
+        self.pattern = self._pattern()
+
+    def _key(self, entry: Entry) -> str:
+        return entry.name.removesuffix(".weight") + (GATE if self.learned else MASK)
+
+    def _pattern(self) -> Pattern:
+        if not self.learned:
+            return Pattern(2, 4)
+        counts = {piece.shape[-1] for name, row in self._ranks.masks.items() if name.endswith(GATE) for piece in row}
+        if len(counts) != 1 or counts - PATTERNS.keys():
+            raise UserError(
+                f"its logits are over {' and '.join(map(str, sorted(counts)))} candidates",
+                where=str(self.path),
+                mend="known are six (2:4) and four (1:4)",
+            )
+        pattern = PATTERNS[counts.pop()]
+        for name, pieces in self._ranks.masks.items():
+            if name.endswith(OPTIONS) and not torch.equal(pieces[0].float().squeeze(0), pattern.candidates()):
+                raise UserError(f"{name} has its candidates in another order", where=str(self.path))
+        return pattern
+
+    def names(self) -> list[str]:
+        """The masked matrices, by Steelyard's names."""
+        return list(self._entries)
+
+    def shape(self, name: str) -> tuple[int, int]:
+        """The shape of a matrix, [out, in]."""
+        rows, columns = self._sizes[name]
+        return rows, columns
+
+    def logits(self, name: str) -> Tensor:
+        """The logits of a matrix, [out, in / 4, candidates], in fp32."""
+        entry = self._entries[name]
+        weights = self._ranks.pieces[entry.name]
+        pieces = []
+        for gate, weight in zip(self._ranks.masks[self._key(entry)], weights, strict=True):
+            rows, columns = weight.shape
+            if columns % self.pattern.group or gate.numel() != rows * columns // self.pattern.group * gate.shape[-1]:
+                raise UserError(
+                    f"{self._key(entry)} is {tuple(gate.shape)} beside a weight of {tuple(weight.shape)}",
+                    where=str(self.path),
+                )
+            pieces.append(gate.float().view(rows, columns // self.pattern.group, gate.shape[-1]))
+        return self._ours(entry, name, pieces)
+
+    def mask(self, name: str) -> Tensor:
+        """True where a weight stays."""
+        entry = self._entries[name]
+        if not self.learned:
+            return self._ours(entry, name, self._ranks.masks[self._key(entry)]) != 0
+        candidates = self.pattern.candidates().bool()
+        return candidates[self.logits(name).argmax(-1)].flatten(1)
+
+    def _ours(self, entry: Entry, name: str, pieces: list[Tensor]) -> Tensor:
+        whole = self._ranks.joined(entry, pieces)
+        return taken_apart(entry, whole, self._shape)[entry.ours.index(name)]

@@ -1,0 +1,188 @@
+"""One-shot pruning of a checkpoint: check everything, then prune layer by layer straight into what is written.
+
+The output appears when it is whole, by rename; a killed command leaves nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steelyard.checkpoint.formats import Source, open_source
+from steelyard.checkpoint.formats.config import positions_of
+from steelyard.checkpoint.formats.source import check
+from steelyard.checkpoint.formats.write import Target, convert
+from steelyard.core.console import console
+from steelyard.core.errors import UserError
+from steelyard.core.recipe.model import GptModel
+from steelyard.sparsity import base, masks
+from steelyard.sparsity.calibration import Calibration, Windows, is_prefix, windows
+from steelyard.sparsity.layers import Layer, Task, pruned_layers
+from steelyard.sparsity.methods import Method, method_named
+from steelyard.sparsity.patterns import Pattern
+from steelyard.sparsity.selection import chosen, maskable
+from steelyard.sparsity.source import BeingPruned
+from steelyard.text import tokenizer as tokenizers
+from steelyard.train.device import NAMES, device_for, dtype_for
+
+LONGEST = 4096  # the length of windows, where none is asked for and the model sees as much
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to prune, and how."""
+
+    checkpoint: str
+    destination: Path
+    method: str
+    pattern: str = "2:4"
+    update: bool | None = None
+    """Whether the weights that stay make up for those that go; left out: with sparsegpt, where weights are saved."""
+    calibration: str | None = None
+    samples: int = 128
+    length: int | None = None
+    seed: int = 0
+    save: str = "weights"
+    dense_inputs: bool = False
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    tokenizer: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+
+
+def prune(request: Request) -> dict[str, Any]:
+    """Prune a checkpoint; gives the report."""
+    method, pattern = method_named(request.method), Pattern.parse(request.pattern)
+    update = _update(request, method)
+    if request.destination.exists() and (not request.destination.is_dir() or any(request.destination.iterdir())):
+        raise UserError(f"{request.destination} is there already", mend="name a new place")
+    source = open_source(request.checkpoint)
+    check(source, source.shape)
+    sizes = maskable(source.shape)
+    names = chosen(sizes, request.include, request.exclude)
+    pattern.check({name: sizes[name] for name in names})
+    device = device_for(request.device)
+    task = Task(method, pattern, names, update, request.dense_inputs, device, dtype_for(request.dtype, source, device))
+    shown = _windows(request, source, method)
+    begun = time.monotonic()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    about = {
+        "method": method,
+        "pattern": str(pattern),
+        "update_weights": update,
+        "dense_inputs": request.dense_inputs,
+        "calibration": shown.described if shown else None,
+        "seed": request.seed,
+        "computed": f"{NAMES[task.dtype]} on {device.type}, scores and factors in fp32",
+    }
+    report = _write(request, source, task, None if shown is None else shown.tokens_BL, about)
+    peak = {"peak_device_bytes": torch.cuda.max_memory_allocated(device)} if device.type == "cuda" else {}
+    return {
+        "checkpoint": str(source.path),
+        "path": str(request.destination),
+        "saved": request.save,
+        **about,
+        **_totals(report, sizes),
+        "seconds": round(time.monotonic() - begun, 3),
+        **peak,
+        "layers": [layer["row"] for layer in report],
+    }
+
+
+def _update(request: Request, method: Method) -> bool:
+    if request.update and method != "sparsegpt":
+        raise UserError(f"{method} changes no weights", where="--update-weights", mend="sparsegpt does")
+    if request.update and request.save == "mask":
+        raise UserError(
+            "a mask file holds no weights, so updated ones would be lost",
+            where="--update-weights",
+            mend="use --save weights, or leave out --update-weights",
+        )
+    return method == "sparsegpt" and request.save == "weights" if request.update is None else request.update
+
+
+def _windows(request: Request, source: Source, method: Method) -> Windows | None:
+    """The calibration's tokens; magnitude alone can do without."""
+    if request.calibration is None:
+        if method != "magnitude":
+            raise UserError(f"{method} needs to see inputs", where="--calibration", mend="name a text or token files")
+        return None
+    sees = positions_of(source.shape, source.extra)
+    length = request.length or min(LONGEST, sees)
+    if length > sees:
+        if isinstance(source.shape, GptModel):
+            raise UserError(
+                f"windows of {length} tokens are longer than the model's {sees} positions",
+                where="--sequence-length",
+                mend=f"use {sees} or less",
+            )
+        console.warn(f"windows of {length} tokens are longer than the {sees} that the model was made for")
+    tokenizer = None
+    if not is_prefix(request.calibration) and (request.tokenizer or source.tokenizer):
+        tokenizer = tokenizers.load(request.tokenizer) if request.tokenizer else source.load_tokenizer()
+    asked = Calibration(request.calibration, request.samples, length, request.seed)
+    return windows(asked, tokenizer, source.shape.vocab)
+
+
+def _write(
+    request: Request, source: Source, task: Task, tokens_BL: Tensor | None, about: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Write the result while it comes about; gives a row for each layer."""
+    rows: list[dict[str, Any]] = []
+
+    def told() -> Generator[Layer, None, None]:
+        with closing(pruned_layers(source, task, tokens_BL)) as layers:
+            for layer in layers:
+                row = layer.summary()
+                rows.append({"row": row, "pruned": layer.pruned(), "elements": layer.elements()})
+                console.say(as_line(row))
+                yield layer
+
+    with closing(told()) as layers:
+        if request.save == "mask":
+            each = ((name, matrix.mask_OI) for layer in layers for name, matrix in layer.matrices.items())
+            masks.write(request.destination, each, task.pattern, base.identity(source), about)
+        else:
+            convert(
+                BeingPruned(source, layers, task.names), request.destination, Target("hf", tokenizer=request.tokenizer)
+            )
+    return rows
+
+
+def _totals(report: list[dict[str, Any]], sizes: dict[str, tuple[int, int]]) -> dict[str, Any]:
+    pruned, elements = (sum(layer[key] for layer in report) for key in ("pruned", "elements"))
+    whole = sum(rows * columns for rows, columns in sizes.values())
+    return {"sparsity": pruned / elements, "sparsity_of_all_layers": pruned / whole}
+
+
+def as_line(row: dict[str, Any]) -> str:
+    """A layer's row for a person."""
+    error = "unknown" if row["error"] is None else f"{row['error']:.5f}"
+    return f"layer {row['layer']:3d}  sparsity {row['sparsity']:.4f}  error {error}  {row['seconds']:.2f} s"
+
+
+def as_text(report: dict[str, Any]) -> str:
+    """The report for a person."""
+    head = {
+        "written": f"{report['path']} ({report['saved']})",
+        "method": report["method"] + (", weights updated" if report["update_weights"] else ""),
+        "pattern": f"{report['pattern']}, {report['sparsity']:.4f} of the chosen matrices pruned",
+        "calibration": report["calibration"] or "none",
+        "inputs": "of the dense model" if report["dense_inputs"] else "through the pruned layers before",
+        "time": f"{report['seconds']:.1f} s",
+    }
+    lines = [f"{key:12} {value}" for key, value in head.items()]
+    table = [f"{'layer':>5} {'sparsity':>9} {'error':>9} {'seconds':>8}"]
+    for row in report["layers"]:
+        error = "unknown" if row["error"] is None else f"{row['error']:.5f}"
+        table.append(f"{row['layer']:5d} {row['sparsity']:9.4f} {error:>9} {row['seconds']:8.2f}")
+    return "\n".join([*lines, "", *table])

@@ -1,0 +1,117 @@
+"""Checkpoints whose matrices come out pruned: any source, seen through masks or through pruning itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from steelyard.checkpoint.formats import Source, open_source
+from steelyard.core.console import console
+from steelyard.core.errors import UserError
+from steelyard.sparsity import base
+from steelyard.sparsity.layers import Layer
+from steelyard.sparsity.maskllm import masks_in
+from steelyard.sparsity.masks import MaskFile
+
+DENSE = "none"  # What `--mask` is called where a model is to be seen without its masks.
+
+
+class Masks(Protocol):
+    """Masks of whole matrices, by Steelyard's names, wherever they lie."""
+
+    path: Path
+
+    def names(self) -> list[str]:
+        """The matrices that have masks."""
+
+    def shape(self, name: str) -> tuple[int, int]:
+        """The shape of a matrix, [out, in]."""
+
+    def mask(self, name: str) -> Tensor:
+        """True where a weight stays."""
+
+
+class Seen(Source):
+    """Another source, unchanged."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.format, self.path, self.shape, self.dtype = source.format, source.path, source.shape, source.dtype
+        self.step, self.layout, self.extra = source.step, source.layout, source.extra
+        self.tokenizer, self.tokenizer_files = source.tokenizer, source.tokenizer_files
+
+    def names(self) -> list[str]:
+        """As the other's."""
+        return self.source.names()
+
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """As the other's."""
+        return self.source.sizes()
+
+    def tensor(self, name: str) -> Tensor:
+        """As the other's."""
+        return self.source.tensor(name)
+
+
+class Masked(Seen):
+    """A source of which only the weights that masks keep are left."""
+
+    def __init__(self, source: Source, masks: Masks) -> None:
+        super().__init__(source)
+        self.masks, self._masked = masks, frozenset(masks.names())
+        sizes = source.sizes()
+        for name in masks.names():
+            if sizes.get(name) != masks.shape(name):
+                raise UserError(
+                    f"{name} is {masks.shape(name)} in the masks and {sizes.get(name, 'not there')} in {source.path}",
+                    where=str(masks.path),
+                    mend="use the masks with the checkpoint that they were made for",
+                )
+
+    def tensor(self, name: str) -> Tensor:
+        """The other's, with zeros where the mask has them."""
+        whole = super().tensor(name)
+        return whole.masked_fill(~self.masks.mask(name), 0) if name in self._masked else whole
+
+
+class BeingPruned(Seen):
+    """A source whose layers are pruned as they are asked for, in their order: one is held at a time."""
+
+    def __init__(self, source: Source, layers: Iterator[Layer], names: list[str]) -> None:
+        super().__init__(source)
+        self.layers, self.wanted = layers, frozenset(names)
+        self.current: Layer | None = None
+
+    def tensor(self, name: str) -> Tensor:
+        """The other's, or what pruning made of it."""
+        if name not in self.wanted:
+            return super().tensor(name)
+        while self.current is None or name not in self.current.matrices:
+            assert self.current is None or self.current.number < int(name.split(".")[1]), f"{name} comes too late"
+            self.current = next(self.layers)
+        return self.current.matrices[name].weight_OI
+
+
+def masked(source: Source, mask: str | Path) -> Source:
+    """A checkpoint seen through a mask file that was made for it."""
+    masks = MaskFile(mask)
+    seen = Masked(source, masks)
+    base.check(masks.base, source, "use the masks with the checkpoint that they were made for")
+    return seen
+
+
+def opened(path: str | Path, mask: str | None = None) -> Source:
+    """A checkpoint of any kind, seen through a mask file, through the masks it carries itself, or dense (`none`)."""
+    source = open_source(path)
+    if mask == DENSE:
+        return source
+    if mask is not None:
+        return masked(source, mask)
+    own = masks_in(source)
+    if own is None:
+        return source
+    console.say(f"{source.path} carries {'learned ' if own.learned else ''}masks, which are applied")
+    return Masked(source, own)

@@ -1,0 +1,300 @@
+"""Whole checkpoints pruned: what is touched, what each layer saw, and what a mistake or a kill leaves behind."""
+
+import signal
+import time
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+from steelyard.checkpoint.formats import open_source
+from steelyard.checkpoint.formats.write_megatron import Layout
+from steelyard.core.errors import UserError
+from steelyard.sparsity import layers as layering
+from steelyard.sparsity.calibration import Calibration, windows
+from steelyard.sparsity.masks import MaskFile
+from steelyard.sparsity.patterns import Pattern
+from steelyard.sparsity.prune import Request, as_text, prune
+from steelyard.sparsity.selection import maskable
+from tests.conftest import kill
+from tests.sparsity import published
+from tests.sparsity.small import LENGTH, SAMPLES, SHAPES, answer, inputs_of, linears, loaded, write_text, written
+
+METHODS = ["magnitude", "wanda", "hessian", "sparsegpt"]
+
+
+def pruned(source, out, method="wanda", **options):
+    calibration = options.pop("calibration", None) or write_text(out.parent)
+    request = Request(str(source), out, method, calibration=calibration, samples=SAMPLES, length=LENGTH, **options)
+    return prune(request)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kind", ["qwen2", "gpt"])
+def test_every_group_of_every_product_is_pruned_and_nothing_else_is_touched(tmp_path, kind, method):
+    source = written(tmp_path, kind)
+    report = pruned(source, tmp_path / "out", method)
+    before, after = open_source(source), open_source(tmp_path / "out")
+    products = maskable(before.shape)
+    assert len(products) == 4 * (7 if kind == "qwen2" else 6)
+    for name in before.names():
+        if name in products:
+            zeros = after.tensor(name).reshape(-1, 4) == 0
+            assert (zeros.sum(1) == 2).all(), name
+        else:
+            assert torch.equal(after.tensor(name), before.tensor(name)), name
+    assert report["sparsity"] == report["sparsity_of_all_layers"] == 0.5
+    assert [layer["layer"] for layer in report["layers"]] == [0, 1, 2, 3]
+    assert all(0 < layer["error"] < 1 for layer in report["layers"])
+    assert "  0.5000 " in as_text(report)
+
+
+@pytest.mark.parametrize("dense_inputs", [False, True])
+@pytest.mark.parametrize("kind", ["llama-3", "gpt"])
+def test_a_layer_is_pruned_for_what_the_layers_before_hand_on(tmp_path, kind, dense_inputs):
+    source = written(tmp_path, kind)
+    text = write_text(tmp_path)
+    pruned(source, tmp_path / "out", calibration=text, dense_inputs=dense_inputs)
+    tokens = windows(Calibration(text, SAMPLES, LENGTH, 0), None, 100).tokens_BL
+    network, after = loaded(source), open_source(tmp_path / "out")
+    dense = [inputs_of(network, number, tokens) for number in range(4)]
+    for number in range(4):
+        seen = dense[number] if dense_inputs else inputs_of(network, number, tokens)
+        for name, module in linears(network.layers[str(number)]).items():
+            mask = published.wanda(module.weight.data, seen[name], 2, 4)
+            module.weight.data *= mask
+            assert torch.equal(after.tensor(f"layers.{number}.{name}.weight") != 0, mask), (number, name)
+
+
+def test_sparsegpt_of_a_whole_model_is_the_published_one(tmp_path):
+    source = written(tmp_path, "llama-tied")
+    text = write_text(tmp_path)
+    pruned(source, tmp_path / "out", "sparsegpt", calibration=text)
+    tokens = windows(Calibration(text, SAMPLES, LENGTH, 0), None, 100).tokens_BL
+    network, after = loaded(source), open_source(tmp_path / "out")
+    for number in range(4):
+        seen = inputs_of(network, number, tokens)
+        for name, module in linears(network.layers[str(number)]).items():
+            mask, weight = published.sparsegpt(module.weight.data, seen[name], 2, 4)
+            found = after.tensor(f"layers.{number}.{name}.weight")
+            assert torch.equal(found != 0, mask), (number, name)
+            torch.testing.assert_close(found.double(), weight, rtol=2e-3, atol=2e-4)
+            module.weight.data.copy_(found)
+
+
+def test_the_reported_error_is_that_of_the_layers_outputs(tmp_path):
+    source = written(tmp_path, "llama")
+    text = write_text(tmp_path)
+    report = pruned(source, tmp_path / "out", calibration=text, include=("0",))
+    tokens = windows(Calibration(text, SAMPLES, LENGTH, 0), None, 100).tokens_BL
+    network, after = loaded(source), open_source(tmp_path / "out")
+    seen = inputs_of(network, 0, tokens)
+    lost = whole = 0.0
+    for name, module in linears(network.layers["0"]).items():
+        difference = module.weight.data - after.tensor(f"layers.0.{name}.weight")
+        lost += (seen[name] @ difference.t()).square().sum().item()
+        whole += (seen[name] @ module.weight.data.t()).square().sum().item()
+    assert report["layers"][0]["error"] == pytest.approx(lost / whole, rel=1e-3)
+
+
+@pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
+def test_masks_do_not_depend_on_how_the_checkpoint_was_cut(tmp_path, method):
+    text = write_text(tmp_path)
+    found = []
+    for to, layout in (("hf", {}), ("megatron", {}), ("megatron", {"layout": Layout(2, 2)}), ("megatron-dist", {})):
+        place = tmp_path / f"{len(found)}"
+        place.mkdir()
+        source = written(place, "qwen2", to, **layout)
+        pruned(source, place / "m.mask", method, calibration=text, save="mask")
+        masks = MaskFile(place / "m.mask")
+        found.append({name: masks.mask(name) for name in masks.names()})
+    for other in found[1:]:
+        assert other.keys() == found[0].keys()
+        assert all(torch.equal(other[name], found[0][name]) for name in other)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("pattern", ["1:4", "4:8", "0.25"])
+def test_a_mask_file_says_what_the_weights_show(tmp_path, method, pattern):
+    source = written(tmp_path, "llama")
+    pruned(source, tmp_path / "out", method, pattern=pattern, update=False if method == "sparsegpt" else None)
+    report = pruned(source, tmp_path / "m.mask", method, pattern=pattern, save="mask")
+    masks, after, before = MaskFile(tmp_path / "m.mask"), open_source(tmp_path / "out"), open_source(source)
+    assert masks.made_by["method"] == report["method"] == method
+    assert set(masks.names()) == set(maskable(SHAPES["llama"]))
+    for name in masks.names():
+        assert Pattern.parse(pattern).follows(masks.mask(name))
+        assert torch.equal(after.tensor(name), before.tensor(name).masked_fill(~masks.mask(name), 0))
+
+
+def test_lists_choose_layers_and_products(tmp_path):
+    source = written(tmp_path, "llama")
+    report = pruned(source, tmp_path / "out", include=("mlp", "layers.3.attention.*"), exclude=("down", "1-2"))
+    touched = [matrix["name"] for layer in report["layers"] for matrix in layer["matrices"]]
+    attention = [f"layers.3.attention.{part}" for part in ("query", "key", "value", "output")]
+    assert touched == ["layers.0.mlp.gate", "layers.0.mlp.up", *attention, "layers.3.mlp.gate", "layers.3.mlp.up"]
+    before, after = open_source(source), open_source(tmp_path / "out")
+    changed = {name for name in before.names() if not torch.equal(before.tensor(name), after.tensor(name))}
+    assert changed == {f"{name}.weight" for name in touched}
+
+
+def test_a_bf16_checkpoint_stays_bf16_and_keeps_what_it_keeps_to_the_bit(tmp_path):
+    source = written(tmp_path, "llama", dtype=torch.bfloat16)
+    pruned(source, tmp_path / "out", "hessian")
+    before, after = open_source(source), open_source(tmp_path / "out")
+    assert after.dtype == torch.bfloat16
+    for name in maskable(before.shape):
+        kept = after.tensor(name) != 0
+        assert torch.equal(after.tensor(name)[kept], before.tensor(name)[kept])
+
+
+def test_one_layer_is_on_the_device_at_a_time(tmp_path, monkeypatch):
+    source = written(tmp_path, "llama")
+    alive, parameters = [], []
+    make = layering._stage
+
+    def counted(*arguments):
+        assert not any(stage() for stage in alive), "an earlier layer is still there"
+        stage = make(*arguments)
+        alive.append(weakref.ref(stage))
+        parameters.append(sum(parameter.numel() for parameter in stage.parameters()))
+        return stage
+
+    monkeypatch.setattr(layering, "_stage", counted)
+    pruned(source, tmp_path / "out", "sparsegpt")
+    assert parameters == [100 * 32 + 28 * 32] + [4 * 32 * 32 + 3 * 32 * 48 + 2 * 32] * 4
+
+
+def test_dead_inputs_and_raised_damping_are_told(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(layering, "DAMPING", 0.001)
+    source = written(tmp_path, "llama")
+    weights = open_source(source).store.places["model.layers.1.input_layernorm.weight"]
+    with open(weights.path, "r+b") as file:  # A channel whose norm is zero never reaches the products.
+        file.seek(weights.offset)
+        file.write(bytes(2 * 4))
+    report = pruned(source, tmp_path / "out", "sparsegpt")
+    said = capsys.readouterr().err
+    assert "layers.1.attention.query.weight: 2 inputs are zero in every token" in said
+    assert "a damping of 0.01 of its mean diagonal" in said
+    assert [matrix["dead"] for matrix in report["layers"][1]["matrices"][:4]] == [2, 2, 2, 0]
+    after = open_source(tmp_path / "out")
+    assert not after.tensor("layers.1.attention.query.weight")[:, :2].any()
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--method", "sparsgpt"], "did you mean sparsegpt?"),
+        (["--method", "wanda", "--pattern", "2-4"], "2-4 is no pattern"),
+        (["--method", "wanda", "--pattern", "2:7"], "has 32 inputs, which are no multiple of 7"),
+        (["--method", "wanda", "--update-weights"], "wanda changes no weights"),
+        (["--method", "SparseGPT", "--update-weights", "--save", "mask"], "a mask file holds no weights"),
+        (["--method", "wanda", "--exclude", "layers"], "no matrix is left"),
+        (["--method", "wanda", "--include", "mlp,embed"], "embed means no matrix of the model"),
+        (["--method", "wanda", "--include", "7"], "7 means no matrix of the model"),
+        (["--method", "wanda", "--sequence-length", "5000"], "do not fill one window of 5000"),
+        (["--method", "wanda", "--calibration", "text.txt"], "a text needs a tokenizer"),
+        (["--method", "wanda", "--calibration", "nowhere.idx"], "there is no token file nowhere.idx"),
+    ],
+)
+def test_a_mistake_is_refused_before_work_and_leaves_nothing(tmp_path, capsys, words, complaint):
+    source = written(tmp_path, "llama")
+    text = write_text(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    code, _, said = answer(
+        capsys, "prune", source, tmp_path / "out", "--sequence-length", 24, "--calibration", text, *words
+    )
+    assert (code, complaint in said) == (2, True), said
+    assert "Traceback" not in said
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_calibration_is_asked_for_and_an_existing_place_is_not_overwritten(tmp_path, capsys):
+    source = written(tmp_path, "llama")
+    code, _, said = answer(capsys, "prune", source, tmp_path / "out", "--method", "wanda")
+    assert (code, "wanda needs to see inputs" in said) == (2, True)
+    (tmp_path / "out").write_text("mine")
+    code, _, said = answer(capsys, "prune", source, tmp_path / "out", "--method", "magnitude")
+    assert (code, "is there already" in said) == (2, True)
+    assert (tmp_path / "out").read_text() == "mine"
+
+
+def test_magnitude_needs_no_text_and_says_that_the_error_is_unknown(tmp_path, capsys):
+    code, report, _ = answer(capsys, "prune", written(tmp_path, "gpt"), tmp_path / "out", "--method", "Magnitude")
+    assert code == 0
+    assert report["calibration"] is None
+    assert report["layers"][0]["error"] is None
+    assert report["layers"][3]["sparsity"] == 0.5
+
+
+@pytest.mark.parametrize("save", ["weights", "mask"])
+def test_a_failure_half_way_leaves_no_output(tmp_path, monkeypatch, save):
+    source = written(tmp_path, "llama")
+    text = write_text(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    prune_one = layering.prune_matrix
+    calls = []
+
+    def failing(*arguments):
+        calls.append(1)
+        if len(calls) == 10:
+            raise OSError("the machine gave up")
+        return prune_one(*arguments)
+
+    monkeypatch.setattr(layering, "prune_matrix", failing)
+    with pytest.raises(OSError, match="gave up"):
+        pruned(source, tmp_path / "out", calibration=text, save=save)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.slow
+def test_a_killed_prune_leaves_no_output_and_runs_again(workplace):
+    source = written(workplace.path, "llama")
+    command = ["prune", str(source), "out", "--method", "sparsegpt", "--calibration", "tokens_text_document"]
+    process = workplace.start(*command, "--sequence-length", "256", "--samples", "64")
+    while "layer   1" not in (process.stderr.readline() or "layer   1"):
+        pass
+    process.send_signal(signal.SIGKILL)
+    kill(process)
+    assert not (workplace.path / "out").exists()
+    time.sleep(0.1)
+    assert workplace.steelyard(*command, "--sequence-length", "16", "--samples", "4").returncode == 0
+    assert (workplace.path / "out" / "config.json").is_file()
+
+
+def test_windows_are_chosen_by_the_seed_and_the_same_from_text_and_from_token_files(tmp_path):
+    class Bytes:
+        def framed(self, text):
+            return list(text.encode())
+
+    text = "".join(chr(65 + number % 26) for number in range(3000))
+    (tmp_path / "a.txt").write_text(text)
+    from tests.conftest import write_documents
+
+    write_documents(tmp_path / "a", [np.frombuffer(text[:1000].encode(), np.uint8), list(text[1000:].encode())], 256)
+    asked = Calibration(str(tmp_path / "a.txt"), 7, 50, 3)
+    from_text = windows(asked, Bytes(), 256)
+    from_files = windows(Calibration(str(tmp_path / "a"), 7, 50, 3), None, 256)
+    assert torch.equal(from_text.tokens_BL, from_files.tokens_BL)
+    assert from_text.tokens_BL.shape == (7, 50)
+    others = windows(Calibration(str(tmp_path / "a"), 7, 50, 4), None, 256)
+    assert not torch.equal(others.tokens_BL, from_files.tokens_BL)
+    with pytest.raises(UserError, match="holds the id"):
+        windows(asked, Bytes(), 80)
+
+
+def test_of_a_long_text_only_the_beginning_is_read(tmp_path, monkeypatch):
+    from steelyard.sparsity import calibration
+
+    monkeypatch.setattr(calibration, "FEWEST_CHARACTERS", 100)
+    (tmp_path / "a.jsonl").write_text('{"text": "aé"}\n' * 500 + "not JSON, and never reached\n")
+    (tmp_path / "a.txt").write_text("é" * 5000)
+
+    class Characters:
+        def framed(self, text):
+            return [ord(letter) for letter in text]
+
+    for name in ("a.jsonl", "a.txt"):
+        found = windows(Calibration(str(tmp_path / name), 2, 10, 0), Characters(), 256)
+        assert "the first 320 tokens" in found.described
