@@ -55,7 +55,7 @@ def opened(path: Path) -> Mapped | None:
     store.masks = {name: tensors for name, tensors in pieces.items() if MASKS.search(name)}
     layout = {"tensor": tensor, "pipeline": pipeline, "checkpoint_version": version}
     if store.masks:
-        layout["masks"] = len({name.removesuffix(".gate").rpartition(".")[0] for name in store.masks})
+        layout["masks"] = len({MASKS.sub("", name) for name in store.masks})
         console.say(f"{folder} holds masks of MaskLLM's beside its weights; eval and generate apply them")
     source = Mapped("megatron", folder, shape, store, megatron(shape), layout)
     iteration = first.get("iteration")
