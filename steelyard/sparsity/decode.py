@@ -21,7 +21,7 @@ each member, with zeros where the mask has none, and go through the tensor cores
 number of rows. Where rows of the matrix are too few to occupy the GPU (4096x14336), the inputs are divided among
 programs too (`parts`); whichever finishes last adds up, always in the same order, so results repeat to the bit.
 
-`plain` and `dense` are the twins. This module is imported only where there is a GPU.
+`compressed.dense` and a plain product are the twin. This module is imported only where there is a GPU.
 """
 
 # Kernels have no types that mypy could check.
@@ -37,12 +37,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn import functional as F
 
-from steelyard.sparsity.compressed import Packed
+from steelyard.sparsity.compressed import BLOCK_WORDS, Packed
 
 MOST_ROWS = 16
-BLOCK_WORDS, BLOCK_GROUPS = 32, 256
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 KINDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -76,28 +74,6 @@ def ways(rows: int, packed: Packed) -> list[Way]:
     blocks = packed.words.shape[1] // BLOCK_WORDS
     found = (VECTORS if rows == 1 else TILES) if rows != 2 else (*TILES, *VECTORS[:3])
     return [way for way in found if way.parts * way.blocks <= blocks or way == found[0]]
-
-
-def plain(x_BI: Tensor, packed: Packed) -> Tensor:
-    """The product by way of the dense matrix."""
-    return F.linear(x_BI, dense(packed))
-
-
-def dense(packed: Packed) -> Tensor:
-    """The matrix with its zeros, without a kernel."""
-    masks_OGM = masks_of(packed.words, packed.groups)
-    whole = packed.values.new_zeros(packed.outputs, packed.groups, 4)
-    whole[masks_OGM] = packed.values.flatten()
-    return whole.flatten(1)
-
-
-def masks_of(words: Tensor, groups: int) -> Tensor:
-    """Which of each group's four stay, (outputs, groups, 4), from the words of a matrix."""
-    blocks = words.unflatten(1, (-1, 1, BLOCK_WORDS))
-    shifts = 4 * torch.arange(8, dtype=torch.int32, device=words.device)[:, None]
-    nibbles = (blocks >> shifts).flatten(1)[:, :groups]
-    masks_OGM: Tensor = (nibbles[..., None] >> torch.arange(4, dtype=torch.int32, device=words.device) & 1).bool()
-    return masks_OGM
 
 
 def few_rows(x_BI: Tensor, packed: Packed, way: Way) -> Tensor:

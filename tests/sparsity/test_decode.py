@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from steelyard.checkpoint.formats.compressed import expanded
-from steelyard.sparsity.compressed import compress, packed
+from steelyard.checkpoint.formats.compressed import compress, expanded
+from steelyard.sparsity.compressed import dense, packed
 from steelyard.sparsity.patterns import Pattern
 
 pytest.importorskip("triton")
@@ -19,7 +19,7 @@ def matrix(outputs, inputs, dtype=torch.bfloat16, seed=0):
 
 
 def compressed(weight):
-    return packed(*compress(weight, "w"))
+    return packed(*compress(weight))
 
 
 @pytest.mark.parametrize("inputs", [8, 12, 1024, 1028])
@@ -27,7 +27,7 @@ def test_a_compressed_matrix_is_nine_sixteenths_and_comes_back_to_the_bit(inputs
     weight = matrix(5, inputs)
     weight[1, :4] = 0  # fewer weights than could stay
     weight[2, :4] = torch.tensor([0, 0, 0, 2.0])
-    values, indices = compress(weight, "w")
+    values, indices = compress(weight)
     assert torch.equal(expanded(values, indices), weight)
     if inputs % 8 == 0:
         size = values.numel() * values.element_size() + indices.numel()
@@ -35,11 +35,9 @@ def test_a_compressed_matrix_is_nine_sixteenths_and_comes_back_to_the_bit(inputs
 
 
 def test_the_words_of_a_gpus_kernels_hold_the_same_matrix():
-    from steelyard.sparsity import decode
-
     for inputs in (12, 1024, 1100):
         weight = matrix(3, inputs)
-        assert torch.equal(decode.dense(compressed(weight)), weight)
+        assert torch.equal(dense(compressed(weight)), weight)
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(16, 1024), (7, 12), (33, 1028), (20, 2304)])

@@ -17,6 +17,8 @@ file has `format` "steelyard-2:4" and `version` "1".
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -25,12 +27,13 @@ from torch import Tensor
 from steelyard.checkpoint.formats import config as configs
 from steelyard.checkpoint.formats import safetensors
 from steelyard.checkpoint.formats.huggingface import read_json, tokenizer_files
-from steelyard.checkpoint.formats.mapped import widest
-from steelyard.checkpoint.formats.source import Source
+from steelyard.checkpoint.formats.mapped import TABLES, widest
+from steelyard.checkpoint.formats.source import Source, padded
 from steelyard.core.errors import UserError
 
 FORMAT, VERSION = "steelyard-2:4", "1"
 VALUES, INDICES, WEIGHT = ".values", ".indices", ".weight"
+GROUP, KEPT = 4, 2
 AGAIN = "export or copy it again"
 
 
@@ -74,8 +77,11 @@ class CompressedSource(Source):
 
     def _check(self, name: str) -> None:
         values, indices = (self.places.get(part) for part in parts_of(name))
-        fits = values is not None and indices is not None and len(values.size) == 2
-        if not fits or indices.size != (values.size[0], -(-values.size[1] // 4)) or indices.dtype != torch.uint8:  # type: ignore[union-attr]
+        if values is None or indices is None or len(values.size) != 2 or indices.dtype != torch.uint8:
+            fits = False
+        else:
+            fits = values.size[1] % KEPT == 0 and indices.size == (values.size[0], indices_of_row(2 * values.size[1]))
+        if not fits:
             raise UserError(f"the indices of {name} do not fit its values", where=str(self.path), mend=AGAIN)
 
     def names(self) -> list[str]:
@@ -90,6 +96,8 @@ class CompressedSource(Source):
         return sizes
 
     def tensor(self, name: str) -> Tensor:
+        if name in TABLES:
+            return padded(self.places[name].read(), self.shape)
         if name in self.places:
             return self.places[name].read()
         values, indices = (self.places[part].read() for part in parts_of(name))
@@ -102,17 +110,75 @@ def parts_of(name: str) -> tuple[str, str]:
     return stem + VALUES, stem + INDICES
 
 
-def places_of(indices: Tensor, groups: int) -> Tensor:
-    """The places of the two weights of each group, (out, groups, 2), as whole numbers."""
-    halves = torch.stack([indices & 15, indices >> 4], dim=-1).flatten(1)[:, :groups]
-    return torch.stack([halves & 3, halves >> 2], dim=-1)
+def codes_of(indices: Tensor, groups: int) -> Tensor:
+    """The two places of each group, (out, groups), four bits each."""
+    return torch.stack([indices & 15, indices >> 4], dim=-1).flatten(1)[:, :groups]
+
+
+def masks_of(indices: Tensor, groups: int) -> Tensor:
+    """Which of four stay in each group, (out, groups), as bits: the first is the lowest."""
+    return MASK_OF_CODE.to(indices.device)[codes_of(indices, groups).int()]
 
 
 def expanded(values: Tensor, indices: Tensor, where: str = "") -> Tensor:
     """The matrix with its zeros."""
-    groups = values.shape[1] // 2
-    places = places_of(indices, groups)
-    if not bool((places[..., 0] < places[..., 1]).all()):
+    groups = values.shape[1] // KEPT
+    masks = masks_of(indices, groups)
+    if not bool(masks.all()):
         raise UserError("its indices are not in order", where=where, mend=AGAIN)
-    whole = values.new_zeros(values.shape[0], groups, 4)
-    return whole.scatter_(2, places.long(), values.unflatten(1, (groups, 2))).flatten(1)
+    whole = values.new_zeros(values.shape[0], groups, GROUP)
+    whole[_members(masks)] = values.flatten()
+    return whole.flatten(1)
+
+
+def matrices(sizes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """The weights of a model that may be compressed: the matrices of its layers."""
+    return [name for name, size in sizes.items() if name.startswith("layers.") and len(size) == 2]
+
+
+def indices_of_row(inputs: int) -> int:
+    """How many bytes the indices of a row take."""
+    return -(-inputs // (2 * GROUP))
+
+
+def crowded(weight: Tensor) -> str | None:
+    """Why a matrix is not 2:4, if it is not."""
+    if weight.shape[1] % GROUP:
+        return f"it has {weight.shape[1]} inputs, which are no multiple of {GROUP}"
+    kept = weight.unflatten(1, (-1, GROUP)).count_nonzero(2)
+    too_many = int((kept > KEPT).sum())
+    return f"{too_many} of its {kept.numel()} groups of four have more than two weights" if too_many else None
+
+
+def compress(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Values and indices of a matrix that is 2:4."""
+    groups = weight.unflatten(1, (-1, GROUP))
+    filled = (groups != 0).to(torch.uint8)
+    bits = filled[..., 0] | filled[..., 1] << 1 | filled[..., 2] << 2 | filled[..., 3] << 3
+    codes = CODE_OF_FILLED.to(weight.device)[bits.int()]
+    values = groups[_members(MASK_OF_CODE.to(weight.device)[codes.int()])].view(len(weight), -1)
+    if codes.shape[1] % 2:
+        codes = torch.cat([codes, codes.new_zeros(len(codes), 1)], dim=1)
+    return values, codes[:, ::2] | codes[:, 1::2] << 4
+
+
+def _members(masks: Tensor) -> Tensor:
+    return torch.stack([masks & 1 << place != 0 for place in range(GROUP)], dim=-1)
+
+
+def _tables() -> tuple[Tensor, Tensor]:
+    """The mask of each pair of places, 0 where they are no pair, and the pair that holds what of a group is not zero.
+
+    A group with fewer than two weights keeps its first zeros beside them.
+    """
+    masks, codes = torch.zeros(16, dtype=torch.uint8), torch.zeros(16, dtype=torch.uint8)
+    for first, second in itertools.combinations(range(GROUP), KEPT):
+        masks[first + 4 * second] = (1 << first) + (1 << second)
+    for filled in range(16):
+        ordered = sorted(range(GROUP), key=lambda place, filled=filled: (not filled >> place & 1, place))  # type: ignore[misc]
+        first, second = sorted(ordered[:KEPT])
+        codes[filled] = first + 4 * second
+    return masks, codes
+
+
+MASK_OF_CODE, CODE_OF_FILLED = _tables()
