@@ -7,14 +7,13 @@ layer: a layer computed again, or one that other micro-batches have passed meanw
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from steelyard import model as models
 from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.sparsity import Sparsity
 from steelyard.model import LanguageModel
@@ -23,8 +22,7 @@ from steelyard.model.modules import Linear
 from steelyard.sparsity import gumbel
 from steelyard.sparsity.gumbel import Place
 from steelyard.sparsity.patterns import Pattern
-
-LOGITS = "mask_logits"
+from steelyard.sparsity.selection import chosen, maskable
 
 
 @dataclass(eq=False)
@@ -69,29 +67,28 @@ class MaskedLinear(Linear):
         if not course.dense and self.draw is None:
             weight = weight * gumbel.argmax_mask(self.mask_logits, course.candidates_CM)
         elif not course.dense and self.draw is not None:
-            weight = gumbel.masked_weight(
+            draw = _arithmetic(weight, self.mask_logits)
+            weight = draw(
                 weight, self.mask_logits, course.candidates_CM, self.draw, course.course_3, self.salt, self.place,
                 course.hard,
             )  # fmt: skip
         return self.product(x, weight, None if self.bias is None else self.bias.to(x.dtype))
 
 
-def maskable(model: LanguageModel, sparsity: Sparsity) -> dict[str, Linear]:
-    """The linear maps of the layers that the recipe chooses, by the name of the weight."""
-    linears = {
-        f"{name}.weight": module
-        for name, module in model.named_modules()
-        if isinstance(module, Linear) and name.startswith("layers.")
-    }
-    return {name: linear for name, linear in linears.items() if sparsity.chooses(name)}
-
-
-def masked_sizes(recipe: Recipe) -> dict[str, tuple[int, ...]]:
+def masked_sizes(recipe: Recipe) -> dict[str, tuple[int, int]]:
     """The weights of the whole model that the recipe chooses, and their sizes."""
     assert recipe.sparsity is not None
-    with torch.device("meta"):
-        chosen = maskable(models.build(recipe.model), recipe.sparsity)
-    return {name: tuple(linear.weight.shape) for name, linear in chosen.items()}
+    sizes, where = maskable(recipe.model), (recipe.where("sparsity.include"), recipe.where("sparsity.exclude"))
+    return {name: sizes[name] for name in chosen(sizes, recipe.sparsity.include, recipe.sparsity.exclude, where)}
+
+
+def replace_linears(model: LanguageModel, names: Container[str], make: Callable[[Linear, str], Linear]) -> None:
+    """Put other maps in the place of those whose weights are named."""
+    found = [(f"{name}.weight", module) for name, module in model.named_modules() if isinstance(module, Linear)]
+    for name, linear in found:
+        if name in names:
+            path, _, own = name.removesuffix(".weight").rpartition(".")
+            setattr(model.get_submodule(path), own, make(linear, name))
 
 
 def freeze(model: LanguageModel) -> None:
@@ -103,23 +100,29 @@ def freeze(model: LanguageModel) -> None:
     model.tie()
 
 
-def put_masks(model: LanguageModel, sparsity: Sparsity, seed: int, course: Course) -> list[str]:
-    """Put masked maps in the place of a frozen model's plain ones; returns the names of their weights."""
-    chosen = maskable(model, sparsity)
-    for name, linear in chosen.items():
-        path, _, own = name.removesuffix(".weight").rpartition(".")
-        setattr(model.get_submodule(path), own, MaskedLinear(linear, name, seed, course))
+def put_masks(model: LanguageModel, names: Container[str], seed: int, course: Course) -> None:
+    """Put masked maps in the place of a frozen model's plain ones, and have each layer tell them what to draw."""
+    replace_linears(model, names, lambda linear, name: MaskedLinear(linear, name, seed, course))
     for layer in model.layers.values():
         masked = [module for module in layer.modules() if isinstance(module, MaskedLinear)]
         if masked:
             layer.forward = _Drawing(layer, layer.forward, masked)
-    return list(chosen)
 
 
 def course_of(sparsity: Sparsity, device: torch.device) -> Course:
     """What the masked maps of a run share, before its first step."""
     candidates = Pattern.parse(sparsity.pattern).candidates().to(device)
     return Course(candidates, torch.ones(3, device=device), sparsity.hard)
+
+
+def _arithmetic(weight_OI: Tensor, logits_OGC: Tensor) -> Callable[..., Tensor]:
+    """The fused kernels where there is a GPU and they take these sizes, else their specification."""
+    if weight_OI.is_cuda:
+        from steelyard.sparsity import kernels
+
+        if kernels.suits(weight_OI, logits_OGC):
+            return kernels.masked_weight
+    return gumbel.masked_weight
 
 
 class _Drawing:

@@ -1,4 +1,4 @@
-"""The mask that learning begins near: from a mask file, or where the weights themselves are not zero."""
+"""The mask that learning begins near: from whatever brings masks, or where the weights themselves are not zero."""
 
 from __future__ import annotations
 
@@ -11,42 +11,27 @@ from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
 from steelyard.parallel.mesh import Mesh
 from steelyard.parallel.parts import Part
+from steelyard.sparsity.carried import Masks
 from steelyard.sparsity.learned import masked_sizes
-from steelyard.sparsity.masks import MaskFile
 
 
 class Prior:
     """A mask for every masked weight."""
 
-    def __init__(self, file: MaskFile | None, base: dict[str, str], recipe: Recipe) -> None:
-        self.file, self.recipe = file, recipe
+    def __init__(self, masks: Masks | None, base: dict[str, str], recipe: Recipe) -> None:
+        self.masks, self.recipe = masks, recipe
         self.zeros = 0.0
-        if file is not None and file.base.get("sha256", base["sha256"]) != base["sha256"]:
-            console.warn(f"the masks of {file.path} were found for other weights than those of {base['path']}")
-        if file is not None:
-            self._check(file)
+        if masks is None:
+            return
+        made_for = getattr(masks, "base", {}).get("sha256", base["sha256"])
+        if made_for != base["sha256"]:
+            console.warn(f"the masks of {masks.path} were found for other weights than those of {base['path']}")
+        check_masks(masks, recipe, "sparsity.prior")
 
     def mask(self, weight: Part) -> Tensor:
         """True where the prior keeps a weight, of the part that this rank holds."""
-        mask = weight.tensor != 0 if self.file is None else self._from_file(self.file, weight)
+        mask = weight.tensor != 0 if self.masks is None else held(self.masks.mask(weight.name), weight)
         self.zeros += (mask.numel() - int(mask.sum())) / weight.copies
-        return mask
-
-    def _check(self, file: MaskFile) -> None:
-        for name, size in masked_sizes(self.recipe).items():
-            found = file.shapes.get(name)
-            if found != size:
-                what = "no mask" if found is None else f"a mask of {found}"
-                raise UserError(
-                    f"{file.path} has {what} for {name}, which is {size}",
-                    where=self.recipe.where("sparsity.prior"),
-                    mend="name a mask of this model, or leave such weights out with sparsity.exclude",
-                )
-
-    def _from_file(self, file: MaskFile, weight: Part) -> Tensor:
-        mask = file.mask(weight.name)
-        for dim, (first, length) in enumerate(zip(weight.offset, weight.tensor.shape, strict=True)):
-            mask = mask.narrow(dim, first, length)
         return mask
 
     def refuse_if_empty(self, mesh: Mesh) -> None:
@@ -61,3 +46,24 @@ class Prior:
                 where=self.recipe.where("sparsity.prior"),
                 mend="name a mask file (steelyard prune --save mask writes one), or pruned weights as the base",
             )
+
+
+def check_masks(masks: Masks, recipe: Recipe, key: str) -> None:
+    """Refuse masks that are not there for every matrix that the recipe chooses."""
+    known = set(masks.names())
+    for name, size in masked_sizes(recipe).items():
+        found = masks.shape(name) if name in known else None
+        if found != size:
+            what = "no mask" if found is None else f"a mask of {found}"
+            raise UserError(
+                f"{masks.path} has {what} for {name}, which is {size}",
+                where=recipe.where(key),
+                mend="name masks of this model, or leave such weights out with sparsity.exclude",
+            )
+
+
+def held(whole: Tensor, part: Part) -> Tensor:
+    """What this rank holds of a tensor that lies like a parameter."""
+    for dim, (first, length) in enumerate(zip(part.offset, part.tensor.shape, strict=True)):
+        whole = whole.narrow(dim, first, length)
+    return whole

@@ -19,8 +19,10 @@ from steelyard.parallel.mesh import Mesh, alone
 from steelyard.parallel.parts import Part
 from steelyard.parallel.world import World, alike, everywhere
 from steelyard.sparsity import base, gumbel, learned
-from steelyard.sparsity.masks import MaskFile
-from steelyard.sparsity.prior import Prior
+from steelyard.sparsity.carried import LOGITS, SPARSITY, masks_of
+from steelyard.sparsity.kept import FixedZeros, LargestWeights
+from steelyard.sparsity.maskllm import MaskLlm, masks_in
+from steelyard.sparsity.prior import Prior, held
 from steelyard.train import device as devices
 from steelyard.train.engine import Engine
 from steelyard.train.extension import Extension
@@ -34,13 +36,9 @@ def extension(recipe: Recipe) -> Extension | None:
     """The extension that a recipe's `[sparsity]` asks for."""
     if recipe.sparsity is None:
         return None
-    if not learned.masked_sizes(recipe):
-        raise UserError(
-            "sparsity.include and sparsity.exclude leave no matrix to mask",
-            where=recipe.where("sparsity.exclude"),
-            mend='names are like "layers.0.mlp.down.weight"',
-        )
-    return LearnedMasks(recipe, recipe.sparsity)
+    if recipe.sparsity.method == "learned":
+        return LearnedMasks(recipe, recipe.sparsity)
+    return LargestWeights(recipe) if recipe.sparsity.method == "sr-ste" else FixedZeros(recipe)
 
 
 class LearnedMasks(Extension):
@@ -50,6 +48,7 @@ class LearnedMasks(Extension):
 
     def __init__(self, recipe: Recipe, sparsity: Sparsity) -> None:
         self.recipe, self.sparsity = recipe, sparsity
+        self.names = learned.masked_sizes(recipe)
         self.base: dict[str, str] = {}
         self.mesh: Mesh = alone()
         self.course: learned.Course | None = None
@@ -61,15 +60,13 @@ class LearnedMasks(Extension):
         if self.course is None:
             self.course = learned.course_of(self.sparsity, devices.choose(self.recipe))
         learned.freeze(model)
-        learned.put_masks(model, self.sparsity, self.recipe.train.seed, self.course)
+        learned.put_masks(model, self.names, self.recipe.train.seed, self.course)
 
     def assembled(self, stages: dict[int, LanguageModel], parts: list[Part], mesh: Mesh) -> None:
         """Find the logits among the parts, each with the weight it belongs to."""
         self.mesh = mesh
         by_name = {part.name: part for part in parts}
-        self.masked = [
-            Masked(part, by_name[_weight_of(part.name)]) for part in parts if part.name.endswith(learned.LOGITS)
-        ]
+        self.masked = [Masked(part, by_name[_weight_of(part.name)]) for part in parts if part.name.endswith(LOGITS)]
 
     def initial_std(self, part: Part) -> float | None:
         """Logits begin near zero."""
@@ -85,6 +82,12 @@ class LearnedMasks(Extension):
         """Weights from the base; logits from an earlier run of masks, or from the prior."""
         origin = self.recipe.train.init_from
         saved = None if origin is None else everywhere(world, lambda: learned_checkpoint(origin))
+        theirs = _maskllm_logits(origin) if origin is not None and saved is None else None
+        if theirs is not None:
+            self._load_base(self.sparsity.base or str(origin), None, engine, world)
+            with alike(world):
+                self._take_logits(theirs)
+            return f"new run that goes on from MaskLLM's masks of {origin}"
         if saved is None:
             with alike(world):
                 path = self._only_base()
@@ -148,7 +151,7 @@ class LearnedMasks(Extension):
 
     def state(self) -> dict[str, Any]:
         """What the masks belong to."""
-        return {"sparsity": {"method": "learned", "pattern": self.sparsity.pattern, "base": self.base}}
+        return {SPARSITY: {"method": "learned", "pattern": self.sparsity.pattern, "base": self.base}}
 
     def _only_base(self) -> str:
         origin, named = self.recipe.train.init_from, self.sparsity.base
@@ -163,7 +166,7 @@ class LearnedMasks(Extension):
         return path
 
     def _load_recorded_base(self, state: dict[str, Any], engine: Engine, world: World) -> None:
-        recorded = state.get("sparsity", {}).get("base", {})
+        recorded = state.get(SPARSITY, {}).get("base", {})
         self._load_base(self.sparsity.base or str(recorded.get("path", "")), recorded, engine, world)
 
     def _load_base(self, path: str, recorded: dict[str, Any] | None, engine: Engine, world: World) -> None:
@@ -186,12 +189,28 @@ class LearnedMasks(Extension):
         with alike(world):
             formats.load_pieces(formats.open_source(path), pieces, self.recipe.model)
 
+    def _take_logits(self, theirs: MaskLlm) -> None:
+        """Set the logits to those of another run, as far as this rank holds them."""
+        assert self.course is not None
+        known = set(theirs.names())
+        for name, size in self.names.items():
+            if name not in known or theirs.shape(name) != size or str(theirs.pattern) != self.sparsity.pattern:
+                raise UserError(
+                    f"{theirs.path} has no {self.sparsity.pattern} logits for {name} of {size}",
+                    where=self.recipe.where("train.init_from"),
+                    mend="choose its pattern, or leave such weights out with sparsity.exclude",
+                )
+        for masked in self.masked:
+            if masked.logits.tensor.numel():
+                masked.logits.tensor.copy_(held(theirs.logits(masked.name), masked.logits))
+            masked.begin(None, self.course.candidates_CM, self.sparsity)
+
     def _add_prior(self, world: World) -> str:
         assert self.course is not None
         named, candidates = self.sparsity.prior, self.course.candidates_CM
         prior = None
         if named is not None:
-            prior = Prior(None if named == FROM_WEIGHTS else MaskFile(named), self.base, self.recipe)
+            prior = Prior(None if named == FROM_WEIGHTS else masks_of(named), self.base, self.recipe)
         for masked in self.masked:
             masked.begin(prior, candidates, self.sparsity)
         if prior is not None:
@@ -257,8 +276,14 @@ def learned_checkpoint(path: str) -> checkpoint.Checkpoint | None:
     if not formats.is_own(path):
         return None
     saved = checkpoint.source(path)
-    return saved if saved.state.get("sparsity", {}).get("method") == "learned" else None
+    return saved if saved.state.get(SPARSITY, {}).get("method") == "learned" else None
+
+
+def _maskllm_logits(path: str) -> MaskLlm | None:
+    """The logits of a checkpoint of MaskLLM's, if that is what a path means."""
+    found = None if formats.is_own(path) else masks_in(formats.open_source(path))
+    return found if found is not None and found.learned else None
 
 
 def _weight_of(name: str) -> str:
-    return name.removesuffix(learned.LOGITS) + "weight"
+    return name.removesuffix(LOGITS) + "weight"

@@ -137,7 +137,7 @@ def test_logits_have_a_pace_of_their_own(place: Place):
 
 
 def test_nothing_left_to_mask_is_refused(place: Place):
-    with pytest.raises(UserError, match="leave no matrix"):
+    with pytest.raises(UserError, match="no matrix is left"):
         place.learn("masks", 'sparsity.exclude=["*"]')
 
 

@@ -40,6 +40,11 @@ def numbered(kind):
     return held, places
 
 
+def as_weights(numbers):
+    """Small weights from the numbers, the same wherever they lie."""
+    return ((numbers.long() * 7919) % 1009 - 504).float() / 1500
+
+
 def old_name(name: str) -> str:
     for new, old in OLD_NAMES.items():
         name = name.replace(new, old)
@@ -70,12 +75,12 @@ def maskllm(path, kind: str, layout: Layout, candidates: int = 6, with_gates: bo
         for name, tensor in state["model"].items():
             if name.startswith("embedding"):
                 _, table, _ = name.split(".")
-                model["embedding"][table] = {"weight": tensor}
+                model["embedding"][table] = {"weight": as_weights(tensor)}
             elif name.startswith("output_layer"):
-                model["output_layer"] = {"weight": tensor}
+                model["output_layer"] = {"weight": as_weights(tensor)}
             else:
                 old = old_name(name.removeprefix("decoder."))
-                model["encoder"][old] = tensor
+                model["encoder"][old] = as_weights(tensor)
                 if "linear_" in name and name.endswith(".weight"):
                     found = [ours(int(number)) for number in tensor.flatten()[::4]]
                     product = old.removesuffix(".weight")
@@ -87,6 +92,8 @@ def maskllm(path, kind: str, layout: Layout, candidates: int = 6, with_gates: bo
                         model["encoder"][f"{product}.diff_mask.gate"] = gate
                         model["encoder"][f"{product}.diff_mask.mask_options"] = pattern.candidates()[None]
         torch.save({**state, "model": {"language_model": model}}, file)
+    for tensor in held.parameters.values():
+        tensor.copy_(as_weights(tensor))
     return held, logits, masks
 
 
@@ -156,10 +163,10 @@ def test_logits_that_do_not_fit_are_refused(tmp_path, change, complaint):
 
 
 def test_masks_of_maskllm_are_written_as_a_mask_file_of_less_than_a_bit(tmp_path):
-    from steelyard.sparsity.export import export_masks
+    from steelyard.sparsity.export import write
 
     _, _, masks = maskllm(tmp_path / "ckpt", "llama", Layout(2))
-    export_masks(open_source(tmp_path / "ckpt"), tmp_path / "m.mask")
+    write(str(tmp_path / "ckpt"), tmp_path / "m.mask", "packed")
     found = MaskFile(tmp_path / "m.mask")
     assert found.names() == list(masks)
     assert all(torch.equal(found.mask(name), masks[name].bool()) for name in masks)
