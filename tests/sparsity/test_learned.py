@@ -189,8 +189,9 @@ def test_a_layer_computed_again_draws_what_it_drew(place: Place, recompute: str)
     assert records(again, "grad_norm") == records(plain, "grad_norm")
 
 
+@pytest.mark.slow
 def test_compiled_layers_share_their_graphs():
-    """The first layer's input has no gradient; all others are alike. A graph for each layer would end as none at all."""
+    """The first layer has an input without gradient; all others are alike. A graph for each would end in none."""
     shape = LlamaModel(family="llama", layers=10, hidden=32, heads=4, vocab=97)
     network = model.build(shape)
     model.initialise(network, seed=1, std=0.02, layers=10)
