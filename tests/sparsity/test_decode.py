@@ -108,4 +108,4 @@ def test_ways_divide_the_inputs_where_rows_are_too_few_and_not_where_they_are_ma
 
     assert parts(4096, 14336, 16) == {2, 4, 7}
     assert parts(14336, 4096, 16) == {1, 2, 4}
-    assert parts(64, 1024, 16) == {1}
+    assert parts(64, 512, 16) == {1}
