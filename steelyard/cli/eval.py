@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from steelyard.cli.options import (
+    BaseOption,
     CheckpointArgument,
     Device,
     DeviceOption,
@@ -51,6 +52,7 @@ def ppl(
     tensor: Annotated[int, typer.Option(min=1, help="Ranks that share one copy of the model.")] = 1,
     tokenizer: TokenizerOption = None,
     mask: MaskOption = None,
+    base: BaseOption = None,
     device: DeviceOption = Device.auto,
     dtype: DtypeOption = Dtype.auto,
     json: JsonOption = False,
@@ -66,7 +68,7 @@ def ppl(
     from steelyard.evaluate import perplexity
 
     request = perplexity.Request(
-        checkpoint, data, sequence_length, stride, protocol.value, tensor, tokenizer, device, dtype, mask
+        checkpoint, data, sequence_length, stride, protocol.value, tensor, tokenizer, device, dtype, mask, base
     )
     result = perplexity.perplexity(request)
     if result is not None:
@@ -82,6 +84,7 @@ def tasks(
     include: Annotated[str | None, typer.Option(metavar="DIR", help="A folder of your own task definitions.")] = None,
     tokenizer: TokenizerOption = None,
     mask: MaskOption = None,
+    base: BaseOption = None,
     device: DeviceOption = Device.auto,
     dtype: DtypeOption = Dtype.auto,
     json: JsonOption = False,
@@ -95,5 +98,5 @@ def tasks(
 
     scoring.check_installed()
     options = scoring.TaskOptions(shots, limit, batch, include)
-    result = scoring.run(writer(checkpoint, tokenizer, device, dtype, mask), tasks.split(","), options)
+    result = scoring.run(writer(checkpoint, tokenizer, device, dtype, mask, base), tasks.split(","), options)
     print_result(result, json, scoring.as_text(result))

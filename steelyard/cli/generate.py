@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from steelyard.cli.options import (
+    BaseOption,
     CheckpointArgument,
     Device,
     DeviceOption,
@@ -36,6 +37,7 @@ def generate(
     stream: Annotated[bool, typer.Option("--stream", help="Print the text as it comes.")] = False,
     tokenizer: TokenizerOption = None,
     mask: MaskOption = None,
+    base: BaseOption = None,
     device: DeviceOption = Device.auto,
     dtype: DtypeOption = Dtype.auto,
     json: JsonOption = False,
@@ -49,7 +51,7 @@ def generate(
     from steelyard.evaluate.generate import Sampling, result, writer
 
     sampling = Sampling(max_tokens, temperature, top_k, top_p, seed)
-    opened = writer(checkpoint, tokenizer, device, dtype, mask)
+    opened = writer(checkpoint, tokenizer, device, dtype, mask, base)
     if not stream:
         written = result(opened, prompt, sampling)
         return print_result(written, json, written["text"])

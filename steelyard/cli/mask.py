@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from steelyard.cli.options import JsonOption, print_result
+from steelyard.cli.options import BaseOption, JsonOption, print_result
 
 MaskArgument = Annotated[Path, typer.Argument(metavar="MASK", help="A mask file.", show_default=False)]
+
+
+class Format(StrEnum):
+    """How masks are written."""
+
+    packed = "packed"
+    hf = "hf"
 
 
 def register(root: typer.Typer, name: str, help_: str) -> None:
     """Add the commands to the tree."""
     group = typer.Typer(help=help_, rich_markup_mode=None, no_args_is_help=True)
-    for command in (apply, info):
+    for command in (apply, export, info):
         group.command(command.__name__)(command)
     root.add_typer(group, name=name)
 
@@ -38,6 +46,28 @@ def apply(
 
     result = convert(masked(open_source(base), mask), destination, Target("hf"))
     print_result(result, json, f"{destination}: hf, {result['dtype']}")
+
+
+def export(
+    run: Annotated[
+        str,
+        typer.Argument(metavar="RUN|CKPT", help="A run with a [sparsity] section, a checkpoint of one, or MaskLLM's."),
+    ],
+    destination: Annotated[Path, typer.Argument(metavar="OUT", help="The file or folder to write.")],
+    format: Annotated[
+        Format, typer.Option(help="packed: the masks alone. hf: the weights, with zeros where the masks have them.")
+    ] = Format.packed,
+    base: BaseOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Write the masks that a run has learned, or its weights under them.
+
+    Example: steelyard mask export runs/masks learned.mask
+    """
+    from steelyard.sparsity.export import as_text, write
+
+    result = write(run, destination, format.value, base)
+    print_result(result, json, as_text(result))
 
 
 def info(mask: MaskArgument, json: JsonOption = False) -> None:

@@ -67,6 +67,12 @@ MaskOption = Annotated[
         show_default=False,
     ),
 ]
+BaseOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PATH", help="Where the weights of a run of masks are, if they were moved.", show_default=False
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 
 

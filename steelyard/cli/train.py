@@ -60,9 +60,12 @@ def train(
         loaded.parallel.data_for(nproc)
         raise typer.Exit(launch(nproc))
     from steelyard.observe import report
+    from steelyard.sparsity import training
     from steelyard.train import loop
 
-    folder = loop.run(loaded, run, resume=resume)
+    with alike(ranks):
+        extension = training.extension(loaded)
+    folder = loop.run(loaded, run, extension, resume)
     if ranks.is_first:
         try:
             page = str(report.write(folder))

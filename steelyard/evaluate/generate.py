@@ -72,9 +72,10 @@ def writer(
     device: str = "auto",
     dtype: str = "auto",
     mask: str | None = None,
+    base: str | None = None,
 ) -> Writer:
     """Load a checkpoint of any format to write with, seen through a mask where there is one."""
-    source = sparse.opened(path, mask)
+    source = sparse.opened(path, mask, base)
     vocabulary = tokenizer_for(source, tokenizer)
     if vocabulary.vocab_size > source.shape.padded_vocab:
         raise UserError(

@@ -52,6 +52,7 @@ class Request:
     device: str = "auto"
     dtype: str = "auto"
     mask: str | None = None
+    base: str | None = None
 
 
 def perplexity(request: Request) -> dict[str, Any] | None:
@@ -64,7 +65,7 @@ def perplexity(request: Request) -> dict[str, Any] | None:
         with alike(world):
             if world.size % request.tensor:
                 raise UserError(f"{world.size} ranks are no multiple of --tensor {request.tensor}", where="--nproc")
-            source = sparse.opened(request.checkpoint, request.mask)
+            source = sparse.opened(request.checkpoint, request.mask, request.base)
             length = _length(request, source)
         stream = _stream(request, source, world)
         dtype = dtype_for(request.dtype, source, device)

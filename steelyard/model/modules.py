@@ -17,6 +17,8 @@ class Linear(nn.Linear):
     """A matrix product, in the dtype of its input or, when `product` is replaced, in another arithmetic."""
 
     product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = staticmethod(F.linear)
+    part = (0, 0, 1)
+    """Dimension, index and number when this process holds one of several equal pieces of the weight."""
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)

@@ -17,7 +17,7 @@ class Gradients:
 
     def __init__(self, parts: list[Part], mesh: Mesh, device: torch.device) -> None:
         self.parts, self.mesh, self.device = parts, mesh, device
-        self.counted = [part for part in parts if not part.is_twin]
+        self.counted = [part for part in parts if part.parameter.requires_grad and not part.is_twin]
         self.shares = torch.tensor([1 / part.copies for part in self.counted], dtype=torch.float64, device=device)
 
     def finish(self) -> None:

@@ -31,9 +31,10 @@ def materialise(model: LanguageModel, device: torch.device, mesh: DeviceMesh | N
 
 
 def _shard(module: nn.Module, dtype: torch.dtype, mesh: DeviceMesh, zero: int) -> None:
-    policy = MixedPrecisionPolicy(
-        param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
+    # Frozen weights lie in the dtype of products already, and what is learned beside them is used in fp32.
+    is_frozen = any(not parameter.requires_grad for parameter in module.parameters())
+    working = None if is_frozen or dtype == torch.float32 else dtype
+    policy = MixedPrecisionPolicy(param_dtype=working, reduce_dtype=torch.float32, cast_forward_inputs=False)
     sharded = fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=zero == 3)
     # Losses are weighed by their tokens before; gradients are summed, not averaged.
     sharded.set_gradient_divide_factor(1.0)

@@ -25,6 +25,7 @@ from steelyard.parallel.mesh import Axis
 SEQUENCE = 1  # the dimension of the stream that sequence parallelism cuts
 BY_ROWS = ("query", "key", "value", "gate", "up")
 BY_COLUMNS = ("output", "down")
+BESIDE_WEIGHT = ("mask_logits",)  # cut as the weight they belong to
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,10 @@ def split(model: LanguageModel, axis: Axis, by_sequence: bool) -> dict[str, Cut]
 def _cut_linear(linear: Any, name: str, path: str, axis: Axis, cuts: dict[str, Cut]) -> None:
     dim = 0 if name in BY_ROWS else 1
     assert name in BY_ROWS + BY_COLUMNS, f"no rule for cutting {path}"
-    _cut(linear, "weight", dim, f"{path}.weight", axis, cuts)
+    linear.part = (dim, axis.index, axis.size)
+    for parameter in ("weight", *BESIDE_WEIGHT):
+        if hasattr(linear, parameter):
+            _cut(linear, parameter, dim, f"{path}.{parameter}", axis, cuts)
     if linear.bias is None:
         return
     if dim == 0:
@@ -76,7 +80,7 @@ def _cut_linear(linear: Any, name: str, path: str, axis: Axis, cuts: dict[str, C
 def _cut(module: nn.Module, name: str, dim: int, path: str, axis: Axis, cuts: dict[str, Cut]) -> None:
     whole: nn.Parameter = getattr(module, name)
     piece = whole.detach().chunk(axis.size, dim)[axis.index].clone()
-    setattr(module, name, nn.Parameter(piece))
+    setattr(module, name, nn.Parameter(piece, whole.requires_grad))
     cuts[path] = Cut(dim, axis.index, axis.size)
 
 

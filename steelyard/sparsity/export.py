@@ -1,34 +1,55 @@
-"""Masks that a checkpoint carries, as a mask file or as weights with zeros."""
+"""Masks leave the run that made them: as a mask file, or as weights with zeros for any other program."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from steelyard.checkpoint.formats import Source
 from steelyard.checkpoint.formats.write import Target, convert
 from steelyard.core.errors import UserError
 from steelyard.sparsity import base, masks
-from steelyard.sparsity.maskllm import masks_in
-from steelyard.sparsity.source import Masked
+from steelyard.sparsity.carried import carried
+from steelyard.sparsity.source import through
 
 
-def export_masks(source: Source, destination: Path) -> dict[str, Any]:
-    """Write the masks of a MaskLLM checkpoint as a mask file; its own weights are their base."""
-    found = masks_in(source)
-    if found is None:
-        raise UserError(f"{source.path} carries no masks", mend="name a checkpoint of MaskLLM's or a mask run")
-    if destination.exists():
-        raise UserError(f"{destination} is there already", mend="name a new place")
-    each = ((name, found.mask(name)) for name in found.names())
-    made_by = {"method": "maskllm" if found.learned else "maskllm, one shot", "step": source.step}
-    masks.write(destination, each, found.pattern, base.identity(source), made_by)
-    return masks.described(destination)
+def write(path: str, destination: Path, form: Literal["packed", "hf"], moved_to: str | None = None) -> dict[str, Any]:
+    """Write the masks that a run or a checkpoint brings; its weights are checked either way."""
+    brought = carried(path, moved_to)
+    if brought is None:
+        raise UserError(
+            f"{path} brings no masks",
+            mend="name a run with a [sparsity] section or a checkpoint of MaskLLM's",
+        )
+    if form == "hf":
+        return {"format": form, **convert(through(brought), destination, Target("hf"))}
+    if destination.is_dir():
+        raise UserError(f"{destination} is a folder", mend="name the file to write, such as learned.mask")
+    found = brought.masks
+    size = masks.write(
+        destination,
+        ((name, found.mask(name)) for name in found.names()),
+        found.pattern,
+        brought.identity or base.identity(brought.base),
+        {"from": str(found.path), "step": brought.step, "how": brought.how},
+    )
+    weights = sum(rows * columns for rows, columns in map(found.shape, found.names()))
+    return {
+        "format": form,
+        "path": str(destination),
+        "pattern": str(found.pattern),
+        "matrices": len(found.names()),
+        "weights": weights,
+        "bytes": size,
+        "bits_per_weight": round(8 * size / weights, 4),
+        "step": brought.step,
+    }
 
 
-def export_weights(source: Source, destination: Path) -> dict[str, Any]:
-    """Write a MaskLLM checkpoint as a Hugging Face folder, with zeros where its masks have them."""
-    found = masks_in(source)
-    if found is None:
-        raise UserError(f"{source.path} carries no masks", mend="name a checkpoint of MaskLLM's or a mask run")
-    return convert(Masked(source, found), destination, Target("hf"))
+def as_text(result: dict[str, Any]) -> str:
+    """What was written, in a line."""
+    if result["format"] == "hf":
+        return f"{result['path']}: hf, {result['dtype']}"
+    return (
+        f"{result['path']}: {result['matrices']} masks of {result['pattern']}, "
+        f"{result['bits_per_weight']} bits a weight"
+    )

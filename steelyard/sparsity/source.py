@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
 
 from torch import Tensor
 
@@ -12,26 +11,11 @@ from steelyard.checkpoint.formats import Source, open_source
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.sparsity import base
+from steelyard.sparsity.carried import Carried, Masks, carried
 from steelyard.sparsity.layers import Layer
-from steelyard.sparsity.maskllm import masks_in
 from steelyard.sparsity.masks import MaskFile
 
 DENSE = "none"  # What `--mask` is called where a model is to be seen without its masks.
-
-
-class Masks(Protocol):
-    """Masks of whole matrices, by Steelyard's names, wherever they lie."""
-
-    path: Path
-
-    def names(self) -> list[str]:
-        """The matrices that have masks."""
-
-    def shape(self, name: str) -> tuple[int, int]:
-        """The shape of a matrix, [out, in]."""
-
-    def mask(self, name: str) -> Tensor:
-        """True where a weight stays."""
 
 
 class Seen(Source):
@@ -103,15 +87,25 @@ def masked(source: Source, mask: str | Path) -> Source:
     return seen
 
 
-def opened(path: str | Path, mask: str | None = None) -> Source:
-    """A checkpoint of any kind, seen through a mask file, through the masks it carries itself, or dense (`none`)."""
-    source = open_source(path)
+def through(brought: Carried) -> Source:
+    """Weights seen through the masks that something brings for them."""
+    seen = Masked(brought.base, brought.masks)
+    seen.path, seen.step, seen.tokenizer = brought.masks.path, brought.step, brought.tokenizer
+    return seen
+
+
+def opened(path: str | Path, mask: str | None = None, moved_to: str | None = None) -> Source:
+    """A checkpoint of any kind, seen through a mask file, through the masks it brings itself, or dense (`none`).
+
+    Where masks were learned, the weights are those of the base, which may have `moved_to` another place.
+    """
+    brought = carried(path, moved_to)
+    source = open_source(path) if brought is None else brought.base
     if mask == DENSE:
         return source
     if mask is not None:
         return masked(source, mask)
-    own = masks_in(source)
-    if own is None:
+    if brought is None:
         return source
-    console.say(f"{source.path} carries {'learned ' if own.learned else ''}masks, which are applied")
-    return Masked(source, own)
+    console.say(f"{path} brings {brought.how}, which are applied")
+    return through(brought)

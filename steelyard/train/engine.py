@@ -52,15 +52,19 @@ class Engine:
         self.assembly = assemble(recipe, mesh, device, dtype, compiled, transform)
         self.parts = self.assembly.parts
         self.gradients = Gradients(self.parts, mesh, device)
-        self.optimizer = Optimizer(self.parts, recipe.optim, recipe.optim.offload)
+        self.optimizer = Optimizer(self.parts, recipe.optim, recipe.optim.offload, extension.pace)
+        extension.assembled(self.assembly.stages, self.parts, mesh)
 
     def initialise(self) -> None:
-        """Set all weights: each part draws its rows of the whole parameter."""
+        """Set all weights that learn: each part draws its rows of the whole parameter."""
         shape, seed = self.recipe.model, self.recipe.train.seed
         with torch.no_grad():
             for part in self.parts:
+                if not part.parameter.requires_grad:
+                    continue
                 _, *row_shape = part.shape
-                rows = models.initial(part.name, part.rows, row_shape, seed, shape.init_std, shape.layers)
+                std = self.extension.initial_std(part) or shape.init_std
+                rows = models.initial(part.name, part.rows, row_shape, seed, std, shape.layers)
                 for dim in range(1, rows.ndim):
                     rows = rows.narrow(dim, part.offset[dim], part.tensor.shape[dim])
                 part.tensor.copy_(rows)
@@ -73,7 +77,9 @@ class Engine:
             for part in self.parts
             if part.tensor.numel() and self.extension.saves(part) and not (for_saving and part.is_twin)
         }
-        return weights | (self.optimizer.pieces(for_saving, self.extension.saves) if with_optimizer else {})
+        if not with_optimizer:
+            return weights
+        return weights | self.optimizer.pieces(for_saving, self.extension.saves) | self.extension.pieces()
 
     def step(
         self, rows: npt.NDArray[np.int64], first_sample: int, rate: float, labels: int, loss_scale: float
@@ -172,7 +178,8 @@ class Engine:
                 batch["documents_BL"] = documents.number
             if data.reset_positions:
                 batch["positions_BL"] = documents.position
-        if first_sample is not None and (self.recipe.model.dropout or self.recipe.model.attention_dropout):
+        drops = self.recipe.model.dropout or self.recipe.model.attention_dropout
+        if first_sample is not None and (drops or self.extension.needs_samples):
             batch["samples_B"] = np.arange(first_sample, first_sample + len(rows))
             batch["places_BL"] = np.broadcast_to(np.arange(length), (len(rows), length))
         if is_cut:

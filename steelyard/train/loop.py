@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from steelyard import checkpoint
-from steelyard.checkpoint import formats
 from steelyard.core import units
 from steelyard.core.console import console
 from steelyard.core.errors import Fault, Interrupted, UserError
@@ -59,6 +58,7 @@ def run(recipe: Recipe, path: Path | None = None, extension: Extension | None = 
         folder = everywhere(world, lambda: for_training(recipe, path, fresh=resume == "never"))
         with _writing(folder, world):
             begin_at = None if resume in ("auto", "never") else resume
+            assert extension is not None or recipe.sparsity is None, "[sparsity] needs its extension"
             extension = extension or Extension()
             training_run = Training(
                 recipe, folder, device, world, training, validation, end_of_document, extension, begin_at
@@ -149,6 +149,7 @@ class Training:
             timeline.begin()
         rows = next(batches)
         labels = batch * self.recipe.data.sequence_length
+        self.extension.begin_step(step, batch, self.tally.loss_scale.scale)
         with timeline.profiled(log.profile, step):
             outcome = self.engine.step(rows.rows, rows.first, rate, labels, self.tally.loss_scale.scale)
         if is_timed:
@@ -211,7 +212,7 @@ class Training:
 
     def _save(self) -> None:
         with self.recorder.paused():
-            self.saver.save(self.engine.pieces(for_saving=True), self.tally.state())
+            self.saver.save(self.engine.pieces(for_saving=True), self.tally.state() | self.extension.state())
 
     def _start_or_resume(self, begin_at: str | None) -> None:
         def newest() -> tuple[checkpoint.Checkpoint | None, bool]:
@@ -237,33 +238,20 @@ class Training:
 
         saved, is_own = everywhere(self.world, newest)
         if saved is None:
-            how = self._start()
+            self.engine.initialise()
+            how = self.extension.start(self.engine, self.world)
+            self.engine.optimizer.take_weights()
         else:
             self.engine.optimizer.make_state()
             if not all(self.extension.saves(part) for part in self.engine.parts):
                 self.engine.initialise()
             with alike(self.world):
                 checkpoint.load(saved, self.engine.pieces(for_saving=False))
+            self.extension.resumed(self.engine, self.world, saved.state)
             self.engine.optimizer.take_weights()
             self.tally.restore(saved.state)
             how = f"resumed at step {saved.step}" + ("" if is_own else f" of {saved.path}")
         console.say(f"{self.folder.path}: {how}, {self._summary()}")
-
-    def _start(self) -> str:
-        self.engine.initialise()
-        origin = self.recipe.train.init_from
-        if origin is None:
-            return "new run"
-        pieces = self.engine.pieces(for_saving=False, with_optimizer=False)
-        if formats.is_own(origin):  # The first rank checks the sums, and each reads only what it needs.
-            saved = everywhere(self.world, lambda: checkpoint.source(origin))
-            with alike(self.world):
-                checkpoint.load(saved, pieces)
-        else:
-            with alike(self.world):
-                formats.load_pieces(formats.open_source(origin), pieces, self.recipe.model)
-        self.engine.optimizer.take_weights()
-        return f"new run from the weights of {origin}"
 
     def _summary(self) -> str:
         shape, length = self.recipe.model, self.recipe.data.sequence_length

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from fnmatch import fnmatch
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,13 @@ from steelyard.train.adamw import AdamW
 from steelyard.train.sgd import Sgd, SgdSai
 
 
+class Pace(NamedTuple):
+    """How a part moves, beside the others: its learning rate against theirs, and a weight decay of its own."""
+
+    rate: float = 1.0
+    weight_decay: float | None = None
+
+
 class Optimizer:
     """Moves the parts of a model along their gradients.
 
@@ -23,11 +30,13 @@ class Optimizer:
     there.
     """
 
-    def __init__(self, parts: list[Part], optim: Optim, on_host: bool) -> None:
+    def __init__(
+        self, parts: list[Part], optim: Optim, on_host: bool, pace_of: Callable[[Part], Pace] = lambda part: Pace()
+    ) -> None:
         self.parts = [part for part in parts if part.tensor.numel() and part.parameter.requires_grad]
         self.on_host = on_host
         self.tensors = [_host_copy(part.tensor) if on_host else part.tensor for part in self.parts]
-        self.torch = _build(self.parts, self.tensors, optim) if self.parts else None
+        self.torch = _build(self.parts, self.tensors, optim, pace_of) if self.parts else None
 
     def step(self, rate: float, grad_scale: Tensor, found_inf: Tensor, ratios: dict[Part, Tensor] | None) -> None:
         """One step with gradients divided by `grad_scale`; none where `found_inf` is 1. Gradients are let go."""
@@ -37,7 +46,7 @@ class Optimizer:
             gradient = part.gradient
             tensor.grad = gradient.to(tensor.device) if gradient is not None else None
         for group in self.torch.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["rate"]
         device = self.tensors[0].device
         self.torch.grad_scale = grad_scale.to(device, torch.float32)  # type: ignore[attr-defined]
         self.torch.found_inf = found_inf.to(device, torch.float32)  # type: ignore[attr-defined]
@@ -87,17 +96,20 @@ class Optimizer:
                 tensor.copy_(part.tensor)
 
 
-def _build(parts: list[Part], tensors: list[Tensor], optim: Optim) -> torch.optim.Optimizer:
+def _build(
+    parts: list[Part], tensors: list[Tensor], optim: Optim, pace_of: Callable[[Part], Pace]
+) -> torch.optim.Optimizer:
     """The recipe's optimizer, with decay on matrices and none on norms, biases and what the recipe exempts."""
-    decayed = [len(part.shape) >= 2 and not any(fnmatch(part.name, name) for name in optim.no_decay) for part in parts]
+    by_pace: dict[tuple[float, float], list[Tensor]] = {}
+    for part, tensor in zip(parts, tensors, strict=True):
+        pace = pace_of(part)
+        is_decayed = len(part.shape) >= 2 and not any(fnmatch(part.name, name) for name in optim.no_decay)
+        usual = optim.weight_decay if is_decayed else 0.0
+        decay = usual if pace.weight_decay is None else pace.weight_decay
+        by_pace.setdefault((-decay, pace.rate), []).append(tensor)
     groups: list[dict[str, Any]] = [
-        {
-            "params": [tensor for tensor, is_decayed in zip(tensors, decayed, strict=True) if is_decayed == wanted],
-            "weight_decay": optim.weight_decay if wanted else 0.0,
-        }
-        for wanted in (True, False)
+        {"params": moved, "weight_decay": -decay, "rate": rate} for (decay, rate), moved in sorted(by_pace.items())
     ]
-    groups = [group for group in groups if group["params"]]
     if optim.name == "sgd":
         return Sgd(groups, optim.learning_rate, optim.momentum)
     if optim.name == "sgd-sai":

@@ -7,7 +7,7 @@ checkpoint, or after each step where asking costs nothing.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -113,7 +113,8 @@ class Tally:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from what a checkpoint holds."""
-        self.counters = Counters(**state)
+        known = {field.name for field in fields(Counters)}
+        self.counters = Counters(**{key: value for key, value in state.items() if key in known})
         self._sums[3] = self.counters.streak
         if self.is_fp16:
             saved = self.counters.loss_scale

@@ -17,6 +17,7 @@ FAMILIES = {
     "gpt": "model={family='gpt', layers=4, hidden=32, heads=4, vocab=97, positions=16, tied=true}",
     "llama": "model={family='llama', layers=4, hidden=32, heads=4, kv_heads=2, vocab=97, tied=false}",
     "llama-tied": "model={family='llama', layers=4, hidden=32, heads=4, kv_heads=2, vocab=97, tied=true}",
+    "llama-bias": "model={family='llama', layers=4, hidden=32, heads=4, kv_heads=2, vocab=97, qkv_bias=true}",
     "gpt-untied": "model={family='gpt', layers=4, hidden=32, heads=4, vocab=97, positions=16, tied=false}",
 }
 TEN_STEPS = [

@@ -16,6 +16,7 @@ from steelyard.model.loss import linear_cross_entropy
 from steelyard.parallel.mesh import Axis
 from steelyard.parallel.tensor import VocabularyRows
 from steelyard.parallel.world import join
+from steelyard.sparsity import training as sparsity
 from steelyard.train.extension import Extension
 from tests.model.test_loss import VOCAB, drawn
 
@@ -24,7 +25,8 @@ def training(overrides: list[str], run: str, extension: Extension | None = None,
     """Train the tiny recipe and return what the first rank said."""
     said: list[str] = []
     console.quiet, console._print = False, said.append  # type: ignore[method-assign]
-    train.run(load("tiny.toml", overrides), Path(run), extension, resume)
+    recipe = load("tiny.toml", overrides)
+    train.run(recipe, Path(run), extension or sparsity.extension(recipe), resume)
     return "\n".join(said)
 
 

@@ -33,6 +33,11 @@ class SteelyardSource(Source):
     def __init__(self, saved: folder.Checkpoint) -> None:
         self.saved, self.path, self.step = saved, saved.path, saved.step
         self.extra, self.tokenizer_files = {}, []
+        if saved.state.get("sparsity", {}).get("method") == "learned":
+            raise UserError(
+                f"{saved.path} holds masks, and the weights they belong to are elsewhere",
+                mend="steelyard mask export --format hf writes the weights under the masks",
+            )
         if "model" in saved.state:
             try:
                 self.shape = TypeAdapter(Model).validate_python(saved.state["model"])

@@ -147,5 +147,9 @@ def sparsity(model: GptModel | LlamaModel, sparsity: Sparsity, parallel: Paralle
                 "the dense model's predictions are compared on one rank, which must hold the whole model",
                 "set parallel.pipeline and parallel.tensor to 1, or sparsity.distill to 0",
             )
+    if sparsity.method == "fixed" and train.init_from is None:
+        raise contradiction(
+            "train.init_from", "zeros are kept in weights that have some", "name the pruned weights in train.init_from"
+        )
     if train.precision == "fp8":
         raise contradiction("train.precision", "masked products have no fp8 arithmetic", 'use "bf16"')

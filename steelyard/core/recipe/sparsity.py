@@ -29,9 +29,9 @@ class Sparsity(Section):
     method: Literal["learned", "sr-ste", "fixed"]
     pattern: str = Field("2:4", description="N:M keeps N of M neighbours along the input; learned: 2:4 or 1:4")
     include: list[str] = Field(
-        [], description='matrices to mask, by pattern: "layers.*.mlp.*"; left out: all in layers'
+        [], description='matrices to mask: "mlp", "attention.output", "0-3"; left out: all in layers'
     )
-    exclude: list[str] = Field([], description="matrices to leave whole, by pattern")
+    exclude: list[str] = Field([], description="matrices to leave whole, written alike")
 
     base: str | None = Field(None, description="the frozen weights; left out: train.init_from, or the base of that run")
     prior: str | None = Field(None, description='a mask file to begin near, or "weights": where they are not zero')

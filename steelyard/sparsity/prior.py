@@ -1,0 +1,69 @@
+"""The mask that learning begins near: from whatever brings masks, or where the weights themselves are not zero."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from steelyard.core.console import console
+from steelyard.core.errors import UserError
+from steelyard.core.recipe import Recipe
+from steelyard.parallel.mesh import Mesh
+from steelyard.parallel.parts import Part
+from steelyard.sparsity.carried import Masks
+from steelyard.sparsity.learned import masked_sizes
+
+
+class Prior:
+    """A mask for every masked weight."""
+
+    def __init__(self, masks: Masks | None, base: dict[str, str], recipe: Recipe) -> None:
+        self.masks, self.recipe = masks, recipe
+        self.zeros = 0.0
+        if masks is None:
+            return
+        made_for = getattr(masks, "base", {}).get("sha256", base["sha256"])
+        if made_for != base["sha256"]:
+            console.warn(f"the masks of {masks.path} were found for other weights than those of {base['path']}")
+        check_masks(masks, recipe, "sparsity.prior")
+
+    def mask(self, weight: Part) -> Tensor:
+        """True where the prior keeps a weight, of the part that this rank holds."""
+        mask = weight.tensor != 0 if self.masks is None else held(self.masks.mask(weight.name), weight)
+        self.zeros += (mask.numel() - int(mask.sum())) / weight.copies
+        return mask
+
+    def refuse_if_empty(self, mesh: Mesh) -> None:
+        """A prior that drops nothing says nothing: the user believes to have pruned weights and has not."""
+        zeros = torch.tensor(self.zeros, dtype=torch.float64)
+        if mesh.world.size > 1:
+            zeros = zeros.to("cuda" if dist.get_backend() == "nccl" else "cpu")
+            dist.all_reduce(zeros)
+        if not zeros.item():
+            raise UserError(
+                "the prior is to come from the zeros of the weights, and they have none",
+                where=self.recipe.where("sparsity.prior"),
+                mend="name a mask file (steelyard prune --save mask writes one), or pruned weights as the base",
+            )
+
+
+def check_masks(masks: Masks, recipe: Recipe, key: str) -> None:
+    """Refuse masks that are not there for every matrix that the recipe chooses."""
+    known = set(masks.names())
+    for name, size in masked_sizes(recipe).items():
+        found = masks.shape(name) if name in known else None
+        if found != size:
+            what = "no mask" if found is None else f"a mask of {found}"
+            raise UserError(
+                f"{masks.path} has {what} for {name}, which is {size}",
+                where=recipe.where(key),
+                mend="name masks of this model, or leave such weights out with sparsity.exclude",
+            )
+
+
+def held(whole: Tensor, part: Part) -> Tensor:
+    """What this rank holds of a tensor that lies like a parameter."""
+    for dim, (first, length) in enumerate(zip(part.offset, part.tensor.shape, strict=True)):
+        whole = whole.narrow(dim, first, length)
+    return whole

@@ -1,0 +1,95 @@
+"""Masks are learned alike on every layout: the same noise, losses, norms and logits, but for rounding.
+
+A micro-batch has its own noise, so all runs have the same micro-batches. A regulariser that is lost on a stage, counted
+once more by a rank that shares a sequence, or noise that follows the rank, is off by 1e-3 and more.
+"""
+
+import pytest
+import torch
+
+from steelyard import checkpoint
+from steelyard.core.run import Run
+from tests.parallel.conftest import Layouts, difference
+from tests.parallel.test_layouts import parallel
+
+MASKS = [
+    "sparsity.method=learned", "sparsity.temperature=[4.0, 0.5]", "sparsity.weight_reg=[1e-2, 1e-3]",
+    "train.steps=4", "train.global_batch=4", "eval.every=0", "eval.batches=1",
+]  # fmt: skip
+ROUNDING = 1e-5
+FLIPPED = 3e-4  # three groups in ten thousand whose two best logits are as good as equal
+LAYOUTS = {
+    "zero 0": (2, parallel(zero=0)),
+    "zero 1": (2, parallel(zero=1)),
+    "zero 2": (2, parallel(zero=2)),
+    "zero 3": (2, parallel(zero=3)),
+    "tensor": (2, parallel(tensor=2)),
+    "sequence": (2, parallel(tensor=2, sequence_parallel="true")),
+    "context": (2, parallel(context=2)),
+    "pipeline": (2, parallel(pipeline=2)),
+    "pipeline that computes again": (2, parallel(pipeline=2, recompute="full")),
+    "pipeline of empty ends": (4, parallel(pipeline=4, partition="0-2-2-0")),
+    "interleaved": (2, parallel(pipeline=2, virtual=2, schedule="interleaved")),
+    "zero bubble": (2, parallel(pipeline=2, schedule="zero-bubble")),
+    "data x tensor zero 3": (4, parallel(tensor=2, zero=3)),
+    "data x context zero 2": (4, parallel(context=2, zero=2)),
+    "all of them": (8, parallel(tensor=2, pipeline=2, zero=1)),
+}
+FAST = {
+    ("llama-bias", "zero 3"), ("gpt", "zero 1"), ("gpt", "tensor"), ("llama-bias", "pipeline that computes again"),
+    ("llama-bias", "context"), ("gpt", "all of them"),
+}  # fmt: skip
+
+
+def learn(layouts: Layouts, size: int, family: str, *overrides: str) -> Run:
+    base = f"base-{family}"
+    if not (layouts.folder / base).exists():
+        layouts.run(1, family, "train.steps=2", path=base)
+    return layouts.run(size, family, *MASKS, f"train.init_from={base}", *overrides)
+
+
+def logits(run: Run) -> dict[str, torch.Tensor]:
+    saved = checkpoint.source(run.path)
+    shapes = {name: shape for name, shape in saved.shapes().items() if name.startswith("model.")}
+    tensors = {name: torch.empty(shape) for name, shape in shapes.items()}
+    checkpoint.load(saved, tensors)
+    return tensors
+
+
+def assert_alike(run: Run, other: Run) -> None:
+    records, others = run.metrics(), other.metrics()
+    assert difference(records, others) < ROUNDING
+    for ours, theirs in zip(records, others, strict=True):
+        for key in {"mask_max_probability", "temperature", "scale", "weight_reg"} & ours.keys():
+            assert ours[key] == pytest.approx(theirs[key], rel=ROUNDING)
+        for key in {"mask_changed", "mask_from_prior"} & ours.keys():
+            assert abs(ours[key] - theirs[key]) < FLIPPED
+    ours, theirs = logits(run), logits(other)
+    assert ours.keys() == theirs.keys()
+    assert len(ours) >= 4 * 6
+    assert max((ours[name] - theirs[name]).abs().mean().item() for name in ours) < ROUNDING
+
+
+def cases() -> list:
+    return [
+        pytest.param(family, layout, marks=[] if (family, layout) in FAST else pytest.mark.slow)
+        for family in ("gpt", "llama-bias")
+        for layout in LAYOUTS
+    ]
+
+
+@pytest.fixture(scope="session")
+def alone(layouts: Layouts) -> dict[str, Run]:
+    return {family: learn(layouts, 1, family) for family in ("gpt", "llama-bias")}
+
+
+@pytest.mark.parametrize(("family", "layout"), cases())
+def test_masks_are_learned_alike_on_a_layout(layouts: Layouts, alone: dict[str, Run], family: str, layout: str):
+    size, overrides = LAYOUTS[layout]
+    run = learn(layouts, size, family, *overrides)
+    assert_alike(run, alone[family])
+
+
+def test_the_regulariser_is_no_smaller_than_what_layouts_are_held_to(layouts: Layouts, alone: dict[str, Run]):
+    without = learn(layouts, 1, "gpt", "sparsity.weight_reg=[0.0, 0.0]")
+    assert difference(without.metrics(), alone["gpt"].metrics()) > 100 * ROUNDING

@@ -1,0 +1,131 @@
+"""The kernels of learned masks against their plain twin: on a GPU where there is one, otherwise interpreted."""
+
+import pytest
+import torch
+
+from steelyard.sparsity import gumbel
+from steelyard.sparsity.gumbel import Place
+from steelyard.sparsity.patterns import Pattern
+
+pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SALT = gumbel.salt_of(7, "layers.0.mlp.down.weight.mask_logits")
+
+
+def parts(pattern: str, rows: int, inputs: int, dtype: torch.dtype = torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    candidates = Pattern.parse(pattern).candidates().to(DEVICE)
+    weight = torch.randn(rows, inputs, generator=generator).to(DEVICE, dtype)
+    logits = (0.01 * torch.randn(rows, inputs // 4, len(candidates), generator=generator)).to(DEVICE)
+    gradient = torch.randn(rows, inputs, generator=generator).to(DEVICE, dtype)
+    return candidates, weight, logits, gradient
+
+
+def both_ways(function, candidates, weight, logits, gradient, course, place, hard, draw=12345):
+    draw = gumbel.draw_of(torch.tensor([draw], device=DEVICE))
+    logits = logits.clone().requires_grad_()
+    product = function(weight, logits, candidates, draw, torch.tensor(course, device=DEVICE), SALT, place, hard)
+    product.backward(gradient)
+    return product.detach(), logits.grad
+
+
+@pytest.mark.parametrize("hard", [False, True])
+@pytest.mark.parametrize("pattern", ["2:4", "1:4"])
+@pytest.mark.parametrize(("course"), [(100.0, 4.0, 1e-2), (500.0, 0.05, 0.0)])
+def test_the_kernels_mask_and_differentiate_as_the_plain_functions_do(pattern, hard, course):
+    from steelyard.sparsity import kernels
+
+    given = parts(pattern, 6, 344)  # 258 pairs of groups: more than a block, and not a multiple of one
+    place = Place(0, 0, 86)
+    product, gradient = both_ways(gumbel.masked_weight, *given, course, place, hard)
+    fused_product, fused_gradient = both_ways(kernels.masked_weight, *given, course, place, hard)
+    torch.testing.assert_close(fused_product, product, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(fused_gradient, gradient, rtol=1e-4, atol=1e-3 * gradient.abs().max().item())
+    assert gradient.any()
+
+
+def test_in_bf16_the_kernels_round_only_what_they_write():
+    from steelyard.sparsity import kernels
+
+    given = parts("2:4", 4, 64, torch.bfloat16)
+    course, place = (100.0, 2.0, 1e-3), Place(0, 0, 16)
+    product, gradient = both_ways(gumbel.masked_weight, *given, course, place, False)
+    fused_product, fused_gradient = both_ways(kernels.masked_weight, *given, course, place, False)
+    assert fused_product.dtype == torch.bfloat16
+    torch.testing.assert_close(fused_product, product, rtol=1e-2, atol=1e-3)
+    torch.testing.assert_close(fused_gradient, gradient, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("cut", ["rows", "columns"])
+def test_a_part_of_a_weight_draws_what_the_whole_draws_there(cut):
+    from steelyard.sparsity import kernels
+
+    candidates, weight, logits, gradient = parts("2:4", 8, 64)
+    course = (100.0, 4.0, 0.0)
+    whole, of_whole = both_ways(
+        kernels.masked_weight, candidates, weight, logits, gradient, course, Place(0, 0, 16), False
+    )
+    rows, columns, groups = (slice(4, 8), slice(None), slice(None)) if cut == "rows" else (
+        slice(None), slice(24, 64), slice(6, 16))  # fmt: skip
+    place = Place(4, 0, 16) if cut == "rows" else Place(0, 6, 16)
+    part, of_part = both_ways(
+        kernels.masked_weight, candidates, weight[rows, columns].contiguous(), logits[rows, groups].contiguous(),
+        gradient[rows, columns].contiguous(), course, place, False,
+    )  # fmt: skip
+    assert torch.equal(part, whole[rows, columns])
+    assert torch.equal(of_part, of_whole[rows, groups])
+    assert not torch.equal(part, both_ways(
+        kernels.masked_weight, candidates, weight[rows, columns].contiguous(), logits[rows, groups].contiguous(),
+        gradient[rows, columns].contiguous(), course, Place(0, 0, 16), False,
+    )[0])  # fmt: skip
+
+
+def test_another_micro_batch_draws_other_noise_without_a_new_kernel():
+    from steelyard.sparsity import kernels
+
+    given, course, place = parts("2:4", 4, 64), (100.0, 4.0, 0.0), Place(0, 0, 16)
+    first, _ = both_ways(kernels.masked_weight, *given, course, place, False, draw=1)
+    again, _ = both_ways(kernels.masked_weight, *given, course, place, False, draw=1)
+    second, _ = both_ways(kernels.masked_weight, *given, course, place, False, draw=2)
+    assert torch.equal(first, again)
+    assert not torch.isclose(first, second).all()
+
+
+def test_between_the_passes_only_the_product_is_kept():
+    from steelyard.sparsity import kernels
+
+    candidates, weight, logits, _ = parts("2:4", 64, 64, torch.bfloat16)
+    logits.requires_grad_()
+    kept: list[torch.Tensor] = []
+    draw, course = gumbel.draw_of(torch.tensor([3], device=DEVICE)), torch.tensor([1e2, 4.0, 0.0], device=DEVICE)
+    x = torch.randn(2, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: (kept.append(tensor), tensor)[1], lambda tensor: tensor
+    ):
+        product = kernels.masked_weight(weight, logits, candidates, draw, course, SALT, Place(0, 0, 16), False)
+        torch.nn.functional.linear(x, product)
+    known = {tensor.untyped_storage().data_ptr() for tensor in (weight, logits, x)}
+    others = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
+    assert sum(size for place, size in others.items() if place not in known) <= 2.5 * weight.numel()
+
+
+def test_a_compiled_layer_computed_again_learns_the_same():
+    from torch.utils.checkpoint import checkpoint
+
+    from steelyard.sparsity import kernels
+
+    candidates, weight, logits, _ = parts("2:4", 8, 16)
+    draw, course = gumbel.draw_of(torch.tensor([3], device=DEVICE)), torch.tensor([1e2, 4.0, 1e-3], device=DEVICE)
+
+    def layer(x, logits):
+        product = kernels.masked_weight(weight, logits, candidates, draw, course, SALT, Place(0, 0, 4), False)
+        return torch.nn.functional.silu(torch.nn.functional.linear(x, product))
+
+    x = torch.randn(5, 16, device=DEVICE)
+    gradients = []
+    compiled = torch.compile(lambda x, logits: checkpoint(layer, x, logits, use_reentrant=False), backend="aot_eager")
+    for function in (layer, compiled):
+        mine = logits.clone().requires_grad_()
+        function(x, mine).square().sum().backward()
+        gradients.append(mine.grad)
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
