@@ -9,6 +9,7 @@ from steelyard.checkpoint.formats import open_source
 from steelyard.checkpoint.formats.write import Target, convert
 from steelyard.checkpoint.formats.write_megatron import Layout
 from steelyard.core.errors import UserError
+from steelyard.sparsity.export import write
 from steelyard.sparsity.maskllm import learned_logits, masks_in
 from steelyard.sparsity.masks import MaskFile
 from steelyard.sparsity.patterns import Pattern
@@ -163,10 +164,8 @@ def test_logits_that_do_not_fit_are_refused(tmp_path, change, complaint):
 
 
 def test_masks_of_maskllm_are_written_as_a_mask_file_of_less_than_a_bit(tmp_path):
-    from steelyard.sparsity.export import write
-
     _, _, masks = maskllm(tmp_path / "ckpt", "llama", Layout(2))
-    write(str(tmp_path / "ckpt"), tmp_path / "m.mask", "packed")
+    write(str(tmp_path / "ckpt"), tmp_path / "m.mask", "packed", None)
     found = MaskFile(tmp_path / "m.mask")
     assert found.names() == list(masks)
     assert all(torch.equal(found.mask(name), masks[name].bool()) for name in masks)
