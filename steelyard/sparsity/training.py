@@ -120,7 +120,7 @@ class LearnedMasks(Extension):
         """
         share = (step - 1) / max(1, self.recipe.train.steps - 1)
         scale, temperature, weight_reg = (
-            first + (last - first) * share
+            first * (1 - share) + last * share
             for first, last in (self.sparsity.scale, self.sparsity.temperature, self.sparsity.weight_reg)
         )
         self.numbers = (scale, temperature, weight_reg)
