@@ -74,6 +74,7 @@ def prune(request: Request) -> dict[str, Any]:
     shown = _windows(request, source, method)
     begun = time.monotonic()
     if device.type == "cuda":
+        torch.cuda.init()
         torch.cuda.reset_peak_memory_stats(device)
     about = {
         "method": method,
