@@ -22,27 +22,13 @@ def write(path: str, destination: Path, form: Literal["packed", "hf"], moved_to:
         )
     if form == "hf":
         return {"format": form, **convert(through(brought), destination, Target("hf"))}
-    if destination.is_dir():
-        raise UserError(f"{destination} is a folder", mend="name the file to write, such as learned.mask")
+    if destination.exists():
+        raise UserError(f"{destination} is there already", mend="name a new file, such as learned.mask")
     found = brought.masks
-    size = masks.write(
-        destination,
-        ((name, found.mask(name)) for name in found.names()),
-        found.pattern,
-        brought.identity or base.identity(brought.base),
-        {"from": str(found.path), "step": brought.step, "how": brought.how},
-    )
-    weights = sum(rows * columns for rows, columns in map(found.shape, found.names()))
-    return {
-        "format": form,
-        "path": str(destination),
-        "pattern": str(found.pattern),
-        "matrices": len(found.names()),
-        "weights": weights,
-        "bytes": size,
-        "bits_per_weight": round(8 * size / weights, 4),
-        "step": brought.step,
-    }
+    each = ((name, found.mask(name)) for name in found.names())
+    made_by = {"method": brought.how, "from": str(found.path), "step": brought.step}
+    masks.write(destination, each, found.pattern, brought.identity or base.identity(brought.base), made_by)
+    return {"format": form, **masks.described(destination)}
 
 
 def as_text(result: dict[str, Any]) -> str:
@@ -50,6 +36,5 @@ def as_text(result: dict[str, Any]) -> str:
     if result["format"] == "hf":
         return f"{result['path']}: hf, {result['dtype']}"
     return (
-        f"{result['path']}: {result['matrices']} masks of {result['pattern']}, "
-        f"{result['bits_per_weight']} bits a weight"
+        f"{result['path']}: {result['matrices']} masks of {result['pattern']}, {result['bits_a_weight']} bits a weight"
     )

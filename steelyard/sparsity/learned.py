@@ -42,8 +42,9 @@ class MaskedLinear(Linear):
 
     mask_logits: nn.Parameter
     draw: Tensor | None = None
+    """Which micro-batch this is, and which parameter: `gumbel.draw_of` plus the salt."""
 
-    def __init__(self, linear: Linear, name: str, seed: int, course: Course) -> None:
+    def __init__(self, linear: Linear, course: Course) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
@@ -52,7 +53,6 @@ class MaskedLinear(Linear):
         shape = (linear.out_features, self.groups, candidates)
         self.mask_logits = nn.Parameter(torch.empty(shape, dtype=torch.float32, device=linear.weight.device))
         self.course = course
-        self.salt = gumbel.salt_of(seed, name)
 
     @property
     def place(self) -> Place:
@@ -67,9 +67,9 @@ class MaskedLinear(Linear):
         if not course.dense and self.draw is None:
             weight = weight * gumbel.argmax_mask(self.mask_logits, course.candidates_CM)
         elif not course.dense and self.draw is not None:
-            draw = _arithmetic(weight, self.mask_logits)
-            weight = draw(
-                weight, self.mask_logits, course.candidates_CM, self.draw, course.course_3, self.salt, self.place,
+            arithmetic = _arithmetic(weight, self.mask_logits)
+            weight = arithmetic(
+                weight, self.mask_logits, course.candidates_CM, self.draw, course.course_3, (0, 0), self.place,
                 course.hard,
             )  # fmt: skip
         return self.product(x, weight, None if self.bias is None else self.bias.to(x.dtype))
@@ -102,11 +102,13 @@ def freeze(model: LanguageModel) -> None:
 
 def put_masks(model: LanguageModel, names: Container[str], seed: int, course: Course) -> None:
     """Put masked maps in the place of a frozen model's plain ones, and have each layer tell them what to draw."""
-    replace_linears(model, names, lambda linear, name: MaskedLinear(linear, name, seed, course))
-    for layer in model.layers.values():
-        masked = [module for module in layer.modules() if isinstance(module, MaskedLinear)]
+    replace_linears(model, names, lambda linear, name: MaskedLinear(linear, course))
+    for number, layer in model.layers.items():
+        masked = {name: module for name, module in layer.named_modules() if isinstance(module, MaskedLinear)}
         if masked:
-            layer.forward = _Drawing(layer, layer.forward, masked)
+            salts = [gumbel.salt_of(seed, f"layers.{number}.{name}.weight") for name in masked]
+            salts_N2 = torch.tensor(salts, dtype=torch.int32, device=course.candidates_CM.device)
+            layer.forward = _Drawing(layer, layer.forward, list(masked.values()), salts_N2)
 
 
 def course_of(sparsity: Sparsity, device: torch.device) -> Course:
@@ -128,15 +130,20 @@ def _arithmetic(weight_OI: Tensor, logits_OGC: Tensor) -> Callable[..., Tensor]:
 class _Drawing:
     """A layer's forward that first tells its masked maps which micro-batch this is.
 
-    It stands inside what is computed again in the backward pass, so the maps are told again there.
+    It stands inside what is computed again in the backward pass, so the maps are told again there. Salts are tensors:
+    numbers would be compiled in, and every layer would be a graph of its own.
     """
 
-    def __init__(self, layer: nn.Module, forward: Callable[..., Any], masked: list[MaskedLinear]) -> None:
-        self.layer, self.forward, self.masked = layer, forward, masked
+    def __init__(
+        self, layer: nn.Module, forward: Callable[..., Any], masked: list[MaskedLinear], salts_N2: Tensor
+    ) -> None:
+        self.layer, self.forward, self.masked, self.salts_N2 = layer, forward, masked, salts_N2
 
     def __call__(self, x_BLD: Tensor, context: Context) -> Any:
         samples_B = context.samples_B
-        draw = gumbel.draw_of(samples_B) if samples_B is not None and self.layer.training else None
-        for linear in self.masked:
+        draws: list[Tensor | None] = [None] * len(self.masked)
+        if samples_B is not None and self.layer.training:
+            draws = list((gumbel.draw_of(samples_B) + self.salts_N2).unbind())
+        for linear, draw in zip(self.masked, draws, strict=True):
             linear.draw = draw
         return self.forward(x_BLD, context)

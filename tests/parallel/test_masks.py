@@ -8,9 +8,14 @@ import pytest
 import torch
 
 from steelyard import checkpoint
+from steelyard.checkpoint.formats import open_source
 from steelyard.core.run import Run
+from steelyard.sparsity import masks
+from steelyard.sparsity.patterns import Pattern
+from steelyard.sparsity.selection import maskable
 from tests.parallel.conftest import Layouts, difference
 from tests.parallel.test_layouts import parallel
+from tests.parallel.test_settings import SGD
 
 MASKS = [
     "sparsity.method=learned", "sparsity.temperature=[4.0, 0.5]", "sparsity.weight_reg=[1e-2, 1e-3]",
@@ -93,3 +98,39 @@ def test_masks_are_learned_alike_on_a_layout(layouts: Layouts, alone: dict[str, 
 def test_the_regulariser_is_no_smaller_than_what_layouts_are_held_to(layouts: Layouts, alone: dict[str, Run]):
     without = learn(layouts, 1, "gpt", "sparsity.weight_reg=[0.0, 0.0]")
     assert difference(without.metrics(), alone["gpt"].metrics()) > 100 * ROUNDING
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["zero 1", "zero 3", "context"])
+def test_the_dense_model_is_followed_alike_on_a_layout(layouts: Layouts, layout: str):
+    size, overrides = LAYOUTS[layout]
+    distill = ("sparsity.distill=0.5", "sparsity.distill_temperature=2.0")
+    one, run = (learn(layouts, ranks, "llama-bias", *distill, *more) for ranks, more in ((1, []), (size, overrides)))
+    assert_alike(run, one)
+    apart = [[record["distill_loss"] for record in each.metrics() if "loss" in record] for each in (run, one)]
+    assert apart[0] == pytest.approx(apart[1], rel=10 * ROUNDING)  # a difference of nearly equal numbers
+
+
+METHODS = {"sr-ste": ["sparsity.decay=0.05"], "fixed": ["sparsity.mask=largest.mask"]}
+
+
+@pytest.mark.parametrize(
+    ("method", "layout"),
+    [
+        ("sr-ste", "context"),
+        *(
+            pytest.param(method, layout, marks=pytest.mark.slow)
+            for method in METHODS
+            for layout in ("zero 3", "tensor", "pipeline", "all of them")
+        ),
+    ],
+)
+def test_weights_are_trained_under_masks_alike_on_a_layout(layouts: Layouts, method: str, layout: str):
+    learn(layouts, 1, "llama-bias")
+    source = open_source(layouts.folder / "base-llama-bias")
+    largest = ((name, Pattern(2, 4).keep_best(source.tensor(name).abs())) for name in maskable(source.shape))
+    masks.write(layouts.folder / "largest.mask", largest, Pattern(2, 4), {})
+    settings = (f"sparsity.method={method}", *METHODS[method], "train.init_from=base-llama-bias", "train.steps=4", *SGD)
+    size, overrides = LAYOUTS[layout]
+    one, run = (layouts.run(ranks, "llama-bias", *settings, *more) for ranks, more in ((1, []), (size, overrides)))
+    assert difference(run.metrics(), one.metrics()) < ROUNDING

@@ -24,7 +24,7 @@ def learned(place: Place) -> Place:
 
 def test_masks_are_exported_as_a_file_and_as_weights_with_zeros(learned: Place, capsys):
     code, told, _ = answer(capsys, "mask", "export", "masks", "learned.mask")
-    assert (code, told["pattern"], told["step"], told["matrices"]) == (0, "2:4", 6, 14)
+    assert (code, told["pattern"], told["made_by"]["step"], told["matrices"]) == (0, "2:4", 6, 14)
     packed, logits, base = MaskFile("learned.mask"), saved_tensors(checkpoint_of("masks")), open_source("base")
     code, told, _ = answer(capsys, "mask", "export", "masks/checkpoints/step-00000006", "folder", "--format", "hf")
     assert (code, told["format"]) == (0, "hf")
