@@ -120,7 +120,7 @@ class LearnedMasks(Extension):
         """
         share = (step - 1) / max(1, self.recipe.train.steps - 1)
         scale, temperature, weight_reg = (
-            first + (last - first) * share
+            first * (1 - share) + last * share
             for first, last in (self.sparsity.scale, self.sparsity.temperature, self.sparsity.weight_reg)
         )
         self.numbers = (scale, temperature, weight_reg)
@@ -189,15 +189,17 @@ class LearnedMasks(Extension):
     def _load_base(self, path: str, recorded: dict[str, Any] | None, engine: Engine, world: World) -> None:
         """Read the frozen weights, which must be those recorded, if any are."""
 
-        def identified() -> dict[str, str]:
+        def look() -> None:
             if Path(path).exists() and learned_checkpoint(path) is not None:
                 raise UserError(f"{path} is a run of masks, and no weights", mend="name the weights it belongs to")
-            if recorded is None:
-                return base.identity(formats.open_source(path))
-            source = base.found(recorded, path, MOVED)
-            return {"path": str(Path(source.path).resolve()), "sha256": str(recorded["sha256"])}
+            if recorded is not None:
+                base.place(recorded, path, MOVED)
 
-        self.base = everywhere(world, identified)
+        everywhere(world, look)
+        self.base = base.identity_by_all(path, world)
+        if recorded is not None:
+            with alike(world):
+                base.refuse_others(recorded, self.base, MOVED)
         pieces = {
             f"model.{part.name}": Piece(part.tensor, part.shape, part.offset)
             for part in engine.parts
