@@ -197,6 +197,12 @@ def test_a_base_and_its_masks_are_exported_together(folder, monkeypatch, capsys)
     assert run("export-sparse", "base", "alone") == 2
 
 
+def test_a_source_that_is_seen_through_something_keeps_its_own_tokenizer():
+    held = pruned("llama")
+    held.load_tokenizer = lambda: "inside the file"
+    assert compressible(held, allow_dense=False).load_tokenizer() == "inside the file"
+
+
 def test_a_benchmark_of_sparse_speed_wants_a_gpu_or_to_be_told_otherwise(folder, monkeypatch, capsys):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
