@@ -118,7 +118,7 @@ def few_rows(x_BI: Tensor, packed: Packed, way: Way) -> Tensor:
     kernel = _tiles if way.tiles else _vectors
     kernel[(programs, repeats, way.parts)](
         x, packed.values.view(torch.int32), packed.words, y_BO, sums, done, batch, outputs, inputs // 4, words, steps,
-        KINDS[x_BI.dtype], way.rows, way.blocks, even, way.stages, way.parts,
+        way.parts, KINDS[x_BI.dtype], way.rows, way.blocks, even, way.stages, way.parts > 1,
         num_warps=way.warps, num_stages=way.stages,
     )  # fmt: skip
     return y_BO
@@ -176,11 +176,11 @@ def _dot(a, b, total):
     return tl.dot(a, b, total)
 
 
-@triton.jit(do_not_specialize=["batch", "steps"])
+@triton.jit(do_not_specialize=["batch", "steps", "parts"])
 def _vectors(
-    x, pairs, words, y, sums, done, batch, outputs, groups, word_count, steps,
+    x, pairs, words, y, sums, done, batch, outputs, groups, word_count, steps, parts,
     kind: tl.constexpr, rows: tl.constexpr, blocks: tl.constexpr, even: tl.constexpr, stages: tl.constexpr,
-    parts: tl.constexpr,
+    divided: tl.constexpr,
 ):  # fmt: skip
     columns: tl.constexpr = _WORDS * blocks
     row = tl.program_id(0) * rows + tl.arange(0, rows)
@@ -218,14 +218,14 @@ def _vectors(
             total += _high_wide(pair, kind) * of_second
     place = tl.program_id(1).to(tl.int64) * outputs + row
     counter = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-    _settle(tl.sum(total, 1), place, row < outputs, y, sums, done + counter, batch * outputs, parts)
+    _settle(tl.sum(total, 1), place, row < outputs, y, sums, done + counter, batch * outputs, parts, divided)
 
 
-@triton.jit(do_not_specialize=["batch", "steps"])
+@triton.jit(do_not_specialize=["batch", "steps", "parts"])
 def _tiles(
-    x, pairs, words, y, sums, done, batch, outputs, groups, word_count, steps,
+    x, pairs, words, y, sums, done, batch, outputs, groups, word_count, steps, parts,
     kind: tl.constexpr, rows: tl.constexpr, blocks: tl.constexpr, even: tl.constexpr, stages: tl.constexpr,
-    parts: tl.constexpr,
+    divided: tl.constexpr,
 ):  # fmt: skip
     columns: tl.constexpr = _WORDS * blocks
     row = tl.program_id(0) * rows + tl.arange(0, rows)
@@ -260,7 +260,7 @@ def _tiles(
             total = _dot(_high(x_back, kind), tl.trans(_high(back, kind)), total)
     place = sample.to(tl.int64)[:, None] * outputs + row[None, :]
     here = is_sample & (row < outputs)[None, :]
-    _settle(total, place, here, y, sums, done + tl.program_id(0), batch * outputs, parts)
+    _settle(total, place, here, y, sums, done + tl.program_id(0), batch * outputs, parts, divided)
 
 
 @triton.jit
@@ -275,9 +275,9 @@ def _spread(pair, masks, s: tl.constexpr):
 
 
 @triton.jit
-def _settle(total, place, here, y, sums, counter, size, parts: tl.constexpr):
+def _settle(total, place, here, y, sums, counter, size, parts, divided: tl.constexpr):
     """Write a product, or a part of it; who comes last adds the parts up and leaves the counter at zero."""
-    if parts == 1:
+    if not divided:
         tl.store(y + place, total.to(y.dtype.element_ty), mask=here)
     else:
         part = tl.program_id(2).to(tl.int64)
@@ -285,7 +285,7 @@ def _settle(total, place, here, y, sums, counter, size, parts: tl.constexpr):
         tl.debug_barrier()  # The counter is moved by one thread, and must not be before the others have written.
         if tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
             whole = tl.zeros_like(total)
-            for number in tl.static_range(parts):
+            for number in range(parts):
                 whole += tl.load(sums + number * size + place, mask=here, other=0.0, cache_modifier=".cg")
             tl.store(y + place, whole.to(y.dtype.element_ty), mask=here)
             tl.store(counter, 0)
