@@ -19,6 +19,7 @@ import torch
 from steelyard.core.recipe import Recipe
 from steelyard.parallel import mesh as meshes
 from steelyard.parallel.world import join
+from steelyard.tokens.loader import columns
 from steelyard.train.engine import Engine
 from steelyard.train.extension import Extension
 
@@ -88,7 +89,7 @@ def rank(what: str) -> None:
         for step in range(WARM_UP + STEPS):
             if step == WARM_UP:
                 before = time.process_time()
-            engine.step(rows, 0, 1e-3, BATCH * LENGTH, 1.0)
+            engine.step(columns(rows), 0, 1e-3, BATCH * LENGTH, 1.0)
         spent = torch.tensor((time.process_time() - before) / STEPS, dtype=torch.float64)
         if world.size > 1:
             torch.distributed.all_reduce(spent)

@@ -24,6 +24,7 @@ from steelyard.core.recipe import Recipe, load
 from steelyard.parallel import mesh
 from steelyard.sizes.gpus import by_device_name
 from steelyard.sizes.model import flops_per_token
+from steelyard.tokens.loader import columns
 from steelyard.train.engine import Engine
 from steelyard.train.extension import Extension
 
@@ -83,7 +84,7 @@ def ours(recipe: Recipe, steps: int, profiled: bool) -> tuple[float, float, list
     losses = []
 
     def step() -> None:
-        loss, _, _ = engine.step(next(batches), 0, 1e-4, labels, 1.0)
+        loss, _, _ = engine.step(columns(next(batches)), 0, 1e-4, labels, 1.0)
         losses.append(loss / labels)
 
     seconds = timed(step, steps)

@@ -20,7 +20,9 @@ TORCH = {"torch"}
 DEVELOPMENT = (
     "hypothesis",
     "import-linter",
+    "lm-eval",
     "mypy",
+    "peft",
     "pre-commit",
     "pytest",
     "pytest-timeout",
@@ -30,6 +32,7 @@ DEVELOPMENT = (
     "setuptools",
     "tensorboard",
     "transformers",
+    "trl",
     "wandb",
     "wheel",
 )

@@ -7,17 +7,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from steelyard.checkpoint.folder import STATE, Checkpoint, latest, load, save, source
+    from steelyard.checkpoint.folder import STATE, VALID_LOSS, Checkpoint, best, latest, load, save, source
     from steelyard.checkpoint.pieces import Piece
     from steelyard.checkpoint.saver import Saver
 
 _MODULES = {
-    "folder": ("STATE", "Checkpoint", "latest", "load", "save", "source"),
+    "folder": ("STATE", "VALID_LOSS", "Checkpoint", "best", "latest", "load", "save", "source"),
     "pieces": ("Piece",),
     "saver": ("Saver",),
 }
 
-__all__ = ["STATE", "Checkpoint", "Piece", "Saver", "latest", "load", "save", "source"]
+__all__ = ["STATE", "VALID_LOSS", "Checkpoint", "Piece", "Saver", "best", "latest", "load", "save", "source"]
 
 
 def __getattr__(name: str) -> Any:

@@ -38,6 +38,7 @@ from steelyard.core.errors import Fault, UserError
 from steelyard.core.run import MANIFEST, Run
 
 STATE = "state.json"
+VALID_LOSS = "valid_loss"  # In the state of a checkpoint that was the best when it was saved.
 PREFIX = "step-"
 
 
@@ -84,7 +85,7 @@ Holdings = Mapping[str, Piece | Promised | list[None]]
 def save(
     folder: Path, tensors: Tensors, state: dict[str, Any], keep_last: int, group: dist.ProcessGroup | None = None
 ) -> Path:
-    """Save a checkpoint for `state["step"]` and remove all but the newest `keep_last`.
+    """Save a checkpoint for `state["step"]` and remove all but the newest `keep_last` and the best.
 
     With a group, all its ranks call this together, each with the pieces it holds. Whatever stops one of them is raised
     on all.
@@ -103,8 +104,10 @@ def save(
         dist.broadcast_object_list(name, group_src=0, group=group)
         _gathered(_written(pieces, Path(name[0]), path, group), group)
     if group is None or dist.get_rank(group) == 0:
+        kept = best(folder)
         for old in _by_age(folder)[:-keep_last]:
-            shutil.rmtree(old)
+            if old != kept:
+                shutil.rmtree(old)
     return path
 
 
@@ -160,6 +163,15 @@ def latest(folder: Path) -> Checkpoint | None:
         except Fault as damage:
             console.warn(f"{damage}; trying the checkpoint before it")
     return None
+
+
+def best(folder: Path) -> Path | None:
+    """The checkpoint of a run with the lowest validation loss, among those whose state tells it."""
+    losses: dict[Path, float] = {}
+    for path in _by_age(folder):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            losses[path] = float(json.loads((path / STATE).read_text(encoding="utf-8"))[VALID_LOSS])
+    return min(losses, key=losses.__getitem__, default=None)
 
 
 def source(path: str | Path) -> Checkpoint:

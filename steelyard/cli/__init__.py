@@ -35,6 +35,8 @@ COMMANDS = {
     "tokenizer": ("tokenizer", "Train, look at and export tokenizers."),
     "data": ("data", "Fetch and convert text, and turn it into token files."),
     "train": ("train", "Train a model as a recipe says."),
+    "sft": ("sft", "Tune a model on conversations."),
+    "adapter": ("adapter", "Fold adapters into the weights they belong to."),
     "prune": ("prune", "Prune a checkpoint in one shot."),
     "mask": ("mask", "Look at masks, and apply them to weights."),
     "export-sparse": ("export_sparse", "Write a 2:4 model compressed."),
@@ -45,6 +47,8 @@ COMMANDS = {
     "hub": ("hub", "Publish models on the hub, and fetch them from it."),
     "report": ("report", "Write a run's report as one HTML file."),
 }
+# Groups with a command that need not be named: a first word that names none of the others belongs to it.
+DEFAULTS = {"sft": ("run", ("run", "preview"))}
 # Options that take several values after one flag, as people write them: --input a.txt b.txt
 SEVERAL = ("--input", "--json-keys", "--symbols")
 # What the system says of a path that the user should not have named.
@@ -59,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     words, passed_on = _cut(list(sys.argv[1:] if arguments is None else arguments))
     debug = _take(words, "--debug")
     console.quiet = _take(words, "--quiet")
-    words = [*_flag_each(words), *passed_on]
+    words = _with_default([*_flag_each(words), *passed_on])
     for number in (signal.SIGINT, signal.SIGUSR1):  # SIGUSR1 is a scheduler's warning, which may come early.
         signal.signal(number, _interrupt)
     try:
@@ -76,6 +80,15 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except Exception as error:
         code = _explain(error, debug)
     sys.exit(code)
+
+
+def _with_default(words: list[str]) -> list[str]:
+    """Name the command of a group that was left out."""
+    default, known = DEFAULTS.get(words[0], (None, ())) if words else (None, ())
+    following = words[1] if len(words) > 1 else "--help"
+    if default is None or following in (*known, "--help"):
+        return words
+    return [words[0], default, *words[1:]]
 
 
 def app(words: Sequence[str]) -> typer.Typer:

@@ -15,7 +15,8 @@ from steelyard.core.errors import UserError
 SourceArgument = Annotated[
     str,
     typer.Argument(
-        help="A Hugging Face folder, a GGUF file, a Megatron, Megatron-DeepSpeed or Steelyard checkpoint, or a run."
+        help="A Hugging Face folder or name on the hub, a GGUF file, a Megatron, Megatron-DeepSpeed or Steelyard "
+        "checkpoint, or a run."
     ),
 ]
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from steelyard.model import LanguageModel
 from steelyard.parallel.mesh import Mesh
-from steelyard.parallel.tensor import Cut
+from steelyard.parallel.tensor import ADAPTER_IN, ADAPTER_OUT, MAGNITUDE, Cut
 
 EMBEDDING, HEAD = "embed.weight", "head.weight"
 
@@ -63,6 +63,10 @@ def parts_of(model: LanguageModel, mesh: Mesh, cuts: dict[str, Cut], by_sequence
     ]
 
 
+def _is_adapter(name: str) -> bool:
+    return name.rpartition(".")[2] in (ADAPTER_IN, ADAPTER_OUT, MAGNITUDE)
+
+
 def _part(
     name: str, parameter: nn.Parameter, model: LanguageModel, mesh: Mesh, cut: Cut | None, by_sequence: bool
 ) -> Part:
@@ -84,7 +88,7 @@ def _part(
         offset=tuple(offset),
         copies=mesh.replicate * (mesh.tensor.size if cut is None else 1),
         is_cut=cut is not None and cut.pieces > 1,
-        is_partial=by_sequence and cut is None,
+        is_partial=cut is None and (by_sequence or _is_adapter(name)) and mesh.tensor.size > 1,
         is_tied=is_tied,
         is_twin=is_twin,
     )

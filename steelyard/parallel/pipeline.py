@@ -131,10 +131,11 @@ class Pipeline:
         schedule.step(*inputs, target=batch["labels_BL"], losses=[], **others)
         return torch.stack(self.losses).sum() if self.losses else torch.zeros((), device=self.device)
 
-    def evaluate(self, batches: Iterable[dict[str, Tensor]]) -> Tensor:
-        """The sum of the losses, forward only, stage after stage; zero but on the last stage."""
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
+    def evaluate(self, batches: Iterable[dict[str, Tensor]]) -> list[Tensor]:
+        """The loss of each batch, forward only, stage after stage; zero but on the last stage."""
+        losses = []
         for batch in batches:
+            losses.append(torch.zeros((), dtype=torch.float64, device=self.device))
             others = {name: value for name, value in batch.items() if name != "inputs"}
             for stage, model in self.models.items():
                 x = batch["inputs"]
@@ -143,10 +144,10 @@ class Pipeline:
                     dist.recv(x, group=self.axis.group, group_src=(stage - 1) % self.axis.size)
                 y = model(x, **others)
                 if model.part.last:
-                    total += y.double().sum()
+                    losses[-1] += y.double().sum()
                 else:
                     dist.send(y.contiguous(), group=self.axis.group, group_dst=(stage + 1) % self.axis.size)
-        return total
+        return losses
 
     def _schedule(self, batch: dict[str, Tensor], micro_batches: int) -> Any:
         """The schedule for so many micro-batches, made when first asked for."""

@@ -26,6 +26,10 @@ SEQUENCE = 1  # the dimension of the stream that sequence parallelism cuts
 BY_ROWS = ("query", "key", "value", "gate", "up")
 BY_COLUMNS = ("output", "down")
 BESIDE_WEIGHT = ("mask_logits",)  # cut as the weight they belong to
+# An adapter's parameters: what they have in common with the weight is cut with it, and what is not cut is whole on
+# every rank, where its gradient is a part of a sum.
+ADAPTER_IN, ADAPTER_OUT, MAGNITUDE = "adapter_in", "adapter_out", "magnitude"
+ADAPTER_CUTS = {0: (ADAPTER_OUT, MAGNITUDE), 1: (ADAPTER_IN,)}
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,10 @@ def _cut_linear(linear: Any, name: str, path: str, axis: Axis, cuts: dict[str, C
     for parameter in ("weight", *BESIDE_WEIGHT):
         if hasattr(linear, parameter):
             _cut(linear, parameter, dim, f"{path}.{parameter}", axis, cuts)
+    for parameter in ADAPTER_CUTS[dim]:
+        if hasattr(linear, parameter):
+            _cut(linear, parameter, dim, f"{path}.{parameter}", axis, cuts)
+    linear.axis = axis
     if linear.bias is None:
         return
     if dim == 0:

@@ -24,6 +24,7 @@ from steelyard.text.convert import convert
 
 WIKITEXT = ("wikitext-2-v1", "wikitext-2-raw-v1", "wikitext-103-v1", "wikitext-103-raw-v1")
 C4_SHARDS = 1024
+ROWS = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz", ".jsonl.zst")
 BLOCK = 1 << 20
 
 
@@ -68,6 +69,16 @@ def wikitext_split(name: str, split: str) -> list[Path]:
     if not parts:
         raise Fault(f"the hub's copy of {name} has no file for the {split} split")
     return parts
+
+
+def rows_on_the_hub(name: str) -> list[Path]:
+    """The files of a data set on the hub that hold its training rows, in the hub's own cache."""
+    folder = _from_hub(name, [f"*{suffix}" for suffix in ROWS])
+    found = sorted(path for path in folder.rglob("*") if path.name.endswith(ROWS))
+    training = [path for path in found if "train" in str(path.relative_to(folder))]
+    if not found:
+        raise UserError(f"{name} on the hub holds no jsonl or parquet files")
+    return training or found
 
 
 def _c4_shard(number: int, out: Path) -> Path:

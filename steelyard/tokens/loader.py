@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,16 +20,20 @@ import numpy.typing as npt
 from steelyard.tokens.samples import Samples
 
 AHEAD = 2
+Rows = dict[str, npt.NDArray[Any]]
+"""What the model takes, by its names, a sample a row: `inputs` and `labels_BL`, and what else the samples say."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The rows of one rank for one step; `rows` holds sequence_length + 1 tokens each."""
+    """The rows of one rank for one step."""
 
-    rows: npt.NDArray[np.int64]
+    rows: Rows
     first: int
     """The number of the first row's sample in the run."""
     consumed: int
+    labels: int
+    """How many tokens the step predicts that count, on all ranks together."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +44,8 @@ class Documents:
     position: npt.NDArray[np.int64]
 
 
-def documents_in(rows: npt.NDArray[np.int64], end_of_document: int) -> Documents:
+def documents_in(inputs: npt.NDArray[np.int64], end_of_document: int) -> Documents:
     """Number the documents among each row's inputs, and the tokens within each; the end-of-document id closes one."""
-    inputs = rows[:, :-1]
     starts = np.zeros_like(inputs)
     starts[:, 1:] = inputs[:, :-1] == end_of_document
     places = np.broadcast_to(np.arange(inputs.shape[1]), inputs.shape)
@@ -49,9 +53,21 @@ def documents_in(rows: npt.NDArray[np.int64], end_of_document: int) -> Documents
     return Documents(number=np.cumsum(starts, axis=1), position=places - begins)
 
 
-def read(samples: Samples, first: int, number: int) -> npt.NDArray[np.int64]:
+def read(samples: Samples, first: int, number: int) -> Rows:
     """Samples `first` up to `first + number`, one per row."""
-    return np.stack([samples[index] for index in range(first, first + number)])
+    found = [samples[index] for index in range(first, first + number)]
+    return {name: np.stack([columns(sample)[name] for sample in found]) for name in columns(found[0])}
+
+
+def labels_in(samples: Samples, first: int, number: int, length: int) -> int:
+    """How many predictions count in samples `first` up to `first + number`."""
+    counts = samples.counts
+    return number * length if counts is None else int(counts[first : first + number].sum())
+
+
+def columns(sample: npt.NDArray[np.int64] | Rows) -> Rows:
+    """A sample, or rows of them, by the model's names: each token of plain text is predicted from those before."""
+    return sample if isinstance(sample, dict) else {"inputs": sample[..., :-1], "labels_BL": sample[..., 1:]}
 
 
 class Loader:
@@ -100,8 +116,9 @@ class Loader:
                     raise ValueError(f"{self.ranks} ranks cannot share a batch of {size}")
                 mine = first + self.rank * part
                 rows = read(self.samples, mine, part)
+                labels = labels_in(self.samples, first, size, rows["inputs"].shape[1])
                 first += size
-                self._put(Batch(rows, mine, first))
+                self._put(Batch(rows, mine, first, labels))
             except Exception as error:
                 self._put(error)
                 return

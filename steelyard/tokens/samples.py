@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import glob
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,15 +26,21 @@ BLEND_MARGIN = 1.005
 
 
 class Samples(Protocol):
-    """Something that gives sample number i: sequence_length + 1 tokens."""
+    """Something that gives sample number i: sequence_length + 1 tokens, or what the model takes by its names."""
+
+    @property
+    def counts(self) -> npt.NDArray[np.int64] | None:
+        """How many predictions of each sample count; none: all of them."""
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, number: int) -> npt.NDArray[np.int64]: ...
+    def __getitem__(self, number: int) -> npt.NDArray[np.int64] | dict[str, npt.NDArray[Any]]: ...
 
 
 class StreamSamples:
     """Samples cut from the stream of one dataset's documents, as its index maps say."""
+
+    counts = None
 
     def __init__(self, tokens: IndexedTokens, maps: index_maps.IndexMaps) -> None:
         self.tokens, self.maps = tokens, maps
@@ -58,6 +64,8 @@ class StreamSamples:
 class FixedSamples:
     """Samples that are whole documents, all of the same length, in a new order each epoch."""
 
+    counts = None
+
     def __init__(self, tokens: IndexedTokens, bounds: tuple[int, int], samples: int, seed: int) -> None:
         random = np.random.RandomState(seed)
         epochs = math.ceil(samples / (bounds[1] - bounds[0]))
@@ -74,7 +82,9 @@ class FixedSamples:
 class BlendedSamples:
     """Samples of several datasets, each taken as often as its weight says."""
 
-    def __init__(self, datasets: list[Samples], weights: list[float], samples: int) -> None:
+    counts = None
+
+    def __init__(self, datasets: Sequence[TokenSamples], weights: list[float], samples: int) -> None:
         self.datasets = datasets
         self.dataset_index, self.sample_index = blend_order(weights, samples)
 
@@ -85,14 +95,17 @@ class BlendedSamples:
         return self.datasets[int(self.dataset_index[number])][int(self.sample_index[number])]
 
 
-def open_samples(recipe: Recipe, split: Split, samples: int) -> Samples:
+TokenSamples = StreamSamples | FixedSamples | BlendedSamples
+
+
+def open_samples(recipe: Recipe, split: Split, samples: int) -> TokenSamples:
     """The samples of one split of a recipe's data, at least `samples` of them."""
     own = {"train": [], "valid": recipe.data.valid, "test": recipe.data.test}[split]
     key = f"data.{split}" if own else "data.train"
     share = (0.0, 1.0) if own else _share(recipe.data.split, split)
     sources = _found(own or recipe.data.train, recipe, key)
 
-    def opened(prefix: str, wanted: int) -> Samples:
+    def opened(prefix: str, wanted: int) -> TokenSamples:
         tokens = IndexedTokens(prefix)
         bounds = round(share[0] * len(tokens)), round(share[1] * len(tokens))
         _refuse_unfit(recipe, tokens, bounds, split, key)
@@ -107,7 +120,7 @@ def open_samples(recipe: Recipe, split: Split, samples: int) -> Samples:
     return _blended(opened, sources, samples)
 
 
-def _blended(opened: Callable[[str, int], Samples], sources: list[Source], samples: int) -> Samples:
+def _blended(opened: Callable[[str, int], TokenSamples], sources: list[Source], samples: int) -> TokenSamples:
     if len(sources) == 1:
         return opened(sources[0].prefix, samples)
     # Megatron normalises twice and rounds each dataset's part up: to give its order, so do we.

@@ -22,7 +22,7 @@ from steelyard.parallel import context, sharding
 from steelyard.parallel.assemble import assemble
 from steelyard.parallel.gradients import Gradients
 from steelyard.parallel.mesh import Mesh
-from steelyard.tokens.loader import documents_in
+from steelyard.tokens.loader import Rows, documents_in
 from steelyard.train import device as devices
 from steelyard.train import fp8
 from steelyard.train.extension import Extension
@@ -63,7 +63,8 @@ class Engine:
                 if not part.parameter.requires_grad:
                     continue
                 _, *row_shape = part.shape
-                std = self.extension.initial_std(part) or shape.init_std
+                own = self.extension.initial_std(part)
+                std = shape.init_std if own is None else own
                 rows = models.initial(part.name, part.rows, row_shape, seed, std, shape.layers)
                 for dim in range(1, rows.ndim):
                     rows = rows.narrow(dim, part.offset[dim], part.tensor.shape[dim])
@@ -82,15 +83,18 @@ class Engine:
         return weights | self.optimizer.pieces(for_saving, self.extension.saves) | self.extension.pieces()
 
     def step(
-        self, rows: npt.NDArray[np.int64], first_sample: int, rate: float, labels: int, loss_scale: float
+        self, rows: Rows, first_sample: int, rate: float, labels: int, loss_scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """One step on this rank's rows; `labels` is how many tokens the whole step predicts.
 
         Returns the summed loss of the whole step, the gradient norm before clipping, and whether the step was skipped
         because that norm is not finite: all as tensors that the device may still be computing.
         """
-        batch = self._batch(rows, first_sample)
+        batch = self.batch_of(rows, first_sample)
+        batch, other_loss = self.extension.weigh(self, batch)
         loss = self._forward_and_backward(batch, loss_scale / labels)
+        if other_loss is not None:
+            loss = other_loss
         self.timeline.mark("gradients")
         self.gradients.finish()
         scaled_norm, sums = self.gradients.norm_with(self._of_the_world(loss)[None])
@@ -108,24 +112,35 @@ class Engine:
         self.optimizer.step(rate, grad_scale, skipped, ratios)
         return sums[0], norm, skipped
 
-    def evaluate(self, rows: npt.NDArray[np.int64]) -> Tensor:
+    def evaluate(self, rows: Rows) -> Tensor:
         """The summed loss of rows, over all ranks that have their own."""
         for model in self.assembly.stages.values():
             model.eval()
-        with torch.no_grad():
-            micro_batches = self._micro_batches(self._batch(rows, None))
-            if self.assembly.pipeline is not None:
-                loss = self.assembly.pipeline.evaluate(micro_batches)
-            else:
-                loss = torch.zeros((), dtype=torch.float64, device=self.device)
-                for micro in micro_batches:
-                    loss += self.assembly.model(**micro).double().sum()
+        batch, loss = self.extension.weigh(self, self.batch_of(rows))
+        if loss is None:
+            loss = self._losses(batch, self.recipe.train.micro_batch).sum()
         for model in self.assembly.stages.values():
             model.train()
         loss = self._of_the_world(loss)
         if self.mesh.world.size > 1:
             torch.distributed.all_reduce(loss)
         return loss
+
+    def row_losses(self, batch: Batch) -> Tensor:
+        """The loss of each row by itself, without a gradient, known to all ranks that share the rows."""
+        losses = self._losses(batch, 1)
+        for axis in (self.mesh.context, self.mesh.pipeline):
+            if axis.size > 1:
+                torch.distributed.all_reduce(losses, group=axis.group)
+        return losses
+
+    @torch.no_grad()
+    def _losses(self, batch: Batch, size: int) -> Tensor:
+        """The loss of every `size` rows, as far as this rank computes it."""
+        micro_batches = self._micro_batches(batch, size)
+        if self.assembly.pipeline is not None:
+            return torch.stack(self.assembly.pipeline.evaluate(micro_batches))
+        return torch.stack([self.assembly.model(**micro).double().sum() for micro in micro_batches])
 
     def _forward_and_backward(self, batch: Batch, scale: float) -> Tensor:
         factor = torch.full((), scale, device=self.device)
@@ -137,7 +152,7 @@ class Engine:
             return loss.double()
         model = self.assembly.model
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for number, micro in enumerate(self._micro_batches(batch)):
+        for number, micro in enumerate(self._micro_batches(batch, self.recipe.train.micro_batch)):
             sharding.before_micro_batch(model, self.recipe.parallel.zero, is_last=number == count - 1)
             self.timeline.mark("forward", 0, number)
             loss = model(**micro).sum()
@@ -157,39 +172,39 @@ class Engine:
             if loss is not None:
                 (loss * factor * self.mesh.data.size).backward()
 
-    def _micro_batches(self, batch: Batch) -> Iterator[Batch]:
-        size = self.recipe.train.micro_batch
+    def _micro_batches(self, batch: Batch, size: int) -> Iterator[Batch]:
         for first in range(0, len(batch["inputs"]), size):
             yield {name: value[first : first + size] for name, value in batch.items()}
 
-    def _batch(self, rows: npt.NDArray[np.int64], first_sample: int | None) -> Batch:
+    def batch_of(self, rows: Rows, first_sample: int | None = None) -> Batch:
         """What the model takes, on its device: this rank's part of each row where sequences are cut."""
         vocab, data = self.recipe.model.vocab, self.recipe.data
-        if rows.max() >= vocab:
-            raise UserError(f"the data holds the id {rows.max()}, but model.vocab is {vocab}")
-        length = rows.shape[1] - 1
-        batch: dict[str, Any] = {"inputs": rows[:, :-1], "labels_BL": rows[:, 1:]}
-        is_cut = self.mesh.context.size > 1
+        largest = max(rows["inputs"].max(), rows["labels_BL"].max())
+        if largest >= vocab:
+            raise UserError(f"the data holds the id {largest}, but model.vocab is {vocab}")
+        number, length = rows["inputs"].shape
+        places = np.broadcast_to(np.arange(length), (number, length))
+        batch: dict[str, Any] = dict(rows)
         if self.mesh.world.size > 1:
-            batch["positions_BL"] = np.broadcast_to(np.arange(length), (len(rows), length))
+            batch.setdefault("positions_BL", places)
         if self.end_of_document is not None:
-            documents = documents_in(rows, self.end_of_document)
+            documents = documents_in(rows["inputs"], self.end_of_document)
             if data.mask_documents:
                 batch["documents_BL"] = documents.number
             if data.reset_positions:
                 batch["positions_BL"] = documents.position
         drops = self.recipe.model.dropout or self.recipe.model.attention_dropout
         if first_sample is not None and (drops or self.extension.needs_samples):
-            batch["samples_B"] = np.arange(first_sample, first_sample + len(rows))
-            batch["places_BL"] = np.broadcast_to(np.arange(length), (len(rows), length))
-        if is_cut:
+            batch["samples_B"] = np.arange(first_sample, first_sample + number)
+            batch["places_BL"] = places
+        if self.mesh.context.size > 1:
             here = context.places(length, self.mesh.context).numpy()
-            for name in ("inputs", "labels_BL", "positions_BL", "places_BL"):
+            for name in ("inputs", "labels_BL", "weights_BL", "positions_BL", "places_BL"):
                 if name in batch:
                     batch[name] = batch[name][:, here]
         return {name: self._to_device(value) for name, value in batch.items()}
 
-    def _to_device(self, array: npt.NDArray[np.int64]) -> Tensor:
+    def _to_device(self, array: npt.NDArray[Any]) -> Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))
         if self.device.type == "cuda":
             tensor = tensor.pin_memory()

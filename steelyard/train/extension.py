@@ -52,6 +52,14 @@ class Extension:
     def begin_step(self, step: int, batch: int, loss_scale: float) -> None:
         """Prepare for a step, counted from 1, of so many samples, whose loss is multiplied by `loss_scale`."""
 
+    def weigh(self, engine: Engine, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor | None]:
+        """Change a rank's rows before they are computed, for a step or for validation.
+
+        Where the loss is not the weighted sum that the model computes, its sum over this rank's rows comes along; all
+        ranks but those along the tensor axis add theirs.
+        """
+        return batch, None
+
     def loss(self, stage: LanguageModel) -> Tensor | None:
         """A loss that a stage adds to every micro-batch, in nats for the whole step, from its own weights."""
         return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from steelyard.core.run import Run, for_training, now, session
 from steelyard.parallel import mesh as meshes
 from steelyard.parallel.world import World, alike, everywhere, join
 from steelyard.sizes.model import flops_per_token, parameters
-from steelyard.tokens.loader import Loader, read
+from steelyard.tokens.loader import Loader, labels_in, read
 from steelyard.tokens.samples import Samples
 from steelyard.train import device as devices
 from steelyard.train import memory, preparation, timeline
@@ -41,10 +41,20 @@ STEPS_BEFORE_MEMORY_REPORT = 2
 TIMELINE = "timeline"
 
 
-def run(recipe: Recipe, path: Path | None = None, extension: Extension | None = None, resume: str = "auto") -> Run:
+OpenData = Callable[[Recipe, World], tuple[Samples, Samples | None]]
+
+
+def run(
+    recipe: Recipe,
+    path: Path | None = None,
+    extension: Extension | None = None,
+    resume: str = "auto",
+    open_data: OpenData = preparation.open_data,
+) -> Run:
     """Train as the recipe says and return the run's folder.
 
     `resume` is `auto` (an unfinished run of the same recipe goes on), `never` (a new run) or a checkpoint to begin at.
+    `open_data` gives the samples to train and validate on, where they are not those of `[data]`.
     """
     device = devices.choose(recipe)
     with join(device.type, recipe.parallel.timeout_minutes) as world:
@@ -54,7 +64,7 @@ def run(recipe: Recipe, path: Path | None = None, extension: Extension | None = 
             end_of_document = preparation.end_of_document(recipe)
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
-        training, validation = preparation.open_data(recipe, world)
+        training, validation = open_data(recipe, world)
         folder = everywhere(world, lambda: for_training(recipe, path, fresh=resume == "never"))
         with _writing(folder, world):
             begin_at = None if resume in ("auto", "never") else resume
@@ -130,14 +140,18 @@ class Training:
                 if counters.step == report_memory_at:
                     console.say(memory.report(self.device))
                 progress.advance(batch * length, note=f"step {counters.step}/{train.steps}")
+                is_best = gave_up = False
                 if is_last or _is_due(recipe.eval.every, counters.step):
                     self._validate()
+                    is_best, gave_up = self._judged()
                 out_of_time = time.monotonic() > deadline
-                stopping = stop.agreed(out_of_time) and not is_last
-                if is_last or stopping or _is_due(recipe.checkpoint.every, counters.step):
-                    self._save()
+                stopping = stop.agreed(out_of_time) and not (is_last or gave_up)
+                if is_last or is_best or stopping or gave_up or _is_due(recipe.checkpoint.every, counters.step):
+                    self._save(is_best)
                 if stopping:
                     return self._stopped(stop.agreed_by_clock)
+                if gave_up:
+                    break
             self.saver.wait()
         return "finished"
 
@@ -148,13 +162,12 @@ class Training:
         if is_timed:
             timeline.begin()
         rows = next(batches)
-        labels = batch * self.recipe.data.sequence_length
         self.extension.begin_step(step, batch, self.tally.loss_scale.scale)
         with timeline.profiled(log.profile, step):
-            outcome = self.engine.step(rows.rows, rows.first, rate, labels, self.tally.loss_scale.scale)
+            outcome = self.engine.step(rows.rows, rows.first, rate, rows.labels, self.tally.loss_scale.scale)
         if is_timed:
             timeline.end(step, self.folder.path / TIMELINE, self.world.rank)
-        self.tally.add(*outcome, batch)
+        self.tally.add(*outcome, batch, rows.labels)
         self.recorder.step_done()
 
     def _stopped(self, by_clock: bool) -> str:
@@ -205,17 +218,32 @@ class Training:
             batches = self.recipe.eval.batches
             rows = (read(self.validation, number * batch + first, part) for number in range(batches))
             loss_sum = sum(self.engine.evaluate(each).item() for each in rows)
-            valid_loss = loss_sum / (batches * batch * self.recipe.data.sequence_length)
+            valid_loss = loss_sum / labels_in(self.validation, 0, batches * batch, self.recipe.data.sequence_length)
+            self.valid_losses.append(valid_loss)
             self.recorder.record({"step": self.tally.counters.step, "valid_loss": valid_loss})
             perplexity = units.perplexity(valid_loss)
             console.say(f"step {self.tally.counters.step}: validation loss {valid_loss:.4f}, perplexity {perplexity}")
 
-    def _save(self) -> None:
+    def _judged(self) -> tuple[bool, bool]:
+        """Whether the last validation is the best, and to be kept, and whether to give up waiting for a better."""
+        losses, patience = self.valid_losses, self.recipe.eval.patience
+        if not losses:
+            return False, False
+        since = len(losses) - 1 - losses.index(min(losses))
+        gave_up = 0 < patience <= since
+        if gave_up:
+            console.say(f"no better validation loss in {since} validations: the run ends here")
+        return self.recipe.checkpoint.keep_best and since == 0, gave_up
+
+    def _save(self, is_best: bool) -> None:
         with self.recorder.paused():
-            self.saver.save(self.engine.pieces(for_saving=True), self.tally.state() | self.extension.state())
+            state = self.tally.state() | self.extension.state()
+            if is_best:
+                state[checkpoint.VALID_LOSS] = self.valid_losses[-1]
+            self.saver.save(self.engine.pieces(for_saving=True), state)
 
     def _start_or_resume(self, begin_at: str | None) -> None:
-        def newest() -> tuple[checkpoint.Checkpoint | None, bool]:
+        def newest() -> tuple[checkpoint.Checkpoint | None, bool, list[float]]:
             saved = checkpoint.latest(self.folder.checkpoints)
             if begin_at is not None:
                 if saved is not None:
@@ -234,9 +262,10 @@ class Training:
             last = saved.step if saved is not None and is_own else -1
             self.folder.forget_after(last)
             timeline.forget_after(self.folder.path / TIMELINE, last)
-            return saved, is_own
+            losses = [record["valid_loss"] for record in self.folder.metrics() if "valid_loss" in record]
+            return saved, is_own, losses
 
-        saved, is_own = everywhere(self.world, newest)
+        saved, is_own, self.valid_losses = everywhere(self.world, newest)
         if saved is None:
             self.engine.initialise()
             how = self.extension.start(self.engine, self.world)

@@ -54,18 +54,18 @@ class Tally:
         self.loss_scale = LossScale(recipe.train.loss_scale if self.is_fp16 else 1.0, recipe.train.loss_scale_window)
         self.norm = torch.zeros((), device=device)
         self._loss = torch.zeros((), device=device)
-        # Summed loss, tokens it is of, steps skipped, and steps skipped in a row.
+        # Summed loss, predictions it is of, steps skipped, and steps skipped in a row.
         self._sums = torch.zeros(4, dtype=torch.float64, device=device)
 
-    def add(self, loss: Tensor, norm: Tensor, skipped: Tensor, batch: int) -> None:
-        """Add a step. With fp16 the schedule and the scale wait for its outcome."""
-        counters, tokens = self.counters, batch * self.length
+    def add(self, loss: Tensor, norm: Tensor, skipped: Tensor, batch: int, labels: int) -> None:
+        """Add a step of so many samples and predictions. With fp16 the schedule and the scale wait for its outcome."""
+        counters = self.counters
         counters.step += 1
         counters.samples += batch
-        counters.tokens += tokens
+        counters.tokens += batch * self.length
         counts = torch.isfinite(loss)
         self._sums[0] += torch.where(counts, loss, 0.0)
-        self._sums[1] += counts * tokens
+        self._sums[1] += counts * labels
         self._sums[2] += skipped
         self._sums[3] = (self._sums[3] + 1) * skipped
         self._loss, self.norm = loss, norm

@@ -256,9 +256,20 @@ def test_the_command_line_converts_and_tells(workplace: Workplace):
     done = workplace.steelyard("checkpoint", "diff", held.name, "m", "--logits", "--json")
     assert json.loads(done.stdout)["largest_logit_difference"] == 0
     assert workplace.steelyard("checkpoint", "convert", held.name, "m", "--to", "hf").returncode == 2
-    done = workplace.steelyard("checkpoint", "info", "someone/model")
-    assert done.returncode == 2
-    assert "steelyard hub pull someone/model" in done.stderr
+
+
+def test_a_name_on_the_hub_is_a_checkpoint_and_a_slip_in_a_path_is_not(hub, tmp_path, monkeypatch):
+    folder = written(tmp_path, "llama-3")
+    for file in folder.iterdir():
+        hub.add("models", "someone/model", file.name, file.read_bytes())
+    monkeypatch.chdir(tmp_path)
+    assert diff(open_source("someone/model"), open_source(folder))["largest_difference"] == 0
+    hub.requests.clear()
+    with pytest.raises(UserError, match="there is no checkpoint hf-home/modle"):
+        open_source("hf-home/modle")
+    assert hub.requests == []
+    with pytest.raises(UserError, match="no file or folder nobody/model, and nobody/model is not on"):
+        open_source("nobody/model")
 
 
 def smollm2() -> Path | None:

@@ -26,3 +26,14 @@ def test_the_fused_cross_entropy_is_the_plain_one(dtype, weighted):
     torch.testing.assert_close(fused_gradient, gradient, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
     assert not fused_gradient[:, VOCAB:].any()
     assert fused_gradient.data_ptr() == logits.data_ptr()
+
+
+def test_without_a_gradient_the_losses_are_the_same_and_logits_stay():
+    from steelyard.model.kernels import fused_cross_entropy
+
+    logits = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    labels = torch.arange(5, device=DEVICE)
+    kept = logits.clone()
+    losses, _ = fused_cross_entropy(logits, labels, None, VOCAB, with_gradient=False)
+    assert torch.equal(logits, kept)
+    torch.testing.assert_close(losses, fused_cross_entropy(logits, labels, None, VOCAB)[0])

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from steelyard import train
 from steelyard.core.console import console
 from steelyard.core.recipe import load
+from steelyard.finetune import tuning
 from steelyard.model import loss as losses
 from steelyard.model.loss import linear_cross_entropy
 from steelyard.parallel.mesh import Axis
@@ -18,6 +19,7 @@ from steelyard.parallel.tensor import VocabularyRows
 from steelyard.parallel.world import join
 from steelyard.sparsity import training as sparsity
 from steelyard.train.extension import Extension
+from tests.finetune.conftest import recipe_of
 from tests.model.test_loss import VOCAB, drawn
 
 
@@ -28,6 +30,13 @@ def training(overrides: list[str], run: str, extension: Extension | None = None,
     recipe = load("tiny.toml", overrides)
     train.run(recipe, Path(run), extension or sparsity.extension(recipe), resume)
     return "\n".join(said)
+
+
+def tuned(base: str, overrides: list[str], run: str) -> None:
+    """Tune on the conversations at hand."""
+    console.quiet = True
+    prepared = tuning.prepare(recipe_of(base, *overrides))
+    tuning.run(prepared, Path(run))
 
 
 def failing(rank: int) -> None:

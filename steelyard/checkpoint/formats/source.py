@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from steelyard import model
+from steelyard.checkpoint import hub
 from steelyard.checkpoint.folder import STATE
 from steelyard.checkpoint.pieces import Piece
 from steelyard.core.console import console
-from steelyard.core.errors import UserError
+from steelyard.core.errors import SteelyardError, UserError
 from steelyard.core.recipe.model import GptModel, LlamaModel
 from steelyard.core.run import MANIFEST
 from steelyard.model import LanguageModel
@@ -30,7 +31,7 @@ from steelyard.text.tokenizer import Tokenizer
 FORMATS = ("steelyard", "gguf", "compressed", "huggingface", "deepspeed", "megatron_dist", "megatron")
 KNOWN = (
     "a Hugging Face folder, a GGUF file, a Megatron checkpoint (torch or torch_dist), a Megatron-DeepSpeed global_step "
-    "folder, a Steelyard run or checkpoint, a folder that export-sparse wrote"
+    "folder, a Steelyard run or checkpoint, a folder that export-sparse wrote, or a name on the hub (user/model)"
 )
 # Settings that change what weights of the same sizes compute.
 ARITHMETIC = ("heads", "kv_heads", "rope_theta", "rope_scaling", "norm_eps")
@@ -83,7 +84,13 @@ def open_source(path: str | Path) -> Source:
     """Open whatever a user means by a path, or say what can be opened. Nothing of the weights is read yet."""
     found = Path(path).expanduser()
     if not found.exists():
-        raise UserError(f"there is no checkpoint {path}", mend=_way_to(str(path)))
+        if not _may_be_on_the_hub(str(path)):
+            raise UserError(f"there is no checkpoint {path}", mend=f"a checkpoint is {KNOWN}")
+        try:
+            found = hub.fetch(str(path))
+        except SteelyardError as error:
+            error.message = f"there is no file or folder {path}, and {error.message}"
+            raise
     for name in FORMATS:
         source: Source | None = import_module(f"steelyard.checkpoint.formats.{name}").opened(found)
         if source is not None:
@@ -164,9 +171,6 @@ def sane(shape: GptModel | LlamaModel, where: str) -> None:
             raise UserError(f"{key} would be {getattr(shape, key)}, beyond any model", where=where)
 
 
-def _way_to(name: str) -> str:
-    """What to do about a path that is not there: a name on the hub is fetched first."""
-    parts = name.split("/")
-    if len(parts) == 2 and all(part and not part.startswith(".") for part in parts):
-        return f"if it is a name on the hub: steelyard hub pull {name} DIR, and then name DIR"
-    return f"a checkpoint is {KNOWN}"
+def _may_be_on_the_hub(name: str) -> bool:
+    """Whether a path that is not there may be `user/model`: a slip in a path to a folder that is there is not."""
+    return name.count("/") == 1 and hub.is_name(name) and not Path(name).parent.exists()

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from steelyard.checkpoint.hub.session import talking
+from steelyard.core import units
+from steelyard.core.console import console
 from steelyard.core.errors import UserError
 
 # The files beside the weights that belong to a model. Others are left where they are, and named.
@@ -85,12 +87,16 @@ def model_files(names: Iterable[str]) -> list[str]:
 
 def fetch(name: str, revision: str | None = None) -> Path:
     """A model of the hub as a folder in `huggingface_hub`'s cache, fetched if it is not there."""
-    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
 
     if not is_name(name):
         raise UserError(f"{name} is no name on the hub", mend="a name is user/model")
     with talking(name, mend="whole files are kept; the same command fetches the others"):
         if constants.HF_HUB_OFFLINE:
             return Path(snapshot_download(name, revision=revision, allow_patterns="config.json", local_files_only=True))
-        _, found = listing(name, revision)
-        return Path(snapshot_download(name, revision=revision, allow_patterns=model_files(found)))
+        commit, found = listing(name, revision)
+        wanted = model_files(found)
+        if any(try_to_load_from_cache(name, each, revision=commit) is None for each in wanted):
+            total = units.size(sum(found[each].size for each in wanted))
+            console.say(f"{name} comes from the hub: {len(wanted)} files, {total}")
+        return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))

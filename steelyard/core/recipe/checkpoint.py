@@ -12,4 +12,5 @@ class Checkpoint(Section):
 
     every: NonNegativeInt = 1000
     keep_last: PositiveInt = 3
+    keep_best: bool = Field(False, description="also save, and keep, the step with the lowest validation loss")
     background: bool = Field(True, description="write while training goes on")

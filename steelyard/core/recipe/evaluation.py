@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from steelyard.core.recipe.section import Section
 
@@ -12,3 +12,4 @@ class Evaluation(Section):
 
     every: NonNegativeInt = 1000
     batches: PositiveInt = 10
+    patience: NonNegativeInt = Field(0, description="end after so many validations without a better one; 0: never")

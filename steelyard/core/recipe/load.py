@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin
@@ -34,16 +34,24 @@ NAMES_ELSEWHERE = {
 }
 
 
-def load(source: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Load a recipe by path or shipped name and apply overrides such as `train.steps=50`."""
-    values, places = _read(str(source), ())
+def load(
+    source: str | Path | dict[str, Any], overrides: Sequence[str] = (), complete: Callable[[Any], None] | None = None
+) -> Recipe:
+    """Load a recipe by path or shipped name, or take its values, and apply overrides such as `train.steps=50`.
+
+    `complete` may add to the values what follows from others, before they are checked.
+    """
+    values, places = (source, {}) if isinstance(source, dict) else _read(str(source), ())
     for override in overrides:
         _override(values, places, override)
-    values.setdefault("name", _name_of(source))
+    if not isinstance(source, dict):
+        values.setdefault("name", _name_of(source))
+    if complete is not None:
+        complete(values)
     try:
         recipe = Recipe.model_validate(values)
     except ValidationError as error:
-        raise _explained(error, values, places, str(source)) from None
+        raise _explained(error, values, places, COMMAND_LINE if isinstance(source, dict) else str(source)) from None
     recipe._places = places
     return recipe
 

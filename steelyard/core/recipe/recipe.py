@@ -10,6 +10,7 @@ from steelyard.core.recipe import agree
 from steelyard.core.recipe.checkpoint import Checkpoint
 from steelyard.core.recipe.data import Data
 from steelyard.core.recipe.evaluation import Evaluation
+from steelyard.core.recipe.finetune import Finetune
 from steelyard.core.recipe.log import Log
 from steelyard.core.recipe.model import Model
 from steelyard.core.recipe.optim import Optim
@@ -33,6 +34,7 @@ class Recipe(Section):
     eval: Evaluation = Evaluation()
     log: Log = Log()
     sparsity: Sparsity | None = None
+    finetune: Finetune | None = None
 
     _places: dict[str, str] = PrivateAttr(default_factory=dict)
 

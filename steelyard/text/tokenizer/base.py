@@ -43,6 +43,21 @@ class Tokenizer(ABC):
         return self.encode(text)
 
     @abstractmethod
+    def located(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """The ids of a text and the characters, from and up to, that each stands for.
+
+        Special tokens that are written out in the text, as chat templates do, are taken for what they are.
+        """
+
+    def special(self, role: str) -> str | None:
+        """How the token of a role (`bos_token`, `eos_token`, ...) is written."""
+        return None
+
+    def chat_template(self) -> str | None:
+        """The Jinja template for conversations, if the tokenizer brings one."""
+        return None
+
+    @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
         """The ids of many texts, as fast as this kind can, on one thread."""
 
@@ -64,6 +79,16 @@ class Tokenizer(ABC):
             raise UserError(
                 f"the id {int(ids.max())} is outside the vocabulary of {self.vocab_size}", where=self.source
             )
+
+
+def template_in(config: dict[str, Any], folder: Path | None) -> str | None:
+    """The chat template of a tokenizer: a file of its own in the folder, or a value in its configuration."""
+    if folder is not None and (folder / "chat_template.jinja").is_file():
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    found = config.get("chat_template")
+    if isinstance(found, list):  # Several, by name; the one for ordinary conversations is `default`.
+        found = next((entry.get("template") for entry in found if entry.get("name") == "default"), None)
+    return found if isinstance(found, str) else None
 
 
 def as_ids(ids: Any) -> npt.NDArray[np.int32]:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from steelyard.core import files
 from steelyard.core.errors import UserError
-from steelyard.text.tokenizer.base import END_NAMES, Tokenizer, read_config
+from steelyard.text.tokenizer.base import END_NAMES, Tokenizer, read_config, template_in
 
 if TYPE_CHECKING:
     import tokenizers
@@ -59,6 +59,19 @@ class JsonTokenizer(Tokenizer):
         if begin is not None and self.config.get("add_bos_token") is True and ids[:1] != [begin]:
             return [begin, *ids]
         return ids
+
+    def located(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        found = self.inner.encode(_sound(text), add_special_tokens=False)
+        return found.ids, found.offsets
+
+    def chat_template(self) -> str | None:
+        path = Path(self.source)
+        return template_in(self.config, path.parent if path.is_file() else None)
+
+    def special(self, role: str) -> str | None:
+        number = self.end_id if role == "eos_token" else self._id_of(role)
+        name: str | None = None if number is None else self.inner.id_to_token(number)
+        return name
 
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
         if self._fast is not None:

@@ -7,8 +7,10 @@ type, and the trainer's and normalizer's settings (fields 2 and 3).
 from __future__ import annotations
 
 import hashlib
+import re
 import struct
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,10 @@ import numpy.typing as npt
 
 from steelyard.core import files
 from steelyard.core.errors import UserError
-from steelyard.text.tokenizer.base import Tokenizer, as_ids, read_config
+from steelyard.text.tokenizer.base import Tokenizer, as_ids, read_config, template_in
 
 UNIGRAM, BPE = 1, 2  # types of model
-NORMAL, USER_DEFINED, BYTE = 1, 4, 6  # types of piece
+NORMAL, CONTROL, USER_DEFINED, BYTE = 1, 3, 4, 6  # types of piece
 # Classes of `transformers` that begin a text with a token unless they are told not to.
 BEGINNING_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast", "CodeLlamaTokenizer", "GemmaTokenizer")
 
@@ -48,6 +50,9 @@ class SentencePieceTokenizer(Tokenizer):
         pieces = [dict(_fields(value)) for number, value in parts if number == 1]
         kind = trainer.get(3, UNIGRAM)
         self.kind = {UNIGRAM: "SentencePiece Unigram", BPE: "SentencePiece BPE"}.get(kind, "SentencePiece")
+        self.controls = {
+            piece[1].decode(): number for number, piece in enumerate(pieces) if piece.get(3, NORMAL) == CONTROL
+        }
         self.has_bytes = any(piece.get(3, NORMAL) == BYTE for piece in pieces)
         self.has_symbols = any(piece.get(3, NORMAL) == USER_DEFINED for piece in pieces)
         # The compiled character map, whether a space is put in front, and whether extra spaces are removed.
@@ -59,6 +64,38 @@ class SentencePieceTokenizer(Tokenizer):
 
     def framed(self, text: str) -> list[int]:
         return self._before + self.encode(text)
+
+    def located(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        ids: list[int] = []
+        places: list[tuple[int, int]] = []
+        start = 0
+        for part in re.split("(" + "|".join(map(re.escape, self.controls)) + ")", text) if self.controls else [text]:
+            if part in self.controls:
+                ids.append(self.controls[part])
+                places.append((start, start + len(part)))
+            elif part:
+                found = [dict(_fields(value)) for number, value in _fields(self._described(part)) if number == 2]
+                characters = _characters_before(part)
+                ids += [piece.get(2, 0) for piece in found]
+                places += [tuple(start + characters[piece.get(end, 0)] for end in (4, 5)) for piece in found]
+            start += len(part)
+        return ids, places
+
+    def _described(self, text: str) -> bytes:
+        """The library's own account of how it cuts a text: in field 2 each piece, with id (2) and bytes (4 to 5)."""
+        account: bytes = self.inner.encode(text, out_type="serialized_proto")
+        return account
+
+    def chat_template(self) -> str | None:
+        path = Path(self.source)
+        return (
+            template_in(read_config(path.with_name("tokenizer_config.json")), path.parent) if path.is_file() else None
+        )
+
+    def special(self, role: str) -> str | None:
+        number = {"bos_token": self.inner.bos_id(), "eos_token": self.inner.eos_id()}.get(role, -1)
+        name: str | None = self.inner.id_to_piece(number) if number >= 0 else None
+        return name
 
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
         return [as_ids(ids) for ids in self.inner.encode(list(texts), num_threads=1)]
@@ -112,6 +149,12 @@ def from_file(path: Path) -> SentencePieceTokenizer:
     config = read_config(path.with_name("tokenizer_config.json"))
     begins = config.get("add_bos_token", config.get("tokenizer_class") in BEGINNING_CLASSES)
     return SentencePieceTokenizer(path.read_bytes(), str(path), begins=bool(begins))
+
+
+def _characters_before(text: str) -> list[int]:
+    """For each byte of a text in UTF-8, and its end, how many characters begin before it."""
+    starts = (byte & 0xC0 != 0x80 for byte in text.encode())
+    return [0, *accumulate(starts)]
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, Any]]:

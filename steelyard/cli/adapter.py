@@ -1,0 +1,49 @@
+"""`steelyard adapter`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from steelyard.cli.options import JsonOption, print_result
+
+
+def register(root: typer.Typer, name: str, help_: str) -> None:
+    """Add the commands to the tree."""
+    group = typer.Typer(help=help_, rich_markup_mode=None, no_args_is_help=True)
+    group.command("merge")(merge)
+    group.command("export")(export)
+    root.add_typer(group, name=name)
+
+
+def merge(
+    base: Annotated[str, typer.Argument(metavar="BASE", help="The model that the adapter belongs to.")],
+    adapter: Annotated[str, typer.Argument(metavar="ADAPTER", help="A folder in PEFT's format, or a run.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write, for transformers.")],
+    json: JsonOption = False,
+) -> None:
+    """Fold an adapter into the weights it belongs to.
+
+    Example: steelyard adapter merge models/base runs/tuned models/merged
+    """
+    from steelyard.finetune import peft_format
+
+    result = peft_format.merge(base, adapter, out)
+    print_result(result, json, f"{out}: {result['adapted']} matrices adapted")
+
+
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run that tuned an adapter.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
+    json: JsonOption = False,
+) -> None:
+    """Write a run's adapter in PEFT's format.
+
+    Example: steelyard adapter export runs/tuned adapters/tuned
+    """
+    from steelyard.finetune import peft_format
+
+    result = peft_format.export(run, out)
+    print_result(result, json, f"{out}: {result['adapted']} matrices")

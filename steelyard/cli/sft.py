@@ -1,0 +1,141 @@
+"""`steelyard sft`."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from steelyard.cli.options import JsonOption, Overrides, RunOption, print_result
+from steelyard.cli.ranks import NprocOption, launch
+from steelyard.cli.train import ResumeOption
+from steelyard.core.console import console
+from steelyard.core.errors import UserError
+from steelyard.core.recipe import Recipe, load
+from steelyard.parallel.world import alike, detect
+
+RecipeOrNone = Annotated[
+    str | None,
+    typer.Argument(metavar="[RECIPE]", help="A recipe with [finetune]; or --model and --data.", show_default=False),
+]
+ModelOption = Annotated[
+    str | None, typer.Option(metavar="CKPT", help="The model to tune: any checkpoint, or a name on the hub.")
+]
+DataOption = Annotated[
+    list[str] | None, typer.Option(metavar="FILE", help="Conversations: jsonl, parquet, or a data set on the hub.")
+]
+OutOption = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="The folder for transformers.  [default: hf in the run]", show_default=False),
+]
+# For a model and a file, and nothing else said.
+DEFAULTS: dict[str, Any] = {
+    "train": {"global_batch": 8, "micro_batch": 1},
+    "optim": {"learning_rate": 2e-5, "weight_decay": 0.0, "warmup_steps": 10},
+    "checkpoint": {"every": 200, "keep_best": True, "keep_last": 1},
+    "eval": {"every": 50},
+    "log": {"every": 5},
+}
+ADAPTER_RATE = 2e-4
+
+
+def register(root: typer.Typer, name: str, help_: str) -> None:
+    """Add the commands to the tree."""
+    group = typer.Typer(help=help_, rich_markup_mode=None, no_args_is_help=True)
+    for command in (run, preview):
+        group.command(command.__name__)(command)
+    root.add_typer(group, name=name)
+
+
+def run(
+    recipe: RecipeOrNone = None,
+    overrides: Overrides = None,
+    model: ModelOption = None,
+    data: DataOption = None,
+    out: OutOption = None,
+    run: RunOption = None,
+    nproc: NprocOption = None,
+    resume: ResumeOption = "auto",
+    json: JsonOption = False,
+) -> None:
+    """Tune a model on conversations, as a recipe says or with usual settings, and write it for transformers.
+
+    The word run may be left out. Example: steelyard sft --model models/base --data talks.jsonl --out models/tuned
+    """
+    ranks = detect(os.environ)
+    with alike(ranks):
+        loaded = recipe_for(recipe, overrides, model, data)
+        if out is not None and out.exists() and any(out.iterdir()):
+            raise UserError(f"{out} is there already", mend="name a new folder")
+    if nproc is not None and nproc > 1:
+        loaded.parallel.data_for(nproc)
+        raise typer.Exit(launch(nproc))
+    from steelyard.finetune import tuning
+    from steelyard.observe import report
+    from steelyard.train import loop
+
+    with alike(ranks):
+        prepared = tuning.prepare(loaded)
+    if ranks.is_first:
+        console.say(prepared.described())
+    folder = tuning.run(prepared, run, resume)
+    if not ranks.is_first:
+        return
+    written = tuning.export(prepared, folder, out or folder.path / "hf")
+    result = loop.results(folder) | {"out": written["path"], "exported_step": written["step"]}
+    report.write(folder)
+    print_result(result, json, f"run     {folder.path}\nmodel   {written['path']}, of step {written['step']}")
+
+
+def preview(
+    recipe: RecipeOrNone = None,
+    overrides: Overrides = None,
+    model: ModelOption = None,
+    data: DataOption = None,
+    samples: Annotated[int, typer.Option(min=1, help="Conversations to show.")] = 3,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a page.", show_default=False)] = None,
+    json: JsonOption = False,
+) -> None:
+    """Show conversations as they are written out, which tokens are learned, and how rows are filled.
+
+    Example: steelyard sft preview my.toml --samples 3 --html preview.html
+    """
+    from steelyard.finetune import previewing, tuning
+
+    prepared = tuning.prepare(recipe_for(recipe, overrides, model, data))
+    shown = previewing.preview(prepared, samples)
+    if html is not None:
+        previewing.write_html(shown, html)
+    print_result(previewing.as_result(shown), json, previewing.as_text(shown))
+
+
+def recipe_for(recipe: str | None, overrides: list[str] | None, model: str | None, data: list[str] | None) -> Recipe:
+    """The recipe that the command line means: its model's shape is taken from the checkpoint, if it says none."""
+    words = list(overrides or ())
+    if recipe is not None and "=" in recipe and not Path(recipe).exists():
+        words.insert(0, recipe)
+        recipe = None
+    if recipe is None and (model is None or not data):
+        raise UserError("there is nothing to tune", mend="name a recipe, or --model and --data")
+
+    def complete(values: dict[str, Any]) -> None:
+        from steelyard.checkpoint.formats import open_source
+
+        train, tune = values.setdefault("train", {}), values.setdefault("finetune", {})
+        if model is not None:
+            train["init_from"] = model
+        if data:
+            tune["data"] = data
+        if "model" not in values and isinstance(train.get("init_from"), str):
+            values["model"] = open_source(train["init_from"]).shape.model_dump(exclude_none=True)
+
+    if recipe is not None:
+        return load(recipe, words, complete)
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", f"{Path(str(model)).name}-{Path(str((data or [''])[0])).stem}").strip("-.")
+    values: dict[str, Any] = {"name": name or "sft", **{section: dict(keys) for section, keys in DEFAULTS.items()}}
+    if any(word.startswith("finetune.adapter") for word in words):
+        values["optim"]["learning_rate"] = ADAPTER_RATE
+    return load(values, words, complete)

@@ -1,0 +1,46 @@
+"""A conversation, and a pair of answers to choose between: what every shape of data becomes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Role = Literal["system", "user", "assistant", "tool"]
+
+
+@dataclass(frozen=True)
+class Message:
+    """Something that was said."""
+
+    role: Role
+    content: str
+    is_trained: bool = True
+    """Whether it is an answer to learn from: said by the assistant, and not given as part of a prompt."""
+
+    def for_template(self) -> dict[str, str]:
+        """As chat templates expect it."""
+        return {"role": self.role, "content": self.content}
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages in order, and where they were found."""
+
+    messages: tuple[Message, ...]
+    where: str = ""
+
+    @property
+    def answers(self) -> list[int]:
+        """Which messages are to be learned."""
+        return [n for n, message in enumerate(self.messages) if message.role == "assistant" and message.is_trained]
+
+
+@dataclass(frozen=True)
+class Preference:
+    """Two conversations that differ in their last answers: the one that was chosen, and the one that was not."""
+
+    chosen: Conversation
+    rejected: Conversation
+
+
+Row = dict[str, Any]

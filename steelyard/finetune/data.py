@@ -1,0 +1,188 @@
+"""From files of conversations to the rows that are trained on.
+
+Encoding a large set takes minutes, so its result is kept beside the first file, under a name that is a digest of
+everything it depends on:
+
+    .steelyard-<digest>.npz    ids (int32, all conversations in a row), lengths (int64), learned (packed bits),
+                               counts (JSON: what became of the rows)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import zipfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from steelyard.core import files
+from steelyard.core.console import console
+from steelyard.core.errors import UserError
+from steelyard.core.recipe import Recipe
+from steelyard.core.recipe.finetune import Finetune
+from steelyard.finetune import shapes, templates
+from steelyard.finetune.conversation import Conversation, Row
+from steelyard.finetune.encoding import Encoded, Tally, encode, fitting
+from steelyard.finetune.templates import Template
+from steelyard.text import download
+from steelyard.text.corpus import BadDocument, named_files, pieces, records, where
+from steelyard.text.tokenizer import Tokenizer
+
+VERSION = 1  # of what the kept files mean
+
+
+Corpus = tuple[list[Encoded], Tally]
+
+
+def open_corpus(recipe: Recipe, names: Sequence[str], tokenizer: Tokenizer) -> Corpus:
+    """Read, write out and encode the conversations of some files, or find that done; and what became of the rest."""
+    tune = _section(recipe)
+    template = templates.load(tune.template, tokenizer)
+    paths = paths_of(names)
+    kept = _kept_at(paths, recipe, tokenizer, template)
+    found = _reopened(kept)
+    if found is not None:
+        return found
+    tally = Tally()
+    encoded = ((encode(each, template, tokenizer, tune.loss), each.where) for each in conversations(paths, tune, tally))
+    length = recipe.data.sequence_length
+    corpus = list(fitting(encoded, length, tune.overlong, tune.untrained, tally)), tally
+    _refuse_empty(corpus[0], names, tally)
+    with contextlib.suppress(OSError):  # A folder that may only be read costs time, not the run.
+        _keep(corpus, kept)
+    return corpus
+
+
+def conversations(paths: Sequence[Path], tune: Finetune, tally: Tally) -> Iterator[Conversation]:
+    """The conversations of files, in order. A row that cannot be read is refused, or left out and counted."""
+    shape = tune.shape
+    if shape is not None and shape not in shapes.NAMES:
+        raise UserError(f"finetune.shape {shape} is not known", mend=f"the shapes are {', '.join(shapes.NAMES)}")
+    rows = _rows(paths, tune, tally)
+    first = next(rows, None)
+    if first is None:
+        raise UserError(f"{', '.join(map(str, paths))} holds no rows")
+    shape = shape or shapes.shape_of(*first)
+    markers = shapes.Markers(tune.user_marker, tune.assistant_marker)
+    if shape == "preference":
+        raise UserError("these rows are preferences, not conversations", mend="add [finetune.dpo] to learn from them")
+    if shape == "flat-tree":
+        yield from shapes.threads(_from(first, rows), tune.system)
+        return
+    for row, place in _from(first, rows):
+        try:
+            yield shapes.conversation(row, shape, markers, place, tune.system)
+        except shapes.BadRow as error:
+            _complain(error, place, tune, tally)
+
+
+def open_pairs(
+    recipe: Recipe, names: Sequence[str], tokenizer: Tokenizer
+) -> tuple[list[tuple[Encoded, Encoded]], Tally]:
+    """Read and encode pairs of answers, of which the last is learned. A pair that does not fit is cut on both sides."""
+    tune, tally = _section(recipe), Tally()
+    template, length = templates.load(tune.template, tokenizer), recipe.data.sequence_length
+    pairs: list[tuple[Encoded, Encoded]] = []
+    for row, place in _rows(paths_of(names), tune, tally):
+        try:
+            if not {"chosen", "rejected"} <= row.keys():
+                raise shapes.BadRow("a preference has the keys chosen and rejected, and perhaps prompt")
+            found = shapes.preference(row, place, tune.system)
+        except shapes.BadRow as error:
+            _complain(error, place, tune, tally)
+            continue
+        sides = [(encode(each, template, tokenizer, "completion"), place) for each in (found.chosen, found.rejected)]
+        fit = list(fitting(sides, length, tune.overlong, tune.untrained, tally))
+        if len(fit) == 2:
+            pairs.append((fit[0], fit[1]))
+    _refuse_empty(pairs, names, tally)
+    return pairs, tally
+
+
+def _refuse_empty(found: Sequence[Any], names: Sequence[str], tally: Tally) -> None:
+    if not found:
+        raise UserError(f"nothing in {', '.join(names)} can be learned from", mend="; ".join(tally.lines()) or None)
+
+
+def _rows(paths: Sequence[Path], tune: Finetune, tally: Tally) -> Iterator[tuple[Row, str]]:
+    for path in paths:
+        before = 0
+        for piece in pieces(path):
+            bad: list[BadDocument] = []
+            number = 0
+            for row in records(piece, bad):
+                number += 1
+                yield row, f"{path}:{before + number + len(bad)}"
+            for document in bad:
+                _complain(document, where(piece, document.number), tune, tally)
+            before += number + len(bad)
+
+
+def _complain(error: shapes.BadRow | BadDocument, place: str, tune: Finetune, tally: Tally) -> None:
+    reason = error.reason if isinstance(error, BadDocument) else str(error)
+    if tune.bad_rows == "refuse":
+        raise UserError(reason, where=place, mend='finetune.bad_rows = "drop" leaves such rows out and counts them')
+    tally.counts["bad"] += 1
+
+
+def _from(first: tuple[Row, str], rest: Iterator[tuple[Row, str]]) -> Iterator[tuple[Row, str]]:
+    yield first
+    yield from rest
+
+
+def paths_of(names: Sequence[str]) -> list[Path]:
+    """The files that names stand for; a data set on the hub is fetched into its cache."""
+    found: list[Path] = []
+    for name in names:
+        is_on_hub = name.count("/") == 1 and not Path(name).exists() and not Path(name).parent.exists()
+        found += download.rows_on_the_hub(name) if is_on_hub else named_files([name])
+    return found
+
+
+def _section(recipe: Recipe) -> Finetune:
+    if recipe.finetune is None:
+        raise UserError(f"the recipe {recipe.name} has no [finetune]", mend="say there what to learn from")
+    return recipe.finetune
+
+
+def _kept_at(paths: list[Path], recipe: Recipe, tokenizer: Tokenizer, template: Template) -> Path:
+    tune = _section(recipe)
+    inputs = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+    choices = tune.model_dump(include={"shape", "user_marker", "assistant_marker", "system", "loss", "overlong",
+                                       "untrained", "bad_rows"})  # fmt: skip
+    depends = [VERSION, inputs, choices, recipe.data.sequence_length, tokenizer.fingerprint, template.source]
+    depends.append(dict(template.specials))
+    digest = hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:24]
+    return paths[0].parent / f".steelyard-{digest}.npz"
+
+
+def _keep(corpus: Corpus, path: Path) -> None:
+    samples, tally = corpus
+    with files.atomic_file(path, "wb") as file:
+        np.savez(
+            file,
+            ids=np.concatenate([each.ids for each in samples]),
+            lengths=np.array([len(each.ids) for each in samples], dtype=np.int64),
+            learned=np.packbits(np.concatenate([each.learned for each in samples])),
+            counts=np.frombuffer(json.dumps(tally.counts).encode(), dtype=np.uint8),
+        )
+
+
+def _reopened(path: Path) -> Corpus | None:
+    try:
+        with np.load(path, allow_pickle=False) as kept:
+            ids, lengths = kept["ids"], kept["lengths"]
+            learned = np.unpackbits(kept["learned"], count=len(ids)).astype(np.bool_)
+            tally = Tally()
+            tally.counts.update(json.loads(kept["counts"].tobytes()))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile):
+        console.warn(f"{path} is damaged and is made anew")
+        return None
+    ends = np.cumsum(lengths)[:-1]
+    return [Encoded(*each) for each in zip(np.split(ids, ends), np.split(learned, ends), strict=True)], tally

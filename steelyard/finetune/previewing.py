@@ -1,0 +1,109 @@
+"""A look at what would be learned: conversations as text, each token learned or not, and how full the rows are."""
+
+from __future__ import annotations
+
+import html
+import sys
+from dataclasses import dataclass
+from itertools import groupby, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from steelyard.core import files
+from steelyard.core.errors import UserError
+from steelyard.finetune.conversation import Conversation
+from steelyard.finetune.data import conversations, paths_of
+from steelyard.finetune.encoding import Tally, located
+from steelyard.finetune.preferences import PairSamples
+from steelyard.finetune.tuning import Tuning
+
+LEARNED, MASKED, PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; color: #222 }
+pre { white-space: pre-wrap; background: #f6f6f4; padding: 1em; border-radius: 6px; color: #888 }
+b { font-weight: normal; color: #0a5; background: #e2f6ea } table { border-collapse: collapse }
+td { padding: .1em 1.5em .1em 0 }
+"""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Some conversations as runs of text that are learned or not, and figures of the whole set."""
+
+    talks: list[list[tuple[str, bool]]]
+    figures: dict[str, Any]
+
+
+def preview(tuning: Tuning, samples: int) -> Shown:
+    """Look at the first conversations and at all of them."""
+    tune = tuning.recipe.finetune
+    assert tune is not None
+    if isinstance(tuning.training, PairSamples):
+        raise UserError("there is no preview of preferences yet", mend="look at them without [finetune.dpo]")
+    every = tuning.training.conversations
+    lengths = np.array([len(each.ids) for each in every])
+    learned = int(sum(each.learned[1:].sum() for each in every))
+    figures = {
+        "conversations": len(every),
+        "rows": tuning.training.per_epoch,
+        "steps": tuning.recipe.train.steps,
+        "tokens": int(lengths.sum()),
+        "learned": learned,
+        "masked": int(lengths.sum()) - learned,
+        "longest": int(lengths.max()),
+        "median": int(np.median(lengths)),
+        "packing_efficiency": round(tuning.training.efficiency, 4),
+        **{key: tuning.tally.counts[key] for key in ("truncated", "overlong", "untrained", "bad")},
+        "template": tuning.template.name,
+    }
+    first = islice(conversations(paths_of(tune.data), tune, Tally()), samples)
+    return Shown([runs(each, tuning) for each in first], figures)
+
+
+def runs(conversation: Conversation, tuning: Tuning) -> list[tuple[str, bool]]:
+    """A conversation's text, cut where learning begins and ends, and where a row would."""
+    assert tuning.recipe.finetune is not None
+    encoded, text, places = located(conversation, tuning.template, tuning.tokenizer, tuning.recipe.finetune.loss)
+    end = tuning.recipe.data.sequence_length + 1
+    is_learned = np.zeros(len(text), dtype=np.bool_)
+    for (first, last), learned in zip(places[1:end].tolist(), encoded.learned[1:end].tolist(), strict=True):
+        is_learned[first:last] |= learned
+    shown = text if len(places) <= end else text[: places[end - 1][1]]
+    marked = zip(shown, is_learned.tolist(), strict=False)
+    return [("".join(character for character, _ in run), key) for key, run in groupby(marked, key=lambda each: each[1])]
+
+
+def as_result(shown: Shown) -> dict[str, Any]:
+    """For a program."""
+    talks = [[{"text": text, "learned": learned} for text, learned in talk] for talk in shown.talks]
+    return shown.figures | {"samples": talks}
+
+
+def as_text(shown: Shown) -> str:
+    """For a terminal, learned text green; elsewhere it stands between « and »."""
+    coloured = sys.stdout.isatty()
+    lines = [f"{key:20} {value}" for key, value in shown.figures.items()]
+    for number, talk in enumerate(shown.talks, start=1):
+        text = "".join(_marked(text, learned, coloured) for text, learned in talk)
+        lines += ["", f"--- conversation {number}", text]
+    return "\n".join(lines)
+
+
+def _marked(text: str, learned: bool, coloured: bool) -> str:
+    if coloured:
+        return f"{LEARNED if learned else MASKED}{text}{PLAIN}"
+    return f"«{text}»" if learned else text
+
+
+def write_html(shown: Shown, path: Path) -> None:
+    """For a browser, in one file."""
+    rows = "".join(f"<tr><td>{key}</td><td>{html.escape(str(value))}</td></tr>" for key, value in shown.figures.items())
+    talks = "".join(
+        "<pre>" + "".join(f"<b>{html.escape(text)}</b>" if learned else html.escape(text) for text, learned in talk)
+        + "</pre>"
+        for talk in shown.talks
+    )  # fmt: skip
+    page = f"<!doctype html><meta charset=utf-8><title>What is learned</title><style>{STYLE}</style>"
+    files.write_text(path, f"{page}<h1>What is learned</h1><table>{rows}</table>{talks}\n")

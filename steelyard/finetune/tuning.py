@@ -1,0 +1,153 @@
+"""`steelyard sft`: a recipe made whole, its conversations as rows, the one training loop, and a folder at the end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from steelyard import checkpoint, train
+from steelyard.checkpoint.formats import Source, open_source
+from steelyard.checkpoint.formats.write import Target, convert
+from steelyard.core import files, units
+from steelyard.core.console import console
+from steelyard.core.errors import UserError
+from steelyard.core.recipe import Recipe
+from steelyard.core.run import Run
+from steelyard.finetune import preferences, templates
+from steelyard.finetune.adapting import AdaptedSource, Adapting
+from steelyard.finetune.data import open_corpus, open_pairs
+from steelyard.finetune.encoding import Tally
+from steelyard.finetune.noise import add_noise
+from steelyard.finetune.preferences import PairSamples, Preferring
+from steelyard.finetune.samples import PackedSamples
+from steelyard.finetune.templates import Template
+from steelyard.parallel.world import World
+from steelyard.sparsity import training as sparsity
+from steelyard.text import tokenizer as tokenizers
+from steelyard.text.tokenizer import Tokenizer
+from steelyard.tokens.samples import Samples
+from steelyard.train.extension import Extension
+
+Rows = PackedSamples | PairSamples
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """All that is known before the first step."""
+
+    recipe: Recipe
+    tokenizer: Tokenizer
+    template: Template
+    tally: Tally
+    training: Rows
+    validation: Rows | None
+
+    def open_data(self, recipe: Recipe, world: World) -> tuple[Samples, Samples | None]:
+        """The rows, for the loop."""
+        return self.training, self.validation
+
+    def described(self) -> str:
+        """The data in a line or two."""
+        if isinstance(self.training, PairSamples):
+            line = f"{units.count(len(self.training.pairs))} pairs of answers"
+        else:
+            talks = self.training.conversations
+            learned, total = sum(int(each.learned[1:].sum()) for each in talks), sum(each.places for each in talks)
+            line = (
+                f"{units.count(len(talks))} conversations in {units.count(self.training.per_epoch)} rows, "
+                f"{self.training.efficiency:.1%} full; "
+                f"{units.count(learned)} of {units.count(total)} tokens are learned"
+            )
+        return "\n".join([line, *self.tally.lines()])
+
+
+def prepare(recipe: Recipe) -> Tuning:
+    """Read the conversations, and say in the recipe what follows from them: steps, and batches of validation."""
+    tune = recipe.finetune
+    if tune is None:
+        raise UserError(f"the recipe {recipe.name} has no [finetune]", mend="say there what to learn from")
+    if recipe.train.init_from is None:
+        raise UserError("there is no model to tune", mend="name one in train.init_from")
+    tokenizer = tokenizer_of(recipe)
+    length, batch = recipe.data.sequence_length, recipe.train.global_batch
+    opened: Callable[..., tuple[list[Any], Tally]] = open_corpus
+    made: Callable[..., Rows] = partial(PackedSamples, length=length, packing=tune.packing)
+    if tune.dpo is not None:
+        preferences.refuse_odd(batch, recipe.parallel.data or 1, recipe.where("train.global_batch"))
+        opened, made = open_pairs, partial(PairSamples, length=length)
+    found, tally = opened(recipe, tune.data, tokenizer)
+    if tune.valid:
+        held_back, _ = opened(recipe, tune.valid, tokenizer)
+    else:
+        found, held_back = _divided(found, tune.valid_share, recipe.train.seed)
+    changes: dict[str, Any] = {}
+    if not {"steps", "samples", "tokens"} & recipe.train.model_fields_set:
+        steps = math.ceil(tune.epochs * made(found, samples=0, seed=None).per_epoch / batch)
+        changes["train"] = recipe.train.model_copy(update={"steps": max(1, steps)})
+    validation = None
+    if held_back:
+        batches = math.ceil(made(held_back, samples=0, seed=None).per_epoch / batch)
+        changes["eval"] = recipe.eval.model_copy(update={"batches": batches})
+        validation = made(held_back, samples=batches * batch, seed=None)
+    recipe = recipe.model_copy(update=changes)
+    training = made(found, samples=recipe.train.samples_in(recipe.train.steps), seed=recipe.train.seed)
+    return Tuning(recipe, tokenizer, templates.load(tune.template, tokenizer), tally, training, validation)
+
+
+def run(tuning: Tuning, path: Path | None, resume: str = "auto") -> Run:
+    """Tune as the recipe says."""
+    recipe, tune = tuning.recipe, tuning.recipe.finetune
+    assert tune is not None
+    extension = Adapting(recipe) if tune.adapter is not None else sparsity.extension(recipe) or Extension()
+    if tune.neftune:
+        extension = add_noise(extension, tune.neftune, recipe.data.sequence_length)
+    if tune.dpo is not None:
+        pairs = [each for each in (tuning.training, tuning.validation) if isinstance(each, PairSamples)]
+        extension = Preferring(extension, tune.dpo.beta, pairs)
+    return train.run(recipe, path, extension, resume, tuning.open_data)
+
+
+def export(tuning: Tuning, run: Run, out: Path) -> dict[str, Any]:
+    """Write what was tuned, at its best step where that was kept, as a folder that transformers loads."""
+    origin = open_source(str(tuning.recipe.train.init_from))
+    best = checkpoint.best(run.checkpoints)
+    source = open_source(best or run.path)
+    assert tuning.recipe.finetune is not None
+    if tuning.recipe.finetune.adapter is not None:
+        source = AdaptedSource(source, origin, tuning.recipe.finetune.adapter)
+    take_along(source, origin)
+    named = tuning.recipe.data.tokenizer
+    written = convert(source, out, Target("hf", dtype=origin.dtype, tokenizer=named))
+    files.write_text(out / "chat_template.jinja", tuning.template.source)
+    return written | {"step": source.step}
+
+
+def take_along(tuned: Source, origin: Source) -> None:
+    """Have a tuned model keep what its origin says beside the weights: positions, special tokens, the tokenizer."""
+    tuned.extra = dict(origin.extra)
+    tuned.tokenizer, tuned.tokenizer_files = origin.tokenizer, list(origin.tokenizer_files)
+    tuned.load_tokenizer = origin.load_tokenizer  # type: ignore[method-assign]
+
+
+def tokenizer_of(recipe: Recipe) -> Tokenizer:
+    """The tokenizer that the recipe names, or the model's own."""
+    if recipe.data.tokenizer is not None:
+        return tokenizers.load(recipe.data.tokenizer)
+    return open_source(str(recipe.train.init_from)).load_tokenizer()
+
+
+def _divided(found: list[Any], share: float, seed: int) -> tuple[list[Any], list[Any]]:
+    """What to train on, and what to hold back for validation: chosen by chance, the same for the same seed."""
+    held = max(1, round(share * len(found))) if share else 0
+    if held >= len(found):
+        console.warn("there are too few conversations to hold any back for validation")
+        held = 0
+    chosen = set(np.random.RandomState(seed).permutation(len(found))[:held].tolist())
+    numbered = list(enumerate(found))
+    return [each for n, each in numbered if n not in chosen], [each for n, each in numbered if n in chosen]

@@ -1,0 +1,123 @@
+"""Every shape of conversations is known by its first row, and means what it says."""
+
+import json
+
+import pytest
+
+from steelyard.core.errors import UserError
+from steelyard.core.recipe.finetune import Finetune
+from steelyard.finetune.data import conversations
+from steelyard.finetune.encoding import Tally
+from steelyard.finetune.shapes import BadRow, Markers, conversation, preference, shape_of
+from tests.finetune.conftest import write_jsonl
+
+ASKED, SAID = "How far is the moon?", "Far."
+ROWS = {
+    "messages": {"messages": [{"role": "user", "content": ASKED}, {"role": "assistant", "content": SAID}]},
+    "parts": {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": ASKED}]},
+            {"role": "assistant", "content": SAID},
+        ]
+    },
+    "sharegpt": {"conversations": [{"from": "human", "value": ASKED}, {"from": "gpt", "value": SAID}]},
+    "completion": {"prompt": ASKED, "completion": SAID},
+    "completion of messages": {
+        "prompt": [{"role": "user", "content": ASKED}],
+        "completion": [{"role": "assistant", "content": SAID}],
+    },
+    "alpaca": {"instruction": "How far is the moon?", "input": "", "output": SAID},
+    "dolly": {"instruction": ASKED, "context": "", "response": SAID, "category": "open_qa"},
+    "marked": {"text": f"### Human: {ASKED}### Assistant: {SAID}"},
+    "tree": {
+        "prompt": {
+            "text": ASKED,
+            "role": "prompter",
+            "replies": [
+                {"text": "Near.", "role": "assistant", "rank": 1, "replies": []},
+                {"text": SAID, "role": "assistant", "rank": 0, "replies": []},
+                {"text": "?", "role": "assistant", "rank": -1, "deleted": True, "replies": []},
+            ],
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_the_shape_is_seen_and_says_who_said_what(row):
+    found = conversation(row, shape_of(row, "here"), Markers(), "here", system=None)
+    assert [(message.role, message.content) for message in found.messages] == [("user", ASKED), ("assistant", SAID)]
+    assert found.answers == [1]
+    with_system = conversation(row, shape_of(row, "here"), Markers(), "here", system="Be brief.")
+    assert with_system.messages[0].content == "Be brief."
+
+
+def test_japanese_markers_split_a_text_of_several_turns():
+    text = "前置き\n指示: 月は?\n応答: 遠い。\n指示: 太陽は?\n応答: もっと遠い。"
+    found = conversation({"text": text}, "marked", Markers("指示:", "応答:"), "here", None)
+    assert [message.role for message in found.messages] == ["system", "user", "assistant", "user", "assistant"]
+    assert found.messages[-1].content == "もっと遠い。"
+
+
+def test_an_instruction_is_followed_by_what_it_is_about():
+    row = {"instruction": "Translate.", "input": "moon", "output": "月"}
+    found = conversation(row, shape_of(row, "here"), Markers(), "here", None)
+    assert found.messages[0].content == "Translate.\n\nmoon"
+
+
+def test_threads_of_single_messages_are_joined(tmp_path):
+    rows = [
+        {"message_id": "b", "parent_id": "a", "text": "Near.", "role": "assistant", "rank": 2},
+        {"message_id": "a", "parent_id": None, "text": ASKED, "role": "prompter", "rank": None},
+        {"message_id": "c", "parent_id": "a", "text": SAID, "role": "assistant", "rank": 0},
+        {"message_id": "d", "parent_id": "c", "text": "Thanks.", "role": "prompter", "rank": None},
+    ]
+    write_jsonl(tmp_path / "oasst.jsonl", rows)
+    tune = Finetune(data=["oasst.jsonl"])
+    [found] = conversations([tmp_path / "oasst.jsonl"], tune, Tally())
+    assert [message.content for message in found.messages] == [ASKED, SAID, "Thanks."]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "'wizard' is no role"),
+        ({"messages": []}, "is empty"),
+        ({"messages": ["x"]}, "not an object"),
+        ({"messages": [{"role": "user", "content": None}]}, "no text under content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "something else than text"),
+        ({"text": "no marker here"}, "neither '### Human:'"),
+        ({"messages": [{"role": "user", "content": "a\ufdd0"}]}, "U\\+FDD0"),
+    ],
+)
+def test_a_row_that_breaks_its_promise_is_named(row, reason, tmp_path):
+    with pytest.raises(BadRow, match=reason):
+        conversation(row, shape_of(row, "here"), Markers(), "here", None)
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(ROWS["messages"]) + "\n" + json.dumps(row) + "\n{oops\n")
+    with pytest.raises(UserError) as caught:
+        list(conversations([path], Finetune(data=["x"]), Tally()))
+    assert f"{path}:2" in str(caught.value)
+    tally = Tally()
+    kept = list(conversations([path], Finetune(data=["x"], bad_rows="drop"), tally))
+    assert len(kept) == 1
+    assert tally.counts["bad"] == 2
+
+
+def test_an_unknown_shape_is_told_with_its_keys():
+    with pytest.raises(UserError, match="has the keys a, b"):
+        shape_of({"a": 1, "b": 2}, "rows.jsonl:1")
+
+
+def test_a_preference_is_two_answers_to_the_same():
+    row = {"prompt": ASKED, "chosen": SAID, "rejected": "Near."}
+    pair = preference(row, "here", None)
+    assert [pair.chosen.messages[-1].content, pair.rejected.messages[-1].content] == [SAID, "Near."]
+    whole = {
+        side: [{"role": "user", "content": ASKED}, {"role": "assistant", "content": text}]
+        for side, text in (("chosen", SAID), ("rejected", "Near."))
+    }
+    assert preference(whole, "here", None) == pair
+    whole["rejected"][0]["content"] = "Something else"
+    with pytest.raises(BadRow, match="the same conversation"):
+        preference(whole, "here", None)

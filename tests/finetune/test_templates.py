@@ -1,0 +1,94 @@
+"""Conversations written out, and the characters of them that are answers."""
+
+import pytest
+
+from steelyard.core.errors import UserError
+from steelyard.finetune.conversation import Conversation, Message
+from steelyard.finetune.templates import NAMED, Template
+
+SPECIALS = (("bos_token", "<s>"), ("eos_token", "</s>"))
+TALK = Conversation(
+    (
+        Message("system", "Be brief."),
+        Message("user", "2 + 2?"),
+        Message("assistant", "4"),
+        Message("user", "and 4 in words?"),
+        Message("assistant", "four"),
+    )
+)
+ENDS = {
+    "chatml": "<|im_end|>", "llama2": " </s>", "llama3": "<|eot_id|>", "alpaca": "</s>", "japanese": "</s>",
+    "plain": "</s>",
+}  # fmt: skip
+# As published ones are: no {% generation %}, content trimmed, the roles' names in the text.
+BARE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>\n{{ message['content'] | trim }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+WITHOUT_PROMPT = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}</s>\n{% endfor %}"
+# Says of earlier answers only that they were given, so that no beginning of the talk is a beginning of the text.
+FORGETFUL = (
+    "{% for message in messages %}{% if message['role'] == 'assistant' and not loop.last %}A: ...\n"
+    "{% elif message['role'] == 'assistant' %}A: {{ message['content'] }}\n"
+    "{% else %}Q: {{ message['content'] }}\n{% endif %}{% endfor %}"
+)
+
+
+def answers(template, talk=TALK):
+    rendered = template.render(talk)
+    return [rendered.text[first:end] for first, end in rendered.spans]
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_answers_of_named_templates_are_found_with_what_ends_them(name):
+    template = Template(name, NAMED[name], SPECIALS)
+    assert [answer.strip() for answer in answers(template)] == [f"4{ENDS[name]}", f"four{ENDS[name]}"]
+    assert "\ufdd0" not in template.render(TALK).text
+    prompt = template.prompt(Conversation(TALK.messages[:-1]))
+    assert template.render(TALK).text.startswith(prompt)
+
+
+def test_answers_are_what_follows_the_prompt_where_a_template_does_not_say():
+    assert answers(Template("bare", BARE)) == ["4<|end|>", "four<|end|>"]
+
+
+def test_the_speakers_name_is_no_answer_where_a_template_cannot_begin_one():
+    assert answers(Template("without", WITHOUT_PROMPT)) == ["4</s>", "four</s>"]
+
+
+def test_messages_given_as_a_prompt_are_not_learned():
+    talk = Conversation((*TALK.messages[:2], Message("assistant", "4", is_trained=False), *TALK.messages[3:]))
+    for template in (Template("chatml", NAMED["chatml"]), Template("bare", BARE)):
+        assert [answer[:4] for answer in answers(template, talk)] == ["four"]
+
+
+def test_a_template_that_hides_answers_is_refused():
+    with pytest.raises(UserError, match="does not show which part"):
+        Template("forgetful", FORGETFUL).render(TALK)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{% for %}", "is not sound"),
+        ("{{ raise_exception('only two turns') }}", "only two turns"),
+        ("{{ messages.__class__.__mro__ }}", "fails"),
+        ("{{ messages + 1 }}", "fails"),
+    ],
+)
+def test_a_template_that_breaks_or_reaches_out_is_a_mistake_told(source, message):
+    with pytest.raises(UserError, match=message):
+        Template("hostile", source).render(TALK)
+
+
+def test_the_text_is_what_transformers_writes(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from steelyard.text.tokenizer.train import train_byte_bpe
+
+    train_byte_bpe(["some words"], 300).save(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    messages = [message.for_template() for message in TALK.messages]
+    specials = (("bos_token", theirs.bos_token), ("eos_token", theirs.eos_token))
+    for source in (*NAMED.values(), BARE, WITHOUT_PROMPT):
+        expected = theirs.apply_chat_template(messages, chat_template=source, tokenize=False)
+        assert Template("same", source, specials).render(TALK).text == expected

@@ -1,0 +1,156 @@
+"""Tuning runs: what is the same however it is computed, what comes out, and what is refused."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from steelyard.core.errors import UserError
+from steelyard.core.run import Run
+from steelyard.finetune import tuning
+from tests.finetune.conftest import recipe_of, talks, write_jsonl
+
+
+def records(run: Run, key: str) -> list[float]:
+    return [record[key] for record in run.metrics() if key in record]
+
+
+def tuned(base, *words, run="run"):
+    from pathlib import Path
+
+    prepared = tuning.prepare(recipe_of(base, *words))
+    return prepared, tuning.run(prepared, Path(run))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt"])
+def test_packed_rows_give_the_loss_and_gradient_of_single_ones(bases, place, family):
+    first = []
+    for name, packing in (("packed", "true"), ("single", "false")):
+        prepared = tuning.prepare(recipe_of(bases / family, f"finetune.packing={packing}", "finetune.valid_share=0.0"))
+        rows = len(prepared.training.rows)
+        words = [
+            f"finetune.packing={packing}",
+            "finetune.valid_share=0.0",
+            "train.steps=2",
+            f"train.global_batch={rows}",
+        ]
+        _, run = tuned(bases / family, *words, run=name)
+        first.append((rows, records(run, "loss"), records(run, "grad_norm")))
+    (packed, *a), (single, *b) = first
+    assert packed < single
+    assert np.allclose(a, b, rtol=2e-5)
+
+
+def test_micro_batches_do_not_change_the_gradient(bases, place):
+    found = []
+    for micro in (1, 2, 4):
+        _, run = tuned(
+            bases / "llama", "train.steps=3", "train.global_batch=4", f"train.micro_batch={micro}", run=f"m{micro}"
+        )
+        found.append(records(run, "loss") + records(run, "grad_norm") + records(run, "valid_loss"))
+    assert np.allclose(found[0], found[1], rtol=2e-5)
+    assert np.allclose(found[0], found[2], rtol=2e-5)
+
+
+def test_the_loss_is_what_transformers_computes_on_the_same_tokens(bases, place):
+    import transformers
+
+    prepared, run = tuned(bases / "llama", "train.steps=1", "train.global_batch=4", "finetune.valid_share=0.0")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(bases / "llama", dtype=torch.float32)
+    total, count = 0.0, 0
+    for row in prepared.training.order[:4]:
+        for index in prepared.training.rows[row]:
+            sample = prepared.training.conversations[index]
+            ids = torch.from_numpy(sample.ids.astype(np.int64))[None]
+            labels = ids.where(torch.from_numpy(sample.learned)[None], -100)
+            learned = int(sample.learned[1:].sum())
+            total += theirs(ids, labels=labels).loss.item() * learned
+            count += learned
+    assert count == prepared.training.counts[:4].sum()
+    assert records(run, "loss")[0] == pytest.approx(total / count, rel=1e-5)
+
+
+def test_a_run_goes_on_to_the_bit(bases, place):
+    words = ["train.steps=6", "train.global_batch=2", "checkpoint.every=1"]
+    _, whole = tuned(bases / "llama", *words, run="whole")
+    tuned(bases / "llama", "train.steps=3", *words[1:], run="parts")
+    _, parts = tuned(bases / "llama", *words, run="parts")
+    assert records(whole, "loss") == records(parts, "loss")
+    assert records(whole, "valid_loss")[-1] == records(parts, "valid_loss")[-1]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt"])
+def test_what_comes_out_loads_in_transformers_and_speaks_the_template(bases, place, family):
+    import transformers
+
+    prepared, run = tuned(bases / family, "train.steps=3", "train.global_batch=2", "optim.learning_rate=0.01")
+    tuning.export(prepared, run, place / "out")
+    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(place / "out", output_loading_info=True)
+    assert not any(report.values())
+    assert theirs.config.max_position_embeddings == 256
+    tokenizer = transformers.AutoTokenizer.from_pretrained(place / "out")
+    said = talks(1)[0]["messages"]
+    ids = tokenizer.apply_chat_template(said, return_dict=False)
+    assert ids == prepared.training.conversations[0].ids.tolist() or len(ids) > 4
+    before = transformers.AutoModelForCausalLM.from_pretrained(bases / family)
+    with torch.no_grad():
+        moved = theirs(torch.tensor([ids])).logits - before(torch.tensor([ids])).logits
+    assert moved.abs().max() > 0.01
+
+
+def test_encoding_is_kept_and_made_anew_when_anything_changes(bases, place):
+    recipe = recipe_of(bases / "llama")
+    first = tuning.prepare(recipe).training
+    [kept] = place.glob(".steelyard-*.npz")
+    again = tuning.prepare(recipe).training
+    assert all((a.ids == b.ids).all() and (a.learned == b.learned).all()
+               for a, b in zip(first.conversations, again.conversations, strict=True))  # fmt: skip
+    tuning.prepare(recipe_of(bases / "llama", "finetune.loss=all"))
+    assert len(list(place.glob(".steelyard-*.npz"))) == 2
+    kept.write_bytes(kept.read_bytes()[:100])
+    assert len(tuning.prepare(recipe).training.conversations) == len(first.conversations)
+    write_jsonl(place / "talks.jsonl", talks(10))
+    assert len(tuning.prepare(recipe).training.conversations) == 9
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["finetune.template=nothing"], "there is no chat template nothing"),
+        (["finetune.shape=odd"], "finetune.shape odd is not known"),
+        (["data.sequence_length=8", "finetune.overlong=drop"], "can be learned from"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_trained(bases, place, words, message):
+    with pytest.raises(UserError, match=message):
+        tuning.prepare(recipe_of(bases / "llama", *words))
+
+
+def test_files_that_are_not_there_are_named(bases, place):
+    with pytest.raises(UserError, match=r"there is no file nowhere\.jsonl"):
+        tuning.prepare(recipe_of(bases / "llama", data="nowhere.jsonl"))
+
+
+def test_a_tokenizer_without_a_template_needs_one_named(bases, place):
+    from steelyard.cli.sft import recipe_for
+
+    with pytest.raises(UserError, match="brings no chat template"):
+        tuning.prepare(recipe_for(None, [], str(bases / "llama"), ["talks.jsonl"]))
+
+
+def test_the_preview_marks_what_is_learned(bases, place):
+    from steelyard.finetune import previewing
+
+    shown = previewing.preview(tuning.prepare(recipe_of(bases / "llama")), 2)
+    said = talks(1)[0]["messages"]
+    assert [text for text, learned in shown.talks[0] if learned] == [
+        f"{message['content']}<|im_end|>" for message in said if message["role"] == "assistant"
+    ]
+    assert shown.figures["learned"] + shown.figures["masked"] == shown.figures["tokens"]
+    assert "«" in previewing.as_text(shown)
+    write_jsonl(place / "talks.jsonl", [{"prompt": "<b>", "completion": "<script>alert(1)</script>"}])
+    shown = previewing.preview(tuning.prepare(recipe_of(bases / "llama", "finetune.valid_share=0.0")), 1)
+    previewing.write_html(shown, place / "page.html")
+    assert "<script>" not in (place / "page.html").read_text()
+    assert json.dumps(previewing.as_result(shown))

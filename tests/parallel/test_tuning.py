@@ -1,0 +1,71 @@
+"""Tuning on packed conversations is the same on every layout, in full and by adapters.
+
+Rows are filled unevenly, so a rank that weighed by rows instead of learned tokens would be off by percents.
+"""
+
+import pytest
+import torch
+
+from steelyard.checkpoint.formats import open_source
+from steelyard.core.run import Run
+from tests.finetune.conftest import bases, talks, write_jsonl  # noqa: F401
+from tests.parallel import jobs
+from tests.parallel.conftest import Layouts, difference
+from tests.parallel.test_layouts import parallel
+
+COMMON = ["train.steps=4", "train.global_batch=8", "eval.every=2", "optim.learning_rate=1e-3",
+          "parallel.timeout_minutes=0.5"]  # fmt: skip
+KINDS = {
+    "full": [],
+    "lora": ["finetune.adapter.rank=4", "optim.learning_rate=1e-2"],
+    "dora": ["finetune.adapter.kind=dora", "finetune.adapter.rank=4", "optim.learning_rate=1e-2"],
+}
+LAYOUTS = {
+    "zero 0": (2, parallel(zero=0)),
+    "zero 1": (2, parallel(zero=1)),
+    "zero 2": (2, parallel(zero=2)),
+    "zero 3": (2, parallel(zero=3)),
+    "tensor": (2, parallel(tensor=2)),
+    "sequence": (2, parallel(tensor=2, sequence_parallel="true")),
+    "context": (2, parallel(context=2)),
+    "pipeline": (2, parallel(pipeline=2)),
+    "zero bubble": (2, parallel(pipeline=2, schedule="zero-bubble")),
+    "data x tensor zero 3": (4, parallel(tensor=2, zero=3)),
+    "all of them": (8, parallel(tensor=2, pipeline=2, zero=1)),
+}
+FAST = {
+    ("llama", "full", "zero 3"), ("gpt", "full", "context"), ("llama", "full", "pipeline"), ("gpt", "lora", "tensor"),
+    ("llama", "dora", "data x tensor zero 3"),
+}  # fmt: skip
+ROUNDING = {"llama": 2e-5, "gpt": 2e-4}
+
+
+def cases() -> list:
+    return [
+        pytest.param(family, kind, layout, marks=[] if (family, kind, layout) in FAST else pytest.mark.slow)
+        for family in ("llama", "gpt")
+        for kind in KINDS
+        for layout in LAYOUTS
+    ]
+
+
+def tune(layouts: Layouts, bases, size: int, family: str, kind: str, name: str, *overrides: str) -> Run:  # noqa: F811
+    if not (layouts.folder / "talks.jsonl").exists():
+        write_jsonl(layouts.folder / "talks.jsonl", talks(60))
+    path = f"tuned-{family}-{kind}-{name}".replace(" ", "-")
+    if not (layouts.folder / path).exists():
+        layouts.ranks.do(size, jobs.tuned, str(bases / family), [*COMMON, *KINDS[kind], *overrides], path)
+    return Run.open(layouts.folder / path)
+
+
+@pytest.mark.parametrize(("family", "kind", "layout"), cases())
+def test_tuning_is_alike_on_a_layout(layouts: Layouts, bases, family: str, kind: str, layout: str):  # noqa: F811
+    size, overrides = LAYOUTS[layout]
+    alone = tune(layouts, bases, 1, family, kind, "alone")
+    run = tune(layouts, bases, size, family, kind, layout, *overrides)
+    assert len(run.metrics()) == 7
+    assert difference(run.metrics(), alone.metrics()) < ROUNDING[family]
+    assert run.metrics()[-1]["valid_loss"] < run.metrics()[0]["valid_loss"]
+    ours, theirs = open_source(run.path), open_source(alone.path)
+    assert ours.sizes() == theirs.sizes()
+    assert all(torch.allclose(ours.tensor(name), theirs.tensor(name), atol=2e-3) for name in ours.names())

@@ -1,0 +1,26 @@
+"""The best step of a run, and an end that comes when there is no better one."""
+
+import json
+
+from steelyard import checkpoint, train
+from steelyard.core.recipe import load
+
+
+def test_the_best_step_is_kept_and_a_run_that_gets_no_better_ends(in_workplace, capsys):
+    words = [
+        "optim.learning_rate=0.03",
+        "optim.schedule=constant",
+        "train.steps=200",
+        "eval.every=2",
+        "eval.patience=3",
+    ]
+    words += ["checkpoint.keep_best=true", "checkpoint.every=2", "checkpoint.keep_last=1"]
+    run = train.run(load("tiny.toml", words))
+    losses = {record["step"]: record["valid_loss"] for record in run.metrics() if "valid_loss" in record}
+    best, last = min(losses, key=losses.get), max(losses)
+    assert last == best + 6 < 200
+    assert "the run ends here" in capsys.readouterr().err
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == [f"step-{best:08d}", f"step-{last:08d}"]
+    kept = checkpoint.best(run.checkpoints)
+    assert json.loads((kept / checkpoint.STATE).read_text())["valid_loss"] == losses[best]
+    assert run.state == "finished"
