@@ -40,7 +40,7 @@ from torch import Tensor
 
 from steelyard.sparsity.compressed import BLOCK_WORDS, Packed
 
-MOST_ROWS = 16
+COUNTERS = 1 << 16
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 KINDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -73,7 +73,8 @@ def ways(rows: int, packed: Packed) -> list[Way]:
     """The ways that suit so many rows: no more parts than there are blocks."""
     blocks = packed.words.shape[1] // BLOCK_WORDS
     found = (VECTORS if rows == 1 else TILES) if rows != 2 else (*TILES, *VECTORS[:3])
-    return [way for way in found if way.parts * way.blocks <= blocks or way == found[0]]
+    fits = [way for way in found if way.parts * way.blocks <= blocks or way == found[0]]
+    return [way for way in fits if way.parts == 1 or packed.outputs * rows // way.rows < COUNTERS]
 
 
 def few_rows(x_BI: Tensor, packed: Packed, way: Way) -> Tensor:
@@ -87,7 +88,11 @@ def few_rows(x_BI: Tensor, packed: Packed, way: Way) -> Tensor:
     even = words == steps * way.parts * way.blocks * BLOCK_WORDS and inputs == 32 * words and outputs % way.rows == 0
     programs = triton.cdiv(outputs, way.rows)
     repeats = 1 if way.tiles else batch
-    sums, done = _room(x_BI.device, way.parts * batch * outputs, programs * repeats) if way.parts > 1 else (y_BO, y_BO)
+    sums, done = y_BO, y_BO
+    if way.parts > 1:
+        assert programs * repeats <= COUNTERS, f"{outputs} outputs are too many to divide the inputs as well"
+        sums = torch.empty(way.parts, batch, outputs, dtype=torch.float32, device=x_BI.device)
+        done = _counters(x_BI.device)
     kernel = _tiles if way.tiles else _vectors
     kernel[(programs, repeats, way.parts)](
         x, packed.values.view(torch.int32), packed.words, y_BO, sums, done, batch, outputs, inputs // 4, words, steps,
@@ -110,21 +115,9 @@ def expand(packed: Packed, room: Tensor | None = None) -> Tensor:
 
 
 @cache
-def _rooms(device: torch.device) -> dict[str, Tensor]:
-    return {}
-
-
-def _room(device: torch.device, sums: int, counters: int) -> tuple[Tensor, Tensor]:
-    """Memory for what the parts of a product add up to, and counters at zero, which every product leaves at zero.
-
-    Products on one stream come one after the other, so all of them share it.
-    """
-    rooms = _rooms(device)
-    if "sums" not in rooms or rooms["sums"].numel() < sums:
-        rooms["sums"] = torch.empty(sums, dtype=torch.float32, device=device)
-    if "done" not in rooms or rooms["done"].numel() < counters:
-        rooms["done"] = torch.zeros(max(counters, 4096), dtype=torch.int32, device=device)
-    return rooms["sums"], rooms["done"]
+def _counters(device: torch.device) -> Tensor:
+    """Counters at zero, and left there by every product. Products on one stream follow each other, and share them."""
+    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
 @triton.jit
@@ -161,7 +154,7 @@ def _dot(a, b, total):
     return tl.dot(a, b, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "steps"])
 def _vectors(
     x, pairs, words, y, sums, done, batch, outputs, groups, word_count, steps,
     kind: tl.constexpr, rows: tl.constexpr, blocks: tl.constexpr, even: tl.constexpr, stages: tl.constexpr,
@@ -206,7 +199,7 @@ def _vectors(
     _settle(tl.sum(total, 1), place, row < outputs, y, sums, done + counter, batch * outputs, parts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "steps"])
 def _tiles(
     x, pairs, words, y, sums, done, batch, outputs, groups, word_count, steps,
     kind: tl.constexpr, rows: tl.constexpr, blocks: tl.constexpr, even: tl.constexpr, stages: tl.constexpr,

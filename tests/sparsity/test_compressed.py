@@ -7,11 +7,12 @@ import torch
 
 from steelyard import model
 from steelyard.checkpoint.formats import load_into, open_source, safetensors
+from steelyard.checkpoint.formats.compressed import compress
 from steelyard.checkpoint.formats.write import Target, convert
 from steelyard.core.errors import UserError
 from steelyard.evaluate.network import loaded
 from steelyard.sparsity import inference
-from steelyard.sparsity.compressed import compressible, export
+from steelyard.sparsity.compressed import compressible, export, packed
 from steelyard.sparsity.patterns import Pattern
 from tests.checkpoint.models import SHAPES, Held, assert_equal
 
@@ -121,60 +122,93 @@ def test_compressed_maps_hold_half_of_the_weights_and_run_compiled():
         assert torch.equal(compiled(x), attention.query(x))
 
 
-class TestCommands:
-    @pytest.fixture(scope="class")
-    def folder(self, tmp_path_factory):
-        """A pruned model with a tokenizer, as a Hugging Face folder, and its export."""
-        from steelyard.text import tokenizer as tokenizers
+def test_the_fastest_way_that_is_right_is_chosen_and_remembered(monkeypatch, capsys):
+    held = packed(*compress(torch.eye(8)))
+    x, nothing = torch.ones(3, 8), torch.empty(0)
+    factors = {"slow": 1.0, "wrong": 1.1, "fast": 1.0, None: 1.0}
+    milliseconds = {"slow": 3.0, "wrong": 0.5, "fast": 1.0, None: 2.0}
+    measured = []
 
-        place = tmp_path_factory.mktemp("exported")
-        tokenizers.train_byte_bpe(["a b c d e f g h"], 260).save(place / "tokenizer")
-        shape = SHAPES["llama"].model_copy(update={"vocab": 300})
-        held = Held(shape)
-        for name, tensor in held.parameters.items():
-            if name.startswith("layers.") and tensor.ndim == 2:
-                tensor.mul_(PATTERN.keep_best(tensor.abs()))
-        convert(held, place / "pruned", Target("hf", dtype=torch.bfloat16, tokenizer=str(place / "tokenizer")))
-        return place
+    def multiplied(x, held, for_many, way):
+        if way == "broken":
+            raise RuntimeError("out of resources")
+        return factors[way] * x
 
-    def test_what_is_exported_writes_and_scores_as_the_pruned_model(self, folder, monkeypatch, capsys):
-        monkeypatch.chdir(folder)
-        assert self.run("export-sparse", "pruned", "sparse", "--json") == 0
-        assert json.loads(capsys.readouterr().out)["compressed"] == 28
-        (folder / "text.txt").write_text("a b c d e f g h " * 20)
-        answers = []
-        for model_ in ("pruned", "sparse"):
-            assert self.run("generate", model_, "--prompt", "a b", "--max-tokens", "8", "--json") == 0
-            written = json.loads(capsys.readouterr().out)["text"]
-            assert self.run("eval", "ppl", model_, "--data", "text.txt", "--sequence-length", "16", "--json") == 0
-            answers.append((written, json.loads(capsys.readouterr().out)["loss"]))
-        assert answers[0] == answers[1]
+    def timed(product):
+        measured.append(product.args[-1])
+        return milliseconds[product.args[-1]]
 
-    def test_a_benchmark_of_sparse_speed_wants_a_gpu_or_to_be_told_otherwise(self, folder, monkeypatch, capsys):
-        if torch.cuda.is_available():
-            pytest.skip("there is a GPU")
-        monkeypatch.chdir(folder)
-        assert self.run("bench", "sparse", "pruned") == 2
-        assert "--device cpu" in capsys.readouterr().err
-        words = ("--device", "cpu", "--prompt", "8", "--context", "4", "--batch", "2", "--json")
-        assert self.run("bench", "sparse", "pruned", *words) == 0
-        rows = json.loads(capsys.readouterr().out)["rows"]
-        assert [row["what"] for row in rows] == ["memory", "prefill 8", "decode 2"]
-        assert all(row["dense"] > 0 and row["sparse"] > 0 for row in rows)
+    monkeypatch.setattr(inference, "CHOICES", inference.Choices())
+    monkeypatch.setattr(inference, "candidates", lambda *_: ["slow", "broken", "wrong", "fast", None])
+    monkeypatch.setattr(inference, "multiplied", multiplied)
+    monkeypatch.setattr(inference, "_milliseconds", timed)
+    assert inference.choose(x, held, nothing) == "fast"
+    told = capsys.readouterr().err
+    assert "out of resources" in told
+    assert "wrong by 0.1" in told
+    key = inference._key(torch.ones(4, 8), held)
+    assert inference.CHOICES.found[key] == "fast"  # Three and four rows share a measurement,
+    assert inference._key(torch.ones(5, 8), held) not in inference.CHOICES.found  # five have their own,
+    with inference.for_graphs():
+        assert inference._key(x, held) not in inference.CHOICES.found  # and so has what is recorded.
 
-    def test_a_model_that_is_not_pruned_is_refused_with_a_way_out(self, folder, monkeypatch, capsys):
-        monkeypatch.chdir(folder)
-        convert(Held(SHAPES["llama"]), folder / "dense", Target("hf"))
-        assert self.run("export-sparse", "dense", "out") == 2
-        told = capsys.readouterr().err
-        assert "layers.0.attention.query.weight" in told
-        assert "and 18 more" in told
-        assert "steelyard prune" in told
 
-    @staticmethod
-    def run(*words):
-        from steelyard.cli import main
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A pruned model with a tokenizer, as a Hugging Face folder, and its export."""
+    from steelyard.text import tokenizer as tokenizers
 
-        with pytest.raises(SystemExit) as end:
-            main(words)
-        return end.value.code
+    place = tmp_path_factory.mktemp("exported")
+    tokenizers.train_byte_bpe(["a b c d e f g h"], 260).save(place / "tokenizer")
+    shape = SHAPES["llama"].model_copy(update={"vocab": 300})
+    held = Held(shape)
+    for name, tensor in held.parameters.items():
+        if name.startswith("layers.") and tensor.ndim == 2:
+            tensor.mul_(PATTERN.keep_best(tensor.abs()))
+    convert(held, place / "pruned", Target("hf", dtype=torch.bfloat16, tokenizer=str(place / "tokenizer")))
+    return place
+
+
+def test_what_is_exported_writes_and_scores_as_the_pruned_model(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    assert run("export-sparse", "pruned", "sparse", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["compressed"] == 28
+    (folder / "text.txt").write_text("a b c d e f g h " * 20)
+    answers = []
+    for model_ in ("pruned", "sparse"):
+        assert run("generate", model_, "--prompt", "a b", "--max-tokens", "8", "--json") == 0
+        written = json.loads(capsys.readouterr().out)["text"]
+        assert run("eval", "ppl", model_, "--data", "text.txt", "--sequence-length", "16", "--json") == 0
+        answers.append((written, json.loads(capsys.readouterr().out)["loss"]))
+    assert answers[0] == answers[1]
+
+
+def test_a_benchmark_of_sparse_speed_wants_a_gpu_or_to_be_told_otherwise(folder, monkeypatch, capsys):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    monkeypatch.chdir(folder)
+    assert run("bench", "sparse", "pruned") == 2
+    assert "--device cpu" in capsys.readouterr().err
+    words = ("--device", "cpu", "--prompt", "8", "--context", "4", "--batch", "2", "--json")
+    assert run("bench", "sparse", "pruned", *words) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["what"] for row in rows] == ["memory", "prefill 8", "decode 2"]
+    assert all(row["dense"] > 0 and row["sparse"] > 0 for row in rows)
+
+
+def test_a_model_that_is_not_pruned_is_refused_with_a_way_out(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    convert(Held(SHAPES["llama"]), folder / "dense", Target("hf"))
+    assert run("export-sparse", "dense", "out") == 2
+    told = capsys.readouterr().err
+    assert "layers.0.attention.query.weight" in told
+    assert "and 18 more" in told
+    assert "steelyard prune" in told
+
+
+def run(*words):
+    from steelyard.cli import main
+
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    return end.value.code
