@@ -46,11 +46,11 @@ FAST = {
 }  # fmt: skip
 
 
-def learn(layouts: Layouts, size: int, family: str, *overrides: str) -> Run:
+def learn(layouts: Layouts, size: int, family: str, *overrides: str, path: str | None = None) -> Run:
     base = f"base-{family}"
     if not (layouts.folder / base).exists():
         layouts.run(1, family, "train.steps=2", path=base)
-    return layouts.run(size, family, *MASKS, f"train.init_from={base}", *overrides)
+    return layouts.run(size, family, *MASKS, f"train.init_from={base}", *overrides, path=path)
 
 
 def logits(run: Run) -> dict[str, torch.Tensor]:
@@ -134,3 +134,35 @@ def test_weights_are_trained_under_masks_alike_on_a_layout(layouts: Layouts, met
     size, overrides = LAYOUTS[layout]
     one, run = (layouts.run(ranks, "llama-bias", *settings, *more) for ranks, more in ((1, []), (size, overrides)))
     assert difference(run.metrics(), one.metrics()) < ROUNDING
+
+
+PRECISIONS = {"bf16": 2e-2, "fp16": 5e-3}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["zero 1", "zero 3", "tensor", "pipeline", "data x tensor zero 3"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_masks_are_learned_in_half_precision_on_a_layout(layouts: Layouts, layout: str, precision: str):
+    """Frozen weights lie in half precision beside logits in fp32, whole or in shards."""
+    size, overrides = LAYOUTS[layout]
+    setting = f"train.precision={precision}"
+    one, run = (learn(layouts, ranks, "llama-bias", setting, *more) for ranks, more in ((1, []), (size, overrides)))
+    assert difference(run.metrics(), one.metrics()) < PRECISIONS[precision]
+    assert {tensor.dtype for tensor in logits(run).values()} == {torch.float32}
+    apart = [(a - b).abs().mean().item() for a, b in zip(logits(run).values(), logits(one).values(), strict=True)]
+    assert max(apart) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("tensor", "zero 3"), pytest.param("all of them", "context", marks=pytest.mark.slow)]
+)
+def test_a_run_of_masks_goes_on_on_another_layout(layouts: Layouts, first: str, second: str):
+    name = f"moved-{first}-{second}".replace(" ", "-")
+    for layout, steps in ((first, 2), (second, 4)):
+        size, overrides = LAYOUTS[layout]
+        run = learn(layouts, size, "llama-bias", *overrides, f"train.steps={steps}", path=name)
+    assert [record["step"] for record in run.metrics() if "loss" in record] == [1, 2, 3, 4]
+    assert all(torch.isfinite(tensor).all() for tensor in logits(run).values())
+    learn(layouts, 1, "llama-bias", "train.steps=2", path=f"{name}-alone")
+    one = learn(layouts, 1, "llama-bias", path=f"{name}-alone")
+    assert_alike(run, one)
