@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import typing
@@ -15,6 +16,7 @@ import torch
 from steelyard.checkpoint.formats.write import Target
 from steelyard.checkpoint.formats.write import convert as to_format
 from steelyard.core.recipe import load
+from steelyard.core.run import Run
 from steelyard.text import tokenizer as tokenizers
 from steelyard.text.convert import convert
 from tests.checkpoint.models import Held
@@ -161,3 +163,47 @@ def test_the_guide_to_conversion_works_as_written(place):
         assert done.returncode == 0, f"{line}\n{done.stderr}"
         if " diff " in line:
             assert "largest_difference       0.0" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_guide_to_sparsity_works_as_written(place):
+    """Prune, learn, measure, go on with another text, measure, export, load in transformers: the shape of Llama 2."""
+    sizes = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 4, "head_dim": 8, "ffn": 64, "vocab": 600}
+    held = Held(load("llama2-7b").model.model_copy(update=sizes))
+    held.tokenizer = "path/to/llama-2-7b"
+    to_format(held, Path("models/Llama-2-7b"), Target("hf"))
+    convert([Path("botchan.txt")], Path("data/c4.jsonl"))
+    shutil.copy(DOCS.parent / "examples" / "learned-masks.toml", "learned-masks.toml")
+    small = " ".join(f"model.{key}={value}" for key, value in sizes.items())
+    small += " train.steps=4 train.global_batch=2 data.sequence_length=64 parallel.tensor=2 eval.batches=1 log.every=1"
+    small += " train.device=cpu train.precision=fp32 checkpoint.every=0"
+    perplexities = []
+    for line in commands("guide-sparsity.md"):
+        told = line.replace("4096", "64").replace("--nproc 4", "--nproc 2")
+        told += " --samples 4 --sequence-length 64" if " prune " in told else ""
+        words = shlex.split(told)[1:]
+        if words[0] == "train":
+            words = [*words[:2], *shlex.split(small), *(word for word in words[2:] if word != "train.steps=200")]
+        command = [sys.executable, "-m", "steelyard", *words, *(["--json"] if words[:2] == ["eval", "ppl"] else [])]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, f"{told}\n{done.stderr}"
+        if words[:2] == ["eval", "ppl"]:
+            perplexities.append(json.loads(done.stdout)["perplexity"])
+    dense, one_shot, learned, continued, without = perplexities
+    assert without == dense
+    assert len({dense, one_shot, learned, continued}) == 4
+    _loads_with_zeros(Path("Llama-2-7b-2of4"), held)
+    temperatures = [record["temperature"] for record in Run.open("runs/wikitext").metrics() if "loss" in record]
+    assert (temperatures[0], temperatures[-1]) == (2.0, 0.05)
+
+
+def _loads_with_zeros(folder: Path, base: Held) -> None:
+    """As a user of transformers has it: half of every group, and the other half as the base had it."""
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    weight = model.model.layers[1].mlp.down_proj.weight
+    assert (weight.unflatten(1, (-1, 4)).count_nonzero(2) == 2).all()
+    kept = weight != 0
+    assert torch.equal(weight[kept], base.tensor("layers.1.mlp.down.weight")[kept])
+    assert model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()

@@ -39,9 +39,11 @@ COMMANDS = {
     "adapter": ("adapter", "Fold adapters into the weights they belong to."),
     "prune": ("prune", "Prune a checkpoint in one shot."),
     "mask": ("mask", "Look at masks, and apply them to weights."),
+    "export-sparse": ("export_sparse", "Write a 2:4 model compressed."),
     "checkpoint": ("checkpoint", "Convert, look at and compare checkpoints of any format."),
     "eval": ("eval", "Measure perplexity, and score tasks."),
     "generate": ("generate", "Let a trained model write."),
+    "bench": ("bench", "Measure how fast a model runs here."),
     "hub": ("hub", "Publish models on the hub, and fetch them from it."),
     "report": ("report", "Write a run's report as one HTML file."),
 }

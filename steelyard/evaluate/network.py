@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from steelyard.checkpoint.formats import Source
+from steelyard.checkpoint.formats.compressed import CompressedSource
 from steelyard.checkpoint.formats.config import positions_of
 from steelyard.checkpoint.formats.source import check
 from steelyard.core.errors import UserError
@@ -21,10 +22,13 @@ from steelyard.parallel import mesh as meshes
 from steelyard.parallel.assemble import assemble
 from steelyard.parallel.mesh import Mesh
 from steelyard.parallel.parts import Part
+from steelyard.sparsity import inference
+from steelyard.sparsity.compressed import Compressing
 from steelyard.text import tokenizer as tokenizers
 from steelyard.text.tokenizer import Tokenizer
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
+COMPRESSED = (CompressedSource, Compressing)
 
 
 def tokenizer_for(source: Source, named: str | None) -> Tokenizer:
@@ -50,14 +54,32 @@ def mesh_for(tensor: int, device: torch.device) -> Mesh:
 
 
 def loaded(
-    source: Source, device: torch.device, dtype: torch.dtype, mesh: Mesh | None = None, compiled: bool = False
+    source: Source,
+    device: torch.device,
+    dtype: torch.dtype,
+    mesh: Mesh | None = None,
+    compiled: bool = False,
+    sparse: bool | None = None,
 ) -> LanguageModel:
-    """This rank's part of the model with the checkpoint's weights in it, ready to compute and never to train."""
+    """This rank's part of the model with the checkpoint's weights in it, ready to compute and never to train.
+
+    Compressed weights stay so on a GPU that holds the whole model; a CPU, and ranks that share it, hold them dense,
+    unless `sparse` decides.
+    """
     mesh = mesh or meshes.alone()
     check(source, source.shape)
     recipe = _recipe(source, mesh.tensor.size)
-    assembly = assemble(recipe, mesh, device, dtype, compiled, lambda model: _cast(model, dtype))
+    if sparse is None:
+        sparse = device.type == "cuda" and mesh.tensor.size == 1 and dtype in inference.DTYPES
+    compressed = source.compressed if isinstance(source, COMPRESSED) and sparse else []
+
+    def transform(model: LanguageModel) -> None:
+        _cast(model, dtype)
+        inference.put(model, compressed, dtype)
+
+    assembly = assemble(recipe, mesh, device, dtype, compiled, transform)
     _fill(assembly.parts, source)
+    inference.prepare(assembly.model)
     return assembly.model.requires_grad_(False).eval()
 
 

@@ -65,7 +65,8 @@ def perplexity(request: Request) -> dict[str, Any] | None:
         with alike(world):
             if world.size % request.tensor:
                 raise UserError(f"{world.size} ranks are no multiple of --tensor {request.tensor}", where="--nproc")
-            source = sparse.opened(request.checkpoint, request.mask, request.base)
+        source = _opened(request, world)
+        with alike(world):
             length = _length(request, source)
         stream = _stream(request, source, world)
         dtype = dtype_for(request.dtype, source, device)
@@ -133,6 +134,18 @@ def _over_ranks(
         total /= mesh.tensor.size  # Ranks along the tensor axis all have the same.
         torch.distributed.all_reduce(total)
     return total.item()
+
+
+def _opened(request: Request, world: World) -> Source:
+    """The checkpoint, seen through its masks. The first rank checks that these belong to it, and all open it."""
+
+    def look() -> None:
+        sparse.opened(request.checkpoint, request.mask, request.base)
+
+    if world.size > 1:
+        everywhere(world, look)
+    with alike(world):
+        return sparse.opened(request.checkpoint, request.mask, request.base, checks=world.size == 1)
 
 
 def _length(request: Request, source: Source) -> int:

@@ -25,11 +25,11 @@ class Cache:
             self._layers[layer] = LayerCache(self.capacity)
         return self._layers[layer]
 
-    def forget(self) -> None:
-        """Begin anew, in the same memory."""
-        self.length = 0
+    def forget(self, length: int = 0) -> None:
+        """Begin anew, or go on after so many tokens, in the same memory."""
+        self.length = length
         for layer in self._layers.values():
-            layer.length = 0
+            layer.length = length
 
 
 class LayerCache:

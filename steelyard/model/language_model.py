@@ -59,6 +59,7 @@ class LanguageModel(nn.Module):
         self.dtype = torch.float32
         self.mask_of: Callable[[Tensor], Tensor] = within_documents
         self.vocabulary = WholeVocabulary()
+        self.loss: Callable[..., Tensor] = linear_cross_entropy
         self.embed_dropout = Dropout(shape.dropout)
         self.embed = nn.Embedding(shape.padded_vocab, shape.hidden) if self.part.first else None
         self.layers = nn.ModuleDict({str(number): self.make_layer() for number in self.part.layers})
@@ -127,9 +128,7 @@ class LanguageModel(nn.Module):
             x_BLD = x_BLD[:, -last:]
         x_BLD = self.vocabulary.enter(self.norm(x_BLD))
         if labels_BL is not None:
-            loss = linear_cross_entropy(
-                x_BLD, self.head.weight, labels_BL, weights_BL, self.shape.vocab, self.vocabulary
-            )
+            loss = self.loss(x_BLD, self.head.weight, labels_BL, weights_BL, self.shape.vocab, self.vocabulary)
             # A pipeline joins the outputs of micro-batches, which it could not do with scalars; a view makes FSDP warn.
             return torch.stack([loss])
         # Rows that only pad the vocabulary are cut off: they are never predicted and never trained.

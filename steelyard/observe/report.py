@@ -89,6 +89,11 @@ def _charts(records: list[dict[str, Any]]) -> list[str]:
         "Throughput, tokens per second": [("tokens_per_second", "tokens/s")],
         "Learning rate": [("learning_rate", "learning rate")],
         "Gradient norm": [("grad_norm", "gradient norm")],
+        "Masks, shares of all groups": [
+            ("mask_max_probability", "how decided"),
+            ("mask_changed", "changed since the last record"),
+            ("mask_from_prior", "not the prior's"),
+        ],
     }
     charts: list[str] = []
     for title, lines in curves.items():

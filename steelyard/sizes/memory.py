@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from steelyard.core.recipe import Recipe
 from steelyard.sizes import activations
 from steelyard.sizes.activations import FP32, working_bytes
+from steelyard.sizes.model import layer_matrices
 from steelyard.sizes.ranks import data_ranks
 from steelyard.sizes.schedule import in_flight
 from steelyard.sizes.stages import partition_of, stage_parameters
@@ -19,6 +20,7 @@ from steelyard.sizes.stages import partition_of, stage_parameters
 CHUNK_BYTES = 1 << 31  # of logits, as in model/loss.py
 STATES = {"adamw": 2, "sgd": 1, "sgd-sai": 1}
 TOKEN_ID = 8
+LOGITS = {"2:4": 1.5, "1:4": 1.0}  # of masks that are learned, for each weight
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,14 @@ class _Rank:
         self.layers = [partition_of(recipe).counts[stage] for stage in self.stages]
         self.parts = [stage_parameters(recipe, stage, parallel.tensor) for stage in self.stages]
         self.held = sum(part.total for part in self.parts)
+        self.matrices = layer_matrices(recipe.model) // parallel.tensor
+        self.learns_masks = recipe.sparsity is not None and recipe.sparsity.method == "learned"
+        share = LOGITS[recipe.sparsity.pattern] if recipe.sparsity is not None and self.learns_masks else 0.0
+        self.layer_logits = int(self.matrices * share)
+        self.logits = self.layer_logits * sum(self.layers)
+        # What a parameter takes where it is kept: frozen weights lie in the precision of the products.
+        self.weight_bytes = self.each if self.learns_masks else FP32
+        self.trained = self.logits if self.learns_masks else self.held
         self.columns = data_ranks(recipe, world) * parallel.context
         self.shards = self.columns // parallel.replicate if parallel.zero else 1
         self.micro_batches = micro_batches(recipe, world)
@@ -73,12 +83,13 @@ class _Rank:
         self.tokens = recipe.train.micro_batch * recipe.data.sequence_length // parallel.context
 
     def memory(self) -> Memory:
-        sharded = FP32 * -(-self.held // self.shards)
+        kept = -(-(self.weight_bytes * self.held + FP32 * self.logits) // self.shards)
+        sharded = FP32 * -(-self.trained // self.shards)
         state = STATES[self.recipe.optim.name] * sharded
         offload = self.recipe.optim.offload
         return Memory(
-            weights=sharded,
-            working_copies=self._working_copies(),
+            weights=kept,
+            working_copies=self._working_copies() + self._masked_weights(),
             gradients=self._gradients(sharded),
             optimizer=0 if offload else state,
             activations=self._most(self._kept, self._held_for_weights),
@@ -104,12 +115,12 @@ class _Rank:
         forward pass, and autograd keeps those copies for the backward pass.
         """
         if self.columns > 1:
-            if self.shards == 1 and self.each == FP32:
+            if self.shards == 1 and self.each == self.weight_bytes:
                 return 0
             if self.parallel.zero == 3 and self.parallel.pipeline == 1:
                 return self.each * sum(part.total - part.layer * part.layers for part in self.parts)
-            return self.each * self.held
-        if self.each == FP32:
+            return self.each * self.held + FP32 * self.logits
+        if self.each == self.weight_bytes:
             return 0
 
         def cast(local: int) -> int:
@@ -117,12 +128,23 @@ class _Rank:
 
         return self._most(cast, lambda local: self.each * self.parts[local].layer * self.layers[local])
 
+    def _masked_weights(self) -> int:
+        """Weights under their mask, which the backward pass needs; masks that are not drawn again are kept beside."""
+        if self.recipe.sparsity is None:
+            return 0
+        size = self.matrices * (self.each if self.learns_masks else self.each + 1)
+
+        def masked(local: int) -> int:
+            return size * activations.layers_kept(self.recipe, self.layers[local])
+
+        return self._most(masked, lambda local: size * self.layers[local])
+
     def _gradients(self, sharded: int) -> int:
         """Sums of gradients in fp32: whole while micro-batches add up, unless zero 2 reduces after each of them.
 
         Stages of torch.distributed.pipelining reduce once per step whatever `zero` is.
         """
-        whole = FP32 * self.held
+        whole = FP32 * self.trained
         if self.shards == 1:
             return whole
         adds_up = self.micro_batches > 1 and (self.parallel.zero == 1 or self.parallel.pipeline > 1)
@@ -169,7 +191,7 @@ class _Rank:
         if self.parallel.stages - 1 not in self.stages:
             return 0
         rows = self.recipe.model.padded_vocab // self.parallel.tensor
-        table = FP32 * rows * self.recipe.model.hidden
+        table = 0 if self.learns_masks else FP32 * rows * self.recipe.model.hidden
         in_place = self.parallel.tensor == 1 and self.recipe.train.device != "cpu"
         chunk = min(CHUNK_BYTES, self.each * rows * self.tokens) // self.each
         chunk *= self.each + (0 if in_place else 3 * FP32)
@@ -187,6 +209,10 @@ class _Rank:
         """
         layer = max(part.layer if part.layers else 0 for part in self.parts)
         unit = max(layer, *(part.total - part.layer * part.layers for part in self.parts))
+        if self.learns_masks:
+            # A layer's weights and logits, three times where they come and go, and the gradient of its logits.
+            size = self.each * layer + FP32 * self.layer_logits
+            return (3 if self.parallel.zero == 3 and self.columns > 1 else 1) * size + FP32 * self.layer_logits
         if self.columns == 1:
             return 0 if self.each == FP32 else 2 * self.each * unit
         # zero 3: the layer at work, the next one, and the flat buffer that one arrived in.

@@ -42,18 +42,25 @@ def parameters(model: GptModel | LlamaModel, tensor: int = 1, padded: bool = Fal
     rows = model.padded_vocab if padded or tensor > 1 else model.vocab
     table = rows * model.hidden // tensor
     head = 0 if model.tied else table
+    split = layer_matrices(model)
     if isinstance(model, GptModel):
-        split = 4 * model.hidden * model.hidden + 3 * model.hidden + 2 * model.hidden * model.ffn + model.ffn
+        split += 3 * model.hidden + model.ffn
         norm = 2 * model.hidden
         whole = 2 * model.hidden + 2 * norm
         table += model.positions * model.hidden
     else:
-        query, key_value = model.heads * model.head_dim, 2 * model.kv_heads * model.head_dim
-        split = model.hidden * (query + key_value) + query * model.hidden + 3 * model.hidden * model.ffn
-        split += query + key_value if model.qkv_bias else 0
+        split += (model.heads + 2 * model.kv_heads) * model.head_dim if model.qkv_bias else 0
         norm = model.hidden
         whole = 2 * norm
     return Parameters(table, split // tensor + whole, model.layers, norm, head)
+
+
+def layer_matrices(model: GptModel | LlamaModel) -> int:
+    """Parameters of one layer that lie in matrices: those that can be masked."""
+    if isinstance(model, GptModel):
+        return 4 * model.hidden * model.hidden + 2 * model.hidden * model.ffn
+    query, key_value = model.heads * model.head_dim, 2 * model.kv_heads * model.head_dim
+    return model.hidden * (query + key_value) + query * model.hidden + 3 * model.hidden * model.ffn
 
 
 def flops_per_token(model: GptModel | LlamaModel, sequence_length: int) -> float:

@@ -21,11 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from steelyard.checkpoint.formats import Source, open_source
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
+from steelyard.parallel.world import World, alike
 
 THREADS = 8
 VOCABULARY = ("embed.weight", "head.weight")
@@ -38,6 +40,11 @@ def identity(source: Source) -> dict[str, str]:
 
 def fingerprint(source: Source) -> str:
     """A hash of all weights. Every one of them is read."""
+    return joined(digests(source, source.names()))
+
+
+def digests(source: Source, names: list[str]) -> list[list[Any]]:
+    """What a hash of all weights is made of, for some of them."""
     entries: list[list[Any]] = []
     waiting: deque[tuple[str, Tensor, Future[str]]] = deque()
 
@@ -45,7 +52,6 @@ def fingerprint(source: Source) -> str:
         name, tensor, digest = waiting.popleft()
         entries.append([name, str(tensor.dtype), list(tensor.shape), digest.result()])
 
-    names = source.names()
     with ThreadPoolExecutor(THREADS) as pool, console.progress("checking the base", len(names), "tensors") as progress:
         for name in names:
             tensor = source.tensor(name)
@@ -57,23 +63,54 @@ def fingerprint(source: Source) -> str:
                 settle()
         while waiting:
             settle()
+    return entries
+
+
+def joined(entries: list[list[Any]]) -> str:
+    """The hash of all weights, from what ranks have found of each."""
     return hashlib.sha256(json.dumps(sorted(entries)).encode()).hexdigest()
 
 
-def found(recorded: dict[str, Any], moved_to: str | None, mend: str) -> Source:
-    """The base that masks belong to, opened and checked; `mend` says how to name the place it was moved to."""
+def identity_by_all(path: str, world: World) -> dict[str, str]:
+    """Path and hash of a checkpoint, each rank of the world reading its share of the tensors."""
+    with alike(world):
+        source = open_source(path)
+    entries = digests(source, source.names()[world.rank :: world.size])
+    if world.size > 1:
+        everyones: list[Any] = [None] * world.size
+        dist.all_gather_object(everyones, entries)
+        entries = [entry for each in everyones for entry in each]
+    return {"path": str(Path(source.path).resolve()), "sha256": joined(entries)}
+
+
+def found(recorded: dict[str, Any], moved_to: str | None, mend: str, checks: bool = True) -> Source:
+    """The base that masks belong to, opened and checked; `mend` says how to name the place it was moved to.
+
+    Of many ranks one `checks`, which costs reading everything, and the others may do without.
+    """
+    source = open_source(place(recorded, moved_to, mend))
+    if checks:
+        check(recorded, source, mend)
+    return source
+
+
+def place(recorded: dict[str, Any], moved_to: str | None, mend: str) -> str:
+    """Where a base is now; asked for where it is not at its place."""
     path = str(moved_to or recorded.get("path", ""))
     if not path or not Path(path).expanduser().exists():
         raise UserError(f"the weights that the masks belong to are not at {path or 'any known place'}", mend=mend)
-    source = open_source(path)
-    check(recorded, source, mend)
-    return source
+    return path
 
 
 def check(recorded: dict[str, Any], source: Source, mend: str) -> None:
     """Refuse weights that are not those the masks were found for."""
-    if recorded.get("sha256") != fingerprint(source):
-        raise UserError(f"the masks belong to other weights than those of {source.path}", mend=mend)
+    refuse_others(recorded, {"path": str(source.path), "sha256": fingerprint(source)}, mend)
+
+
+def refuse_others(recorded: dict[str, Any], found: dict[str, str], mend: str) -> None:
+    """Refuse weights of another hash than the recorded one."""
+    if recorded.get("sha256") != found["sha256"]:
+        raise UserError(f"the masks belong to other weights than those of {found['path']}", mend=mend)
 
 
 def _digest(tensor: Tensor) -> str:

@@ -107,8 +107,11 @@ class LargestWeights:
         return self.pattern.keep_best(self.source.tensor(name).abs())
 
 
-def carried(path: str | Path, moved_to: str | None = None) -> Carried | None:
-    """The masks that a run or a checkpoint brings along, and its weights; none where it brings no masks."""
+def carried(path: str | Path, moved_to: str | None = None, checks: bool = True) -> Carried | None:
+    """The masks that a run or a checkpoint brings along, and its weights; none where it brings no masks.
+
+    Without `checks` the weights are taken to be those that the masks belong to.
+    """
     if not is_own(path):
         source = open_source(path)
         own = maskllm.masks_in(source)
@@ -122,7 +125,7 @@ def carried(path: str | Path, moved_to: str | None = None) -> Carried | None:
         return Carried(LargestWeights(source, about), source, source.step, source.tokenizer, None, "N:M masks")
     if about.get("method") != "learned":
         return None
-    source = base.found(about["base"], moved_to, MOVED)
+    source = base.found(about["base"], moved_to, MOVED, checks)
     tokenizer = saved.run.recipe().data.tokenizer or source.tokenizer
     identity = {"path": str(Path(source.path).resolve()), "sha256": str(about["base"]["sha256"])}
     return Carried(RunMasks(saved), source, saved.step, tokenizer, identity, "learned masks")

@@ -121,7 +121,7 @@ class FixedZeros(_OnMatrices):
 
     def _start_under_masks(self, origin: str, engine: Engine) -> str:
         """Weights with the zeros of the masks that a run or a checkpoint brings."""
-        brought = carried(origin)
+        brought = carried(origin, checks=False)  # The first rank has checked.
         assert brought is not None
         pieces = engine.pieces(for_saving=False, with_optimizer=False)
         formats.load_pieces(through(brought), pieces, self.recipe.model)

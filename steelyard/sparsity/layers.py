@@ -150,7 +150,8 @@ class Gram:
         rows = x.flatten(0, -2)
         self.tokens += len(rows)
         if rows.dtype == torch.float32 or rows.device.type != "cuda":
-            self.sum_II.addmm_(rows.float().t(), rows.float())
+            rows = rows.float()
+            self.sum_II.addmm_(rows.t(), rows)
         else:  # Products of bf16 numbers are exact in fp32, and are summed there.
             self.sum_II += torch.mm(rows.t(), rows, out_dtype=torch.float32)
 

@@ -10,7 +10,6 @@ Megatron's order of query, key, value and of gate and up undone, exactly as for 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -32,33 +31,6 @@ def masks_in(source: Source) -> MaskLlm | None:
     if isinstance(source, Mapped) and isinstance(source.store, Ranks) and source.store.masks:
         return MaskLlm(source, source.store)
     return None
-
-
-def learned_logits(source: Source) -> Mapping[str, Tensor]:
-    """The logits of every matrix by Steelyard's names, [out, in / 4, candidates], in fp32; each is read when asked for.
-
-    All of them together are six bytes a weight.
-    """
-    found = masks_in(source)
-    if found is None or not found.learned:
-        raise UserError(f"{source.path} holds no learned masks", mend="name a checkpoint of MaskLLM's or a mask run")
-    return _Logits(found)
-
-
-class _Logits(Mapping[str, Tensor]):
-    def __init__(self, masks: MaskLlm) -> None:
-        self._masks, self._names = masks, masks.names()
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._names:
-            raise KeyError(name)
-        return self._masks.logits(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
 
 class MaskLlm:

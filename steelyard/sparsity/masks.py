@@ -77,10 +77,8 @@ def write(
 def is_mask_file(path: str | Path) -> bool:
     """Whether a path is a mask file, whole or not."""
     found = Path(path)
-    if not found.is_file() or found.suffix not in ("", ".mask", ".safetensors"):
-        return False
     try:
-        return safetensors.metadata(found).get("format") == FORMAT
+        return found.is_file() and safetensors.metadata(found).get("format") == FORMAT
     except UserError:
         return False
 

@@ -62,8 +62,7 @@ def prune(request: Request) -> dict[str, Any]:
     """Prune a checkpoint; gives the report."""
     method, pattern = method_named(request.method), Pattern.parse(request.pattern)
     update = _update(request, method)
-    if request.destination.exists() and (not request.destination.is_dir() or any(request.destination.iterdir())):
-        raise UserError(f"{request.destination} is there already", mend="name a new place")
+    _refuse_taken(request)
     source = open_source(request.checkpoint)
     check(source, source.shape)
     sizes = maskable(source.shape)
@@ -74,6 +73,7 @@ def prune(request: Request) -> dict[str, Any]:
     shown = _windows(request, source, method)
     begun = time.monotonic()
     if device.type == "cuda":
+        torch.cuda.init()
         torch.cuda.reset_peak_memory_stats(device)
     about = {
         "method": method,
@@ -96,6 +96,13 @@ def prune(request: Request) -> dict[str, Any]:
         **peak,
         "layers": [layer["row"] for layer in report],
     }
+
+
+def _refuse_taken(request: Request) -> None:
+    place = request.destination
+    is_free = not place.exists() or (request.save == "weights" and place.is_dir() and not any(place.iterdir()))
+    if not is_free:
+        raise UserError(f"{place} is there already", mend="name a new place")
 
 
 def _update(request: Request, method: Method) -> bool:

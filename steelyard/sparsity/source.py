@@ -14,6 +14,7 @@ from steelyard.sparsity import base
 from steelyard.sparsity.carried import Carried, Masks, carried
 from steelyard.sparsity.layers import Layer
 from steelyard.sparsity.masks import MaskFile
+from steelyard.text.tokenizer import Tokenizer
 
 DENSE = "none"  # What `--mask` is called where a model is to be seen without its masks.
 
@@ -38,6 +39,10 @@ class Seen(Source):
     def tensor(self, name: str) -> Tensor:
         """As the other's."""
         return self.source.tensor(name)
+
+    def load_tokenizer(self) -> Tokenizer:
+        """As the other's, which may lie where no tokenizer is looked for: in a GGUF."""
+        return self.source.load_tokenizer()
 
 
 class Masked(Seen):
@@ -79,11 +84,12 @@ class BeingPruned(Seen):
         return self.current.matrices[name].weight_OI
 
 
-def masked(source: Source, mask: str | Path) -> Source:
+def masked(source: Source, mask: str | Path, checks: bool = True) -> Source:
     """A checkpoint seen through a mask file that was made for it."""
     masks = MaskFile(mask)
     seen = Masked(source, masks)
-    base.check(masks.base, source, "use the masks with the checkpoint that they were made for")
+    if checks:
+        base.check(masks.base, source, "use the masks with the checkpoint that they were made for")
     return seen
 
 
@@ -94,17 +100,18 @@ def through(brought: Carried) -> Source:
     return seen
 
 
-def opened(path: str | Path, mask: str | None = None, moved_to: str | None = None) -> Source:
+def opened(path: str | Path, mask: str | None = None, moved_to: str | None = None, checks: bool = True) -> Source:
     """A checkpoint of any kind, seen through a mask file, through the masks it brings itself, or dense (`none`).
 
-    Where masks were learned, the weights are those of the base, which may have `moved_to` another place.
+    Where masks were learned, the weights are those of the base, which may have `moved_to` another place. That weights
+    are those that masks belong to is found out by reading all of them: of many ranks one `checks`.
     """
-    brought = carried(path, moved_to)
+    brought = carried(path, moved_to, checks)
     source = open_source(path) if brought is None else brought.base
     if mask == DENSE:
         return source
     if mask is not None:
-        return masked(source, mask)
+        return masked(source, mask, checks)
     if brought is None:
         return source
     console.say(f"{path} brings {brought.how}, which are applied")

@@ -20,6 +20,7 @@ from steelyard.parallel.parts import Part
 from steelyard.parallel.world import World, alike, everywhere
 from steelyard.sparsity import base, gumbel, learned
 from steelyard.sparsity.carried import LOGITS, SPARSITY, masks_of
+from steelyard.sparsity.distill import Distilling
 from steelyard.sparsity.kept import FixedZeros, LargestWeights
 from steelyard.sparsity.maskllm import MaskLlm, masks_in
 from steelyard.sparsity.prior import Prior, held
@@ -54,6 +55,7 @@ class LearnedMasks(Extension):
         self.course: learned.Course | None = None
         self.numbers = (1.0, 1.0, 0.0)
         self.masked: list[Masked] = []
+        self.distilling: Distilling | None = None
 
     def transform(self, model: LanguageModel) -> None:
         """Freeze the model and put masked maps into its layers."""
@@ -61,6 +63,10 @@ class LearnedMasks(Extension):
             self.course = learned.course_of(self.sparsity, devices.choose(self.recipe))
         learned.freeze(model)
         learned.put_masks(model, self.names, self.recipe.train.seed, self.course)
+        if self.sparsity.distill:
+            weight, temperature = self.sparsity.distill, self.sparsity.distill_temperature
+            self.distilling = Distilling(model, self.course, weight, temperature)
+            model.forward = self.distilling  # type: ignore[assignment, method-assign]
 
     def assembled(self, stages: dict[int, LanguageModel], parts: list[Part], mesh: Mesh) -> None:
         """Find the logits among the parts, each with the weight it belongs to."""
@@ -102,6 +108,8 @@ class LearnedMasks(Extension):
 
     def resumed(self, engine: Engine, world: World, state: dict[str, Any]) -> None:
         """Weights from the base that the checkpoint names."""
+        if self.distilling is not None and world.is_first:
+            self.distilling.sums_2.copy_(torch.tensor(state[SPARSITY].get("distilled", [0.0, 0.0])))
         self._load_recorded_base(state, engine, world)
 
     def begin_step(self, step: int, batch: int, loss_scale: float) -> None:
@@ -112,7 +120,7 @@ class LearnedMasks(Extension):
         """
         share = (step - 1) / max(1, self.recipe.train.steps - 1)
         scale, temperature, weight_reg = (
-            first + (last - first) * share
+            first * (1 - share) + last * share
             for first, last in (self.sparsity.scale, self.sparsity.temperature, self.sparsity.weight_reg)
         )
         self.numbers = (scale, temperature, weight_reg)
@@ -125,14 +133,17 @@ class LearnedMasks(Extension):
     def metrics(self) -> dict[str, float]:
         """How decided the masks are, how many changed since the last record, and how far they are from the prior."""
         scale, temperature, weight_reg = self.numbers
-        sums = torch.zeros(4, dtype=torch.float64, device=self.masked[0].device if self.masked else None)
+        sums = torch.zeros(6, dtype=torch.float64, device=devices.choose(self.recipe))
         for masked in self.masked:
-            sums += masked.looked_at(scale)
+            sums[:4] += masked.looked_at(scale)
+        if self.distilling is not None:
+            sums[4:] += self.distilling.sums_2
+            self.distilling.sums_2.zero_()
         if self.mesh.world.size > 1:
-            sums = sums.to(devices.choose(self.recipe))
             dist.all_reduce(sums)
-        certain, changed, away, groups = sums.tolist()
-        return {
+        certain, changed, away, groups, apart, tokens = sums.tolist()
+        distilled = {} if self.distilling is None else {"distill_loss": apart / max(1, tokens)}
+        return distilled | {
             "mask_max_probability": certain / groups,
             "mask_changed": changed / groups,
             "mask_from_prior": away / groups,
@@ -151,7 +162,13 @@ class LearnedMasks(Extension):
 
     def state(self) -> dict[str, Any]:
         """What the masks belong to."""
-        return {SPARSITY: {"method": "learned", "pattern": self.sparsity.pattern, "base": self.base}}
+        about: dict[str, Any] = {"method": "learned", "pattern": self.sparsity.pattern, "base": self.base}
+        if self.distilling is not None:
+            sums = self.distilling.sums_2.clone()
+            if self.mesh.world.size > 1:
+                dist.all_reduce(sums)
+            about["distilled"] = sums.tolist()
+        return {SPARSITY: about}
 
     def _only_base(self) -> str:
         origin, named = self.recipe.train.init_from, self.sparsity.base
@@ -172,15 +189,17 @@ class LearnedMasks(Extension):
     def _load_base(self, path: str, recorded: dict[str, Any] | None, engine: Engine, world: World) -> None:
         """Read the frozen weights, which must be those recorded, if any are."""
 
-        def identified() -> dict[str, str]:
+        def look() -> None:
             if Path(path).exists() and learned_checkpoint(path) is not None:
                 raise UserError(f"{path} is a run of masks, and no weights", mend="name the weights it belongs to")
-            if recorded is None:
-                return base.identity(formats.open_source(path))
-            source = base.found(recorded, path, MOVED)
-            return {"path": str(Path(source.path).resolve()), "sha256": str(recorded["sha256"])}
+            if recorded is not None:
+                base.place(recorded, path, MOVED)
 
-        self.base = everywhere(world, identified)
+        everywhere(world, look)
+        self.base = base.identity_by_all(path, world)
+        if recorded is not None:
+            with alike(world):
+                base.refuse_others(recorded, self.base, MOVED)
         pieces = {
             f"model.{part.name}": Piece(part.tensor, part.shape, part.offset)
             for part in engine.parts

@@ -88,6 +88,9 @@ def line(record: dict[str, Any], steps: int) -> str:
         f"{units.count(record['tokens_per_second'])} tokens/s",
         f"{record['tflops']:.3g} TFLOP/s each",
     ]
+    if record.get("mask_changed") is not None:
+        changed = f"{100 * record['mask_changed']:.2f}% changed"
+        fields.append(f"masks {record['mask_max_probability']:.3f} decided, {changed}")
     if record.get("mfu") is not None:
         fields.append(f"MFU {record['mfu']:.3f}")
     fields.append(f"{units.duration(record['seconds'] * (steps - record['step']))} left")

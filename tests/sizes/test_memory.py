@@ -35,6 +35,21 @@ def test_each_degree_of_zero_shards_one_more_kind():
     assert by_zero[1].total > by_zero[2].total > by_zero[3].total
 
 
+def test_learned_masks_have_state_and_gradients_for_their_logits_and_none_for_weights():
+    recipe = load("llama3.2-1b", ["sparsity.method=learned", "sparsity.base=here"])
+    alone = memory_of(recipe, 1)[0]
+    matrices = 16 * (2048 * 2048 * 2 + 2 * 2048 * 512 + 3 * 2048 * 8192)
+    logits = matrices * 6 // 4
+    assert alone.optimizer == 2 * alone.gradients == 2 * 4 * logits
+    assert alone.weights == 2 * stage_parameters(recipe, 0).total + 4 * logits
+    assert alone.working_copies == 2 * matrices
+    one_of_four = memory_of(load("llama3.2-1b", ["sparsity={method='learned', base='here', pattern='1:4'}"]), 1)[0]
+    assert one_of_four.optimizer * 6 == alone.optimizer * 4
+    sharded = memory_of(load("llama3.2-1b", ["sparsity={method='learned', base='here'}", "parallel.zero=3"]), 8)[0]
+    assert sharded.optimizer * 8 == alone.optimizer
+    assert sharded.weights * 8 == pytest.approx(alone.weights, rel=1e-6)
+
+
 def test_hybrid_sharding_shards_within_its_groups():
     plain = memory("llama3.2-1b", 8, "parallel.zero=3", "parallel.data=8")[0]
     hybrid = memory("llama3.2-1b", 8, "parallel.zero=3", "parallel.data=8", "parallel.replicate=4")[0]

@@ -16,14 +16,14 @@ LEARN = ["sparsity.method=learned", "optim.warmup_steps=0", "eval.every=0", "che
 class Place(Workplace):
     """A folder with tokens, a recipe and a trained model to prune."""
 
-    def train(self, run: str, *overrides: str) -> Run:
+    def train(self, run: str, *overrides: str, resume: str = "auto") -> Run:
         """Train in this process."""
         recipe = load(self.recipe, overrides)
-        return train.run(recipe, self.path / run, training.extension(recipe))
+        return train.run(recipe, self.path / run, training.extension(recipe), resume)
 
-    def learn(self, run: str, *overrides: str) -> Run:
+    def learn(self, run: str, *overrides: str, resume: str = "auto") -> Run:
         """Learn masks for the base."""
-        return self.train(run, *LEARN, "train.init_from=base", *overrides)
+        return self.train(run, *LEARN, "train.init_from=base", *overrides, resume=resume)
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,8 @@ from steelyard.checkpoint.formats import open_source
 from steelyard.checkpoint.formats.write import Target, convert
 from steelyard.checkpoint.formats.write_megatron import Layout
 from steelyard.core.errors import UserError
-from steelyard.sparsity.maskllm import learned_logits, masks_in
+from steelyard.sparsity.export import write
+from steelyard.sparsity.maskllm import masks_in
 from steelyard.sparsity.masks import MaskFile
 from steelyard.sparsity.patterns import Pattern
 from steelyard.sparsity.selection import maskable
@@ -106,9 +107,9 @@ def test_logits_come_back_under_our_names_from_any_cut(tmp_path, kind, layout):
     held, logits, masks = maskllm(tmp_path / "ckpt", kind, layout)
     for place in (tmp_path / "ckpt", tmp_path / "ckpt" / "iter_0000001"):
         source = open_source(place)
-        found = learned_logits(source)
-        assert found.keys() == logits.keys()
-        assert all(torch.equal(found[name], logits[name]) for name in logits)
+        found = masks_in(source)
+        assert found.names() == list(logits)
+        assert all(torch.equal(found.logits(name), logits[name]) for name in logits)
         assert source.layout["masks"] == 16
     seen, dense = opened(tmp_path / "ckpt"), opened(tmp_path / "ckpt", "none")
     for name, tensor in held.parameters.items():
@@ -127,12 +128,9 @@ def test_one_of_four_is_known_by_its_four_candidates(tmp_path):
 
 def test_masks_without_logits_are_those_of_one_shot_pruning(tmp_path):
     _, _, masks = maskllm(tmp_path / "ckpt", "llama", Layout(2), with_gates=False)
-    source = open_source(tmp_path / "ckpt")
-    found = masks_in(source)
+    found = masks_in(open_source(tmp_path / "ckpt"))
     assert not found.learned
     assert all(torch.equal(found.mask(name), masks[name].bool()) for name in masks)
-    with pytest.raises(UserError, match="no learned masks"):
-        learned_logits(source)
 
 
 def test_other_checkpoints_carry_no_masks(tmp_path):
@@ -159,14 +157,13 @@ def test_logits_that_do_not_fit_are_refused(tmp_path, change, complaint):
         encoder[name], encoder[options] = (part.clone() for part in change(encoder[name], encoder[options]))
     torch.save(state, file)
     with pytest.raises(UserError, match=complaint):
-        dict(learned_logits(open_source(tmp_path / "ckpt")))
+        found = masks_in(open_source(tmp_path / "ckpt"))
+        found.logits(found.names()[0])
 
 
 def test_masks_of_maskllm_are_written_as_a_mask_file_of_less_than_a_bit(tmp_path):
-    from steelyard.sparsity.export import write
-
     _, _, masks = maskllm(tmp_path / "ckpt", "llama", Layout(2))
-    write(str(tmp_path / "ckpt"), tmp_path / "m.mask", "packed")
+    write(str(tmp_path / "ckpt"), tmp_path / "m.mask", "packed", None)
     found = MaskFile(tmp_path / "m.mask")
     assert found.names() == list(masks)
     assert all(torch.equal(found.mask(name), masks[name].bool()) for name in masks)

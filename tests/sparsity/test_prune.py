@@ -218,6 +218,10 @@ def test_calibration_is_asked_for_and_an_existing_place_is_not_overwritten(tmp_p
     code, _, said = answer(capsys, "prune", source, tmp_path / "out", "--method", "magnitude")
     assert (code, "is there already" in said) == (2, True)
     assert (tmp_path / "out").read_text() == "mine"
+    (tmp_path / "empty").mkdir()
+    code, _, said = answer(capsys, "prune", source, tmp_path / "empty", "--method", "magnitude", "--save", "mask")
+    assert (code, "is there already" in said) == (2, True)
+    assert answer(capsys, "prune", source, tmp_path / "empty", "--method", "magnitude")[0] == 0
 
 
 def test_magnitude_needs_no_text_and_says_that_the_error_is_unknown(tmp_path, capsys):

@@ -28,10 +28,10 @@ from steelyard.text import tokenizer as tokenizers
 from steelyard.text.tokenizer import Tokenizer
 
 # Modules beside this one that know a format. Each has `opened(path)`, which returns None where the path is not its own.
-FORMATS = ("steelyard", "gguf", "huggingface", "deepspeed", "megatron_dist", "megatron")
+FORMATS = ("steelyard", "gguf", "compressed", "huggingface", "deepspeed", "megatron_dist", "megatron")
 KNOWN = (
     "a Hugging Face folder, a GGUF file, a Megatron checkpoint (torch or torch_dist), a Megatron-DeepSpeed global_step "
-    "folder, a Steelyard run or checkpoint, or a name on the hub (user/model)"
+    "folder, a Steelyard run or checkpoint, a folder that export-sparse wrote, or a name on the hub (user/model)"
 )
 # Settings that change what weights of the same sizes compute.
 ARITHMETIC = ("heads", "kv_heads", "rope_theta", "rope_scaling", "norm_eps")
@@ -46,7 +46,7 @@ class Source(ABC):
     """A checkpoint on disk."""
 
     format: str
-    """hf, gguf, megatron, megatron-dist, deepspeed or steelyard."""
+    """hf, gguf, megatron, megatron-dist, deepspeed, compressed or steelyard."""
     path: Path
     shape: GptModel | LlamaModel
     dtype: torch.dtype

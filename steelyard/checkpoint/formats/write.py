@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from steelyard.checkpoint import folder as folders
+from steelyard.checkpoint.formats import compressed, safetensors, write_megatron
 from steelyard.checkpoint.formats import config as configs
-from steelyard.checkpoint.formats import safetensors, write_megatron
 from steelyard.checkpoint.formats.entries import Entry, hugging_face, joined, theirs_size
 from steelyard.checkpoint.formats.mapped import TABLES
 from steelyard.checkpoint.formats.source import Source, check, expected_sizes
@@ -29,7 +29,7 @@ from steelyard.core.console import Progress, console
 from steelyard.core.errors import UserError
 from steelyard.text import tokenizer as tokenizers
 
-TARGETS = ("hf", "megatron", "megatron-dist", "steelyard")
+TARGETS = ("hf", "compressed", "megatron", "megatron-dist", "steelyard")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHARD_BYTES = 5_000_000_000
 WHOLE = Layout()
@@ -64,6 +64,10 @@ def convert(source: Source, destination: Path, target: Target) -> dict[str, Any]
         supply = Supply(source, dtype, progress)
         if target.to == "hf":
             _write_hf(supply, folder, target.shard_bytes)
+            _add_tokenizer(source, folder, target.tokenizer)
+            _write_configs(source, folder, dtype)
+        elif target.to == "compressed":
+            _write_compressed(supply, folder, target.shard_bytes)
             _add_tokenizer(source, folder, target.tokenizer)
             _write_configs(source, folder, dtype)
         elif target.to == "steelyard":
@@ -131,6 +135,36 @@ def _shards(entries: Iterable[Entry], supply: Supply, limit: int) -> Iterator[li
         shard.append(entry)
         size += more
     yield shard
+
+
+def _write_compressed(supply: Supply, folder: Path, shard_bytes: int) -> None:
+    """A source that names its `compressed` matrices, each as the values and indices that it gives."""
+    whole = set(getattr(supply.source, "compressed", ()))
+    sizes: dict[str, tuple[int, ...]] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    for name, size in supply.sizes.items():
+        if name in whole:
+            values, indices = compressed.parts_of(name)
+            sizes |= {values: (size[0], size[1] // 2), indices: (size[0], compressed.indices_of_row(size[1]))}
+            dtypes |= {values: supply.dtype, indices: torch.uint8}
+        else:
+            sizes[name], dtypes[name] = size, supply.dtype
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        filled += math.prod(size) * dtypes[name].itemsize
+        if shards[-1] and filled > shard_bytes:
+            shards.append([])
+            filled = math.prod(size) * dtypes[name].itemsize
+        shards[-1].append(name)
+    about = {"format": compressed.FORMAT, "version": compressed.VERSION}
+    for number, shard in enumerate(shards, start=1):
+        file = "sparse.safetensors" if len(shards) == 1 else f"sparse-{number:05d}-of-{len(shards):05d}.safetensors"
+        tensors = (supply.source.tensor(name)[: sizes[name][0]] for name in shard)
+        for size_written in safetensors.write(
+            folder / file, {name: sizes[name] for name in shard}, dtypes, tensors, about
+        ):
+            supply.progress.advance(size_written)
 
 
 def _write_configs(source: Source, folder: Path, dtype: torch.dtype) -> None:

@@ -1,0 +1,93 @@
+"""Learning masks, side by side with training the weights of the same model, on one GPU in one run.
+
+    python benchmarks/mask_training.py              # the shape of Llama 3.2 1B at sequence 4096
+    python benchmarks/mask_training.py --tiny       # on a CPU: does it run?
+
+Whole optimizer steps on random tokens, as `train_speed.py` times them; the same batches for both. The yardstick is 0.8
+of the dense tokens per second. `--breaks` lists where torch.compile leaves a layer's graph, which costs speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+
+import torch
+from train_speed import SHAPES, data, memory, profile, timed
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from steelyard.core.recipe import Recipe, load
+from steelyard.parallel import mesh
+from steelyard.sparsity import training
+from steelyard.train.engine import Engine
+from steelyard.train.extension import Extension
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+WANTED = 0.8
+
+
+def main() -> None:
+    """Measure what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", help="of the recipe, like train.micro_batch=8")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--tiny", action="store_true", help="a model that a CPU gets through")
+    parser.add_argument("--profile", action="store_true", help="print where the time of one step goes")
+    parser.add_argument("--breaks", action="store_true", help="list the breaks in compiled graphs, and no times")
+    options = parser.parse_args()
+    if DEVICE.type != "cuda" and not options.tiny:
+        parser.error("there is no GPU here; --tiny runs on a CPU and shows nothing about speed")
+    name, overrides = SHAPES["tiny" if options.tiny else "llama"]
+    learning = ['sparsity.method="learned"', 'sparsity.base="random"']
+    recipes = {
+        "dense": load(name, [*overrides, *options.overrides]),
+        "masks": load(name, [*overrides, *learning, *options.overrides]),
+    }
+    if options.breaks:
+        torch._logging.set_logs(graph_breaks=True, recompiles=True)
+    speeds = {}
+    for what, recipe in recipes.items():
+        seconds, gibibytes, losses = measured(recipe, options.steps, options.profile)
+        speeds[what] = recipe.train.global_batch * recipe.data.sequence_length / seconds
+        line = {
+            "what": what,
+            "tokens_per_second": round(speeds[what]),
+            "milliseconds": round(1000 * seconds, 2),
+            "gib": round(gibibytes, 1),
+            "losses": [round(loss, 4) for loss in losses[:: max(1, len(losses) // 5)]],
+        }
+        print(json.dumps(line), flush=True)
+    share = speeds["masks"] / speeds["dense"]
+    print(json.dumps({"what": "masks beside dense", "share": round(share, 3), "wanted": WANTED}), flush=True)
+
+
+def measured(recipe: Recipe, steps: int, profiled: bool) -> tuple[float, float, list[float]]:
+    """Median seconds of a step, the memory it took, and its losses."""
+    extension = training.extension(recipe) or Extension()
+    engine = Engine(recipe, mesh.alone(), DEVICE, extension, None)
+    engine.initialise()
+    generator = torch.Generator(device=DEVICE).manual_seed(0)
+    with torch.no_grad():  # Frozen weights would come from a base; random ones are as fast.
+        for part in engine.parts:
+            if not part.parameter.requires_grad:
+                part.tensor.normal_(std=0.02, generator=generator) if part.tensor.ndim > 1 else part.tensor.fill_(1.0)
+    batches, batch = data(recipe), recipe.train.global_batch
+    labels = batch * recipe.data.sequence_length
+    losses: list[torch.Tensor] = []
+
+    def step() -> None:
+        extension.begin_step(len(losses) + 1, batch, 1.0)
+        loss, _, _ = engine.step(next(batches), len(losses) * batch, 1e-4, labels, 1.0)
+        losses.append(loss / labels)
+
+    seconds = timed(step, steps)
+    if profiled:
+        profile(step)
+    return seconds, memory(), [loss.item() for loss in losses]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""`steelyard bench`: how fast a model runs here."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from steelyard.cli.options import (
+    BaseOption,
+    CheckpointArgument,
+    Device,
+    DeviceOption,
+    Dtype,
+    DtypeOption,
+    JsonOption,
+    MaskOption,
+    print_result,
+)
+
+
+def register(root: typer.Typer, name: str, help_: str) -> None:
+    """Add the commands to the tree."""
+    group = typer.Typer(help=help_, rich_markup_mode=None, no_args_is_help=True)
+
+    @group.callback()
+    def only_one_command() -> None:
+        """Have the command keep its name, though there is one only."""
+
+    group.command(sparse.__name__)(sparse)
+    root.add_typer(group, name=name, help=help_)
+
+
+def sparse(
+    checkpoint: CheckpointArgument,
+    mask: MaskOption = None,
+    base: BaseOption = None,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of the prompt that is read.")] = 4096,
+    context: Annotated[int, typer.Option(min=1, help="Tokens before the one that is written.")] = 512,
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="Texts at once.  [default: 1 2 4 8 16]")] = None,
+    allow_dense: Annotated[
+        bool, typer.Option("--allow-dense", help="Leave matrices that do not follow 2:4 dense.")
+    ] = False,
+    device: DeviceOption = Device.auto,
+    dtype: DtypeOption = Dtype.auto,
+    json: JsonOption = False,
+) -> None:
+    """Run a 2:4 model dense and compressed, and compare tokens per second and memory.
+
+    Example: steelyard bench sparse compressed
+    """
+    from steelyard.evaluate import bench
+
+    batches = tuple(batch) if batch else (1, 2, 4, 8, 16)
+    request = bench.Request(checkpoint, mask, base, device, dtype, prompt, context, batches, allow_dense)
+    result = bench.sparse(request)
+    print_result(result, json, bench.as_text(result))

@@ -1,0 +1,234 @@
+"""Compressed 2:4 checkpoints: written from anything that is 2:4, read as dense or as they are, refused when broken."""
+
+import json
+
+import pytest
+import torch
+
+from steelyard import model
+from steelyard.checkpoint.formats import load_into, open_source, safetensors
+from steelyard.checkpoint.formats.compressed import compress
+from steelyard.checkpoint.formats.write import Target, convert
+from steelyard.core.errors import UserError
+from steelyard.evaluate.network import loaded
+from steelyard.sparsity import base as bases
+from steelyard.sparsity import inference, masks
+from steelyard.sparsity.compressed import compressible, export, packed
+from steelyard.sparsity.patterns import Pattern
+from steelyard.sparsity.selection import maskable
+from steelyard.sparsity.source import opened
+from tests.checkpoint.models import SHAPES, Held, assert_equal
+
+PATTERN = Pattern.parse("2:4")
+SPARED = "layers.1.mlp.up.weight"
+
+
+def pruned(name, dtype=torch.bfloat16, spared=()):
+    """A model of a kind in which every matrix of the layers but some is 2:4."""
+    held = Held(SHAPES[name], dtype=dtype)
+    for weight, tensor in held.parameters.items():
+        if weight.startswith("layers.") and tensor.ndim == 2 and weight not in spared:
+            tensor.mul_(PATTERN.keep_best(tensor.abs()))
+    return held
+
+
+def logits(source):
+    network = model.build(source.shape)
+    load_into(source, network)
+    with torch.inference_mode():
+        return network(torch.arange(12)[None])
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama-tied", "qwen2"])
+def test_a_compressed_model_says_what_the_pruned_one_says_to_the_bit(tmp_path, name):
+    source = pruned(name)
+    result = export(source, tmp_path / "out", None, allow_dense=False)
+    read = open_source(tmp_path / "out")
+    assert_equal(read, source)
+    assert torch.equal(logits(read), logits(source))
+    matrices = [tensor for key, tensor in source.parameters.items() if key in read.compressed]
+    assert result["compressed"] == len(matrices) == SHAPES[name].layers * (6 if name == "gpt" else 7)
+    sizes = [place.size[0] * place.size[1] * place.dtype.itemsize for key, place in read.places.items()
+             if key.endswith((".values", ".indices"))]  # fmt: skip
+    assert sum(sizes) * 16 == 9 * sum(2 * matrix.numel() for matrix in matrices)
+
+
+def test_many_weights_are_written_to_several_files(tmp_path):
+    source = compressible(pruned("llama"), allow_dense=False)
+    convert(source, tmp_path / "out", Target("compressed", dtype=torch.bfloat16, shard_bytes=10_000))
+    assert len(list((tmp_path / "out").glob("sparse-*-of-*.safetensors"))) > 3
+    assert_equal(open_source(tmp_path / "out"), source)
+    next((tmp_path / "out").glob("sparse-00002-*")).unlink()
+    read = open_source(tmp_path / "out")
+    with pytest.raises(UserError, match="missing"):
+        load_into(read, model.build(read.shape))
+
+
+def test_a_matrix_that_is_not_two_of_four_is_refused_by_name_unless_it_may_stay_dense(tmp_path):
+    source = pruned("llama", spared=[SPARED])
+    with pytest.raises(UserError, match=rf"{SPARED}: \d+ of its 384 groups of four") as refused:
+        export(source, tmp_path / "out", None, allow_dense=False)
+    assert "layers.0" not in str(refused.value)
+    assert not (tmp_path / "out").exists()
+    assert export(source, tmp_path / "out", None, allow_dense=True)["dense_matrices"] == 1
+    assert_equal(open_source(tmp_path / "out"), source)
+
+
+def test_compressed_weights_go_back_to_a_hugging_face_folder(tmp_path):
+    source = pruned("llama-3")
+    export(source, tmp_path / "sparse", None, allow_dense=False)
+    convert(open_source(tmp_path / "sparse"), tmp_path / "hf", Target("hf"))
+    assert_equal(open_source(tmp_path / "hf"), source)
+
+
+@pytest.mark.parametrize("damage", ["order", "size", "kind"])
+def test_a_damaged_file_is_told_by_name(tmp_path, damage):
+    export(pruned("llama"), tmp_path / "out", None, allow_dense=False)
+    file = tmp_path / "out" / "sparse.safetensors"
+    tensors = {name: extent.read().clone() for name, extent in safetensors.extents(file).items()}
+    about = safetensors.metadata(file)
+    wrong = "layers.2.mlp.down.indices"
+    if damage == "order":
+        tensors[wrong][3, 2] = 0x11  # the places 1 and 0
+    elif damage == "size":
+        tensors[wrong] = tensors[wrong][:, :-1]
+    else:
+        about = {"format": "pt"}
+    sizes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    list(safetensors.write(file, sizes, {n: t.dtype for n, t in tensors.items()}, tensors.values(), about))
+    with pytest.raises(UserError, match="no file of compressed" if damage == "kind" else "layers.2.mlp.down"):
+        open_source(tmp_path / "out").tensor("layers.2.mlp.down.weight")
+
+
+@pytest.mark.parametrize("name", ["gpt", "qwen2"])
+def test_maps_that_keep_their_weights_compressed_compute_the_same(name):
+    source = compressible(pruned(name, torch.float32, spared=[SPARED]), allow_dense=True)
+    device = torch.device("cpu")
+    dense, sparse = (loaded(source, device, torch.float32, sparse=kept) for kept in (False, True))
+    kinds = [type(module) for module in sparse.modules()]
+    assert kinds.count(inference.SparseLinear) == len(source.compressed)
+    tokens = torch.arange(24).view(2, 12)
+    with torch.inference_mode():
+        assert torch.equal(sparse(tokens), dense(tokens))
+
+
+def test_compressed_maps_hold_half_of_the_weights_and_run_compiled():
+    source = compressible(pruned("llama"), allow_dense=False)
+    network = loaded(source, torch.device("cpu"), torch.bfloat16, compiled=False, sparse=True)
+    attention = network.layers["0"].attention
+    held = attention.query.values.numel() * 2
+    assert held == attention.query.in_features * attention.query.out_features
+    assert not list(attention.query.parameters())
+    x = torch.randn(2, 3, 32, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        compiled = torch.compile(attention.query, backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(x), attention.query(x))
+
+
+def test_the_fastest_way_that_is_right_is_chosen_and_remembered(monkeypatch, capsys):
+    held = packed(*compress(torch.eye(8)))
+    x, nothing = torch.ones(3, 8), torch.empty(0)
+    factors = {"slow": 1.0, "wrong": 1.1, "fast": 1.0, None: 1.0}
+    milliseconds = {"slow": 3.0, "wrong": 0.5, "fast": 1.0, None: 2.0}
+    measured = []
+
+    def multiplied(x, held, for_many, way):
+        if way == "broken":
+            raise RuntimeError("out of resources")
+        return factors[way] * x
+
+    def timed(product):
+        measured.append(product.args[-1])
+        return milliseconds[product.args[-1]]
+
+    monkeypatch.setattr(inference, "CHOICES", inference.Choices())
+    monkeypatch.setattr(inference, "candidates", lambda *_: ["slow", "broken", "wrong", "fast", None])
+    monkeypatch.setattr(inference, "multiplied", multiplied)
+    monkeypatch.setattr(inference, "_milliseconds", timed)
+    assert inference.choose(x, held, nothing) == "fast"
+    told = capsys.readouterr().err
+    assert "out of resources" in told
+    assert "wrong by 0.1" in told
+    key = inference._key(torch.ones(4, 8), held)
+    assert inference.CHOICES.found[key] == "fast"  # Three and four rows share a measurement,
+    assert inference._key(torch.ones(5, 8), held) not in inference.CHOICES.found  # five have their own,
+    with inference.for_graphs():
+        assert inference._key(x, held) not in inference.CHOICES.found  # and so has what is recorded.
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A pruned model with a tokenizer, as a Hugging Face folder, and its export."""
+    from steelyard.text import tokenizer as tokenizers
+
+    place = tmp_path_factory.mktemp("exported")
+    tokenizers.train_byte_bpe(["a b c d e f g h"], 260).save(place / "tokenizer")
+    shape = SHAPES["llama"].model_copy(update={"vocab": 300})
+    held = Held(shape)
+    for name, tensor in held.parameters.items():
+        if name.startswith("layers.") and tensor.ndim == 2:
+            tensor.mul_(PATTERN.keep_best(tensor.abs()))
+    convert(held, place / "pruned", Target("hf", dtype=torch.bfloat16, tokenizer=str(place / "tokenizer")))
+    return place
+
+
+def test_what_is_exported_writes_and_scores_as_the_pruned_model(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    assert run("export-sparse", "pruned", "sparse", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["compressed"] == 28
+    (folder / "text.txt").write_text("a b c d e f g h " * 20)
+    answers = []
+    for model_ in ("pruned", "sparse"):
+        assert run("generate", model_, "--prompt", "a b", "--max-tokens", "8", "--json") == 0
+        written = json.loads(capsys.readouterr().out)["text"]
+        assert run("eval", "ppl", model_, "--data", "text.txt", "--sequence-length", "16", "--json") == 0
+        answers.append((written, json.loads(capsys.readouterr().out)["loss"]))
+    assert answers[0] == answers[1]
+
+
+def test_a_base_and_its_masks_are_exported_together(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    convert(Held(SHAPES["qwen2"]), folder / "base", Target("hf", dtype=torch.bfloat16))
+    base = open_source(folder / "base")
+    each = ((name, PATTERN.keep_best(base.tensor(name).float().abs())) for name in maskable(base.shape))
+    masks.write(folder / "magnitude.mask", each, PATTERN, bases.identity(base))
+    assert run("export-sparse", "base", "together", "--mask", "magnitude.mask") == 0
+    assert_equal(open_source(folder / "together"), opened(folder / "base", "magnitude.mask"))
+    assert run("export-sparse", "base", "alone") == 2
+
+
+def test_a_source_that_is_seen_through_something_keeps_its_own_tokenizer():
+    held = pruned("llama")
+    held.load_tokenizer = lambda: "inside the file"
+    assert compressible(held, allow_dense=False).load_tokenizer() == "inside the file"
+
+
+def test_a_benchmark_of_sparse_speed_wants_a_gpu_or_to_be_told_otherwise(folder, monkeypatch, capsys):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    monkeypatch.chdir(folder)
+    assert run("bench", "sparse", "pruned") == 2
+    assert "--device cpu" in capsys.readouterr().err
+    words = ("--device", "cpu", "--prompt", "8", "--context", "4", "--batch", "2", "--json")
+    assert run("bench", "sparse", "pruned", *words) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["what"] for row in rows] == ["memory", "prefill 8", "decode 2"]
+    assert all(row["dense"] > 0 and row["sparse"] > 0 for row in rows)
+
+
+def test_a_model_that_is_not_pruned_is_refused_with_a_way_out(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    convert(Held(SHAPES["llama"]), folder / "dense", Target("hf"))
+    assert run("export-sparse", "dense", "out") == 2
+    told = capsys.readouterr().err
+    assert "layers.0.attention.query.weight" in told
+    assert "and 18 more" in told
+    assert "steelyard prune" in told
+
+
+def run(*words):
+    from steelyard.cli import main
+
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    return end.value.code

@@ -1,0 +1,111 @@
+"""Products with compressed 2:4 matrices against dense ones: on a GPU where there is one, otherwise interpreted."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from steelyard.checkpoint.formats.compressed import compress, expanded
+from steelyard.sparsity.compressed import dense, packed
+from steelyard.sparsity.patterns import Pattern
+
+pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def matrix(outputs, inputs, dtype=torch.bfloat16, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(outputs, inputs, generator=generator)
+    mask = Pattern.parse("2:4").keep_best(torch.rand(outputs, inputs, generator=generator))
+    return (weight * mask).to(DEVICE, dtype)
+
+
+def compressed(weight):
+    return packed(*compress(weight))
+
+
+@pytest.mark.parametrize("inputs", [8, 12, 1024, 1028])
+def test_a_compressed_matrix_is_nine_sixteenths_and_comes_back_to_the_bit(inputs):
+    weight = matrix(5, inputs)
+    weight[1, :4] = 0  # fewer weights than could stay
+    weight[2, :4] = torch.tensor([0, 0, 0, 2.0])
+    values, indices = compress(weight)
+    assert torch.equal(expanded(values, indices), weight)
+    if inputs % 8 == 0:
+        size = values.numel() * values.element_size() + indices.numel()
+        assert size == weight.numel() * weight.element_size() * 9 // 16
+
+
+def test_the_words_of_a_gpus_kernels_hold_the_same_matrix():
+    for inputs in (12, 1024, 1100):
+        weight = matrix(3, inputs)
+        assert torch.equal(dense(compressed(weight)), weight)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(16, 1024), (7, 12), (33, 1028), (20, 2304)])
+def test_a_kernel_gives_the_dense_matrix_back(outputs, inputs):
+    from steelyard.sparsity import decode
+
+    weight = matrix(outputs, inputs)
+    assert torch.equal(decode.expand(compressed(weight)), weight)
+
+
+# Whole blocks, less than one, more than two, and rows that fill no program.
+SHAPES = [(32, 2048), (20, 1024), (5, 12), (17, 2308)]
+KINDS = [(*shape, torch.bfloat16) for shape in SHAPES] + [(17, 1028, torch.float16)]
+
+
+@pytest.mark.parametrize(("outputs", "inputs", "dtype"), KINDS)
+@pytest.mark.parametrize("rows", [1, 2, 16])
+def test_few_rows_are_multiplied_as_the_dense_matrix_does(rows, outputs, inputs, dtype):
+    from steelyard.sparsity import decode
+
+    weight = matrix(outputs, inputs, dtype)
+    x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
+    y = decode.few_rows(x, compressed(weight), decode.VECTORS[0] if rows == 1 else decode.TILES[0])
+    assert y.dtype == dtype
+    expected = x.double() @ weight.double().t()
+    torch.testing.assert_close(y.double(), expected, rtol=1e-2, atol=0.02 * expected.std().item())
+
+
+@pytest.mark.parametrize(("rows", "kind"), [(1, "VECTORS"), (3, "TILES")])
+def test_inputs_divided_among_programs_add_up_to_the_whole_every_time(rows, kind):
+    from steelyard.sparsity import decode
+
+    weight = matrix(16, 3 * 1024)
+    x = torch.randn(rows, 3 * 1024, generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.bfloat16)
+    way = replace(getattr(decode, kind)[0], parts=2)
+    first, second = (decode.few_rows(x, compressed(weight), way) for _ in range(2))
+    assert torch.equal(first, second)
+    expected = x.double() @ weight.double().t()
+    torch.testing.assert_close(first.double(), expected, rtol=1e-2, atol=0.02 * expected.std().item())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 5])
+def test_every_way_gives_the_same_product(rows):
+    from steelyard.sparsity import decode
+
+    for outputs, inputs in ((40, 1024), (9, 1500)):  # Blocks, programs and parts come out even, and not.
+        weight = matrix(outputs, inputs)
+        x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.bfloat16)
+        expected = x.double() @ weight.double().t()
+        for form in decode.VECTORS if rows == 1 else decode.TILES:
+            for parts in (1, 2):
+                y = decode.few_rows(x, compressed(weight), replace(form, parts=parts))
+                torch.testing.assert_close(y.double(), expected, rtol=1e-2, atol=0.02 * expected.std().item())
+
+
+def test_ways_divide_the_inputs_where_rows_are_too_few_and_not_where_they_are_many():
+    from steelyard.sparsity import decode
+    from steelyard.sparsity.compressed import Packed
+
+    def parts(outputs, inputs, rows):
+        held = Packed(
+            torch.empty(outputs, inputs // 2, device="meta"), torch.empty(outputs, inputs // 32, device="meta")
+        )
+        return {way.parts for way in decode.ways(rows, held) if way.rows == 64}
+
+    assert parts(4096, 14336, 16) == {2, 4, 7}
+    assert parts(14336, 4096, 16) == {1, 2, 4}
+    assert parts(64, 512, 16) == {1}

@@ -1,0 +1,37 @@
+"""The masked model can learn from the dense one: the same weights without masks."""
+
+import pytest
+import torch
+
+from steelyard.sparsity import distill
+from tests.sparsity.conftest import Place
+from tests.sparsity.test_learned import records
+
+DISTILL = ("sparsity.distill=1.0", "sparsity.distill_temperature=2.0", "log.every=1")
+
+
+@pytest.mark.parametrize("rows_at_once", [2, 100])
+def test_the_divergence_and_its_gradient_are_those_of_the_formula(monkeypatch, rows_at_once: int):
+    monkeypatch.setattr(distill, "CHUNK_BYTES", rows_at_once * 4 * 11)
+    torch.manual_seed(0)
+    x, dense, head = (torch.randn(*size, dtype=torch.float64) for size in ((1, 7, 5), (1, 7, 5), (16, 5)))
+    x.requires_grad_()
+    ours, theirs = ((each @ head[:11].t() / 2).log_softmax(-1) for each in (x, dense))
+    expected = 4 * torch.nn.functional.kl_div(ours, theirs, log_target=True, reduction="sum")
+    expected.backward()
+    mine = x.detach().float().requires_grad_()
+    found = distill.divergence(mine, dense.float(), head.float(), vocab=11, temperature=2.0)
+    found.backward()
+    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert torch.allclose(mine.grad.double(), x.grad, atol=1e-5)
+
+
+def test_distilling_changes_what_is_learned_and_not_what_the_loss_is(place: Place):
+    plain = place.learn("plain", "train.steps=8", "log.every=1")
+    run = place.learn("distilled", "train.steps=8", *DISTILL)
+    assert records(run, "loss")[0] == pytest.approx(records(plain, "loss")[0], rel=1e-6)
+    assert records(run, "loss")[2] != records(plain, "loss")[2]
+    apart = records(run, "distill_loss")
+    assert all(value > 0 for value in apart)
+    again = place.learn("again", "train.steps=8", *DISTILL, "parallel.recompute=full")
+    assert records(again, "grad_norm") == records(run, "grad_norm")

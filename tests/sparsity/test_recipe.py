@@ -1,0 +1,54 @@
+"""`[sparsity]` is refused before work begins where it contradicts itself, the model or the layout."""
+
+import pytest
+
+from steelyard.core.errors import UserError
+from steelyard.core.recipe import load, to_toml
+from tests.conftest import TINY
+
+LEARNED = "sparsity={method='learned', base='here'}"
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "tiny.toml"
+    path.write_text(TINY)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["sparsity.method=lerned"], "sparsity.method"),
+        (["sparsity.method=learned"], "sparsity.base: masks are learned for weights that exist"),
+        (["sparsity={method='learned', base='x', pattern='4:8'}"], "masks of 4:8 cannot be learned"),
+        (["sparsity={method='sr-ste', pattern='4:2'}"], 'must be kept:group, like "2:4"'),
+        (["sparsity={method='sr-ste', temperature=[1.0, 2.0]}"], "sparsity.temperature: has no meaning with"),
+        (["sparsity={method='learned', base='x', mask='y'}"], "sparsity.mask: has no meaning with"),
+        (["sparsity={method='learned', base='x', temperature=[1.0]}"], "sparsity.temperature"),
+        (["sparsity={method='learned', base='x', temperature=[1.0, 0.0]}"], "sparsity.temperature"),
+        (["sparsity={method='learned', base='x', temprature=[1.0, 0.5]}"], "sparsity.temperature?"),
+        (
+            ["sparsity={method='learned', base='x', learning_rate=1.0, learning_rate_multiplier=2.0}"],
+            "choose one of the two",
+        ),
+        ([LEARNED, "train.precision=fp8"], "no fp8 arithmetic"),
+        ([LEARNED, "model.ffn=18"], "groups of 4 do not divide model.ffn = 18"),
+        ([LEARNED, "model.ffn=20", "parallel.tensor=2"], "model.ffn must be a multiple of 8"),
+        ([LEARNED, "sparsity.distill=1.0", "parallel.pipeline=2"], "which must hold the whole model"),
+        (["sparsity.method=fixed"], "train.init_from: zeros are kept in weights that have some"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_key(recipe, overrides, told):
+    with pytest.raises(UserError) as refused:
+        load(recipe, overrides)
+    assert refused.value.exit_code == 2
+    assert told in str(refused.value)
+
+
+def test_a_resolved_recipe_loads_again(recipe, tmp_path):
+    for overrides in ([LEARNED], ["sparsity.method=sr-ste"], ["sparsity={method='fixed'}", "train.init_from=x"]):
+        resolved = load(recipe, overrides)
+        again = tmp_path / "again.toml"
+        again.write_text(to_toml(resolved.settings()))
+        assert load(again).settings() == resolved.settings()
