@@ -56,7 +56,7 @@ def mistake(done: subprocess.CompletedProcess) -> str:
     ("words", "message"),
     [
         (["trian", "tiny.toml"], "did you mean train?"),
-        (["train"], "Missing argument"),
+        (["train"], "missing argument"),
         (["train", "tiny.toml", "trian.steps=5"], "did you mean train.steps?"),
         (["recipe", "check", "missing.toml"], "no such file"),
         (["recipe", "check", "broken.toml"], "broken.toml:1: this is not TOML"),
