@@ -58,12 +58,19 @@ def test_an_export_stops_where_its_tokenizer_does(tmp_path, tokenizer, through):
     assert config_of(tmp_path / "hf", "generation_config.json")["eos_token_id"] == loaded.end_id
 
 
-def test_what_the_source_says_outweighs_the_tokenizer_and_their_disagreement_is_told(tmp_path, tokenizer, capsys):
-    source = held()
-    source.extra = {"eos_token_id": 11}
-    convert(source, tmp_path / "hf", Target("hf", tokenizer=tokenizer))
-    assert config_of(tmp_path / "hf")["eos_token_id"] == 11
+def test_ids_that_come_along_outweigh_the_tokenizer_beside_them_and_yield_to_one_that_is_named(
+    tmp_path, tokenizer, capsys
+):
+    convert(held(), tmp_path / "a", Target("hf", tokenizer=tokenizer))
+    for name in ("config.json", "generation_config.json"):
+        edited(tmp_path / "a", name, eos_token_id=11)
+    convert(open_source(tmp_path / "a"), tmp_path / "b", Target("hf"))
+    assert config_of(tmp_path / "b")["eos_token_id"] == 11
     assert "the configuration ends texts at 11, and the tokenizer at" in capsys.readouterr().err
+    convert(open_source(tmp_path / "a"), tmp_path / "c", Target("hf", tokenizer=tokenizer))
+    for name in ("config.json", "generation_config.json"):
+        assert config_of(tmp_path / "c", name)["eos_token_id"] == tokenizers.load(tokenizer).end_id
+    assert "so that its ids are written" in capsys.readouterr().err
 
 
 def test_settings_of_generation_without_an_end_get_one(tmp_path, tokenizer):

@@ -60,10 +60,18 @@ def kept(folder: Path) -> dict[str, Any]:
     return sound(read_json(path).get("extra")) if path.is_file() else {}
 
 
-def with_tokenizer(extra: dict[str, Any], tokenizer: Tokenizer | None) -> dict[str, Any]:
+def with_tokenizer(extra: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
     """The same, with the tokenizer's first and last ids where nothing else names them."""
-    told = {} if tokenizer is None else {key: tokenizer.special_id(role) for key, role in ROLES.items()}
+    told = {key: tokenizer.special_id(role) for key, role in ROLES.items()}
     return {**{key: number for key, number in told.items() if number is not None}, **extra}
+
+
+def of_another_vocabulary(extra: dict[str, Any]) -> dict[str, Any]:
+    """The same without any ids, for a tokenizer that takes the place of the one they were meant for."""
+    left = {key: value for key, value in extra.items() if key not in SPECIAL}
+    if "generation_config" in left:
+        left["generation_config"] = {key: each for key, each in left["generation_config"].items() if key not in SPECIAL}
+    return left
 
 
 def end_ids(extra: dict[str, Any]) -> list[int]:

@@ -63,7 +63,7 @@ def convert(source: Source, destination: Path, target: Target) -> dict[str, Any]
     supply = Supply(source, dtype)
     needed = write_megatron.bytes_of(supply, target.layout) if target.to == "megatron" else supply.bytes
     tokenizer = _tokenizer(source, target.tokenizer)
-    extra = extras.with_tokenizer(source.extra, tokenizer)
+    extra = _extra(source, tokenizer, target.tokenizer is not None)
     _refuse_no_place(destination)
     with _room(destination, needed), files.atomic_folder(destination) as folder:
         with console.progress(f"write {target.to}", supply.bytes, "bytes") as supply.progress:
@@ -80,9 +80,7 @@ def convert(source: Source, destination: Path, target: Target) -> dict[str, Any]
             _add_tokenizer(source, beside, None if target.tokenizer is None and source.tokenizer_files else tokenizer)
         if destination.is_dir():
             destination.rmdir()
-    if tokenizer is not None and (remark := extras.disagreement(extra, tokenizer)):
-        console.warn(remark)
-    elif target.to == "hf" and not extras.end_ids(extra):
+    if target.to == "hf" and not extras.end_ids(extra):
         console.warn(
             f"neither {source.path} nor a tokenizer names an end token, so that transformers will not stop by itself; "
             "--tokenizer names one"
@@ -108,6 +106,23 @@ def _tokenizer(source: Source, named: str | None) -> Tokenizer | None:
             raise UserError(told)
         console.warn(told)
     return found
+
+
+def _extra(source: Source, tokenizer: Tokenizer | None, is_named: bool) -> dict[str, Any]:
+    """What the source says beside its weights, with the tokenizer's ids.
+
+    What came along with a tokenizer outweighs it, since models may end texts at ids of their own; a tokenizer that was
+    named outweighs what came along. Either way a disagreement is told.
+    """
+    extra = source.extra
+    if tokenizer is None:
+        return extra
+    if extras.end_ids(extra) and (remark := extras.disagreement(extra, tokenizer)):
+        if is_named:
+            extra = extras.of_another_vocabulary(extra)
+            remark += "; the tokenizer was named, so that its ids are written"
+        console.warn(remark)
+    return extras.with_tokenizer(extra, tokenizer)
 
 
 def _refuse_no_place(destination: Path) -> None:
