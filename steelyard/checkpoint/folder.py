@@ -42,6 +42,10 @@ VALID_LOSS = "valid_loss"  # In the state of a checkpoint that was the best when
 PREFIX = "step-"
 
 
+class NotWritten(Fault):
+    """What torch could not write, mostly for want of room."""
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A whole checkpoint on disk."""
@@ -132,7 +136,7 @@ def _written(pieces: Holdings, unfinished: Path, path: Path, group: dist.Process
                 no_dist=group is None,
             )
         except CheckpointException as error:
-            raise Fault(f"checkpoint {files.final(path.name)} could not be written: {_reason(error)}") from error
+            raise NotWritten(f"checkpoint {files.final(path.name)} could not be written: {_reason(error)}") from error
     rank = 0 if group is None else dist.get_rank(group)
     mine = [*unfinished.glob(f"__{rank}_*"), *([unfinished / ".metadata"] if rank == 0 else [])]
     return {file.name: _checksum(file) for file in sorted(mine)}

@@ -60,11 +60,11 @@ def convert(source: Source, destination: Path, target: Target) -> dict[str, Any]
         raise UserError(
             f"{target.to} checkpoints are not divided among ranks", mend="leave out --tensor and --pipeline"
         )
+    _refuse_no_place(destination)
     supply = Supply(source, dtype)
     needed = write_megatron.bytes_of(supply, target.layout) if target.to == "megatron" else supply.bytes
     tokenizer = _tokenizer(source, target.tokenizer)
     extra = _extra(source, tokenizer, target.tokenizer is not None)
-    _refuse_no_place(destination)
     with _room(destination, needed), files.atomic_folder(destination) as folder:
         with console.progress(f"write {target.to}", supply.bytes, "bytes") as supply.progress:
             if target.to == "hf":
@@ -154,10 +154,8 @@ def _room(destination: Path, needed: int) -> Iterator[None]:
         if error.errno not in OF_THE_DISK:
             raise
         raise Fault(f"{destination} takes {units.size(needed)}: {error.strerror}", mend=mend) from None
-    except Fault as error:
-        error.mend = error.mend or mend
-        error.where = error.where or str(destination)
-        raise
+    except folders.NotWritten as error:
+        raise Fault(f"{destination} takes {units.size(needed)}: {error.message}", mend=mend) from None
 
 
 class Supply:
