@@ -1,0 +1,85 @@
+"""What the planner must know of the program that trains: which kernels it starts, what it keeps, what it sends.
+
+`STEELYARD` is this package's engine. `MEGATRON` is Megatron-LM and Megatron-DeepSpeed of 2021 to 2023, from which most
+published measurements come, and on which the numbers of `compute.py` and `communication.py` are calibrated: an eager
+program whose attention writes all scores to memory and whose speed on small layers is that of the host.
+Kernels and passes are counted from the programs; what is fitted is marked so, and docs/plan.md says on which data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Software:
+    """One program."""
+
+    name: str
+    scores: bool
+    """Attention writes every score to memory, instead of keeping a tile of them in registers."""
+    score_bytes: float
+    """Bytes that one score moves in a forward pass beside its products: softmax, and dropout where there is any."""
+    stream_passes: float
+    """How often the forward pass of a layer reads or writes a tensor as wide as the stream."""
+    inner_passes: float
+    """The same for tensors that tensor parallelism cuts: queries, keys, values and the MLP's inside, per element."""
+    kernels: int
+    """Operations that the host starts in a layer's forward pass; its backward pass starts twice as many."""
+    launch: float
+    """Seconds of the host for one of them (fitted)."""
+    collective_launch: float
+    """Seconds more for a collective operation: its own bookkeeping, and the wait for the slowest host (fitted)."""
+    logit_bytes: float
+    """Bytes that a logit moves in all of the loss, forward and backward."""
+    gradient_bytes: int
+    """Of a number that is summed over data-parallel ranks; 0: as wide as the weights."""
+    overlapped: bool
+    """Gradients of a layer are summed while those of the next are computed, in a step's last backward pass."""
+    optimizer_bytes: float
+    """Bytes that a step moves for each parameter whose state a rank holds."""
+    scattered: bool
+    """Tensor ranks send each a piece of the stream to the next stage, even without sequence parallelism."""
+    step_overhead: float
+    """Seconds of a step that nothing else explains: reading a batch, looking at the loss, logging (fitted)."""
+    quartets: bool = False
+    """Softmax is one kernel only if a rank's heads times the micro-batch are a multiple of four; else it is six."""
+
+
+# Counted: 2 norms, 4 products, 2 of attention, scale-mask-softmax, 2 dropouts, 2 residual sums, bias and GELU, and
+# about as many views, splits, transposes and copies that the host must start too.
+MEGATRON = Software(
+    name="megatron",
+    scores=True,
+    score_bytes=13.0,
+    stream_passes=14.0,
+    inner_passes=4.0,
+    kernels=34,
+    launch=25e-6,
+    collective_launch=40e-6,
+    logit_bytes=60.0,
+    gradient_bytes=0,
+    overlapped=False,
+    optimizer_bytes=60.0,
+    scattered=True,
+    step_overhead=10e-3,
+    quartets=True,
+)
+# Compiled: norms, activations and residual sums are one kernel each between products; flash attention.
+STEELYARD = Software(
+    name="steelyard",
+    scores=False,
+    score_bytes=0.0,
+    stream_passes=8.0,
+    inner_passes=2.5,
+    kernels=20,
+    launch=10e-6,
+    collective_launch=40e-6,
+    logit_bytes=12.0,
+    gradient_bytes=4,
+    overlapped=True,
+    optimizer_bytes=34.0,
+    scattered=False,
+    step_overhead=5e-3,
+)
+KNOWN = {software.name: software for software in (STEELYARD, MEGATRON)}
