@@ -49,10 +49,12 @@ class Case:
         return Predictor(self.recipe, self.cluster, self.software).parts(self.layout).total
 
 
-def gpt(layers: int, hidden: int, heads: int, sequence: int, batch: int, vocab: int = 51200, **more: Any) -> Recipe:
+def gpt(
+    layers: int, hidden: int, heads: int, sequence: int, batch: int, vocab: int = 51200, precision: str = "fp16", **more: Any
+) -> Recipe:
     """A GPT as Megatron trains it."""
     model = {"family": "gpt", "layers": layers, "hidden": hidden, "heads": heads, "vocab": vocab, "positions": sequence}
-    train = {"global_batch": batch, "micro_batch": 1, "precision": "fp16"}
+    train = {"global_batch": batch, "micro_batch": 1, "precision": precision}
     return Recipe.model_validate(
         {"name": "case", "model": model | more, "data": {"sequence_length": sequence}, "train": train}
     )
@@ -97,7 +99,8 @@ def vtrain(folder: Path) -> Iterator[Case]:
                 f"{hidden}x{layers} batch {batch} tp{tensor} dp{data} pp{pipeline} mbs{row['micro batch']}",
                 f"{hidden} {layers} {batch} {ranks}",
                 float(row["iteration time (ms)"]) / 1e3,
-                gpt(layers, hidden, heads, length, batch, dropout=0.1, attention_dropout=0.1),
+                gpt(layers, hidden, heads, length, batch, precision="fp16" if name == "single" else "bf16",
+                    dropout=0.1, attention_dropout=0.1),
                 here,
                 layout(tensor, data, pipeline, int(row["micro batch"]), even(layers, pipeline),
                        [("a100", -(-ranks // 8))], recompute="full"),
@@ -160,7 +163,7 @@ def amp(folder: Path) -> Iterator[Case]:
             gpt(24, 1024, 16, 1024, int(row["global_batch"]), vocab=50257, dropout=0.1, attention_dropout=0.1),
             Cluster.model_validate({"nodes": [v100, t4] if mixed else [t4], "links": links}),
             layout(tensor, data, pipeline, int(row["micro_batch"]), tuple(counts),
-                   [("v100", 3), ("t4", 1)] if mixed else [("t4", 4)]),
+                   [("v100", 3), ("t4", 1)] if mixed else [("t4", 4)], recompute="full"),
             MEGATRON,
         )  # fmt: skip
 
@@ -184,21 +187,25 @@ def sailor(folder: Path) -> Iterator[Case]:
         tensor, data = int(stages[0][0][2]), len(stages[0])
         kinds = {RTX[each[1]] for stage in stages for each in stage}
         gh200 = row["cluster"].startswith("clariden")
-        nodes = [{"type": kind, "count": 64, "gpu": kind, "gpus": tensor, **({} if gh200 else {"intra_GBps": RTX_LINK})} for kind in kinds]
+        nodes = [{"type": kind, "count": 64, "gpu": kind, "gpus": tensor, "intra_GBps": INSIDE[kind]} for kind in kinds]
         yield Case(
             "sailor gh200" if gh200 else "sailor rtx",
             f"{name} {row['stage_devices'].count('x')} x TP{tensor} dp{data} pp{len(stages)} mbs{row['micro_batch']}",
             f"{row['cluster']} {name} {row['N_nodes']} {row['global_batch']}",
             float(row["measured_iter_s"]),
             gpt(layers, hidden, heads, 2048, int(row["global_batch"]), vocab=vocab, dropout=0.1, attention_dropout=0.1),
-            cluster(nodes, 25.0 if gh200 else RTX_NETWORK),
+            cluster(nodes, 25.0) if gh200 else cluster(nodes, 0.125, 50.0),
             layout(tensor, data, len(stages), int(row["micro_batch"]), tuple(counts),
                    [(RTX[each[1]], 1) for stage in stages for each in stage]),
             MEGATRON,
         )  # fmt: skip
 
 
-RTX_LINK, RTX_NETWORK = 1.5, 0.125
+# What GPUs of Sailor's nodes send each other: fitted, as the sources do not say.
+INSIDE = {"gh200-96": 48.0, "rtx3090": 3.6, "rtx2080ti": 1.25, "titan-rtx": 1.25}
+# The 500 W part, which keeps up less of the same peak; its share is fitted.
+H100_500W = {"name": "h100-500w", "memory_gib": 94.0, "fp32": 67.0, "tf32": 494.0, "fp16": 989.0, "bf16": 989.0, "fp8": 1979.0,
+             "bandwidth_gb": 2400.0, "units": 132, "watts": 500.0, "link_gb": 450.0, "sustained": 0.45}  # fmt: skip
 LLAMA = {"8B": (32, 4096, 32, 8, 14336), "70B": (80, 8192, 64, 8, 28672), "405B": (126, 16384, 128, 8, 53248)}
 
 
@@ -226,7 +233,7 @@ def torchtitan(folder: Path) -> Iterator[Case]:
             f"{row['model']} {gpus} {length}",
             tokens / float(row["tokens_per_s_per_gpu"]),
             recipe,
-            cluster([{"type": "h100", "count": gpus // 8, "gpu": "h100-80", "gpus": 8}], 400.0),
+            cluster([{"type": "h100", "count": gpus // 8, "gpu": "h100-500w", "gpus": 8}], 400.0, gpus=[H100_500W]),
             layout(tensor, data, pipeline, micro, even(layers, pipeline), [("h100", gpus // 8)], context=context, zero=3,
                    recompute=recompute, sequence_parallel=tensor > 1),
             STEELYARD,

@@ -2,7 +2,8 @@
 
 Collectives go around a ring, as NCCL's large ones do: an all-reduce sends 2 (n - 1) / n of its bytes over every link, an
 all-gather or reduce-scatter half of that. A ring over several nodes crosses the network once per node; where a node's
-GPUs belong to several rings, these share its network cards. `LINK_SHARE` and `NETWORK_SHARE` are the only free numbers.
+GPUs belong to several rings, these share its network cards. The
+shares and latencies below are the only free numbers.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from dataclasses import dataclass
 from steelyard.plan.cluster import Cluster, Wire
 from steelyard.plan.layout import Seat
 
-LINK_SHARE = 0.75  # of a link's bandwidth that collectives inside a node reach
-NETWORK_SHARE = 0.75  # of a network card's
-BASE_LATENCY = 8e-6  # of any collective, however few its ranks
+LINK_SHARE = 0.67  # of a link's bandwidth that collectives inside a node reach
+NETWORK_SHARE = 0.87  # of a network card's, where GPUs reach it directly
+SOCKET_SHARE = 0.5  # of a network card's, where all goes through the host's sockets
+SOCKET_LATENCY = 10e-6  # A network as slow to answer as this has no way around the host.
+BASE_LATENCY = 2e-6  # of any collective, however few its ranks
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ def ring(cluster: Cluster, seats: Sequence[Seat], ranks: int, rings: int) -> Rin
     if len(seats) == 1:
         return Ring(ranks, slowest, latency)
     across = _across(cluster, seats)
-    shared = across.bandwidth * NETWORK_SHARE / rings
+    shared = _reached(across) / rings
     # Of the ring's hops only one per node leaves it.
     share = min(1.0, len(seats) / ranks)
     return Ring(ranks, min(slowest, shared), share * across.latency + (1 - share) * latency)
@@ -65,4 +68,9 @@ def send(cluster: Cluster, one: Seat, other: Seat, bytes_: float, senders: int) 
         wire = cluster.inside(one.nodes)
         return wire.latency + bytes_ / (wire.bandwidth * LINK_SHARE)
     wire = cluster.wire(one.nodes, other.nodes)
-    return wire.latency + bytes_ * senders / (wire.bandwidth * NETWORK_SHARE)
+    return wire.latency + bytes_ * senders / _reached(wire)
+
+
+def _reached(wire: Wire) -> float:
+    """Bytes per second of a network that large messages reach."""
+    return wire.bandwidth * (NETWORK_SHARE if wire.latency < SOCKET_LATENCY else SOCKET_SHARE)

@@ -9,7 +9,7 @@ kernels takes as long as the host does. `TILES`, `RAMP`, `MEMORY_SHARE` and `OVE
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from steelyard.core.recipe import Recipe
@@ -20,11 +20,12 @@ from steelyard.sizes.gpus import Gpu
 
 # Rows and columns of a tile, and the share of the sustained rate that it reaches: small ones load more per product.
 TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 64, 0.65))
-RAMP = 128  # A tile begins and ends as if its inner dimension were so much longer.
-MEMORY_SHARE = 0.8  # of the data sheet's bandwidth that kernels reach
-FLASH_SHARE = 0.7  # of the sustained rate that flash attention reaches: softmax is between its products
-BATCHED_SHARE = 0.55  # of the same that the many small products of attention reach where scores are written out
-OVERLAP = 4.0  # Host and GPU run side by side, but wait for each other now and then: a norm of this order of both.
+RAMP = 32  # A tile begins and ends as if its inner dimension were so much longer.
+MEMORY_SHARE = 0.92  # of the data sheet's bandwidth that kernels reach
+FLASH_SHARE = 0.6  # of the sustained rate that flash attention reaches: softmax is between its products
+BATCHED_SHARE = 0.65  # of the same that the many small products of attention reach where scores are written out
+FP8_SHARE = 0.7  # of the sustained rate that fp8 products reach
+OVERLAP = 4.5  # Host and GPU run side by side, but wait for each other now and then: a norm of this order of both.
 
 
 @dataclass(frozen=True)
@@ -87,10 +88,15 @@ class Work:
 
     @property
     def rate(self) -> float:
-        """FLOP/s that large products keep up."""
+        """FLOP/s that large products keep up; those of fp8 wait for their inputs to be scaled and cast."""
         peak = self.gpu.peak(self.precision)
         assert peak is not None
-        return peak * self.gpu.sustained
+        return peak * self.gpu.sustained * (FP8_SHARE if self.precision == "fp8" else 1.0)
+
+    @property
+    def wide(self) -> Work:
+        """The same in bf16, where fp8 is not used: in attention and in the head."""
+        return replace(self, precision="bf16") if self.precision == "fp8" else self
 
     @property
     def bandwidth(self) -> float:
@@ -147,12 +153,12 @@ def layer(work: Work, shape: Shape) -> Pass:
     ]
     times = [linear(work, tokens, *one) for one in maps]
     products, gradients = sum(one[0] for one in times), sum(one[1] for one in times)
-    attention, attention_back = _attention(work, shape, tokens)
+    attention, attention_back = _attention(work.wide, shape, tokens)
     along = t if work.sequence_parallel else 1
-    inner = (2 * (shape.query + shape.key) + (3 if shape.gated else 2) * shape.ffn) / t
-    moved = software.stream_passes * shape.hidden / along + software.inner_passes * inner / 4
+    inner = (2 * (shape.query + shape.key) + (1.5 if shape.gated else 1) * shape.ffn) / t
+    moved = software.stream_passes * shape.hidden / along + software.inner_passes * inner
     pointwise = work.each * tokens * moved / work.bandwidth
-    kernels = software.kernels + (0 if _softmax_is_one(work, shape) else 22)
+    kernels = software.kernels + (0 if _softmax_is_one(work, shape) else software.split_softmax)
     host = kernels * software.launch
     forward = products + attention + pointwise
     return Pass(
@@ -176,13 +182,13 @@ def _attention(work: Work, shape: Shape, tokens: int) -> tuple[float, float]:
     batch = work.micro_batch * heads
     one = product(work, rows, shape.sequence, shape.head_dim, batch, BATCHED_SHARE)
     two = product(work, rows, shape.head_dim, shape.sequence, batch, BATCHED_SHARE)
-    bytes_ = work.software.score_bytes * (1.0 if _softmax_is_one(work, shape) else 3.0)
+    bytes_ = (work.software.score_bytes + (5.0 if shape.dropout else 0.0)) * (1.0 if _softmax_is_one(work, shape) else 3.0)
     moved = batch * rows * shape.sequence * bytes_ * work.each / 2 / work.bandwidth
     return one + two + moved, 2 * (one + two) + moved
 
 
 def _softmax_is_one(work: Work, shape: Shape) -> bool:
-    return not work.software.quartets or work.micro_batch * (shape.heads // work.tensor) % 4 == 0
+    return not work.software.split_softmax or work.micro_batch * (shape.heads // work.tensor) % 4 == 0
 
 
 @lru_cache(maxsize=65536)
@@ -199,7 +205,7 @@ def head(work: Work, shape: Shape) -> Pass:
     """Final norm, logits and loss."""
     tokens = work.micro_batch * shape.sequence // work.context
     rows = shape.rows // work.tensor
-    forward, backward = linear(work, tokens, shape.hidden, rows)
+    forward, backward = linear(work.wide, tokens, shape.hidden, rows)
     moved = tokens * rows * work.software.logit_bytes * work.each / 2 / work.bandwidth
     host = 20 * work.software.launch
     return Pass(forward + moved / 2, backward + moved / 2, host, host, 0.0, 0.0)

@@ -176,7 +176,7 @@ class Predictor:
     def gradient_seconds(self, layout: Layout, rank: int, seats: Sequence[Seat]) -> float:
         """Seconds to sum a pipeline rank's gradients over its data-parallel ranks, and to gather weights again."""
         ring = group(self.cluster, seats, layout.tensor, layout.data * layout.context)
-        each = self.software.gradient_bytes or (4 if self.recipe.train.precision == "fp32" else 2)
+        each = self.software.gradient_bytes or (2 if self.recipe.train.precision == "fp16" else 4)
         held = self.held(layout, rank)
         if layout.zero == 0:
             return ring.all_reduce(each * held)
@@ -217,15 +217,29 @@ class Predictor:
     ) -> tuple[float, float]:
         """Seconds of a pipeline rank after its last backward pass: gradients' sums, and the update."""
         gradient = self.gradient_seconds(layout, rank, seats)
-        micro_batches = self.micro_batches(layout)
         if self.software.overlapped and layout.pipeline == 1:
-            hidden = times.backward[0] * (micro_batches if layout.zero >= 2 else 1)
-            layers = max(1, layout.partition[0])
-            gradient *= micro_batches if layout.zero >= 2 else 1
-            gradient = max(gradient - hidden * (layers - 1) / layers, gradient / layers)
+            gradient = self._exposed(layout, seats, times)
         work = Work.of(self.recipe, cost.gpu, self.software, layout.micro_batch, (layout.tensor, 1, False))
         shards = layout.data * layout.context if layout.zero else 1
         return gradient, compute.optimizer(work, self.held(layout, rank) / shards)
+
+    def _exposed(self, layout: Layout, seats: Sequence[Seat], times: Times) -> float:
+        """Of summing gradients and gathering weights, what does not hide behind computing: at least one layer's share.
+
+        zero 2 sums after every micro-batch, zero 3 also gathers each layer's weights twice in each of them.
+        """
+        micro_batches = self.micro_batches(layout)
+        seconds = self.gradient_seconds(layout, 0, seats)
+        hidden = times.backward[0]
+        if layout.zero >= 2:
+            seconds, hidden = seconds * micro_batches, hidden * micro_batches
+        if layout.zero == 3:
+            ring = group(self.cluster, seats, layout.tensor, layout.data * layout.context)
+            each = 4 if self.recipe.train.precision == "fp32" else 2
+            seconds += 2 * micro_batches * ring.gather(each * self.held(layout, 0))
+            hidden += times.forward[0] * micro_batches
+        layers = max(1, layout.partition[0])
+        return max(seconds - hidden * (layers - 1) / layers, seconds / layers)
 
     def at_least(self, layout: Layout) -> float:
         """A bound from below for the step, without walking through its pipeline."""

@@ -19,11 +19,11 @@ class Software:
     scores: bool
     """Attention writes every score to memory, instead of keeping a tile of them in registers."""
     score_bytes: float
-    """Bytes that one score moves in a forward pass beside its products: softmax, and dropout where there is any."""
+    """Bytes that one score moves in a forward pass between its two products: softmax, and dropout's 5 more."""
     stream_passes: float
     """How often the forward pass of a layer reads or writes a tensor as wide as the stream."""
     inner_passes: float
-    """The same for tensors that tensor parallelism cuts: queries, keys, values and the MLP's inside, per element."""
+    """The same for tensors that tensor parallelism cuts: queries, keys, values, their outcome and the MLP's inside."""
     kernels: int
     """Operations that the host starts in a layer's forward pass; its backward pass starts twice as many."""
     launch: float
@@ -33,7 +33,7 @@ class Software:
     logit_bytes: float
     """Bytes that a logit moves in all of the loss, forward and backward."""
     gradient_bytes: int
-    """Of a number that is summed over data-parallel ranks; 0: as wide as the weights."""
+    """Of a number that is summed over data-parallel ranks; 0: 2 under fp16, and 4 else, as Megatron sums bf16 in fp32."""
     overlapped: bool
     """Gradients of a layer are summed while those of the next are computed, in a step's last backward pass."""
     optimizer_bytes: float
@@ -42,8 +42,8 @@ class Software:
     """Tensor ranks send each a piece of the stream to the next stage, even without sequence parallelism."""
     step_overhead: float
     """Seconds of a step that nothing else explains: reading a batch, looking at the loss, logging (fitted)."""
-    quartets: bool = False
-    """Softmax is one kernel only if a rank's heads times the micro-batch are a multiple of four; else it is six."""
+    split_softmax: int = 0
+    """Kernels more where a rank's heads times the micro-batch are no multiple of four, which its fused softmax needs."""
 
 
 # Counted: 2 norms, 4 products, 2 of attention, scale-mask-softmax, 2 dropouts, 2 residual sums, bias and GELU, and
@@ -51,19 +51,19 @@ class Software:
 MEGATRON = Software(
     name="megatron",
     scores=True,
-    score_bytes=13.0,
-    stream_passes=14.0,
-    inner_passes=4.0,
+    score_bytes=4.0,
+    stream_passes=11.0,
+    inner_passes=2.0,
     kernels=34,
-    launch=25e-6,
-    collective_launch=40e-6,
+    launch=24.6e-6,
+    collective_launch=18.5e-6,
     logit_bytes=60.0,
     gradient_bytes=0,
     overlapped=False,
-    optimizer_bytes=60.0,
+    optimizer_bytes=28.0,
     scattered=True,
-    step_overhead=10e-3,
-    quartets=True,
+    step_overhead=6.6e-3,
+    split_softmax=13,
 )
 # Compiled: norms, activations and residual sums are one kernel each between products; flash attention.
 STEELYARD = Software(
@@ -71,7 +71,7 @@ STEELYARD = Software(
     scores=False,
     score_bytes=0.0,
     stream_passes=8.0,
-    inner_passes=2.5,
+    inner_passes=2.0,
     kernels=20,
     launch=10e-6,
     collective_launch=40e-6,

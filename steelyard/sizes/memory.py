@@ -12,13 +12,16 @@ from dataclasses import asdict, dataclass
 from steelyard.core.recipe import Recipe
 from steelyard.sizes import activations
 from steelyard.sizes.activations import FP32, working_bytes
+from steelyard.sizes.gpus import GIB
 from steelyard.sizes.ranks import data_ranks
-from steelyard.sizes.schedule import in_flight
+from steelyard.sizes.schedule import fullest
 from steelyard.sizes.stages import partition_of, stage_parameters
 
 CHUNK_BYTES = 1 << 31  # of logits, as in model/loss.py
 STATES = {"adamw": 2, "sgd": 1, "sgd-sai": 1}
 TOKEN_ID = 8
+# What a process takes beside its tensors: CUDA's context, the workspaces of its libraries, gaps between tensors.
+RESERVED = 2 * GIB
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,9 @@ class _Rank:
         self.columns = data_ranks(recipe, world) * parallel.context
         self.shards = self.columns // parallel.replicate if parallel.zero else 1
         self.micro_batches = micro_batches(recipe, world)
-        self.states = in_flight(parallel, self.micro_batches, rank)
+        self.states = fullest(
+            parallel.schedule, parallel.pipeline, parallel.virtual, self.micro_batches, rank
+        )
         self.tokens = recipe.train.micro_batch * recipe.data.sequence_length // parallel.context
 
     def memory(self) -> Memory:

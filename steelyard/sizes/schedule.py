@@ -9,6 +9,7 @@ torch.distributed.pipelining (`ScheduleGPipe`, `Schedule1F1B`, `ScheduleInterlea
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from steelyard.core.recipe.parallel import Parallel
@@ -71,6 +72,28 @@ def in_flight(parallel: Parallel, micro_batches: int, rank: int) -> set[InFlight
             held[action.local] -= 1
         seen.add(InFlight(tuple(waiting), tuple(held)))
     return seen
+
+
+@lru_cache(maxsize=4096)
+def fullest(schedule: str, pipeline: int, virtual: int, micro_batches: int, rank: int) -> tuple[InFlight, ...]:
+    """Of those states the ones that no other exceeds: the fullest moment is among them, whatever a micro-batch takes.
+
+    Kept, since a planner asks for the same few by the thousand.
+    """
+    if pipeline == 1 or (virtual == 1 and schedule in ("gpipe", "1f1b")):
+        waiting = 1 if pipeline == 1 else micro_batches
+        if schedule == "1f1b" and pipeline > 1:
+            waiting = min(micro_batches, pipeline - rank)
+        if virtual == 1:
+            return (InFlight((waiting,), (0,)),)
+    parallel = Parallel().model_copy(update={"schedule": schedule, "pipeline": pipeline, "virtual": virtual})
+    states = sorted(in_flight(parallel, micro_batches, rank), key=lambda state: -sum(sum(state, ())))
+    kept: list[InFlight] = []
+    for state in states:
+        numbers = sum(state, ())
+        if not any(all(a <= b for a, b in zip(numbers, sum(other, ()), strict=True)) for other in kept):
+            kept.append(state)
+    return tuple(kept)
 
 
 def _round(parallel: Parallel, micro_batches: int) -> int:
