@@ -10,6 +10,8 @@ from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.parallel import Parallel, Partition
 from steelyard.plan.cluster import Cluster, Nodes
 
+Placement = tuple[tuple[str, int], ...]
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -26,7 +28,7 @@ class Layout:
     micro_batch: int
     recompute: str | int
     partition: tuple[int, ...]
-    placement: tuple[tuple[str, int], ...]
+    placement: Placement
     """Nodes in rank order: type and how many of them."""
 
     @property
@@ -121,7 +123,7 @@ class Seat:
 class Seats:
     """Which node each rank of a layout lies on."""
 
-    def __init__(self, cluster: Cluster, placement: tuple[tuple[str, int], ...]) -> None:
+    def __init__(self, cluster: Cluster, placement: Placement) -> None:
         self.nodes: list[Nodes] = []
         for type_, count in placement:
             self.nodes += [cluster.nodes_of(type_)] * count

@@ -61,26 +61,27 @@ def order(schedule: str, pipeline: int, virtual: int, micro_batches: int) -> tup
     parallel = Parallel().model_copy(update={"schedule": schedule, "pipeline": pipeline, "virtual": virtual})
     stages = pipeline * virtual
     queues = [_numbered(parallel, micro_batches, rank) for rank in range(pipeline)]
-    done: dict[tuple[int, int, int], int] = {}
+    size = stages * micro_batches
+    done = [-1] * (3 * size)  # The number of the step that did it, by kind, stage and micro-batch.
+    waiting = [-1] * (3 * size)  # The rank that waits for it.
     steps: list[Step] = []
     position = [0] * pipeline
-    waiting: dict[tuple[int, int, int], int] = {}
     todo = list(range(pipeline))
     while todo:
         rank = todo.pop()
         queue, place = queues[rank], position[rank]
         while place < len(queue):
             kind, stage, micro_batch = queue[place]
-            needed = _needed(kind, stage, micro_batch, stages)
-            if needed is not None and needed not in done:
+            this = (kind * stages + stage) * micro_batches + micro_batch
+            needed = _needed(kind, this, stage, stages, micro_batches)
+            if needed >= 0 and done[needed] < 0:
                 waiting[needed] = rank
                 break
-            steps.append(Step(rank, kind * stages + stage, -1 if needed is None else done[needed], micro_batch))
-            done[kind, stage, micro_batch] = len(steps) - 1
+            steps.append(Step(rank, kind * stages + stage, done[needed] if needed >= 0 else -1, micro_batch))
+            done[this] = len(steps) - 1
             place += 1
-            woken = waiting.pop((kind, stage, micro_batch), None)
-            if woken is not None:
-                todo.append(woken)
+            if waiting[this] >= 0:
+                todo.append(waiting[this])
         position[rank] = place
     if len(steps) != sum(map(len, queues)):
         raise AssertionError(f"{schedule} with {pipeline} ranks and {micro_batches} micro-batches never ends")
@@ -97,12 +98,13 @@ def _numbered(parallel: Parallel, micro_batches: int, rank: int) -> list[tuple[i
     return queue
 
 
-def _needed(kind: int, stage: int, micro_batch: int, stages: int) -> tuple[int, int, int] | None:
+def _needed(kind: int, this: int, stage: int, stages: int, micro_batches: int) -> int:
+    """The place in `done` of what an action waits for, or -1."""
     if kind == FORWARD:
-        return (FORWARD, stage - 1, micro_batch) if stage else None
+        return this - micro_batches if stage else -1
     if kind == BACKWARD:
-        return (BACKWARD, stage + 1, micro_batch) if stage < stages - 1 else (FORWARD, stage, micro_batch)
-    return (BACKWARD, stage, micro_batch)
+        return this + micro_batches if stage < stages - 1 else this - stages * micro_batches
+    return this - stages * micro_batches
 
 
 def simulate(times: Times, schedule: str, pipeline: int, virtual: int, micro_batches: int) -> Timetable:

@@ -15,10 +15,9 @@ from steelyard.plan import communication, compute, pipeline
 from steelyard.plan.cluster import Cluster
 from steelyard.plan.communication import Ring
 from steelyard.plan.compute import Pass, Shape, Work
-from steelyard.plan.layout import Layout, Seat, Seats
+from steelyard.plan.layout import Layout, Placement, Seat, Seats
 from steelyard.plan.pipeline import Times
 from steelyard.plan.software import STEELYARD, Software
-from steelyard.sizes.gpus import Gpu
 from steelyard.sizes.model import Parameters, parameters
 
 
@@ -44,7 +43,7 @@ class Parts:
 class StageCost:
     """What a layer, the embedding and the head cost on the GPUs of one pipeline rank."""
 
-    gpu: Gpu
+    work: Work
     layer: Split
     embedding: Split
     head: Split
@@ -58,37 +57,82 @@ class Split:
     backward: float
     host_forward: float
     host_backward: float
-    exchange_forward: float
-    exchange_backward: float
+    exchange: float
     weights: float
     """Of the backward seconds, those that only weights' gradients need."""
 
 
 class Predictor:
-    """Costs of one recipe on one cluster; a layout's stage costs are kept, for many layouts share them."""
+    """Costs of one recipe on one cluster. What many layouts share is kept."""
 
     def __init__(self, recipe: Recipe, cluster: Cluster, software: Software = STEELYARD) -> None:
         self.recipe, self.cluster, self.software = recipe, cluster, software
         self.shape = Shape.of(recipe)
+        self.each = 4 if recipe.train.precision == "fp32" else 2
         self._costs: dict[tuple[object, ...], StageCost] = {}
-        self._seats: dict[tuple[tuple[str, int], ...], Seats] = {}
+        self._sends: dict[tuple[object, ...], float] = {}
+        self._rings: dict[tuple[object, ...], Ring] = {}
+        self._seats: dict[Placement, Seats] = {}
+        self._rank_costs: dict[tuple[object, ...], list[StageCost]] = {}
+        self._rank_sends: dict[tuple[object, ...], tuple[float, ...]] = {}
+        self._rank_rings: dict[tuple[object, ...], list[Ring]] = {}
+        self._placed: dict[tuple[Placement, int, int], list[tuple[Seat, ...]]] = {}
         self._parameters: dict[int, Parameters] = {}
+        self._stages: dict[tuple[int, int, int], tuple[float, float]] = {}
+
+    def stage(self, cost: StageCost, layers: int, end: int) -> tuple[float, float]:
+        """Forward and backward seconds of a stage; `end` is 1 for the first, 2 for the last, 3 for the only one."""
+        key = (id(cost), layers, end)
+        if key not in self._stages:
+            self._stages[key] = stage_seconds(cost, layers, bool(end & 1), bool(end & 2))
+        return self._stages[key]
 
     def seats(self, layout: Layout) -> list[tuple[Seat, ...]]:
         """The nodes of each pipeline rank."""
-        if layout.placement not in self._seats:
-            self._seats[layout.placement] = Seats(self.cluster, layout.placement)
-        placed, ranks = self._seats[layout.placement], layout.stage_ranks
-        return [placed.of(stage * ranks, ranks) for stage in range(layout.pipeline)]
+        key = (layout.placement, layout.pipeline, layout.stage_ranks)
+        if key not in self._placed:
+            if layout.placement not in self._seats:
+                self._seats[layout.placement] = Seats(self.cluster, layout.placement)
+            placed, ranks = self._seats[layout.placement], layout.stage_ranks
+            self._placed[key] = [placed.of(stage * ranks, ranks) for stage in range(layout.pipeline)]
+        return self._placed[key]
+
+    @staticmethod
+    def least(cost: StageCost) -> float:
+        """Seconds of a layer's two passes at the least."""
+        return _least(cost.layer)
 
     def micro_batches(self, layout: Layout) -> int:
         """Of a step, for one data-parallel rank."""
         return self.recipe.train.global_batch // (layout.micro_batch * layout.data)
 
+    def step(self, layout: Layout) -> StepCost:
+        """Everything about a layout's step that does not depend on its partition."""
+        where = (layout.placement, layout.pipeline, layout.tensor, layout.context, layout.data)
+        how = (*where, layout.micro_batch, layout.sequence_parallel)
+        if (how, layout.recompute) not in self._rank_costs:
+            self._rank_costs[how, layout.recompute] = [self.costs(layout, each) for each in self.seats(layout)]
+        if (how, layout.virtual) not in self._rank_sends:
+            seats, stages = self.seats(layout), layout.pipeline * layout.virtual
+            ring = [self._send(layout, one, seats[(rank + 1) % len(seats)]) for rank, one in enumerate(seats)]
+            self._rank_sends[how, layout.virtual] = tuple(ring[stage % layout.pipeline] for stage in range(stages - 1))
+        if where not in self._rank_rings:
+            columns = layout.data * layout.context
+            self._rank_rings[where] = [self._ring(each, layout.tensor, columns) for each in self.seats(layout)]
+        costs, send = self._rank_costs[how, layout.recompute], self._rank_sends[how, layout.virtual]
+        return StepCost(self, layout, costs, send, self._rank_rings[where])
+
+    def seconds(self, layout: Layout) -> float:
+        """The whole step, not taken apart."""
+        return self.step(layout).seconds(layout.partition)
+
+    def parts(self, layout: Layout) -> Parts:
+        """The step, part by part."""
+        return self.step(layout).parts(layout.partition)
+
     def costs(self, layout: Layout, seats: Sequence[Seat]) -> StageCost:
         """What a pipeline rank's layers cost on its GPUs, the slowest of them setting the pace."""
-        types = tuple(sorted({(seat.nodes.type, seat.ranks) for seat in seats}))
-        key = (types, len(seats) > 1, layout.tensor, layout.context, layout.micro_batch,
+        key = (_kinds(seats), layout.tensor, layout.context, layout.micro_batch,
                layout.sequence_parallel, layout.recompute)  # fmt: skip
         if key not in self._costs:
             kinds = {seat.nodes.type: seat for seat in seats}.values()
@@ -100,152 +144,203 @@ class Predictor:
         gpu = self.cluster.gpu_of(seat.nodes)
         cut = (layout.tensor, layout.context, layout.sequence_parallel)
         work = Work.of(self.recipe, gpu, self.software, layout.micro_batch, cut)
-        tensor = group(self.cluster, seats, 1, layout.tensor)
-        context = group(self.cluster, seats, layout.tensor, layout.context)
         tokens = layout.micro_batch * self.shape.sequence // layout.context
-        stream = work.each * tokens * self.shape.hidden
-        keys = 2 * work.each * tokens * layout.context * self.shape.key / layout.tensor
-        sum_ = tensor.all_reduce(stream)
-        gathered = context.gather(keys)
+        sum_ = self._ring(seats, 1, layout.tensor).all_reduce(self.each * tokens * self.shape.hidden)
+        keys = 2 * self.each * tokens * layout.context * self.shape.key / layout.tensor
+        gathered = self._ring(seats, layout.tensor, layout.context).gather(keys)
         launch = self.software.collective_launch * (layout.tensor > 1)
-        layer, again = compute.layer(work, self.shape), layout.recompute
-        repeated = layer.recompute if again == "full" else layer.selective if again == "selective" else 0.0
-        host_again = layer.host_forward + 2 * launch if again == "full" else 0.0
-        sums_again = 2 * sum_ + gathered if again == "full" else 0.0
-        weights = layer.forward  # One product of three in each map, and the rest is small.
+        layer, full = compute.layer(work, self.shape), layout.recompute == "full"
+        sums_again = 2 * sum_ + gathered if full else 0.0
         return StageCost(
-            gpu,
+            work,
             Split(
                 forward=layer.forward + 2 * sum_ + gathered,
-                backward=layer.backward + repeated + 2 * sum_ + 2 * gathered + sums_again,
+                backward=layer.backward + 2 * sum_ + 2 * gathered + sums_again + _again(layer, layout.recompute),
                 host_forward=layer.host_forward + 2 * launch,
-                host_backward=layer.host_backward + 2 * launch + host_again,
-                exchange_forward=2 * sum_ + gathered,
-                exchange_backward=2 * sum_ + 2 * gathered + sums_again,
-                weights=weights,
+                host_backward=layer.host_backward + 2 * launch + (layer.host_forward + 2 * launch if full else 0.0),
+                exchange=4 * sum_ + 3 * gathered + sums_again,
+                weights=layer.forward,  # One product of three in each map; the rest is small.
             ),
             _ends(compute.embedding(work, self.shape), sum_ / 2, 0.0, launch),
             _ends(compute.head(work, self.shape), 0.0, sum_, launch),
         )
 
-    def times(self, layout: Layout) -> tuple[Times, list[StageCost]]:
+    def _send(self, layout: Layout, one: Sequence[Seat], other: Sequence[Seat]) -> float:
+        """Seconds from one stage to the next: the slowest pair, all of a node's ranks sending at once."""
+        cut = layout.tensor if layout.sequence_parallel or self.software.scattered else 1
+        pairs = [(one[0], other[0]), (one[-1], other[-1])]
+        if len(_kinds(one)) > 1 or len(_kinds(other)) > 1:
+            pairs += list(zip(one, other, strict=False))
+        key = (layout.micro_batch, layout.context, cut,
+               *((a.nodes.type, b.nodes.type, a.node == b.node, a.ranks) for a, b in pairs))  # fmt: skip
+        if key not in self._sends:
+            tokens = layout.micro_batch * self.shape.sequence // layout.context
+            bytes_ = self.each * tokens * self.shape.hidden / cut
+            self._sends[key] = max(communication.send(self.cluster, a, b, bytes_, a.ranks) for a, b in pairs)
+        return self._sends[key]
+
+    def _ring(self, seats: Sequence[Seat], stride: int, size: int) -> Ring:
+        key = (_kinds(seats), len(seats), stride, size)
+        if key not in self._rings:
+            self._rings[key] = group(self.cluster, seats, stride, size)
+        return self._rings[key]
+
+    def sizes(self, tensor: int) -> Parameters:
+        """Parameters by part that one of `tensor` ranks holds."""
+        if tensor not in self._parameters:
+            self._parameters[tensor] = parameters(self.recipe.model, tensor, padded=True)
+        return self._parameters[tensor]
+
+
+class StepCost:
+    """The cost of a step as a function of the partition alone: a search for layers per stage asks it over and over."""
+
+    def __init__(
+        self, predictor: Predictor, layout: Layout, costs: list[StageCost], send: tuple[float, ...], rings: list[Ring]
+    ) -> None:
+        self.predictor, self.layout, self.costs, self.send, self.rings = predictor, layout, costs, send, rings
+        self.micro_batches = predictor.micro_batches(layout)
+        self.plan = (layout.schedule, layout.pipeline, layout.virtual, self.micro_batches)
+
+    def times(self, counts: tuple[int, ...]) -> Times:
         """Seconds of each stage's passes and of the sends between."""
-        seats = self.seats(layout)
-        costs = [self.costs(layout, each) for each in seats]
-        stages = layout.pipeline * layout.virtual
-        last = stages - 1
-        split = layout.schedule == "zero-bubble" and stages > 1
+        layout, last = self.layout, len(counts) - 1
+        split = layout.schedule == "zero-bubble" and last > 0
         forward, backward, weights = [], [], []
-        for stage, layers in enumerate(layout.partition):
-            cost = costs[stage % layout.pipeline]
-            ahead, back = stage_seconds(cost, layers, stage == 0, stage == last)
+        for stage, layers in enumerate(counts):
+            cost = self.costs[stage % layout.pipeline]
+            ahead, back = self.predictor.stage(cost, layers, (stage == 0) + 2 * (stage == last))
             late = layers * cost.layer.weights if split else 0.0
             forward.append(ahead)
             backward.append(back - late)
             weights.append(late)
-        send = [self._send(layout, seats[stage % layout.pipeline], seats[(stage + 1) % layout.pipeline])
-                for stage in range(last)]  # fmt: skip
-        return Times(tuple(forward), tuple(backward), tuple(weights), tuple(send)), costs
+        return Times(tuple(forward), tuple(backward), tuple(weights), self.send)
 
-    def _send(self, layout: Layout, one: Sequence[Seat], other: Sequence[Seat]) -> float:
-        """Seconds from one stage to the next: the slowest pair, all of a node's ranks sending at once."""
-        tokens = layout.micro_batch * self.shape.sequence // layout.context
-        bytes_ = (4 if self.recipe.train.precision == "fp32" else 2) * tokens * self.shape.hidden
-        if layout.sequence_parallel or self.software.scattered:
-            bytes_ //= layout.tensor
-        pairs = {(a.nodes.type, b.nodes.type, a.node == b.node, a.ranks): (a, b)
-                 for a, b in zip(one, other, strict=False)}  # fmt: skip
-        pairs[one[-1].nodes.type, other[-1].nodes.type, one[-1].node == other[-1].node, one[-1].ranks] = (
-            one[-1], other[-1],
-        )  # fmt: skip
-        return max(communication.send(self.cluster, a, b, bytes_, a.ranks) for a, b in pairs.values())
-
-    def held(self, layout: Layout, rank: int) -> int:
+    def held(self, counts: tuple[int, ...], rank: int) -> int:
         """Parameters of a rank: its stages' layers, embedding and head, cut by tensor parallelism."""
-        if layout.tensor not in self._parameters:
-            self._parameters[layout.tensor] = parameters(self.recipe.model, layout.tensor, padded=True)
-        sizes = self._parameters[layout.tensor]
-        held = sizes.layer * sum(layout.partition[rank :: layout.pipeline])
+        layout, model = self.layout, self.predictor.recipe.model
+        sizes = self.predictor.sizes(layout.tensor)
+        held = sizes.layer * sum(counts[rank :: layout.pipeline])
         held += sizes.embedding if rank == 0 else 0
         if rank == layout.pipeline - 1:
             held += sizes.final_norm + sizes.head
-            if self.recipe.model.tied and layout.pipeline > 1:
-                held += self.shape.rows * self.shape.hidden // layout.tensor
+            if model.tied and layout.pipeline > 1:
+                held += model.padded_vocab * model.hidden // layout.tensor
         return held
 
-    def gradient_seconds(self, layout: Layout, rank: int, seats: Sequence[Seat]) -> float:
+    def after(self, counts: tuple[int, ...], times: Times, rank: int) -> tuple[float, float]:
+        """Seconds of a pipeline rank after its last backward pass: gradients' sums, and the update."""
+        layout, held = self.layout, self.held(counts, rank)
+        if self.predictor.software.overlapped and layout.pipeline == 1:
+            gradient = self._exposed(times, held)
+        else:
+            gradient = self._gradient(rank, held)
+        shards = layout.data * layout.context if layout.zero else 1
+        return gradient, compute.optimizer(self.costs[rank].work, held / shards)
+
+    def _gradient(self, rank: int, held: int) -> float:
         """Seconds to sum a pipeline rank's gradients over its data-parallel ranks, and to gather weights again."""
-        ring = group(self.cluster, seats, layout.tensor, layout.data * layout.context)
-        each = self.software.gradient_bytes or (2 if self.recipe.train.precision == "fp16" else 4)
-        held = self.held(layout, rank)
-        if layout.zero == 0:
+        predictor, ring, zero = self.predictor, self.rings[rank], self.layout.zero
+        each = predictor.software.gradient_bytes or (2 if predictor.recipe.train.precision == "fp16" else 4)
+        if zero == 0:
             return ring.all_reduce(each * held)
-        working = 4 if self.recipe.train.precision == "fp32" else 2
-        gathered = 0.0 if layout.zero == 3 and layout.pipeline == 1 else ring.gather(working * held)
+        gathered = 0.0 if zero == 3 and self.layout.pipeline == 1 else ring.gather(predictor.each * held)
         return ring.gather(each * held) + gathered
 
-    def parts(self, layout: Layout) -> Parts:
-        """The step, part by part."""
-        micro_batches = self.micro_batches(layout)
-        times, costs = self.times(layout)
-        seats = self.seats(layout)
-        plan = (layout.schedule, layout.pipeline, layout.virtual, micro_batches)
-        table = pipeline.simulate(times, *plan)
-        after = [self.after(layout, rank, seats[rank], costs[rank], times) for rank in range(layout.pipeline)]
-        ends = [end + gradient + update for end, (gradient, update) in zip(table.ends, after, strict=True)]
-        slowest = max(range(layout.pipeline), key=lambda rank: ends[rank])
-        gradient, update = after[slowest]
-        busy = table.busy[slowest]
-        tensor = micro_batches * sum(
-            layers * (costs[slowest].layer.exchange_forward + costs[slowest].layer.exchange_backward)
-            for layers in layout.partition[slowest :: layout.pipeline]
-        )
-        at_once = Times(times.forward, times.backward, times.weights, (0.0,) * len(times.send))
-        bubble = pipeline.simulate(at_once, *plan).ends[slowest] - busy if layout.pipeline > 1 else 0.0
-        return Parts(
-            compute=busy - min(tensor, busy),
-            bubble=bubble,
-            tensor=min(tensor, busy),
-            pipeline=table.ends[slowest] - busy - bubble,
-            gradient=gradient,
-            optimizer=update,
-            overhead=self.software.step_overhead,
-        )
-
-    def after(
-        self, layout: Layout, rank: int, seats: Sequence[Seat], cost: StageCost, times: Times
-    ) -> tuple[float, float]:
-        """Seconds of a pipeline rank after its last backward pass: gradients' sums, and the update."""
-        gradient = self.gradient_seconds(layout, rank, seats)
-        if self.software.overlapped and layout.pipeline == 1:
-            gradient = self._exposed(layout, seats, times)
-        work = Work.of(self.recipe, cost.gpu, self.software, layout.micro_batch, (layout.tensor, 1, False))
-        shards = layout.data * layout.context if layout.zero else 1
-        return gradient, compute.optimizer(work, self.held(layout, rank) / shards)
-
-    def _exposed(self, layout: Layout, seats: Sequence[Seat], times: Times) -> float:
+    def _exposed(self, times: Times, held: int) -> float:
         """Of summing gradients and gathering weights, what does not hide behind computing: at least one layer's share.
 
         zero 2 sums after every micro-batch, zero 3 also gathers each layer's weights twice in each of them.
         """
-        micro_batches = self.micro_batches(layout)
-        seconds = self.gradient_seconds(layout, 0, seats)
-        hidden = times.backward[0]
-        if layout.zero >= 2:
+        zero, micro_batches = self.layout.zero, self.micro_batches
+        seconds, hidden = self._gradient(0, held), times.backward[0]
+        if zero >= 2:
             seconds, hidden = seconds * micro_batches, hidden * micro_batches
-        if layout.zero == 3:
-            ring = group(self.cluster, seats, layout.tensor, layout.data * layout.context)
-            each = 4 if self.recipe.train.precision == "fp32" else 2
-            seconds += 2 * micro_batches * ring.gather(each * self.held(layout, 0))
+        if zero == 3:
+            seconds += 2 * micro_batches * self.rings[0].gather(self.predictor.each * held)
             hidden += times.forward[0] * micro_batches
-        layers = max(1, layout.partition[0])
+        layers = max(1, self.predictor.shape.layers)
         return max(seconds - hidden * (layers - 1) / layers, seconds / layers)
 
-    def at_least(self, layout: Layout) -> float:
+    def seconds(self, counts: tuple[int, ...]) -> float:
+        """The whole step."""
+        times = self.times(counts)
+        ends = pipeline.simulate(times, *self.plan).ends
+        after = (sum(self.after(counts, times, rank)) for rank in range(len(ends)))
+        return max(end + more for end, more in zip(ends, after, strict=True)) + self.predictor.software.step_overhead
+
+    def at_least(self, counts: tuple[int, ...]) -> float:
         """A bound from below for the step, without walking through its pipeline."""
-        times, _ = self.times(layout)
-        bound = pipeline.at_least(times, layout.pipeline, self.micro_batches(layout))
-        return bound + self.software.step_overhead
+        bound = pipeline.at_least(self.times(counts), self.layout.pipeline, self.micro_batches)
+        return bound + self.predictor.software.step_overhead
+
+    def bound(self, layers: int) -> float:
+        """A bound from below for the step under any partition of so many layers.
+
+        A pipeline rank with k layers is not done before n micro-batches have had k layers each there, the first one has
+        had its way through the ranks before, and the gradients of k layers are summed. How many layers fit into T
+        seconds of that is a linear program; any solution of its dual bounds them, and one is found from the last rank
+        backwards.
+        """
+        virtual, rounds = self.layout.virtual, self.micro_batches
+        ways = virtual if virtual == 1 else 2 * virtual  # A rank's first stage may hold less than its share.
+        each = [_least(cost.layer) for cost in self.costs]
+        behind, weights = 0.0, [0.0] * len(each)
+        for rank in range(len(each) - 1, -1, -1):
+            own = rounds * each[rank] + self._layer_after(rank)
+            weights[rank] = max(0.0, (1 - each[rank] / ways * behind) / own)
+            behind += weights[rank]
+        first, last = _least(self.costs[0].embedding), _least(self.costs[-1].head)
+        taken = rounds * (weights[0] * first + weights[-1] * last)
+        there = first / ways
+        for rank in range(1, len(each)):
+            there += 2 * self.send[rank - 1]
+            taken += weights[rank] * there
+        return (layers + taken) / behind + self.predictor.software.step_overhead
+
+    def _layer_after(self, rank: int) -> float:
+        """Seconds that a layer adds after the last backward pass, at the least."""
+        if self.layout.pipeline == 1:
+            return 0.0
+        held = self.predictor.sizes(self.layout.tensor).layer
+        ring, columns = self.rings[rank], self.layout.data * self.layout.context
+        shortest = min(ring.all_reduce(2 * held), ring.gather(4 * held))
+        return shortest - ring.gather(0.0) * 2 + compute.optimizer(self.costs[rank].work, held / columns)
+
+    def parts(self, counts: tuple[int, ...]) -> Parts:
+        """The step taken apart, as the rank that is done last sees it."""
+        times = self.times(counts)
+        table = pipeline.simulate(times, *self.plan)
+        ranks = range(self.layout.pipeline)
+        after = [self.after(counts, times, rank) for rank in ranks]
+        slowest = max(ranks, key=lambda rank: table.ends[rank] + sum(after[rank]))
+        busy = table.busy[slowest]
+        layers = sum(counts[slowest :: self.layout.pipeline])
+        tensor = min(busy, self.micro_batches * layers * self.costs[slowest].layer.exchange)
+        at_once = Times(times.forward, times.backward, times.weights, (0.0,) * len(times.send))
+        bubble = pipeline.simulate(at_once, *self.plan).ends[slowest] - busy
+        return Parts(
+            compute=busy - tensor,
+            bubble=bubble,
+            tensor=tensor,
+            pipeline=table.ends[slowest] - busy - bubble,
+            gradient=after[slowest][0],
+            optimizer=after[slowest][1],
+            overhead=self.predictor.software.step_overhead,
+        )
+
+
+def _least(split: Split) -> float:
+    """Seconds of both passes at the least: where the host is slower it may be busy with other layers meanwhile."""
+    return max(split.forward + split.backward, split.host_forward + split.host_backward)
+
+
+def _kinds(seats: Sequence[Seat]) -> tuple[tuple[str, int], ...]:
+    return tuple({(seat.nodes.type, seat.ranks): None for seat in seats})
+
+
+def _again(layer: Pass, recompute: str | int) -> float:
+    return layer.recompute if recompute == "full" else layer.selective if recompute == "selective" else 0.0
 
 
 def stage_seconds(cost: StageCost, layers: int, first: bool, last: bool) -> tuple[float, float]:
@@ -264,8 +359,7 @@ def _ends(cost: Pass, exchange_forward: float, exchange_backward: float, launch:
         cost.backward + exchange_backward,
         cost.host_forward + launch,
         cost.host_backward + launch,
-        exchange_forward,
-        exchange_backward,
+        exchange_forward + exchange_backward,
         0.0,
     )
 

@@ -8,7 +8,7 @@ Kernels and passes are counted from the programs; what is fitted is marked so, a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -82,4 +82,6 @@ STEELYARD = Software(
     scattered=False,
     step_overhead=5e-3,
 )
+# The same with layers that are not compiled, as under zero bubble.
+EAGER = replace(STEELYARD, name="eager", stream_passes=16.0, inner_passes=3.0, kernels=45)
 KNOWN = {software.name: software for software in (STEELYARD, MEGATRON)}

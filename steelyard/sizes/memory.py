@@ -6,8 +6,9 @@ formulas and how they were checked stand in docs/sizes.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from operator import mul
 
 from steelyard.core.recipe import Recipe
 from steelyard.sizes import activations
@@ -46,7 +47,7 @@ class Memory:
 
     def by_kind(self) -> dict[str, int]:
         """Bytes on the device, by kind."""
-        return {kind: size for kind, size in asdict(self).items() if kind != "host"}
+        return {kind: size for kind, size in vars(self).items() if kind != "host"}
 
 
 def micro_batches(recipe: Recipe, world: int) -> int:
@@ -54,9 +55,10 @@ def micro_batches(recipe: Recipe, world: int) -> int:
     return recipe.train.global_batch // (recipe.train.micro_batch * data_ranks(recipe, world))
 
 
-def memory_of(recipe: Recipe, world: int) -> list[Memory]:
-    """The peak memory of a rank, for each pipeline rank: those that share one hold the same."""
-    return [_Rank(recipe, world, rank).memory() for rank in range(recipe.parallel.pipeline)]
+def memory_of(recipe: Recipe, world: int, ranks: Iterable[int] | None = None) -> list[Memory]:
+    """The peak memory of a rank, for each pipeline rank or those asked for: ranks that share one hold the same."""
+    wanted = range(recipe.parallel.pipeline) if ranks is None else ranks
+    return [_Rank(recipe, world, rank).memory() for rank in wanted]
 
 
 class _Rank:
@@ -98,8 +100,7 @@ class _Rank:
         """The most that micro-batches in flight take together, given what each takes on the rank's n-th stage."""
         locals_ = range(len(self.stages))
         sizes = [*map(waiting, locals_), *map(held, locals_)]
-        numbers = ((*state.waiting, *state.held) for state in self.states)
-        return max(sum(count * size for count, size in zip(each, sizes, strict=True)) for each in numbers)
+        return max(sum(map(mul, each, sizes)) for each in self.states)
 
     def _working_copies(self) -> int:
         """Weights in the precision of the products, beside the fp32 ones.

@@ -75,25 +75,22 @@ def in_flight(parallel: Parallel, micro_batches: int, rank: int) -> set[InFlight
 
 
 @lru_cache(maxsize=4096)
-def fullest(schedule: str, pipeline: int, virtual: int, micro_batches: int, rank: int) -> tuple[InFlight, ...]:
-    """Of those states the ones that no other exceeds: the fullest moment is among them, whatever a micro-batch takes.
+def fullest(schedule: str, pipeline: int, virtual: int, micro_batches: int, rank: int) -> tuple[tuple[int, ...], ...]:
+    """Of those states, waiting then held, at least the ones that no other exceeds: the fullest moment is among them.
 
-    Kept, since a planner asks for the same few by the thousand.
+    Kept, since a planner asks for the same few by the thousand; with one stage per rank it is known without walking.
     """
-    if pipeline == 1 or (virtual == 1 and schedule in ("gpipe", "1f1b")):
-        waiting = 1 if pipeline == 1 else micro_batches
-        if schedule == "1f1b" and pipeline > 1:
-            waiting = min(micro_batches, pipeline - rank)
-        if virtual == 1:
-            return (InFlight((waiting,), (0,)),)
+    if virtual == 1 and (pipeline == 1 or schedule in ("gpipe", "1f1b")):
+        waiting = 1 if pipeline == 1 else micro_batches if schedule == "gpipe" else min(micro_batches, pipeline - rank)
+        return ((waiting, 0),)
     parallel = Parallel().model_copy(update={"schedule": schedule, "pipeline": pipeline, "virtual": virtual})
-    states = sorted(in_flight(parallel, micro_batches, rank), key=lambda state: -sum(sum(state, ())))
-    kept: list[InFlight] = []
-    for state in states:
-        numbers = sum(state, ())
-        if not any(all(a <= b for a, b in zip(numbers, sum(other, ()), strict=True)) for other in kept):
-            kept.append(state)
-    return tuple(kept)
+    states = sorted({state.waiting + state.held for state in in_flight(parallel, micro_batches, rank)}, reverse=True)
+    # A state right after a forward pass exceeds the one before it: of neighbours in this order the larger is enough.
+    return tuple(
+        state
+        for number, state in enumerate(states)
+        if not number or any(a > b for a, b in zip(state, states[number - 1], strict=True))
+    )
 
 
 def _round(parallel: Parallel, micro_batches: int) -> int:
