@@ -35,6 +35,7 @@ COMMANDS = {
     "tokenizer": ("tokenizer", "Train, look at and export tokenizers."),
     "data": ("data", "Fetch and convert text, and turn it into token files."),
     "train": ("train", "Train a model as a recipe says."),
+    "plan": ("plan", "Find the best layout for the machines at hand."),
     "checkpoint": ("checkpoint", "Convert, look at and compare checkpoints of any format."),
     "eval": ("eval", "Measure perplexity, and score tasks."),
     "generate": ("generate", "Let a trained model write."),

@@ -1,35 +1,36 @@
 """A cluster: kinds of nodes, the GPUs in them, and the links between them, read from CLUSTER.toml.
 
-    name = "campus"
+name = "campus"
 
-    [[nodes]]
-    type = "a10"               # any name; links and parallel.placement use it
-    count = 7
-    gpu = "a10"                # of the catalogue (sizes/gpus.py), or of a [[gpus]] table in this file
-    gpus = 4                   # in each node
-    partition = "gpu2"         # Slurm's names, for whoever submits; the planner only passes them on
-    gres = "gpu:a10:4"
-    zone = "one"
-    price_hour = 3.2           # of a node
-    intra_GBps = 16.0          # what one GPU sends to its neighbours, one way; left out: the catalogue's
-    idle_watts = 200           # of a node beside its GPUs, for the energy objective
+[[nodes]]
+type = "a10"               # any name; links and parallel.placement use it
+count = 7
+gpu = "a10"                # of the catalogue (sizes/gpus.py), or of a [[gpus]] table in this file
+gpus = 4                   # in each node
+partition = "gpu2"         # Slurm's names, for whoever submits; the planner only passes them on
+gres = "gpu:a10:4"
+zone = "one"
+price_hour = 3.2           # of a node
+intra_GBps = 16.0          # what one GPU sends to its neighbours, one way; left out: the catalogue's
+idle_watts = 200           # of a node beside its GPUs, for the energy objective
 
-    [[links]]
-    between = ["a10", "a100"]  # two types or two zones; the same twice: among nodes of that type or zone; "*": any
-    GBps = 12.5                # what one node sends through its network cards, all together, one way
-    latency_us = 5.0
+[[links]]
+between = ["a10", "a100"]  # two types or two zones; the same twice: among nodes of that type or zone; "*": any
+GBps = 12.5                # what one node sends through its network cards, all together, one way
+latency_us = 5.0
 
-    [[gpus]]                   # a GPU that is not in the catalogue
-    name = "mine"
-    memory_gib = 16
-    fp16 = 50.0                # dense TFLOP/s
-    bandwidth_gb = 500.0
+[[gpus]]                   # a GPU that is not in the catalogue
+name = "mine"
+memory_gib = 16
+fp16 = 50.0                # dense TFLOP/s
+bandwidth_gb = 500.0
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated
 
@@ -46,6 +47,14 @@ ANY = "*"
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=60)]
 # One core with 256-bit vectors and its share of a desktop's memory: enough to plan toys on a laptop.
 CORE = Gpu("cpu", "cpu", 4, 0.05, None, 0.025, 0.025, None, 8, 1, 15, 2, 0.6, "a core of a 2020s x86 processor")
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Bytes per second, one way, and seconds until the first of them arrives."""
+
+    bandwidth: float
+    latency: float
 
 
 class OwnGpu(Section):
@@ -102,19 +111,47 @@ class Cluster(Section):
 
     _file: str = PrivateAttr(default="cluster")
 
+    @cached_property
+    def by_type(self) -> dict[str, Nodes]:
+        """The nodes of each type."""
+        return {nodes.type: nodes for nodes in self.nodes}
+
+    @cached_property
+    def gpu_by_type(self) -> dict[str, Gpu]:
+        """What one GPU of each type of node can do: the file's own description goes before the catalogue's."""
+        own = {gpu.name: gpu.as_gpu(self._file) for gpu in self.gpus}
+        found = {nodes.type: own.get(nodes.gpu) or by_name(nodes.gpu) for nodes in self.nodes}
+        return {type_: CORE if gpu is None or gpu.memory is None else gpu for type_, gpu in found.items()}
+
+    @cached_property
+    def wires(self) -> dict[tuple[str, str], Wire]:
+        """The network between nodes of each two types."""
+        return {(one.type, other.type): self._closest(one, other) for one in self.nodes for other in self.nodes}
+
+    @cached_property
+    def insides(self) -> dict[str, Wire]:
+        """The links among the GPUs of each type of node, per GPU and one way."""
+        rates = {nodes.type: nodes.intra_GBps or self.gpu_by_type[nodes.type].link_gb or 16.0 for nodes in self.nodes}
+        return {type_: Wire(rate * 1e9, 2e-6) for type_, rate in rates.items()}
+
     def nodes_of(self, type_: str) -> Nodes:
         """The nodes of a type."""
-        return next(nodes for nodes in self.nodes if nodes.type == type_)
+        return self.by_type[type_]
 
     def gpu_of(self, nodes: Nodes) -> Gpu:
-        """What one of the node's GPUs can do: the file's own description goes before the catalogue's."""
-        own = next((gpu for gpu in self.gpus if gpu.name == nodes.gpu), None)
-        found = own.as_gpu(self._file) if own else by_name(nodes.gpu)
-        assert found is not None
-        return CORE if found.name == "cpu" and found.memory is None else found
+        """What one of the node's GPUs can do."""
+        return self.gpu_by_type[nodes.type]
 
     def wire(self, one: Nodes, other: Nodes) -> Wire:
-        """The network between two nodes: the link that names them most closely, a type before a zone before any."""
+        """The network between two nodes."""
+        return self.wires[one.type, other.type]
+
+    def inside(self, nodes: Nodes) -> Wire:
+        """The links among the GPUs of a node, per GPU and one way."""
+        return self.insides[nodes.type]
+
+    def _closest(self, one: Nodes, other: Nodes) -> Wire:
+        """The link that names both most closely: a type before a zone before any."""
         best, closeness = None, -1
         for link in self.links:
             first, second = link.between
@@ -126,23 +163,10 @@ class Cluster(Section):
             return Wire(NETWORK_GBPS * 1e9, NETWORK_LATENCY_US * 1e-6)
         return Wire(best.GBps * 1e9, best.latency_us * 1e-6)
 
-    def inside(self, nodes: Nodes) -> Wire:
-        """The links among the GPUs of a node, per GPU and one way."""
-        gigabytes = nodes.intra_GBps or self.gpu_of(nodes).link_gb or 16.0
-        return Wire(gigabytes * 1e9, 2e-6)
-
     @property
     def ranks(self) -> int:
         """GPUs in all."""
         return sum(nodes.count * nodes.gpus for nodes in self.nodes)
-
-
-@dataclass(frozen=True)
-class Wire:
-    """Bytes per second, one way, and seconds until the first of them arrives."""
-
-    bandwidth: float
-    latency: float
 
 
 def load(path: str | Path) -> Cluster:

@@ -182,7 +182,9 @@ def _attention(work: Work, shape: Shape, tokens: int) -> tuple[float, float]:
     batch = work.micro_batch * heads
     one = product(work, rows, shape.sequence, shape.head_dim, batch, BATCHED_SHARE)
     two = product(work, rows, shape.head_dim, shape.sequence, batch, BATCHED_SHARE)
-    bytes_ = (work.software.score_bytes + (5.0 if shape.dropout else 0.0)) * (1.0 if _softmax_is_one(work, shape) else 3.0)
+    bytes_ = (work.software.score_bytes + (5.0 if shape.dropout else 0.0)) * (
+        1.0 if _softmax_is_one(work, shape) else 3.0
+    )
     moved = batch * rows * shape.sequence * bytes_ * work.each / 2 / work.bandwidth
     return one + two + moved, 2 * (one + two) + moved
 

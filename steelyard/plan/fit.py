@@ -15,6 +15,7 @@ from steelyard.sizes.memory import RESERVED, Memory, memory_of
 class Room:
     """What a pipeline rank needs, and what its GPUs have for tensors."""
 
+    rank: int
     memory: Memory
     usable: int
     gpu: str
@@ -31,10 +32,10 @@ def rooms(predictor: Predictor, layout: Layout, ranks: Sequence[int] | None = No
     memories = memory_of(layout.applied(predictor.recipe), layout.world, ranks)
     placed = predictor.seats(layout)
     found = []
-    for memory, seats in zip(memories, (placed[rank] for rank in ranks), strict=True):
-        gpus = {seat.nodes.type: predictor.cluster.gpu_of(seat.nodes) for seat in seats}.values()
+    for rank, memory in zip(ranks, memories, strict=True):
+        gpus = {seat.nodes.type: predictor.cluster.gpu_of(seat.nodes) for seat in placed[rank]}.values()
         smallest = min(gpus, key=lambda gpu: gpu.memory or 0)
-        found.append(Room(memory, usable(smallest.memory or 0), smallest.name))
+        found.append(Room(rank, memory, usable(smallest.memory or 0), smallest.name))
     return found
 
 
@@ -65,12 +66,11 @@ def usable(memory: int) -> int:
 
 def reason(found: list[Room]) -> str | None:
     """Why a layout does not fit; None where it does."""
-    worst = max(range(len(found)), key=lambda rank: found[rank].memory.total - found[rank].usable)
-    room = found[worst]
+    room = max(found, key=lambda room: room.memory.total - room.usable)
     if room.fits:
         return None
     kind, most = max(room.memory.by_kind().items(), key=lambda item: item[1])
     return (
-        f"pipeline rank {worst} needs {units.size(room.memory.total)} and {room.gpu} has {units.size(room.usable)} "
+        f"pipeline rank {room.rank} needs {units.size(room.memory.total)} and {room.gpu} has {units.size(room.usable)} "
         f"for it, most of it {kind.replace('_', ' ')} ({units.size(most)})"
     )

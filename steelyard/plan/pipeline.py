@@ -124,6 +124,24 @@ def simulate(times: Times, schedule: str, pipeline: int, virtual: int, micro_bat
     return Timetable(tuple(free), tuple(_busy(times, pipeline, micro_batches)))
 
 
+def settled(times: Times, schedule: str, pipeline: int, virtual: int, micro_batches: int) -> tuple[float, ...]:
+    """When each rank is done, of a long step only the first rounds being walked through.
+
+    A pipeline soon repeats itself: then `pipeline` micro-batches more take as long as the last ones did. Searching may
+    rely on that; what is shown of a plan is simulated to the end.
+    """
+    rounds = micro_batches // pipeline
+    if rounds <= 6 or schedule == "gpipe":
+        return simulate(times, schedule, pipeline, virtual, micro_batches).ends
+    few = micro_batches - (rounds - 4) * pipeline
+    if schedule != "1f1b":  # Rounds of these are as many micro-batches as there are ranks, or nearly.
+        few = 4 * pipeline
+    before = simulate(times, schedule, pipeline, virtual, few - pipeline).ends
+    after = simulate(times, schedule, pipeline, virtual, few).ends
+    more = (micro_batches - few) / pipeline
+    return tuple(late + more * (late - early) for early, late in zip(before, after, strict=True))
+
+
 def events(
     times: Times, schedule: str, pipeline: int, virtual: int, micro_batches: int
 ) -> list[tuple[int, str, int, int, float, float]]:

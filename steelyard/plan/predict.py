@@ -7,8 +7,9 @@ rank by rank, since early ones wait for late ones anyway.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
 
 from steelyard.core.recipe import Recipe
 from steelyard.plan import communication, compute, pipeline
@@ -18,7 +19,10 @@ from steelyard.plan.compute import Pass, Shape, Work
 from steelyard.plan.layout import Layout, Placement, Seat, Seats
 from steelyard.plan.pipeline import Times
 from steelyard.plan.software import STEELYARD, Software
+from steelyard.sizes.gpus import Gpu
 from steelyard.sizes.model import Parameters, parameters
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,15 @@ class Split:
     """Of the backward seconds, those that only weights' gradients need."""
 
 
+@dataclass(frozen=True)
+class Stands:
+    """The seats of each pipeline rank, and numbers for ranks and for links to the next rank that cost the same."""
+
+    seats: list[tuple[Seat, ...]]
+    kinds: list[int]
+    links: list[int]
+
+
 class Predictor:
     """Costs of one recipe on one cluster. What many layouts share is kept."""
 
@@ -69,14 +82,14 @@ class Predictor:
         self.recipe, self.cluster, self.software = recipe, cluster, software
         self.shape = Shape.of(recipe)
         self.each = 4 if recipe.train.precision == "fp32" else 2
-        self._costs: dict[tuple[object, ...], StageCost] = {}
-        self._sends: dict[tuple[object, ...], float] = {}
-        self._rings: dict[tuple[object, ...], Ring] = {}
+        self._costs: dict[tuple[object, ...], dict[int, StageCost]] = {}
+        self._costs_on: dict[tuple[object, ...], StageCost] = {}
+        self._sends: dict[tuple[object, ...], dict[int, float]] = {}
+        self._rings: dict[tuple[object, ...], dict[int, Ring]] = {}
         self._seats: dict[Placement, Seats] = {}
-        self._rank_costs: dict[tuple[object, ...], list[StageCost]] = {}
-        self._rank_sends: dict[tuple[object, ...], tuple[float, ...]] = {}
-        self._rank_rings: dict[tuple[object, ...], list[Ring]] = {}
-        self._placed: dict[tuple[Placement, int, int], list[tuple[Seat, ...]]] = {}
+        self._placed: dict[tuple[Placement, int, int], Stands] = {}
+        self._numbers: dict[tuple[object, ...], int] = {}
+        self._examples: list[Any] = []
         self._parameters: dict[int, Parameters] = {}
         self._stages: dict[tuple[int, int, int], tuple[float, float]] = {}
 
@@ -89,13 +102,31 @@ class Predictor:
 
     def seats(self, layout: Layout) -> list[tuple[Seat, ...]]:
         """The nodes of each pipeline rank."""
+        return self._stands(layout).seats
+
+    def kinds(self, layout: Layout) -> list[int]:
+        """A number for each pipeline rank; ranks with the same one cost the same."""
+        return self._stands(layout).kinds
+
+    def _stands(self, layout: Layout) -> Stands:
         key = (layout.placement, layout.pipeline, layout.stage_ranks)
         if key not in self._placed:
             if layout.placement not in self._seats:
                 self._seats[layout.placement] = Seats(self.cluster, layout.placement)
             placed, ranks = self._seats[layout.placement], layout.stage_ranks
-            self._placed[key] = [placed.of(stage * ranks, ranks) for stage in range(layout.pipeline)]
+            seats = [placed.of(stage * ranks, ranks) for stage in range(layout.pipeline)]
+            kinds = [self._intern(_kinds(each), each) for each in seats]
+            links = [self._intern(_link(one, seats[(rank + 1) % len(seats)]), (one, seats[(rank + 1) % len(seats)]))
+                     for rank, one in enumerate(seats)]  # fmt: skip
+            self._placed[key] = Stands(seats, kinds, links)
         return self._placed[key]
+
+    def _intern(self, key: tuple[object, ...], example: Any) -> int:
+        """A number for all ranks, or all neighbours, whose costs are the same, with one of them as an example."""
+        if key not in self._numbers:
+            self._numbers[key] = len(self._examples)
+            self._examples.append(example)
+        return self._numbers[key]
 
     @staticmethod
     def least(cost: StageCost) -> float:
@@ -108,19 +139,27 @@ class Predictor:
 
     def step(self, layout: Layout) -> StepCost:
         """Everything about a layout's step that does not depend on its partition."""
-        where = (layout.placement, layout.pipeline, layout.tensor, layout.context, layout.data)
-        how = (*where, layout.micro_batch, layout.sequence_parallel)
-        if (how, layout.recompute) not in self._rank_costs:
-            self._rank_costs[how, layout.recompute] = [self.costs(layout, each) for each in self.seats(layout)]
-        if (how, layout.virtual) not in self._rank_sends:
-            seats, stages = self.seats(layout), layout.pipeline * layout.virtual
-            ring = [self._send(layout, one, seats[(rank + 1) % len(seats)]) for rank, one in enumerate(seats)]
-            self._rank_sends[how, layout.virtual] = tuple(ring[stage % layout.pipeline] for stage in range(stages - 1))
-        if where not in self._rank_rings:
-            columns = layout.data * layout.context
-            self._rank_rings[where] = [self._ring(each, layout.tensor, columns) for each in self.seats(layout)]
-        costs, send = self._rank_costs[how, layout.recompute], self._rank_sends[how, layout.virtual]
-        return StepCost(self, layout, costs, send, self._rank_rings[where])
+        stands = self._stands(layout)
+        cut = (layout.tensor, layout.context, layout.micro_batch, layout.sequence_parallel)
+        columns = layout.data * layout.context
+        costs = self._each(self._costs, (cut, layout.recompute), stands.kinds, lambda seats: self._cost(layout, seats))
+        send = self._each(self._sends, cut, stands.links, lambda pair: self._send(layout, *pair))
+        rings = self._each(
+            self._rings, (layout.tensor, columns), stands.kinds,
+            lambda seats: group(self.cluster, seats, layout.tensor, columns),
+        )  # fmt: skip
+        return StepCost(self, layout, costs, tuple((send * layout.virtual)[:-1]), rings)
+
+    def _each(
+        self, kept: dict[tuple[object, ...], dict[int, T]], how: tuple[object, ...], numbers: list[int],
+        made: Callable[[Any], T],
+    ) -> list[T]:  # fmt: skip
+        """One value for each number, made once from its example."""
+        known = kept.setdefault(how, {})
+        for number in set(numbers):
+            if number not in known:
+                known[number] = made(self._examples[number])
+        return [known[number] for number in numbers]
 
     def seconds(self, layout: Layout) -> float:
         """The whole step, not taken apart."""
@@ -130,24 +169,31 @@ class Predictor:
         """The step, part by part."""
         return self.step(layout).parts(layout.partition)
 
-    def costs(self, layout: Layout, seats: Sequence[Seat]) -> StageCost:
-        """What a pipeline rank's layers cost on its GPUs, the slowest of them setting the pace."""
-        key = (_kinds(seats), layout.tensor, layout.context, layout.micro_batch,
-               layout.sequence_parallel, layout.recompute)  # fmt: skip
-        if key not in self._costs:
-            kinds = {seat.nodes.type: seat for seat in seats}.values()
-            each = [self._cost(layout, seat, seats) for seat in kinds]
-            self._costs[key] = max(each, key=lambda cost: cost.layer.forward + cost.layer.backward)
-        return self._costs[key]
+    def costs(self, layout: Layout) -> list[StageCost]:
+        """What each pipeline rank's layers cost on its GPUs."""
+        return self.step(layout).costs
 
-    def _cost(self, layout: Layout, seat: Seat, seats: Sequence[Seat]) -> StageCost:
-        gpu = self.cluster.gpu_of(seat.nodes)
+    def _cost(self, layout: Layout, seats: Sequence[Seat]) -> StageCost:
+        """The cost on the slowest of the GPUs, which sets the pace."""
+        kinds = {seat.nodes.type: seat.nodes for seat in seats}.values()
+        tensor = group(self.cluster, seats, 1, layout.tensor)
+        context = group(self.cluster, seats, layout.tensor, layout.context)
+        each = [self._cost_on(layout, self.cluster.gpu_of(nodes), tensor, context) for nodes in kinds]
+        return max(each, key=lambda cost: cost.layer.forward + cost.layer.backward)
+
+    def _cost_on(self, layout: Layout, gpu: Gpu, tensor: Ring, context: Ring) -> StageCost:
+        key = (gpu.name, tensor, context, layout.micro_batch, layout.sequence_parallel, layout.recompute)
+        if key not in self._costs_on:
+            self._costs_on[key] = self._new_cost(layout, gpu, tensor, context)
+        return self._costs_on[key]
+
+    def _new_cost(self, layout: Layout, gpu: Gpu, tensor: Ring, context: Ring) -> StageCost:
         cut = (layout.tensor, layout.context, layout.sequence_parallel)
         work = Work.of(self.recipe, gpu, self.software, layout.micro_batch, cut)
         tokens = layout.micro_batch * self.shape.sequence // layout.context
-        sum_ = self._ring(seats, 1, layout.tensor).all_reduce(self.each * tokens * self.shape.hidden)
+        sum_ = tensor.all_reduce(self.each * tokens * self.shape.hidden)
         keys = 2 * self.each * tokens * layout.context * self.shape.key / layout.tensor
-        gathered = self._ring(seats, layout.tensor, layout.context).gather(keys)
+        gathered = context.gather(keys)
         launch = self.software.collective_launch * (layout.tensor > 1)
         layer, full = compute.layer(work, self.shape), layout.recompute == "full"
         sums_again = 2 * sum_ + gathered if full else 0.0
@@ -168,22 +214,9 @@ class Predictor:
     def _send(self, layout: Layout, one: Sequence[Seat], other: Sequence[Seat]) -> float:
         """Seconds from one stage to the next: the slowest pair, all of a node's ranks sending at once."""
         cut = layout.tensor if layout.sequence_parallel or self.software.scattered else 1
-        pairs = [(one[0], other[0]), (one[-1], other[-1])]
-        if len(_kinds(one)) > 1 or len(_kinds(other)) > 1:
-            pairs += list(zip(one, other, strict=False))
-        key = (layout.micro_batch, layout.context, cut,
-               *((a.nodes.type, b.nodes.type, a.node == b.node, a.ranks) for a, b in pairs))  # fmt: skip
-        if key not in self._sends:
-            tokens = layout.micro_batch * self.shape.sequence // layout.context
-            bytes_ = self.each * tokens * self.shape.hidden / cut
-            self._sends[key] = max(communication.send(self.cluster, a, b, bytes_, a.ranks) for a, b in pairs)
-        return self._sends[key]
-
-    def _ring(self, seats: Sequence[Seat], stride: int, size: int) -> Ring:
-        key = (_kinds(seats), len(seats), stride, size)
-        if key not in self._rings:
-            self._rings[key] = group(self.cluster, seats, stride, size)
-        return self._rings[key]
+        tokens = layout.micro_batch * self.shape.sequence // layout.context
+        bytes_ = self.each * tokens * self.shape.hidden / cut
+        return max(communication.send(self.cluster, a, b, bytes_, a.ranks) for a, b in _pairs(one, other))
 
     def sizes(self, tensor: int) -> Parameters:
         """Parameters by part that one of `tensor` ranks holds."""
@@ -262,10 +295,10 @@ class StepCost:
         layers = max(1, self.predictor.shape.layers)
         return max(seconds - hidden * (layers - 1) / layers, seconds / layers)
 
-    def seconds(self, counts: tuple[int, ...]) -> float:
-        """The whole step."""
+    def seconds(self, counts: tuple[int, ...], settled: bool = False) -> float:
+        """The whole step; `settled` lets a long one go on as it has begun, once it repeats itself (for searching)."""
         times = self.times(counts)
-        ends = pipeline.simulate(times, *self.plan).ends
+        ends = pipeline.settled(times, *self.plan) if settled else pipeline.simulate(times, *self.plan).ends
         after = (sum(self.after(counts, times, rank)) for rank in range(len(ends)))
         return max(end + more for end, more in zip(ends, after, strict=True)) + self.predictor.software.step_overhead
 
@@ -284,16 +317,19 @@ class StepCost:
         """
         virtual, rounds = self.layout.virtual, self.micro_batches
         ways = virtual if virtual == 1 else 2 * virtual  # A rank's first stage may hold less than its share.
-        each = [_least(cost.layer) for cost in self.costs]
-        behind, weights = 0.0, [0.0] * len(each)
-        for rank in range(len(each) - 1, -1, -1):
-            own = rounds * each[rank] + self._layer_after(rank)
-            weights[rank] = max(0.0, (1 - each[rank] / ways * behind) / own)
-            behind += weights[rank]
+        kinds = self.predictor.kinds(self.layout)
+        known = {kind: (_least(self.costs[rank].layer), self._layer_after(rank)) for rank, kind in _first(kinds)}
+        behind, weights = 0.0, [0.0] * len(kinds)
+        for rank in range(len(kinds) - 1, -1, -1):
+            each, after = known[kinds[rank]]
+            weight = (1 - each / ways * behind) / (rounds * each + after)
+            if weight > 0:
+                weights[rank] = weight
+                behind += weight
         first, last = _least(self.costs[0].embedding), _least(self.costs[-1].head)
         taken = rounds * (weights[0] * first + weights[-1] * last)
         there = first / ways
-        for rank in range(1, len(each)):
+        for rank in range(1, len(kinds)):
             there += 2 * self.send[rank - 1]
             taken += weights[rank] * there
         return (layers + taken) / behind + self.predictor.software.step_overhead
@@ -330,13 +366,28 @@ class StepCost:
         )
 
 
+def _first(kinds: list[int]) -> list[tuple[int, int]]:
+    """The first rank of each kind."""
+    return [(kinds.index(kind), kind) for kind in set(kinds)]
+
+
 def _least(split: Split) -> float:
     """Seconds of both passes at the least: where the host is slower it may be busy with other layers meanwhile."""
     return max(split.forward + split.backward, split.host_forward + split.host_backward)
 
 
-def _kinds(seats: Sequence[Seat]) -> tuple[tuple[str, int], ...]:
-    return tuple({(seat.nodes.type, seat.ranks): None for seat in seats})
+def _kinds(seats: Sequence[Seat]) -> tuple[object, ...]:
+    """What the costs of a pipeline rank depend on: its types of nodes, with how many ranks on each, and their number."""
+    return (*{(seat.nodes.type, seat.ranks): None for seat in seats}, len(seats))
+
+
+def _pairs(one: Sequence[Seat], other: Sequence[Seat]) -> list[tuple[Seat, Seat]]:
+    """Seats that send to each other."""
+    return [*zip(one, other, strict=False), (one[-1], other[-1])]
+
+
+def _link(one: Sequence[Seat], other: Sequence[Seat]) -> tuple[object, ...]:
+    return tuple({(a.nodes.type, b.nodes.type, a.node == b.node, a.ranks): None for a, b in _pairs(one, other)})
 
 
 def _again(layer: Pass, recompute: str | int) -> float:

@@ -12,12 +12,13 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 
 from steelyard.core.recipe import Recipe
 from steelyard.plan import fit, partition, space
 from steelyard.plan.cluster import Cluster
-from steelyard.plan.layout import Layout, Placement
+from steelyard.plan.layout import Layout, Placement, of_recipe
 from steelyard.plan.predict import Parts, Predictor
 from steelyard.plan.software import EAGER, STEELYARD, Software
 from steelyard.plan.space import Limits, Use, Variant
@@ -83,7 +84,18 @@ def search(
     software: Software = STEELYARD,
 ) -> Found:
     """The `top` best plans, the best first; for `pareto` those that no other beats in both time and price."""
-    return _Search(recipe, cluster, objective, top, limits or Limits(), software).run()
+    return _Search(recipe, cluster, objective, top, limits or space.limits_for(cluster), software).run()
+
+
+def given(recipe: Recipe, cluster: Cluster, software: Software = STEELYARD) -> Found:
+    """The recipe's own layout as the only plan, or among the excluded where it does not fit."""
+    layout = of_recipe(recipe, cluster)
+    predictor = Predictor(recipe, cluster, software)
+    why = fit.reason(fit.rooms(predictor, layout))
+    if why is not None:
+        return Found([], [(layout, why)], 1)
+    price = price_hour(cluster, layout.placement)
+    return Found([Plan(layout, predictor.parts(layout), price, watts(cluster, layout.placement))], [], 1)
 
 
 class _Search:
@@ -134,13 +146,14 @@ class _Search:
                 if use.ranks % (tensor * context):
                     continue
                 for micro_batch in space.micro_batches(self.recipe, self.limits):
-                    speed = sum(
-                        self.cluster.nodes_of(type_).gpus * number / (tensor * context) / self._layer(type_, tensor, context, micro_batch)
-                        for type_, number in use.counts
-                    )  # fmt: skip
+                    each = {type_: self._layer(type_, tensor, context, micro_batch) for type_, _ in use.counts}
+                    groups = {
+                        type_: n * self.cluster.nodes_of(type_).gpus / tensor / context for type_, n in use.counts
+                    }
+                    speed = sum(groups[type_] / each[type_] for type_ in each)
                     rounds = self.recipe.train.global_batch // micro_batch
-                    bound = rounds * self.recipe.model.layers / speed
-                    self._push(weight * bound, lambda u=use, t=tensor, c=context, m=micro_batch: self._arrange(u, t, c, m))  # type: ignore[misc]
+                    bound = weight * rounds * self.recipe.model.layers / speed
+                    self._push(bound, partial(self._arrange, use, tensor, context, micro_batch))
 
     def _arrange(self, use: Use, tensor: int, context: int, micro_batch: int) -> None:
         """Second round: order of nodes, pipeline, data, schedule. Bound: that of all partitions, nothing recomputed."""
@@ -149,13 +162,24 @@ class _Search:
         batch = self.recipe.train.global_batch // micro_batch
         for pipeline, data in space.meshes(use.ranks // (tensor * context), batch, layers):
             schedules = space.schedules(self.recipe, pipeline, batch // data, self.limits)
-            for placement in space.orders(use) if pipeline > 1 else [use.counts]:
-                for schedule, virtual in schedules:
-                    mesh = Mesh(use, tensor, context, micro_batch, placement, pipeline, data, schedule, virtual)
-                    layout = self._layout(mesh, Variant("none", 0))
-                    bound = weight * self._predictor(layout).step(layout).bound(layers)
-                    if bound < self._enough():
-                        self._push(bound, lambda m=mesh: self._finish(m))  # type: ignore[misc]
+            deepest = max((virtual for _, virtual in schedules), default=0)
+            for placement in (space.orders(use) if pipeline > 1 else [use.counts]) if deepest else ():
+                mesh = Mesh(use, tensor, context, micro_batch, placement, pipeline, data, "1f1b", deepest)
+                bound = weight * self._bound(mesh)
+                if bound < self._enough():
+                    self._push(bound, partial(self._schedule, mesh, schedules))
+
+    def _bound(self, mesh: Mesh) -> float:
+        layout = self._layout(mesh, Variant("none", 0))
+        return self._predictor(layout).step(layout).bound(self.recipe.model.layers)
+
+    def _schedule(self, mesh: Mesh, schedules: list[tuple[str, int]]) -> None:
+        """The schedules of a mesh, each with its own bound."""
+        for schedule, virtual in schedules:
+            chosen = replace(mesh, schedule=schedule, virtual=virtual)
+            bound = self._bound(chosen) * self._weight_of(self._layout(chosen, Variant("none", 0)))
+            if bound < self._enough():
+                self._push(bound, partial(self._finish, chosen))
 
     def _finish(self, mesh: Mesh) -> None:
         """Third round: the least recomputation that fits, and of the shardings that fit the fastest; then simulate."""
@@ -163,6 +187,10 @@ class _Search:
         zeros = space.zeros(mesh.pipeline, mesh.data * mesh.context, self.limits)
         self.found.space += len(zeros) * len(self.limits.recomputes)
         quick = mesh.pipeline * mesh.virtual * rounds * 2 <= QUICK
+        frugal = self._layout(mesh, Variant(self.limits.recomputes[-1], zeros[-1]))
+        frugal = frugal.with_partition(self._dealt(frugal, None))
+        if self._fitting([frugal]) is None:  # Nor does anything else.
+            return
         for recompute in self.limits.recomputes:  # Computing more again can only be slower.
             layout = self._layout(mesh, Variant(recompute, 0))
             counts = self._dealt(layout, None)
@@ -185,9 +213,9 @@ class _Search:
             timed.append((after, number, layout))
         for _, _, layout in sorted(timed):
             self.found.looked_at += 1
-            if fit.fits(self._predictor(layout), layout):
+            rooms = fit.rooms(self._predictor(layout), layout, fit.telling(self._predictor(layout), layout))
+            if all(room.fits for room in rooms):
                 return layout
-            rooms = fit.rooms(self._predictor(layout), layout)
             again = self._within(layout, rooms)
             if again is not None:
                 return again
@@ -198,6 +226,7 @@ class _Search:
         """The layout with layers moved off the stages that are too full, where others have room for them."""
         if layout.pipeline == 1 or layout.virtual > 1 or all(not room.fits for room in rooms):
             return None
+        rooms = fit.rooms(self._predictor(layout), layout)
         limits = list(layout.partition)
         for _ in range(4):
             for rank, room in enumerate(rooms):
@@ -255,7 +284,10 @@ class _Search:
         def fits(counts: tuple[int, ...]) -> bool:
             return fit.fits(predictor, layout.with_partition(counts))
 
-        counts, _ = partition.improved(layout.partition, step.seconds, step.at_least, fits, tries)
+        def seconds(counts: tuple[int, ...]) -> float:
+            return step.seconds(counts, settled=True)
+
+        counts, _ = partition.improved(layout.partition, seconds, step.at_least, fits, tries)
         return layout.with_partition(counts)
 
     def _plan(self, layout: Layout) -> Plan:
@@ -267,7 +299,7 @@ class _Search:
     def _keep(self, mesh: Mesh, layout: Layout, quick: bool) -> None:
         if quick:
             layout = self._refined(layout)
-        seconds = self._predictor(layout).seconds(layout)
+        seconds = self._predictor(layout).step(layout).seconds(layout.partition, settled=True)
         value = seconds * self._weight_of(layout)
         key = (mesh.use, mesh.tensor, mesh.context, mesh.micro_batch, mesh.pipeline, mesh.data)
         if key not in self.best or value < self.best[key][0]:
@@ -289,7 +321,7 @@ class _Search:
         mesh = Mesh(Use((), 0), tensor, context, micro_batch, ((type_, nodes),), 1, 1, "1f1b", 1)
         layout = self._layout(mesh, Variant("none", 0))
         predictor = self.predictors[True]
-        return predictor.least(predictor.costs(layout, predictor.seats(layout)[0]))
+        return predictor.least(predictor.costs(layout)[0])
 
 
 def price_hour(cluster: Cluster, placement: Placement) -> float | None:

@@ -33,7 +33,7 @@ class Software:
     logit_bytes: float
     """Bytes that a logit moves in all of the loss, forward and backward."""
     gradient_bytes: int
-    """Of a number that is summed over data-parallel ranks; 0: 2 under fp16, and 4 else, as Megatron sums bf16 in fp32."""
+    """Of a number that is summed over data-parallel ranks; 0: 2 under fp16, else 4, as Megatron sums bf16 in fp32."""
     overlapped: bool
     """Gradients of a layer are summed while those of the next are computed, in a step's last backward pass."""
     optimizer_bytes: float
@@ -43,7 +43,7 @@ class Software:
     step_overhead: float
     """Seconds of a step that nothing else explains: reading a batch, looking at the loss, logging (fitted)."""
     split_softmax: int = 0
-    """Kernels more where a rank's heads times the micro-batch are no multiple of four, which its fused softmax needs."""
+    """Kernels more where a rank's heads times the micro-batch are no multiple of four: then softmax is not fused."""
 
 
 # Counted: 2 norms, 4 products, 2 of attention, scale-mask-softmax, 2 dropouts, 2 residual sums, bias and GELU, and

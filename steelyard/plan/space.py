@@ -32,6 +32,11 @@ class Limits:
     """Whether nodes may be left idle."""
 
 
+def limits_for(cluster: Cluster) -> Limits:
+    """All of it on clusters of up to 256 GPUs; beyond, fewer stages per rank and larger steps between micro-batches."""
+    return Limits() if cluster.ranks <= 256 else Limits(micro_batch=8, virtual=2)
+
+
 class Use(NamedTuple):
     """Nodes that a plan uses, by type, in no order."""
 
@@ -59,9 +64,9 @@ def uses(cluster: Cluster, limits: Limits) -> list[Use]:
 
 
 def _counts(most: int) -> list[int]:
-    """All, the largest 2^k, 3 x 2^k and 5 x 2^k below, and none."""
+    """All, the largest 2^k and 3 x 2^k below, and none."""
     round_ = {most, 0}
-    for factor in (1, 3, 5):
+    for factor in (1, 3):
         number = factor
         while number * 2 <= most:
             number *= 2

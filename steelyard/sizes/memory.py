@@ -100,7 +100,7 @@ class _Rank:
         """The most that micro-batches in flight take together, given what each takes on the rank's n-th stage."""
         locals_ = range(len(self.stages))
         sizes = [*map(waiting, locals_), *map(held, locals_)]
-        return max(sum(map(mul, each, sizes)) for each in self.states)
+        return max(int(sum(map(mul, each, sizes))) for each in self.states)
 
     def _working_copies(self) -> int:
         """Weights in the precision of the products, beside the fp32 ones.

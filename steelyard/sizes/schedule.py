@@ -38,16 +38,20 @@ def actions(parallel: Parallel, micro_batches: int, rank: int) -> Iterator[Actio
         hops = parallel.pipeline - 1 - rank
         warm_up = (parallel.virtual - 1) * _round(parallel, micro_batches) + (hops if late else 2 * hops)
     warm_up = min(warm_up, total)
+    round_, virtual = _round(parallel, micro_batches), parallel.virtual
+    forward = [Action("forward", local) for local in range(virtual)]
+    backward = [Action("backward", virtual - 1 - local) for local in range(virtual)]
+    weights = [Action("weights", virtual - 1 - local) for local in range(virtual)]
     for number in range(warm_up):
-        yield Action("forward", _stage(parallel, micro_batches, number))
+        yield forward[number // round_ % virtual]
     for number in range(total):
         if number + warm_up < total:
-            yield Action("forward", _stage(parallel, micro_batches, number + warm_up))
-        yield Action("backward", parallel.virtual - 1 - _stage(parallel, micro_batches, number))
+            yield forward[(number + warm_up) // round_ % virtual]
+        yield backward[number // round_ % virtual]
         if late and number >= rank:
-            yield Action("weights", parallel.virtual - 1 - _stage(parallel, micro_batches, number - rank))
+            yield weights[(number - rank) // round_ % virtual]
     for number in range(max(0, total - rank), total) if late else ():
-        yield Action("weights", parallel.virtual - 1 - _stage(parallel, micro_batches, number))
+        yield weights[number // round_ % virtual]
 
 
 class InFlight(NamedTuple):
@@ -97,6 +101,3 @@ def _round(parallel: Parallel, micro_batches: int) -> int:
     """Micro-batches that pass through one stage of a rank before its next stage has its turn."""
     return micro_batches // max(1, micro_batches // parallel.pipeline)
 
-
-def _stage(parallel: Parallel, micro_batches: int, number: int) -> int:
-    return number // _round(parallel, micro_batches) % parallel.virtual
