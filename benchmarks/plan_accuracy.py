@@ -27,7 +27,14 @@ from steelyard.plan.layout import Layout
 from steelyard.plan.predict import Predictor
 from steelyard.plan.software import MEGATRON, STEELYARD, Software
 
-BARS = {"vtrain single": 8.4, "vtrain multi": 14.7, "sailor rtx": 10.3, "amp v100+t4": 49.0, "korthikanti": 3.65, "seed 002": 9.8}
+BARS = {
+    "vtrain single": 8.4,
+    "vtrain multi": 14.7,
+    "sailor rtx": 10.3,
+    "amp v100+t4": 49.0,
+    "korthikanti": 3.65,
+    "seed 002": 9.8,
+}
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,14 @@ class Case:
 
 
 def gpt(
-    layers: int, hidden: int, heads: int, sequence: int, batch: int, vocab: int = 51200, precision: str = "fp16", **more: Any
+    layers: int,
+    hidden: int,
+    heads: int,
+    sequence: int,
+    batch: int,
+    vocab: int = 51200,
+    precision: str = "fp16",
+    **more: Any,
 ) -> Recipe:
     """A GPT as Megatron trains it."""
     model = {"family": "gpt", "layers": layers, "hidden": hidden, "heads": heads, "vocab": vocab, "positions": sequence}
@@ -60,9 +74,18 @@ def gpt(
     )
 
 
-def layout(tensor: int, data: int, pipeline: int, micro_batch: int, counts: tuple[int, ...], placement: Any, **more: Any) -> Layout:
+def layout(
+    tensor: int, data: int, pipeline: int, micro_batch: int, counts: tuple[int, ...], placement: Any, **more: Any
+) -> Layout:
     """A layout with defaults."""
-    settings = {"context": 1, "virtual": 1, "zero": 0, "sequence_parallel": False, "schedule": "1f1b", "recompute": "none"}
+    settings = {
+        "context": 1,
+        "virtual": 1,
+        "zero": 0,
+        "sequence_parallel": False,
+        "schedule": "1f1b",
+        "recompute": "none",
+    }
     return Layout(tensor=tensor, data=data, pipeline=pipeline, micro_batch=micro_batch, partition=counts,
                   placement=tuple(placement), **(settings | more))  # fmt: skip
 
@@ -181,7 +204,10 @@ def sailor(folder: Path) -> Iterator[Case]:
         # One row names a model that its layers are not; the layers are what was run.
         name = next((name for name, shape in SAILOR.items() if shape[0] == sum(counts)), row["model"])
         layers, hidden, heads, vocab = SAILOR[name]
-        stages = [[re.fullmatch(r"(.+)xTP(\d+)", each.strip()) for each in stage.split("+")] for stage in row["stage_devices"].split("|")]
+        stages = [
+            [re.fullmatch(r"(.+)xTP(\d+)", each.strip()) for each in stage.split("+")]
+            for stage in row["stage_devices"].split("|")
+        ]
         if len({len(stage) for stage in stages}) > 1 or len({each[2] for stage in stages for each in stage}) > 1:
             continue  # Widths that differ by stage.
         tensor, data = int(stages[0][0][2]), len(stages[0])
@@ -204,7 +230,8 @@ def sailor(folder: Path) -> Iterator[Case]:
 # What GPUs of Sailor's nodes send each other: fitted, as the sources do not say.
 INSIDE = {"gh200-96": 48.0, "rtx3090": 3.6, "rtx2080ti": 1.25, "titan-rtx": 1.25}
 # The 500 W part, which keeps up less of the same peak; its share is fitted.
-H100_500W = {"name": "h100-500w", "memory_gib": 94.0, "fp32": 67.0, "tf32": 494.0, "fp16": 989.0, "bf16": 989.0, "fp8": 1979.0,
+H100_500W = {"name": "h100-500w", "memory_gib": 94.0, "fp32": 67.0, "tf32": 494.0, "fp16": 989.0, "bf16": 989.0,
+             "fp8": 1979.0,
              "bandwidth_gb": 2400.0, "units": 132, "watts": 500.0, "link_gb": 450.0, "sustained": 0.45}  # fmt: skip
 LLAMA = {"8B": (32, 4096, 32, 8, 14336), "70B": (80, 8192, 64, 8, 28672), "405B": (126, 16384, 128, 8, 53248)}
 
@@ -224,7 +251,9 @@ def torchtitan(folder: Path) -> Iterator[Case]:
                  "ffn": ffn, "vocab": 128256}  # fmt: skip
         fp8 = "loat8" in row["technique"]
         train = {"global_batch": local * data, "micro_batch": 1, "precision": "fp8" if fp8 else "bf16"}
-        recipe = Recipe.model_validate({"name": "case", "model": model, "data": {"sequence_length": length}, "train": train})
+        recipe = Recipe.model_validate(
+            {"name": "case", "model": model, "data": {"sequence_length": length}, "train": train}
+        )
         tokens = local * length / (context * tensor * pipeline)
         recompute = "full" if row["activation_ckpt"] == "full" else "selective"
         yield Case(
@@ -234,7 +263,8 @@ def torchtitan(folder: Path) -> Iterator[Case]:
             tokens / float(row["tokens_per_s_per_gpu"]),
             recipe,
             cluster([{"type": "h100", "count": gpus // 8, "gpu": "h100-500w", "gpus": 8}], 400.0, gpus=[H100_500W]),
-            layout(tensor, data, pipeline, micro, even(layers, pipeline), [("h100", gpus // 8)], context=context, zero=3,
+            layout(tensor, data, pipeline, micro, even(layers, pipeline), [("h100", gpus // 8)], context=context,
+                   zero=3,
                    recompute=recompute, sequence_parallel=tensor > 1),
             STEELYARD,
         )  # fmt: skip
@@ -271,7 +301,10 @@ def main() -> None:
               f"{100 * (predicted / measured - 1).mean():+6.1f}% {spearman(predicted, measured):6.3f} "
               f"{100 * np.mean(regret) if regret else 0.0:6.2f}%")  # fmt: skip
         for case, seconds in found if details else ():
-            print(f"    {seconds:9.4f} s for {case.measured:9.4f} s  {100 * (seconds / case.measured - 1):+6.1f}%  {case.name}")
+            print(
+                f"    {seconds:9.4f} s for {case.measured:9.4f} s  {100 * (seconds / case.measured - 1):+6.1f}%  "
+                f"{case.name}"
+            )
 
 
 if __name__ == "__main__":

@@ -106,8 +106,8 @@ class Cluster(Section):
 
     name: str = "cluster"
     nodes: Annotated[list[Nodes], Field(min_length=1)]
-    links: list[Link] = []
-    gpus: list[OwnGpu] = []
+    links: Annotated[list[Link], Field(default_factory=list)]
+    gpus: Annotated[list[OwnGpu], Field(default_factory=list)]
 
     _file: str = PrivateAttr(default="cluster")
 

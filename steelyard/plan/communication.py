@@ -1,9 +1,9 @@
 """How long ranks take to send to each other: a bandwidth, a latency, and who shares a wire.
 
-Collectives go around a ring, as NCCL's large ones do: an all-reduce sends 2 (n - 1) / n of its bytes over every link, an
-all-gather or reduce-scatter half of that. A ring over several nodes crosses the network once per node; where a node's
-GPUs belong to several rings, these share its network cards. The
-shares and latencies below are the only free numbers.
+Collectives go around a ring, as NCCL's large ones do: an all-reduce sends 2 (n - 1) / n of its bytes over every link,
+an all-gather or reduce-scatter half of that. A ring over several nodes crosses the network once per node; where a
+node's GPUs belong to several rings, these share its network cards. The shares and latencies below are the only free
+numbers.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def improved(
 ) -> tuple[tuple[int, ...], float]:
     """Move layers between stages one at a time, as long as the simulated time falls; at most `tries` simulations.
 
-    Moves are simulated in the order of their bound, and those whose bound is no better than the time at hand not at all.
+    Moves are simulated in the order of their bound, and those whose bound is no better than what is reached not at all.
     """
     best, seconds = counts, simulated(counts)
     while True:

@@ -377,7 +377,7 @@ def _least(split: Split) -> float:
 
 
 def _kinds(seats: Sequence[Seat]) -> tuple[object, ...]:
-    """What the costs of a pipeline rank depend on: its types of nodes, with how many ranks on each, and their number."""
+    """What the costs of a pipeline rank depend on: types of nodes, how many ranks are on each, and their number."""
     return (*{(seat.nodes.type, seat.ranks): None for seat in seats}, len(seats))
 
 

@@ -87,10 +87,11 @@ def _ranking(recipe: Recipe, found: Found, tokens: int) -> str:
         dollars = "" if figures["dollars"] is None else f"{figures['dollars']:,.0f}"
         nodes = " ".join(figures["placement"])
         rows.append(
-            [str(number), f"{plan.seconds:.3f}", units.count(figures["tokens_per_second"]), _days(figures["days"]), dollars,
+            [str(number), f"{plan.seconds:.3f}", units.count(figures["tokens_per_second"]), _days(figures["days"]),
+             dollars,
              str(plan.layout.world), shown(plan.layout), nodes]
         )  # fmt: skip
-    return _table(rows)
+    return table(rows)
 
 
 def _days(days: float) -> str:
@@ -114,10 +115,11 @@ def _explanation(recipe: Recipe, cluster: Cluster, plan: Plan, tokens: int) -> s
     budget = f"{units.count(tokens)} tokens take {_days(figures['days'])}" + (" days" if figures["days"] >= 0.1 else "")
     budget += "" if figures["dollars"] is None else f" and {figures['dollars']:,.0f} dollars"
     budget += f", {figures['kilowatt_hours']:,.0f} kWh at full power" if plan.watts else ""
-    return "\n".join(lines) + "\n\n" + _table(rows) + "\n\n" + _table(memory) + "\n\n" + budget
+    return "\n".join(lines) + "\n\n" + table(rows) + "\n\n" + table(memory) + "\n\n" + budget
 
 
-def _table(rows: list[list[str]]) -> str:
+def table(rows: list[list[str]]) -> str:
+    """Rows as lines with their columns aligned."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows

@@ -70,7 +70,8 @@ CATALOGUE = [
     Gpu("gh200-144", r"GH200 144G HBM3e", 144, 67, 494, 990, 990, 1979, 4900, 132, 900, 450, 0.72, "NVIDIA GH200 data sheet, 144 GB HBM3e"),
     Gpu("b200", r"B200", 180, 75, 1125, 2250, 2250, 4500, 8000, 148, 1000, 900, 0.72, "NVIDIA HGX and DGX B200 data sheets, an eighth of a box"),
     Gpu("cpu", r"cpu", None, None, None, None, None, None, None, None, None, None, 0.8, "none: processors differ too much for one line"),
-]  # fmt: on
+]
+# fmt: on
 ALIASES = {"v100": "v100-32", "a100": "a100-80", "h100": "h100-80", "gh200": "gh200-96"}
 
 

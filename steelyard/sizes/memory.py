@@ -74,9 +74,7 @@ class _Rank:
         self.columns = data_ranks(recipe, world) * parallel.context
         self.shards = self.columns // parallel.replicate if parallel.zero else 1
         self.micro_batches = micro_batches(recipe, world)
-        self.states = fullest(
-            parallel.schedule, parallel.pipeline, parallel.virtual, self.micro_batches, rank
-        )
+        self.states = fullest(parallel.schedule, parallel.pipeline, parallel.virtual, self.micro_batches, rank)
         self.tokens = recipe.train.micro_batch * recipe.data.sequence_length // parallel.context
 
     def memory(self) -> Memory:

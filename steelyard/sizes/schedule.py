@@ -100,4 +100,3 @@ def fullest(schedule: str, pipeline: int, virtual: int, micro_batches: int, rank
 def _round(parallel: Parallel, micro_batches: int) -> int:
     """Micro-batches that pass through one stage of a rank before its next stage has its turn."""
     return micro_batches // max(1, micro_batches // parallel.pipeline)
-

@@ -132,9 +132,7 @@ def explained(
     return UserError("\n".join(texts))
 
 
-def _problems(
-    detail: ErrorDetails, values: dict[str, Any], section: type[BaseModel]
-) -> Iterator[tuple[str, str, str]]:
+def _problems(detail: ErrorDetails, values: dict[str, Any], section: type[BaseModel]) -> Iterator[tuple[str, str, str]]:
     kind, context = detail["type"], detail.get("ctx", {})
     key = ".".join(str(part) for part in _without_family(detail["loc"]))
     if kind == "contradiction":
