@@ -23,6 +23,7 @@ import numpy as np
 
 from steelyard.core.recipe import Recipe
 from steelyard.plan.cluster import Cluster
+from steelyard.plan.foreign import megatron
 from steelyard.plan.layout import Layout
 from steelyard.plan.predict import Predictor
 from steelyard.plan.software import MEGATRON, STEELYARD, Software
@@ -281,6 +282,27 @@ def spearman(one: np.ndarray, other: np.ndarray) -> float:
     return float(np.corrcoef(*ranks)[0, 1]) if len(one) > 2 else float("nan")
 
 
+def memory(folder: Path) -> None:
+    """Predicted and measured memory: of seed 002's job, and of Sailor's runs."""
+    print("\nmemory, MiB")
+    job = next(seed_002())
+    held = megatron(Predictor(job.recipe, job.cluster, job.software), job.layout)
+    for name, predicted, measured in (
+        ("seed 002, rank 0", held[0].always, 1570.8), ("seed 002, rank 24", held[6].always, 3035.1),
+        ("seed 002, rank 24 at its fullest", held[6].peak, 3869.3),
+    ):  # fmt: skip
+        print(
+            f"    {predicted / 2**20:8.0f} for {measured:8.0f}  {100 * (predicted / 2**20 / measured - 1):+6.1f}%  {name}"
+        )
+    measured = [float(row["measured_peak_mem_bytes"]) for row in rows(folder / "sailor_validation_measured.csv")]
+    for case, bytes_ in zip(sailor(folder), measured, strict=False):
+        held = megatron(Predictor(case.recipe, case.cluster, case.software), case.layout)
+        most = max(each.peak for each in held)
+        print(
+            f"    {most / 2**20:8.0f} for {bytes_ / 2**20:8.0f}  {100 * (most / bytes_ - 1):+6.1f}%  {case.set} {case.name}"
+        )
+
+
 def main() -> None:
     """Print the table."""
     folder, details = Path(sys.argv[1]), "--cases" in sys.argv
@@ -305,6 +327,7 @@ def main() -> None:
                 f"    {seconds:9.4f} s for {case.measured:9.4f} s  {100 * (seconds / case.measured - 1):+6.1f}%  "
                 f"{case.name}"
             )
+    memory(folder)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ from steelyard.core.recipe.parallel import Parallel
 from steelyard.sizes.schedule import actions
 
 FORWARD, BACKWARD, WEIGHTS = 0, 1, 2
+SETTLED = 8  # Rounds of a micro-batch for each rank after which a pipeline repeats itself, as good as always.
+SHORT = 4000  # Passes up to which a step is always walked through to its end.
 KINDS = {"forward": FORWARD, "backward": BACKWARD, "weights": WEIGHTS}
 
 
@@ -131,11 +133,10 @@ def settled(times: Times, schedule: str, pipeline: int, virtual: int, micro_batc
     rely on that; what is shown of a plan is simulated to the end.
     """
     rounds = micro_batches // pipeline
-    if rounds <= 6 or schedule == "gpipe":
+    if rounds <= SETTLED + 1 or schedule == "gpipe" or micro_batches * len(times.forward) <= SHORT:
         return simulate(times, schedule, pipeline, virtual, micro_batches).ends
-    few = micro_batches - (rounds - 4) * pipeline
-    if schedule != "1f1b":  # Rounds of these are as many micro-batches as there are ranks, or nearly.
-        few = 4 * pipeline
+    # Rounds of other schedules are as many micro-batches as there are ranks, or nearly.
+    few = SETTLED * pipeline + (micro_batches % pipeline if schedule == "1f1b" else 0)
     before = simulate(times, schedule, pipeline, virtual, few - pipeline).ends
     after = simulate(times, schedule, pipeline, virtual, few).ends
     more = (micro_batches - few) / pipeline
@@ -176,11 +177,14 @@ def _busy(times: Times, pipeline: int, micro_batches: int) -> list[float]:
 def at_least(times: Times, pipeline: int, micro_batches: int) -> float:
     """A bound from below for any schedule: a rank's work, and the way of the first and last micro-batch to and from it.
 
-    Exact for gpipe and 1f1b where all stages are alike and sending is free.
+    Exact for gpipe and 1f1b where all stages are alike and sending is free. Where gradients of weights are left for
+    later, a rank's last work need not be waited for by others.
     """
     there, best = 0.0, 0.0
+    late = any(times.weights)
     for rank, busy in enumerate(_busy(times, pipeline, micro_batches)):
         best = max(best, there + busy)
         if rank < len(times.send):
-            there += times.forward[rank] + times.backward[rank] + 2 * times.send[rank]
+            there += times.forward[rank] + times.send[rank]
+            there += 0.0 if late else times.backward[rank] + times.send[rank]
     return best

@@ -317,6 +317,8 @@ class StepCost:
         """
         virtual, rounds = self.layout.virtual, self.micro_batches
         ways = virtual if virtual == 1 else 2 * virtual  # A rank's first stage may hold less than its share.
+        late = self.layout.schedule == "zero-bubble"
+        ways *= 3 if late else 1  # Only the forward pass, about a third of the work, must come before.
         kinds = self.predictor.kinds(self.layout)
         known = {kind: (_least(self.costs[rank].layer), self._layer_after(rank)) for rank, kind in _first(kinds)}
         behind, weights = 0.0, [0.0] * len(kinds)
@@ -330,7 +332,7 @@ class StepCost:
         taken = rounds * (weights[0] * first + weights[-1] * last)
         there = first / ways
         for rank in range(1, len(kinds)):
-            there += 2 * self.send[rank - 1]
+            there += self.send[rank - 1] * (1 if late else 2)
             taken += weights[rank] * there
         return (layers + taken) / behind + self.predictor.software.step_overhead
 
@@ -357,9 +359,9 @@ class StepCost:
         bubble = pipeline.simulate(at_once, *self.plan).ends[slowest] - busy
         return Parts(
             compute=busy - tensor,
-            bubble=bubble,
+            bubble=max(0.0, bubble),
             tensor=tensor,
-            pipeline=table.ends[slowest] - busy - bubble,
+            pipeline=max(0.0, table.ends[slowest] - busy - bubble),
             gradient=after[slowest][0],
             optimizer=after[slowest][1],
             overhead=self.predictor.software.step_overhead,

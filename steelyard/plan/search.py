@@ -58,6 +58,8 @@ class Found:
     """Whole layouts whose memory or time was reckoned."""
     space: int = 0
     """Layouts that those stand for."""
+    complete: bool = True
+    """Whether nothing that might be better was left out."""
 
 
 @dataclass(frozen=True)
@@ -108,18 +110,23 @@ class _Search:
         self.found = Found([])
         self.best: dict[tuple[object, ...], tuple[float, float, Layout]] = {}
         self.limit = float("inf")
+        self.finished = 0
         self.queue: list[tuple[float, int, Callable[[], None]]] = []
         self.ticket = count()
 
     def run(self) -> Found:
-        for use in space.uses(self.cluster, self.limits):
-            if self._can_compute(use):
-                self._open(use)
-        while self.queue:
-            bound, _, opened = heapq.heappop(self.queue)
+        uses = [use for use in space.uses(self.cluster, self.limits) if self._can_compute(use)]
+        opened = sorted((choices for use in uses if (choices := self._opened(use))), key=min)
+        for choices in opened[: self.limits.uses]:
+            for bound, _, go_on in choices:
+                self._push(bound, go_on)
+        self.found.complete = len(opened) <= self.limits.uses
+        while self.queue and self.finished < self.limits.meshes:
+            bound, _, go_on = heapq.heappop(self.queue)
             if bound >= self._enough():
                 break
-            opened()
+            go_on()
+        self.found.complete &= self.finished < self.limits.meshes
         kept = sorted(self.best.values(), key=lambda entry: entry[:2])
         if self.objective == "pareto":
             kept = _frontier(kept, self.cluster)
@@ -138,9 +145,10 @@ class _Search:
     def _push(self, bound: float, opened: Callable[[], None]) -> None:
         heapq.heappush(self.queue, (bound, next(self.ticket), opened))
 
-    def _open(self, use: Use) -> None:
+    def _opened(self, use: Use) -> list[tuple[float, int, Callable[[], None]]]:
         """First round: nodes, tensor, context, micro-batch. Bound: all work, spread over all GPUs by their speed."""
         weight = _weight(self.objective, price_hour(self.cluster, use.counts), watts(self.cluster, use.counts))
+        choices: list[tuple[float, int, Callable[[], None]]] = []
         for tensor in space.tensors(self.recipe, self.cluster, use, self.limits):
             for context in space.contexts(self.recipe, self.limits):
                 if use.ranks % (tensor * context):
@@ -153,7 +161,9 @@ class _Search:
                     speed = sum(groups[type_] / each[type_] for type_ in each)
                     rounds = self.recipe.train.global_batch // micro_batch
                     bound = weight * rounds * self.recipe.model.layers / speed
-                    self._push(bound, partial(self._arrange, use, tensor, context, micro_batch))
+                    go_on = partial(self._arrange, use, tensor, context, micro_batch)
+                    choices.append((bound, next(self.ticket), go_on))
+        return choices
 
     def _arrange(self, use: Use, tensor: int, context: int, micro_batch: int) -> None:
         """Second round: order of nodes, pipeline, data, schedule. Bound: that of all partitions, nothing recomputed."""
@@ -183,6 +193,7 @@ class _Search:
 
     def _finish(self, mesh: Mesh) -> None:
         """Third round: the least recomputation that fits, and of the shardings that fit the fastest; then simulate."""
+        self.finished += 1
         rounds = self.recipe.train.global_batch // (mesh.micro_batch * mesh.data)
         zeros = space.zeros(mesh.pipeline, mesh.data * mesh.context, self.limits)
         self.found.space += len(zeros) * len(self.limits.recomputes)

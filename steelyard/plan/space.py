@@ -22,7 +22,7 @@ class Limits:
     """How far to look."""
 
     tensor: int = 16
-    micro_batch: int = 32
+    micro_batch: int = 64
     virtual: int = 4
     contexts: tuple[int, ...] = (1, 2, 4, 8, 16)
     recomputes: tuple[str, ...] = ("none", "selective", "full")
@@ -30,11 +30,15 @@ class Limits:
     schedules: tuple[str, ...] = ("1f1b", "gpipe", "interleaved", "zero-bubble")
     subsets: bool = True
     """Whether nodes may be left idle."""
+    uses: int = 64
+    """Sets of nodes to look at, the most promising ones."""
+    meshes: int = 100_000
+    """Meshes to take to the end, the most promising ones."""
 
 
 def limits_for(cluster: Cluster) -> Limits:
-    """All of it on clusters of up to 256 GPUs; beyond, fewer stages per rank and larger steps between micro-batches."""
-    return Limits() if cluster.ranks <= 256 else Limits(micro_batch=8, virtual=2)
+    """All of it on clusters of up to 256 GPUs; beyond, only what promises the most."""
+    return Limits() if cluster.ranks <= 256 else Limits(micro_batch=8, virtual=2, uses=12, meshes=250)
 
 
 class Use(NamedTuple):
