@@ -291,16 +291,14 @@ def memory(folder: Path) -> None:
         ("seed 002, rank 0", held[0].always, 1570.8), ("seed 002, rank 24", held[6].always, 3035.1),
         ("seed 002, rank 24 at its fullest", held[6].peak, 3869.3),
     ):  # fmt: skip
-        print(
-            f"    {predicted / 2**20:8.0f} for {measured:8.0f}  {100 * (predicted / 2**20 / measured - 1):+6.1f}%  {name}"
-        )
+        error = 100 * (predicted / 2**20 / measured - 1)
+        print(f"    {predicted / 2**20:8.0f} for {measured:8.0f}  {error:+6.1f}%  {name}")
     measured = [float(row["measured_peak_mem_bytes"]) for row in rows(folder / "sailor_validation_measured.csv")]
     for case, bytes_ in zip(sailor(folder), measured, strict=False):
         held = megatron(Predictor(case.recipe, case.cluster, case.software), case.layout)
         most = max(each.peak for each in held)
-        print(
-            f"    {most / 2**20:8.0f} for {bytes_ / 2**20:8.0f}  {100 * (most / bytes_ - 1):+6.1f}%  {case.set} {case.name}"
-        )
+        error = 100 * (most / bytes_ - 1)
+        print(f"    {most / 2**20:8.0f} for {bytes_ / 2**20:8.0f}  {error:+6.1f}%  {case.set} {case.name}")
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
 import time
 from functools import lru_cache
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import given, settings
@@ -183,7 +183,7 @@ def test_the_frontier_holds_no_plan_that_another_beats_in_both():
     plans = search(gpt(layers=24, hidden=2048, batch=32), seed_002(), "pareto", 10, limits).plans
     points = sorted((plan.seconds, plan.value("cost")) for plan in plans)
     assert len(points) > 1
-    assert all(one[1] > other[1] for one, other in zip(points, points[1:], strict=False))
+    assert all(one[1] > other[1] for one, other in pairwise(points))
 
 
 @pytest.mark.slow
