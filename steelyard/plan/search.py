@@ -110,6 +110,7 @@ class _Search:
         self.found = Found([])
         self.best: dict[tuple[object, ...], tuple[float, float, Layout]] = {}
         self.limit = float("inf")
+        self.frontier: list[tuple[float, float]] = []
         self.finished = 0
         self.queue: list[tuple[float, int, Callable[[], None]]] = []
         self.ticket = count()
@@ -123,7 +124,7 @@ class _Search:
         self.found.complete = len(opened) <= self.limits.uses
         while self.queue and self.finished < self.limits.meshes:
             bound, _, go_on = heapq.heappop(self.queue)
-            if bound >= self._enough():
+            if bound >= self.limit:
                 break
             go_on()
         self.found.complete &= self.finished < self.limits.meshes
@@ -138,9 +139,12 @@ class _Search:
         gpus = [self.cluster.gpu_of(self.cluster.nodes_of(type_)) for type_, _ in use.counts]
         return all(gpu.peak(self.recipe.train.precision) is not None for gpu in gpus)
 
-    def _enough(self) -> float:
-        """A bound at or above which nothing can enter the answer any more."""
-        return float("inf") if self.objective == "pareto" else self.limit
+    def _is_beaten(self, bound: float, nodes: Placement) -> bool:
+        """Whether nothing on these nodes with such a bound can enter the answer any more."""
+        if self.objective != "pareto":
+            return bound >= self.limit
+        cost = bound * (price_hour(self.cluster, nodes) or 0.0)
+        return any(seconds <= bound and price <= cost for seconds, price in self.frontier)
 
     def _push(self, bound: float, opened: Callable[[], None]) -> None:
         heapq.heappush(self.queue, (bound, next(self.ticket), opened))
@@ -176,7 +180,7 @@ class _Search:
             for placement in (space.orders(use) if pipeline > 1 else [use.counts]) if deepest else ():
                 mesh = Mesh(use, tensor, context, micro_batch, placement, pipeline, data, "1f1b", deepest)
                 bound = weight * self._bound(mesh)
-                if bound < self._enough():
+                if not self._is_beaten(bound, use.counts):
                     self._push(bound, partial(self._schedule, mesh, schedules))
 
     def _bound(self, mesh: Mesh) -> float:
@@ -185,10 +189,12 @@ class _Search:
 
     def _schedule(self, mesh: Mesh, schedules: list[tuple[str, int]]) -> None:
         """The schedules of a mesh, each with its own bound."""
+        if self.objective == "pareto" and self._is_beaten(self._bound(mesh), mesh.use.counts):
+            return
         for schedule, virtual in schedules:
             chosen = replace(mesh, schedule=schedule, virtual=virtual)
             bound = self._bound(chosen) * self._weight_of(self._layout(chosen, Variant("none", 0)))
-            if bound < self._enough():
+            if not self._is_beaten(bound, mesh.use.counts):
                 self._push(bound, partial(self._finish, chosen))
 
     def _finish(self, mesh: Mesh) -> None:
@@ -198,21 +204,21 @@ class _Search:
         zeros = space.zeros(mesh.pipeline, mesh.data * mesh.context, self.limits)
         self.found.space += len(zeros) * len(self.limits.recomputes)
         quick = mesh.pipeline * mesh.virtual * rounds * 2 <= QUICK
-        frugal = self._layout(mesh, Variant(self.limits.recomputes[-1], zeros[-1]))
-        frugal = frugal.with_partition(self._dealt(frugal, None))
-        if self._fitting([frugal]) is None:  # Nor does anything else.
-            return
         for recompute in self.limits.recomputes:  # Computing more again can only be slower.
             layout = self._layout(mesh, Variant(recompute, 0))
             counts = self._dealt(layout, None)
             bound = self._predictor(layout).step(layout).at_least(counts) * self._weight_of(layout)
-            if not quick and bound >= self._enough():
+            if not quick and self._is_beaten(bound, mesh.use.counts):
                 return
             whole = [replace(layout, zero=zero, partition=counts) for zero in zeros]
             fitting = self._fitting(whole)
             if fitting is not None:
                 self._keep(mesh, fitting, quick)
                 return
+            frugal = self._layout(mesh, Variant(self.limits.recomputes[-1], zeros[-1]))
+            frugal = frugal.with_partition(self._dealt(frugal, None))
+            if recompute == self.limits.recomputes[0] and self._fitting([frugal]) is None:
+                return  # If this does not fit, nothing of the mesh does.
 
     def _fitting(self, layouts: list[Layout]) -> Layout | None:
         """The first of these that fits, those with the least to do after the last backward pass first."""
@@ -315,6 +321,9 @@ class _Search:
         key = (mesh.use, mesh.tensor, mesh.context, mesh.micro_batch, mesh.pipeline, mesh.data)
         if key not in self.best or value < self.best[key][0]:
             self.best[key] = (value, seconds, layout)
+            if self.objective == "pareto":
+                self.frontier.append((seconds, seconds * (price_hour(self.cluster, layout.placement) or 0.0)))
+                return
             values = sorted(entry[0] for entry in self.best.values())
             self.limit = values[self.top - 1] if len(values) >= self.top else float("inf")
 
