@@ -39,6 +39,7 @@ COMMANDS = {
     "prune": ("prune", "Prune a checkpoint in one shot."),
     "mask": ("mask", "Look at masks, and apply them to weights."),
     "export-sparse": ("export_sparse", "Write a 2:4 model compressed."),
+    "plan": ("plan", "Find the best layout for the machines at hand."),
     "checkpoint": ("checkpoint", "Convert, look at and compare checkpoints of any format."),
     "eval": ("eval", "Measure perplexity, and score tasks."),
     "generate": ("generate", "Let a trained model write."),
