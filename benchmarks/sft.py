@@ -91,7 +91,8 @@ def ours(base: Path, folder: Path, talks: list[Any], options: argparse.Namespace
     precision = "bf16" if torch.cuda.is_available() else "fp32"
     words = [
         "finetune.template=chatml", f"data.sequence_length={options.length}",
-        f"train.micro_batch={options.micro_batch}", f"train.global_batch={options.micro_batch}", f"train.steps={options.steps + WARM_UP}", "log.every=1",
+        f"train.micro_batch={options.micro_batch}", f"train.global_batch={options.micro_batch}",
+        f"train.steps={options.steps + WARM_UP}", "log.every=1",
         f"train.precision={precision}", "finetune.valid_share=0.0", "eval.every=0", "checkpoint.every=0",
     ]  # fmt: skip
     prepared = tuning.prepare(recipe_for(None, words, str(base), [str(folder / "talks.jsonl")]))
