@@ -1,6 +1,6 @@
 """Every kernel of sparsity on one GPU: held to its plain twin, then timed against what it must beat.
 
-    python benchmarks/sparse_kernels.py                 # all of it, one H200: about three minutes
+    python benchmarks/sparse_kernels.py                 # all of it, on one GPU
     python benchmarks/sparse_kernels.py masked decode   # parts of it
     python benchmarks/sparse_kernels.py --tiny          # on a CPU, interpreted: does it run?
 
@@ -131,7 +131,7 @@ def masked_map(outputs: int, inputs: int, tokens: int) -> None:
     backward = timed(lambda: kernels._masked_weight_backward(frozen, frozen, fixed, *where))
     for kind, seconds, bytes_ in (("forward", forward, 10), ("backward", backward, 16)):
         row(f"  kernel {kind} {name}", seconds, tb_per_s=round(bytes_ * frozen.numel() / seconds / 1e9, 2))
-    row(f"  plain, not fused {name}", timed(lambda: learned(gumbel.masked_weight)), trainable)
+    row(f"  plain, not fused {name}", timed(lambda: learned(gumbel.masked_weight), graphed=False), trainable)
 
 
 def few_rows(sizes: Sizes, options: argparse.Namespace) -> None:

@@ -91,6 +91,27 @@ def test_the_guide_to_publishing_works_as_written(place, hub):
     assert b"perplexity" in first.files["README.md"]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_guide_to_tuning_works_as_written(place, hub):
+    environment = os.environ | hub.environment(place)
+    talk = "### Human: Write the word {0}.### Assistant: The word is {0}.### Human: Once more.### Assistant: {0}"
+    rows = [{"text": talk.format(word)} for word in ("parse", "self", "return", "value", "import", "class") * 6]
+    Path("oasst.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = commands("guide-finetune.md")
+    assert len(lines) >= 10
+    for line in lines:
+        small = line.replace("2000", "600").replace("you/", f"{USER}/").replace("train.steps=1000", SMALL)
+        small = small.replace("data.sequence_length=1024", "data.sequence_length=64 train.device=cpu")
+        small += " data.sequence_length=64 train.device=cpu" if " train gpt2" in small else ""
+        command = [sys.executable, "-m", "steelyard", *shlex.split(small)[1:]]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+        assert done.returncode == 0, f"{small}\n{done.stderr}"
+    base, tuned = (hub.model(f"{USER}/gpt_0.125B{rest}") for rest in ("", "_openassistant"))
+    assert base.files["model.safetensors"] != tuned.files["model.safetensors"]
+    assert b"### Response:" in tuned.files["chat_template.jinja"]
+
+
 def test_the_guide_to_evaluation_works_as_written(place):
     lines = commands("guide-evaluate.md")
     assert len(lines) >= 8

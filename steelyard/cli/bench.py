@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from steelyard.cli.options import (
+    BaseOption,
     CheckpointArgument,
     Device,
     DeviceOption,
@@ -33,6 +34,7 @@ def register(root: typer.Typer, name: str, help_: str) -> None:
 def sparse(
     checkpoint: CheckpointArgument,
     mask: MaskOption = None,
+    base: BaseOption = None,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of the prompt that is read.")] = 4096,
     context: Annotated[int, typer.Option(min=1, help="Tokens before the one that is written.")] = 512,
     batch: Annotated[list[int] | None, typer.Option(min=1, help="Texts at once.  [default: 1 2 4 8 16]")] = None,
@@ -50,6 +52,6 @@ def sparse(
     from steelyard.evaluate import bench
 
     batches = tuple(batch) if batch else (1, 2, 4, 8, 16)
-    request = bench.Request(checkpoint, mask, device, dtype, prompt, context, batches, allow_dense)
+    request = bench.Request(checkpoint, mask, base, device, dtype, prompt, context, batches, allow_dense)
     result = bench.sparse(request)
     print_result(result, json, bench.as_text(result))

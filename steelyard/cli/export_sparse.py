@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from steelyard.cli.options import CheckpointArgument, JsonOption, MaskOption, print_result
+from steelyard.cli.options import BaseOption, CheckpointArgument, JsonOption, MaskOption, print_result
 from steelyard.core import units
 
 
@@ -29,6 +29,7 @@ def export_sparse(
     checkpoint: CheckpointArgument,
     destination: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.", show_default=False)],
     mask: MaskOption = None,
+    base: BaseOption = None,
     allow_dense: Annotated[
         bool, typer.Option("--allow-dense", help="Leave matrices that do not follow 2:4 as they are.")
     ] = False,
@@ -48,7 +49,8 @@ def export_sparse(
     from steelyard.sparsity.source import opened
     from steelyard.train.device import DTYPES
 
-    result = export(opened(checkpoint, mask), destination, DTYPES[dtype.value] if dtype else None, allow_dense)
+    source = opened(checkpoint, mask, base)
+    result = export(source, destination, DTYPES[dtype.value] if dtype else None, allow_dense)
     left = f", {result['dense_matrices']} left dense" if result["dense_matrices"] else ""
     text = f"{destination}: {result['compressed']} matrices compressed{left}, {units.count(result['bytes'])}B"
     print_result(result, json, text)

@@ -34,6 +34,7 @@ class Request:
 
     checkpoint: str
     mask: str | None = None
+    base: str | None = None
     device: str = "auto"
     dtype: str = "auto"
     prompt: int = 4096
@@ -51,7 +52,7 @@ def sparse(request: Request) -> dict[str, Any]:
             mend="--device cpu runs the plain versions, which shows that they work and nothing about speed",
         )
     device = device_for(request.device)
-    source = compressible(opened(request.checkpoint, request.mask), request.allow_dense)
+    source = compressible(opened(request.checkpoint, request.mask, request.base), request.allow_dense)
     dtype = dtype_for(request.dtype, source, device)
     if device.type == "cuda" and dtype not in inference.DTYPES:
         dtype = torch.bfloat16

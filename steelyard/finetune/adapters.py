@@ -3,6 +3,8 @@
 LoRA computes W + s B A with s = alpha / rank, A (rank x in) random and B (out x rank) zero, so that training begins at
 the base. DoRA also learns the length of each row: g (W + s B A) / |W + s B A|, g beginning at the rows' lengths, which
 are taken for constants when gradients are computed. Both are what PEFT computes, so both can be read there.
+
+Over a pruned model LoRA may keep its zeros: m * (W + s B A), where m is where W is not zero. PEFT has nothing like it.
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ class AdaptedLinear(Linear):
     axis: Axis | None = None
     """The ranks that hold the other pieces of it."""
 
-    def __init__(self, linear: Linear, adapter: Adapter) -> None:
+    def __init__(self, linear: Linear, adapter: Adapter, keeps_zeros: bool) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
-        self.scale = adapter.alpha / adapter.rank
+        self.scale, self.keeps_zeros = adapter.alpha / adapter.rank, keeps_zeros
         device = linear.weight.device
         self.adapter_in = nn.Parameter(torch.empty(adapter.rank, linear.in_features, device=device))
         self.adapter_out = nn.Parameter(torch.empty(linear.out_features, adapter.rank, device=device))
@@ -40,6 +42,10 @@ class AdaptedLinear(Linear):
     def forward(self, x: Tensor) -> Tensor:
         """The frozen product and the adapter's."""
         weight = self.weight.to(x.dtype)
+        if self.keeps_zeros:
+            added = self.adapter_out.to(x.dtype) @ self.adapter_in.to(x.dtype) * self.scale
+            bias = None if self.bias is None else self.bias.to(x.dtype)
+            return self.product(x, weight + added.where(self.weight != 0, 0.0), bias)
         inner = nn.functional.linear(x, self.adapter_in.to(x.dtype))
         added = nn.functional.linear(inner, self.adapter_out.to(x.dtype)) * self.scale
         bias = None if self.bias is None else self.bias.to(x.dtype)
@@ -62,8 +68,8 @@ class AdaptedLinear(Linear):
         return self.weight.float() + self.scale * (self.adapter_out.float() @ self.adapter_in.float())
 
 
-def put_adapters(model: LanguageModel, adapter: Adapter) -> None:
-    """Freeze a model and give its layers' matrices adapters."""
+def put_adapters(model: LanguageModel, adapter: Adapter, keeps_zeros: bool = False) -> None:
+    """Freeze a model and give its layers' matrices adapters, which may leave zeros as they are."""
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):
             module.to(model.dtype)
@@ -73,7 +79,7 @@ def put_adapters(model: LanguageModel, adapter: Adapter) -> None:
         for path, linear in list(layer.named_modules()):
             parent, _, name = path.rpartition(".")
             if name in adapter.targets and isinstance(linear, Linear):
-                setattr(layer.get_submodule(parent), name, AdaptedLinear(linear, adapter))
+                setattr(layer.get_submodule(parent), name, AdaptedLinear(linear, adapter, keeps_zeros))
 
 
 def is_adapter(name: str) -> bool:
@@ -81,9 +87,9 @@ def is_adapter(name: str) -> bool:
     return name.rpartition(".")[2] in NAMES
 
 
-def merged(weight: Tensor, learned: dict[str, Tensor], scale: float) -> Tensor:
+def merged(weight: Tensor, learned: dict[str, Tensor], scale: float, keeps_zeros: bool = False) -> Tensor:
     """A matrix with its adapter folded in, in fp32."""
     total = weight.float() + scale * (learned[ADAPTER_OUT].float() @ learned[ADAPTER_IN].float())
     if MAGNITUDE in learned:
         total = total * (learned[MAGNITUDE].float() / total.norm(dim=1))[:, None]
-    return total
+    return total.where(weight != 0, 0.0) if keeps_zeros else total

@@ -34,12 +34,21 @@ class Adapting(Extension):
         assert recipe.finetune is not None
         assert recipe.finetune.adapter is not None
         self.recipe, self.adapter = recipe, recipe.finetune.adapter
+        self.keeps_zeros = recipe.sparsity is not None
+        if recipe.sparsity is not None and (
+            recipe.sparsity.method != "fixed" or recipe.sparsity.mask is not None or self.adapter.kind != "lora"
+        ):
+            raise UserError(
+                'of [sparsity], adapters know method = "fixed" without a mask file, and that with LoRA alone',
+                where=recipe.where("sparsity.method"),
+                mend="apply a mask file first (steelyard mask apply), or tune in full",
+            )
         self.base: dict[str, str] = {}
         self.mesh: Mesh = alone()
 
     def transform(self, model: LanguageModel) -> None:
         """Freeze the model and add adapters."""
-        put_adapters(model, self.adapter)
+        put_adapters(model, self.adapter, self.keeps_zeros)
 
     def assembled(self, stages: dict[int, LanguageModel], parts: list[Part], mesh: Mesh) -> None:
         """Know the ranks that share a matrix."""
@@ -65,7 +74,7 @@ class Adapting(Extension):
 
     def state(self) -> dict[str, Any]:
         """What the adapters belong to."""
-        return {STATE: {"base": self.base, **self.adapter.model_dump()}}
+        return {STATE: {"base": self.base, "keeps_zeros": self.keeps_zeros, "adapter": self.adapter.model_dump()}}
 
     def _load_base(self, recorded: dict[str, Any] | None, engine: Engine, world: World) -> None:
         origin = str(self.recipe.train.init_from)
@@ -104,8 +113,8 @@ class AdaptedSource(Source):
 
     format = "steelyard"
 
-    def __init__(self, adapters: Source, origin: Source, adapter: Adapter) -> None:
-        self.adapters, self.origin, self.adapter = adapters, origin, adapter
+    def __init__(self, adapters: Source, origin: Source, adapter: Adapter, keeps_zeros: bool) -> None:
+        self.adapters, self.origin, self.adapter, self.keeps_zeros = adapters, origin, adapter, keeps_zeros
         self.path, self.step, self.shape, self.dtype = adapters.path, adapters.step, origin.shape, torch.float32
         self.layout, self.extra, self.tokenizer_files = adapters.layout, dict(origin.extra), origin.tokenizer_files
         self.adapted = {name.rpartition(".")[0] for name in adapters.names() if is_adapter(name)}
@@ -126,7 +135,7 @@ class AdaptedSource(Source):
         module = name.removesuffix(".weight")
         if module not in self.adapted:
             return weight
-        return merged(weight, self.learned(module), self.adapter.alpha / self.adapter.rank)
+        return merged(weight, self.learned(module), self.adapter.alpha / self.adapter.rank, self.keeps_zeros)
 
     def learned(self, module: str) -> dict[str, Tensor]:
         """The adapter of one matrix, by its parameters' names."""

@@ -41,6 +41,11 @@ PLAIN = {
 def export(run: Path, out: Path) -> dict[str, Any]:
     """Write a run's adapter, of its best step where that was kept."""
     source = of_run(run, None)
+    if source.keeps_zeros:
+        raise UserError(
+            "the adapter leaves the zeros of a pruned model as they are, which PEFT's format cannot say",
+            mend="the merged weights are in the run's hf folder; steelyard adapter merge writes them anew",
+        )
     shape, adapter = source.shape, source.adapter
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
@@ -88,9 +93,11 @@ def of_run(path: Path, origin: Source | None) -> AdaptedSource:
     saved = checkpoint.source(_best(path))
     if STATE not in saved.state:
         raise UserError(f"{path} tuned no adapter", mend="name a run with [finetune.adapter], or a folder of PEFT's")
-    told = dict(saved.state[STATE])
-    base = told.pop("base")
-    return AdaptedSource(open_source(saved.path), origin or open_source(base["path"]), Adapter.model_validate(told))
+    told = saved.state[STATE]
+    adapter = Adapter.model_validate(told["adapter"])
+    return AdaptedSource(
+        open_source(saved.path), origin or open_source(told["base"]["path"]), adapter, told["keeps_zeros"]
+    )
 
 
 def _best(path: Path) -> Path:

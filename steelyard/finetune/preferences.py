@@ -140,19 +140,19 @@ def ask(samples: PairSamples, engine: Engine) -> None:
     """Have the model as it is now say what each answer's log probability is; ranks share the work."""
     rows, mesh = list(samples.in_order()), engine.mesh
     found = torch.zeros(len(rows), dtype=torch.float64, device=engine.device)
-    # All ranks compute as often as any, since shards of the weights must come together.
-    mine = [list(range(first, min(first + ROWS_AT_ONCE, len(rows)))) for first in range(0, len(rows), ROWS_AT_ONCE)]
-    rounds = -(-len(mine) // mesh.data.size)
+    # All ranks compute equally often, since shards of the weights must come together; what is left over is thrown away.
+    share = -(-len(rows) // mesh.data.size)
+    first = mesh.data.index * share
+    mine = [rows[min(number, len(rows) - 1)] for number in range(first, first + share)]
     for model in engine.assembly.stages.values():
         model.eval()
-    with console.progress("reference", rounds, "batches") as progress:
-        for number in range(rounds):
-            place = number * mesh.data.size + mesh.data.index
-            chosen = mine[place] if place < len(mine) else mine[0]
-            losses = engine.row_losses(engine.batch_of(read(_Listed(rows), chosen[0], len(chosen))))
-            if place < len(mine):
-                found[chosen] = -losses
-            progress.advance(1)
+    with console.progress("reference", share, "answers") as progress:
+        for start in range(0, share, ROWS_AT_ONCE):
+            number = min(ROWS_AT_ONCE, share - start)
+            losses = engine.row_losses(engine.batch_of(read(_Listed(mine), start, number)))
+            held = found[first + start : first + start + number]
+            held.copy_(-losses[: len(held)])
+            progress.advance(number)
     for model in engine.assembly.stages.values():
         model.train()
     if mesh.data.size > 1:

@@ -20,10 +20,11 @@ from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
 from steelyard.core.run import Run
 from steelyard.finetune import preferences, templates
-from steelyard.finetune.adapting import AdaptedSource, Adapting
+from steelyard.finetune.adapting import Adapting
 from steelyard.finetune.data import open_corpus, open_pairs
 from steelyard.finetune.encoding import Tally
 from steelyard.finetune.noise import add_noise
+from steelyard.finetune.peft_format import of_run
 from steelyard.finetune.preferences import PairSamples, Preferring
 from steelyard.finetune.samples import PackedSamples
 from steelyard.finetune.templates import Template
@@ -34,6 +35,7 @@ from steelyard.text.tokenizer import Tokenizer
 from steelyard.tokens.samples import Samples
 from steelyard.train.extension import Extension
 
+PRUNED = 0.4  # Share of zeros from which on a matrix was pruned.
 Rows = PackedSamples | PairSamples
 
 
@@ -104,6 +106,7 @@ def run(tuning: Tuning, path: Path | None, resume: str = "auto") -> Run:
     """Tune as the recipe says."""
     recipe, tune = tuning.recipe, tuning.recipe.finetune
     assert tune is not None
+    warn_if_pruned(recipe)
     extension = Adapting(recipe) if tune.adapter is not None else sparsity.extension(recipe) or Extension()
     if tune.neftune:
         extension = add_noise(extension, tune.neftune, recipe.data.sequence_length)
@@ -113,14 +116,26 @@ def run(tuning: Tuning, path: Path | None, resume: str = "auto") -> Run:
     return train.run(recipe, path, extension, resume, tuning.open_data)
 
 
+def warn_if_pruned(recipe: Recipe) -> None:
+    """Say so where a pruned model is about to lose its zeros: one of its matrices is looked at."""
+    if recipe.sparsity is None:
+        source = open_source(str(recipe.train.init_from))
+        zeros = (source.tensor(next(name for name in source.names() if name.endswith("mlp.up.weight"))) == 0).float()
+        if zeros.mean() >= PRUNED:
+            console.warn(
+                f"{zeros.mean():.0%} of a matrix of {source.path} are zero, and tuning would fill them; "
+                f"sparsity.method=fixed keeps them"
+            )
+
+
 def export(tuning: Tuning, run: Run, out: Path) -> dict[str, Any]:
     """Write what was tuned, at its best step where that was kept, as a folder that transformers loads."""
     origin = open_source(str(tuning.recipe.train.init_from))
     best = checkpoint.best(run.checkpoints)
-    source = open_source(best or run.path)
+    source: Source = open_source(best or run.path)
     assert tuning.recipe.finetune is not None
     if tuning.recipe.finetune.adapter is not None:
-        source = AdaptedSource(source, origin, tuning.recipe.finetune.adapter)
+        source = of_run(best or run.path, origin)
     take_along(source, origin)
     named = tuning.recipe.data.tokenizer
     written = convert(source, out, Target("hf", dtype=origin.dtype, tokenizer=named))

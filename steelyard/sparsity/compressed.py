@@ -29,7 +29,7 @@ from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.sparsity.source import Seen
 
-BLOCK_WORDS, BLOCK_GROUPS = 32, 256
+BLOCK_WORDS, BLOCK_GROUPS = 16, 128
 SHOWN = 10
 
 

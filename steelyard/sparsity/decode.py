@@ -7,19 +7,24 @@ The kept weights lie as in the file: a row after the other, two to a group of fo
 neighbouring threads take neighbouring 16 bytes. Which two of the four they are is, here, not two indices but the mask
 of the group, also four bits: a bit is tested where it lies, and an index would have to be taken out first. Eight masks
 make a word: not those of neighbours, whose word one thread would have to hand to others, but those of groups that are
-32 apart:
+16 apart:
 
-    word c of block k of a row has, in bits 4s to 4s + 3, the mask of group 256 k + 32 s + c        (c < 32, s < 8)
+    word c of block k of a row has, in bits 4s to 4s + 3, the mask of group 128 k + 16 s + c        (c < 16, s < 8)
 
 So a thread that holds words c to c + 3 needs them for its own groups in eight steps, each 16 bytes of weights, and no
-word moves between threads. A block is 1024 inputs; the last one is filled up with empty masks.
+word moves between threads. A block is 512 inputs; the last one is filled up with empty masks.
 
 Two kernels multiply. `_vectors` takes one row of inputs and adds up in fp32: x is read as 64-bit words, one of a group,
-and each weight's x is chosen by the mask's bits. About 17 instructions a group, which at 14336x4096 are 9 of the 16
-microseconds that memory takes. `_tiles` takes up to 16 rows: the group's words of weights become four tiles, one for
-each member, with zeros where the mask has none, and go through the tensor cores; that costs about as much whatever the
-number of rows. Where rows of the matrix are too few to occupy the GPU (4096x14336), the inputs are divided among
-programs too (`parts`); whichever finishes last adds up, always in the same order, so results repeat to the bit.
+and each weight's x is chosen by the mask's bits. Compiled for Hopper that is 16 to 20 instructions a group, 8 to 10
+microseconds at 14336x4096 where memory takes 16. `_tiles` takes up to 16 rows: the words of a group's weights become
+four tiles, one for each member, with zeros where the mask has none, and go through the tensor cores; 18 to 24
+instructions, whatever the number of rows. Where rows of the matrix are too few to occupy the GPU (4096x14336), the
+inputs are divided among programs too (`parts`); whichever finishes last adds up, always in the same order, so results
+repeat to the bit.
+
+Tried for `_tiles`, by what it compiles to, and left: masks in words of 16 or 8 bits, for smaller steps (each test of a
+bit takes two instructions); parts of a word's steps at a time, shifted by a number known at run time (the compiler then
+moves every tile through fast memory); tiles of two members (no packing, but every tile through fast memory).
 
 `compressed.dense` and a plain product are the twin. This module is imported only where there is a GPU.
 """
@@ -30,7 +35,7 @@ programs too (`parts`); whichever finishes last adds up, always in the same orde
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -38,9 +43,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from steelyard.sparsity.compressed import BLOCK_WORDS, Packed
+from steelyard.sparsity.compressed import BLOCK_GROUPS, BLOCK_WORDS, Packed
 
 COUNTERS = 1 << 16
+_WORDS, _GROUPS = tl.constexpr(BLOCK_WORDS), tl.constexpr(BLOCK_GROUPS)
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 KINDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -52,29 +58,41 @@ class Way:
     tiles: bool
     rows: int
     blocks: int = 1
+    """Side by side; more than one in `_vectors` alone."""
     warps: int = 4
     stages: int = 1
+    """From 2 on, loads wait in fast memory; from 3 on, one is under way while another is computed with."""
     parts: int = 1
+    """Into how many the inputs are divided."""
 
 
-# What is measured where a shape is met for the first time. The first of a kind is taken where nothing can be measured.
+# What is measured where a shape is met for the first time, undivided and divided. Of `_tiles` a program takes
+# (stages - 1) * (576 * rows + 16384) bytes of a multiprocessor's fast memory, of which Hopper has 227 KiB.
 VECTORS = (
-    Way(False, 16), Way(False, 32), Way(False, 8, blocks=2), Way(False, 8, warps=2), Way(False, 16, parts=2),
-    Way(False, 16, stages=3), Way(False, 4, blocks=4), Way(False, 8, blocks=2, parts=2),
+    Way(False, 32), Way(False, 16, blocks=2), Way(False, 64), Way(False, 8, blocks=4), Way(False, 16, warps=2),
+    Way(False, 32, stages=3),
 )  # fmt: skip
 TILES = (
-    Way(True, 32, warps=2, stages=2), Way(True, 64, stages=2), Way(True, 32, warps=2, stages=2, parts=2),
-    Way(True, 64, stages=2, parts=4), Way(True, 32, warps=2, stages=2, parts=7), Way(True, 32, warps=4, stages=1),
-    Way(True, 32, warps=2, stages=2, parts=4), Way(True, 64, stages=2, parts=7), Way(True, 32, warps=4, stages=3),
+    Way(True, 64, stages=3), Way(True, 64, stages=2), Way(True, 32, warps=2, stages=3),
+    Way(True, 32, warps=2, stages=2), Way(True, 128, warps=8, stages=3), Way(True, 128, stages=2),
 )  # fmt: skip
+PARTS = (1, 2, 4, 7)
+PROGRAMS = (100, 1200)  # of a product: fewer leave multiprocessors idle, more only add up more parts
 
 
 def ways(rows: int, packed: Packed) -> list[Way]:
-    """The ways that suit so many rows: no more parts than there are blocks."""
+    """The ways that suit so many rows of inputs and such a matrix; the first is a good guess."""
     blocks = packed.words.shape[1] // BLOCK_WORDS
-    found = (VECTORS if rows == 1 else TILES) if rows != 2 else (*TILES, *VECTORS[:3])
-    fits = [way for way in found if way.parts * way.blocks <= blocks or way == found[0]]
-    return [way for way in fits if way.parts == 1 or packed.outputs * rows // way.rows < COUNTERS]
+    fewest, most = PROGRAMS
+    found: list[tuple[int, Way]] = []
+    for form in {1: VECTORS, 2: (*TILES, *VECTORS[:3])}.get(rows, TILES):
+        programs = triton.cdiv(packed.outputs, form.rows) * (1 if form.tiles else rows)
+        for parts in PARTS:
+            # More parts than one only where blocks and programs suffice for them.
+            if parts == 1 or (parts * form.blocks <= blocks and programs * parts <= min(most, COUNTERS)):
+                found.append((programs * parts, replace(form, parts=parts)))
+    enough = [way for programs, way in found if programs >= fewest]
+    return enough or [way for _, way in found]
 
 
 def few_rows(x_BI: Tensor, packed: Packed, way: Way) -> Tensor:
@@ -85,7 +103,11 @@ def few_rows(x_BI: Tensor, packed: Packed, way: Way) -> Tensor:
     x = x_BI.contiguous().view(torch.int64)
     steps = triton.cdiv(words, way.blocks * BLOCK_WORDS * way.parts)
     # No mask is needed where blocks, parts and rows all come out even.
-    even = words == steps * way.parts * way.blocks * BLOCK_WORDS and inputs == 32 * words and outputs % way.rows == 0
+    even = (
+        words == steps * way.parts * way.blocks * BLOCK_WORDS
+        and inputs == 4 * BLOCK_GROUPS // BLOCK_WORDS * words
+        and outputs % way.rows == 0
+    )
     programs = triton.cdiv(outputs, way.rows)
     repeats = 1 if way.tiles else batch
     sums, done = y_BO, y_BO
@@ -96,7 +118,7 @@ def few_rows(x_BI: Tensor, packed: Packed, way: Way) -> Tensor:
     kernel = _tiles if way.tiles else _vectors
     kernel[(programs, repeats, way.parts)](
         x, packed.values.view(torch.int32), packed.words, y_BO, sums, done, batch, outputs, inputs // 4, words, steps,
-        KINDS[x_BI.dtype], way.rows, way.blocks, even, way.stages, way.parts,
+        way.parts, KINDS[x_BI.dtype], way.rows, way.blocks, even, way.stages, way.parts > 1,
         num_warps=way.warps, num_stages=way.stages,
     )  # fmt: skip
     return y_BO
@@ -105,7 +127,7 @@ def few_rows(x_BI: Tensor, packed: Packed, way: Way) -> Tensor:
 def expand(packed: Packed, room: Tensor | None = None) -> Tensor:
     """The dense matrix, written by a kernel; into `room`, where there is some."""
     whole = packed.values.new_empty(packed.outputs, packed.groups * 4) if room is None else room
-    rows = 16
+    rows = 32
     words = packed.words.shape[1]
     _expand[(triton.cdiv(packed.outputs, rows), words // BLOCK_WORDS)](
         packed.values.view(torch.int32), packed.words, whole.view(torch.int64), packed.outputs, packed.groups, words,
@@ -154,13 +176,13 @@ def _dot(a, b, total):
     return tl.dot(a, b, total)
 
 
-@triton.jit(do_not_specialize=["batch", "steps"])
+@triton.jit(do_not_specialize=["batch", "steps", "parts"])
 def _vectors(
-    x, pairs, words, y, sums, done, batch, outputs, groups, word_count, steps,
+    x, pairs, words, y, sums, done, batch, outputs, groups, word_count, steps, parts,
     kind: tl.constexpr, rows: tl.constexpr, blocks: tl.constexpr, even: tl.constexpr, stages: tl.constexpr,
-    parts: tl.constexpr,
+    divided: tl.constexpr,
 ):  # fmt: skip
-    columns: tl.constexpr = 32 * blocks
+    columns: tl.constexpr = _WORDS * blocks
     row = tl.program_id(0) * rows + tl.arange(0, rows)
     safe = row if even else tl.minimum(row, outputs - 1)
     words += safe.to(tl.int64)[:, None] * word_count
@@ -170,13 +192,13 @@ def _vectors(
     first = tl.program_id(2) * steps * columns
     for step in tl.range(0, steps, num_stages=stages):
         word = first + step * columns + tl.arange(0, columns)
-        group = word // 32 * 256 + word % 32
+        group = word // _WORDS * _GROUPS + word % _WORDS
         if even:
             masks = tl.load(words + word[None, :], eviction_policy="evict_first")
         else:
             masks = tl.load(words + word[None, :], mask=(word < word_count)[None, :], other=0)
         for s in tl.static_range(8):
-            at = group + 32 * s
+            at = group + _WORDS * s
             if even:
                 pair = tl.load(pairs + at[None, :], eviction_policy="evict_first")
             else:
@@ -196,16 +218,16 @@ def _vectors(
             total += _high_wide(pair, kind) * of_second
     place = tl.program_id(1).to(tl.int64) * outputs + row
     counter = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-    _settle(tl.sum(total, 1), place, row < outputs, y, sums, done + counter, batch * outputs, parts)
+    _settle(tl.sum(total, 1), place, row < outputs, y, sums, done + counter, batch * outputs, parts, divided)
 
 
-@triton.jit(do_not_specialize=["batch", "steps"])
+@triton.jit(do_not_specialize=["batch", "steps", "parts"])
 def _tiles(
-    x, pairs, words, y, sums, done, batch, outputs, groups, word_count, steps,
+    x, pairs, words, y, sums, done, batch, outputs, groups, word_count, steps, parts,
     kind: tl.constexpr, rows: tl.constexpr, blocks: tl.constexpr, even: tl.constexpr, stages: tl.constexpr,
-    parts: tl.constexpr,
+    divided: tl.constexpr,
 ):  # fmt: skip
-    columns: tl.constexpr = 32 * blocks
+    columns: tl.constexpr = _WORDS * blocks
     row = tl.program_id(0) * rows + tl.arange(0, rows)
     safe = row if even else tl.minimum(row, outputs - 1)
     words += safe.to(tl.int64)[:, None] * word_count
@@ -217,13 +239,13 @@ def _tiles(
     first = tl.program_id(2) * steps * columns
     for step in tl.range(0, steps, num_stages=stages):
         word = first + step * columns + tl.arange(0, columns)
-        group = word // 32 * 256 + word % 32
+        group = word // _WORDS * _GROUPS + word % _WORDS
         if even:
             masks = tl.load(words + word[None, :], eviction_policy="evict_first")
         else:
             masks = tl.load(words + word[None, :], mask=(word < word_count)[None, :], other=0)
         for s in tl.static_range(8):
-            at = group + 32 * s
+            at = group + _WORDS * s
             if even:
                 pair = tl.load(pairs + at[None, :], eviction_policy="evict_first")
                 four = tl.load(x + at[None, :], mask=is_sample, other=0)
@@ -238,7 +260,7 @@ def _tiles(
             total = _dot(_high(x_back, kind), tl.trans(_high(back, kind)), total)
     place = sample.to(tl.int64)[:, None] * outputs + row[None, :]
     here = is_sample & (row < outputs)[None, :]
-    _settle(total, place, here, y, sums, done + tl.program_id(0), batch * outputs, parts)
+    _settle(total, place, here, y, sums, done + tl.program_id(0), batch * outputs, parts, divided)
 
 
 @triton.jit
@@ -246,15 +268,16 @@ def _spread(pair, masks, s: tl.constexpr):
     """A group's two weights at their places among four, as two words of two."""
     front = tl.where(_bit(masks, 4 * s), pair, pair << 16)
     front = tl.where(_bit(masks, 4 * s + 1), front, front & 0xFFFF)
-    back = tl.where(_bit(masks, 4 * s + 3), pair, (pair >> 16) & 0xFFFF)
+    upper = (pair.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)
+    back = tl.where(_bit(masks, 4 * s + 3), pair, upper)
     back = tl.where(_bit(masks, 4 * s + 2), back, back & -65536)
     return front, back
 
 
 @triton.jit
-def _settle(total, place, here, y, sums, counter, size, parts: tl.constexpr):
+def _settle(total, place, here, y, sums, counter, size, parts, divided: tl.constexpr):
     """Write a product, or a part of it; who comes last adds the parts up and leaves the counter at zero."""
-    if parts == 1:
+    if not divided:
         tl.store(y + place, total.to(y.dtype.element_ty), mask=here)
     else:
         part = tl.program_id(2).to(tl.int64)
@@ -262,7 +285,7 @@ def _settle(total, place, here, y, sums, counter, size, parts: tl.constexpr):
         tl.debug_barrier()  # The counter is moved by one thread, and must not be before the others have written.
         if tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
             whole = tl.zeros_like(total)
-            for number in tl.static_range(parts):
+            for number in range(parts):
                 whole += tl.load(sums + number * size + place, mask=here, other=0.0, cache_modifier=".cg")
             tl.store(y + place, whole.to(y.dtype.element_ty), mask=here)
             tl.store(counter, 0)
@@ -272,11 +295,11 @@ def _settle(total, place, here, y, sums, counter, size, parts: tl.constexpr):
 def _expand(pairs, words, whole, outputs, groups, word_count, rows: tl.constexpr):
     row = tl.program_id(0) * rows + tl.arange(0, rows)
     here = (row < outputs)[:, None]
-    word = tl.program_id(1) * 32 + tl.arange(0, 32)
+    word = tl.program_id(1) * _WORDS + tl.arange(0, _WORDS)
     masks = tl.load(words + row.to(tl.int64)[:, None] * word_count + word[None, :], mask=here, other=0)
     first = row.to(tl.int64)[:, None] * groups
     for s in tl.static_range(8):
-        group = tl.program_id(1) * 256 + s * 32 + tl.arange(0, 32)
+        group = tl.program_id(1) * _GROUPS + s * _WORDS + tl.arange(0, _WORDS)
         there = here & (group < groups)[None, :]
         pair = tl.load(pairs + first + group[None, :], mask=there, other=0)
         front, back = _spread(pair, masks, s)

@@ -94,12 +94,14 @@ def put(network: LanguageModel, names: list[str], dtype: torch.dtype) -> None:
 
 def prepare(network: LanguageModel) -> None:
     """Make all compressed maps ready, and measure the products of a single row, which writing consists of."""
-    for module in network.modules():
-        if isinstance(module, SparseLinear):
-            module.prepare()
-            if module.values.is_cuda:
-                with torch.inference_mode():
-                    module(torch.randn(1, module.in_features).to(module.values))
+    sparse = [module for module in network.modules() if isinstance(module, SparseLinear)]
+    if sparse and sparse[0].values.is_cuda:
+        console.say("choosing the fastest ways to multiply on this GPU; the first time, kernels are compiled for it")
+    for module in sparse:
+        module.prepare()
+        if module.values.is_cuda:
+            with torch.inference_mode():
+                module(torch.randn(1, module.in_features).to(module.values))
 
 
 @dataclass

@@ -14,6 +14,7 @@ from steelyard.sparsity import base
 from steelyard.sparsity.carried import Carried, Masks, carried
 from steelyard.sparsity.layers import Layer
 from steelyard.sparsity.masks import MaskFile
+from steelyard.text.tokenizer import Tokenizer
 
 DENSE = "none"  # What `--mask` is called where a model is to be seen without its masks.
 
@@ -38,6 +39,10 @@ class Seen(Source):
     def tensor(self, name: str) -> Tensor:
         """As the other's."""
         return self.source.tensor(name)
+
+    def load_tokenizer(self) -> Tokenizer:
+        """As the other's, which may lie where no tokenizer is looked for: in a GGUF."""
+        return self.source.load_tokenizer()
 
 
 class Masked(Seen):

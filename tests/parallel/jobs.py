@@ -32,10 +32,10 @@ def training(overrides: list[str], run: str, extension: Extension | None = None,
     return "\n".join(said)
 
 
-def tuned(base: str, overrides: list[str], run: str) -> None:
+def tuned(base: str, overrides: list[str], run: str, data: str) -> None:
     """Tune on the conversations at hand."""
     console.quiet = True
-    prepared = tuning.prepare(recipe_of(base, *overrides))
+    prepared = tuning.prepare(recipe_of(base, *overrides, data=data))
     tuning.run(prepared, Path(run))
 
 

@@ -9,6 +9,7 @@ import torch
 from steelyard.checkpoint.formats import open_source
 from steelyard.core.run import Run
 from tests.finetune.conftest import bases, talks, write_jsonl  # noqa: F401
+from tests.finetune.test_preferences import pairs
 from tests.parallel import jobs
 from tests.parallel.conftest import Layouts, difference
 from tests.parallel.test_layouts import parallel
@@ -18,6 +19,8 @@ COMMON = ["train.steps=4", "train.global_batch=8", "eval.every=2", "optim.learni
 KINDS = {
     "full": [],
     "lora": ["finetune.adapter.rank=4", "optim.learning_rate=1e-2"],
+    "noise": ["finetune.neftune=50.0"],
+    "dpo": ["finetune.dpo.beta=0.3"],
     "dora": ["finetune.adapter.kind=dora", "finetune.adapter.rank=4", "optim.learning_rate=1e-2"],
 }
 LAYOUTS = {
@@ -35,7 +38,7 @@ LAYOUTS = {
 }
 FAST = {
     ("llama", "full", "zero 3"), ("gpt", "full", "context"), ("llama", "full", "pipeline"), ("gpt", "lora", "tensor"),
-    ("llama", "dora", "data x tensor zero 3"),
+    ("llama", "dora", "data x tensor zero 3"), ("gpt", "noise", "sequence"), ("llama", "dpo", "all of them"),
 }  # fmt: skip
 ROUNDING = {"llama": 2e-5, "gpt": 2e-4}
 
@@ -52,9 +55,11 @@ def cases() -> list:
 def tune(layouts: Layouts, bases, size: int, family: str, kind: str, name: str, *overrides: str) -> Run:  # noqa: F811
     if not (layouts.folder / "talks.jsonl").exists():
         write_jsonl(layouts.folder / "talks.jsonl", talks(60))
+        write_jsonl(layouts.folder / "pairs.jsonl", pairs(20))
     path = f"tuned-{family}-{kind}-{name}".replace(" ", "-")
     if not (layouts.folder / path).exists():
-        layouts.ranks.do(size, jobs.tuned, str(bases / family), [*COMMON, *KINDS[kind], *overrides], path)
+        data = "pairs.jsonl" if kind == "dpo" else "talks.jsonl"
+        layouts.ranks.do(size, jobs.tuned, str(bases / family), [*COMMON, *KINDS[kind], *overrides], path, data)
     return Run.open(layouts.folder / path)
 
 
@@ -69,3 +74,8 @@ def test_tuning_is_alike_on_a_layout(layouts: Layouts, bases, family: str, kind:
     ours, theirs = open_source(run.path), open_source(alone.path)
     assert ours.sizes() == theirs.sizes()
     assert all(torch.allclose(ours.tensor(name), theirs.tensor(name), atol=2e-3) for name in ours.names())
+
+
+def test_noise_is_more_than_what_layouts_are_held_to(layouts: Layouts, bases):  # noqa: F811
+    plain, noisy = (tune(layouts, bases, 1, "gpt", kind, "alone") for kind in ("full", "noise"))
+    assert difference(noisy.metrics(), plain.metrics()) > 10 * ROUNDING["gpt"]

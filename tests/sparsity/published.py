@@ -1,4 +1,4 @@
-"""The published algorithms once more, from the papers and as plainly as they can be: fp64, one weight at a time.
+"""The published algorithms once more, from the papers and as plainly as they can be: fp64, a column at a time.
 
 Frantar and Alistarh, SparseGPT (2023), algorithm 1 and equation 3; Sun et al., Wanda (2023), equation 1. H^-1 is kept
 whole and loses a row and a column by elimination; nothing is factored.
@@ -40,19 +40,13 @@ def conditional_variances(inverse):
     return values
 
 
-def best_subset(scores, keep):
-    """The places of a group that stay, by trying all."""
-    return max(combinations(range(len(scores)), keep), key=lambda chosen: sum(scores[i] for i in chosen))
-
-
 def by_group(scores, keep, group):
-    """A mask from scores, one row and one group at a time."""
-    mask = torch.zeros(scores.shape, dtype=torch.bool)
-    for row in range(scores.shape[0]):
-        for first in range(0, scores.shape[1], group):
-            for place in best_subset(scores[row, first : first + group].tolist(), keep):
-                mask[row, first + place] = True
-    return mask
+    """A mask from scores: of all ways to keep so many of a group, the one that keeps the most."""
+    ways = list(combinations(range(group), keep))
+    groups = scores.reshape(-1, group)
+    best = torch.stack([groups[:, way].sum(1) for way in map(list, ways)], dim=1).argmax(1)
+    masks = torch.tensor([[place in way for place in range(group)] for way in ways])
+    return masks[best].view(scores.shape)
 
 
 def wanda(weight, inputs, keep, group):
@@ -82,10 +76,9 @@ def sparsegpt(weight, inputs, keep, group, share=None, block=128):
             scores = weight[:, i : i + block] ** 2 / variances[i : i + block]
             lowest = scores.flatten().argsort()[: int(scores.numel() * share)]
             mask[:, i : i + block] = torch.ones(scores.numel()).bool().index_fill(0, lowest, False).view(scores.shape)
-        for row in range(weight.shape[0]):
-            if not mask[row, i]:
-                weight[row] -= weight[row, i] / inverse[i, i] * inverse[i]
-                weight[row, i] = 0
+        errors = torch.where(mask[:, i], 0.0, weight[:, i] / inverse[i, i])
+        weight -= torch.outer(errors, inverse[i])
+        weight[~mask[:, i], i] = 0
         inverse = eliminated(inverse, i)
         inverse[i] = inverse[:, i] = 0
     return mask, weight

@@ -11,9 +11,12 @@ from steelyard.checkpoint.formats.compressed import compress
 from steelyard.checkpoint.formats.write import Target, convert
 from steelyard.core.errors import UserError
 from steelyard.evaluate.network import loaded
-from steelyard.sparsity import inference
+from steelyard.sparsity import base as bases
+from steelyard.sparsity import inference, masks
 from steelyard.sparsity.compressed import compressible, export, packed
 from steelyard.sparsity.patterns import Pattern
+from steelyard.sparsity.selection import maskable
+from steelyard.sparsity.source import opened
 from tests.checkpoint.models import SHAPES, Held, assert_equal
 
 PATTERN = Pattern.parse("2:4")
@@ -181,6 +184,23 @@ def test_what_is_exported_writes_and_scores_as_the_pruned_model(folder, monkeypa
         assert run("eval", "ppl", model_, "--data", "text.txt", "--sequence-length", "16", "--json") == 0
         answers.append((written, json.loads(capsys.readouterr().out)["loss"]))
     assert answers[0] == answers[1]
+
+
+def test_a_base_and_its_masks_are_exported_together(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    convert(Held(SHAPES["qwen2"]), folder / "base", Target("hf", dtype=torch.bfloat16))
+    base = open_source(folder / "base")
+    each = ((name, PATTERN.keep_best(base.tensor(name).float().abs())) for name in maskable(base.shape))
+    masks.write(folder / "magnitude.mask", each, PATTERN, bases.identity(base))
+    assert run("export-sparse", "base", "together", "--mask", "magnitude.mask") == 0
+    assert_equal(open_source(folder / "together"), opened(folder / "base", "magnitude.mask"))
+    assert run("export-sparse", "base", "alone") == 2
+
+
+def test_a_source_that_is_seen_through_something_keeps_its_own_tokenizer():
+    held = pruned("llama")
+    held.load_tokenizer = lambda: "inside the file"
+    assert compressible(held, allow_dense=False).load_tokenizer() == "inside the file"
 
 
 def test_a_benchmark_of_sparse_speed_wants_a_gpu_or_to_be_told_otherwise(folder, monkeypatch, capsys):

@@ -1,0 +1,71 @@
+"""Tuning a pruned model: its zeros stay, in full and with adapters, and a loss of them is foretold."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from steelyard.core.errors import UserError
+from steelyard.finetune import peft_format, tuning
+from tests.finetune.conftest import recipe_of
+
+WORDS = ["train.steps=3", "train.global_batch=4", "optim.learning_rate=0.03", "finetune.valid_share=0.0"]
+FIXED = "sparsity.method=fixed"
+
+
+@pytest.fixture
+def pruned(bases, place):
+    """The base with every other weight of its layers' matrices gone: 2:4."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(bases / "llama", place / "pruned")
+    weights = load_file(place / "pruned/model.safetensors")
+    for name, weight in weights.items():
+        if "proj" in name:
+            weight[:, ::2] = 0
+    save_file(weights, place / "pruned/model.safetensors", {"format": "pt"})
+    return place / "pruned"
+
+
+def tuned(base, *words):
+    prepared = tuning.prepare(recipe_of(base, *WORDS, *words))
+    run = tuning.run(prepared, Path("run"))
+    tuning.export(prepared, run, Path("out"))
+    return run
+
+
+def matrices(folder):
+    from safetensors.torch import load_file
+
+    return {name: weight for name, weight in load_file(Path(folder) / "model.safetensors").items() if "proj" in name}
+
+
+@pytest.mark.parametrize("words", [[], ["finetune.adapter.rank=4"]], ids=["full", "lora"])
+def test_zeros_stay_zeros_and_the_rest_moves(pruned, words):
+    tuned(pruned, FIXED, *words)
+    before, after = matrices(pruned), matrices("out")
+    assert all(torch.equal(before[name] == 0, after[name] == 0) for name in before)
+    assert all((before[name] - after[name]).abs().max() > 1e-3 for name in before)
+
+
+def test_the_loss_while_adapting_is_that_of_the_merged_model(pruned):
+    run = tuned(pruned, FIXED, "finetune.adapter.rank=4", "finetune.valid_share=0.2", "eval.every=0")
+    again = tuning.prepare(recipe_of("out", *WORDS, "finetune.valid_share=0.2", "train.steps=1"))
+    merged = tuning.run(again, Path("again"))
+    last = [record["valid_loss"] for record in run.metrics() if "valid_loss" in record][-1]
+    assert merged.metrics()[0]["valid_loss"] == pytest.approx(last, rel=1e-5)
+
+
+def test_zeros_that_would_be_lost_are_foretold(pruned, capsys):
+    tuned(pruned)
+    assert "sparsity.method=fixed keeps them" in capsys.readouterr().err
+    assert not any((weight == 0).any() for weight in matrices("out").values())
+
+
+def test_what_peft_cannot_say_is_refused(pruned):
+    run = tuned(pruned, FIXED, "finetune.adapter.rank=4")
+    with pytest.raises(UserError, match="PEFT's format cannot say"):
+        peft_format.export(run.path, Path("adapter"))
+    with pytest.raises(UserError, match="LoRA alone"):
+        tuned(pruned, FIXED, "finetune.adapter.kind=dora")
