@@ -234,7 +234,7 @@ def test_a_disk_that_fills_up_meanwhile_is_named_and_nothing_is_left(small_disk,
 
 
 def test_the_room_a_divided_checkpoint_takes_is_known_beforehand(tmp_path):
-    for name in SHAPES:
+    for name in ("gpt", "llama-tied"):
         result = convert(Held(SHAPES[name]), tmp_path / name, Target("megatron", Layout(2, 2)))
         taken = sum(file.stat().st_size for file in (tmp_path / name).rglob("*.pt"))
         assert result["bytes"] <= taken < result["bytes"] + 4 * 60_000, name
