@@ -112,6 +112,31 @@ def test_the_guide_to_tuning_works_as_written(place, hub):
     assert b"### Response:" in tuned.files["chat_template.jinja"]
 
 
+@pytest.mark.slow
+def test_the_guide_to_planning_works_as_written(place):
+    Path("cluster.toml").write_text((DOCS / "guide-plan.md").read_text().split("```toml\n")[1].split("```")[0])
+    Path("sinfo.txt").write_text("n060|gpu2*|gpu:a10:4(S:0-1)\nn070|gpu1|gpu:a100:4\n")
+    write_documents("tokens_text_document", [list(range(60))] * 40, 97)
+    Path("my.toml").write_text(
+        'extends = "gpt2-small"\nname = "my"\n[data]\ntrain = "tokens_text_document"\nsequence_length = 16\n'
+        "[model]\nlayers = 2\nhidden = 32\nheads = 2\nvocab = 97\n[train]\nsteps = 6\nglobal_batch = 4\n"
+        'micro_batch = 2\nprecision = "fp32"\ndevice = "cpu"\n[log]\nevery = 1\n'
+    )
+    Path("laptop.toml").write_text('[[nodes]]\ntype = "laptop"\ncount = 1\ngpu = "cpu"\ngpus = 2\n')
+    lines = commands("guide-plan.md")
+    assert len(lines) == 8
+    for line in lines:
+        small = line.replace("--nproc 32", "--nproc 2")
+        if "my.toml" in line or "--check" in line:  # What runs here is planned for here.
+            small = small.replace("cluster.toml", "laptop.toml")
+        done = subprocess.run(
+            [sys.executable, "-m", "steelyard", *shlex.split(small)[1:]], capture_output=True, text=True, timeout=240
+        )
+        assert done.returncode == 0, f"{small}\n{done.stderr}"
+    assert "measured" in done.stdout
+    assert "bubble and pipeline" in done.stdout
+
+
 def test_the_guide_to_evaluation_works_as_written(place):
     lines = commands("guide-evaluate.md")
     assert len(lines) >= 8

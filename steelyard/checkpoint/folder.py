@@ -34,12 +34,16 @@ from steelyard.checkpoint.metadata import SafeReader
 from steelyard.checkpoint.pieces import Piece, Promised, ReadingPieces, WritingPieces
 from steelyard.core import files
 from steelyard.core.console import console
-from steelyard.core.errors import Fault, UserError
+from steelyard.core.errors import Damaged, Fault, UserError
 from steelyard.core.run import MANIFEST, Run
 
 STATE = "state.json"
 VALID_LOSS = "valid_loss"  # In the state of a checkpoint that was the best when it was saved.
 PREFIX = "step-"
+
+
+class NotWritten(Fault):
+    """What torch could not write, mostly for want of room."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +136,7 @@ def _written(pieces: Holdings, unfinished: Path, path: Path, group: dist.Process
                 no_dist=group is None,
             )
         except CheckpointException as error:
-            raise Fault(f"checkpoint {path.name} could not be written: {_reason(error)}") from error
+            raise NotWritten(f"checkpoint {files.final(path.name)} could not be written: {_reason(error)}") from error
     rank = 0 if group is None else dist.get_rank(group)
     mine = [*unfinished.glob(f"__{rank}_*"), *([unfinished / ".metadata"] if rank == 0 else [])]
     return {file.name: _checksum(file) for file in sorted(mine)}
@@ -160,8 +164,8 @@ def latest(folder: Path) -> Checkpoint | None:
     for path in reversed(_by_age(folder)):
         try:
             return _opened(path)
-        except Fault as damage:
-            console.warn(f"{damage}; trying the checkpoint before it")
+        except Damaged as damage:
+            console.warn(f"{damage.message}; trying the checkpoint before it")
     return None
 
 
@@ -203,7 +207,7 @@ def load(checkpoint: Checkpoint, tensors: Tensors) -> None:
         try:
             dcp.load(dict(pieces), storage_reader=reader, planner=ReadingPieces(), no_dist=True)
         except CheckpointException as error:
-            raise Fault(f"{checkpoint.path} cannot be read: {_reason(error)}") from error
+            raise Damaged(f"{checkpoint.path} cannot be read: {_reason(error)}") from error
 
 
 @contextlib.contextmanager
@@ -219,11 +223,11 @@ def _opened(path: Path) -> Checkpoint:
         state = json.loads((path / STATE).read_text(encoding="utf-8"))
         sums = state.pop("files")
     except (OSError, ValueError, KeyError) as error:
-        raise Fault(f"checkpoint {path} is damaged: {STATE}: {error}") from None
+        raise Damaged(f"checkpoint {path} is damaged: {STATE}: {error}") from None
     for name, expected in sums.items():
         file = path / name
         if not file.is_file() or _checksum(file) != expected:
-            raise Fault(f"checkpoint {path} is damaged: {name} does not match its checksum")
+            raise Damaged(f"checkpoint {path} is damaged: {name} does not match its checksum")
     return Checkpoint(path, state)
 
 

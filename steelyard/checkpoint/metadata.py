@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from steelyard.core.errors import UserError
+from steelyard.core.errors import Damaged, UserError
 
 ALLOWED = {
     "torch.distributed.checkpoint.metadata": {
@@ -61,9 +61,9 @@ class SafeReader(dcp.FileSystemReader):
             sizes = {file.name: file.stat().st_size for file in path.parent.iterdir() if file.is_file()}
             _check(metadata, sizes)
         except UserError as error:
-            raise UserError(f"{path} is not sound: {error.message}") from None
+            raise Damaged(f"{path} is not sound: {error.message}") from None
         except Exception as error:  # A hostile or damaged pickle can fail in any way.
-            raise UserError(f"{path} cannot be read: {error}") from None
+            raise Damaged(f"{path} cannot be read: {error}") from None
         return metadata
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
-import re
 import signal
 import sys
 import time
@@ -22,9 +21,9 @@ from typing import Annotated, NoReturn
 import typer
 
 import steelyard
+from steelyard.core import files
 from steelyard.core.console import console
 from steelyard.core.errors import Fault, Interrupted, SteelyardError, UserError
-from steelyard.core.files import TEMPORARY
 from steelyard.launch import last_words
 from steelyard.parallel.world import LostPeer, World, detect
 
@@ -40,6 +39,7 @@ COMMANDS = {
     "prune": ("prune", "Prune a checkpoint in one shot."),
     "mask": ("mask", "Look at masks, and apply them to weights."),
     "export-sparse": ("export_sparse", "Write a 2:4 model compressed."),
+    "plan": ("plan", "Find the best layout for the machines at hand."),
     "checkpoint": ("checkpoint", "Convert, look at and compare checkpoints of any format."),
     "eval": ("eval", "Measure perplexity, and score tasks."),
     "generate": ("generate", "Let a trained model write."),
@@ -53,7 +53,8 @@ DEFAULTS = {"sft": ("run", ("run", "preview"))}
 SEVERAL = ("--input", "--json-keys", "--symbols")
 # What the system says of a path that the user should not have named.
 WRONG_PATH = (IsADirectoryError, NotADirectoryError, FileExistsError, PermissionError)
-TEMPORARY_NAME = re.compile(rf"{re.escape(TEMPORARY)}\d+-")
+# The parser's own errors; typer shows only some of them by name.
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 HELP = "Text and GPUs in, a trained and published language model out."
 EPILOG = "Exit codes: 0 done, 1 a fault of the machine or the work, 2 a mistake in what was asked, 130 interrupted."
 
@@ -67,8 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     for number in (signal.SIGINT, signal.SIGUSR1):  # SIGUSR1 is a scheduler's warning, which may come early.
         signal.signal(number, _interrupt)
     try:
-        app(words)(args=words, prog_name="steelyard")
-        code = 0
+        outcome = app(words)(args=words, prog_name="steelyard", standalone_mode=False)
+        code = outcome if isinstance(outcome, int) else 0
     except SystemExit as exit_:
         code = exit_.code if isinstance(exit_.code, int) else 1
     except Interrupted as interruption:
@@ -77,6 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # The reader has left; so do we, without a word.
         code = 1
+    except UsageError as error:
+        code = _refuse_usage(error)
     except Exception as error:
         code = _explain(error, debug)
     sys.exit(code)
@@ -166,6 +169,18 @@ def _refuse_unknown(word: str) -> NoReturn:
     sys.exit(2)
 
 
+def _refuse_usage(error: Exception) -> int:
+    """Tell words that a command does not take as any other mistake is told; a group alone shows its help."""
+    context, message = getattr(error, "ctx", None), str(getattr(error, "format_message", error.__str__)())
+    if message.startswith("Usage:"):
+        print(message, file=sys.stderr)
+        return UserError.exit_code
+    message = message[:1].lower() + message[1:].rstrip(".")
+    hint = "" if context is None else f"\n  {context.get_usage()}\n  {context.command_path} --help tells more"
+    console.error(message + hint)
+    return UserError.exit_code
+
+
 def _explain(error: Exception, debug: bool) -> int:
     """Print an error as its kind deserves and return the exit code."""
     if debug:
@@ -173,7 +188,7 @@ def _explain(error: Exception, debug: bool) -> int:
     if isinstance(error, SteelyardError):
         return _tell(error, str(error), error.exit_code)
     if isinstance(error, OSError):
-        name = TEMPORARY_NAME.sub("", str(error.filename)) if error.filename else ""
+        name = files.final(str(error.filename)) if error.filename else ""
         code = UserError.exit_code if isinstance(error, WRONG_PATH) else Fault.exit_code
         return _tell(error, f"{error.strerror or error}" + (f": {name}" if name else ""), code)
     hint = "" if debug else "\n  this is a bug in steelyard; --debug shows where"

@@ -15,8 +15,9 @@ from steelyard.core.errors import UserError
 SourceArgument = Annotated[
     str,
     typer.Argument(
+        metavar="SRC",
         help="A Hugging Face folder or name on the hub, a GGUF file, a Megatron, Megatron-DeepSpeed or Steelyard "
-        "checkpoint, or a run."
+        "checkpoint, or a run.",
     ),
 ]
 
@@ -83,7 +84,7 @@ def convert(
     layout = Layout(tensor, pipeline, _counts(partition) if partition else None, engine)
     target = Target(to.value, layout, DTYPES[dtype.value] if dtype else None, _bytes(shard_size), tokenizer)
     result = write(open_source(source), destination, target)
-    print_result(result, json, f"{destination}: {to.value}, {result['dtype']}, {units.count(result['bytes'])}B")
+    print_result(result, json, f"{destination}: {to.value}, {result['dtype']}, {units.size(result['bytes'])}")
 
 
 def info(source: SourceArgument, json: JsonOption = False) -> None:
@@ -108,6 +109,8 @@ def diff(
 ) -> None:
     """Say how two checkpoints differ, whatever their formats: names, sizes, and the largest difference of a weight.
 
+    Exits with 0 if they compute the same, with 1 if a weight or a setting that matters to the result differs.
+
     Example: steelyard checkpoint diff models/Llama-3.1-8B megatron --logits
     """
     from steelyard.checkpoint.formats import compare, open_source
@@ -117,6 +120,8 @@ def diff(
     if logits or prompt is not None:
         result["largest_logit_difference"] = compare.logits_difference(*sources, prompt or compare.PROMPT)
     print_result(result, json, "\n".join(f"{key:24} {_shown(value)}" for key, value in result.items()))
+    if result["differ"]:
+        raise typer.Exit(1)
 
 
 def _shown(value: Any) -> str:

@@ -12,7 +12,7 @@ import typer
 from steelyard.cli.options import JsonOption, Overrides, RecipeArgument, print_result
 from steelyard.core import files, megatron, units
 from steelyard.core.console import console
-from steelyard.core.recipe import load, shipped, to_toml
+from steelyard.core.recipe import Recipe, load, shipped, to_toml
 from steelyard.sizes.model import parameters
 
 
@@ -41,7 +41,24 @@ def check(recipe: RecipeArgument, overrides: Overrides = None, json: JsonOption 
     loaded = load(recipe, overrides or ())
     size = parameters(loaded.model).total
     text = f"{recipe} is sound: {loaded.model.family}, {units.count(size)} parameters, {loaded.train.steps} steps"
-    print_result({"recipe": recipe, "sound": True, "parameters": size}, json, text)
+    unseen = _files_named(loaded)
+    if unseen:
+        text += f"\nnot looked at: the files of {', '.join(unseen)}"
+    print_result({"recipe": recipe, "sound": True, "parameters": size, "not_looked_at": unseen}, json, text)
+
+
+def _files_named(recipe: Recipe) -> list[str]:
+    """The keys that name files, which may or may not be there."""
+    named = {
+        "data.train": recipe.data.train,
+        "data.valid": recipe.data.valid,
+        "data.test": recipe.data.test,
+        "data.tokenizer": recipe.data.tokenizer,
+        "train.init_from": recipe.train.init_from,
+        "sparsity.base": recipe.sparsity.base if recipe.sparsity is not None else None,
+        "finetune.data": recipe.finetune is not None,
+    }
+    return [key for key, value in named.items() if value]
 
 
 def show(recipe: RecipeArgument, overrides: Overrides = None, json: JsonOption = False) -> None:

@@ -31,6 +31,13 @@ class UserError(SteelyardError):
     exit_code = 2
 
 
+class Damaged(UserError):
+    """A file that is not as its writer left it. The user's, since only another copy of it will help."""
+
+    def __init__(self, message: str, *, where: str | None = None, mend: str = "copy or download it again") -> None:
+        super().__init__(message, where=where, mend=mend)
+
+
 class Fault(SteelyardError):
     """A fault of the machine or of the work itself."""
 

@@ -1,8 +1,8 @@
 """Files that appear whole or not at all.
 
 Everything is written under a temporary name beside its destination, flushed to disk, and renamed. A killed command
-leaves the old file, the new file, or a leftover whose name starts with `.tmp-`; no reader looks at those, and the
-next writer in that folder may sweep them.
+leaves the old file, the new file, or a leftover whose name starts with `.tmp-`; no reader looks at those. Whoever
+writes a folder of the same name again removes what the dead left of it, and says so.
 """
 
 from __future__ import annotations
@@ -11,18 +11,27 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from steelyard.core.console import console
+
 TEMPORARY = ".tmp-"
+TEMPORARY_NAME = re.compile(rf"{re.escape(TEMPORARY)}\d+-")
 
 
 def temporary_beside(path: Path) -> Path:
     """A name in the same folder that readers ignore and that no other process on this host uses."""
     return path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
+
+
+def final(path: str | Path) -> str:
+    """A path as it will be called in the end, for people to read."""
+    return TEMPORARY_NAME.sub("", str(path))
 
 
 @contextlib.contextmanager
@@ -49,11 +58,7 @@ def atomic_file(path: Path, mode: str = "w", durable: bool = True) -> Iterator[I
 @contextlib.contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
     """Fill a folder that takes its name only when the block ends without an error. The name must be free."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = temporary_beside(path)
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    try:
+    with temporary_folder(path) as temporary:
         yield temporary
         for file in temporary.rglob("*"):
             if file.is_file():
@@ -61,6 +66,18 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         sync_folder(temporary)
         os.rename(temporary, path)
         sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def temporary_folder(path: Path) -> Iterator[Path]:
+    """A folder beside a path for as long as the block lasts. What killed writers left of the same name goes first."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _sweep_the_dead(path)
+    temporary = temporary_beside(path)
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        yield temporary
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -101,6 +118,33 @@ def sweep_leftovers(folder: Path) -> None:
             shutil.rmtree(leftover, ignore_errors=True)
         else:
             leftover.unlink(missing_ok=True)
+
+
+def _sweep_the_dead(path: Path) -> None:
+    """Remove what writers of this path left that are no longer alive, and say so: it may be large."""
+    name = re.compile(rf"{re.escape(TEMPORARY)}(\d+)-{re.escape(path.name)}")
+    for leftover in path.parent.iterdir():
+        match = name.fullmatch(leftover.name)
+        if match and leftover.is_dir() and not _is_alive(int(match[1])):
+            console.say(f"removing {leftover}, which a killed command left")
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _is_alive(process: int) -> bool:
+    """Whether a process of this number runs here; one that is not ours is alive too."""
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def free_space(path: Path) -> int:
+    """Bytes that can be written at a path, which need not be there yet."""
+    whole = path.expanduser().resolve()
+    return shutil.disk_usage(next(place for place in (whole, *whole.parents) if place.exists())).free
 
 
 def sync_file(path: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from steelyard.checkpoint.formats import Source
+from steelyard.checkpoint.formats.extra import end_ids
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.evaluate.network import context_of, loaded, tokenizer_for
@@ -107,10 +108,7 @@ def result(writer: Writer, prompt: str, sampling: Sampling) -> dict[str, Any]:
 
 def ends_of(source: Source, tokenizer: Tokenizer) -> set[int]:
     """The ids that end a text: those that the checkpoint names, else the tokenizer's."""
-    named = source.extra.get("generation_config", {}).get("eos_token_id", source.extra.get("eos_token_id"))
-    if named is None:
-        named = tokenizer.end_id
-    return set(named) if isinstance(named, list) else set() if named is None else {named}
+    return set(end_ids(source.extra)) or ({tokenizer.end_id} if tokenizer.end_id is not None else set())
 
 
 def tokens(

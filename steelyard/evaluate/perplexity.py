@@ -211,6 +211,7 @@ def as_text(result: dict[str, Any]) -> str:
     """A result for a person: the number, and everything one must know to compare it with another."""
     number = result["perplexity"]
     model = f"{units.count(result['parameters'])} parameters" + (f", step {result['step']}" if result["step"] else "")
+    ranks = "1 rank" if result["ranks"] == 1 else f"{result['ranks']} ranks"
     lines = {
         "perplexity": "beyond counting" if number is None else f"{number:.4f}  (loss {result['loss']:.6f})",
         "model": f"{result['checkpoint']}, {model}",
@@ -218,7 +219,7 @@ def as_text(result: dict[str, Any]) -> str:
         "tokens": f"{result['tokens']}, of which {result['predicted']} predicted",
         "protocol": result["protocol"]["name"],
         **{key: value for key, value in result["protocol"].items() if key != "name"},
-        "speed": f"{units.count(result['tokens_per_second'])} tokens/s on {result['ranks']} ranks",
+        "speed": f"{units.count(result['tokens_per_second'])} tokens/s on {ranks}",
     }
     width = max(map(len, lines))
     return "\n".join(f"{key:<{width}}  {value}" for key, value in lines.items())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from steelyard.core.errors import UserError
 from steelyard.core.run import MANIFEST, Run
 from steelyard.evaluate import card, weights
 from steelyard.evaluate.trial import try_out
+from steelyard.text import tokenizer as tokenizers
 
 CARD = "README.md"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
@@ -39,18 +40,20 @@ def push(
     if not source.exists():
         raise UserError(f"there is no folder {source}")
     origin = card.Origin(Run.open(run)) if run is not None else _origin(source)
-    if not dry_run:
-        name = _full(name)
+    name = _full(name) if not dry_run else name if "/" in name else f"<you>/{name}"
     with _as_hugging_face(source) as folder:
-        paths, left_out = _publishable(folder)
+        paths, left_out = _publishable(folder, source)
         text = try_out(folder, prompt)
+        remarks = _remarks(folder)
+        for remark in remarks:
+            console.warn(remark)
         contents: dict[str, Path | bytes] = dict(paths)
         if CARD not in paths or new_card:
             sample = card.Sample(prompt, text)
             contents[CARD] = card.render(name, folder, weights.measure(folder), origin, sample).encode()
         for each in left_out:
             console.say(f"not published: {each}")
-        result = {"name": name, "generated": text, "left_out": left_out, "dry_run": dry_run}
+        result = {"name": name, "generated": text, "left_out": left_out, "remarks": remarks, "dry_run": dry_run}
         if dry_run:
             return result | {"files": _sizes(contents), "card": _card(contents)}
         # A card that was written by hand on the hub's own page outweighs one that was made here.
@@ -79,13 +82,27 @@ def _as_hugging_face(source: Path) -> Iterator[Path]:
 
     opened = open_source(source)
     # Beside the source, where there is room for models.
-    with tempfile.TemporaryDirectory(dir=source.resolve().parent, prefix=files.TEMPORARY) as place:
-        folder = Path(place) / source.resolve().name
+    with files.temporary_folder(source.resolve()) as place:
+        folder = place / source.resolve().name
         convert(opened, folder, Target("hf"))
         yield folder
 
 
-def _publishable(folder: Path) -> tuple[dict[str, Path], list[str]]:
+def _remarks(folder: Path) -> list[str]:
+    """What a reader of the folder will stumble over although the model works."""
+    from steelyard.checkpoint.formats import config, extra
+    from steelyard.checkpoint.formats.source import read_json
+
+    generation = folder / "generation_config.json"
+    told = config.extra_of(read_json(folder / "config.json"), read_json(generation) if generation.is_file() else None)
+    try:
+        remark = extra.disagreement(told, tokenizers.load(folder))
+    except UserError as error:  # transformers has just loaded it, so it is of a kind that is not known here.
+        remark = f"the tokenizer was not held against the configuration: {error.message}"
+    return [remark] if remark else []
+
+
+def _publishable(folder: Path, source: Path) -> tuple[dict[str, Path], list[str]]:
     """The files that make the model, and those that stay here."""
     names = {path.name for path in folder.iterdir() if path.is_file()}
     chosen = hub.model_files(names)
@@ -94,7 +111,11 @@ def _publishable(folder: Path) -> tuple[dict[str, Path], list[str]]:
             f"{folder} has no weights in safetensors", mend="steelyard checkpoint convert --to hf writes them"
         )
     if not names & set(TOKENIZERS):
-        raise UserError(f"{folder} has no tokenizer", mend="steelyard tokenizer export writes one")
+        convert = f"steelyard checkpoint convert {shlex.quote(str(source))} {shlex.quote(f'{source}-hf')} --to hf"
+        raise UserError(
+            f"{source} has no tokenizer",
+            mend=f"{convert} --tokenizer TOKENIZER writes a folder with one: the one it learned with",
+        )
     secret = hub.token()
     for name in chosen:
         path = folder / name

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
+from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.evaluate.generate import Writer
 
@@ -38,10 +41,16 @@ def run(writer: Writer, names: Sequence[str], options: TaskOptions) -> dict[str,
 
     from steelyard.evaluate.harness import Backend
 
+    broken = _broken(Path(options.include)) if options.include is not None else {}
     manager = TaskManager(include_path=options.include)
     unknown = sorted(set(names) - set(manager.all_tasks))
+    if unknown and broken:
+        told = "\n  ".join(f"{path}: {reason}" for path, reason in broken.items())
+        raise UserError(f"there is no task {', '.join(unknown)} in what can be read of --include:\n  {told}")
     if unknown:
         raise UserError(f"lm-eval has no task {', '.join(unknown)}", mend="see lm-eval ls tasks, or add --include DIR")
+    for path, reason in broken.items():
+        console.warn(f"{path}: {reason}; its task is left out")
     found = simple_evaluate(
         model=Backend(writer, options.batch),
         tasks=list(names),
@@ -57,6 +66,38 @@ def run(writer: Writer, names: Sequence[str], options: TaskOptions) -> dict[str,
         "shots": found["n-shot"],
         "samples": {name: count["effective"] for name, count in found["n-samples"].items()},
     }
+
+
+def _broken(folder: Path) -> dict[Path, str]:
+    """Task files that cannot be read, and why. lm-eval passes over them without a word.
+
+    They are parsed and not built: what a file names in Python is not run.
+    """
+    yaml: Any = import_module("yaml")  # It comes with lm-eval.
+    if not folder.is_dir():
+        raise UserError(f"there is no folder {folder}", where="--include")
+    broken = {}
+    for path in sorted(folder.glob("**/*.yaml")):
+        try:
+            found = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        except yaml.MarkedYAMLError as error:
+            line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+            broken[path] = f"{line}{error.problem or error.context}"
+        except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+            broken[path] = str(error).splitlines()[0]
+        else:
+            if not isinstance(found, yaml.MappingNode):
+                broken[path] = "it is no table of settings"
+            elif missing := [name for name in _included(found) if not (path.parent / name).is_file()]:
+                broken[path] = f"it includes {missing[0]}, which is not there"
+    return broken
+
+
+def _included(settings: Any) -> list[str]:
+    """The files that a task file takes settings from."""
+    found = next((value for key, value in settings.value if key.value == "include"), None)
+    inner = [] if found is None else found.value if isinstance(found.value, list) else [found]
+    return [str(node.value) for node in inner]
 
 
 def _plain(metrics: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,10 @@
-"""What GPUs can do, by their makers' account: peak arithmetic without sparsity, memory and its bandwidth.
+"""What GPUs can do: peak arithmetic without sparsity, memory and its bandwidth, links to their neighbours, power.
 
 Peaks are dense, with sums in fp32, in TFLOP/s; data sheets often print twice as much "with sparsity". Memory is what
-the driver reports, rounded: cards with GDDR6 and error correction give up a sixteenth for it.
+the driver reports, rounded: cards with GDDR6 and error correction give up a sixteenth for it. `link_gb` is what one GPU
+sends to its neighbours in a node, one way: NVLink where the board has it, else its PCI Express slot. `sustained` is the
+one number that no maker prints: the share of the peak that large matrix products keep up, which is low where the
+power limit is (T4: 70 W for 65 TFLOP/s). docs/plan.md says where each comes from.
 """
 
 from __future__ import annotations
@@ -25,6 +28,11 @@ class Gpu:
     bf16: float | None
     fp8: float | None
     bandwidth_gb: float | None
+    units: int | None
+    """Streaming multiprocessors: a product is cut into tiles, and so many are computed at once."""
+    watts: float | None
+    link_gb: float | None
+    sustained: float
     source: str
 
     @property
@@ -39,41 +47,31 @@ class Gpu:
         return None if rate is None else rate * 1e12
 
 
-# name, names that torch reports, GiB, fp32, tf32, fp16, bf16, fp8, GB/s, source
+# fmt: off
+# name, names that torch reports, GiB, fp32, tf32, fp16, bf16, fp8, GB/s, units, W, link GB/s, sustained, source
 CATALOGUE = [
-    Gpu("rtx3090", r"GeForce RTX 3090", 24, 35.6, 35.6, 71, 71, None, 936, "NVIDIA Ampere GA102 whitepaper"),
-    Gpu(
-        "rtx4090", r"GeForce RTX 4090", 24, 82.6, 82.6, 165.2, 165.2, 330.3, 1008, "NVIDIA Ada architecture whitepaper"
-    ),
-    Gpu("t4", r"T4", 15, 8.1, None, 65, None, None, 320, "NVIDIA T4 data sheet"),
-    Gpu("l4", r"L4", 22.5, 30.3, 60, 121, 121, 242.5, 300, "NVIDIA L4 data sheet"),
-    Gpu("a10", r"A10", 22.5, 31.2, 62.5, 125, 125, None, 600, "NVIDIA A10 data sheet"),
-    Gpu("a40", r"A40", 45, 37.4, 74.8, 149.7, 149.7, None, 696, "NVIDIA A40 data sheet"),
-    Gpu("v100-16", r"V100-SXM2-16GB", 16, 15.7, None, 125, None, None, 900, "NVIDIA V100 data sheet, SXM2"),
-    Gpu("v100-32", r"V100-SXM[23]-32GB", 32, 15.7, None, 125, None, None, 900, "NVIDIA V100 data sheet, SXM2"),
-    Gpu("a100-40", r"A100-(SXM4|PCIE)-40GB", 40, 19.5, 156, 312, 312, None, 1555, "NVIDIA A100 data sheet"),
-    Gpu(
-        "a100-80", r"A100[- ](SXM4-80GB|80GB PCIe)", 80, 19.5, 156, 312, 312, None, 2039, "NVIDIA A100 data sheet, SXM"
-    ),
-    Gpu("h100-80", r"H100 80GB HBM3", 80, 67, 494, 989, 989, 1979, 3350, "NVIDIA H100 data sheet, SXM"),
-    Gpu("h100-pcie", r"H100 PCIe", 80, 51, 378, 756, 756, 1513, 2000, "NVIDIA H100 data sheet, PCIe"),
-    Gpu("h200", r"H200", 141, 67, 494, 989, 989, 1979, 4800, "NVIDIA H200 data sheet, SXM"),
-    Gpu("gh200-96", r"GH200 480GB", 96, 67, 494, 990, 990, 1979, 4000, "NVIDIA GH200 data sheet, 96 GB HBM3"),
-    Gpu("gh200-144", r"GH200 144G HBM3e", 144, 67, 494, 990, 990, 1979, 4900, "NVIDIA GH200 data sheet, 144 GB HBM3e"),
-    Gpu(
-        "b200",
-        r"B200",
-        180,
-        75,
-        1125,
-        2250,
-        2250,
-        4500,
-        8000,
-        "NVIDIA HGX and DGX B200 data sheets, an eighth of a box",
-    ),
-    Gpu("cpu", r"cpu", None, None, None, None, None, None, None, "none: processors differ too much for one line"),
+    Gpu("rtx2080", r"GeForce RTX 2080", 8, 10.1, None, 40.3, None, None, 448, 46, 215, 16, 0.8, "NVIDIA Turing architecture whitepaper"),
+    Gpu("rtx2080ti", r"GeForce RTX 2080 Ti", 11, 13.4, None, 53.8, None, None, 616, 68, 250, 16, 0.8, "NVIDIA Turing architecture whitepaper"),
+    Gpu("titan-rtx", r"TITAN RTX", 24, 16.3, None, 130.5, None, None, 672, 72, 280, 16, 0.6, "NVIDIA Turing architecture whitepaper, TITAN RTX user guide"),
+    Gpu("rtx3090", r"GeForce RTX 3090", 24, 35.6, 35.6, 71, 71, None, 936, 82, 350, 32, 0.8, "NVIDIA Ampere GA102 whitepaper"),
+    Gpu("rtx4090", r"GeForce RTX 4090", 24, 82.6, 82.6, 165.2, 165.2, 330.3, 1008, 128, 450, 32, 0.8, "NVIDIA Ada architecture whitepaper"),
+    Gpu("t4", r"T4", 15, 8.1, None, 65, None, None, 320, 40, 70, 16, 0.3, "NVIDIA T4 data sheet"),
+    Gpu("l4", r"L4", 22.5, 30.3, 60, 121, 121, 242.5, 300, 58, 72, 32, 0.4, "NVIDIA L4 data sheet"),
+    Gpu("a10", r"A10", 22.5, 31.2, 62.5, 125, 125, None, 600, 72, 150, 32, 0.38, "NVIDIA A10 data sheet"),
+    Gpu("a40", r"A40", 45, 37.4, 74.8, 149.7, 149.7, None, 696, 84, 300, 32, 0.7, "NVIDIA A40 data sheet"),
+    Gpu("v100-16", r"V100-SXM2-16GB", 16, 15.7, None, 125, None, None, 900, 80, 300, 150, 0.45, "NVIDIA V100 data sheet, SXM2"),
+    Gpu("v100-32", r"V100-SXM[23]-32GB", 32, 15.7, None, 125, None, None, 900, 80, 300, 150, 0.45, "NVIDIA V100 data sheet, SXM2"),
+    Gpu("a100-40", r"A100-(SXM4|PCIE)-40GB", 40, 19.5, 156, 312, 312, None, 1555, 108, 400, 300, 0.83, "NVIDIA A100 data sheet"),
+    Gpu("a100-80", r"A100[- ](SXM4-80GB|80GB PCIe)", 80, 19.5, 156, 312, 312, None, 2039, 108, 400, 300, 0.83, "NVIDIA A100 data sheet, SXM"),
+    Gpu("h100-80", r"H100 80GB HBM3", 80, 67, 494, 989, 989, 1979, 3350, 132, 700, 450, 0.72, "NVIDIA H100 data sheet, SXM"),
+    Gpu("h100-pcie", r"H100 PCIe", 80, 51, 378, 756, 756, 1513, 2000, 114, 350, 64, 0.6, "NVIDIA H100 data sheet, PCIe"),
+    Gpu("h200", r"H200", 141, 67, 494, 989, 989, 1979, 4800, 132, 700, 450, 0.78, "NVIDIA H200 data sheet, SXM"),
+    Gpu("gh200-96", r"GH200 480GB", 96, 67, 494, 990, 990, 1979, 4000, 132, 900, 450, 0.72, "NVIDIA GH200 data sheet, 96 GB HBM3"),
+    Gpu("gh200-144", r"GH200 144G HBM3e", 144, 67, 494, 990, 990, 1979, 4900, 132, 900, 450, 0.72, "NVIDIA GH200 data sheet, 144 GB HBM3e"),
+    Gpu("b200", r"B200", 180, 75, 1125, 2250, 2250, 4500, 8000, 148, 1000, 900, 0.72, "NVIDIA HGX and DGX B200 data sheets, an eighth of a box"),
+    Gpu("cpu", r"cpu", None, None, None, None, None, None, None, None, None, None, 0.8, "none: processors differ too much for one line"),
 ]
+# fmt: on
 ALIASES = {"v100": "v100-32", "a100": "a100-80", "h100": "h100-80", "gh200": "gh200-96"}
 
 

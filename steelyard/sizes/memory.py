@@ -6,21 +6,25 @@ formulas and how they were checked stand in docs/sizes.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from operator import mul
 
 from steelyard.core.recipe import Recipe
 from steelyard.sizes import activations
 from steelyard.sizes.activations import FP32, working_bytes
+from steelyard.sizes.gpus import GIB
 from steelyard.sizes.model import layer_matrices
 from steelyard.sizes.ranks import data_ranks
-from steelyard.sizes.schedule import in_flight
+from steelyard.sizes.schedule import fullest
 from steelyard.sizes.stages import partition_of, stage_parameters
 
 CHUNK_BYTES = 1 << 31  # of logits, as in model/loss.py
 STATES = {"adamw": 2, "sgd": 1, "sgd-sai": 1}
 TOKEN_ID = 8
 LOGITS = {"2:4": 1.5, "1:4": 1.0}  # of masks that are learned, for each weight
+# What a process takes beside its tensors: CUDA's context, the workspaces of its libraries, gaps between tensors.
+RESERVED = 2 * GIB
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class Memory:
 
     def by_kind(self) -> dict[str, int]:
         """Bytes on the device, by kind."""
-        return {kind: size for kind, size in asdict(self).items() if kind != "host"}
+        return {kind: size for kind, size in vars(self).items() if kind != "host"}
 
 
 def micro_batches(recipe: Recipe, world: int) -> int:
@@ -53,9 +57,10 @@ def micro_batches(recipe: Recipe, world: int) -> int:
     return recipe.train.global_batch // (recipe.train.micro_batch * data_ranks(recipe, world))
 
 
-def memory_of(recipe: Recipe, world: int) -> list[Memory]:
-    """The peak memory of a rank, for each pipeline rank: those that share one hold the same."""
-    return [_Rank(recipe, world, rank).memory() for rank in range(recipe.parallel.pipeline)]
+def memory_of(recipe: Recipe, world: int, ranks: Iterable[int] | None = None) -> list[Memory]:
+    """The peak memory of a rank, for each pipeline rank or those asked for: ranks that share one hold the same."""
+    wanted = range(recipe.parallel.pipeline) if ranks is None else ranks
+    return [_Rank(recipe, world, rank).memory() for rank in wanted]
 
 
 class _Rank:
@@ -79,7 +84,7 @@ class _Rank:
         self.columns = data_ranks(recipe, world) * parallel.context
         self.shards = self.columns // parallel.replicate if parallel.zero else 1
         self.micro_batches = micro_batches(recipe, world)
-        self.states = in_flight(parallel, self.micro_batches, rank)
+        self.states = fullest(parallel.schedule, parallel.pipeline, parallel.virtual, self.micro_batches, rank)
         self.tokens = recipe.train.micro_batch * recipe.data.sequence_length // parallel.context
 
     def memory(self) -> Memory:
@@ -104,8 +109,7 @@ class _Rank:
         """The most that micro-batches in flight take together, given what each takes on the rank's n-th stage."""
         locals_ = range(len(self.stages))
         sizes = [*map(waiting, locals_), *map(held, locals_)]
-        numbers = ((*state.waiting, *state.held) for state in self.states)
-        return max(sum(count * size for count, size in zip(each, sizes, strict=True)) for each in numbers)
+        return max(int(sum(map(mul, each, sizes))) for each in self.states)
 
     def _working_copies(self) -> int:
         """Weights in the precision of the products, beside the fp32 ones.

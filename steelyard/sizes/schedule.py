@@ -9,6 +9,7 @@ torch.distributed.pipelining (`ScheduleGPipe`, `Schedule1F1B`, `ScheduleInterlea
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from steelyard.core.recipe.parallel import Parallel
@@ -37,16 +38,20 @@ def actions(parallel: Parallel, micro_batches: int, rank: int) -> Iterator[Actio
         hops = parallel.pipeline - 1 - rank
         warm_up = (parallel.virtual - 1) * _round(parallel, micro_batches) + (hops if late else 2 * hops)
     warm_up = min(warm_up, total)
+    round_, virtual = _round(parallel, micro_batches), parallel.virtual
+    forward = [Action("forward", local) for local in range(virtual)]
+    backward = [Action("backward", virtual - 1 - local) for local in range(virtual)]
+    weights = [Action("weights", virtual - 1 - local) for local in range(virtual)]
     for number in range(warm_up):
-        yield Action("forward", _stage(parallel, micro_batches, number))
+        yield forward[number // round_ % virtual]
     for number in range(total):
         if number + warm_up < total:
-            yield Action("forward", _stage(parallel, micro_batches, number + warm_up))
-        yield Action("backward", parallel.virtual - 1 - _stage(parallel, micro_batches, number))
+            yield forward[(number + warm_up) // round_ % virtual]
+        yield backward[number // round_ % virtual]
         if late and number >= rank:
-            yield Action("weights", parallel.virtual - 1 - _stage(parallel, micro_batches, number - rank))
+            yield weights[(number - rank) // round_ % virtual]
     for number in range(max(0, total - rank), total) if late else ():
-        yield Action("weights", parallel.virtual - 1 - _stage(parallel, micro_batches, number))
+        yield weights[number // round_ % virtual]
 
 
 class InFlight(NamedTuple):
@@ -73,10 +78,25 @@ def in_flight(parallel: Parallel, micro_batches: int, rank: int) -> set[InFlight
     return seen
 
 
+@lru_cache(maxsize=4096)
+def fullest(schedule: str, pipeline: int, virtual: int, micro_batches: int, rank: int) -> tuple[tuple[int, ...], ...]:
+    """Of those states, waiting then held, at least the ones that no other exceeds: the fullest moment is among them.
+
+    Kept, since a planner asks for the same few by the thousand; with one stage per rank it is known without walking.
+    """
+    if virtual == 1 and (pipeline == 1 or schedule in ("gpipe", "1f1b")):
+        waiting = 1 if pipeline == 1 else micro_batches if schedule == "gpipe" else min(micro_batches, pipeline - rank)
+        return ((waiting, 0),)
+    parallel = Parallel().model_copy(update={"schedule": schedule, "pipeline": pipeline, "virtual": virtual})
+    states = sorted({state.waiting + state.held for state in in_flight(parallel, micro_batches, rank)}, reverse=True)
+    # A state right after a forward pass exceeds the one before it: of neighbours in this order the larger is enough.
+    return tuple(
+        state
+        for number, state in enumerate(states)
+        if not number or any(a > b for a, b in zip(state, states[number - 1], strict=True))
+    )
+
+
 def _round(parallel: Parallel, micro_batches: int) -> int:
     """Micro-batches that pass through one stage of a rank before its next stage has its turn."""
     return micro_batches // max(1, micro_batches // parallel.pipeline)
-
-
-def _stage(parallel: Parallel, micro_batches: int, number: int) -> int:
-    return number // _round(parallel, micro_batches) % parallel.virtual

@@ -124,9 +124,9 @@ def few_rows(x_BI: Tensor, packed: Packed, way: Way) -> Tensor:
     return y_BO
 
 
-def expand(packed: Packed, room: Tensor | None = None) -> Tensor:
-    """The dense matrix, written by a kernel; into `room`, where there is some."""
-    whole = packed.values.new_empty(packed.outputs, packed.groups * 4) if room is None else room
+def expand(packed: Packed) -> Tensor:
+    """The dense matrix, written by a kernel."""
+    whole = packed.values.new_empty(packed.outputs, packed.groups * 4)
     rows = 32
     words = packed.words.shape[1]
     _expand[(triton.cdiv(packed.outputs, rows), words // BLOCK_WORDS)](

@@ -18,12 +18,9 @@ from steelyard.core.errors import Fault, UserError
 from steelyard.core.recipe import Recipe
 from steelyard.model import Slice
 from steelyard.sizes.gpus import CATALOGUE, GIB, by_name
-from steelyard.sizes.memory import Memory, memory_of, micro_batches
+from steelyard.sizes.memory import RESERVED, Memory, memory_of, micro_batches
 from steelyard.sizes.remedies import remedies
 from steelyard.sizes.stages import partition_of, stage_parameters
-
-# What a process takes beside its tensors: CUDA's context, the workspaces of its libraries, gaps between tensors.
-RESERVED = 2 * GIB
 
 
 @dataclass(frozen=True)

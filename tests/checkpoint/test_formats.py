@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 
 from steelyard import checkpoint, model
 from steelyard.checkpoint.formats import load_into, load_pieces, open_source
@@ -14,7 +15,8 @@ from steelyard.checkpoint.formats.compare import diff, info, logits_difference
 from steelyard.checkpoint.formats.write import Target, convert
 from steelyard.checkpoint.formats.write_megatron import Layout
 from steelyard.checkpoint.pieces import Piece
-from steelyard.core.errors import UserError
+from steelyard.cli import checkpoint as command_line
+from steelyard.core.errors import Fault, UserError
 from tests.checkpoint.models import SHAPES, Held, assert_equal, written
 from tests.conftest import Workplace
 
@@ -148,8 +150,12 @@ def test_missing_unknown_and_misshapen_tensors_are_listed_and_refused(tmp_path):
     source = open_source(folder)
     with pytest.raises(UserError) as refused:
         load_into(source, model.build(source.shape))
-    assert "layers.2.attention_norm.weight: missing" in str(refused.value)
-    assert "layers.1.mlp.down.weight: (32, 40) in the checkpoint, (32, 48) wanted" in str(refused.value)
+    assert "decoder.layers.2.input_layernorm.weight (here layers.2.attention_norm.weight): missing" in str(
+        refused.value
+    )
+    assert "linear_fc2.weight (here layers.1.mlp.down.weight): (32, 40) in the checkpoint, (32, 48) wanted" in str(
+        refused.value
+    )
     assert "decoder.layers.0.mlp.router.weight: unknown" in str(refused.value)
     with pytest.raises(UserError, match="does not fit"):
         convert(source, tmp_path / "out", Target("hf"))
@@ -162,6 +168,9 @@ def test_missing_unknown_and_misshapen_tensors_are_listed_and_refused(tmp_path):
         ({"architectures": ["BertModel"]}, "BertModel is not known"),
         ({"hidden_act": "gelu"}, "hidden_act is gelu"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "type yarn"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling.low_freq_factor is missing"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": "8"}}, "rope_scaling.factor is '8'"),
+        ({"rope_scaling": "llama3"}, "rope_scaling is 'llama3'"),
         ({"attention_bias": True}, "attention_bias is True"),
         ({"sliding_window": 128}, "128 tokens back"),
         ({"num_hidden_layers": None}, "describes no model"),
@@ -176,6 +185,67 @@ def test_what_our_families_do_not_compute_is_refused_by_name(tmp_path, change, c
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=complaint):
         open_source(folder)
+
+
+@pytest.mark.parametrize("rows", [99, 300])
+@pytest.mark.parametrize("table", ["lm_head.weight", "model.embed_tokens.weight"])
+def test_a_table_with_other_rows_than_the_vocabulary_is_refused_and_not_cut(tmp_path, table, rows):
+    from safetensors.torch import load_file, save_file
+
+    file = written(tmp_path, "llama") / "model.safetensors"
+    save_file(load_file(file) | {table: torch.zeros(rows, 32)}, file)
+    with pytest.raises(UserError, match=f"{table} has {rows} rows, and vocab_size is 100"):
+        open_source(file.parent)
+
+
+def test_a_missing_tensor_is_told_by_the_name_it_has_in_the_files_and_by_ours(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    file = written(tmp_path, "gpt") / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["transformer.h.2.attn.c_attn.weight"]
+    tensors["transformer.h.1.mlp.c_fc.weight"] = torch.zeros(32, 5)
+    save_file(tensors, file)
+    with pytest.raises(UserError) as refused:
+        convert(open_source(file.parent), tmp_path / "out", Target("hf"))
+    assert "transformer.h.1.mlp.c_fc.weight (here layers.1.mlp.up.weight): (32, 5) in the checkpoint, (32, 128)" in str(
+        refused.value
+    )
+    assert str(refused.value).count("transformer.h.2.attn.c_attn.weight (here layers.2.attention.query.weight, ") == 1
+
+
+@pytest.mark.parametrize("to", ["hf", "megatron", "megatron-dist", "steelyard"])
+def test_what_a_disk_has_no_room_for_is_refused_with_the_size_and_leaves_nothing(small_disk, tmp_path, to):
+    shape = SHAPES["llama"].model_copy(update={"vocab": 20_000})
+    with pytest.raises(Fault, match=r"disk/new/out would take .* MiB, and .* MiB are free"):
+        convert(Held(shape), small_disk / "new" / "out", Target(to))
+    assert not [path for path in small_disk.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("to", ["hf", "megatron", "megatron-dist", "steelyard"])
+def test_a_disk_that_fills_up_meanwhile_is_named_and_nothing_is_left(small_disk, monkeypatch, to):
+    monkeypatch.setattr("steelyard.core.files.free_space", lambda path: 1 << 40)
+    shape = SHAPES["llama"].model_copy(update={"vocab": 20_000})
+    with pytest.raises(Fault, match="No space left on device") as told:
+        convert(Held(shape), small_disk / "out", Target(to))
+    assert str(small_disk / "out") in str(told.value)
+    assert ".tmp-" not in str(told.value)
+    assert list(small_disk.iterdir()) == []
+
+
+def test_the_room_a_divided_checkpoint_takes_is_known_beforehand(tmp_path):
+    for name in SHAPES:
+        result = convert(Held(SHAPES[name]), tmp_path / name, Target("megatron", Layout(2, 2)))
+        taken = sum(file.stat().st_size for file in (tmp_path / name).rglob("*.pt"))
+        assert result["bytes"] <= taken < result["bytes"] + 4 * 60_000, name
+
+
+@pytest.mark.parametrize("place", ["/proc/x/y", "file/inner"])
+def test_an_impossible_destination_is_named(tmp_path, monkeypatch, place):
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    with pytest.raises(UserError, match=f"{place} cannot be written"):
+        convert(Held(SHAPES["llama"]), Path(place), Target("hf"))
 
 
 @pytest.mark.parametrize(
@@ -216,15 +286,41 @@ def test_pieces_of_any_layout_are_filled_from_any_format(tmp_path):
 
 def test_diff_finds_the_one_weight_that_moved(tmp_path):
     a, held = open_source(written(tmp_path, "llama-3", "megatron")), Held(SHAPES["llama-3"])
-    assert diff(a, held)["largest_difference"] == 0
+    same = diff(a, held)
+    assert (same["largest_difference"], same["differ"]) == (0, False)
     assert logits_difference(a, held, "hello") == 0
     held.parameters["layers.2.mlp.up.weight"][3, 4] += 0.5
     found = diff(a, held)
-    assert (found["differing"], found["largest_at"]) == (1, "layers.2.mlp.up.weight")
+    assert (found["differing"], found["largest_at"], found["differ"]) == (1, "layers.2.mlp.up.weight", True)
     assert found["largest_difference"] == pytest.approx(0.5)
     assert logits_difference(a, held, "hello") > 0
     assert diff(a, Held(SHAPES["gpt"]))["only_in_b"] != []
     assert info(a)["layout"]["tensor"] == 1
+
+
+def test_diff_exits_with_one_where_models_differ(tmp_path, capsys):
+    folders = [str(written(tmp_path, name)) for name in ("llama", "llama-tied")]
+    command_line.diff(folders[0], folders[0])
+    with pytest.raises(typer.Exit) as ended:
+        command_line.diff(*folders, json=True)
+    assert ended.value.exit_code == 1
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["differ"] is True
+
+
+@pytest.mark.parametrize(
+    ("change", "differ"),
+    [
+        ({"rope_theta": 1e6}, True),
+        ({"norm_eps": 1e-3}, True),
+        ({"tied": True}, True),
+        ({"dropout": 0.1, "init_std": 0.5, "vocab_multiple": 7}, False),
+    ],
+)
+def test_models_differ_by_what_they_compute_and_not_by_how_they_were_trained(change, differ):
+    shape = SHAPES["llama-3"]
+    found = diff(Held(shape), Held(shape.model_copy(update=change)))
+    assert found["differ"] == differ
+    assert found["settings"].keys() == change.keys()
 
 
 @pytest.mark.slow

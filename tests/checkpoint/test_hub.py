@@ -229,3 +229,16 @@ def test_what_is_no_token_is_not_repeated(tmp_path, text):
     with pytest.raises(SteelyardError, match="that is no token") as caught:
         hubs.read_token(tmp_path / "token.txt")
     assert not text.strip() or text.strip() not in str(caught.value)
+
+
+def test_where_nothing_was_fetched_nothing_is_said_to_be_kept(stocked, monkeypatch):
+    from huggingface_hub import constants
+
+    stocked.faults = [Trouble("/api/models/", status=500, times=99)]
+    with pytest.raises(Fault) as told:
+        hubs.fetch(NAME)
+    assert "kept" not in str(told.value)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(SteelyardError) as told:
+        hubs.fetch(NAME)
+    assert "kept" not in str(told.value)

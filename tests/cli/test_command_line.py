@@ -56,7 +56,11 @@ def mistake(done: subprocess.CompletedProcess) -> str:
     ("words", "message"),
     [
         (["trian", "tiny.toml"], "did you mean train?"),
-        (["train"], "Missing argument"),
+        (["train"], "missing argument"),
+        (
+            ["checkpoint", "info", "a", "b"],
+            "error: got unexpected extra argument(s) (b)\n  Usage: steelyard checkpoint",
+        ),
         (["train", "tiny.toml", "trian.steps=5"], "did you mean train.steps?"),
         (["recipe", "check", "missing.toml"], "no such file"),
         (["recipe", "check", "broken.toml"], "broken.toml:1: this is not TOML"),
@@ -250,3 +254,10 @@ def test_the_example_for_four_ranks_can_run_on_four(workplace):
     done = workplace.steelyard("train", str(example), "--dry-run", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["world"] == 4
+
+
+def test_a_check_of_a_recipe_says_which_files_it_did_not_look_at(in_workplace, capsys):
+    from steelyard.cli.recipe import check
+
+    check("tiny.toml", ["train.init_from=nowhere"])
+    assert "not looked at: the files of data.train, train.init_from" in capsys.readouterr().out

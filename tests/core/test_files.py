@@ -1,9 +1,10 @@
+import os
 import subprocess
 import sys
 
 import pytest
 
-from steelyard.core.files import atomic_file, atomic_folder, sweep_leftovers
+from steelyard.core.files import atomic_file, atomic_folder, free_space, sweep_leftovers
 
 KILLED_WHILE_WRITING = """
 import os, signal, sys
@@ -35,3 +36,19 @@ def test_a_failing_writer_leaves_nothing(tmp_path):
         (folder / "c").touch()
         raise RuntimeError
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_writer_left_of_a_folder_goes_when_it_is_written_again(tmp_path, capsys):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait(timeout=60)
+    dead, other, alive = f".tmp-{ended.pid}-out", f".tmp-{ended.pid}-out-2", f".tmp-{os.getppid()}-out"
+    for name in (dead, other, alive):
+        (tmp_path / name / "inner").mkdir(parents=True)
+    with atomic_folder(tmp_path / "out") as folder:
+        (folder / "file").touch()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([other, alive, "out"])
+    assert f"removing {tmp_path / dead}" in capsys.readouterr().err
+
+
+def test_free_space_is_that_of_the_nearest_folder_that_is_there(tmp_path):
+    assert free_space(tmp_path / "a" / "b") > 0

@@ -1,13 +1,17 @@
 import json
 import os
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from steelyard import train
+from steelyard.checkpoint.formats import open_source
+from steelyard.checkpoint.formats.write import Target, convert
 from steelyard.core.errors import Fault, UserError
 from steelyard.core.recipe import load
 from steelyard.evaluate import publish
@@ -238,6 +242,40 @@ def test_a_dry_run_asks_nobody_and_changes_nothing(hub, folder):
     assert result["files"]["model.safetensors"] == (folder / "model.safetensors").stat().st_size
     assert f'from_pretrained("{NAME}")' in result["card"]
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+
+
+def test_a_dry_run_of_a_name_alone_does_not_pretend_to_know_whose_it_is(hub, folder):
+    assert 'from_pretrained("<you>/small")' in publish.push(folder, "small", dry_run=True)["card"]
+    assert hub.requests == []
+
+
+@pytest.mark.parametrize(
+    ("end", "told"), [(0, None), ([7, 0], None), (7, "ends texts at 7, and the tokenizer at <|endoftext|> (0)")]
+)
+def test_a_model_that_does_not_stop_where_its_tokenizer_does_is_remarked_on(
+    hub, folder, monkeypatch, end, told, capsys
+):
+    monkeypatch.setattr(publish, "try_out", lambda folder, prompt: "tried out elsewhere")
+    for name in ("config.json", "generation_config.json"):
+        table = json.loads((folder / name).read_text()) | {"eos_token_id": end}
+        (folder / name).write_text(json.dumps(table))
+    result = publish.push(folder, NAME, dry_run=True)
+    assert len(result["remarks"]) == (told is not None)
+    assert not told or told in result["remarks"][0]
+    assert not told or told in capsys.readouterr().err
+
+
+def test_without_a_tokenizer_the_command_that_adds_one_is_shown_and_works(hub, folder, monkeypatch):
+    monkeypatch.setattr(publish, "try_out", lambda folder, prompt: "tried out elsewhere")
+    tokenizers.train_byte_bpe(TEXT, 280).save(folder.with_name("tok"))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    with pytest.raises(UserError, match="has no tokenizer") as refused:
+        publish.push(folder, NAME)
+    command = shlex.split(refused.value.mend.split(" writes ")[0])
+    assert shlex.join(command) == f"steelyard checkpoint convert {folder} {folder}-hf --to hf --tokenizer TOKENIZER"
+    convert(open_source(command[3]), Path(command[4]), Target("hf", tokenizer=str(folder.with_name("tok"))))
+    assert publish.push(Path(command[4]), NAME)["remarks"] == []
 
 
 def test_sparsity_is_measured_in_the_weights(folder):

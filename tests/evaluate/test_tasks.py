@@ -103,6 +103,31 @@ def test_a_task_from_a_folder_is_scored(models, tmp_path, monkeypatch):
         tasks.run(writer(models / "llama"), ["nonsense"], options)
 
 
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("task: mine\ndoc_to_text: [\n", "mine.yaml: line 3: expected the node content"),
+        ("- task: mine\n", "mine.yaml: it is no table of settings"),
+        ("task: mine\ninclude: _base.yaml\n", "mine.yaml: it includes _base.yaml, which is not there"),
+        (TASK % "x" + "process_docs: !function utils.anything\n", None),
+    ],
+)
+def test_a_task_file_that_cannot_be_read_is_named_with_what_is_wrong_in_it(tmp_path, content, told):
+    pytest.importorskip("yaml")
+    (tmp_path / "mine.yaml").write_text(content)
+    found = [f"{path.name}: {reason}" for path, reason in tasks._broken(tmp_path).items()]
+    assert len(found) == (told is not None)
+    assert not found or told in found[0]
+
+
+@pytest.mark.slow
+def test_a_task_that_is_not_there_because_its_file_is_broken_says_so(models, tmp_path):
+    pytest.importorskip("lm_eval.evaluator")
+    (tmp_path / "mine.yaml").write_text("task: mine\ndoc_to_text: [\n")
+    with pytest.raises(UserError, match=r"no task mine[^\n]*\n.*mine.yaml: line 3"):
+        tasks.run(writer(models / "llama"), ["mine"], tasks.TaskOptions(include=str(tmp_path)))
+
+
 def test_without_lm_eval_it_says_what_to_install(monkeypatch):
     real = builtins.__import__
 

@@ -197,6 +197,14 @@ def test_a_base_and_its_masks_are_exported_together(folder, monkeypatch, capsys)
     assert run("export-sparse", "base", "alone") == 2
 
 
+def test_a_run_that_learned_masks_is_exported_with_its_base(place):
+    place.learn("masks", "train.steps=2")
+    assert run("export-sparse", "masks", "out", "--dtype", "fp32") == 0
+    learned = opened("masks")
+    assert_equal(open_source("out"), learned)
+    assert not torch.equal(learned.tensor(SPARED), open_source("base").tensor(SPARED))
+
+
 def test_a_source_that_is_seen_through_something_keeps_its_own_tokenizer():
     held = pruned("llama")
     held.load_tokenizer = lambda: "inside the file"

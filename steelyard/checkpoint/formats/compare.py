@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from steelyard import model
-from steelyard.checkpoint.formats.mapped import TABLES
-from steelyard.checkpoint.formats.source import Source, load_into
+from steelyard.checkpoint.formats.source import TABLES, Source, load_into
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.sizes.model import parameters
 
+# Settings that weights compute the same with.
+OF_TRAINING = ("dropout", "attention_dropout", "init_std", "vocab_multiple")
 PROMPT = "The quick brown fox jumps over the lazy dog."
 
 
@@ -34,7 +35,8 @@ def info(source: Source) -> dict[str, Any]:
 def diff(a: Source, b: Source) -> dict[str, Any]:
     """What two checkpoints do not share: settings, names, sizes, and the largest difference of a weight.
 
-    Rows that pad the vocabulary are not compared.
+    They `differ` if a weight does, or a setting that changes what weights compute. Settings of training (dropout, the
+    spread of initial weights) and rows that pad the vocabulary are no difference; other settings are told all the same.
     """
     sizes_a, sizes_b = _comparable(a), _comparable(b)
     settings_a, settings_b = a.shape.model_dump(), b.shape.model_dump()
@@ -49,12 +51,16 @@ def diff(a: Source, b: Source) -> dict[str, Any]:
             if difference > largest:
                 largest, where = difference, name
             progress.advance(math.prod(sizes_a[name]))
+    settings = {
+        key: [settings_a.get(key), settings_b.get(key)]
+        for key in sorted(settings_a.keys() | settings_b.keys())
+        if settings_a.get(key) != settings_b.get(key)
+    }
+    # Of what one has alone, or in another size, none was compared.
+    is_whole = len(both) == len(sizes_a) == len(sizes_b)
     return {
-        "settings": {
-            key: [settings_a.get(key), settings_b.get(key)]
-            for key in sorted(settings_a.keys() | settings_b.keys())
-            if settings_a.get(key) != settings_b.get(key)
-        },
+        "differ": differing > 0 or not is_whole or not settings.keys() <= set(OF_TRAINING),
+        "settings": settings,
         "only_in_a": sorted(sizes_a.keys() - sizes_b.keys()),
         "only_in_b": sorted(sizes_b.keys() - sizes_a.keys()),
         "other_sizes": {

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from steelyard.checkpoint.formats import config as configs
 from steelyard.checkpoint.formats import safetensors
-from steelyard.checkpoint.formats.huggingface import read_json, tokenizer_files
-from steelyard.checkpoint.formats.mapped import TABLES, widest
-from steelyard.checkpoint.formats.source import Source, padded
+from steelyard.checkpoint.formats.huggingface import tokenizer_files
+from steelyard.checkpoint.formats.mapped import widest
+from steelyard.checkpoint.formats.source import TABLES, Source, padded, read_json
 from steelyard.core.errors import UserError
 
 FORMAT, VERSION = "steelyard-2:4", "1"
@@ -67,11 +67,8 @@ class CompressedSource(Source):
         floats = {place.dtype for name, place in self.places.items() if not name.endswith(INDICES)}
         self.dtype = widest(floats, path)
         self.layout = {"files": len(files), "compressed": len(self.compressed)}
-        self.extra = {key: config[key] for key in configs.SPECIAL if config.get(key) is not None}
-        if config.get("max_position_embeddings"):
-            self.extra["positions"] = config["max_position_embeddings"]
-        if (path / "generation_config.json").is_file():
-            self.extra["generation_config"] = read_json(path / "generation_config.json")
+        generation = path / "generation_config.json"
+        self.extra = configs.extra_of(config, read_json(generation) if generation.is_file() else None)
         self.tokenizer_files = tokenizer_files(path)
         self.tokenizer = str(path) if self.tokenizer_files else None
 

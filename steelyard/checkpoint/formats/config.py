@@ -11,27 +11,25 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
+from steelyard.checkpoint.formats.extra import DROPOUT, SPECIAL, sound
 from steelyard.checkpoint.formats.source import sane
 from steelyard.core.errors import UserError
 from steelyard.core.recipe.model import GptModel, LlamaModel, RopeScaling
 
 Shape = GptModel | LlamaModel
 LLAMAS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
+MISTRAL = LLAMAS[1]
 GPTS = ("GPT2LMHeadModel",)
 TANH_GELU = ("gelu_new", "gelu_pytorch_tanh")
 LLAMA3 = {
     "factor": "factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor",
     "original_positions": "original_max_position_embeddings",
 }  # fmt: skip
-SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def shape_of(config: dict[str, Any], where: str) -> Shape:
     """The shape of the model a config describes."""
-    architectures = config.get("architectures") or [
-        {"llama": LLAMAS[0], "gpt2": GPTS[0]}.get(str(config.get("model_type")))
-    ]
-    name = architectures[0] if isinstance(architectures, list) and architectures else None
+    name = _architecture(config)
     if name not in (*LLAMAS, *GPTS):
         raise UserError(
             f"the architecture {name or 'unnamed'} is not known",
@@ -48,6 +46,28 @@ def shape_of(config: dict[str, Any], where: str) -> Shape:
     return shape
 
 
+def _architecture(config: dict[str, Any]) -> str | None:
+    architectures = config.get("architectures") or [
+        {"llama": LLAMAS[0], "gpt2": GPTS[0]}.get(str(config.get("model_type")))
+    ]
+    return architectures[0] if isinstance(architectures, list) and architectures else None
+
+
+def extra_of(config: dict[str, Any], generation: dict[str, Any] | None) -> dict[str, Any]:
+    """What a config says that a shape does not."""
+    named = _architecture(config)
+    usual = dict.fromkeys(DROPOUT[:3], 0.1) if named in GPTS else {}  # What transformers takes where it is left out.
+    return sound(
+        {
+            **config,
+            "positions": config.get("max_position_embeddings"),
+            "generation_config": generation,
+            "architecture": named if named == MISTRAL else None,
+            "dropout": {key: config.get(key, usual.get(key)) for key in DROPOUT},
+        }
+    )
+
+
 def _llama(config: dict[str, Any], architecture: str, where: str) -> LlamaModel:
     _refuse(config, where, hidden_act="silu", mlp_bias=False)
     if architecture != "Qwen2ForCausalLM":
@@ -55,11 +75,13 @@ def _llama(config: dict[str, Any], architecture: str, where: str) -> LlamaModel:
     window = config.get("sliding_window")
     if window and config.get("use_sliding_window", True) and window < config.get("max_position_embeddings", 0):
         raise UserError(f"its attention looks only {window} tokens back, which is not supported", where=where)
-    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    rope = {**_table(config, "rope_scaling", where), **_table(config, "rope_parameters", where)}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
         raise UserError(
-            f"rotary positions of the type {kind} are not supported", where=where, mend="default and llama3 are"
+            f"rope_scaling: rotary positions of the type {kind} are not supported",
+            where=where,
+            mend="default and llama3 are",
         )
     theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
     heads = config["num_attention_heads"]
@@ -73,7 +95,7 @@ def _llama(config: dict[str, Any], architecture: str, where: str) -> LlamaModel:
         ffn=config["intermediate_size"],
         vocab=config["vocab_size"],
         rope_theta=float(theta),
-        rope_scaling=_llama3(rope) if kind == "llama3" else None,
+        rope_scaling=_llama3(rope, where) if kind == "llama3" else None,
         qkv_bias=architecture == "Qwen2ForCausalLM",
         tied=config.get("tie_word_embeddings", False),
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
@@ -81,7 +103,18 @@ def _llama(config: dict[str, Any], architecture: str, where: str) -> LlamaModel:
     )
 
 
-def _llama3(rope: dict[str, Any]) -> RopeScaling:
+def _table(config: dict[str, Any], key: str, where: str) -> dict[str, Any]:
+    value = config.get(key) or {}
+    if not isinstance(value, dict):
+        raise UserError(f"{key} is {value!r}, and should be a table", where=where)
+    return value
+
+
+def _llama3(rope: dict[str, Any], where: str) -> RopeScaling:
+    for theirs in LLAMA3.values():
+        if type(rope.get(theirs)) not in (int, float) or rope[theirs] <= 0:
+            told = f"is {rope[theirs]!r}" if theirs in rope else "is missing"
+            raise UserError(f"rope_scaling.{theirs} {told}, and should be a number above 0", where=where)
     values = {ours: rope[theirs] for ours, theirs in LLAMA3.items()}
     scale = {key: float(value) for key, value in values.items() if key != "original_positions"}
     return RopeScaling(original_positions=values["original_positions"], **scale)
@@ -119,8 +152,9 @@ def _first(error: Exception) -> str:
 
 
 def config_of(shape: Shape, dtype: torch.dtype, extra: dict[str, Any]) -> dict[str, Any]:
-    """The config of a shape. `extra` has what a shape does not say: positions and special tokens."""
+    """The config of a shape. `extra` has what a shape does not say: positions, special tokens, dropout, a class."""
     special = {key: extra[key] for key in SPECIAL if extra.get(key) is not None}
+    dropout = extra.get("dropout") or {}
     common = {
         "torch_dtype": str(dtype).removeprefix("torch."),
         "vocab_size": shape.vocab,
@@ -136,16 +170,21 @@ def config_of(shape: Shape, dtype: torch.dtype, extra: dict[str, Any]) -> dict[s
             "n_head": shape.heads, "n_inner": shape.ffn, "n_positions": shape.positions, "n_ctx": shape.positions,
             "activation_function": "gelu_new", "layer_norm_epsilon": shape.norm_eps,
             "attn_pdrop": shape.attention_dropout, "embd_pdrop": shape.dropout, "resid_pdrop": shape.dropout, **common,
-        }  # fmt: skip
+        } | {key: value for key, value in dropout.items() if key != "attention_dropout"}  # fmt: skip
+    is_mistral = extra.get("architecture") == MISTRAL and not shape.qkv_bias
     architecture, kind = ("Qwen2ForCausalLM", "qwen2") if shape.qkv_bias else ("LlamaForCausalLM", "llama")
+    if is_mistral:
+        architecture, kind = MISTRAL, "mistral"
     config = {
         "architectures": [architecture], "model_type": kind, "hidden_size": shape.hidden,
         "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head_dim, "intermediate_size": shape.ffn, "hidden_act": "silu",
         "max_position_embeddings": positions_of(shape, extra), "rms_norm_eps": shape.norm_eps,
         "rope_theta": shape.rope_theta, "rope_scaling": _rope_scaling(shape),
-        "attention_dropout": shape.attention_dropout, **common,
+        "attention_dropout": dropout.get("attention_dropout", shape.attention_dropout), **common,
     }  # fmt: skip
+    if is_mistral:
+        return config | {"sliding_window": None}
     return config | ({"use_sliding_window": False} if shape.qkv_bias else {"attention_bias": False, "mlp_bias": False})
 
 

@@ -24,7 +24,7 @@ from steelyard.checkpoint.formats import gguf_blocks, gguf_tokenizer
 from steelyard.checkpoint.formats.entries import Entry, gguf_llama
 from steelyard.checkpoint.formats.mapped import Mapped, Store
 from steelyard.checkpoint.formats.source import sane
-from steelyard.core.errors import UserError
+from steelyard.core.errors import Damaged, UserError
 from steelyard.core.recipe.model import LlamaModel
 from steelyard.text.tokenizer import Tokenizer
 
@@ -54,8 +54,12 @@ def opened(path: Path) -> GgufSource | None:
             raise UserError(f"{path} has {len(files)} GGUF files", mend=f"name one of them, such as {files[0]}")
         path = files[0]
     with open(path, "rb") as file:
-        if file.read(4) != b"GGUF":
+        begins = file.read(4)
+    if begins != b"GGUF":
+        if path.suffix != ".gguf":
             return None
+        told = "it is empty" if not begins else f"it begins with {begins!r} where b'GGUF' belongs"
+        raise Damaged(f"not a GGUF file: {told}", where=str(path))
     settings, tensors = _Reader(path).read()
     shape = _shape(settings, tensors, str(path))
     sane(shape, str(path))
@@ -205,5 +209,5 @@ class _Reader:
             raise self.broken(f"{count} bytes are announced where {self.length - self.file.tell()} are left")
         return self.file.read(count)
 
-    def broken(self, reason: str) -> UserError:
-        return UserError(f"not a whole GGUF file: {reason}", where=str(self.path), mend="copy or download it again")
+    def broken(self, reason: str) -> Damaged:
+        return Damaged(f"not a whole GGUF file: {reason}", where=str(self.path))

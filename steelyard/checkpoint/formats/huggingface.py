@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,11 @@ from steelyard.checkpoint.formats import config as configs
 from steelyard.checkpoint.formats import pickled, safetensors
 from steelyard.checkpoint.formats.entries import Entry, hugging_face
 from steelyard.checkpoint.formats.mapped import Mapped, Store
-from steelyard.core.errors import UserError
+from steelyard.checkpoint.formats.source import TABLES, read_json
+from steelyard.core.errors import Damaged, UserError
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json")
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
     "spiece.model", "sentencepiece.bpe.model", "vocab.json", "merges.txt", "chat_template.jinja",
@@ -38,30 +39,34 @@ def opened(path: Path) -> Mapped | None:
         "files": len({place.path if isinstance(place, safetensors.Extent) else 0 for place in store.places.values()})
     }
     source = Mapped("hf", path, shape, store, hugging_face(shape), layout)
-    source.extra = {key: config[key] for key in configs.SPECIAL if config.get(key) is not None}
-    if config.get("max_position_embeddings"):
-        source.extra["positions"] = config["max_position_embeddings"]
-    if (path / "generation_config.json").is_file():
-        source.extra["generation_config"] = read_json(path / "generation_config.json")
+    generation = path / "generation_config.json"
+    source.extra = configs.extra_of(config, read_json(generation) if generation.is_file() else None)
+    _refuse_other_rows(source)
     source.tokenizer_files = tokenizer_files(path)
-    source.tokenizer = str(path) if source.tokenizer_files else None
+    source.tokenizer = tokenizer_in(path)
     return source
+
+
+def tokenizer_in(folder: Path) -> str | None:
+    """The folder, if it holds a vocabulary and not only what surrounds one."""
+    return str(folder) if any((folder / name).is_file() for name in VOCABULARIES) else None
+
+
+def _refuse_other_rows(source: Mapped) -> None:
+    """Embedding and head have exactly `vocab_size` rows: others' padding is in that number, and nothing is cut."""
+    sizes, vocab = source.store.sizes(), source.shape.vocab
+    for entry in source.entries:
+        if entry.ours[0] in TABLES and (size := sizes.get(entry.name)) and size[0] != vocab:
+            raise UserError(
+                f"{entry.name} has {size[0]} rows, and vocab_size is {vocab}",
+                where=str(source.path),
+                mend="make vocab_size in config.json the number of rows, or fetch the weights that belong to it",
+            )
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
     """The files of a folder that make up its tokenizer."""
     return [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON table from a file that somebody else wrote."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"cannot be read: {error}", where=str(path)) from None
-    if not isinstance(value, dict):
-        raise UserError("is not a JSON table", where=str(path))
-    return value
 
 
 class _Folder(Store):
@@ -90,7 +95,7 @@ def _store(folder: Path, tied: bool) -> _Folder:
         found: dict[str, Any] = safetensors.extents(file) if file.suffix == ".safetensors" else _mapped(file)
         lacking = expected - found.keys()
         if lacking:
-            raise UserError(f"it lacks {sorted(lacking)[0]}, which the index says it has", where=str(file))
+            raise Damaged(f"it lacks {sorted(lacking)[0]}, which the index says it has", where=str(file))
         places.update(found)
     places = {name: place for name, place in places.items() if not CONSTANTS.search(name)}
     if any(name.startswith("h.0.") for name in places):  # GPT-2 as it was first published.
@@ -118,7 +123,7 @@ def _files(folder: Path) -> dict[Path, set[str]]:
             raise UserError(f"{tensor} is said to lie in {file!r}, which is no file of this folder", where=str(index))
         files.setdefault(folder / file, set()).add(tensor)
     for missing in (file for file in files if not file.is_file()):
-        raise UserError(f"the shard {missing.name} is missing", where=str(index), mend="copy or download it")
+        raise Damaged(f"the shard {missing.name} is missing", where=str(index))
     return files
 
 

@@ -9,12 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steelyard.checkpoint.formats.entries import Entry, ours_sizes, taken_apart
-from steelyard.checkpoint.formats.source import DTYPES, Source, padded
+from steelyard.checkpoint.formats.entries import Entry, ours_sizes, taken_apart, theirs_size
+from steelyard.checkpoint.formats.source import DTYPES, TABLES, Lying, Source, padded
 from steelyard.core.errors import UserError
 from steelyard.core.recipe.model import GptModel, LlamaModel
-
-TABLES = ("embed.weight", "head.weight")
 
 
 class Store(ABC):
@@ -57,6 +55,12 @@ class Mapped(Source):
             if entry.name in found:
                 sizes.update(zip(entry.ours, ours_sizes(entry, found.pop(entry.name), self.shape), strict=True))
         return sizes | found
+
+    def in_files(self, name: str, expected: dict[str, tuple[int, ...]]) -> Lying:
+        entry = self._entry_of.get(name)
+        if entry is None:
+            return super().in_files(name, expected)
+        return Lying(entry.name, self.store.sizes().get(entry.name), theirs_size(entry, expected))
 
     def tensor(self, name: str) -> Tensor:
         entry = self._entry_of[name]

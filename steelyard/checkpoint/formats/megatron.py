@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from steelyard.checkpoint.formats import extra as extras
 from steelyard.checkpoint.formats import megatron_args, pickled
 from steelyard.checkpoint.formats.entries import Entry, megatron
-from steelyard.checkpoint.formats.huggingface import tokenizer_files
+from steelyard.checkpoint.formats.huggingface import tokenizer_files, tokenizer_in
 from steelyard.checkpoint.formats.mapped import Mapped, Store
 from steelyard.checkpoint.formats.megatron_args import NOT_WEIGHTS, renamed
 from steelyard.core.console import console
@@ -65,11 +66,12 @@ def opened(path: Path) -> Mapped | None:
 
 
 def add_companions(source: Mapped, args: dict[str, Any], parent: Path) -> None:
-    """What lies beside the weights: how long texts may be, and the tokenizer that our own writer puts there."""
+    """What lies beside the weights: how long texts may be, and what our own writer puts there."""
+    source.extra = extras.kept(parent)
     if args.get("max_position_embeddings"):
         source.extra["positions"] = int(args["max_position_embeddings"])
     source.tokenizer_files = tokenizer_files(parent / TOKENIZER)
-    source.tokenizer = str(parent / TOKENIZER) if source.tokenizer_files else None
+    source.tokenizer = tokenizer_in(parent / TOKENIZER)
 
 
 def _files(folder: Path) -> dict[tuple[int, int], Path]:

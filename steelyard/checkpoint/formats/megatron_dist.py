@@ -18,10 +18,10 @@ from steelyard.checkpoint import folder as folders
 from steelyard.checkpoint.folder import Checkpoint
 from steelyard.checkpoint.formats import megatron_args, pickled
 from steelyard.checkpoint.formats.entries import Entry, megatron
-from steelyard.checkpoint.formats.huggingface import read_json
 from steelyard.checkpoint.formats.mapped import Mapped, Store
 from steelyard.checkpoint.formats.megatron import add_companions
 from steelyard.checkpoint.formats.megatron_args import NOT_WEIGHTS, renamed
+from steelyard.checkpoint.formats.source import read_json
 from steelyard.checkpoint.pieces import Piece
 from steelyard.core.errors import UserError
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steelyard.core.errors import UserError
+from steelyard.core.errors import Damaged, UserError
 
 # Classes of settings and of random states, by the beginning of their full names.
 INERT = (
@@ -51,8 +51,16 @@ def load(path: Path) -> Any:
     except UserError:
         raise
     except Exception as error:  # A hostile or damaged file can make the reader fail in any way; none of them is a bug.
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        raise UserError(f"cannot be read: {reason}", where=str(path), mend="copy or download it again") from None
+        raise Damaged(f"cannot be read: {_reason(error)}", where=str(path)) from None
+
+
+def _reason(error: Exception) -> str:
+    """What is wrong with a file; of how torch's reader of archives stumbled over it nobody is the wiser."""
+    told = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    of_the_archive = ("PytorchStreamReader", "miniz", "central directory", "not enough data", "storage")
+    if isinstance(error, EOFError) or any(words in str(error) for words in of_the_archive):
+        return "it is cut short or damaged"
+    return told
 
 
 def _known(name: str, path: Path) -> Any:

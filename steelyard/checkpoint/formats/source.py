@@ -6,11 +6,12 @@ head have `shape.padded_vocab` rows; those past `shape.vocab` stand for no id, a
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from steelyard.checkpoint import hub
 from steelyard.checkpoint.folder import STATE
 from steelyard.checkpoint.pieces import Piece
 from steelyard.core.console import console
-from steelyard.core.errors import SteelyardError, UserError
+from steelyard.core.errors import Damaged, SteelyardError, UserError
 from steelyard.core.recipe.model import GptModel, LlamaModel
 from steelyard.core.run import MANIFEST
 from steelyard.model import LanguageModel
@@ -39,7 +40,16 @@ MOST = {
     "layers": 10_000, "hidden": 10**6, "heads": 10**5, "kv_heads": 10**5, "head_dim": 10**5, "ffn": 10**7,
     "vocab": 10**8, "vocab_multiple": 10**6, "positions": 10**8,
 }  # fmt: skip
+TABLES = ("embed.weight", "head.weight")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class Lying(NamedTuple):
+    """A tensor in the files of a source: its name there, its size if it is there, and the size it should have."""
+
+    name: str
+    found: tuple[int, ...] | None
+    wanted: tuple[int, ...]
 
 
 class Source(ABC):
@@ -72,6 +82,10 @@ class Source(ABC):
     @abstractmethod
     def sizes(self) -> dict[str, tuple[int, ...]]:
         """The size of each tensor, without reading any, as found in the files: padding of the vocabulary included."""
+
+    def in_files(self, name: str, expected: dict[str, tuple[int, ...]]) -> Lying:
+        """How a tensor of ours lies in the files, given the sizes that all of ours should have."""
+        return Lying(name, self.sizes().get(name), expected[name])
 
     def load_tokenizer(self) -> Tokenizer:
         """The tokenizer that belongs to the model."""
@@ -118,6 +132,10 @@ def load_pieces(source: Source, pieces: Mapping[str, Piece], shape: GptModel | L
     for key, value in source.shape.model_dump().items():
         if key in ARITHMETIC and value != getattr(shape, key, value):
             console.warn(f"model.{key} is {getattr(shape, key)}, and {value} in {source.path}")
+    if source.shape.vocab > shape.vocab:
+        console.warn(
+            f"model.vocab is {shape.vocab}, and {source.shape.vocab} in {source.path}: the rows beyond are left out"
+        )
     for name, piece in pieces.items():
         whole = source.tensor(name.removeprefix("model."))
         if whole.shape[0] != piece.shape[0]:
@@ -129,15 +147,17 @@ def load_pieces(source: Source, pieces: Mapping[str, Piece], shape: GptModel | L
 
 def check(source: Source, shape: GptModel | LlamaModel, wanted: Iterable[str] | None = None) -> None:
     """Refuse a source whose tensors are not those of a model of this shape."""
-    expected = expected_sizes(shape)
-    found = source.sizes()
+    expected, found = expected_sizes(shape), source.sizes()
     wrong = [f"{name}: unknown" for name in found if name not in expected]
+    misfits: dict[Lying, list[str]] = {}  # One of theirs may hold several of ours.
     for name in expected if wanted is None else wanted:
         size = expected[name]
-        if name not in found:
-            wrong.append(f"{name}: missing")
-        elif not _fits(found[name], size, shape):
-            wrong.append(f"{name}: {found[name]} in the checkpoint, {size} wanted")
+        if found.get(name) != size and not _is_padded(found.get(name), size, shape):
+            misfits.setdefault(source.in_files(name, expected), []).append(name)
+    for theirs, ours in misfits.items():
+        here = "" if ours == [theirs.name] else f" (here {', '.join(ours)})"
+        told = "missing" if theirs.found is None else f"{theirs.found} in the checkpoint, {theirs.wanted} wanted"
+        wrong.append(f"{theirs.name}{here}: {told}")
     if wrong:
         more = [f"and {len(wrong) - 10} more"] if len(wrong) > 10 else []
         raise UserError(f"{source.path} does not fit the model:\n  " + "\n  ".join(wrong[:10] + more))
@@ -149,11 +169,9 @@ def expected_sizes(shape: GptModel | LlamaModel) -> dict[str, tuple[int, ...]]:
         return {name: tuple(parameter.shape) for name, parameter in model.build(shape).named_parameters()}
 
 
-def _fits(found: tuple[int, ...], size: tuple[int, ...], shape: GptModel | LlamaModel) -> bool:
-    """Whether sizes agree; a table of the vocabulary may be padded more, or less, than ours."""
-    if found == size:
-        return True
-    return size[0] == shape.padded_vocab and found[1:] == size[1:] and found[0] >= shape.vocab
+def _is_padded(found: tuple[int, ...] | None, size: tuple[int, ...], shape: GptModel | LlamaModel) -> bool:
+    """Whether this is a table of the vocabulary that is padded more, or less, than ours."""
+    return found is not None and size[0] == shape.padded_vocab and found[1:] == size[1:] and found[0] >= shape.vocab
 
 
 def padded(table: Tensor, shape: GptModel | LlamaModel) -> Tensor:
@@ -169,6 +187,17 @@ def sane(shape: GptModel | LlamaModel, where: str) -> None:
     for key, most in MOST.items():
         if getattr(shape, key, 0) > most:
             raise UserError(f"{key} would be {getattr(shape, key)}, beyond any model", where=where)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON table from a file that somebody else wrote."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise Damaged(f"cannot be read: {error}", where=str(path)) from None
+    if not isinstance(value, dict):
+        raise UserError("is not a JSON table", where=str(path))
+    return value
 
 
 def _may_be_on_the_hub(name: str) -> bool:

@@ -9,7 +9,8 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from steelyard.checkpoint import folder
-from steelyard.checkpoint.formats.huggingface import tokenizer_files
+from steelyard.checkpoint.formats import extra as extras
+from steelyard.checkpoint.formats.huggingface import tokenizer_files, tokenizer_in
 from steelyard.checkpoint.formats.mapped import widest
 from steelyard.checkpoint.formats.source import Source, is_own, sane
 from steelyard.checkpoint.pieces import Piece
@@ -44,9 +45,9 @@ class SteelyardSource(Source):
             except ValidationError as error:
                 raise UserError(f"its model is not valid: {error}", where=str(saved.path / folder.STATE)) from None
             sane(self.shape, str(saved.path / folder.STATE))
-            self.extra = dict(saved.state.get("extra", {}))
+            self.extra = extras.sound(saved.state.get("extra"))
             self.tokenizer_files = tokenizer_files(saved.path / TOKENIZER)
-            self.tokenizer = str(saved.path / TOKENIZER) if self.tokenizer_files else None
+            self.tokenizer = tokenizer_in(saved.path / TOKENIZER)
         else:
             recipe = saved.run.recipe()
             self.shape, self.tokenizer = recipe.model, recipe.data.tokenizer

@@ -6,6 +6,8 @@ the source's, which holds all of them exactly.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -18,19 +20,21 @@ from torch import Tensor
 from steelyard.checkpoint import folder as folders
 from steelyard.checkpoint.formats import compressed, safetensors, write_megatron
 from steelyard.checkpoint.formats import config as configs
+from steelyard.checkpoint.formats import extra as extras
 from steelyard.checkpoint.formats.entries import Entry, hugging_face, joined, theirs_size
-from steelyard.checkpoint.formats.mapped import TABLES
-from steelyard.checkpoint.formats.source import Source, check, expected_sizes
+from steelyard.checkpoint.formats.source import TABLES, Source, check, expected_sizes
 from steelyard.checkpoint.formats.steelyard import PREFIX, TOKENIZER
 from steelyard.checkpoint.formats.write_megatron import Layout
 from steelyard.checkpoint.pieces import Promised
-from steelyard.core import files
+from steelyard.core import files, units
 from steelyard.core.console import Progress, console
-from steelyard.core.errors import UserError
+from steelyard.core.errors import Fault, UserError
 from steelyard.text import tokenizer as tokenizers
+from steelyard.text.tokenizer import Tokenizer
 
 TARGETS = ("hf", "compressed", "megatron", "megatron-dist", "steelyard")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT)
 SHARD_BYTES = 5_000_000_000
 WHOLE = Layout()
 
@@ -47,49 +51,133 @@ class Target:
 
 
 def convert(source: Source, destination: Path, target: Target) -> dict[str, Any]:
-    """Write a checkpoint and say what was written."""
+    """Write a checkpoint and say what was written. What can be known to fail is refused before anything is written."""
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise UserError(f"{destination} is there already", mend="name a new folder")
-    if destination.is_dir():
-        destination.rmdir()
     check(source, source.shape)
     dtype = target.dtype or source.dtype
     if target.to != "megatron" and target.layout != WHOLE:
         raise UserError(
             f"{target.to} checkpoints are not divided among ranks", mend="leave out --tensor and --pipeline"
         )
-    sizes = expected_sizes(source.shape)
-    total = sum(math.prod(size) for size in sizes.values()) * dtype.itemsize
-    with files.atomic_folder(destination) as folder, console.progress(f"write {target.to}", total, "bytes") as progress:
-        supply = Supply(source, dtype, progress)
-        if target.to == "hf":
-            _write_hf(supply, folder, target.shard_bytes)
-            _add_tokenizer(source, folder, target.tokenizer)
-            _write_configs(source, folder, dtype)
-        elif target.to == "compressed":
-            _write_compressed(supply, folder, target.shard_bytes)
-            _add_tokenizer(source, folder, target.tokenizer)
-            _write_configs(source, folder, dtype)
-        elif target.to == "steelyard":
-            _write_steelyard(supply, folder)
-            _add_tokenizer(source, folder / TOKENIZER, target.tokenizer)
-        else:
-            write = write_megatron.torch_files if target.to == "megatron" else write_megatron.torch_dist
-            write(supply, folder, target.layout)
-            _add_tokenizer(source, folder / TOKENIZER, target.tokenizer)
-    return {"path": str(destination), "format": target.to, "dtype": str(dtype).removeprefix("torch."), "bytes": total}
+    _refuse_no_place(destination)
+    supply = Supply(source, dtype)
+    needed = write_megatron.bytes_of(supply, target.layout) if target.to == "megatron" else supply.bytes
+    tokenizer = _tokenizer(source, target.tokenizer)
+    extra = _extra(source, tokenizer, target.tokenizer is not None)
+    with _room(destination, needed), files.atomic_folder(destination) as folder:
+        with console.progress(f"write {target.to}", supply.bytes, "bytes") as supply.progress:
+            if target.to == "hf":
+                _write_hf(supply, folder, target.shard_bytes)
+                _write_configs(source, folder, dtype, extra)
+            elif target.to == "compressed":
+                _write_compressed(supply, folder, target.shard_bytes)
+                _write_configs(source, folder, dtype, extra)
+            elif target.to == "steelyard":
+                _write_steelyard(supply, folder, extra)
+            else:
+                write = write_megatron.torch_files if target.to == "megatron" else write_megatron.torch_dist
+                write(supply, folder, target.layout)
+                extras.keep(extra, folder)
+            beside = folder if target.to in ("hf", "compressed") else folder / TOKENIZER
+            _add_tokenizer(source, beside, None if target.tokenizer is None and source.tokenizer_files else tokenizer)
+        if destination.is_dir():
+            destination.rmdir()
+    if target.to == "hf" and not extras.end_ids(extra):
+        console.warn(
+            f"neither {source.path} nor a tokenizer names an end token, so that transformers will not stop by itself; "
+            "--tokenizer names one"
+        )
+    return {"path": str(destination), "format": target.to, "dtype": str(dtype).removeprefix("torch."), "bytes": needed}
+
+
+def _tokenizer(source: Source, named: str | None) -> Tokenizer | None:
+    """The tokenizer that goes along, seen to load: a damaged one would be found out only by whoever needs it."""
+    if named is None and source.tokenizer is None:
+        console.warn(f"{source.path} comes without a tokenizer, so none is written; --tokenizer names one")
+        return None
+    try:
+        found = tokenizers.load(named) if named is not None else source.load_tokenizer()
+    except UserError as error:
+        if named is None:
+            error.message = f"the tokenizer that comes along cannot be used: {error.message}"
+            error.mend = "copy or download it again, or name another with --tokenizer"
+        raise
+    if found.vocab_size > source.shape.vocab:
+        told = f"the tokenizer has {found.vocab_size} ids, and the model only {source.shape.vocab}"
+        if named is not None or not source.tokenizer_files:
+            raise UserError(told)
+        console.warn(told)
+    return found
+
+
+def _extra(source: Source, tokenizer: Tokenizer | None, is_named: bool) -> dict[str, Any]:
+    """What the source says beside its weights, with the tokenizer's ids.
+
+    What came along with a tokenizer outweighs it, since models may end texts at ids of their own; a tokenizer that was
+    named outweighs what came along. Either way a disagreement is told.
+    """
+    extra = source.extra
+    if tokenizer is None:
+        return extra
+    if extras.end_ids(extra) and (remark := extras.disagreement(extra, tokenizer)):
+        if is_named:
+            extra = extras.of_another_vocabulary(extra)
+            remark += "; the tokenizer was named, so that its ids are written"
+        console.warn(remark)
+    return extras.with_tokenizer(extra, tokenizer)
+
+
+def _refuse_no_place(destination: Path) -> None:
+    """Refuse a destination that nothing can be written at, before the work and by its name."""
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        probe = files.temporary_beside(destination)
+        if not probe.exists():
+            probe.mkdir()
+            probe.rmdir()
+    except OSError as error:
+        if error.errno in OF_THE_DISK:
+            raise
+        raise UserError(
+            f"{destination} cannot be written: {error.strerror}", mend="name a folder that you may write to"
+        ) from None
+
+
+@contextlib.contextmanager
+def _room(destination: Path, needed: int) -> Iterator[None]:
+    """Refuse what the disk has no room for, and name the place if it is full in the end all the same."""
+    mend = "make room, or name a folder on another disk; nothing was kept"
+    free = files.free_space(destination)
+    if needed > free:
+        raise Fault(f"{destination} would take {units.size(needed)}, and {units.size(free)} are free", mend=mend)
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in OF_THE_DISK:
+            raise
+        raise Fault(f"{destination} takes {units.size(needed)}: {error.strerror}", mend=mend) from None
+    except folders.NotWritten as error:
+        raise Fault(f"{destination} takes {units.size(needed)}: {error.message}", mend=mend) from None
 
 
 class Supply:
     """Their tensors, made from a source's."""
 
-    def __init__(self, source: Source, dtype: torch.dtype, progress: Progress) -> None:
-        self.source, self.shape, self.dtype, self.progress = source, source.shape, dtype, progress
+    progress: Progress
+
+    def __init__(self, source: Source, dtype: torch.dtype) -> None:
+        self.source, self.shape, self.dtype = source, source.shape, dtype
         self.sizes = expected_sizes(source.shape)
         # Padding of the vocabulary is ours alone.
         for name in TABLES:
             if name in self.sizes:
                 self.sizes[name] = (self.shape.vocab, *self.sizes[name][1:])
+
+    @property
+    def bytes(self) -> int:
+        """What all tensors take, each once."""
+        return sum(math.prod(size) for size in self.sizes.values()) * self.dtype.itemsize
 
     def size(self, entry: Entry) -> tuple[int, ...]:
         """The size of one of their tensors."""
@@ -167,17 +255,16 @@ def _write_compressed(supply: Supply, folder: Path, shard_bytes: int) -> None:
             supply.progress.advance(size_written)
 
 
-def _write_configs(source: Source, folder: Path, dtype: torch.dtype) -> None:
-    extra = dict(source.extra)
-    if "eos_token_id" not in extra and any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
-        extra["eos_token_id"] = tokenizers.load(folder).end_id
+def _write_configs(source: Source, folder: Path, dtype: torch.dtype, extra: dict[str, Any]) -> None:
     files.write_json(folder / "config.json", configs.config_of(source.shape, dtype, extra))
-    special = {key: extra[key] for key in configs.SPECIAL if extra.get(key) is not None}
-    generation = extra.get("generation_config") or {"_from_model_config": True, **special}
+    special = {key: extra[key] for key in extras.SPECIAL if extra.get(key) is not None}
+    generation = dict(extra.get("generation_config") or {"_from_model_config": True, **special})
+    if generation.get("eos_token_id") is None and "eos_token_id" in special:  # transformers asks nothing else.
+        generation["eos_token_id"] = special["eos_token_id"]
     files.write_json(folder / "generation_config.json", generation)
 
 
-def _write_steelyard(supply: Supply, folder: Path) -> None:
+def _write_steelyard(supply: Supply, folder: Path, extra: dict[str, Any]) -> None:
     source, sizes = supply.source, expected_sizes(supply.shape)
 
     def made(name: str) -> Promised:
@@ -190,23 +277,17 @@ def _write_steelyard(supply: Supply, folder: Path) -> None:
     state = {
         "step": source.step or 0,
         "model": supply.shape.model_dump(exclude_none=True),
-        "extra": source.extra,
+        "extra": extra,
     }
     folders.fill(folder, {f"{PREFIX}{name}": made(name) for name in source.names()}, state)
 
 
-def _add_tokenizer(source: Source, folder: Path, named: str | None) -> None:
-    """Put the tokenizer beside the weights: the source's own files, or one of any kind as Hugging Face's."""
-    folder.mkdir(exist_ok=True)
-    if named is None and source.tokenizer_files:
+def _add_tokenizer(source: Source, folder: Path, tokenizer: Tokenizer | None) -> None:
+    """Put the tokenizer beside the weights: this one as Hugging Face's, or the source's own files as they are."""
+    if tokenizer is not None:
+        folder.mkdir(exist_ok=True)
+        tokenizer.save(folder)
+    elif source.tokenizer_files:
+        folder.mkdir(exist_ok=True)
         for file in source.tokenizer_files:
             (folder / file.name).write_bytes(file.read_bytes())
-    elif named is not None or source.tokenizer is not None:
-        found = tokenizers.load(named) if named is not None else source.load_tokenizer()
-        if found.vocab_size > source.shape.vocab:
-            raise UserError(f"the tokenizer has {found.vocab_size} ids, and the model only {source.shape.vocab}")
-        found.save(folder)
-    else:
-        console.warn(f"{source.path} comes without a tokenizer, so none is written; --tokenizer names one")
-    if not any(folder.iterdir()):
-        folder.rmdir()

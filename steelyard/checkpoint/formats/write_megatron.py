@@ -6,6 +6,7 @@ empty, and then filled side by side as tensors come, each once, piece by piece a
 
 from __future__ import annotations
 
+import math
 import os
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -68,9 +69,20 @@ class Layout:
                 )
 
 
+def bytes_of(supply: Supply, layout: Layout) -> int:
+    """What a `torch` checkpoint takes: what is not cut is written for every rank, a tied table by both ends."""
+    layout.check(supply.shape)
+    stages = layout.stages(supply.shape)
+    copies = {
+        entry: len(_names(entry, stages, supply.shape.tied)) * (layout.tensor if entry.cut is None else 1)
+        for entry in megatron(supply.shape)
+    }
+    elements = (math.prod(_padded_size(entry, supply, layout.tensor)) * times for entry, times in copies.items())
+    return sum(elements) * supply.dtype.itemsize
+
+
 def torch_files(supply: Supply, folder: Path, layout: Layout) -> None:
     """Write a `torch` checkpoint."""
-    layout.check(supply.shape)
     stages = layout.stages(supply.shape)
     entries = [(entry, _names(entry, stages, supply.shape.tied)) for entry in megatron(supply.shape)]
     iteration = folder / f"iter_{ITERATION:07d}"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import fnmatch
 import io
 import os
-import shutil
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -169,9 +168,8 @@ def _refuse_to_replace(folder: Path, missing: list[RemoteFile]) -> None:
 
 
 def _refuse_what_has_no_room(folder: Path, missing: list[RemoteFile]) -> None:
-    place = next(path for path in (folder.resolve(), *folder.resolve().parents) if path.exists())
     came = sum(path.stat().st_size for path in folder.glob(f"**/{files.TEMPORARY}*") if path.is_file())
-    need, free = sum(file.size for file in missing) - came, shutil.disk_usage(place).free
+    need, free = sum(file.size for file in missing) - came, files.free_space(folder)
     if need > free:
         mend = "make room, or name a folder on another disk"
         raise Fault(f"{folder} has room for {units.size(free)}, and {units.size(need)} are to come", mend=mend)

@@ -51,7 +51,7 @@ def load(
     try:
         recipe = Recipe.model_validate(values)
     except ValidationError as error:
-        raise _explained(error, values, places, COMMAND_LINE if isinstance(source, dict) else str(source)) from None
+        raise explained(error, values, places, COMMAND_LINE if isinstance(source, dict) else str(source)) from None
     recipe._places = places
     return recipe
 
@@ -124,9 +124,15 @@ def _override(values: dict[str, Any], places: dict[str, str], override: str) -> 
     places[key.strip()] = COMMAND_LINE
 
 
-def _explained(error: ValidationError, values: dict[str, Any], places: dict[str, str], source: str) -> UserError:
-    """One message that names every problem, each with its place and a way out."""
-    problems = [problem for detail in error.errors() for problem in _problems(detail, values)]
+def explained(
+    error: ValidationError,
+    values: dict[str, Any],
+    places: dict[str, str],
+    source: str,
+    section: type[BaseModel] = Recipe,
+) -> UserError:
+    """One message that names every problem of a file, each with its place and a way out."""
+    problems = [problem for detail in error.errors() for problem in _problems(detail, values, section)]
     texts = []
     for key, message, mend in problems:
         place = _place(key, places) or source
@@ -134,7 +140,7 @@ def _explained(error: ValidationError, values: dict[str, Any], places: dict[str,
     return UserError("\n".join(texts))
 
 
-def _problems(detail: ErrorDetails, values: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+def _problems(detail: ErrorDetails, values: dict[str, Any], section: type[BaseModel]) -> Iterator[tuple[str, str, str]]:
     kind, context = detail["type"], detail.get("ctx", {})
     key = ".".join(str(part) for part in _without_family(detail["loc"]))
     if kind == "contradiction":
@@ -144,7 +150,7 @@ def _problems(detail: ErrorDetails, values: dict[str, Any]) -> Iterator[tuple[st
     elif kind == "extra_forbidden":
         table = detail["input"]
         unknown = [f"{key}.{leaf}" for leaf, _ in leaves(table)] if isinstance(table, dict) and table else [key]
-        yield from ((name, "unknown key", _nearest(name, values)) for name in unknown)
+        yield from ((name, "unknown key", _nearest(name, values, section)) for name in unknown)
     elif kind == "missing":
         needs = "a model needs at least family, layers, hidden, heads and vocab" if key.startswith("model") else ""
         yield key, "is missing", needs
@@ -173,16 +179,18 @@ def _place(key: str, places: dict[str, str]) -> str | None:
     return None
 
 
-def _nearest(key: str, values: dict[str, Any]) -> str:
+def _nearest(key: str, values: dict[str, Any], section: type[BaseModel]) -> str:
     """The valid name a misspelt key most likely means: the same word elsewhere, or a similar one."""
     family = values.get("model", {}).get("family") if isinstance(values.get("model"), dict) else None
-    valid = [name for name in _valid_keys(Recipe) if not _of_another_family(name, family)]
+    valid = [name for name in _valid_keys(section) if not _of_another_family(name, family)]
     key = ".".join(part for part in key.split(".") if not part.isdigit())
     word = key.rpartition(".")[2]
     same_word = [name for name in valid if name.rpartition(".")[2] == word]
     if word in NAMES_ELSEWHERE and not same_word:
         return f"did you mean {NAMES_ELSEWHERE[word]}?"
     near = difflib.get_close_matches(key, same_word or valid, n=1, cutoff=0.5) or same_word[:1]
+    if not near and section is not Recipe:
+        return f"keys here are {', '.join(valid)}"
     return f"did you mean {near[0]}?" if near else "steelyard recipe show prints every valid key"
 
 

@@ -60,6 +60,7 @@ def _lines(text: str) -> Iterator[tuple[str, int]]:
     lines = text.splitlines()
     table = ""
     number = 0
+    entries: dict[str, int] = {}
     while number < len(lines):
         first = number
         statement = lines[number]
@@ -74,6 +75,9 @@ def _lines(text: str) -> Iterator[tuple[str, int]]:
             continue
         if is_header:
             table = _innermost(parsed)
+            if statement.lstrip().startswith("[["):  # One more entry of a list of tables: nodes.0, nodes.1, ...
+                entries[table] = entries.get(table, -1) + 1
+                table = f"{table}.{entries[table]}"
             yield table, first + 1
         else:
             for key in _every_key(parsed, f"{table}." if table else ""):

@@ -53,6 +53,10 @@ class Tokenizer(ABC):
         """How the token of a role (`bos_token`, `eos_token`, ...) is written."""
         return None
 
+    def special_id(self, role: str) -> int | None:
+        """The id of the token of a role."""
+        return None
+
     def chat_template(self) -> str | None:
         """The Jinja template for conversations, if the tokenizer brings one."""
         return None

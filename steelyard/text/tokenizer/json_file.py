@@ -69,9 +69,12 @@ class JsonTokenizer(Tokenizer):
         return template_in(self.config, path.parent if path.is_file() else None)
 
     def special(self, role: str) -> str | None:
-        number = self.end_id if role == "eos_token" else self._id_of(role)
+        number = self.special_id(role)
         name: str | None = None if number is None else self.inner.id_to_token(number)
         return name
+
+    def special_id(self, role: str) -> int | None:
+        return self.end_id if role == "eos_token" else self._id_of(role)
 
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
         if self._fast is not None:

@@ -37,8 +37,8 @@ class SentencePieceTokenizer(Tokenizer):
         try:
             self.inner.LoadFromSerializedProto(model)
             self._read_settings()
-        except Exception as error:
-            raise UserError(f"this is not a SentencePiece model: {error}", where=source) from None
+        except Exception:  # What the library says is a line of its own source.
+            raise UserError("this is no SentencePiece model, or a damaged one", where=source) from None
         self.fingerprint = hashlib.sha256(model).hexdigest()
         self.vocab_size = self.inner.get_piece_size()
         self.end_id = self.inner.eos_id() if self.inner.eos_id() >= 0 else None
@@ -93,9 +93,13 @@ class SentencePieceTokenizer(Tokenizer):
         )
 
     def special(self, role: str) -> str | None:
-        number = {"bos_token": self.inner.bos_id(), "eos_token": self.inner.eos_id()}.get(role, -1)
-        name: str | None = self.inner.id_to_piece(number) if number >= 0 else None
+        number = self.special_id(role)
+        name: str | None = None if number is None else self.inner.id_to_piece(number)
         return name
+
+    def special_id(self, role: str) -> int | None:
+        number: int = {"bos_token": self.inner.bos_id(), "eos_token": self.inner.eos_id()}.get(role, -1)
+        return number if number >= 0 else None
 
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
         return [as_ids(ids) for ids in self.inner.encode(list(texts), num_threads=1)]

@@ -1,0 +1,157 @@
+"""Tuning on conversations, side by side with TRL's SFTTrainer on the same model and text, in one run.
+
+    python benchmarks/sft.py --shape smollm2-135m [--length 2048] [--steps 30] [--micro-batch 8] [--tiny]
+
+Random weights of a shipped shape, made-up conversations whose lengths are spread as those of chat data are. TRL runs
+with what its documentation recommends for speed: bf16, packing by best fit, its fused loss where the `liger_kernel`
+package is there, compiled where it can be. Both count the tokens that are no padding; the first steps, in which things
+are compiled, are not counted. `--tiny` tries it all out on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import tempfile
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from steelyard.checkpoint.formats.write import Target, convert
+from steelyard.cli.sft import recipe_for
+from steelyard.core.recipe import load
+from steelyard.finetune import tuning
+from steelyard.finetune.templates import NAMED
+from steelyard.text.tokenizer.train import train_byte_bpe
+
+WARM_UP = 10
+WORDS = ("the", "of", "and", "to", "in", "is", "that", "for", "it", "as", "with", "on", "be", "this", "had", "not")
+TINY = ["model.layers=2", "model.hidden=64", "model.heads=4", "model.kv_heads=2", "model.ffn=128", "model.vocab=600"]
+
+
+def main() -> None:
+    """Measure both and print a line each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="smollm2-135m")
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--micro-batch", type=int, default=8)
+    parser.add_argument("--tiny", action="store_true")
+    options = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="steelyard-sft-"))
+    try:
+        talks = made_up(options.micro_batch * (options.steps + WARM_UP) * 14, folder / "talks.jsonl", options.tiny)
+        base = a_model(options, folder)
+        for name, measure in (("steelyard", ours), ("trl", theirs)):
+            print(json.dumps({"what": name, "shape": options.shape, **measure(base, folder, talks, options)}))
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+    finally:
+        shutil.rmtree(folder)
+
+
+def made_up(number: int, path: Path, tiny: bool) -> list[dict[str, Any]]:
+    """Conversations with lengths as chat data has them: many short, some long."""
+    chance, rows = random.Random(0), []
+    for _ in range(number):
+        size = int(chance.lognormvariate(2.0 if tiny else 4.6, 0.9)) + 2
+        said = [" ".join(chance.choices(WORDS, k=max(1, size // 2))) for _ in range(2)]
+        rows.append({"messages": [{"role": r, "content": c} for r, c in zip(("user", "assistant"), said, strict=True)]})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return rows
+
+
+def a_model(options: argparse.Namespace, folder: Path) -> Path:
+    """Random weights as a Hugging Face folder, with a tokenizer."""
+    lines = [json.loads(line)["messages"][0]["content"] for line in (folder / "talks.jsonl").open()][:2000]
+    train_byte_bpe(lines, 600, ["<|im_start|>", "<|im_end|>"]).save(folder / "tokenizer")
+    changes = [*TINY] if options.tiny else []
+    (folder / "nothing_text_document").touch()
+    recipe = load(options.shape, [*changes, f"data.tokenizer={folder / 'tokenizer'}", "train.steps=1"])
+    from steelyard.model import build
+    from steelyard.model.initialise import initialise
+    from tests.checkpoint.models import Held
+
+    held = Held(recipe.model)
+    network = build(recipe.model)
+    initialise(network, 0, recipe.model.init_std, recipe.model.layers)
+    held.network.load_state_dict(network.state_dict())
+    held.tokenizer = str(folder / "tokenizer")
+    convert(held, folder / "base", Target("hf", dtype=torch.bfloat16))
+    return folder / "base"
+
+
+def ours(base: Path, folder: Path, talks: list[Any], options: argparse.Namespace) -> dict[str, Any]:
+    """Tokens a second of `steelyard sft`, from the records of its run."""
+    precision = "bf16" if torch.cuda.is_available() else "fp32"
+    words = [
+        "finetune.template=chatml", f"data.sequence_length={options.length}",
+        f"train.micro_batch={options.micro_batch}", f"train.global_batch={options.micro_batch}",
+        f"train.steps={options.steps + WARM_UP}", "log.every=1",
+        f"train.precision={precision}", "finetune.valid_share=0.0", "eval.every=0", "checkpoint.every=0",
+    ]  # fmt: skip
+    prepared = tuning.prepare(recipe_for(None, words, str(base), [str(folder / "talks.jsonl")]))
+    run = tuning.run(prepared, folder / "run")
+    seconds = sum(record["seconds"] for record in run.metrics() if record.get("step", 0) > WARM_UP and "loss" in record)
+    rows = prepared.training.order[WARM_UP * options.micro_batch :]
+    tokens = sum(prepared.training.conversations[i].places for row in rows for i in prepared.training.rows[row])
+    return {"tokens_per_second": round(tokens / seconds), "packing": round(prepared.training.efficiency, 4)}
+
+
+def theirs(base: Path, folder: Path, talks: list[Any], options: argparse.Namespace) -> dict[str, Any]:
+    """Tokens a second of TRL's trainer."""
+    import datasets
+    import transformers
+    import trl
+
+    on_gpu = torch.cuda.is_available()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    tokenizer.chat_template, tokenizer.pad_token = NAMED["chatml"], "<|im_end|>"
+    config = trl.SFTConfig(
+        output_dir=str(folder / "trl"), max_steps=options.steps + WARM_UP, packing=True,
+        per_device_train_batch_size=options.micro_batch, max_length=options.length, assistant_only_loss=True,
+        bf16=on_gpu, use_cpu=not on_gpu, report_to=[], save_strategy="no", logging_steps=1000, torch_compile=on_gpu,
+        gradient_checkpointing=False, use_liger_kernel=find_spec("liger_kernel") is not None,
+    )  # fmt: skip
+    attention = {"attn_implementation": "flash_attention_2"} if find_spec("flash_attn") else {}
+    dtype = torch.float32
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=dtype, **attention)
+    clock = _Clock()
+    trainer = trl.SFTTrainer(
+        model=model, args=config, train_dataset=datasets.Dataset.from_list(talks), processing_class=tokenizer,
+        callbacks=[clock],
+    )  # fmt: skip
+    lengths = [len(row["input_ids"]) for row in trainer.train_dataset]
+    trainer.train()
+    per_step = sum(lengths) / len(lengths) * options.micro_batch
+    return {
+        "tokens_per_second": round(per_step * options.steps / (clock.ends[-1] - clock.ends[WARM_UP - 1])),
+        "packing": round(sum(lengths) / len(lengths) / options.length, 4),
+        "attention": attention.get("attn_implementation", "sdpa"),
+    }
+
+
+def _Clock() -> Any:
+    import transformers
+
+    class Clock(transformers.TrainerCallback):
+        """Notes when each step has ended."""
+
+        def __init__(self) -> None:
+            self.ends: list[float] = []
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            self.ends.append(time.perf_counter())
+
+    return Clock()
+
+
+if __name__ == "__main__":
+    main()

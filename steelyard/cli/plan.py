@@ -1,0 +1,159 @@
+"""`steelyard plan`: the best layout for the machines at hand."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from steelyard.cli.options import JsonOption, print_result
+from steelyard.core import files
+from steelyard.core.console import console
+from steelyard.core.errors import Fault, UserError
+from steelyard.core.recipe import load, to_toml
+
+
+class Objective(StrEnum):
+    """What a plan is ranked by."""
+
+    time = "time"
+    cost = "cost"
+    energy = "energy"
+    pareto = "pareto"
+
+
+ModelOption = Annotated[
+    str | None, typer.Option("--model", metavar="RECIPE", help="A recipe file, or the name of a shipped one.")
+]
+ClusterOption = Annotated[Path | None, typer.Option("--cluster", metavar="FILE", help="The machines: a cluster file.")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a key of the recipe.")
+]
+
+
+def register(root: typer.Typer, name: str, help_: str) -> None:
+    """Add the commands to the tree."""
+    group = typer.Typer(help=help_, rich_markup_mode=None, invoke_without_command=True)
+    group.callback()(plan)
+    group.command("cluster")(cluster)
+    root.add_typer(group, name=name)
+
+
+def plan(
+    context: typer.Context,
+    model: ModelOption = None,
+    cluster: ClusterOption = None,
+    set_: SetOption = None,
+    objective: Annotated[
+        Objective, typer.Option(help="What to make small; pareto: time against price.")
+    ] = Objective.time,
+    top: Annotated[int, typer.Option(min=1, help="How many plans to show.")] = 10,
+    write: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the recipe under the best plan.")] = None,
+    excluded: Annotated[bool, typer.Option("--excluded", help="List plans that do not fit, and why.")] = False,
+    given: Annotated[bool, typer.Option("--given", help="Only predict the recipe's own layout.")] = False,
+    tokens: Annotated[str | None, typer.Option(metavar="N", help="A budget of tokens, like 300B.")] = None,
+    check: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Compare a finished run with its prediction.")
+    ] = None,
+    explain: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the best plan's pipeline as HTML.")] = None,
+    pareto: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw time against price as HTML.")] = None,
+    json: JsonOption = False,
+) -> None:
+    """Rank layouts of a recipe on a cluster and explain the best. Plans that do not fit are left out.
+
+    Example: steelyard plan --model gpt2-xl --cluster cluster.toml --write planned.toml
+    """
+    if context.invoked_subcommand is not None:
+        return
+    if cluster is None or (model is None and check is None):
+        raise UserError(
+            "a plan needs a recipe and a cluster",
+            mend="steelyard plan --model RECIPE --cluster CLUSTER.toml, or steelyard plan --help",
+        )
+    from steelyard.plan import cluster as clusters
+    from steelyard.plan import report
+    from steelyard.plan.search import given as predicted
+    from steelyard.plan.search import search
+
+    machines = clusters.load(cluster)
+    if check is not None:
+        from steelyard.plan import check as checking
+
+        compared = checking.compare(check, machines)
+        return print_result(checking.as_result(compared), json, checking.as_text(compared))
+    recipe = load(str(model), set_ or ())
+    budget = _count(tokens) if tokens else recipe.train.samples_in(recipe.train.steps) * recipe.data.sequence_length
+    wanted = Objective.pareto if pareto is not None else objective
+    if wanted in (Objective.cost, Objective.pareto):
+        _refuse_without_prices(machines, cluster)
+    found = predicted(recipe, machines) if given else search(recipe, machines, wanted.value, top)
+    text = report.as_text(recipe, machines, found, budget, excluded)
+    if not found.plans:
+        why = f"; one of them: {found.excluded[0][1]}" if found.excluded else ""
+        raise Fault(
+            f"no layout of {recipe.name} fits {cluster}: {found.looked_at} were tried{why}",
+            mend="use more or larger GPUs, a shorter data.sequence_length, or optim.offload=true",
+        )
+    result = report.as_result(recipe, machines, found, budget, excluded)
+    if write is not None:
+        files.write_text(write, to_toml(found.plans[0].layout.written(recipe).settings()))
+        console.say(f"wrote {write}: steelyard train {write}")
+        result["written"] = str(write)
+    if explain is not None or pareto is not None:
+        from steelyard.plan import draw
+
+        if explain is not None:
+            files.write_text(explain, draw.pipeline(recipe, machines, found.plans[0]))
+            result["explained"] = str(explain)
+        if pareto is not None:
+            files.write_text(pareto, draw.frontier(recipe, found.plans, budget))
+            result["frontier"] = str(pareto)
+    print_result(result, json, text)
+
+
+def _refuse_without_prices(machines: object, cluster: Path) -> None:
+    from steelyard.plan.cluster import Cluster
+
+    assert isinstance(machines, Cluster)
+    unknown = [nodes.type for nodes in machines.nodes if nodes.price_hour is None]
+    if unknown:
+        raise UserError(
+            f"the price of {', '.join(unknown)} is not known",
+            where=str(cluster),
+            mend="give every [[nodes]] a price_hour, or plan for time or energy",
+        )
+
+
+def _count(text: str) -> int:
+    """A number of tokens as people write it: 300B, 1.5T, 2e9."""
+    factor = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:].upper(), 1)
+    try:
+        number = float(text[:-1] if factor != 1 else text) * factor
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise UserError(f"--tokens: {text} is no number of tokens", mend="write it like 300B, 1.5T or 2000000000")
+    return int(number)
+
+
+def cluster(
+    source: Annotated[
+        str, typer.Option("--from", metavar="SOURCE", help="slurm, or a file with sinfo's output.")
+    ] = "slurm",
+    out: Annotated[Path | None, typer.Option(help="Write the cluster file here.", show_default=False)] = None,
+    json: JsonOption = False,
+) -> None:
+    """Write a cluster file from what Slurm knows of its nodes.
+
+    Example: steelyard plan cluster --from slurm --out cluster.toml
+    """
+    from steelyard.plan import slurm
+
+    found = slurm.nodes(slurm.ask() if source == "slurm" else slurm.read(Path(source)))
+    text = slurm.as_toml(found)
+    if out is not None:
+        files.write_text(out, text)
+        console.say(f"wrote {out}: fill in links and prices")
+    print_result({"nodes": found, "out": str(out) if out else None}, json, text.rstrip() if out is None else "")

@@ -1,0 +1,128 @@
+"""A finished run beside its prediction, part by part.
+
+The step time is the median of what `metrics.jsonl` says after the first record, which compiling and filling caches
+spoil. Where the run kept a timeline (`log.timeline`), its spans are summed up for the rank that waits the least, the
+one that sets the pace, and stand beside the parts that they measure.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from steelyard.core.errors import UserError
+from steelyard.core.run import Run
+from steelyard.plan.cluster import Cluster
+from steelyard.plan.layout import of_recipe
+from steelyard.plan.predict import Predictor
+from steelyard.plan.report import shown, table
+from steelyard.sizes.memory import memory_of
+
+# Which predicted parts a span of the timeline measures.
+SPANS = {
+    "compute and tensor": (("forward", "backward", "weights"), ("compute", "tensor")),
+    "bubble and pipeline": (("receive", "send", "wait"), ("bubble", "pipeline")),
+    "gradient": (("reduce", "gradients"), ("gradient",)),
+    "optimizer": (("optimizer", "update"), ("optimizer",)),
+    "overhead": (("data",), ("overhead",)),
+}
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Predicted and measured seconds by part, None where a run does not tell; and peak bytes of the fullest rank."""
+
+    run: str
+    layout: str
+    predicted: float
+    measured: float
+    parts: dict[str, tuple[float, float | None]]
+    predicted_bytes: int
+    measured_bytes: int | None
+
+
+def compare(path: Path, cluster: Cluster) -> Compared:
+    """Predict the recipe of a run on a cluster, and read what it measured."""
+    run = Run.open(path)
+    recipe, world = run.recipe(), int(run.manifest().get("world_size", 1))
+    seconds = [record["seconds"] for record in run.metrics() if record.get("seconds") is not None]
+    if not seconds:
+        raise UserError(f"{path} has not logged a step yet", mend="let it train for a few steps more than log.every")
+    if world > cluster.ranks:
+        raise UserError(
+            f"{path} ran on {world} ranks, and the cluster has {cluster.ranks}", mend="give its own cluster"
+        )
+    settings = recipe.settings()
+    settings["parallel"]["data"] = recipe.parallel.data_for(world)
+    recipe = type(recipe).model_validate(settings)
+    layout = of_recipe(recipe, cluster)
+    predicted = asdict(Predictor(recipe, cluster).parts(layout))
+    spans = _spans(path / "timeline")
+    parts = {}
+    for name, (measured_by, predicted_by) in SPANS.items():
+        measured = sum(spans.get(span, 0.0) for span in measured_by) if spans else None
+        parts[name] = (sum(predicted[part] for part in predicted_by), measured)
+    peaks = [int(record["peak_memory"]) for record in run.metrics() if record.get("peak_memory")]
+    return Compared(
+        run=str(path),
+        layout=shown(layout),
+        predicted=sum(predicted.values()),
+        measured=median(seconds[1:] or seconds),
+        parts=parts,
+        predicted_bytes=max(memory.total for memory in memory_of(recipe, world)),
+        measured_bytes=max(peaks, default=None),
+    )
+
+
+def _spans(folder: Path) -> dict[str, float]:
+    """Seconds per step of each span, of the rank that receives and waits the least."""
+    ranks = [_summed(path) for path in sorted(folder.glob("rank-*.jsonl"))]
+    return min(ranks, key=lambda spans: spans.get("receive", 0.0), default={})
+
+
+def _summed(path: Path) -> dict[str, float]:
+    spans: dict[str, float] = {}
+    steps = set()
+    for entry in _entries(path):
+        steps.add(entry["step"])
+        spans[entry["name"]] = spans.get(entry["name"], 0.0) + (entry["end_ns"] - entry["start_ns"]) / 1e9
+    return {name: total / len(steps) for name, total in spans.items()}
+
+
+def _entries(path: Path) -> Iterator[dict[str, Any]]:
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            yield json.loads(line)
+        except ValueError:  # A torn last line.
+            return
+
+
+def as_result(compared: Compared) -> dict[str, Any]:
+    """The comparison as one JSON object."""
+    return {
+        "run": compared.run,
+        "layout": compared.layout,
+        "predicted_seconds": compared.predicted,
+        "measured_seconds": compared.measured,
+        "error": compared.predicted / compared.measured - 1,
+        "parts": {name: {"predicted": one, "measured": other} for name, (one, other) in compared.parts.items()},
+        "predicted_bytes": compared.predicted_bytes,
+        "measured_bytes": compared.measured_bytes,
+    }
+
+
+def as_text(compared: Compared) -> str:
+    """The comparison as a table."""
+    rows = [["a step", "predicted", "measured", "error"]]
+    for name, (one, other) in compared.parts.items():
+        rows.append([name, f"{one:.4f}", "" if other is None else f"{other:.4f}", ""])
+    error = compared.predicted / compared.measured - 1
+    rows.append(["in all", f"{compared.predicted:.4f}", f"{compared.measured:.4f}", f"{100 * error:+.1f}%"])
+    hint = "" if any(other is not None for _, other in compared.parts.values()) else (
+        "\n\nthe run kept no timeline; log.timeline = [first, last] would tell its parts apart"
+    )  # fmt: skip
+    return f"{compared.run}: {compared.layout}\n\n{table(rows)}{hint}"

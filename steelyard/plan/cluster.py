@@ -1,0 +1,220 @@
+"""A cluster: kinds of nodes, the GPUs in them, and the links between them, read from CLUSTER.toml.
+
+name = "campus"
+
+[[nodes]]
+type = "a10"               # any name; links and parallel.placement use it
+count = 7
+gpu = "a10"                # of the catalogue (sizes/gpus.py), or of a [[gpus]] table in this file
+gpus = 4                   # in each node
+partition = "gpu2"         # Slurm's names, for whoever submits; the planner only passes them on
+gres = "gpu:a10:4"
+zone = "one"
+price_hour = 3.2           # of a node
+intra_GBps = 16.0          # what one GPU sends to its neighbours, one way; left out: the catalogue's
+idle_watts = 200           # of a node beside its GPUs, for the energy objective
+
+[[links]]
+between = ["a10", "a100"]  # two types or two zones; the same twice: among nodes of that type or zone; "*": any
+GBps = 12.5                # what one node sends through its network cards, all together, one way
+latency_us = 5.0
+
+[[gpus]]                   # a GPU that is not in the catalogue
+name = "mine"
+memory_gib = 16
+fp16 = 50.0                # dense TFLOP/s
+bandwidth_gb = 500.0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, PrivateAttr, ValidationError
+
+from steelyard.core.errors import UserError
+from steelyard.core.recipe.load import explained
+from steelyard.core.recipe.section import Section
+from steelyard.core.recipe.toml import parse
+from steelyard.sizes.gpus import CATALOGUE, Gpu, by_name
+
+NETWORK_GBPS, NETWORK_LATENCY_US = 1.25, 20.0  # 10 Gbit/s Ethernet: what is assumed where no link is described
+ANY = "*"
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=60)]
+# One core with 256-bit vectors and its share of a desktop's memory: enough to plan toys on a laptop.
+CORE = Gpu("cpu", "cpu", 4, 0.05, None, 0.025, 0.025, None, 8, 1, 15, 2, 0.6, "a core of a 2020s x86 processor")
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Bytes per second, one way, and seconds until the first of them arrives."""
+
+    bandwidth: float
+    latency: float
+
+
+class OwnGpu(Section):
+    """A GPU that the catalogue lacks. Peaks are dense, in TFLOP/s."""
+
+    name: Name
+    memory_gib: PositiveFloat
+    fp32: PositiveFloat | None = None
+    tf32: PositiveFloat | None = None
+    fp16: PositiveFloat | None = None
+    bf16: PositiveFloat | None = None
+    fp8: PositiveFloat | None = None
+    bandwidth_gb: PositiveFloat
+    units: PositiveInt = 80
+    watts: PositiveFloat | None = None
+    link_gb: PositiveFloat = 16.0
+    sustained: Annotated[float, Field(gt=0, le=1)] = 0.75
+
+    def as_gpu(self, source: str) -> Gpu:
+        """As the catalogue would have it."""
+        return Gpu(pattern=self.name, source=source, **self.model_dump())
+
+
+class Nodes(Section):
+    """Nodes that are alike."""
+
+    type: Name
+    count: PositiveInt
+    gpu: str
+    gpus: PositiveInt
+    partition: str | None = None
+    gres: str | None = None
+    zone: Name = "here"
+    price_hour: NonNegativeFloat | None = None
+    intra_GBps: PositiveFloat | None = None
+    idle_watts: NonNegativeFloat = 0.0
+
+
+class Link(Section):
+    """The network between two types of nodes or two zones."""
+
+    between: Annotated[list[str], Field(min_length=2, max_length=2)]
+    GBps: PositiveFloat
+    latency_us: NonNegativeFloat = NETWORK_LATENCY_US
+
+
+class Cluster(Section):
+    """All of it."""
+
+    name: str = "cluster"
+    nodes: Annotated[list[Nodes], Field(min_length=1)]
+    links: Annotated[list[Link], Field(default_factory=list)]
+    gpus: Annotated[list[OwnGpu], Field(default_factory=list)]
+
+    _file: str = PrivateAttr(default="cluster")
+
+    @cached_property
+    def by_type(self) -> dict[str, Nodes]:
+        """The nodes of each type."""
+        return {nodes.type: nodes for nodes in self.nodes}
+
+    @cached_property
+    def gpu_by_type(self) -> dict[str, Gpu]:
+        """What one GPU of each type of node can do: the file's own description goes before the catalogue's."""
+        own = {gpu.name: gpu.as_gpu(self._file) for gpu in self.gpus}
+        found = {nodes.type: own.get(nodes.gpu) or by_name(nodes.gpu) for nodes in self.nodes}
+        return {type_: CORE if gpu is None or gpu.memory is None else gpu for type_, gpu in found.items()}
+
+    @cached_property
+    def wires(self) -> dict[tuple[str, str], Wire]:
+        """The network between nodes of each two types."""
+        return {(one.type, other.type): self._closest(one, other) for one in self.nodes for other in self.nodes}
+
+    @cached_property
+    def insides(self) -> dict[str, Wire]:
+        """The links among the GPUs of each type of node, per GPU and one way."""
+        rates = {nodes.type: nodes.intra_GBps or self.gpu_by_type[nodes.type].link_gb or 16.0 for nodes in self.nodes}
+        return {type_: Wire(rate * 1e9, 2e-6) for type_, rate in rates.items()}
+
+    def nodes_of(self, type_: str) -> Nodes:
+        """The nodes of a type."""
+        return self.by_type[type_]
+
+    def gpu_of(self, nodes: Nodes) -> Gpu:
+        """What one of the node's GPUs can do."""
+        return self.gpu_by_type[nodes.type]
+
+    def wire(self, one: Nodes, other: Nodes) -> Wire:
+        """The network between two nodes."""
+        return self.wires[one.type, other.type]
+
+    def inside(self, nodes: Nodes) -> Wire:
+        """The links among the GPUs of a node, per GPU and one way."""
+        return self.insides[nodes.type]
+
+    def _closest(self, one: Nodes, other: Nodes) -> Wire:
+        """The link that names both most closely: a type before a zone before any."""
+        best, closeness = None, -1
+        for link in self.links:
+            first, second = link.between
+            for left, right in ((first, second), (second, first)):
+                near = _closeness(left, one), _closeness(right, other)
+                if min(near) >= 0 and sum(near) > closeness:
+                    best, closeness = link, sum(near)
+        if best is None:
+            return Wire(NETWORK_GBPS * 1e9, NETWORK_LATENCY_US * 1e-6)
+        return Wire(best.GBps * 1e9, best.latency_us * 1e-6)
+
+    @property
+    def ranks(self) -> int:
+        """GPUs in all."""
+        return sum(nodes.count * nodes.gpus for nodes in self.nodes)
+
+
+def load(path: str | Path) -> Cluster:
+    """Read and check a cluster file."""
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise UserError("this is not a text file", where=str(path), mend="a cluster file is UTF-8 TOML") from None
+    except OSError as error:
+        raise UserError(f"cannot be read: {error.strerror}", where=str(path)) from None
+    values, places = parse(text, str(path))
+    try:
+        cluster = Cluster.model_validate(values)
+    except ValidationError as error:
+        raise explained(error, values, places, str(path), Cluster) from None
+    cluster._file = str(path)
+    _refuse(cluster, places)
+    return cluster
+
+
+def _refuse(cluster: Cluster, places: dict[str, str]) -> None:
+    types = [nodes.type for nodes in cluster.nodes]
+    names = {*types, *(nodes.zone for nodes in cluster.nodes), ANY}
+    own = {gpu.name for gpu in cluster.gpus}
+    for number, nodes in enumerate(cluster.nodes):
+        if types.index(nodes.type) != number:
+            raise UserError(
+                f"the node type {nodes.type} is described twice",
+                where=places.get(f"nodes.{number}.type"),
+                mend="give it another name, or add up the counts",
+            )
+        if nodes.gpu not in own and by_name(nodes.gpu) is None:
+            known = ", ".join(gpu.name for gpu in CATALOGUE)
+            raise UserError(
+                f"the GPU {nodes.gpu} is not known",
+                where=places.get(f"nodes.{number}.gpu"),
+                mend=f"describe it in a [[gpus]] table, or use one of {known}",
+            )
+    for number, link in enumerate(cluster.links):
+        for name in link.between:
+            if name not in names:
+                raise UserError(
+                    f"a link names {name}, which is no type of node and no zone",
+                    where=places.get(f"links.{number}.between"),
+                    mend=f"use one of {', '.join(sorted(names))}",
+                )
+
+
+def _closeness(name: str, nodes: Nodes) -> int:
+    named: Sequence[str] = (ANY, nodes.zone, nodes.type)
+    return max((rank for rank, each in enumerate(named) if each == name), default=-1)

@@ -1,0 +1,141 @@
+"""A layout: everything that `steelyard plan` chooses, and where its ranks lie on the nodes of a cluster."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, replace
+from typing import Any
+
+from steelyard.core.recipe import Recipe
+from steelyard.core.recipe.parallel import Parallel, Partition
+from steelyard.plan.cluster import Cluster, Nodes
+
+Placement = tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The sizes of the mesh and how the model lies on it, as `[parallel]` and `train.micro_batch` have it."""
+
+    tensor: int
+    context: int
+    pipeline: int
+    virtual: int
+    data: int
+    zero: int
+    sequence_parallel: bool
+    schedule: str
+    micro_batch: int
+    recompute: str | int
+    partition: tuple[int, ...]
+    placement: Placement
+    """Nodes in rank order: type and how many of them."""
+
+    @property
+    def world(self) -> int:
+        """Ranks in all."""
+        return self.tensor * self.context * self.pipeline * self.data
+
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks that hold one pipeline rank's stages."""
+        return self.tensor * self.context * self.data
+
+    def with_partition(self, counts: tuple[int, ...]) -> Layout:
+        """The same with other layers per stage."""
+        return replace(self, partition=counts)
+
+    def settings(self) -> dict[str, Any]:
+        """The keys of a recipe's `[parallel]`."""
+        return {
+            "tensor": self.tensor,
+            "context": self.context,
+            "pipeline": self.pipeline,
+            "virtual": self.virtual,
+            "data": self.data,
+            "zero": self.zero,
+            "sequence_parallel": self.sequence_parallel,
+            "schedule": self.schedule,
+            "partition": str(Partition(self.partition)),
+            "placement": [f"{type_}:{count}" for type_, count in self.placement],
+            "recompute": self.recompute,
+        }
+
+    def applied(self, recipe: Recipe) -> Recipe:
+        """The recipe under this layout, not checked again: for reckoning with, by the thousand."""
+        settings = self.settings() | {"partition": Partition(self.partition)}
+        parallel = Parallel.model_construct(**(recipe.parallel.model_dump() | settings))
+        train = recipe.train.model_copy(update={"micro_batch": self.micro_batch})
+        return recipe.model_copy(update={"parallel": parallel, "train": train})
+
+    def written(self, recipe: Recipe) -> Recipe:
+        """The recipe under this layout, checked: what is written for `steelyard train`."""
+        settings = recipe.settings()
+        settings["parallel"] = settings.get("parallel", {}) | self.settings()
+        settings["train"]["micro_batch"] = self.micro_batch
+        if "steps" in settings["train"] and ("tokens" in settings["train"] or "samples" in settings["train"]):
+            del settings["train"]["steps"]
+        return Recipe.model_validate(settings)
+
+
+def of_recipe(recipe: Recipe, cluster: Cluster) -> Layout:
+    """The layout that a recipe asks for itself, on all of a cluster or on the nodes it places."""
+    from steelyard.sizes.ranks import data_ranks
+    from steelyard.sizes.stages import partition_of
+
+    parallel = recipe.parallel
+    placement = tuple(_entry(entry) for entry in parallel.placement) or tuple(
+        (nodes.type, nodes.count) for nodes in cluster.nodes
+    )
+    world = sum(cluster.nodes_of(type_).gpus * count for type_, count in placement)
+    if parallel.data is not None and not parallel.placement:
+        world = min(world, parallel.least_world)
+    return Layout(
+        tensor=parallel.tensor,
+        context=parallel.context,
+        pipeline=parallel.pipeline,
+        virtual=parallel.virtual,
+        data=data_ranks(recipe, world),
+        zero=parallel.zero,
+        sequence_parallel=parallel.sequence_parallel,
+        schedule=parallel.schedule,
+        micro_batch=recipe.train.micro_batch,
+        recompute=parallel.recompute,
+        partition=partition_of(recipe).counts,
+        placement=placement,
+    )
+
+
+def _entry(text: str) -> tuple[str, int]:
+    type_, _, count = text.partition(":")
+    return type_, int(count or 1)
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A run of ranks of one stage that lie on one node, `first` being the node's number in rank order."""
+
+    node: int
+    nodes: Nodes
+    ranks: int
+
+
+class Seats:
+    """Which node each rank of a layout lies on."""
+
+    def __init__(self, cluster: Cluster, placement: Placement) -> None:
+        self.nodes: list[Nodes] = []
+        for type_, count in placement:
+            self.nodes += [cluster.nodes_of(type_)] * count
+        self.ends: list[int] = []
+        for nodes in self.nodes:
+            self.ends.append((self.ends[-1] if self.ends else 0) + nodes.gpus)
+
+    def of(self, first: int, ranks: int) -> tuple[Seat, ...]:
+        """The seats of the ranks from `first` on."""
+        seats, node = [], bisect_right(self.ends, first)
+        while ranks > 0:
+            here = min(ranks, self.ends[node] - first)
+            seats.append(Seat(node, self.nodes[node], here))
+            first, ranks, node = first + here, ranks - here, node + 1
+        return tuple(seats)

@@ -1,0 +1,379 @@
+"""The best layouts of a recipe on a cluster, found best first.
+
+Choices are made in three rounds: which nodes, tensor and context degrees and micro-batch; then the order of nodes,
+pipeline, data and schedule; then recomputation and sharding. Each round knows a bound that no plan below it can beat,
+and always the most promising choice is taken further. A plan that is whole is simulated; once the best simulated plans
+are better than every bound that is left, the rest of the space need not be looked at: the answer is that of looking at
+all of it. Plans that do not fit in memory drop out on the way, so every plan in the answer fits.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count
+
+from steelyard.core.recipe import Recipe
+from steelyard.plan import fit, partition, space
+from steelyard.plan.cluster import Cluster
+from steelyard.plan.layout import Layout, Placement, of_recipe
+from steelyard.plan.predict import Parts, Predictor
+from steelyard.plan.software import EAGER, STEELYARD, Software
+from steelyard.plan.space import Limits, Use, Variant
+
+QUICK = 24  # Actions of a step up to which its partition is refined at once, not only when it is among the best.
+
+REFINING = 10_000  # Passes simulated, about, to refine the partition of one of the best plans.
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout that fits, with its prediction."""
+
+    layout: Layout
+    parts: Parts
+    price_hour: float | None
+    watts: float
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.parts.total
+
+    def value(self, objective: str) -> float:
+        """What the objective makes smaller."""
+        return self.seconds * _weight(objective, self.price_hour, self.watts)
+
+
+@dataclass
+class Found:
+    """What a search brings back."""
+
+    plans: list[Plan]
+    excluded: list[tuple[Layout, str]] = field(default_factory=list)
+    """Layouts that would have been among the best and do not fit, with the reason."""
+    looked_at: int = 0
+    """Whole layouts whose memory or time was reckoned."""
+    space: int = 0
+    """Layouts that those stand for."""
+    complete: bool = True
+    """Whether nothing that might be better was left out."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Everything but recomputation, sharding and layers per stage."""
+
+    use: Use
+    tensor: int
+    context: int
+    micro_batch: int
+    placement: Placement
+    pipeline: int
+    data: int
+    schedule: str
+    virtual: int
+
+
+def search(
+    recipe: Recipe,
+    cluster: Cluster,
+    objective: str = "time",
+    top: int = 10,
+    limits: Limits | None = None,
+    software: Software = STEELYARD,
+) -> Found:
+    """The `top` best plans, the best first; for `pareto` those that no other beats in both time and price."""
+    return _Search(recipe, cluster, objective, top, limits or space.limits_for(cluster), software).run()
+
+
+def given(recipe: Recipe, cluster: Cluster, software: Software = STEELYARD) -> Found:
+    """The recipe's own layout as the only plan, or among the excluded where it does not fit."""
+    layout = of_recipe(recipe, cluster)
+    predictor = Predictor(recipe, cluster, software)
+    why = fit.reason(fit.rooms(predictor, layout))
+    if why is not None:
+        return Found([], [(layout, why)], 1)
+    price = price_hour(cluster, layout.placement)
+    return Found([Plan(layout, predictor.parts(layout), price, watts(cluster, layout.placement))], [], 1)
+
+
+class _Search:
+    def __init__(
+        self, recipe: Recipe, cluster: Cluster, objective: str, top: int, limits: Limits, software: Software
+    ) -> None:
+        self.recipe, self.cluster, self.objective, self.top, self.limits = recipe, cluster, objective, top, limits
+        self.predictors = {True: Predictor(recipe, cluster, software)}
+        self.predictors[False] = Predictor(recipe, cluster, EAGER if software is STEELYARD else software)
+        self.found = Found([])
+        self.best: dict[tuple[object, ...], tuple[float, float, Layout]] = {}
+        self.limit = float("inf")
+        self.frontier: list[tuple[float, float]] = []
+        self.finished = 0
+        self.queue: list[tuple[float, int, Callable[[], None]]] = []
+        self.ticket = count()
+
+    def run(self) -> Found:
+        uses = [use for use in space.uses(self.cluster, self.limits) if self._can_compute(use)]
+        opened = sorted((choices for use in uses if (choices := self._opened(use))), key=min)
+        for choices in opened[: self.limits.uses]:
+            for bound, _, go_on in choices:
+                self._push(bound, go_on)
+        self.found.complete = len(opened) <= self.limits.uses
+        while self.queue and self.finished < self.limits.meshes:
+            bound, _, go_on = heapq.heappop(self.queue)
+            if bound >= self.limit:
+                break
+            go_on()
+        self.found.complete &= self.finished < self.limits.meshes
+        kept = sorted(self.best.values(), key=lambda entry: entry[:2])
+        if self.objective == "pareto":
+            kept = _frontier(kept, self.cluster)
+        plans = [self._plan(layout) for _, _, layout in kept[: self.top]]
+        self.found.plans = sorted(plans, key=lambda plan: plan.value(self.objective))
+        return self.found
+
+    def _can_compute(self, use: Use) -> bool:
+        gpus = [self.cluster.gpu_of(self.cluster.nodes_of(type_)) for type_, _ in use.counts]
+        return all(gpu.peak(self.recipe.train.precision) is not None for gpu in gpus)
+
+    def _is_beaten(self, bound: float, nodes: Placement) -> bool:
+        """Whether nothing on these nodes with such a bound can enter the answer any more."""
+        if self.objective != "pareto":
+            return bound >= self.limit
+        cost = bound * (price_hour(self.cluster, nodes) or 0.0)
+        return any(seconds <= bound and price <= cost for seconds, price in self.frontier)
+
+    def _push(self, bound: float, opened: Callable[[], None]) -> None:
+        heapq.heappush(self.queue, (bound, next(self.ticket), opened))
+
+    def _opened(self, use: Use) -> list[tuple[float, int, Callable[[], None]]]:
+        """First round: nodes, tensor, context, micro-batch. Bound: all work, spread over all GPUs by their speed."""
+        weight = _weight(self.objective, price_hour(self.cluster, use.counts), watts(self.cluster, use.counts))
+        choices: list[tuple[float, int, Callable[[], None]]] = []
+        for tensor in space.tensors(self.recipe, self.cluster, use, self.limits):
+            for context in space.contexts(self.recipe, self.limits):
+                if use.ranks % (tensor * context):
+                    continue
+                for micro_batch in space.micro_batches(self.recipe, self.limits):
+                    each = {type_: self._layer(type_, tensor, context, micro_batch) for type_, _ in use.counts}
+                    groups = {
+                        type_: n * self.cluster.nodes_of(type_).gpus / tensor / context for type_, n in use.counts
+                    }
+                    speed = sum(groups[type_] / each[type_] for type_ in each)
+                    rounds = self.recipe.train.global_batch // micro_batch
+                    bound = weight * rounds * self.recipe.model.layers / speed
+                    go_on = partial(self._arrange, use, tensor, context, micro_batch)
+                    choices.append((bound, next(self.ticket), go_on))
+        return choices
+
+    def _arrange(self, use: Use, tensor: int, context: int, micro_batch: int) -> None:
+        """Second round: order of nodes, pipeline, data, schedule. Bound: that of all partitions, nothing recomputed."""
+        layers = self.recipe.model.layers
+        weight = _weight(self.objective, price_hour(self.cluster, use.counts), watts(self.cluster, use.counts))
+        batch = self.recipe.train.global_batch // micro_batch
+        for pipeline, data in space.meshes(use.ranks // (tensor * context), batch, layers):
+            schedules = space.schedules(self.recipe, pipeline, batch // data, self.limits)
+            deepest = max((virtual for _, virtual in schedules), default=0)
+            for placement in (space.orders(use) if pipeline > 1 else [use.counts]) if deepest else ():
+                mesh = Mesh(use, tensor, context, micro_batch, placement, pipeline, data, "1f1b", deepest)
+                bound = weight * self._bound(mesh)
+                if not self._is_beaten(bound, use.counts):
+                    self._push(bound, partial(self._schedule, mesh, schedules))
+
+    def _bound(self, mesh: Mesh) -> float:
+        layout = self._layout(mesh, Variant("none", 0))
+        return self._predictor(layout).step(layout).bound(self.recipe.model.layers)
+
+    def _schedule(self, mesh: Mesh, schedules: list[tuple[str, int]]) -> None:
+        """The schedules of a mesh, each with its own bound."""
+        if self.objective == "pareto" and self._is_beaten(self._bound(mesh), mesh.use.counts):
+            return
+        for schedule, virtual in schedules:
+            chosen = replace(mesh, schedule=schedule, virtual=virtual)
+            bound = self._bound(chosen) * self._weight_of(self._layout(chosen, Variant("none", 0)))
+            if not self._is_beaten(bound, mesh.use.counts):
+                self._push(bound, partial(self._finish, chosen))
+
+    def _finish(self, mesh: Mesh) -> None:
+        """Third round: the least recomputation that fits, and of the shardings that fit the fastest; then simulate."""
+        self.finished += 1
+        rounds = self.recipe.train.global_batch // (mesh.micro_batch * mesh.data)
+        zeros = space.zeros(mesh.pipeline, mesh.data * mesh.context, self.limits)
+        self.found.space += len(zeros) * len(self.limits.recomputes)
+        quick = mesh.pipeline * mesh.virtual * rounds * 2 <= QUICK
+        for recompute in self.limits.recomputes:  # Computing more again can only be slower.
+            layout = self._layout(mesh, Variant(recompute, 0))
+            counts = self._dealt(layout, None)
+            bound = self._predictor(layout).step(layout).at_least(counts) * self._weight_of(layout)
+            if not quick and self._is_beaten(bound, mesh.use.counts):
+                return
+            whole = [replace(layout, zero=zero, partition=counts) for zero in zeros]
+            fitting = self._fitting(whole)
+            if fitting is not None:
+                self._keep(mesh, fitting, quick)
+                return
+            frugal = self._layout(mesh, Variant(self.limits.recomputes[-1], zeros[-1]))
+            frugal = frugal.with_partition(self._dealt(frugal, None))
+            if recompute == self.limits.recomputes[0] and self._fitting([frugal]) is None:
+                return  # If this does not fit, nothing of the mesh does.
+
+    def _fitting(self, layouts: list[Layout]) -> Layout | None:
+        """The first of these that fits, those with the least to do after the last backward pass first."""
+        timed = []
+        for number, layout in enumerate(layouts):
+            step = self._predictor(layout).step(layout)
+            times = step.times(layout.partition)
+            after = max(sum(step.after(layout.partition, times, rank)) for rank in range(layout.pipeline))
+            timed.append((after, number, layout))
+        for _, _, layout in sorted(timed):
+            self.found.looked_at += 1
+            rooms = fit.rooms(self._predictor(layout), layout, fit.telling(self._predictor(layout), layout))
+            if all(room.fits for room in rooms):
+                return layout
+            again = self._within(layout, rooms)
+            if again is not None:
+                return again
+            self.found.excluded.append((layout, fit.reason(rooms) or ""))
+        return None
+
+    def _within(self, layout: Layout, rooms: list[fit.Room]) -> Layout | None:
+        """The layout with layers moved off the stages that are too full, where others have room for them."""
+        if layout.pipeline == 1 or layout.virtual > 1 or all(not room.fits for room in rooms):
+            return None
+        rooms = fit.rooms(self._predictor(layout), layout)
+        limits = list(layout.partition)
+        for _ in range(4):
+            for rank, room in enumerate(rooms):
+                if not room.fits:
+                    limits[rank] = int(min(limits[rank] - 1, layout.partition[rank] * room.usable // room.memory.total))
+                elif limits[rank] == layout.partition[rank]:
+                    limits[rank] = self.recipe.model.layers
+            if min(limits) < 0:
+                return None
+            counts = self._dealt(layout, limits)
+            if not counts:
+                return None
+            layout = layout.with_partition(counts)
+            rooms = fit.rooms(self._predictor(layout), layout)
+            if all(room.fits for room in rooms):
+                return layout
+        return None
+
+    def _layout(self, mesh: Mesh, variant: Variant) -> Layout:
+        """A mesh's layout, but for the layers per stage."""
+        length = self.recipe.data.sequence_length
+        return Layout(
+            tensor=mesh.tensor,
+            context=mesh.context,
+            pipeline=mesh.pipeline,
+            virtual=mesh.virtual,
+            data=mesh.data,
+            zero=variant.zero,
+            sequence_parallel=mesh.tensor > 1 and length % (mesh.tensor * mesh.context) == 0,
+            schedule=mesh.schedule,
+            micro_batch=mesh.micro_batch,
+            recompute=variant.recompute,
+            partition=(),
+            placement=mesh.placement,
+        )
+
+    def _dealt(self, layout: Layout, limits: list[int] | None) -> tuple[int, ...]:
+        """Layers dealt out by the time that each pipeline rank takes for one."""
+        predictor = self._predictor(layout)
+        costs = predictor.step(layout).costs
+        last = layout.pipeline - 1
+        each = [sum(predictor.stage(cost, 1, 0)) for cost in costs]
+        extra = [sum(predictor.stage(cost, 0, (rank == 0) + 2 * (rank == last))) for rank, cost in enumerate(costs)]
+        counts = partition.dealt(each, extra, self.recipe.model.layers, limits)
+        return partition.spread(counts, layout.virtual) if counts else ()
+
+    def _refined(self, layout: Layout) -> Layout:
+        """The layout with layers moved as long as its simulated step becomes shorter."""
+        if layout.pipeline == 1:
+            return layout
+        predictor = self._predictor(layout)
+        step = predictor.step(layout)
+        tries = max(8, REFINING // (layout.pipeline * layout.virtual * predictor.micro_batches(layout)))
+
+        def fits(counts: tuple[int, ...]) -> bool:
+            return fit.fits(predictor, layout.with_partition(counts))
+
+        def seconds(counts: tuple[int, ...]) -> float:
+            return step.seconds(counts, settled=True)
+
+        counts, _ = partition.improved(layout.partition, seconds, step.at_least, fits, tries)
+        return layout.with_partition(counts)
+
+    def _plan(self, layout: Layout) -> Plan:
+        """The layout with its partition refined and its step taken apart."""
+        layout = self._refined(layout)
+        price = price_hour(self.cluster, layout.placement)
+        return Plan(layout, self._predictor(layout).parts(layout), price, watts(self.cluster, layout.placement))
+
+    def _keep(self, mesh: Mesh, layout: Layout, quick: bool) -> None:
+        if quick:
+            layout = self._refined(layout)
+        seconds = self._predictor(layout).step(layout).seconds(layout.partition, settled=True)
+        value = seconds * self._weight_of(layout)
+        key = (mesh.use, mesh.tensor, mesh.context, mesh.micro_batch, mesh.pipeline, mesh.data)
+        if key not in self.best or value < self.best[key][0]:
+            self.best[key] = (value, seconds, layout)
+            if self.objective == "pareto":
+                self.frontier.append((seconds, seconds * (price_hour(self.cluster, layout.placement) or 0.0)))
+                return
+            values = sorted(entry[0] for entry in self.best.values())
+            self.limit = values[self.top - 1] if len(values) >= self.top else float("inf")
+
+    def _predictor(self, layout: Layout) -> Predictor:
+        """Layers under zero bubble are not compiled: its split backward pass would run a compiled one twice."""
+        return self.predictors[layout.schedule != "zero-bubble" or layout.pipeline == 1]
+
+    def _weight_of(self, layout: Layout) -> float:
+        price = price_hour(self.cluster, layout.placement)
+        return _weight(self.objective, price, watts(self.cluster, layout.placement))
+
+    def _layer(self, type_: str, tensor: int, context: int, micro_batch: int) -> float:
+        """Seconds of a layer on one type of node, both passes, nothing computed again."""
+        nodes = -(-tensor * context // self.cluster.nodes_of(type_).gpus)
+        mesh = Mesh(Use((), 0), tensor, context, micro_batch, ((type_, nodes),), 1, 1, "1f1b", 1)
+        layout = self._layout(mesh, Variant("none", 0))
+        predictor = self.predictors[True]
+        return predictor.least(predictor.costs(layout)[0])
+
+
+def price_hour(cluster: Cluster, placement: Placement) -> float | None:
+    """What the nodes cost in an hour; None where the price of one is not known."""
+    prices = [(cluster.nodes_of(type_).price_hour, number) for type_, number in placement]
+    if any(price is None for price, _ in prices):
+        return None
+    return sum((price or 0.0) * number for price, number in prices)
+
+
+def watts(cluster: Cluster, placement: Placement) -> float:
+    """Power of the nodes at work."""
+    total = 0.0
+    for type_, number in placement:
+        nodes = cluster.nodes_of(type_)
+        total += number * (nodes.idle_watts + nodes.gpus * (cluster.gpu_of(nodes).watts or 0.0))
+    return total
+
+
+def _weight(objective: str, price_hour: float | None, watts_: float) -> float:
+    if objective == "cost":
+        return (price_hour or 0.0) / 3600
+    return watts_ if objective == "energy" else 1.0
+
+
+def _frontier(kept: list[tuple[float, float, Layout]], cluster: Cluster) -> list[tuple[float, float, Layout]]:
+    """What no other beats in both time and price, the fastest first."""
+    chosen: list[tuple[float, float, Layout]] = []
+    least = float("inf")
+    for value, seconds, layout in sorted(kept, key=lambda entry: entry[1]):
+        cost = seconds * (price_hour(cluster, layout.placement) or 0.0)
+        if cost < least * (1 - 1e-9):
+            chosen.append((value, seconds, layout))
+            least = cost
+    return chosen

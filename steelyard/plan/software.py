@@ -1,0 +1,87 @@
+"""What the planner must know of the program that trains: which kernels it starts, what it keeps, what it sends.
+
+`STEELYARD` is this package's engine. `MEGATRON` is Megatron-LM and Megatron-DeepSpeed of 2021 to 2023, from which most
+published measurements come, and on which the numbers of `compute.py` and `communication.py` are calibrated: an eager
+program whose attention writes all scores to memory and whose speed on small layers is that of the host.
+Kernels and passes are counted from the programs; what is fitted is marked so, and docs/plan.md says on which data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Software:
+    """One program."""
+
+    name: str
+    scores: bool
+    """Attention writes every score to memory, instead of keeping a tile of them in registers."""
+    score_bytes: float
+    """Bytes that one score moves in a forward pass between its two products: softmax, and dropout's 5 more."""
+    stream_passes: float
+    """How often the forward pass of a layer reads or writes a tensor as wide as the stream."""
+    inner_passes: float
+    """The same for tensors that tensor parallelism cuts: queries, keys, values, their outcome and the MLP's inside."""
+    kernels: int
+    """Operations that the host starts in a layer's forward pass; its backward pass starts twice as many."""
+    launch: float
+    """Seconds of the host for one of them (fitted)."""
+    collective_launch: float
+    """Seconds more for a collective operation: its own bookkeeping, and the wait for the slowest host (fitted)."""
+    logit_bytes: float
+    """Bytes that a logit moves in all of the loss, forward and backward."""
+    gradient_bytes: int
+    """Of a number that is summed over data-parallel ranks; 0: 2 under fp16, else 4, as Megatron sums bf16 in fp32."""
+    overlapped: bool
+    """Gradients of a layer are summed while those of the next are computed, in a step's last backward pass."""
+    optimizer_bytes: float
+    """Bytes that a step moves for each parameter whose state a rank holds."""
+    scattered: bool
+    """Tensor ranks send each a piece of the stream to the next stage, even without sequence parallelism."""
+    step_overhead: float
+    """Seconds of a step that nothing else explains: reading a batch, looking at the loss, logging (fitted)."""
+    split_softmax: int = 0
+    """Kernels more where a rank's heads times the micro-batch are no multiple of four: then softmax is not fused."""
+
+
+# Counted: 2 norms, 4 products, 2 of attention, scale-mask-softmax, 2 dropouts, 2 residual sums, bias and GELU, and
+# about as many views, splits, transposes and copies that the host must start too.
+MEGATRON = Software(
+    name="megatron",
+    scores=True,
+    score_bytes=4.0,
+    stream_passes=11.0,
+    inner_passes=2.0,
+    kernels=34,
+    launch=24.6e-6,
+    collective_launch=18.5e-6,
+    logit_bytes=60.0,
+    gradient_bytes=0,
+    overlapped=False,
+    optimizer_bytes=28.0,
+    scattered=True,
+    step_overhead=6.6e-3,
+    split_softmax=13,
+)
+# Compiled: norms, activations and residual sums are one kernel each between products; flash attention.
+STEELYARD = Software(
+    name="steelyard",
+    scores=False,
+    score_bytes=0.0,
+    stream_passes=8.0,
+    inner_passes=2.0,
+    kernels=20,
+    launch=10e-6,
+    collective_launch=40e-6,
+    logit_bytes=12.0,
+    gradient_bytes=4,
+    overlapped=True,
+    optimizer_bytes=34.0,
+    scattered=False,
+    step_overhead=5e-3,
+)
+# The same with layers that are not compiled, as under zero bubble.
+EAGER = replace(STEELYARD, name="eager", stream_passes=16.0, inner_passes=3.0, kernels=45)
+KNOWN = {software.name: software for software in (STEELYARD, MEGATRON)}

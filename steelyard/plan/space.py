@@ -1,0 +1,174 @@
+"""What the search chooses from: meshes, micro-batches, schedules and orders of nodes that the engine can run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import permutations, product
+from typing import NamedTuple
+
+from steelyard.core.recipe import Recipe
+from steelyard.core.recipe.model import LlamaModel
+from steelyard.plan.cluster import Cluster
+from steelyard.plan.layout import Placement
+
+MOST_ARRANGEMENTS = 64
+LEAST_CONTEXT = 2048  # Tokens of a sequence that a context rank should keep; with fewer it only waits.
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How far to look."""
+
+    tensor: int = 16
+    micro_batch: int = 64
+    virtual: int = 4
+    contexts: tuple[int, ...] = (1, 2, 4, 8, 16)
+    recomputes: tuple[str, ...] = ("none", "selective", "full")
+    zeros: tuple[int, ...] = (0, 1, 2, 3)
+    schedules: tuple[str, ...] = ("1f1b", "gpipe", "interleaved", "zero-bubble")
+    subsets: bool = True
+    """Whether nodes may be left idle."""
+    uses: int = 64
+    """Sets of nodes to look at, the most promising ones."""
+    meshes: int = 100_000
+    """Meshes to take to the end, the most promising ones."""
+
+
+def limits_for(cluster: Cluster) -> Limits:
+    """All of it on clusters of up to 256 GPUs; beyond, only what promises the most."""
+    return Limits() if cluster.ranks <= 256 else Limits(micro_batch=8, virtual=2, uses=12, meshes=250)
+
+
+class Use(NamedTuple):
+    """Nodes that a plan uses, by type, in no order."""
+
+    counts: tuple[tuple[str, int], ...]
+    ranks: int
+
+
+class Variant(NamedTuple):
+    """What is left to choose once the mesh is."""
+
+    recompute: str
+    zero: int
+
+
+def uses(cluster: Cluster, limits: Limits) -> list[Use]:
+    """Sets of nodes worth trying: all, and without some types or the odd ones of a type, so that meshes divide."""
+    options = [_counts(nodes.count) if limits.subsets else [nodes.count] for nodes in cluster.nodes]
+    found = []
+    for counts in product(*options):
+        used = tuple((nodes.type, n) for nodes, n in zip(cluster.nodes, counts, strict=True) if n)
+        if used:
+            ranks = sum(nodes.gpus * n for nodes, n in zip(cluster.nodes, counts, strict=True))
+            found.append(Use(used, ranks))
+    return found
+
+
+def _counts(most: int) -> list[int]:
+    """All, the largest 2^k and 3 x 2^k below, and none."""
+    round_ = {most, 0}
+    for factor in (1, 3):
+        number = factor
+        while number * 2 <= most:
+            number *= 2
+        if number <= most:
+            round_.add(number)
+    return sorted(round_, reverse=True)
+
+
+def orders(use: Use) -> list[Placement]:
+    """Orders of unlike nodes along the pipeline: all of them while they are few, else types in blocks."""
+    if len(use.counts) == 1:
+        return [use.counts]
+    total = 1
+    placed = 0
+    for _, count in use.counts:
+        for number in range(1, count + 1):
+            placed += 1
+            total = total * placed // number
+        if total > MOST_ARRANGEMENTS:
+            return [tuple(order) for order in permutations(use.counts)]
+    return [_blocks(line) for line in _arrangements(use.counts)]
+
+
+def _arrangements(counts: tuple[tuple[str, int], ...]) -> Iterator[tuple[str, ...]]:
+    if not counts:
+        yield ()
+        return
+    for index, (type_, count) in enumerate(counts):
+        left = counts[:index] + (((type_, count - 1),) if count > 1 else ()) + counts[index + 1 :]
+        for rest in _arrangements(left):
+            yield (type_, *rest)
+
+
+def _blocks(line: tuple[str, ...]) -> Placement:
+    blocks: list[tuple[str, int]] = []
+    for type_ in line:
+        if blocks and blocks[-1][0] == type_:
+            blocks[-1] = (type_, blocks[-1][1] + 1)
+        else:
+            blocks.append((type_, 1))
+    return tuple(blocks)
+
+
+def tensors(recipe: Recipe, cluster: Cluster, use: Use, limits: Limits) -> list[int]:
+    """Tensor degrees that divide the model and every node."""
+    model = recipe.model
+    shared = [model.heads, model.ffn, model.padded_vocab, *(cluster.nodes_of(type_).gpus for type_, _ in use.counts)]
+    if isinstance(model, LlamaModel):
+        shared.append(model.kv_heads)
+    return [n for n in divisors(min(shared)) if n <= limits.tensor and all(size % n == 0 for size in shared)]
+
+
+def contexts(recipe: Recipe, limits: Limits) -> list[int]:
+    """Context degrees that cut the sequence into pieces worth their exchange."""
+    length = recipe.data.sequence_length
+    return [n for n in limits.contexts if n == 1 or (length % (2 * n) == 0 and length // n >= LEAST_CONTEXT)]
+
+
+def micro_batches(recipe: Recipe, limits: Limits) -> list[int]:
+    """Micro-batches that divide the batch: powers of two, and the recipe's own."""
+    batch = recipe.train.global_batch
+    sizes = {2**power for power in range(limits.micro_batch.bit_length())} | {recipe.train.micro_batch}
+    return sorted(n for n in sizes if n <= limits.micro_batch and batch % n == 0)
+
+
+def meshes(ranks: int, batch: int, layers: int) -> Iterator[tuple[int, int]]:
+    """Pipeline and data degrees: `ranks` groups of ranks, `batch` micro-batches to deal out among data ranks."""
+    for pipeline in divisors(ranks):
+        data = ranks // pipeline
+        if batch % data == 0 and pipeline <= layers + 2:
+            yield pipeline, data
+
+
+def zeros(pipeline: int, columns: int, limits: Limits) -> list[int]:
+    """Degrees of sharding that differ: `columns` ranks share weights, and a pipeline sums gradients once per step."""
+    if columns == 1:
+        return [0]
+    return [zero for zero in limits.zeros if pipeline == 1 or zero < 2]
+
+
+def schedules(recipe: Recipe, pipeline: int, rounds: int, limits: Limits) -> list[tuple[str, int]]:
+    """Schedules that can run `rounds` micro-batches, with their stages per rank."""
+    if pipeline == 1:
+        return [("1f1b", 1)]
+    found: list[tuple[str, int]] = []
+    if rounds >= pipeline:
+        found.append(("1f1b", 1))
+    else:
+        found.append(("gpipe", 1))
+    if rounds % max(1, rounds // pipeline) == 0:
+        deep = [v for v in (1, 2, 4) if v <= limits.virtual and pipeline * v <= recipe.model.layers + 2]
+        found += [("interleaved", v) for v in deep if v > 1]
+        if not recipe.train.compile:
+            found += [("zero-bubble", v) for v in deep if v <= 2]
+    return [each for each in found if each[0] in limits.schedules]
+
+
+@lru_cache(maxsize=4096)
+def divisors(number: int) -> tuple[int, ...]:
+    """All of them, ascending."""
+    return tuple(n for n in range(1, number + 1) if number % n == 0)

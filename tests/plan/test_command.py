@@ -1,0 +1,127 @@
+"""`steelyard plan` as a person uses it, at toy size."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from steelyard.core.errors import UserError
+from steelyard.core.recipe import load
+from steelyard.plan import slurm
+from steelyard.plan.cluster import load as load_cluster
+
+CLUSTER = """
+name = "laptop"
+
+[[nodes]]
+type = "laptop"
+count = 1
+gpu = "cpu"
+gpus = 2
+price_hour = 0.1
+"""
+SINFO = """\
+n060|gpu2*|gpu:a10:4(S:0-1)
+n061|gpu2*|gpu:a10:4(S:0-1)
+n060|all|gpu:a10:4(S:0-1)
+n070|gpu1|gpu:a100:8
+n071|gpu1|gpu:wonder9000:2
+c001|cpu|(null)
+"""
+
+
+@pytest.fixture
+def planning(workplace):
+    (workplace.path / "cluster.toml").write_text(CLUSTER)
+    return workplace
+
+
+@pytest.mark.slow
+def test_the_written_recipe_trains_as_it_is_and_its_run_can_be_checked(planning):
+    words = ("plan", "--model", "tiny.toml", "--cluster", "cluster.toml", "--json", "--excluded", "--tokens", "1M")
+    planned = planning.steelyard(*words, "--write", "planned.toml", "--explain", "plan.html", "--pareto", "front.html")
+    assert planned.returncode == 0, planned.stderr
+    answer = json.loads(planned.stdout)
+    best = answer["plans"][0]
+    assert answer["tokens"] == 1_000_000
+    assert sum(best["parts"].values()) == pytest.approx(best["seconds"])
+    assert best["dollars"] == pytest.approx(best["days"] * 24 * 0.1)
+    assert all(rank["total_bytes"] <= rank["usable_bytes"] for rank in answer["memory"])
+    assert "<rect" in (planning.path / "plan.html").read_text()
+    assert "plotly" in (planning.path / "front.html").read_text()
+    recipe = load(planning.path / "planned.toml")
+    assert recipe.parallel.data == best["data"]
+    assert recipe.train.micro_batch == best["micro_batch"]
+    trained = planning.steelyard("train", "planned.toml", "train.steps=4", "--nproc", str(best["world"]))
+    assert trained.returncode == 0, trained.stderr
+    checked = planning.steelyard("plan", "--check", "runs/tiny", "--cluster", "cluster.toml", "--json")
+    assert checked.returncode == 0, checked.stderr
+    compared = json.loads(checked.stdout)
+    assert compared["measured_seconds"] > 0
+    assert compared["predicted_seconds"] == pytest.approx(sum(part["predicted"] for part in compared["parts"].values()))
+
+
+def test_a_plan_is_explained_to_a_person(planning):
+    shown = planning.steelyard("plan", "--model", "tiny.toml", "--cluster", "cluster.toml", "--top", "2")
+    assert shown.returncode == 0, shown.stderr
+    for word in ("compute", "bubble", "gradient", "optimizer", "memory of a rank", "activations", "dollars", "layers"):
+        assert word in shown.stdout
+
+
+def test_the_recipes_own_layout_can_be_predicted(planning):
+    words = ("plan", "--model", "tiny.toml", "--cluster", "cluster.toml", "--given", "--json")
+    found = planning.steelyard(*words, "--set", "parallel.pipeline=2", "--set", "parallel.partition=2-0")
+    assert found.returncode == 0, found.stderr
+    plans = json.loads(found.stdout)["plans"]
+    assert [plan["partition"] for plan in plans] == ["2-0"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said", "code"),
+    [
+        (("--model", "tiny.toml"), "a plan needs a recipe and a cluster", 2),
+        (("--model", "tiny.toml", "--cluster", "none.toml"), "none.toml: cannot be read", 2),
+        (("--model", "tiny.toml", "--cluster", "bad.toml"), "bad.toml:4: the GPU toaster is not known", 2),
+        (("--model", "tiny.toml", "--cluster", "free.toml", "--objective", "cost"), "the price of a is not known", 2),
+        (("--model", "tiny.toml", "--cluster", "cluster.toml", "--tokens", "many"), "many is no number of tokens", 2),
+        (("--check", "runs/none", "--cluster", "cluster.toml"), "there is no run folder runs/none", 2),
+        (("--model", "gpt3-175b", "--cluster", "cluster.toml"), "no layout of gpt3-175b fits", 1),
+    ],
+)  # fmt: skip
+def test_a_mistake_gets_one_message(planning, words, said, code):
+    (planning.path / "bad.toml").write_text('[[nodes]]\ntype = "a"\ncount = 1\ngpu = "toaster"\ngpus = 1\n')
+    (planning.path / "free.toml").write_text('[[nodes]]\ntype = "a"\ncount = 1\ngpu = "cpu"\ngpus = 1\n')
+    answer = planning.steelyard("plan", *words)
+    assert answer.returncode == code
+    assert said in answer.stderr
+    assert "Traceback" not in answer.stderr
+
+
+def test_sinfo_becomes_a_cluster_file(tmp_path):
+    found = slurm.nodes(SINFO)
+    assert [(entry["type"], entry["count"], entry["gpus"], entry["partition"]) for entry in found] == [
+        ("a10", 2, 4, "gpu2"),
+        ("a100", 1, 8, "gpu1"),
+        ("wonder9000", 1, 2, "gpu1"),
+    ]
+    assert found[1]["gpu"] == "a100-80"
+    path = tmp_path / "cluster.toml"
+    path.write_text(slurm.as_toml(found[:2]))
+    assert load_cluster(path).ranks == 16
+    path.write_text(slurm.as_toml(found))
+    assert "wonder9000 is not in the catalogue" in path.read_text()
+    with pytest.raises(UserError, match="wonder9000 is not known"):
+        load_cluster(path)
+
+
+@pytest.mark.parametrize("text", ["", "c001|cpu|(null)\n", "one two three\n"])
+def test_what_is_not_sinfos_output_is_refused(text):
+    with pytest.raises(UserError):
+        slurm.nodes(text)
+
+
+def test_plan_cluster_reads_a_saved_output(tmp_path, workplace):
+    Path(workplace.path / "sinfo.txt").write_text(SINFO)
+    answer = workplace.steelyard("plan", "cluster", "--from", "sinfo.txt", "--out", "found.toml")
+    assert answer.returncode == 0, answer.stderr
+    assert (workplace.path / "found.toml").read_text().count("[[nodes]]") == 3

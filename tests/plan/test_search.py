@@ -1,0 +1,199 @@
+"""The search against looking at everything, and the partition against dynamic programming."""
+
+import time
+from functools import lru_cache
+from itertools import pairwise, product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from steelyard.plan import fit, partition, space
+from steelyard.plan.cluster import Cluster
+from steelyard.plan.layout import Layout
+from steelyard.plan.predict import Predictor
+from steelyard.plan.search import search
+from steelyard.plan.software import EAGER
+from steelyard.plan.space import Limits
+from tests.plan.machines import cluster, gpt, gpt2_xl
+
+SEED_002 = [
+    {"type": "a100", "count": 1, "gpu": "a100-40", "gpus": 4, "price_hour": 12.0},
+    {"type": "a10", "count": 7, "gpu": "a10", "gpus": 4, "price_hour": 4.0},
+]
+FASOP = Limits(tensor=4, recomputes=("none",), zeros=(0,), schedules=("1f1b",), virtual=1, subsets=False)
+
+
+def seed_002() -> Cluster:
+    links = [{"between": ["*", "*"], "GBps": 12.5, "latency_us": 5.0}]
+    return Cluster.model_validate({"nodes": SEED_002, "links": links})
+
+
+def compositions(layers, stages):
+    if stages == 1:
+        yield (layers,)
+        return
+    for first in range(layers + 1):
+        for rest in compositions(layers - first, stages - 1):
+            yield (first, *rest)
+
+
+def exhaustive(recipe, machines, limits):
+    """Every layout of the space, every partition, the fastest that fits."""
+    best = float("inf")
+    for use in space.uses(machines, limits):
+        tensors = space.tensors(recipe, machines, use, limits)
+        for tensor, micro_batch in product(tensors, space.micro_batches(recipe, limits)):
+            batch = recipe.train.global_batch // micro_batch
+            for pipeline, data in space.meshes(use.ranks // tensor, batch, recipe.model.layers):
+                schedules = space.schedules(recipe, pipeline, batch // data, limits)
+                zeros = space.zeros(pipeline, data, limits)
+                orders = space.orders(use) if pipeline > 1 else [use.counts]
+                for (schedule, virtual), zero, recompute, placement in product(
+                    schedules, zeros, limits.recomputes, orders
+                ):
+                    predictor = Predictor(recipe, machines)
+                    if schedule == "zero-bubble":
+                        predictor = Predictor(recipe, machines, EAGER)
+                    chosen = Layout(
+                        tensor, 1, pipeline, virtual, data, zero, tensor > 1, schedule, micro_batch, recompute, (),
+                        placement,
+                    )  # fmt: skip
+                    step = predictor.step(chosen)
+                    for counts in compositions(recipe.model.layers, pipeline):
+                        seconds = step.seconds(partition.spread(counts, virtual))
+                        whole = chosen.with_partition(partition.spread(counts, virtual))
+                        if seconds < best and fit.fits(predictor, whole):
+                            best = seconds
+    return best
+
+
+@pytest.mark.parametrize("nodes", [(("a10", 1, 2),), (("a100-40", 1, 1), ("t4", 1, 1)), (("t4", 2, 1), ("a10", 1, 1))])
+@pytest.mark.parametrize("hidden", [256, 2048])
+def test_looking_at_every_plan_finds_nothing_better(nodes, hidden):
+    recipe, machines = gpt(layers=3, hidden=hidden, heads=8, batch=4, length=512), cluster(*nodes)
+    limits = Limits(micro_batch=2, schedules=("1f1b", "gpipe"), recomputes=("none", "full"), zeros=(0, 1))
+    found = search(recipe, machines, limits=limits, top=3).plans[0]
+    assert found.seconds <= exhaustive(recipe, machines, limits) * (1 + 1e-9)
+
+
+@lru_cache
+def dynamic(each, extra, layers):
+    """The least that the slowest stage can take, by dynamic programming over the cuts."""
+    if len(each) == 1:
+        return extra[0] + layers * each[0]
+    return min(
+        max(extra[0] + here * each[0], dynamic(each[1:], extra[1:], layers - here)) for here in range(layers + 1)
+    )
+
+
+costs = st.lists(st.tuples(st.floats(0.1, 5.0), st.floats(0.0, 5.0)), min_size=1, max_size=5)
+
+
+@settings(deadline=None)
+@given(costs, st.integers(1, 12))
+def test_dealing_layers_out_is_as_good_as_dynamic_programming(stages, layers):
+    each, extra = (tuple(column) for column in zip(*stages, strict=True))
+    counts = partition.dealt(each, extra, layers)
+    assert sum(counts) == layers
+    slowest = max(extra[stage] + count * each[stage] for stage, count in enumerate(counts) if count or extra[stage])
+    assert slowest <= dynamic(each, extra, layers) * (1 + 1e-9)
+
+
+def test_limits_of_memory_bound_what_a_stage_gets():
+    assert partition.dealt([1.0, 1.0], [0.0, 0.0], 6, [1, 9]) == [1, 5]
+    assert partition.dealt([1.0, 1.0], [0.0, 0.0], 6, [1, 2]) == []
+
+
+def test_a_ranks_layers_are_spread_over_its_stages():
+    assert partition.spread([3, 4], 2) == (1, 2, 2, 2)
+    assert partition.spread([5], 1) == (5,)
+
+
+def test_the_partition_beats_or_equals_dynamic_programming_on_seed_002s_problem():
+    recipe, machines = gpt2_xl(), seed_002()
+    found = search(recipe, machines, limits=FASOP, top=8)
+    for plan in found.plans:
+        step = Predictor(recipe, machines).step(plan.layout)
+        each = tuple(sum(step.predictor.stage(cost, 1, 0)) for cost in step.costs)
+        last = len(each) - 1
+        ends = [(rank == 0) + 2 * (rank == last) for rank in range(last + 1)]
+        extra = tuple(sum(step.predictor.stage(cost, 0, end)) for cost, end in zip(step.costs, ends, strict=True))
+        programmed = tuple(partition.dealt(each, extra, 48))
+        assert plan.seconds <= step.seconds(programmed) * (1 + 1e-9)
+
+
+def test_seed_002s_problem_takes_less_than_a_second_of_cpu_and_all_plans_fit():
+    recipe, machines = gpt2_xl(), seed_002()
+    began = time.process_time()
+    found = search(recipe, machines, limits=Limits(schedules=("1f1b",), virtual=1))
+    assert time.process_time() - began < 1.0
+    assert len(found.plans) == 10
+    for plan in found.plans:
+        assert fit.fits(Predictor(recipe, machines), plan.layout)
+    assert [plan.seconds for plan in found.plans] == sorted(plan.seconds for plan in found.plans)
+
+
+def test_fasops_candidates_are_all_in_the_space():
+    recipe, machines = gpt2_xl(), seed_002()
+    candidates = 0
+    for use in space.uses(machines, FASOP):
+        for tensor in space.tensors(recipe, machines, use, FASOP):
+            for micro_batch in space.micro_batches(recipe, FASOP):
+                meshes = list(space.meshes(use.ranks // tensor, 64 // micro_batch, 48))
+                candidates += sum(len(space.orders(use)) for _ in meshes)
+    assert candidates >= 592
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.floats(2.0, 40.0), st.floats(1.0, 4.0))
+def test_more_memory_never_excludes_a_plan(gigabytes, factor):
+    def found(memory):
+        gpu = {"name": "mine", "memory_gib": memory, "fp16": 100.0, "bandwidth_gb": 800.0}
+        nodes = [{"type": "mine", "count": 1, "gpu": "mine", "gpus": 4}]
+        machines = Cluster.model_validate({"nodes": nodes, "gpus": [gpu]})
+        return search(gpt(layers=4), machines, top=1, limits=Limits(micro_batch=2, virtual=1)).plans
+
+    small, large = found(gigabytes), found(gigabytes * factor)
+    assert len(large) >= len(small)
+    if small:
+        assert large[0].seconds <= small[0].seconds * (1 + 1e-9)
+
+
+def test_a_gpu_without_the_precision_is_left_out():
+    recipe = gpt(precision="bf16")
+    found = search(recipe, cluster(("t4", 1, 4), ("a10", 1, 4)), top=3)
+    assert all(type_ == "a10" for plan in found.plans for type_, _ in plan.layout.placement)
+
+
+def test_cost_and_energy_choose_fewer_nodes_than_time():
+    recipe, machines = gpt(layers=24, hidden=2048, batch=32), seed_002()
+    limits = Limits(micro_batch=4, virtual=1, schedules=("1f1b",))
+    fastest, cheapest, coolest = (
+        search(recipe, machines, objective, 1, limits).plans[0] for objective in ("time", "cost", "energy")
+    )
+    assert fastest.seconds <= min(cheapest.seconds, coolest.seconds)
+    assert cheapest.value("cost") <= fastest.value("cost")
+    assert coolest.value("energy") <= fastest.value("energy")
+    assert cheapest.layout.world < fastest.layout.world
+
+
+def test_the_frontier_holds_no_plan_that_another_beats_in_both():
+    limits = Limits(micro_batch=4, virtual=1, schedules=("1f1b",))
+    plans = search(gpt(layers=24, hidden=2048, batch=32), seed_002(), "pareto", 10, limits).plans
+    points = sorted((plan.seconds, plan.value("cost")) for plan in plans)
+    assert len(points) > 1
+    assert all(one[1] > other[1] for one, other in pairwise(points))
+
+
+@pytest.mark.slow
+def test_a_thousand_gpus_of_three_types_are_planned_in_half_a_minute():
+    from steelyard.core.recipe import load
+
+    recipe = load("llama3.1-70b", ["train.global_batch=960", "train.precision=bf16", "data.sequence_length=4096"])
+    machines = cluster(("a100-80", 50, 8), ("h100-80", 25, 8), ("a40", 50, 8), network=100.0)
+    began = time.process_time()
+    found = search(recipe, machines)
+    assert time.process_time() - began < 30
+    assert len(found.plans) == 10
+    assert all(fit.fits(Predictor(recipe, machines), plan.layout) for plan in found.plans)
