@@ -170,7 +170,7 @@ class _MaskedWeight(torch.autograd.Function):
         weight_OI, logits_OGC, candidates_CM, draw_2, course_3 = ctx.saved_tensors
         choice_OGC, mask_OI = _drawn(logits_OGC, candidates_CM, draw_2, course_3, ctx.salt, ctx.place, ctx.hard)
         grad_OGC = logits_gradient(grad_OI, weight_OI, mask_OI, choice_OGC, candidates_CM, course_3)
-        return None, grad_OGC.to(logits_OGC.dtype), None, None, None, None, None, None
+        return None, grad_OGC.to(logits_OGC.dtype).contiguous(), None, None, None, None, None, None
 
 
 def _drawn(

@@ -44,7 +44,8 @@ class Optimizer:
             return
         for part, tensor in zip(self.parts, self.tensors, strict=True):
             gradient = part.gradient
-            tensor.grad = gradient.to(tensor.device) if gradient is not None else None
+            # Zero bubble hands gradients on as they lie, and a fused step reads them as if they lay like the tensor.
+            tensor.grad = gradient.to(tensor.device).contiguous() if gradient is not None else None
         for group in self.torch.param_groups:
             group["lr"] = rate * group["rate"]
         device = self.tensors[0].device

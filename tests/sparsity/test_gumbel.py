@@ -106,3 +106,12 @@ def test_the_argmax_keeps_two_of_four():
     assert mask.shape == (16, 32)
     assert (mask.unflatten(1, (-1, 4)).sum(-1) == 2).all()
     assert torch.equal(mask[0, :4], TWO_OF_FOUR[logits[0, 0].argmax()].bool())
+
+
+def test_the_gradient_lies_as_the_logits_do():
+    """Zero bubble hands it to the fused optimizer as it is, which reads it as if it lay like the parameter."""
+    logits = torch.randn(16, 8, 6, requires_grad=True)
+    course, draw = torch.tensor([1.0, 1.0, 0.0]), gumbel.draw_of(torch.tensor([5]))
+    product = gumbel.masked_weight(torch.randn(16, 32), logits, TWO_OF_FOUR, draw, course, (1, 2), WHOLE, False)
+    (gradient,) = torch.autograd.grad(product.sum(), logits)
+    assert gradient.stride() == logits.stride()
