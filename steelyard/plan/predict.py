@@ -8,7 +8,7 @@ rank by rank, since early ones wait for late ones anyway.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 from steelyard.core.recipe import Recipe
@@ -18,6 +18,7 @@ from steelyard.plan.communication import Ring
 from steelyard.plan.compute import Pass, Shape, Work
 from steelyard.plan.layout import Layout, Placement, Seat, Seats
 from steelyard.plan.pipeline import Times
+from steelyard.plan.profile import Profile
 from steelyard.plan.software import STEELYARD, Software
 from steelyard.sizes.gpus import Gpu
 from steelyard.sizes.model import Parameters, parameters
@@ -78,8 +79,15 @@ class Stands:
 class Predictor:
     """Costs of one recipe on one cluster. What many layouts share is kept."""
 
-    def __init__(self, recipe: Recipe, cluster: Cluster, software: Software = STEELYARD) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        cluster: Cluster,
+        software: Software = STEELYARD,
+        profiles: Sequence[Profile] = (),
+    ) -> None:
         self.recipe, self.cluster, self.software = recipe, cluster, software
+        self.profiles = {profile.gpu: profile for profile in profiles}
         self.shape = Shape.of(recipe)
         self.each = 4 if recipe.train.precision == "fp32" else 2
         self._costs: dict[tuple[object, ...], dict[int, StageCost]] = {}
@@ -195,7 +203,7 @@ class Predictor:
         keys = 2 * self.each * tokens * layout.context * self.shape.key / layout.tensor
         gathered = context.gather(keys)
         launch = self.software.collective_launch * (layout.tensor > 1)
-        layer, full = compute.layer(work, self.shape), layout.recompute == "full"
+        layer, full = self._measured(work), layout.recompute == "full"
         sums_again = 2 * sum_ + gathered if full else 0.0
         return StageCost(
             work,
@@ -209,6 +217,26 @@ class Predictor:
             ),
             _ends(compute.embedding(work, self.shape), sum_ / 2, 0.0, launch),
             _ends(compute.head(work, self.shape), 0.0, sum_, launch),
+        )
+
+    def _measured(self, work: Work) -> Pass:
+        """A layer's passes as reckoned, or, where its GPU was profiled, scaled by the nearest measurement."""
+        layer = compute.layer(work, self.shape)
+        profile = self.profiles.get(work.gpu.name)
+        if profile is None:
+            return layer
+        found = profile.nearest(work.tensor, work.micro_batch)
+        same = replace(work, tensor=found.tensor, micro_batch=found.micro_batch, context=1, sequence_parallel=False)
+        known = compute.layer(same, self.shape)
+        ahead = found.forward / compute.together(known.host_forward, known.forward)
+        back = found.backward / compute.together(known.host_backward, known.backward)
+        return Pass(
+            forward=layer.forward * ahead,
+            backward=layer.backward * back,
+            host_forward=layer.host_forward * ahead,
+            host_backward=layer.host_backward * back,
+            recompute=layer.recompute * ahead,
+            selective=layer.selective * ahead,
         )
 
     def _send(self, layout: Layout, one: Sequence[Seat], other: Sequence[Seat]) -> float:

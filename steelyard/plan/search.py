@@ -10,7 +10,7 @@ all of it. Plans that do not fit in memory drop out on the way, so every plan in
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -20,6 +20,7 @@ from steelyard.plan import fit, partition, space
 from steelyard.plan.cluster import Cluster
 from steelyard.plan.layout import Layout, Placement, of_recipe
 from steelyard.plan.predict import Parts, Predictor
+from steelyard.plan.profile import Profile
 from steelyard.plan.software import EAGER, STEELYARD, Software
 from steelyard.plan.space import Limits, Use, Variant
 
@@ -84,15 +85,16 @@ def search(
     top: int = 10,
     limits: Limits | None = None,
     software: Software = STEELYARD,
+    profiles: Sequence[Profile] = (),
 ) -> Found:
     """The `top` best plans, the best first; for `pareto` those that no other beats in both time and price."""
-    return _Search(recipe, cluster, objective, top, limits or space.limits_for(cluster), software).run()
+    return _Search(recipe, cluster, objective, top, limits or space.limits_for(cluster), software, profiles).run()
 
 
-def given(recipe: Recipe, cluster: Cluster, software: Software = STEELYARD) -> Found:
+def given(recipe: Recipe, cluster: Cluster, software: Software = STEELYARD, profiles: Sequence[Profile] = ()) -> Found:
     """The recipe's own layout as the only plan, or among the excluded where it does not fit."""
     layout = of_recipe(recipe, cluster)
-    predictor = Predictor(recipe, cluster, software)
+    predictor = Predictor(recipe, cluster, software, profiles)
     why = fit.reason(fit.rooms(predictor, layout))
     if why is not None:
         return Found([], [(layout, why)], 1)
@@ -102,11 +104,18 @@ def given(recipe: Recipe, cluster: Cluster, software: Software = STEELYARD) -> F
 
 class _Search:
     def __init__(
-        self, recipe: Recipe, cluster: Cluster, objective: str, top: int, limits: Limits, software: Software
+        self,
+        recipe: Recipe,
+        cluster: Cluster,
+        objective: str,
+        top: int,
+        limits: Limits,
+        software: Software,
+        profiles: Sequence[Profile] = (),
     ) -> None:
         self.recipe, self.cluster, self.objective, self.top, self.limits = recipe, cluster, objective, top, limits
-        self.predictors = {True: Predictor(recipe, cluster, software)}
-        self.predictors[False] = Predictor(recipe, cluster, EAGER if software is STEELYARD else software)
+        self.predictors = {True: Predictor(recipe, cluster, software, profiles)}
+        self.predictors[False] = Predictor(recipe, cluster, EAGER if software is STEELYARD else software, profiles)
         self.found = Found([])
         self.best: dict[tuple[object, ...], tuple[float, float, Layout]] = {}
         self.limit = float("inf")
