@@ -27,6 +27,13 @@ class Objective(StrEnum):
     pareto = "pareto"
 
 
+class Program(StrEnum):
+    """Whose steps are predicted."""
+
+    steelyard = "steelyard"
+    megatron = "megatron"
+
+
 ModelOption = Annotated[
     str | None, typer.Option("--model", metavar="RECIPE", help="A recipe file, or the name of a shipped one.")
 ]
@@ -57,6 +64,9 @@ def plan(
     write: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the recipe under the best plan.")] = None,
     excluded: Annotated[bool, typer.Option("--excluded", help="List plans that do not fit, and why.")] = False,
     given: Annotated[bool, typer.Option("--given", help="Only predict the recipe's own layout.")] = False,
+    software: Annotated[
+        Program, typer.Option(help="Which program trains: megatron predicts runs of Megatron-LM of 2021 to 2023.")
+    ] = Program.steelyard,
     tokens: Annotated[str | None, typer.Option(metavar="N", help="A budget of tokens, like 300B.")] = None,
     profiles: Annotated[
         list[Path] | None, typer.Option("--profile", metavar="FILE", help="Measured layers, instead of the catalogue.")
@@ -83,6 +93,7 @@ def plan(
     from steelyard.plan import report
     from steelyard.plan.search import given as predicted
     from steelyard.plan.search import search
+    from steelyard.plan.software import KNOWN
 
     machines = clusters.load(cluster)
     if check is not None:
@@ -97,9 +108,11 @@ def plan(
         _refuse_without_prices(machines, cluster)
     measured = [_profile(path, recipe) for path in profiles or ()]
     if given:
-        found = predicted(recipe, machines, profiles=measured)
+        found = predicted(recipe, machines, KNOWN[software.value], measured)
+        for _, why in found.excluded:
+            console.warn(f"this layout does not fit: {why}")
     else:
-        found = search(recipe, machines, wanted.value, top, profiles=measured)
+        found = search(recipe, machines, wanted.value, top, None, KNOWN[software.value], measured)
     text = report.as_text(recipe, machines, found, budget, excluded)
     if not found.plans:
         why = f"; one of them: {found.excluded[0][1]}" if found.excluded else ""

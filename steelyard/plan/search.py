@@ -19,10 +19,11 @@ from steelyard.core.recipe import Recipe
 from steelyard.plan import fit, partition, space
 from steelyard.plan.cluster import Cluster
 from steelyard.plan.layout import Layout, Placement, of_recipe
-from steelyard.plan.predict import Parts, Predictor
+from steelyard.plan.predict import Predictor
 from steelyard.plan.profile import Profile
 from steelyard.plan.software import EAGER, STEELYARD, Software
 from steelyard.plan.space import Limits, Use, Variant
+from steelyard.plan.step import Parts, least
 
 QUICK = 24  # Actions of a step up to which its partition is refined at once, not only when it is among the best.
 
@@ -92,14 +93,13 @@ def search(
 
 
 def given(recipe: Recipe, cluster: Cluster, software: Software = STEELYARD, profiles: Sequence[Profile] = ()) -> Found:
-    """The recipe's own layout as the only plan, or among the excluded where it does not fit."""
+    """The recipe's own layout as the only plan; where it does not fit, it is among the excluded as well."""
     layout = of_recipe(recipe, cluster)
     predictor = Predictor(recipe, cluster, software, profiles)
     why = fit.reason(fit.rooms(predictor, layout))
-    if why is not None:
-        return Found([], [(layout, why)], 1)
     price = price_hour(cluster, layout.placement)
-    return Found([Plan(layout, predictor.parts(layout), price, watts(cluster, layout.placement))], [], 1)
+    plan = Plan(layout, predictor.parts(layout), price, watts(cluster, layout.placement))
+    return Found([plan], [] if why is None else [(layout, why)], 1)
 
 
 class _Search:
@@ -350,7 +350,7 @@ class _Search:
         mesh = Mesh(Use((), 0), tensor, context, micro_batch, ((type_, nodes),), 1, 1, "1f1b", 1)
         layout = self._layout(mesh, Variant("none", 0))
         predictor = self.predictors[True]
-        return predictor.least(predictor.costs(layout)[0])
+        return least(predictor.costs(layout)[0].layer)
 
 
 def price_hour(cluster: Cluster, placement: Placement) -> float | None:
