@@ -291,12 +291,7 @@ class _Search:
 
     def _dealt(self, layout: Layout, limits: list[int] | None) -> tuple[int, ...]:
         """Layers dealt out by the time that each pipeline rank takes for one."""
-        predictor = self._predictor(layout)
-        costs = predictor.step(layout).costs
-        last = layout.pipeline - 1
-        each = [sum(predictor.stage(cost, 1, 0)) for cost in costs]
-        extra = [sum(predictor.stage(cost, 0, (rank == 0) + 2 * (rank == last))) for rank, cost in enumerate(costs)]
-        counts = partition.dealt(each, extra, self.recipe.model.layers, limits)
+        counts = partition.dealt(*self._predictor(layout).step(layout).per_layer(), self.recipe.model.layers, limits)
         return partition.spread(counts, layout.virtual) if counts else ()
 
     def _refined(self, layout: Layout) -> Layout:
@@ -313,7 +308,17 @@ class _Search:
         def seconds(counts: tuple[int, ...]) -> float:
             return step.seconds(counts, settled=True)
 
-        counts, _ = partition.improved(layout.partition, seconds, step.at_least, fits, tries)
+        best = layout.partition
+        for counts in partition.starts(*step.per_layer(), self.recipe.model.layers):
+            start = partition.spread(counts, layout.virtual)
+            if (
+                start != best
+                and step.at_least(start) < seconds(best)
+                and seconds(start) < seconds(best)
+                and fits(start)
+            ):
+                best = start
+        counts, _ = partition.improved(best, seconds, step.at_least, fits, tries)
         return layout.with_partition(counts)
 
     def _plan(self, layout: Layout) -> Plan:

@@ -84,6 +84,13 @@ class StepCost:
             weights.append(late)
         return Times(tuple(forward), tuple(backward), tuple(weights), self.send)
 
+    def per_layer(self) -> tuple[list[float], list[float]]:
+        """Seconds of a micro-batch on each pipeline rank: for a layer, and for embedding and head beside the layers."""
+        stage, last = self.predictor.stage, self.layout.pipeline - 1
+        each = [sum(stage(cost, 1, 0)) for cost in self.costs]
+        extra = [sum(stage(cost, 0, (rank == 0) + 2 * (rank == last))) for rank, cost in enumerate(self.costs)]
+        return each, extra
+
     def held(self, counts: tuple[int, ...], rank: int) -> int:
         """Parameters of a rank: its stages' layers, embedding and head, cut by tensor parallelism."""
         layout, model = self.layout, self.predictor.recipe.model
