@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,7 +12,10 @@ from steelyard.cli.options import JsonOption, print_result
 from steelyard.core import files
 from steelyard.core.console import console
 from steelyard.core.errors import Fault, UserError
-from steelyard.core.recipe import load, to_toml
+from steelyard.core.recipe import Recipe, load, to_toml
+
+if TYPE_CHECKING:
+    from steelyard.plan.profile import Profile
 
 
 class Objective(StrEnum):
@@ -22,6 +25,13 @@ class Objective(StrEnum):
     cost = "cost"
     energy = "energy"
     pareto = "pareto"
+
+
+class Program(StrEnum):
+    """Whose steps are predicted."""
+
+    steelyard = "steelyard"
+    megatron = "megatron"
 
 
 ModelOption = Annotated[
@@ -38,6 +48,7 @@ def register(root: typer.Typer, name: str, help_: str) -> None:
     group = typer.Typer(help=help_, rich_markup_mode=None, invoke_without_command=True)
     group.callback()(plan)
     group.command("cluster")(cluster)
+    group.command("profile")(profile)
     root.add_typer(group, name=name)
 
 
@@ -53,7 +64,13 @@ def plan(
     write: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the recipe under the best plan.")] = None,
     excluded: Annotated[bool, typer.Option("--excluded", help="List plans that do not fit, and why.")] = False,
     given: Annotated[bool, typer.Option("--given", help="Only predict the recipe's own layout.")] = False,
+    software: Annotated[
+        Program, typer.Option(help="Which program trains: megatron predicts runs of Megatron-LM of 2021 to 2023.")
+    ] = Program.steelyard,
     tokens: Annotated[str | None, typer.Option(metavar="N", help="A budget of tokens, like 300B.")] = None,
+    profiles: Annotated[
+        list[Path] | None, typer.Option("--profile", metavar="FILE", help="Measured layers, instead of the catalogue.")
+    ] = None,
     check: Annotated[
         Path | None, typer.Option(metavar="RUN", help="Compare a finished run with its prediction.")
     ] = None,
@@ -76,6 +93,7 @@ def plan(
     from steelyard.plan import report
     from steelyard.plan.search import given as predicted
     from steelyard.plan.search import search
+    from steelyard.plan.software import KNOWN
 
     machines = clusters.load(cluster)
     if check is not None:
@@ -88,7 +106,13 @@ def plan(
     wanted = Objective.pareto if pareto is not None else objective
     if wanted in (Objective.cost, Objective.pareto):
         _refuse_without_prices(machines, cluster)
-    found = predicted(recipe, machines) if given else search(recipe, machines, wanted.value, top)
+    measured = [_profile(path, recipe) for path in profiles or ()]
+    if given:
+        found = predicted(recipe, machines, KNOWN[software.value], measured)
+        for _, why in found.excluded:
+            console.warn(f"this layout does not fit: {why}")
+    else:
+        found = search(recipe, machines, wanted.value, top, None, KNOWN[software.value], measured)
     text = report.as_text(recipe, machines, found, budget, excluded)
     if not found.plans:
         why = f"; one of them: {found.excluded[0][1]}" if found.excluded else ""
@@ -111,6 +135,14 @@ def plan(
             files.write_text(pareto, draw.frontier(recipe, found.plans, budget))
             result["frontier"] = str(pareto)
     print_result(result, json, text)
+
+
+def _profile(path: Path, recipe: Recipe) -> Profile:
+    from steelyard.plan import profile as measured
+
+    read = measured.load(path)
+    measured.refuse_another(read, recipe, path)
+    return read
 
 
 def _refuse_without_prices(machines: object, cluster: Path) -> None:
@@ -157,3 +189,33 @@ def cluster(
         files.write_text(out, text)
         console.say(f"wrote {out}: fill in links and prices")
     print_result({"nodes": found, "out": str(out) if out else None}, json, text.rstrip() if out is None else "")
+
+
+def profile(
+    model: Annotated[str, typer.Option("--model", metavar="RECIPE", help="A recipe, or the name of a shipped one.")],
+    set_: SetOption = None,
+    tensor: Annotated[str, typer.Option(help="Tensor degrees to measure, like 1,2,4.")] = "1",
+    micro_batch: Annotated[str, typer.Option(help="Micro-batches to measure, like 1,2,4.")] = "1,2,4",
+    out: Annotated[Path, typer.Option(help="Where the profile goes.")] = Path("profile.toml"),
+    json: JsonOption = False,
+) -> None:
+    """Measure a layer's passes on the machine at hand, for `steelyard plan --profile`.
+
+    Example: steelyard plan profile --model llama3.1-8b --tensor 1,2,4 --out h100.toml
+    """
+    from steelyard.train.profile import measure
+
+    recipe = load(model, set_ or ())
+    found = measure(recipe, _numbers("--tensor", tensor), _numbers("--micro-batch", micro_batch))
+    files.write_text(out, to_toml(found))
+    rows = [f"tensor {one['tensor']}, micro-batch {one['micro_batch']}: forward {1e3 * one['forward']:.3f} ms, "
+            f"backward {1e3 * one['backward']:.3f} ms" for one in found["layers"]]  # fmt: skip
+    console.say(f"wrote {out}")
+    print_result(found | {"out": str(out)}, json, "\n".join([found["device"], *rows]))
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
+        raise UserError(f"{option}: {text} is no list of numbers", mend="write it like 1,2,4")
+    return [int(part) for part in parts]

@@ -74,3 +74,27 @@ def send(cluster: Cluster, one: Seat, other: Seat, bytes_: float, senders: int) 
 def _reached(wire: Wire) -> float:
     """Bytes per second of a network that large messages reach."""
     return wire.bandwidth * (NETWORK_SHARE if wire.latency < SOCKET_LATENCY else SOCKET_SHARE)
+
+
+def group(cluster: Cluster, seats: Sequence[Seat], stride: int, size: int) -> Ring:
+    """The slowest ring of `size` ranks, `stride` apart, among the ranks of a stage."""
+    if size == 1:
+        return Ring(1, 1.0, 0.0)
+    span = stride * size
+    fitting = [seat for seat in seats if seat.ranks >= span]
+    if len(fitting) == len(seats):  # Every ring lies within a node.
+        slowest = min(fitting, key=lambda seat: cluster.inside(seat.nodes).bandwidth)
+        return ring(cluster, [slowest], size, 1)
+    # A ring spans nodes: those of a node are as many as it has ranks, or as there are rings.
+    rings = max(min(stride, seat.ranks) for seat in seats)
+    return ring(cluster, _spanned(seats, span), size, rings)
+
+
+def _spanned(seats: Sequence[Seat], span: int) -> Sequence[Seat]:
+    """Seats that one ring reaches: all of a stage's for data parallelism, a window of them for smaller groups."""
+    total = sum(seat.ranks for seat in seats)
+    if span >= total:
+        return seats
+    count = max(2, -(-span * len(seats) // total))
+    kinds = {seat.nodes.type: seat for seat in seats}
+    return [*kinds.values(), *seats][: max(count, len(kinds))]

@@ -6,6 +6,7 @@ from bisect import bisect_right
 from dataclasses import dataclass, replace
 from typing import Any
 
+from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.parallel import Parallel, Partition
 from steelyard.plan.cluster import Cluster, Nodes
@@ -87,9 +88,16 @@ def of_recipe(recipe: Recipe, cluster: Cluster) -> Layout:
     placement = tuple(_entry(entry) for entry in parallel.placement) or tuple(
         (nodes.type, nodes.count) for nodes in cluster.nodes
     )
+    unknown = [type_ for type_, _ in placement if type_ not in cluster.by_type]
+    if unknown:
+        raise UserError(
+            f"the cluster has no nodes of type {unknown[0]}",
+            where=recipe.where("parallel.placement"),
+            mend=f"its types are {', '.join(cluster.by_type)}",
+        )
     world = sum(cluster.nodes_of(type_).gpus * count for type_, count in placement)
-    if parallel.data is not None and not parallel.placement:
-        world = min(world, parallel.least_world)
+    if parallel.data is not None and not parallel.placement and parallel.least_world <= world:
+        world = parallel.least_world
     return Layout(
         tensor=parallel.tensor,
         context=parallel.context,
@@ -108,6 +116,8 @@ def of_recipe(recipe: Recipe, cluster: Cluster) -> Layout:
 
 def _entry(text: str) -> tuple[str, int]:
     type_, _, count = text.partition(":")
+    if count and not count.isdigit():
+        raise UserError(f"parallel.placement: {text} is no number of nodes", mend='write it like "a10:7"')
     return type_, int(count or 1)
 
 

@@ -35,6 +35,24 @@ def dealt(each: Sequence[float], extra: Sequence[float], layers: int, limits: Se
     return counts
 
 
+def starts(each: Sequence[float], extra: Sequence[float], layers: int) -> list[tuple[int, ...]]:
+    """Partitions whose slowest stage takes the least, of which there may be many: dealt out, and packed to either end.
+
+    Packed means that stages take as many layers as the slowest one's time allows, from the first on or the last.
+    """
+    found = [dealt(each, extra, layers)]
+    slowest = max(extra[stage] + count * each[stage] for stage, count in enumerate(found[0])) * (1 + 1e-9)
+    room = [max(0, int((slowest - extra[stage]) / each[stage])) for stage in range(len(each))]
+    for order in (range(len(each)), range(len(each) - 1, -1, -1)):
+        counts, left = [0] * len(each), layers
+        for stage in order:
+            counts[stage] = min(left, room[stage])
+            left -= counts[stage]
+        if not left:
+            found.append(counts)
+    return list(dict.fromkeys(map(tuple, found)))
+
+
 def spread(counts: Sequence[int], virtual: int) -> tuple[int, ...]:
     """The layers of each pipeline rank spread over its `virtual` stages; the ends of the model get the fewer."""
     stages = [0] * (len(counts) * virtual)

@@ -10,7 +10,7 @@ all of it. Plans that do not fit in memory drop out on the way, so every plan in
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -19,9 +19,11 @@ from steelyard.core.recipe import Recipe
 from steelyard.plan import fit, partition, space
 from steelyard.plan.cluster import Cluster
 from steelyard.plan.layout import Layout, Placement, of_recipe
-from steelyard.plan.predict import Parts, Predictor
+from steelyard.plan.predict import Predictor
+from steelyard.plan.profile import Profile
 from steelyard.plan.software import EAGER, STEELYARD, Software
 from steelyard.plan.space import Limits, Use, Variant
+from steelyard.plan.step import Parts, least
 
 QUICK = 24  # Actions of a step up to which its partition is refined at once, not only when it is among the best.
 
@@ -84,29 +86,36 @@ def search(
     top: int = 10,
     limits: Limits | None = None,
     software: Software = STEELYARD,
+    profiles: Sequence[Profile] = (),
 ) -> Found:
     """The `top` best plans, the best first; for `pareto` those that no other beats in both time and price."""
-    return _Search(recipe, cluster, objective, top, limits or space.limits_for(cluster), software).run()
+    return _Search(recipe, cluster, objective, top, limits or space.limits_for(cluster), software, profiles).run()
 
 
-def given(recipe: Recipe, cluster: Cluster, software: Software = STEELYARD) -> Found:
-    """The recipe's own layout as the only plan, or among the excluded where it does not fit."""
+def given(recipe: Recipe, cluster: Cluster, software: Software = STEELYARD, profiles: Sequence[Profile] = ()) -> Found:
+    """The recipe's own layout as the only plan; where it does not fit, it is among the excluded as well."""
     layout = of_recipe(recipe, cluster)
-    predictor = Predictor(recipe, cluster, software)
+    predictor = Predictor(recipe, cluster, software, profiles)
     why = fit.reason(fit.rooms(predictor, layout))
-    if why is not None:
-        return Found([], [(layout, why)], 1)
     price = price_hour(cluster, layout.placement)
-    return Found([Plan(layout, predictor.parts(layout), price, watts(cluster, layout.placement))], [], 1)
+    plan = Plan(layout, predictor.parts(layout), price, watts(cluster, layout.placement))
+    return Found([plan], [] if why is None else [(layout, why)], 1)
 
 
 class _Search:
     def __init__(
-        self, recipe: Recipe, cluster: Cluster, objective: str, top: int, limits: Limits, software: Software
+        self,
+        recipe: Recipe,
+        cluster: Cluster,
+        objective: str,
+        top: int,
+        limits: Limits,
+        software: Software,
+        profiles: Sequence[Profile] = (),
     ) -> None:
         self.recipe, self.cluster, self.objective, self.top, self.limits = recipe, cluster, objective, top, limits
-        self.predictors = {True: Predictor(recipe, cluster, software)}
-        self.predictors[False] = Predictor(recipe, cluster, EAGER if software is STEELYARD else software)
+        self.predictors = {True: Predictor(recipe, cluster, software, profiles)}
+        self.predictors[False] = Predictor(recipe, cluster, EAGER if software is STEELYARD else software, profiles)
         self.found = Found([])
         self.best: dict[tuple[object, ...], tuple[float, float, Layout]] = {}
         self.limit = float("inf")
@@ -282,12 +291,7 @@ class _Search:
 
     def _dealt(self, layout: Layout, limits: list[int] | None) -> tuple[int, ...]:
         """Layers dealt out by the time that each pipeline rank takes for one."""
-        predictor = self._predictor(layout)
-        costs = predictor.step(layout).costs
-        last = layout.pipeline - 1
-        each = [sum(predictor.stage(cost, 1, 0)) for cost in costs]
-        extra = [sum(predictor.stage(cost, 0, (rank == 0) + 2 * (rank == last))) for rank, cost in enumerate(costs)]
-        counts = partition.dealt(each, extra, self.recipe.model.layers, limits)
+        counts = partition.dealt(*self._predictor(layout).step(layout).per_layer(), self.recipe.model.layers, limits)
         return partition.spread(counts, layout.virtual) if counts else ()
 
     def _refined(self, layout: Layout) -> Layout:
@@ -304,7 +308,17 @@ class _Search:
         def seconds(counts: tuple[int, ...]) -> float:
             return step.seconds(counts, settled=True)
 
-        counts, _ = partition.improved(layout.partition, seconds, step.at_least, fits, tries)
+        best = layout.partition
+        for counts in partition.starts(*step.per_layer(), self.recipe.model.layers):
+            start = partition.spread(counts, layout.virtual)
+            if (
+                start != best
+                and step.at_least(start) < seconds(best)
+                and seconds(start) < seconds(best)
+                and fits(start)
+            ):
+                best = start
+        counts, _ = partition.improved(best, seconds, step.at_least, fits, tries)
         return layout.with_partition(counts)
 
     def _plan(self, layout: Layout) -> Plan:
@@ -341,7 +355,7 @@ class _Search:
         mesh = Mesh(Use((), 0), tensor, context, micro_batch, ((type_, nodes),), 1, 1, "1f1b", 1)
         layout = self._layout(mesh, Variant("none", 0))
         predictor = self.predictors[True]
-        return predictor.least(predictor.costs(layout)[0])
+        return least(predictor.costs(layout)[0].layer)
 
 
 def price_hour(cluster: Cluster, placement: Placement) -> float | None:

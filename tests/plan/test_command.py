@@ -74,6 +74,8 @@ def test_the_recipes_own_layout_can_be_predicted(planning):
     assert found.returncode == 0, found.stderr
     plans = json.loads(found.stdout)["plans"]
     assert [plan["partition"] for plan in plans] == ["2-0"]
+    other = planning.steelyard(*words, "--software", "megatron")
+    assert json.loads(other.stdout)["plans"][0]["seconds"] != plans[0]["seconds"]
 
 
 @pytest.mark.parametrize(
@@ -84,6 +86,8 @@ def test_the_recipes_own_layout_can_be_predicted(planning):
         (("--model", "tiny.toml", "--cluster", "bad.toml"), "bad.toml:4: the GPU toaster is not known", 2),
         (("--model", "tiny.toml", "--cluster", "free.toml", "--objective", "cost"), "the price of a is not known", 2),
         (("--model", "tiny.toml", "--cluster", "cluster.toml", "--tokens", "many"), "many is no number of tokens", 2),
+        (("--model", "tiny.toml", "--cluster", "cluster.toml", "--given", "--set", 'parallel.placement=["a10:1"]'),
+         "the cluster has no nodes of type a10", 2),
         (("--check", "runs/none", "--cluster", "cluster.toml"), "there is no run folder runs/none", 2),
         (("--model", "gpt3-175b", "--cluster", "cluster.toml"), "no layout of gpt3-175b fits", 1),
     ],

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from steelyard.plan import communication, compute, foreign
-from steelyard.plan.communication import BASE_LATENCY, LINK_SHARE, NETWORK_SHARE, SOCKET_SHARE, Ring
+from steelyard.plan.communication import BASE_LATENCY, LINK_SHARE, NETWORK_SHARE, SOCKET_SHARE, Ring, group
 from steelyard.plan.compute import MEMORY_SHARE, RAMP, Shape, Work
 from steelyard.plan.layout import Seats
-from steelyard.plan.predict import Predictor, group
+from steelyard.plan.predict import Predictor
 from steelyard.plan.software import MEGATRON, STEELYARD
 from steelyard.sizes.gpus import by_name
 from tests.plan.machines import cluster, gpt, gpt2_xl, layout

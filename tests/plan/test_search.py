@@ -115,11 +115,7 @@ def test_the_partition_beats_or_equals_dynamic_programming_on_seed_002s_problem(
     found = search(recipe, machines, limits=FASOP, top=8)
     for plan in found.plans:
         step = Predictor(recipe, machines).step(plan.layout)
-        each = tuple(sum(step.predictor.stage(cost, 1, 0)) for cost in step.costs)
-        last = len(each) - 1
-        ends = [(rank == 0) + 2 * (rank == last) for rank in range(last + 1)]
-        extra = tuple(sum(step.predictor.stage(cost, 0, end)) for cost, end in zip(step.costs, ends, strict=True))
-        programmed = tuple(partition.dealt(each, extra, 48))
+        programmed = programmed_partition(*step.per_layer(), 48)
         assert plan.seconds <= step.seconds(programmed) * (1 + 1e-9)
 
 
@@ -197,3 +193,46 @@ def test_a_thousand_gpus_of_three_types_are_planned_in_half_a_minute():
     assert time.process_time() - began < 30
     assert len(found.plans) == 10
     assert all(fit.fits(Predictor(recipe, machines), plan.layout) for plan in found.plans)
+
+
+@pytest.mark.slow
+def test_the_partition_beats_or_equals_dynamic_programming_on_all_of_seed_002s_candidates():
+    recipe, machines = gpt2_xl(), seed_002()
+    predictor = Predictor(recipe, machines)
+    [use] = space.uses(machines, FASOP)
+    tried = 0
+    for tensor, micro_batch in product(space.tensors(recipe, machines, use, FASOP), (1, 2, 4, 8)):
+        for pipeline, data in space.meshes(use.ranks // tensor, 64 // micro_batch, 48):
+            if pipeline == 1 or 64 // micro_batch // data < pipeline:
+                continue
+            for placement in space.orders(use):
+                chosen = Layout(
+                    tensor, 1, pipeline, 1, data, 0, tensor > 1, "1f1b", micro_batch, "none", (), placement
+                )  # fmt: skip
+                step = predictor.step(chosen)
+                each, extra = step.per_layer()
+                programmed = programmed_partition(each, extra, 48)
+                best = min(partition.starts(each, extra, 48), key=step.seconds)
+                found, seconds = partition.improved(best, step.seconds, step.at_least, lambda counts: True, 20)
+                assert sum(found) == 48
+                assert seconds <= step.seconds(programmed) * 1.0001, (chosen, found, programmed)
+                tried += 1
+    assert tried > 50
+
+
+def programmed_partition(each, extra, layers):
+    """The partition whose slowest stage takes the least, by dynamic programming: earlier stages get more if equal."""
+    best = [[float("inf")] * (layers + 1) for _ in range(len(each) + 1)]
+    cuts = [[0] * (layers + 1) for _ in range(len(each) + 1)]
+    best[0][0] = 0.0
+    for stage in range(len(each)):
+        for upto in range(layers + 1):
+            for here in range(upto + 1):
+                slowest = max(best[stage][upto - here], extra[stage] + here * each[stage])
+                if slowest < best[stage + 1][upto]:
+                    best[stage + 1][upto], cuts[stage + 1][upto] = slowest, here
+    counts, left = [], layers
+    for stage in range(len(each), 0, -1):
+        counts.append(cuts[stage][left])
+        left -= cuts[stage][left]
+    return tuple(reversed(counts))

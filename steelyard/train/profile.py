@@ -1,0 +1,113 @@
+"""How long one layer takes on the device at hand: what `steelyard plan profile` measures.
+
+A layer is built alone, with the widths that one of `tensor` ranks would have, and its two passes are timed as a step
+runs them, compiled where a run would compile. Sums over tensor ranks are not in it: the planner adds them from links.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import steelyard
+from steelyard import model as models
+from steelyard.core.errors import UserError
+from steelyard.core.recipe import Recipe
+from steelyard.core.recipe.model import GptModel, LlamaModel
+from steelyard.core.run import now
+from steelyard.model import Slice
+from steelyard.sizes.gpus import by_device_name
+from steelyard.train import device as devices
+
+WARM_UP, ROUNDS = 3, 10
+
+
+def measure(recipe: Recipe, tensors: list[int], micro_batches: list[int]) -> dict[str, Any]:
+    """The profile of a recipe's layer here, as `plan.profile` reads it."""
+    device = devices.choose(recipe)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    known = by_device_name(name)
+    layers = [
+        {"tensor": tensor, "micro_batch": micro_batch, **_layer(recipe, device, tensor, micro_batch)}
+        for tensor in tensors
+        for micro_batch in micro_batches
+    ]
+    return {
+        "gpu": known.name if known else name,
+        "device": name,
+        "precision": recipe.train.precision,
+        "hidden": recipe.model.hidden,
+        "sequence_length": recipe.data.sequence_length,
+        "date": now(),
+        "versions": {
+            "steelyard": steelyard.__version__, "torch": str(torch.__version__), "python": platform.python_version(),
+        },
+        "host": {"machine": platform.machine(), "cores": os.cpu_count() or 1, "threads": torch.get_num_threads()},
+        "rates": _rates(device, devices.DTYPES[recipe.train.precision]),
+        "layers": layers,
+    }  # fmt: skip
+
+
+def _shape(model: GptModel | LlamaModel, tensor: int) -> GptModel | LlamaModel:
+    """One layer with the widths of a tensor rank."""
+    if tensor == 1:
+        return model.model_copy(update={"layers": 1, "dropout": 0.0, "attention_dropout": 0.0})
+    if isinstance(model, GptModel) or model.heads % tensor or model.kv_heads % tensor or model.ffn % tensor:
+        raise UserError(
+            f"a layer of this model cannot be measured alone as one of {tensor} tensor ranks",
+            mend="measure --tensor 1; the planner scales by it",
+        )
+    cut = {"heads": model.heads // tensor, "kv_heads": model.kv_heads // tensor, "ffn": model.ffn // tensor}
+    return model.model_copy(update={"layers": 1, "dropout": 0.0, "attention_dropout": 0.0, **cut})
+
+
+def _layer(recipe: Recipe, device: torch.device, tensor: int, micro_batch: int) -> dict[str, float]:
+    """Seconds of a layer's forward and backward pass."""
+    dtype = devices.DTYPES[recipe.train.precision]
+    built = models.build(_shape(recipe.model, tensor), Slice(range(1), first=False, last=False)).to(device)
+    built.dtype = dtype
+    for parameter in built.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    if devices.compiles(recipe, device):
+        for layer in built.layers.values():
+            layer.compile()
+    size = (micro_batch, recipe.data.sequence_length, recipe.model.hidden)
+    stream = torch.randn(size, device=device, dtype=dtype, requires_grad=True)
+    gradient = torch.randn(size, device=device, dtype=dtype)
+    outcome: list[Tensor] = []
+
+    def forward() -> None:
+        outcome[:] = [built(stream)]
+
+    def backward() -> None:
+        outcome[0].backward(gradient)
+
+    both = [(_seconds(forward, device), _seconds(backward, device)) for _ in range(WARM_UP + ROUNDS)][WARM_UP:]
+    ahead, back = (sorted(column)[ROUNDS // 2] for column in zip(*both, strict=True))
+    return {"forward": ahead, "backward": back}
+
+
+def _rates(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """What large products and copies reach here."""
+    size = 4096 if device.type == "cuda" else 512
+    one, other = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    block = torch.empty(1 << (28 if device.type == "cuda" else 24), dtype=torch.uint8, device=device)
+    products = min(_seconds(lambda: one @ other, device) for _ in range(ROUNDS))
+    copies = min(_seconds(block.clone, device) for _ in range(ROUNDS))
+    return {"product_tflops": 2 * size**3 / products / 1e12, "copy_gbps": 2 * block.numel() / copies / 1e9}
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began
