@@ -24,6 +24,7 @@ def as_result(recipe: Recipe, cluster: Cluster, found: Found, tokens: int, exclu
         "recipe": recipe.name,
         "cluster": cluster.name,
         "looked_at": found.looked_at,
+        "complete": found.complete,
         "tokens": tokens,
         "plans": [_plan(recipe, plan, tokens) for plan in found.plans],
     }
@@ -62,6 +63,8 @@ def as_text(recipe: Recipe, cluster: Cluster, found: Found, tokens: int, exclude
     blocks = [_ranking(recipe, found, tokens)]
     if found.plans:
         blocks.append(_explanation(recipe, cluster, found.plans[0], tokens))
+    if not found.complete:
+        blocks.append("the cluster is large: only the most promising meshes were looked at")
     if excluded:
         lines = [f"  {shown(layout)}: {why}" for layout, why in found.excluded[:20]]
         more = len(found.excluded) - 20

@@ -27,7 +27,7 @@ from steelyard.plan.step import Parts, least
 
 QUICK = 24  # Actions of a step up to which its partition is refined at once, not only when it is among the best.
 
-REFINING = 10_000  # Passes simulated, about, to refine the partition of one of the best plans.
+REFINING = 5_000  # Passes simulated, about, to refine the partition of one of the best plans.
 
 
 @dataclass(frozen=True)
