@@ -27,11 +27,14 @@ format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# Two processes, each with whole files: fixtures of a session are made once in each.
+PYTEST := $(BIN)/pytest -n 2 --dist loadfile
+
 test: lint
-	$(BIN)/pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-all: test
-	$(BIN)/pytest -m slow
+	$(PYTEST) -m slow
 
 bench: setup
 	$(BIN)/python benchmarks/index_maps.py

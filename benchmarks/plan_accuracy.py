@@ -4,8 +4,9 @@
 
 Read are, where they are there: vtrain_ground_truth_single.csv and _multi.csv (A100), amp_real_trials.csv (T4, V100+T4),
 sailor_validation_measured.csv (GH200, mixed RTX), korthikanti2022_table5_a100.csv, torchtitan_benchmarks.csv (H100).
-Seed 002's own job is written down here. Per set: mean absolute percentage error, rank correlation (Spearman, within
-groups of the same model and batch), and regret (how much slower the plan is that would have been chosen than the best).
+Seed 002's own job is written down here. Per set: mean absolute percentage error, rank correlation (Spearman, over
+the whole set), and regret (within groups of the same model and batch: how much slower the plan is that would have been
+chosen than the best).
 The measurements are not part of the package; docs/plan.md says what was calibrated on which of them.
 """
 

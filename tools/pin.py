@@ -26,6 +26,7 @@ DEVELOPMENT = (
     "pre-commit",
     "pytest",
     "pytest-timeout",
+    "pytest-xdist",
     "ruff",
     "datasets",
     "tiktoken",
