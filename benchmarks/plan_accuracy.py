@@ -4,7 +4,7 @@
 
 Read are, where they are there: vtrain_ground_truth_single.csv and _multi.csv (A100), amp_real_trials.csv (T4, V100+T4),
 sailor_validation_measured.csv (GH200, mixed RTX), korthikanti2022_table5_a100.csv, torchtitan_benchmarks.csv (H100).
-Seed 002's own job is written down here. Per set: mean absolute percentage error, rank correlation (Spearman, over
+FASOP's example job is written down here. Per set: mean absolute percentage error, rank correlation (Spearman, over
 the whole set), and regret (within groups of the same model and batch: how much slower the plan is that would have been
 chosen than the best).
 The measurements are not part of the package; docs/plan.md says what was calibrated on which of them.
@@ -35,7 +35,7 @@ BARS = {
     "sailor rtx": 10.3,
     "amp v100+t4": 49.0,
     "korthikanti": 3.65,
-    "seed 002": 9.8,
+    "FASOP example": 9.8,
 }
 
 
@@ -158,7 +158,7 @@ def seed_002() -> Iterator[Case]:
     """GPT2-XL on 8 nodes of 4 A10, as its README shows it."""
     nodes = [{"type": "a10", "count": 8, "gpu": "a10", "gpus": 4}]
     yield Case(
-        "seed 002", "gpt2-xl tp1 dp4 pp8", "seed 002", 1.402,
+        "FASOP example", "gpt2-xl tp1 dp4 pp8", "FASOP example", 1.402,
         gpt(48, 1600, 16, 1024, 64, vocab=50257),
         cluster(nodes, 12.5),
         layout(1, 4, 8, 1, (0, 11, 8, 8, 8, 8, 5, 0), [("a10", 8)]),
@@ -284,13 +284,13 @@ def spearman(one: np.ndarray, other: np.ndarray) -> float:
 
 
 def memory(folder: Path) -> None:
-    """Predicted and measured memory: of seed 002's job, and of Sailor's runs."""
+    """Predicted and measured memory: of FASOP's example job, and of Sailor's runs."""
     print("\nmemory, MiB")
     job = next(seed_002())
     held = megatron(Predictor(job.recipe, job.cluster, job.software), job.layout)
     for name, predicted, measured in (
-        ("seed 002, rank 0", held[0].always, 1570.8), ("seed 002, rank 24", held[6].always, 3035.1),
-        ("seed 002, rank 24 at its fullest", held[6].peak, 3869.3),
+        ("FASOP example, rank 0", held[0].always, 1570.8), ("FASOP example, rank 24", held[6].always, 3035.1),
+        ("FASOP example, rank 24 at its fullest", held[6].peak, 3869.3),
     ):  # fmt: skip
         error = 100 * (predicted / 2**20 / measured - 1)
         print(f"    {predicted / 2**20:8.0f} for {measured:8.0f}  {error:+6.1f}%  {name}")

@@ -255,7 +255,7 @@ def test_a_configuration_file_alone_and_with_the_script_that_sources_it(place):
     assert (alone.parallel.data, alone.train.global_batch, alone.train.micro_batch) == (4, 64, 1)
     assert any("starts no training" in question for question in reading.questions)
     assert {"HOMOGENEOUS_CLUSTER", "NSYS", "PROFILE"} <= set(left(reading))
-    assert "MODEL=xl is taken to be seed 002's" in reading.notes[0]
+    assert "MODEL=xl is taken to be FASOP's" in reading.notes[0]
     whole, reading = meant("_01_run_inter.sh", arguments=("0",))
     assert whole.parallel == alone.parallel
     assert (whole.train.steps, whole.train.precision, whole.train.loss_scale) == (50, "fp16", 2**32)

@@ -28,5 +28,5 @@ def layout(placement, counts, **more) -> Layout:
 
 
 def gpt2_xl() -> Recipe:
-    """Seed 002's model and batch."""
+    """FASOP's example: its model and batch."""
     return gpt(layers=48, hidden=1600, heads=16, batch=64)

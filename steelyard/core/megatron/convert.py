@@ -129,7 +129,7 @@ def _variables(state: State, given: Given) -> None:
         return
     if model:
         sizes = ", ".join(f"{flag[2:]} {value}" for flag, value in model.items())
-        state.note(f"MODEL={known['MODEL']} is taken to be seed 002's: {sizes}")
+        state.note(f"MODEL={known['MODEL']} is taken to be FASOP's: {sizes}")
     for flag, value in (model | named).items():
         if not given.has(flag):
             given.add([flag, value])

@@ -130,7 +130,7 @@ def _sgd(draft: Draft, settled: str | None) -> None:
     draft.put("optim.name", settled or "sgd")
     if settled is None:
         draft.ask(
-            "which SGD is meant? Megatron's own sgd is momentum SGD; a patch such as seed 001's sgd.patch makes it "
+            "which SGD is meant? Megatron's own sgd is momentum SGD; patched ones exist in which it is "
             'SGD-SaI: then set optim.name = "sgd-sai", or give --sgd sgd-sai'
         )
     if (settled or "sgd") == "sgd" and draft.get("optim.weight_decay"):

@@ -152,7 +152,7 @@ REFUSED: dict[str, str] = {
     "--hybrid-override-pattern": "a hybrid of Mamba and attention",
     "--mtp-num-layers": "multi-token prediction",
 }
-# Names of variables that a configuration file without a launch command uses for flags (seed 002's among them).
+# Names of variables that a configuration file without a launch command uses for flags.
 VARIABLES: dict[str, str] = {
     "NUM_LAYERS": "--num-layers", "HIDDEN_SIZE": "--hidden-size", "NUM_ATTENTION_HEADS": "--num-attention-heads",
     "NUM_HEADS": "--num-attention-heads", "FFN_HIDDEN_SIZE": "--ffn-hidden-size", "SEQ_LENGTH": "--seq-length",
@@ -163,7 +163,7 @@ VARIABLES: dict[str, str] = {
     "LR": "--lr", "MIN_LR": "--min-lr", "DATA_PATH": "--data-path", "VOCAB_FILE": "--vocab-file",
     "MERGE_FILE": "--merge-file", "TOKENIZER_MODEL": "--tokenizer-model", "SEED": "--seed",
 }  # fmt: skip
-# The shapes that seed 002's MODEL stands for.
+# The shapes that MODEL stands for in FASOP's configuration files.
 SHAPES: dict[str, dict[str, str]] = {
     "xl": {"--num-layers": "48", "--hidden-size": "1600", "--num-attention-heads": "16"},
     "gpt2": {"--num-layers": "48", "--hidden-size": "1600", "--num-attention-heads": "16"},

@@ -79,7 +79,7 @@ def convert(given: Given) -> str:
 
 
 def train_tokenizer(given: Given) -> str:
-    """A script around SentencePiece's trainer, as seed 003 has, as `steelyard tokenizer train`."""
+    """A script around SentencePiece's trainer as `steelyard tokenizer train`."""
     words = ["steelyard", "tokenizer", "train", "--input", *_needed(given, "--input")]
     words += ["--model-prefix", *_needed(given, "--model_prefix"), "--vocab-size", *_needed(given, "--vocab_size")]
     return shlex.join(words)
