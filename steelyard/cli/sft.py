@@ -70,10 +70,12 @@ def run(
         loaded = recipe_for(recipe, overrides, model, data)
         if out is not None and out.exists() and any(out.iterdir()):
             raise UserError(f"{out} is there already", mend="name a new folder")
+    from steelyard.finetune import tuning
+
     if nproc is not None and nproc > 1:
         loaded.parallel.data_for(nproc)
+        tuning.prepare(loaded)  # What is encoded here is found by the ranks, and mistakes are told once.
         raise typer.Exit(launch(nproc))
-    from steelyard.finetune import tuning
     from steelyard.observe import report
     from steelyard.train import loop
 
