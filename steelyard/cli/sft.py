@@ -34,7 +34,7 @@ OutOption = Annotated[
 # For a model and a file, and nothing else said.
 DEFAULTS: dict[str, Any] = {
     "train": {"global_batch": 8, "micro_batch": 1},
-    "optim": {"learning_rate": 2e-5, "weight_decay": 0.0, "warmup_steps": 10},
+    "optim": {"learning_rate": 2e-5, "weight_decay": 0.0, "warmup_steps": 0},
     "checkpoint": {"every": 200, "keep_best": True, "keep_last": 1},
     "eval": {"every": 50},
     "log": {"every": 5},
@@ -68,13 +68,13 @@ def run(
     ranks = detect(os.environ)
     with alike(ranks):
         loaded = recipe_for(recipe, overrides, model, data)
-        if out is not None and out.exists() and any(out.iterdir()):
+        if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise UserError(f"{out} is there already", mend="name a new folder")
     from steelyard.finetune import tuning
 
     if nproc is not None and nproc > 1:
         loaded.parallel.data_for(nproc)
-        tuning.prepare(loaded)  # What is encoded here is found by the ranks, and mistakes are told once.
+        tuning.prepare(loaded, nproc)  # What is encoded here is found by the ranks, and mistakes are told once.
         raise typer.Exit(launch(nproc))
     from steelyard.observe import report
     from steelyard.train import loop
@@ -86,7 +86,9 @@ def run(
     folder = tuning.run(prepared, run, resume)
     if not ranks.is_first:
         return
-    written = tuning.export(prepared, folder, out or folder.path / "hf")
+    if folder.state != "finished":  # The clock ended it: the same command goes on.
+        return
+    written = tuning.export(prepared, folder, out)
     result = loop.results(folder) | {"out": written["path"], "exported_step": written["step"]}
     report.write(folder)
     print_result(result, json, f"run     {folder.path}\nmodel   {written['path']}, of step {written['step']}")

@@ -9,11 +9,15 @@ Over a pruned model LoRA may keep its zeros: m * (W + s B A), where m is where W
 
 from __future__ import annotations
 
+from typing import get_args
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from steelyard.core.errors import UserError
 from steelyard.core.recipe.finetune import Adapter
+from steelyard.core.recipe.finetune import Linear as Target
 from steelyard.model import LanguageModel
 from steelyard.model.modules import Linear
 from steelyard.parallel.mesh import Axis
@@ -75,6 +79,12 @@ def put_adapters(model: LanguageModel, adapter: Adapter, keeps_zeros: bool = Fal
             module.to(model.dtype)
     model.requires_grad_(False)
     model.tie()
+    found = {path.rpartition(".")[2] for layer in model.layers.values() for path, _ in layer.named_modules()}
+    if model.layers and not found & set(adapter.targets):
+        raise UserError(
+            f"no matrix of this family is called {' or '.join(adapter.targets)}",
+            mend=f"choose finetune.adapter.targets among {', '.join(sorted(found & set(get_args(Target))))}",
+        )
     for layer in model.layers.values():
         for path, linear in list(layer.named_modules()):
             parent, _, name = path.rpartition(".")

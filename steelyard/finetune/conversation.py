@@ -5,6 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+
+class BadRow(Exception):
+    """A row that does not say what its shape promises, or that its template does not take."""
+
+
 Role = Literal["system", "user", "assistant", "tool"]
 
 

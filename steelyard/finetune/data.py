@@ -13,7 +13,7 @@ import contextlib
 import hashlib
 import json
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +25,15 @@ from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.finetune import Finetune
 from steelyard.finetune import shapes, templates
-from steelyard.finetune.conversation import Conversation, Row
+from steelyard.finetune.conversation import BadRow, Conversation, Row
 from steelyard.finetune.encoding import Encoded, Tally, encode, fitting
 from steelyard.finetune.templates import Template
 from steelyard.text import download
 from steelyard.text.corpus import BadDocument, named_files, pieces, records, where
 from steelyard.text.tokenizer import Tokenizer
 
-VERSION = 1  # of what the kept files mean
+VERSION = 2  # of what the kept files mean
+EMPTY = "the line is empty"
 
 
 Corpus = tuple[list[Encoded], Tally]
@@ -70,13 +71,13 @@ def conversations(paths: Sequence[Path], tune: Finetune, tally: Tally) -> Iterat
     markers = shapes.Markers(tune.user_marker, tune.assistant_marker)
     if shape == "preference":
         raise UserError("these rows are preferences, not conversations", mend="add [finetune.dpo] to learn from them")
+    found = _from(first, rows)
     if shape == "flat-tree":
-        yield from shapes.threads(_from(first, rows), tune.system)
-        return
-    for row, place in _from(first, rows):
+        shape, found = "messages", shapes.threads(found)
+    for row, place in found:
         try:
             yield shapes.conversation(row, shape, markers, place, tune.system)
-        except shapes.BadRow as error:
+        except BadRow as error:
             _complain(error, place, tune, tally)
 
 
@@ -90,17 +91,28 @@ def open_pairs(
     for row, place in _rows(paths_of(names), tune, tally):
         try:
             if not {"chosen", "rejected"} <= row.keys():
-                raise shapes.BadRow("a preference has the keys chosen and rejected, and perhaps prompt")
+                raise BadRow("a preference has the keys chosen and rejected, and perhaps prompt")
             found = shapes.preference(row, place, tune.system)
-        except shapes.BadRow as error:
+            both = found.chosen, found.rejected
+            sides = [(encode(each, template, tokenizer, "completion"), place) for each in both]
+        except BadRow as error:
             _complain(error, place, tune, tally)
             continue
-        sides = [(encode(each, template, tokenizer, "completion"), place) for each in (found.chosen, found.rejected)]
         fit = list(fitting(sides, length, tune.overlong, tune.untrained, tally))
         if len(fit) == 2:
             pairs.append((fit[0], fit[1]))
     _refuse_empty(pairs, names, tally)
     return pairs, tally
+
+
+def _encoded(
+    found: Iterable[Conversation], template: Template, tokenizer: Tokenizer, tune: Finetune, tally: Tally
+) -> Iterator[tuple[Encoded, str]]:
+    for each in found:
+        try:
+            yield encode(each, template, tokenizer, tune.loss), each.where
+        except BadRow as error:
+            _complain(error, each.where, tune, tally)
 
 
 def _refuse_empty(found: Sequence[Any], names: Sequence[str], tally: Tally) -> None:
@@ -114,15 +126,19 @@ def _rows(paths: Sequence[Path], tune: Finetune, tally: Tally) -> Iterator[tuple
         for piece in pieces(path):
             bad: list[BadDocument] = []
             number = 0
-            for row in records(piece, bad):
-                number += 1
-                yield row, f"{path}:{before + number + len(bad)}"
+            try:
+                for row in records(piece, bad):
+                    number += 1
+                    yield row, f"{path}:{before + number + len(bad)}"
+            except BadDocument as damage:  # Of a parquet file: what follows in it is lost as well.
+                bad.append(damage)
             for document in bad:
-                _complain(document, where(piece, document.number), tune, tally)
+                if document.reason != EMPTY:
+                    _complain(document, where(piece, document.number), tune, tally)
             before += number + len(bad)
 
 
-def _complain(error: shapes.BadRow | BadDocument, place: str, tune: Finetune, tally: Tally) -> None:
+def _complain(error: BadRow | BadDocument, place: str, tune: Finetune, tally: Tally) -> None:
     reason = error.reason if isinstance(error, BadDocument) else str(error)
     if tune.bad_rows == "refuse":
         raise UserError(reason, where=place, mend='finetune.bad_rows = "drop" leaves such rows out and counts them')

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from steelyard.core.errors import UserError
 from steelyard.finetune.conversation import Conversation
-from steelyard.finetune.templates import Span, Template
+from steelyard.finetune.templates import Rendered, Span, Template
 from steelyard.text.tokenizer import Tokenizer
 
 Loss = Literal["assistant", "completion", "all"]
@@ -57,7 +57,7 @@ def located(
     conversation: Conversation, template: Template, tokenizer: Tokenizer, loss: Loss
 ) -> tuple[Encoded, str, npt.NDArray[np.int64]]:
     """The same, with the text and the characters, from and up to, of each token."""
-    rendered = template.render(conversation)
+    rendered = Rendered(template.text(conversation), ()) if loss == "all" else template.render(conversation)
     ids, found = tokenizer.located(rendered.text)
     places = np.asarray(found, dtype=np.int64).reshape(-1, 2)
     learned = np.full(len(ids), loss == "all", dtype=np.bool_)

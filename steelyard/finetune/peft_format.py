@@ -11,6 +11,7 @@ adapters are put side by side: the ranks add up, and so does alpha, which leaves
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from steelyard.core.recipe.model import GptModel
 from steelyard.finetune.adapters import merged
 from steelyard.finetune.adapting import STATE, AdaptedSource
 from steelyard.parallel.tensor import ADAPTER_IN, ADAPTER_OUT, MAGNITUDE
+from steelyard.sparsity import base
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 # What a configuration may say that changes the arithmetic, and the one value of it that is known here.
@@ -36,6 +38,9 @@ PLAIN = {
     "bias": "none", "modules_to_save": None, "use_qalora": False, "layer_replication": None, "lora_bias": False,
     "trainable_token_indices": None, "target_parameters": None, "alora_invocation_tokens": None, "use_bdlora": None,
 }  # fmt: skip
+
+BEGIN_AT_BASE = ("gaussian", "eva", "orthogonal")  # Ways for an adapter to begin that leave the base as it is.
+MOVED = "name the base that the adapter was trained on"
 
 
 def export(run: Path, out: Path) -> dict[str, Any]:
@@ -79,25 +84,27 @@ def export(run: Path, out: Path) -> dict[str, Any]:
     return {"path": str(out), "adapted": len(source.adapted), "targets": sorted(ranks)}
 
 
-def merge(base: str, adapter: str, out: Path) -> dict[str, Any]:
+def merge(model: str, adapter: str, out: Path) -> dict[str, Any]:
     """Fold an adapter, of PEFT's or of a run, into its base, and write that for transformers in the base's dtype."""
-    origin = open_source(base)
+    origin = open_source(model)
     is_theirs = (Path(adapter) / CONFIG).is_file()
     source = PeftSource(origin, Path(adapter)) if is_theirs else of_run(Path(adapter), origin)
     source.tokenizer, source.load_tokenizer = origin.tokenizer, origin.load_tokenizer  # type: ignore[method-assign]
     return convert(source, out, Target("hf", dtype=origin.dtype)) | {"adapted": len(source.adapted)}
 
 
-def of_run(path: Path, origin: Source | None) -> AdaptedSource:
-    """The adapters of a run, or of one of its checkpoints, over the base they belong to."""
+def of_run(path: Path, origin: Source | None, is_checked: bool = True) -> AdaptedSource:
+    """The adapters of a run, or of one of its checkpoints, over the base they belong to and no other."""
     saved = checkpoint.source(_best(path))
     if STATE not in saved.state:
         raise UserError(f"{path} tuned no adapter", mend="name a run with [finetune.adapter], or a folder of PEFT's")
     told = saved.state[STATE]
     adapter = Adapter.model_validate(told["adapter"])
-    return AdaptedSource(
-        open_source(saved.path), origin or open_source(told["base"]["path"]), adapter, told["keeps_zeros"]
-    )
+    if origin is None:
+        origin = base.found(told["base"], None, MOVED)
+    elif is_checked:
+        base.check(told["base"], origin, MOVED)
+    return AdaptedSource(open_source(saved.path), origin, adapter, told["keeps_zeros"])
 
 
 def _best(path: Path) -> Path:
@@ -201,7 +208,7 @@ class PeftSource(Source):
 
     def _scale(self, module: str, rank: int) -> float:
         patterns = self.config.get("alpha_pattern") or {}
-        own = next((value for key, value in patterns.items() if module.endswith(f".{key}") or module == key), None)
+        own = next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), None)
         alpha = float(self.config["lora_alpha"] if own is None else own)
         return alpha / rank**0.5 if self.config.get("use_rslora") else alpha / rank
 
@@ -214,6 +221,11 @@ def _config(path: Path) -> dict[str, Any]:
         raise UserError(f"this is no configuration of an adapter: {error!r}", where=str(path)) from None
     if kind != "LORA" or not alpha > 0:
         raise UserError(f"the adapter is of the kind {kind}, and LoRA and DoRA are known", where=str(path))
+    begun = config.get("init_lora_weights", True)
+    if isinstance(begun, str) and begun not in BEGIN_AT_BASE:
+        raise UserError(
+            f"it began with {begun}, which changes the base", where=str(path), mend="merge it with PEFT itself"
+        )
     for key, value in PLAIN.items():
         if config.get(key, value) not in (value, [], {}, None, False):
             raise UserError(f"{key} = {config[key]} is not known", where=str(path), mend="merge it with PEFT itself")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from steelyard.core.errors import UserError
-from steelyard.finetune.conversation import Conversation, Message, Preference, Role, Row
+from steelyard.finetune.conversation import BadRow, Conversation, Message, Preference, Role, Row
 from steelyard.finetune.templates import BEGIN, END
 
 ROLES: dict[str, Role] = {
@@ -20,10 +20,6 @@ ROLES: dict[str, Role] = {
     "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant", "tool": "tool",
 }  # fmt: skip
 INPUTS, OUTPUTS = ("input", "context"), ("output", "response")
-
-
-class BadRow(Exception):
-    """A row that does not say what its shape promises."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +83,10 @@ def _tree(row: Row, _: Markers) -> list[Message]:
     """OpenAssistant's trees: the path of the best reply at each turn."""
     node, said = row["prompt"], []
     while node is not None:
+        if not isinstance(node, dict):
+            raise BadRow("a reply is not an object")
         said.append(Message(_role(node.get("role")), _text(node.get("text"), "text")))
-        replies = [reply for reply in node.get("replies") or [] if not reply.get("deleted")]
+        replies = [each for each in node.get("replies") or [] if not (isinstance(each, dict) and each.get("deleted"))]
         node = min(replies, key=_rank) if replies else None
     return said
 
@@ -134,34 +132,46 @@ def conversation(row: Row, name: str, markers: Markers, where: str, system: str 
 
 
 def preference(row: Row, where: str, system: str | None) -> Preference:
-    """Two answers to the same, of which one was chosen."""
+    """Two answers to the same, of which one was chosen: alone behind a prompt, or as the ends of two conversations."""
+    sides = [_as_messages(row[side], "assistant") for side in ("chosen", "rejected")]
     prompt = _as_messages(row["prompt"], "user", is_trained=False) if row.get("prompt") else []
-    sides = [[*prompt, *_as_messages(row[side], "assistant")] for side in ("chosen", "rejected")]
-    if not prompt:  # Both sides tell the whole conversation; only the last answer differs.
+    are_whole = all(len(side) > 1 for side in sides)
+    if not all(sides) or any(side[-1].role != "assistant" for side in sides):
+        raise BadRow("chosen and rejected must end with an answer of the assistant's")
+    if not prompt and not are_whole:
+        raise BadRow("there is no prompt, and chosen and rejected are no conversations that hold it")
+    if are_whole:
+        if prompt and prompt[-1].content not in (message.content for message in sides[0][:-1]):
+            raise BadRow("the conversations do not hold the prompt beside them")
         sides = [[*(Message(m.role, m.content, False) for m in side[:-1]), side[-1]] for side in sides]
+    else:
+        sides = [[*prompt, *side] for side in sides]
     chosen, rejected = (_checked(side, where, system) for side in sides)
     if chosen.messages[:-1] != rejected.messages[:-1]:
         raise BadRow("the chosen and the rejected answer do not belong to the same conversation")
     return Preference(chosen, rejected)
 
 
-def threads(rows: Iterable[tuple[Row, str]], system: str | None) -> Iterator[Conversation]:
-    """Conversations from rows that are one message each: from each root the path of the best replies."""
+def threads(rows: Iterable[tuple[Row, str]]) -> Iterator[tuple[Row, str]]:
+    """Rows of whole conversations from rows that are one message each: from each root the path of the best replies."""
     roots: list[tuple[Row, str]] = []
     replies: dict[str, list[Row]] = {}
     for row, where in rows:
+        if not row.keys() >= FLAT_TREE:
+            raise UserError(
+                f"the row is not of the shape flat-tree: it lacks one of {', '.join(sorted(FLAT_TREE))}", where=where
+            )
         if row.get("deleted"):
             continue
-        if row.get("parent_id"):
+        if row["parent_id"]:
             replies.setdefault(row["parent_id"], []).append(row)
         else:
             roots.append((row, where))
     for root, where in roots:
         path = [root]
-        while follows := replies.get(path[-1]["message_id"]):
+        while follows := replies.pop(path[-1]["message_id"], None):
             path.append(min(follows, key=_rank))
-        said = [Message(_role(row["role"]), _text(row["text"], "text")) for row in path]
-        yield _checked(said, where, system)
+        yield {"messages": [{"role": row["role"], "content": row["text"]} for row in path]}, where
 
 
 def _spoken(entries: Any) -> list[Message]:
@@ -169,6 +179,8 @@ def _spoken(entries: Any) -> list[Message]:
     for entry in entries:
         if not isinstance(entry, dict):
             raise BadRow("a message is not an object")
+        if entry.get("tool_calls"):
+            raise BadRow("a message calls tools, which is not known here")
         role = entry.get("role", entry.get("from"))
         content = entry.get("content", entry.get("value"))
         if isinstance(content, list):  # Parts, as multimodal data has them.
@@ -208,6 +220,6 @@ def _text(value: Any, key: str) -> str:
     return value
 
 
-def _rank(reply: Row) -> float:
-    rank = reply.get("rank")
+def _rank(reply: Any) -> float:
+    rank = reply.get("rank") if isinstance(reply, dict) else None
     return float(rank) if isinstance(rank, int | float) else float("inf")

@@ -25,11 +25,12 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from steelyard.core.errors import UserError
-from steelyard.finetune.conversation import Conversation, Message
+from steelyard.finetune.conversation import BadRow, Conversation, Message
 from steelyard.text.tokenizer import Tokenizer
 
 BEGIN, END = "\ufdd0", "\ufdd1"  # Unicode sets these apart: no text contains them.
 Span = tuple[int, int]
+NO_PLACE = "{{ raise_exception('it has no place for what the ' ~ message['role'] ~ ' says here') }}"
 
 NAMED = {
     "chatml": (
@@ -40,12 +41,12 @@ NAMED = {
     ),
     "llama2": (
         "{% set system = messages[0]['content'] if messages[0]['role'] == 'system' else none %}"
-        "{% for message in messages if message['role'] != 'system' %}"
+        "{% for message in (messages if system is none else messages[1:]) %}"
         "{% if message['role'] == 'user' %}{{ bos_token }}[INST] "
         "{% if loop.first and system is not none %}<<SYS>>\n{{ system }}\n<</SYS>>\n\n{% endif %}"
         "{{ message['content'] | trim }} [/INST]"
-        "{% else %}{% generation %} {{ message['content'] | trim }} {{ eos_token }}{% endgeneration %}{% endif %}"
-        "{% endfor %}"
+        "{% elif message['role'] == 'assistant' %}{% generation %} {{ message['content'] | trim }} {{ eos_token }}"
+        "{% endgeneration %}{% else %}" + NO_PLACE + "{% endif %}{% endfor %}"
     ),
     "llama3": (
         "{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n"
@@ -57,16 +58,18 @@ NAMED = {
         "{% for message in messages %}"
         "{% if message['role'] == 'system' %}{{ message['content'] }}\n\n"
         "{% elif message['role'] == 'user' %}### Instruction:\n{{ message['content'] }}\n\n"
-        "{% else %}### Response:\n{% generation %}{{ message['content'] }}{{ eos_token }}{% endgeneration %}"
-        "{{ '\n\n' }}{% endif %}{% endfor %}"
+        "{% elif message['role'] == 'assistant' %}### Response:\n"
+        "{% generation %}{{ message['content'] }}{{ eos_token }}{% endgeneration %}{{ '\n\n' }}"
+        "{% else %}" + NO_PLACE + "{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}### Response:\n{% endif %}"
     ),
     "japanese": (
         "{% for message in messages %}"
         "{% if message['role'] == 'system' %}{{ message['content'] }}\n\n"
         "{% elif message['role'] == 'user' %}### 指示:\n{{ message['content'] }}\n\n"
-        "{% else %}### 応答:\n{% generation %}{{ message['content'] }}{{ eos_token }}{% endgeneration %}"
-        "{{ '\n\n' }}{% endif %}{% endfor %}"
+        "{% elif message['role'] == 'assistant' %}### 応答:\n"
+        "{% generation %}{{ message['content'] }}{{ eos_token }}{% endgeneration %}{{ '\n\n' }}"
+        "{% else %}" + NO_PLACE + "{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}### 応答:\n{% endif %}"
     ),
     "plain": (
@@ -100,7 +103,9 @@ class Template:
         if BEGIN in marked:
             spans = _spans_in(marked)
             assistants = [message.is_trained for message in conversation.messages if message.role == "assistant"]
-            if len(spans) == len(assistants):
+            if not all(assistants):
+                if len(spans) != len(assistants):
+                    raise self._hides_answers(conversation)
                 spans = [span for span, is_trained in zip(spans, assistants, strict=True) if is_trained]
         else:
             spans = self._by_beginnings(whole, conversation) or self._by_marks(whole, conversation)
@@ -117,13 +122,11 @@ class Template:
             upto = _without_marks(self._text(conversation.messages[: number + 1]))
             if not (whole.startswith(before) and whole.startswith(upto) and len(before) < len(upto)):
                 return []
+            begins = len(before)
             if before == _without_marks(self._text(conversation.messages[:number])):
                 # The template does not know how to begin an answer: what names the speaker is not one.
-                place = whole.find(conversation.messages[number].content, len(before), len(upto))
-                if place < 0:
-                    return []
-                before = whole[:place]
-            spans.append((len(before), len(upto)))
+                begins = self._by_marks(whole, conversation)[len(spans)][0]
+            spans.append((begins, len(upto)))
         return spans
 
     def _by_marks(self, whole: str, conversation: Conversation) -> list[Span]:
@@ -134,22 +137,30 @@ class Template:
         ]
         marked = self._text(set_apart)
         if _without_marks(marked) != whole or marked.count(BEGIN) != len(answers):
-            raise UserError(
-                f"the chat template {self.name} does not show which part of its text is the assistant's",
-                where=conversation.where or None,
-                mend="put {% generation %} and {% endgeneration %} around it in the template",
-            )
+            raise self._hides_answers(conversation)
         return _spans_in(marked)
 
+    def _hides_answers(self, conversation: Conversation) -> UserError:
+        return UserError(
+            f"the chat template {self.name} does not show which part of its text is the assistant's",
+            where=conversation.where or None,
+            mend="put {% generation %} and {% endgeneration %} around each answer in the template, once",
+        )
+
+    def text(self, conversation: Conversation) -> str:
+        """A conversation written out, wherever its answers are."""
+        return _without_marks(self._text(conversation.messages))
+
     def _text(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
+        write = self._compiled
         try:
-            return self._compiled(
+            return write(
                 messages=[message.for_template() for message in messages],
                 add_generation_prompt=add_generation_prompt,
                 **dict(self.specials),
             )
-        except (TemplateError, TypeError, ValueError) as error:
-            raise UserError(f"the chat template {self.name} fails: {error}") from None
+        except Exception as error:  # A template is a program of somebody else's.
+            raise BadRow(f"the chat template {self.name} fails: {error}") from None
 
     @cached_property
     def _compiled(self) -> Callable[..., str]:
@@ -182,7 +193,10 @@ def load(wanted: str | None, tokenizer: Tokenizer) -> Template:
     path = Path(wanted).expanduser()
     if not path.is_file():
         raise UserError(f"there is no chat template {wanted}", mend=f"name one of {', '.join(NAMED)}, or a file")
-    return Template(str(path), path.read_text(encoding="utf-8"), specials)
+    try:
+        return Template(str(path), path.read_text(encoding="utf-8"), specials)
+    except UnicodeDecodeError:
+        raise UserError("this is not a text file", where=str(path), mend="a template is UTF-8") from None
 
 
 class _Generation(Extension):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable
+import os
+import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,13 +25,13 @@ from steelyard.core.run import Run
 from steelyard.finetune import preferences, templates
 from steelyard.finetune.adapting import Adapting
 from steelyard.finetune.data import open_corpus, open_pairs
-from steelyard.finetune.encoding import Tally
+from steelyard.finetune.encoding import Encoded, Tally
 from steelyard.finetune.noise import add_noise
 from steelyard.finetune.peft_format import of_run
 from steelyard.finetune.preferences import PairSamples, Preferring
 from steelyard.finetune.samples import PackedSamples
 from steelyard.finetune.templates import Template
-from steelyard.parallel.world import World
+from steelyard.parallel.world import World, detect
 from steelyard.sparsity import training as sparsity
 from steelyard.text import tokenizer as tokenizers
 from steelyard.text.tokenizer import Tokenizer
@@ -69,8 +72,11 @@ class Tuning:
         return "\n".join([line, *self.tally.lines()])
 
 
-def prepare(recipe: Recipe) -> Tuning:
-    """Read the conversations, and say in the recipe what follows from them: steps, and batches of validation."""
+def prepare(recipe: Recipe, ranks: int | None = None) -> Tuning:
+    """Read the conversations, and say in the recipe what follows from them: steps, and batches of validation.
+
+    `ranks` is how many will share the work; left out, as many as were started.
+    """
     tune = recipe.finetune
     if tune is None:
         raise UserError(f"the recipe {recipe.name} has no [finetune]", mend="say there what to learn from")
@@ -81,14 +87,24 @@ def prepare(recipe: Recipe) -> Tuning:
     opened: Callable[..., tuple[list[Any], Tally]] = open_corpus
     made: Callable[..., Rows] = partial(PackedSamples, length=length, packing=tune.packing)
     if tune.dpo is not None:
-        preferences.refuse_odd(batch, recipe.parallel.data or 1, recipe.where("train.global_batch"))
+        world = detect(os.environ).size if ranks is None else ranks
+        for size in (batch, *((ramp.start, ramp.increment) if (ramp := recipe.train.ramp_up) else ())):
+            preferences.refuse_odd(size, recipe.parallel.data_for(world), recipe.where("train.global_batch"))
         opened, made = open_pairs, partial(PairSamples, length=length)
     found, tally = opened(recipe, tune.data, tokenizer)
     if tune.valid:
         held_back, _ = opened(recipe, tune.valid, tokenizer)
     else:
         found, held_back = _divided(found, tune.valid_share, recipe.train.seed)
-    changes: dict[str, Any] = {}
+    _refuse_foreign_ids(found + held_back, recipe, tokenizer)
+    digest = _digest(found, held_back)
+    if tune.rows not in (None, digest):
+        raise UserError(
+            "the data is not what it was when this recipe was written by a run",
+            where=recipe.where("finetune.rows"),
+            mend="drop the key to tune on what is there now",
+        )
+    changes: dict[str, Any] = {"finetune": tune.model_copy(update={"rows": digest})}
     if not {"steps", "samples", "tokens"} & recipe.train.model_fields_set:
         steps = math.ceil(tune.epochs * made(found, samples=0, seed=None).per_epoch / batch)
         changes["train"] = recipe.train.model_copy(update={"steps": max(1, steps)})
@@ -128,14 +144,21 @@ def warn_if_pruned(recipe: Recipe) -> None:
             )
 
 
-def export(tuning: Tuning, run: Run, out: Path) -> dict[str, Any]:
-    """Write what was tuned, at its best step where that was kept, as a folder that transformers loads."""
+def export(tuning: Tuning, run: Run, out: Path | None = None) -> dict[str, Any]:
+    """Write what was tuned, at its best step where that was kept, as a folder that transformers loads.
+
+    Left out, that is `hf` in the run, where it takes the place of what an earlier part of the run left.
+    """
+    if out is None:
+        out = run.path / "hf"
+        if out.exists():
+            shutil.rmtree(out)
     origin = open_source(str(tuning.recipe.train.init_from))
     best = checkpoint.best(run.checkpoints)
     source: Source = open_source(best or run.path)
     assert tuning.recipe.finetune is not None
     if tuning.recipe.finetune.adapter is not None:
-        source = of_run(best or run.path, origin)
+        source = of_run(best or run.path, origin, is_checked=False)
     take_along(source, origin)
     named = tuning.recipe.data.tokenizer
     written = convert(source, out, Target("hf", dtype=origin.dtype, tokenizer=named))
@@ -155,6 +178,29 @@ def tokenizer_of(recipe: Recipe) -> Tokenizer:
     if recipe.data.tokenizer is not None:
         return tokenizers.load(recipe.data.tokenizer)
     return open_source(str(recipe.train.init_from)).load_tokenizer()
+
+
+def _refuse_foreign_ids(found: list[Any], recipe: Recipe, tokenizer: Tokenizer) -> None:
+    largest = max(int(each.ids.max()) for each in _flat(found))
+    if largest >= recipe.model.vocab:
+        raise UserError(
+            f"the tokenizer {tokenizer.source} gives the id {largest}, but model.vocab is {recipe.model.vocab}",
+            where=recipe.where("data.tokenizer"),
+            mend="use the model's own tokenizer",
+        )
+
+
+def _digest(found: list[Any], held_back: list[Any]) -> str:
+    digest = hashlib.sha256()
+    for each in (*_flat(found), *_flat(held_back)):
+        digest.update(each.ids.tobytes() + each.learned.tobytes())
+    return digest.hexdigest()[:24]
+
+
+def _flat(found: list[Any]) -> Iterator[Encoded]:
+    """Conversations, and both answers of pairs."""
+    for each in found:
+        yield from each if isinstance(each, tuple) else (each,)
 
 
 def _divided(found: list[Any], share: float, seed: int) -> tuple[list[Any], list[Any]]:

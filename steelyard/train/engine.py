@@ -187,7 +187,7 @@ class Engine:
         batch: dict[str, Any] = dict(rows)
         if self.mesh.world.size > 1:
             batch.setdefault("positions_BL", places)
-        if self.end_of_document is not None:
+        if self.end_of_document is not None and "documents_BL" not in rows:
             documents = documents_in(rows["inputs"], self.end_of_document)
             if data.mask_documents:
                 batch["documents_BL"] = documents.number

@@ -8,6 +8,7 @@ import torch
 
 from steelyard import checkpoint
 from steelyard.checkpoint.formats import open_source
+from steelyard.checkpoint.formats.write import Target, convert
 from steelyard.core.errors import UserError
 from steelyard.finetune import peft_format, tuning
 from tests.finetune.conftest import recipe_of
@@ -57,8 +58,8 @@ def test_an_adapter_that_peft_trained_is_merged_as_peft_merges_it(bases, place):
 
     base = transformers.AutoModelForCausalLM.from_pretrained(bases / "llama", dtype=torch.float32)
     config = peft.LoraConfig(
-        r=4, lora_alpha=6, target_modules=["q_proj", "down_proj"], alpha_pattern={"down_proj": 3}, use_rslora=True,
-        init_lora_weights=False, task_type="CAUSAL_LM",
+        r=4, lora_alpha=6, target_modules=["q_proj", "down_proj"], use_rslora=True,
+        alpha_pattern={r"layers\.0\..*down_proj": 3}, init_lora_weights=False, task_type="CAUSAL_LM",
     )  # fmt: skip
     theirs = peft.get_peft_model(base, config)
     theirs.save_pretrained(place / "theirs")
@@ -95,6 +96,12 @@ def test_training_begins_at_the_base_and_another_base_is_refused(bases, place, t
     save_file(weights, place / "base/model.safetensors", {"format": "pt"})
     with pytest.raises(UserError, match="other weights"):
         adapt("base", run="run")
+    with pytest.raises(UserError, match="other weights"):
+        peft_format.merge("base", "run", place / "merged")
+    with pytest.raises(UserError, match="holds adapters alone"):
+        convert(open_source("run"), place / "hf", Target("hf"))
+    with pytest.raises(UserError, match="is called gate"):
+        adapt(bases / "gpt", "finetune.adapter.targets=['gate']", run="gpt")
 
 
 @pytest.mark.parametrize(
@@ -103,6 +110,7 @@ def test_training_begins_at_the_base_and_another_base_is_refused(bases, place, t
         ({"peft_type": "IA3"}, "of the kind IA3"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"lora_alpha": "x"}, "no configuration"),
+        ({"init_lora_weights": "pissa"}, "changes the base"),
     ],
 )
 def test_an_adapter_that_is_not_understood_is_refused(bases, place, change, message):

@@ -94,6 +94,8 @@ def test_torn_pairs_and_rows_that_are_none_are_refused(bases, place):
     write_jsonl(place / "talks.jsonl", pairs(NUMBER))
     with pytest.raises(UserError, match="no whole number of pairs"):
         tuning.prepare(recipe_of(bases / "llama", *WORDS, "train.global_batch=3", "train.micro_batch=1"))
+    with pytest.raises(UserError, match="no whole number of pairs for 2"):
+        tuning.prepare(recipe_of(bases / "llama", *WORDS, "train.global_batch=6", "train.micro_batch=1"), ranks=2)
     with pytest.raises(UserError, match="these rows are preferences"):
         tuning.prepare(recipe_of(bases / "llama"))
     write_jsonl(place / "talks.jsonl", talks(NUMBER))

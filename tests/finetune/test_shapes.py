@@ -6,9 +6,10 @@ import pytest
 
 from steelyard.core.errors import UserError
 from steelyard.core.recipe.finetune import Finetune
+from steelyard.finetune.conversation import BadRow
 from steelyard.finetune.data import conversations
 from steelyard.finetune.encoding import Tally
-from steelyard.finetune.shapes import BadRow, Markers, conversation, preference, shape_of
+from steelyard.finetune.shapes import Markers, conversation, preference, shape_of
 from tests.finetune.conftest import write_jsonl
 
 ASKED, SAID = "How far is the moon?", "Far."
@@ -76,6 +77,13 @@ def test_threads_of_single_messages_are_joined(tmp_path):
     tune = Finetune(data=["oasst.jsonl"])
     [found] = conversations([tmp_path / "oasst.jsonl"], tune, Tally())
     assert [message.content for message in found.messages] == [ASKED, SAID, "Thanks."]
+    rows[1]["role"] = "wizard"
+    write_jsonl(tmp_path / "oasst.jsonl", rows)
+    with pytest.raises(UserError, match=r"oasst.jsonl:2: 'wizard'"):
+        list(conversations([tmp_path / "oasst.jsonl"], tune, Tally()))
+    with pytest.raises(UserError, match="not of the shape flat-tree"):
+        write_jsonl(tmp_path / "other.jsonl", [ROWS["messages"]])
+        list(conversations([tmp_path / "other.jsonl"], Finetune(data=["x"], shape="flat-tree"), Tally()))
 
 
 @pytest.mark.parametrize(
@@ -83,6 +91,7 @@ def test_threads_of_single_messages_are_joined(tmp_path):
     [
         ({"messages": [{"role": "wizard", "content": "x"}]}, "'wizard' is no role"),
         ({"messages": []}, "is empty"),
+        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "calls tools"),
         ({"messages": ["x"]}, "not an object"),
         ({"messages": [{"role": "user", "content": None}]}, "no text under content"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "something else than text"),
@@ -118,6 +127,14 @@ def test_a_preference_is_two_answers_to_the_same():
         for side, text in (("chosen", SAID), ("rejected", "Near."))
     }
     assert preference(whole, "here", None) == pair
+    assert preference({"prompt": ASKED, **whole}, "here", None) == pair
+    for odd, reason in (
+        ({"prompt": "Another?", **whole}, "do not hold the prompt"),
+        ({"chosen": "Human: a", "rejected": "Human: b"}, "there is no prompt"),
+        ({"prompt": ASKED, "chosen": [], "rejected": SAID}, "must end with an answer"),
+    ):
+        with pytest.raises(BadRow, match=reason):
+            preference(odd, "here", None)
     whole["rejected"][0]["content"] = "Something else"
     with pytest.raises(BadRow, match="the same conversation"):
         preference(whole, "here", None)

@@ -3,7 +3,7 @@
 import pytest
 
 from steelyard.core.errors import UserError
-from steelyard.finetune.conversation import Conversation, Message
+from steelyard.finetune.conversation import BadRow, Conversation, Message
 from steelyard.finetune.templates import NAMED, Template
 
 SPECIALS = (("bos_token", "<s>"), ("eos_token", "</s>"))
@@ -67,17 +67,49 @@ def test_a_template_that_hides_answers_is_refused():
         Template("forgetful", FORGETFUL).render(TALK)
 
 
+def test_a_template_that_is_none_is_refused():
+    with pytest.raises(UserError, match="is not sound"):
+        Template("hostile", "{% for %}").render(TALK)
+
+
+def test_what_a_template_has_no_place_for_is_not_learned_as_an_answer():
+    tool = Conversation((*TALK.messages[:3], Message("tool", "42")))
+    for name in ("llama2", "alpaca", "japanese"):
+        with pytest.raises(BadRow, match="no place for what the tool says"):
+            Template(name, NAMED[name], SPECIALS).render(tool)
+    assert "42" not in "".join(answers(Template("chatml", NAMED["chatml"]), tool))
+    late = Conversation((*TALK.messages[1:3], Message("system", "Be kind."), *TALK.messages[3:]))
+    with pytest.raises(BadRow, match="the system says"):
+        Template("llama2", NAMED["llama2"], SPECIALS).render(late)
+
+
+def test_an_answer_like_the_speakers_name_is_told_from_it():
+    talk = Conversation((Message("user", "b"), Message("assistant", "a")))
+    assert answers(Template("without", WITHOUT_PROMPT), talk) == ["a</s>"]
+
+
+def test_answers_in_several_parts_cannot_be_left_out_by_halves():
+    twice = NAMED["chatml"].replace(
+        "<|im_end|>{% endgeneration %}", "{% endgeneration %}{% generation %}<|im_end|>{% endgeneration %}"
+    )
+    assert len(answers(Template("twice", twice))) == 4
+    talk = Conversation((*TALK.messages[:2], Message("assistant", "4", is_trained=False), *TALK.messages[3:]))
+    with pytest.raises(UserError, match="does not show which part"):
+        Template("twice", twice).render(talk)
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("{% for %}", "is not sound"),
+        ("{{ 1 / 0 }}", "division"),
+        ("{{ range(10 ** 9) }}", "fails"),
         ("{{ raise_exception('only two turns') }}", "only two turns"),
         ("{{ messages.__class__.__mro__ }}", "fails"),
         ("{{ messages + 1 }}", "fails"),
     ],
 )
 def test_a_template_that_breaks_or_reaches_out_is_a_mistake_told(source, message):
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(BadRow, match=message):
         Template("hostile", source).render(TALK)
 
 

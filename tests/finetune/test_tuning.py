@@ -132,6 +132,42 @@ def test_files_that_are_not_there_are_named(bases, place):
         tuning.prepare(recipe_of(bases / "llama", data="nowhere.jsonl"))
 
 
+def test_data_that_changed_is_not_gone_on_with(bases, place):
+    tuned(bases / "llama", "train.steps=2", "train.global_batch=2")
+    write_jsonl(place / "talks.jsonl", talks(30, seed=9))
+    with pytest.raises(UserError, match=r"finetune\.rows"):
+        tuned(bases / "llama", "train.steps=4", "train.global_batch=2")
+
+
+def test_documents_of_pretraining_do_not_undo_packing(bases, place):
+    words = ["train.steps=1", "train.global_batch=4"]
+    _, plain = tuned(bases / "llama", *words, run="plain")
+    _, other = tuned(bases / "llama", *words, "data.mask_documents=true", "data.end_of_document=5", run="other")
+    assert records(plain, "loss") == records(other, "loss")
+
+
+def test_a_blank_line_is_no_row_and_a_stored_truncation_is_not_obeyed(bases, place, tmp_path):
+    import shutil
+
+    before = tuning.prepare(recipe_of(bases / "llama"))
+    shutil.copytree(bases / "llama", place / "cut")
+    stored = json.loads((place / "cut/tokenizer.json").read_text())
+    stored["truncation"] = {"direction": "Right", "max_length": 9, "strategy": "LongestFirst", "stride": 0}
+    (place / "cut/tokenizer.json").write_text(json.dumps(stored))
+    (place / "talks.jsonl").write_text((place / "talks.jsonl").read_text() + "\n\n")
+    after = tuning.prepare(recipe_of(place / "cut"))
+    assert after.recipe.finetune.rows == before.recipe.finetune.rows
+
+
+def test_a_tokenizer_of_another_vocabulary_is_told_before_the_run(bases, place):
+    from steelyard.text.tokenizer.train import train_byte_bpe
+
+    train_byte_bpe([json.dumps(row) for row in talks(200)], 500, ["<|im_start|>", "<|im_end|>"]).save(place / "other")
+    with pytest.raises(UserError, match=r"model\.vocab is 400"):
+        tuning.prepare(recipe_of(bases / "llama", "data.tokenizer=other"))
+    assert not (place / "runs").exists()
+
+
 def test_a_tokenizer_without_a_template_needs_one_named(bases, place):
     from steelyard.cli.sft import recipe_for
 

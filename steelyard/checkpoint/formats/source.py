@@ -147,6 +147,10 @@ def load_pieces(source: Source, pieces: Mapping[str, Piece], shape: GptModel | L
 
 def check(source: Source, shape: GptModel | LlamaModel, wanted: Iterable[str] | None = None) -> None:
     """Refuse a source whose tensors are not those of a model of this shape."""
+    if any(name.endswith(".adapter_in") for name in source.names()):
+        raise UserError(
+            f"{source.path} holds adapters alone", mend="steelyard adapter merge BASE RUN OUT writes whole weights"
+        )
     expected, found = expected_sizes(shape), source.sizes()
     wrong = [f"{name}: unknown" for name in found if name not in expected]
     misfits: dict[Lying, list[str]] = {}  # One of theirs may hold several of ours.

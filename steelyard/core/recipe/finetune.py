@@ -56,6 +56,9 @@ class Finetune(Section):
     adapter: Adapter | None = None
     neftune: NonNegativeFloat = Field(0.0, description="strength of NEFTune's noise on embeddings; 0 is none")
     dpo: Dpo | None = None
+    rows: str | None = Field(
+        None, description="a digest of what is learned from, which sft writes: data must not change"
+    )
 
     @field_validator("data", "valid", mode="before")
     @classmethod

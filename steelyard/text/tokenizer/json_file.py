@@ -42,6 +42,8 @@ class JsonTokenizer(Tokenizer):
 
     def __init__(self, inner: tokenizers.Tokenizer, source: str, config: dict[str, Any] | None = None) -> None:
         self.inner, self.source, self.config = inner, source, dict(config or {})
+        inner.no_truncation()  # transformers leaves behind in the file what one of its calls once asked for.
+        inner.no_padding()
         text = inner.to_str()
         self.fingerprint = hashlib.sha256(text.encode()).hexdigest()
         ids = inner.get_vocab(with_added_tokens=True).values()
@@ -62,7 +64,11 @@ class JsonTokenizer(Tokenizer):
 
     def located(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         found = self.inner.encode(_sound(text), add_special_tokens=False)
-        return found.ids, found.offsets
+        ends = [0, *(end for _, end in found.offsets)]
+        # Some files trim the spaces off a token's place: one that is left with nothing begins where the last one ended.
+        places = [(min(last, first) if first == end else first, end)
+                  for last, (first, end) in zip(ends, found.offsets, strict=False)]  # fmt: skip
+        return found.ids, places
 
     def chat_template(self) -> str | None:
         path = Path(self.source)

@@ -51,7 +51,7 @@ def _from_hub(name: str) -> Tokenizer:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    wanted = ["tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", *MODELS]
+    wanted = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "vocab.json", "merges.txt", *MODELS]
     try:
         folder = snapshot_download(name, allow_patterns=wanted)
     except HFValidationError:
