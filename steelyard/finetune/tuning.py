@@ -35,6 +35,7 @@ from steelyard.parallel.world import World, detect
 from steelyard.sparsity import training as sparsity
 from steelyard.text import tokenizer as tokenizers
 from steelyard.text.tokenizer import Tokenizer
+from steelyard.text.tokenizer.base import read_config
 from steelyard.tokens.samples import Samples
 from steelyard.train.extension import Extension
 
@@ -163,6 +164,9 @@ def export(tuning: Tuning, run: Run, out: Path | None = None) -> dict[str, Any]:
     named = tuning.recipe.data.tokenizer
     written = convert(source, out, Target("hf", dtype=origin.dtype, tokenizer=named))
     files.write_text(out / "chat_template.jinja", tuning.template.source)
+    settings = read_config(out / "tokenizer_config.json")
+    if settings.get("split_special_tokens"):  # A template writes special tokens out, and they must be read as such.
+        files.write_json(out / "tokenizer_config.json", settings | {"split_special_tokens": False})
     return written | {"step": source.step}
 
 

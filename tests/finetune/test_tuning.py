@@ -159,10 +159,33 @@ def test_a_blank_line_is_no_row_and_a_stored_truncation_is_not_obeyed(bases, pla
     assert after.recipe.finetune.rows == before.recipe.finetune.rows
 
 
+@pytest.mark.parametrize("template", ["alpaca", "llama2"])
+@pytest.mark.parametrize("kind", ["unigram", "bpe"])
+def test_transformers_reads_the_template_of_a_sentencepiece_model_as_it_was_learned(bases, place, kind, template):
+    import shutil
+
+    import transformers
+
+    from steelyard.text.tokenizer.train import SentencePieceOptions, train_sentencepiece
+
+    shutil.copytree(bases / "llama", place / "base", ignore=shutil.ignore_patterns("tokenizer*"))
+    options = SentencePieceOptions(kind, byte_fallback=kind == "bpe")
+    train_sentencepiece([json.dumps(row) for row in talks(40)], 330 if kind == "bpe" else 60, options).save(
+        place / "base"
+    )
+    write_jsonl(place / "talks.jsonl", talks(4))
+    words = ["train.steps=1", "train.global_batch=2", "finetune.valid_share=0.0", "data.sequence_length=200"]
+    prepared, run = tuned(place / "base", f"finetune.template={template}", *words)
+    tuning.export(prepared, run)
+    theirs = transformers.AutoTokenizer.from_pretrained(run.path / "hf")
+    for row, ours in zip(talks(4), prepared.training.conversations, strict=True):
+        assert theirs.apply_chat_template(row["messages"], return_dict=False) == ours.ids.tolist()
+
+
 def test_a_tokenizer_of_another_vocabulary_is_told_before_the_run(bases, place):
     from steelyard.text.tokenizer.train import train_byte_bpe
 
-    train_byte_bpe([json.dumps(row) for row in talks(200)], 500, ["<|im_start|>", "<|im_end|>"]).save(place / "other")
+    train_byte_bpe([json.dumps(row) for row in talks(40)], 700, [f"<{n}>" for n in range(300)]).save(place / "other")
     with pytest.raises(UserError, match=r"model\.vocab is 400"):
         tuning.prepare(recipe_of(bases / "llama", "data.tokenizer=other"))
     assert not (place / "runs").exists()

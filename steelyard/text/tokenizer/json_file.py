@@ -63,7 +63,7 @@ class JsonTokenizer(Tokenizer):
         return ids
 
     def located(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        found = self.inner.encode(_sound(text), add_special_tokens=False)
+        found = self._reading_specials.encode(_sound(text), add_special_tokens=False)
         ends = [0, *(end for _, end in found.offsets)]
         # Some files trim the spaces off a token's place: one that is left with nothing begins where the last one ended.
         places = [(min(last, first) if first == end else first, end)
@@ -122,6 +122,21 @@ class JsonTokenizer(Tokenizer):
         named = named.get("content") if isinstance(named, dict) else named
         found: int | None = self.inner.token_to_id(named) if named else None
         return found
+
+    @cached_property
+    def _reading_specials(self) -> tokenizers.Tokenizer:
+        """The same, with what the configuration calls special known as such in a text, as `transformers` has it."""
+        from tokenizers import AddedToken
+        from tokenizers import Tokenizer as Inner
+
+        found = (self.special(role) for role in ("bos_token", "eos_token", "unk_token", "pad_token"))
+        names = {name for name in found if name is not None}
+        known = {token.content for token in self.inner.get_added_tokens_decoder().values()}
+        if names <= known:
+            return self.inner
+        inner: tokenizers.Tokenizer = Inner.from_str(self.inner.to_str())
+        inner.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in sorted(names - known)])
+        return inner
 
     @cached_property
     def _fast(self) -> Any:
