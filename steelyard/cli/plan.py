@@ -15,6 +15,7 @@ from steelyard.core.errors import Fault, UserError
 from steelyard.core.recipe import Recipe, load, to_toml
 
 if TYPE_CHECKING:
+    from steelyard.plan.cluster import Cluster
     from steelyard.plan.profile import Profile
 
 
@@ -60,7 +61,7 @@ def plan(
     objective: Annotated[
         Objective, typer.Option(help="What to make small; pareto: time against price.")
     ] = Objective.time,
-    top: Annotated[int, typer.Option(min=1, help="How many plans to show.")] = 10,
+    top: Annotated[int, typer.Option(min=1, help="How many plans to show; of a frontier all are.")] = 10,
     write: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the recipe under the best plan.")] = None,
     excluded: Annotated[bool, typer.Option("--excluded", help="List plans that do not fit, and why.")] = False,
     given: Annotated[bool, typer.Option("--given", help="Only predict the recipe's own layout.")] = False,
@@ -106,13 +107,16 @@ def plan(
     wanted = Objective.pareto if pareto is not None else objective
     if wanted in (Objective.cost, Objective.pareto):
         _refuse_without_prices(machines, cluster)
+    if wanted == Objective.energy:
+        _refuse_without_watts(machines, cluster)
+    program = KNOWN[software.value]
     measured = [_profile(path, recipe) for path in profiles or ()]
     if given:
-        found = predicted(recipe, machines, KNOWN[software.value], measured)
+        found = predicted(recipe, machines, program, measured)
         for _, why in found.excluded:
             console.warn(f"this layout does not fit: {why}")
     else:
-        found = search(recipe, machines, wanted.value, top, None, KNOWN[software.value], measured)
+        found = search(recipe, machines, wanted.value, top, None, program, measured)
     text = report.as_text(recipe, machines, found, budget, excluded)
     if not found.plans:
         why = f"; one of them: {found.excluded[0][1]}" if found.excluded else ""
@@ -129,7 +133,7 @@ def plan(
         from steelyard.plan import draw
 
         if explain is not None:
-            files.write_text(explain, draw.pipeline(recipe, machines, found.plans[0]))
+            files.write_text(explain, draw.pipeline(recipe, machines, found.plans[0], program, measured))
             result["explained"] = str(explain)
         if pareto is not None:
             files.write_text(pareto, draw.frontier(recipe, found.plans, budget))
@@ -145,16 +149,23 @@ def _profile(path: Path, recipe: Recipe) -> Profile:
     return read
 
 
-def _refuse_without_prices(machines: object, cluster: Path) -> None:
-    from steelyard.plan.cluster import Cluster
-
-    assert isinstance(machines, Cluster)
+def _refuse_without_prices(machines: Cluster, cluster: Path) -> None:
     unknown = [nodes.type for nodes in machines.nodes if nodes.price_hour is None]
     if unknown:
         raise UserError(
             f"the price of {', '.join(unknown)} is not known",
             where=str(cluster),
             mend="give every [[nodes]] a price_hour, or plan for time or energy",
+        )
+
+
+def _refuse_without_watts(machines: Cluster, cluster: Path) -> None:
+    unknown = sorted({gpu.name for gpu in machines.gpu_by_type.values() if gpu.watts is None})
+    if unknown:
+        raise UserError(
+            f"the power of {', '.join(unknown)} is not known",
+            where=str(cluster),
+            mend="give every [[gpus]] its watts, or plan for time or cost",
         )
 
 

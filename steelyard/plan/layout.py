@@ -42,6 +42,11 @@ class Layout:
         """Ranks that hold one pipeline rank's stages."""
         return self.tensor * self.context * self.data
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of weights are computed in passes of their own."""
+        return self.schedule == "zero-bubble" and self.pipeline > 1
+
     def with_partition(self, counts: tuple[int, ...]) -> Layout:
         """The same with other layers per stage."""
         return replace(self, partition=counts)

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steelyard.plan import fit, partition, space
+from steelyard.plan import draw, fit, partition, space
 from steelyard.plan.cluster import Cluster
 from steelyard.plan.layout import Layout
 from steelyard.plan.predict import Predictor
+from steelyard.plan.search import given as predicted
 from steelyard.plan.search import search
-from steelyard.plan.software import EAGER
+from steelyard.plan.software import EAGER, MEGATRON, STEELYARD, as_run
 from steelyard.plan.space import Limits
 from tests.plan.machines import cluster, gpt, gpt2_xl
 
@@ -180,6 +181,52 @@ def test_the_frontier_holds_no_plan_that_another_beats_in_both():
     points = sorted((plan.seconds, plan.value("cost")) for plan in plans)
     assert len(points) > 1
     assert all(one[1] > other[1] for one, other in pairwise(points))
+    shorter = search(gpt(layers=24, hidden=2048, batch=32), seed_002(), "pareto", 1, limits).plans
+    assert len(shorter) == len(plans)  # `top` does not cut it.
+
+
+@pytest.mark.parametrize(
+    ("compile_", "splits", "software", "runs"),
+    [
+        (None, False, STEELYARD, STEELYARD),
+        (None, True, STEELYARD, EAGER),
+        (False, False, STEELYARD, EAGER),
+        (True, False, STEELYARD, STEELYARD),
+        (False, True, MEGATRON, MEGATRON),
+    ],
+)
+def test_software_is_predicted_as_it_runs_the_recipe(compile_, splits, software, runs):
+    assert as_run(software, gpt(compile=compile_), splits) is runs
+
+
+def test_the_recipes_own_layout_is_predicted_as_the_search_does():
+    machines = cluster(("a10", 1, 2))
+    for more in ({"compile": False}, {}):
+        recipe = gpt(layers=8, **more)
+        schedule = "1f1b" if more else "zero-bubble"
+        limits = Limits(tensor=1, micro_batch=1, schedules=(schedule,), subsets=False, virtual=1)
+        best = search(recipe, machines, top=1, limits=limits).plans[0]
+        again = predicted(best.layout.written(recipe), machines).plans[0]
+        assert again.seconds == pytest.approx(best.seconds)
+
+
+def test_a_pipeline_is_drawn_as_it_was_predicted():
+    recipe, machines = gpt(layers=8), cluster(("a10", 1, 2))
+    limits = Limits(tensor=1, micro_batch=1, schedules=("1f1b",), virtual=1, subsets=False)
+    for software in (STEELYARD, MEGATRON):
+        found = search(recipe, machines, limits=limits, software=software).plans
+        plan = next(plan for plan in found if plan.layout.pipeline == 2)
+        page = draw.pipeline(recipe, machines, plan, software)
+        drawn = float(page.split(" ms from left to right")[0].rsplit(" ", 1)[1]) / 1e3
+        parts = plan.parts
+        assert drawn == pytest.approx(parts.compute + parts.tensor + parts.bubble + parts.pipeline, rel=0.02)
+
+
+def test_power_that_is_not_known_is_not_counted_as_none():
+    gpu = {"name": "mine", "memory_gib": 40, "fp16": 100.0, "bandwidth_gb": 800.0}
+    nodes = [{"type": "mine", "count": 1, "gpu": "mine", "gpus": 1, "idle_watts": 100.0}]
+    machines = Cluster.model_validate({"nodes": nodes, "gpus": [gpu]})
+    assert predicted(gpt(layers=2), machines).plans[0].watts is None
 
 
 @pytest.mark.slow
