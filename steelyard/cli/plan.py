@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -103,7 +104,11 @@ def plan(
         compared = checking.compare(check, machines)
         return print_result(checking.as_result(compared), json, checking.as_text(compared))
     recipe = load(str(model), set_ or ())
-    budget = _count(tokens) if tokens else recipe.train.samples_in(recipe.train.steps) * recipe.data.sequence_length
+    budget = (
+        _count(tokens)
+        if tokens is not None
+        else recipe.train.samples_in(recipe.train.steps) * recipe.data.sequence_length
+    )
     wanted = Objective.pareto if pareto is not None else objective
     if wanted in (Objective.cost, Objective.pareto):
         _refuse_without_prices(machines, cluster)
@@ -176,8 +181,10 @@ def _count(text: str) -> int:
         number = float(text[:-1] if factor != 1 else text) * factor
     except ValueError:
         number = 0
-    if number < 1:
-        raise UserError(f"--tokens: {text} is no number of tokens", mend="write it like 300B, 1.5T or 2000000000")
+    if not 1 <= number < math.inf:
+        raise UserError(
+            f"--tokens: {text or 'nothing'} is no number of tokens", mend="write it like 300B, 1.5T or 2000000000"
+        )
     return int(number)
 
 

@@ -100,6 +100,10 @@ def of_recipe(recipe: Recipe, cluster: Cluster) -> Layout:
             where=recipe.where("parallel.placement"),
             mend=f"its types are {', '.join(cluster.by_type)}",
         )
+    gpus = sorted({cluster.gpu_by_type[type_] for type_, _ in placement}, key=lambda gpu: gpu.name)
+    without = [gpu.name for gpu in gpus if gpu.peak(recipe.train.precision) is None]
+    if without:
+        raise lacking(recipe, without)
     world = sum(cluster.nodes_of(type_).gpus * count for type_, count in placement)
     if parallel.data is not None and not parallel.placement and parallel.least_world <= world:
         world = parallel.least_world
@@ -116,6 +120,15 @@ def of_recipe(recipe: Recipe, cluster: Cluster) -> Layout:
         recompute=parallel.recompute,
         partition=partition_of(recipe).counts,
         placement=placement,
+    )
+
+
+def lacking(recipe: Recipe, gpus: list[str]) -> UserError:
+    """The error for GPUs that do not compute in the recipe's precision."""
+    return UserError(
+        f"no peak of {recipe.train.precision} is known for {', '.join(gpus)}",
+        where=recipe.where("train.precision"),
+        mend="choose another precision, or give the peak in a [[gpus]] table where the GPU has it",
     )
 
 

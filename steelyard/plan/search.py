@@ -15,10 +15,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 
+from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
 from steelyard.plan import fit, partition, space
 from steelyard.plan.cluster import Cluster
-from steelyard.plan.layout import Layout, Placement, of_recipe
+from steelyard.plan.layout import Layout, Placement, lacking, of_recipe
 from steelyard.plan.predict import Predictor
 from steelyard.plan.profile import Profile
 from steelyard.plan.software import STEELYARD, Software, as_run
@@ -89,6 +90,14 @@ def search(
     profiles: Sequence[Profile] = (),
 ) -> Found:
     """The `top` best plans, the best first; for `pareto` all that no other beats in both time and price."""
+    if recipe.parallel.replicate > 1:
+        raise UserError(
+            "layouts with hybrid sharding are not searched",
+            where=recipe.where("parallel.replicate"),
+            mend="leave parallel.replicate out, or predict this layout alone with --given",
+        )
+    if not any(gpu.peak(recipe.train.precision) for gpu in cluster.gpu_by_type.values()):
+        raise lacking(recipe, sorted({gpu.name for gpu in cluster.gpu_by_type.values()}))
     return _Search(recipe, cluster, objective, top, limits or space.limits_for(cluster), software, profiles).run()
 
 
@@ -164,7 +173,7 @@ class _Search:
         choices: list[tuple[float, int, Callable[[], None]]] = []
         for tensor in space.tensors(self.recipe, self.cluster, use, self.limits):
             for context in space.contexts(self.recipe, self.limits):
-                if use.ranks % (tensor * context):
+                if use.ranks % (tensor * context) or not space.agrees(self.recipe, tensor, context, 1):
                     continue
                 for micro_batch in space.micro_batches(self.recipe, self.limits):
                     each = {type_: self._layer(type_, tensor, context, micro_batch) for type_, _ in use.counts}
@@ -183,7 +192,10 @@ class _Search:
         layers = self.recipe.model.layers
         weight = _weight(self.objective, price_hour(self.cluster, use.counts), watts(self.cluster, use.counts))
         batch = self.recipe.train.global_batch // micro_batch
-        for pipeline, data in space.meshes(use.ranks // (tensor * context), batch, layers):
+        dealt = space.dealt_batch(self.recipe) // micro_batch
+        for pipeline, data in space.meshes(use.ranks // (tensor * context), dealt, layers):
+            if not space.agrees(self.recipe, tensor, context, pipeline):
+                continue
             schedules = space.schedules(self.recipe, pipeline, batch // data, self.limits)
             deepest = max((virtual for _, virtual in schedules), default=0)
             for placement in (space.orders(use) if pipeline > 1 else [use.counts]) if deepest else ():

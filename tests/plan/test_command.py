@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from steelyard.cli.plan import _count
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import load
 from steelyard.plan import slurm
@@ -114,6 +115,12 @@ def test_a_mistake_gets_one_message(planning, words, said, code):
     assert answer.returncode == code
     assert said in answer.stderr
     assert "Traceback" not in answer.stderr
+
+
+@pytest.mark.parametrize("text", ["", "inf", "nan", "1e400B", "-3B", "0", "B"])
+def test_what_is_no_number_of_tokens_is_refused(text):
+    with pytest.raises(UserError, match="is no number of tokens"):
+        _count(text)
 
 
 def test_sinfo_becomes_a_cluster_file(tmp_path):

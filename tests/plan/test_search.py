@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from steelyard.core.errors import UserError
+from steelyard.core.recipe import Recipe
 from steelyard.plan import draw, fit, partition, space
 from steelyard.plan.cluster import Cluster
 from steelyard.plan.layout import Layout
@@ -16,6 +18,7 @@ from steelyard.plan.search import given as predicted
 from steelyard.plan.search import search
 from steelyard.plan.software import EAGER, MEGATRON, STEELYARD, as_run
 from steelyard.plan.space import Limits
+from steelyard.sizes.ranks import data_ranks
 from tests.plan.machines import cluster, gpt, gpt2_xl
 
 SEED_002 = [
@@ -220,6 +223,34 @@ def test_a_pipeline_is_drawn_as_it_was_predicted():
         drawn = float(page.split(" ms from left to right")[0].rsplit(" ", 1)[1]) / 1e3
         parts = plan.parts
         assert drawn == pytest.approx(parts.compute + parts.tensor + parts.bubble + parts.pipeline, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": {"attention_dropout": 0.1, "positions": 8192}, "data": {"sequence_length": 8192}},
+        {"train": {"init_from": "runs/dense"}, "sparsity": {"method": "learned", "distill": 0.5}},
+        {"train": {"ramp_up": {"start": 4, "increment": 4, "samples": 100}}},
+    ],
+)
+def test_every_plan_can_be_written(changes):
+    values = gpt(layers=4).settings()
+    for section, keys in changes.items():
+        values[section] = values.get(section, {}) | keys
+    recipe = Recipe.model_validate(values)
+    plans = search(recipe, cluster(("a100-80", 1, 8)), top=40, limits=Limits(micro_batch=4)).plans
+    assert plans
+    for plan in plans:
+        assert data_ranks(plan.layout.written(recipe), plan.layout.world) == plan.layout.data
+
+
+def test_what_cannot_be_planned_is_refused_by_name():
+    hybrid = Recipe.model_validate(gpt().settings() | {"parallel": {"replicate": 2, "zero": 1, "data": 4}})
+    with pytest.raises(UserError, match="hybrid sharding"):
+        search(hybrid, cluster(("a10", 1, 4)))
+    for look in (search, predicted):
+        with pytest.raises(UserError, match="no peak of bf16 is known for t4"):
+            look(gpt(precision="bf16"), cluster(("t4", 1, 4)))
 
 
 def test_power_that_is_not_known_is_not_counted_as_none():
