@@ -115,7 +115,7 @@ def plan(
     if wanted == Objective.energy:
         _refuse_without_watts(machines, cluster)
     program = KNOWN[software.value]
-    measured = [_profile(path, recipe) for path in profiles or ()]
+    measured = [_profile(path, recipe, machines) for path in profiles or ()]
     if given:
         found = predicted(recipe, machines, program, measured)
         for _, why in found.excluded:
@@ -146,11 +146,11 @@ def plan(
     print_result(result, json, text)
 
 
-def _profile(path: Path, recipe: Recipe) -> Profile:
+def _profile(path: Path, recipe: Recipe, machines: Cluster) -> Profile:
     from steelyard.plan import profile as measured
 
     read = measured.load(path)
-    measured.refuse_another(read, recipe, path)
+    measured.refuse_another(read, recipe, path, machines)
     return read
 
 

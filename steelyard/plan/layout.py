@@ -100,13 +100,14 @@ def of_recipe(recipe: Recipe, cluster: Cluster) -> Layout:
             where=recipe.where("parallel.placement"),
             mend=f"its types are {', '.join(cluster.by_type)}",
         )
+    world = sum(cluster.nodes_of(type_).gpus * count for type_, count in placement)
+    if parallel.data is not None and not parallel.placement and parallel.least_world <= world:
+        world = parallel.least_world
+        placement = _holding(world, placement, cluster)
     gpus = sorted({cluster.gpu_by_type[type_] for type_, _ in placement}, key=lambda gpu: gpu.name)
     without = [gpu.name for gpu in gpus if gpu.peak(recipe.train.precision) is None]
     if without:
         raise lacking(recipe, without)
-    world = sum(cluster.nodes_of(type_).gpus * count for type_, count in placement)
-    if parallel.data is not None and not parallel.placement and parallel.least_world <= world:
-        world = parallel.least_world
     return Layout(
         tensor=parallel.tensor,
         context=parallel.context,
@@ -121,6 +122,17 @@ def of_recipe(recipe: Recipe, cluster: Cluster) -> Layout:
         partition=partition_of(recipe).counts,
         placement=placement,
     )
+
+
+def _holding(world: int, placement: Placement, cluster: Cluster) -> Placement:
+    """The first nodes of a placement, as many as hold so many ranks."""
+    held: list[tuple[str, int]] = []
+    for type_, count in placement:
+        used = min(count, -(-world // cluster.nodes_of(type_).gpus))
+        if used > 0:
+            held.append((type_, used))
+            world -= used * cluster.nodes_of(type_).gpus
+    return tuple(held)
 
 
 def lacking(recipe: Recipe, gpus: list[str]) -> UserError:

@@ -253,6 +253,13 @@ def test_what_cannot_be_planned_is_refused_by_name():
             look(gpt(precision="bf16"), cluster(("t4", 1, 4)))
 
 
+def test_nodes_that_a_given_layout_leaves_idle_are_not_paid_for():
+    recipe = Recipe.model_validate(gpt().settings() | {"parallel": {"data": 8}})
+    plan = predicted(recipe, cluster(("a100-40", 1, 4), ("a10", 7, 4), price_hour=3.0)).plans[0]
+    assert plan.layout.placement == (("a100-40", 1), ("a10", 1))
+    assert plan.price_hour == 6.0
+
+
 def test_power_that_is_not_known_is_not_counted_as_none():
     gpu = {"name": "mine", "memory_gib": 40, "fp16": 100.0, "bandwidth_gb": 800.0}
     nodes = [{"type": "mine", "count": 1, "gpu": "mine", "gpus": 1, "idle_watts": 100.0}]
