@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,6 +16,7 @@ from steelyard.core.errors import Fault, UserError
 from steelyard.core.recipe import Recipe, load, to_toml
 
 if TYPE_CHECKING:
+    from steelyard.plan.cluster import Cluster
     from steelyard.plan.profile import Profile
 
 
@@ -60,7 +62,7 @@ def plan(
     objective: Annotated[
         Objective, typer.Option(help="What to make small; pareto: time against price.")
     ] = Objective.time,
-    top: Annotated[int, typer.Option(min=1, help="How many plans to show.")] = 10,
+    top: Annotated[int, typer.Option(min=1, help="How many plans to show; of a frontier all are.")] = 10,
     write: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the recipe under the best plan.")] = None,
     excluded: Annotated[bool, typer.Option("--excluded", help="List plans that do not fit, and why.")] = False,
     given: Annotated[bool, typer.Option("--given", help="Only predict the recipe's own layout.")] = False,
@@ -102,17 +104,24 @@ def plan(
         compared = checking.compare(check, machines)
         return print_result(checking.as_result(compared), json, checking.as_text(compared))
     recipe = load(str(model), set_ or ())
-    budget = _count(tokens) if tokens else recipe.train.samples_in(recipe.train.steps) * recipe.data.sequence_length
+    budget = (
+        _count(tokens)
+        if tokens is not None
+        else recipe.train.samples_in(recipe.train.steps) * recipe.data.sequence_length
+    )
     wanted = Objective.pareto if pareto is not None else objective
     if wanted in (Objective.cost, Objective.pareto):
         _refuse_without_prices(machines, cluster)
-    measured = [_profile(path, recipe) for path in profiles or ()]
+    if wanted == Objective.energy:
+        _refuse_without_watts(machines, cluster)
+    program = KNOWN[software.value]
+    measured = [_profile(path, recipe, machines) for path in profiles or ()]
     if given:
-        found = predicted(recipe, machines, KNOWN[software.value], measured)
+        found = predicted(recipe, machines, program, measured)
         for _, why in found.excluded:
             console.warn(f"this layout does not fit: {why}")
     else:
-        found = search(recipe, machines, wanted.value, top, None, KNOWN[software.value], measured)
+        found = search(recipe, machines, wanted.value, top, None, program, measured)
     text = report.as_text(recipe, machines, found, budget, excluded)
     if not found.plans:
         why = f"; one of them: {found.excluded[0][1]}" if found.excluded else ""
@@ -129,7 +138,7 @@ def plan(
         from steelyard.plan import draw
 
         if explain is not None:
-            files.write_text(explain, draw.pipeline(recipe, machines, found.plans[0]))
+            files.write_text(explain, draw.pipeline(recipe, machines, found.plans[0], program, measured))
             result["explained"] = str(explain)
         if pareto is not None:
             files.write_text(pareto, draw.frontier(recipe, found.plans, budget))
@@ -137,24 +146,31 @@ def plan(
     print_result(result, json, text)
 
 
-def _profile(path: Path, recipe: Recipe) -> Profile:
+def _profile(path: Path, recipe: Recipe, machines: Cluster) -> Profile:
     from steelyard.plan import profile as measured
 
     read = measured.load(path)
-    measured.refuse_another(read, recipe, path)
+    measured.refuse_another(read, recipe, path, machines)
     return read
 
 
-def _refuse_without_prices(machines: object, cluster: Path) -> None:
-    from steelyard.plan.cluster import Cluster
-
-    assert isinstance(machines, Cluster)
+def _refuse_without_prices(machines: Cluster, cluster: Path) -> None:
     unknown = [nodes.type for nodes in machines.nodes if nodes.price_hour is None]
     if unknown:
         raise UserError(
             f"the price of {', '.join(unknown)} is not known",
             where=str(cluster),
             mend="give every [[nodes]] a price_hour, or plan for time or energy",
+        )
+
+
+def _refuse_without_watts(machines: Cluster, cluster: Path) -> None:
+    unknown = sorted({gpu.name for gpu in machines.gpu_by_type.values() if gpu.watts is None})
+    if unknown:
+        raise UserError(
+            f"the power of {', '.join(unknown)} is not known",
+            where=str(cluster),
+            mend="give every [[gpus]] its watts, or plan for time or cost",
         )
 
 
@@ -165,8 +181,10 @@ def _count(text: str) -> int:
         number = float(text[:-1] if factor != 1 else text) * factor
     except ValueError:
         number = 0
-    if number < 1:
-        raise UserError(f"--tokens: {text} is no number of tokens", mend="write it like 300B, 1.5T or 2000000000")
+    if not 1 <= number < math.inf:
+        raise UserError(
+            f"--tokens: {text or 'nothing'} is no number of tokens", mend="write it like 300B, 1.5T or 2000000000"
+        )
     return int(number)
 
 

@@ -60,7 +60,7 @@ def compare(path: Path, cluster: Cluster) -> Compared:
     settings["parallel"]["data"] = recipe.parallel.data_for(world)
     recipe = type(recipe).model_validate(settings)
     layout = of_recipe(recipe, cluster)
-    predicted = asdict(Predictor(recipe, cluster).parts(layout))
+    predicted = asdict(Predictor.of_layout(recipe, cluster, layout).parts(layout))
     spans = _spans(path / "timeline")
     parts = {}
     for name, (measured_by, predicted_by) in SPANS.items():

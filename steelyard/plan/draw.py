@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Sequence
 
 from steelyard.core.recipe import Recipe
 from steelyard.plan import pipeline as pipelines
 from steelyard.plan.cluster import Cluster
 from steelyard.plan.predict import Predictor
+from steelyard.plan.profile import Profile
 from steelyard.plan.report import DAY, shown
 from steelyard.plan.search import Plan
+from steelyard.plan.software import STEELYARD, Software
 
 COLOURS = {"forward": "#4c78a8", "backward": "#f58518", "weights": "#54a24b"}
 MOST = 4000  # Actions that are drawn; a longer step is cut off there.
 
 
-def pipeline(recipe: Recipe, cluster: Cluster, plan: Plan) -> str:
+def pipeline(
+    recipe: Recipe,
+    cluster: Cluster,
+    plan: Plan,
+    software: Software = STEELYARD,
+    profiles: Sequence[Profile] = (),
+) -> str:
     """What each pipeline rank does in a step, as bars in SVG: forward, backward, and waiting in between."""
     layout = plan.layout
-    step = Predictor(recipe, cluster).step(layout)
+    step = Predictor.of_layout(recipe, cluster, layout, software, profiles).step(layout)
     events = pipelines.events(step.times(layout.partition), *step.plan)
     end = max(event[5] for event in sorted(events, key=lambda event: event[4])[:MOST])
     bars = []

@@ -42,6 +42,11 @@ class Layout:
         """Ranks that hold one pipeline rank's stages."""
         return self.tensor * self.context * self.data
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of weights are computed in passes of their own."""
+        return self.schedule == "zero-bubble" and self.pipeline > 1
+
     def with_partition(self, counts: tuple[int, ...]) -> Layout:
         """The same with other layers per stage."""
         return replace(self, partition=counts)
@@ -98,6 +103,11 @@ def of_recipe(recipe: Recipe, cluster: Cluster) -> Layout:
     world = sum(cluster.nodes_of(type_).gpus * count for type_, count in placement)
     if parallel.data is not None and not parallel.placement and parallel.least_world <= world:
         world = parallel.least_world
+        placement = _holding(world, placement, cluster)
+    gpus = sorted({cluster.gpu_by_type[type_] for type_, _ in placement}, key=lambda gpu: gpu.name)
+    without = [gpu.name for gpu in gpus if gpu.peak(recipe.train.precision) is None]
+    if without:
+        raise lacking(recipe, without)
     return Layout(
         tensor=parallel.tensor,
         context=parallel.context,
@@ -111,6 +121,26 @@ def of_recipe(recipe: Recipe, cluster: Cluster) -> Layout:
         recompute=parallel.recompute,
         partition=partition_of(recipe).counts,
         placement=placement,
+    )
+
+
+def _holding(world: int, placement: Placement, cluster: Cluster) -> Placement:
+    """The first nodes of a placement, as many as hold so many ranks."""
+    held: list[tuple[str, int]] = []
+    for type_, count in placement:
+        used = min(count, -(-world // cluster.nodes_of(type_).gpus))
+        if used > 0:
+            held.append((type_, used))
+            world -= used * cluster.nodes_of(type_).gpus
+    return tuple(held)
+
+
+def lacking(recipe: Recipe, gpus: list[str]) -> UserError:
+    """The error for GPUs that do not compute in the recipe's precision."""
+    return UserError(
+        f"no peak of {recipe.train.precision} is known for {', '.join(gpus)}",
+        where=recipe.where("train.precision"),
+        mend="choose another precision, or give the peak in a [[gpus]] table where the GPU has it",
     )
 
 

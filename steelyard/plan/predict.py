@@ -17,7 +17,7 @@ from steelyard.plan.communication import Ring, group
 from steelyard.plan.compute import Pass, Shape, Work
 from steelyard.plan.layout import Layout, Placement, Seat, Seats
 from steelyard.plan.profile import Profile
-from steelyard.plan.software import STEELYARD, Software
+from steelyard.plan.software import STEELYARD, Software, as_run
 from steelyard.plan.step import Parts, Split, StageCost, StepCost, stage_seconds
 from steelyard.sizes.gpus import Gpu
 from steelyard.sizes.model import Parameters, parameters
@@ -58,6 +58,18 @@ class Predictor:
         self._examples: list[Any] = []
         self._parameters: dict[int, Parameters] = {}
         self._stages: dict[tuple[int, int, int], tuple[float, float]] = {}
+
+    @classmethod
+    def of_layout(
+        cls,
+        recipe: Recipe,
+        cluster: Cluster,
+        layout: Layout,
+        software: Software = STEELYARD,
+        profiles: Sequence[Profile] = (),
+    ) -> Predictor:
+        """With the software as it runs this layout."""
+        return cls(recipe, cluster, as_run(software, recipe, layout.splits_backward), profiles)
 
     def stage(self, cost: StageCost, layers: int, end: int) -> tuple[float, float]:
         """Forward and backward seconds of a stage; `end` is 1 for the first, 2 for the last, 3 for the only one."""

@@ -1,9 +1,9 @@
 """Measured layers, read from a profile that `steelyard plan profile` wrote, in place of what the catalogue promises.
 
-A profile is TOML: gpu (the catalogue's name, or the device's own), device, precision, hidden, sequence_length, date,
-versions, host, rates, and `[[layers]]` with tensor, micro_batch, forward and backward in seconds. Where a layout's
-tensor degree and micro-batch were measured, its layers take the measured time; elsewhere the reckoned time is scaled by
-the nearest measurement.
+A profile is TOML: gpu (the catalogue's name, or the device's own), device, precision, family, hidden, heads, kv_heads,
+ffn, sequence_length, date, versions, host, rates, and `[[layers]]` with tensor, micro_batch, forward and backward in
+seconds. Where a layout's tensor degree and micro-batch were measured, its layers take the measured time; elsewhere the
+reckoned time is scaled by the nearest measurement.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.load import explained
 from steelyard.core.recipe.section import Section
 from steelyard.core.recipe.toml import parse
+from steelyard.plan.cluster import Cluster
 
 
 class Measured(Section):
@@ -37,6 +38,10 @@ class Profile(Section):
     device: str
     precision: str
     hidden: PositiveInt
+    family: str | None = None
+    heads: PositiveInt | None = None
+    kv_heads: PositiveInt | None = None
+    ffn: PositiveInt | None = None
     sequence_length: PositiveInt
     date: str
     versions: dict[str, str]
@@ -65,10 +70,28 @@ def load(path: str | Path) -> Profile:
         raise explained(error, values, places, str(path), Profile) from None
 
 
-def refuse_another(profile: Profile, recipe: Recipe, path: str | Path) -> None:
-    """Refuse a profile of other layers than the recipe's."""
-    mine = {"hidden": recipe.model.hidden, "sequence_length": recipe.data.sequence_length,
-            "precision": recipe.train.precision}  # fmt: skip
+def refuse_another(profile: Profile, recipe: Recipe, path: str | Path, cluster: Cluster | None = None) -> None:
+    """Refuse a profile of other layers than the recipe's, or of a GPU that the cluster has not."""
+    names = sorted({gpu.name for gpu in cluster.gpu_by_type.values()}) if cluster else [profile.gpu]
+    if profile.gpu not in names:
+        raise UserError(
+            f"this profile is of {profile.gpu}, and the cluster has {', '.join(names)}",
+            where=str(path),
+            mend="leave it out, or set its gpu to what the cluster file calls this device",
+        )
+    model = recipe.model
+    mine: dict[str, object] = {
+        "hidden": model.hidden,
+        "sequence_length": recipe.data.sequence_length,
+        "precision": recipe.train.precision,
+    }
+    told = {
+        "family": model.family,
+        "heads": model.heads,
+        "ffn": model.ffn,
+        "kv_heads": getattr(model, "kv_heads", model.heads),
+    }
+    mine |= {key: value for key, value in told.items() if getattr(profile, key) is not None}  # Older ones do not tell.
     for key, value in mine.items():
         if getattr(profile, key) != value:
             raise UserError(

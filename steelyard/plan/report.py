@@ -50,7 +50,7 @@ def _plan(recipe: Recipe, plan: Plan, tokens: int) -> dict[str, Any]:
         "tokens_per_second": step_tokens / plan.seconds,
         "days": days,
         "dollars": None if plan.price_hour is None else days * 24 * plan.price_hour,
-        "kilowatt_hours": days * 24 * plan.watts / 1e3,
+        "kilowatt_hours": None if plan.watts is None else days * 24 * plan.watts / 1e3,
     }
 
 

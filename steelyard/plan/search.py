@@ -15,13 +15,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 
+from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
 from steelyard.plan import fit, partition, space
 from steelyard.plan.cluster import Cluster
-from steelyard.plan.layout import Layout, Placement, of_recipe
+from steelyard.plan.layout import Layout, Placement, lacking, of_recipe
 from steelyard.plan.predict import Predictor
 from steelyard.plan.profile import Profile
-from steelyard.plan.software import EAGER, STEELYARD, Software
+from steelyard.plan.software import STEELYARD, Software, as_run
 from steelyard.plan.space import Limits, Use, Variant
 from steelyard.plan.step import Parts, least
 
@@ -37,7 +38,7 @@ class Plan:
     layout: Layout
     parts: Parts
     price_hour: float | None
-    watts: float
+    watts: float | None
 
     @property
     def seconds(self) -> float:
@@ -88,14 +89,22 @@ def search(
     software: Software = STEELYARD,
     profiles: Sequence[Profile] = (),
 ) -> Found:
-    """The `top` best plans, the best first; for `pareto` those that no other beats in both time and price."""
+    """The `top` best plans, the best first; for `pareto` all that no other beats in both time and price."""
+    if recipe.parallel.replicate > 1:
+        raise UserError(
+            "layouts with hybrid sharding are not searched",
+            where=recipe.where("parallel.replicate"),
+            mend="leave parallel.replicate out, or predict this layout alone with --given",
+        )
+    if not any(gpu.peak(recipe.train.precision) for gpu in cluster.gpu_by_type.values()):
+        raise lacking(recipe, sorted({gpu.name for gpu in cluster.gpu_by_type.values()}))
     return _Search(recipe, cluster, objective, top, limits or space.limits_for(cluster), software, profiles).run()
 
 
 def given(recipe: Recipe, cluster: Cluster, software: Software = STEELYARD, profiles: Sequence[Profile] = ()) -> Found:
     """The recipe's own layout as the only plan; where it does not fit, it is among the excluded as well."""
     layout = of_recipe(recipe, cluster)
-    predictor = Predictor(recipe, cluster, software, profiles)
+    predictor = Predictor.of_layout(recipe, cluster, layout, software, profiles)
     why = fit.reason(fit.rooms(predictor, layout))
     price = price_hour(cluster, layout.placement)
     plan = Plan(layout, predictor.parts(layout), price, watts(cluster, layout.placement))
@@ -114,8 +123,9 @@ class _Search:
         profiles: Sequence[Profile] = (),
     ) -> None:
         self.recipe, self.cluster, self.objective, self.top, self.limits = recipe, cluster, objective, top, limits
-        self.predictors = {True: Predictor(recipe, cluster, software, profiles)}
-        self.predictors[False] = Predictor(recipe, cluster, EAGER if software is STEELYARD else software, profiles)
+        self.predictors = {
+            splits: Predictor(recipe, cluster, as_run(software, recipe, splits), profiles) for splits in (False, True)
+        }
         self.found = Found([])
         self.best: dict[tuple[object, ...], tuple[float, float, Layout]] = {}
         self.limit = float("inf")
@@ -138,9 +148,8 @@ class _Search:
             go_on()
         self.found.complete &= self.finished < self.limits.meshes
         kept = sorted(self.best.values(), key=lambda entry: entry[:2])
-        if self.objective == "pareto":
-            kept = _frontier(kept, self.cluster)
-        plans = [self._plan(layout) for _, _, layout in kept[: self.top]]
+        kept = _frontier(kept, self.cluster) if self.objective == "pareto" else kept[: self.top]
+        plans = [self._plan(layout) for _, _, layout in kept]
         self.found.plans = sorted(plans, key=lambda plan: plan.value(self.objective))
         return self.found
 
@@ -164,7 +173,7 @@ class _Search:
         choices: list[tuple[float, int, Callable[[], None]]] = []
         for tensor in space.tensors(self.recipe, self.cluster, use, self.limits):
             for context in space.contexts(self.recipe, self.limits):
-                if use.ranks % (tensor * context):
+                if use.ranks % (tensor * context) or not space.agrees(self.recipe, tensor, context, 1):
                     continue
                 for micro_batch in space.micro_batches(self.recipe, self.limits):
                     each = {type_: self._layer(type_, tensor, context, micro_batch) for type_, _ in use.counts}
@@ -183,7 +192,10 @@ class _Search:
         layers = self.recipe.model.layers
         weight = _weight(self.objective, price_hour(self.cluster, use.counts), watts(self.cluster, use.counts))
         batch = self.recipe.train.global_batch // micro_batch
-        for pipeline, data in space.meshes(use.ranks // (tensor * context), batch, layers):
+        dealt = space.dealt_batch(self.recipe) // micro_batch
+        for pipeline, data in space.meshes(use.ranks // (tensor * context), dealt, layers):
+            if not space.agrees(self.recipe, tensor, context, pipeline):
+                continue
             schedules = space.schedules(self.recipe, pipeline, batch // data, self.limits)
             deepest = max((virtual for _, virtual in schedules), default=0)
             for placement in (space.orders(use) if pipeline > 1 else [use.counts]) if deepest else ():
@@ -342,8 +354,7 @@ class _Search:
             self.limit = values[self.top - 1] if len(values) >= self.top else float("inf")
 
     def _predictor(self, layout: Layout) -> Predictor:
-        """Layers under zero bubble are not compiled: its split backward pass would run a compiled one twice."""
-        return self.predictors[layout.schedule != "zero-bubble" or layout.pipeline == 1]
+        return self.predictors[layout.splits_backward]
 
     def _weight_of(self, layout: Layout) -> float:
         price = price_hour(self.cluster, layout.placement)
@@ -354,8 +365,7 @@ class _Search:
         nodes = -(-tensor * context // self.cluster.nodes_of(type_).gpus)
         mesh = Mesh(Use((), 0), tensor, context, micro_batch, ((type_, nodes),), 1, 1, "1f1b", 1)
         layout = self._layout(mesh, Variant("none", 0))
-        predictor = self.predictors[True]
-        return least(predictor.costs(layout)[0].layer)
+        return least(self._predictor(layout).costs(layout)[0].layer)
 
 
 def price_hour(cluster: Cluster, placement: Placement) -> float | None:
@@ -366,19 +376,22 @@ def price_hour(cluster: Cluster, placement: Placement) -> float | None:
     return sum((price or 0.0) * number for price, number in prices)
 
 
-def watts(cluster: Cluster, placement: Placement) -> float:
-    """Power of the nodes at work."""
+def watts(cluster: Cluster, placement: Placement) -> float | None:
+    """Power of the nodes at work; None where that of a GPU is not known."""
     total = 0.0
     for type_, number in placement:
         nodes = cluster.nodes_of(type_)
-        total += number * (nodes.idle_watts + nodes.gpus * (cluster.gpu_of(nodes).watts or 0.0))
+        each = cluster.gpu_of(nodes).watts
+        if each is None:
+            return None
+        total += number * (nodes.idle_watts + nodes.gpus * each)
     return total
 
 
-def _weight(objective: str, price_hour: float | None, watts_: float) -> float:
+def _weight(objective: str, price_hour: float | None, watts_: float | None) -> float:
     if objective == "cost":
         return (price_hour or 0.0) / 3600
-    return watts_ if objective == "energy" else 1.0
+    return (watts_ or 0.0) if objective == "energy" else 1.0
 
 
 def _frontier(kept: list[tuple[float, float, Layout]], cluster: Cluster) -> list[tuple[float, float, Layout]]:

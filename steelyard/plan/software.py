@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from steelyard.core.recipe import Recipe
+
 
 @dataclass(frozen=True)
 class Software:
@@ -82,6 +84,14 @@ STEELYARD = Software(
     scattered=False,
     step_overhead=5e-3,
 )
-# The same with layers that are not compiled, as under zero bubble.
+# The same with layers that are not compiled.
 EAGER = replace(STEELYARD, name="eager", stream_passes=16.0, inner_passes=3.0, kernels=45)
 KNOWN = {software.name: software for software in (STEELYARD, MEGATRON)}
+
+
+def as_run(software: Software, recipe: Recipe, splits_backward: bool) -> Software:
+    """The program as it trains a recipe: layers are compiled unless it says no, or zero bubble splits their backward
+    pass, of which a compiled one would run all of it twice.
+    """
+    compiled = recipe.train.compile if recipe.train.compile is not None else not splits_backward
+    return EAGER if software is STEELYARD and not compiled else software

@@ -6,10 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import permutations, product
+from math import gcd
 from typing import NamedTuple
 
-from steelyard.core.recipe import Recipe
+from pydantic_core import PydanticCustomError
+
+from steelyard.core.recipe import Recipe, agree
 from steelyard.core.recipe.model import LlamaModel
+from steelyard.core.recipe.parallel import Parallel
 from steelyard.plan.cluster import Cluster
 from steelyard.plan.layout import Placement
 
@@ -129,9 +133,34 @@ def contexts(recipe: Recipe, limits: Limits) -> list[int]:
     return [n for n in limits.contexts if n == 1 or (length % (2 * n) == 0 and length // n >= LEAST_CONTEXT)]
 
 
+def agrees(recipe: Recipe, tensor: int, context: int, pipeline: int) -> bool:
+    """Whether the recipe's own rules allow such a mesh: dropout, distilling and groups of weights forbid some."""
+    parallel = Parallel(tensor=tensor, context=context, pipeline=pipeline)
+    try:
+        agree.tensor(recipe.model, parallel, recipe.data.sequence_length)
+        if recipe.sparsity is not None:
+            agree.sparsity(recipe.model, recipe.sparsity, parallel, recipe.train)
+    except PydanticCustomError:
+        return False
+    return True
+
+
+def batches(recipe: Recipe) -> list[int]:
+    """The global batches of a run, as they grow."""
+    train = recipe.train
+    ramp = train.ramp_up
+    return [*(range(ramp.start, train.global_batch, ramp.increment) if ramp else ()), train.global_batch]
+
+
+def dealt_batch(recipe: Recipe) -> int:
+    """What micro-batch x data must divide, so that every batch of the run is dealt out whole."""
+    ramp = recipe.train.ramp_up
+    return gcd(recipe.train.global_batch, *((ramp.start, ramp.increment) if ramp else ()))
+
+
 def micro_batches(recipe: Recipe, limits: Limits) -> list[int]:
     """Micro-batches that divide the batch: powers of two, and the recipe's own."""
-    batch = recipe.train.global_batch
+    batch = dealt_batch(recipe)
     sizes = {2**power for power in range(limits.micro_batch.bit_length())} | {recipe.train.micro_batch}
     return sorted(n for n in sizes if n <= limits.micro_batch and batch % n == 0)
 
@@ -156,16 +185,17 @@ def schedules(recipe: Recipe, pipeline: int, rounds: int, limits: Limits) -> lis
     if pipeline == 1:
         return [("1f1b", 1)]
     found: list[tuple[str, int]] = []
-    if rounds >= pipeline:
+    each = [batch * rounds // recipe.train.global_batch for batch in batches(recipe)]
+    if min(each) >= pipeline:
         found.append(("1f1b", 1))
     else:
         found.append(("gpipe", 1))
-    if rounds % max(1, rounds // pipeline) == 0:
+    if all(number % max(1, number // pipeline) == 0 for number in each):
         deep = [v for v in (1, 2, 4) if v <= limits.virtual and pipeline * v <= recipe.model.layers + 2]
         found += [("interleaved", v) for v in deep if v > 1]
         if not recipe.train.compile:
             found += [("zero-bubble", v) for v in deep if v <= 2]
-    return [each for each in found if each[0] in limits.schedules]
+    return [choice for choice in found if choice[0] in limits.schedules]
 
 
 @lru_cache(maxsize=4096)

@@ -42,7 +42,11 @@ def measure(recipe: Recipe, tensors: list[int], micro_batches: list[int]) -> dic
         "gpu": known.name if known else name,
         "device": name,
         "precision": recipe.train.precision,
+        "family": recipe.model.family,
         "hidden": recipe.model.hidden,
+        "heads": recipe.model.heads,
+        "kv_heads": getattr(recipe.model, "kv_heads", recipe.model.heads),
+        "ffn": recipe.model.ffn,
         "sequence_length": recipe.data.sequence_length,
         "date": now(),
         "versions": {

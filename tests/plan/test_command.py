@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from steelyard.cli.plan import _count
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import load
 from steelyard.plan import slurm
@@ -19,6 +20,19 @@ count = 1
 gpu = "cpu"
 gpus = 2
 price_hour = 0.1
+"""
+COLD = """
+[[nodes]]
+type = "a"
+count = 1
+gpu = "mine"
+gpus = 1
+
+[[gpus]]
+name = "mine"
+memory_gib = 16
+fp16 = 50.0
+bandwidth_gb = 500.0
 """
 SINFO = """\
 n060|gpu2*|gpu:a10:4(S:0-1)
@@ -88,6 +102,7 @@ def test_the_recipes_own_layout_can_be_predicted(planning):
         (("--model", "tiny.toml", "--cluster", "cluster.toml", "--tokens", "many"), "many is no number of tokens", 2),
         (("--model", "tiny.toml", "--cluster", "cluster.toml", "--given", "--set", 'parallel.placement=["a10:1"]'),
          "the cluster has no nodes of type a10", 2),
+        (("--model", "tiny.toml", "--cluster", "cold.toml", "--objective", "energy"), "the power of mine is not", 2),
         (("--check", "runs/none", "--cluster", "cluster.toml"), "there is no run folder runs/none", 2),
         (("--model", "gpt3-175b", "--cluster", "cluster.toml"), "no layout of gpt3-175b fits", 1),
     ],
@@ -95,10 +110,17 @@ def test_the_recipes_own_layout_can_be_predicted(planning):
 def test_a_mistake_gets_one_message(planning, words, said, code):
     (planning.path / "bad.toml").write_text('[[nodes]]\ntype = "a"\ncount = 1\ngpu = "toaster"\ngpus = 1\n')
     (planning.path / "free.toml").write_text('[[nodes]]\ntype = "a"\ncount = 1\ngpu = "cpu"\ngpus = 1\n')
+    (planning.path / "cold.toml").write_text(COLD)
     answer = planning.steelyard("plan", *words)
     assert answer.returncode == code
     assert said in answer.stderr
     assert "Traceback" not in answer.stderr
+
+
+@pytest.mark.parametrize("text", ["", "inf", "nan", "1e400B", "-3B", "0", "B"])
+def test_what_is_no_number_of_tokens_is_refused(text):
+    with pytest.raises(UserError, match="is no number of tokens"):
+        _count(text)
 
 
 def test_sinfo_becomes_a_cluster_file(tmp_path):

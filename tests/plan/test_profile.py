@@ -39,6 +39,13 @@ def test_a_profile_of_another_model_or_with_a_mistake_is_refused(recipe, tmp_pat
     path.write_text(to_toml(found | {"hidden": 64}))
     with pytest.raises(UserError, match="this profile has hidden 64, and the recipe 32"):
         profiles.refuse_another(profiles.load(path), recipe, path)
+    path.write_text(to_toml(found | {"ffn": 7}))
+    with pytest.raises(UserError, match="this profile has ffn 7"):
+        profiles.refuse_another(profiles.load(path), recipe, path)
+    path.write_text(to_toml({key: value for key, value in found.items() if key not in ("family", "ffn", "heads")}))
+    profiles.refuse_another(profiles.load(path), recipe, path, cluster(("cpu", 1, 1)))
+    with pytest.raises(UserError, match="this profile is of cpu, and the cluster has a10, t4"):
+        profiles.refuse_another(profiles.load(path), recipe, path, cluster(("t4", 1, 1), ("a10", 1, 1)))
     path.write_text(to_toml(found | {"layers": [{"tensor": 1, "micro_batch": 1, "forward": -1.0, "backward": 1.0}]}))
     with pytest.raises(UserError, match="greater than 0"):
         profiles.load(path)

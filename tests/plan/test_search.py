@@ -8,13 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steelyard.plan import fit, partition, space
+from steelyard.core.errors import UserError
+from steelyard.core.recipe import Recipe
+from steelyard.plan import draw, fit, partition, space
 from steelyard.plan.cluster import Cluster
 from steelyard.plan.layout import Layout
 from steelyard.plan.predict import Predictor
+from steelyard.plan.search import given as predicted
 from steelyard.plan.search import search
-from steelyard.plan.software import EAGER
+from steelyard.plan.software import EAGER, MEGATRON, STEELYARD, as_run
 from steelyard.plan.space import Limits
+from steelyard.sizes.ranks import data_ranks
 from tests.plan.machines import cluster, gpt, gpt2_xl
 
 SEED_002 = [
@@ -180,6 +184,87 @@ def test_the_frontier_holds_no_plan_that_another_beats_in_both():
     points = sorted((plan.seconds, plan.value("cost")) for plan in plans)
     assert len(points) > 1
     assert all(one[1] > other[1] for one, other in pairwise(points))
+    shorter = search(gpt(layers=24, hidden=2048, batch=32), seed_002(), "pareto", 1, limits).plans
+    assert len(shorter) == len(plans)  # `top` does not cut it.
+
+
+@pytest.mark.parametrize(
+    ("compile_", "splits", "software", "runs"),
+    [
+        (None, False, STEELYARD, STEELYARD),
+        (None, True, STEELYARD, EAGER),
+        (False, False, STEELYARD, EAGER),
+        (True, False, STEELYARD, STEELYARD),
+        (False, True, MEGATRON, MEGATRON),
+    ],
+)
+def test_software_is_predicted_as_it_runs_the_recipe(compile_, splits, software, runs):
+    assert as_run(software, gpt(compile=compile_), splits) is runs
+
+
+def test_the_recipes_own_layout_is_predicted_as_the_search_does():
+    machines = cluster(("a10", 1, 2))
+    for more in ({"compile": False}, {}):
+        recipe = gpt(layers=8, **more)
+        schedule = "1f1b" if more else "zero-bubble"
+        limits = Limits(tensor=1, micro_batch=1, schedules=(schedule,), subsets=False, virtual=1)
+        best = search(recipe, machines, top=1, limits=limits).plans[0]
+        again = predicted(best.layout.written(recipe), machines).plans[0]
+        assert again.seconds == pytest.approx(best.seconds)
+
+
+def test_a_pipeline_is_drawn_as_it_was_predicted():
+    recipe, machines = gpt(layers=8), cluster(("a10", 1, 2))
+    limits = Limits(tensor=1, micro_batch=1, schedules=("1f1b",), virtual=1, subsets=False)
+    for software in (STEELYARD, MEGATRON):
+        found = search(recipe, machines, limits=limits, software=software).plans
+        plan = next(plan for plan in found if plan.layout.pipeline == 2)
+        page = draw.pipeline(recipe, machines, plan, software)
+        drawn = float(page.split(" ms from left to right")[0].rsplit(" ", 1)[1]) / 1e3
+        parts = plan.parts
+        assert drawn == pytest.approx(parts.compute + parts.tensor + parts.bubble + parts.pipeline, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": {"attention_dropout": 0.1, "positions": 8192}, "data": {"sequence_length": 8192}},
+        {"train": {"init_from": "runs/dense"}, "sparsity": {"method": "learned", "distill": 0.5}},
+        {"train": {"ramp_up": {"start": 4, "increment": 4, "samples": 100}}},
+    ],
+)
+def test_every_plan_can_be_written(changes):
+    values = gpt(layers=4).settings()
+    for section, keys in changes.items():
+        values[section] = values.get(section, {}) | keys
+    recipe = Recipe.model_validate(values)
+    plans = search(recipe, cluster(("a100-80", 1, 8)), top=40, limits=Limits(micro_batch=4)).plans
+    assert plans
+    for plan in plans:
+        assert data_ranks(plan.layout.written(recipe), plan.layout.world) == plan.layout.data
+
+
+def test_what_cannot_be_planned_is_refused_by_name():
+    hybrid = Recipe.model_validate(gpt().settings() | {"parallel": {"replicate": 2, "zero": 1, "data": 4}})
+    with pytest.raises(UserError, match="hybrid sharding"):
+        search(hybrid, cluster(("a10", 1, 4)))
+    for look in (search, predicted):
+        with pytest.raises(UserError, match="no peak of bf16 is known for t4"):
+            look(gpt(precision="bf16"), cluster(("t4", 1, 4)))
+
+
+def test_nodes_that_a_given_layout_leaves_idle_are_not_paid_for():
+    recipe = Recipe.model_validate(gpt().settings() | {"parallel": {"data": 8}})
+    plan = predicted(recipe, cluster(("a100-40", 1, 4), ("a10", 7, 4), price_hour=3.0)).plans[0]
+    assert plan.layout.placement == (("a100-40", 1), ("a10", 1))
+    assert plan.price_hour == 6.0
+
+
+def test_power_that_is_not_known_is_not_counted_as_none():
+    gpu = {"name": "mine", "memory_gib": 40, "fp16": 100.0, "bandwidth_gb": 800.0}
+    nodes = [{"type": "mine", "count": 1, "gpu": "mine", "gpus": 1, "idle_watts": 100.0}]
+    machines = Cluster.model_validate({"nodes": nodes, "gpus": [gpu]})
+    assert predicted(gpt(layers=2), machines).plans[0].watts is None
 
 
 @pytest.mark.slow
