@@ -61,11 +61,13 @@ def windows(asked: Calibration, tokenizer: Tokenizer | None, vocab: int) -> Wind
         text, whole = _text(asked)
         stream = np.asarray(tokenizer.framed(text), dtype=np.int64)
         described = f"{asked.data}, {'all' if whole else 'the first'} {len(stream)} tokens"
+    if len(stream) < 2:
+        raise UserError(f"{asked.data} holds no text to speak of", where="--calibration", mend="name another text")
     if len(stream) < asked.length:
         raise UserError(
             f"{asked.data} has {len(stream)} tokens, which do not fill one window of {asked.length}",
             where="--calibration",
-            mend=f"use --sequence-length {max(len(stream), 1)} or less, or more text",
+            mend=f"use --sequence-length {len(stream)} or less, or more text",
         )
     starts = np.random.RandomState(asked.seed).randint(0, len(stream) - asked.length + 1, asked.samples)
     rows: npt.NDArray[Any] = np.stack([stream[start : start + asked.length] for start in starts]).astype(np.int64)

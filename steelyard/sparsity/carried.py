@@ -27,6 +27,8 @@ class Masks(Protocol):
 
     path: Path
     pattern: Pattern
+    base: dict[str, Any]
+    """Path and hash of the weights that they were found for, where these are known."""
 
     def names(self) -> list[str]:
         """The matrices that have masks."""
@@ -59,6 +61,7 @@ class RunMasks:
         self.saved, self.path = saved, saved.path
         self.about: dict[str, Any] = saved.state[SPARSITY]
         self.pattern = Pattern.parse(str(self.about["pattern"]), where=str(saved.path))
+        self.base: dict[str, Any] = self.about["base"]
         self._sizes = {
             name.removeprefix("model.").removesuffix(LOGITS) + "weight": size
             for name, size in saved.shapes().items()
@@ -90,6 +93,7 @@ class LargestWeights:
 
     def __init__(self, source: Source, about: dict[str, Any]) -> None:
         self.source, self.path = source, source.path
+        self.base: dict[str, Any] = {}  # its own weights, which go on changing
         self.pattern = Pattern.parse(str(about["pattern"]), where=str(source.path))
         self._sizes = maskable(source.shape)
         self._names = chosen(self._sizes, about.get("include", []), about.get("exclude", []))
@@ -107,10 +111,11 @@ class LargestWeights:
         return self.pattern.keep_best(self.source.tensor(name).abs())
 
 
-def carried(path: str | Path, moved_to: str | None = None, checks: bool = True) -> Carried | None:
+def carried(path: str | Path, moved_to: str | None = None, checks: bool = True, mend: str = MOVED) -> Carried | None:
     """The masks that a run or a checkpoint brings along, and its weights; none where it brings no masks.
 
-    Without `checks` the weights are taken to be those that the masks belong to.
+    Without `checks` the weights are taken to be those that the masks belong to. `mend` says how a place that they were
+    moved to is named.
     """
     if not is_own(path):
         source = open_source(path)
@@ -125,7 +130,7 @@ def carried(path: str | Path, moved_to: str | None = None, checks: bool = True) 
         return Carried(LargestWeights(source, about), source, source.step, source.tokenizer, None, "N:M masks")
     if about.get("method") != "learned":
         return None
-    source = base.found(about["base"], moved_to, MOVED, checks)
+    source = base.found(about["base"], moved_to, mend, checks)
     tokenizer = saved.run.recipe().data.tokenizer or source.tokenizer
     identity = {"path": str(Path(source.path).resolve()), "sha256": str(about["base"]["sha256"])}
     return Carried(RunMasks(saved), source, saved.step, tokenizer, identity, "learned masks")

@@ -21,7 +21,8 @@ from steelyard.model.modules import Linear
 from steelyard.parallel.mesh import Mesh, alone
 from steelyard.parallel.parts import Part
 from steelyard.parallel.world import World, alike, everywhere
-from steelyard.sparsity.carried import SPARSITY, carried, masks_of
+from steelyard.sparsity import base
+from steelyard.sparsity.carried import SPARSITY, Carried, Masks, carried, masks_of
 from steelyard.sparsity.learned import masked_sizes, replace_linears
 from steelyard.sparsity.patterns import Pattern
 from steelyard.sparsity.prior import check_masks, held
@@ -29,6 +30,11 @@ from steelyard.sparsity.source import through
 from steelyard.train import device as devices
 from steelyard.train.engine import Engine
 from steelyard.train.extension import Extension
+
+MOVED = "say where they are now with sparsity.base=PATH"
+OTHERS = (
+    "name the weights they were found for in train.init_from; zeros that weights have already need no sparsity.mask"
+)
 
 
 class _OnMatrices(Extension):
@@ -98,16 +104,15 @@ class FixedZeros(_OnMatrices):
         """Weights from elsewhere, with the zeros of the mask file, if one is named."""
         origin = self.recipe.train.init_from
         assert origin is not None, "the recipe was checked"
-        brought = everywhere(world, lambda: carried(origin) is not None)
-        if brought:
+        brought = self._brought(origin, world)
+        masks = self._masks(origin if brought is None else str(brought.base.path), world)
+        if brought is not None:
             with alike(world):
-                how = self._start_under_masks(origin, engine)
+                how = self._start_under_masks(brought, engine)
         else:
             how = super().start(engine, world)
         with alike(world):
-            if self.sparsity.mask is not None:
-                masks = masks_of(self.sparsity.mask)
-                check_masks(masks, self.recipe, "sparsity.mask")
+            if masks is not None:
                 for part in self.parts:
                     part.tensor.mul_(held(masks.mask(part.name), part).to(part.tensor.device))
             zeros = self.metrics()["zeros"]
@@ -119,13 +124,40 @@ class FixedZeros(_OnMatrices):
                 )
         return f"{how}, {100 * zeros:.1f}% of the masked weights zero"
 
-    def _start_under_masks(self, origin: str, engine: Engine) -> str:
+    def _brought(self, origin: str, world: World) -> Carried | None:
+        """The masks that a run or a checkpoint brings, and their weights, which the first rank checks."""
+        moved_to = self.sparsity.base
+        brings = everywhere(world, lambda: carried(origin, moved_to, mend=MOVED) is not None)
+        with alike(world):
+            brought = carried(origin, moved_to, checks=False, mend=MOVED) if brings else None
+            if moved_to is not None and (brought is None or brought.identity is None):
+                raise UserError(
+                    f"{origin} has its weights with it, and is no run that learned masks for others",
+                    where=self.recipe.where("sparsity.base"),
+                    mend="leave it out",
+                )
+        return brought
+
+    def _masks(self, weights: str, world: World) -> Masks | None:
+        """The masks that the recipe names, which must have been found for these weights, if it is known for which."""
+        if self.sparsity.mask is None:
+            return None
+        with alike(world):
+            masks = masks_of(self.sparsity.mask)
+            check_masks(masks, self.recipe, "sparsity.mask")
+        if "sha256" in masks.base:
+            found = base.identity_by_all(weights, world)
+            with alike(world):
+                base.refuse_others(masks.base, found, OTHERS)
+        return masks
+
+    def _start_under_masks(self, brought: Carried, engine: Engine) -> str:
         """Weights with the zeros of the masks that a run or a checkpoint brings."""
-        brought = carried(origin, checks=False)  # The first rank has checked.
-        assert brought is not None
         pieces = engine.pieces(for_saving=False, with_optimizer=False)
         formats.load_pieces(through(brought), pieces, self.recipe.model)
-        return f"new run from the weights of {brought.base.path} under the {brought.how} of {origin}"
+        return (
+            f"new run from the weights of {brought.base.path} under the {brought.how} of {self.recipe.train.init_from}"
+        )
 
     def metrics(self) -> dict[str, float]:
         """The share of zeros, which does not change."""

@@ -11,6 +11,7 @@ Megatron's order of query, key, value and of gate and up undone, exactly as for 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +39,7 @@ class MaskLlm:
 
     def __init__(self, source: Mapped, ranks: Ranks) -> None:
         self.path: Path = source.path
+        self.base: dict[str, Any] = {}  # weights lie beside the masks
         self._shape, self._ranks = source.shape, ranks
         self._sizes = source.sizes()
         self._entries = {

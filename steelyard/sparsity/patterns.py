@@ -44,11 +44,6 @@ class Pattern:
     def __str__(self) -> str:
         return f"{self.keep}:{self.group}" if self.group else f"{self.share:g}"
 
-    @property
-    def sparsity(self) -> float:
-        """The share of the weights that are pruned."""
-        return 1 - self.keep / self.group if self.group else self.share
-
     def candidates(self) -> Tensor:
         """All masks that a group can have, as rows of zeros and ones: 1100, 1010, 1001, 0110, 0101, 0011 for 2:4."""
         assert self.group, "a pattern without groups has no candidates"

@@ -23,8 +23,7 @@ class Prior:
         self.zeros = 0.0
         if masks is None:
             return
-        made_for = getattr(masks, "base", {}).get("sha256", base["sha256"])
-        if made_for != base["sha256"]:
+        if masks.base.get("sha256", base["sha256"]) != base["sha256"]:
             console.warn(f"the masks of {masks.path} were found for other weights than those of {base['path']}")
         check_masks(masks, recipe, "sparsity.prior")
 

@@ -21,7 +21,7 @@ from steelyard.parallel.world import World, alike, everywhere
 from steelyard.sparsity import base, gumbel, learned
 from steelyard.sparsity.carried import LOGITS, SPARSITY, masks_of
 from steelyard.sparsity.distill import Distilling
-from steelyard.sparsity.kept import FixedZeros, LargestWeights
+from steelyard.sparsity.kept import MOVED, FixedZeros, LargestWeights
 from steelyard.sparsity.maskllm import MaskLlm, masks_in
 from steelyard.sparsity.prior import Prior, held
 from steelyard.train import device as devices
@@ -29,7 +29,6 @@ from steelyard.train.engine import Engine
 from steelyard.train.extension import Extension
 from steelyard.train.optimizer import Pace
 
-MOVED = "say where they are now with sparsity.base=PATH"
 FROM_WEIGHTS = "weights"
 
 

@@ -1,11 +1,13 @@
 """Training under masks: N:M weights that learn, and pruned weights whose zeros stay."""
 
+import shutil
+
 import pytest
 import torch
 
 from steelyard.checkpoint.formats import open_source
 from steelyard.core.errors import UserError
-from steelyard.sparsity import masks, source
+from steelyard.sparsity import base, masks, source
 from steelyard.sparsity.kept import _Largest
 from steelyard.sparsity.patterns import Pattern
 from tests.sparsity.conftest import Place
@@ -61,6 +63,31 @@ def test_learned_masks_are_kept_while_their_weights_are_tuned(place: Place):
 def test_dense_weights_have_no_zeros_to_keep(place: Place):
     with pytest.raises(UserError, match="have none"):
         place.train("tuned", "sparsity.method=fixed", "train.init_from=base", *QUICK)
+
+
+def test_a_mask_file_that_was_found_for_other_weights_is_refused(place: Place):
+    chosen = magnitude_masks(place)
+    settings = ("sparsity.method=fixed", "train.init_from=base", *QUICK, "train.steps=1")
+    for name, known in (("own", base.identity(open_source("base"))), ("other", {"path": "x", "sha256": "0" * 64})):
+        masks.write(place.path / f"{name}.mask", chosen.items(), Pattern(2, 4), known)
+    place.train("tuned", *settings, "sparsity.mask=own.mask")
+    with pytest.raises(UserError, match="belong to other weights"):
+        place.train("refused", *settings, "sparsity.mask=other.mask")
+
+
+def test_a_base_that_was_moved_is_asked_for_where_its_masks_are_kept(place: Place):
+    (place.path / "base").unlink()
+    shutil.copytree(place.path.joinpath("tiny.toml").resolve().parent / "base", place.path / "base")
+    place.learn("masks", "train.steps=1")
+    shutil.move(place.path / "base", place.path / "moved")
+    settings = ("sparsity.method=fixed", "train.init_from=masks", *QUICK, "train.steps=1")
+    with pytest.raises(UserError, match="are not at") as asked:
+        place.train("tuned", *settings)
+    assert "sparsity.base=PATH" in str(asked.value)
+    place.train("tuned", *settings, "sparsity.base=moved")
+    with pytest.raises(UserError, match="has its weights with it") as refused:
+        place.train("again", *settings, "train.init_from=tuned", "sparsity.base=moved")
+    assert "sparsity.base" in str(refused.value)
 
 
 def test_masks_of_another_model_are_refused(place: Place):

@@ -288,6 +288,16 @@ def test_windows_are_chosen_by_the_seed_and_the_same_from_text_and_from_token_fi
         windows(asked, Bytes(), 80)
 
 
+def test_an_empty_text_is_called_so(tmp_path):
+    class Nothing:
+        def framed(self, text):
+            return []
+
+    (tmp_path / "a.txt").write_text("")
+    with pytest.raises(UserError, match="holds no text to speak of"):
+        windows(Calibration(str(tmp_path / "a.txt"), 2, 10, 0), Nothing(), 256)
+
+
 def test_of_a_long_text_only_the_beginning_is_read(tmp_path, monkeypatch):
     from steelyard.sparsity import calibration
 

@@ -14,7 +14,7 @@ Range = Annotated[list[PositiveFloat], Field(min_length=2, max_length=2)]
 RangeFromZero = Annotated[list[NonNegativeFloat], Field(min_length=2, max_length=2)]
 LEARNED_PATTERNS = ("2:4", "1:4")
 OF_LEARNED = (
-    "base", "prior", "prior_strength", "std", "temperature", "scale", "weight_reg", "hard", "distill",
+    "prior", "prior_strength", "std", "temperature", "scale", "weight_reg", "hard", "distill",
     "distill_temperature", "learning_rate", "learning_rate_multiplier", "weight_decay",
 )  # fmt: skip
 
@@ -33,7 +33,9 @@ class Sparsity(Section):
     )
     exclude: list[str] = Field([], description="matrices to leave whole, written alike")
 
-    base: str | None = Field(None, description="the frozen weights; left out: train.init_from, or the base of that run")
+    base: str | None = Field(
+        None, description="weights of the masks; left out: train.init_from, or the base of that run"
+    )
     prior: str | None = Field(None, description='a mask file to begin near, or "weights": where they are not zero')
     prior_strength: NonNegativeFloat = 3.0
     std: PositiveFloat = Field(0.01, description="of the initial logits")
@@ -68,7 +70,7 @@ class Sparsity(Section):
     def _of_one_method(self) -> Sparsity:
         foreign: dict[str, tuple[str, ...]] = {
             "learned": ("mask", "decay"),
-            "sr-ste": (*OF_LEARNED, "mask"),
+            "sr-ste": (*OF_LEARNED, "base", "mask"),
             "fixed": (*OF_LEARNED, "decay", "pattern"),
         }
         for key in foreign[self.method]:
