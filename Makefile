@@ -27,14 +27,12 @@ format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# Two processes, each with whole files: fixtures of a session are made once in each.
-PYTEST := $(BIN)/pytest -n 2 --dist loadfile
-
+# Two processes, each with whole files. The slow tests need both cores, and have them one after the other.
 test: lint
-	$(PYTEST) -m "not slow"
+	$(BIN)/pytest -n 2 --dist loadfile -m "not slow"
 
 test-all: test
-	$(PYTEST) -m slow
+	$(BIN)/pytest -m slow
 
 bench: setup
 	$(BIN)/python benchmarks/index_maps.py
