@@ -34,7 +34,7 @@ from steelyard.sparsity import source as sparse
 from steelyard.train.device import NAMES, device_for, dtype_for
 
 LONGEST = 4096  # the length of windows, where none is asked for and the model sees as much
-TOKENS_AT_ONCE = {"cpu": 2048, "cuda": 16384}
+TOKENS_AT_ONCE = {"cpu": 1024, "cuda": 16384}  # More at once is slower where caches are small.
 TIMEOUT_MINUTES = 30.0
 
 
