@@ -60,6 +60,7 @@ def test_a_header_that_lies_is_refused(tmp_path, header, length, complaint):
 @RELAXED
 @given(st.binary(max_size=200), st.integers(0, 2**64 - 1) | st.integers(0, 300))
 def test_any_bytes_for_safetensors_are_read_or_refused(tmp_path, data, length):
+    """Any error but a refusal fails this."""
     file = with_header(tmp_path / "model.safetensors", data, b"", length)
     try:
         for extent in safetensors.extents(file).values():
