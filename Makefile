@@ -2,6 +2,7 @@
 # make quickstart  set-up, then train a small model on this machine
 # make test        set-up, lint, types, contract, fast tests
 # make test-all    the same and the slow tests
+# make test-cluster  installs Slurm, Open MPI, PostgreSQL and Chromium (Debian, root), then tests on them
 # make lint        look; make format  mend
 # make bench       the measurements that need no GPU and no data from elsewhere
 SHELL := /bin/bash
@@ -9,7 +10,7 @@ TORCH ?= auto
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup quickstart lint format test test-all bench clean
+.PHONY: setup quickstart lint format test test-all test-cluster bench clean
 
 setup:
 	@$(PYTHON) tools/setup.py --torch $(TORCH)
@@ -29,10 +30,14 @@ format: setup
 
 # Two processes, each with whole files. The slow tests need both cores, and have them one after the other.
 test: lint
-	$(BIN)/pytest -n 2 --dist loadfile -m "not slow"
+	$(BIN)/pytest -n 2 --dist loadfile -m "not slow and not cluster"
 
 test-all: test
-	$(BIN)/pytest -m slow
+	$(BIN)/pytest -m "slow and not cluster"
+
+test-cluster: setup
+	tools/cluster_packages
+	$(BIN)/pytest -m cluster
 
 bench: setup
 	$(BIN)/python benchmarks/index_maps.py
