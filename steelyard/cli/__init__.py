@@ -45,6 +45,8 @@ COMMANDS = {
     "generate": ("generate", "Let a trained model write."),
     "bench": ("bench", "Measure how fast a model runs here."),
     "hub": ("hub", "Publish models on the hub, and fetch them from it."),
+    "watch": ("watch", "Follow a run, and tell what is wrong with it."),
+    "serve": ("serve", "Show all runs below a folder in a browser, live."),
     "report": ("report", "Write a run's report as one HTML file."),
 }
 # Groups with a command that need not be named: a first word that names none of the others belongs to it.
