@@ -28,10 +28,11 @@ from steelyard.sizes.model import flops_per_token, parameters
 from steelyard.tokens.loader import Loader, labels_in, read
 from steelyard.tokens.samples import Samples
 from steelyard.train import device as devices
-from steelyard.train import memory, preparation, timeline
+from steelyard.train import hosts, memory, preparation, timeline
 from steelyard.train.engine import Engine
 from steelyard.train.extension import Extension
 from steelyard.train.metrics import Recorder, line
+from steelyard.train.pace import Pace
 from steelyard.train.schedule import Progress, learning_rate
 from steelyard.train.speed import Speed
 from steelyard.train.stopping import StopRequest, stop_request
@@ -111,11 +112,13 @@ class Training:
         self.saver = checkpoint.Saver(folder.checkpoints, recipe.checkpoint.keep_last, recipe.checkpoint.background)
         self.recorder = Recorder(recipe, folder, writes=world.is_first)
         self.speed = Speed(recipe, device, world.size)
+        self.pace = Pace(self.mesh, device)
         self._start_or_resume(begin_at)
         if world.is_first:
             folder.follow(recipe)
             begun = folder.manifest().get("started", now())
             folder.update(**session(world.size), device=str(device), started=begun, ended=None)
+        hosts.report(folder, recipe, self.mesh, world, device)
 
     def until_done(self, stop: StopRequest) -> str:
         """Take the steps that are left. Returns the state of the run: finished, or stopped by the clock."""
@@ -161,9 +164,10 @@ class Training:
         is_timed = log.timeline is not None and log.timeline[0] <= step <= log.timeline[1]
         if is_timed:
             timeline.begin()
-        rows = next(batches)
+        with self.pace.of_data():
+            rows = next(batches)
         self.extension.begin_step(step, batch, self.tally.loss_scale.scale)
-        with timeline.profiled(log.profile, step):
+        with timeline.profiled(log.profile, step), self.pace.of_a_step():
             outcome = self.engine.step(rows.rows, rows.first, rate, rows.labels, self.tally.loss_scale.scale)
         if is_timed:
             timeline.end(step, self.folder.path / TIMELINE, self.world.rank)
@@ -204,6 +208,7 @@ class Training:
             "nonfinite": counters.nonfinite,
         }
         record |= self.extension.metrics() | self.speed.of(counters.tokens, seconds, steps)
+        record |= self.pace.told(seconds, steps)
         self.recorder.record(record)
         console.say(line(record, self.recipe.train.steps))
 

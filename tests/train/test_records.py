@@ -71,7 +71,10 @@ def test_tensorboard_gets_what_the_records_hold(in_workplace, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", stub)
     run = train.run(load("tiny.toml", ["log.tensorboard=true", "train.steps=4"]), extension=Extra())
     expected = [
-        (key, value, record["step"]) for record in run.metrics() for key, value in record.items() if key != "step"
+        (key, value, record["step"])
+        for record in run.metrics()
+        for key, value in record.items()
+        if key not in ("step", "time")
     ]
     assert Board.last.scalars == expected
     assert {"loss", "valid_loss", "grad_norm", "extra"} <= {key for key, _, _ in expected}

@@ -134,7 +134,7 @@ function one(run) {
   if (canvas) nodes.push(make("h2", {}, "Loss"), canvas);
   if (run.scheduler.length) {
     nodes.push(make("h2", {}, "Scheduler"), make("table", {}, run.scheduler.map((job) => make("tr", {},
-      ["job", "state", "reason", "nodes", "elapsed", "time_limit", "restarts"].map((key) => make("td", {}, job[key] == null ? "" : String(job[key])))))));
+      ["job", "state", "reason", "nodes", "time_limit", "restarts"].map((key) => make("td", {}, job[key] == null ? "" : String(job[key])))))));
   }
   nodes.push(...configuration(run.configuration), ...run.hosts.flatMap(host));
   return [nodes.filter((node) => node !== null), canvas ? () => draw(canvas, run.curve) : null];
