@@ -141,9 +141,8 @@ def starting(folder: Path) -> None:
         command = [sys.executable, "-m", "steelyard", "watch", "--once", str(folder)]
         told = subprocess.run(command, capture_output=True, text=True)
         assert "the last line" in told.stdout, told
-        print(
-            f"two logs of 1 GiB: the page after {time.perf_counter() - began:.2f} s, {_children() - before:.2f} s of CPU"
-        )
+        passed, used = time.perf_counter() - began, _children() - before
+        print(f"two logs of 1 GiB: the page after {passed:.2f} s, {used:.2f} s of CPU")
     print(f"largest process so far {resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024:.0f} MiB")
 
 
