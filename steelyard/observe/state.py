@@ -213,10 +213,8 @@ class State:
             if kind == ".gpu" and host not in self.devices:
                 self.devices[host] = Samples(Tail(path, FIRST_LINES * 4, MOST_LINES * 4))
             elif kind == ".err" and host not in self.err:
-                first, most = (
-                    max(LEAST_ERRORS, min(FIRST_ERRORS // share, FIRST_OF_ONE)),
-                    max(LEAST_ERRORS, MOST_ERRORS // share),
-                )
+                first = max(LEAST_ERRORS, min(FIRST_ERRORS // share, FIRST_OF_ONE))
+                most = max(LEAST_ERRORS, MOST_ERRORS // share)
                 self.err[host] = Log(Tail(path, first, most), Complaints())
             elif kind == ".out" and host not in self.out:
                 self.out[host] = Log(Tail(path, FIRST_LINES, MOST_LINES), None)
