@@ -7,6 +7,7 @@ What ranks print is not trusted: control characters, with which a line could rew
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from steelyard.core.errors import UserError
 STREAMS = ("out", "err", "gpu")
 BYTES_TO_LOOK_BACK = 1 << 18
 SECONDS_BETWEEN_LOOKS = 0.5
+SECONDS_BETWEEN_QUESTIONS = 3.0  # to the scheduler, whether the run is over
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -76,17 +78,20 @@ def _device(device: dict[str, object]) -> str:
     memory = f"{number('memory_used', '', 6, mebi)} /{number('memory_total', ' MiB', 7, mebi)}"
     processes = device.get("processes")
     count = len(processes) if isinstance(processes, list) else 0
+    running = f"{count} process{'' if count == 1 else 'es'}"
     return (
         f"[{device.get('index')}] {device.get('name')} | {number('temperature', ' C', 3)}, "
-        f"{number('utilisation', ' %', 3)} | {memory} | {number('power', ' W', 4)} | {count} process{'' if count == 1 else 'es'}"
+        f"{number('utilisation', ' %', 3)} | {memory} | {number('power', ' W', 4)} | {running}"
     )
 
 
 def follow(find: Callable[[], list[Path]], is_over: Callable[[], bool]) -> Iterator[tuple[Path, str]]:
     """Lines as they are added to logs, those of hosts that join later too, until the run is over."""
     places = {path: path.stat().st_size for path in find()}
+    was_over, asked_at = False, -math.inf
     while True:
-        was_over = is_over()
+        if time.monotonic() - asked_at > SECONDS_BETWEEN_QUESTIONS:
+            was_over, asked_at = is_over(), time.monotonic()
         for path in find():
             places.setdefault(path, 0)
             with open(path, "rb") as file:

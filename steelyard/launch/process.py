@@ -26,6 +26,7 @@ from typing import Any
 from steelyard.core import files
 from steelyard.core.errors import Interrupted
 from steelyard.core.run import now
+from steelyard.launch.local import die_with_parent
 from steelyard.launch.record import ENDED, FOLDER
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -38,7 +39,7 @@ def start(run: Path, command: list[str], environment: dict[str, str] | None = No
     (run / FOLDER / ENDED).unlink(missing_ok=True)
     with open(run / "logs" / "launcher.log", "ab") as log:
         child = subprocess.Popen(
-            [sys.executable, "-m", "steelyard.launch.process", str(run.resolve()), *command],
+            [sys.executable, "-P", "-m", "steelyard.launch.process", str(run.resolve()), *command],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -87,7 +88,7 @@ def main(arguments: list[str]) -> int:
     """Supervise: `python -m steelyard.launch.process RUN COMMAND...`."""
     run, command = Path(arguments[0]), arguments[1:]
     began, asked = time.monotonic(), []
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_parent())
 
     def forward(number: int, frame: FrameType | None) -> None:
         asked.append(number)

@@ -16,7 +16,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from steelyard.core.run import now
+from steelyard.core.run import MANIFEST, Run, now
 from steelyard.launch import process, record
 from steelyard.launch.record import Launch
 
@@ -40,7 +40,7 @@ def refresh(run: Path) -> list[Record]:
     records = read(run)
     if launch is None:
         return records
-    found = _slurm(launch.jobs) if launch.backend == "slurm" else [_supervised(run, launch)]
+    found = _slurm(launch.jobs) if launch.process is None else [_supervised(run, launch)]
     last = {each["job"]: each for each in records}
     changed = [each for each in found if _differs(last.get(each["job"]), each)]
     if changed:
@@ -80,6 +80,15 @@ def state(records: list[Record], jobs: list[str]) -> str | None:
     bad = [each for each in states if each not in LIVE and each != "COMPLETED"]
     live = [each for each in states if each in LIVE]
     return next(iter([*bad, *live, *states]), None)
+
+
+def is_over(run: Path) -> bool:
+    """Whether nothing more will come: the launch ended, or nobody launched the run and nobody writes to it."""
+    launch = record.read(run)
+    if launch is None:
+        return not (run / MANIFEST).is_file() or Run(run).state not in ("running", "created")
+    word = state(refresh(run), launch.jobs)
+    return word is not None and word not in LIVE
 
 
 def _differs(before: Record | None, after: Record) -> bool:
