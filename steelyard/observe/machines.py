@@ -18,7 +18,7 @@ def of_run(run: Run, described: Path | None = None) -> Cluster | None:
         return clusters.load(described)
     hosts = [read_object(path) for path in sorted((run.path / "hosts").glob("*.json"))]
     world = int(run.manifest().get("world_size", 1) or 1)
-    device = next((str(host["device"]) for host in hosts if host.get("device")), str(run.manifest().get("device", "")))
+    device = next((str(host["device"]) for host in hosts if host.get("device")), _device(run))
     gpu = by_name("cpu" if device.startswith("cpu") else device)
     if gpu is None:
         return None
@@ -28,3 +28,8 @@ def of_run(run: Run, described: Path | None = None) -> Cluster | None:
         return Cluster.model_validate({"nodes": [nodes]})
     except (UserError, ValueError):
         return None
+
+
+def _device(run: Run) -> str:
+    manifest = run.manifest()
+    return str(manifest.get("device_name") or manifest.get("device", ""))

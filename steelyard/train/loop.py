@@ -32,6 +32,7 @@ from steelyard.train import memory, preparation, timeline
 from steelyard.train.engine import Engine
 from steelyard.train.extension import Extension
 from steelyard.train.metrics import Recorder, line
+from steelyard.train.profiling import PROFILE, Profiler
 from steelyard.train.schedule import Progress, learning_rate
 from steelyard.train.speed import Speed
 from steelyard.train.stopping import StopRequest, stop_request
@@ -111,11 +112,13 @@ class Training:
         self.saver = checkpoint.Saver(folder.checkpoints, recipe.checkpoint.keep_last, recipe.checkpoint.background)
         self.recorder = Recorder(recipe, folder, writes=world.is_first)
         self.speed = Speed(recipe, device, world.size)
+        self.profiler = Profiler(recipe.log, folder.path / PROFILE, device, world.rank, self.engine.timeline)
         self._start_or_resume(begin_at)
         if world.is_first:
             folder.follow(recipe)
             begun = folder.manifest().get("started", now())
-            folder.update(**session(world.size), device=str(device), started=begun, ended=None)
+            named = {"device": str(device), "device_name": devices.name(device)}
+            folder.update(**session(world.size), **named, started=begun, ended=None)
 
     def until_done(self, stop: StopRequest) -> str:
         """Take the steps that are left. Returns the state of the run: finished, or stopped by the clock."""
@@ -133,7 +136,8 @@ class Training:
             while counters.step < train.steps:
                 batch = train.batch_at(counters.samples)
                 rate = self._rate(batch)
-                self._step(batches, batch, rate)
+                with self.profiler.around(counters.step + 1):
+                    self._step(batches, batch, rate)
                 is_last = counters.step == train.steps
                 if is_last or counters.step % recipe.log.every == 0:
                     self._record(rate, batch)
@@ -146,7 +150,8 @@ class Training:
                     is_best, gave_up = self._judged()
                 out_of_time = time.monotonic() > deadline
                 stopping = stop.agreed(out_of_time) and not (is_last or gave_up)
-                if is_last or is_best or stopping or gave_up or _is_due(recipe.checkpoint.every, counters.step):
+                is_wanted = is_last and recipe.checkpoint.last
+                if is_wanted or is_best or stopping or gave_up or _is_due(recipe.checkpoint.every, counters.step):
                     self._save(is_best)
                 if stopping:
                     return self._stopped(stop.agreed_by_clock)
@@ -156,15 +161,14 @@ class Training:
         return "finished"
 
     def _step(self, batches: Loader, batch: int, rate: float) -> None:
-        """One step on the next batch, timed and profiled where the recipe asks for it."""
+        """One step on the next batch, timed where the recipe asks for it."""
         log, timeline, step = self.recipe.log, self.engine.timeline, self.tally.counters.step + 1
         is_timed = log.timeline is not None and log.timeline[0] <= step <= log.timeline[1]
         if is_timed:
             timeline.begin()
         rows = next(batches)
         self.extension.begin_step(step, batch, self.tally.loss_scale.scale)
-        with timeline.profiled(log.profile, step):
-            outcome = self.engine.step(rows.rows, rows.first, rate, rows.labels, self.tally.loss_scale.scale)
+        outcome = self.engine.step(rows.rows, rows.first, rate, rows.labels, self.tally.loss_scale.scale)
         if is_timed:
             timeline.end(step, self.folder.path / TIMELINE, self.world.rank)
         self.tally.add(*outcome, batch, rows.labels)
