@@ -40,11 +40,18 @@ COMMANDS = {
     "mask": ("mask", "Look at masks, and apply them to weights."),
     "export-sparse": ("export_sparse", "Write a 2:4 model compressed."),
     "plan": ("plan", "Find the best layout for the machines at hand."),
+    "submit": ("submit", "Run a recipe, or any command, here, over mpirun or on Slurm."),
+    "cancel": ("cancel", "End a job that was submitted."),
+    "list": ("list", "List the runs under a folder and how they stand."),
+    "logs": ("logs", "Show what each node printed, and what its devices did."),
+    "shell": ("shell", "Open a shell inside a site's container and environment."),
     "checkpoint": ("checkpoint", "Convert, look at and compare checkpoints of any format."),
     "eval": ("eval", "Measure perplexity, and score tasks."),
     "generate": ("generate", "Let a trained model write."),
     "bench": ("bench", "Measure how fast a model runs here."),
     "hub": ("hub", "Publish models on the hub, and fetch them from it."),
+    "watch": ("watch", "Follow a run, and tell what is wrong with it."),
+    "serve": ("serve", "Show all runs below a folder in a browser, live."),
     "report": ("report", "Write a run's report as one HTML file."),
 }
 # Groups with a command that need not be named: a first word that names none of the others belongs to it.

@@ -87,5 +87,5 @@ def folded(title: str, words: str) -> str:
 
 
 def program(name: str) -> str:
-    """One of this folder's scripts, whole."""
-    return resources.files("steelyard.observe.report").joinpath(name).read_text(encoding="utf-8")
+    """One of this room's scripts, whole."""
+    return resources.files("steelyard.observe").joinpath("pages", name).read_text(encoding="utf-8")

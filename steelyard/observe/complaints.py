@@ -1,0 +1,108 @@
+"""Which lines of a log are errors, and which only look like it.
+
+Libraries print warnings, notes and the names of error classes to standard error while all is well. A line counts when
+it says what went wrong in one of the ways that Python, CUDA, NCCL, MPI, Slurm, shells and kernels say it, and is not
+marked as less by whoever wrote it. Of a traceback the line that names the error counts, not the one that announces it.
+"""
+
+from __future__ import annotations
+
+import re
+
+# Cheap to look for in a whole chunk: a line without any of them is no error.
+_SIGNS = re.compile(
+    rb"(?i)error|exception|traceback|fault|fatal|panic|abort|killed|out of memory|no space left|core dumped|terminate|"
+    rb"not found|denied|undefined symbol|cannot open|failed|^error|oom"
+)
+_ERROR = re.compile(
+    r"""
+    ^\S*(?:Error|Exception|Interrupt)\b(?::|$)          # ValueError: ..., torch.OutOfMemoryError: ...
+    | ^(?:\S+:\s)?(?:fatal\s)?error:\s                  # error: ..., srun: error: ..., slurmstepd: error: ...
+    | ^\S+:\s(?:.*:\s)?(?:command\ not\ found|[Pp]ermission\ denied|[Nn]o\ such\ file\ or\ directory)\s*$
+    | \[E\d{3,4}\ | ^E\d{4}\ \d\d:\d\d                  # the log of torch and glog, errors only
+    | \b(?:CUDA|NCCL|cuDNN|cuBLAS|CUBLAS)\ error\b | \bncclInternalError\b | \bncclSystemError\b
+    | \bSegmentation\ fault\b | \bBus\ error\b | \bcore\ dumped\b | ^Killed\b | \bOut\ of\ memory:\ Killed\b
+    | \boom[-_]kill\b | \bout-of-memory\ handler\b | \bNo\ space\ left\ on\ device\b | \bDisk\ quota\ exceeded\b
+    | ^terminate\ called\b | \bundefined\ symbol\b | \bcannot\ open\ shared\ object\ file\b
+    | \b(?:FATAL|CRITICAL|PANIC)\b | ^Fatal\b | \bmpirun\ (?:noticed|has\ exited)\b | ^Aborted\b
+    """,
+    re.VERBOSE,
+)
+_LESS = re.compile(
+    r"""
+    (?i:\bwarn(?:ing|ings)?\b) | (?i:warning:) | \[W\d{3,4}\ | ^W\d{4}\ \d\d:\d\d | \b(?:INFO|DEBUG|NOTE|WARN)\b
+    | (?i:\bignored\b|\bignoring\b|\bretrying\b|\bwill\ retry\b|\bharmless\b|\bno\ errors?\b|\b0\ errors?\b)
+    | \berror_file\b | ^\s*(?:File\ "|\^|~|\|\s*$)      # parts of tracebacks
+    | CUPTI_ERROR_|\bKineto\b|cuptiGetLastError         # a profiler that has no rights; training goes on
+    | Unable\ to\ register\ cu(?:DNN|FFT|BLAS)\ factory
+    """,
+    re.VERBOSE,
+)
+_RANK = re.compile(r"^(?:\[(?:rank)?\d+(?:,\d+)?\](?:<std\w+>)?:?\s?|\d+:\s)+")
+_ANNOUNCED = "Traceback (most recent call last)"
+LONGEST = 500
+
+
+class Complaints:
+    """Looks through one log as it grows, and keeps the first error, the last one, and how many there were."""
+
+    def __init__(self) -> None:
+        self.first: str | None = None
+        self.last: str | None = None
+        self.count = 0
+        self._in_ignored = False
+        self._is_announced = False
+
+    def look(self, lines: list[bytes]) -> None:
+        """Go through lines that are new."""
+        for line in lines:
+            if self._is_announced or self._in_ignored or _SIGNS.search(line[:4096]):
+                self._consider(clean(line))
+
+    def forget(self) -> None:
+        """The file is another one now."""
+        self.__init__()  # type: ignore[misc]
+
+    def _consider(self, line: str) -> None:
+        text = _RANK.sub("", line)
+        if text.startswith("Exception ignored"):
+            self._in_ignored = True
+            return
+        if _ANNOUNCED in text:
+            self._is_announced = True
+            return
+        if self._in_ignored or self._is_announced:
+            if not text or text[0] in " \t|+":
+                return  # The frames of a traceback.
+            was_ignored, self._in_ignored, self._is_announced = self._in_ignored, False, False
+            if was_ignored:
+                return
+            if re.match(r"[\w.]+(?::|$)", text):  # The name of the error, whatever it is called.
+                self._count(text)
+                return
+        if is_error(line):
+            self._count(text)
+
+    def _count(self, text: str) -> None:
+        text = text[:LONGEST]
+        self.first = self.first or text
+        self.last = text
+        self.count += 1
+
+
+def is_error(line: str) -> bool:
+    """Whether a line by itself says that something failed."""
+    text = _RANK.sub("", line)
+    return bool(_ERROR.search(text)) and not _LESS.search(text)
+
+
+_CONTROL = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
+)
+
+
+def clean(line: bytes | str) -> str:
+    """A line of somebody else's as text that can do nothing to a terminal; of a progress bar, what it showed last."""
+    text = line[-65536:].decode("utf-8", "replace") if isinstance(line, bytes) else line
+    text = text.rstrip("\r\n").rpartition("\r")[2]
+    return _CONTROL.sub("", text).expandtabs(4)
