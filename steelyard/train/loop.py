@@ -113,7 +113,8 @@ class Training:
         self.saver = checkpoint.Saver(folder.checkpoints, recipe.checkpoint.keep_last, recipe.checkpoint.background)
         self.recorder = Recorder(recipe, folder, writes=world.is_first)
         self.speed = Speed(recipe, device, world.size)
-        self.profiler = Profiler(recipe.log, folder.path / PROFILE, device, world.rank, self.engine.timeline)
+        traces, timers = folder.path / PROFILE, self.engine.timeline
+        self.profiler = Profiler(recipe.log, traces, device, world.rank, timers, self.recorder.paused)
         self._start_or_resume(begin_at)
         if world.is_first:
             folder.follow(recipe)

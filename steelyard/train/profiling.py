@@ -11,8 +11,8 @@ Whatever looks, the parts of a step (data, forward 3, gradients, ...) are named 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,17 @@ BY_TORCH = ("torch", "memory")
 MOST_ALLOCATIONS = 1_000_000
 
 
-class Profiler:
-    """Starts and stops what was asked to look."""
+Pause = Callable[[], AbstractContextManager[None]]
 
-    def __init__(self, log: Log, folder: Path, device: torch.device, rank: int, timeline: Timeline) -> None:
+
+class Profiler:
+    """Starts and stops what was asked to look. Time in `paused` is not a step's."""
+
+    def __init__(
+        self, log: Log, folder: Path, device: torch.device, rank: int, timeline: Timeline, paused: Pause
+    ) -> None:
         self.log, self.folder, self.device, self.rank, self.timeline = log, folder, device, rank, timeline
+        self._paused = paused
         self.is_chosen = not log.profile_ranks or rank in log.profile_ranks
         self._profile: Any = None
         self._is_looking = False
@@ -54,10 +60,9 @@ class Profiler:
                 self._start()
             with self._in_ranges(step):
                 yield
-            if step == steps[1]:
+        if step == steps[1]:
+            with self._paused():
                 self._stop()
-        if step == steps[1] and tool in BY_TORCH and dist.is_initialized():
-            dist.barrier()  # Whoever reads the traces when the run is over finds all of them.
 
     @contextmanager
     def _in_ranges(self, step: int) -> Iterator[None]:
@@ -84,6 +89,12 @@ class Profiler:
         self._profile.start()
 
     def _stop(self) -> None:
+        if self._is_looking:
+            self._write()
+        if self.log.profile_tool in BY_TORCH and dist.is_initialized():
+            dist.barrier()  # Whoever reads the traces when the run is over finds all of them.
+
+    def _write(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         if self.log.profile_tool not in BY_TORCH:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from steelyard.core import units
-from steelyard.observe.profile.looking import OUTSIDE, Look
+from steelyard.observe.profile.looking import Look
 
 MUCH_IDLE, MUCH_WAITING, MUCH_TALK, LITTLE_OVERLAP, MUCH_DATA = 0.15, 0.10, 0.10, 0.5, 0.05
 
@@ -89,7 +89,7 @@ def _advice(one: Look) -> list[str]:
 
 def _between(seen: Sequence[Look]) -> list[str]:
     """What ranks tell when they stand beside each other."""
-    measured = [one for one in seen if one.seconds and one.tool != "ncu"]
+    measured = [one for one in seen if one.seconds and one.tool == seen[0].tool]
     if len(measured) < 2:
         return []
     busiest = max(measured, key=lambda one: one.busy / one.seconds)
@@ -106,6 +106,3 @@ def _ms(seconds: float) -> str:
 
 def _share(part: float, whole: float) -> str:
     return f"{100 * part / whole:.1f}%" if whole else "0%"
-
-
-__all__ = ["OUTSIDE", "told"]

@@ -83,7 +83,12 @@ def text(words: str) -> str:
 
 def folded(title: str, words: str) -> str:
     """Text that stands behind its title until it is asked for."""
-    return f"<details><summary>{html.escape(title)}</summary><pre>{html.escape(words)}</pre></details>"
+    return folded_piece(title, text(words))
+
+
+def folded_piece(title: str, piece: str) -> str:
+    """The same with a piece of a page, which must be escaped already."""
+    return f"<details><summary>{html.escape(title)}</summary>{piece}</details>"
 
 
 def program(name: str) -> str:

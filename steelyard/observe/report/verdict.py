@@ -1,4 +1,4 @@
-"""What is to be thought of a run, as far as its folder tells."""
+"""What is to be thought of a run, as `steelyard watch` would say it."""
 
 from __future__ import annotations
 
@@ -6,23 +6,17 @@ import html
 
 from steelyard.core import secrets
 from steelyard.core.run import Run
+from steelyard.observe.state import State
+from steelyard.observe.verdict import judge
 
-GOOD, WARNING, BAD = "good", "warning", "bad"
-STATES = {
-    "finished": (GOOD, "The run took all its steps."),
-    "running": (GOOD, "The run is under way."),
-    "stopped": (WARNING, "The run stopped where it was asked to; the same command goes on with it."),
-    "interrupted": (WARNING, "The run was interrupted; the same command goes on with it."),
-    "killed": (BAD, "The run was killed: nobody holds its folder. The same command goes on from the last checkpoint."),
-    "failed": (BAD, "The run failed."),
-    "created": (WARNING, "The run has not begun."),
-}
+STYLES = {"ok": "good", "waiting": "warning", "warning": "warning", "wrong": "bad"}
 
 
 def verdict(run: Run, name: str) -> str:
-    """One box: how the run stands, and what to do about it."""
-    kind, words = STATES.get(run.state, (WARNING, run.state))
-    error = run.manifest().get("error")
-    if error and kind == BAD:
-        words += f"\n{secrets.scrub(str(error))}"
-    return f'<div class="verdict {kind}"><b>{html.escape(name)}</b>: {html.escape(words)}</div>'
+    """A box for each thing that is to be said: how the run stands, and what to do about it."""
+    boxes = []
+    for found in judge(State(run.path).refresh()):
+        words = secrets.scrub(f"{found.message}\nTo do: {found.what_to_do}")
+        kind = STYLES.get(found.level, "warning")
+        boxes.append(f'<div class="verdict {kind}"><b>{html.escape(name)}</b>: {html.escape(words)}</div>')
+    return "".join(boxes)
