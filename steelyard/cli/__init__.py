@@ -52,10 +52,11 @@ COMMANDS = {
     "hub": ("hub", "Publish models on the hub, and fetch them from it."),
     "watch": ("watch", "Follow a run, and tell what is wrong with it."),
     "serve": ("serve", "Show all runs below a folder in a browser, live."),
+    "profile": ("profile", "Look at a few steps with a profiler."),
     "report": ("report", "Write a run's report as one HTML file."),
 }
 # Groups with a command that need not be named: a first word that names none of the others belongs to it.
-DEFAULTS = {"sft": ("run", ("run", "preview"))}
+DEFAULTS = {"sft": ("run", ("run", "preview")), "profile": ("run", ("run", "show"))}
 # Options that take several values after one flag, as people write them: --input a.txt b.txt
 SEVERAL = ("--input", "--json-keys", "--symbols")
 # What the system says of a path that the user should not have named.
