@@ -45,10 +45,13 @@ COMMANDS = {
     "generate": ("generate", "Let a trained model write."),
     "bench": ("bench", "Measure how fast a model runs here."),
     "hub": ("hub", "Publish models on the hub, and fetch them from it."),
+    "doctor": ("doctor", "Say whether this machine is fit, mend it, and explain logs."),
     "report": ("report", "Write a run's report as one HTML file."),
 }
 # Groups with a command that need not be named: a first word that names none of the others belongs to it.
-DEFAULTS = {"sft": ("run", ("run", "preview"))}
+DEFAULTS = {"sft": ("run", ("run", "preview")), "doctor": ("check", ("check", "explain"))}
+# Of these, the ones that have an answer to no words at all; the others show their help.
+NEED_NO_WORDS = ("doctor",)
 # Options that take several values after one flag, as people write them: --input a.txt b.txt
 SEVERAL = ("--input", "--json-keys", "--symbols")
 # What the system says of a path that the user should not have named.
@@ -88,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 def _with_default(words: list[str]) -> list[str]:
     """Name the command of a group that was left out."""
     default, known = DEFAULTS.get(words[0], (None, ())) if words else (None, ())
-    following = words[1] if len(words) > 1 else "--help"
+    following = words[1] if len(words) > 1 else "" if words and words[0] in NEED_NO_WORDS else "--help"
     if default is None or following in (*known, "--help"):
         return words
     return [words[0], default, *words[1:]]
