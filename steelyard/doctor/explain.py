@@ -1,7 +1,8 @@
 """`steelyard doctor explain`: a log of any size, read once in blocks, its known errors answered.
 
-A block is first searched for the plain hints of `known.KNOWN`, which costs a few passes of memory speed; lines are only
-cut out around hits. What is kept does not grow with the log: one entry per known error, and the first unknown ones.
+Logs repeat themselves: most lines differ in their digits alone. Lines are therefore compared without digits to those
+that were found to say nothing, whole blocks at a time, and only what is new is looked at. What is kept does not grow
+with the log: one entry per known error, the first unknown ones, and a bounded set of lines that say nothing.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ from typing import IO, Any
 
 from steelyard.core import secrets
 from steelyard.core.errors import UserError
-from steelyard.doctor.known import KNOWN, Explained, explain_line
+from steelyard.doctor.known import Explained, explain_line
 
-BLOCK = 4 << 20
-LINE = 4096  # Of a longer line only so much around the hit is looked at.
+BLOCK = 1 << 20
+WINDOW, OVERLAP = 4096, 512  # A longer line is looked at piece by piece.
 SHOWN = 300
 UNKNOWN_KEPT = 10
-ERRORS = (b"Error: ", b"error: ", b"ERROR", b"FATAL", b"fatal: ", b"Segmentation fault", b"Exception: ", b"Aborted")
-HINTS = tuple(dict.fromkeys(known.hint.encode() for known in KNOWN))
+DULL_KEPT, DULL_LENGTH = 20_000, 500
+DIGITS = b"0123456789"
 IS_ERROR = re.compile(r"\b(\w*(Error|Exception)|error|fatal): |\b(ERROR|FATAL)\b|Segmentation fault|\bAborted\b")
+ERRORS = ("Error: ", "Exception: ", "error: ", "fatal: ", "ERROR", "FATAL", "Segmentation fault", "Aborted")
 
 
 @dataclass
@@ -46,6 +48,8 @@ class Told:
     unknown: list[dict[str, Any]] = field(default_factory=list)
     unknown_count: int = 0
     bytes_read: int = 0
+    dull: set[bytes] = field(default_factory=set)
+    """Lines without their digits that say nothing."""
 
 
 def explain(paths: Sequence[str]) -> Told:
@@ -101,34 +105,47 @@ def _read(stream: IO[bytes], name: str, told: Told) -> None:
 
 
 def _look(block: bytes, name: str, first: int, told: Told) -> None:
-    """All lines of a block that hold a hint, each once, in order."""
-    starts: dict[int, int] = {}
-    for hint in (*HINTS, *ERRORS):
-        at = block.find(hint)
-        while at >= 0:
-            start = max(block.rfind(b"\n", 0, at) + 1, at - LINE)
-            starts.setdefault(start, at)
-            end = block.find(b"\n", at)
-            at = -1 if end < 0 else block.find(hint, end)
-    number, counted = first, 0
-    for start in sorted(starts):
-        number += block.count(b"\n", counted, start)
-        counted = start
-        end = block.find(b"\n", starts[start])
-        end = len(block) if end < 0 else end
-        _meet(block[start : min(end, starts[start] + LINE)].decode("utf-8", "replace"), name, number, told)
+    """The lines of a block that are not known to say nothing, in order."""
+    bare = block.translate(None, DIGITS).split(b"\n")
+    new = set(bare) - told.dull
+    if not new:
+        return
+    if len(told.dull) > DULL_KEPT:
+        told.dull.clear()
+    for index, (line, without) in enumerate(zip(block.split(b"\n"), bare, strict=True)):
+        if without in new and not _says_something(line, name, first + index, told):
+            new.discard(without)
+            if len(without) < DULL_LENGTH:
+                told.dull.add(without)
 
 
-def _meet(text: str, name: str, number: int, told: Told) -> None:
+def _says_something(line: bytes, name: str, number: int, told: Told) -> bool:
+    """Note what a line says; a very long one says the first thing that is found in it."""
+    for start in range(0, max(len(line), 1), WINDOW - OVERLAP):
+        if _meet(line[start : start + WINDOW].decode("utf-8", "replace"), name, number, told):
+            return True
+    return False
+
+
+def _meet(text: str, name: str, number: int, told: Told) -> bool:
     explained = explain_line(text)
-    shown = secrets.scrub("".join(letter if letter.isprintable() else " " for letter in text).strip())[:SHOWN]
+    if explained is None and not (any(sign in text for sign in ERRORS) and IS_ERROR.search(text)):
+        return False
     if explained is not None:
-        met = told.met.setdefault(f"{explained.name} {explained.meaning}", Met(explained, name, number, shown))
-        met.count += 1
-    elif IS_ERROR.search(text):
-        told.unknown_count += 1
-        if len(told.unknown) < UNKNOWN_KEPT:
-            told.unknown.append({"file": name, "line": number, "text": shown})
+        key = f"{explained.name} {explained.meaning}"
+        if key not in told.met:
+            told.met[key] = Met(explained, name, number, _shown(text))
+        told.met[key].count += 1
+        return True
+    told.unknown_count += 1
+    if len(told.unknown) < UNKNOWN_KEPT:
+        told.unknown.append({"file": name, "line": number, "text": _shown(text)})
+    return True
+
+
+def _shown(text: str) -> str:
+    """A line as it may be printed: short, without secrets, and without what would steer a terminal."""
+    return secrets.scrub("".join(letter if letter.isprintable() else " " for letter in text).strip())[:SHOWN]
 
 
 def as_result(told: Told) -> dict[str, Any]:

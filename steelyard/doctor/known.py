@@ -1,8 +1,8 @@
 """Errors by their messages: what each means, what to do, and whether it may be ignored.
 
-The first entry that fits a line answers it, so particular ones stand before general ones. `hint` is a plain piece of
-the message: looking for it is many times faster than matching `pattern`, which decides. `{name}` in the words is
-filled from the pattern's groups.
+The first entry that fits a line answers it, so particular ones stand before general ones. `hints` are plain pieces of
+the message, of which it holds at least one: looking for them is many times faster than matching `pattern`, which
+decides. `{name}` in the words is filled from the pattern's groups.
 """
 
 from __future__ import annotations
@@ -18,10 +18,16 @@ class Known:
 
     name: str
     hint: str
+    """Alternatives between bars."""
     pattern: str
     meaning: str
     mend: str
     harmless: bool = False
+
+    @cached_property
+    def hints(self) -> tuple[str, ...]:
+        """The plain pieces."""
+        return tuple(self.hint.split("|"))
 
     @cached_property
     def compiled(self) -> re.Pattern[str]:
@@ -71,7 +77,7 @@ KNOWN = (
     Known("torch-c-extension", "PyTorch C extensions", r"Failed to load PyTorch C extensions",
           "Python found a folder named torch that is not the installed package: the working folder holds a source tree of torch, or two environments are mixed (conda's variables under another Python).",
           "start from another folder; unset PYTHONPATH and PYTHONHOME, conda deactivate, or source the file that steelyard doctor --fix writes."),
-    Known("torch-c-missing", "torch._C", r"No module named 'torch\._C|cannot import name '\w+' from 'torch\._C'",
+    Known("torch-c-missing", "No module|annot import", r"No module named 'torch\._C|cannot import name '\w+' from 'torch\._C'",
           "torch's compiled part does not belong to this Python or is of another version: two environments are mixed.",
           "unset PYTHONPATH, conda deactivate, and reinstall torch: make setup."),
     # Programs and packages
@@ -86,13 +92,13 @@ KNOWN = (
           "steelyard train --nproc N and steelyard submit need none; else python -m torch.distributed.run, which always belongs to the Python that runs it."),
     Known("mpirun-missing", "mpirun", r"mpirun: (command )?not found|No such file or directory: '?\S*mpirun",
           "mpirun is not on PATH.", "load the MPI module, or give its path in the site profile."),
-    Known("transformer-engine-missing", "transformer_engine", r"No module named '?transformer_engine|transformer_engine\S* (is )?not installed|Transformer Engine (is )?not (installed|found)",
+    Known("transformer-engine-missing", "transformer_engine|Transformer Engine", r"No module named '?transformer_engine|transformer_engine\S* (is )?not installed|Transformer Engine (is )?not (installed|found)",
           "Transformer Engine is not in this environment. Megatron scripts want it for their default layers.",
           "Steelyard needs none: steelyard recipe from-megatron SCRIPT gives the recipe that runs without; precision = \"fp8\" uses torch's own products."),
-    Known("apex-missing", "apex", r"No module named '?(apex|amp_C|fused_layer_norm_cuda|fused_weight_gradient_mlp_cuda)",
+    Known("apex-missing", "No module", r"No module named '?(apex|amp_C|fused_layer_norm_cuda|fused_weight_gradient_mlp_cuda)",
           "NVIDIA's apex is missing or was built without its extensions.",
           "Steelyard needs none: its fused optimizer and norms come with it."),
-    Known("flash-attn-missing", "flash_attn", r"No module named '?(flash_attn|flashattn_hopper|flash_attn_interface)",
+    Known("flash-attn-missing", "No module", r"No module named '?(flash_attn|flashattn_hopper|flash_attn_interface)",
           "the flash-attn package is not installed.", "Steelyard needs none: torch's own flash attention is used."),
     Known("megatron-helpers", "helpers", r"cannot import name 'helpers\w*' from '?megatron(\.core)?\.(data|datasets)|No module named '?megatron\.(core\.)?(data|datasets)\.helpers",
           "Megatron's C++ index builder was not compiled for this Python: its Makefile asked another python3-config.",
@@ -105,7 +111,7 @@ KNOWN = (
           "install python3-dev (Debian) or python3-devel, for the same version of Python."),
     Known("no-compiler", "C compiler", r"Failed to find C compiler|No C compiler found",
           "Triton needs a C compiler when a kernel first starts.", "install gcc, or set CC."),
-    Known("triton-ptx", "PTX", r"PTX was compiled with an unsupported toolchain|Unsupported \.version [\d.]+|ptxas fatal",
+    Known("triton-ptx", "PTX|nsupported .version|ptxas", r"PTX was compiled with an unsupported toolchain|Unsupported \.version [\d.]+|ptxas fatal",
           "a kernel was compiled by a newer CUDA than the driver knows.",
           "update the driver, or take a torch built for the driver's CUDA: make setup TORCH=auto."),
     Known("torch-missing", "No module named", r"No module named '?torch'?\s*$",
@@ -115,28 +121,28 @@ KNOWN = (
     Known("cuda-init-fork", "re-initialize CUDA", r"Cannot re-initialize CUDA in forked subprocess",
           "a process used the GPU and then forked; the child cannot.",
           "start workers with the spawn method, or touch the GPU only after forking; Steelyard's own workers never touch it."),
-    Known("cuda-initialization", "initialization error", r"CUDA error: initialization error|CUDA_ERROR_NOT_INITIALIZED",
+    Known("cuda-initialization", "initialization error|CUDA_ERROR_NOT_INITIALIZED", r"CUDA error: initialization error|CUDA_ERROR_NOT_INITIALIZED",
           "a process touched CUDA after it was forked from one that had already used it. Megatron's checkpoint converter does so with recent torch: its loader and saver are forked processes.",
           "steelyard checkpoint convert does the same work in one process, on a CPU; there: start the processes with spawn, or keep the converter off the GPU (CUDA_VISIBLE_DEVICES=)."),
-    Known("driver-too-old", "driver", r"NVIDIA driver on your system is too old|CUDA driver version is insufficient|forward compatibility was attempted on non supported HW",
+    Known("driver-too-old", "driver|forward compatibility", r"NVIDIA driver on your system is too old|CUDA driver version is insufficient|forward compatibility was attempted on non supported HW",
           "torch was built for a newer CUDA than the driver serves.",
           "make setup TORCH=auto takes a build for the driver; or update it; steelyard doctor names the versions, and containers/ helps hosts that cannot."),
     Known("driver-mismatch", "version mismatch", r"Driver/library version mismatch",
           "the driver was updated and the old one is still loaded in the kernel.", "reboot the machine, or ask who keeps it."),
-    Known("driver-unreachable", "NVIDIA", r"Found no NVIDIA driver on your system|couldn't communicate with the NVIDIA driver|No CUDA GPUs are available",
+    Known("driver-unreachable", "NVIDIA driver|No CUDA GPUs", r"Found no NVIDIA driver on your system|couldn't communicate with the NVIDIA driver|No CUDA GPUs are available",
           "no GPU is visible: no driver, none allotted by the scheduler, or a container without access.",
           "ask for GPUs (Slurm: --gres), look at CUDA_VISIBLE_DEVICES, start the container with --nv or --gpus all; train.device=cpu runs without."),
-    Known("no-kernel-image", "no kernel image", r"no kernel image is available for execution on the device|is not compatible with the current PyTorch installation",
+    Known("no-kernel-image", "no kernel image|is not compatible with", r"no kernel image is available for execution on the device|is not compatible with the current PyTorch installation",
           "this torch has no code for this GPU: the GPU is too old or too new for the build.",
           "take another build: make setup TORCH=cu126 reaches back the furthest, cu130 the furthest ahead."),
-    Known("gpu-memory", "out of memory", r"CUDA out of memory|CUDA error: out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED",
+    Known("gpu-memory", "out of memory|OutOfMemory|CUBLAS_STATUS_ALLOC", r"CUDA out of memory|CUDA error: out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED",
           "a GPU's memory is full.",
           "steelyard train RECIPE --dry-run tells what takes it and what would help: smaller train.micro_batch, parallel.recompute, higher zero, more tensor or pipeline ranks. See also whether another process holds the GPU (nvidia-smi)."),
     Known("gpu-ecc", "uncorrectable", r"uncorrectable ECC error|uncorrectable NVLink error",
           "the GPU's memory or link is broken.", "leave this machine out (Slurm: --exclude) and tell who keeps it; the run resumes from its last checkpoint."),
-    Known("gpu-lost", "Xid", r"NVRM: Xid|GPU has fallen off the bus",
+    Known("gpu-lost", "Xid|fallen off the bus", r"NVRM: Xid|GPU has fallen off the bus",
           "the driver lost a GPU.", "leave this machine out (Slurm: --exclude) and tell who keeps it; the number after Xid is in NVIDIA's list of Xid errors."),
-    Known("illegal-access", "illegal memory access", r"an illegal memory access was encountered|CUDA error: misaligned address",
+    Known("illegal-access", "illegal memory access|misaligned address", r"an illegal memory access was encountered|CUDA error: misaligned address",
           "a kernel read or wrote outside its memory; the line of the traceback is often a later one.",
           "run once with CUDA_LAUNCH_BLOCKING=1 for the right line; train.compile=false tells whether a compiled kernel is to blame."),
     Known("device-assert", "device-side assert", r"device-side assert triggered",
@@ -145,22 +151,22 @@ KNOWN = (
     Known("cublas", "CUBLAS_STATUS", r"CUBLAS_STATUS_(NOT_INITIALIZED|EXECUTION_FAILED|INTERNAL_ERROR)",
           "a matrix product failed: mostly full memory, sometimes a cuBLAS of another CUDA that comes first on the loader's path.",
           "free memory (see nvidia-smi); take CUDA folders off LD_LIBRARY_PATH; steelyard doctor shows which libraries are loaded."),
-    Known("cudnn-mismatch", "cuDNN", r"cuDNN version incompatibility|CUDNN_STATUS_(NOT_INITIALIZED|VERSION_MISMATCH|SUBLIBRARY_VERSION_MISMATCH)",
+    Known("cudnn-mismatch", "cuDNN|CUDNN_STATUS", r"cuDNN version incompatibility|CUDNN_STATUS_(NOT_INITIALIZED|VERSION_MISMATCH|SUBLIBRARY_VERSION_MISMATCH)",
           "another cuDNN than torch's own comes first on the loader's path.", "take its folder off LD_LIBRARY_PATH; steelyard doctor names it."),
     # Ranks that do not meet, or lose each other
-    Known("address-in-use", "ddress already in use", r"[Aa]ddress already in use|EADDRINUSE",
+    Known("address-in-use", "ddress already in use|EADDRINUSE", r"[Aa]ddress already in use|EADDRINUSE",
           "the port at which ranks meet is taken, often by a run that was not ended.",
           "unset MASTER_PORT: Steelyard's launchers choose a free one; ss -tlnp shows who has it."),
     Known("watchdog", "Watchdog caught collective operation timeout", r"Watchdog caught collective operation timeout",
           "a rank waited in a collective for another that never came: it died, hangs, or is in another collective.",
           "look for the first error in any other rank's log; steelyard watch RUN names the slow or silent rank."),
-    Known("nccl-system", "unhandled system error", r"NCCL error.*unhandled system error|ncclSystemError",
+    Known("nccl-system", "unhandled system error|ncclSystemError", r"NCCL error.*unhandled system error|ncclSystemError",
           "a call to the system failed inside NCCL: sockets, shared memory or InfiniBand.",
           "steelyard doctor checks interfaces, /dev/shm and locked memory; NCCL_DEBUG=WARN tells which call; NCCL_SOCKET_IFNAME names the interface."),
-    Known("nccl-cuda", "unhandled cuda error", r"unhandled cuda error|ncclUnhandledCudaError",
+    Known("nccl-cuda", "unhandled cuda error|ncclUnhandledCuda", r"unhandled cuda error|ncclUnhandledCudaError",
           "a CUDA call failed inside NCCL: mostly full memory, or two ranks on one GPU (Duplicate GPU detected).",
           "one rank per GPU; NCCL_DEBUG=INFO tells more."),
-    Known("nccl-remote", "ncclRemoteError", r"ncclRemoteError|remote process exited or there was a network error",
+    Known("nccl-remote", "ncclRemoteError|remote process exited", r"ncclRemoteError|remote process exited or there was a network error",
           "the other end of a connection went away.", "it is a consequence: look for the first error in the other ranks' logs."),
     Known("nccl-interface", "no socket interface found", r"no socket interface found",
           "NCCL_SOCKET_IFNAME names an interface that this machine does not have.", "unset it, or name one of ls /sys/class/net."),
@@ -169,12 +175,12 @@ KNOWN = (
     Known("gloo-connect", "connectFullMesh", r"connectFullMesh failed",
           "gloo could not reach the other ranks: mostly the host's name resolves to 127.0.1.1, which nobody else can reach.",
           "set GLOO_SOCKET_IFNAME to the interface of the network, and MASTER_ADDR to a number; steelyard doctor names both."),
-    Known("store-timeout", "client socket has", r"client socket has (timed out|failed to connect)|Timed out after \d+ seconds waiting for clients",
+    Known("store-timeout", "client socket has|waiting for clients", r"client socket has (timed out|failed to connect)|Timed out after \d+ seconds waiting for clients",
           "ranks did not all come to the meeting point: some did not start, or MASTER_ADDR or the port cannot be reached from there.",
           "look at the first error of the silent ranks; steelyard doctor --nodes a,b tries the ways between machines."),
     Known("lost-peer", "by peer", r"Connection (reset|closed) by peer",
           "another rank ended.", "it is a consequence: look for the first error in the other ranks' logs."),
-    Known("bus-error", "Bus error", r"Bus error|insufficient shared memory \(shm\)|unable to (write to|open) (file|shared memory object) </torch_",
+    Known("bus-error", "Bus error|shared memory|</torch_", r"Bus error|insufficient shared memory \(shm\)|unable to (write to|open) (file|shared memory object) </torch_",
           "shared memory is full; containers give 64 MiB.", "docker and podman: --ipc=host or --shm-size=8g; see df /dev/shm."),
     # Scheduler and system
     Known("slurm-time", "DUE TO TIME LIMIT", r"CANCELLED AT .* DUE TO TIME LIMIT",
@@ -186,7 +192,7 @@ KNOWN = (
     Known("oom-kill", "oom", r"oom[_-]kill", HOST_MEMORY, HOST_MEMORY_MEND),
     Known("oom-killed", "Killed process", r"Out of memory: Killed process", HOST_MEMORY, HOST_MEMORY_MEND),
     Known("memory-limit", "memory limit", r"[Ee]xceeded (job|step) memory limit", HOST_MEMORY, HOST_MEMORY_MEND),
-    Known("slurm-gres", "node configuration is not available", r"Requested node configuration is not available|Invalid generic resource",
+    Known("slurm-gres", "node configuration is not|generic resource", r"Requested node configuration is not available|Invalid generic resource",
           "no node has what was asked for.", "compare with sinfo -o '%P %G %D'; steelyard plan cluster --from slurm writes what there is."),
     Known("mpi-slots", "slots available", r"There are not enough slots available",
           "mpirun was asked for more ranks than it thinks the hosts carry.", "name them: --host a:8,b:8; steelyard submit --on mpi does."),
@@ -196,9 +202,9 @@ KNOWN = (
           "this machine has never seen the other's key.", "ssh-keyscan HOST >> ~/.ssh/known_hosts; steelyard doctor --nodes tries all."),
     Known("ssh-denied", "Permission denied (", r"Permission denied \((publickey|password|gssapi|keyboard)",
           "ssh would ask for a password, which nobody can type in a job.", "ssh-copy-id HOST, with a key without passphrase."),
-    Known("disk-full", "No space left", r"No space left on device|Disk quota exceeded",
+    Known("disk-full", "No space left|quota exceeded", r"No space left on device|Disk quota exceeded",
           "the disk or your share of it is full.", "make room (checkpoint.keep_last keeps fewer); the run resumes from its last whole checkpoint."),
-    Known("open-files", "Too many open files", r"Too many open files", "the limit of open files is low.", "ulimit -n 65536 where the ranks start."),
+    Known("open-files", "Too many open", r"Too many open files", "the limit of open files is low.", "ulimit -n 65536 where the ranks start."),
     Known("read-only", "Read-only file system", r"Read-only file system",
           "something writes into an image.", "bind a folder of the host there; steelyard doctor --container IMAGE does so for libraries."),
     Known("illegal-instruction", "Illegal instruction", r"Illegal instruction",
@@ -214,9 +220,9 @@ KNOWN = (
           "a remark of the profiler at start.", "nothing.", harmless=True),
     Known("omp-threads", "OMP_NUM_THREADS", r"Setting OMP_NUM_THREADS environment variable for each process to be 1",
           "torchrun says that it gives each rank one thread.", "nothing; set OMP_NUM_THREADS to have more.", harmless=True),
-    Known("warning", "warn", r"^\s*warnings\.warn\(|\b(User|Future|Deprecation|Runtime)Warning:",
+    Known("warning", "warn|Warning:", r"^\s*warnings\.warn\(|\b(User|Future|Deprecation|Runtime)Warning:",
           "a warning of Python's, or the line of source that belongs to one.", "nothing.", harmless=True),
-    Known("barrier-device", "device used by this process", r"using GPU \d+ (to perform barrier|as device used by this process)|No device id is provided via",
+    Known("barrier-device", "using GPU|No device id", r"using GPU \d+ (to perform barrier|as device used by this process)|No device id is provided via",
           "a remark of torch about which GPU a rank uses.", "nothing.", harmless=True),
     Known("destroy-process-group", "destroy_process_group() was not called", r"destroy_process_group\(\) was not called",
           "a program ended without taking leave of the other ranks.", "nothing, if it ended well; after an error it is a consequence.", harmless=True),
@@ -232,7 +238,7 @@ KNOWN = (
 def explain_line(line: str) -> Explained | None:
     """What a line means; None where it is not known."""
     for known in KNOWN:
-        if known.hint in line:
+        if any(hint in line for hint in known.hints):
             found = known.compiled.search(line)
             if found is not None:
                 filled = {name: value or "" for name, value in found.groupdict().items()}

@@ -22,9 +22,15 @@ INDEX = "make setup TORCH="
 class Driver:
     """The kernel's side: its version, the newest CUDA it serves, and the GPUs it has."""
 
-    version: tuple[int, ...]
+    name: str
+    """Its version as it is written, zeros and all."""
     cuda: tuple[int, ...] | None
     gpus: tuple[str, ...]
+
+    @property
+    def version(self) -> tuple[int, ...]:
+        """For comparing."""
+        return version_in(self.name) or ()
 
 
 def driver(machine: Machine) -> Driver | None:
@@ -37,16 +43,14 @@ def driver(machine: Machine) -> Driver | None:
     if rows:
         page = machine.run(["nvidia-smi"])
         cuda = re.search(r"CUDA Version:\s*([\d.]+)", page.out) if page else None
-        return Driver(
-            version_in(rows[0][0]) or (), version_in(cuda[1]) if cuda else None, tuple(row[1] for row in rows)
-        )
+        return Driver(rows[0][0].strip(), version_in(cuda[1]) if cuda else None, tuple(row[1] for row in rows))
     said = machine.text("/proc/driver/nvidia/version")
     version = re.search(r"Kernel Module\D*(\d+\.\d+(?:\.\d+)?)", said) if said else None
     if version is None:
         return None
     files = sorted(machine.at("/proc/driver/nvidia/gpus").glob("*/information"))
     names = [re.search(r"Model:\s*(.+)", file.read_text(errors="replace")) for file in files]
-    return Driver(version_in(version[1]) or (), None, tuple(name[1].strip() for name in names if name))
+    return Driver(version[1], None, tuple(name[1].strip() for name in names if name))
 
 
 def check(machine: Machine, seen: Seen) -> Iterator[Finding]:
@@ -89,8 +93,8 @@ def _driver(machine: Machine, kernel: Driver | None) -> Finding:
         return Finding(TOPIC, "driver", "absent", "no NVIDIA driver: everything runs on the processor")
     cuda = f", serves CUDA up to {dotted(kernel.cuda)}" if kernel.cuda else ""
     counted = f"{len(kernel.gpus)} x {kernel.gpus[0]}" if kernel.gpus else "no GPU"
-    facts = {"version": dotted(kernel.version), "gpus": list(kernel.gpus)}
-    return Finding(TOPIC, "driver", "ok", f"{dotted(kernel.version)}{cuda}, {counted}", facts=facts)
+    facts = {"version": kernel.name, "gpus": list(kernel.gpus)}
+    return Finding(TOPIC, "driver", "ok", f"{kernel.name}{cuda}, {counted}", facts=facts)
 
 
 def _served(kernel: Driver, cuda: tuple[int, ...] | None) -> Finding:
@@ -100,7 +104,7 @@ def _served(kernel: Driver, cuda: tuple[int, ...] | None) -> Finding:
         return Finding(TOPIC, name, "fail", words, f"{INDEX}{_variant(kernel)}")
     needed = DRIVERS.get(cuda[0])
     if needed is not None and kernel.version < needed:
-        words = f"CUDA {dotted(cuda)} of torch needs driver {dotted(needed)}; this is {dotted(kernel.version)}"
+        words = f"CUDA {dotted(cuda)} of torch needs driver {dotted(needed)}; this is {kernel.name}"
         return Finding(TOPIC, name, "fail", words, _for_old_driver(kernel))
     if kernel.cuda is not None and kernel.cuda < cuda[:2]:
         words = (
@@ -114,7 +118,7 @@ def _served(kernel: Driver, cuda: tuple[int, ...] | None) -> Finding:
             words,
             f"{INDEX}{_variant(kernel)} takes a build that fits exactly, or update the driver",
         )
-    return Finding(TOPIC, name, "ok", f"CUDA {dotted(cuda)} is served by driver {dotted(kernel.version)}")
+    return Finding(TOPIC, name, "ok", f"CUDA {dotted(cuda)} is served by driver {kernel.name}")
 
 
 def _variant(kernel: Driver) -> str:
@@ -131,7 +135,7 @@ def _for_old_driver(kernel: Driver) -> str:
         )
     return (
         f"update the driver to {dotted(DRIVERS[12])} or newer. Where that cannot be, on data centre GPUs, "
-        "containers/ with COMPAT=1 brings NVIDIA's forward compatibility libraries (cuda-compat)"
+        "containers/ built with COMPAT= brings NVIDIA's forward compatibility libraries (cuda-compat)"
     )
 
 
