@@ -35,7 +35,7 @@ MANIFEST, RECIPE, METRICS, LOCK = "run.json", "recipe.toml", "metrics.jsonl", "r
 # nothing but rounding.
 MAY_CHANGE = (
     "train.steps", "train.samples", "train.tokens", "train.hours", "train.micro_batch", "train.device", "train.compile",
-    "optim.offload", "parallel.", "log.", "checkpoint.", "sparsity.base",
+    "optim.offload", "parallel.", "log.", "checkpoint.", "sparsity.base", "site.",
 )  # fmt: skip
 LIBRARIES = ("torch", "numpy", "pydantic", "tokenizers")
 

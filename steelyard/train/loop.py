@@ -8,6 +8,7 @@ the work changes nothing but rounding.
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ import torch
 
 from steelyard import checkpoint
 from steelyard.core import units
-from steelyard.core.console import console
+from steelyard.core.console import LOGGED, console
 from steelyard.core.errors import Fault, Interrupted, UserError
 from steelyard.core.recipe import Recipe
 from steelyard.core.run import Run, for_training, now, session
@@ -297,7 +298,7 @@ def _writing(folder: Run, world: World) -> Iterator[None]:
     """Hold the folder, if this is the first rank; copy what is said to the log of the host."""
     with contextlib.ExitStack() as stack:
         everywhere(world, lambda: stack.enter_context(folder.writing()))
-        if world.local_rank == 0:
+        if world.local_rank == 0 and LOGGED not in os.environ:  # Else the launcher keeps what is printed.
             stack.enter_context(console.copied_to(folder.path / "logs" / f"{socket.gethostname()}.out"))
         yield
 
