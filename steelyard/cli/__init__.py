@@ -40,6 +40,7 @@ COMMANDS = {
     "mask": ("mask", "Look at masks, and apply them to weights."),
     "export-sparse": ("export_sparse", "Write a 2:4 model compressed."),
     "plan": ("plan", "Find the best layout for the machines at hand."),
+    "tune": ("tune", "Search the best settings by short real runs."),
     "checkpoint": ("checkpoint", "Convert, look at and compare checkpoints of any format."),
     "eval": ("eval", "Measure perplexity, and score tasks."),
     "generate": ("generate", "Let a trained model write."),
@@ -48,7 +49,7 @@ COMMANDS = {
     "report": ("report", "Write a run's report as one HTML file."),
 }
 # Groups with a command that need not be named: a first word that names none of the others belongs to it.
-DEFAULTS = {"sft": ("run", ("run", "preview"))}
+DEFAULTS = {"sft": ("run", ("run", "preview")), "tune": ("run", ("run", "report"))}
 # Options that take several values after one flag, as people write them: --input a.txt b.txt
 SEVERAL = ("--input", "--json-keys", "--symbols")
 # What the system says of a path that the user should not have named.
