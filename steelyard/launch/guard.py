@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 SECONDS_TO_END = 10.0  # from SIGTERM to SIGKILL
-SECONDS_BETWEEN_LOOKS = 0.05
+SECONDS_BETWEEN_LOOKS = 0.02
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 NOT_STARTED = 127
 
@@ -102,7 +102,7 @@ def _end_all() -> None:
         for child in children:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
-        time.sleep(SECONDS_BETWEEN_LOOKS / 5)
+        time.sleep(SECONDS_BETWEEN_LOOKS)
 
 
 def _children() -> list[int]:

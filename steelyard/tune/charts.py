@@ -55,7 +55,7 @@ def _history(objective: Objective, index: int, trials: Sequence[FrozenTrial]) ->
     best: list[tuple[int, float]] = []
     shown: dict[str, list[tuple[int, float, str]]] = {}
     for trial in history.ran(trials):
-        values = trial.values or trial.user_attrs.get("so_far") or []
+        values = trial.values or history.told(trial, "values") or []
         value = values[index] if index < len(values) else None
         name = history.result_of(trial)
         if value is not None:

@@ -1,7 +1,7 @@
 """What a study remembers of its trials, as Optuna keeps it, and the words we keep beside.
 
-A trial's user attributes: `outcome` and `reason` (outcome.py), `seconds`, `predicted` by the planner, `curves` of its
-objectives, `worker` (host, process, when that began) with a `beat` that counts up while it lives, and `retries`.
+A trial's user attributes: `ended` (outcome, reason, seconds, values and curves of its objectives so far), `predicted`
+by the planner, `worker` (host, process, when that began) with a `beat` that counts up while it lives, and `retries`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,12 @@ def result_of(trial: FrozenTrial) -> str:
     """How a trial ended; `running` or `waiting` where it has not."""
     if not trial.state.is_finished():
         return trial.state.name.lower()
-    return str(trial.user_attrs.get("outcome", outcome.LOST))
+    return str(told(trial, "outcome", outcome.LOST))
+
+
+def told(trial: FrozenTrial, name: str, otherwise: Any = None) -> Any:
+    """What was written down at a trial's end."""
+    return trial.user_attrs.get("ended", {}).get(name, otherwise)
 
 
 def ran(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:

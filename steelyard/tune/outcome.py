@@ -64,7 +64,10 @@ def of_exit(code: int, tail: Sequence[str], was_killed_by_memory: bool) -> tuple
     short = next((line for line in tail if _MEMORY.search(_ONLY_ASKED.sub("", line))), None)
     if short is not None or was_killed_by_memory:
         return OUT_OF_MEMORY, (short or "the kernel killed it for want of memory").strip()[:300]
-    return CRASHED, reason_in(tail) or _code(code)
+    said = reason_in(tail)
+    if code > 128:
+        return CRASHED, f"{_code(code)}; it said last: {said}" if said else _code(code)
+    return CRASHED, said or _code(code)
 
 
 def reason_in(tail: Sequence[str]) -> str:

@@ -60,7 +60,7 @@ def render(tune: Tune, study: Study) -> str:
 
 def _summary(tune: Tune, trials: Sequence[FrozenTrial]) -> list[tuple[str, str]]:
     told = Counter(history.result_of(trial) for trial in trials)
-    seconds = sum(float(trial.user_attrs.get("seconds", 0.0)) for trial in trials)
+    seconds = sum(float(history.told(trial, "seconds", 0.0)) for trial in trials)
     objectives = "; ".join(f"{each.direction} {each.label} ({each.picked})" for each in tune.objectives)
     return [
         ("Of", secrets.scrub(str(tune.recipe or tune.command))),
@@ -85,14 +85,14 @@ def _trials(tune: Tune, trials: Sequence[FrozenTrial]) -> str:
     head = ["trial", *tune.space, *(each.label for each in tune.objectives), "outcome", "seconds", "why"]
     rows = ["".join(f"<th>{html.escape(word)}</th>" for word in head)]
     for trial in trials:
-        values: Sequence[Any] = trial.values or trial.user_attrs.get("so_far") or [None] * len(tune.objectives)
+        values: Sequence[Any] = trial.values or history.told(trial, "values") or [None] * len(tune.objectives)
         cells = [
             trial.number,
             *(trial.params.get(name, "") for name in tune.space),
             *values,
             history.result_of(trial).replace("_", " "),
-            trial.user_attrs.get("seconds", ""),
-            trial.user_attrs.get("reason", ""),
+            history.told(trial, "seconds", ""),
+            history.told(trial, "reason", ""),
         ]
         rows.append("".join(f"<td>{html.escape(_cell(cell))}</td>" for cell in cells))
     return f"<div class='scroll'><table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table></div>"

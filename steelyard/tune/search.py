@@ -29,6 +29,7 @@ from steelyard.tune.study import Study, folder_of
 if TYPE_CHECKING:
     from optuna.trial import Trial
 
+SECONDS_TO_TELL = 0.05
 CRASHES_AT_FIRST = 3  # alike and nothing else, after which a study gives up
 
 
@@ -40,8 +41,6 @@ def search(tune: Tune, folder: Path, storage_url: str | None = None, worker: int
     with storage.faults():
         study = Study(tune, url, worker)
         kept.remember(tune, folder, url)
-        for number in study.fail_the_lost():
-            console.say(f"trial {number} was cut short when its worker was killed; its point is tried again")
         study.begin()
         known = history.ran(study.trials())
         if known:
@@ -67,9 +66,15 @@ def prepare(tune: Tune) -> None:
 
 
 def _search(study: Study, folder: Path) -> str:
-    while (why := study.is_over()) is None:
+    while True:
         for number in study.fail_the_lost():
             console.say(f"trial {number} was cut short when its worker was killed; its point is tried again")
+        if study.has_nameless():
+            time.sleep(SECONDS_TO_TELL)  # A worker that is alive says its name at once.
+            continue
+        why = study.is_over()
+        if why is not None:
+            return why
         asked = study.next()
         if asked is None:
             _refuse_nothing_to_run(study)
@@ -80,7 +85,6 @@ def _search(study: Study, folder: Path) -> str:
         _attempt(study, asked, folder)
         write_best(study.tune, study.trials(), folder)
         _refuse_only_crashes(study, folder)
-    return why
 
 
 def _attempt(study: Study, asked: Trial, folder: Path) -> None:
@@ -99,7 +103,7 @@ def _attempt(study: Study, asked: Trial, folder: Path) -> None:
         )
     except Interrupted:
         study.end(asked, Ended(outcome.INTERRUPTED, "interrupted", time.monotonic() - began), [])
-        study.again(asked)
+        study.again(asked, int(asked.user_attrs.get("retries", 0)))
         raise
     ended = _with_numbers(ended, measured)
     study.end(asked, ended, measured)
@@ -141,7 +145,7 @@ def _refuse_only_crashes(study: Study, folder: Path) -> None:
     if len(ran) >= CRASHES_AT_FIRST and all(history.result_of(each) == outcome.CRASHED for each in ran):
         last = ran[-1]
         raise Fault(
-            f"the first {len(ran)} trials all crashed, the last with: {last.user_attrs.get('reason')}",
+            f"the first {len(ran)} trials all crashed, the last with: {history.told(last, 'reason')}",
             mend=f"see {folder_of(folder, last.number) / trial.LOG}; the same command goes on once it is mended",
         )
 
@@ -151,7 +155,7 @@ def _refuse_nothing_to_run(study: Study) -> None:
     trials = study.trials()
     if any(history.result_of(each) in (*outcome.RAN, "running", "waiting") for each in trials):
         return
-    reasons = [
-        f"{each.user_attrs.get('reason')}" for each in trials if history.result_of(each) in outcome.REJECTED
-    ] or ["no point keeps the constraints"]
+    reasons = [str(history.told(each, "reason")) for each in trials if history.result_of(each) in outcome.REJECTED] or [
+        "no point keeps the constraints"
+    ]
     raise UserError(f"no point of the space can run: {reasons[-1]}", mend="widen [space], or relax constraints")

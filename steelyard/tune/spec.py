@@ -23,6 +23,7 @@ timeout_minutes = 30.0
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,7 +32,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 
 from steelyard.core.errors import UserError
-from steelyard.core.recipe import shipped
+from steelyard.core.recipe import Recipe, shipped
 from steelyard.core.recipe.load import explained
 from steelyard.core.recipe.section import Section
 from steelyard.core.recipe.toml import parse
@@ -153,15 +154,18 @@ def _flat(tables: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """`train.micro_batch = {...}` under [space] is a table in a table; a setting is the innermost one."""
     flat: dict[str, Any] = {}
     for name, value in tables.items():
-        if isinstance(value, dict) and value and not DIMENSION_KEYS & value.keys() and _holds_tables(value):
+        is_section = name in Recipe.model_fields and not prefix
+        if isinstance(value, dict) and value and (is_section or not _is_setting(value)):
             flat |= _flat(value, f"{prefix}{name}.")
         else:
             flat[f"{prefix}{name}"] = {"choice": value} if isinstance(value, list) else value
     return flat
 
 
-def _holds_tables(value: dict[str, Any]) -> bool:
-    return all(isinstance(inner, dict | list) for inner in value.values())
+def _is_setting(table: dict[str, Any]) -> bool:
+    """Whether a table is a setting's own, misspelt perhaps, rather than one of settings."""
+    near = any(difflib.get_close_matches(key, DIMENSION_KEYS, n=1) for key in table)
+    return near or not all(isinstance(inner, dict | list) for inner in table.values())
 
 
 def _refuse(tune: Tune, places: dict[str, str], source: str) -> None:

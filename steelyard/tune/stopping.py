@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from steelyard.tune import outcome
-from steelyard.tune.history import result_of
+from steelyard.tune.history import result_of, told
 from steelyard.tune.objective import Measured, at_step
 from steelyard.tune.spec import Tune
 
@@ -24,7 +24,7 @@ class Stopping:
 
     def __init__(self, tune: Tune, trials: Sequence[FrozenTrial], measured: Sequence[Measured]) -> None:
         self.rule, self.measured = tune.early_stopping, measured
-        done = [trial.user_attrs.get("curves", []) for trial in trials if result_of(trial) == outcome.FINISHED]
+        done = [told(trial, "curves", []) for trial in trials if result_of(trial) == outcome.FINISHED]
         self.curves = [curves for curves in done if len(curves) == len(measured)]
         self._judged = -1
 

@@ -20,7 +20,7 @@ from steelyard.tune import history, outcome, storage
 from steelyard.tune.best import front
 from steelyard.tune.objective import Measured
 from steelyard.tune.outcome import Ended
-from steelyard.tune.prior import Prior
+from steelyard.tune.prior import LOOKED_AT, Prior
 from steelyard.tune.space import Point, key
 from steelyard.tune.spec import Tune
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 REJECTED_IN_A_ROW = 8  # of the sampler's points, before one is chosen among those that are left
 DRAWN = 2_000  # random points that are looked at, where all cannot be
 SECONDS_OF_GRACE = 60.0  # without a beat, before a worker on another host is taken for dead
+SECONDS_TO_SAY_WHO = 5.0  # from the beginning of a trial
 RETRIES = 1  # of a point whose worker died: it may be what killed it
 
 
@@ -75,24 +76,28 @@ class Study:
 
     def next(self) -> Trial | None:
         """A trial whose point is worth running; None where there is none left in the space."""
+        if self.tune.sampler == "grid":
+            return self._next_left()
         for _ in range(REJECTED_IN_A_ROW):
             trial = self._ask()
             if self._is_accepted(trial):
                 return trial
-        while (point := self._left()) is not None:
-            self.optuna.enqueue_trial(point, user_attrs={"chosen_by": "what is left"})
+        return self._next_left()
+
+    def _next_left(self) -> Trial | None:
+        """The next of what is queued or left."""
+        while True:
+            if not any(trial.state.name == "WAITING" for trial in self.trials()):
+                point = self._left()
+                if point is None:
+                    return None
+                self.optuna.enqueue_trial(point, user_attrs={"chosen_by": "what is left"})
             trial = self._ask()
             if self._is_accepted(trial):
                 return trial
-        return None
 
     def _ask(self) -> Trial:
-        trials = self.trials()
-        if self.tune.sampler == "grid" and not any(trial.state.name == "WAITING" for trial in trials):
-            point = self._left()
-            if point is not None:
-                self.optuna.enqueue_trial(point, user_attrs={"chosen_by": "grid"})
-        self.optuna.sampler = self._sampler(history.settled(trials))
+        self.optuna.sampler = self._sampler(history.settled(self.trials()))
         trial = self.optuna.ask(self.distributions)
         trial.set_user_attr("worker", history.me())
         return trial
@@ -129,7 +134,7 @@ class Study:
         return False
 
     def _left(self) -> Point | None:
-        """A point that was not tried and may be worth it: near the best and anywhere in turn; of a grid the next."""
+        """A point that was not tried and may run: in turn near the best, by the planner's word, and anywhere."""
         trials = self.trials()
         known = history.tried(trials)
         chance = random.Random(f"{self.tune.seed} {history.settled(trials)}")
@@ -139,21 +144,20 @@ class Study:
         points = [each for each in points if key(each) not in known]
         if self.tune.sampler != "grid":
             chance.shuffle(points)
-            best = front(self.tune, trials)
-            if best and history.settled(trials) % 2:
+            best, turn = front(self.tune, trials), history.settled(trials) % 3
+            if best and turn == 0:
                 points.sort(key=lambda point: self.space.distance(point, best[0].params))
+            elif turn == 1 and self.tune.objectives[0].is_speed:
+                points = self.prior.ordered(points[:LOOKED_AT]) or points
         return next((point for point in points if self.prior.of(point).why_not is None), None)
 
     def end(self, trial: Trial, ended: Ended, measured: list[Measured]) -> None:
         """Write down how a trial ended, for the sampler and for people."""
         from optuna.trial import TrialState
 
-        trial.set_user_attr("reason", ended.reason)
-        trial.set_user_attr("seconds", round(ended.seconds, 3))
-        if measured:
-            trial.set_user_attr("curves", [each.short_curve() for each in measured])
-            trial.set_user_attr("so_far", [each.value for each in measured])
-        trial.set_user_attr("outcome", ended.outcome)
+        told = {"outcome": ended.outcome, "reason": ended.reason, "seconds": round(ended.seconds, 3)}
+        curves = {"values": [each.value for each in measured], "curves": [each.short_curve() for each in measured]}
+        trial.set_user_attr("ended", told | (curves if measured else {}))
         if ended.outcome == outcome.FINISHED:
             self.optuna.tell(trial, [float(each.value or 0.0) for each in measured])
             return
@@ -164,9 +168,8 @@ class Study:
         state = TrialState.FAIL if ended.outcome in failed else TrialState.PRUNED
         self.optuna.tell(trial, state=state)
 
-    def again(self, trial: Trial | FrozenTrial) -> None:
+    def again(self, trial: Trial | FrozenTrial, retries: int) -> None:
         """Queue a trial's point once more."""
-        retries = int(trial.user_attrs.get("retries", 0)) + 1
         self.optuna.enqueue_trial(trial.params, user_attrs={"retries": retries})
 
     def fail_the_lost(self) -> list[int]:
@@ -178,22 +181,23 @@ class Study:
         for trial in self.trials():
             if trial.state != TrialState.RUNNING or not self._is_lost(trial):
                 continue
+            retries = int(trial.user_attrs.get("retries", 0))
+            told = {"outcome": outcome.LOST, "reason": "its worker was killed"}
+            if retries >= RETRIES:
+                told = {"outcome": outcome.CRASHED, "reason": "its worker was killed, as before"}
             try:
-                self._write(trial, "outcome", outcome.LOST)
-                self._write(trial, "reason", "its worker was killed")
+                self.optuna._storage.set_trial_user_attr(trial._trial_id, "ended", told)
                 self.optuna.tell(trial.number, state=TrialState.FAIL)
             except (UpdateFinishedTrialError, RuntimeError, ValueError):
                 continue  # Another worker was faster.
             lost.append(trial.number)
-            if (
-                int(trial.user_attrs.get("retries", 0)) < RETRIES
-                and trial.params.keys() == self.space.dimensions.keys()
-            ):
-                self.again(trial)
+            if retries < RETRIES and trial.params.keys() == self.space.dimensions.keys():
+                self.again(trial, retries + 1)
         return lost
 
-    def _write(self, trial: FrozenTrial, name: str, value: Any) -> None:
-        self.optuna._storage.set_trial_user_attr(trial._trial_id, name, value)
+    def has_nameless(self) -> bool:
+        """Whether a trial was begun by a worker that has not said who it is: it has a moment to do so."""
+        return any(trial.state.name == "RUNNING" and "worker" not in trial.user_attrs for trial in self.trials())
 
     def _is_lost(self, trial: FrozenTrial) -> bool:
         worker = trial.user_attrs.get("worker")
@@ -204,8 +208,9 @@ class Study:
         if seen is None or seen[0] != beat:
             self._beats[trial.number] = (beat, now)
             return False
-        is_here = worker is not None and worker.get("host") == history.me()["host"]
-        return not is_here and now - seen[1] > SECONDS_OF_GRACE
+        if worker is None:
+            return now - seen[1] > SECONDS_TO_SAY_WHO
+        return worker.get("host") != history.me()["host"] and now - seen[1] > SECONDS_OF_GRACE
 
     def is_over(self) -> str | None:
         """Why no further trial is to be started; None while some are."""

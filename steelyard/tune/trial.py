@@ -26,6 +26,7 @@ from steelyard.tune.outcome import Ended
 LOG = "log.txt"
 RUN = "run"
 SECONDS_BETWEEN_LOOKS = 0.25
+SECONDS_TO_END = 0.02  # between a closed output and a process that is gone
 SECONDS_BETWEEN_BEATS = 5.0
 LONGEST_LINE = 1 << 20
 TAIL = 200
@@ -159,7 +160,7 @@ def _watch(
                 log.feed(data)
                 heard = time.monotonic()
             elif not selector.get_map():
-                time.sleep(SECONDS_BETWEEN_LOOKS)
+                time.sleep(SECONDS_TO_END)
             now = time.monotonic()
             if now - looked > SECONDS_BETWEEN_LOOKS:
                 looked, heard = now, now if metrics.look() else heard
