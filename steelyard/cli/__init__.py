@@ -40,6 +40,7 @@ COMMANDS = {
     "mask": ("mask", "Look at masks, and apply them to weights."),
     "export-sparse": ("export_sparse", "Write a 2:4 model compressed."),
     "plan": ("plan", "Find the best layout for the machines at hand."),
+    "tune": ("tune", "Search the best settings by short real runs."),
     "submit": ("submit", "Run a recipe, or any command, here, over mpirun or on Slurm."),
     "cancel": ("cancel", "End a job that was submitted."),
     "list": ("list", "List the runs under a folder and how they stand."),
@@ -59,6 +60,7 @@ COMMANDS = {
 # Groups with a command that need not be named: a first word that names none of the others belongs to it.
 DEFAULTS = {
     "sft": ("run", ("run", "preview")),
+    "tune": ("run", ("run", "report")),
     "profile": ("run", ("run", "show")),
     "doctor": ("check", ("check", "explain")),
 }

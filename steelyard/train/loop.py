@@ -155,8 +155,8 @@ class Training:
                     is_best, gave_up = self._judged()
                 out_of_time = time.monotonic() > deadline
                 stopping = stop.agreed(out_of_time) and not (is_last or gave_up)
-                is_wanted = is_last and recipe.checkpoint.last
-                if is_wanted or is_best or stopping or gave_up or _is_due(recipe.checkpoint.every, counters.step):
+                is_end = (is_last or stopping or gave_up) and recipe.checkpoint.at_end
+                if is_end or is_best or _is_due(recipe.checkpoint.every, counters.step):
                     self._save(is_best)
                 if stopping:
                     return self._stopped(stop.agreed_by_clock)
@@ -185,7 +185,8 @@ class Training:
         """End after what was asked to stop: as an interruption, or, by the clock, as was intended."""
         self.saver.wait()
         step, train = self.tally.counters.step, self.recipe.train
-        message = f"saved step {step} of {train.steps}; the same command resumes {self.folder.path}"
+        saved = f"saved step {step} of {train.steps}; the same command resumes {self.folder.path}"
+        message = saved if self.recipe.checkpoint.at_end else f"stopped at step {step} of {train.steps}"
         if not by_clock:
             raise Interrupted(message)
         console.say(f"{train.hours:g} hours have passed: {message}")
