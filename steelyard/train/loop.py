@@ -106,6 +106,7 @@ class Training:
         self.training, self.validation = training, validation
         self.extension = extension
         self.mesh = meshes.make(recipe.parallel, device.type)
+        memory_before = memory.begin(device)
         self.engine = Engine(recipe, self.mesh, device, extension, end_of_document)
         self.tally = Tally(recipe, device)
         self.saver = checkpoint.Saver(folder.checkpoints, recipe.checkpoint.keep_last, recipe.checkpoint.background)
@@ -115,7 +116,9 @@ class Training:
         if world.is_first:
             folder.follow(recipe)
             begun = folder.manifest().get("started", now())
-            folder.update(**session(world.size), device=str(device), started=begun, ended=None)
+            folder.update(
+                **session(world.size), device=str(device), started=begun, ended=None, memory_before=memory_before
+            )
 
     def until_done(self, stop: StopRequest) -> str:
         """Take the steps that are left. Returns the state of the run: finished, or stopped by the clock."""
@@ -204,6 +207,7 @@ class Training:
             "nonfinite": counters.nonfinite,
         }
         record |= self.extension.metrics() | self.speed.of(counters.tokens, seconds, steps)
+        record["peak_memory"] = memory.peak(self.device)
         self.recorder.record(record)
         console.say(line(record, self.recipe.train.steps))
 
