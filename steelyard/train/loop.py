@@ -109,6 +109,7 @@ class Training:
         self.training, self.validation = training, validation
         self.extension = extension
         self.mesh = meshes.make(recipe.parallel, device.type)
+        memory_before = memory.begin(device)
         self.engine = Engine(recipe, self.mesh, device, extension, end_of_document)
         self.tally = Tally(recipe, device)
         self.saver = checkpoint.Saver(folder.checkpoints, recipe.checkpoint.keep_last, recipe.checkpoint.background)
@@ -121,7 +122,7 @@ class Training:
         if world.is_first:
             folder.follow(recipe)
             begun = folder.manifest().get("started", now())
-            named = {"device": str(device), "device_name": devices.name(device)}
+            named = {"device": str(device), "device_name": devices.name(device), "memory_before": memory_before}
             folder.update(**session(world.size), **named, started=begun, ended=None)
         hosts.report(folder, recipe, self.mesh, world, device)
 
@@ -217,6 +218,7 @@ class Training:
         }
         record |= self.extension.metrics() | self.speed.of(counters.tokens, seconds, steps)
         record |= self.pace.told(seconds, steps)
+        record["peak_memory"] = memory.peak(self.device)
         self.recorder.record(record)
         console.say(line(record, self.recipe.train.steps))
 
