@@ -47,7 +47,9 @@ def preview(tuning: Tuning, samples: int) -> Shown:
     if isinstance(rows, PairSamples):
         every = [side for pair in rows.pairs for side in pair]
         counted: dict[str, Any] = {"pairs": len(rows.pairs), "answers": len(every)}
-        full: dict[str, Any] = {"identical_pairs": sum(np.array_equal(chosen.ids, other.ids) for chosen, other in rows.pairs)}
+        full: dict[str, Any] = {
+            "identical_pairs": sum(np.array_equal(chosen.ids, other.ids) for chosen, other in rows.pairs)
+        }
     else:
         every = list(rows.conversations)
         counted = {"conversations": len(every)}
