@@ -124,7 +124,7 @@ class Yard:
 
     def submit(self, *words: str, on_host: str | None = None) -> Path:
         """Submit and return the run folder."""
-        return Path(json.loads(self.steelyard("submit", *words, "--json", on_host=on_host).stdout)["run"])
+        return Path(json.loads(self.steelyard("submit", "--json", *words, on_host=on_host).stdout)["run"])
 
     def records(self, run: Path) -> list[dict]:
         """What the scheduler says now, and has said."""
