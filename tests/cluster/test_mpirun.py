@@ -20,7 +20,7 @@ OMPI_ALLOW_RUN_AS_ROOT = "1"
 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM = "1"
 
 [hosts.mpi]
-hosts = ["a1", "b1"]
+hosts = ["10.214.0.11", "10.214.0.21"]
 options = ["--mca", "plm_rsh_agent", "{rsh}"]
 """
 
@@ -29,7 +29,7 @@ def test_mpirun_trains_over_hosts_and_leaves_the_same_folder(yard: Yard):
     sites = yard.path / "hosts.toml"
     sites.write_text(SITE.format(source=yard.environment["PYTHONPATH"], rsh=yard.lab.folder / "rsh"))
     words = ["alike.toml", "parallel.data=2", "--on", "mpi", "--sites", str(sites), "--site", "hosts"]
-    run = yard.submit(*words, "--nodes", "2", "--name", "mpi", on_host="a1")
+    run = yard.submit(*words, "--nodes", "2", "--name", "mpi", beside="a1")
     yard.lab.until((run / "launch" / "ended.json").exists, "the end", 120)
     ended = json.loads((run / "launch" / "ended.json").read_text())
     assert ended["state"] == "COMPLETED", (run / "logs" / "launcher.log").read_text()
