@@ -59,6 +59,10 @@ def train(
     if nproc is not None and nproc > 1:
         loaded.parallel.data_for(nproc)
         raise typer.Exit(launch(nproc))
+    from steelyard.observe.profile import tools
+
+    with alike(ranks):
+        tools.go_under(loaded, run, ranks.rank)
     from steelyard.observe import report
     from steelyard.sparsity import training
     from steelyard.train import loop
@@ -68,7 +72,7 @@ def train(
     folder = loop.run(loaded, run, extension, resume)
     if ranks.is_first:
         try:
-            page = str(report.write(folder))
+            page = str(report.write(folder)) if loaded.log.report else None
         except UserError as missing:  # What was trained is not worth less for it.
             page = None
             console.warn(f"no report: {missing.message}")

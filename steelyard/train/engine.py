@@ -146,7 +146,7 @@ class Engine:
         factor = torch.full((), scale, device=self.device)
         count = len(batch["inputs"]) // self.recipe.train.micro_batch
         if self.assembly.pipeline is not None:
-            self.assembly.pipeline.timers = self.timeline if self.timeline.is_on else None
+            self.assembly.pipeline.timers = self.timeline if self.timeline.is_wanted else None
             loss = self.assembly.pipeline.train(batch, count, factor)
             self._add_stage_losses(scale * count)
             return loss.double()

@@ -34,6 +34,7 @@ from steelyard.train.engine import Engine
 from steelyard.train.extension import Extension
 from steelyard.train.metrics import Recorder, line
 from steelyard.train.pace import Pace
+from steelyard.train.profiling import PROFILE, Profiler
 from steelyard.train.schedule import Progress, learning_rate
 from steelyard.train.speed import Speed
 from steelyard.train.stopping import StopRequest, stop_request
@@ -108,17 +109,21 @@ class Training:
         self.training, self.validation = training, validation
         self.extension = extension
         self.mesh = meshes.make(recipe.parallel, device.type)
+        memory_before = memory.begin(device)
         self.engine = Engine(recipe, self.mesh, device, extension, end_of_document)
         self.tally = Tally(recipe, device)
         self.saver = checkpoint.Saver(folder.checkpoints, recipe.checkpoint.keep_last, recipe.checkpoint.background)
         self.recorder = Recorder(recipe, folder, writes=world.is_first)
         self.speed = Speed(recipe, device, world.size)
         self.pace = Pace(self.mesh, device)
+        traces, timers = folder.path / PROFILE, self.engine.timeline
+        self.profiler = Profiler(recipe.log, traces, device, world.rank, timers, self.recorder.paused)
         self._start_or_resume(begin_at)
         if world.is_first:
             folder.follow(recipe)
             begun = folder.manifest().get("started", now())
-            folder.update(**session(world.size), device=str(device), started=begun, ended=None)
+            named = {"device": str(device), "device_name": devices.name(device), "memory_before": memory_before}
+            folder.update(**session(world.size), **named, started=begun, ended=None)
         hosts.report(folder, recipe, self.mesh, world, device)
 
     def until_done(self, stop: StopRequest) -> str:
@@ -137,7 +142,8 @@ class Training:
             while counters.step < train.steps:
                 batch = train.batch_at(counters.samples)
                 rate = self._rate(batch)
-                self._step(batches, batch, rate)
+                with self.profiler.around(counters.step + 1):
+                    self._step(batches, batch, rate)
                 is_last = counters.step == train.steps
                 if is_last or counters.step % recipe.log.every == 0:
                     self._record(rate, batch)
@@ -150,7 +156,8 @@ class Training:
                     is_best, gave_up = self._judged()
                 out_of_time = time.monotonic() > deadline
                 stopping = stop.agreed(out_of_time) and not (is_last or gave_up)
-                if is_last or is_best or stopping or gave_up or _is_due(recipe.checkpoint.every, counters.step):
+                is_end = (is_last or stopping or gave_up) and recipe.checkpoint.at_end
+                if is_end or is_best or _is_due(recipe.checkpoint.every, counters.step):
                     self._save(is_best)
                 if stopping:
                     return self._stopped(stop.agreed_by_clock)
@@ -160,7 +167,7 @@ class Training:
         return "finished"
 
     def _step(self, batches: Loader, batch: int, rate: float) -> None:
-        """One step on the next batch, timed and profiled where the recipe asks for it."""
+        """One step on the next batch, timed where the recipe asks for it."""
         log, timeline, step = self.recipe.log, self.engine.timeline, self.tally.counters.step + 1
         is_timed = log.timeline is not None and log.timeline[0] <= step <= log.timeline[1]
         if is_timed:
@@ -168,7 +175,7 @@ class Training:
         with self.pace.of_data():
             rows = next(batches)
         self.extension.begin_step(step, batch, self.tally.loss_scale.scale)
-        with timeline.profiled(log.profile, step), self.pace.of_a_step():
+        with self.pace.of_a_step():
             outcome = self.engine.step(rows.rows, rows.first, rate, rows.labels, self.tally.loss_scale.scale)
         if is_timed:
             timeline.end(step, self.folder.path / TIMELINE, self.world.rank)
@@ -179,7 +186,8 @@ class Training:
         """End after what was asked to stop: as an interruption, or, by the clock, as was intended."""
         self.saver.wait()
         step, train = self.tally.counters.step, self.recipe.train
-        message = f"saved step {step} of {train.steps}; the same command resumes {self.folder.path}"
+        saved = f"saved step {step} of {train.steps}; the same command resumes {self.folder.path}"
+        message = saved if self.recipe.checkpoint.at_end else f"stopped at step {step} of {train.steps}"
         if not by_clock:
             raise Interrupted(message)
         console.say(f"{train.hours:g} hours have passed: {message}")
@@ -210,6 +218,7 @@ class Training:
         }
         record |= self.extension.metrics() | self.speed.of(counters.tokens, seconds, steps)
         record |= self.pace.told(seconds, steps)
+        record["peak_memory"] = memory.peak(self.device)
         self.recorder.record(record)
         console.say(line(record, self.recipe.train.steps))
 
