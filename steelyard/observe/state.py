@@ -55,7 +55,7 @@ class Log:
                 self.complaints.forget()
         self.raw.extend(line for line in new.rsplit(b"\n", KEPT_LINES + 1)[-KEPT_LINES - 1 : -1] if line.strip())
         if self.complaints is not None and new:
-            self.complaints.look(new)
+            self.complaints.look(new, self.tail.begins)
 
     def last(self, number: int) -> list[str]:
         """The last lines, as text that can do no harm."""
@@ -186,6 +186,13 @@ class State:
         """When the last record was written."""
         last = self.metrics[-1].get("time") if self.metrics else None
         return float(last) if is_number(last) else (self._metrics.changed if self.metrics else None)
+
+    def errors_of(self, host: str) -> list[str]:
+        """What a host complained of since its ranks met; before that an earlier attempt may have spoken."""
+        log, met = self.err[host], self.hosts.get(host, {}).get("logged", 0)
+        if log.complaints is None:
+            return []
+        return log.complaints.since(int(met) if is_number(met) and met <= log.tail.offset else 0)
 
     def host_of(self, rank: int) -> str | None:
         """Where a rank runs."""

@@ -309,6 +309,15 @@ def test_an_error_that_did_not_stop_the_run_is_a_warning_and_an_earlier_attempts
     assert verdicts(folder) == {"healthy": "ok"}
 
 
+def test_what_stood_in_the_log_before_the_ranks_met_did_not_stop_them(folder: Folder):
+    folder.logs["n0.err"] = "RuntimeError: of the attempt before\n"
+    folder.hosts["n0"]["logged"] = len(folder.logs["n0.err"])
+    assert verdicts(folder) == {"healthy": "ok"}
+    folder.logs["n0.err"] += "ValueError: of this one\n"
+    (verdict,) = judge(folder.state())
+    assert verdict.message == "n0 says: ValueError: of this one"
+
+
 def test_the_device_that_stands_still_while_others_wait_is_named(folder: Folder):
     wedged(folder)
     for sample in folder.samples["n1"]:

@@ -25,17 +25,16 @@ def errors(state: State) -> Verdict | None:
     if state.is_waiting:
         return None
     found = [
-        (log.tail.changed or 0.0, host, log.complaints)
-        for host, log in state.err.items()
-        if log.complaints is not None and log.complaints.count
+        (log.tail.changed or 0.0, host, told) for host, log in state.err.items() if (told := state.errors_of(host))
     ]
     found = [each for each in found if each[0] >= (state.began or 0.0)]  # Older ones are an earlier attempt's.
     if not found:
         return None
-    changed, host, complaints = min(found, key=lambda each: _is_consequence(str(each[2].first)))
-    others = sum(each[2].count for each in found) - 1
+    changed, host, told = min(found, key=lambda each: all(map(_is_consequence, each[2])))
+    first = min(told, key=_is_consequence)
+    others = sum(len(each[2]) for each in found) - 1
     more = f" (and {others} more{f' on {len(found)} hosts' if len(found) > 1 else ''})" if others else ""
-    message = f"{host} says: {complaints.first}{more}"
+    message = f"{host} says: {first}{more}"
     what = f"steelyard logs RUN --node {host} --stream err shows it in its place; steelyard doctor explain knows many"
     finished = state.manifest.get("state") == "finished"
     if finished or (state.progressed or 0.0) > changed + AGREED_ERRORS:
