@@ -96,7 +96,9 @@ def rendered(seen: dict[str, Any]) -> list[tuple[str, str]]:
         lines.append((f"{verdict['level'].upper():8} {verdict['message']}", COLOURS[verdict["level"]]))
         if verdict["what_to_do"] != "nothing":
             lines.append((f"         {verdict['what_to_do']}", "dim"))
-    lines += [("", ""), (progress_line(seen), "")]
+    lines.append(("", ""))
+    if seen["progress"]["steps"] or seen["progress"]["step"]:
+        lines.append((progress_line(seen), ""))
     lines += [(_job(record), "") for record in seen["scheduler"]]
     lines += _configuration(seen["configuration"])
     for host in seen["hosts"][:MOST_HOSTS]:
@@ -144,9 +146,9 @@ def _job(record: dict[str, Any]) -> str:
 
 def _configuration(told: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
     asked, reported = told["requested"], told["reported"]
-    if not asked:
-        return []
     keys = [key for key in asked if asked[key] not in (1, False, 0) or reported.get(key, asked[key]) != asked[key]]
+    if not keys:
+        return []
     lines = [("asked for  " + "  ".join(f"{key} {asked[key]}" for key in keys), "")]
     if reported:
         lines.append(("reported   " + "  ".join(f"{key} {reported.get(key, '?')}" for key in keys), ""))

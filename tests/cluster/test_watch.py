@@ -46,10 +46,11 @@ def test_a_job_is_healthy_then_differs_then_hangs_and_then_is_cancelled(yard: Ya
     assert sorted(state.hosts) == sorted(state.devices) == ["a1", "a2"]
     assert [host["ranks"] for host in state.hosts.values()] == [[0], [1]]
 
-    recipe = (run / "recipe.toml").read_text()
-    (run / "recipe.toml").write_text(recipe.replace("micro_batch = 2", "micro_batch = 1"))
+    submitted = run / "launch" / "recipe.toml"
+    recipe = submitted.read_text()
+    submitted.write_text(recipe.replace("micro_batch = 2", "micro_batch = 1"))
     assert "micro_batch 2 where 1 was asked for" in watched(yard, "watched", 1)["other-configuration"]
-    (run / "recipe.toml").write_text(recipe)
+    submitted.write_text(recipe)
 
     rank = _rank_of(yard, run, "a2")
     os.kill(rank, signal.SIGSTOP)

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from steelyard.core import files
 from steelyard.observe.state import State
 from steelyard.observe.verdict import RULES, exit_code, has_ended, judge
-from tests.observe.folders import NOW, Folder, iso
+from tests.observe.folders import NOW, RECIPE, Folder, iso
 
 
 def verdicts(folder: Folder) -> dict[str, str]:
@@ -84,6 +85,11 @@ def requeued(folder: Folder) -> None:
 def starting(folder: Folder) -> None:
     folder.hosts, folder.records, folder.samples = {}, [], {}
     folder.jobs = [folder.job("RUNNING", at=NOW - 20)]
+
+
+def created_and_running(folder: Folder) -> None:
+    starting(folder)
+    folder.manifest["state"] = "created"
 
 
 def compiling(folder: Folder) -> None:
@@ -248,6 +254,7 @@ CASES = {
     "never to start": (waiting("PartitionTimeLimit"), {"held": "wrong"}, 1),
     "requeued": (requeued, {"requeued": "waiting"}, 3),
     "starting": (starting, {"starting": "waiting"}, 3),
+    "starting, before the ranks have met": (created_and_running, {"starting": "waiting"}, 3),
     "starting, no process yet": (nobody_yet, {"starting": "waiting"}, 3),
     "compiling the first step": (compiling, {"starting": "waiting"}, 3),
     "compiling again after a restart": (resuming, {"healthy": "ok"}, 0),
@@ -336,6 +343,23 @@ def test_a_job_in_two_parts_of_which_one_failed_is_wrong_while_the_other_runs(fo
 def test_the_jobs_of_an_earlier_launch_no_longer_count(folder: Folder):
     folder.jobs.insert(0, folder.job("FAILED", job="12"))
     assert verdicts(folder) == {"healthy": "ok"}
+
+
+def test_what_was_submitted_counts_as_asked_for_and_not_what_the_ranks_read(folder: Folder):
+    (folder.path / "launch").mkdir()
+    (folder.path / "launch" / "recipe.toml").write_text(RECIPE.replace("micro_batch = 2", "micro_batch = 1"))
+    (verdict,) = judge(folder.state())
+    assert verdict.message.startswith("n0 has micro_batch 2 where 1 was asked for")
+
+
+def test_a_run_that_goes_on_by_hand_after_its_job_ended_is_judged_by_itself(folder: Folder):
+    folder.jobs.append(folder.job("FAILED"))
+    folder.launch["ranks"] = 8
+    folder.samples = {}
+    folder.write()
+    with files.locked(folder.path / "run.lock"):
+        assert verdicts(folder) == {"healthy": "ok"}
+    assert "failed" in verdicts(folder)
 
 
 def test_files_that_hold_nonsense_do_no_harm(folder: Folder):
