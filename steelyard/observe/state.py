@@ -133,11 +133,6 @@ class State:
         return self
 
     @property
-    def name(self) -> str:
-        """The folder's own name."""
-        return self.path.resolve().name
-
-    @property
     def trained(self) -> list[dict[str, Any]]:
         """Records of training steps."""
         return [record for record in self.metrics if "loss" in record]
@@ -145,8 +140,12 @@ class State:
     @property
     def is_superseded(self) -> bool:
         """Whether the jobs of the last launch have ended and somebody else goes on with the run: by hand, perhaps."""
-        states = {_word(record["state"]) for record in self._launched().values()}
-        return bool(states) and states <= set(ENDED) and self.is_held and self.manifest.get("state") == "running"
+        launched = list(self._launched().values())
+        if not launched or not {_word(record["state"]) for record in launched} <= set(ENDED):
+            return False
+        told = max(seconds_of(record.get("time")) or 0.0 for record in launched)
+        met_since = any(is_number(host.get("clock")) and host["clock"] > told for host in self.hosts.values())
+        return met_since or (self.is_held and self.manifest.get("state") == "running")
 
     @property
     def jobs(self) -> dict[str, dict[str, Any]]:

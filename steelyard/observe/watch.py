@@ -19,6 +19,7 @@ from steelyard.observe.view import view
 
 COLOURS = {"ok": "green", "waiting": "cyan", "warning": "yellow", "wrong": "bold red"}
 SECONDS_BETWEEN_LINES = 30.0
+SECONDS_FRESH = 30.0
 MOST_HOSTS = 16
 
 
@@ -160,7 +161,8 @@ def _host(host: dict[str, Any], few: bool) -> list[tuple[str, str]]:
     which = f"ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}" if ranks else ""
     title = "  ".join(filter(None, [host["host"], which, host["device"]]))
     lines = [("", ""), (title, "bold")]
-    lines += [(f"  {_device(device)}", "") for device in host["devices"]]
+    old = f"  ({units.duration(host['age'])} ago)" if (host["age"] or 0.0) > SECONDS_FRESH else ""
+    lines += [(f"  {_device(device)}{old}", "dim" if old else "") for device in host["devices"]]
     for stream, style in (("out", "dim"), ("err", "magenta")):
         shown = host[stream][-1:] if few else host[stream]
         lines += [(f"  {stream}| {line}", style) for line in shown]

@@ -360,6 +360,10 @@ def test_a_run_that_goes_on_by_hand_after_its_job_ended_is_judged_by_itself(fold
     with files.locked(folder.path / "run.lock"):
         assert verdicts(folder) == {"healthy": "ok"}
     assert "failed" in verdicts(folder)
+    for host in folder.hosts.values():  # Whoever took over has ended too.
+        host["clock"] = NOW + 10
+    folder.manifest["state"] = "interrupted"
+    assert verdicts(folder) == {"interrupted": "wrong"}
 
 
 def test_files_that_hold_nonsense_do_no_harm(folder: Folder):
