@@ -132,6 +132,16 @@ def validating_slowly(folder: Folder) -> None:
     folder.records = [folder.record(step, time=t - times[-1][1] + NOW - 180) for step, t in times]
 
 
+def wedged_after_a_nap(folder: Folder) -> None:
+    """Once, long ago, nothing happened for an hour."""
+    older(folder, 600)
+    for record in folder.records[:5]:
+        record["time"] -= 3600
+    for host in folder.hosts.values():
+        host["clock"] -= 3600
+    folder.jobs = [folder.job("RUNNING", at=NOW - 9000)]
+
+
 def warnings_on_stderr(folder: Folder) -> None:
     folder.logs["n0.err"] = (Path(__file__).parent / "harmless.txt").read_text()
 
@@ -259,6 +269,7 @@ CASES = {
     "compiling the first step": (compiling, {"starting": "waiting"}, 3),
     "compiling again after a restart": (resuming, {"healthy": "ok"}, 0),
     "wedged": (wedged, {"no-progress": "wrong"}, 1),
+    "wedged, after a nap": (wedged_after_a_nap, {"no-progress": "wrong"}, 1),
     "saving a checkpoint": (saving, {"healthy": "ok"}, 0),
     "in a long validation, like those before": (validating_slowly, {"healthy": "ok"}, 0),
     "warnings on stderr": (warnings_on_stderr, {"healthy": "ok"}, 0),

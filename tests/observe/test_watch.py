@@ -152,3 +152,15 @@ def read_until(descriptor: int, wanted: str, seconds: float = 30) -> str:
         if select.select([descriptor], [], [], 0.5)[0]:
             seen += os.read(descriptor, 1 << 16).decode("utf-8", "replace")
     return seen
+
+
+@pytest.mark.slow
+def test_a_run_that_filled_its_disk_is_told_so(workplace: Workplace, small_disk: Path):
+    run = str(small_disk / "run")
+    words = ("train.steps=40", "checkpoint.every=2", "checkpoint.keep_last=100", "checkpoint.background=false")
+    assert workplace.steelyard("train", "tiny.toml", *words, "--run", run).returncode == 1
+    told = workplace.steelyard("watch", run, "--json")
+    assert told.returncode == 1
+    kinds = {verdict["kind"]: verdict["message"] for verdict in json.loads(told.stdout)["verdicts"]}
+    assert "disk-full" in kinds, kinds
+    assert kinds.keys() & {"failed", "killed"}, kinds

@@ -13,6 +13,7 @@ from steelyard.sizes.model import parameters
 
 LEAST_PATIENCE = 60.0  # seconds: a filesystem may keep a record from us for that long
 PATIENCE = 4.0  # times what is usual
+MANY = 20  # records
 FIRST_STEP = 1200.0  # seconds from the start of the ranks to the first record: data is prepared, kernels are compiled
 SAVING_RATE = 100e6  # bytes a second that a slow shared filesystem takes
 BYTES_SAVED = 14  # per parameter: weights and the optimizer's state
@@ -84,8 +85,9 @@ def expected_pause(state: State, recipe: Recipe) -> float:
     usual = PATIENCE * step_seconds * recipe.log.every
     times = [float(record["time"]) for record in state.metrics if is_number(record.get("time"))]
     begun = state.began or 0.0
-    gaps = [after - before for before, after in pairwise(times) if before >= begun]
-    longest = 2 * max(gaps, default=0.0)
+    gaps = sorted(after - before for before, after in pairwise(times) if before >= begun)
+    # What happened once among many (a host that slept) is no measure; a validation or a checkpoint happens again.
+    longest = 2 * (gaps[-2] if len(gaps) > MANY else max(gaps, default=0.0))
     return max(LEAST_PATIENCE, usual, longest) + _due(state, recipe, step_seconds)
 
 
