@@ -26,7 +26,8 @@ from tests.model.test_loss import VOCAB, drawn
 def training(overrides: list[str], run: str, extension: Extension | None = None, resume: str = "auto") -> str:
     """Train the tiny recipe and return what the first rank said."""
     said: list[str] = []
-    console.quiet, console._print = False, said.append  # type: ignore[method-assign]
+    console.quiet = False
+    console._print = lambda message, stream=None: said.append(message)  # type: ignore[method-assign,assignment]
     recipe = load("tiny.toml", overrides)
     train.run(recipe, Path(run), extension or sparsity.extension(recipe), resume)
     return "\n".join(said)
