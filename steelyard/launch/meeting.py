@@ -2,6 +2,7 @@
 
     launch/meeting.json     {"attempt": "123.0", "address": "a1", "port": 23456}, written by the node of rank 0
     launch/arrived-1.json   {"attempt": ...}: the first node of follower job 1 is there, and waits
+    launch/stopped-123.0    the ranks saved and stopped because they were asked to
 
 Within one job the attempt (job and restart) tells this meeting from the last. A master and its followers are several
 jobs, which start at different times and count their restarts for themselves: there the master waits until every
@@ -23,7 +24,7 @@ from steelyard.core.errors import Fault
 from steelyard.launch.local import free_port
 from steelyard.launch.record import FOLDER
 
-MEETING = "meeting.json"
+MEETING, STOPPED = "meeting.json", "stopped-"
 SECONDS_BETWEEN_LOOKS = 0.2
 SECONDS_TO_ARRIVE = 600.0  # For nodes of one job, which start together.
 choose_port = free_port
@@ -48,6 +49,16 @@ def meet(
             files.write_json(arrived, {"attempt": attempt})
             stack.callback(lambda: arrived.unlink(missing_ok=True))
     return _await_meeting(folder / MEETING, attempt if not group else None, asked)
+
+
+def stopped(run: Path, attempt: str) -> int:
+    """Leave word that the ranks were asked to stop, and did; returns what a node then exits with.
+
+    A node that ends with an error has srun end the others at once, which may still be writing. So it is no error, and
+    the script of the job looks for this word.
+    """
+    (run / FOLDER / f"{STOPPED}{attempt}").touch()
+    return 0
 
 
 def _await_followers(folder: Path, followers: int, asked: list[int]) -> bool:

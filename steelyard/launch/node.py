@@ -96,7 +96,8 @@ def main(words: Sequence[str]) -> int:
                 own = [rank.process.pid for rank in ranks]
                 stack.enter_context(Sampler(run, siblings.ranks if options.one_rank else lambda: own, host))
             hung = watch(list(ranks), asked)
-            return _tell(ranks, hung, bool(asked), logs[1])
+            code = _tell(ranks, hung, bool(asked), logs[1])
+            return meeting.stopped(run, options.attempt) if code == Interrupted.exit_code and options.attempt else code
     except SteelyardError as error:
         console.error(str(error))
         logs[1].add(f"error: {error}")
@@ -107,7 +108,7 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m steelyard.launch.node", description=__doc__)
     parser.add_argument("--run", required=True)
     parser.add_argument("--groups", default="1x1")
-    parser.add_argument("--attempt", default="0")
+    parser.add_argument("--attempt", default="")
     parser.add_argument("--group", type=int, help="this job's group, where each is a job of its own")
     parser.add_argument("--port", type=int)
     parser.add_argument("--one-rank", action="store_true")

@@ -166,7 +166,7 @@ def queued(text: str) -> list[Record]:
         if not record.JOB.fullmatch(fields["jobarrayid"]):
             continue
         offset = fields["hetjoboffset"]
-        is_part = offset.isdigit() and "_" not in fields["jobarrayid"]
+        is_part = offset.isdigit() and not set("_+") & set(fields["jobarrayid"])  # Newer ones say 123+1 by themselves.
         found.append((fields["jobarrayid"], int(offset) if is_part else None, _from_queue(fields)))
     return _numbered(found)
 

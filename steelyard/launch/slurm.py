@@ -18,6 +18,7 @@ from steelyard.core.errors import Fault, Interrupted, UserError
 from steelyard.core.recipe.site import Site
 from steelyard.launch import containers, script
 from steelyard.launch.groups import Group, written
+from steelyard.launch.meeting import STOPPED
 from steelyard.launch.order import Order
 from steelyard.launch.record import FOLDER
 
@@ -74,7 +75,8 @@ def text(order: Order, group: int | None = None, job: str | None = None) -> str:
         before = ["bash", "-c", preparation]
         lines.append(f"{_srun(order, before, '', group, job)} || exit 1\n")
     lines.append(_srun(order, starter(order), _starter_options(order, group, job), group, job) + "\n")
-    lines.append("code=$?\n")
+    word = quote(str(order.run / FOLDER / STOPPED))
+    lines.append(f"code=$?\nif [ -e {word}{_attempt(order, job)} ]; then code={Interrupted.exit_code}; fi\n")
     if order.site.requeue and job is None:
         lines.append(_requeueing(order))
     return "".join([*lines, "exit $code\n"])
@@ -102,8 +104,11 @@ def _starter_options(order: Order, group: int | None, job: str | None) -> str:
     options = ["--groups", written(order.groups)]
     options += ["--group", str(group)] if group is not None else []
     options += ["--port", str(order.site.port)] if order.site.port else []
-    attempt = ATTEMPT if job is None else quote(f"{job}.{order.submitted}")
-    return f" {join(options)} --attempt {attempt} -- {join(order.command)}"
+    return f" {join(options)} --attempt {_attempt(order, job)} -- {join(order.command)}"
+
+
+def _attempt(order: Order, job: str | None) -> str:
+    return ATTEMPT if job is None else quote(f"{job}.{order.submitted}")
 
 
 def _srun(order: Order, words: Sequence[str], tail: str, group: int | None, job: str | None) -> str:
