@@ -72,7 +72,7 @@ def train(
     folder = loop.run(loaded, run, extension, resume)
     if ranks.is_first:
         try:
-            page = str(report.write(folder))
+            page = str(report.write(folder)) if loaded.log.report else None
         except UserError as missing:  # What was trained is not worth less for it.
             page = None
             console.warn(f"no report: {missing.message}")

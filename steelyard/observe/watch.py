@@ -14,7 +14,7 @@ from typing import Any
 
 from steelyard.core import units
 from steelyard.observe.schedulers import Asking
-from steelyard.observe.state import State
+from steelyard.observe.state import State, span_of
 from steelyard.observe.view import view
 
 COLOURS = {"ok": "green", "waiting": "cyan", "warning": "yellow", "wrong": "bold red"}
@@ -131,9 +131,12 @@ def progress_line(seen: dict[str, Any]) -> str:
 
 def _job(record: dict[str, Any]) -> str:
     fields = [f"job {record.get('job')}", str(record.get("state"))]
-    for key, name in (("nodes", "on"), ("elapsed", "for"), ("time_limit", "of"), ("restarts", "restarts")):
-        if record.get(key) not in (None, "", 0):
-            fields.append(f"{name} {record[key]}")
+    if record.get("nodes"):
+        fields.append(f"on {record['nodes']}")
+    if limit := span_of(record.get("time_limit")):
+        fields.append(f"limit {units.duration(limit)}")
+    if record.get("restarts"):
+        fields.append(f"restarted {record['restarts']} times")
     if record.get("reason") not in (None, "", "None"):
         fields.append(f"({record['reason']})")
     return "  ".join(fields)

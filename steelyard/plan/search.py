@@ -28,6 +28,8 @@ from steelyard.plan.step import Parts, least
 
 QUICK = 24  # Actions of a step up to which its partition is refined at once, not only when it is among the best.
 
+UNFIT = 0.25  # What a mesh that does not fit counts of those that may be taken to the end: it is soon known.
+
 REFINING = 5_000  # Passes simulated, about, to refine the partition of one of the best plans.
 
 
@@ -127,20 +129,21 @@ class _Search:
             splits: Predictor(recipe, cluster, as_run(software, recipe, splits), profiles) for splits in (False, True)
         }
         self.found = Found([])
+        self.layers: dict[tuple[str, int, int, int], float] = {}
         self.best: dict[tuple[object, ...], tuple[float, float, Layout]] = {}
         self.limit = float("inf")
         self.frontier: list[tuple[float, float]] = []
-        self.finished = 0
+        self.finished = 0.0
         self.queue: list[tuple[float, int, Callable[[], None]]] = []
         self.ticket = count()
 
     def run(self) -> Found:
-        uses = [use for use in space.uses(self.cluster, self.limits) if self._can_compute(use)]
-        opened = sorted((choices for use in uses if (choices := self._opened(use))), key=min)
+        uses, whole = space.uses(self.cluster, self.limits)
+        opened = sorted((choices for use in uses if self._can_compute(use) and (choices := self._opened(use))), key=min)
         for choices in opened[: self.limits.uses]:
             for bound, _, go_on in choices:
                 self._push(bound, go_on)
-        self.found.complete = len(opened) <= self.limits.uses
+        self.found.complete = whole and len(opened) <= self.limits.uses
         while self.queue and self.finished < self.limits.meshes:
             bound, _, go_on = heapq.heappop(self.queue)
             if bound >= self.limit:
@@ -216,15 +219,32 @@ class _Search:
             chosen = replace(mesh, schedule=schedule, virtual=virtual)
             bound = self._bound(chosen) * self._weight_of(self._layout(chosen, Variant("none", 0)))
             if not self._is_beaten(bound, mesh.use.counts):
-                self._push(bound, partial(self._finish, chosen))
+                self._push(bound, partial(self._deal, chosen, bound))
 
-    def _finish(self, mesh: Mesh) -> None:
-        """Third round: the least recomputation that fits, and of the shardings that fit the fastest; then simulate."""
-        self.finished += 1
+    def _deal(self, mesh: Mesh, bound: float) -> None:
+        """Layers dealt out, which tells more of a step than any bound: those of a long one wait for their turn again.
+
+        A short step's partition is refined before it is compared, so it has no other bound than that of all partitions.
+        """
         rounds = self.recipe.train.global_batch // (mesh.micro_batch * mesh.data)
+        if mesh.pipeline * mesh.virtual * rounds * 2 <= QUICK:
+            return self._finish(mesh, True)
+        layout = self._layout(mesh, Variant(self.limits.recomputes[0], 0))
+        dealt = self._predictor(layout).step(layout).at_least(self._dealt(layout, None)) * self._weight_of(layout)
+        if not self._is_beaten(dealt, mesh.use.counts):
+            self._push(max(bound, dealt), partial(self._finish, mesh, False))
+
+    def _may_fit(self, mesh: Mesh) -> bool:
+        """Whether the mesh fits at its most frugal; if it does not, nothing of it does."""
+        zeros = space.zeros(mesh.pipeline, mesh.data * mesh.context, self.limits)
+        frugal = self._layout(mesh, Variant(self.limits.recomputes[-1], zeros[-1]))
+        return self._fitting([frugal.with_partition(self._dealt(frugal, None))]) is not None
+
+    def _finish(self, mesh: Mesh, quick: bool) -> None:
+        """Third round: the least recomputation that fits, and of the shardings that fit the fastest; then simulate."""
         zeros = space.zeros(mesh.pipeline, mesh.data * mesh.context, self.limits)
         self.found.space += len(zeros) * len(self.limits.recomputes)
-        quick = mesh.pipeline * mesh.virtual * rounds * 2 <= QUICK
+        self.finished += 1
         for recompute in self.limits.recomputes:  # Computing more again can only be slower.
             layout = self._layout(mesh, Variant(recompute, 0))
             counts = self._dealt(layout, None)
@@ -236,10 +256,9 @@ class _Search:
             if fitting is not None:
                 self._keep(mesh, fitting, quick)
                 return
-            frugal = self._layout(mesh, Variant(self.limits.recomputes[-1], zeros[-1]))
-            frugal = frugal.with_partition(self._dealt(frugal, None))
-            if recompute == self.limits.recomputes[0] and self._fitting([frugal]) is None:
-                return  # If this does not fit, nothing of the mesh does.
+            if recompute == self.limits.recomputes[0] and not self._may_fit(mesh):
+                self.finished -= 1 - UNFIT
+                return
 
     def _fitting(self, layouts: list[Layout]) -> Layout | None:
         """The first of these that fits, those with the least to do after the last backward pass first."""
@@ -362,10 +381,13 @@ class _Search:
 
     def _layer(self, type_: str, tensor: int, context: int, micro_batch: int) -> float:
         """Seconds of a layer on one type of node, both passes, nothing computed again."""
-        nodes = -(-tensor * context // self.cluster.nodes_of(type_).gpus)
-        mesh = Mesh(Use((), 0), tensor, context, micro_batch, ((type_, nodes),), 1, 1, "1f1b", 1)
-        layout = self._layout(mesh, Variant("none", 0))
-        return least(self._predictor(layout).costs(layout)[0].layer)
+        key = (type_, tensor, context, micro_batch)
+        if key not in self.layers:
+            nodes = -(-tensor * context // self.cluster.nodes_of(type_).gpus)
+            mesh = Mesh(Use((), 0), tensor, context, micro_batch, ((type_, nodes),), 1, 1, "1f1b", 1)
+            layout = self._layout(mesh, Variant("none", 0))
+            self.layers[key] = least(self._predictor(layout).costs(layout)[0].layer)
+        return self.layers[key]
 
 
 def price_hour(cluster: Cluster, placement: Placement) -> float | None:

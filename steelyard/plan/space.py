@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import permutations, product
-from math import gcd
+from math import gcd, prod
 from typing import NamedTuple
 
 from pydantic_core import PydanticCustomError
@@ -18,6 +18,7 @@ from steelyard.plan.cluster import Cluster
 from steelyard.plan.layout import Placement
 
 MOST_ARRANGEMENTS = 64
+MOST_USES = 512  # Sets of nodes up to which all of them are looked at.
 LEAST_CONTEXT = 2048  # Tokens of a sequence that a context rank should keep; with fewer it only waits.
 
 
@@ -34,7 +35,7 @@ class Limits:
     schedules: tuple[str, ...] = ("1f1b", "gpipe", "interleaved", "zero-bubble")
     subsets: bool = True
     """Whether nodes may be left idle."""
-    uses: int = 64
+    uses: int = 100_000
     """Sets of nodes to look at, the most promising ones."""
     meshes: int = 100_000
     """Meshes to take to the end, the most promising ones."""
@@ -42,7 +43,7 @@ class Limits:
 
 def limits_for(cluster: Cluster) -> Limits:
     """All of it on clusters of up to 256 GPUs; beyond, only what promises the most."""
-    return Limits() if cluster.ranks <= 256 else Limits(micro_batch=8, virtual=2, uses=12, meshes=250)
+    return Limits() if cluster.ranks <= 256 else Limits(micro_batch=8, virtual=2, meshes=250)
 
 
 class Use(NamedTuple):
@@ -59,28 +60,33 @@ class Variant(NamedTuple):
     zero: int
 
 
-def uses(cluster: Cluster, limits: Limits) -> list[Use]:
-    """Sets of nodes worth trying: all, and without some types or the odd ones of a type, so that meshes divide."""
-    options = [_counts(nodes.count) if limits.subsets else [nodes.count] for nodes in cluster.nodes]
+def uses(cluster: Cluster, limits: Limits) -> tuple[list[Use], bool]:
+    """Sets of nodes to try, and whether these are all there are.
+
+    Any number of each type may be used while that makes few sets; where it makes many, all, none and round numbers.
+    """
+    whole = not limits.subsets or prod(nodes.count + 1 for nodes in cluster.nodes) <= MOST_USES
+    options = [
+        [nodes.count] if not limits.subsets else _all(nodes.count) if whole else _round(nodes.count)
+        for nodes in cluster.nodes
+    ]
     found = []
     for counts in product(*options):
         used = tuple((nodes.type, n) for nodes, n in zip(cluster.nodes, counts, strict=True) if n)
         if used:
             ranks = sum(nodes.gpus * n for nodes, n in zip(cluster.nodes, counts, strict=True))
             found.append(Use(used, ranks))
-    return found
+    return found, whole
 
 
-def _counts(most: int) -> list[int]:
-    """All, the largest 2^k and 3 x 2^k below, and none."""
-    round_ = {most, 0}
-    for factor in (1, 3):
-        number = factor
-        while number * 2 <= most:
-            number *= 2
-        if number <= most:
-            round_.add(number)
-    return sorted(round_, reverse=True)
+def _all(most: int) -> list[int]:
+    return list(range(most, -1, -1))
+
+
+def _round(most: int) -> list[int]:
+    """All, every 2^k and 3 x 2^k below, and none: meshes divide these."""
+    found = {most, 0} | {factor << power for factor in (1, 3) for power in range(most.bit_length())}
+    return sorted((number for number in found if number <= most), reverse=True)
 
 
 def orders(use: Use) -> list[Placement]:

@@ -170,7 +170,7 @@ class StepCost:
             if weight > 0:
                 weights[rank] = weight
                 behind += weight
-        first, last = least(self.costs[0].embedding), least(self.costs[-1].head)
+        first, last = _beside(self.costs[0], self.costs[0].embedding), _beside(self.costs[-1], self.costs[-1].head)
         taken = rounds * (weights[0] * first + weights[-1] * last)
         there = first / ways
         for rank in range(1, len(kinds)):
@@ -218,6 +218,17 @@ def _first(kinds: list[int]) -> list[tuple[int, int]]:
 def least(split: Split) -> float:
     """Seconds of both passes at the least: where the host is slower it may be busy with other layers meanwhile."""
     return max(split.forward + split.backward, split.host_forward + split.host_backward)
+
+
+def _beside(cost: StageCost, end: Split) -> float:
+    """What embedding or head add, at the least, to a rank whose layers are bounded by `least`.
+
+    Of the same kind as bounds the layers: seconds of a slow host and of a slow GPU pass side by side, and do not add.
+    """
+    layer = cost.layer
+    if layer.host_forward + layer.host_backward > layer.forward + layer.backward:
+        return end.host_forward + end.host_backward
+    return end.forward + end.backward
 
 
 def stage_seconds(cost: StageCost, layers: int, first: bool, last: bool) -> tuple[float, float]:

@@ -29,10 +29,11 @@ from steelyard.sizes.model import flops_per_token, parameters
 from steelyard.tokens.loader import Loader, labels_in, read
 from steelyard.tokens.samples import Samples
 from steelyard.train import device as devices
-from steelyard.train import memory, preparation, timeline
+from steelyard.train import hosts, memory, preparation, timeline
 from steelyard.train.engine import Engine
 from steelyard.train.extension import Extension
 from steelyard.train.metrics import Recorder, line
+from steelyard.train.pace import Pace
 from steelyard.train.profiling import PROFILE, Profiler
 from steelyard.train.schedule import Progress, learning_rate
 from steelyard.train.speed import Speed
@@ -108,19 +109,22 @@ class Training:
         self.training, self.validation = training, validation
         self.extension = extension
         self.mesh = meshes.make(recipe.parallel, device.type)
+        memory_before = memory.begin(device)
         self.engine = Engine(recipe, self.mesh, device, extension, end_of_document)
         self.tally = Tally(recipe, device)
         self.saver = checkpoint.Saver(folder.checkpoints, recipe.checkpoint.keep_last, recipe.checkpoint.background)
         self.recorder = Recorder(recipe, folder, writes=world.is_first)
         self.speed = Speed(recipe, device, world.size)
+        self.pace = Pace(self.mesh, device)
         traces, timers = folder.path / PROFILE, self.engine.timeline
         self.profiler = Profiler(recipe.log, traces, device, world.rank, timers, self.recorder.paused)
         self._start_or_resume(begin_at)
         if world.is_first:
             folder.follow(recipe)
             begun = folder.manifest().get("started", now())
-            named = {"device": str(device), "device_name": devices.name(device)}
+            named = {"device": str(device), "device_name": devices.name(device), "memory_before": memory_before}
             folder.update(**session(world.size), **named, started=begun, ended=None)
+        hosts.report(folder, recipe, self.mesh, world, device)
 
     def until_done(self, stop: StopRequest) -> str:
         """Take the steps that are left. Returns the state of the run: finished, or stopped by the clock."""
@@ -152,8 +156,8 @@ class Training:
                     is_best, gave_up = self._judged()
                 out_of_time = time.monotonic() > deadline
                 stopping = stop.agreed(out_of_time) and not (is_last or gave_up)
-                is_wanted = is_last and recipe.checkpoint.last
-                if is_wanted or is_best or stopping or gave_up or _is_due(recipe.checkpoint.every, counters.step):
+                is_end = (is_last or stopping or gave_up) and recipe.checkpoint.at_end
+                if is_end or is_best or _is_due(recipe.checkpoint.every, counters.step):
                     self._save(is_best)
                 if stopping:
                     return self._stopped(stop.agreed_by_clock)
@@ -168,9 +172,11 @@ class Training:
         is_timed = log.timeline is not None and log.timeline[0] <= step <= log.timeline[1]
         if is_timed:
             timeline.begin()
-        rows = next(batches)
+        with self.pace.of_data():
+            rows = next(batches)
         self.extension.begin_step(step, batch, self.tally.loss_scale.scale)
-        outcome = self.engine.step(rows.rows, rows.first, rate, rows.labels, self.tally.loss_scale.scale)
+        with self.pace.of_a_step():
+            outcome = self.engine.step(rows.rows, rows.first, rate, rows.labels, self.tally.loss_scale.scale)
         if is_timed:
             timeline.end(step, self.folder.path / TIMELINE, self.world.rank)
         self.tally.add(*outcome, batch, rows.labels)
@@ -180,7 +186,8 @@ class Training:
         """End after what was asked to stop: as an interruption, or, by the clock, as was intended."""
         self.saver.wait()
         step, train = self.tally.counters.step, self.recipe.train
-        message = f"saved step {step} of {train.steps}; the same command resumes {self.folder.path}"
+        saved = f"saved step {step} of {train.steps}; the same command resumes {self.folder.path}"
+        message = saved if self.recipe.checkpoint.at_end else f"stopped at step {step} of {train.steps}"
         if not by_clock:
             raise Interrupted(message)
         console.say(f"{train.hours:g} hours have passed: {message}")
@@ -210,6 +217,8 @@ class Training:
             "nonfinite": counters.nonfinite,
         }
         record |= self.extension.metrics() | self.speed.of(counters.tokens, seconds, steps)
+        record |= self.pace.told(seconds, steps)
+        record["peak_memory"] = memory.peak(self.device)
         self.recorder.record(record)
         console.say(line(record, self.recipe.train.steps))
 

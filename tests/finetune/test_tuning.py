@@ -8,7 +8,7 @@ import torch
 
 from steelyard.core.errors import UserError
 from steelyard.core.run import Run
-from steelyard.finetune import tuning
+from steelyard.finetune import data, previewing, tuning
 from tests.finetune.conftest import recipe_of, talks, write_jsonl
 
 
@@ -114,6 +114,28 @@ def test_encoding_is_kept_and_made_anew_when_anything_changes(bases, place):
     assert len(tuning.prepare(recipe).training.conversations) == 9
 
 
+def test_of_what_was_encoded_before_only_the_newest_few_are_kept(bases, place):
+    for number in range(data.KEEP + 3):
+        tuning.prepare(recipe_of(bases / "llama", f"finetune.system=Be {number}."))
+    kept = set(place.glob(data.KEPT))
+    assert len(kept) == data.KEEP
+    tuning.prepare(recipe_of(bases / "llama", f"finetune.system=Be {data.KEEP + 2}."))
+    assert set(place.glob(data.KEPT)) == kept
+
+
+def test_a_conversation_that_the_template_has_no_place_for_is_named_or_counted(bases, place):
+    called = {"role": "assistant", "tool_calls": [{"name": "add", "arguments": {}}]}
+    rows = talks(3)
+    rows[1]["messages"].append(called)
+    write_jsonl(place / "talks.jsonl", rows)
+    with pytest.raises(UserError, match="no place for tool_calls") as refused:
+        tuning.prepare(recipe_of(bases / "llama"))
+    assert "talks.jsonl:2" in str(refused.value.where)
+    dropped = tuning.prepare(recipe_of(bases / "llama", "finetune.bad_rows=drop", "finetune.valid_share=0.0"))
+    assert dropped.tally.counts["bad"] == 1
+    assert previewing.preview(dropped, 3).titles == ["conversation 1", "conversation 3"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -199,8 +221,6 @@ def test_a_tokenizer_without_a_template_needs_one_named(bases, place):
 
 
 def test_the_preview_marks_what_is_learned(bases, place):
-    from steelyard.finetune import previewing
-
     shown = previewing.preview(tuning.prepare(recipe_of(bases / "llama")), 2)
     said = talks(1)[0]["messages"]
     assert [text for text, learned in shown.talks[0] if learned] == [

@@ -70,6 +70,9 @@ def test_tuning_is_alike_on_a_layout(layouts: Layouts, bases, family: str, kind:
     run = tune(layouts, bases, size, family, kind, layout, *overrides)
     assert len(run.metrics()) == 7
     assert difference(run.metrics(), alone.metrics()) < ROUNDING[family]
+    for ours, theirs in zip(run.metrics(), alone.metrics(), strict=True):
+        for key in ("reward_margin", "reward_accuracy"):
+            assert ours.get(key) == pytest.approx(theirs.get(key), abs=1e-4)
     assert run.metrics()[-1]["valid_loss"] < run.metrics()[0]["valid_loss"]
     ours, theirs = open_source(run.path), open_source(alone.path)
     assert ours.sizes() == theirs.sizes()

@@ -8,7 +8,8 @@ import pytest
 from steelyard.cli.plan import _count
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import load
-from steelyard.plan import slurm
+from steelyard.core.run import for_training
+from steelyard.plan import check, slurm
 from steelyard.plan.cluster import load as load_cluster
 
 CLUSTER = """
@@ -73,6 +74,24 @@ def test_the_written_recipe_trains_as_it_is_and_its_run_can_be_checked(planning)
     compared = json.loads(checked.stdout)
     assert compared["measured_seconds"] > 0
     assert compared["predicted_seconds"] == pytest.approx(sum(part["predicted"] for part in compared["parts"].values()))
+    assert compared["measured_bytes"] > 0
+    assert compared["predicted_bytes"] == sum(compared["predicted_bytes_by_kind"].values())
+    assert "resident set of the process" in planning.steelyard("plan", "--check", "runs/tiny", *words[3:5]).stdout
+
+
+@pytest.mark.parametrize(
+    ("device", "peak", "said"),
+    [("cuda:0", 3 << 20, "what tensors took of the GPU"), ("cpu", 9 << 20, "less the 1 MiB"),
+     ("cpu", None, "recorded no memory")],
+)  # fmt: skip
+def test_a_runs_memory_is_held_against_its_prediction(planning, device, peak, said):
+    run = for_training(load(planning.recipe, ["name=told"]), planning.path / "told")
+    run.update(world_size=1, device=device, memory_before=1 << 20)
+    run.append({"step": 1, "loss": 1.0, "seconds": 0.1} | ({"peak_memory": peak} if peak else {}))
+    compared = check.compare(run.path, load_cluster(planning.path / "cluster.toml"))
+    assert compared.measured_bytes == (peak - (1 << 20) if peak else None)
+    assert said in check.as_text(compared)
+    assert "optimizer" in compared.kinds
 
 
 def test_a_plan_is_explained_to_a_person(planning):

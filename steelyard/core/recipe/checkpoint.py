@@ -8,10 +8,10 @@ from steelyard.core.recipe.section import Section
 
 
 class Checkpoint(Section):
-    """What is saved. A run saves at its end, unless `last` is false, and always when it is asked to stop."""
+    """What is saved. A run saves at its end and when it is asked to stop, unless `at_end` is false."""
 
     every: NonNegativeInt = 1000
     keep_last: PositiveInt = 3
     keep_best: bool = Field(False, description="also save, and keep, the step with the lowest validation loss")
-    last: bool = Field(True, description="save the last step; a run that is only measured need not")
+    at_end: bool = Field(True, description="false: what the run learned is not wanted, as in a trial of its speed")
     background: bool = Field(True, description="write while training goes on")

@@ -182,7 +182,7 @@ def _place(key: str, places: dict[str, str]) -> str | None:
 def _nearest(key: str, values: dict[str, Any], section: type[BaseModel]) -> str:
     """The valid name a misspelt key most likely means: the same word elsewhere, or a similar one."""
     family = values.get("model", {}).get("family") if isinstance(values.get("model"), dict) else None
-    valid = [name for name in _valid_keys(section) if not _of_another_family(name, family)]
+    valid = [name for name in valid_keys(section) if not _of_another_family(name, family)]
     key = ".".join(part for part in key.split(".") if not part.isdigit())
     word = key.rpartition(".")[2]
     same_word = [name for name in valid if name.rpartition(".")[2] == word]
@@ -194,12 +194,13 @@ def _nearest(key: str, values: dict[str, Any], section: type[BaseModel]) -> str:
     return f"did you mean {near[0]}?" if near else "steelyard recipe show prints every valid key"
 
 
-def _valid_keys(section: Any, prefix: str = "") -> Iterator[str]:
+def valid_keys(section: Any, prefix: str = "") -> Iterator[str]:
+    """Every dotted key that a section and those inside it have."""
     for name, field in section.model_fields.items():
         inner = [option for option in _options(field.annotation) if _is_section(option)]
         if inner:
             for option in inner:
-                yield from _valid_keys(option, f"{prefix}{name}.")
+                yield from valid_keys(option, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}"
 

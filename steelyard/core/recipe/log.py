@@ -15,6 +15,7 @@ class Log(Section):
     """metrics.jsonl is always written."""
 
     every: PositiveInt = 10
+    report: bool = Field(True, description="write report.html when the run ends")
     tensorboard: bool = False
     wandb: str | None = Field(None, description="Weights & Biases project; WANDB_MODE=offline keeps it on this machine")
     timeline: Steps | None = Field(None, description="first and last step whose parts every rank times: [10, 12]")

@@ -42,11 +42,11 @@ function list(data) {
   document.title = "Steelyard";
   if (!data.runs.length) return [make("p", { class: "quiet" }, "There are no runs here yet.")];
   const rows = data.runs.map((run) => make("tr", {},
-    make("td", {}, make("span", { class: `dot ${level(run.verdict.level)}` }),
+    make("td", { class: "long" }, make("span", { class: `dot ${level(run.verdict.level)}` }),
       make("a", { href: `#${encodeURIComponent(run.id)}` }, run.id === "." ? run.name : run.id)),
     make("td", {}, run.state), make("td", { class: "number" }, progressText(run.progress)),
     make("td", { class: "number" }, run.progress.seconds_left === null ? "" : duration(run.progress.seconds_left)),
-    make("td", { class: "number" }, number(run.loss)), make("td", {}, run.verdict.message)));
+    make("td", { class: "number" }, number(run.loss)), make("td", { class: "long" }, run.verdict.message)));
   const head = ["run", "state", "step", "left", "loss", "verdict"].map((name) => make("th", {}, name));
   return [make("table", {}, make("thead", {}, make("tr", {}, head)), make("tbody", {}, rows))];
 }
@@ -73,8 +73,8 @@ function configuration(told) {
   const cells = (key) => {
     const there = key in told.reported;
     const differs = there && String(told.reported[key]) !== String(told.requested[key]);
-    return make("tr", {}, make("td", {}, key), make("td", {}, String(told.requested[key])),
-      make("td", { class: differs ? "differs" : "" }, there ? String(told.reported[key]) : ""));
+    return make("tr", {}, make("td", {}, key), make("td", { class: "long" }, String(told.requested[key])),
+      make("td", { class: differs ? "long differs" : "long" }, there ? String(told.reported[key]) : ""));
   };
   const head = ["", "asked for", "as the ranks report it"].map((name) => make("th", {}, name));
   return [make("h2", {}, "Configuration"), make("table", {}, make("tr", {}, head), keys.map(cells))];
@@ -83,12 +83,12 @@ function configuration(told) {
 function host(told) {
   const ranks = told.ranks.length ? `ranks ${told.ranks.join(", ")}` : "";
   const devices = told.devices.map((device) => make("tr", {},
-    make("td", {}, `${device.index ?? ""} ${device.name ?? ""}`),
+    make("td", { class: "long" }, `${device.index ?? ""} ${device.name ?? ""}`),
     make("td", { class: "number" }, device.utilisation == null ? "" : `${number(device.utilisation, 3)}%`),
     make("td", { class: "number" }, device.memory_total ? `${size(device.memory_used)} of ${size(device.memory_total)}` : ""),
     make("td", { class: "number" }, device.temperature == null ? "" : `${number(device.temperature, 3)} °C`),
     make("td", { class: "number" }, device.power == null ? "" : `${number(device.power, 3)} W`),
-    make("td", { class: "number" }, `${device.processes} processes`)));
+    make("td", { class: "number" }, `${device.processes} ${device.processes === 1 ? "process" : "processes"}`)));
   return [make("h2", {}, told.host, " ", make("span", { class: "quiet" }, `${told.device} ${ranks}`)),
     devices.length ? make("table", {}, devices) : null,
     told.out.length ? make("pre", {}, told.out.join("\n")) : null,
@@ -133,10 +133,13 @@ function one(run) {
   const canvas = run.curve.step.length > 1 ? make("canvas", { title: "loss" }) : null;
   if (canvas) nodes.push(make("h2", {}, "Loss"), canvas);
   if (run.scheduler.length) {
-    nodes.push(make("h2", {}, "Scheduler"), make("table", {}, run.scheduler.map((job) => make("tr", {},
-      ["job", "state", "reason", "nodes", "elapsed", "time_limit", "restarts"].map((key) => make("td", {}, job[key] == null ? "" : String(job[key])))))));
+    const keys = ["job", "state", "reason", "nodes", "time_limit", "restarts"];
+    const cell = (job, key) => job[key] == null ? "" : key === "time_limit" && typeof job[key] === "number" ? duration(job[key]) : String(job[key]);
+    nodes.push(make("h2", {}, "Scheduler"), make("table", {},
+      make("tr", {}, keys.map((key) => make("th", {}, key.replace("_", " ")))),
+      run.scheduler.map((job) => make("tr", {}, keys.map((key) => make("td", { class: "long" }, cell(job, key)))))));
   }
-  nodes.push(...configuration(run.configuration), ...run.hosts.flatMap(host));
+  nodes.push(...run.hosts.flatMap(host), ...configuration(run.configuration));
   return [nodes.filter((node) => node !== null), canvas ? () => draw(canvas, run.curve) : null];
 }
 

@@ -61,7 +61,7 @@ def asked_for(recipe: Recipe, tool: str, steps: list[int], ranks: list[int]) -> 
     }  # fmt: skip
     settings["log"] = {key: value for key, value in settings["log"].items() if value is not None}
     settings["eval"] = settings.get("eval", {}) | {"every": 0, "batches": 1}
-    settings["checkpoint"] = settings.get("checkpoint", {}) | {"every": 0, "last": False, "keep_best": False}
+    settings["checkpoint"] = settings.get("checkpoint", {}) | {"every": 0, "at_end": False, "keep_best": False}
     return Recipe.model_validate(settings)
 
 

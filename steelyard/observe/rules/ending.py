@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from steelyard.core import units
 from steelyard.observe.rules import Verdict
-from steelyard.observe.state import ENDED, WAITING, State
+from steelyard.observe.state import ENDED, WAITING, State, seconds_of, span_of
 
 RESUME = "the same command goes on from the last checkpoint"
 # Slurm's word for an end, the kind of verdict it is, how it reads, and what to do.
@@ -60,9 +60,9 @@ def scheduler_ended(state: State) -> Verdict | None:
     exit_code = record.get("exit_code")
     code = f" with exit code {exit_code}" if word == "FAILED" and exit_code not in (None, "") else ""
     where = f" on {record['nodes']}" if record.get("nodes") else ""
-    after = f" after {record['elapsed']}" if record.get("elapsed") else ""
-    if word == "TIMEOUT" and record.get("time_limit"):
-        after = f" of {record['time_limit']}"
+    after = f" after {units.duration(span)}" if (span := span_of(record.get("elapsed"))) else ""
+    if word == "TIMEOUT" and (limit := span_of(record.get("time_limit"))):
+        after = f" of {units.duration(limit)}"
     why = f" ({record['reason']})" if record.get("reason") not in (None, "", "None") else ""
     still = ", while others of its jobs still run" if state.is_live else ""
     error = state.manifest.get("error")
@@ -81,8 +81,11 @@ def _finished_badly(state: State, words: dict[str, str]) -> Verdict | None:
 
 def run_ended(state: State) -> Verdict | None:
     """What the run itself says of its end, where the scheduler has none or knows no better."""
-    if state.is_waiting or state.is_live or state.job_states - {"COMPLETED"}:
+    if state.is_waiting or (state.job_states & set(ENDS)):
         return None
+    ended = seconds_of(state.manifest.get("ended"))
+    if state.is_live and (ended is None or ended < (state.began or 0.0)):
+        return None  # The scheduler has started it again since.
     known = str(state.manifest.get("state", ""))
     error = state.manifest.get("error")
     if known == "finished":

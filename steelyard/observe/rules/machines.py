@@ -86,11 +86,12 @@ def other_configuration(state: State) -> Verdict | None:
     if state.is_waiting or not state.hosts:
         return None
     differences: list[str] = []
+    asked = requested(state)
     for host, reported in state.hosts.items():
         layout = reported.get("layout")
         if not isinstance(layout, dict):
             continue
-        for key, wanted in requested(state).items():
+        for key, wanted in asked.items():
             if key in layout and layout[key] != wanted:
                 differences.append(f"{host} has {key} {layout[key]} where {wanted} was asked for")
     ranks = sorted(rank for host in state.hosts.values() for rank in host.get("ranks") or [] if is_number(rank))

@@ -1,0 +1,87 @@
+"""What a study has found: the best trial, or those that no other beats in every objective, and their settings."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from steelyard.core import files
+from steelyard.tune import candidate, history, kept, outcome, storage
+from steelyard.tune.spec import Tune
+
+if TYPE_CHECKING:
+    from optuna.trial import FrozenTrial
+
+MOST = 20  # recipes of a frontier that are written
+
+
+def front(tune: Tune, trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
+    """Finished trials that none beats in every objective, the best in the first objective first."""
+    done = [trial for trial in trials if history.result_of(trial) == outcome.FINISHED]
+    unbeaten = [trial for trial in done if not any(_beats(tune, other, trial) for other in done)]
+    sign = -1 if tune.objectives[0].direction == "maximize" else 1
+    return sorted(unbeaten, key=lambda trial: (sign * trial.values[0], trial.number))
+
+
+def _beats(tune: Tune, one: FrozenTrial, other: FrozenTrial) -> bool:
+    pairs = list(zip(tune.objectives, one.values, other.values, strict=True))
+    never_worse = not any(objective.better(theirs, ours) for objective, ours, theirs in pairs)
+    return never_worse and any(objective.better(ours, theirs) for objective, ours, theirs in pairs)
+
+
+def write_best(tune: Tune, trials: Sequence[FrozenTrial], folder: Path) -> dict[str, Any]:
+    """Write the best settings as a recipe (or a command), and return what there is to tell."""
+    best = front(tune, trials)
+    if len(tune.objectives) == 1:
+        best = best[:1]
+    name = "best.toml" if tune.recipe is not None else "best.txt"
+    if best:
+        _write(folder / name, tune, best[0])
+    for trial in best[:MOST] if len(best) > 1 else ():
+        _write(folder / "best" / f"trial-{trial.number:05d}{Path(name).suffix}", tune, trial)
+    outcomes = Counter(history.result_of(trial) for trial in trials)
+    return {
+        "study": str(folder),
+        "trials": len(history.ran(trials)),
+        "outcomes": dict(sorted(outcomes.items())),
+        "best": [
+            {
+                "trial": trial.number,
+                "settings": trial.params,
+                "values": dict(zip((each.label for each in tune.objectives), trial.values, strict=True)),
+            }
+            for trial in best
+        ],
+        "written": str(folder / name) if best else None,
+    }
+
+
+def of_folder(folder: Path, url: str | None = None) -> dict[str, Any]:
+    """The same, from a study's folder."""
+    tune, study = kept.opened(folder, url)
+    with storage.faults():
+        return write_best(tune, study.get_trials(deepcopy=False), folder)
+
+
+def _write(path: Path, tune: Tune, trial: FrozenTrial) -> None:
+    named = zip(tune.objectives, trial.values, strict=True)
+    values = ", ".join(f"{objective.label} {value:.6g}" for objective, value in named)
+    remark = f"# steelyard tune: trial {trial.number} of the study {tune.name}, {values}".replace("\n", " ")
+    text = f"{remark}\n{candidate.written(tune, trial.params)}"
+    if not path.is_file() or path.read_text(encoding="utf-8") != text:
+        files.write_text(path, text)
+
+
+def as_text(summary: dict[str, Any]) -> str:
+    """What was found, for a person."""
+    lines = [f"study  {summary['study']}: {summary['trials']} trials"]
+    lines += [f"       {count} {name.replace('_', ' ')}" for name, count in summary["outcomes"].items()]
+    for each in summary["best"]:
+        values = "  ".join(f"{name} {value:.6g}" for name, value in each["values"].items())
+        settings = "  ".join(f"{name}={value}" for name, value in each["settings"].items())
+        lines.append(f"best   trial {each['trial']}: {values}\n       {settings}")
+    if summary["written"]:
+        lines.append(f"wrote  {summary['written']}")
+    return "\n".join(lines)

@@ -1,0 +1,93 @@
+"""A point of the space as something to run: a recipe of its own, or the words of a command."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from steelyard.core import files
+from steelyard.core.errors import UserError
+from steelyard.core.recipe import Recipe, load, to_toml
+from steelyard.tune import command as commands
+from steelyard.tune.space import Point
+from steelyard.tune.spec import Tune
+from steelyard.tune.trial import RUN
+
+RECIPE = "recipe.toml"
+RECORDS = 20  # of metrics.jsonl in a trial, about: enough for a median, few enough to cost nothing
+
+
+def recipe_at(tune: Tune, point: Point, is_trial: bool) -> Recipe:
+    """The recipe with a point's settings; as a trial, short and without what is of no use in one."""
+    overrides = [*tune.overrides, *(f"{key}={_toml(value)}" for key, value in point.items())]
+    return load(str(tune.recipe), overrides, complete=_completion(tune, overrides, is_trial))
+
+
+def refuse_recipe(tune: Tune) -> None:
+    """Refuse a recipe that cannot be tuned, before anything is started."""
+    recipe = load(str(tune.recipe), tune.overrides, complete=_completion(tune, tune.overrides, is_trial=True))
+    if recipe.finetune is not None:
+        raise UserError(
+            f"{tune.recipe} tunes on conversations, which is another command",
+            mend='tune that: command = "steelyard sft ... --run {folder}/run"',
+        )
+
+
+def prepare(tune: Tune, point: Point, folder: Path, number: int) -> list[str]:
+    """Make a trial's folder and return the words that run it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if tune.command is not None:
+        values = point | {"trial": number, "folder": str(folder)}
+        return commands.filled(commands.words(tune.command), values)
+    recipe = recipe_at(tune, point, is_trial=True)
+    files.write_text(folder / RECIPE, to_toml(recipe.settings()))
+    ranks = ["--nproc", str(tune.nproc)] if tune.nproc > 1 else []
+    return commands.steelyard("train", folder / RECIPE, "--run", folder / RUN, *ranks)
+
+
+def written(tune: Tune, point: Point) -> str:
+    """The best settings as a recipe file, or as the command that has them."""
+    if tune.command is not None:
+        import shlex
+
+        named = {"trial": "best", "folder": "best"}
+        return shlex.join(commands.filled(commands.words(tune.command), point | named)) + "\n"
+    settings = recipe_at(tune, point, is_trial=False).settings()
+    if "tokens" in settings["train"] or "samples" in settings["train"]:
+        settings["train"].pop("steps", None)
+    return to_toml(settings)
+
+
+def _completion(tune: Tune, overrides: list[str], is_trial: bool) -> Callable[[Any], None]:
+    """What a trial's recipe has instead: fewer steps, no checkpoint, no report; and keys that are left out."""
+    given = {override.partition("=")[0].strip() for override in overrides}
+
+    def complete(values: Any) -> None:
+        for key in tune.drop:
+            section, _, name = key.rpartition(".")
+            if key not in given:
+                values.get(section, {}).pop(name, None)
+        if not is_trial:
+            return
+        train, log = values.setdefault("train", {}), values.setdefault("log", {})
+        if tune.trial.steps is not None and isinstance(train, dict):
+            for length in ("samples", "tokens", "hours"):
+                train.pop(length, None)
+            train["steps"] = tune.trial.steps
+        if isinstance(log, dict):
+            log.pop("wandb", None)
+            log |= {"report": False, "tensorboard": False}
+            steps = train.get("steps") if isinstance(train, dict) else None
+            if "log.every" not in given and isinstance(steps, int):
+                log["every"] = max(1, steps // RECORDS)
+        kept = values.setdefault("checkpoint", {})
+        if isinstance(kept, dict):
+            kept |= {"every": 0, "at_end": False, "keep_best": False}
+
+    return complete
+
+
+def _toml(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

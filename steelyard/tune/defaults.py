@@ -1,0 +1,63 @@
+"""The space for a recipe alone: what makes it faster or smaller without changing what it learns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from steelyard.core.recipe import Recipe, load
+from steelyard.plan.space import Limits, divisors, micro_batches
+from steelyard.tune.spec import Tune, checked
+
+STEPS, WARM_UP = 20, 5
+# With one value there is nothing to search, and what these keys say would contradict other layouts.
+LAYOUT = ("parallel.data", "parallel.partition", "parallel.placement", "parallel.virtual", "parallel.replicate")
+
+
+def tune_for(source: str, overrides: Sequence[str], nproc: int, changes: dict[str, Any]) -> Tune:
+    """A tune file for a recipe: its layout on so many ranks, micro-batch and recomputation, for tokens per second."""
+    recipe = load(source, overrides)
+    space, constraints = _space(recipe, nproc)
+    values: dict[str, Any] = {
+        "name": recipe.name,
+        "recipe": source,
+        "overrides": list(overrides),
+        "nproc": nproc,
+        "drop": list(LAYOUT),
+        "space": {name: {"choice": choices} for name, choices in space.items() if len(choices) > 1},
+        "constraints": constraints,
+        "objectives": [{"metric": "tokens_per_second", "skip": WARM_UP}],
+        "trial": {"steps": STEPS},
+        "budget": {"trials": 30},
+    }
+    return checked(values, {}, source, changes)
+
+
+def _space(recipe: Recipe, nproc: int) -> tuple[dict[str, list[Any]], list[str]]:
+    degrees = list(divisors(nproc))
+    tensors = [degree for degree in degrees if _divides(recipe, degree)]
+    pipelines = [degree for degree in degrees if degree <= recipe.model.layers + 2]
+    space: dict[str, list[Any]] = {
+        "train.micro_batch": micro_batches(recipe, Limits()),
+        "parallel.recompute": ["none", "selective", "full"],
+        "parallel.tensor": tensors,
+        "parallel.pipeline": pipelines,
+        "parallel.zero": [0, 1, 2, 3] if nproc > 1 else [0],
+        "parallel.sequence_parallel": [False, True] if len(tensors) > 1 else [False],
+        "parallel.schedule": ["1f1b", "gpipe", "zero-bubble"] if len(pipelines) > 1 else ["1f1b"],
+    }
+    searched = {name for name, choices in space.items() if len(choices) > 1}
+    model_ranks: list[str] = [name for name in ("parallel.tensor", "parallel.pipeline") if name in searched]
+    rules: dict[str, list[str]] = {
+        f"world % ({' * '.join(model_ranks)}) == 0": model_ranks,
+        f"parallel.zero == 0 or world > {' * '.join(model_ranks)}": ["parallel.zero", *model_ranks[:1]],
+        "parallel.tensor > 1 or not parallel.sequence_parallel": ["parallel.tensor", "parallel.sequence_parallel"],
+        "parallel.pipeline > 1 or parallel.schedule == '1f1b'": ["parallel.pipeline", "parallel.schedule"],
+    }
+    return space, [rule for rule, names in rules.items() if names and searched.issuperset(names)]
+
+
+def _divides(recipe: Recipe, degree: int) -> bool:
+    model = recipe.model
+    sizes = (model.heads, getattr(model, "kv_heads", model.heads), model.ffn, model.padded_vocab)
+    return all(size % degree == 0 for size in sizes)

@@ -1,0 +1,144 @@
+"""What a trial is judged by: one number from many, read while it runs.
+
+The many are a key of metrics.jsonl or what a regular expression finds in the output; warm-up is left out, and what is
+left becomes one number. The same is done with what there is so far, so that a trial can be seen to fall behind.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from pydantic import NonNegativeInt, model_validator
+
+from steelyard.core.recipe.section import Section
+
+Pick = Literal["first", "last", "min", "max", "mean", "median", "harmonic_mean"]
+Goal = Literal["maximize", "minimize"]
+# What is usually wanted of a metric, and how its records become one number.
+USUAL: dict[str, tuple[Goal, Pick]] = {
+    "tokens_per_second": ("maximize", "median"),
+    "tflops": ("maximize", "median"),
+    "mfu": ("maximize", "median"),
+    "seconds": ("minimize", "median"),
+    "loss": ("minimize", "last"),
+    "valid_loss": ("minimize", "last"),
+    "peak_memory": ("minimize", "max"),
+}
+SPEEDS = ("tokens_per_second", "tflops", "mfu", "seconds")
+PICKS: dict[str, Callable[[Sequence[float]], float]] = {
+    "first": lambda values: values[0],
+    "last": lambda values: values[-1],
+    "min": min,
+    "max": max,
+    "mean": statistics.fmean,
+    "median": statistics.median,
+    "harmonic_mean": lambda values: statistics.harmonic_mean(values) if min(values) > 0 else math.nan,
+}
+LONGEST_CURVE = 200
+
+
+class Objective(Section):
+    """One entry of `[[objectives]]`."""
+
+    name: str | None = None
+    metric: str | None = None
+    regex: str | None = None
+    pick: Pick | None = None
+    goal: Goal | None = None
+    skip: NonNegativeInt = 0
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Objective:
+        if (self.metric is None) == (self.regex is None):
+            raise ValueError("give either metric (a key of metrics.jsonl) or regex (on the output)")
+        if self.regex is not None:
+            try:
+                groups = re.compile(self.regex).groups
+            except re.error as error:
+                raise ValueError(f"the regular expression is wrong: {error}") from None
+            if groups > 1:
+                raise ValueError("a regular expression has one group, around the number")
+        if self.goal is None and self.metric not in USUAL:
+            raise ValueError('say goal = "maximize" or goal = "minimize"')
+        return self
+
+    @property
+    def label(self) -> str:
+        """What it is called in tables."""
+        return self.name or self.metric or str(self.regex)
+
+    @property
+    def direction(self) -> Goal:
+        """Whether more is better."""
+        return self.goal or USUAL[str(self.metric)][0]
+
+    @property
+    def picked(self) -> Pick:
+        """How many numbers become one."""
+        return self.pick or USUAL.get(self.metric or "", ("maximize", "last"))[1]
+
+    @property
+    def is_speed(self) -> bool:
+        """Whether the planner's step time tells which points are promising."""
+        return self.metric in SPEEDS
+
+    def better(self, one: float, other: float) -> bool:
+        """Whether the first is better than the second."""
+        return one > other if self.direction == "maximize" else one < other
+
+
+class Measured:
+    """The numbers of one objective as a trial brings them."""
+
+    def __init__(self, objective: Objective) -> None:
+        self.objective = objective
+        self._pattern = None if objective.regex is None else re.compile(objective.regex)
+        self._found = 0
+        self._values: list[float] = []
+        self.curve: list[tuple[int, float]] = []
+        """Step (or number of the match) and the value as it stood then."""
+
+    def record(self, record: dict[str, Any]) -> None:
+        """Take a record of metrics.jsonl."""
+        value = record.get(self.objective.metric or "")
+        if self._pattern is None and isinstance(value, int | float) and record["step"] > self.objective.skip:
+            self._add(int(record["step"]), float(value))
+
+    def line(self, text: str) -> None:
+        """Take a line of output."""
+        if self._pattern is None:
+            return
+        for match in self._pattern.finditer(text):
+            try:
+                value = float((match[1] if self._pattern.groups else match[0]).replace(",", ""))
+            except (ValueError, AttributeError):
+                continue
+            self._found += 1
+            if self._found > self.objective.skip:
+                self._add(self._found, value)
+
+    def _add(self, step: int, value: float) -> None:
+        self._values.append(value)
+        so_far = self.value
+        if so_far is not None and math.isfinite(so_far):
+            self.curve.append((step, so_far))
+
+    @property
+    def value(self) -> float | None:
+        """The one number, of what there is so far; None where there is nothing."""
+        return PICKS[self.objective.picked](self._values) if self._values else None
+
+    def short_curve(self) -> list[tuple[int, float]]:
+        """The curve, thinned out where it is long, to be kept with the trial."""
+        every = -(-len(self.curve) // LONGEST_CURVE)
+        return self.curve[::every] if every > 1 else self.curve
+
+
+def at_step(curve: Sequence[Sequence[float]], step: int) -> float | None:
+    """How a curve stood at a step; None where it begins later."""
+    before = [value for when, value in curve if when <= step]
+    return before[-1] if before else None

@@ -1,0 +1,115 @@
+"""What the planner knows before a trial runs: which points cannot run or fit, and which promise the most."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from steelyard.core.errors import UserError
+from steelyard.core.recipe import Recipe
+from steelyard.plan import cluster as clusters
+from steelyard.plan import fit
+from steelyard.plan.cluster import Cluster
+from steelyard.plan.layout import of_recipe
+from steelyard.plan.predict import Predictor
+from steelyard.sizes.model import flops_per_token
+from steelyard.sizes.ranks import data_ranks
+from steelyard.tune import machine
+from steelyard.tune.candidate import recipe_at
+from steelyard.tune.space import Point, Space, key
+from steelyard.tune.spec import Tune
+
+LOOKED_AT = 400  # Points that are predicted to find the first ones.
+FEWEST, MOST = 1, 8  # first trials in the planner's order
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """What is known of a point: why it cannot run, or what it should measure, by the names of metrics."""
+
+    why_not: str | None
+    predicted: dict[str, float]
+
+
+class Prior:
+    """The planner's word on points of a recipe's space. Of a foreign command it knows nothing."""
+
+    def __init__(self, tune: Tune) -> None:
+        self.tune = tune
+        self._known: dict[str, Foreseen] = {}
+        self.cluster: Cluster | None = None
+        if tune.recipe is not None and tune.plan and tune.cluster is not None:
+            self.cluster = clusters.load(tune.cluster)
+            if self.cluster.ranks < tune.nproc:
+                raise UserError(f"trials have {tune.nproc} ranks, and {tune.cluster} {self.cluster.ranks} GPUs")
+
+    def of(self, point: Point) -> Foreseen:
+        """What is known of a point."""
+        word = key(point)
+        if word not in self._known:
+            self._known[word] = Foreseen(None, {}) if self.tune.recipe is None else self._foreseen(point)
+        return self._known[word]
+
+    def _foreseen(self, point: Point) -> Foreseen:
+        try:
+            recipe = recipe_at(self.tune, point, is_trial=True)
+            data_ranks(recipe, self.tune.nproc)
+        except UserError as mistake:  # Sizes that do not divide: the trial would say the same, later.
+            return Foreseen(_in_a_line(mistake), {})
+        cluster = self.cluster or (machine.here(recipe, self.tune.nproc) if self.tune.plan else None)
+        if cluster is None:
+            return Foreseen(None, {})
+        try:
+            return _planned(_on(recipe, self.tune.nproc), cluster, self.tune.nproc)
+        except UserError:  # A precision whose peak is not known, say. Nothing foretold is no reason not to try.
+            return Foreseen(None, {})
+
+    def first(self, space: Space, trials: int | None) -> list[Point]:
+        """The points to begin with, the most promising first; none where speed is not what is wanted."""
+        if self.tune.recipe is None or not self.tune.plan or not self.tune.objectives[0].is_speed:
+            return []
+        chance = random.Random(self.tune.seed)
+        points = space.grid()
+        if points is None:
+            points = list(space.drawn(chance, LOOKED_AT))
+        if len(points) > LOOKED_AT:
+            points = chance.sample(points, LOOKED_AT)
+        return self.ordered(points)[: max(FEWEST, min(MOST, (trials or MOST) // 4))]
+
+    def ordered(self, points: Sequence[Point]) -> list[Point]:
+        """Those that can run and are predicted, the fastest first."""
+        known = [(self.of(point), number) for number, point in enumerate(points)]
+        timed = [(each.predicted["seconds"], number) for each, number in known if each.predicted]
+        return [points[number] for _, number in sorted(timed)]
+
+
+def _on(recipe: Recipe, world: int) -> Recipe:
+    """The recipe with the data degree that so many ranks give it."""
+    parallel = recipe.parallel.model_copy(update={"data": recipe.parallel.data_for(world)})
+    return recipe.model_copy(update={"parallel": parallel})
+
+
+def _planned(recipe: Recipe, cluster: Cluster, world: int) -> Foreseen:
+    layout = of_recipe(recipe, cluster)
+    predictor = Predictor.of_layout(recipe, cluster, layout)
+    rooms = fit.rooms(predictor, layout)
+    why_not = fit.reason(rooms)
+    if why_not is not None:
+        return Foreseen(why_not, {})
+    seconds = predictor.parts(layout).total
+    tokens = recipe.train.global_batch * recipe.data.sequence_length / seconds
+    flops = flops_per_token(recipe.model, recipe.data.sequence_length)
+    return Foreseen(
+        None,
+        {
+            "seconds": seconds,
+            "tokens_per_second": tokens,
+            "tflops": tokens * flops / world / 1e12,
+            "peak_memory": float(max(room.memory.total for room in rooms)),
+        },
+    )
+
+
+def _in_a_line(mistake: UserError) -> str:
+    return " ".join(str(mistake).split()).removeprefix("command line: ")[:300]

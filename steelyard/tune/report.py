@@ -1,0 +1,109 @@
+"""A study's story as one HTML file that opens without a network."""
+
+from __future__ import annotations
+
+import html
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from steelyard.core import files, secrets, units
+from steelyard.core.errors import UserError
+from steelyard.tune import candidate, charts, history, kept, storage
+from steelyard.tune.best import front
+from steelyard.tune.spec import Tune
+
+if TYPE_CHECKING:
+    from optuna.study import Study
+    from optuna.trial import FrozenTrial
+
+STYLE = """
+:root { color-scheme: light dark; } body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2rem auto;
+padding: 0 1rem; color: #1c2733; background: #fff; } h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top:
+2rem; } table { border-collapse: collapse; font-size: 13px; } td, th { padding: .15rem 1rem .15rem 0; text-align: left;
+vertical-align: top; } pre { background: #f4f6f8; padding: 1rem; overflow-x: auto; border-radius: 6px; }
+.scroll { overflow-x: auto; }
+"""
+
+
+def write(folder: Path, url: str | None = None, path: Path | None = None) -> Path:
+    """Write the report of a study, finished or not, and return where it lies."""
+    tune, study = kept.opened(folder, url)
+    path = path or folder / "report.html"
+    with storage.faults():
+        files.write_text(path, render(tune, study))
+    return path
+
+
+def render(tune: Tune, study: Study) -> str:
+    """The report. Whatever comes from the study is escaped."""
+    try:
+        import plotly  # noqa: F401
+    except ImportError:
+        raise UserError("plotly is not installed", mend="pip install plotly") from None
+    trials = study.get_trials(deepcopy=False)
+    best = front(tune, trials)
+    name = html.escape(tune.name)
+    parts = [
+        "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
+        f"<title>{name}</title><style>{STYLE}</style></head><body><h1>{name}</h1>",
+        _rows(_summary(tune, trials)),
+        *_best(tune, best),
+        *charts.all_of(tune, study, trials),
+        "<h2>Trials</h2>",
+        _trials(tune, trials),
+        "</body></html>\n",
+    ]
+    return "\n".join(parts)
+
+
+def _summary(tune: Tune, trials: Sequence[FrozenTrial]) -> list[tuple[str, str]]:
+    told = Counter(history.result_of(trial) for trial in trials)
+    seconds = sum(float(history.told(trial, "seconds", 0.0)) for trial in trials)
+    objectives = "; ".join(f"{each.direction} {each.label} ({each.picked})" for each in tune.objectives)
+    return [
+        ("Of", secrets.scrub(str(tune.recipe or tune.command))),
+        ("Objectives", objectives),
+        ("Trials", f"{len(history.ran(trials))}, {units.duration(seconds)} of runs"),
+        ("Outcomes", ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in sorted(told.items()))),
+    ]
+
+
+def _best(tune: Tune, best: Sequence[FrozenTrial]) -> list[str]:
+    if not best:
+        return ["<p>No trial has finished yet.</p>"]
+    first = best[0]
+    shown = ", ".join(f"{each.label} {value:.6g}" for each, value in zip(tune.objectives, first.values, strict=True))
+    title = f"<h2>Best settings: trial {first.number}, {html.escape(shown)}</h2>"
+    several = f"<p>{len(best)} trials are beaten by none in every objective; this is the best in the first.</p>"
+    text = f"<pre>{html.escape(secrets.scrub(candidate.written(tune, first.params)))}</pre>"
+    return [title, several if len(tune.objectives) > 1 else "", _rows(list(first.params.items())), text]
+
+
+def _trials(tune: Tune, trials: Sequence[FrozenTrial]) -> str:
+    head = ["trial", *tune.space, *(each.label for each in tune.objectives), "outcome", "seconds", "why"]
+    rows = ["".join(f"<th>{html.escape(word)}</th>" for word in head)]
+    for trial in trials:
+        values: Sequence[Any] = trial.values or history.told(trial, "values") or [None] * len(tune.objectives)
+        cells = [
+            trial.number,
+            *(trial.params.get(name, "") for name in tune.space),
+            *values,
+            history.result_of(trial).replace("_", " "),
+            history.told(trial, "seconds", ""),
+            history.told(trial, "reason", ""),
+        ]
+        rows.append("".join(f"<td>{html.escape(_cell(cell))}</td>" for cell in cells))
+    return f"<div class='scroll'><table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table></div>"
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return secrets.scrub(f"{value:.6g}" if isinstance(value, float) else str(value))
+
+
+def _rows(rows: Sequence[tuple[str, Any]]) -> str:
+    cells = (f"<tr><td>{html.escape(key)}</td><td>{html.escape(_cell(value))}</td></tr>" for key, value in rows)
+    return f"<table>{''.join(cells)}</table>"

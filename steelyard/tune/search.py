@@ -1,0 +1,161 @@
+"""A worker of a study: trial after trial until the budget is spent, and never more lost than the one that runs.
+
+STUDY/tune.json      the tune file as understood, and where the study's database is
+STUDY/study.db       the study, unless another database was named
+STUDY/trials/00007/  recipe.toml, log.txt, trial.json, and the run's folder
+STUDY/best.toml      the best settings so far as a recipe (best.txt: as a command), replaced when beaten
+STUDY/report.html
+"""
+
+from __future__ import annotations
+
+import shlex
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from steelyard.core import files, secrets, units
+from steelyard.core.console import console
+from steelyard.core.errors import Fault, Interrupted, UserError
+from steelyard.core.recipe import Recipe
+from steelyard.core.recipe.load import valid_keys
+from steelyard.tune import candidate, history, kept, outcome, storage, trial
+from steelyard.tune.best import write_best
+from steelyard.tune.objective import Measured
+from steelyard.tune.outcome import Ended
+from steelyard.tune.spec import Tune
+from steelyard.tune.study import Study, folder_of
+
+if TYPE_CHECKING:
+    from optuna.trial import Trial
+
+SECONDS_TO_TELL = 0.05
+CRASHES_AT_FIRST = 3  # alike and nothing else, after which a study gives up
+
+
+def search(tune: Tune, folder: Path, storage_url: str | None = None, worker: int = 0) -> dict[str, Any]:
+    """Run trials until the budget is spent, the space is used up, or someone interrupts; returns what was learned."""
+    prepare(tune)
+    folder.mkdir(parents=True, exist_ok=True)
+    url = storage.url_of(folder, storage_url or tune.storage)
+    with storage.faults():
+        study = Study(tune, url, worker)
+        kept.remember(tune, folder, url)
+        study.begin()
+        known = history.ran(study.trials())
+        if known:
+            console.say(f"{folder}: goes on after {len(known)} trials")
+        try:
+            why = _search(study, folder)
+        except Interrupted:
+            summary = write_best(study.tune, study.trials(), folder)
+            raise Interrupted(f"{summary['trials']} trials are kept in {folder}; the same command goes on") from None
+        console.say(f"{folder}: done after {why}")
+        return write_best(study.tune, study.trials(), folder)
+
+
+def prepare(tune: Tune) -> None:
+    """Refuse what no trial could run with."""
+    if tune.recipe is None:
+        return
+    known = set(valid_keys(Recipe))
+    for name in tune.space:
+        if name not in known:
+            raise UserError(f"space.{name} is no key of a recipe", mend="steelyard recipe show prints every valid key")
+    candidate.refuse_recipe(tune)
+
+
+def _search(study: Study, folder: Path) -> str:
+    while True:
+        for number in study.fail_the_lost():
+            console.say(f"trial {number} was cut short when its worker was killed; its point is tried again")
+        if study.has_nameless():
+            time.sleep(SECONDS_TO_TELL)  # A worker that is alive says its name at once.
+            continue
+        why = study.is_over()
+        if why is not None:
+            return why
+        asked = study.next()
+        if asked is None:
+            _refuse_nothing_to_run(study)
+            return "every point that can run"
+        if study.is_surplus(asked):
+            study.end(asked, Ended(outcome.SURPLUS, "the budget was spent meanwhile", 0.0), [])
+            continue
+        _attempt(study, asked, folder)
+        write_best(study.tune, study.trials(), folder)
+        _refuse_only_crashes(study, folder)
+
+
+def _attempt(study: Study, asked: Trial, folder: Path) -> None:
+    """One trial, from its folder to what is learned from it."""
+    tune, place = study.tune, folder_of(folder, asked.number)
+    measured = [Measured(objective) for objective in tune.objectives]
+    words = candidate.prepare(tune, asked.params, place, asked.number)
+    limits = trial.Limits(
+        60 * tune.trial.timeout_minutes, 60 * tune.trial.hang_minutes, time.monotonic() + study.seconds_left()
+    )
+    beats = iter(range(1, 1 << 62))
+    began = time.monotonic()
+    try:
+        ended = trial.run(
+            words, place, measured, limits, study.behind(measured), lambda: asked.set_user_attr("beat", next(beats))
+        )
+    except Interrupted:
+        study.end(asked, Ended(outcome.INTERRUPTED, "interrupted", time.monotonic() - began), [])
+        study.again(asked, int(asked.user_attrs.get("retries", 0)))
+        raise
+    ended = _with_numbers(ended, measured)
+    study.end(asked, ended, measured)
+    values = {each.objective.label: each.value for each in measured}
+    record = {"number": asked.number, "settings": asked.params, "outcome": ended.outcome, "reason": ended.reason}
+    record |= {"values": values, "seconds": ended.seconds, "predicted": asked.user_attrs.get("predicted")}
+    files.write_json(place / "trial.json", record | {"command": secrets.scrub(shlex.join(words))})
+    console.say(_line(asked.number, asked.params, ended, measured))
+
+
+def _with_numbers(ended: Ended, measured: list[Measured]) -> Ended:
+    """A trial that ended well with a loss that is no number did not."""
+    wrong = next((each.objective.label for each in measured if not _is_number(each.value)), None)
+    if ended.outcome != outcome.FINISHED or wrong is None:
+        return ended
+    return Ended(outcome.CRASHED, f"{wrong} is no number", ended.seconds)
+
+
+def _is_number(value: float | None) -> bool:
+    return value is not None and abs(value) < float("inf")
+
+
+def _line(number: int, point: dict[str, Any], ended: Ended, measured: list[Measured]) -> str:
+    settings = "  ".join(f"{name}={_value(value)}" for name, value in point.items())
+    told = "  ".join(
+        f"{each.objective.label} {each.value:.6g}" if each.value is not None else "" for each in measured
+    ).strip()
+    how = told if ended.outcome == outcome.FINISHED else f"{ended.outcome.replace('_', ' ')}: {ended.reason}"
+    return f"trial {number}  {settings}  {how}  ({units.duration(ended.seconds)})"
+
+
+def _value(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _refuse_only_crashes(study: Study, folder: Path) -> None:
+    """A study whose first trials all crash would go on doing so."""
+    ran = history.ran(study.trials())
+    if len(ran) >= CRASHES_AT_FIRST and all(history.result_of(each) == outcome.CRASHED for each in ran):
+        last = ran[-1]
+        raise Fault(
+            f"the first {len(ran)} trials all crashed, the last with: {history.told(last, 'reason')}",
+            mend=f"see {folder_of(folder, last.number) / trial.LOG}; the same command goes on once it is mended",
+        )
+
+
+def _refuse_nothing_to_run(study: Study) -> None:
+    """A space without a single point that can run is a mistake."""
+    trials = study.trials()
+    if any(history.result_of(each) in (*outcome.RAN, "running", "waiting") for each in trials):
+        return
+    reasons = [str(history.told(each, "reason")) for each in trials if history.result_of(each) in outcome.REJECTED] or [
+        "no point keeps the constraints"
+    ]
+    raise UserError(f"no point of the space can run: {reasons[-1]}", mend="widen [space], or relax constraints")

@@ -1,0 +1,127 @@
+"""Where a study is kept: an SQLite file in its folder, or any database that Optuna knows, shared by many hosts."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from steelyard.core import secrets
+from steelyard.core.errors import Fault, UserError
+from steelyard.tune.objective import Goal
+
+if TYPE_CHECKING:
+    from optuna.study import Study
+
+DATABASE = "study.db"
+SECONDS_TO_WAIT = 60  # for another worker's turn at an SQLite file
+CONNECTIONS_LIVE = 300  # seconds, before a server or a wall in between may have dropped them
+
+
+def url_of(folder: Path, given: str | None) -> str:
+    """The address of the database. A password in it is never printed."""
+    if given is None:
+        return f"sqlite:///{folder.resolve() / DATABASE}"
+    from sqlalchemy.engine import make_url
+    from sqlalchemy.exc import ArgumentError
+
+    try:
+        url = make_url(given)
+    except ArgumentError:
+        raise UserError("--storage is no address of a database", mend="postgresql://user@host/database") from None
+    if url.password:
+        secrets.hide(str(url.password))
+    if url.drivername in ("postgresql", "postgres"):  # SQLAlchemy would take a driver that we do not bring.
+        url = url.set(drivername="postgresql+psycopg")
+        if find_spec("psycopg") is None:
+            raise UserError("PostgreSQL needs a driver", mend="pip install 'steelyard[postgresql]'")
+    return url.render_as_string(hide_password=False)
+
+
+def shown(url: str) -> str:
+    """The address without what is secret in it."""
+    from sqlalchemy.engine import make_url
+
+    return make_url(url).render_as_string(hide_password=True)
+
+
+@contextlib.contextmanager
+def faults() -> Iterator[None]:
+    """What a database says becomes one message."""
+    from optuna.exceptions import StorageInternalError
+    from sqlalchemy.exc import NoSuchModuleError, SQLAlchemyError
+
+    try:
+        yield
+    except (NoSuchModuleError, ModuleNotFoundError) as error:
+        raise UserError(f"there is no driver for this database: {error}", mend="install its Python driver") from None
+    except (SQLAlchemyError, StorageInternalError) as error:
+        cause = error.__cause__ if isinstance(error, StorageInternalError) and error.__cause__ else error
+        first = str(getattr(cause, "orig", None) or cause).strip().splitlines()[0]
+        raise Fault(f"the study's database: {first}", mend="trials that ended are kept; see that it answers") from None
+
+
+def quiet() -> None:
+    """Optuna's own messages are not for our users: what counts is said by us."""
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
+    warnings.filterwarnings("ignore", module=r"optuna\..*")
+
+
+def connect(url: str) -> Any:
+    """Optuna's storage at an address; several workers may make its tables at the same time."""
+    from optuna.storages import RDBStorage
+
+    quiet()
+    if url.startswith("sqlite"):
+        options: dict[str, Any] = {"connect_args": {"timeout": SECONDS_TO_WAIT}}
+    else:
+        options = {"pool_pre_ping": True, "pool_recycle": CONNECTIONS_LIVE}
+    with faults():
+        return _created(lambda: RDBStorage(url, engine_kwargs=options))
+
+
+def open_study(url: str, name: str, directions: Sequence[Goal]) -> Study:
+    """The study of this name, made where it is not there."""
+    import optuna
+
+    storage = connect(url)
+    with faults():
+        study: Study = _created(
+            lambda: optuna.create_study(storage=storage, study_name=name, directions=directions, load_if_exists=True)
+        )
+        kept = [direction.name.lower() for direction in study.directions]
+    if kept != list(directions):
+        raise UserError(f"the study {name} in this database has other objectives", mend="give the study another name")
+    return study
+
+
+def load_study(url: str, name: str) -> Study:
+    """The study of this name, which must be there."""
+    import optuna
+
+    storage = connect(url)
+    with faults():
+        try:
+            return optuna.load_study(storage=storage, study_name=name)
+        except KeyError:
+            raise UserError(f"there is no study {name} in this database", mend="steelyard tune makes one") from None
+
+
+def _created(make: Any) -> Any:
+    """What `make` makes. Whoever comes second when tables or a study are made together tries once more."""
+    from sqlalchemy.exc import IntegrityError, OperationalError, ProgrammingError
+
+    try:
+        return make()
+    except (IntegrityError, ProgrammingError):
+        return make()
+    except OperationalError as error:
+        if "already exists" not in str(error):
+            raise
+        return make()

@@ -1,0 +1,250 @@
+"""A study: which point comes next, and what became of it.
+
+The sampler is made anew for every point, from the seed and the number of points settled so far. So a study that was
+killed goes on with the points it would have had, whoever goes on with it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import time
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from steelyard.core.errors import UserError
+from steelyard.tune import history, outcome, storage
+from steelyard.tune.best import front
+from steelyard.tune.objective import Measured
+from steelyard.tune.outcome import Ended
+from steelyard.tune.prior import LOOKED_AT, Prior
+from steelyard.tune.space import Point, key
+from steelyard.tune.spec import Tune
+
+if TYPE_CHECKING:
+    from optuna.samplers import BaseSampler
+    from optuna.trial import FrozenTrial, Trial
+
+REJECTED_IN_A_ROW = 8  # of the sampler's points, before one is chosen among those that are left
+DRAWN = 2_000  # random points that are looked at, where all cannot be
+SECONDS_OF_GRACE = 60.0  # without a beat, before a worker on another host is taken for dead
+SECONDS_TO_SAY_WHO = 5.0  # from the beginning of a trial
+RETRIES = 1  # of a point whose worker died: it may be what killed it
+
+
+class Study:
+    """The study of a tune file, in its database."""
+
+    def __init__(self, tune: Tune, url: str, worker: int = 0) -> None:
+        self.tune, self.worker = tune, worker
+        self.space, self.prior = tune.searched(), Prior(tune)
+        self.distributions = self.space.distributions()
+        self.optuna = storage.open_study(url, tune.name, [each.direction for each in tune.objectives])
+        self._beats: dict[int, tuple[Any, float]] = {}
+        self._refuse_another()
+
+    def _refuse_another(self) -> None:
+        """A study's space and objectives are those it began with."""
+        mine = json.loads(json.dumps(self.tune.identity()))
+        kept = self.optuna.user_attrs.get("tune")
+        if kept is None:
+            self.optuna.set_user_attr("tune", mine)
+            return
+        changed = sorted(name for name in mine.keys() | kept.keys() if mine.get(name) != kept.get(name))
+        if changed:
+            lines = "\n".join(f"  {name}: {_short(kept.get(name))} -> {_short(mine.get(name))}" for name in changed)
+            raise UserError(
+                f"the study {self.tune.name} began with another file:\n{lines}",
+                mend="undo the change to go on with it, or give another --study and name",
+            )
+
+    def trials(self) -> list[FrozenTrial]:
+        """All trials, by number."""
+        return self.optuna.get_trials(deepcopy=False)
+
+    def begin(self) -> None:
+        """Queue the points that the planner would begin with, once for all workers."""
+        if self.optuna.user_attrs.get("begun"):
+            return
+        if self.tune.sampler == "tpe":
+            for point in self.prior.first(self.space, self.tune.budget.trials):
+                self.optuna.enqueue_trial(point, user_attrs={"chosen_by": "plan"}, skip_if_exists=True)
+        self.optuna.set_user_attr("begun", True)
+
+    def next(self) -> Trial | None:
+        """A trial whose point is worth running; None where there is none left in the space."""
+        if self.tune.sampler == "grid":
+            return self._next_left()
+        for _ in range(REJECTED_IN_A_ROW):
+            trial = self._ask()
+            if self._is_accepted(trial):
+                return trial
+        return self._next_left()
+
+    def _next_left(self) -> Trial | None:
+        """The next of what is queued or left."""
+        while True:
+            if not any(trial.state.name == "WAITING" for trial in self.trials()):
+                point = self._left()
+                if point is None:
+                    return None
+                self.optuna.enqueue_trial(point, user_attrs={"chosen_by": "what is left"})
+            trial = self._ask()
+            if self._is_accepted(trial):
+                return trial
+
+    def _ask(self) -> Trial:
+        self.optuna.sampler = self._sampler(history.settled(self.trials()))
+        trial = self.optuna.ask(self.distributions)
+        trial.set_user_attr("worker", history.me())
+        return trial
+
+    def _sampler(self, settled: int) -> BaseSampler:
+        from optuna.samplers import RandomSampler, TPESampler
+
+        text = f"{self.tune.seed} {settled} {self.worker}"
+        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
+        if self.tune.sampler == "random":
+            return RandomSampler(seed=seed)
+        # Independent settings, as in all versions; trials that run elsewhere keep others away from their points.
+        trials = self.tune.budget.trials or 40
+        return TPESampler(
+            seed=seed, multivariate=False, constant_liar=True, n_startup_trials=max(4, min(10, trials // 4))
+        )
+
+    def _is_accepted(self, trial: Trial) -> bool:
+        """Whether a point is to be run; if not, the trial is over, with the reason."""
+        trials = [each for each in self.trials() if each.number != trial.number]
+        point, foreseen = trial.params, None
+        broken, before = self.space.broken(point), history.tried(trials).get(key(point))
+        if broken is not None:
+            ended = (outcome.BREAKS_CONSTRAINT, broken)
+        elif before is not None:
+            ended = (outcome.REPEATED, f"as trial {before}")
+        else:
+            foreseen = self.prior.of(point)
+            ended = (outcome.PRUNED_BY_PLAN, foreseen.why_not or "")
+        if foreseen is not None and foreseen.why_not is None:
+            trial.set_user_attr("predicted", foreseen.predicted)
+            return True
+        self.end(trial, Ended(*ended, 0.0), [])
+        return False
+
+    def _left(self) -> Point | None:
+        """A point that was not tried and may run: in turn near the best, by the planner's word, and anywhere."""
+        trials = self.trials()
+        known = history.tried(trials)
+        chance = random.Random(f"{self.tune.seed} {history.settled(trials)}")
+        points = self.space.grid()
+        if points is None:
+            points = list(self.space.drawn(chance, DRAWN))
+        points = [each for each in points if key(each) not in known]
+        if self.tune.sampler != "grid":
+            chance.shuffle(points)
+            best, turn = front(self.tune, trials), history.settled(trials) % 3
+            if best and turn == 0:
+                points.sort(key=lambda point: self.space.distance(point, best[0].params))
+            elif turn == 1 and self.tune.objectives[0].is_speed:
+                points = self.prior.ordered(points[:LOOKED_AT]) or points
+        return next((point for point in points if self.prior.of(point).why_not is None), None)
+
+    def end(self, trial: Trial, ended: Ended, measured: list[Measured]) -> None:
+        """Write down how a trial ended, for the sampler and for people."""
+        from optuna.trial import TrialState
+
+        told = {"outcome": ended.outcome, "reason": ended.reason, "seconds": round(ended.seconds, 3)}
+        curves = {"values": [each.value for each in measured], "curves": [each.short_curve() for each in measured]}
+        trial.set_user_attr("ended", told | (curves if measured else {}))
+        if ended.outcome == outcome.FINISHED:
+            self.optuna.tell(trial, [float(each.value or 0.0) for each in measured])
+            return
+        if ended.outcome == outcome.STOPPED_EARLY and len(measured) == 1 and measured[0].curve:
+            trial.report(measured[0].curve[-1][1], step=measured[0].curve[-1][0])
+        # The sampler keeps away from points that were pruned, and learns nothing from those that failed.
+        failed = (outcome.CRASHED, outcome.REPEATED, *outcome.VOID)
+        state = TrialState.FAIL if ended.outcome in failed else TrialState.PRUNED
+        self.optuna.tell(trial, state=state)
+
+    def again(self, trial: Trial | FrozenTrial, retries: int) -> None:
+        """Queue a trial's point once more."""
+        self.optuna.enqueue_trial(trial.params, user_attrs={"retries": retries})
+
+    def fail_the_lost(self) -> list[int]:
+        """End the trials whose worker was killed, and queue their points again; returns their numbers."""
+        from optuna.exceptions import UpdateFinishedTrialError
+        from optuna.trial import TrialState
+
+        lost = []
+        for trial in self.trials():
+            if trial.state != TrialState.RUNNING or not self._is_lost(trial):
+                continue
+            retries = int(trial.user_attrs.get("retries", 0))
+            told = {"outcome": outcome.LOST, "reason": "its worker was killed"}
+            if retries >= RETRIES:
+                told = {"outcome": outcome.CRASHED, "reason": "its worker was killed, as before"}
+            try:
+                self.optuna._storage.set_trial_user_attr(trial._trial_id, "ended", told)
+                self.optuna.tell(trial.number, state=TrialState.FAIL)
+            except (UpdateFinishedTrialError, RuntimeError, ValueError):
+                continue  # Another worker was faster.
+            lost.append(trial.number)
+            if retries < RETRIES and trial.params.keys() == self.space.dimensions.keys():
+                self.again(trial, retries + 1)
+        return lost
+
+    def has_nameless(self) -> bool:
+        """Whether a trial was begun by a worker that has not said who it is: it has a moment to do so."""
+        return any(trial.state.name == "RUNNING" and "worker" not in trial.user_attrs for trial in self.trials())
+
+    def _is_lost(self, trial: FrozenTrial) -> bool:
+        worker = trial.user_attrs.get("worker")
+        if worker is not None and history.is_dead(worker):
+            return True
+        beat, now = (worker, trial.user_attrs.get("beat")), time.monotonic()
+        seen = self._beats.get(trial.number)
+        if seen is None or seen[0] != beat:
+            self._beats[trial.number] = (beat, now)
+            return False
+        if worker is None:
+            return now - seen[1] > SECONDS_TO_SAY_WHO
+        return worker.get("host") != history.me()["host"] and now - seen[1] > SECONDS_OF_GRACE
+
+    def is_over(self) -> str | None:
+        """Why no further trial is to be started; None while some are."""
+        trials, budget = self.trials(), self.tune.budget
+        if budget.trials is not None and history.spent(trials) >= budget.trials:
+            return f"{budget.trials} trials"
+        if self.seconds_left() <= 0:
+            return f"{budget.hours:g} hours"
+        return None
+
+    def seconds_left(self) -> float:
+        """Of the study's hours."""
+        hours = self.tune.budget.hours
+        if hours is None:
+            return float("inf")
+        return 3600 * hours - history.seconds_used(self.trials(), datetime.now())
+
+    def is_surplus(self, trial: Trial) -> bool:
+        """Whether other workers have meanwhile begun the last trials of the budget."""
+        most = self.tune.budget.trials
+        return most is not None and history.spent([t for t in self.trials() if t.number < trial.number]) >= most
+
+    def behind(self, measured: list[Measured]) -> Callable[[], str | None]:
+        """Whether a running trial is far behind those that finished, to be asked again and again."""
+        from steelyard.tune.stopping import Stopping
+
+        return Stopping(self.tune, self.trials(), measured)
+
+
+def folder_of(study: Path, number: int) -> Path:
+    """A trial's own folder."""
+    return study / "trials" / f"{number:05d}"
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 200 else text[:197] + "..."

@@ -1,0 +1,71 @@
+"""One number from many, and when a trial is far behind."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from steelyard.tune.objective import Measured, Objective, at_step
+from steelyard.tune.spec import EarlyStopping
+from steelyard.tune.stopping import Stopping
+
+
+@pytest.mark.parametrize(
+    ("pick", "value"),
+    [("first", 4), ("last", 2), ("min", 1), ("max", 4), ("mean", 7 / 3), ("median", 2), ("harmonic_mean", 12 / 7)],
+)
+def test_records_past_the_warm_up_become_one_number(pick, value):
+    measured = Measured(Objective(metric="speed", goal="maximize", pick=pick, skip=2))
+    for step, speed in enumerate([900.0, None, 4.0, 1.0, 2.0], start=1):
+        measured.record({"step": step, "speed": speed})
+        measured.record({"step": step, "valid_loss": 1.0})
+        measured.line("speed 7")
+    assert measured.value == pytest.approx(value)
+
+
+def test_a_regular_expression_finds_numbers_in_lines():
+    measured = Measured(Objective(regex=r"iteration \(ms\): ([\d,.]+)", goal="minimize", pick="mean", skip=1))
+    for line in (
+        "iteration (ms): 9,000.5",
+        "nothing",
+        "iteration (ms): 1,000.5 iteration (ms): 2.5",
+        "iteration (ms): .",
+    ):
+        measured.line(line)
+    assert measured.value == pytest.approx((1000.5 + 2.5) / 2)
+    assert [step for step, _ in measured.curve] == [2, 3]
+
+
+def test_a_curve_is_read_at_the_last_step_before():
+    assert at_step([(2, 5.0), (4, 6.0)], 3) == 5.0
+    assert at_step([(2, 5.0), (4, 6.0)], 1) is None
+
+
+def _others(*curves):
+    done = SimpleNamespace(is_finished=lambda: True, name="COMPLETE")
+    return [
+        SimpleNamespace(state=done, user_attrs={"ended": {"outcome": "finished", "curves": [curve]}})
+        for curve in curves
+    ]
+
+
+@pytest.mark.parametrize(
+    ("goal", "others", "mine", "stops"),
+    [
+        ("maximize", [100, 90, 80], 50, True),
+        ("maximize", [100, 90, 80], 75, False),  # Behind the median, not far behind the best.
+        ("maximize", [100, 40, 30], 50, False),  # Far behind the best, before the median.
+        ("minimize", [2.0, 2.1, 2.2], 4.0, True),
+        ("minimize", [2.0, 2.1, 2.2], 1.0, False),
+        ("maximize", [100, 90], 1, False),  # Too few to tell.
+    ],
+)
+def test_a_trial_far_behind_is_stopped(goal, others, mine, stops):
+    objective = Objective(metric="m", goal=goal)
+    measured = Measured(objective)
+    tune = SimpleNamespace(early_stopping=EarlyStopping(after=2, margin=0.3))
+    rule = Stopping(tune, _others(*[[(step, float(value)) for step in (1, 2, 3)] for value in others]), [measured])
+    for step in (1, 2):
+        measured.record({"step": step, "m": float(mine)})
+        assert rule() is None
+    measured.record({"step": 3, "m": float(mine)})
+    assert (rule() is not None) is stops

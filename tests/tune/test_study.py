@@ -1,0 +1,252 @@
+"""Studies that are killed, resumed, interrupted and shared, with commands that take no time."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from steelyard.core.errors import Fault, UserError
+from steelyard.tune import history, kept, outcome, search, spec, storage
+from steelyard.tune.study import Study
+from tests.conftest import kill
+
+# Softmax regression by gradient descent on digits that are noisy copies of ten patterns: a real problem, in numpy.
+TRAIN = """
+import sys
+import numpy as np
+
+def train(rate, decay, batch):
+    chance = np.random.default_rng(0)
+    patterns = chance.normal(size=(10, 64))
+    labels = chance.integers(10, size=1200)
+    images = patterns[labels] + 2.5 * chance.normal(size=(1200, 64))
+    weights, (held, held_labels) = np.zeros((64, 10)), (images[800:], labels[800:])
+    for step in range(60):
+        rows = chance.integers(800, size=batch)
+        logits = images[rows] @ weights
+        shares = np.exp(logits - logits.max(1, keepdims=True))
+        shares /= shares.sum(1, keepdims=True)
+        shares[np.arange(batch), labels[rows]] -= 1
+        weights -= rate * (images[rows].T @ shares / batch + decay * weights)
+    logits = held @ weights
+    top = logits.max(1, keepdims=True)
+    return float((np.log(np.exp(logits - top).sum(1)) + top[:, 0] - logits[np.arange(400), held_labels]).mean())
+
+if __name__ == "__main__":
+    print("loss:", train(float(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])))
+"""
+SPACE = {"rate": [0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0], "decay": [0.0, 0.01, 0.1, 1.0], "batch": [4, 16, 64]}
+TUNE = """
+command = "{python} train.py {{rate}} {{decay}} {{batch}}"
+[space]
+{space}
+[[objectives]]
+name = "loss"
+regex = 'loss: (.+)'
+goal = "minimize"
+[budget]
+trials = {trials}
+"""
+# A known valley, with a pause that a killer can hit; it notes every run that it is asked for.
+VALLEY = """
+import os, sys, time
+x, y = int(sys.argv[1]), int(sys.argv[2])
+with open(sys.argv[3] + "/runs.txt", "a") as file:
+    file.write(f"{x} {y}\\n")
+time.sleep(float(os.environ.get("PAUSE", "0")))
+print("value:", (x - 11) ** 2 + (y - 5) ** 2)
+"""
+VALLEY_TUNE = """
+command = "{python} valley.py {{x}} {{y}} {folder}"
+seed = 3
+[space]
+x = {{ low = 0, high = 20 }}
+y = {{ low = 0, high = 20 }}
+[[objectives]]
+name = "value"
+regex = 'value: (.+)'
+goal = "minimize"
+[budget]
+trials = 8
+"""
+
+
+@pytest.fixture
+def valley(tmp_path):
+    (tmp_path / "valley.py").write_text(VALLEY)
+    (tmp_path / "valley.toml").write_text(VALLEY_TUNE.format(python=sys.executable, folder=tmp_path))
+    return tmp_path
+
+
+def tune(folder, *words, **environment):
+    command = [sys.executable, "-P", "-m", "steelyard", "tune", *words]
+    return subprocess.Popen(
+        command, cwd=folder, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def done(process, code=0):
+    out, errors = process.communicate(timeout=100)
+    assert process.returncode == code, errors
+    return out, errors
+
+
+def runs(folder):
+    """How many runs were begun."""
+    file = folder / "runs.txt"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+def wait_for(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def ended(folder, *outcomes):
+    """Settings and values of the trials with these outcomes, in the order in which they ended."""
+    _, study = kept.opened(folder)
+    trials = [trial for trial in study.get_trials() if history.result_of(trial) in outcomes]
+    return [(trial.params, trial.values) for trial in sorted(trials, key=lambda trial: trial.datetime_complete)]
+
+
+@pytest.mark.slow
+def test_the_best_of_a_real_training_problem_is_found_within_twenty_trials(tmp_path, monkeypatch):
+    """96 points, of which the best is known: all of them are trained here, which chance would find one time in five."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    exec(compile(TRAIN, "train.py", "exec"), names)
+    losses = {
+        (rate, decay, batch): names["train"](rate, decay, batch)
+        for rate in SPACE["rate"]
+        for decay in SPACE["decay"]
+        for batch in SPACE["batch"]
+    }
+    space = "\n".join(f"{name} = {values}" for name, values in SPACE.items())
+    (tmp_path / "tune.toml").write_text(TUNE.format(python=sys.executable, space=space, trials=20))
+    found = search.search(spec.load("tune.toml"), Path("study"))
+    best = found["best"][0]
+    assert found["trials"] == 20
+    assert best["values"]["loss"] == pytest.approx(min(losses.values()))
+    assert losses[tuple(best["settings"].values())] == min(losses.values())
+    assert f"{best['settings']['rate']}" in (tmp_path / "study" / "best.txt").read_text()
+
+
+@pytest.mark.slow
+def test_a_study_that_is_killed_again_and_again_ends_as_if_it_was_not(valley):
+    done(tune(valley, "valley.toml", "--study", "undisturbed"))
+    chance = random.Random(0)
+    for _ in range(3):
+        process, before = tune(valley, "valley.toml", "--study", "killed", PAUSE="0.3"), runs(valley)
+        wait_for(lambda before=before: runs(valley) >= before + 2)
+        time.sleep(0.6 * chance.random())
+        assert process.poll() is None
+        kill(process)
+    done(tune(valley, "valley.toml", "--study", "killed"))
+    assert ended(valley / "killed", outcome.FINISHED) == ended(valley / "undisturbed", outcome.FINISHED)
+    assert len(ended(valley / "killed", outcome.FINISHED)) == 8
+    again = done(tune(valley, "valley.toml", "--study", "killed", "--json"))[0]
+    assert json.loads(again)["trials"] == 8
+
+
+@pytest.mark.slow
+def test_an_interruption_keeps_what_was_learned(valley):
+    process = tune(valley, "valley.toml", "--study", "study", PAUSE="0.2")
+    wait_for(lambda: runs(valley) >= 3)
+    process.send_signal(signal.SIGINT)
+    _, errors = done(process, 130)
+    assert re.search(r"interrupted; \d+ trials are kept in study; the same command goes on", errors)
+    assert "Traceback" not in errors
+    before = ended(valley / "study", outcome.FINISHED)
+    assert len(before) >= 2
+    assert ended(valley / "study", "running") == []
+    done(tune(valley, "valley.toml", "--study", "study"))
+    assert ended(valley / "study", outcome.FINISHED)[: len(before)] == before
+    assert len(ended(valley / "study", outcome.FINISHED)) == 8
+    assert len(ended(valley / "study", outcome.INTERRUPTED)) == 1
+
+
+def test_a_changed_space_is_refused_and_a_larger_budget_is_not(valley, monkeypatch):
+    monkeypatch.chdir(valley)
+    search.search(spec.load("valley.toml", {"budget.trials": 2}), Path("study"))
+    assert search.search(spec.load("valley.toml", {"budget.trials": 3}), Path("study"))["trials"] == 3
+    (valley / "valley.toml").write_text((valley / "valley.toml").read_text().replace("high = 20 }", "high = 30 }", 1))
+    with pytest.raises(UserError, match="began with another file:\n  space: "):
+        search.search(spec.load("valley.toml"), Path("study"))
+
+
+def test_a_trial_whose_worker_died_elsewhere_is_given_up_after_a_while(valley, monkeypatch):
+    monkeypatch.chdir(valley)
+    loaded = spec.load("valley.toml")
+    study = Study(loaded, storage.url_of(valley, None))
+    asked = study.next()
+    asked.set_user_attr("worker", {"host": "elsewhere", "process": 1, "began": "x"})
+    monkeypatch.setattr("steelyard.tune.study.SECONDS_OF_GRACE", 0.2)
+    assert study.fail_the_lost() == []
+    time.sleep(0.3)
+    asked.set_user_attr("beat", 1)
+    assert study.fail_the_lost() == []
+    time.sleep(0.3)
+    assert study.fail_the_lost() == [asked.number]
+    again = study.next()
+    assert again.params == asked.params
+    again.set_user_attr("worker", history.me() | {"began": "before"})
+    assert study.fail_the_lost() == [again.number]
+    assert study.next().params != asked.params  # Twice is enough: the point may be what kills its workers.
+
+
+def test_hours_count_only_while_trials_run():
+    def at(first, last, result="finished"):
+        state = SimpleNamespace(is_finished=lambda: last is not None, name="RUNNING")
+        times = [None if minute is None else datetime(2026, 1, 1, 0, minute) for minute in (first, last)]
+        start, end = times
+        return SimpleNamespace(
+            state=state, user_attrs={"ended": {"outcome": result}}, datetime_start=start, datetime_complete=end
+        )
+
+    trials = [at(0, 10), at(5, 15), at(6, 7), at(30, 31), at(33, 40, "lost"), at(41, None)]
+    assert history.seconds_used(trials, datetime(2026, 1, 1, 0, 43)) == 60 * (15 + 1 + 2)
+
+
+def test_a_study_whose_trials_all_crash_ends_and_says_why(valley, monkeypatch):
+    monkeypatch.chdir(valley)
+    (valley / "valley.py").write_text("raise ValueError('no such thing')")
+    with pytest.raises(Fault, match="first 3 trials all crashed, the last with: ValueError: no such thing"):
+        search.search(spec.load("valley.toml"), Path("study"))
+
+
+@pytest.mark.slow
+def test_several_objectives_bring_a_frontier(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "two.py").write_text(
+        "import sys; x = int(sys.argv[1]); print('speed:', x % 5, 'memory:', x % 5 + x // 5)"
+    )
+    text = f"""
+command = "{sys.executable} two.py {{x}}"
+sampler = "grid"
+space.x = {{ low = 0, high = 9 }}
+[[objectives]]
+name = "speed"
+regex = 'speed: (\\d+)'
+goal = "maximize"
+[[objectives]]
+name = "memory"
+regex = 'memory: (\\d+)'
+goal = "minimize"
+"""
+    (tmp_path / "two.toml").write_text(text)
+    found = search.search(spec.load("two.toml"), Path("study"))
+    assert found["trials"] == 10
+    assert [each["settings"]["x"] for each in found["best"]] == [4, 3, 2, 1, 0]
+    assert len(list((tmp_path / "study" / "best").iterdir())) == 5

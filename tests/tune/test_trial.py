@@ -1,0 +1,120 @@
+"""Real commands that end well, die, hang and hide: each outcome by its name, and no process left."""
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from steelyard.core.errors import Interrupted
+from steelyard.tune import outcome, trial
+from steelyard.tune.objective import Measured, Objective
+
+SCORE = Objective(name="score", regex=r"score: ([\d.]+)", goal="maximize")
+
+
+def run(folder: Path, code: str, timeout=20.0, hang=20.0, **options):
+    measured = [Measured(SCORE)]
+    limits = trial.Limits(timeout, hang, **options.pop("limits", {}))
+    ended = trial.run([sys.executable, "-c", code], folder, measured, limits, **options)
+    return ended, measured[0]
+
+
+def is_alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("code", "ended", "reason"),
+    [
+        ("print('score: 3.5')", outcome.FINISHED, ""),
+        ("print('nothing')", outcome.CRASHED, "score was not found"),
+        ("raise ValueError('boom')", outcome.CRASHED, "ValueError: boom"),
+        ("import sys; sys.exit(3)", outcome.CRASHED, "exit code 3"),
+        ("import os; os.kill(os.getpid(), 9)", outcome.CRASHED, "killed by SIGKILL"),
+        ("import sys; sys.exit('rank 1 was killed by SIGKILL\\n  out of memory? see dmesg')", outcome.CRASHED, ""),
+        ("raise SystemExit('torch.OutOfMemoryError: CUDA out of memory. Tried')", outcome.OUT_OF_MEMORY, "Tried"),
+        ("x = [0] * (1 << 62)", outcome.OUT_OF_MEMORY, "MemoryError"),
+    ],
+)
+def test_an_end_is_told_by_its_kind(tmp_path, code, ended, reason):
+    told, _ = run(tmp_path, code)
+    assert told.outcome == ended
+    assert reason in told.reason
+
+
+def test_a_silent_trial_is_hung_and_a_long_one_timed_out(tmp_path):
+    told, _ = run(tmp_path, "import time; time.sleep(60)", hang=0.3)
+    assert (told.outcome, told.seconds < 10) == (outcome.HUNG, True)
+    told, _ = run(tmp_path, "import time\nwhile True: print('tick', flush=True); time.sleep(0.05)", timeout=0.6)
+    assert (told.outcome, told.seconds < 10) == (outcome.TIMED_OUT, True)
+    told, _ = run(tmp_path, "import time; time.sleep(60)", limits={"deadline": time.monotonic() + 0.3})
+    assert (told.outcome, "hours" in told.reason) == (outcome.TIMED_OUT, True)
+
+
+def test_a_command_that_is_not_there_crashes(tmp_path):
+    told = trial.run(["/no/such/program"], tmp_path, [Measured(SCORE)], trial.Limits(20, 20))
+    assert told.outcome == outcome.CRASHED
+    assert "could not be started" in told.reason
+
+
+def test_secrets_of_the_environment_never_reach_the_log(tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", "abcdefgh12345678")
+    code = """
+import os, sys
+for half in ("score: 1 abcdefgh", "12345678 "):
+    sys.stdout.write(half)
+    sys.stdout.flush()
+print(os.environ)
+"""
+    told, measured = run(tmp_path, code)
+    log = (tmp_path / trial.LOG).read_text()
+    assert (told.outcome, measured.value) == (outcome.FINISHED, 1.0)
+    assert "abcdefgh12345678" not in log
+    assert "[hidden]" in log
+
+
+def test_nothing_that_a_command_started_outlives_it(tmp_path):
+    code = f"""
+import subprocess, time
+child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+open({str(tmp_path / "pid")!r}, "w").write(str(child.pid))
+print("score: 1", flush=True)
+"""
+    told, _ = run(tmp_path, code)
+    assert told.outcome == outcome.FINISHED
+    assert not is_alive(int((tmp_path / "pid").read_text()))
+    told, _ = run(tmp_path, code + "time.sleep(600)", hang=0.3)
+    assert told.outcome == outcome.HUNG
+    assert not is_alive(int((tmp_path / "pid").read_text()))
+
+
+def test_an_interruption_ends_the_trial_and_goes_on(tmp_path):
+    code = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+
+    def interrupt():
+        if (tmp_path / "pid").exists():
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        run(tmp_path, code, is_behind=interrupt)
+    assert not is_alive(int((tmp_path / "pid").read_text()))
+
+
+def test_live_records_stop_a_trial_that_is_behind(tmp_path):
+    (tmp_path / "run").mkdir()
+    code = f"""
+import json, time
+for step in range(1, 1000):
+    with open({str(tmp_path / "run/metrics.jsonl")!r}, "a") as file:
+        file.write(json.dumps({{"step": step, "loss": 5.0}}) + "\\n" + "torn")
+    time.sleep(0.05)
+"""
+    measured = [Measured(Objective(metric="loss"))]
+    behind = lambda: "far behind" if len(measured[0].curve) >= 1 else None  # noqa: E731
+    told = trial.run([sys.executable, "-c", code], tmp_path, measured, trial.Limits(30, 30), behind)
+    assert (told.outcome, told.reason) == (outcome.STOPPED_EARLY, "far behind")
+    assert told.seconds < 20
