@@ -8,6 +8,7 @@ marked as less by whoever wrote it. Of a traceback the line that names the error
 from __future__ import annotations
 
 import re
+from collections import deque
 
 # Every error has one of these in it. They are looked for in a whole chunk, which is ten times faster than a pattern.
 _SIGNS = (
@@ -40,42 +41,44 @@ _LESS = re.compile(
 )
 _RANK = re.compile(r"^(?:\[(?:rank)?\d+(?:,\d+)?\](?:<std\w+>)?:?\s?|\d+:\s)+")
 _ANNOUNCED = "Traceback (most recent call last)"
-LONGEST = 500
+LONGEST, KEPT = 500, 1000
 
 
 class Complaints:
-    """Looks through one log as it grows, and keeps the first error, the last one, and how many there were."""
+    """Looks through one log as it grows, and keeps its errors, each with its place in the file."""
 
     def __init__(self) -> None:
-        self.first: str | None = None
-        self.last: str | None = None
-        self.count = 0
+        self.found: deque[tuple[int, str]] = deque(maxlen=KEPT)
         self._in_ignored = False
         self._is_announced = False
 
-    def look(self, chunk: bytes) -> None:
-        """Go through whole lines that are new."""
+    def since(self, offset: int) -> list[str]:
+        """The errors behind a place in the file, in order."""
+        return [text for at, text in self.found if at >= offset]
+
+    def look(self, chunk: bytes, begins: int = 0) -> None:
+        """Go through whole lines that are new, the first of which begins at a place in the file."""
         at = 0
         for start, end in _suspects(chunk):
             # What follows an announcement belongs to it, suspect or not.
             while (self._is_announced or self._in_ignored) and at < start:
-                at = self._consider_line(chunk, at)
+                at = self._consider_line(chunk, at, begins)
             if start >= at:
-                self._consider(clean(chunk[start:end]))
+                self._consider(clean(chunk[start:end]), begins + start)
                 at = end + 1
         while (self._is_announced or self._in_ignored) and at < len(chunk):
-            at = self._consider_line(chunk, at)
+            at = self._consider_line(chunk, at, begins)
 
-    def _consider_line(self, chunk: bytes, at: int) -> int:
+    def _consider_line(self, chunk: bytes, at: int, begins: int) -> int:
         end = chunk.find(b"\n", at)
-        self._consider(clean(chunk[at:end]))
+        self._consider(clean(chunk[at:end]), begins + at)
         return end + 1
 
     def forget(self) -> None:
         """The file is another one now."""
         self.__init__()  # type: ignore[misc]
 
-    def _consider(self, line: str) -> None:
+    def _consider(self, line: str, place: int) -> None:
         text = _RANK.sub("", line)
         if text.startswith("Exception ignored"):
             self._in_ignored = True
@@ -90,16 +93,10 @@ class Complaints:
             if was_ignored:
                 return
             if re.match(r"[\w.]+(?::|$)", text):  # The name of the error, whatever it is called.
-                self._count(text)
+                self.found.append((place, text[:LONGEST]))
                 return
         if is_error(line):
-            self._count(text)
-
-    def _count(self, text: str) -> None:
-        text = text[:LONGEST]
-        self.first = self.first or text
-        self.last = text
-        self.count += 1
+            self.found.append((place, text[:LONGEST]))
 
 
 def _suspects(chunk: bytes) -> list[tuple[int, int]]:

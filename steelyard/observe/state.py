@@ -26,6 +26,7 @@ from steelyard.observe.complaints import Complaints, clean
 from steelyard.observe.tail import Small, Tail, records
 
 LAUNCH, SCHEDULER, HOSTS, LOGS = "launch.json", "scheduler.jsonl", "hosts", "logs"
+LAUNCHED = "launch"  # the folder in which a launch keeps the recipe that was submitted
 KEPT_RECORDS, KEPT_SAMPLES, KEPT_LINES = 1024, 60, 12
 FIRST_METRICS, FIRST_LINES = 512 << 10, 16 << 10
 MOST_METRICS, MOST_LINES = 4 << 20, 16 << 10
@@ -55,7 +56,7 @@ class Log:
                 self.complaints.forget()
         self.raw.extend(line for line in new.rsplit(b"\n", KEPT_LINES + 1)[-KEPT_LINES - 1 : -1] if line.strip())
         if self.complaints is not None and new:
-            self.complaints.look(new)
+            self.complaints.look(new, self.tail.begins)
 
     def last(self, number: int) -> list[str]:
         """The last lines, as text that can do no harm."""
@@ -97,19 +98,22 @@ class State:
         self.err: dict[str, Log] = {}
         self.devices: dict[str, Samples] = {}
         self.recipe: Recipe | None = None
+        """What the run follows, as its ranks read it."""
+        self.submitted: Recipe | None = None
+        """What was submitted, where somebody submitted it."""
         self.is_held = False
         self.disk: tuple[int, int] | None = None
         self._manifest, self._launch = Small(path / MANIFEST), Small(path / LAUNCH)
         self._hosts: dict[str, Small] = {}
         self._metrics = Tail(path / METRICS, FIRST_METRICS, MOST_METRICS)
         self._scheduler = Tail(path / SCHEDULER, MOST_METRICS, MOST_METRICS)
-        self._recipe_seen: int | None = None
+        self._recipes: dict[Path, tuple[int, Recipe]] = {}
 
     def refresh(self, now: float | None = None) -> State:
         """Read what is new. `now` is the present, unless a test says otherwise."""
         self.now = time.time() if now is None else now
         self.manifest, self.launch = self._manifest.read(), self._launch.read()
-        self._refresh_recipe()
+        self._refresh_recipes()
         lines, is_new = self._metrics.lines()
         if is_new:
             self.metrics.clear()
@@ -129,18 +133,26 @@ class State:
         return self
 
     @property
-    def name(self) -> str:
-        """The folder's own name."""
-        return self.path.resolve().name
-
-    @property
     def trained(self) -> list[dict[str, Any]]:
         """Records of training steps."""
         return [record for record in self.metrics if "loss" in record]
 
     @property
+    def is_superseded(self) -> bool:
+        """Whether the jobs of the last launch have ended and somebody else goes on with the run: by hand, perhaps."""
+        launched = list(self._launched().values())
+        if not launched or not {_word(record["state"]) for record in launched} <= set(ENDED):
+            return False
+        told = max(seconds_of(record.get("time")) or 0.0 for record in launched)
+        met_since = any(is_number(host.get("clock")) and host["clock"] > told for host in self.hosts.values())
+        return met_since or (self.is_held and self.manifest.get("state") == "running")
+
+    @property
     def jobs(self) -> dict[str, dict[str, Any]]:
-        """The last word of the scheduler on each job."""
+        """The last word of the scheduler on each job that the run is in the hands of."""
+        return {} if self.is_superseded else self._launched()
+
+    def _launched(self) -> dict[str, dict[str, Any]]:
         own = {str(job) for job in self.launch.get("jobs") or []}  # An earlier launch of the run had others.
         return {
             job: record
@@ -187,18 +199,27 @@ class State:
         last = self.metrics[-1].get("time") if self.metrics else None
         return float(last) if is_number(last) else (self._metrics.changed if self.metrics else None)
 
+    def errors_of(self, host: str) -> list[str]:
+        """What a host complained of since its ranks met; before that an earlier attempt may have spoken."""
+        log, met = self.err[host], self.hosts.get(host, {}).get("logged", 0)
+        if log.complaints is None:
+            return []
+        return log.complaints.since(int(met) if is_number(met) and met <= log.tail.offset else 0)
+
     def host_of(self, rank: int) -> str | None:
         """Where a rank runs."""
         return next((name for name, host in self.hosts.items() if rank in (host.get("ranks") or [])), None)
 
-    def _refresh_recipe(self) -> None:
-        try:
-            seen = (self.path / RECIPE).stat().st_mtime_ns
-            if seen != self._recipe_seen:
-                self._recipe_seen = seen
-                self.recipe = load(self.path / RECIPE)
-        except (OSError, UserError):
-            self.recipe = None
+    def _refresh_recipes(self) -> None:
+        for path in (self.path / RECIPE, self.path / LAUNCHED / RECIPE):
+            try:
+                seen = path.stat().st_mtime_ns
+                if self._recipes.get(path, (0, None))[0] != seen:
+                    self._recipes[path] = seen, load(path)
+            except (OSError, UserError):
+                self._recipes.pop(path, None)
+        self.recipe = self._recipes.get(self.path / RECIPE, (0, None))[1]
+        self.submitted = self._recipes.get(self.path / LAUNCHED / RECIPE, (0, None))[1]
 
     def _refresh_hosts(self) -> None:
         found = {path.stem: path for path in _files(self.path / HOSTS, ".json")}

@@ -22,6 +22,8 @@ class Tail:
     def __init__(self, path: Path, first: int, most: int) -> None:
         self.path, self.first, self.most = path, first, most
         self.offset = 0
+        self.begins = 0
+        """Where in the file the chunk began that was read last."""
         self.skipped = 0
         """Bytes that were never read."""
         self.changed: float | None = None
@@ -62,6 +64,7 @@ class Tail:
         if grown > most:  # The first line has lost its beginning.
             data = data.partition(b"\n")[2]
         data = self._torn + data
+        self.begins = self.offset - len(data)
         end = data.rfind(b"\n") + 1
         self._torn = data[end:][-LONGEST_TORN:]
         return data[:end], is_new

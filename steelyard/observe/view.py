@@ -23,7 +23,7 @@ def summary(state: State) -> dict[str, Any]:
     """One line of a list of runs."""
     verdicts = judge(state)
     told = {
-        "name": _text(state.name),
+        "name": _text(state.path.resolve().name),
         "state": _text(_state(state)),
         "verdict": _told(verdicts[0]),
         "progress": _progress(state),
@@ -37,7 +37,7 @@ def view(state: State) -> dict[str, Any]:
     verdicts = judge(state)
     last = state.trained[-1] if state.trained else {}
     told = {
-        "name": _text(state.name),
+        "name": _text(state.path.resolve().name),
         "path": _text(str(state.path)),
         "time": state.now,
         "state": _text(_state(state)),

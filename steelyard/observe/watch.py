@@ -19,6 +19,7 @@ from steelyard.observe.view import view
 
 COLOURS = {"ok": "green", "waiting": "cyan", "warning": "yellow", "wrong": "bold red"}
 SECONDS_BETWEEN_LINES = 30.0
+SECONDS_FRESH = 30.0
 MOST_HOSTS = 16
 
 
@@ -96,7 +97,9 @@ def rendered(seen: dict[str, Any]) -> list[tuple[str, str]]:
         lines.append((f"{verdict['level'].upper():8} {verdict['message']}", COLOURS[verdict["level"]]))
         if verdict["what_to_do"] != "nothing":
             lines.append((f"         {verdict['what_to_do']}", "dim"))
-    lines += [("", ""), (progress_line(seen), "")]
+    lines.append(("", ""))
+    if seen["progress"]["steps"] or seen["progress"]["step"]:
+        lines.append((progress_line(seen), ""))
     lines += [(_job(record), "") for record in seen["scheduler"]]
     lines += _configuration(seen["configuration"])
     for host in seen["hosts"][:MOST_HOSTS]:
@@ -144,9 +147,9 @@ def _job(record: dict[str, Any]) -> str:
 
 def _configuration(told: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
     asked, reported = told["requested"], told["reported"]
-    if not asked:
-        return []
     keys = [key for key in asked if asked[key] not in (1, False, 0) or reported.get(key, asked[key]) != asked[key]]
+    if not keys:
+        return []
     lines = [("asked for  " + "  ".join(f"{key} {asked[key]}" for key in keys), "")]
     if reported:
         lines.append(("reported   " + "  ".join(f"{key} {reported.get(key, '?')}" for key in keys), ""))
@@ -158,7 +161,8 @@ def _host(host: dict[str, Any], few: bool) -> list[tuple[str, str]]:
     which = f"ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}" if ranks else ""
     title = "  ".join(filter(None, [host["host"], which, host["device"]]))
     lines = [("", ""), (title, "bold")]
-    lines += [(f"  {_device(device)}", "") for device in host["devices"]]
+    old = f"  ({units.duration(host['age'])} ago)" if (host["age"] or 0.0) > SECONDS_FRESH else ""
+    lines += [(f"  {_device(device)}{old}", "dim" if old else "") for device in host["devices"]]
     for stream, style in (("out", "dim"), ("err", "magenta")):
         shown = host[stream][-1:] if few else host[stream]
         lines += [(f"  {stream}| {line}", style) for line in shown]

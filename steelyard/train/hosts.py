@@ -1,10 +1,11 @@
 """`hosts/<host>.json`: what the ranks of each host say of themselves once they have met.
 
     {"host": "a1", "ranks": [0, 1], "process ids": [311, 312], "device": "NVIDIA H200", "clock": 1700000000.0,
-     "versions": {"torch": ...}, "layout": {"world": 4, "tensor": 1, "pipeline": 2, "partition": "2-2", ...}}
+     "logged": 0, "versions": {"torch": ...}, "layout": {"world": 4, "tensor": 1, "pipeline": 2, ...}}
 
 `clock` is the host's own time right after a barrier, so that clocks can be compared; `layout` is what the ranks really
-do, so that it can be compared with what was asked for. Watchers read these files.
+do, so that it can be compared with what was asked for; `logged` is how long `logs/<host>.err` was by then, since what
+stands before did not stop these ranks. Watchers read these files.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import platform
 import shutil
 import socket
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,8 +44,16 @@ def report(folder: Run, recipe: Recipe, mesh: Mesh, world: World, device: torch.
     here = [each for each in everyone if each["host"] == own["host"]]
     if here[0]["rank"] == world.rank:
         told = {key: value for key, value in own.items() if key not in ("rank", "process id")}
+        told["logged"] = _size(folder.path / "logs" / f"{own['host']}.err")
         told |= {"ranks": [each["rank"] for each in here], "process ids": [each["process id"] for each in here]}
         files.write_json(folder.path / HOSTS / f"{own['host']}.json", told)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def _own(recipe: Recipe, mesh: Mesh, world: World, device: torch.device) -> dict[str, Any]:

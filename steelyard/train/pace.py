@@ -7,7 +7,7 @@ who that is. What tells it depends on the device:
   else had (`/proc`, one read per step).
 - On a GPU waiting for another rank is a kernel that spins. Now and then, when a record is written and the device is
   known to have nothing to do, each rank times a product of fixed size on it: a GPU that is hot, throttled or shared
-  takes longer. The length of a step is shared out by that measure.
+  takes longer. The length of a step, which is the slowest rank's, is shared out by that measure.
 
 To both is added what a rank waited for its data. The ranks tell each other when a record is written, and at no other
 time. A rank is compared with those of its pipeline stage, which do the same; a stage's only rank with its own past.
@@ -70,10 +70,9 @@ class Pace:
         self._compute = self._data = 0.0
         everyone = [torch.zeros_like(mine) for _ in range(self.mesh.world.size)]
         dist.all_gather(everyone, mine)
-        computed, waited = zip(*(each.tolist() for each in everyone), strict=True)
+        computed, waited = (list(each) for each in zip(*(each.tolist() for each in everyone), strict=True))
         if self.device.type == "cuda":
-            rest = max(0.0, seconds / steps - median_low(waited))
-            computed = tuple(rest * each / max(median_low(computed), 1e-9) for each in computed)
+            computed = shared_out(seconds / steps - median_low(waited), computed)
         return {"rank_seconds": self._slowest([a + b for a, b in zip(computed, waited, strict=True)])}
 
     def _slowest(self, times: list[float]) -> dict[str, float]:
@@ -112,6 +111,15 @@ class Pace:
             end.synchronize()
             self._probe = begin.elapsed_time(end) / 1000
         return self._probe
+
+
+def shared_out(seconds: float, probes: list[float]) -> list[float]:
+    """What a step that takes so long costs each rank by itself, if its devices differ as their probes do.
+
+    All wait for the slowest, so the step is as long as that one needs, and the others need less.
+    """
+    slowest = max(max(probes), 1e-9)
+    return [max(0.0, seconds) * probe / slowest for probe in probes]
 
 
 def _open_delays() -> int | None:

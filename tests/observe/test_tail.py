@@ -86,7 +86,7 @@ def test_a_state_that_grew_with_the_run_is_the_one_that_met_it_late(tmp_path: Pa
         growing.refresh(NOW)
     late = State(folder.path).refresh(NOW)
     assert list(growing.metrics) == list(late.metrics) == folder.records
-    assert growing.err["n1"].complaints.first == late.err["n1"].complaints.first == "ValueError: first"
+    assert growing.errors_of("n1") == late.errors_of("n1") == ["ValueError: first"]
     assert growing.err["n1"].last(5) == late.err["n1"].last(5)
     assert list(growing.devices["n1"].samples) == list(late.devices["n1"].samples)
 
@@ -134,7 +134,7 @@ def test_an_error_is_an_error(line: str):
     assert is_error(line)
     found = Complaints()
     found.look(f"all is well\n{line}\nstep 3\n".encode())
-    assert found.count == 1
+    assert len(found.found) == 1
 
 
 def test_of_a_traceback_the_error_is_named_even_if_it_comes_in_pieces():
@@ -142,16 +142,28 @@ def test_of_a_traceback_the_error_is_named_even_if_it_comes_in_pieces():
     for piece in ("[rank1]: Traceback (most recent call last):\n", '[rank1]:   File "x.py"\n[rank1]:     f(x)\n',
                   "[rank1]: steelyard.core.errors.Fault: the disk is gone\n", "step 4\n"):  # fmt: skip
         found.look(piece.encode())
-    assert (found.first, found.count) == ("steelyard.core.errors.Fault: the disk is gone", 1)
+    assert found.since(0) == ["steelyard.core.errors.Fault: the disk is gone"]
 
 
 def test_harmless_lines_are_no_errors():
     found = Complaints()
     found.look((Path(__file__).parent / "harmless.txt").read_bytes())
-    assert found.first is None
+    assert found.since(0) == []
 
 
 def test_a_line_can_do_nothing_to_a_terminal():
     assert clean(b"\x1b[2J\x1b]0;title\x07red\x1b[31m \x08ok\r\n") == "red ok"
     assert clean(b"10%\r50%\r100%") == "100%"
     assert clean("a\u202eb\x9b") == "ab"
+
+
+def test_an_errors_place_in_the_file_is_known_however_it_is_read(tmp_path: Path):
+    path = tmp_path / "log"
+    tail, found = Tail(path, 60, 1000), Complaints()
+    for piece in (b"x" * 100 + b"\nValueError: o", b"ne\nall is well\n", b"KeyError: two\n"):
+        append(path, piece)
+        chunk, _ = tail.chunk()
+        found.look(chunk, tail.begins)
+    whole = path.read_bytes()
+    assert [whole[at:].split(b"\n")[0].decode() for at, _ in found.found] == ["ValueError: one", "KeyError: two"]
+    assert found.since(whole.index(b"all")) == ["KeyError: two"]

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from steelyard.core import files
 from steelyard.observe.state import State
 from steelyard.observe.verdict import RULES, exit_code, has_ended, judge
-from tests.observe.folders import NOW, Folder, iso
+from tests.observe.folders import NOW, RECIPE, Folder, iso
 
 
 def verdicts(folder: Folder) -> dict[str, str]:
@@ -86,6 +87,11 @@ def starting(folder: Folder) -> None:
     folder.jobs = [folder.job("RUNNING", at=NOW - 20)]
 
 
+def created_and_running(folder: Folder) -> None:
+    starting(folder)
+    folder.manifest["state"] = "created"
+
+
 def compiling(folder: Folder) -> None:
     folder.records = []
     folder.jobs = [folder.job("RUNNING", at=NOW - 700)]
@@ -124,6 +130,16 @@ def validating_slowly(folder: Folder) -> None:
         times.append((step, at))
         at += 120 if step % 100 == 0 else 0
     folder.records = [folder.record(step, time=t - times[-1][1] + NOW - 180) for step, t in times]
+
+
+def wedged_after_a_nap(folder: Folder) -> None:
+    """Once, long ago, nothing happened for an hour."""
+    older(folder, 600)
+    for record in folder.records[:5]:
+        record["time"] -= 3600
+    for host in folder.hosts.values():
+        host["clock"] -= 3600
+    folder.jobs = [folder.job("RUNNING", at=NOW - 9000)]
 
 
 def warnings_on_stderr(folder: Folder) -> None:
@@ -248,10 +264,12 @@ CASES = {
     "never to start": (waiting("PartitionTimeLimit"), {"held": "wrong"}, 1),
     "requeued": (requeued, {"requeued": "waiting"}, 3),
     "starting": (starting, {"starting": "waiting"}, 3),
+    "starting, before the ranks have met": (created_and_running, {"starting": "waiting"}, 3),
     "starting, no process yet": (nobody_yet, {"starting": "waiting"}, 3),
     "compiling the first step": (compiling, {"starting": "waiting"}, 3),
     "compiling again after a restart": (resuming, {"healthy": "ok"}, 0),
     "wedged": (wedged, {"no-progress": "wrong"}, 1),
+    "wedged, after a nap": (wedged_after_a_nap, {"no-progress": "wrong"}, 1),
     "saving a checkpoint": (saving, {"healthy": "ok"}, 0),
     "in a long validation, like those before": (validating_slowly, {"healthy": "ok"}, 0),
     "warnings on stderr": (warnings_on_stderr, {"healthy": "ok"}, 0),
@@ -309,6 +327,15 @@ def test_an_error_that_did_not_stop_the_run_is_a_warning_and_an_earlier_attempts
     assert verdicts(folder) == {"healthy": "ok"}
 
 
+def test_what_stood_in_the_log_before_the_ranks_met_did_not_stop_them(folder: Folder):
+    folder.logs["n0.err"] = "RuntimeError: of the attempt before\n"
+    folder.hosts["n0"]["logged"] = len(folder.logs["n0.err"])
+    assert verdicts(folder) == {"healthy": "ok"}
+    folder.logs["n0.err"] += "ValueError: of this one\n"
+    (verdict,) = judge(folder.state())
+    assert verdict.message == "n0 says: ValueError: of this one"
+
+
 def test_the_device_that_stands_still_while_others_wait_is_named(folder: Folder):
     wedged(folder)
     for sample in folder.samples["n1"]:
@@ -327,6 +354,27 @@ def test_a_job_in_two_parts_of_which_one_failed_is_wrong_while_the_other_runs(fo
 def test_the_jobs_of_an_earlier_launch_no_longer_count(folder: Folder):
     folder.jobs.insert(0, folder.job("FAILED", job="12"))
     assert verdicts(folder) == {"healthy": "ok"}
+
+
+def test_what_was_submitted_counts_as_asked_for_and_not_what_the_ranks_read(folder: Folder):
+    (folder.path / "launch").mkdir()
+    (folder.path / "launch" / "recipe.toml").write_text(RECIPE.replace("micro_batch = 2", "micro_batch = 1"))
+    (verdict,) = judge(folder.state())
+    assert verdict.message.startswith("n0 has micro_batch 2 where 1 was asked for")
+
+
+def test_a_run_that_goes_on_by_hand_after_its_job_ended_is_judged_by_itself(folder: Folder):
+    folder.jobs.append(folder.job("FAILED"))
+    folder.launch["ranks"] = 8
+    folder.samples = {}
+    folder.write()
+    with files.locked(folder.path / "run.lock"):
+        assert verdicts(folder) == {"healthy": "ok"}
+    assert "failed" in verdicts(folder)
+    for host in folder.hosts.values():  # Whoever took over has ended too.
+        host["clock"] = NOW + 10
+    folder.manifest["state"] = "interrupted"
+    assert verdicts(folder) == {"interrupted": "wrong"}
 
 
 def test_files_that_hold_nonsense_do_no_harm(folder: Folder):

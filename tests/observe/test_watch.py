@@ -3,6 +3,10 @@
 import json
 import os
 import re
+import select
+import subprocess
+import sys
+import termios
 import time
 from pathlib import Path
 
@@ -112,3 +116,51 @@ def test_a_real_run_is_healthy_then_killed_and_then_completed(workplace: Workpla
     told = workplace.steelyard("watch", "--follow")
     assert told.returncode == 0, told.stdout
     assert "ok: completed" in told.stdout
+
+
+def test_a_terminal_has_a_page_that_renews_itself_and_ends_with_the_run(workplace: Workplace):
+    folder = Folder(workplace.path / "runs" / "run", time.time())
+    folder.launch = {}
+    folder.write()
+    (folder.path / "launch.json").unlink()  # No scheduler is asked.
+    ours, theirs = os.openpty()
+    termios.tcsetwinsize(theirs, (40, 100))
+    command = [sys.executable, "-P", "-m", "steelyard", "watch", "--every", "0.2"]
+    environment = os.environ | {"TERM": "xterm"}
+    process = subprocess.Popen(command, cwd=workplace.path, stdout=theirs, stderr=theirs, env=environment)
+    os.close(theirs)
+    try:
+        assert "running well" in read_until(ours, "running well")
+        with open(folder.path / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(folder.record(310)) + "\n")
+        read_until(ours, "step 310 of 1000")
+        folder.jobs.append(folder.job("TIMEOUT"))
+        (folder.path / "scheduler.jsonl").write_text("".join(json.dumps(job) + "\n" for job in folder.jobs))
+        assert "\x1b[1;31m" in read_until(ours, "ran into its time limit of 2:00:00")
+        assert process.wait(20) == 1
+    finally:
+        if process.poll() is None:
+            kill(process)
+        os.close(ours)
+
+
+def read_until(descriptor: int, wanted: str, seconds: float = 30) -> str:
+    """What a terminal shows until it shows something."""
+    seen, deadline = "", time.monotonic() + seconds
+    while wanted not in seen:
+        assert time.monotonic() < deadline, seen
+        if select.select([descriptor], [], [], 0.5)[0]:
+            seen += os.read(descriptor, 1 << 16).decode("utf-8", "replace")
+    return seen
+
+
+@pytest.mark.slow
+def test_a_run_that_filled_its_disk_is_told_so(workplace: Workplace, small_disk: Path):
+    run = str(small_disk / "run")
+    words = ("train.steps=40", "checkpoint.every=2", "checkpoint.keep_last=100", "checkpoint.background=false")
+    assert workplace.steelyard("train", "tiny.toml", *words, "--run", run).returncode == 1
+    told = workplace.steelyard("watch", run, "--json")
+    assert told.returncode == 1
+    kinds = {verdict["kind"]: verdict["message"] for verdict in json.loads(told.stdout)["verdicts"]}
+    assert "disk-full" in kinds, kinds
+    assert kinds.keys() & {"failed", "killed"}, kinds

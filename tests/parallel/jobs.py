@@ -27,7 +27,7 @@ def training(overrides: list[str], run: str, extension: Extension | None = None,
     """Train the tiny recipe and return what the first rank said."""
     said: list[str] = []
     console.quiet = False
-    console._print = lambda message, stream=None: said.append(message)  # type: ignore[method-assign,assignment]
+    console._print = lambda message, stream=None: said.append(message)  # type: ignore[method-assign]
     recipe = load("tiny.toml", overrides)
     train.run(recipe, Path(run), extension or sparsity.extension(recipe), resume)
     return "\n".join(said)

@@ -29,7 +29,6 @@ class Slow(Extension):
 
 
 LAYOUTS = {
-    "data": parallel(data=4),
     "data, all sharded": parallel(data=4, zero=3),
     "tensor": parallel(tensor=2, data=2),
 }

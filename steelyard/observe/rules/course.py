@@ -13,6 +13,7 @@ from steelyard.sizes.model import parameters
 
 LEAST_PATIENCE = 60.0  # seconds: a filesystem may keep a record from us for that long
 PATIENCE = 4.0  # times what is usual
+MANY = 20  # records
 FIRST_STEP = 1200.0  # seconds from the start of the ranks to the first record: data is prepared, kernels are compiled
 SAVING_RATE = 100e6  # bytes a second that a slow shared filesystem takes
 BYTES_SAVED = 14  # per parameter: weights and the optimizer's state
@@ -25,17 +26,16 @@ def errors(state: State) -> Verdict | None:
     if state.is_waiting:
         return None
     found = [
-        (log.tail.changed or 0.0, host, log.complaints)
-        for host, log in state.err.items()
-        if log.complaints is not None and log.complaints.count
+        (log.tail.changed or 0.0, host, told) for host, log in state.err.items() if (told := state.errors_of(host))
     ]
     found = [each for each in found if each[0] >= (state.began or 0.0)]  # Older ones are an earlier attempt's.
     if not found:
         return None
-    changed, host, complaints = min(found, key=lambda each: _is_consequence(str(each[2].first)))
-    others = sum(each[2].count for each in found) - 1
+    changed, host, told = min(found, key=lambda each: all(map(_is_consequence, each[2])))
+    first = min(told, key=_is_consequence)
+    others = sum(len(each[2]) for each in found) - 1
     more = f" (and {others} more{f' on {len(found)} hosts' if len(found) > 1 else ''})" if others else ""
-    message = f"{host} says: {complaints.first}{more}"
+    message = f"{host} says: {first}{more}"
     what = f"steelyard logs RUN --node {host} --stream err shows it in its place; steelyard doctor explain knows many"
     finished = state.manifest.get("state") == "finished"
     if finished or (state.progressed or 0.0) > changed + AGREED_ERRORS:
@@ -85,8 +85,9 @@ def expected_pause(state: State, recipe: Recipe) -> float:
     usual = PATIENCE * step_seconds * recipe.log.every
     times = [float(record["time"]) for record in state.metrics if is_number(record.get("time"))]
     begun = state.began or 0.0
-    gaps = [after - before for before, after in pairwise(times) if before >= begun]
-    longest = 2 * max(gaps, default=0.0)
+    gaps = sorted(after - before for before, after in pairwise(times) if before >= begun)
+    # What happened once among many (a host that slept) is no measure; a validation or a checkpoint happens again.
+    longest = 2 * (gaps[-2] if len(gaps) > MANY else max(gaps, default=0.0))
     return max(LEAST_PATIENCE, usual, longest) + _due(state, recipe, step_seconds)
 
 

@@ -116,7 +116,7 @@ def not_started(state: State) -> Verdict | None:
     if state.job_states <= set(ENDED) and state.job_states:
         return None
     known = state.manifest.get("state")
-    if known == "created" or (known is None and not state.job_states):
+    if known in ("created", None) and not state.job_states:
         return Verdict("not-started", "waiting", "has not started", "start it: steelyard train or steelyard submit")
     if state.is_live and not state.metrics:
         since = f" for {units.duration(state.now - state.began)}" if state.began else ""

@@ -108,11 +108,11 @@ def other_configuration(state: State) -> Verdict | None:
 def requested(state: State) -> dict[str, Any]:
     """The layout as the recipe and the launch ask for it, in the words in which ranks report theirs."""
     wanted: dict[str, Any] = {}
-    if is_number(state.launch.get("ranks")):
+    if is_number(state.launch.get("ranks")) and not state.is_superseded:
         wanted["world"] = state.launch["ranks"]
-    if state.recipe is None:
+    recipe = (None if state.is_superseded else state.submitted) or state.recipe
+    if recipe is None:
         return wanted
-    recipe = state.recipe
     wanted |= {key: getattr(recipe.parallel, key) for key in LAYOUT_KEYS}
     wanted["partition"] = str(partition_of(recipe))
     wanted |= {"global_batch": recipe.train.global_batch, "micro_batch": recipe.train.micro_batch}
