@@ -232,3 +232,33 @@ def _loads_with_zeros(folder: Path, base: Held) -> None:
     kept = weight != 0
     assert torch.equal(weight[kept], base.tensor("layers.1.mlp.down.weight")[kept])
     assert model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_guide_to_profiling_works_as_written(place):
+    write_documents("tokens_text_document", [list(range(60))] * 40, 97)
+    Path("my-recipe.toml").write_text(
+        'name = "my-recipe"\n[data]\ntrain = "tokens_text_document"\nsplit = "1,0,0"\nsequence_length = 16\n'
+        '[model]\nfamily = "gpt"\nlayers = 2\nhidden = 32\nheads = 2\nvocab = 97\n[train]\nsteps = 16\n'
+        'global_batch = 4\nmicro_batch = 1\nprecision = "fp32"\ndevice = "cpu"\n'
+    )
+    lines = commands("guide-profile.md")
+    assert len(lines) == 8
+    said = []
+    for line in lines:
+        command = [
+            sys.executable,
+            "-m",
+            "steelyard",
+            *shlex.split(line.replace("10-12", "3-5").replace("10-11", "3-4"))[1:],
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, f"{line}\n{done.stderr}"
+        said.append(done.stdout)
+    assert "Rank 0: 2 steps" in said[0]
+    assert "Of 2 ranks" in said[1]
+    assert "Rank 1: 1 step," in said[2]
+    assert "Memory held at most" in said[3]
+    assert "Timeline of my-recipe-profile-2" in Path("before-and-after.html").read_text()
+    assert 'id="spans-0"' in Path("runs/timed/report.html").read_text()

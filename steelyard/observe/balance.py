@@ -103,17 +103,18 @@ def pipeline_ranks(recipe: Recipe, world: int) -> dict[int, int]:
 
 
 def _stages(spans: Spans) -> list[Stage]:
-    """Mean seconds of each stage's passes, weights' passes counted as backward."""
+    """Mean seconds of each stage's passes; a backward pass in two halves counts as one."""
     totals: dict[tuple[int, bool], list[float]] = {}
     number = {name: place for place, name in enumerate(spans.names)}
+    kinds = {True: [number.get("forward", -1)], False: [number.get("backward", -1), number.get("weights", -1)]}
     for rank in spans.ranks:
-        for name in ("forward", "backward", "weights"):
-            chosen = rank.name == number.get(name, -1)
+        for ahead, names in kinds.items():
+            chosen = np.isin(rank.name, names)
             for stage in np.unique(rank.stage[chosen]):
                 here = chosen & (rank.stage == stage)
-                total = totals.setdefault((int(stage), name == "forward"), [0.0, 0])
+                total = totals.setdefault((int(stage), ahead), [0.0, 0])
                 total[0] += float((rank.end[here] - rank.start[here]).sum()) / 1e9
-                total[1] += int(here.sum()) if name != "weights" else 0
+                total[1] += len(np.unique(rank.step[here] << 32 | np.clip(rank.micro_batch[here], 0, None)))
     found = sorted({stage for stage, _ in totals if stage >= 0})
 
     def mean(stage: int, ahead: bool) -> float:

@@ -85,11 +85,13 @@ def look(events: Events, rank: int, tool: str) -> Look | None:
     end = max(one.end for one in [*steps, *(work if is_gpu or not steps else ())])
     inside = [one for one in work if one.end > begin and one.start < end]
     computing, talking, copying = _kinds(events, is_gpu, begin, end)
+    waits = [one for one in events.calls if WAITING.search(one.name) and begin <= one.start < end]
+    waits = [Stretch(one.name, one.start, min(one.end, end)) for one in waits]
+    if not is_gpu and not events.ops:  # Only calls into the system are known: who does not wait there works.
+        computing = gaps(union(waits), begin, end)
     busy = union(inside) if is_gpu else computing
     parts = [one for one in events.ranges if not one.name.startswith("step ")]
     open_ = gaps(busy, begin, end)
-    waits = [one for one in events.calls if WAITING.search(one.name) and begin <= one.start and one.start < end]
-    waits = [Stretch(one.name, one.start, min(one.end, end)) for one in waits]
     return Look(
         rank=rank,
         tool=tool,

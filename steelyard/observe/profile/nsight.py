@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import shutil
 import sqlite3
 import subprocess
 from collections.abc import Iterator
@@ -21,17 +22,33 @@ from steelyard.observe.profile.trace import OWN_RANGES
 DURATION = "gpu__time_duration.sum"
 UNITS = {"nsecond": 1e-9, "ns": 1e-9, "usecond": 1e-6, "us": 1e-6, "msecond": 1e-3, "ms": 1e-3, "second": 1.0, "s": 1.0}
 LONGEST_SECONDS = 600
+RAW = ".qdstrm"
 
 
 def read_nsys(path: Path) -> Events:
-    """The events of an nsys report, or of a database that nsys exported."""
+    """The events of an nsys report, of a database that nsys exported, or of what it could not make a report from."""
     if path.suffix == ".sqlite":
         return _database(path)
+    if path.suffix == RAW:
+        path = _imported(path)
     with TemporaryDirectory(prefix="steelyard-nsys-") as folder:
         exported = Path(folder) / "report.sqlite"
         _asked([find("nsys"), "export", "--type", "sqlite", "--force-overwrite", "true", "--output", str(exported),
                 str(path)])  # fmt: skip
         return _database(exported)
+
+
+def _imported(path: Path) -> Path:
+    """The report that Nsight's importer makes of raw data; some packages of nsys lack it."""
+    importer = shutil.which("QdstrmImporter")
+    if importer is None:
+        raise Fault(
+            "nsys wrote raw data only, since its importer is missing; QdstrmImporter of a whole Nsight Systems makes "
+            "a report of it, here or elsewhere"
+        )
+    report = path.with_suffix(".nsys-rep")
+    _asked([importer, "-i", str(path), "-o", str(report)])
+    return report
 
 
 def _database(path: Path) -> Events:
@@ -51,6 +68,8 @@ def _events(database: sqlite3.Connection) -> Events:
             return
         # The names are written here, not by users.
         query = f'SELECT "{column}", start, "end" FROM {table} WHERE "end" IS NOT NULL'  # noqa: S608
+        if table == "OSRT_API":  # Threads that only wait for work say nothing; the first one's number is the process's.
+            query += " AND (globalTid & 0xFFFFFF) = ((globalTid >> 24) & 0xFFFFFF)"
         for name, start, end in database.execute(query):
             text = names.get(name, name) if isinstance(name, int) else name
             yield Stretch(str(text), start / 1e3, end / 1e3)

@@ -21,8 +21,7 @@ VERSION = 1  # Of what is kept; another one is not believed.
 def read(run: Run) -> tuple[list[Look], list[str]]:
     """What every profiled rank did, and which traces could not be read, and why."""
     folder = run.path / PROFILE
-    traces = {str(path.name): path for tool in SUFFIXES for path in sorted(folder.glob(f"{tool}-rank-*"))
-              if path.name.endswith(SUFFIXES[tool])}  # fmt: skip
+    traces = _traces(folder)
     if not traces:
         return [], []
     seen = {name: [path.stat().st_size, path.stat().st_mtime_ns] for name, path in traces.items()}
@@ -37,6 +36,17 @@ def read(run: Run) -> tuple[list[Look], list[str]]:
     with suppress(OSError):  # A folder that can only be read is read again each time.
         files.write_json(folder / SUMMARY, summary)
     return looks, problems
+
+
+def _traces(folder: Path) -> dict[str, Path]:
+    """Every trace by its name. Raw data of nsys counts where no report was made of it."""
+    found = {}
+    for tool, suffix in SUFFIXES.items():
+        for path in sorted(folder.glob(f"{tool}-rank-*")):
+            is_raw = path.suffix == nsight.RAW and not path.with_suffix(suffix).exists()
+            if path.name.endswith(suffix) or is_raw:
+                found[path.name] = path
+    return found
 
 
 def _read_all(traces: dict[str, Path]) -> tuple[list[Look], list[str]]:
@@ -63,6 +73,8 @@ def _read(path: Path, tool: str, rank: int) -> Look | None:
 
 
 def _restored(values: dict[str, Any]) -> Look:
-    lists = {key: [Named(**each) for each in values[key]] for key in ("kernels", "waits")}
+    lists: dict[str, Any] = {key: [Named(**each) for each in values[key]] for key in ("kernels", "waits")}
     taken = values.get("allocators")
-    return Look(**values | lists | {"allocators": None if taken is None else [Named(**each) for each in taken]})
+    lists["allocators"] = None if taken is None else [Named(**each) for each in taken]
+    lists["longest_gaps"] = [tuple(each) for each in values["longest_gaps"]]
+    return Look(**values | lists)

@@ -50,7 +50,7 @@ def line(tool: str, program: str, path: Path, is_cpu: bool, command: Sequence[st
     calls, and nsys then watches the system calls of the whole run.
     """
     if tool == "nsys":
-        what = ["-t", "osrt"] if is_cpu else [
+        what = ["-t", "osrt", "--cpuctxsw=none", "--osrt-threshold=10000"] if is_cpu else [
             "-t", "nvtx,cuda", "--capture-range=cudaProfilerApi", "--capture-range-end=stop",
         ]  # fmt: skip
         stem = str(path).removesuffix(SUFFIXES[tool])

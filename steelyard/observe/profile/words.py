@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from steelyard.core import units
-from steelyard.observe.profile.looking import Look
+from steelyard.observe.profile.looking import OUTSIDE, Look
 
 MUCH_IDLE, MUCH_WAITING, MUCH_TALK, LITTLE_OVERLAP, MUCH_DATA = 0.15, 0.10, 0.10, 0.5, 0.05
 
@@ -48,6 +48,8 @@ def _rank(one: Look) -> list[str]:
 
 
 def _where_idle(one: Look) -> str:
+    if list(one.idle_by_part) == [OUTSIDE]:
+        return ""
     parts = [f"{name} {_ms(seconds)}" for name, seconds in list(one.idle_by_part.items())[:3] if seconds > 0]
     return f", most during {', '.join(parts)}" if parts else ""
 

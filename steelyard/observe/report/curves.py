@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from steelyard.core.errors import UserError
 
@@ -33,6 +33,7 @@ CURVES: list[tuple[str, str, list[tuple[str, str, float]]]] = [
     ),
 ]
 Records = Sequence[dict[str, Any]]
+X = TypeVar("X")
 
 
 class Charts:
@@ -80,22 +81,33 @@ def draw(charts: Charts, runs: Mapping[str, Records]) -> str:
 
 
 def points(records: Records, key: str, factor: float = 1) -> tuple[list[int], list[float | None]]:
-    """Steps and values of a key, thinned so that no peak is lost. A value that is no number is a gap."""
-    found = [(record["step"], _number(record[key], factor)) for record in records if key in record]
-    if len(found) > MOST_POINTS:
-        stretch = -(-len(found) // (MOST_POINTS // 2))
-        kept: list[tuple[int, float | None]] = []
-        for first in range(0, len(found), stretch):
-            part = found[first : first + stretch]
-            ends = {min(part, key=_height), max(part, key=_height)}
-            kept += sorted(ends, key=lambda point: point[0])
-        found = kept
+    """Steps and values of a key, thinned. A value that is no number is a gap."""
+    found = [
+        (record["step"], record[key] * factor if is_number(record[key]) else None)
+        for record in records
+        if key in record
+    ]
+    found = thinned(found, MOST_POINTS)
     return [step for step, _ in found], [value for _, value in found]
 
 
-def _number(value: Any, factor: float) -> float | None:
-    return value * factor if isinstance(value, (int, float)) and math.isfinite(value) else None
+def thinned(found: list[tuple[X, float | None]], most: int) -> list[tuple[X, float | None]]:
+    """At most so many points: of each stretch the lowest and the highest, so that no peak is lost."""
+    if len(found) <= most:
+        return found
+    stretch = -(-len(found) // (most // 2))
+    kept: list[tuple[X, float | None]] = []
+    for first in range(0, len(found), stretch):
+        part = found[first : first + stretch]
+        low, high = (pick(range(len(part)), key=lambda place: _height(part[place])) for pick in (min, max))
+        kept += [part[place] for place in sorted({low, high})]
+    return kept
 
 
-def _height(point: tuple[int, float | None]) -> float:
+def is_number(value: Any) -> bool:
+    """Whether a value of a file can be drawn."""
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def _height(point: tuple[Any, float | None]) -> float:
     return -math.inf if point[1] is None else point[1]

@@ -13,7 +13,8 @@ border-bottom: 1px solid #dfe4e9; } h3 { font-size: 1rem; margin: 1.4rem 0 .3rem
 td, th { padding: .15rem 1.5rem .15rem 0; vertical-align: top; text-align: left; font-weight: normal; }
 th, tr > td:first-child { color: #5b6b7b; } td.number { text-align: right; font-variant-numeric: tabular-nums; }
 td { overflow-wrap: anywhere; } pre { background: #f4f6f8; padding: 1rem; overflow-x: auto; border-radius: 6px;
-font-size: 13px; } .note { color: #5b6b7b; font-size: 13px; } .charts { display: grid; gap: 0 1.5rem;
+font-size: 13px; } pre.wrapped { white-space: pre-wrap; font-family: inherit; }
+.note { color: #5b6b7b; font-size: 13px; } .charts { display: grid; gap: 0 1.5rem;
 grid-template-columns: repeat(auto-fill, minmax(min(100%, 520px), 1fr)); } .charts > div { min-width: 0; }
 .verdict { padding: .5rem .9rem; border-left: 4px solid #8a97a4; background: #f4f6f8; margin: .5rem 0; white-space:
 pre-line; } .verdict.good { border-color: #2f9e6e; } .verdict.warning { border-color: #d9942b; }
@@ -76,9 +77,10 @@ def table(rows: Sequence[Sequence[str]], head: Sequence[str] = (), numbers: bool
     return f"<table>{top}{''.join(lines)}</table>"
 
 
-def text(words: str) -> str:
-    """Text as it stands."""
-    return f"<pre>{html.escape(words)}</pre>"
+def text(words: str, wrapped: bool = False) -> str:
+    """Text as it stands; with `wrapped` long lines go on below."""
+    kind = ' class="wrapped"' if wrapped else ""
+    return f"<pre{kind}>{html.escape(words)}</pre>"
 
 
 def folded(title: str, words: str) -> str:

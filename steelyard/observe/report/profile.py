@@ -17,7 +17,7 @@ def profile_section(run: Run) -> list[str]:
     looks, problems = read(run)
     if not looks and not problems:
         return []
-    pieces = [page.text("\n".join(told(looks)))] if looks else []
+    pieces = [page.text("\n".join(told(looks)), wrapped=True)] if looks else []
     measured = [one for one in looks if one.seconds]
     if measured:
         head = ["", "looked at", "worked", "communication", "of that beside computing", "idle", "host waited"]

@@ -13,6 +13,7 @@ from steelyard.core.run import Run
 from steelyard.observe.folder import read_object
 from steelyard.observe.report import curves, page
 from steelyard.observe.report.curves import Charts
+from steelyard.observe.report.devices import devices
 from steelyard.observe.report.logs import last_errors
 from steelyard.observe.report.packing import MOST_SPANS
 from steelyard.observe.report.pipeline import pipeline_sections
@@ -52,6 +53,9 @@ def render(runs: Run | Sequence[Run], cluster: Path | None = None, steps: Iterab
         pieces = profile_section(run)
         if pieces:
             sections[f"profile-{number}"] = ("Profile" + of, pieces)
+        pieces = devices(run, charts)
+        if pieces:
+            sections[f"devices-{number}"] = ("Devices" + of, pieces)
         errors = last_errors(run)
         if errors:
             sections[f"errors-{number}"] = ("Last lines on standard error" + of, errors)
