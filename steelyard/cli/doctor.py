@@ -27,7 +27,10 @@ def check(
         str | None,
         typer.Option(metavar="IMAGE", help="Bring into a site profile what this image lacks.", show_default=False),
     ] = None,
-    site: Annotated[str, typer.Option(metavar="NAME", help="The site profile for --container.")] = "container",
+    site: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="The profile for --container.  [default: the file's]", show_default=False),
+    ] = None,
     nodes: Annotated[
         str | None, typer.Option(metavar="A,B", help="Also try ssh, clocks and versions of these.", show_default=False)
     ] = None,

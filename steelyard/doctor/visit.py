@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
-from steelyard.doctor import changes, container, repair
+from steelyard.doctor import changes, container, repair, site_profile
 from steelyard.doctor.changes import Change
 from steelyard.doctor.checks import exchange, libraries, nodes, python
 from steelyard.doctor.finding import Finding, as_text, worst
@@ -16,6 +17,7 @@ from steelyard.doctor.machine import Machine
 from steelyard.doctor.places import environment_file, library_folder, sites_file
 from steelyard.doctor.seen import ask
 from steelyard.doctor.survey import survey
+from steelyard.launch import sites
 from steelyard.parallel.world import detect
 
 UNDO = "steelyard doctor --undo takes it back"
@@ -110,16 +112,18 @@ def _again(machine: Machine, fixable: Sequence[Finding]) -> list[Finding]:
     return [finding for finding in found if (finding.topic, finding.name) in wanted]
 
 
-def examine_image(machine: Machine, name: str, site: str, agree: Agree) -> Visit:
-    """What an image lacks, brought in by the site profile."""
-    if not site or not all(letter.isalnum() or letter in "-_" for letter in site):
-        raise UserError(f"--site: {site!r} is no name for a site", mend="use letters, digits, - and _")
+def examine_image(machine: Machine, name: str, site: str | None, agree: Agree) -> Visit:
+    """What an image lacks, brought in by a site profile: the one that is named, the default, or a new one."""
+    site = site if site is not None else site_profile.default(sites_file(machine)) or "container"
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", site) or site == sites.DEFAULT:
+        raise UserError(f"--site: {site!r} is no name for a site", mend="use letters, digits, - and _, not default")
     image = container.choose(machine, name)
     made = container.prepare(machine, image, site)
     visit = Visit(made.findings, made.changes)
     if made.changes and _agreed(visit, agree):
         changes.apply(machine, made.changes)
         visit.is_applied = True
+        sites.find(site, file=sites_file(machine))  # What submit reads must be what was meant.
         visit.after = container.verify(machine, image, made)
         visit.hint = f"{sites_file(machine)} has it as site {site}; steelyard doctor --undo takes it back"
     elif not made.changes and worst(made.findings) != "fail":

@@ -87,6 +87,7 @@ def test_undo_with_nothing_done_says_so(capsys, monkeypatch, tmp_path):
         (["--nodes", "-oProxyCommand=x", "--quick"], "is no name of a machine"),
         (["--container", "gone.sif"], "there is no image gone.sif"),
         (["--container", "gone.sif", "--site", "a.b"], "is no name for a site"),
+        (["--container", "gone.sif", "--site", "default"], "is no name for a site"),
         (["explain", "gone.log"], "there is no log gone.log"),
         (["explain"], "missing argument"),
         (["explane", "a"], "unexpected extra argument"),
