@@ -61,14 +61,17 @@ class Visit:
         return "\n\n".join(filter(None, [*parts, self.hint]))
 
 
-def examine(machine: Machine, others: str | None, quick: bool, fix: bool, agree: Agree) -> Visit | None:
+def examine(
+    machine: Machine, others: str | None, quick: bool, fix: bool, agree: Agree, site: str | None = None
+) -> Visit | None:
     """All checks, and with `fix` the safe repairs. None on ranks that only take part in the all-reduce."""
     world = detect(machine.environment)
     if not world.is_first:
         if not quick:
             exchange.exchange(machine, ask(machine), world)
         return None
-    visit = Visit(survey(machine, nodes.names(others) if others else (), with_exchange=not quick))
+    known = nodes.names(others) if others else []
+    visit = Visit(survey(machine, known, _ssh_options(machine, site) if known else (), with_exchange=not quick))
     fixable = [finding for finding in visit.findings if finding.is_fixable]
     if not fix:
         if fixable:
@@ -83,6 +86,12 @@ def examine(machine: Machine, others: str | None, quick: bool, fix: bool, agree:
     elif not visit.planned:
         visit.hint = "nothing to mend that is safe to mend"
     return visit
+
+
+def _ssh_options(machine: Machine, site: str | None) -> list[str]:
+    """What the site profile tells mpirun of ssh holds here too."""
+    file = sites_file(machine)
+    return nodes.options_of(sites.find(site, file=file)[1]) if site is not None or file.exists() else []
 
 
 def _agreed(visit: Visit, agree: Agree) -> bool:

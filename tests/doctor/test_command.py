@@ -30,9 +30,10 @@ def without_torch(tmp_path_factory):
 
 
 def doctor(python, *words, **environment):
+    """The real command; with nothing on PATH, whose programs would only take their time."""
     return subprocess.run(
         [python, "-P", "-m", "steelyard", "doctor", *words], capture_output=True, text=True, timeout=120,
-        env={**os.environ, "PYTHONPATH": str(ROOT)} | environment, stdin=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PATH": "/usr/bin/nowhere"} | environment, stdin=subprocess.DEVNULL,
     )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from tests.doctor.test_repair import tree
 RUNTIME = r"""
 import os, sys
 words, binds, env = sys.argv[2:], [], {}
+assert words.pop(0) == "--cleanenv"
 while words[0].startswith("--"):
     kind, value = words[0], words[1]
     words = words[2:]
