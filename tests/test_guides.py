@@ -154,6 +154,39 @@ def test_the_guide_to_evaluation_works_as_written(place):
             assert "Once upon a time," in done.stdout
 
 
+@pytest.mark.slow
+def test_the_guide_to_troubleshooting_works_as_written(tmp_path, monkeypatch):
+    """On a cluster of one machine: an ssh that stays here, and an apptainer whose image is this machine."""
+    monkeypatch.chdir(tmp_path)
+    Path("bin").mkdir()
+    here = 'while [ "$1" != -- ]; do shift; done; exec sh -c "$3"'
+    inside = f'while [ "$1" != python3 ]; do shift; done; shift; exec {sys.executable} "$@"'
+    for name, script in {"ssh": here, "apptainer": inside}.items():
+        Path("bin", name).write_text(f"#!/bin/sh\n{script}\n")
+        Path("bin", name).chmod(0o755)
+    Path("pytorch_24.01-py3.sif").touch()
+    Path("runs/example/logs").mkdir(parents=True)
+    error = "ImportError: libnccl.so.2: cannot open shared object file: No such file or directory"
+    Path("runs/example/logs/n060.err").write_text(f"  warnings.warn(\n{error}\n")
+    environment = os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "HOME": str(tmp_path / "home")}
+    environment |= {"XDG_CONFIG_HOME": str(tmp_path / "config"), "XDG_DATA_HOME": str(tmp_path / "data")}
+    lines = commands("guide-troubleshooting.md")
+    assert len(lines) == 7
+    said = {}
+    for line in lines:
+        small = line if line == "steelyard doctor" or "--container" in line or "explain" in line else f"{line} --quick"
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "steelyard", *shlex.split(small)[1:]],
+            capture_output=True, text=True, timeout=240, env=environment,
+        )  # fmt: skip
+        said[line] = done.stdout
+        assert done.returncode == 0, f"{small}\n{done.stdout}{done.stderr}"
+    assert "2 ranks" in said["steelyard doctor"]
+    assert "each of 2 reaches the next" in said["steelyard doctor --nodes node1,node2"]
+    assert "libnccl.so.2" in said[lines[-1]]
+    assert "[campus.container]" in (tmp_path / "config/steelyard/sites.toml").read_text()
+
+
 def test_the_page_on_launch_scripts_shows_what_happens(tmp_path):
     page = (DOCS / "from-megatron.md").read_text()
     script, recipe, said = (page.split(f"```{kind}\n")[1].split("```")[0] for kind in ("bash", "toml", "text"))
