@@ -155,7 +155,9 @@ def _refuse_nothing_to_run(study: Study) -> None:
     trials = study.trials()
     if any(history.result_of(each) in (*outcome.RAN, "running", "waiting") for each in trials):
         return
-    reasons = [str(history.told(each, "reason")) for each in trials if history.result_of(each) in outcome.REJECTED] or [
-        "no point keeps the constraints"
-    ]
-    raise UserError(f"no point of the space can run: {reasons[-1]}", mend="widen [space], or relax constraints")
+    kinds = (outcome.PRUNED_BY_PLAN, outcome.BREAKS_CONSTRAINT)
+    reasons = [history.told(each, "reason") for kind in kinds for each in trials if history.result_of(each) == kind]
+    raise UserError(
+        f"no point of the space can run: {(reasons or ['none keeps the constraints'])[0]}",
+        mend="widen [space], or relax constraints",
+    )
