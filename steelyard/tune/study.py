@@ -174,7 +174,6 @@ class Study:
 
     def fail_the_lost(self) -> list[int]:
         """End the trials whose worker was killed, and queue their points again; returns their numbers."""
-        from optuna.exceptions import UpdateFinishedTrialError
         from optuna.trial import TrialState
 
         lost = []
@@ -188,7 +187,7 @@ class Study:
             try:
                 self.optuna._storage.set_trial_user_attr(trial._trial_id, "ended", told)
                 self.optuna.tell(trial.number, state=TrialState.FAIL)
-            except (UpdateFinishedTrialError, RuntimeError, ValueError):
+            except (RuntimeError, ValueError):
                 continue  # Another worker was faster.
             lost.append(trial.number)
             if retries < RETRIES and trial.params.keys() == self.space.dimensions.keys():
