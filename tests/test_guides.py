@@ -137,6 +137,37 @@ def test_the_guide_to_planning_works_as_written(place):
     assert "bubble and pipeline" in done.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_guide_to_tuning_settings_works_as_written(place):
+    """Two ranks of a toy in the shape of the 70B, and a script that prints Megatron's lines; a trial or two of each."""
+    layout, script = (text.split("```")[0] for text in (DOCS / "guide-tune.md").read_text().split("```toml\n")[1:])
+    write_documents("data/llama3_arxiv_text_document", [list(range(200))] * 20, 600)
+    Path("llama3.1-70b.toml").write_text(
+        'name = "llama3.1-70b"\n[model]\nfamily = "llama"\nlayers = 2\nhidden = 32\nheads = 2\nvocab = 600\n'
+        '[train]\nglobal_batch = 4\ndevice = "cpu"\n[data]\nsequence_length = 16\n[optim]\nwarmup_steps = 1\n'
+    )
+    small = layout.replace('"llama3.1-70b"', '"llama3.1-70b.toml"').replace("nproc = 8", "nproc = 2")
+    Path("layout.toml").write_text(small.replace("trials = 20", "trials = 1").replace("skip = 3", "skip = 1"))
+    Path("script.toml").write_text(script.replace("trials = 20", "trials = 2"))
+    Path("train_70b.sh").write_text(
+        'for i in 1 2 3 4 5 6; do echo " iteration $i | elapsed time per iteration (ms): $((100 * $2 + i)).5 |"; done\n'
+    )
+    lines = commands("guide-tune.md")
+    assert len(lines) == 8
+    for line in lines:
+        told = line.replace("llama3.1-70b data", "llama3.1-70b.toml data").replace("--nproc 8", "--nproc 2")
+        told = told.replace("--trials 30", "--trials 1 --steps 7").replace("--trials 24", "--trials 1")
+        told = told.replace("train.steps=1000", "train.steps=2")
+        command = [sys.executable, "-m", "steelyard", *shlex.split(told)[1:]]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, f"{told}\n{done.stderr}"
+    assert Run.open("runs/tuned").state == "finished"
+    for study in ("llama3.1-70b", "layout", "script"):
+        assert "Best settings" in Path(f"studies/{study}/report.html").read_text()
+    assert Path("studies/script/best.txt").read_text().splitlines()[1].startswith("bash train_70b.sh --tp ")
+
+
 def test_the_guide_to_evaluation_works_as_written(place):
     lines = commands("guide-evaluate.md")
     assert len(lines) >= 8
