@@ -122,14 +122,14 @@ def plan(
             console.warn(f"this layout does not fit: {why}")
     else:
         found = search(recipe, machines, wanted.value, top, None, program, measured)
-    text = report.as_text(recipe, machines, found, budget, excluded)
+    text = report.as_text(recipe, machines, found, budget, excluded, program)
     if not found.plans:
         why = f"; one of them: {found.excluded[0][1]}" if found.excluded else ""
         raise Fault(
             f"no layout of {recipe.name} fits {cluster}: {found.looked_at} were tried{why}",
-            mend="use more or larger GPUs, a shorter data.sequence_length, or optim.offload=true",
+            mend="use more or larger GPUs, a shorter data.sequence_length, or --set optim.offload=true",
         )
-    result = report.as_result(recipe, machines, found, budget, excluded)
+    result = report.as_result(recipe, machines, found, budget, excluded, program)
     if write is not None:
         files.write_text(write, to_toml(found.plans[0].layout.written(recipe).settings()))
         console.say(f"wrote {write}: steelyard train {write}")

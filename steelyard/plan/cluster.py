@@ -13,6 +13,9 @@ zone = "one"
 price_hour = 3.2           # of a node
 intra_GBps = 16.0          # what one GPU sends to its neighbours, one way; left out: the catalogue's
 idle_watts = 200           # of a node beside its GPUs, for the energy objective
+host_gib = 512             # of a node's own memory, host_GBps its bandwidth and host_link_GBps that of one GPU to it:
+host_GBps = 200.0          # for optim.offload
+host_link_GBps = 25.0
 
 [[links]]
 between = ["a10", "a100"]  # two types or two zones; the same twice: among nodes of that type or zone; "*": any
@@ -43,6 +46,8 @@ from steelyard.core.recipe.toml import parse
 from steelyard.sizes.gpus import CATALOGUE, Gpu, by_name
 
 NETWORK_GBPS, NETWORK_LATENCY_US = 1.25, 20.0  # 10 Gbit/s Ethernet: what is assumed where no link is described
+# Assumed where a node says nothing, after the standards: a socket with six channels of DDR4-2933, PCI Express 3.0 x16.
+HOST_GBPS, HOST_LINK_GBPS = 140.0, 15.75
 ANY = "*"
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=60)]
 # One core with 256-bit vectors and its share of a desktop's memory: enough to plan toys on a laptop.
@@ -91,6 +96,9 @@ class Nodes(Section):
     price_hour: NonNegativeFloat | None = None
     intra_GBps: PositiveFloat | None = None
     idle_watts: NonNegativeFloat = 0.0
+    host_gib: PositiveFloat | None = None
+    host_GBps: PositiveFloat = HOST_GBPS
+    host_link_GBps: PositiveFloat = HOST_LINK_GBPS
 
 
 class Link(Section):

@@ -13,13 +13,16 @@ from steelyard.plan.cluster import Cluster
 from steelyard.plan.layout import Layout
 from steelyard.plan.predict import Predictor
 from steelyard.plan.search import Found, Plan
+from steelyard.plan.software import STEELYARD, Software
 
 DAY = 86_400
 
 
-def as_result(recipe: Recipe, cluster: Cluster, found: Found, tokens: int, excluded: bool) -> dict[str, Any]:
+def as_result(
+    recipe: Recipe, cluster: Cluster, found: Found, tokens: int, excluded: bool, software: Software = STEELYARD
+) -> dict[str, Any]:
     """The answer as one JSON object."""
-    predictor = Predictor(recipe, cluster)
+    predictor = Predictor(recipe, cluster, software)
     result: dict[str, Any] = {
         "recipe": recipe.name,
         "cluster": cluster.name,
@@ -32,7 +35,7 @@ def as_result(recipe: Recipe, cluster: Cluster, found: Found, tokens: int, exclu
         rooms = fit.rooms(predictor, found.plans[0].layout)
         result["memory"] = [
             {"pipeline_rank": room.rank, "gpu": room.gpu, "bytes": room.memory.by_kind(),
-             "total_bytes": room.memory.total, "usable_bytes": room.usable}
+             "total_bytes": room.memory.total, "usable_bytes": room.usable, "host_bytes": room.host}
             for room in rooms
         ]  # fmt: skip
     if excluded:
@@ -58,11 +61,13 @@ def _keys(layout: Layout) -> dict[str, Any]:
     return {**layout.settings(), "micro_batch": layout.micro_batch, "world": layout.world}
 
 
-def as_text(recipe: Recipe, cluster: Cluster, found: Found, tokens: int, excluded: bool) -> str:
+def as_text(
+    recipe: Recipe, cluster: Cluster, found: Found, tokens: int, excluded: bool, software: Software = STEELYARD
+) -> str:
     """The answer as tables."""
     blocks = [_ranking(recipe, found, tokens)]
     if found.plans:
-        blocks.append(_explanation(recipe, cluster, found.plans[0], tokens))
+        blocks.append(_explanation(recipe, cluster, found.plans[0], tokens, software))
     if not found.complete:
         blocks.append("the cluster is large: only the most promising meshes were looked at")
     if excluded:
@@ -101,19 +106,23 @@ def _days(days: float) -> str:
     return f"{days:.1f}" if days >= 0.1 else units.duration(days * DAY)
 
 
-def _explanation(recipe: Recipe, cluster: Cluster, plan: Plan, tokens: int) -> str:
+def _explanation(recipe: Recipe, cluster: Cluster, plan: Plan, tokens: int, software: Software) -> str:
     layout, parts = plan.layout, asdict(plan.parts)
     lines = [f"the best: {shown(layout)}", f"  layers per stage  {Partition(layout.partition)}"]
     rows = [["a step", "seconds", "share"]]
     rows += [[name, f"{seconds:.4f}", f"{100 * seconds / plan.seconds:.1f}%"] for name, seconds in parts.items()]
     rows.append(["in all", f"{plan.seconds:.4f}", ""])
-    rooms = fit.rooms(Predictor(recipe, cluster), layout)
+    rooms = fit.rooms(Predictor(recipe, cluster, software), layout)
     shown_rooms = rooms if len(rooms) <= 8 else [*rooms[:4], *rooms[-4:]]
     memory = [["memory of a rank", *(f"pipeline {room.rank}" for room in shown_rooms)]]
     for kind in rooms[0].memory.by_kind():
         memory.append([kind.replace("_", " "), *(units.size(room.memory.by_kind()[kind]) for room in shown_rooms)])
     memory.append(["in all", *(units.size(room.memory.total) for room in shown_rooms)])
     memory.append(["its GPU has", *(units.size(room.usable) for room in shown_rooms)])
+    if any(room.host for room in rooms):
+        memory.append(["of the node's memory", *(units.size(room.host) for room in shown_rooms)])
+        has = [room.host_usable for room in shown_rooms]
+        memory.append(["a node has", *("not told" if size is None else units.size(size) for size in has)])
     figures = _plan(recipe, plan, tokens)
     budget = f"{units.count(tokens)} tokens take {_days(figures['days'])}" + (" days" if figures["days"] >= 0.1 else "")
     budget += "" if figures["dollars"] is None else f" and {figures['dollars']:,.0f} dollars"

@@ -100,7 +100,8 @@ def search(
         )
     if not any(gpu.peak(recipe.train.precision) for gpu in cluster.gpu_by_type.values()):
         raise lacking(recipe, sorted({gpu.name for gpu in cluster.gpu_by_type.values()}))
-    return _Search(recipe, cluster, objective, top, limits or space.limits_for(cluster), software, profiles).run()
+    limits = space.restricted(limits or space.limits_for(cluster), software)
+    return _Search(recipe, cluster, objective, top, limits, software, profiles).run()
 
 
 def given(recipe: Recipe, cluster: Cluster, software: Software = STEELYARD, profiles: Sequence[Profile] = ()) -> Found:
@@ -281,7 +282,7 @@ class _Search:
 
     def _within(self, layout: Layout, rooms: list[fit.Room]) -> Layout | None:
         """The layout with layers moved off the stages that are too full, where others have room for them."""
-        if layout.pipeline == 1 or layout.virtual > 1 or all(not room.fits for room in rooms):
+        if layout.pipeline == 1 or layout.virtual > 1 or self.limits.even or all(not room.fits for room in rooms):
             return None
         rooms = fit.rooms(self._predictor(layout), layout)
         limits = list(layout.partition)
@@ -321,13 +322,16 @@ class _Search:
         )
 
     def _dealt(self, layout: Layout, limits: list[int] | None) -> tuple[int, ...]:
-        """Layers dealt out by the time that each pipeline rank takes for one."""
+        """Layers dealt out by the time that each pipeline rank takes for one, or evenly where they must be."""
+        if self.limits.even:
+            stages = layout.pipeline * layout.virtual
+            return (self.recipe.model.layers // stages,) * stages
         counts = partition.dealt(*self._predictor(layout).step(layout).per_layer(), self.recipe.model.layers, limits)
         return partition.spread(counts, layout.virtual) if counts else ()
 
     def _refined(self, layout: Layout) -> Layout:
         """The layout with layers moved as long as its simulated step becomes shorter."""
-        if layout.pipeline == 1:
+        if layout.pipeline == 1 or self.limits.even:
             return layout
         predictor = self._predictor(layout)
         step = predictor.step(layout)

@@ -14,6 +14,7 @@ from steelyard.plan.communication import Ring
 from steelyard.plan.compute import Work
 from steelyard.plan.layout import Layout
 from steelyard.plan.pipeline import Times
+from steelyard.sizes.memory import STATES
 
 if TYPE_CHECKING:
     from steelyard.plan.predict import Predictor
@@ -111,7 +112,15 @@ class StepCost:
         else:
             gradient = self._gradient(rank, held)
         shards = layout.data * layout.context if layout.zero else 1
-        return gradient, compute.optimizer(self.costs[rank].work, held / shards)
+        return gradient, self._update(rank, held / shards)
+
+    def _update(self, rank: int, parameters: float) -> float:
+        """Seconds to update so many parameters on the GPU or, where the recipe says so, in the host's memory."""
+        optim = self.predictor.recipe.optim
+        if not optim.offload:
+            return compute.optimizer(self.costs[rank].work, parameters)
+        kinds = {seat.nodes.type: seat.nodes for seat in self.predictor.seats(self.layout)[rank]}.values()
+        return max(compute.host_optimizer(nodes, nodes.gpus, STATES[optim.name], parameters) for nodes in kinds)
 
     def _gradient(self, rank: int, held: int) -> float:
         """Seconds to sum a pipeline rank's gradients over its data-parallel ranks, and to gather weights again."""
@@ -185,7 +194,7 @@ class StepCost:
         held = self.predictor.sizes(self.layout.tensor).layer
         ring, columns = self.rings[rank], self.layout.data * self.layout.context
         shortest = min(ring.all_reduce(2 * held), ring.gather(4 * held))
-        return shortest - ring.gather(0.0) * 2 + compute.optimizer(self.costs[rank].work, held / columns)
+        return shortest - ring.gather(0.0) * 2 + self._update(rank, held / columns)
 
     def parts(self, counts: tuple[int, ...]) -> Parts:
         """The step taken apart, as the rank that is done last sees it."""

@@ -81,7 +81,7 @@ def test_the_written_recipe_trains_as_it_is_and_its_run_can_be_checked(planning)
 
 @pytest.mark.parametrize(
     ("device", "peak", "said"),
-    [("cuda:0", 3 << 20, "what tensors took of the GPU"), ("cpu", 9 << 20, "less the 1 MiB"),
+    [("cuda:0", 3 << 20, "what tensors took of the GPU"), ("cpu", 9 << 20, "less the 1.00 MiB"),
      ("cpu", None, "recorded no memory")],
 )  # fmt: skip
 def test_a_runs_memory_is_held_against_its_prediction(planning, device, peak, said):

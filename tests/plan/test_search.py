@@ -1,6 +1,7 @@
 """The search against looking at everything, and the partition against dynamic programming."""
 
 import time
+from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise, product
 
@@ -289,6 +290,31 @@ def test_one_node_is_found_where_it_is_the_cheapest():
     found = search(gpt2_xl(), cluster(("a10", 8, 4), price_hour=4.0), "cost", 3)
     assert found.complete
     assert found.plans[0].layout.placement == (("a10", 1),)
+
+
+def test_layouts_that_megatron_lacks_are_not_ranked_for_it():
+    machines = cluster(("a100-40", 1, 4), ("a10", 3, 4))
+    long = Recipe.model_validate(gpt(layers=12, length=8192).settings())
+    found = search(long, machines, top=40, software=MEGATRON)
+    assert len(found.plans) > 10
+    for plan in found.plans:
+        layout = plan.layout
+        assert (layout.context, layout.schedule == "zero-bubble", layout.zero < 2) == (1, False, True)
+        assert len(set(layout.partition)) == 1
+        held = fit.rooms(Predictor(long, machines, MEGATRON), layout)
+        assert all(room.fits for room in held)
+
+
+def test_the_distributed_optimizer_deals_out_what_megatron_keeps_in_fp32():
+    recipe, machines = gpt(), cluster(("a10", 1, 4))
+    predictor = Predictor(recipe, machines, MEGATRON)
+    held = predictor.step(chosen := Layout(1, 1, 1, 1, 4, 0, False, "1f1b", 1, "none", (8,), (("a10", 1),))).held(
+        (8,), 0
+    )
+    [whole], [dealt] = (fit.rooms(predictor, replace(chosen, zero=zero)) for zero in (0, 1))
+    assert whole.memory.optimizer == 16 * held
+    assert dealt.memory.optimizer == 4 * held
+    assert whole.memory.weights + whole.memory.gradients == 4 * held
 
 
 def test_power_that_is_not_known_is_not_counted_as_none():
