@@ -195,7 +195,7 @@ def cluster(
     out: Annotated[Path | None, typer.Option(help="Write the cluster file here.", show_default=False)] = None,
     json: JsonOption = False,
 ) -> None:
-    """Write a cluster file from what Slurm knows of its nodes.
+    """Write a cluster file from what Slurm knows of its nodes, and say what had to be guessed.
 
     Example: steelyard plan cluster --from slurm --out cluster.toml
     """
@@ -206,7 +206,11 @@ def cluster(
     if out is not None:
         files.write_text(out, text)
         console.say(f"wrote {out}: fill in links and prices")
-    print_result({"nodes": found, "out": str(out) if out else None}, json, text.rstrip() if out is None else "")
+    guessed = slurm.guesses(found)
+    for said in guessed:
+        console.warn(said)
+    result = {"nodes": found, "guesses": guessed, "out": str(out) if out else None}
+    print_result(result, json, text.rstrip() if out is None else "")
 
 
 def profile(

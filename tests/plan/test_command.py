@@ -159,6 +159,34 @@ def test_sinfo_becomes_a_cluster_file(tmp_path):
         load_cluster(path)
 
 
+@pytest.mark.parametrize(
+    ("gres", "features", "gpu", "is_guessed"),
+    [
+        ("gpu:a100:4", "", "a100-80", True),
+        ("gpu:a100:4", "ib,a100_40gb", "a100-40", False),
+        ("gpu:a100_80gb:4", "", "a100-80", False),
+        ("gpu:nvidia_a100-sxm4-40gb:4", "", "a100-40", False),
+        ("gpu:v100:4", "gpu_mem:16gb,skylake", "v100-16", False),
+        ("gpu:v100:4", "mem512g", "v100-32", True),
+        ("gpu:tesla_v100-sxm2-32gb:4", "", "v100-32", False),
+        ("gpu:h100:4", "pcie", "h100-pcie", False),
+        ("gpu:h100:4", "", "h100-80", False),
+        ("gpu:rtx3090:4", "", "rtx3090", False),
+        ("gpu:geforce_rtx_3090:4", "", "rtx3090", False),
+        ("gpu:a10:4(S:0-1)", "", "a10", False),
+        ("gpu:gh200:4", "144g", "gh200-144", False),
+        ("gpu:a100_3g.20gb:2", "", "a100_3g.20gb", True),
+    ],
+)  # fmt: skip
+def test_memory_that_slurm_tells_is_used_and_what_is_guessed_is_said(gres, features, gpu, is_guessed):
+    [entry] = slurm.nodes(f"n1|p|{gres}|{features}|515000\n")
+    assert entry["gpu"] == gpu
+    assert entry["host_gib"] == 502.9
+    assert ("guessed" in entry) == is_guessed
+    assert ("a guess: " + entry.get("guessed", "100")) in slurm.as_toml([entry])
+    assert any(entry["type"] in said for said in slurm.guesses([entry])) == is_guessed
+
+
 @pytest.mark.parametrize("text", ["", "c001|cpu|(null)\n", "one two three\n"])
 def test_what_is_not_sinfos_output_is_refused(text):
     with pytest.raises(UserError):
@@ -170,3 +198,5 @@ def test_plan_cluster_reads_a_saved_output(tmp_path, workplace):
     answer = workplace.steelyard("plan", "cluster", "--from", "sinfo.txt", "--out", "found.toml")
     assert answer.returncode == 0, answer.stderr
     assert (workplace.path / "found.toml").read_text().count("[[nodes]]") == 3
+    for said in ("taken for a100-80; if it is not, write a100-40", "wonder9000 is not in the catalogue", "is a guess"):
+        assert said in answer.stderr
