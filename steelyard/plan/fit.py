@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from steelyard.core import units
 from steelyard.plan.foreign import memories as memories_of_megatron
-from steelyard.plan.layout import Layout
+from steelyard.plan.layout import Layout, Seat
 from steelyard.plan.predict import Predictor
 from steelyard.plan.software import MEGATRON
 from steelyard.sizes.gpus import GIB
@@ -42,13 +42,18 @@ def rooms(predictor: Predictor, layout: Layout, ranks: Sequence[int] | None = No
     placed = predictor.seats(layout)
     found = []
     for rank, memory in zip(ranks, memories, strict=True):
-        gpus = {seat.nodes.type: predictor.cluster.gpu_of(seat.nodes) for seat in placed[rank]}.values()
-        smallest = min(gpus, key=lambda gpu: gpu.memory or 0)
-        host = max(memory.host * seat.nodes.gpus for seat in placed[rank])
-        known = [seat.nodes.host_gib for seat in placed[rank] if seat.nodes.host_gib is not None]
-        room = int(min(known) * GIB) if known else None
-        found.append(Room(rank, memory, usable(smallest.memory or 0), smallest.name, host, room))
+        found.append(room(predictor, rank, memory, placed[rank]))
     return found
+
+
+def room(predictor: Predictor, rank: int, memory: Memory, seats: Sequence[Seat]) -> Room:
+    """What a pipeline rank on these seats needs, and has."""
+    gpus = {seat.nodes.type: predictor.cluster.gpu_of(seat.nodes) for seat in seats}.values()
+    smallest = min(gpus, key=lambda gpu: gpu.memory or 0)
+    host = max(memory.host * seat.nodes.gpus for seat in seats)
+    known = [seat.nodes.host_gib for seat in seats if seat.nodes.host_gib is not None]
+    has = int(min(known) * GIB) if known else None
+    return Room(rank, memory, usable(smallest.memory or 0), smallest.name, host, has)
 
 
 def telling(predictor: Predictor, layout: Layout) -> list[int]:

@@ -115,8 +115,10 @@ class Predictor:
         stands = self._stands(layout)
         cut = (layout.tensor, layout.context, layout.micro_batch, layout.sequence_parallel)
         columns = layout.data * layout.context
-        costs = self._each(self._costs, (cut, layout.recompute), stands.kinds, lambda seats: self._cost(layout, seats))
-        send = self._each(self._sends, cut, stands.links, lambda pair: self._send(layout, *pair))
+        costs = self._each(
+            self._costs, (cut, layout.recompute), stands.kinds, lambda seats: self.stage_cost(layout, seats)
+        )
+        send = self._each(self._sends, cut, stands.links, lambda pair: self.send(layout, *pair))
         rings = self._each(
             self._rings, (layout.tensor, columns), stands.kinds,
             lambda seats: group(self.cluster, seats, layout.tensor, columns),
@@ -146,7 +148,7 @@ class Predictor:
         """What each pipeline rank's layers cost on its GPUs."""
         return self.step(layout).costs
 
-    def _cost(self, layout: Layout, seats: Sequence[Seat]) -> StageCost:
+    def stage_cost(self, layout: Layout, seats: Sequence[Seat]) -> StageCost:
         """The cost on the slowest of the GPUs, which sets the pace."""
         kinds = {seat.nodes.type: seat.nodes for seat in seats}.values()
         tensor = group(self.cluster, seats, 1, layout.tensor)
@@ -204,7 +206,7 @@ class Predictor:
             selective=layer.selective * ahead,
         )
 
-    def _send(self, layout: Layout, one: Sequence[Seat], other: Sequence[Seat]) -> float:
+    def send(self, layout: Layout, one: Sequence[Seat], other: Sequence[Seat]) -> float:
         """Seconds from one stage to the next: the slowest pair, all of a node's ranks sending at once."""
         cut = layout.tensor if layout.sequence_parallel or self.software.scattered else 1
         tokens = layout.micro_batch * self.shape.sequence // layout.context

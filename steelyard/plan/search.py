@@ -25,6 +25,7 @@ from steelyard.plan.profile import Profile
 from steelyard.plan.software import STEELYARD, Software, as_run
 from steelyard.plan.space import Limits, Use, Variant
 from steelyard.plan.step import Parts, least
+from steelyard.plan.worth import price_hour, watts, weight
 
 QUICK = 24  # Actions of a step up to which its partition is refined at once, not only when it is among the best.
 
@@ -49,7 +50,7 @@ class Plan:
 
     def value(self, objective: str) -> float:
         """What the objective makes smaller."""
-        return self.seconds * _weight(objective, self.price_hour, self.watts)
+        return self.seconds * weight(objective, self.price_hour, self.watts)
 
 
 @dataclass
@@ -173,7 +174,7 @@ class _Search:
 
     def _opened(self, use: Use) -> list[tuple[float, int, Callable[[], None]]]:
         """First round: nodes, tensor, context, micro-batch. Bound: all work, spread over all GPUs by their speed."""
-        weight = _weight(self.objective, price_hour(self.cluster, use.counts), watts(self.cluster, use.counts))
+        worth = weight(self.objective, price_hour(self.cluster, use.counts), watts(self.cluster, use.counts))
         choices: list[tuple[float, int, Callable[[], None]]] = []
         for tensor in space.tensors(self.recipe, self.cluster, use, self.limits):
             for context in space.contexts(self.recipe, self.limits):
@@ -186,7 +187,7 @@ class _Search:
                     }
                     speed = sum(groups[type_] / each[type_] for type_ in each)
                     rounds = self.recipe.train.global_batch // micro_batch
-                    bound = weight * rounds * self.recipe.model.layers / speed
+                    bound = worth * rounds * self.recipe.model.layers / speed
                     go_on = partial(self._arrange, use, tensor, context, micro_batch)
                     choices.append((bound, next(self.ticket), go_on))
         return choices
@@ -194,7 +195,7 @@ class _Search:
     def _arrange(self, use: Use, tensor: int, context: int, micro_batch: int) -> None:
         """Second round: order of nodes, pipeline, data, schedule. Bound: that of all partitions, nothing recomputed."""
         layers = self.recipe.model.layers
-        weight = _weight(self.objective, price_hour(self.cluster, use.counts), watts(self.cluster, use.counts))
+        worth = weight(self.objective, price_hour(self.cluster, use.counts), watts(self.cluster, use.counts))
         batch = self.recipe.train.global_batch // micro_batch
         dealt = space.dealt_batch(self.recipe) // micro_batch
         for pipeline, data in space.meshes(use.ranks // (tensor * context), dealt, layers):
@@ -204,7 +205,7 @@ class _Search:
             deepest = max((virtual for _, virtual in schedules), default=0)
             for placement in (space.orders(use) if pipeline > 1 else [use.counts]) if deepest else ():
                 mesh = Mesh(use, tensor, context, micro_batch, placement, pipeline, data, "1f1b", deepest)
-                bound = weight * self._bound(mesh)
+                bound = worth * self._bound(mesh)
                 if not self._is_beaten(bound, use.counts):
                     self._push(bound, partial(self._schedule, mesh, schedules))
 
@@ -381,7 +382,7 @@ class _Search:
 
     def _weight_of(self, layout: Layout) -> float:
         price = price_hour(self.cluster, layout.placement)
-        return _weight(self.objective, price, watts(self.cluster, layout.placement))
+        return weight(self.objective, price, watts(self.cluster, layout.placement))
 
     def _layer(self, type_: str, tensor: int, context: int, micro_batch: int) -> float:
         """Seconds of a layer on one type of node, both passes, nothing computed again."""
@@ -392,32 +393,6 @@ class _Search:
             layout = self._layout(mesh, Variant("none", 0))
             self.layers[key] = least(self._predictor(layout).costs(layout)[0].layer)
         return self.layers[key]
-
-
-def price_hour(cluster: Cluster, placement: Placement) -> float | None:
-    """What the nodes cost in an hour; None where the price of one is not known."""
-    prices = [(cluster.nodes_of(type_).price_hour, number) for type_, number in placement]
-    if any(price is None for price, _ in prices):
-        return None
-    return sum((price or 0.0) * number for price, number in prices)
-
-
-def watts(cluster: Cluster, placement: Placement) -> float | None:
-    """Power of the nodes at work; None where that of a GPU is not known."""
-    total = 0.0
-    for type_, number in placement:
-        nodes = cluster.nodes_of(type_)
-        each = cluster.gpu_of(nodes).watts
-        if each is None:
-            return None
-        total += number * (nodes.idle_watts + nodes.gpus * each)
-    return total
-
-
-def _weight(objective: str, price_hour: float | None, watts_: float | None) -> float:
-    if objective == "cost":
-        return (price_hour or 0.0) / 3600
-    return (watts_ or 0.0) if objective == "energy" else 1.0
 
 
 def _frontier(kept: list[tuple[float, float, Layout]], cluster: Cluster) -> list[tuple[float, float, Layout]]:

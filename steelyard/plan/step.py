@@ -6,13 +6,14 @@ update) is added rank by rank, since early ones wait for late ones anyway.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from steelyard.plan import compute, pipeline
 from steelyard.plan.communication import Ring
 from steelyard.plan.compute import Work
-from steelyard.plan.layout import Layout
+from steelyard.plan.layout import Layout, Seat
 from steelyard.plan.pipeline import Times
 from steelyard.sizes.memory import STATES
 
@@ -92,9 +93,16 @@ class StepCost:
         extra = [sum(stage(cost, 0, (rank == 0) + 2 * (rank == last))) for rank, cost in enumerate(self.costs)]
         return each, extra
 
+    def _layout_of(self, rank: int) -> Layout:
+        """The layout as a pipeline rank sees it."""
+        return self.layout
+
+    def _seats_of(self, rank: int) -> Sequence[Seat]:
+        return self.predictor.seats(self.layout)[rank]
+
     def held(self, counts: tuple[int, ...], rank: int) -> int:
         """Parameters of a rank: its stages' layers, embedding and head, cut by tensor parallelism."""
-        layout, model = self.layout, self.predictor.recipe.model
+        layout, model = self._layout_of(rank), self.predictor.recipe.model
         sizes = self.predictor.sizes(layout.tensor)
         held = sizes.layer * sum(counts[rank :: layout.pipeline])
         held += sizes.embedding if rank == 0 else 0
@@ -106,7 +114,7 @@ class StepCost:
 
     def after(self, counts: tuple[int, ...], times: Times, rank: int) -> tuple[float, float]:
         """Seconds of a pipeline rank after its last backward pass: gradients' sums, and the update."""
-        layout, held = self.layout, self.held(counts, rank)
+        layout, held = self._layout_of(rank), self.held(counts, rank)
         if self.predictor.software.overlapped and layout.pipeline == 1:
             gradient = self._exposed(times, held)
         else:
@@ -119,7 +127,7 @@ class StepCost:
         optim = self.predictor.recipe.optim
         if not optim.offload:
             return compute.optimizer(self.costs[rank].work, parameters)
-        kinds = {seat.nodes.type: seat.nodes for seat in self.predictor.seats(self.layout)[rank]}.values()
+        kinds = {seat.nodes.type: seat.nodes for seat in self._seats_of(rank)}.values()
         return max(compute.host_optimizer(nodes, nodes.gpus, STATES[optim.name], parameters) for nodes in kinds)
 
     def _gradient(self, rank: int, held: int) -> float:
