@@ -17,7 +17,9 @@ from steelyard.core.recipe import Recipe, load, to_toml
 
 if TYPE_CHECKING:
     from steelyard.plan.cluster import Cluster
+    from steelyard.plan.per_stage import StagedPlan
     from steelyard.plan.profile import Profile
+    from steelyard.plan.software import Software
 
 
 class Objective(StrEnum):
@@ -66,6 +68,10 @@ def plan(
     write: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the recipe under the best plan.")] = None,
     excluded: Annotated[bool, typer.Option("--excluded", help="List plans that do not fit, and why.")] = False,
     given: Annotated[bool, typer.Option("--given", help="Only predict the recipe's own layout.")] = False,
+    per_stage: Annotated[
+        bool,
+        typer.Option("--per-stage", help="Also plan stages of unlike widths, which `steelyard train` cannot run."),
+    ] = False,
     software: Annotated[
         Program, typer.Option(help="Which program trains: megatron predicts runs of Megatron-LM of 2021 to 2023.")
     ] = Program.steelyard,
@@ -129,7 +135,11 @@ def plan(
             f"no layout of {recipe.name} fits {cluster}: {found.looked_at} were tried{why}",
             mend="use more or larger GPUs, a shorter data.sequence_length, or --set optim.offload=true",
         )
+    staged = _staged(recipe, machines, wanted, min(top, 5), program, measured) if per_stage else []
     result = report.as_result(recipe, machines, found, budget, excluded, program)
+    if per_stage:
+        text += "\n\n" + report.staged_text(staged, found.plans[0].seconds)
+        result["per_stage"] = report.staged_result(recipe, staged, budget)
     if write is not None:
         files.write_text(write, to_toml(found.plans[0].layout.written(recipe).settings()))
         console.say(f"wrote {write}: steelyard train {write}")
@@ -144,6 +154,15 @@ def plan(
             files.write_text(pareto, draw.frontier(recipe, found.plans, budget))
             result["frontier"] = str(pareto)
     print_result(result, json, text)
+
+
+def _staged(
+    recipe: Recipe, machines: Cluster, wanted: Objective, top: int, program: Software, measured: list[Profile]
+) -> list[StagedPlan]:
+    from steelyard.plan import per_stage
+
+    objective = Objective.time if wanted == Objective.pareto else wanted
+    return per_stage.search(recipe, machines, objective.value, top, program, measured)
 
 
 def _profile(path: Path, recipe: Recipe, machines: Cluster) -> Profile:

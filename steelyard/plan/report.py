@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from itertools import groupby
 from typing import Any
 
 from steelyard.core import units
@@ -11,9 +12,11 @@ from steelyard.core.recipe.parallel import Partition
 from steelyard.plan import fit
 from steelyard.plan.cluster import Cluster
 from steelyard.plan.layout import Layout
+from steelyard.plan.per_stage import StagedPlan
 from steelyard.plan.predict import Predictor
 from steelyard.plan.search import Found, Plan
 from steelyard.plan.software import STEELYARD, Software
+from steelyard.plan.widths import Width
 
 DAY = 86_400
 
@@ -44,12 +47,14 @@ def as_result(
 
 
 def _plan(recipe: Recipe, plan: Plan, tokens: int) -> dict[str, Any]:
+    return {**_keys(plan.layout), "parts": asdict(plan.parts), **_figures(recipe, plan, tokens)}
+
+
+def _figures(recipe: Recipe, plan: Plan | StagedPlan, tokens: int) -> dict[str, Any]:
     step_tokens = recipe.train.global_batch * recipe.data.sequence_length
     days = plan.seconds * tokens / step_tokens / DAY
     return {
-        **_keys(plan.layout),
         "seconds": plan.seconds,
-        "parts": asdict(plan.parts),
         "tokens_per_second": step_tokens / plan.seconds,
         "days": days,
         "dollars": None if plan.price_hour is None else days * 24 * plan.price_hour,
@@ -128,6 +133,43 @@ def _explanation(recipe: Recipe, cluster: Cluster, plan: Plan, tokens: int, soft
     budget += "" if figures["dollars"] is None else f" and {figures['dollars']:,.0f} dollars"
     budget += f", {figures['kilowatt_hours']:,.0f} kWh at full power" if plan.watts else ""
     return "\n".join(lines) + "\n\n" + table(rows) + "\n\n" + table(memory) + "\n\n" + budget
+
+
+def staged_result(recipe: Recipe, plans: list[StagedPlan], tokens: int) -> list[dict[str, Any]]:
+    """Plans of unlike stages for a program."""
+    return [
+        {
+            "runnable": False,
+            "stages": [{**asdict(width), "layers": layers} for width, layers in _stages(plan)],
+            **{key: plan.layout.base.settings()[key] for key in ("schedule", "zero", "recompute", "placement")},
+            "world": plan.layout.world,
+            "parts": asdict(plan.parts),
+            **_figures(recipe, plan, tokens),
+        }
+        for plan in plans
+    ]
+
+
+def staged_text(plans: list[StagedPlan], best: float) -> str:
+    """The same as a table; `best` is the seconds of the best plan that the engine runs."""
+    title = "stages of unlike widths, not runnable by steelyard train, which has one mesh for all stages:"
+    if not plans:
+        return f"{title} none fits, or all nodes are of one type"
+    rows = [["", "seconds", "to the best", "GPUs", "stages along the pipeline", "nodes"]]
+    for number, plan in enumerate(plans, 1):
+        groups = [
+            f"{len(list(same))} x (tensor {width.tensor}, data {width.data}, micro-batch {width.micro_batch})"
+            for width, same in groupby(plan.layout.widths)
+        ]
+        nodes = " ".join(plan.layout.base.settings()["placement"])
+        change = f"{100 * (plan.seconds / best - 1):+.1f}%"
+        rows.append([str(number), f"{plan.seconds:.3f}", change, str(plan.layout.world), ", then ".join(groups), nodes])
+    partition = Partition(plans[0].layout.base.partition)
+    return f"{title}\n\n{table(rows)}\n\n  layers per stage of the first  {partition}"
+
+
+def _stages(plan: StagedPlan) -> list[tuple[Width, int]]:
+    return list(zip(plan.layout.widths, plan.layout.base.partition, strict=True))
 
 
 def table(rows: list[list[str]]) -> str:

@@ -111,6 +111,21 @@ def test_the_recipes_own_layout_can_be_predicted(planning):
     assert json.loads(other.stdout)["plans"][0]["seconds"] != plans[0]["seconds"]
 
 
+def test_stages_of_unlike_widths_are_shown_apart_and_marked(planning):
+    two = CLUSTER + '\n[[nodes]]\ntype = "desk"\ncount = 1\ngpu = "cpu"\ngpus = 1\nprice_hour = 0.1\n'
+    (planning.path / "two.toml").write_text(two)
+    words = ("plan", "--model", "tiny.toml", "--cluster", "two.toml", "--per-stage")
+    told = planning.steelyard(*words)
+    assert told.returncode == 0, told.stderr
+    assert "not runnable by steelyard train" in told.stdout
+    answer = json.loads(planning.steelyard(*words, "--json").stdout)
+    assert answer["per_stage"]
+    for plan in answer["per_stage"]:
+        assert not plan["runnable"]
+        assert len({(stage["tensor"], stage["data"]) for stage in plan["stages"]}) > 1
+        assert sum(plan["parts"].values()) == pytest.approx(plan["seconds"])
+
+
 @pytest.mark.parametrize(
     ("words", "said", "code"),
     [
