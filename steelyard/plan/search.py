@@ -22,7 +22,7 @@ from steelyard.plan.cluster import Cluster
 from steelyard.plan.layout import Layout, Placement, lacking, of_recipe
 from steelyard.plan.predict import Predictor
 from steelyard.plan.profile import Profile
-from steelyard.plan.software import STEELYARD, Software, as_run
+from steelyard.plan.software import MEGATRON, STEELYARD, Software, as_run
 from steelyard.plan.space import Limits, Use, Variant
 from steelyard.plan.step import Parts, least
 from steelyard.plan.worth import price_hour, watts, weight
@@ -107,7 +107,7 @@ def search(
 
 def given(recipe: Recipe, cluster: Cluster, software: Software = STEELYARD, profiles: Sequence[Profile] = ()) -> Found:
     """The recipe's own layout as the only plan; where it does not fit, it is among the excluded as well."""
-    layout = of_recipe(recipe, cluster)
+    layout = of_recipe(recipe, cluster, short=software is MEGATRON)
     predictor = Predictor.of_layout(recipe, cluster, layout, software, profiles)
     why = fit.reason(fit.rooms(predictor, layout))
     price = price_hour(cluster, layout.placement)

@@ -36,6 +36,8 @@ class Limits:
     schedules: tuple[str, ...] = ("1f1b", "gpipe", "interleaved", "zero-bubble")
     even: bool = False
     """Whether all stages must hold as many layers."""
+    short: bool = False
+    """Whether 1F1B may have fewer micro-batches than ranks."""
     subsets: bool = True
     """Whether nodes may be left idle."""
     uses: int = 100_000
@@ -52,9 +54,9 @@ def limits_for(cluster: Cluster) -> Limits:
 def restricted(limits: Limits, software: Software) -> Limits:
     """What is left for a program that lacks some of it.
 
-    Megatron-LM of 2021 to 2023 has 1F1B, plain (with fewer micro-batches than ranks it is what we call gpipe) and
-    interleaved, equal stages, and a distributed optimizer, which is zero 1. It has no context parallelism, no sharded
-    gradients or weights beside a pipeline, and no zero bubble.
+    Megatron-LM of 2021 to 2023 has 1F1B, plain (of any number of micro-batches) and interleaved, equal stages, and a
+    distributed optimizer, which is zero 1. It has no context parallelism, no sharded gradients or weights, no gpipe and
+    no zero bubble.
     """
     if software is not MEGATRON:
         return limits
@@ -62,8 +64,9 @@ def restricted(limits: Limits, software: Software) -> Limits:
         limits,
         contexts=(1,),
         zeros=tuple(zero for zero in limits.zeros if zero < 2),
-        schedules=tuple(name for name in limits.schedules if name != "zero-bubble"),
+        schedules=tuple(name for name in limits.schedules if name in ("1f1b", "interleaved")),
         even=True,
+        short=True,
     )
 
 
@@ -213,7 +216,7 @@ def schedules(recipe: Recipe, pipeline: int, rounds: int, limits: Limits) -> lis
         return [("1f1b", 1)]
     found: list[tuple[str, int]] = []
     each = [batch * rounds // recipe.train.global_batch for batch in batches(recipe)]
-    if min(each) >= pipeline:
+    if limits.short or min(each) >= pipeline:
         found.append(("1f1b", 1))
     else:
         found.append(("gpipe", 1))

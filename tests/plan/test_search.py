@@ -299,7 +299,8 @@ def test_layouts_that_megatron_lacks_are_not_ranked_for_it():
     assert len(found.plans) > 10
     for plan in found.plans:
         layout = plan.layout
-        assert (layout.context, layout.schedule == "zero-bubble", layout.zero < 2) == (1, False, True)
+        assert layout.schedule in ("1f1b", "interleaved")
+        assert (layout.context, layout.zero < 2) == (1, True)
         assert len(set(layout.partition)) == 1
         held = fit.rooms(Predictor(long, machines, MEGATRON), layout)
         assert all(room.fits for room in held)
@@ -315,6 +316,27 @@ def test_the_distributed_optimizer_deals_out_what_megatron_keeps_in_fp32():
     assert whole.memory.optimizer == 16 * held
     assert dealt.memory.optimizer == 4 * held
     assert whole.memory.weights + whole.memory.gradients == 4 * held
+
+
+def test_megatrons_short_pipelines_are_predicted_and_ours_refused():
+    # Two micro-batches on four ranks: Megatron's 1F1B runs them, PyTorch's does not.
+    settings_ = gpt(batch=2).settings() | {"parallel": {"pipeline": 4, "data": 1}}
+    recipe, machines = Recipe.model_validate(settings_), cluster(("a100-40", 1, 4))
+    plan = predicted(recipe, machines, MEGATRON).plans[0]
+    assert plan.layout.schedule == "1f1b"
+    assert plan.parts.bubble > 0
+    with pytest.raises(UserError, match="takes at least 4 micro-batches, not 2"):
+        predicted(recipe, machines)
+
+
+def test_a_placed_layout_may_leave_gpus_of_its_last_node_idle_but_no_node():
+    parallel = {"data": 6, "placement": ["a10:2"]}
+    recipe = Recipe.model_validate(gpt(batch=12).settings() | {"parallel": parallel})
+    assert predicted(recipe, cluster(("a10", 4, 4))).plans[0].layout.world == 6
+    parallel["placement"] = ["a10:3"]
+    recipe = Recipe.model_validate(gpt(batch=12).settings() | {"parallel": parallel})
+    with pytest.raises(UserError, match="runs on 6 ranks, not on 12"):
+        predicted(recipe, cluster(("a10", 4, 4)))
 
 
 def test_power_that_is_not_known_is_not_counted_as_none():
