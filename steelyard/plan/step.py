@@ -196,13 +196,16 @@ class StepCost:
         return (layers + taken) / behind + self.predictor.software.step_overhead
 
     def _layer_after(self, rank: int) -> float:
-        """Seconds that a layer adds after the last backward pass, at the least."""
+        """Seconds that a layer adds after the last backward pass, at the least.
+
+        Not the update: while a rank updates, what it sent back is still on its way through the ranks before.
+        """
         if self.layout.pipeline == 1:
             return 0.0
         held = self.predictor.sizes(self.layout.tensor).layer
-        ring, columns = self.rings[rank], self.layout.data * self.layout.context
+        ring = self.rings[rank]
         shortest = min(ring.all_reduce(2 * held), ring.gather(4 * held))
-        return shortest - ring.gather(0.0) * 2 + self._update(rank, held / columns)
+        return shortest - ring.gather(0.0) * 2
 
     def parts(self, counts: tuple[int, ...]) -> Parts:
         """The step taken apart, as the rank that is done last sees it."""
