@@ -48,7 +48,7 @@ class Limits:
 
 def limits_for(cluster: Cluster) -> Limits:
     """All of it on clusters of up to 256 GPUs; beyond, only what promises the most."""
-    return Limits() if cluster.ranks <= 256 else Limits(micro_batch=8, virtual=2, meshes=250)
+    return Limits() if cluster.ranks <= 256 else Limits(micro_batch=8, virtual=2, meshes=300)
 
 
 def restricted(limits: Limits, software: Software) -> Limits:

@@ -19,6 +19,7 @@ from steelyard.plan.search import given as predicted
 from steelyard.plan.search import search
 from steelyard.plan.software import EAGER, MEGATRON, STEELYARD, as_run
 from steelyard.plan.space import Limits
+from steelyard.plan.worth import price_hour, watts, weight
 from steelyard.sizes.ranks import data_ranks
 from tests.plan.machines import cluster, gpt, gpt2_xl
 
@@ -43,8 +44,8 @@ def compositions(layers, stages):
             yield (first, *rest)
 
 
-def exhaustive(recipe, machines, limits):
-    """Every layout of the space, every partition, the fastest that fits."""
+def exhaustive(recipe, machines, limits, objective="time"):
+    """Every layout of the space, every partition, the best that fits."""
     best = float("inf")
     for use in space.uses(machines, limits)[0]:
         tensors = space.tensors(recipe, machines, use, limits)
@@ -65,8 +66,9 @@ def exhaustive(recipe, machines, limits):
                         placement,
                     )  # fmt: skip
                     step = predictor.step(chosen)
+                    worth = weight(objective, price_hour(machines, placement), watts(machines, placement))
                     for counts in compositions(recipe.model.layers, pipeline):
-                        seconds = step.seconds(partition.spread(counts, virtual))
+                        seconds = step.seconds(partition.spread(counts, virtual)) * worth
                         whole = chosen.with_partition(partition.spread(counts, virtual))
                         if seconds < best and fit.fits(predictor, whole):
                             best = seconds
@@ -75,11 +77,13 @@ def exhaustive(recipe, machines, limits):
 
 @pytest.mark.parametrize("nodes", [(("a10", 1, 2),), (("a100-40", 1, 1), ("t4", 1, 1)), (("t4", 2, 1), ("a10", 1, 1))])
 @pytest.mark.parametrize("hidden", [256, 2048])
-def test_looking_at_every_plan_finds_nothing_better(nodes, hidden):
-    recipe, machines = gpt(layers=3, hidden=hidden, heads=8, batch=4, length=512), cluster(*nodes)
+@pytest.mark.parametrize("objective", ["time", "cost", "energy"])
+def test_looking_at_every_plan_finds_nothing_better(nodes, hidden, objective):
+    recipe, machines = gpt(layers=3, hidden=hidden, heads=8, batch=4, length=512), cluster(*nodes, price_hour=2.0)
     limits = Limits(micro_batch=2, schedules=("1f1b", "gpipe"), recomputes=("none", "full"), zeros=(0, 1))
-    found = search(recipe, machines, limits=limits, top=3).plans[0]
-    assert found.seconds <= exhaustive(recipe, machines, limits) * (1 + 1e-9)
+    found = search(recipe, machines, objective, limits=limits, top=3)
+    assert found.complete
+    assert found.plans[0].value(objective) <= exhaustive(recipe, machines, limits, objective) * (1 + 1e-9)
 
 
 @settings(max_examples=60, deadline=None)
