@@ -237,21 +237,23 @@ def profile(
     set_: SetOption = None,
     tensor: Annotated[str, typer.Option(help="Tensor degrees to measure, like 1,2,4.")] = "1",
     micro_batch: Annotated[str, typer.Option(help="Micro-batches to measure, like 1,2,4.")] = "1,2,4",
+    links: Annotated[bool, typer.Option(help="Time the link between two ranks of this machine too.")] = True,
     out: Annotated[Path, typer.Option(help="Where the profile goes.")] = Path("profile.toml"),
     json: JsonOption = False,
 ) -> None:
-    """Measure a layer's passes on the machine at hand, for `steelyard plan --profile`.
+    """Measure a layer's passes, products, copies and links on the machine at hand, for `steelyard plan --profile`.
 
     Example: steelyard plan profile --model llama3.1-8b --tensor 1,2,4 --out h100.toml
     """
     from steelyard.train.profile import measure
 
     recipe = load(model, set_ or ())
-    found = measure(recipe, _numbers("--tensor", tensor), _numbers("--micro-batch", micro_batch))
+    found = measure(recipe, _numbers("--tensor", tensor), _numbers("--micro-batch", micro_batch), links)
     files.write_text(out, to_toml(found))
     rows = [f"tensor {one['tensor']}, micro-batch {one['micro_batch']}: forward {1e3 * one['forward']:.3f} ms, "
             f"backward {1e3 * one['backward']:.3f} ms" for one in found["layers"]]  # fmt: skip
     console.say(f"wrote {out}")
+    rows += [f"{name.replace('_', ' ')}: {rate:.4g}" for name, rate in found["rates"].items()]
     print_result(found | {"out": str(out)}, json, "\n".join([found["device"], *rows]))
 
 

@@ -12,6 +12,7 @@ gres = "gpu:a10:4"
 zone = "one"
 price_hour = 3.2           # of a node
 intra_GBps = 16.0          # what one GPU sends to its neighbours, one way; left out: the catalogue's
+intra_latency_us = 2.0     # until the first byte arrives there
 idle_watts = 200           # of a node beside its GPUs, for the energy objective
 host_gib = 512             # of a node's own memory, host_GBps its bandwidth and host_link_GBps that of one GPU to it:
 host_GBps = 200.0          # for optim.offload
@@ -95,6 +96,7 @@ class Nodes(Section):
     zone: Name = "here"
     price_hour: NonNegativeFloat | None = None
     intra_GBps: PositiveFloat | None = None
+    intra_latency_us: NonNegativeFloat = 2.0
     idle_watts: NonNegativeFloat = 0.0
     host_gib: PositiveFloat | None = None
     host_GBps: PositiveFloat = HOST_GBPS
@@ -140,7 +142,13 @@ class Cluster(Section):
     def insides(self) -> dict[str, Wire]:
         """The links among the GPUs of each type of node, per GPU and one way."""
         rates = {nodes.type: nodes.intra_GBps or self.gpu_by_type[nodes.type].link_gb or 16.0 for nodes in self.nodes}
-        return {type_: Wire(rate * 1e9, 2e-6) for type_, rate in rates.items()}
+        return {type_: Wire(rate * 1e9, self.by_type[type_].intra_latency_us * 1e-6) for type_, rate in rates.items()}
+
+    def with_nodes(self, nodes: list[Nodes]) -> Cluster:
+        """The same with other nodes: made anew, since a copy would keep what was worked out from the old ones."""
+        made = Cluster(name=self.name, nodes=nodes, links=self.links, gpus=self.gpus)
+        made._file = self._file
+        return made
 
     def nodes_of(self, type_: str) -> Nodes:
         """The nodes of a type."""

@@ -24,12 +24,13 @@ from steelyard.core.run import now
 from steelyard.model import Slice
 from steelyard.sizes.gpus import by_device_name
 from steelyard.train import device as devices
+from steelyard.train import links
 
 WARM_UP, ROUNDS = 3, 10
 
 
-def measure(recipe: Recipe, tensors: list[int], micro_batches: list[int]) -> dict[str, Any]:
-    """The profile of a recipe's layer here, as `plan.profile` reads it."""
+def measure(recipe: Recipe, tensors: list[int], micro_batches: list[int], with_links: bool = False) -> dict[str, Any]:
+    """The profile of a recipe's layer here, as `plan.profile` reads it; with the link between two ranks if asked."""
     device = devices.choose(recipe)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     known = by_device_name(name)
@@ -53,7 +54,7 @@ def measure(recipe: Recipe, tensors: list[int], micro_batches: list[int]) -> dic
             "steelyard": steelyard.__version__, "torch": str(torch.__version__), "python": platform.python_version(),
         },
         "host": {"machine": platform.machine(), "cores": os.cpu_count() or 1, "threads": torch.get_num_threads()},
-        "rates": _rates(device, devices.DTYPES[recipe.train.precision]),
+        "rates": _rates(device, devices.DTYPES[recipe.train.precision]) | (links.measure(device) if with_links else {}),
         "layers": layers,
     }  # fmt: skip
 
