@@ -6,9 +6,10 @@ import pytest
 
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import load, to_toml
+from steelyard.model.gpt import Layer
 from steelyard.plan import profile as profiles
 from steelyard.plan.predict import Predictor
-from steelyard.train.profile import measure
+from steelyard.train.profile import cut, measure
 from tests.plan.machines import cluster, layout
 
 
@@ -33,6 +34,18 @@ def test_a_layer_is_measured_here_and_the_planner_believes_it(recipe, tmp_path):
     parts = Predictor(recipe, machines, profiles=[profile]).parts(chosen)
     assert parts.compute == pytest.approx(2 * 2 * 0.75, rel=0.02)  # Two micro-batches through two layers.
     assert Predictor(recipe, machines).parts(chosen).compute < 0.1
+
+
+def test_gpts_layers_are_measured_with_the_widths_of_a_tensor_rank(in_workplace):
+    recipe = load(in_workplace.recipe, ["model={family='gpt', layers=2, hidden=32, heads=8, vocab=97}"])
+    layer = Layer(recipe.model)
+    cut(layer, recipe.model, 4)
+    sizes = {name: tuple(weight.shape) for name, weight in layer.named_parameters() if weight.ndim == 2}
+    assert sizes["attention.query.weight"] == sizes["attention.value.weight"] == (8, 32)
+    assert (sizes["attention.output.weight"], sizes["mlp.up.weight"]) == ((32, 8), (32, 32))
+    assert [one["tensor"] for one in measure(recipe, [1, 4], [1])["layers"]] == [1, 4]
+    with pytest.raises(UserError, match="8 heads and 128 columns of the MLP do not divide among 3"):
+        measure(recipe, [3], [1])
 
 
 def test_measured_rates_and_links_take_the_catalogues_place(recipe):
