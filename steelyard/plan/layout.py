@@ -75,9 +75,15 @@ class Layout:
         return recipe.model_copy(update={"parallel": parallel, "train": train})
 
     def written(self, recipe: Recipe) -> Recipe:
-        """The recipe under this layout, checked: what is written for `steelyard train`."""
-        settings = recipe.settings()
-        settings["parallel"] = settings.get("parallel", {}) | self.settings()
+        """The recipe under this layout, checked: what is written for `steelyard train`.
+
+        1F1B with fewer micro-batches than ranks is Megatron's alone; here gpipe runs them.
+        """
+        settings, train = recipe.settings(), recipe.train
+        smallest = train.ramp_up.start if train.ramp_up else train.global_batch
+        short = self.schedule == "1f1b" and smallest // (self.micro_batch * self.data) < self.pipeline
+        schedule = {"schedule": "gpipe"} if short else {}
+        settings["parallel"] = settings.get("parallel", {}) | self.settings() | schedule
         settings["train"]["micro_batch"] = self.micro_batch
         if "steps" in settings["train"] and ("tokens" in settings["train"] or "samples" in settings["train"]):
             del settings["train"]["steps"]

@@ -99,6 +99,7 @@ def search(
             where=recipe.where("parallel.replicate"),
             mend="leave parallel.replicate out, or predict this layout alone with --given",
         )
+    _refuse_offload(recipe, software)
     if not any(gpu.peak(recipe.train.precision) for gpu in cluster.gpu_by_type.values()):
         raise lacking(recipe, sorted({gpu.name for gpu in cluster.gpu_by_type.values()}))
     limits = space.restricted(limits or space.limits_for(cluster), software)
@@ -107,12 +108,22 @@ def search(
 
 def given(recipe: Recipe, cluster: Cluster, software: Software = STEELYARD, profiles: Sequence[Profile] = ()) -> Found:
     """The recipe's own layout as the only plan; where it does not fit, it is among the excluded as well."""
+    _refuse_offload(recipe, software)
     layout = of_recipe(recipe, cluster, short=software is MEGATRON)
     predictor = Predictor.of_layout(recipe, cluster, layout, software, profiles)
     why = fit.reason(fit.rooms(predictor, layout))
     price = price_hour(cluster, layout.placement)
     plan = Plan(layout, predictor.parts(layout), price, watts(cluster, layout.placement))
     return Found([plan], [] if why is None else [(layout, why)], 1)
+
+
+def _refuse_offload(recipe: Recipe, software: Software) -> None:
+    if software is MEGATRON and recipe.optim.offload:
+        raise UserError(
+            "Megatron-LM of 2021 to 2023 keeps its optimizer on the GPU",
+            where=recipe.where("optim.offload"),
+            mend="leave optim.offload out, or plan for steelyard",
+        )
 
 
 class _Search:

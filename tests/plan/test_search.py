@@ -337,6 +337,13 @@ def test_megatrons_short_pipelines_are_predicted_and_ours_refused():
     assert plan.parts.bubble > 0
     with pytest.raises(UserError, match="takes at least 4 micro-batches, not 2"):
         predicted(recipe, machines)
+    written = plan.layout.written(recipe)  # And what is written runs here.
+    assert written.parallel.schedule == "gpipe"
+    assert data_ranks(written, 4) == 1
+    offloaded = Recipe.model_validate(recipe.settings() | {"optim": {"offload": True}})
+    for look in (search, predicted):
+        with pytest.raises(UserError, match="keeps its optimizer on the GPU"):
+            look(offloaded, machines, software=MEGATRON)
 
 
 def test_a_placed_layout_may_leave_gpus_of_its_last_node_idle_but_no_node():
