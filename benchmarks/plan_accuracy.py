@@ -55,6 +55,8 @@ class Case:
     software: Software
     widths: tuple[Width, ...] = ()
     """Of the stages, where these are not alike."""
+    peak_bytes: float | None = None
+    """Memory that was measured, of the fullest rank."""
 
     def predicted(self) -> float:
         """Seconds by our account."""
@@ -239,6 +241,7 @@ def sailor(folder: Path) -> Iterator[Case]:
                    [(f"{RTX[each[1]]}-{each[2]}", 1) for stage in stages for each in stage]),
             MEGATRON,
             widths if len(set(widths)) > 1 else (),
+            float(row["measured_peak_mem_bytes"]),
         )  # fmt: skip
 
 
@@ -307,12 +310,13 @@ def memory(folder: Path) -> None:
     ):  # fmt: skip
         error = 100 * (predicted / 2**20 / measured - 1)
         print(f"    {predicted / 2**20:8.0f} for {measured:8.0f}  {error:+6.1f}%  {name}")
-    measured = [float(row["measured_peak_mem_bytes"]) for row in rows(folder / "sailor_validation_measured.csv")]
-    for case, bytes_ in zip(sailor(folder), measured, strict=False):
+    for case in sailor(folder):
+        if case.peak_bytes is None or case.widths:
+            continue
         held = megatron(Predictor(case.recipe, case.cluster, case.software), case.layout)
         most = max(each.peak for each in held)
-        error = 100 * (most / bytes_ - 1)
-        print(f"    {most / 2**20:8.0f} for {bytes_ / 2**20:8.0f}  {error:+6.1f}%  {case.set} {case.name}")
+        error = 100 * (most / case.peak_bytes - 1)
+        print(f"    {most / 2**20:8.0f} for {case.peak_bytes / 2**20:8.0f}  {error:+6.1f}%  {case.set} {case.name}")
 
 
 def main() -> None:
