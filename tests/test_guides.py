@@ -124,7 +124,7 @@ def test_the_guide_to_planning_works_as_written(place):
     )
     Path("laptop.toml").write_text('[[nodes]]\ntype = "laptop"\ncount = 1\ngpu = "cpu"\ngpus = 2\n')
     lines = commands("guide-plan.md")
-    assert len(lines) == 8
+    assert len(lines) == 9
     for line in lines:
         small = line.replace("--nproc 32", "--nproc 2")
         if "my.toml" in line or "--check" in line:  # What runs here is planned for here.
@@ -134,6 +134,7 @@ def test_the_guide_to_planning_works_as_written(place):
         )
         assert done.returncode == 0, f"{small}\n{done.stderr}"
     assert "measured" in done.stdout
+    assert "memory of the fullest rank" in done.stdout
     assert "bubble and pipeline" in done.stdout
 
 
