@@ -72,6 +72,8 @@ SEVERAL = ("--input", "--json-keys", "--symbols")
 WRONG_PATH = (IsADirectoryError, NotADirectoryError, FileExistsError, PermissionError)
 # The parser's own errors; typer shows only some of them by name.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+SAME_REQUEST_SECONDS = 1.0
+_interrupted_at = -SAME_REQUEST_SECONDS
 HELP = "Text and GPUs in, a trained and published language model out."
 EPILOG = "Exit codes: 0 done, 1 a fault of the machine or the work, 2 a mistake in what was asked, 130 interrupted."
 
@@ -238,4 +240,8 @@ def _tell(error: BaseException, message: str, code: int) -> int:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise Interrupted
+    """Stop; what comes within a second is the same request over another road (terminal, launcher, scheduler)."""
+    global _interrupted_at
+    is_same, _interrupted_at = time.monotonic() - _interrupted_at < SAME_REQUEST_SECONDS, time.monotonic()
+    if not is_same:
+        raise Interrupted

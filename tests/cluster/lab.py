@@ -20,6 +20,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from steelyard.launch.local import die_with_parent
+
 NODES = {"a1": 11, "a2": 12, "b1": 21, "b2": 22}
 HOSTS = {"ctl": 1, **NODES}
 PROGRAMS = ("munged", "mariadbd", "mariadb-install-db", "slurmdbd", "slurmctld", "slurmd", "ip", "nsenter", "unshare")
@@ -128,7 +130,7 @@ class Lab:
             outer = subprocess.Popen(
                 ["unshare", "--net", "--uts", "--ipc", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc",
                  "bash", str(self.folder / "init"), host],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, preexec_fn=die_with_parent(),
             )  # fmt: skip
         self.holders[host] = outer
         self.until(ready.exists, f"the box of {host}", 10)

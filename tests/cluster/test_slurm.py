@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from steelyard.cli import COMMANDS
-from tests.cluster.conftest import Yard, everything, losses, metrics
+from tests.cluster.conftest import Yard, everything, losses
 from tests.test_guides import commands
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
@@ -27,7 +27,7 @@ def undisturbed(yard: Yard) -> Path:
 
 
 def test_alike_nodes_train_as_one_job(yard: Yard, undisturbed: Path):
-    assert sorted(losses(undisturbed)) == list(range(1, 401))
+    assert sorted(losses(undisturbed)) == list(range(1, 151))
     launch = json.loads((undisturbed / "launch.json").read_text())
     assert (launch["backend"], launch["nodes"], launch["ranks"], launch["partitions"]) == ("slurm", 2, 2, ["a10"])
     records = yard.records(undisturbed)
@@ -84,17 +84,15 @@ def test_a_cancelled_job_saves_and_is_not_requeued(yard: Yard):
     assert json.loads(yard.steelyard("cancel", "ended", "--json").stdout)["cancelled"] is False
 
 
-def test_a_time_limit_saves_requeues_and_resumes(yard: Yard, undisturbed: Path):
-    """One minute is Slurm's smallest limit; it warns up to a minute early, and looks every half minute."""
-    pace = sorted(record["seconds"] for record in metrics(undisturbed) if "loss" in record)[75]
-    steps = int(100 / max(pace, 0.005))
+def test_a_time_limit_saves_requeues_and_resumes(yard: Yard):
+    """Slurm counts limits in minutes, warns up to one early, and looks every half."""
     run = yard.submit(
-        "alike.toml", "parallel.data=2", f"train.steps={steps}", "checkpoint.every=0", "log.every=10", "--nodes", "2",
-        "--on", "slurm", "--name", "limited", "--time", "1", "site.warning_seconds=30",
+        "alike.toml", "parallel.data=2", "train.steps=1000000", "checkpoint.every=0", "log.every=10", "--nodes", "2",
+        "--on", "slurm", "--name", "limited", "--time", "2", "site.warning_seconds=10",
     )  # fmt: skip
+    yard.until_step(run, 10)
     yard.hurry(run, seconds=150)
     reached = max(losses(run))
-    assert reached < steps
     assert list((run / "checkpoints").glob("step-*"))
     yard.until_step(run, reached + 10)
     assert "resumed at step" in (run / "logs" / "a1.out").read_text()

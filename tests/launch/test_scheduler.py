@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from steelyard.core.errors import UserError
+from steelyard import cli
+from steelyard.core.errors import Interrupted, UserError
 from steelyard.launch import ending, logs, process, record, scheduler
 from steelyard.launch.record import Launch
 
@@ -184,3 +185,13 @@ def test_a_starter_keeps_the_streams_apart_and_hides_secrets(tmp_path, monkeypat
     [out, err] = (next((tmp_path / "logs").glob(f"*.{kind}")).read_text().splitlines() for kind in ("out", "err"))
     assert sorted(out) == ["out 0 2 [hidden]", "out 1 2 [hidden]"]
     assert {"err 0", "err 1", "error: rank 1 ended with exit code 3"} <= set(err)
+
+
+def test_a_warning_over_two_roads_is_heard_once(monkeypatch):
+    monkeypatch.setattr(cli, "_interrupted_at", -1.0)
+    with pytest.raises(Interrupted):
+        cli._interrupt(signal.SIGUSR1, None)
+    cli._interrupt(signal.SIGUSR1, None)
+    monkeypatch.setattr(cli, "_interrupted_at", time.monotonic() - 2)
+    with pytest.raises(Interrupted):
+        cli._interrupt(signal.SIGUSR1, None)
