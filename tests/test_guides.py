@@ -124,7 +124,7 @@ def test_the_guide_to_planning_works_as_written(place):
     )
     Path("laptop.toml").write_text('[[nodes]]\ntype = "laptop"\ncount = 1\ngpu = "cpu"\ngpus = 2\n')
     lines = commands("guide-plan.md")
-    assert len(lines) == 8
+    assert len(lines) == 9
     for line in lines:
         small = line.replace("--nproc 32", "--nproc 2")
         if "my.toml" in line or "--check" in line:  # What runs here is planned for here.
@@ -134,7 +134,39 @@ def test_the_guide_to_planning_works_as_written(place):
         )
         assert done.returncode == 0, f"{small}\n{done.stderr}"
     assert "measured" in done.stdout
+    assert "memory of the fullest rank" in done.stdout
     assert "bubble and pipeline" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_guide_to_tuning_settings_works_as_written(place):
+    """Two ranks of a toy in the shape of the 70B, and a script that prints Megatron's lines; a trial or two of each."""
+    layout, script = (text.split("```")[0] for text in (DOCS / "guide-tune.md").read_text().split("```toml\n")[1:])
+    write_documents("data/llama3_arxiv_text_document", [list(range(200))] * 20, 600)
+    Path("llama3.1-70b.toml").write_text(
+        'name = "llama3.1-70b"\n[model]\nfamily = "llama"\nlayers = 2\nhidden = 32\nheads = 2\nvocab = 600\n'
+        '[train]\nglobal_batch = 4\ndevice = "cpu"\n[data]\nsequence_length = 16\n[optim]\nwarmup_steps = 1\n'
+    )
+    small = layout.replace('"llama3.1-70b"', '"llama3.1-70b.toml"').replace("nproc = 8", "nproc = 2")
+    Path("layout.toml").write_text(small.replace("trials = 20", "trials = 1").replace("skip = 3", "skip = 1"))
+    Path("script.toml").write_text(script.replace("trials = 20", "trials = 2"))
+    Path("train_70b.sh").write_text(
+        'for i in 1 2 3 4 5 6; do echo " iteration $i | elapsed time per iteration (ms): $((100 * $2 + i)).5 |"; done\n'
+    )
+    lines = commands("guide-tune.md")
+    assert len(lines) == 8
+    for line in lines:
+        told = line.replace("llama3.1-70b data", "llama3.1-70b.toml data").replace("--nproc 8", "--nproc 2")
+        told = told.replace("--trials 30", "--trials 1 --steps 7").replace("--trials 24", "--trials 1")
+        told = told.replace("train.steps=1000", "train.steps=2")
+        command = [sys.executable, "-m", "steelyard", *shlex.split(told)[1:]]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, f"{told}\n{done.stderr}"
+    assert Run.open("runs/tuned").state == "finished"
+    for study in ("llama3.1-70b", "layout", "script"):
+        assert "Best settings" in Path(f"studies/{study}/report.html").read_text()
+    assert Path("studies/script/best.txt").read_text().splitlines()[1].startswith("bash train_70b.sh --tp ")
 
 
 def test_the_guide_to_evaluation_works_as_written(place):
@@ -152,6 +184,39 @@ def test_the_guide_to_evaluation_works_as_written(place):
             assert "perplexity" in done.stdout
         if small.startswith("steelyard generate"):
             assert "Once upon a time," in done.stdout
+
+
+@pytest.mark.slow
+def test_the_guide_to_troubleshooting_works_as_written(tmp_path, monkeypatch):
+    """On a cluster of one machine: an ssh that stays here, and an apptainer whose image is this machine."""
+    monkeypatch.chdir(tmp_path)
+    Path("bin").mkdir()
+    here = 'while [ "$1" != -- ]; do shift; done; exec sh -c "$3"'
+    inside = f'while [ "$1" != python3 ]; do shift; done; shift; exec {sys.executable} "$@"'
+    for name, script in {"ssh": here, "apptainer": inside}.items():
+        Path("bin", name).write_text(f"#!/bin/sh\n{script}\n")
+        Path("bin", name).chmod(0o755)
+    Path("pytorch_24.01-py3.sif").touch()
+    Path("runs/example/logs").mkdir(parents=True)
+    error = "ImportError: libnccl.so.2: cannot open shared object file: No such file or directory"
+    Path("runs/example/logs/n060.err").write_text(f"  warnings.warn(\n{error}\n")
+    environment = os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "HOME": str(tmp_path / "home")}
+    environment |= {"XDG_CONFIG_HOME": str(tmp_path / "config"), "XDG_DATA_HOME": str(tmp_path / "data")}
+    lines = commands("guide-troubleshooting.md")
+    assert len(lines) == 7
+    said = {}
+    for line in lines:
+        small = line if line == "steelyard doctor" or "--container" in line or "explain" in line else f"{line} --quick"
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "steelyard", *shlex.split(small)[1:]],
+            capture_output=True, text=True, timeout=240, env=environment,
+        )  # fmt: skip
+        said[line] = done.stdout
+        assert done.returncode == 0, f"{small}\n{done.stdout}{done.stderr}"
+    assert "2 ranks" in said["steelyard doctor"]
+    assert "each of 2 reaches the next" in said["steelyard doctor --nodes node1,node2"]
+    assert "libnccl.so.2" in said[lines[-1]]
+    assert "[campus.container]" in (tmp_path / "config/steelyard/sites.toml").read_text()
 
 
 def test_the_page_on_launch_scripts_shows_what_happens(tmp_path):

@@ -27,7 +27,12 @@ def check(
         str | None,
         typer.Option(metavar="IMAGE", help="Bring into a site profile what this image lacks.", show_default=False),
     ] = None,
-    site: Annotated[str, typer.Option(metavar="NAME", help="The site profile for --container.")] = "container",
+    site: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="The site for --container, and for ssh.  [default: the file's]", show_default=False
+        ),
+    ] = None,
     nodes: Annotated[
         str | None, typer.Option(metavar="A,B", help="Also try ssh, clocks and versions of these.", show_default=False)
     ] = None,
@@ -54,7 +59,7 @@ def check(
     if container is not None:
         found: visit.Visit | None = visit.examine_image(machine, container, site, agree)
     else:
-        found = visit.examine(machine, nodes, quick, fix, agree)
+        found = visit.examine(machine, nodes, quick, fix, agree, site)
     if found is not None:
         print_result(found.as_result(), json, found.as_text())
         raise typer.Exit(1 if found.verdict == "fail" else 0)

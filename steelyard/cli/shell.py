@@ -32,7 +32,8 @@ def shell_(
     Example: steelyard shell --site campus -- python3 -c 'import torch; print(torch.cuda.is_available())'
     """
     _, found = sites.find(site, None, sites_file)
-    words = [word for word in command or [] if word != "--"] if (command or [])[:1] == ["--"] else list(command or [])
+    words = command or []
+    words = words[1:] if words[:1] == ["--"] else words
     text = shell.script_for(found, words, reload_container)
     if dry_run:
         print_result({"script": text}, json, text)

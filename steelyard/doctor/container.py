@@ -40,31 +40,16 @@ class Image:
         self, command: Sequence[str], binds: Sequence[str] = (), env: Mapping[str, str] | None = None
     ) -> list[str]:
         """The command inside."""
-        variables = [f"{name}={value}" for name, value in (env or {}).items()]
+        variables = [word for name, value in (env or {}).items() for word in ("--env", f"{name}={value}")]
         if self.kind in ("apptainer", "singularity"):
             options = [word for bind in binds for word in ("--bind", bind)]
-            options += [word for one in variables for word in ("--env", one)]
-            return [self.kind, "exec", *options, self.path, *command]
+            return [self.kind, "exec", "--cleanenv", *options, *variables, self.path, *command]
         if self.kind == "enroot":
             mounts = [word for bind in binds for word in ("--mount", bind)]
-            return [
-                "enroot",
-                "start",
-                *mounts,
-                *(word for one in variables for word in ("--env", one)),
-                self.path,
-                *command,
-            ]
+            return ["enroot", "start", *mounts, *variables, self.path, *command]
         volumes = [word for bind in binds for word in ("--volume", bind)]
-        return [
-            self.kind,
-            "run",
-            "--rm",
-            *volumes,
-            *(word for one in variables for word in ("--env", one)),
-            self.path,
-            *command,
-        ]
+        start = [self.kind, "run", "--rm", "--entrypoint", command[0]]  # The image may have one of its own.
+        return [*start, *volumes, *variables, self.path, *command[1:]]
 
 
 @dataclass

@@ -98,11 +98,6 @@ class Machine:
             raise
         return Answer(process.returncode, out, err)
 
-    def version(self, command: Sequence[str]) -> tuple[int, ...] | None:
-        """The first number with a dot in what a program says of itself."""
-        answer = self.run(command)
-        return None if answer is None else version_in(answer.out + answer.err)
-
 
 def _end(process: subprocess.Popen[str]) -> None:
     with suppress(ProcessLookupError):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from steelyard.core.errors import UserError
+from steelyard.launch import sites
 
 
 def edited(path: Path, site: str, container: Mapping[str, str], binds: Sequence[str], environment: Mapping[str, str],
@@ -36,6 +38,15 @@ def edited(path: Path, site: str, container: Mapping[str, str], binds: Sequence[
     for name, folders in prepend.items():
         _put(before, name, list(dict.fromkeys([*folders, *map(str, before.get(name, []))])))
     return tomlkit.dumps(document)
+
+
+def default(path: Path) -> str | None:
+    """The site that is taken where none is named."""
+    try:
+        named = tomllib.loads(path.read_text(encoding="utf-8")).get(sites.DEFAULT)
+    except (FileNotFoundError, tomllib.TOMLDecodeError):
+        return None  # Whoever edits it will say what is wrong.
+    return named if isinstance(named, str) else None
 
 
 def _place(bind: str) -> str:

@@ -35,13 +35,15 @@ CHECKS: tuple[tuple[str, Check], ...] = (
 )
 
 
-def survey(machine: Machine, others: Sequence[str] = (), with_exchange: bool = True) -> list[Finding]:
-    """Everything that can be said of a machine, and of others that it should reach."""
+def survey(
+    machine: Machine, others: Sequence[str] = (), ssh: Sequence[str] = (), with_exchange: bool = True
+) -> list[Finding]:
+    """Everything that can be said of a machine, and of others that it should reach by ssh with these options."""
     console.say("asking Python and torch")
     seen = ask(machine)
     checks = list(CHECKS)
     if others:
-        checks.append((nodes.TOPIC, lambda machine, seen: nodes.check(machine, seen, others)))
+        checks.append((nodes.TOPIC, lambda machine, seen: nodes.check(machine, seen, others, ssh)))
     if with_exchange:
         checks.append((exchange.TOPIC, exchange.check))
     findings: list[Finding] = []

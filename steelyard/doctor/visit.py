@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
-from steelyard.doctor import changes, container, repair
+from steelyard.doctor import changes, container, repair, site_profile
 from steelyard.doctor.changes import Change
 from steelyard.doctor.checks import exchange, libraries, nodes, python
 from steelyard.doctor.finding import Finding, as_text, worst
@@ -16,6 +17,7 @@ from steelyard.doctor.machine import Machine
 from steelyard.doctor.places import environment_file, library_folder, sites_file
 from steelyard.doctor.seen import ask
 from steelyard.doctor.survey import survey
+from steelyard.launch import sites
 from steelyard.parallel.world import detect
 
 UNDO = "steelyard doctor --undo takes it back"
@@ -59,14 +61,17 @@ class Visit:
         return "\n\n".join(filter(None, [*parts, self.hint]))
 
 
-def examine(machine: Machine, others: str | None, quick: bool, fix: bool, agree: Agree) -> Visit | None:
+def examine(
+    machine: Machine, others: str | None, quick: bool, fix: bool, agree: Agree, site: str | None = None
+) -> Visit | None:
     """All checks, and with `fix` the safe repairs. None on ranks that only take part in the all-reduce."""
     world = detect(machine.environment)
     if not world.is_first:
         if not quick:
             exchange.exchange(machine, ask(machine), world)
         return None
-    visit = Visit(survey(machine, nodes.names(others) if others else (), with_exchange=not quick))
+    known = nodes.names(others) if others else []
+    visit = Visit(survey(machine, known, _ssh_options(machine, site) if known else (), with_exchange=not quick))
     fixable = [finding for finding in visit.findings if finding.is_fixable]
     if not fix:
         if fixable:
@@ -81,6 +86,12 @@ def examine(machine: Machine, others: str | None, quick: bool, fix: bool, agree:
     elif not visit.planned:
         visit.hint = "nothing to mend that is safe to mend"
     return visit
+
+
+def _ssh_options(machine: Machine, site: str | None) -> list[str]:
+    """What the site profile tells mpirun of ssh holds here too."""
+    file = sites_file(machine)
+    return nodes.options_of(sites.find(site, file=file)[1]) if site is not None or file.exists() else []
 
 
 def _agreed(visit: Visit, agree: Agree) -> bool:
@@ -110,16 +121,18 @@ def _again(machine: Machine, fixable: Sequence[Finding]) -> list[Finding]:
     return [finding for finding in found if (finding.topic, finding.name) in wanted]
 
 
-def examine_image(machine: Machine, name: str, site: str, agree: Agree) -> Visit:
-    """What an image lacks, brought in by the site profile."""
-    if not site or not all(letter.isalnum() or letter in "-_" for letter in site):
-        raise UserError(f"--site: {site!r} is no name for a site", mend="use letters, digits, - and _")
+def examine_image(machine: Machine, name: str, site: str | None, agree: Agree) -> Visit:
+    """What an image lacks, brought in by a site profile: the one that is named, the default, or a new one."""
+    site = site if site is not None else site_profile.default(sites_file(machine)) or "container"
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", site) or site == sites.DEFAULT:
+        raise UserError(f"--site: {site!r} is no name for a site", mend="use letters, digits, - and _, not default")
     image = container.choose(machine, name)
     made = container.prepare(machine, image, site)
     visit = Visit(made.findings, made.changes)
     if made.changes and _agreed(visit, agree):
         changes.apply(machine, made.changes)
         visit.is_applied = True
+        sites.find(site, file=sites_file(machine))  # What submit reads must be what was meant.
         visit.after = container.verify(machine, image, made)
         visit.hint = f"{sites_file(machine)} has it as site {site}; steelyard doctor --undo takes it back"
     elif not made.changes and worst(made.findings) != "fail":

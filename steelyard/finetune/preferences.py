@@ -85,6 +85,8 @@ class PairSamples:
 class Preferring(Extension):
     """Adds preferences to an extension that says what learns."""
 
+    is_likelihood = False
+
     def __init__(self, inner: Extension, beta: float, samples: list[PairSamples]) -> None:
         self.beta, self.samples = beta, samples
         self.margin = torch.zeros(3, dtype=torch.float64)

@@ -159,7 +159,10 @@ class Template:
         write, messages = self._compiled, conversation.messages
         lost = unsaid(conversation.tools, [message.beside for message in messages], self.source)
         if lost is not None:
-            raise BadRow(f"the chat template {self.name} has no place for {lost}, which would be left out")
+            raise BadRow(
+                f"the chat template {self.name} has no place for {lost}, which would be left out; "
+                "finetune.template names another"
+            )
         try:
             return write(
                 messages=[message.for_template() for message in messages],

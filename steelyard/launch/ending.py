@@ -23,20 +23,23 @@ def cancel(run: Path, at_once: bool = False) -> dict[str, Any]:
     if state is not None and state not in scheduler.LIVE:
         return {"run": str(run), "jobs": launch.jobs, "state": state, "cancelled": False}
     if launch.process is not None:
-        _stop(launch.process, at_once)
+        _stop(run, launch.process, at_once)
     else:
         _scancel(launch.jobs, at_once)
     state = scheduler.state(scheduler.refresh(run), launch.jobs)
     return {"run": str(run), "jobs": launch.jobs, "state": state, "cancelled": True}
 
 
-def _stop(who: dict[str, Any], at_once: bool) -> None:
+def _stop(run: Path, who: dict[str, Any], at_once: bool) -> None:
     if process.is_alive(who) is None:
         raise UserError(f"its supervisor runs on {who.get('host')}", mend="cancel it there")
-    process.stop(who, signal.SIGKILL if at_once else signal.SIGTERM)
+    number = signal.SIGKILL if at_once else signal.SIGTERM
+    process.stop(who, number)
     deadline = time.monotonic() + SECONDS_TO_SAVE
     while process.is_alive(who) and time.monotonic() < deadline:
         time.sleep(0.1)
+    if not process.is_alive(who) and process.ended(run) is None:  # It had no time to say so itself.
+        process.note_end(run, "CANCELLED", 128 + number, None)
 
 
 def _scancel(jobs: list[str], at_once: bool) -> None:

@@ -47,10 +47,15 @@ class Guarded:
         """The exit code; None while it runs."""
         return self.process.poll()
 
+    def ask(self, number: int) -> None:
+        """Pass a request to stop on to the command: SIGTERM or SIGINT."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+
     def stop(self) -> int:
         """Ask it to end, see that it does, and return its exit code."""
         if self.process.poll() is None:
-            self.process.terminate()
+            self.ask(signal.SIGTERM)
             try:
                 self.process.wait(SECONDS_TO_END + 5)
             except subprocess.TimeoutExpired:
@@ -86,7 +91,7 @@ def _wait(process: subprocess.Popen[bytes], asked: list[int]) -> None:
         if asked and deadline == float("inf"):
             deadline = time.monotonic() + SECONDS_TO_END
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGTERM)
+                os.killpg(process.pid, signal.SIGINT if asked[0] == signal.SIGINT else signal.SIGTERM)
         time.sleep(SECONDS_BETWEEN_LOOKS)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # Not waited for yet, so the number cannot be another's.

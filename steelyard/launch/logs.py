@@ -16,6 +16,11 @@ from pathlib import Path
 from steelyard.core.errors import UserError
 
 STREAMS = ("out", "err", "gpu")
+PRINTED = (
+    "out",
+    "err",
+    "log",
+)  # A `.log` is the launcher's own: of a job that ends before its ranks begin, all there is.
 BYTES_TO_LOOK_BACK = 1 << 18
 SECONDS_BETWEEN_LOOKS = 0.5
 SECONDS_BETWEEN_QUESTIONS = 3.0  # to the scheduler, whether the run is over
@@ -24,16 +29,11 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 def paths(run: Path, node: str | None = None, stream: str | None = None) -> list[Path]:
     """The logs of a run, host by host."""
-    found = [
-        path
-        for path in sorted((run / "logs").glob("*.*"))
-        if path.suffix[1:] in STREAMS
-        and stream in (None, path.suffix[1:])
-        and (stream is not None or path.suffix != ".gpu")
-        and node in (None, path.stem)
-    ]
+    wanted = PRINTED if stream is None else (stream,)
+    present = sorted((run / "logs").glob("*.*"))
+    found = [path for path in present if path.suffix[1:] in wanted and node in (None, path.stem)]
     if node is not None and not found:
-        hosts = sorted({path.stem for path in (run / "logs").glob("*.*") if path.suffix[1:] in STREAMS})
+        hosts = sorted({path.stem for path in present if path.suffix[1:] in STREAMS})
         raise UserError(f"{run} has no log of {node}", mend=f"hosts: {', '.join(hosts) or 'none yet'}")
     return found
 

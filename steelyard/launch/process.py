@@ -75,6 +75,12 @@ def ended(run: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and {"state", "exit_code", "elapsed"} <= found.keys() else None
 
 
+def note_end(run: Path, state: str, code: int, elapsed: int | None) -> None:
+    """Write down how it ended."""
+    with suppress(OSError):  # A full disk; whoever looks will see that the process is gone.
+        files.write_json(run / FOLDER / ENDED, {"state": state, "exit_code": code, "elapsed": elapsed, "time": now()})
+
+
 def stop(who: dict[str, Any], number: int = signal.SIGTERM) -> bool:
     """Send a signal to the very process that was started; returns whether it was still there."""
     if not is_alive(who):
@@ -101,8 +107,7 @@ def main(arguments: list[str]) -> int:
     code = 128 - code if code < 0 else code
     state = "COMPLETED" if code == 0 else "CANCELLED" if asked and code >= Interrupted.exit_code - 2 else "FAILED"
     elapsed = round(time.monotonic() - began)
-    with suppress(OSError):  # A full disk; whoever looks will see that the process is gone.
-        files.write_json(run / FOLDER / ENDED, {"state": state, "exit_code": code, "elapsed": elapsed, "time": now()})
+    note_end(run, state, code, elapsed)
     return code
 
 

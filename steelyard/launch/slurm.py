@@ -76,7 +76,8 @@ def text(order: Order, group: int | None = None, job: str | None = None) -> str:
         lines.append(f"{_srun(order, before, '', group, job)} || exit 1\n")
     lines.append(_srun(order, starter(order), _starter_options(order, group, job), group, job) + "\n")
     word = quote(str(order.run / FOLDER / STOPPED))
-    lines.append(f"code=$?\nif [ -e {word}{_attempt(order, job)} ]; then code={Interrupted.exit_code}; fi\n")
+    asked = f"[ $code = 0 ] && [ -e {word}{_attempt(order, job)} ]"
+    lines.append(f"code=$?\nif {asked}; then code={Interrupted.exit_code}; fi\n")
     if order.site.requeue and job is None:
         lines.append(_requeueing(order))
     return "".join([*lines, "exit $code\n"])

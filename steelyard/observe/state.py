@@ -32,7 +32,7 @@ FIRST_METRICS, FIRST_LINES = 512 << 10, 16 << 10
 MOST_METRICS, MOST_LINES = 4 << 20, 16 << 10
 FIRST_OF_ONE = 1 << 20
 # Bytes of error logs that a look goes through, at first and later, shared by all hosts; no less than so many of each.
-FIRST_ERRORS, MOST_ERRORS, LEAST_ERRORS = 4 << 20, 2 << 20, 32 << 10
+FIRST_ERRORS, MOST_ERRORS, LEAST_ERRORS = 4 << 20, 1 << 20, 16 << 10
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL",
          "DEADLINE", "REVOKED")  # fmt: skip
 WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "CONFIGURING", "SUSPENDED",

@@ -5,6 +5,7 @@ Text from logs is cleaned of what could act on a terminal and scrubbed of secret
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict
 from typing import Any
 
@@ -25,7 +26,7 @@ def summary(state: State) -> dict[str, Any]:
     told = {
         "name": _text(state.path.resolve().name),
         "state": _text(_state(state)),
-        "verdict": _told(verdicts[0]),
+        "verdict": _told(verdicts[0], state),
         "progress": _progress(state),
         "loss": _plain(state.trained[-1].get("loss")) if state.trained else None,
     }
@@ -43,7 +44,7 @@ def view(state: State) -> dict[str, Any]:
         "state": _text(_state(state)),
         "ended": has_ended(state),
         "exit_code": exit_code(verdicts),
-        "verdicts": [_told(verdict) for verdict in verdicts],
+        "verdicts": [_told(verdict, state) for verdict in verdicts],
         "scheduler": [_plain(record) for record in state.jobs.values()],
         "backend": _text(str(state.launch.get("backend") or state.manifest.get("launcher") or "")),
         "configuration": _configuration(state),
@@ -66,8 +67,10 @@ def _state(state: State) -> str:
     return known or "submitted"
 
 
-def _told(verdict: Verdict) -> dict[str, str]:
-    return {key: _text(value) for key, value in asdict(verdict).items()}
+def _told(verdict: Verdict, state: State) -> dict[str, str]:
+    """A verdict whose advice can be copied: `RUN` is the run's own path, quoted for a shell."""
+    told = {key: _text(value) for key, value in asdict(verdict).items()}
+    return told | {"what_to_do": told["what_to_do"].replace(" RUN", f" {shlex.quote(_text(str(state.path)))}")}
 
 
 def _progress(state: State) -> dict[str, Any]:

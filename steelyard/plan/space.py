@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import permutations, product
 from math import gcd, prod
@@ -16,6 +16,7 @@ from steelyard.core.recipe.model import LlamaModel
 from steelyard.core.recipe.parallel import Parallel
 from steelyard.plan.cluster import Cluster
 from steelyard.plan.layout import Placement
+from steelyard.plan.software import MEGATRON, Software
 
 MOST_ARRANGEMENTS = 64
 MOST_USES = 512  # Sets of nodes up to which all of them are looked at.
@@ -33,6 +34,10 @@ class Limits:
     recomputes: tuple[str, ...] = ("none", "selective", "full")
     zeros: tuple[int, ...] = (0, 1, 2, 3)
     schedules: tuple[str, ...] = ("1f1b", "gpipe", "interleaved", "zero-bubble")
+    even: bool = False
+    """Whether all stages must hold as many layers."""
+    short: bool = False
+    """Whether 1F1B may have fewer micro-batches than ranks."""
     subsets: bool = True
     """Whether nodes may be left idle."""
     uses: int = 100_000
@@ -43,7 +48,26 @@ class Limits:
 
 def limits_for(cluster: Cluster) -> Limits:
     """All of it on clusters of up to 256 GPUs; beyond, only what promises the most."""
-    return Limits() if cluster.ranks <= 256 else Limits(micro_batch=8, virtual=2, meshes=250)
+    return Limits() if cluster.ranks <= 256 else Limits(micro_batch=8, virtual=2, meshes=300)
+
+
+def restricted(limits: Limits, software: Software) -> Limits:
+    """What is left for a program that lacks some of it.
+
+    Megatron-LM of 2021 to 2023 has 1F1B, plain (of any number of micro-batches) and interleaved, equal stages, and a
+    distributed optimizer, which is zero 1. It has no context parallelism, no sharded gradients or weights, no gpipe and
+    no zero bubble.
+    """
+    if software is not MEGATRON:
+        return limits
+    return replace(
+        limits,
+        contexts=(1,),
+        zeros=tuple(zero for zero in limits.zeros if zero < 2),
+        schedules=tuple(name for name in limits.schedules if name in ("1f1b", "interleaved")),
+        even=True,
+        short=True,
+    )
 
 
 class Use(NamedTuple):
@@ -192,7 +216,7 @@ def schedules(recipe: Recipe, pipeline: int, rounds: int, limits: Limits) -> lis
         return [("1f1b", 1)]
     found: list[tuple[str, int]] = []
     each = [batch * rounds // recipe.train.global_batch for batch in batches(recipe)]
-    if min(each) >= pipeline:
+    if limits.short or min(each) >= pipeline:
         found.append(("1f1b", 1))
     else:
         found.append(("gpipe", 1))
@@ -201,7 +225,11 @@ def schedules(recipe: Recipe, pipeline: int, rounds: int, limits: Limits) -> lis
         found += [("interleaved", v) for v in deep if v > 1]
         if not recipe.train.compile:
             found += [("zero-bubble", v) for v in deep if v <= 2]
-    return [choice for choice in found if choice[0] in limits.schedules]
+    return [
+        (name, virtual)
+        for name, virtual in found
+        if name in limits.schedules and not (limits.even and recipe.model.layers % (pipeline * virtual))
+    ]
 
 
 @lru_cache(maxsize=4096)

@@ -236,8 +236,8 @@ class Training:
             valid_loss = loss_sum / labels_in(self.validation, 0, batches * batch, self.recipe.data.sequence_length)
             self.valid_losses.append(valid_loss)
             self.recorder.record({"step": self.tally.counters.step, "valid_loss": valid_loss})
-            perplexity = units.perplexity(valid_loss)
-            console.say(f"step {self.tally.counters.step}: validation loss {valid_loss:.4f}, perplexity {perplexity}")
+            beside = f", perplexity {units.perplexity(valid_loss)}" if self.extension.is_likelihood else ""
+            console.say(f"step {self.tally.counters.step}: validation loss {valid_loss:.4f}{beside}")
 
     def _judged(self) -> tuple[bool, bool]:
         """Whether the last validation is the best, and to be kept, and whether to give up waiting for a better."""

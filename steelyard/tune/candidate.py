@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,7 +39,8 @@ def refuse_recipe(tune: Tune) -> None:
 
 def prepare(tune: Tune, point: Point, folder: Path, number: int) -> list[str]:
     """Make a trial's folder and return the words that run it."""
-    folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)  # What a study of the same name left whose database is gone.
+    folder.mkdir(parents=True)
     if tune.command is not None:
         values = point | {"trial": number, "folder": str(folder)}
         return commands.filled(commands.words(tune.command), values)
@@ -50,8 +53,6 @@ def prepare(tune: Tune, point: Point, folder: Path, number: int) -> list[str]:
 def written(tune: Tune, point: Point) -> str:
     """The best settings as a recipe file, or as the command that has them."""
     if tune.command is not None:
-        import shlex
-
         named = {"trial": "best", "folder": "best"}
         return shlex.join(commands.filled(commands.words(tune.command), point | named)) + "\n"
     settings = recipe_at(tune, point, is_trial=False).settings()

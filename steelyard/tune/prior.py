@@ -21,6 +21,7 @@ from steelyard.tune.space import Point, Space, key
 from steelyard.tune.spec import Tune
 
 LOOKED_AT = 400  # Points that are predicted to find the first ones.
+METRICS = ("seconds", "tokens_per_second", "tflops")
 FEWEST, MOST = 1, 8  # first trials in the planner's order
 
 
@@ -78,10 +79,12 @@ class Prior:
         return self.ordered(points)[: max(FEWEST, min(MOST, (trials or MOST) // 4))]
 
     def ordered(self, points: Sequence[Point]) -> list[Point]:
-        """Those that can run and are predicted, the fastest first."""
-        known = [(self.of(point), number) for number, point in enumerate(points)]
-        timed = [(each.predicted["seconds"], number) for each, number in known if each.predicted]
-        return [points[number] for _, number in sorted(timed)]
+        """Those that can run and are predicted, the most promising first."""
+        known = [(self.of(point).predicted, number) for number, point in enumerate(points)]
+        goal = self.tune.objectives[0]
+        metric = goal.metric if goal.metric in METRICS else "tokens_per_second"
+        sign = -1 if metric != goal.metric or goal.direction == "maximize" else 1
+        return [points[n] for _, n in sorted((sign * each[metric], n) for each, n in known if each)]
 
 
 def _on(recipe: Recipe, world: int) -> Recipe:

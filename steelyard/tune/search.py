@@ -9,9 +9,14 @@ STUDY/report.html
 
 from __future__ import annotations
 
+import contextlib
 import shlex
+import signal
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from steelyard.core import files, secrets, units
@@ -38,7 +43,7 @@ def search(tune: Tune, folder: Path, storage_url: str | None = None, worker: int
     prepare(tune)
     folder.mkdir(parents=True, exist_ok=True)
     url = storage.url_of(folder, storage_url or tune.storage)
-    with storage.faults():
+    with storage.faults(), _asked_to_end():
         study = Study(tune, url, worker)
         kept.remember(tune, folder, url)
         study.begin()
@@ -52,6 +57,23 @@ def search(tune: Tune, folder: Path, storage_url: str | None = None, worker: int
             raise Interrupted(f"{summary['trials']} trials are kept in {folder}; the same command goes on") from None
         console.say(f"{folder}: done after {why}")
         return write_best(study.tune, study.trials(), folder)
+
+
+@contextlib.contextmanager
+def _asked_to_end() -> Iterator[None]:
+    """A scheduler's SIGTERM is as good a reason as a Ctrl-C: what runs is ended and what was learned is kept."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise Interrupted
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def prepare(tune: Tune) -> None:
@@ -155,7 +177,9 @@ def _refuse_nothing_to_run(study: Study) -> None:
     trials = study.trials()
     if any(history.result_of(each) in (*outcome.RAN, "running", "waiting") for each in trials):
         return
-    reasons = [str(history.told(each, "reason")) for each in trials if history.result_of(each) in outcome.REJECTED] or [
-        "no point keeps the constraints"
-    ]
-    raise UserError(f"no point of the space can run: {reasons[-1]}", mend="widen [space], or relax constraints")
+    kinds = (outcome.PRUNED_BY_PLAN, outcome.BREAKS_CONSTRAINT)
+    reasons = [history.told(each, "reason") for kind in kinds for each in trials if history.result_of(each) == kind]
+    raise UserError(
+        f"no point of the space can run: {(reasons or ['none keeps the constraints'])[0]}",
+        mend="widen [space], or relax constraints",
+    )

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from optuna.samplers import BaseSampler
     from optuna.trial import FrozenTrial, Trial
 
-REJECTED_IN_A_ROW = 8  # of the sampler's points, before one is chosen among those that are left
+REJECTED_IN_A_ROW = 4  # of the sampler's points, before one is chosen among those that are left
 DRAWN = 2_000  # random points that are looked at, where all cannot be
 SECONDS_OF_GRACE = 60.0  # without a beat, before a worker on another host is taken for dead
 SECONDS_TO_SAY_WHO = 5.0  # from the beginning of a trial
@@ -134,7 +134,7 @@ class Study:
         return False
 
     def _left(self) -> Point | None:
-        """A point that was not tried and may run: in turn near the best, by the planner's word, and anywhere."""
+        """A point not tried yet that may run: near the best, or, now and then, by the planner's word or anywhere."""
         trials = self.trials()
         known = history.tried(trials)
         chance = random.Random(f"{self.tune.seed} {history.settled(trials)}")
@@ -145,9 +145,9 @@ class Study:
         if self.tune.sampler != "grid":
             chance.shuffle(points)
             best, turn = front(self.tune, trials), history.settled(trials) % 3
-            if best and turn == 0:
+            if best and turn:
                 points.sort(key=lambda point: self.space.distance(point, best[0].params))
-            elif turn == 1 and self.tune.objectives[0].is_speed:
+            elif self.tune.objectives[0].is_speed:
                 points = self.prior.ordered(points[:LOOKED_AT]) or points
         return next((point for point in points if self.prior.of(point).why_not is None), None)
 
@@ -174,7 +174,6 @@ class Study:
 
     def fail_the_lost(self) -> list[int]:
         """End the trials whose worker was killed, and queue their points again; returns their numbers."""
-        from optuna.exceptions import UpdateFinishedTrialError
         from optuna.trial import TrialState
 
         lost = []
@@ -188,7 +187,7 @@ class Study:
             try:
                 self.optuna._storage.set_trial_user_attr(trial._trial_id, "ended", told)
                 self.optuna.tell(trial.number, state=TrialState.FAIL)
-            except (UpdateFinishedTrialError, RuntimeError, ValueError):
+            except (RuntimeError, ValueError):
                 continue  # Another worker was faster.
             lost.append(trial.number)
             if retries < RETRIES and trial.params.keys() == self.space.dimensions.keys():

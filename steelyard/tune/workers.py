@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -27,9 +28,10 @@ def run(arguments: Sequence[str], workers: int) -> None:
             time.sleep(SECONDS_BETWEEN_LOOKS)
     except Interrupted:
         for each in running:
-            each.process.terminate()
-        for each in running:
-            each.stop()
+            each.ask(signal.SIGINT)
+        deadline = time.monotonic() + guard.SECONDS_TO_END + 5
+        while any(each.code is None for each in running) and time.monotonic() < deadline:
+            time.sleep(SECONDS_BETWEEN_LOOKS)
         raise Interrupted("what was learned is kept; the same command goes on") from None
     finally:
         for each in running:

@@ -114,17 +114,19 @@ class Yard:
         own = {"PATH": f"{self.lab.bin}:{os.environ['PATH']}", "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
         return os.environ | own | {"XDG_CONFIG_HOME": str(self.path / "config")}
 
-    def steelyard(self, *words: str, on_host: str | None = None, code: int = 0) -> subprocess.CompletedProcess:
+    def steelyard(self, *words: str, on_host: str | None = None, beside: str | None = None, code: int = 0):
         command = [sys.executable, "-P", "-m", "steelyard", *words]
+        if beside is not None:
+            command = self.lab.beside(beside, *command)
         if on_host is not None:
             command = self.lab.inside(on_host, "sh", "-c", 'cd "$0" && exec "$@"', str(self.path), *command)
         done = subprocess.run(command, cwd=self.path, env=self.environment, capture_output=True, text=True, timeout=120)
         assert done.returncode == code, done.stdout + done.stderr
         return done
 
-    def submit(self, *words: str, on_host: str | None = None) -> Path:
+    def submit(self, *words: str, **where: str) -> Path:
         """Submit and return the run folder."""
-        return Path(json.loads(self.steelyard("submit", *words, "--json", on_host=on_host).stdout)["run"])
+        return Path(json.loads(self.steelyard("submit", "--json", *words, **where).stdout)["run"])
 
     def records(self, run: Path) -> list[dict]:
         """What the scheduler says now, and has said."""

@@ -95,6 +95,10 @@ class Lab:
         pid = str(self.boxes[host][0])
         return ["nsenter", "-t", pid, "-m", "-u", "-i", "-n", "-p", f"--wd={Path.cwd()}", "--", *words]
 
+    def beside(self, host: str, *words: str) -> list[str]:
+        """With a host's name and network, but outside its processes, from where other hosts can be entered."""
+        return ["nsenter", "-t", str(self.boxes[host][0]), "-u", "-n", "--", *words]
+
     def mount(self, host: str, folder: Path, size: str) -> None:
         """A small disk of a host's own on a folder."""
         self._enter(host, "mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder))
@@ -130,7 +134,8 @@ class Lab:
         self.until(ready.exists, f"the box of {host}", 10)
         inner = int(Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text().split()[0])
         self.boxes[host] = inner, _started(inner)
-        (self.folder / f"{host}.pid").write_text(f"{inner}\n")  # For the scripts in here.
+        for name in (host, f"{NETWORK}.{HOSTS[host]}"):
+            (self.folder / f"{name}.pid").write_text(f"{inner}\n")  # For the scripts in here.
 
     def _end(self, host: str) -> None:
         pid, started = self.boxes.pop(host, (0, ""))

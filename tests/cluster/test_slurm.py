@@ -2,13 +2,16 @@
 
 import json
 import os
+import shlex
 import signal
 import time
 from pathlib import Path
 
 import pytest
 
+from steelyard.cli import COMMANDS
 from tests.cluster.conftest import Yard, everything, losses, metrics
+from tests.test_guides import commands
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -166,6 +169,24 @@ def test_a_command_runs_inside_an_allocation_that_is_there(yard: Yard):
         assert "quickstart" in "".join(path.read_text() for path in (run / "logs").glob("a*.out"))
     finally:
         yard.lab.client("scancel", job)
+
+
+def test_the_guide_to_slurm_works_as_written(yard: Yard):
+    """Its recipe and cluster at toy size, its lines as they are."""
+    recipe = (yard.path / "mixed.toml").read_text().replace('["a10:2", "a100:2"]', '["a100:1", "a10:2", "a100:1"]')
+    (yard.path / "planned.toml").write_text(recipe)
+    lines = [line for line in commands("guide-slurm.md") if line.split()[1] in COMMANDS]
+    assert len(lines) >= 7
+    for line in lines:
+        said = yard.steelyard(*shlex.split(line)[1:]).stdout
+        if " submit " in line and "--dry-run" not in line:
+            run = yard.path / "runs" / "gpt2-xl"
+            yard.until_state(run, "COMPLETED")
+    assert "COMPLETED" in said
+    assert sorted(losses(run)) == list(range(1, 21))
+    where = {path.stem: path.read_text() for path in (run / "logs").glob("*.out")}
+    assert [host for host, text in where.items() if "step 20/20" in text] in (["b1"], ["b2"])  # an a100 has rank 0
+    assert (yard.path / "report.html").stat().st_size > 1000
 
 
 def _rank_of(yard: Yard, run: Path, host: str) -> int:

@@ -30,9 +30,10 @@ def without_torch(tmp_path_factory):
 
 
 def doctor(python, *words, **environment):
+    """The real command; with nothing on PATH, whose programs would only take their time."""
     return subprocess.run(
         [python, "-P", "-m", "steelyard", "doctor", *words], capture_output=True, text=True, timeout=120,
-        env={**os.environ, "PYTHONPATH": str(ROOT)} | environment, stdin=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PATH": "/usr/bin/nowhere"} | environment, stdin=subprocess.DEVNULL,
     )  # fmt: skip
 
 
@@ -87,6 +88,7 @@ def test_undo_with_nothing_done_says_so(capsys, monkeypatch, tmp_path):
         (["--nodes", "-oProxyCommand=x", "--quick"], "is no name of a machine"),
         (["--container", "gone.sif"], "there is no image gone.sif"),
         (["--container", "gone.sif", "--site", "a.b"], "is no name for a site"),
+        (["--container", "gone.sif", "--site", "default"], "is no name for a site"),
         (["explain", "gone.log"], "there is no log gone.log"),
         (["explain"], "missing argument"),
         (["explane", "a"], "unexpected extra argument"),

@@ -11,6 +11,7 @@ import pytest
 from steelyard.core.errors import Fault, UserError
 from steelyard.doctor import changes, container, site_profile, visit
 from steelyard.doctor.places import sites_file
+from steelyard.launch import sites
 from tests.doctor.conftest import named
 from tests.doctor.test_repair import tree
 
@@ -18,6 +19,7 @@ from tests.doctor.test_repair import tree
 RUNTIME = r"""
 import os, sys
 words, binds, env = sys.argv[2:], [], {}
+assert words.pop(0) == "--cleanenv"
 while words[0].startswith("--"):
     kind, value = words[0], words[1]
     words = words[2:]
@@ -101,6 +103,7 @@ def test_an_image_is_made_whole_from_outside_and_undo_leaves_no_trace(bench, ima
         "libcudnn.so.8": "/opt/steelyard/libraries/0/libcudnn.so.8.9.7",
         "libcudnn_ops_infer.so.8": "/opt/steelyard/libraries/0/libcudnn_ops_infer.so.8.9.7",
     }
+    assert sites.find("campus", file=sites_file(machine))[1].container.kind == "apptainer"
     again = visit.examine_image(machine, str(image), "campus", lambda question: pytest.fail("nothing is left to do"))
     assert not again.planned
     changes.undo(machine)
@@ -179,7 +182,7 @@ def test_a_profile_keeps_its_comments_and_what_it_had(tmp_path):
     assert written["campus"]["environment"] == {"NCCL_DEBUG": "WARN", "CUDA_HOME": "/usr/local/cuda"}
     assert written["campus"]["prepend"] == {"LD_LIBRARY_PATH": ["/opt/steelyard/links"]}
     assert written["other"] == {"partition": "gpu1"}
-    assert written["default"] == "campus"
+    assert written["default"] == site_profile.default(path) == "campus"
 
 
 @pytest.mark.parametrize(("text", "message"), [("a = [", "not TOML"), ("campus = 3\n", "is no table")])

@@ -55,6 +55,50 @@ MESSAGES = [
     ("Failed to find C compiler. Please specify via CC environment variable", "no-compiler", False),
     ("/x/y.py:3: FutureWarning: `torch.cuda.amp.autocast(args...)` is deprecated.", "warning", True),
     ("Setting OMP_NUM_THREADS environment variable for each process to be 1 in default", "omp-threads", True),
+    ("ModuleNotFoundError: No module named 'torch._C._distributed_c10d'", "torch-c-missing", False),
+    ("OSError: CUDA_HOME environment variable is not set. Please set it.", "cuda-home-unset", False),
+    ("srun.sh: line 3: mpirun: command not found", "mpirun-missing", False),
+    ("CUDA error: the provided PTX was compiled with an unsupported toolchain.", "triton-ptx", False),
+    ("ptxas /tmp/x.ptx, line 5; fatal : Unsupported .version 8.7; current version is '8.4'", "triton-ptx", False),
+    ("RuntimeError: Cannot re-initialize CUDA in forked subprocess.", "cuda-init-fork", False),
+    ("RuntimeError: CUDA error: uncorrectable ECC error encountered", "gpu-ecc", False),
+    ("kernel: NVRM: Xid (PCI:0000:17:00): 79, pid=1, GPU has fallen off the bus.", "gpu-lost", False),
+    ("RuntimeError: CUDA error: an illegal memory access was encountered", "illegal-access", False),
+    ("RuntimeError: CUDA error: misaligned address", "illegal-access", False),
+    ("RuntimeError: CUDA error: device-side assert triggered", "device-assert", False),
+    ("RuntimeError: CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`", "cublas", False),
+    ("RuntimeError: cuDNN version incompatibility: PyTorch was compiled against (9, 10, 2)", "cudnn-mismatch", False),
+    ("ncclUnhandledCudaError: Call to CUDA function failed.", "nccl-cuda", False),
+    ("NCCL error in: x.cpp:9, remote process exited or there was a network error", "nccl-remote", False),
+    ("n060:1:1 [0] NCCL WARN Bootstrap : no socket interface found", "nccl-interface", False),
+    ("NCCL WARN Call to ibv_reg_mr failed with error Cannot allocate memory", "ib-memory", False),
+    ("The client socket has timed out after 600000ms while trying to connect to (n060, 29500)", "store-timeout", False),
+    ("Timed out after 601 seconds waiting for clients. 7/8 clients joined.", "store-timeout", False),
+    ("srun: error: *** STEP 17.0 ON n060 CANCELLED AT 2026-01-01 DUE TO PREEMPTION ***", "slurm-preempted", False),
+    ("slurmstepd: error: *** JOB 17 ON n1 CANCELLED AT 2026-01-01 DUE TO NODE FAILURE ***", "slurm-node-failed", False),
+    ("kernel: Out of memory: Killed process 4242 (python)", "oom-killed", False),
+    ("slurmstepd: error: Exceeded job memory limit", "memory-limit", False),
+    ("sbatch: error: Batch job submission failed: Requested node configuration is not available", "slurm-gres", False),
+    ("sbatch: error: Invalid generic resource (gres) specification", "slurm-gres", False),
+    ("mpirun has detected an attempt to run as root.", "mpi-root", False),
+    ("Host key verification failed.", "ssh-key", False),
+    ("OSError: [Errno 122] Disk quota exceeded", "disk-full", False),
+    ("OSError: [Errno 24] Too many open files", "open-files", False),
+    ("OSError: [Errno 30] Read-only file system: '/usr/lib/x'", "read-only", False),
+    ("/bin/sh: line 1: 77 Illegal instruction (core dumped) python", "illegal-instruction", False),
+    ("RuntimeError: unable to write to file </torch_17_42>", "bus-error", False),
+    ("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.", "driver-unreachable", False),
+    ("RuntimeError: Found no NVIDIA driver on your system.", "driver-unreachable", False),
+    ("CUDA driver version is insufficient for CUDA runtime version", "driver-too-old", False),
+    ("NVIDIA H200 with CUDA capability sm_90 is not compatible with the current PyTorch installation.",
+     "no-kernel-image", False),
+    ("WARNING: CUPTI initialization failed - CUDA profiler activities will be missing", "kineto-cupti", True),
+    ("INFO: External init callback must run in same thread as registerClient (1 != 2)", "nvtx-annotation", True),
+    ("[rank0]: using GPU 0 as device used by this process is currently unknown.", "barrier-device", True),
+    ("Warning: destroy_process_group() was not called before program exit", "destroy-process-group", True),
+    ("The hostname of the client socket cannot be retrieved. err=-3", "hostname-socket", True),
+    ('A process has executed an operation involving a call to the "fork()" system call', "ibv-fork", True),
+    ("TensorFlow installation not found - running with reduced feature set.", "tensorboard-tf", True),
 ]  # fmt: skip
 NOT_ERRORS = [
     " iteration       30/      50 | lm loss: 1.017721E+01 | number of nan iterations:   0 |",
@@ -94,6 +138,7 @@ def test_every_hint_is_a_part_of_what_its_pattern_finds():
         for message in matching:
             assert any(hint in message for hint in known.hints), known.name
             assert re.search(known.pattern, message)
+        assert matching, f"{known.name} needs a message in this file"
     assert len({known.name for known in KNOWN}) == len(KNOWN)
 
 

@@ -118,6 +118,17 @@ def test_an_older_nccl_that_comes_first_is_named(bench):
     assert str(folder) in finding.mend
 
 
+def test_what_torch_has_loaded_is_not_called_missing(bench):
+    """torch may find a library by ways of its own, and load it beside others that it needs."""
+    bench.torch("libnccl.so.2", "libcudnn.so.9")
+    stub = bench.library(bench.path / "gone" / "libmissing.so.1", "libmissing.so.1")
+    bench.library(bench.path / "lib" / "libnccl.so.2", "libnccl.so.2", needed=[stub])
+    stub.unlink()
+    works = Seen({"torch": "2.13.0+cu126", "torch_cuda": "12.6"})
+    assert found(bench, "NCCL", works, LD_LIBRARY_PATH=str(bench.path / "lib")).verdict == "ok"
+    assert found(bench, "cuDNN", works).verdict == "ok"
+
+
 def test_the_rest_of_cuda_is_one_line(bench):
     bench.torch("libcudart.so.12", "libcublas.so.12", "libnvrtc.so.12")
     folder = bench.path / "lib"

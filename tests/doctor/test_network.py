@@ -3,6 +3,7 @@ import socket
 import pytest
 
 from steelyard.core.errors import UserError
+from steelyard.core.recipe.site import Site
 from steelyard.doctor.checks import network, nodes
 from steelyard.doctor.seen import Seen
 from tests.doctor.conftest import named
@@ -100,6 +101,13 @@ def test_a_node_that_cannot_be_reached_is_named_with_the_way_out(bench, message,
     finding = named(found, "ssh b")
     assert (finding.verdict, finding.words) == ("fail", message)
     assert mend in finding.mend
+
+
+def test_the_port_and_options_of_the_site_are_used(bench):
+    bench.program("ssh", f'echo "$*" >> {bench.path}/said; exit 255')
+    options = nodes.options_of(Site(mpi={"ssh_port": 53412, "ssh_options": ["-o StrictHostKeyChecking=no"]}))
+    list(nodes.check(bench.machine(), SEEN, ["a"], options))
+    assert " -p 53412 -o StrictHostKeyChecking=no -- a " in (bench.path / "said").read_text()
 
 
 def test_nodes_that_do_not_reach_each_other_are_named(bench):

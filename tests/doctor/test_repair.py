@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,10 @@ def test_a_missing_soname_is_linked_and_then_loads_and_undo_leaves_no_trace(brok
     assert sourced(machine, 'echo "$LD_LIBRARY_PATH ${CONDA_PREFIX-gone} ${CONDA_SHLVL-gone}"').strip() == (
         f"{library_folder(machine)}:/some/where gone gone"
     )
+    loaded = sourced(
+        machine, f"{sys.executable} -S -c \"import ctypes; print(ctypes.CDLL('libcudnn.so.8').cudnnGetVersion())\""
+    )
+    assert loaded == "8907\n"  # By the loader itself, under the name that torch asks for.
     taken, left = changes.undo(machine)
     assert not left
     assert str(environment_file(machine)) in taken

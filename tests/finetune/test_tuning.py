@@ -9,6 +9,7 @@ import torch
 from steelyard.core.errors import UserError
 from steelyard.core.run import Run
 from steelyard.finetune import data, previewing, tuning
+from steelyard.train import engine
 from tests.finetune.conftest import recipe_of, talks, write_jsonl
 
 
@@ -40,6 +41,15 @@ def test_packed_rows_give_the_loss_and_gradient_of_single_ones(bases, place, fam
     (packed, *a), (single, *b) = first
     assert packed < single
     assert np.allclose(a, b, rtol=2e-5)
+
+
+def test_conversations_named_by_where_they_begin_are_learned_alike(bases, place, monkeypatch):
+    words = ["train.steps=2", "train.global_batch=4", "train.micro_batch=2", "eval.every=1", "finetune.valid_share=0.2"]
+    _, usual = tuned(bases / "llama", *words, run="usual")
+    monkeypatch.setattr(engine, "can_attend_within", lambda *_: True)  # On a CPU its twin, the dense mask, is used.
+    _, other = tuned(bases / "llama", *words, run="other")
+    for key in ("loss", "grad_norm", "valid_loss"):
+        assert records(other, key) == pytest.approx(records(usual, key), rel=1e-6)
 
 
 def test_micro_batches_do_not_change_the_gradient(bases, place):

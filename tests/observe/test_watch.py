@@ -40,7 +40,7 @@ def test_what_a_host_reports_otherwise_is_shown(tmp_path: Path):
 
 def test_hostile_names_and_secrets_do_not_reach_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MY_API_KEY", "very-secret-value")
-    folder = Folder(tmp_path / "run\x1b[31m")
+    folder = Folder(tmp_path / "run\x1b[31m $(reboot)")
     folder.logs["n0.err"] = (
         "using very-secret-value and hf_abcdefghijklmnopqrstuvwx\n\x1b]0;owned\x07[red]markup[/red]\n"
     )
@@ -50,6 +50,8 @@ def test_hostile_names_and_secrets_do_not_reach_the_page(tmp_path: Path, monkeyp
     assert "hf_abc" not in page
     assert "\\u001b" not in page
     assert "[red]markup[/red]" in page
+    folder.logs["n0.err"] = "ValueError: x\n"
+    assert "steelyard logs '" in view(folder.state())["verdicts"][0]["what_to_do"]
 
 
 def test_a_run_is_found_by_folder_name_job_or_as_the_newest(tmp_path: Path):

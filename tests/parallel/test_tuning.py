@@ -79,6 +79,13 @@ def test_tuning_is_alike_on_a_layout(layouts: Layouts, bases, family: str, kind:
     assert all(torch.allclose(ours.tensor(name), theirs.tensor(name), atol=2e-3) for name in ours.names())
 
 
+def test_conversations_named_by_where_they_begin_go_through_every_stage(layouts: Layouts, bases):  # noqa: F811
+    alone = tune(layouts, bases, 1, "llama", "full", "alone")
+    words = [*COMMON, *KINDS["full"], *parallel(tensor=2, pipeline=2, sequence_parallel="true")]
+    layouts.ranks.do(4, jobs.tuned_by_starts, str(bases / "llama"), words, "by-starts", "talks.jsonl")
+    assert difference(Run.open(layouts.folder / "by-starts").metrics(), alone.metrics()) < ROUNDING["llama"]
+
+
 def test_noise_is_more_than_what_layouts_are_held_to(layouts: Layouts, bases):  # noqa: F811
     plain, noisy = (tune(layouts, bases, 1, "gpt", kind, "alone") for kind in ("full", "noise"))
     assert difference(noisy.metrics(), plain.metrics()) > 10 * ROUNDING["gpt"]

@@ -18,6 +18,7 @@ from steelyard.core.errors import Fault, UserError
 from steelyard.tune import history, kept, outcome, search, spec, storage
 from steelyard.tune.study import Study
 from tests.conftest import kill
+from tests.tune.test_trial import is_alive
 
 # Softmax regression by gradient descent on digits that are noisy copies of ten patterns: a real problem, in numpy.
 TRAIN = """
@@ -61,7 +62,7 @@ VALLEY = """
 import os, sys, time
 x, y = int(sys.argv[1]), int(sys.argv[2])
 with open(sys.argv[3] + "/runs.txt", "a") as file:
-    file.write(f"{x} {y}\\n")
+    file.write(f"{x} {y} {os.getpid()}\\n")
 time.sleep(float(os.environ.get("PAUSE", "0")))
 print("value:", (x - 11) ** 2 + (y - 5) ** 2)
 """
@@ -153,6 +154,8 @@ def test_a_study_that_is_killed_again_and_again_ends_as_if_it_was_not(valley):
         time.sleep(0.6 * chance.random())
         assert process.poll() is None
         kill(process)
+        last = int((valley / "runs.txt").read_text().split()[-1])
+        wait_for(lambda last=last: not is_alive(last), 15)  # Nobody is left to end it but its guard.
     done(tune(valley, "valley.toml", "--study", "killed"))
     assert ended(valley / "killed", outcome.FINISHED) == ended(valley / "undisturbed", outcome.FINISHED)
     assert len(ended(valley / "killed", outcome.FINISHED)) == 8

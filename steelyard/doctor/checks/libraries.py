@@ -55,6 +55,8 @@ def _together(name: str, found: Sequence[Finding]) -> Finding:
 def _one(machine: Machine, want: Wanted, name: str, seen: Seen, cuda: Sequence[int] | None) -> Finding:
     facts: dict[str, Any] = {"soname": want.soname, "asked_by": want.by}
     path = sonames.resolve(machine, want)
+    if path is None and seen.torch_cuda is not None:
+        return Finding(TOPIC, name, "ok", f"torch finds {want.soname} by itself", facts=facts)
     if path is None:
         return _missing(machine, want, name, facts, cuda)
     facts["path"] = str(path)
@@ -73,6 +75,8 @@ def _one(machine: Machine, want: Wanted, name: str, seen: Seen, cuda: Sequence[i
         )
     loaded = load_library(machine, str(path), want.family)
     facts["version"] = loaded.get("version")
+    if not loaded["loads"] and seen.torch_cuda is not None:  # Beside others that torch loads first, it does.
+        return Finding(TOPIC, name, "ok", f"torch loads {want.soname} from {path.parent}", facts=facts)
     if not loaded["loads"]:
         return Finding(
             TOPIC, name, "fail", f"{path} cannot be loaded: {loaded['error']}", _mend_load(loaded["error"]), facts

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from steelyard.core.errors import UserError
+from steelyard.core.recipe.site import Site
 from steelyard.doctor.finding import Finding
 from steelyard.doctor.machine import Machine, dotted
 from steelyard.doctor.seen import Seen, installed_torch
@@ -52,26 +53,32 @@ def names(text: str) -> list[str]:
     return given
 
 
-def check(machine: Machine, seen: Seen, nodes: Sequence[str]) -> Iterator[Finding]:
+def options_of(site: Site) -> list[str]:
+    """The port and options that a site's mpirun gives to ssh."""
+    port = ["-p", str(site.mpi.ssh_port)] if site.mpi.ssh_port else []
+    return port + [word for option in site.mpi.ssh_options for word in shlex.split(option)]
+
+
+def check(machine: Machine, seen: Seen, nodes: Sequence[str], options: Sequence[str] = ()) -> Iterator[Finding]:
     """Each node from here, then each pair, then what differs among them."""
     if machine.which("ssh") is None:
         yield Finding(TOPIC, "ssh", "fail", "there is no ssh on PATH", "install openssh-client")
         return
-    replies = [_ask(machine, node) for node in nodes]
+    replies = [_ask(machine, node, options) for node in nodes]
     for reply in replies:
         yield _reached(machine, reply)
     good = [reply for reply in replies if not reply.problem]
     if len(good) > 1:
-        yield _between(machine, [reply.node for reply in good])
+        yield _between(machine, [reply.node for reply in good], options)
     if good:
         yield _clocks(good)
         yield _versions(machine, seen, good)
 
 
-def _ask(machine: Machine, node: str) -> Reply:
+def _ask(machine: Machine, node: str, options: Sequence[str]) -> Reply:
     remote = f"cd {shlex.quote(str(machine.folder))} && {shlex.quote(machine.python)} -c {shlex.quote(QUESTION)}"
     before = time.time()
-    answer = machine.run(["ssh", *OPTIONS, "--", node, remote], seconds=30)
+    answer = machine.run(["ssh", *OPTIONS, *options, "--", node, remote], seconds=30)
     after = time.time()
     if answer is None or not answer.is_good:
         return Reply(node, {}, answer.gist if answer else "there is no ssh")
@@ -103,12 +110,12 @@ def _reached(machine: Machine, reply: Reply) -> Finding:
     return Finding(TOPIC, f"ssh {reply.node}", "fail", reply.problem, mend)
 
 
-def _between(machine: Machine, nodes: Sequence[str]) -> Finding:
+def _between(machine: Machine, nodes: Sequence[str], options: Sequence[str]) -> Finding:
     """mpirun starts machines from machines, so each must reach the next; the ring finds one that cannot."""
     failed: list[str] = []
     for first, second in zip(nodes, [*nodes[1:], nodes[0]], strict=True):
-        inner = shlex.join(["ssh", *OPTIONS, "--", second, "true"])
-        answer = machine.run(["ssh", *OPTIONS, "--", first, inner], seconds=30)
+        inner = shlex.join(["ssh", *OPTIONS, *options, "--", second, "true"])
+        answer = machine.run(["ssh", *OPTIONS, *options, "--", first, inner], seconds=30)
         if answer is None or not answer.is_good:
             failed.append(f"{first} to {second}: {answer.gist if answer else ''}")
     if failed:

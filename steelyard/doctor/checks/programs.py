@@ -42,7 +42,7 @@ def _nvcc(machine: Machine, seen: Seen) -> Finding:
     if path is None:
         return Finding(TOPIC, "nvcc", "absent", "not here, and not needed: Steelyard compiles nothing with it")
     answer = machine.run(["nvcc", "--version"])
-    version = machine.version(["nvcc", "--version"]) if answer and answer.is_good else None
+    version = version_in(answer.out) if answer and answer.is_good else None
     if version is None:
         return Finding(
             TOPIC, "nvcc", "warn", f"{path} does not answer: {answer.gist if answer else ''}", "take it off PATH"

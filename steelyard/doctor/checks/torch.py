@@ -61,7 +61,7 @@ def check(machine: Machine, seen: Seen) -> Iterator[Finding]:
     cuda = seen.torch_cuda or getattr(installed_torch(machine), "cuda", None)
     if kernel is not None and (seen.torch or installed_torch(machine)):
         yield _served(kernel, cuda)
-        if cuda is not None and seen.torch is not None:
+        if cuda is not None and seen.torch is not None and kernel.gpus:
             yield _used(kernel, seen)
 
 
