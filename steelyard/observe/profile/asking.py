@@ -57,7 +57,8 @@ def asked_for(recipe: Recipe, tool: str, steps: list[int], ranks: list[int]) -> 
     settings["optim"] = {"horizon_steps": recipe.train.steps} | settings.get("optim", {})
     settings["log"] = settings.get("log", {}) | {
         "every": 1, "profile": [steps[0], steps[-1]], "profile_tool": tool, "profile_ranks": ranks,
-        "timeline": [steps[0], steps[-1]] if tool in ("torch", "memory") else None,
+        # From the step before on, so that clocks are compared before the profiler looks.
+        "timeline": [max(1, steps[0] - 1), steps[-1]] if tool in ("torch", "memory") else None,
     }  # fmt: skip
     settings["log"] = {key: value for key, value in settings["log"].items() if value is not None}
     settings["eval"] = settings.get("eval", {}) | {"every": 0, "batches": 1}

@@ -31,7 +31,8 @@ def _rank(one: Look) -> list[str]:
     ]
     if one.communication:
         lines.append(
-            f"  Communication took {_ms(one.communication)} ({_share(one.communication, one.seconds)}); "
+            f"  Communication, with waiting for the other side, took {_ms(one.communication)} "
+            f"({_share(one.communication, one.seconds)}); "
             f"{_share(one.overlapped, one.communication)} of that ran beside computation."
         )
     if one.waits:

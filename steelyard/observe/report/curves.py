@@ -50,8 +50,8 @@ class Charts:
     def draw(self, figure: Any, height: int = 300, **layout: Any) -> str:
         """A figure as a piece of a page."""
         figure.update_layout(
-            height=height, margin={"l": 60, "r": 20, "t": 10, "b": 45}, template="plotly_white",
-            legend={"orientation": "h", "y": 1.14}, **layout,
+            height=height, margin={"l": 60, "r": 20, "t": 48, "b": 45}, template="plotly_white",
+            legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "traceorder": "normal"}, **layout,
         )  # fmt: skip
         library = not self._is_carried
         self._is_carried = True

@@ -141,7 +141,7 @@ def _environment(run: Run) -> dict[str, str]:
     manifest = run.manifest()
     versions = ", ".join(f"{name} {version}" for name, version in manifest.get("versions", {}).items())
     keys = {"host": "Host", "device": "Device", "world_size": "Ranks", "seed": "Seed", "git_commit": "Git commit"}
-    shown = {title: str(manifest[key]) for key, title in keys.items() if key in manifest}
+    shown = {title: str(manifest[key]) for key, title in keys.items() if manifest.get(key) is not None}
     launch = read_object(run.path / "launch.json")
     titles = {"backend": "Started by", "jobs": "Jobs", "nodes": "Nodes", "partitions": "Partitions", "site": "Site"}
     for key, title in titles.items():
