@@ -152,7 +152,7 @@ def _links(machine: Machine, said: Mapping[str, Any], made: Made) -> dict[str, s
 def _bring_cuda(machine: Machine, said: Mapping[str, Any], made: Made) -> None:
     """CUDA's programs and headers, where the image has no nvcc and the host has; and CUDA_HOME in any case."""
     if said["nvcc"]:
-        made.environment["CUDA_HOME"] = said["cuda_home"] or str(Path(said["nvcc"]).parent.parent)
+        made.environment |= {"CUDA_HOME": said["cuda_home"]} if said["cuda_home"] else {}
         made.findings.append(Finding(TOPIC, "nvcc", "ok", f"{said['nvcc']} in the image"))
         return
     nvcc = machine.which("nvcc")
