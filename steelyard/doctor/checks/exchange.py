@@ -30,8 +30,8 @@ def check(machine: Machine, seen: Seen) -> Iterator[Finding]:
         return
     try:
         world = detect(machine.environment)
-    except UserError as error:  # A launcher's variables that are set by half.
-        yield Finding(TOPIC, TOPIC, "fail", error.message, error.mend or "")
+    except UserError as half_set:
+        yield Finding(TOPIC, TOPIC, "fail", half_set.message, half_set.mend or "")
         return
     answer, device = exchange(machine, seen, world)
     measured = _measured(answer)
