@@ -103,7 +103,7 @@ def prepare(machine: Machine, image: Image, site: str) -> Made:
         mend = "build one that has it: containers/steelyard.def, containers/Dockerfile"
         made.findings.append(Finding(TOPIC, "torch", "fail", f"there is no torch in {image.path}", mend))
         return made
-    links = _links(machine, said["missing"], made)
+    links = _links(machine, said, made)
     _bring_cuda(machine, said, made)
     name = re.sub(r"[^\w.-]", "_", Path(image.path).name) or "image"
     place = folder(machine) / "images" / name
@@ -124,15 +124,17 @@ def prepare(machine: Machine, image: Image, site: str) -> Made:
     return made
 
 
-def _links(machine: Machine, missing: Sequence[str], made: Made) -> dict[str, str]:
+def _links(machine: Machine, said: Mapping[str, Any], made: Made) -> dict[str, str]:
     """Links by name, to places inside the image where the host's folders will be seen."""
     links: dict[str, str] = {}
     places: dict[str, str] = {}
-    for soname in missing:
+    runtime = next((name for name in said["wanted"] if name.startswith("libcudart.so.")), "libcudart.so.12")
+    cuda = [int(runtime.rsplit(".", 1)[1])]
+    for soname in said["missing"]:
         found = sonames.candidates(machine, soname)
         if not found:
-            package = package_of(sonames.family_of(soname), None)
-            mend = f"pip install --target FOLDER {package}-cu12 (or cu13), and put its lib on LD_LIBRARY_PATH"
+            package = package_of(soname, cuda)
+            mend = f"pip install --target FOLDER {package}, and put its lib on LD_LIBRARY_PATH"
             made.findings.append(
                 Finding(TOPIC, soname, "fail", "missing in the image, and not found on this host", mend)
             )
@@ -150,7 +152,7 @@ def _links(machine: Machine, missing: Sequence[str], made: Made) -> dict[str, st
 def _bring_cuda(machine: Machine, said: Mapping[str, Any], made: Made) -> None:
     """CUDA's programs and headers, where the image has no nvcc and the host has; and CUDA_HOME in any case."""
     if said["nvcc"]:
-        made.environment["CUDA_HOME"] = said["cuda_home"] or str(Path(said["nvcc"]).parent.parent)
+        made.environment |= {"CUDA_HOME": said["cuda_home"]} if said["cuda_home"] else {}
         made.findings.append(Finding(TOPIC, "nvcc", "ok", f"{said['nvcc']} in the image"))
         return
     nvcc = machine.which("nvcc")

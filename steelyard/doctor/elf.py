@@ -7,6 +7,7 @@ library that cannot be loaded is just the one to be asked. Layout: System V ABI,
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,11 +63,15 @@ def _library(path: Path, data: mmap.mmap) -> Library | None:
         return [data[start : data.find(b"\0", start)].decode("utf-8", "replace") for start in starts]
 
     search = [folder for entry in words(RPATH, RUNPATH) for folder in entry.split(":") if folder]
-    origin = str(path.parent)
     return Library(
         path=path,
         soname=next(iter(words(SONAME)), None),
         needed=tuple(words(NEEDED)),
-        search=tuple(Path(folder.replace("$ORIGIN", origin).replace("${ORIGIN}", origin)) for folder in search),
+        search=tuple(_place(folder, str(path.parent)) for folder in search),
         architecture=MACHINES.get(machine, f"machine {machine}"),
     )
+
+
+def _place(folder: str, origin: str) -> Path:
+    """A folder of the search path, as people would write it."""
+    return Path(os.path.normpath(folder.replace("${ORIGIN}", origin).replace("$ORIGIN", origin)))

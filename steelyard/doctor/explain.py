@@ -170,17 +170,21 @@ def _ordered(told: Told) -> list[Met]:
 
 def as_text(told: Told) -> str:
     """For a person: real errors, then unknown ones, then what may be ignored."""
-    lines: list[str] = []
-    for met in _ordered(told):
-        times = f", {met.count} times" if met.count > 1 else ""
-        lines += [
-            f"{'harmless' if met.explained.harmless else 'error'}  {met.file}:{met.line}{times}",
-            f"  {met.text}",
-            f"  {met.explained.meaning}",
-            f"  what to do: {met.explained.mend}",
-            "",
-        ]
+    met = _ordered(told)
+    lines = [line for one in met if not one.explained.harmless for line in _in_lines(one)]
     if told.unknown:
-        lines.append(f"not known, {told.unknown_count} lines; the first:")
-        lines += [f"  {one['file']}:{one['line']}  {one['text']}" for one in told.unknown]
+        lines.append(f"not known: {told.unknown_count}, of which the first:")
+        lines += [f"  {one['file']}:{one['line']}  {one['text']}" for one in told.unknown] + [""]
+    lines += [line for one in met if one.explained.harmless for line in _in_lines(one)]
     return "\n".join(lines).rstrip() or "nothing that looks like an error"
+
+
+def _in_lines(met: Met) -> list[str]:
+    times = f", {met.count} times" if met.count > 1 else ""
+    return [
+        f"{'harmless' if met.explained.harmless else 'error'}  {met.file}:{met.line}{times}",
+        f"  {met.text}",
+        f"  {met.explained.meaning}",
+        f"  what to do: {met.explained.mend}",
+        "",
+    ]

@@ -55,7 +55,7 @@ KNOWN = (
           "steelyard doctor --fix links the right file under that name; for a read-only image steelyard doctor --container IMAGE."),
     Known("cupti-missing", "cannot open shared object", rf"(?=.*libcupti){SONAME}",
           "torch asks for CUPTI, the profiling library, by the name {library}; CUDA keeps it in extras/CUPTI/lib64, Nsight in its own folders, where the loader does not look.",
-          "steelyard doctor --fix links it; for a read-only image steelyard doctor --container IMAGE; or pip install nvidia-cuda-cupti-cu12 (or cu13) beside torch."),
+          "steelyard doctor --fix links it; for a read-only image steelyard doctor --container IMAGE; or pip install nvidia-cuda-cupti-cu12 (CUDA 13: nvidia-cuda-cupti) beside torch."),
     Known("nccl-missing", "cannot open shared object", rf"(?=.*libnccl){SONAME}",
           "torch asks for NCCL by the name {library}; pip installs it in site-packages/nvidia/nccl/lib, which another Python or a container does not search.",
           "steelyard doctor --fix links it; for a read-only image steelyard doctor --container IMAGE binds it in; or pip install nvidia-nccl-cu12 (or cu13) beside torch."),

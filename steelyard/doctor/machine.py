@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+COLOURS = re.compile(r"\x1b\[[\d;]*[A-Za-z]")
 TIMED_OUT = 124  # As timeout(1) has it.
 
 
@@ -37,8 +38,11 @@ class Answer:
         """Its last line, which is where programs say what went wrong."""
         if self.code == TIMED_OUT and not self.err.strip():
             return "it did not answer in time"
-        lines = (self.err.strip() or self.out.strip()).splitlines()
-        return lines[-1].strip()[:300] if lines else f"exit code {self.code}"
+        for text in (self.err, self.out):
+            lines = [line.strip() for line in COLOURS.sub("", text).splitlines() if line.strip()]
+            if lines:
+                return lines[-1][:300]
+        return f"exit code {self.code}"
 
 
 @dataclass(frozen=True)

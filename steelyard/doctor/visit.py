@@ -18,7 +18,7 @@ from steelyard.doctor.places import environment_file, library_folder, sites_file
 from steelyard.doctor.seen import ask
 from steelyard.doctor.survey import survey
 from steelyard.launch import sites
-from steelyard.parallel.world import detect
+from steelyard.parallel.world import World, detect
 
 UNDO = "steelyard doctor --undo takes it back"
 Agree = Callable[[str], bool]
@@ -65,7 +65,10 @@ def examine(
     machine: Machine, others: str | None, quick: bool, fix: bool, agree: Agree, site: str | None = None
 ) -> Visit | None:
     """All checks, and with `fix` the safe repairs. None on ranks that only take part in the all-reduce."""
-    world = detect(machine.environment)
+    try:
+        world = detect(machine.environment)
+    except UserError:
+        world = World()  # The all-reduce will say what is wrong.
     if not world.is_first:
         if not quick:
             exchange.exchange(machine, ask(machine), world)

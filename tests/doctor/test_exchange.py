@@ -41,6 +41,13 @@ def test_ranks_that_do_not_meet_are_told_and_explained(bench):
     assert "GLOO_SOCKET_IFNAME" in finding.mend
 
 
+def test_variables_of_a_launcher_that_are_set_by_half_are_named(bench):
+    [finding] = exchange.check(bench.machine(RANK="0"), Seen({"torch": "2.13.0"}))
+    assert finding.verdict == "fail"
+    assert "RANK is set" in finding.words
+    assert "unset RANK" in finding.mend
+
+
 def test_without_torch_no_rank_is_started(bench):
     [finding] = exchange.check(bench.machine(), Seen())
     assert finding.verdict == "absent"

@@ -151,6 +151,8 @@ def test_a_log_is_told_by_first_line_and_count_with_harmless_ones_last(tmp_path)
         ("cudnn-missing", 6, 2, False),
         ("kineto-not-running", 2, 3, True),
     ]
+    text = explain.as_text(explain.explain([str(log)]))
+    assert text.index("cudnn") < text.index("of its own") < text.index("Kineto")
     assert told["unknown"] == [{"file": str(log), "line": 8, "text": "ValueError: something of its own"}]
 
 

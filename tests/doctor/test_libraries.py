@@ -16,7 +16,7 @@ def test_a_library_says_its_name_what_it_needs_and_where_it_looks(bench):
     read = elf.read(path)
     assert read is not None
     assert (read.soname, read.needed) == ("libx.so.1", ("libnccl.so.2",))
-    assert read.search == (bench.path / "a" / ".." / "b",)
+    assert read.search == (bench.path / "b",)
 
 
 def test_what_is_no_library_is_not_read_as_one(bench):

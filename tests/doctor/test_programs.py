@@ -77,6 +77,14 @@ def test_a_docker_without_its_daemon_is_not_a_container_runtime(bench):
     assert "Cannot connect to the Docker daemon" in finding.words
 
 
+def test_the_gist_of_an_answer_is_its_last_line_without_colours(bench):
+    bench.says("loud", "\x1b[31mFATAL: no image\n\x1b[0m\n", 1)
+    answer = bench.machine().run(["loud"])
+    assert answer is not None
+    assert answer.gist == "FATAL: no image"
+    assert bench.machine().run(["not-there"]) is None
+
+
 def test_a_program_that_hangs_is_ended_with_what_it_started(bench):
     pid = bench.path / "pid"
     bench.program("sleeper", f"sleep 300 & echo $! > {pid}; sleep 300")

@@ -50,13 +50,17 @@ def main() -> None:
     found = importlib.util.find_spec("torch")
     folder = str(Path(found.origin).parent) if found and found.origin else None
     names = wanted(folder) if folder else {}
+    nvcc = shutil.which("nvcc") or next(iter(glob.glob("/usr/local/cuda/bin/nvcc")), None)
+    home = os.environ.get("CUDA_HOME")
+    if nvcc and not home and glob.glob(str(Path(nvcc).resolve().parent.parent / "include" / "cuda*.h")):
+        home = str(Path(nvcc).resolve().parent.parent)  # Not that of a script in /usr/local/bin.
     sys.stdout.write("\n" + json.dumps({
         "python": list(sys.version_info[:3]),
         "torch": folder,
         "wanted": sorted(names),
         "missing": sorted(name for name, search in names.items() if not loads(name, search)),
-        "nvcc": shutil.which("nvcc") or next(iter(glob.glob("/usr/local/cuda/bin/nvcc")), None),
-        "cuda_home": os.environ.get("CUDA_HOME"),
+        "nvcc": nvcc,
+        "cuda_home": home,
         "library_path": os.environ.get("LD_LIBRARY_PATH", ""),
     }) + "\n")  # fmt: skip
     sys.stdout.flush()

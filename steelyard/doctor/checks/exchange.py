@@ -9,6 +9,7 @@ from typing import Any
 
 import steelyard
 from steelyard.core import units
+from steelyard.core.errors import UserError
 from steelyard.doctor import known
 from steelyard.doctor.finding import Finding
 from steelyard.doctor.machine import Answer, Machine
@@ -27,7 +28,11 @@ def check(machine: Machine, seen: Seen) -> Iterator[Finding]:
     if seen.torch is None:
         yield Finding(TOPIC, TOPIC, "absent", "torch was not seen, so no rank can be started")
         return
-    world = detect(machine.environment)
+    try:
+        world = detect(machine.environment)
+    except UserError as half_set:
+        yield Finding(TOPIC, TOPIC, "fail", half_set.message, half_set.mend or "")
+        return
     answer, device = exchange(machine, seen, world)
     measured = _measured(answer)
     if measured is None:

@@ -15,7 +15,7 @@ from steelyard.doctor.seen import Seen, installed_torch, load_library
 from steelyard.doctor.sonames import FAMILIES, Wanted
 
 TOPIC = "libraries"
-PACKAGES = {"nccl": "nvidia-nccl", "cudnn": "nvidia-cudnn", "cupti": "nvidia-cuda-cupti", "cuda": "nvidia-cuda-runtime"}
+PACKAGES = {"nccl": "nvidia-nccl", "cupti": "nvidia-cuda-cupti"}
 
 
 def check(machine: Machine, seen: Seen) -> Iterator[Finding]:
@@ -68,7 +68,7 @@ def _one(machine: Machine, want: Wanted, name: str, seen: Seen, cuda: Sequence[i
         )  # fmt: skip
     if library.soname not in (None, want.soname) and sonames.family_of(library.soname or "") == want.family:
         words = f"torch asks for {want.soname}; {path} has that name, but is {library.soname}"
-        mend = f"a link cannot turn one into the other: take it away and install {package_of(want.family, cuda)}"
+        mend = f"a link cannot turn one into the other: take it away and install {package_of(want.soname, cuda)}"
         links = _elsewhere(machine, want, path)
         return Finding(
             TOPIC, name, "fail", words, "steelyard doctor --fix links the right one" if links else mend, facts, links
@@ -107,7 +107,7 @@ def _missing(machine: Machine, want: Wanted, name: str, facts: dict[str, Any], c
         )
     found = sonames.candidates(machine, want.soname)
     if not found:
-        mend = f"pip install {package_of(want.family, cuda)}; for an image: steelyard doctor --container IMAGE"
+        mend = f"pip install {package_of(want.soname, cuda)}; for an image: steelyard doctor --container IMAGE"
         return Finding(TOPIC, name, "fail", words, mend, facts)
     facts["candidate"] = str(found[0])
     return Finding(
@@ -117,9 +117,14 @@ def _missing(machine: Machine, want: Wanted, name: str, facts: dict[str, Any], c
     )  # fmt: skip
 
 
-def package_of(family: str, cuda: Sequence[int] | None) -> str:
-    """The package on the index that brings a family."""
-    return PACKAGES[family] + (f"-cu{cuda[0]}" if cuda else "")
+def package_of(soname: str, cuda: Sequence[int] | None) -> str:
+    """What pip should install for a name; the packages of CUDA 13 itself have no number in theirs."""
+    family, major = sonames.family_of(soname), cuda[0] if cuda else 12
+    if family == "cuda":
+        return "--force-reinstall torch"  # Which brings all of them.
+    if family == "cudnn":
+        return f"'nvidia-cudnn-cu{major}=={soname.split('.so.')[-1]}.*'"
+    return PACKAGES[family] + (f"-cu{major}" if family != "cupti" or major < 13 else "")
 
 
 def _mend_load(error: str) -> str:
