@@ -17,18 +17,18 @@ recipe = "tiny.toml"
 overrides = ["checkpoint.every=0"]
 
 [space]
-optim.learning_rate = { choice = [1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0] }
+optim.learning_rate = { choice = [1e-4, 1e-3, 1e-2, 1e-1, 1.0] }
 
 [[objectives]]
 metric = "valid_loss"
 
 [budget]
-trials = 7
+trials = 5
 
 [trial]
 steps = 20
 """
-BEST_RATE = 1e-2  # The lowest validation loss of all seven, by far: 3.5 beside 4.1 and more.
+BEST_RATE = 1e-2  # The lowest validation loss of all five, by far.
 CROWDED = """
 recipe = "tiny.toml"
 cluster = "small.toml"
