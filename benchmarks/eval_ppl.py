@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -25,14 +27,32 @@ from steelyard.evaluate.windows import plan
 def main() -> None:
     """Measure what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="a GGUF or a Hugging Face folder")
+    parser.add_argument("model", nargs="?", help="a GGUF or a Hugging Face folder")
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--windows", type=int, default=2)
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--tiny", action="store_true", help="a small random model: does it run?")
     options = parser.parse_args()
+    if options.tiny == (options.model is not None):
+        parser.error("name a model, or --tiny")
+    with tempfile.TemporaryDirectory(prefix="steelyard-ppl-") as folder:
+        measure(options, options.model or small(Path(folder)))
+
+
+def small(folder: Path) -> str:
+    """A model that a CPU gets through at once."""
+    from steelyard.checkpoint.formats.write import Target, convert
+    from tests.checkpoint.models import SHAPES, Held
+
+    convert(Held(SHAPES["llama"].model_copy(update={"vocab": 200})), folder / "model", Target("hf"))
+    return str(folder / "model")
+
+
+def measure(options: argparse.Namespace, model: str) -> None:
+    """Both, in turns."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     is_gpu = device.type == "cuda"
-    ours, theirs = both(options.model, device, torch.bfloat16 if is_gpu else torch.float32, compiled=is_gpu)
+    ours, theirs = both(model, device, torch.bfloat16 if is_gpu else torch.float32, compiled=is_gpu)
     ids = np.random.RandomState(0).randint(100, ours.shape.vocab, options.length * options.windows)
     rows = torch.from_numpy(ids).view(options.windows, 1, options.length).to(device)
     cut = plan(len(ids), options.length, None, "hf")

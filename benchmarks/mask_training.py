@@ -22,6 +22,7 @@ if not torch.cuda.is_available():
 from steelyard.core.recipe import Recipe, load
 from steelyard.parallel import mesh
 from steelyard.sparsity import training
+from steelyard.tokens.loader import columns
 from steelyard.train.engine import Engine
 from steelyard.train.extension import Extension
 
@@ -80,7 +81,7 @@ def measured(recipe: Recipe, steps: int, profiled: bool) -> tuple[float, float, 
 
     def step() -> None:
         extension.begin_step(len(losses) + 1, batch, 1.0)
-        loss, _, _ = engine.step(next(batches), len(losses) * batch, 1e-4, labels, 1.0)
+        loss, _, _ = engine.step(columns(next(batches)), len(losses) * batch, 1e-4, labels, 1.0)
         losses.append(loss / labels)
 
     seconds = timed(step, steps)

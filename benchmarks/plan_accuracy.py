@@ -28,6 +28,7 @@ from steelyard.plan.foreign import megatron
 from steelyard.plan.layout import Layout
 from steelyard.plan.predict import Predictor
 from steelyard.plan.software import MEGATRON, STEELYARD, Software
+from steelyard.plan.widths import StagedLayout, StagedStep, Width
 
 BARS = {
     "vtrain single": 8.4,
@@ -52,9 +53,17 @@ class Case:
     cluster: Cluster
     layout: Layout
     software: Software
+    widths: tuple[Width, ...] = ()
+    """Of the stages, where these are not alike."""
+    peak_bytes: float | None = None
+    """Memory that was measured, of the fullest rank."""
 
     def predicted(self) -> float:
         """Seconds by our account."""
+        if self.widths:
+            predictor = Predictor(self.recipe, self.cluster, self.software)
+            staged = StagedLayout(self.layout, self.widths)
+            return StagedStep(predictor, staged).seconds(self.layout.partition)
         return Predictor(self.recipe, self.cluster, self.software).parts(self.layout).total
 
 
@@ -210,12 +219,17 @@ def sailor(folder: Path) -> Iterator[Case]:
             [re.fullmatch(r"(.+)xTP(\d+)", each.strip()) for each in stage.split("+")]
             for stage in row["stage_devices"].split("|")
         ]
-        if len({len(stage) for stage in stages}) > 1 or len({each[2] for stage in stages for each in stage}) > 1:
-            continue  # Widths that differ by stage.
-        tensor, data = int(stages[0][0][2]), len(stages[0])
-        kinds = {RTX[each[1]] for stage in stages for each in stage}
+        if any(len({each[2] for each in stage}) > 1 for stage in stages):
+            continue  # Tensor widths that differ within a stage.
+        widest = max(map(len, stages))
+        widths = tuple(
+            Width(int(stage[0][2]), len(stage), int(row["micro_batch"]) * widest // len(stage)) for stage in stages
+        )
+        tensor, data = max(width.tensor for width in widths), widest
+        kinds = {(RTX[each[1]], int(each[2])) for stage in stages for each in stage}
         gh200 = row["cluster"].startswith("clariden")
-        nodes = [{"type": kind, "count": 64, "gpu": kind, "gpus": tensor, "intra_GBps": INSIDE[kind]} for kind in kinds]
+        nodes = [{"type": f"{kind}-{gpus}", "count": 64, "gpu": kind, "gpus": gpus, "intra_GBps": INSIDE[kind]}
+                 for kind, gpus in kinds]  # fmt: skip
         yield Case(
             "sailor gh200" if gh200 else "sailor rtx",
             f"{name} {row['stage_devices'].count('x')} x TP{tensor} dp{data} pp{len(stages)} mbs{row['micro_batch']}",
@@ -224,8 +238,10 @@ def sailor(folder: Path) -> Iterator[Case]:
             gpt(layers, hidden, heads, 2048, int(row["global_batch"]), vocab=vocab, dropout=0.1, attention_dropout=0.1),
             cluster(nodes, 25.0) if gh200 else cluster(nodes, 0.125, 50.0),
             layout(tensor, data, len(stages), int(row["micro_batch"]), tuple(counts),
-                   [(RTX[each[1]], 1) for stage in stages for each in stage]),
+                   [(f"{RTX[each[1]]}-{each[2]}", 1) for stage in stages for each in stage]),
             MEGATRON,
+            widths if len(set(widths)) > 1 else (),
+            float(row["measured_peak_mem_bytes"]),
         )  # fmt: skip
 
 
@@ -294,12 +310,13 @@ def memory(folder: Path) -> None:
     ):  # fmt: skip
         error = 100 * (predicted / 2**20 / measured - 1)
         print(f"    {predicted / 2**20:8.0f} for {measured:8.0f}  {error:+6.1f}%  {name}")
-    measured = [float(row["measured_peak_mem_bytes"]) for row in rows(folder / "sailor_validation_measured.csv")]
-    for case, bytes_ in zip(sailor(folder), measured, strict=False):
+    for case in sailor(folder):
+        if case.peak_bytes is None or case.widths:
+            continue
         held = megatron(Predictor(case.recipe, case.cluster, case.software), case.layout)
         most = max(each.peak for each in held)
-        error = 100 * (most / bytes_ - 1)
-        print(f"    {most / 2**20:8.0f} for {bytes_ / 2**20:8.0f}  {error:+6.1f}%  {case.set} {case.name}")
+        error = 100 * (most / case.peak_bytes - 1)
+        print(f"    {most / 2**20:8.0f} for {case.peak_bytes / 2**20:8.0f}  {error:+6.1f}%  {case.set} {case.name}")
 
 
 def main() -> None:

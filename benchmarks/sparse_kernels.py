@@ -11,7 +11,7 @@ prefill  thousands of rows through cuSPARSELt, beside the dense product
 prune    SparseGPT on one matrix, beside the algorithm as it is published, written straight down
 
 Times are of recorded CUDA graphs, medians of replays. Matrices of `decode` take turns with others of their size, so
-that none is found in the cache. Prints a table and, last, one line of JSON.
+that none is found in the cache. Prints a table and, after each part, one line of JSON.
 """
 
 from __future__ import annotations
@@ -78,10 +78,11 @@ def main() -> None:
     options = parser.parse_args()
     if DEVICE.type != "cuda" and not options.tiny:
         parser.error("there is no GPU here; --tiny runs on a CPU and shows nothing about speed")
+    device = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu"
     for name in options.parts or parts:
+        ROWS.clear()
         parts[name](TINY if options.tiny else Sizes(), options)
-    name = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu"
-    print(json.dumps({"device": name, "torch": torch.__version__, "rows": ROWS}), flush=True)
+        print(json.dumps({"what": name, "device": device, "torch": torch.__version__, "rows": ROWS}), flush=True)
 
 
 def row(what: str, milliseconds: float, beside: float | None = None, wanted: str = "", **more: Any) -> None:

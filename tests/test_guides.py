@@ -124,7 +124,7 @@ def test_the_guide_to_planning_works_as_written(place):
     )
     Path("laptop.toml").write_text('[[nodes]]\ntype = "laptop"\ncount = 1\ngpu = "cpu"\ngpus = 2\n')
     lines = commands("guide-plan.md")
-    assert len(lines) == 8
+    assert len(lines) == 9
     for line in lines:
         small = line.replace("--nproc 32", "--nproc 2")
         if "my.toml" in line or "--check" in line:  # What runs here is planned for here.
@@ -134,6 +134,7 @@ def test_the_guide_to_planning_works_as_written(place):
         )
         assert done.returncode == 0, f"{small}\n{done.stderr}"
     assert "measured" in done.stdout
+    assert "memory of the fullest rank" in done.stdout
     assert "bubble and pipeline" in done.stdout
 
 
@@ -183,6 +184,39 @@ def test_the_guide_to_evaluation_works_as_written(place):
             assert "perplexity" in done.stdout
         if small.startswith("steelyard generate"):
             assert "Once upon a time," in done.stdout
+
+
+@pytest.mark.slow
+def test_the_guide_to_troubleshooting_works_as_written(tmp_path, monkeypatch):
+    """On a cluster of one machine: an ssh that stays here, and an apptainer whose image is this machine."""
+    monkeypatch.chdir(tmp_path)
+    Path("bin").mkdir()
+    here = 'while [ "$1" != -- ]; do shift; done; exec sh -c "$3"'
+    inside = f'while [ "$1" != python3 ]; do shift; done; shift; exec {sys.executable} "$@"'
+    for name, script in {"ssh": here, "apptainer": inside}.items():
+        Path("bin", name).write_text(f"#!/bin/sh\n{script}\n")
+        Path("bin", name).chmod(0o755)
+    Path("pytorch_24.01-py3.sif").touch()
+    Path("runs/example/logs").mkdir(parents=True)
+    error = "ImportError: libnccl.so.2: cannot open shared object file: No such file or directory"
+    Path("runs/example/logs/n060.err").write_text(f"  warnings.warn(\n{error}\n")
+    environment = os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "HOME": str(tmp_path / "home")}
+    environment |= {"XDG_CONFIG_HOME": str(tmp_path / "config"), "XDG_DATA_HOME": str(tmp_path / "data")}
+    lines = commands("guide-troubleshooting.md")
+    assert len(lines) == 7
+    said = {}
+    for line in lines:
+        small = line if line == "steelyard doctor" or "--container" in line or "explain" in line else f"{line} --quick"
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "steelyard", *shlex.split(small)[1:]],
+            capture_output=True, text=True, timeout=240, env=environment,
+        )  # fmt: skip
+        said[line] = done.stdout
+        assert done.returncode == 0, f"{small}\n{done.stdout}{done.stderr}"
+    assert "2 ranks" in said["steelyard doctor"]
+    assert "each of 2 reaches the next" in said["steelyard doctor --nodes node1,node2"]
+    assert "libnccl.so.2" in said[lines[-1]]
+    assert "[campus.container]" in (tmp_path / "config/steelyard/sites.toml").read_text()
 
 
 def test_the_page_on_launch_scripts_shows_what_happens(tmp_path):
@@ -263,3 +297,33 @@ def _loads_with_zeros(folder: Path, base: Held) -> None:
     kept = weight != 0
     assert torch.equal(weight[kept], base.tensor("layers.1.mlp.down.weight")[kept])
     assert model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_guide_to_profiling_works_as_written(place):
+    write_documents("tokens_text_document", [list(range(60))] * 40, 97)
+    Path("my-recipe.toml").write_text(
+        'name = "my-recipe"\n[data]\ntrain = "tokens_text_document"\nsplit = "1,0,0"\nsequence_length = 16\n'
+        '[model]\nfamily = "gpt"\nlayers = 2\nhidden = 32\nheads = 2\nvocab = 97\n[train]\nsteps = 16\n'
+        'global_batch = 4\nmicro_batch = 1\nprecision = "fp32"\ndevice = "cpu"\n'
+    )
+    lines = commands("guide-profile.md")
+    assert len(lines) == 8
+    said = []
+    for line in lines:
+        command = [
+            sys.executable,
+            "-m",
+            "steelyard",
+            *shlex.split(line.replace("10-12", "3-5").replace("10-11", "3-4"))[1:],
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, f"{line}\n{done.stderr}"
+        said.append(done.stdout)
+    assert "Rank 0: 2 steps" in said[0]
+    assert "Of 2 ranks" in said[1]
+    assert "Rank 1: 1 step," in said[2]
+    assert "Memory held at most" in said[3]
+    assert "Timeline of my-recipe-profile-2" in Path("before-and-after.html").read_text()
+    assert 'id="spans-0"' in Path("runs/timed/report.html").read_text()

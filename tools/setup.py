@@ -61,7 +61,8 @@ def find_python() -> str:
         if candidate and version_of(candidate) in PYTHONS:
             return candidate
     known = " or ".join(f"{major}.{minor}" for major, minor in PYTHONS)
-    fail(f"steelyard needs Python {known}; this is {sys.version.split()[0]}", "name one with make setup PYTHON=...")
+    mend = "name one with make setup PYTHON=..., or build an image: see containers/"
+    fail(f"steelyard needs Python {known}; this is {sys.version.split()[0]}", mend)
 
 
 def version_of(python: str) -> tuple[int, int] | None:

@@ -41,15 +41,31 @@ COMMANDS = {
     "export-sparse": ("export_sparse", "Write a 2:4 model compressed."),
     "plan": ("plan", "Find the best layout for the machines at hand."),
     "tune": ("tune", "Search the best settings by short real runs."),
+    "submit": ("submit", "Run a recipe, or any command, here, over mpirun or on Slurm."),
+    "cancel": ("cancel", "End a job that was submitted."),
+    "list": ("list", "List the runs under a folder and how they stand."),
+    "logs": ("logs", "Show what each node printed, and what its devices did."),
+    "shell": ("shell", "Open a shell inside a site's container and environment."),
     "checkpoint": ("checkpoint", "Convert, look at and compare checkpoints of any format."),
     "eval": ("eval", "Measure perplexity, and score tasks."),
     "generate": ("generate", "Let a trained model write."),
     "bench": ("bench", "Measure how fast a model runs here."),
     "hub": ("hub", "Publish models on the hub, and fetch them from it."),
+    "watch": ("watch", "Follow a run, and tell what is wrong with it."),
+    "serve": ("serve", "Show all runs below a folder in a browser, live."),
+    "profile": ("profile", "Look at a few steps with a profiler."),
     "report": ("report", "Write a run's report as one HTML file."),
+    "doctor": ("doctor", "Say whether this machine is fit, mend it, and explain logs."),
 }
 # Groups with a command that need not be named: a first word that names none of the others belongs to it.
-DEFAULTS = {"sft": ("run", ("run", "preview")), "tune": ("run", ("run", "report"))}
+DEFAULTS = {
+    "sft": ("run", ("run", "preview")),
+    "tune": ("run", ("run", "report")),
+    "profile": ("run", ("run", "show")),
+    "doctor": ("check", ("check", "explain")),
+}
+# Of these, the ones that have an answer to no words at all; the others show their help.
+NEED_NO_WORDS = ("doctor",)
 # Options that take several values after one flag, as people write them: --input a.txt b.txt
 SEVERAL = ("--input", "--json-keys", "--symbols")
 # What the system says of a path that the user should not have named.
@@ -89,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 def _with_default(words: list[str]) -> list[str]:
     """Name the command of a group that was left out."""
     default, known = DEFAULTS.get(words[0], (None, ())) if words else (None, ())
-    following = words[1] if len(words) > 1 else "--help"
+    following = words[1] if len(words) > 1 else "" if words and words[0] in NEED_NO_WORDS else "--help"
     if default is None or following in (*known, "--help"):
         return words
     return [words[0], default, *words[1:]]

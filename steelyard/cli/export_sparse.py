@@ -8,7 +8,14 @@ from typing import Annotated
 
 import typer
 
-from steelyard.cli.options import BaseOption, CheckpointArgument, JsonOption, MaskOption, print_result
+from steelyard.cli.options import (
+    BaseOption,
+    CheckpointArgument,
+    JsonOption,
+    MaskOption,
+    TokenizerOption,
+    print_result,
+)
 from steelyard.core import units
 
 
@@ -36,6 +43,7 @@ def export_sparse(
     dtype: Annotated[
         Stored | None, typer.Option(help="Left out: the checkpoint's, bf16 if that is wider.", show_default=False)
     ] = None,
+    tokenizer: TokenizerOption = None,
     json: JsonOption = False,
 ) -> None:
     """Write a 2:4 model compressed: half of its weights, and two bits for each that say where they belong.
@@ -45,12 +53,14 @@ def export_sparse(
 
     Example: steelyard export-sparse runs/masks compressed
     """
+    from steelyard.checkpoint.formats.write import refuse_destination
     from steelyard.sparsity.compressed import export
     from steelyard.sparsity.source import opened
     from steelyard.train.device import DTYPES
 
+    refuse_destination(destination)
     source = opened(checkpoint, mask, base)
-    result = export(source, destination, DTYPES[dtype.value] if dtype else None, allow_dense)
+    result = export(source, destination, DTYPES[dtype.value] if dtype else None, allow_dense, tokenizer)
     left = f", {result['dense_matrices']} left dense" if result["dense_matrices"] else ""
     text = f"{destination}: {result['compressed']} matrices compressed{left}, {units.count(result['bytes'])}B"
     print_result(result, json, text)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from steelyard.cli.options import BaseOption, JsonOption, print_result
+from steelyard.cli.options import BaseOption, JsonOption, TokenizerOption, print_result
 
 MaskArgument = Annotated[Path, typer.Argument(metavar="MASK", help="A mask file.", show_default=False)]
 
@@ -34,17 +34,16 @@ def apply(
     ],
     mask: MaskArgument,
     destination: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
+    tokenizer: TokenizerOption = None,
     json: JsonOption = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face folder, with zeros where the masks have them.
 
     Example: steelyard mask apply models/Llama-3.1-8B wanda.mask pruned
     """
-    from steelyard.checkpoint.formats import open_source
-    from steelyard.checkpoint.formats.write import Target, convert
-    from steelyard.sparsity.source import masked
+    from steelyard.sparsity import export as exporting
 
-    result = convert(masked(open_source(base), mask), destination, Target("hf"))
+    result = exporting.apply(base, mask, destination, tokenizer)
     print_result(result, json, f"{destination}: hf, {result['dtype']}")
 
 
@@ -58,6 +57,7 @@ def export(
         Format, typer.Option(help="packed: the masks alone. hf: the weights, with zeros where the masks have them.")
     ] = Format.packed,
     base: BaseOption = None,
+    tokenizer: TokenizerOption = None,
     json: JsonOption = False,
 ) -> None:
     """Write the masks that a run has learned, or its weights under them.
@@ -66,7 +66,7 @@ def export(
     """
     from steelyard.sparsity.export import as_text, write
 
-    result = write(run, destination, format.value, base)
+    result = write(run, destination, format.value, base, tokenizer)
     print_result(result, json, as_text(result))
 
 

@@ -17,7 +17,9 @@ from steelyard.core.recipe import Recipe, load, to_toml
 
 if TYPE_CHECKING:
     from steelyard.plan.cluster import Cluster
+    from steelyard.plan.per_stage import StagedPlan
     from steelyard.plan.profile import Profile
+    from steelyard.plan.software import Software
 
 
 class Objective(StrEnum):
@@ -66,6 +68,10 @@ def plan(
     write: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the recipe under the best plan.")] = None,
     excluded: Annotated[bool, typer.Option("--excluded", help="List plans that do not fit, and why.")] = False,
     given: Annotated[bool, typer.Option("--given", help="Only predict the recipe's own layout.")] = False,
+    per_stage: Annotated[
+        bool,
+        typer.Option("--per-stage", help="Also plan stages of unlike widths, which `steelyard train` cannot run."),
+    ] = False,
     software: Annotated[
         Program, typer.Option(help="Which program trains: megatron predicts runs of Megatron-LM of 2021 to 2023.")
     ] = Program.steelyard,
@@ -122,14 +128,18 @@ def plan(
             console.warn(f"this layout does not fit: {why}")
     else:
         found = search(recipe, machines, wanted.value, top, None, program, measured)
-    text = report.as_text(recipe, machines, found, budget, excluded)
+    text = report.as_text(recipe, machines, found, budget, excluded, program)
     if not found.plans:
         why = f"; one of them: {found.excluded[0][1]}" if found.excluded else ""
         raise Fault(
             f"no layout of {recipe.name} fits {cluster}: {found.looked_at} were tried{why}",
-            mend="use more or larger GPUs, a shorter data.sequence_length, or optim.offload=true",
+            mend="use more or larger GPUs, a shorter data.sequence_length, or --set optim.offload=true",
         )
-    result = report.as_result(recipe, machines, found, budget, excluded)
+    staged = _staged(recipe, machines, wanted, min(top, 5), program, measured) if per_stage else []
+    result = report.as_result(recipe, machines, found, budget, excluded, program)
+    if per_stage:
+        text += "\n\n" + report.staged_text(staged, found.plans[0].seconds)
+        result["per_stage"] = report.staged_result(recipe, staged, budget)
     if write is not None:
         files.write_text(write, to_toml(found.plans[0].layout.written(recipe).settings()))
         console.say(f"wrote {write}: steelyard train {write}")
@@ -144,6 +154,15 @@ def plan(
             files.write_text(pareto, draw.frontier(recipe, found.plans, budget))
             result["frontier"] = str(pareto)
     print_result(result, json, text)
+
+
+def _staged(
+    recipe: Recipe, machines: Cluster, wanted: Objective, top: int, program: Software, measured: list[Profile]
+) -> list[StagedPlan]:
+    from steelyard.plan import per_stage
+
+    objective = Objective.time if wanted == Objective.pareto else wanted
+    return per_stage.search(recipe, machines, objective.value, top, program, measured)
 
 
 def _profile(path: Path, recipe: Recipe, machines: Cluster) -> Profile:
@@ -195,7 +214,7 @@ def cluster(
     out: Annotated[Path | None, typer.Option(help="Write the cluster file here.", show_default=False)] = None,
     json: JsonOption = False,
 ) -> None:
-    """Write a cluster file from what Slurm knows of its nodes.
+    """Write a cluster file from what Slurm knows of its nodes, and say what had to be guessed.
 
     Example: steelyard plan cluster --from slurm --out cluster.toml
     """
@@ -206,7 +225,11 @@ def cluster(
     if out is not None:
         files.write_text(out, text)
         console.say(f"wrote {out}: fill in links and prices")
-    print_result({"nodes": found, "out": str(out) if out else None}, json, text.rstrip() if out is None else "")
+    guessed = slurm.guesses(found)
+    for said in guessed:
+        console.warn(said)
+    result = {"nodes": found, "guesses": guessed, "out": str(out) if out else None}
+    print_result(result, json, text.rstrip() if out is None else "")
 
 
 def profile(
@@ -214,21 +237,23 @@ def profile(
     set_: SetOption = None,
     tensor: Annotated[str, typer.Option(help="Tensor degrees to measure, like 1,2,4.")] = "1",
     micro_batch: Annotated[str, typer.Option(help="Micro-batches to measure, like 1,2,4.")] = "1,2,4",
+    links: Annotated[bool, typer.Option(help="Time the link between two ranks of this machine too.")] = True,
     out: Annotated[Path, typer.Option(help="Where the profile goes.")] = Path("profile.toml"),
     json: JsonOption = False,
 ) -> None:
-    """Measure a layer's passes on the machine at hand, for `steelyard plan --profile`.
+    """Measure a layer's passes, products, copies and links on the machine at hand, for `steelyard plan --profile`.
 
     Example: steelyard plan profile --model llama3.1-8b --tensor 1,2,4 --out h100.toml
     """
     from steelyard.train.profile import measure
 
     recipe = load(model, set_ or ())
-    found = measure(recipe, _numbers("--tensor", tensor), _numbers("--micro-batch", micro_batch))
+    found = measure(recipe, _numbers("--tensor", tensor), _numbers("--micro-batch", micro_batch), links)
     files.write_text(out, to_toml(found))
     rows = [f"tensor {one['tensor']}, micro-batch {one['micro_batch']}: forward {1e3 * one['forward']:.3f} ms, "
             f"backward {1e3 * one['backward']:.3f} ms" for one in found["layers"]]  # fmt: skip
     console.say(f"wrote {out}")
+    rows += [f"{name.replace('_', ' ')}: {rate:.4g}" for name, rate in found["rates"].items()]
     print_result(found | {"out": str(out)}, json, "\n".join([found["device"], *rows]))
 
 

@@ -16,18 +16,35 @@ def register(root: typer.Typer, name: str, help_: str) -> None:
 
 
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="The run folder; several are compared.")],
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Where to write it.  [default: RUN/report.html]")
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            help="Where to write it.  [default: RUN/report.html; of several, compare.html here]",
+            show_default=False,
+        ),
+    ] = None,
+    cluster: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The machines, for the prediction.  [default: as the run tells]"),
+    ] = None,
+    steps: Annotated[
+        str | None, typer.Option(metavar="LIST", help="Steps to show span by span, like 10-12,500 (the end left out).")
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Write a run's report as one HTML file that opens offline.
+    """Write a run's report, or compare several runs, as one HTML file that opens offline.
 
-    Example: steelyard report runs/quickstart -o out.html
-    """
+    Example: steelyard report runs/first runs/second -o compared.html
+    """  # fmt: skip
     from steelyard.core.run import Run
+    from steelyard.core.steps import steps_in
     from steelyard.observe import report as reports
 
-    page = reports.write(Run.open(run), output)
+    if output is None and len(runs) > 1:
+        output = Path("compare.html")
+    wanted = steps_in(steps, "--steps") if steps is not None else []
+    page = reports.write([Run.open(run) for run in runs], output, cluster, wanted)
     print_result({"report": str(page)}, json, str(page))

@@ -34,7 +34,7 @@ OutOption = Annotated[
 # For a model and a file, and nothing else said.
 DEFAULTS: dict[str, Any] = {
     "train": {"global_batch": 8, "micro_batch": 1},
-    "optim": {"learning_rate": 2e-5, "weight_decay": 0.0, "warmup_steps": 0},
+    "optim": {"learning_rate": 2e-5, "weight_decay": 0.0, "warmup_share": 0.03},
     "checkpoint": {"every": 200, "keep_best": True, "keep_last": 1},
     "eval": {"every": 50},
     "log": {"every": 5},
@@ -103,7 +103,7 @@ def preview(
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a page.", show_default=False)] = None,
     json: JsonOption = False,
 ) -> None:
-    """Show conversations as they are written out, which tokens are learned, and how rows are filled.
+    """Show conversations, or pairs of answers, as they are written out, which tokens are learned, and how rows fill.
 
     Example: steelyard sft preview my.toml --samples 3 --html preview.html
     """
@@ -142,4 +142,6 @@ def recipe_for(recipe: str | None, overrides: list[str] | None, model: str | Non
     values: dict[str, Any] = {"name": name or "sft", **{section: dict(keys) for section, keys in DEFAULTS.items()}}
     if any(word.startswith("finetune.adapter") for word in words):
         values["optim"]["learning_rate"] = ADAPTER_RATE
+    if any(word.startswith("optim.warmup_") for word in words):
+        del values["optim"]["warmup_share"]
     return load(values, words, complete)

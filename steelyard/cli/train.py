@@ -59,6 +59,10 @@ def train(
     if nproc is not None and nproc > 1:
         loaded.parallel.data_for(nproc)
         raise typer.Exit(launch(nproc))
+    from steelyard.observe.profile import tools
+
+    with alike(ranks):
+        tools.go_under(loaded, run, ranks.rank)
     from steelyard.observe import report
     from steelyard.sparsity import training
     from steelyard.train import loop

@@ -7,6 +7,7 @@ terminal. Nothing it prints holds a secret.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import traceback
@@ -18,6 +19,8 @@ from typing import IO, Any
 from steelyard.core import secrets, units
 
 SECONDS_BETWEEN_LINES = 5.0
+# Set where a launcher keeps the two streams of a rank in two logs: what goes well then belongs in the first.
+LOGGED = "STEELYARD_LOGGED"
 
 
 class Console:
@@ -31,7 +34,7 @@ class Console:
     def say(self, message: str = "") -> None:
         """Print a message for the person watching; `--quiet` drops it."""
         if not self.quiet:
-            self._print(message)
+            self._print(message, sys.stdout if LOGGED in os.environ else None)
 
     def warn(self, message: str) -> None:
         """Print something that may matter; `--quiet` keeps it."""
@@ -55,7 +58,7 @@ class Console:
         """Print where an error came from."""
         self._print("".join(traceback.format_exception(error)).rstrip())
 
-    def _print(self, message: str) -> None:
+    def _print(self, message: str, stream: IO[str] | None = None) -> None:
         message = secrets.scrub(message)
         if self._copy is not None:
             with suppress(OSError):  # A full disk must not take the terminal's message with it.
@@ -63,7 +66,7 @@ class Console:
         if self._bar is not None:
             self._bar.console.print(message, markup=False, highlight=False, soft_wrap=True)
         else:
-            print(message, file=sys.stderr, flush=True)
+            print(message, file=stream or sys.stderr, flush=True)
 
     @contextmanager
     def progress(self, task: str, total: float, unit: str, done: float = 0, lines: bool = True) -> Iterator[Progress]:

@@ -3,6 +3,7 @@
     recipe.toml      the resolved recipe
     run.json         manifest: state, versions, host, git commit, seed, world size, start and end
     metrics.jsonl    one object per logged step; a torn last line is ignored
+    hosts/           what the ranks of each host say of themselves, once they have met
     logs/            what each host printed
     checkpoints/     step-00000100/ and so on, each whole
     report.html      written at the end, or by `steelyard report`
@@ -35,7 +36,7 @@ MANIFEST, RECIPE, METRICS, LOCK = "run.json", "recipe.toml", "metrics.jsonl", "r
 # nothing but rounding.
 MAY_CHANGE = (
     "train.steps", "train.samples", "train.tokens", "train.hours", "train.micro_batch", "train.device", "train.compile",
-    "optim.offload", "parallel.", "log.", "checkpoint.", "sparsity.base",
+    "optim.offload", "parallel.", "log.", "checkpoint.", "sparsity.base", "site.",
 )  # fmt: skip
 LIBRARIES = ("torch", "numpy", "pydantic", "tokenizers")
 
@@ -175,7 +176,7 @@ def session(world_size: int) -> dict[str, Any]:
         "world_size": world_size,
         "host": socket.gethostname(),
         "process": os.getpid(),
-        "versions": _versions(),
+        "versions": versions(),
         "git_commit": _git_commit(),
     }
 
@@ -212,7 +213,8 @@ def _record(line: str) -> dict[str, Any] | None:
     return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """The versions of what a run is computed with."""
     from importlib import metadata
 
     versions = {"steelyard": steelyard.__version__, "python": platform.python_version()}

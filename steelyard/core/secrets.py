@@ -21,6 +21,11 @@ _SHAPES = (
 _known: set[str] = set()
 
 
+def is_secret_name(name: str) -> bool:
+    """Whether a variable of this name holds a secret."""
+    return _IN_ENVIRONMENT.search(name) is not None
+
+
 def hide(secret: str) -> None:
     """Have this value never printed by this process."""
     if len(secret) >= SHORTEST:

@@ -77,10 +77,10 @@ def _as_hugging_face(source: Path) -> Iterator[Path]:
     if (source / "config.json").is_file():
         yield source
         return
-    from steelyard.checkpoint.formats import open_source
     from steelyard.checkpoint.formats.write import Target, convert
+    from steelyard.sparsity.source import opened as opened_under_masks
 
-    opened = open_source(source)
+    opened = opened_under_masks(source)
     # Beside the source, where there is room for models.
     with files.temporary_folder(source.resolve()) as place:
         folder = place / source.resolve().name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 
@@ -22,9 +22,12 @@ class Message:
     is_trained: bool = True
     """Whether it is an answer to learn from: said by the assistant, and not given as part of a prompt."""
 
-    def for_template(self) -> dict[str, str]:
+    beside: dict[str, Any] = field(default_factory=dict)
+    """What else it says: calls of tools, what it is an answer to, thoughts (`tools.py`)."""
+
+    def for_template(self) -> dict[str, Any]:
         """As chat templates expect it."""
-        return {"role": self.role, "content": self.content}
+        return {"role": self.role, "content": self.content, **self.beside}
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class Conversation:
 
     messages: tuple[Message, ...]
     where: str = ""
+    tools: list[dict[str, Any]] | None = None
+    """Schemas of what the assistant may call."""
 
     @property
     def answers(self) -> list[int]:

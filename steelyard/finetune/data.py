@@ -5,6 +5,8 @@ everything it depends on:
 
     .steelyard-<digest>.npz    ids (int32, all conversations in a row), lengths (int64), learned (packed bits),
                                counts (JSON: what became of the rows)
+
+Of the files in a folder the few that were used last stay.
 """
 
 from __future__ import annotations
@@ -25,14 +27,15 @@ from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.finetune import Finetune
 from steelyard.finetune import shapes, templates
-from steelyard.finetune.conversation import BadRow, Conversation, Row
+from steelyard.finetune.conversation import BadRow, Conversation, Preference, Row
 from steelyard.finetune.encoding import Encoded, Tally, encode, fitting
 from steelyard.finetune.templates import Template
 from steelyard.text import download
 from steelyard.text.corpus import BadDocument, named_files, pieces, records, where
 from steelyard.text.tokenizer import Tokenizer
 
-VERSION = 2  # of what the kept files mean
+VERSION = 3  # of what the kept files mean
+KEPT, KEEP = ".steelyard-*.npz", 8  # files in a folder: training and validation of a few settings
 EMPTY = "the line is empty"
 
 
@@ -49,7 +52,7 @@ def open_corpus(recipe: Recipe, names: Sequence[str], tokenizer: Tokenizer) -> C
     if found is not None:
         return found
     tally = Tally()
-    encoded = ((encode(each, template, tokenizer, tune.loss), each.where) for each in conversations(paths, tune, tally))
+    encoded = _encoded(conversations(paths, tune, tally), template, tokenizer, tune, tally)
     length = recipe.data.sequence_length
     corpus = list(fitting(encoded, length, tune.overlong, tune.untrained, tally)), tally
     _refuse_empty(corpus[0], names, tally)
@@ -81,6 +84,17 @@ def conversations(paths: Sequence[Path], tune: Finetune, tally: Tally) -> Iterat
             _complain(error, place, tune, tally)
 
 
+def preferences(paths: Sequence[Path], tune: Finetune, tally: Tally) -> Iterator[Preference]:
+    """The pairs of answers of files, in order; as for conversations."""
+    for row, place in _rows(paths, tune, tally):
+        try:
+            if not {"chosen", "rejected"} <= row.keys():
+                raise BadRow("a preference has the keys chosen and rejected, and perhaps prompt")
+            yield shapes.preference(row, place, tune.system)
+        except BadRow as error:
+            _complain(error, place, tune, tally)
+
+
 def open_pairs(
     recipe: Recipe, names: Sequence[str], tokenizer: Tokenizer
 ) -> tuple[list[tuple[Encoded, Encoded]], Tally]:
@@ -88,12 +102,9 @@ def open_pairs(
     tune, tally = _section(recipe), Tally()
     template, length = templates.load(tune.template, tokenizer), recipe.data.sequence_length
     pairs: list[tuple[Encoded, Encoded]] = []
-    for row, place in _rows(paths_of(names), tune, tally):
+    for found in preferences(paths_of(names), tune, tally):
+        both, place = (found.chosen, found.rejected), found.chosen.where
         try:
-            if not {"chosen", "rejected"} <= row.keys():
-                raise BadRow("a preference has the keys chosen and rejected, and perhaps prompt")
-            found = shapes.preference(row, place, tune.system)
-            both = found.chosen, found.rejected
             sides = [(encode(each, template, tokenizer, "completion"), place) for each in both]
         except BadRow as error:
             _complain(error, place, tune, tally)
@@ -186,6 +197,9 @@ def _keep(corpus: Corpus, path: Path) -> None:
             learned=np.packbits(np.concatenate([each.learned for each in samples])),
             counts=np.frombuffer(json.dumps(tally.counts).encode(), dtype=np.uint8),
         )
+    newest = sorted(path.parent.glob(KEPT), key=lambda each: each.stat().st_mtime_ns, reverse=True)
+    for old in newest[KEEP:]:
+        old.unlink(missing_ok=True)
 
 
 def _reopened(path: Path) -> Corpus | None:
@@ -195,6 +209,8 @@ def _reopened(path: Path) -> Corpus | None:
             learned = np.unpackbits(kept["learned"], count=len(ids)).astype(np.bool_)
             tally = Tally()
             tally.counts.update(json.loads(kept["counts"].tobytes()))
+        with contextlib.suppress(OSError):
+            path.touch()  # It was used.
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, zipfile.BadZipFile):

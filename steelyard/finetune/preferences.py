@@ -26,6 +26,7 @@ from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.finetune.encoding import Encoded
 from steelyard.finetune.samples import Row, row_of
+from steelyard.parallel.mesh import Axis
 from steelyard.parallel.world import World
 from steelyard.tokens.loader import Rows, read
 from steelyard.train.engine import Engine
@@ -84,9 +85,12 @@ class PairSamples:
 class Preferring(Extension):
     """Adds preferences to an extension that says what learns."""
 
+    is_likelihood = False
+
     def __init__(self, inner: Extension, beta: float, samples: list[PairSamples]) -> None:
         self.beta, self.samples = beta, samples
         self.margin = torch.zeros(3, dtype=torch.float64)
+        self.data: Axis | None = None
         for name in ("transform", "assembled", "initial_std", "pace", "begin_step", "loss", "saves", "state"):
             setattr(self, name, getattr(inner, name))
         self.inner = inner
@@ -125,12 +129,16 @@ class Preferring(Extension):
         signed = torch.stack([push, -push], dim=1).flatten().to(batch["weights_BL"].dtype)
         batch["weights_BL"] = batch["weights_BL"] * signed[:, None]
         sharing = engine.mesh.context.size * engine.mesh.pipeline.size
+        self.data = engine.mesh.data
         self.margin = torch.stack([(margins * real).sum(), ((margins > 0) * real).sum(), real.sum()])
         return batch, (-F.logsigmoid(self.beta * margins) * real).sum() / sharing
 
     def metrics(self) -> dict[str, float]:
-        """How far apart the answers are, and in how many pairs the chosen one is ahead, of this rank's last batch."""
-        margin, ahead, pairs = self.margin.tolist()
+        """How far apart the answers of the last batch are, and in how many pairs the chosen one is ahead."""
+        sums = self.margin.clone()
+        if self.data is not None and self.data.size > 1:
+            dist.all_reduce(sums, group=self.data.group)
+        margin, ahead, pairs = sums.tolist()
         found = {"reward_margin": self.beta * margin / pairs, "reward_accuracy": ahead / pairs} if pairs else {}
         return self.inner.metrics() | found
 

@@ -6,18 +6,21 @@ the shape, unless the recipe names one; then every row must have it.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from steelyard.core.errors import UserError
 from steelyard.finetune.conversation import BadRow, Conversation, Message, Preference, Role, Row
 from steelyard.finetune.templates import BEGIN, END
+from steelyard.finetune.tools import said_beside, tools_in
 
 ROLES: dict[str, Role] = {
     "system": "system", "user": "user", "human": "user", "prompter": "user", "assistant": "assistant",
     "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant", "tool": "tool",
+    "function": "tool", "ipython": "tool", "observation": "tool",
 }  # fmt: skip
 INPUTS, OUTPUTS = ("input", "context"), ("output", "response")
 
@@ -128,7 +131,7 @@ def conversation(row: Row, name: str, markers: Markers, where: str, system: str 
     shape = SHAPES[name]
     if not shape.fits(row):
         raise BadRow(f"the row is not of the shape {name}: it has the keys {', '.join(sorted(map(str, row)))}")
-    return _checked(shape.read(row, markers), where, system)
+    return _checked(shape.read(row, markers), where, system, tools_in(row))
 
 
 def preference(row: Row, where: str, system: str | None) -> Preference:
@@ -143,10 +146,10 @@ def preference(row: Row, where: str, system: str | None) -> Preference:
     if are_whole:
         if prompt and prompt[-1].content not in (message.content for message in sides[0][:-1]):
             raise BadRow("the conversations do not hold the prompt beside them")
-        sides = [[*(Message(m.role, m.content, False) for m in side[:-1]), side[-1]] for side in sides]
+        sides = [[*(replace(message, is_trained=False) for message in side[:-1]), side[-1]] for side in sides]
     else:
         sides = [[*prompt, *side] for side in sides]
-    chosen, rejected = (_checked(side, where, system) for side in sides)
+    chosen, rejected = (_checked(side, where, system, tools_in(row)) for side in sides)
     if chosen.messages[:-1] != rejected.messages[:-1]:
         raise BadRow("the chosen and the rejected answer do not belong to the same conversation")
     return Preference(chosen, rejected)
@@ -179,32 +182,36 @@ def _spoken(entries: Any) -> list[Message]:
     for entry in entries:
         if not isinstance(entry, dict):
             raise BadRow("a message is not an object")
-        if entry.get("tool_calls"):
-            raise BadRow("a message calls tools, which is not known here")
+        beside = said_beside(entry)
         role = entry.get("role", entry.get("from"))
         content = entry.get("content", entry.get("value"))
         if isinstance(content, list):  # Parts, as multimodal data has them.
             if any(not isinstance(part, dict) or part.get("type", "text") != "text" for part in content):
                 raise BadRow("a message holds something else than text")
             content = "".join(_text(part.get("text"), "text") for part in content)
-        said.append(Message(_role(role), _text(content, "content"), entry.get("train", True) is not False))
+        if content is None and beside:
+            content = ""
+        is_trained = entry.get("train", True) is not False
+        said.append(Message(_role(role), _text(content, "content"), is_trained, beside))
     return said
 
 
 def _as_messages(value: Any, role: Role, is_trained: bool = True) -> list[Message]:
     if isinstance(value, list):
-        return [Message(each.role, each.content, is_trained and each.is_trained) for each in _spoken(value)]
+        return [replace(each, is_trained=is_trained and each.is_trained) for each in _spoken(value)]
     return [Message(role, _text(value, "prompt or answer"), is_trained)]
 
 
-def _checked(said: list[Message], where: str, system: str | None) -> Conversation:
+def _checked(said: list[Message], where: str, system: str | None, tools: list[dict[str, Any]] | None) -> Conversation:
     if not said:
         raise BadRow("the conversation is empty")
-    if any(BEGIN in message.content or END in message.content for message in said):
+    texts = [message.content for message in said]
+    texts += [json.dumps(each, ensure_ascii=False) for each in (tools, *(message.beside for message in said)) if each]
+    if any(BEGIN in text or END in text for text in texts):
         raise BadRow("the text holds code points that Unicode keeps out of text (U+FDD0, U+FDD1)")
     if system is not None and said[0].role != "system":
         said = [Message("system", system), *said]
-    return Conversation(tuple(said), where)
+    return Conversation(tuple(said), where, tools)
 
 
 def _role(name: Any) -> Role:

@@ -13,8 +13,8 @@ Token ids are never searched. An answer includes what ends it (the model must le
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from steelyard.core.errors import UserError
-from steelyard.finetune.conversation import BadRow, Conversation, Message
+from steelyard.finetune.conversation import BadRow, Conversation
+from steelyard.finetune.tools import CALLS, THOUGHTS, unsaid
 from steelyard.text.tokenizer import Tokenizer
 
 BEGIN, END = "\ufdd0", "\ufdd1"  # Unicode sets these apart: no text contains them.
@@ -98,7 +99,7 @@ class Template:
 
     def render(self, conversation: Conversation) -> Rendered:
         """Write a conversation out."""
-        marked = self._text(conversation.messages)
+        marked = self._text(conversation)
         whole = _without_marks(marked)
         if BEGIN in marked:
             spans = _spans_in(marked)
@@ -113,17 +114,18 @@ class Template:
 
     def prompt(self, conversation: Conversation) -> str:
         """The messages, and the beginning of an answer to them."""
-        return _without_marks(self._text(conversation.messages, add_generation_prompt=True))
+        return _without_marks(self._text(conversation, add_generation_prompt=True))
 
     def _by_beginnings(self, whole: str, conversation: Conversation) -> list[Span]:
         spans: list[Span] = []
         for number in conversation.answers:
-            before = _without_marks(self._text(conversation.messages[:number], add_generation_prompt=True))
-            upto = _without_marks(self._text(conversation.messages[: number + 1]))
+            earlier = replace(conversation, messages=conversation.messages[:number])
+            before = _without_marks(self._text(earlier, add_generation_prompt=True))
+            upto = _without_marks(self._text(replace(conversation, messages=conversation.messages[: number + 1])))
             if not (whole.startswith(before) and whole.startswith(upto) and len(before) < len(upto)):
                 return []
             begins = len(before)
-            if before == _without_marks(self._text(conversation.messages[:number])):
+            if before == _without_marks(self._text(earlier)):
                 # The template does not know how to begin an answer: what names the speaker is not one.
                 begins = self._by_marks(whole, conversation)[len(spans)][0]
             spans.append((begins, len(upto)))
@@ -132,10 +134,12 @@ class Template:
     def _by_marks(self, whole: str, conversation: Conversation) -> list[Span]:
         answers = set(conversation.answers)
         set_apart = [
-            Message(message.role, f"{BEGIN}{message.content}{END}") if number in answers else message
+            replace(message, content=f"{BEGIN}{message.content}{END}") if number in answers else message
             for number, message in enumerate(conversation.messages)
         ]
-        marked = self._text(set_apart)
+        if any(key in conversation.messages[number].beside for number in answers for key in (CALLS, THOUGHTS)):
+            raise self._hides_answers(conversation)  # An answer is more than its content.
+        marked = self._text(replace(conversation, messages=tuple(set_apart)))
         if _without_marks(marked) != whole or marked.count(BEGIN) != len(answers):
             raise self._hides_answers(conversation)
         return _spans_in(marked)
@@ -149,13 +153,21 @@ class Template:
 
     def text(self, conversation: Conversation) -> str:
         """A conversation written out, wherever its answers are."""
-        return _without_marks(self._text(conversation.messages))
+        return _without_marks(self._text(conversation))
 
-    def _text(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
-        write = self._compiled
+    def _text(self, conversation: Conversation, add_generation_prompt: bool = False) -> str:
+        write, messages = self._compiled, conversation.messages
+        lost = unsaid(conversation.tools, [message.beside for message in messages], self.source)
+        if lost is not None:
+            raise BadRow(
+                f"the chat template {self.name} has no place for {lost}, which would be left out; "
+                "finetune.template names another"
+            )
         try:
             return write(
                 messages=[message.for_template() for message in messages],
+                tools=conversation.tools,
+                documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **dict(self.specials),
             )
@@ -236,8 +248,15 @@ def _without_marks(text: str) -> str:
     return text.replace(BEGIN, "").replace(END, "")
 
 
-def _as_json(value: Any, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, **options)
+def _as_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """As `transformers` has it: Jinja's own would write letters as entities of HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _refuse(message: str) -> None:

@@ -33,6 +33,7 @@ from steelyard.finetune.samples import PackedSamples
 from steelyard.finetune.templates import Template
 from steelyard.parallel.world import World, detect
 from steelyard.sparsity import training as sparsity
+from steelyard.sparsity.source import opened as opened_under_masks
 from steelyard.text import tokenizer as tokenizers
 from steelyard.text.tokenizer import Tokenizer
 from steelyard.text.tokenizer.base import read_config
@@ -156,10 +157,11 @@ def export(tuning: Tuning, run: Run, out: Path | None = None) -> dict[str, Any]:
             shutil.rmtree(out)
     origin = open_source(str(tuning.recipe.train.init_from))
     best = checkpoint.best(run.checkpoints)
-    source: Source = open_source(best or run.path)
     assert tuning.recipe.finetune is not None
     if tuning.recipe.finetune.adapter is not None:
-        source = of_run(best or run.path, origin, is_checked=False)
+        source: Source = of_run(best or run.path, origin, is_checked=False)
+    else:
+        source = opened_under_masks(best or run.path)  # As it computes.
     take_along(source, origin)
     named = tuning.recipe.data.tokenizer
     written = convert(source, out, Target("hf", dtype=origin.dtype, tokenizer=named))

@@ -22,6 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
+from typing import Any
 
 from steelyard.core.console import console
 from steelyard.core.errors import Fault
@@ -40,13 +41,14 @@ PR_SET_PDEATHSIG = 1
 
 def run(command: Sequence[str], nproc: int) -> int:
     """Run a command as `nproc` ranks and return the exit code of the job."""
-    with TemporaryDirectory(prefix="steelyard-") as folder, _signals() as asked:
+    with TemporaryDirectory(prefix="steelyard-") as folder, signals() as asked:
         ranks: list[Rank] = []
         try:
-            port = _free_port()
+            port = free_port()
             for rank in range(nproc):
-                ranks.append(Rank(command, rank, nproc, port, Path(folder)))
-            hung = _watch(ranks, asked)
+                environment = _environment(rank, nproc, port)
+                ranks.append(Rank(command, rank, environment, Path(folder), keep_output=rank > 0))
+            hung = watch(ranks, asked)
         finally:
             for rank_ in ranks:
                 rank_.kill()
@@ -58,7 +60,9 @@ def run(command: Sequence[str], nproc: int) -> int:
 class Rank:
     """One process of the job."""
 
-    def __init__(self, command: Sequence[str], rank: int, nproc: int, port: int, folder: Path) -> None:
+    def __init__(
+        self, command: Sequence[str], rank: int, environment: dict[str, str], folder: Path, keep_output: bool
+    ) -> None:
         self.rank = rank
         self.error_file, self.output = folder / f"rank-{rank}.json", folder / f"rank-{rank}.out"
         self.code: int | None = None
@@ -66,15 +70,18 @@ class Rank:
         self.sent: set[int] = set()
         self.was_killed = False
         with open(self.output, "wb") as output:
-            self.process = subprocess.Popen(
-                command,
-                env=_environment(rank, nproc, port) | {ERROR_FILE: str(self.error_file)},
-                stdin=subprocess.DEVNULL,
-                stdout=None if rank == 0 else output,
-                stderr=None if rank == 0 else output,
-                start_new_session=True,
-                preexec_fn=_die_with_parent(),
-            )
+            self.process = self._started(command, environment, output if keep_output else None)
+
+    def _started(self, command: Sequence[str], environment: dict[str, str], output: Any) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            command,
+            env=environment | {ERROR_FILE: str(self.error_file)},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            preexec_fn=die_with_parent(),
+        )
 
     def is_running(self) -> bool:
         """Whether the rank still runs; what an ended one started is ended with it."""
@@ -104,7 +111,7 @@ class Rank:
         return Ended(self.rank, self.code or 0, self.ended_at, frozenset(self.sent), find(self.error_file))
 
 
-def _watch(ranks: list[Rank], asked: list[int]) -> list[int]:
+def watch(ranks: list[Rank], asked: list[int]) -> list[int]:
     """Pass signals on until all ranks have ended, or must; returns the ranks that did not notice a failure."""
     forwarded, failed_at = 0, None
     hung: list[int] = []
@@ -150,7 +157,8 @@ def _environment(rank: int, nproc: int, port: int) -> dict[str, str]:
     }  # fmt: skip
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nobody listens on now."""
     for port in random.sample(PORTS, 100):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("", port))
@@ -158,7 +166,7 @@ def _free_port() -> int:
     raise Fault("no free port was found for the ranks to meet", mend="see which processes listen: ss -tln")
 
 
-def _die_with_parent() -> Callable[[], None] | None:
+def die_with_parent() -> Callable[[], None] | None:
     """What a new rank does first, where the system can (Linux): ask to be killed when the launcher dies."""
     if sys.platform != "linux":
         return None
@@ -173,7 +181,7 @@ def _die_with_parent() -> Callable[[], None] | None:
 
 
 @contextmanager
-def _signals() -> Iterator[list[int]]:
+def signals() -> Iterator[list[int]]:
     """Collect the requests to stop, in order; what follows within a second is the same request over another road."""
     asked: list[int] = []
     asked_at = -math.inf

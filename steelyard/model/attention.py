@@ -1,9 +1,15 @@
 """Causal attention between queries and keys, and who may attend to whom when a row holds several documents.
 
-Tensor suffixes: B batch, L length, H heads, K key-value heads, E head width.
+A mask is dense (bool, who may look at whom) or, where a kernel can use it, the bounds of the documents: int32, one
+row after the other, where each document begins, and last where all end. Documents may be empty, so that rows of any
+number of documents have bounds of one shape. The dense mask is what bounds mean.
+
+Tensor suffixes: B batch, L length, H heads, K key-value heads, E head width, N documents of a row at most.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 from torch import Tensor
@@ -18,6 +24,8 @@ def attend(query_BHLE: Tensor, key_BKLE: Tensor, value_BKLE: Tensor, mask: Tenso
 
     Where there are more keys than queries, the queries are the last tokens.
     """
+    if mask is not None and mask.ndim == 1:
+        return attend_within(query_BHLE, key_BKLE, value_BKLE, mask)
     grouped = query_BHLE.shape[1] != key_BKLE.shape[1]
     length, seen = query_BHLE.shape[2], key_BKLE.shape[2]
     if mask is None and 1 < length < seen:
@@ -26,6 +34,54 @@ def attend(query_BHLE: Tensor, key_BKLE: Tensor, value_BKLE: Tensor, mask: Tenso
     return F.scaled_dot_product_attention(
         query_BHLE, key_BKLE, value_BKLE, attn_mask=mask, is_causal=is_causal, enable_gqa=grouped
     )
+
+
+def attend_within(query_BHLE: Tensor, key_BKLE: Tensor, value_BKLE: Tensor, bounds: Tensor) -> Tensor:
+    """The same within documents: on a GPU by flash attention, to which each document is a sequence of its own."""
+    rows, heads, length, _ = query_BHLE.shape
+    if not query_BHLE.is_cuda:
+        return attend(query_BHLE, key_BKLE, value_BKLE, dense_mask(bounds, rows, length))
+    groups = heads // key_BKLE.shape[1]
+    whole = (x if x.shape[1] == heads else x.repeat_interleave(groups, dim=1) for x in (key_BKLE, value_BKLE))
+    query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query_BHLE, *whole))
+    mixed_THE = torch.ops.aten._flash_attention_forward(
+        query, key, value, bounds, bounds, length, length, 0.0, True, False
+    )[0]
+    mixed_BLHE: Tensor = mixed_THE.unflatten(0, (rows, length))
+    return mixed_BLHE.transpose(1, 2)
+
+
+def bounds_of(starts_BN: Tensor, length: int) -> Tensor:
+    """The bounds of documents, from where those of each row begin; what begins at the row's end is empty."""
+    rows = torch.arange(len(starts_BN), dtype=torch.int32, device=starts_BN.device)[:, None]
+    return F.pad((starts_BN + rows * length).flatten(), (0, 1), value=len(starts_BN) * length)
+
+
+def dense_mask(bounds: Tensor, rows: int, length: int) -> Tensor:
+    """What bounds mean: True where a token may look. Shape (B, 1, L, L)."""
+    places = torch.arange(rows * length, dtype=bounds.dtype, device=bounds.device)
+    return within_documents(torch.searchsorted(bounds, places, right=True).view(rows, length))
+
+
+@functools.cache
+def can_attend_within(device: torch.device, dtype: torch.dtype, width: int) -> bool:
+    """Whether the kernel for bounds is there, found out by asking: it must give what the dense mask gives."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or width % 8 or width > 256:
+        return False
+    generator = torch.Generator(device).manual_seed(0)
+    query, key, value = (
+        torch.randn(2, heads, 128, width, dtype=dtype, device=device, generator=generator).requires_grad_()
+        for heads in (4, 2, 2)
+    )
+    bounds = bounds_of(torch.tensor([[0, 7, 100, 128], [0, 64, 128, 128]], dtype=torch.int32, device=device), 128)
+    answers = []
+    for mask in (dense_mask(bounds, 2, 128), bounds):
+        try:
+            mixed = attend(query, key, value, mask)
+            answers.append([mixed, *torch.autograd.grad(mixed.float().square().sum(), (query, key, value))])
+        except RuntimeError:
+            return False
+    return all(torch.allclose(a.float(), b.float(), atol=0.05, rtol=0.05) for a, b in zip(*answers, strict=True))
 
 
 def attend_dropping(

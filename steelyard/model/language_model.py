@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from steelyard.core.recipe.model import GptModel, LlamaModel
-from steelyard.model.attention import within_documents
+from steelyard.model.attention import bounds_of, within_documents
 from steelyard.model.cache import Cache, LayerCache
 from steelyard.model.dropout import Dropout, salt_of
 from steelyard.model.loss import WholeVocabulary, linear_cross_entropy
@@ -101,6 +101,7 @@ class LanguageModel(nn.Module):
         inputs: Tensor,
         positions_BL: Tensor | None = None,
         documents_BL: Tensor | None = None,
+        starts_BN: Tensor | None = None,
         samples_B: Tensor | None = None,
         places_BL: Tensor | None = None,
         labels_BL: Tensor | None = None,
@@ -114,6 +115,8 @@ class LanguageModel(nn.Module):
         if places_BL is None and samples_B is not None:
             places_BL = torch.arange(positions_BL.shape[1], device=inputs.device)[None]
         mask = None if documents_BL is None else self.mask_of(documents_BL)
+        if starts_BN is not None:  # The same documents by where they begin, for kernels that want that.
+            mask = bounds_of(starts_BN, positions_BL.shape[1])
         context = Context(self.rotation(positions_BL), mask, samples_B, places_BL)
         x_BLD = inputs
         if self.embed is not None:

@@ -22,6 +22,7 @@ COSTLY = {
     aten.bmm.default,
     aten._scaled_mm.default,
     aten._scaled_dot_product_flash_attention.default,
+    aten._flash_attention_forward.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,

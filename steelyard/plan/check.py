@@ -2,7 +2,9 @@
 
 The step time is the median of what `metrics.jsonl` says after the first record, which compiling and filling caches
 spoil. Where the run kept a timeline (`log.timeline`), its spans are summed up for the rank that waits the least, the
-one that sets the pace, and stand beside the parts that they measure.
+one that sets the pace, and stand beside the parts that they measure. Memory is compared for the fullest rank: its
+predicted kinds, and in all what the run recorded at its fullest moment. A GPU's figure is that of its tensors; a CPU's
+is that of the process, from which what was resident before the model was built is taken off.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from steelyard.core import units
 from steelyard.core.errors import UserError
 from steelyard.core.run import Run
 from steelyard.plan.cluster import Cluster
@@ -34,7 +37,10 @@ SPANS = {
 
 @dataclass(frozen=True)
 class Compared:
-    """Predicted and measured seconds by part, None where a run does not tell; and peak bytes of the fullest rank."""
+    """Predicted and measured seconds by part, None where a run does not tell; and peak bytes of the fullest rank.
+
+    `measured_bytes` is the model's share: what was there `before` it, beside the tensors of a CPU's process, is not in.
+    """
 
     run: str
     layout: str
@@ -42,7 +48,10 @@ class Compared:
     measured: float
     parts: dict[str, tuple[float, float | None]]
     predicted_bytes: int
+    kinds: dict[str, int]
     measured_bytes: int | None
+    before: int
+    device: str
 
 
 def compare(path: Path, cluster: Cluster) -> Compared:
@@ -67,14 +76,19 @@ def compare(path: Path, cluster: Cluster) -> Compared:
         measured = sum(spans.get(span, 0.0) for span in measured_by) if spans else None
         parts[name] = (sum(predicted[part] for part in predicted_by), measured)
     peaks = [int(record["peak_memory"]) for record in run.metrics() if record.get("peak_memory")]
+    fullest = max(memory_of(recipe, world), key=lambda memory: memory.total)
+    before = int(run.manifest().get("memory_before") or 0)
     return Compared(
         run=str(path),
         layout=shown(layout),
         predicted=sum(predicted.values()),
         measured=median(seconds[1:] or seconds),
         parts=parts,
-        predicted_bytes=max(memory.total for memory in memory_of(recipe, world)),
-        measured_bytes=max(peaks, default=None),
+        predicted_bytes=fullest.total,
+        kinds=fullest.by_kind(),
+        measured_bytes=max(peaks) - before if peaks else None,
+        before=before,
+        device=str(run.manifest().get("device", "cpu")),
     )
 
 
@@ -111,7 +125,10 @@ def as_result(compared: Compared) -> dict[str, Any]:
         "error": compared.predicted / compared.measured - 1,
         "parts": {name: {"predicted": one, "measured": other} for name, (one, other) in compared.parts.items()},
         "predicted_bytes": compared.predicted_bytes,
+        "predicted_bytes_by_kind": compared.kinds,
         "measured_bytes": compared.measured_bytes,
+        "bytes_before": compared.before,
+        "measured_on": compared.device,
     }
 
 
@@ -125,4 +142,31 @@ def as_text(compared: Compared) -> str:
     hint = "" if any(other is not None for _, other in compared.parts.values()) else (
         "\n\nthe run kept no timeline; log.timeline = [first, last] would tell its parts apart"
     )  # fmt: skip
-    return f"{compared.run}: {compared.layout}\n\n{table(rows)}{hint}"
+    return f"{compared.run}: {compared.layout}\n\n{table(rows)}{hint}\n\n{_memory(compared)}"
+
+
+def _memory(compared: Compared) -> str:
+    rows = [["memory of the fullest rank", "predicted", "measured", "error"]]
+    rows += [[kind.replace("_", " "), units.size(size), "", ""] for kind, size in compared.kinds.items() if size]
+    measured = compared.measured_bytes
+    error = "" if not measured else f"{100 * (compared.predicted_bytes / measured - 1):+.1f}%"
+    rows.append(
+        ["in all", units.size(compared.predicted_bytes), "" if measured is None else units.size(measured), error]
+    )
+    return f"{table(rows)}\n\n{_words(compared)}"
+
+
+def _words(compared: Compared) -> str:
+    """What the measured figure includes, and what to expect of it."""
+    if compared.measured_bytes is None:
+        return "the run recorded no memory (peak_memory in metrics.jsonl), as runs before that was recorded"
+    if not compared.device.startswith("cpu"):
+        return (
+            "measured is what tensors took of the GPU at their fullest; predicted is an upper bound, since not all "
+            "kinds are largest in the same moment"
+        )
+    return (
+        f"measured is the resident set of the process at its fullest less the {units.size(compared.before)} that were "
+        "there before the model was built (Python, torch's libraries). It still includes pages of token files that "
+        "were read, what is loaded or compiled later and what the allocator keeps, so it says little of a small model"
+    )

@@ -12,7 +12,11 @@ gres = "gpu:a10:4"
 zone = "one"
 price_hour = 3.2           # of a node
 intra_GBps = 16.0          # what one GPU sends to its neighbours, one way; left out: the catalogue's
+intra_latency_us = 2.0     # until the first byte arrives there
 idle_watts = 200           # of a node beside its GPUs, for the energy objective
+host_gib = 512             # of a node's own memory, host_GBps its bandwidth and host_link_GBps that of one GPU to it:
+host_GBps = 200.0          # for optim.offload
+host_link_GBps = 25.0
 
 [[links]]
 between = ["a10", "a100"]  # two types or two zones; the same twice: among nodes of that type or zone; "*": any
@@ -43,6 +47,8 @@ from steelyard.core.recipe.toml import parse
 from steelyard.sizes.gpus import CATALOGUE, Gpu, by_name
 
 NETWORK_GBPS, NETWORK_LATENCY_US = 1.25, 20.0  # 10 Gbit/s Ethernet: what is assumed where no link is described
+# Assumed where a node says nothing, after the standards: a socket with six channels of DDR4-2933, PCI Express 3.0 x16.
+HOST_GBPS, HOST_LINK_GBPS = 140.0, 15.75
 ANY = "*"
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=60)]
 # One core with 256-bit vectors and its share of a desktop's memory: enough to plan toys on a laptop.
@@ -90,7 +96,11 @@ class Nodes(Section):
     zone: Name = "here"
     price_hour: NonNegativeFloat | None = None
     intra_GBps: PositiveFloat | None = None
+    intra_latency_us: NonNegativeFloat = 2.0
     idle_watts: NonNegativeFloat = 0.0
+    host_gib: PositiveFloat | None = None
+    host_GBps: PositiveFloat = HOST_GBPS
+    host_link_GBps: PositiveFloat = HOST_LINK_GBPS
 
 
 class Link(Section):
@@ -132,7 +142,13 @@ class Cluster(Section):
     def insides(self) -> dict[str, Wire]:
         """The links among the GPUs of each type of node, per GPU and one way."""
         rates = {nodes.type: nodes.intra_GBps or self.gpu_by_type[nodes.type].link_gb or 16.0 for nodes in self.nodes}
-        return {type_: Wire(rate * 1e9, 2e-6) for type_, rate in rates.items()}
+        return {type_: Wire(rate * 1e9, self.by_type[type_].intra_latency_us * 1e-6) for type_, rate in rates.items()}
+
+    def with_nodes(self, nodes: list[Nodes]) -> Cluster:
+        """The same with other nodes: made anew, since a copy would keep what was worked out from the old ones."""
+        made = Cluster(name=self.name, nodes=nodes, links=self.links, gpus=self.gpus)
+        made._file = self._file
+        return made
 
     def nodes_of(self, type_: str) -> Nodes:
         """The nodes of a type."""

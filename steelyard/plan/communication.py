@@ -71,6 +71,18 @@ def send(cluster: Cluster, one: Seat, other: Seat, bytes_: float, senders: int) 
     return wire.latency + bytes_ * senders / _reached(wire)
 
 
+def exchange(cluster: Cluster, one: Seat, other: Seat, sent: float, received: float, messages: int) -> float:
+    """Seconds in which each rank of one seat sends so many bytes and each of the other receives so many, all at once.
+
+    Between nodes the fuller of the two network cards counts; each of a rank's messages waits for a latency of its own.
+    """
+    if one.node == other.node:
+        wire = cluster.inside(one.nodes)
+        return messages * wire.latency + max(sent, received) / (wire.bandwidth * LINK_SHARE)
+    wire = cluster.wire(one.nodes, other.nodes)
+    return messages * wire.latency + max(sent * one.ranks, received * other.ranks) / _reached(wire)
+
+
 def _reached(wire: Wire) -> float:
     """Bytes per second of a network that large messages reach."""
     return wire.bandwidth * (NETWORK_SHARE if wire.latency < SOCKET_LATENCY else SOCKET_SHARE)

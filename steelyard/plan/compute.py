@@ -14,8 +14,9 @@ from functools import lru_cache
 
 from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.model import GptModel
+from steelyard.plan.cluster import Nodes
 from steelyard.plan.software import Software
-from steelyard.sizes.activations import working_bytes
+from steelyard.sizes.activations import FP32, working_bytes
 from steelyard.sizes.gpus import Gpu
 
 # Rows and columns of a tile, and the share of the sustained rate that it reaches: small ones load more per product.
@@ -217,6 +218,14 @@ def together(host: float, gpu: float) -> float:
     """Seconds of work that the host starts and the GPU does side by side: the longer, and a little of the shorter."""
     longer, shorter = max(host, gpu), min(host, gpu)
     return float(longer * (1 + (shorter / longer) ** OVERLAP) ** (1 / OVERLAP)) if longer else 0.0
+
+
+def host_optimizer(nodes: Nodes, ranks: int, states: int, parameters: float) -> float:
+    """Seconds of the same in the host's memory: gradients go there and weights come back, both in fp32, one after the
+    other; in between weights and states are read and written and gradients read, by all `ranks` of a node at once.
+    """
+    carried = 2 * FP32 * parameters / (nodes.host_link_GBps * 1e9)
+    return carried + FP32 * (2 * (1 + states) + 1) * parameters * ranks / (nodes.host_GBps * 1e9)
 
 
 def optimizer(work: Work, parameters: float) -> float:

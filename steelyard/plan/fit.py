@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from steelyard.core import units
-from steelyard.plan.layout import Layout
+from steelyard.plan.foreign import memories as memories_of_megatron
+from steelyard.plan.layout import Layout, Seat
 from steelyard.plan.predict import Predictor
+from steelyard.plan.software import MEGATRON
+from steelyard.sizes.gpus import GIB
 from steelyard.sizes.memory import RESERVED, Memory, memory_of
 
 
@@ -19,24 +22,38 @@ class Room:
     memory: Memory
     usable: int
     gpu: str
+    host: int = 0
+    """Bytes of the node's own memory, if all its ranks take as much of it as this one."""
+    host_usable: int | None = None
 
     @property
     def fits(self) -> bool:
         """Whether it does."""
-        return self.memory.total <= self.usable
+        return self.memory.total <= self.usable and (self.host_usable is None or self.host <= self.host_usable)
 
 
 def rooms(predictor: Predictor, layout: Layout, ranks: Sequence[int] | None = None) -> list[Room]:
     """One for each pipeline rank, or for those asked for."""
     ranks = range(layout.pipeline) if ranks is None else ranks
-    memories = memory_of(layout.applied(predictor.recipe), layout.world, ranks)
+    if predictor.software is MEGATRON:
+        memories = memories_of_megatron(predictor, layout, ranks)
+    else:
+        memories = memory_of(layout.applied(predictor.recipe), layout.world, ranks)
     placed = predictor.seats(layout)
     found = []
     for rank, memory in zip(ranks, memories, strict=True):
-        gpus = {seat.nodes.type: predictor.cluster.gpu_of(seat.nodes) for seat in placed[rank]}.values()
-        smallest = min(gpus, key=lambda gpu: gpu.memory or 0)
-        found.append(Room(rank, memory, usable(smallest.memory or 0), smallest.name))
+        found.append(room(predictor, rank, memory, placed[rank]))
     return found
+
+
+def room(predictor: Predictor, rank: int, memory: Memory, seats: Sequence[Seat]) -> Room:
+    """What a pipeline rank on these seats needs, and has."""
+    gpus = {seat.nodes.type: predictor.cluster.gpu_of(seat.nodes) for seat in seats}.values()
+    smallest = min(gpus, key=lambda gpu: gpu.memory or 0)
+    host = max(memory.host * seat.nodes.gpus for seat in seats)
+    known = [seat.nodes.host_gib for seat in seats if seat.nodes.host_gib is not None]
+    has = int(min(known) * GIB) if known else None
+    return Room(rank, memory, usable(smallest.memory or 0), smallest.name, host, has)
 
 
 def telling(predictor: Predictor, layout: Layout) -> list[int]:
@@ -67,6 +84,12 @@ def usable(memory: int) -> int:
 def reason(found: list[Room]) -> str | None:
     """Why a layout does not fit; None where it does."""
     room = max(found, key=lambda room: room.memory.total - room.usable)
+    for each in found:
+        if each.host_usable is not None and each.host > each.host_usable:
+            return (
+                f"optim.offload needs {units.size(each.host)} of a node's memory at pipeline rank {each.rank}, and it "
+                f"has {units.size(each.host_usable)}"
+            )
     if room.fits:
         return None
     kind, most = max(room.memory.by_kind().items(), key=lambda item: item[1])

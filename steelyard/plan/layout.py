@@ -75,17 +75,27 @@ class Layout:
         return recipe.model_copy(update={"parallel": parallel, "train": train})
 
     def written(self, recipe: Recipe) -> Recipe:
-        """The recipe under this layout, checked: what is written for `steelyard train`."""
-        settings = recipe.settings()
-        settings["parallel"] = settings.get("parallel", {}) | self.settings()
+        """The recipe under this layout, checked: what is written for `steelyard train`.
+
+        1F1B with fewer micro-batches than ranks is Megatron's alone; here gpipe runs them.
+        """
+        settings, train = recipe.settings(), recipe.train
+        smallest = train.ramp_up.start if train.ramp_up else train.global_batch
+        short = self.schedule == "1f1b" and smallest // (self.micro_batch * self.data) < self.pipeline
+        schedule = {"schedule": "gpipe"} if short else {}
+        settings["parallel"] = settings.get("parallel", {}) | self.settings() | schedule
         settings["train"]["micro_batch"] = self.micro_batch
         if "steps" in settings["train"] and ("tokens" in settings["train"] or "samples" in settings["train"]):
             del settings["train"]["steps"]
         return Recipe.model_validate(settings)
 
 
-def of_recipe(recipe: Recipe, cluster: Cluster) -> Layout:
-    """The layout that a recipe asks for itself, on all of a cluster or on the nodes it places."""
+def of_recipe(recipe: Recipe, cluster: Cluster, short: bool = False) -> Layout:
+    """The layout that a recipe asks for itself, on all of a cluster or on the nodes it places.
+
+    `short` allows 1F1B fewer micro-batches than ranks, as Megatron does and PyTorch does not. Of the last node that is
+    placed some GPUs may stay idle.
+    """
     from steelyard.sizes.ranks import data_ranks
     from steelyard.sizes.stages import partition_of
 
@@ -101,7 +111,8 @@ def of_recipe(recipe: Recipe, cluster: Cluster) -> Layout:
             mend=f"its types are {', '.join(cluster.by_type)}",
         )
     world = sum(cluster.nodes_of(type_).gpus * count for type_, count in placement)
-    if parallel.data is not None and not parallel.placement and parallel.least_world <= world:
+    spare = cluster.nodes_of(placement[-1][0]).gpus if parallel.placement else world
+    if parallel.data is not None and world - spare < parallel.least_world <= world:
         world = parallel.least_world
         placement = _holding(world, placement, cluster)
     gpus = sorted({cluster.gpu_by_type[type_] for type_, _ in placement}, key=lambda gpu: gpu.name)
@@ -113,7 +124,7 @@ def of_recipe(recipe: Recipe, cluster: Cluster) -> Layout:
         context=parallel.context,
         pipeline=parallel.pipeline,
         virtual=parallel.virtual,
-        data=data_ranks(recipe, world),
+        data=data_ranks(_with_gpipe(recipe) if short and parallel.schedule == "1f1b" else recipe, world),
         zero=parallel.zero,
         sequence_parallel=parallel.sequence_parallel,
         schedule=parallel.schedule,
@@ -122,6 +133,11 @@ def of_recipe(recipe: Recipe, cluster: Cluster) -> Layout:
         partition=partition_of(recipe).counts,
         placement=placement,
     )
+
+
+def _with_gpipe(recipe: Recipe) -> Recipe:
+    """The recipe under the schedule that takes any number of micro-batches, for checking all the rest of it."""
+    return recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={"schedule": "gpipe"})})
 
 
 def _holding(world: int, placement: Placement, cluster: Cluster) -> Placement:

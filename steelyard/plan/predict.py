@@ -6,13 +6,13 @@ on; `step` puts them together. What many layouts share is kept, for a search ask
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from steelyard.core.recipe import Recipe
 from steelyard.plan import communication, compute
-from steelyard.plan.cluster import Cluster
+from steelyard.plan.cluster import Cluster, Nodes
 from steelyard.plan.communication import Ring, group
 from steelyard.plan.compute import Pass, Shape, Work
 from steelyard.plan.layout import Layout, Placement, Seat, Seats
@@ -44,8 +44,8 @@ class Predictor:
         software: Software = STEELYARD,
         profiles: Sequence[Profile] = (),
     ) -> None:
-        self.recipe, self.cluster, self.software = recipe, cluster, software
         self.profiles = {profile.gpu: profile for profile in profiles}
+        self.recipe, self.cluster, self.software = recipe, linked(cluster, self.profiles), software
         self.shape = Shape.of(recipe)
         self.each = 4 if recipe.train.precision == "fp32" else 2
         self._costs: dict[tuple[object, ...], dict[int, StageCost]] = {}
@@ -115,8 +115,10 @@ class Predictor:
         stands = self._stands(layout)
         cut = (layout.tensor, layout.context, layout.micro_batch, layout.sequence_parallel)
         columns = layout.data * layout.context
-        costs = self._each(self._costs, (cut, layout.recompute), stands.kinds, lambda seats: self._cost(layout, seats))
-        send = self._each(self._sends, cut, stands.links, lambda pair: self._send(layout, *pair))
+        costs = self._each(
+            self._costs, (cut, layout.recompute), stands.kinds, lambda seats: self.stage_cost(layout, seats)
+        )
+        send = self._each(self._sends, cut, stands.links, lambda pair: self.send(layout, *pair))
         rings = self._each(
             self._rings, (layout.tensor, columns), stands.kinds,
             lambda seats: group(self.cluster, seats, layout.tensor, columns),
@@ -146,13 +148,27 @@ class Predictor:
         """What each pipeline rank's layers cost on its GPUs."""
         return self.step(layout).costs
 
-    def _cost(self, layout: Layout, seats: Sequence[Seat]) -> StageCost:
+    def stage_cost(self, layout: Layout, seats: Sequence[Seat]) -> StageCost:
         """The cost on the slowest of the GPUs, which sets the pace."""
         kinds = {seat.nodes.type: seat.nodes for seat in seats}.values()
         tensor = group(self.cluster, seats, 1, layout.tensor)
         context = group(self.cluster, seats, layout.tensor, layout.context)
-        each = [self._cost_on(layout, self.cluster.gpu_of(nodes), tensor, context) for nodes in kinds]
+        each = [self._cost_on(layout, self._gpu_of(nodes), tensor, context) for nodes in kinds]
         return max(each, key=lambda cost: cost.layer.forward + cost.layer.backward)
+
+    def _gpu_of(self, nodes: Nodes) -> Gpu:
+        """The node's GPU, with the rates that were measured on it where it was profiled."""
+        gpu = self.cluster.gpu_of(nodes)
+        profile = self.profiles.get(gpu.name)
+        peak = gpu.peak(self.recipe.train.precision)
+        if profile is None or peak is None:
+            return gpu
+        products, copies = profile.rates.get("product_tflops"), profile.rates.get("copy_gbps")
+        return replace(
+            gpu,
+            sustained=products * 1e12 / peak if products else gpu.sustained,
+            bandwidth_gb=copies / compute.MEMORY_SHARE if copies else gpu.bandwidth_gb,
+        )
 
     def _cost_on(self, layout: Layout, gpu: Gpu, tensor: Ring, context: Ring) -> StageCost:
         key = (gpu.name, tensor, context, layout.micro_batch, layout.sequence_parallel, layout.recompute)
@@ -204,7 +220,7 @@ class Predictor:
             selective=layer.selective * ahead,
         )
 
-    def _send(self, layout: Layout, one: Sequence[Seat], other: Sequence[Seat]) -> float:
+    def send(self, layout: Layout, one: Sequence[Seat], other: Sequence[Seat]) -> float:
         """Seconds from one stage to the next: the slowest pair, all of a node's ranks sending at once."""
         cut = layout.tensor if layout.sequence_parallel or self.software.scattered else 1
         tokens = layout.micro_batch * self.shape.sequence // layout.context
@@ -216,6 +232,21 @@ class Predictor:
         if tensor not in self._parameters:
             self._parameters[tensor] = parameters(self.recipe.model, tensor, padded=True)
         return self._parameters[tensor]
+
+
+def linked(cluster: Cluster, profiles: Mapping[str, Profile]) -> Cluster:
+    """The cluster with the links that were measured inside its nodes, where the file does not tell them."""
+    changed = [_linked(nodes, profiles.get(cluster.gpu_of(nodes).name)) for nodes in cluster.nodes]
+    return cluster if changed == cluster.nodes else cluster.with_nodes(changed)
+
+
+def _linked(nodes: Nodes, profile: Profile | None) -> Nodes:
+    measured = profile.rates.get("link_gbps") if profile is not None else None
+    if profile is None or not measured or nodes.intra_GBps is not None:
+        return nodes
+    latency = profile.rates.get("link_latency_us", nodes.intra_latency_us)
+    reached = {"intra_GBps": measured / communication.LINK_SHARE, "intra_latency_us": latency}
+    return nodes.model_copy(update=reached)
 
 
 def _kinds(seats: Sequence[Seat]) -> tuple[object, ...]:

@@ -22,11 +22,14 @@ from steelyard.plan.cluster import Cluster
 from steelyard.plan.layout import Layout, Placement, lacking, of_recipe
 from steelyard.plan.predict import Predictor
 from steelyard.plan.profile import Profile
-from steelyard.plan.software import STEELYARD, Software, as_run
+from steelyard.plan.software import MEGATRON, STEELYARD, Software, as_run
 from steelyard.plan.space import Limits, Use, Variant
 from steelyard.plan.step import Parts, least
+from steelyard.plan.worth import price_hour, watts, weight
 
 QUICK = 24  # Actions of a step up to which its partition is refined at once, not only when it is among the best.
+
+UNFIT = 0.25  # What a mesh that does not fit counts of those that may be taken to the end: it is soon known.
 
 REFINING = 5_000  # Passes simulated, about, to refine the partition of one of the best plans.
 
@@ -47,7 +50,7 @@ class Plan:
 
     def value(self, objective: str) -> float:
         """What the objective makes smaller."""
-        return self.seconds * _weight(objective, self.price_hour, self.watts)
+        return self.seconds * weight(objective, self.price_hour, self.watts)
 
 
 @dataclass
@@ -96,19 +99,31 @@ def search(
             where=recipe.where("parallel.replicate"),
             mend="leave parallel.replicate out, or predict this layout alone with --given",
         )
+    _refuse_offload(recipe, software)
     if not any(gpu.peak(recipe.train.precision) for gpu in cluster.gpu_by_type.values()):
         raise lacking(recipe, sorted({gpu.name for gpu in cluster.gpu_by_type.values()}))
-    return _Search(recipe, cluster, objective, top, limits or space.limits_for(cluster), software, profiles).run()
+    limits = space.restricted(limits or space.limits_for(cluster), software)
+    return _Search(recipe, cluster, objective, top, limits, software, profiles).run()
 
 
 def given(recipe: Recipe, cluster: Cluster, software: Software = STEELYARD, profiles: Sequence[Profile] = ()) -> Found:
     """The recipe's own layout as the only plan; where it does not fit, it is among the excluded as well."""
-    layout = of_recipe(recipe, cluster)
+    _refuse_offload(recipe, software)
+    layout = of_recipe(recipe, cluster, short=software is MEGATRON)
     predictor = Predictor.of_layout(recipe, cluster, layout, software, profiles)
     why = fit.reason(fit.rooms(predictor, layout))
     price = price_hour(cluster, layout.placement)
     plan = Plan(layout, predictor.parts(layout), price, watts(cluster, layout.placement))
     return Found([plan], [] if why is None else [(layout, why)], 1)
+
+
+def _refuse_offload(recipe: Recipe, software: Software) -> None:
+    if software is MEGATRON and recipe.optim.offload:
+        raise UserError(
+            "Megatron-LM of 2021 to 2023 keeps its optimizer on the GPU",
+            where=recipe.where("optim.offload"),
+            mend="leave optim.offload out, or plan for steelyard",
+        )
 
 
 class _Search:
@@ -127,20 +142,21 @@ class _Search:
             splits: Predictor(recipe, cluster, as_run(software, recipe, splits), profiles) for splits in (False, True)
         }
         self.found = Found([])
+        self.layers: dict[tuple[str, int, int, int], float] = {}
         self.best: dict[tuple[object, ...], tuple[float, float, Layout]] = {}
         self.limit = float("inf")
         self.frontier: list[tuple[float, float]] = []
-        self.finished = 0
+        self.finished = 0.0
         self.queue: list[tuple[float, int, Callable[[], None]]] = []
         self.ticket = count()
 
     def run(self) -> Found:
-        uses = [use for use in space.uses(self.cluster, self.limits) if self._can_compute(use)]
-        opened = sorted((choices for use in uses if (choices := self._opened(use))), key=min)
+        uses, whole = space.uses(self.cluster, self.limits)
+        opened = sorted((choices for use in uses if self._can_compute(use) and (choices := self._opened(use))), key=min)
         for choices in opened[: self.limits.uses]:
             for bound, _, go_on in choices:
                 self._push(bound, go_on)
-        self.found.complete = len(opened) <= self.limits.uses
+        self.found.complete = whole and len(opened) <= self.limits.uses
         while self.queue and self.finished < self.limits.meshes:
             bound, _, go_on = heapq.heappop(self.queue)
             if bound >= self.limit:
@@ -169,7 +185,7 @@ class _Search:
 
     def _opened(self, use: Use) -> list[tuple[float, int, Callable[[], None]]]:
         """First round: nodes, tensor, context, micro-batch. Bound: all work, spread over all GPUs by their speed."""
-        weight = _weight(self.objective, price_hour(self.cluster, use.counts), watts(self.cluster, use.counts))
+        worth = weight(self.objective, price_hour(self.cluster, use.counts), watts(self.cluster, use.counts))
         choices: list[tuple[float, int, Callable[[], None]]] = []
         for tensor in space.tensors(self.recipe, self.cluster, use, self.limits):
             for context in space.contexts(self.recipe, self.limits):
@@ -182,7 +198,7 @@ class _Search:
                     }
                     speed = sum(groups[type_] / each[type_] for type_ in each)
                     rounds = self.recipe.train.global_batch // micro_batch
-                    bound = weight * rounds * self.recipe.model.layers / speed
+                    bound = worth * rounds * self.recipe.model.layers / speed
                     go_on = partial(self._arrange, use, tensor, context, micro_batch)
                     choices.append((bound, next(self.ticket), go_on))
         return choices
@@ -190,7 +206,7 @@ class _Search:
     def _arrange(self, use: Use, tensor: int, context: int, micro_batch: int) -> None:
         """Second round: order of nodes, pipeline, data, schedule. Bound: that of all partitions, nothing recomputed."""
         layers = self.recipe.model.layers
-        weight = _weight(self.objective, price_hour(self.cluster, use.counts), watts(self.cluster, use.counts))
+        worth = weight(self.objective, price_hour(self.cluster, use.counts), watts(self.cluster, use.counts))
         batch = self.recipe.train.global_batch // micro_batch
         dealt = space.dealt_batch(self.recipe) // micro_batch
         for pipeline, data in space.meshes(use.ranks // (tensor * context), dealt, layers):
@@ -200,7 +216,7 @@ class _Search:
             deepest = max((virtual for _, virtual in schedules), default=0)
             for placement in (space.orders(use) if pipeline > 1 else [use.counts]) if deepest else ():
                 mesh = Mesh(use, tensor, context, micro_batch, placement, pipeline, data, "1f1b", deepest)
-                bound = weight * self._bound(mesh)
+                bound = worth * self._bound(mesh)
                 if not self._is_beaten(bound, use.counts):
                     self._push(bound, partial(self._schedule, mesh, schedules))
 
@@ -216,15 +232,32 @@ class _Search:
             chosen = replace(mesh, schedule=schedule, virtual=virtual)
             bound = self._bound(chosen) * self._weight_of(self._layout(chosen, Variant("none", 0)))
             if not self._is_beaten(bound, mesh.use.counts):
-                self._push(bound, partial(self._finish, chosen))
+                self._push(bound, partial(self._deal, chosen, bound))
 
-    def _finish(self, mesh: Mesh) -> None:
-        """Third round: the least recomputation that fits, and of the shardings that fit the fastest; then simulate."""
-        self.finished += 1
+    def _deal(self, mesh: Mesh, bound: float) -> None:
+        """Layers dealt out, which tells more of a step than any bound: those of a long one wait for their turn again.
+
+        A short step's partition is refined before it is compared, so it has no other bound than that of all partitions.
+        """
         rounds = self.recipe.train.global_batch // (mesh.micro_batch * mesh.data)
+        if mesh.pipeline * mesh.virtual * rounds * 2 <= QUICK:
+            return self._finish(mesh, True)
+        layout = self._layout(mesh, Variant(self.limits.recomputes[0], 0))
+        dealt = self._predictor(layout).step(layout).at_least(self._dealt(layout, None)) * self._weight_of(layout)
+        if not self._is_beaten(dealt, mesh.use.counts):
+            self._push(max(bound, dealt), partial(self._finish, mesh, False))
+
+    def _may_fit(self, mesh: Mesh) -> bool:
+        """Whether the mesh fits at its most frugal; if it does not, nothing of it does."""
+        zeros = space.zeros(mesh.pipeline, mesh.data * mesh.context, self.limits)
+        frugal = self._layout(mesh, Variant(self.limits.recomputes[-1], zeros[-1]))
+        return self._fitting([frugal.with_partition(self._dealt(frugal, None))]) is not None
+
+    def _finish(self, mesh: Mesh, quick: bool) -> None:
+        """Third round: the least recomputation that fits, and of the shardings that fit the fastest; then simulate."""
         zeros = space.zeros(mesh.pipeline, mesh.data * mesh.context, self.limits)
         self.found.space += len(zeros) * len(self.limits.recomputes)
-        quick = mesh.pipeline * mesh.virtual * rounds * 2 <= QUICK
+        self.finished += 1
         for recompute in self.limits.recomputes:  # Computing more again can only be slower.
             layout = self._layout(mesh, Variant(recompute, 0))
             counts = self._dealt(layout, None)
@@ -236,10 +269,9 @@ class _Search:
             if fitting is not None:
                 self._keep(mesh, fitting, quick)
                 return
-            frugal = self._layout(mesh, Variant(self.limits.recomputes[-1], zeros[-1]))
-            frugal = frugal.with_partition(self._dealt(frugal, None))
-            if recompute == self.limits.recomputes[0] and self._fitting([frugal]) is None:
-                return  # If this does not fit, nothing of the mesh does.
+            if recompute == self.limits.recomputes[0] and not self._may_fit(mesh):
+                self.finished -= 1 - UNFIT
+                return
 
     def _fitting(self, layouts: list[Layout]) -> Layout | None:
         """The first of these that fits, those with the least to do after the last backward pass first."""
@@ -262,7 +294,7 @@ class _Search:
 
     def _within(self, layout: Layout, rooms: list[fit.Room]) -> Layout | None:
         """The layout with layers moved off the stages that are too full, where others have room for them."""
-        if layout.pipeline == 1 or layout.virtual > 1 or all(not room.fits for room in rooms):
+        if layout.pipeline == 1 or layout.virtual > 1 or self.limits.even or all(not room.fits for room in rooms):
             return None
         rooms = fit.rooms(self._predictor(layout), layout)
         limits = list(layout.partition)
@@ -302,13 +334,16 @@ class _Search:
         )
 
     def _dealt(self, layout: Layout, limits: list[int] | None) -> tuple[int, ...]:
-        """Layers dealt out by the time that each pipeline rank takes for one."""
+        """Layers dealt out by the time that each pipeline rank takes for one, or evenly where they must be."""
+        if self.limits.even:
+            stages = layout.pipeline * layout.virtual
+            return (self.recipe.model.layers // stages,) * stages
         counts = partition.dealt(*self._predictor(layout).step(layout).per_layer(), self.recipe.model.layers, limits)
         return partition.spread(counts, layout.virtual) if counts else ()
 
     def _refined(self, layout: Layout) -> Layout:
         """The layout with layers moved as long as its simulated step becomes shorter."""
-        if layout.pipeline == 1:
+        if layout.pipeline == 1 or self.limits.even:
             return layout
         predictor = self._predictor(layout)
         step = predictor.step(layout)
@@ -358,40 +393,17 @@ class _Search:
 
     def _weight_of(self, layout: Layout) -> float:
         price = price_hour(self.cluster, layout.placement)
-        return _weight(self.objective, price, watts(self.cluster, layout.placement))
+        return weight(self.objective, price, watts(self.cluster, layout.placement))
 
     def _layer(self, type_: str, tensor: int, context: int, micro_batch: int) -> float:
         """Seconds of a layer on one type of node, both passes, nothing computed again."""
-        nodes = -(-tensor * context // self.cluster.nodes_of(type_).gpus)
-        mesh = Mesh(Use((), 0), tensor, context, micro_batch, ((type_, nodes),), 1, 1, "1f1b", 1)
-        layout = self._layout(mesh, Variant("none", 0))
-        return least(self._predictor(layout).costs(layout)[0].layer)
-
-
-def price_hour(cluster: Cluster, placement: Placement) -> float | None:
-    """What the nodes cost in an hour; None where the price of one is not known."""
-    prices = [(cluster.nodes_of(type_).price_hour, number) for type_, number in placement]
-    if any(price is None for price, _ in prices):
-        return None
-    return sum((price or 0.0) * number for price, number in prices)
-
-
-def watts(cluster: Cluster, placement: Placement) -> float | None:
-    """Power of the nodes at work; None where that of a GPU is not known."""
-    total = 0.0
-    for type_, number in placement:
-        nodes = cluster.nodes_of(type_)
-        each = cluster.gpu_of(nodes).watts
-        if each is None:
-            return None
-        total += number * (nodes.idle_watts + nodes.gpus * each)
-    return total
-
-
-def _weight(objective: str, price_hour: float | None, watts_: float | None) -> float:
-    if objective == "cost":
-        return (price_hour or 0.0) / 3600
-    return (watts_ or 0.0) if objective == "energy" else 1.0
+        key = (type_, tensor, context, micro_batch)
+        if key not in self.layers:
+            nodes = -(-tensor * context // self.cluster.nodes_of(type_).gpus)
+            mesh = Mesh(Use((), 0), tensor, context, micro_batch, ((type_, nodes),), 1, 1, "1f1b", 1)
+            layout = self._layout(mesh, Variant("none", 0))
+            self.layers[key] = least(self._predictor(layout).costs(layout)[0].layer)
+        return self.layers[key]
 
 
 def _frontier(kept: list[tuple[float, float, Layout]], cluster: Cluster) -> list[tuple[float, float, Layout]]:

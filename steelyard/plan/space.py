@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import permutations, product
-from math import gcd
+from math import gcd, prod
 from typing import NamedTuple
 
 from pydantic_core import PydanticCustomError
@@ -16,8 +16,10 @@ from steelyard.core.recipe.model import LlamaModel
 from steelyard.core.recipe.parallel import Parallel
 from steelyard.plan.cluster import Cluster
 from steelyard.plan.layout import Placement
+from steelyard.plan.software import MEGATRON, Software
 
 MOST_ARRANGEMENTS = 64
+MOST_USES = 512  # Sets of nodes up to which all of them are looked at.
 LEAST_CONTEXT = 2048  # Tokens of a sequence that a context rank should keep; with fewer it only waits.
 
 
@@ -32,9 +34,13 @@ class Limits:
     recomputes: tuple[str, ...] = ("none", "selective", "full")
     zeros: tuple[int, ...] = (0, 1, 2, 3)
     schedules: tuple[str, ...] = ("1f1b", "gpipe", "interleaved", "zero-bubble")
+    even: bool = False
+    """Whether all stages must hold as many layers."""
+    short: bool = False
+    """Whether 1F1B may have fewer micro-batches than ranks."""
     subsets: bool = True
     """Whether nodes may be left idle."""
-    uses: int = 64
+    uses: int = 100_000
     """Sets of nodes to look at, the most promising ones."""
     meshes: int = 100_000
     """Meshes to take to the end, the most promising ones."""
@@ -42,7 +48,26 @@ class Limits:
 
 def limits_for(cluster: Cluster) -> Limits:
     """All of it on clusters of up to 256 GPUs; beyond, only what promises the most."""
-    return Limits() if cluster.ranks <= 256 else Limits(micro_batch=8, virtual=2, uses=12, meshes=250)
+    return Limits() if cluster.ranks <= 256 else Limits(micro_batch=8, virtual=2, meshes=300)
+
+
+def restricted(limits: Limits, software: Software) -> Limits:
+    """What is left for a program that lacks some of it.
+
+    Megatron-LM of 2021 to 2023 has 1F1B, plain (of any number of micro-batches) and interleaved, equal stages, and a
+    distributed optimizer, which is zero 1. It has no context parallelism, no sharded gradients or weights, no gpipe and
+    no zero bubble.
+    """
+    if software is not MEGATRON:
+        return limits
+    return replace(
+        limits,
+        contexts=(1,),
+        zeros=tuple(zero for zero in limits.zeros if zero < 2),
+        schedules=tuple(name for name in limits.schedules if name in ("1f1b", "interleaved")),
+        even=True,
+        short=True,
+    )
 
 
 class Use(NamedTuple):
@@ -59,28 +84,33 @@ class Variant(NamedTuple):
     zero: int
 
 
-def uses(cluster: Cluster, limits: Limits) -> list[Use]:
-    """Sets of nodes worth trying: all, and without some types or the odd ones of a type, so that meshes divide."""
-    options = [_counts(nodes.count) if limits.subsets else [nodes.count] for nodes in cluster.nodes]
+def uses(cluster: Cluster, limits: Limits) -> tuple[list[Use], bool]:
+    """Sets of nodes to try, and whether these are all there are.
+
+    Any number of each type may be used while that makes few sets; where it makes many, all, none and round numbers.
+    """
+    whole = not limits.subsets or prod(nodes.count + 1 for nodes in cluster.nodes) <= MOST_USES
+    options = [
+        [nodes.count] if not limits.subsets else _all(nodes.count) if whole else _round(nodes.count)
+        for nodes in cluster.nodes
+    ]
     found = []
     for counts in product(*options):
         used = tuple((nodes.type, n) for nodes, n in zip(cluster.nodes, counts, strict=True) if n)
         if used:
             ranks = sum(nodes.gpus * n for nodes, n in zip(cluster.nodes, counts, strict=True))
             found.append(Use(used, ranks))
-    return found
+    return found, whole
 
 
-def _counts(most: int) -> list[int]:
-    """All, the largest 2^k and 3 x 2^k below, and none."""
-    round_ = {most, 0}
-    for factor in (1, 3):
-        number = factor
-        while number * 2 <= most:
-            number *= 2
-        if number <= most:
-            round_.add(number)
-    return sorted(round_, reverse=True)
+def _all(most: int) -> list[int]:
+    return list(range(most, -1, -1))
+
+
+def _round(most: int) -> list[int]:
+    """All, every 2^k and 3 x 2^k below, and none: meshes divide these."""
+    found = {most, 0} | {factor << power for factor in (1, 3) for power in range(most.bit_length())}
+    return sorted((number for number in found if number <= most), reverse=True)
 
 
 def orders(use: Use) -> list[Placement]:
@@ -186,7 +216,7 @@ def schedules(recipe: Recipe, pipeline: int, rounds: int, limits: Limits) -> lis
         return [("1f1b", 1)]
     found: list[tuple[str, int]] = []
     each = [batch * rounds // recipe.train.global_batch for batch in batches(recipe)]
-    if min(each) >= pipeline:
+    if limits.short or min(each) >= pipeline:
         found.append(("1f1b", 1))
     else:
         found.append(("gpipe", 1))
@@ -195,7 +225,11 @@ def schedules(recipe: Recipe, pipeline: int, rounds: int, limits: Limits) -> lis
         found += [("interleaved", v) for v in deep if v > 1]
         if not recipe.train.compile:
             found += [("zero-bubble", v) for v in deep if v <= 2]
-    return [choice for choice in found if choice[0] in limits.schedules]
+    return [
+        (name, virtual)
+        for name, virtual in found
+        if name in limits.schedules and not (limits.even and recipe.model.layers % (pipeline * virtual))
+    ]
 
 
 @lru_cache(maxsize=4096)

@@ -6,14 +6,16 @@ update) is added rank by rank, since early ones wait for late ones anyway.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from steelyard.plan import compute, pipeline
 from steelyard.plan.communication import Ring
 from steelyard.plan.compute import Work
-from steelyard.plan.layout import Layout
+from steelyard.plan.layout import Layout, Seat
 from steelyard.plan.pipeline import Times
+from steelyard.sizes.memory import STATES
 
 if TYPE_CHECKING:
     from steelyard.plan.predict import Predictor
@@ -91,9 +93,16 @@ class StepCost:
         extra = [sum(stage(cost, 0, (rank == 0) + 2 * (rank == last))) for rank, cost in enumerate(self.costs)]
         return each, extra
 
+    def _layout_of(self, rank: int) -> Layout:
+        """The layout as a pipeline rank sees it."""
+        return self.layout
+
+    def _seats_of(self, rank: int) -> Sequence[Seat]:
+        return self.predictor.seats(self.layout)[rank]
+
     def held(self, counts: tuple[int, ...], rank: int) -> int:
         """Parameters of a rank: its stages' layers, embedding and head, cut by tensor parallelism."""
-        layout, model = self.layout, self.predictor.recipe.model
+        layout, model = self._layout_of(rank), self.predictor.recipe.model
         sizes = self.predictor.sizes(layout.tensor)
         held = sizes.layer * sum(counts[rank :: layout.pipeline])
         held += sizes.embedding if rank == 0 else 0
@@ -105,13 +114,21 @@ class StepCost:
 
     def after(self, counts: tuple[int, ...], times: Times, rank: int) -> tuple[float, float]:
         """Seconds of a pipeline rank after its last backward pass: gradients' sums, and the update."""
-        layout, held = self.layout, self.held(counts, rank)
+        layout, held = self._layout_of(rank), self.held(counts, rank)
         if self.predictor.software.overlapped and layout.pipeline == 1:
             gradient = self._exposed(times, held)
         else:
             gradient = self._gradient(rank, held)
         shards = layout.data * layout.context if layout.zero else 1
-        return gradient, compute.optimizer(self.costs[rank].work, held / shards)
+        return gradient, self._update(rank, held / shards)
+
+    def _update(self, rank: int, parameters: float) -> float:
+        """Seconds to update so many parameters on the GPU or, where the recipe says so, in the host's memory."""
+        optim = self.predictor.recipe.optim
+        if not optim.offload:
+            return compute.optimizer(self.costs[rank].work, parameters)
+        kinds = {seat.nodes.type: seat.nodes for seat in self._seats_of(rank)}.values()
+        return max(compute.host_optimizer(nodes, nodes.gpus, STATES[optim.name], parameters) for nodes in kinds)
 
     def _gradient(self, rank: int, held: int) -> float:
         """Seconds to sum a pipeline rank's gradients over its data-parallel ranks, and to gather weights again."""
@@ -170,7 +187,7 @@ class StepCost:
             if weight > 0:
                 weights[rank] = weight
                 behind += weight
-        first, last = least(self.costs[0].embedding), least(self.costs[-1].head)
+        first, last = _beside(self.costs[0], self.costs[0].embedding), _beside(self.costs[-1], self.costs[-1].head)
         taken = rounds * (weights[0] * first + weights[-1] * last)
         there = first / ways
         for rank in range(1, len(kinds)):
@@ -179,13 +196,16 @@ class StepCost:
         return (layers + taken) / behind + self.predictor.software.step_overhead
 
     def _layer_after(self, rank: int) -> float:
-        """Seconds that a layer adds after the last backward pass, at the least."""
+        """Seconds that a layer adds after the last backward pass, at the least.
+
+        Not the update: while a rank updates, what it sent back is still on its way through the ranks before.
+        """
         if self.layout.pipeline == 1:
             return 0.0
         held = self.predictor.sizes(self.layout.tensor).layer
-        ring, columns = self.rings[rank], self.layout.data * self.layout.context
+        ring = self.rings[rank]
         shortest = min(ring.all_reduce(2 * held), ring.gather(4 * held))
-        return shortest - ring.gather(0.0) * 2 + compute.optimizer(self.costs[rank].work, held / columns)
+        return shortest - ring.gather(0.0) * 2
 
     def parts(self, counts: tuple[int, ...]) -> Parts:
         """The step taken apart, as the rank that is done last sees it."""
@@ -218,6 +238,17 @@ def _first(kinds: list[int]) -> list[tuple[int, int]]:
 def least(split: Split) -> float:
     """Seconds of both passes at the least: where the host is slower it may be busy with other layers meanwhile."""
     return max(split.forward + split.backward, split.host_forward + split.host_backward)
+
+
+def _beside(cost: StageCost, end: Split) -> float:
+    """What embedding or head add, at the least, to a rank whose layers are bounded by `least`.
+
+    Of the same kind as bounds the layers: seconds of a slow host and of a slow GPU pass side by side, and do not add.
+    """
+    layer = cost.layer
+    if layer.host_forward + layer.host_backward > layer.forward + layer.backward:
+        return end.host_forward + end.host_backward
+    return end.forward + end.backward
 
 
 def stage_seconds(cost: StageCost, layers: int, first: bool, last: bool) -> tuple[float, float]:

@@ -119,14 +119,16 @@ def compressible(source: Source, allow_dense: bool) -> CompressedSource | Compre
     return Compressing(source, [name for name, _ in found])
 
 
-def export(source: Source, destination: Path, dtype: torch.dtype | None, allow_dense: bool) -> dict[str, Any]:
+def export(
+    source: Source, destination: Path, dtype: torch.dtype | None, allow_dense: bool, tokenizer: str | None = None
+) -> dict[str, Any]:
     """Write a 2:4 checkpoint compressed and say what was written."""
     seen = compressible(source, allow_dense)
     if dtype is None:
         dtype = source.dtype if source.dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
     if dtype.itemsize < source.dtype.itemsize:
         console.say(f"weights are rounded from {_name(source.dtype)} to {_name(dtype)}")
-    result = convert(seen, destination, Target("compressed", dtype=dtype))
+    result = convert(seen, destination, Target("compressed", dtype=dtype, tokenizer=tokenizer))
     sizes = source.sizes()
     return result | {
         "compressed": len(seen.compressed),

@@ -25,7 +25,7 @@ from steelyard.sparsity import base
 from steelyard.sparsity.carried import SPARSITY, Carried, Masks, carried, masks_of
 from steelyard.sparsity.learned import masked_sizes, replace_linears
 from steelyard.sparsity.patterns import Pattern
-from steelyard.sparsity.prior import check_masks, held
+from steelyard.sparsity.prior import check_masks, held, refuse_fewer
 from steelyard.sparsity.source import through
 from steelyard.train import device as devices
 from steelyard.train.engine import Engine
@@ -108,6 +108,7 @@ class FixedZeros(_OnMatrices):
         masks = self._masks(origin if brought is None else str(brought.base.path), world)
         if brought is not None:
             with alike(world):
+                refuse_fewer(brought.masks, self.names, self.recipe)
                 how = self._start_under_masks(brought, engine)
         else:
             how = super().start(engine, world)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -59,6 +61,19 @@ def check_masks(masks: Masks, recipe: Recipe, key: str) -> None:
                 where=recipe.where(key),
                 mend="name masks of this model, or leave such weights out with sparsity.exclude",
             )
+
+
+def refuse_fewer(masks: Masks, chosen: Container[str], recipe: Recipe) -> None:
+    """Refuse to go on from masks of which the recipe chooses only some: the others' weights would be dense again."""
+    dropped = [name for name in masks.names() if name not in chosen]
+    if dropped:
+        key = "sparsity.include" if recipe.sparsity is not None and recipe.sparsity.include else "sparsity.exclude"
+        raise UserError(
+            f"{masks.path} has masks that the recipe leaves out, {dropped[0].removesuffix('.weight')} and "
+            f"{len(dropped) - 1} more: those matrices would be dense again",
+            where=recipe.where(key),
+            mend="choose the matrices that it chose",
+        )
 
 
 def held(whole: Tensor, part: Part) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from steelyard.checkpoint.formats import Source, open_source
 from steelyard.checkpoint.formats.config import positions_of
 from steelyard.checkpoint.formats.source import check
-from steelyard.checkpoint.formats.write import Target, convert
+from steelyard.checkpoint.formats.write import Target, convert, refuse_destination
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.core.recipe.model import GptModel
@@ -62,7 +62,7 @@ def prune(request: Request) -> dict[str, Any]:
     """Prune a checkpoint; gives the report."""
     method, pattern = method_named(request.method), Pattern.parse(request.pattern)
     update = _update(request, method)
-    _refuse_taken(request)
+    refuse_destination(request.destination, is_file=request.save == "mask")
     source = open_source(request.checkpoint)
     check(source, source.shape)
     sizes = maskable(source.shape)
@@ -96,13 +96,6 @@ def prune(request: Request) -> dict[str, Any]:
         **peak,
         "layers": [layer["row"] for layer in report],
     }
-
-
-def _refuse_taken(request: Request) -> None:
-    place = request.destination
-    is_free = not place.exists() or (request.save == "weights" and place.is_dir() and not any(place.iterdir()))
-    if not is_free:
-        raise UserError(f"{place} is there already", mend="name a new place")
 
 
 def _update(request: Request, method: Method) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from steelyard.checkpoint.formats import Source, open_source
+from steelyard.checkpoint.formats.huggingface import tokenizer_files, tokenizer_in
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.sparsity import base
@@ -41,8 +42,9 @@ class Seen(Source):
         return self.source.tensor(name)
 
     def load_tokenizer(self) -> Tokenizer:
-        """As the other's, which may lie where no tokenizer is looked for: in a GGUF."""
-        return self.source.load_tokenizer()
+        """As the other's, which may lie where no tokenizer is looked for: in a GGUF. Or another that was set."""
+        is_set = self.tokenizer is not None and self.tokenizer != self.source.tokenizer
+        return super().load_tokenizer() if is_set else self.source.load_tokenizer()
 
 
 class Masked(Seen):
@@ -96,7 +98,11 @@ def masked(source: Source, mask: str | Path, checks: bool = True) -> Source:
 def through(brought: Carried) -> Source:
     """Weights seen through the masks that something brings for them."""
     seen = Masked(brought.base, brought.masks)
-    seen.path, seen.step, seen.tokenizer = brought.masks.path, brought.step, brought.tokenizer
+    seen.path, seen.step = brought.masks.path, brought.step
+    if brought.tokenizer != brought.base.tokenizer:  # A run may have learned with one of its own.
+        seen.tokenizer = brought.tokenizer
+        folder = Path(brought.tokenizer or "")
+        seen.tokenizer_files = tokenizer_files(folder) if tokenizer_in(folder) else []
     return seen
 
 

@@ -19,11 +19,11 @@ from steelyard.parallel.mesh import Mesh, alone
 from steelyard.parallel.parts import Part
 from steelyard.parallel.world import World, alike, everywhere
 from steelyard.sparsity import base, gumbel, learned
-from steelyard.sparsity.carried import LOGITS, SPARSITY, masks_of
+from steelyard.sparsity.carried import LOGITS, SPARSITY, RunMasks, masks_of
 from steelyard.sparsity.distill import Distilling
 from steelyard.sparsity.kept import MOVED, FixedZeros, LargestWeights
 from steelyard.sparsity.maskllm import MaskLlm, masks_in
-from steelyard.sparsity.prior import Prior, held
+from steelyard.sparsity.prior import Prior, held, refuse_fewer
 from steelyard.train import device as devices
 from steelyard.train.engine import Engine
 from steelyard.train.extension import Extension
@@ -101,6 +101,7 @@ class LearnedMasks(Extension):
                 begun = self._add_prior(world)
             return f"new run that learns masks for {self.base['path']}, {begun}"
         with alike(world):
+            refuse_fewer(RunMasks(saved), self.names, self.recipe)
             checkpoint.load(saved, engine.pieces(for_saving=False, with_optimizer=False) | self.pieces())
         self._load_recorded_base(saved.state, engine, world)
         return f"new run that goes on from the masks of {saved.path}"
@@ -210,6 +211,7 @@ class LearnedMasks(Extension):
     def _take_logits(self, theirs: MaskLlm) -> None:
         """Set the logits to those of another run, as far as this rank holds them."""
         assert self.course is not None
+        refuse_fewer(theirs, self.names, self.recipe)
         known = set(theirs.names())
         for name, size in self.names.items():
             if name not in known or theirs.shape(name) != size or str(theirs.pattern) != self.sparsity.pattern:

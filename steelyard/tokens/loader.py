@@ -53,6 +53,22 @@ def documents_in(inputs: npt.NDArray[np.int64], end_of_document: int) -> Documen
     return Documents(number=np.cumsum(starts, axis=1), position=places - begins)
 
 
+def starts_of(documents: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+    """Where the documents of each row begin, from the number of each token's document.
+
+    Rows with fewer documents than others go on with empty ones at their end. Widths are powers of two, so that what is
+    compiled for one shape serves many batches.
+    """
+    rows, length = documents.shape
+    begins = np.ones(documents.shape, dtype=np.bool_)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    most = int(begins.sum(axis=1).max())
+    starts = np.full((rows, 1 << (most - 1).bit_length()), length, dtype=np.int32)
+    row, place = np.nonzero(begins)
+    starts[row, np.cumsum(begins, axis=1)[row, place] - 1] = place
+    return starts
+
+
 def read(samples: Samples, first: int, number: int) -> Rows:
     """Samples `first` up to `first + number`, one per row."""
     found = [samples[index] for index in range(first, first + number)]

@@ -47,3 +47,8 @@ def dtype_for(name: str, source: Source, device: torch.device) -> torch.dtype:
     if name != "auto":
         return DTYPES[name]
     return source.dtype if device.type == "cuda" and source.dtype in NAMES else torch.float32
+
+
+def name(device: torch.device) -> str:
+    """What the device is called."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -18,11 +18,12 @@ from steelyard.checkpoint import Piece
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
 from steelyard.model import LanguageModel
+from steelyard.model.attention import can_attend_within
 from steelyard.parallel import context, sharding
 from steelyard.parallel.assemble import assemble
 from steelyard.parallel.gradients import Gradients
 from steelyard.parallel.mesh import Mesh
-from steelyard.tokens.loader import Rows, documents_in
+from steelyard.tokens.loader import Rows, documents_in, starts_of
 from steelyard.train import device as devices
 from steelyard.train import fp8
 from steelyard.train.extension import Extension
@@ -146,7 +147,7 @@ class Engine:
         factor = torch.full((), scale, device=self.device)
         count = len(batch["inputs"]) // self.recipe.train.micro_batch
         if self.assembly.pipeline is not None:
-            self.assembly.pipeline.timers = self.timeline if self.timeline.is_on else None
+            self.assembly.pipeline.timers = self.timeline if self.timeline.is_wanted else None
             loss = self.assembly.pipeline.train(batch, count, factor)
             self._add_stage_losses(scale * count)
             return loss.double()
@@ -193,6 +194,8 @@ class Engine:
                 batch["documents_BL"] = documents.number
             if data.reset_positions:
                 batch["positions_BL"] = documents.position
+        if "documents_BL" in batch and self._attends_within():
+            batch["starts_BN"] = starts_of(batch.pop("documents_BL"))
         drops = self.recipe.model.dropout or self.recipe.model.attention_dropout
         if first_sample is not None and (drops or self.extension.needs_samples):
             batch["samples_B"] = np.arange(first_sample, first_sample + number)
@@ -203,6 +206,14 @@ class Engine:
                 if name in batch:
                     batch[name] = batch[name][:, here]
         return {name: self._to_device(value) for name, value in batch.items()}
+
+    def _attends_within(self) -> bool:
+        """Whether attention takes documents by where they begin, which saves it the pairs of tokens between them."""
+        shape = self.recipe.model
+        if self.mesh.context.size > 1 or shape.attention_dropout:
+            return False
+        dtype = devices.DTYPES[self.recipe.train.precision]
+        return can_attend_within(self.device, dtype, getattr(shape, "head_dim", shape.hidden // shape.heads))
 
     def _to_device(self, array: npt.NDArray[Any]) -> Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))

@@ -28,6 +28,9 @@ class Extension:
     needs_samples = False
     """Whether layers must know which samples they see: `Context.samples_B`."""
 
+    is_likelihood = True
+    """Whether the loss is that of predicting tokens, so that a perplexity can be told of it."""
+
     def transform(self, model: LanguageModel) -> None:
         """Change a model, or a stage of it, before it is cut and sharded; it has no weights yet."""
 

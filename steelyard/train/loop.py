@@ -8,6 +8,7 @@ the work changes nothing but rounding.
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ import torch
 
 from steelyard import checkpoint
 from steelyard.core import units
-from steelyard.core.console import console
+from steelyard.core.console import LOGGED, console
 from steelyard.core.errors import Fault, Interrupted, UserError
 from steelyard.core.recipe import Recipe
 from steelyard.core.run import Run, for_training, now, session
@@ -28,10 +29,12 @@ from steelyard.sizes.model import flops_per_token, parameters
 from steelyard.tokens.loader import Loader, labels_in, read
 from steelyard.tokens.samples import Samples
 from steelyard.train import device as devices
-from steelyard.train import memory, preparation, timeline
+from steelyard.train import hosts, memory, preparation, timeline
 from steelyard.train.engine import Engine
 from steelyard.train.extension import Extension
 from steelyard.train.metrics import Recorder, line
+from steelyard.train.pace import Pace
+from steelyard.train.profiling import PROFILE, Profiler
 from steelyard.train.schedule import Progress, learning_rate
 from steelyard.train.speed import Speed
 from steelyard.train.stopping import StopRequest, stop_request
@@ -106,16 +109,22 @@ class Training:
         self.training, self.validation = training, validation
         self.extension = extension
         self.mesh = meshes.make(recipe.parallel, device.type)
+        memory_before = memory.begin(device)
         self.engine = Engine(recipe, self.mesh, device, extension, end_of_document)
         self.tally = Tally(recipe, device)
         self.saver = checkpoint.Saver(folder.checkpoints, recipe.checkpoint.keep_last, recipe.checkpoint.background)
         self.recorder = Recorder(recipe, folder, writes=world.is_first)
         self.speed = Speed(recipe, device, world.size)
+        self.pace = Pace(self.mesh, device)
+        traces, timers = folder.path / PROFILE, self.engine.timeline
+        self.profiler = Profiler(recipe.log, traces, device, world.rank, timers, self.recorder.paused)
         self._start_or_resume(begin_at)
         if world.is_first:
             folder.follow(recipe)
             begun = folder.manifest().get("started", now())
-            folder.update(**session(world.size), device=str(device), started=begun, ended=None)
+            named = {"device": str(device), "device_name": devices.name(device), "memory_before": memory_before}
+            folder.update(**session(world.size), **named, started=begun, ended=None)
+        hosts.report(folder, recipe, self.mesh, world, device)
 
     def until_done(self, stop: StopRequest) -> str:
         """Take the steps that are left. Returns the state of the run: finished, or stopped by the clock."""
@@ -133,7 +142,8 @@ class Training:
             while counters.step < train.steps:
                 batch = train.batch_at(counters.samples)
                 rate = self._rate(batch)
-                self._step(batches, batch, rate)
+                with self.profiler.around(counters.step + 1):
+                    self._step(batches, batch, rate)
                 is_last = counters.step == train.steps
                 if is_last or counters.step % recipe.log.every == 0:
                     self._record(rate, batch)
@@ -157,14 +167,15 @@ class Training:
         return "finished"
 
     def _step(self, batches: Loader, batch: int, rate: float) -> None:
-        """One step on the next batch, timed and profiled where the recipe asks for it."""
+        """One step on the next batch, timed where the recipe asks for it."""
         log, timeline, step = self.recipe.log, self.engine.timeline, self.tally.counters.step + 1
         is_timed = log.timeline is not None and log.timeline[0] <= step <= log.timeline[1]
         if is_timed:
             timeline.begin()
-        rows = next(batches)
+        with self.pace.of_data():
+            rows = next(batches)
         self.extension.begin_step(step, batch, self.tally.loss_scale.scale)
-        with timeline.profiled(log.profile, step):
+        with self.pace.of_a_step():
             outcome = self.engine.step(rows.rows, rows.first, rate, rows.labels, self.tally.loss_scale.scale)
         if is_timed:
             timeline.end(step, self.folder.path / TIMELINE, self.world.rank)
@@ -206,6 +217,8 @@ class Training:
             "nonfinite": counters.nonfinite,
         }
         record |= self.extension.metrics() | self.speed.of(counters.tokens, seconds, steps)
+        record |= self.pace.told(seconds, steps)
+        record["peak_memory"] = memory.peak(self.device)
         self.recorder.record(record)
         console.say(line(record, self.recipe.train.steps))
 
@@ -223,8 +236,8 @@ class Training:
             valid_loss = loss_sum / labels_in(self.validation, 0, batches * batch, self.recipe.data.sequence_length)
             self.valid_losses.append(valid_loss)
             self.recorder.record({"step": self.tally.counters.step, "valid_loss": valid_loss})
-            perplexity = units.perplexity(valid_loss)
-            console.say(f"step {self.tally.counters.step}: validation loss {valid_loss:.4f}, perplexity {perplexity}")
+            beside = f", perplexity {units.perplexity(valid_loss)}" if self.extension.is_likelihood else ""
+            console.say(f"step {self.tally.counters.step}: validation loss {valid_loss:.4f}{beside}")
 
     def _judged(self) -> tuple[bool, bool]:
         """Whether the last validation is the best, and to be kept, and whether to give up waiting for a better."""
@@ -299,7 +312,7 @@ def _writing(folder: Run, world: World) -> Iterator[None]:
     """Hold the folder, if this is the first rank; copy what is said to the log of the host."""
     with contextlib.ExitStack() as stack:
         everywhere(world, lambda: stack.enter_context(folder.writing()))
-        if world.local_rank == 0:
+        if world.local_rank == 0 and LOGGED not in os.environ:  # Else the launcher keeps what is printed.
             stack.enter_context(console.copied_to(folder.path / "logs" / f"{socket.gethostname()}.out"))
         yield
 

@@ -1,25 +1,62 @@
-"""How much memory a run really takes, said once its first steps are done."""
+"""How much memory a run really takes: in every record, and said once its first steps are done.
+
+On a GPU that is what tensors took of it at their fullest. Without one it is the largest resident set of the process,
+which holds Python, torch's libraries and touched pages of token files too: what was resident before the model was built
+goes into the manifest, so that readers can tell the model's share.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import resource
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from steelyard.core import units
 
+STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def begin(device: torch.device) -> int:
+    """Forget earlier peaks, of a run in the same process for one; returns bytes taken now, the most of all ranks."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return _most([torch.cuda.memory_allocated(device)], device)[0]
+    with contextlib.suppress(OSError):  # Some containers forbid it; then the peak is that of the process's whole life.
+        CLEAR.write_text("5")  # Linux: set the peak of the resident set to what is resident now.
+    return _most([_resident("VmRSS")], device)[0]
+
+
+def peak(device: torch.device) -> int:
+    """Bytes at the fullest moment of the fullest rank since `begin`. All ranks call this."""
+    own = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _resident("VmHWM")
+    return _most([own], device)[0]
+
 
 def report(device: torch.device) -> str:
     """The most that ranks have taken so far, of the GPU or, without one, of the host. All ranks call this."""
-    if device.type == "cuda":
-        taken = [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()]
-        total = torch.cuda.get_device_properties(device).total_memory
-    else:
-        taken, total = [1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss] * 2, 0
-    most = torch.tensor(taken, dtype=torch.int64, device=device)
+    if device.type != "cuda":
+        return f"memory at most {units.size(peak(device))} per process"
+    taken = [torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)]
+    allocated, reserved = (units.size(value) for value in _most(taken, device))
+    total = units.size(torch.cuda.get_device_properties(device).total_memory)
+    return f"GPU memory at most {allocated}, {reserved} with reserves, of {total}"
+
+
+def _most(values: list[int], device: torch.device) -> list[int]:
+    """The largest of each over all ranks."""
+    most = torch.tensor(values, dtype=torch.int64, device=device)
     if dist.is_initialized():
         dist.all_reduce(most, dist.ReduceOp.MAX)
-    allocated, reserved = (units.size(value) for value in most.tolist())
-    where = f"GPU memory at most {allocated}, {reserved} with reserves, of {units.size(total)}"
-    return where if device.type == "cuda" else f"memory at most {allocated} per process"
+    return [int(value) for value in most.tolist()]
+
+
+def _resident(line: str) -> int:
+    """VmRSS (now) or VmHWM (at its largest) of this process, in bytes; elsewhere than on Linux the largest ever."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for each in STATUS.read_text(encoding="utf-8").splitlines():
+            if each.startswith(line + ":"):
+                return 1024 * int(each.split()[1])
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

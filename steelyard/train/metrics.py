@@ -58,17 +58,28 @@ class Recorder:
         return max(seconds, 1e-9), max(steps, 1)
 
     def record(self, record: dict[str, Any]) -> None:
-        """Write one record everywhere it should go. What is no number is written as none, which JSON has a word for."""
+        """Write one record everywhere it should go, with the time. What is no number is none, as JSON has it.
+
+        Watchers learn from the times how long pauses usually are.
+        """
         if not self.writes:
             return
-        record = {key: value if math.isfinite(value or 0) else None for key, value in record.items()}
+        record = {key: _number_or_none(value) for key, value in record.items()} | {"time": round(time.time(), 3)}
         self.folder.append(record)
-        numbers = {key: value for key, value in record.items() if key != "step" and value is not None}
+        numbers = {
+            key: value
+            for key, value in record.items()
+            if key not in ("step", "time") and isinstance(value, int | float)
+        }
         if self._board is not None:
             for key, value in numbers.items():
                 self._board.add_scalar(key, value, record["step"])
         if self._wandb is not None:
             self._wandb.log(numbers, step=record["step"])
+
+
+def _number_or_none(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def line(record: dict[str, Any], steps: int) -> str:

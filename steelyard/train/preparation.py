@@ -10,12 +10,14 @@ from steelyard.sizes.ranks import data_ranks
 from steelyard.text import tokenizer as tokenizers
 from steelyard.tokens.samples import Samples, open_samples
 from steelyard.train.metrics import check_writers
+from steelyard.train.profiling import refuse_absent
 
 
 def refuse_unfit(recipe: Recipe, world: World) -> None:
     """Refuse what these ranks cannot run, and what would fail only once it is needed."""
     data_ranks(recipe, world.size)
     check_writers(recipe)
+    refuse_absent(recipe, world.size)
 
 
 def open_data(recipe: Recipe, world: World) -> tuple[Samples, Samples | None]:

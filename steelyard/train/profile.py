@@ -22,14 +22,17 @@ from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.model import GptModel, LlamaModel
 from steelyard.core.run import now
 from steelyard.model import Slice
+from steelyard.model.gpt import Layer as GptLayer
+from steelyard.model.modules import Linear
 from steelyard.sizes.gpus import by_device_name
 from steelyard.train import device as devices
+from steelyard.train import links
 
 WARM_UP, ROUNDS = 3, 10
 
 
-def measure(recipe: Recipe, tensors: list[int], micro_batches: list[int]) -> dict[str, Any]:
-    """The profile of a recipe's layer here, as `plan.profile` reads it."""
+def measure(recipe: Recipe, tensors: list[int], micro_batches: list[int], with_links: bool = False) -> dict[str, Any]:
+    """The profile of a recipe's layer here, as `plan.profile` reads it; with the link between two ranks if asked."""
     device = devices.choose(recipe)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     known = by_device_name(name)
@@ -53,28 +56,41 @@ def measure(recipe: Recipe, tensors: list[int], micro_batches: list[int]) -> dic
             "steelyard": steelyard.__version__, "torch": str(torch.__version__), "python": platform.python_version(),
         },
         "host": {"machine": platform.machine(), "cores": os.cpu_count() or 1, "threads": torch.get_num_threads()},
-        "rates": _rates(device, devices.DTYPES[recipe.train.precision]),
+        "rates": _rates(device, devices.DTYPES[recipe.train.precision]) | (links.measure(device) if with_links else {}),
         "layers": layers,
     }  # fmt: skip
 
 
 def _shape(model: GptModel | LlamaModel, tensor: int) -> GptModel | LlamaModel:
     """One layer with the widths of a tensor rank."""
-    if tensor == 1:
-        return model.model_copy(update={"layers": 1, "dropout": 0.0, "attention_dropout": 0.0})
-    if isinstance(model, GptModel) or model.heads % tensor or model.kv_heads % tensor or model.ffn % tensor:
+    one = {"layers": 1, "dropout": 0.0, "attention_dropout": 0.0}
+    if model.heads % tensor or model.ffn % tensor or getattr(model, "kv_heads", tensor) % tensor:
         raise UserError(
-            f"a layer of this model cannot be measured alone as one of {tensor} tensor ranks",
-            mend="measure --tensor 1; the planner scales by it",
+            f"{model.heads} heads and {model.ffn} columns of the MLP do not divide among {tensor} tensor ranks",
+            mend="measure other --tensor degrees; the planner scales by the nearest",
         )
+    if isinstance(model, GptModel):  # Its heads' width follows from their number, so the layer itself is cut.
+        return model.model_copy(update=one)
     cut = {"heads": model.heads // tensor, "kv_heads": model.kv_heads // tensor, "ffn": model.ffn // tensor}
-    return model.model_copy(update={"layers": 1, "dropout": 0.0, "attention_dropout": 0.0, **cut})
+    return model.model_copy(update=one | cut)
+
+
+def cut(layer: torch.nn.Module, model: GptModel, tensor: int) -> None:
+    """A GPT layer's maps cut as tensor parallelism does: by heads, and by columns of the MLP."""
+    assert isinstance(layer, GptLayer)
+    attention, mlp, width, ffn = layer.attention, layer.mlp, model.hidden // tensor, model.ffn // tensor
+    attention.query, attention.key, attention.value = (Linear(model.hidden, width) for _ in range(3))
+    attention.output, attention.heads = Linear(width, model.hidden), range(model.heads // tensor)
+    mlp.up, mlp.down = Linear(model.hidden, ffn), Linear(ffn, model.hidden)
 
 
 def _layer(recipe: Recipe, device: torch.device, tensor: int, micro_batch: int) -> dict[str, float]:
     """Seconds of a layer's forward and backward pass."""
     dtype = devices.DTYPES[recipe.train.precision]
-    built = models.build(_shape(recipe.model, tensor), Slice(range(1), first=False, last=False)).to(device)
+    built = models.build(_shape(recipe.model, tensor), Slice(range(1), first=False, last=False))
+    if isinstance(recipe.model, GptModel) and tensor > 1:
+        cut(built.layers["0"], recipe.model, tensor)
+    built = built.to(device)
     built.dtype = dtype
     for parameter in built.parameters():
         torch.nn.init.normal_(parameter, std=0.02)

@@ -23,7 +23,7 @@ def learning_rate(optim: Optim, at: Progress, end: Progress) -> float:
     The schedule ends at its horizon, or with the run; behind its end the rate stays at the minimum.
     """
     top, floor = optim.learning_rate, optim.min_learning_rate
-    climb, climbed = _measured(optim, "warmup", at) or (0, 0)
+    climb, climbed = _measured(optim, "warmup", at) or (math.ceil(optim.warmup_share * end.steps), at.steps)
     if climbed < climb:
         return top * climbed / climb
     horizon, passed = _measured(optim, "horizon", at) or (end.steps, at.steps)

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,15 +21,27 @@ from steelyard.core import files
 PINGS = 8
 
 
+class Ranges(Protocol):
+    """A profiler's named ranges, one after the other."""
+
+    def next(self, name: str) -> None:
+        """End the range that is open, and begin this one."""
+
+
 class Timeline:
-    """Collects marks while it is on; off, a mark costs nothing."""
+    """Collects marks while it is on, and passes them on to a profiler's ranges; otherwise a mark costs nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.is_on = False
-        self._is_profiled = False
+        self.ranges: Ranges | None = None
         self._marks: list[tuple[str, int, int, Any]] = []
         self._offset: int | None = None
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether anybody listens to marks."""
+        return self.is_on or self.ranges is not None
 
     def begin(self) -> None:
         """Collect the marks of a step."""
@@ -48,28 +58,8 @@ class Timeline:
         """From now on the rank does this."""
         if self.is_on:
             self._marks.append((name, stage, micro_batch, self._now()))
-        if self._is_profiled:
-            torch.cuda.nvtx.range_pop()
-            torch.cuda.nvtx.range_push(name if micro_batch < 0 else f"{name} {micro_batch}")
-
-    @contextmanager
-    def profiled(self, steps: list[int] | None, step: int) -> Iterator[None]:
-        """Put a step into NVTX ranges, and the chosen steps between the calls that tell nsys when to look."""
-        if steps is None or self.device.type != "cuda" or not steps[0] <= step <= steps[1]:
-            yield
-            return
-        if step == steps[0]:
-            torch.cuda.cudart().cudaProfilerStart()
-        torch.cuda.nvtx.range_push(f"step {step}")
-        torch.cuda.nvtx.range_push("data")
-        self._is_profiled = True
-        yield
-        self._is_profiled = False
-        torch.cuda.nvtx.range_pop()
-        torch.cuda.nvtx.range_pop()
-        if step == steps[1]:
-            torch.cuda.synchronize()
-            torch.cuda.cudart().cudaProfilerStop()
+        if self.ranges is not None:
+            self.ranges.next(name if micro_batch < 0 else f"{name} {micro_batch}")
 
     def end(self, step: int, folder: Path, rank: int) -> None:
         """Write what was collected."""

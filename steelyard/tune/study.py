@@ -134,7 +134,7 @@ class Study:
         return False
 
     def _left(self) -> Point | None:
-        """A point that was not tried and may run: near the best, or now and then by the planner's word or anywhere."""
+        """A point not tried yet that may run: near the best, or, now and then, by the planner's word or anywhere."""
         trials = self.trials()
         known = history.tried(trials)
         chance = random.Random(f"{self.tune.seed} {history.settled(trials)}")

@@ -414,6 +414,8 @@ def test_what_megatron_assumes_is_written_out(place):
         ("--split '900, 50, 50'", "data.split", "900,50,50"),
         ("--eval-iters 0", "eval.every", 0),
         ("--wandb-project p", "log.wandb", "p"),
+        ("--profile --use-pytorch-profiler --profile-step-end 11", "log.profile_tool", "torch"),
+        ("--profile --profile-ranks 0 4", "log.profile_ranks", [0, 4]),
         ("--distributed-timeout-minutes 30", "parallel.timeout_minutes", 30.0),
         ("--load elsewhere", "train.init_from", "elsewhere"),
         ("--seed 1 --seed=7", "train.seed", 7),

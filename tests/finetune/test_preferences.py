@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from steelyard.core.errors import UserError
-from steelyard.finetune import tuning
+from steelyard.finetune import previewing, tuning
 from steelyard.finetune.templates import NAMED
 from tests.finetune.conftest import recipe_of, talks, write_jsonl
 
@@ -60,6 +60,18 @@ def test_a_run_goes_on_with_the_reference_it_had(bases, place):
     ends = [[record["valid_loss"] for record in run.metrics() if "valid_loss" in record] for run in (whole, parts)]
     assert ends[0][0] == pytest.approx(math.log(2), abs=1e-6)
     assert ends[0][-1] == ends[1][-1] < ends[0][0]
+
+
+def test_a_preview_shows_both_answers_and_what_of_them_is_learned(bases, place):
+    write_jsonl(place / "talks.jsonl", pairs(NUMBER))
+    shown = previewing.preview(tuning.prepare(recipe_of(bases / "llama", *WORDS)), 1)
+    assert shown.titles == ["pair 1, chosen", "pair 1, rejected"]
+    row = pairs(1)[0]
+    for side, talk in zip(("chosen", "rejected"), shown.talks, strict=True):
+        assert [text for text, learned in talk if learned] == [f"{row[side][0]['content']}<|im_end|>"]
+    assert (shown.figures["pairs"], shown.figures["rows"]) == (NUMBER, 2 * NUMBER)
+    previewing.write_html(shown, place / "page.html")
+    assert "pair 1, rejected" in previewing.as_text(shown)
 
 
 @pytest.mark.slow

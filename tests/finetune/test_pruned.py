@@ -69,3 +69,10 @@ def test_what_peft_cannot_say_is_refused(pruned):
         peft_format.export(run.path, Path("adapter"))
     with pytest.raises(UserError, match="LoRA alone"):
         tuned(pruned, FIXED, "finetune.adapter.kind=dora")
+
+
+@pytest.mark.parametrize("words", [["sparsity.method=sr-ste"], ["sparsity.method=learned"]], ids=["n of m", "learned"])
+def test_what_is_tuned_under_masks_comes_out_under_them(bases, place, words):
+    tuned(bases / "llama", *words)
+    for weight in matrices("out").values():
+        assert (weight.view(-1, 4) == 0).sum(1).eq(2).all()

@@ -91,7 +91,9 @@ def test_threads_of_single_messages_are_joined(tmp_path):
     [
         ({"messages": [{"role": "wizard", "content": "x"}]}, "'wizard' is no role"),
         ({"messages": []}, "is empty"),
-        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "calls tools"),
+        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "does not say which one"),
+        ({"messages": [{"role": "assistant", "tool_calls": "no"}]}, "tool_calls is no list of objects"),
+        ({"messages": [{"role": "user", "content": "x"}], "tools": [1]}, "tools is no list of objects"),
         ({"messages": ["x"]}, "not an object"),
         ({"messages": [{"role": "user", "content": None}]}, "no text under content"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "something else than text"),
@@ -111,6 +113,28 @@ def test_a_row_that_breaks_its_promise_is_named(row, reason, tmp_path):
     kept = list(conversations([path], Finetune(data=["x"], bad_rows="drop"), tally))
     assert len(kept) == 1
     assert tally.counts["bad"] == 2
+
+
+def test_calls_of_tools_are_read_as_objects_however_they_are_written():
+    call = {"type": "function", "function": {"name": "far", "arguments": {"to": "moon"}}}
+    as_text = call | {"function": call["function"] | {"arguments": json.dumps({"to": "moon"})}}
+    tools = [{"type": "function", "function": {"name": "far", "parameters": {}}}]
+    said = [{"role": "user", "content": ASKED}, {"role": "assistant", "content": None, "tool_calls": [as_text]},
+            {"role": "tool", "name": "far", "tool_call_id": "1", "content": "384400"}]  # fmt: skip
+    answered = {"role": "assistant", "content": SAID, "thinking": "km"}
+    for row in (
+        {"messages": [*said, answered], "tools": tools},
+        {"messages": [*said, answered], "tools": json.dumps(tools)},
+        {"prompt": said, "completion": [answered], "tools": tools},
+    ):
+        found = conversation(row, shape_of(row, "here"), Markers(), "here", None)
+        assert found.tools == tools
+        given = [message.for_template() for message in found.messages]
+        assert given[1] == {"role": "assistant", "content": "", "tool_calls": [call]}
+        assert given[2] == said[2]
+        assert given[3]["reasoning_content"] == given[3]["thinking"] == "km"
+    pair = preference({"prompt": said, "chosen": [answered], "rejected": "Near.", "tools": tools}, "here", None)
+    assert (pair.chosen.tools, pair.chosen.messages[1].beside) == (tools, {"tool_calls": [call]})
 
 
 def test_an_unknown_shape_is_told_with_its_keys():

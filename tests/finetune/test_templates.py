@@ -83,6 +83,56 @@ def test_what_a_template_has_no_place_for_is_not_learned_as_an_answer():
         Template("llama2", NAMED["llama2"], SPECIALS).render(late)
 
 
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "Résumé", "parameters": {"a": "int"}}}]
+CALLED = Conversation(
+    (
+        Message("user", "2 + 2?"),
+        Message("assistant", "", beside={"tool_calls": [{"function": {"name": "add", "arguments": {"a": 2}}}]}),
+        Message("tool", "4", beside={"name": "add"}),
+        Message("assistant", "It is 4.", beside={"reasoning_content": "easy", "thinking": "easy"}),
+    ),
+    tools=TOOLS,
+)
+CALLING = (
+    "{%- if tools %}<|system|>{% for tool in tools %}{{ tool | tojson(indent=2) }}\n{% endfor %}<|end|>\n{% endif %}"
+    "{%- for message in messages %}<|{{ message.role }}|>"
+    "{%- if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
+    "{{- message.content }}{% for call in message.tool_calls or [] %}"
+    "<call>{{ call.function.name }} {{ call.function.arguments | tojson }}</call>{% endfor %}<|end|>\n{% endfor %}"
+    "{%- if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def test_calls_and_thoughts_are_learned_and_what_tools_return_is_not():
+    assert answers(Template("calling", CALLING), CALLED) == [
+        '<call>add {"a": 2}</call><|end|>',
+        "<think>easy</think>It is 4.<|end|>",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lacks", "told"), [("tools", "for tools"), ("tool_calls", "tool_calls"), ("reasoning_content", "reasoning")]
+)
+def test_a_template_that_would_leave_something_out_is_refused(lacks, told):
+    with pytest.raises(BadRow, match=f"no place {'' if told == 'for tools' else 'for '}{told}"):
+        Template("lacking", CALLING.replace(lacks, "nothing")).render(CALLED)
+    with pytest.raises(UserError, match="does not show which part"):  # Marks around its words would miss the call.
+        Template("promptless", CALLING[: CALLING.index("{%- if add")]).render(CALLED)
+
+
+def test_tools_are_written_as_transformers_writes_them(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from steelyard.text.tokenizer.train import train_byte_bpe
+
+    train_byte_bpe(["some words"], 300).save(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    messages = [message.for_template() for message in CALLED.messages]
+    for tools in (TOOLS, None):
+        talk = Conversation(CALLED.messages, tools=tools)
+        expected = theirs.apply_chat_template(messages, tools=tools, chat_template=CALLING, tokenize=False)
+        assert Template("same", CALLING).render(talk).text == expected
+
+
 def test_an_answer_like_the_speakers_name_is_told_from_it():
     talk = Conversation((Message("user", "b"), Message("assistant", "a")))
     assert answers(Template("without", WITHOUT_PROMPT), talk) == ["a</s>"]

@@ -8,7 +8,8 @@ import torch
 
 from steelyard.core.errors import UserError
 from steelyard.core.run import Run
-from steelyard.finetune import tuning
+from steelyard.finetune import data, previewing, tuning
+from steelyard.train import engine
 from tests.finetune.conftest import recipe_of, talks, write_jsonl
 
 
@@ -40,6 +41,15 @@ def test_packed_rows_give_the_loss_and_gradient_of_single_ones(bases, place, fam
     (packed, *a), (single, *b) = first
     assert packed < single
     assert np.allclose(a, b, rtol=2e-5)
+
+
+def test_conversations_named_by_where_they_begin_are_learned_alike(bases, place, monkeypatch):
+    words = ["train.steps=2", "train.global_batch=4", "train.micro_batch=2", "eval.every=1", "finetune.valid_share=0.2"]
+    _, usual = tuned(bases / "llama", *words, run="usual")
+    monkeypatch.setattr(engine, "can_attend_within", lambda *_: True)  # On a CPU its twin, the dense mask, is used.
+    _, other = tuned(bases / "llama", *words, run="other")
+    for key in ("loss", "grad_norm", "valid_loss"):
+        assert records(other, key) == pytest.approx(records(usual, key), rel=1e-6)
 
 
 def test_micro_batches_do_not_change_the_gradient(bases, place):
@@ -112,6 +122,28 @@ def test_encoding_is_kept_and_made_anew_when_anything_changes(bases, place):
     assert len(tuning.prepare(recipe).training.conversations) == len(first.conversations)
     write_jsonl(place / "talks.jsonl", talks(10))
     assert len(tuning.prepare(recipe).training.conversations) == 9
+
+
+def test_of_what_was_encoded_before_only_the_newest_few_are_kept(bases, place):
+    for number in range(data.KEEP + 3):
+        tuning.prepare(recipe_of(bases / "llama", f"finetune.system=Be {number}."))
+    kept = set(place.glob(data.KEPT))
+    assert len(kept) == data.KEEP
+    tuning.prepare(recipe_of(bases / "llama", f"finetune.system=Be {data.KEEP + 2}."))
+    assert set(place.glob(data.KEPT)) == kept
+
+
+def test_a_conversation_that_the_template_has_no_place_for_is_named_or_counted(bases, place):
+    called = {"role": "assistant", "tool_calls": [{"name": "add", "arguments": {}}]}
+    rows = talks(3)
+    rows[1]["messages"].append(called)
+    write_jsonl(place / "talks.jsonl", rows)
+    with pytest.raises(UserError, match="no place for tool_calls") as refused:
+        tuning.prepare(recipe_of(bases / "llama"))
+    assert "talks.jsonl:2" in str(refused.value.where)
+    dropped = tuning.prepare(recipe_of(bases / "llama", "finetune.bad_rows=drop", "finetune.valid_share=0.0"))
+    assert dropped.tally.counts["bad"] == 1
+    assert previewing.preview(dropped, 3).titles == ["conversation 1", "conversation 3"]
 
 
 @pytest.mark.parametrize(
@@ -199,8 +231,6 @@ def test_a_tokenizer_without_a_template_needs_one_named(bases, place):
 
 
 def test_the_preview_marks_what_is_learned(bases, place):
-    from steelyard.finetune import previewing
-
     shown = previewing.preview(tuning.prepare(recipe_of(bases / "llama")), 2)
     said = talks(1)[0]["messages"]
     assert [text for text, learned in shown.talks[0] if learned] == [

@@ -3,7 +3,9 @@ import torch
 
 from steelyard import model
 from steelyard.core.recipe import load
+from steelyard.model import attention
 from steelyard.model.llama import scaled
+from steelyard.tokens.loader import starts_of
 
 TINY = {
     "gpt": ["model.layers=2", "model.hidden=32", "model.heads=4", "model.vocab=100"],
@@ -151,3 +153,21 @@ def test_documents_in_a_row_are_as_if_alone(family):
     torch.testing.assert_close(logits[:, :6], network(first))
     torch.testing.assert_close(logits[:, 6:], network(second))
     assert not torch.allclose(logits[:, 6:], network(together)[:, 6:])
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_documents_by_where_they_begin_are_the_same_documents(family):
+    network = tiny(family)
+    tokens = torch.randint(0, 100, (2, 15))
+    numbers = torch.tensor([[0] * 6 + [1] * 9, [0] + [1] * 4 + [2] * 10])
+    starts = torch.from_numpy(starts_of(numbers.numpy()))
+    assert (starts == 15).any()
+    torch.testing.assert_close(network(tokens, starts_BN=starts), network(tokens, documents_BL=numbers))
+
+
+def test_the_kernel_for_documents_is_asked_before_it_is_used():
+    assert not attention.can_attend_within(torch.device("cpu"), torch.bfloat16, 64)
+    bounds = attention.bounds_of(torch.tensor([[0, 3, 8], [0, 8, 8]], dtype=torch.int32), 8)
+    assert bounds.tolist() == [0, 3, 8, 8, 16, 16, 16]
+    mask = attention.dense_mask(bounds, 2, 8)
+    assert torch.equal(mask, attention.within_documents(torch.tensor([[0] * 3 + [1] * 5, [0] * 8])))

@@ -18,6 +18,7 @@ from steelyard.parallel.mesh import Axis
 from steelyard.parallel.tensor import VocabularyRows
 from steelyard.parallel.world import join
 from steelyard.sparsity import training as sparsity
+from steelyard.train import engine
 from steelyard.train.extension import Extension
 from tests.finetune.conftest import recipe_of
 from tests.model.test_loss import VOCAB, drawn
@@ -26,7 +27,8 @@ from tests.model.test_loss import VOCAB, drawn
 def training(overrides: list[str], run: str, extension: Extension | None = None, resume: str = "auto") -> str:
     """Train the tiny recipe and return what the first rank said."""
     said: list[str] = []
-    console.quiet, console._print = False, said.append  # type: ignore[method-assign]
+    console.quiet = False
+    console._print = lambda message, stream=None: said.append(message)  # type: ignore[method-assign]
     recipe = load("tiny.toml", overrides)
     train.run(recipe, Path(run), extension or sparsity.extension(recipe), resume)
     return "\n".join(said)
@@ -37,6 +39,15 @@ def tuned(base: str, overrides: list[str], run: str, data: str) -> None:
     console.quiet = True
     prepared = tuning.prepare(recipe_of(base, *overrides, data=data))
     tuning.run(prepared, Path(run))
+
+
+def tuned_by_starts(base: str, overrides: list[str], run: str, data: str) -> None:
+    """The same with conversations named by where they begin, as on a GPU; on a CPU a dense mask is made of that."""
+    asked, engine.can_attend_within = engine.can_attend_within, lambda *_: True
+    try:
+        tuned(base, overrides, run, data)
+    finally:
+        engine.can_attend_within = asked
 
 
 def failing(rank: int) -> None:

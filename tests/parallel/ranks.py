@@ -35,11 +35,11 @@ class Ranks:
 
     def do(self, size: int, job: Callable[..., Any], *arguments: Any, seconds: float = 60) -> list[Any]:
         """Have ranks 0 to size - 1 do a job together and return what each of them returned."""
-        from steelyard.launch.local import _free_port
+        from steelyard.launch.local import free_port
 
         while len(self._members) < size:
             self._members.append(self._start())
-        port = _free_port()
+        port = free_port()
         for rank, (_, wire) in enumerate(self._members[:size]):
             values = [rank, size, rank, size, "127.0.0.1", port] if size > 1 else []
             wire.send((dict(zip(PLACE, map(str, values), strict=False)), job, arguments))

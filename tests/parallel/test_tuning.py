@@ -70,10 +70,20 @@ def test_tuning_is_alike_on_a_layout(layouts: Layouts, bases, family: str, kind:
     run = tune(layouts, bases, size, family, kind, layout, *overrides)
     assert len(run.metrics()) == 7
     assert difference(run.metrics(), alone.metrics()) < ROUNDING[family]
+    for ours, theirs in zip(run.metrics(), alone.metrics(), strict=True):
+        for key in ("reward_margin", "reward_accuracy"):
+            assert ours.get(key) == pytest.approx(theirs.get(key), abs=1e-4)
     assert run.metrics()[-1]["valid_loss"] < run.metrics()[0]["valid_loss"]
     ours, theirs = open_source(run.path), open_source(alone.path)
     assert ours.sizes() == theirs.sizes()
     assert all(torch.allclose(ours.tensor(name), theirs.tensor(name), atol=2e-3) for name in ours.names())
+
+
+def test_conversations_named_by_where_they_begin_go_through_every_stage(layouts: Layouts, bases):  # noqa: F811
+    alone = tune(layouts, bases, 1, "llama", "full", "alone")
+    words = [*COMMON, *KINDS["full"], *parallel(tensor=2, pipeline=2, sequence_parallel="true")]
+    layouts.ranks.do(4, jobs.tuned_by_starts, str(bases / "llama"), words, "by-starts", "talks.jsonl")
+    assert difference(Run.open(layouts.folder / "by-starts").metrics(), alone.metrics()) < ROUNDING["llama"]
 
 
 def test_noise_is_more_than_what_layouts_are_held_to(layouts: Layouts, bases):  # noqa: F811

@@ -8,7 +8,8 @@ import pytest
 from steelyard.cli.plan import _count
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import load
-from steelyard.plan import slurm
+from steelyard.core.run import for_training
+from steelyard.plan import check, slurm
 from steelyard.plan.cluster import load as load_cluster
 
 CLUSTER = """
@@ -73,6 +74,24 @@ def test_the_written_recipe_trains_as_it_is_and_its_run_can_be_checked(planning)
     compared = json.loads(checked.stdout)
     assert compared["measured_seconds"] > 0
     assert compared["predicted_seconds"] == pytest.approx(sum(part["predicted"] for part in compared["parts"].values()))
+    assert compared["measured_bytes"] > 0
+    assert compared["predicted_bytes"] == sum(compared["predicted_bytes_by_kind"].values())
+    assert "resident set of the process" in planning.steelyard("plan", "--check", "runs/tiny", *words[3:5]).stdout
+
+
+@pytest.mark.parametrize(
+    ("device", "peak", "said"),
+    [("cuda:0", 3 << 20, "what tensors took of the GPU"), ("cpu", 9 << 20, "less the 1.00 MiB"),
+     ("cpu", None, "recorded no memory")],
+)  # fmt: skip
+def test_a_runs_memory_is_held_against_its_prediction(planning, device, peak, said):
+    run = for_training(load(planning.recipe, ["name=told"]), planning.path / "told")
+    run.update(world_size=1, device=device, memory_before=1 << 20)
+    run.append({"step": 1, "loss": 1.0, "seconds": 0.1} | ({"peak_memory": peak} if peak else {}))
+    compared = check.compare(run.path, load_cluster(planning.path / "cluster.toml"))
+    assert compared.measured_bytes == (peak - (1 << 20) if peak else None)
+    assert said in check.as_text(compared)
+    assert "optimizer" in compared.kinds
 
 
 def test_a_plan_is_explained_to_a_person(planning):
@@ -90,6 +109,21 @@ def test_the_recipes_own_layout_can_be_predicted(planning):
     assert [plan["partition"] for plan in plans] == ["2-0"]
     other = planning.steelyard(*words, "--software", "megatron")
     assert json.loads(other.stdout)["plans"][0]["seconds"] != plans[0]["seconds"]
+
+
+def test_stages_of_unlike_widths_are_shown_apart_and_marked(planning):
+    two = CLUSTER + '\n[[nodes]]\ntype = "desk"\ncount = 1\ngpu = "cpu"\ngpus = 1\nprice_hour = 0.1\n'
+    (planning.path / "two.toml").write_text(two)
+    words = ("plan", "--model", "tiny.toml", "--cluster", "two.toml", "--per-stage")
+    told = planning.steelyard(*words)
+    assert told.returncode == 0, told.stderr
+    assert "not runnable by steelyard train" in told.stdout
+    answer = json.loads(planning.steelyard(*words, "--json").stdout)
+    assert answer["per_stage"]
+    for plan in answer["per_stage"]:
+        assert not plan["runnable"]
+        assert len({(stage["tensor"], stage["data"]) for stage in plan["stages"]}) > 1
+        assert sum(plan["parts"].values()) == pytest.approx(plan["seconds"])
 
 
 @pytest.mark.parametrize(
@@ -140,6 +174,34 @@ def test_sinfo_becomes_a_cluster_file(tmp_path):
         load_cluster(path)
 
 
+@pytest.mark.parametrize(
+    ("gres", "features", "gpu", "is_guessed"),
+    [
+        ("gpu:a100:4", "", "a100-80", True),
+        ("gpu:a100:4", "ib,a100_40gb", "a100-40", False),
+        ("gpu:a100_80gb:4", "", "a100-80", False),
+        ("gpu:nvidia_a100-sxm4-40gb:4", "", "a100-40", False),
+        ("gpu:v100:4", "gpu_mem:16gb,skylake", "v100-16", False),
+        ("gpu:v100:4", "mem512g", "v100-32", True),
+        ("gpu:tesla_v100-sxm2-32gb:4", "", "v100-32", False),
+        ("gpu:h100:4", "pcie", "h100-pcie", False),
+        ("gpu:h100:4", "", "h100-80", False),
+        ("gpu:rtx3090:4", "", "rtx3090", False),
+        ("gpu:geforce_rtx_3090:4", "", "rtx3090", False),
+        ("gpu:a10:4(S:0-1)", "", "a10", False),
+        ("gpu:gh200:4", "144g", "gh200-144", False),
+        ("gpu:a100_3g.20gb:2", "", "a100_3g.20gb", True),
+    ],
+)  # fmt: skip
+def test_memory_that_slurm_tells_is_used_and_what_is_guessed_is_said(gres, features, gpu, is_guessed):
+    [entry] = slurm.nodes(f"n1|p|{gres}|{features}|515000\n")
+    assert entry["gpu"] == gpu
+    assert entry["host_gib"] == 502.9
+    assert ("guessed" in entry) == is_guessed
+    assert ("a guess: " + entry.get("guessed", "100")) in slurm.as_toml([entry])
+    assert any(entry["type"] in said for said in slurm.guesses([entry])) == is_guessed
+
+
 @pytest.mark.parametrize("text", ["", "c001|cpu|(null)\n", "one two three\n"])
 def test_what_is_not_sinfos_output_is_refused(text):
     with pytest.raises(UserError):
@@ -151,3 +213,5 @@ def test_plan_cluster_reads_a_saved_output(tmp_path, workplace):
     answer = workplace.steelyard("plan", "cluster", "--from", "sinfo.txt", "--out", "found.toml")
     assert answer.returncode == 0, answer.stderr
     assert (workplace.path / "found.toml").read_text().count("[[nodes]]") == 3
+    for said in ("taken for a100-80; if it is not, write a100-40", "wonder9000 is not in the catalogue", "is a guess"):
+        assert said in answer.stderr

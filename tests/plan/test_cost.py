@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steelyard.plan import communication, compute, foreign
+from steelyard.core.recipe import Recipe
+from steelyard.plan import communication, compute, fit, foreign
 from steelyard.plan.communication import BASE_LATENCY, LINK_SHARE, NETWORK_SHARE, SOCKET_SHARE, Ring, group
 from steelyard.plan.compute import MEMORY_SHARE, RAMP, Shape, Work
 from steelyard.plan.layout import Seats
@@ -142,6 +143,32 @@ def test_more_bandwidth_is_never_slower(mesh, network, factor, software):
     assert Predictor(recipe, fast, software).seconds(chosen) <= before * (1 + 1e-9)
     wider = cluster(("a10", 4, 4), network=network, intra_GBps=32.0 * factor)
     assert Predictor(recipe, wider, software).seconds(chosen) <= before * (1 + 1e-9)
+
+
+def test_an_offloaded_optimizer_pays_for_the_way_to_the_host_and_for_its_memory():
+    # A billion parameters: 4 bytes there and 4 back at 10 GB/s, then 28 bytes each for 8 ranks at 100 GB/s.
+    nodes = cluster(("a100-40", 1, 8), host_link_GBps=10.0, host_GBps=100.0).nodes[0]
+    assert compute.host_optimizer(nodes, 8, 2, 1e9) == pytest.approx(0.8 + 8 * 0.28)
+    assert compute.host_optimizer(nodes, 1, 1, 1e9) == pytest.approx(0.8 + 0.2)
+
+
+def test_offloading_frees_the_gpu_costs_time_and_needs_the_hosts_memory():
+    stays = gpt(hidden=2048)
+    goes = Recipe.model_validate(stays.settings() | {"optim": {"offload": True}})
+    chosen = layout([("a10", 1)], (8,), data=4, zero=1)
+    machines = cluster(("a10", 1, 4), host_gib=64.0)
+    here, there = Predictor(stays, machines), Predictor(goes, machines)
+    assert there.parts(chosen).optimizer > 5 * here.parts(chosen).optimizer
+    [kept], [moved] = fit.rooms(here, chosen), fit.rooms(there, chosen)
+    assert moved.memory.total == kept.memory.total - kept.memory.optimizer
+    assert (
+        moved.host == 4 * 2 * kept.memory.optimizer
+    )  # Four ranks of the node; weights and gradients beside the state.
+    assert moved.fits
+    tight = cluster(("a10", 1, 4), host_gib=moved.host / 2**30 * 0.9)
+    rooms = fit.rooms(Predictor(goes, tight), chosen)
+    assert "optim.offload needs" in fit.reason(rooms)
+    assert not rooms[0].fits
 
 
 def test_more_tokens_take_longer():

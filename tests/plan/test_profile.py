@@ -1,12 +1,15 @@
 """Measured layers take the place of reckoned ones."""
 
+import json
+
 import pytest
 
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import load, to_toml
+from steelyard.model.gpt import Layer
 from steelyard.plan import profile as profiles
 from steelyard.plan.predict import Predictor
-from steelyard.train.profile import measure
+from steelyard.train.profile import cut, measure
 from tests.plan.machines import cluster, layout
 
 
@@ -31,6 +34,43 @@ def test_a_layer_is_measured_here_and_the_planner_believes_it(recipe, tmp_path):
     parts = Predictor(recipe, machines, profiles=[profile]).parts(chosen)
     assert parts.compute == pytest.approx(2 * 2 * 0.75, rel=0.02)  # Two micro-batches through two layers.
     assert Predictor(recipe, machines).parts(chosen).compute < 0.1
+
+
+def test_gpts_layers_are_measured_with_the_widths_of_a_tensor_rank(in_workplace):
+    recipe = load(in_workplace.recipe, ["model={family='gpt', layers=2, hidden=32, heads=8, vocab=97}"])
+    layer = Layer(recipe.model)
+    cut(layer, recipe.model, 4)
+    sizes = {name: tuple(weight.shape) for name, weight in layer.named_parameters() if weight.ndim == 2}
+    assert sizes["attention.query.weight"] == sizes["attention.value.weight"] == (8, 32)
+    assert (sizes["attention.output.weight"], sizes["mlp.up.weight"]) == ((32, 8), (32, 32))
+    assert [one["tensor"] for one in measure(recipe, [1, 4], [1])["layers"]] == [1, 4]
+    with pytest.raises(UserError, match="8 heads and 128 columns of the MLP do not divide among 3"):
+        measure(recipe, [3], [1])
+
+
+def test_measured_rates_and_links_take_the_catalogues_place(recipe):
+    found = measure(recipe, [1], [1])
+    rates = {"product_tflops": 0.01, "copy_gbps": 2.0, "link_gbps": 0.5, "link_latency_us": 30.0}
+    profile = profiles.Profile.model_validate(found | {"rates": rates})
+    machines = cluster(("cpu", 1, 2))
+    predictor = Predictor(recipe, machines, profiles=[profile])
+    ring = predictor.step(chosen := layout([("cpu", 1)], (2,), data=2)).rings[0]
+    assert (ring.bandwidth, ring.latency) == (pytest.approx(0.5e9), pytest.approx(30e-6))
+    work = predictor.costs(chosen)[0].work
+    assert (work.rate, work.bandwidth) == (pytest.approx(0.01e12), pytest.approx(2e9))
+    told = cluster(("cpu", 1, 2), intra_GBps=7.0)  # What the file says is believed.
+    assert Predictor(recipe, told, profiles=[profile]).step(chosen).rings[0].bandwidth > 1e9
+
+
+@pytest.mark.slow
+def test_two_ranks_of_this_machine_time_the_link_between_them(workplace):
+    words = ("plan", "profile", "--model", "tiny.toml", "--micro-batch", "1", "--json")
+    answer = workplace.steelyard(*words)
+    assert answer.returncode == 0, answer.stderr
+    rates = json.loads(answer.stdout)["rates"]
+    assert 0.01 < rates["link_gbps"] < 1000
+    assert 0 < rates["link_latency_us"] < 1e5
+    assert profiles.load(workplace.path / "profile.toml").rates == pytest.approx(rates)
 
 
 def test_a_profile_of_another_model_or_with_a_mistake_is_refused(recipe, tmp_path):

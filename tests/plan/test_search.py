@@ -1,6 +1,7 @@
 """The search against looking at everything, and the partition against dynamic programming."""
 
 import time
+from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise, product
 
@@ -18,6 +19,7 @@ from steelyard.plan.search import given as predicted
 from steelyard.plan.search import search
 from steelyard.plan.software import EAGER, MEGATRON, STEELYARD, as_run
 from steelyard.plan.space import Limits
+from steelyard.plan.worth import price_hour, watts, weight
 from steelyard.sizes.ranks import data_ranks
 from tests.plan.machines import cluster, gpt, gpt2_xl
 
@@ -42,10 +44,10 @@ def compositions(layers, stages):
             yield (first, *rest)
 
 
-def exhaustive(recipe, machines, limits):
-    """Every layout of the space, every partition, the fastest that fits."""
+def exhaustive(recipe, machines, limits, objective="time"):
+    """Every layout of the space, every partition, the best that fits."""
     best = float("inf")
-    for use in space.uses(machines, limits):
+    for use in space.uses(machines, limits)[0]:
         tensors = space.tensors(recipe, machines, use, limits)
         for tensor, micro_batch in product(tensors, space.micro_batches(recipe, limits)):
             batch = recipe.train.global_batch // micro_batch
@@ -64,8 +66,9 @@ def exhaustive(recipe, machines, limits):
                         placement,
                     )  # fmt: skip
                     step = predictor.step(chosen)
+                    worth = weight(objective, price_hour(machines, placement), watts(machines, placement))
                     for counts in compositions(recipe.model.layers, pipeline):
-                        seconds = step.seconds(partition.spread(counts, virtual))
+                        seconds = step.seconds(partition.spread(counts, virtual)) * worth
                         whole = chosen.with_partition(partition.spread(counts, virtual))
                         if seconds < best and fit.fits(predictor, whole):
                             best = seconds
@@ -74,11 +77,33 @@ def exhaustive(recipe, machines, limits):
 
 @pytest.mark.parametrize("nodes", [(("a10", 1, 2),), (("a100-40", 1, 1), ("t4", 1, 1)), (("t4", 2, 1), ("a10", 1, 1))])
 @pytest.mark.parametrize("hidden", [256, 2048])
-def test_looking_at_every_plan_finds_nothing_better(nodes, hidden):
-    recipe, machines = gpt(layers=3, hidden=hidden, heads=8, batch=4, length=512), cluster(*nodes)
+@pytest.mark.parametrize("objective", ["time", "cost", "energy"])
+def test_looking_at_every_plan_finds_nothing_better(nodes, hidden, objective):
+    recipe, machines = gpt(layers=3, hidden=hidden, heads=8, batch=4, length=512), cluster(*nodes, price_hour=2.0)
     limits = Limits(micro_batch=2, schedules=("1f1b", "gpipe"), recomputes=("none", "full"), zeros=(0, 1))
-    found = search(recipe, machines, limits=limits, top=3).plans[0]
-    assert found.seconds <= exhaustive(recipe, machines, limits) * (1 + 1e-9)
+    found = search(recipe, machines, objective, limits=limits, top=3)
+    assert found.complete
+    assert found.plans[0].value(objective) <= exhaustive(recipe, machines, limits, objective) * (1 + 1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from([64, 256, 1024, 2048]), st.sampled_from([1, 4]), st.sampled_from([1, 2, 4]),
+       st.lists(st.sampled_from(["a10", "t4", "a100-40"]), min_size=1, max_size=3),
+       st.sampled_from(["1f1b", "gpipe", "interleaved", "zero-bubble"]), st.sampled_from([STEELYARD, EAGER, MEGATRON]),
+       st.sampled_from([0.1, 12.5]), st.sampled_from([1, 2]))  # fmt: skip
+def test_no_partition_beats_the_bound_of_all_of_them(
+    hidden, micro_batch, rounds, gpus, schedule, software, network, data
+):
+    # Small layers wait for the host while the head keeps the GPU busy: seconds of both must not be added up.
+    pipeline, virtual = len(gpus), 2 if schedule == "interleaved" else 1
+    batch = rounds * pipeline * micro_batch * data
+    recipe = gpt(layers=4, hidden=hidden, heads=8, batch=batch, length=512)
+    machines = cluster(("a10", 6, 1), ("t4", 6, 1), ("a100-40", 6, 1), network=network)
+    nodes = tuple((gpu, data) for gpu in gpus)
+    chosen = Layout(1, 1, pipeline, virtual, data, 0, False, schedule, micro_batch, "none", (), nodes)
+    step = Predictor(recipe, machines, software).step(chosen)
+    best = min(step.seconds(partition.spread(counts, virtual)) for counts in compositions(4, pipeline))
+    assert step.bound(4) <= best * (1 + 1e-9)
 
 
 @lru_cache
@@ -137,7 +162,7 @@ def test_seed_002s_problem_takes_less_than_a_second_of_cpu_and_all_plans_fit():
 def test_fasops_candidates_are_all_in_the_space():
     recipe, machines = gpt2_xl(), seed_002()
     candidates = 0
-    for use in space.uses(machines, FASOP):
+    for use in space.uses(machines, FASOP)[0]:
         for tensor in space.tensors(recipe, machines, use, FASOP):
             for micro_batch in space.micro_batches(recipe, FASOP):
                 meshes = list(space.meshes(use.ranks // tensor, 64 // micro_batch, 48))
@@ -260,6 +285,77 @@ def test_nodes_that_a_given_layout_leaves_idle_are_not_paid_for():
     assert plan.price_hour == 6.0
 
 
+def test_any_number_of_nodes_is_tried_and_an_answer_is_only_called_complete_if_all_were():
+    few, many = cluster(("a10", 7, 1)), cluster(("a10", 40, 1), ("t4", 40, 1))
+    uses, whole = space.uses(few, Limits())
+    assert whole
+    assert [use.ranks for use in uses] == [7, 6, 5, 4, 3, 2, 1]
+    uses, whole = space.uses(many, Limits())
+    assert not whole
+    assert {use.ranks for use in uses if len(use.counts) == 1} == {40, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1}
+    assert not search(gpt(layers=2), many, "time", 1, Limits(tensor=1, micro_batch=1, virtual=1, meshes=1)).complete
+
+
+def test_one_node_is_found_where_it_is_the_cheapest():
+    found = search(gpt2_xl(), cluster(("a10", 8, 4), price_hour=4.0), "cost", 3)
+    assert found.complete
+    assert found.plans[0].layout.placement == (("a10", 1),)
+
+
+def test_layouts_that_megatron_lacks_are_not_ranked_for_it():
+    machines = cluster(("a100-40", 1, 4), ("a10", 3, 4))
+    long = Recipe.model_validate(gpt(layers=12, length=8192).settings())
+    found = search(long, machines, top=40, software=MEGATRON)
+    assert len(found.plans) > 10
+    for plan in found.plans:
+        layout = plan.layout
+        assert layout.schedule in ("1f1b", "interleaved")
+        assert (layout.context, layout.zero < 2) == (1, True)
+        assert len(set(layout.partition)) == 1
+        held = fit.rooms(Predictor(long, machines, MEGATRON), layout)
+        assert all(room.fits for room in held)
+
+
+def test_the_distributed_optimizer_deals_out_what_megatron_keeps_in_fp32():
+    recipe, machines = gpt(), cluster(("a10", 1, 4))
+    predictor = Predictor(recipe, machines, MEGATRON)
+    held = predictor.step(chosen := Layout(1, 1, 1, 1, 4, 0, False, "1f1b", 1, "none", (8,), (("a10", 1),))).held(
+        (8,), 0
+    )
+    [whole], [dealt] = (fit.rooms(predictor, replace(chosen, zero=zero)) for zero in (0, 1))
+    assert whole.memory.optimizer == 16 * held
+    assert dealt.memory.optimizer == 4 * held
+    assert whole.memory.weights + whole.memory.gradients == 4 * held
+
+
+def test_megatrons_short_pipelines_are_predicted_and_ours_refused():
+    # Two micro-batches on four ranks: Megatron's 1F1B runs them, PyTorch's does not.
+    settings_ = gpt(batch=2).settings() | {"parallel": {"pipeline": 4, "data": 1}}
+    recipe, machines = Recipe.model_validate(settings_), cluster(("a100-40", 1, 4))
+    plan = predicted(recipe, machines, MEGATRON).plans[0]
+    assert plan.layout.schedule == "1f1b"
+    assert plan.parts.bubble > 0
+    with pytest.raises(UserError, match="takes at least 4 micro-batches, not 2"):
+        predicted(recipe, machines)
+    written = plan.layout.written(recipe)  # And what is written runs here.
+    assert written.parallel.schedule == "gpipe"
+    assert data_ranks(written, 4) == 1
+    offloaded = Recipe.model_validate(recipe.settings() | {"optim": {"offload": True}})
+    for look in (search, predicted):
+        with pytest.raises(UserError, match="keeps its optimizer on the GPU"):
+            look(offloaded, machines, software=MEGATRON)
+
+
+def test_a_placed_layout_may_leave_gpus_of_its_last_node_idle_but_no_node():
+    parallel = {"data": 6, "placement": ["a10:2"]}
+    recipe = Recipe.model_validate(gpt(batch=12).settings() | {"parallel": parallel})
+    assert predicted(recipe, cluster(("a10", 4, 4))).plans[0].layout.world == 6
+    parallel["placement"] = ["a10:3"]
+    recipe = Recipe.model_validate(gpt(batch=12).settings() | {"parallel": parallel})
+    with pytest.raises(UserError, match="runs on 6 ranks, not on 12"):
+        predicted(recipe, cluster(("a10", 4, 4)))
+
+
 def test_power_that_is_not_known_is_not_counted_as_none():
     gpu = {"name": "mine", "memory_gib": 40, "fp16": 100.0, "bandwidth_gb": 800.0}
     nodes = [{"type": "mine", "count": 1, "gpu": "mine", "gpus": 1, "idle_watts": 100.0}]
@@ -284,7 +380,7 @@ def test_a_thousand_gpus_of_three_types_are_planned_in_half_a_minute():
 def test_the_partition_beats_or_equals_dynamic_programming_on_all_of_seed_002s_candidates():
     recipe, machines = gpt2_xl(), seed_002()
     predictor = Predictor(recipe, machines)
-    [use] = space.uses(machines, FASOP)
+    [use], _ = space.uses(machines, FASOP)
     tried = 0
     for tensor, micro_batch in product(space.tensors(recipe, machines, use, FASOP), (1, 2, 4, 8)):
         for pipeline, data in space.meshes(use.ranks // tensor, 64 // micro_batch, 48):

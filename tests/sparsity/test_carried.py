@@ -7,12 +7,17 @@ import torch
 
 from steelyard import checkpoint
 from steelyard.checkpoint.formats import open_source
+from steelyard.checkpoint.formats.steelyard import SteelyardSource
+from steelyard.checkpoint.formats.write import Target, convert
 from steelyard.core.errors import UserError
+from steelyard.core.recipe import load
 from steelyard.sparsity import gumbel, source
 from steelyard.sparsity.masks import MaskFile
 from steelyard.sparsity.patterns import Pattern
+from steelyard.text import tokenizer as tokenizers
+from tests.conftest import write_documents
 from tests.sparsity.conftest import Place
-from tests.sparsity.small import answer
+from tests.sparsity.small import Held, answer
 from tests.sparsity.test_learned import records, saved_tensors
 
 
@@ -69,10 +74,95 @@ def test_a_moved_base_is_asked_for_and_another_refused(learned: Place, capsys):
     assert "--base PATH" in str(asked.value)
 
 
+def test_a_run_brings_the_tokenizer_it_learned_with_where_its_base_has_none(place: Place, capsys):
+    text = "\n".join(f"the weights of layer {number} stay or go" for number in range(50))
+    tokenizer = tokenizers.train_byte_bpe(text.splitlines(), 280)
+    tokenizer.save(place.path / "words")
+    shape = ["model.vocab=280", "data.tokenizer=words"]
+    convert(Held(load("tiny.toml", shape).model), place.path / "plain", Target("hf"))
+    documents = [tokenizer.encode_batch([text])[0]] * 20
+    write_documents(place.path / "words_text_document", documents, 280)
+    place.learn("own", "train.init_from=plain", "train.steps=1", 'data.train=["words_text_document"]', *shape)
+    seen = source.opened("own")
+    assert seen.load_tokenizer().fingerprint == tokenizers.load("words").fingerprint
+    capsys.readouterr()
+    code, _, said = answer(capsys, "mask", "export", "own", "with-words", "--format", "hf")
+    assert (code, "without a tokenizer" in said) == (0, False)
+    assert tokenizers.load("with-words").fingerprint == tokenizer.fingerprint
+    code, told, _ = answer(capsys, "generate", "own", "--prompt", "the weights", "--max-tokens", "2")
+    assert (code, told["prompt"]) == (0, "the weights")
+
+
+def test_a_tokenizer_can_be_named_for_weights_that_come_without(place: Place, capsys):
+    tokenizers.train_byte_bpe(["stay or go"], 260).save(place.path / "words")
+    convert(Held(load("tiny.toml", ["model.vocab=280"]).model), place.path / "plain", Target("hf"))
+    place.learn("masks", "train.init_from=plain", "train.steps=1", "model.vocab=280")
+    assert answer(capsys, "mask", "export", "masks", "learned.mask")[0] == 0
+    for command in (
+        ("mask", "export", "masks", "exported", "--format", "hf"),
+        ("mask", "apply", "plain", "learned.mask", "applied"),
+        ("export-sparse", "masks", "compressed"),
+    ):
+        code, told, said = answer(capsys, *command, "--tokenizer", "words")
+        assert (code, "without a tokenizer" in said) == (0, False), said
+        assert tokenizers.load(told["path"]).vocab_size == 260
+
+
+def test_a_place_that_is_taken_is_refused_before_a_weight_is_read(learned: Place, capsys, monkeypatch):
+    assert answer(capsys, "mask", "export", "masks", "learned.mask")[0] == 0
+    (learned.path / "taken").write_text("mine")
+    _refuse_reading(monkeypatch)
+    _all_refuse(capsys, "taken", "is there already")
+    _all_refuse(capsys, "taken/out", "cannot be written")
+
+
+def _refuse_reading(monkeypatch) -> None:
+    for each in (SteelyardSource, source.Masked):
+        monkeypatch.setattr(each, "tensor", lambda *_: pytest.fail("a weight was read"))
+
+
+def _all_refuse(capsys, out: str, told: str) -> None:
+    for command in (
+        ("mask", "export", "masks", out),
+        ("mask", "export", "masks", out, "--format", "hf"),
+        ("mask", "apply", "base", "learned.mask", out),
+        ("export-sparse", "masks", out),
+        ("prune", "base", out, "--method", "magnitude", "--save", "mask"),
+    ):
+        code, _, said = answer(capsys, *command)
+        assert (code, told in said) == (2, True), (command, said)
+
+
+@pytest.mark.parametrize("method", ["learned", "fixed"])
+def test_going_on_with_fewer_matrices_is_refused(learned: Place, method: str):
+    words = ("train.init_from=masks", f"sparsity.method={method}", 'sparsity.include=["mlp"]')
+    with pytest.raises(UserError, match=r"layers.0.attention.* would be dense again") as refused:
+        learned.learn("narrower", *words)
+    assert "sparsity.include" in str(refused.value.where)
+
+
+def test_dense_weights_of_n_of_m_training_are_not_written_without_a_word(place: Place, capsys):
+    place.train("nm", "sparsity.method=sr-ste", "train.steps=2", "eval.every=0", "checkpoint.every=0")
+    code, _, said = answer(capsys, "checkpoint", "convert", "nm", "dense", "--to", "hf")
+    assert (code, "mask export --format hf" in said) == (0, True)
+    code, _, said = answer(capsys, "mask", "export", "nm", "sparse", "--format", "hf")
+    assert (code, "dense" in said) == (0, False)
+    weight = open_source("sparse").tensor("layers.1.mlp.up.weight")
+    assert (weight.view(-1, 4) == 0).sum(1).eq(2).all()
+
+
+def test_a_run_that_keeps_zeros_says_how_they_leave_it(place: Place, capsys):
+    assert answer(capsys, "prune", "base", "pruned", "--method", "magnitude")[0] == 0
+    place.train("kept", "sparsity.method=fixed", "train.init_from=pruned", "train.steps=1", "eval.every=0")
+    code, _, said = answer(capsys, "mask", "export", "kept", "x.mask")
+    assert (code, "checkpoint convert kept OUT --to hf" in said) == (2, True)
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
         (("mask", "export", "base", "x.mask"), "base brings no masks"),
+        (("mask", "export", "masks", "x.mask", "--tokenizer", "t"), "holds no tokenizer"),
         (("checkpoint", "convert", "masks", "x", "--to", "hf"), "mask export --format hf"),
     ],
 )

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from steelyard.tokens.loader import Loader, documents_in, read
+from steelyard.tokens.loader import Loader, documents_in, read, starts_of
 
 
 class Numbers:
@@ -70,6 +70,12 @@ def test_documents_are_told_apart_and_positions_start_anew():
     documents = documents_in(rows[:, :-1], end_of_document=0)
     assert documents.number.tolist() == [[0, 0, 0, 1, 1, 2, 3], [0, 1, 1, 1, 1, 1, 1]]
     assert documents.position.tolist() == [[0, 1, 2, 0, 1, 0, 0], [0, 0, 1, 2, 3, 4, 5]]
+
+
+def test_documents_are_named_by_where_they_begin_too():
+    numbers = np.array([[0, 0, 0, 1, 1, 2, 3], [5, 5, 5, 5, 5, 5, 5], [0, 1, 1, 1, 1, 1, 2]])
+    assert starts_of(numbers).tolist() == [[0, 3, 5, 6], [0, 7, 7, 7], [0, 1, 6, 7]]
+    assert starts_of(np.arange(5)[None]).shape == (1, 8)
 
 
 def test_rows_are_samples():

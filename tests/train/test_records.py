@@ -8,10 +8,12 @@ import time
 import types
 
 import pytest
+import torch
 
 from steelyard import train
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import load
+from steelyard.train import memory
 from steelyard.train.extension import Extension
 
 # What Megatron's line has: iteration, consumed samples, milliseconds per iteration, learning rate, global batch size,
@@ -38,6 +40,17 @@ def test_a_line_of_the_log_has_what_megatrons_has(in_workplace, capsys):
         assert record["tokens_per_second"] == pytest.approx(64 / record["seconds"])
         assert float(line["tflops"]) > 0
     assert told == (run.path / "logs" / os.listdir(run.path / "logs")[0]).read_text()  # noqa: PTH208
+
+
+def test_a_record_tells_the_memory_of_this_run_and_not_of_the_process_before_it(in_workplace):
+    filler = bytearray(1 << 28)  # A quarter of a gibibyte, touched and let go before the run.
+    before = memory.peak(torch.device("cpu"))
+    assert before > len(filler)
+    del filler
+    run = train.run(load("tiny.toml", ["train.steps=2"]))
+    manifest, [record] = run.manifest(), [record for record in run.metrics() if "loss" in record]
+    assert 0 < manifest["memory_before"] <= record["peak_memory"]
+    assert record["peak_memory"] < before - (1 << 27) or not os.access("/proc/self/clear_refs", os.W_OK)
 
 
 def test_time_for_validation_and_checkpoints_is_not_a_steps(in_workplace, monkeypatch):
@@ -71,7 +84,10 @@ def test_tensorboard_gets_what_the_records_hold(in_workplace, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", stub)
     run = train.run(load("tiny.toml", ["log.tensorboard=true", "train.steps=4"]), extension=Extra())
     expected = [
-        (key, value, record["step"]) for record in run.metrics() for key, value in record.items() if key != "step"
+        (key, value, record["step"])
+        for record in run.metrics()
+        for key, value in record.items()
+        if key not in ("step", "time")
     ]
     assert Board.last.scalars == expected
     assert {"loss", "valid_loss", "grad_norm", "extra"} <= {key for key, _, _ in expected}

@@ -32,6 +32,13 @@ def test_schedules_climb_and_fall():
     assert rate(wsd, 110, 110) == pytest.approx(0.1)
 
 
+def test_a_climb_may_be_a_share_of_the_run():
+    optim = Optim(learning_rate=1.0, warmup_share=0.1)
+    in_steps = Optim(learning_rate=1.0, warmup_steps=11)
+    assert [rate(optim, step, 110) for step in range(111)] == [rate(in_steps, step, 110) for step in range(111)]
+    assert rate(optim, 1, 5) == rate(Optim(learning_rate=1.0, warmup_steps=1), 1, 5)
+
+
 def test_a_schedule_may_end_before_or_behind_the_run():
     optim = Optim(learning_rate=1.0, min_learning_rate=0.1, warmup_steps=3200, horizon_steps=320_000)
     assert rate(optim, 50, 50) == pytest.approx(50 / 3200)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from steelyard.launch.local import _free_port
+from steelyard.launch.local import free_port
 from steelyard.tune import history, kept, outcome
 
 PROGRAMS = ("/usr/lib/postgresql/*/bin", "/usr/bin", "/usr/local/pgsql/bin")
@@ -58,7 +58,7 @@ def database(tmp_path_factory):
             each.chmod(0o755)
         os.chown(folder, nobody.pw_uid, nobody.pw_gid)
         options = {"user": nobody.pw_uid, "group": nobody.pw_gid, "extra_groups": []}
-    secret, data, port = folder / "secret", folder / "data", _free_port()
+    secret, data, port = folder / "secret", folder / "data", free_port()
     secret.write_text(SECRET)
     secret.chmod(0o644)
     words = [initdb, "-D", data, "-U", "tuner", "--auth=scram-sha-256", f"--pwfile={secret}", "-E", "UTF8", "--no-sync"]

@@ -70,6 +70,8 @@ class Source(ABC):
     """What `text.tokenizer.load` finds the tokenizer by, if one came along."""
     tokenizer_files: list[Path]
     """Files of a Hugging Face folder that a copy of the tokenizer needs."""
+    remark: str | None = None
+    """What whoever writes these weights elsewhere should know about them."""
 
     @abstractmethod
     def names(self) -> list[str]:

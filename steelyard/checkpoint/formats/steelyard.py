@@ -39,6 +39,11 @@ class SteelyardSource(Source):
                 f"{saved.path} holds masks, and the weights they belong to are elsewhere",
                 mend="steelyard mask export --format hf writes the weights under the masks",
             )
+        if saved.state.get("sparsity", {}).get("method") == "sr-ste":
+            self.remark = (
+                f"{saved.path} was trained to compute with the largest weights of each group, and these are all of "
+                "them, dense; steelyard mask export --format hf writes the model as it computes"
+            )
         if "model" in saved.state:
             try:
                 self.shape = TypeAdapter(Model).validate_python(saved.state["model"])

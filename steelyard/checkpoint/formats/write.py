@@ -52,15 +52,15 @@ class Target:
 
 def convert(source: Source, destination: Path, target: Target) -> dict[str, Any]:
     """Write a checkpoint and say what was written. What can be known to fail is refused before anything is written."""
-    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
-        raise UserError(f"{destination} is there already", mend="name a new folder")
+    refuse_destination(destination)
     check(source, source.shape)
     dtype = target.dtype or source.dtype
     if target.to != "megatron" and target.layout != WHOLE:
         raise UserError(
             f"{target.to} checkpoints are not divided among ranks", mend="leave out --tensor and --pipeline"
         )
-    _refuse_no_place(destination)
+    if source.remark is not None:
+        console.warn(source.remark)
     supply = Supply(source, dtype)
     needed = write_megatron.bytes_of(supply, target.layout) if target.to == "megatron" else supply.bytes
     tokenizer = _tokenizer(source, target.tokenizer)
@@ -128,8 +128,10 @@ def _extra(source: Source, tokenizer: Tokenizer | None, is_named: bool) -> dict[
     return extras.with_tokenizer(extra, tokenizer)
 
 
-def _refuse_no_place(destination: Path) -> None:
-    """Refuse a destination that nothing can be written at, before the work and by its name."""
+def refuse_destination(destination: Path, is_file: bool = False) -> None:
+    """Refuse a destination that is taken or that nothing can be written at, before the work and by its name."""
+    if destination.exists() and (is_file or not destination.is_dir() or any(destination.iterdir())):
+        raise UserError(f"{destination} is there already", mend=f"name a new {'file' if is_file else 'folder'}")
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
         probe = files.temporary_beside(destination)

@@ -229,3 +229,9 @@ def watching(draft: Draft) -> None:
     start, end = given.whole("--profile-step-start", "log.profile"), given.whole("--profile-step-end", "log.profile")
     if given.switch("--profile", "log.profile"):  # Megatron counts the steps done before, this recipe the steps.
         draft.put("log.profile", [(10 if start is None else start) + 1, 12 if end is None else end])
+        ranks = given.texts("--profile-ranks", "log.profile_ranks") or ["0"]  # Megatron's default.
+        draft.put("log.profile_ranks", [int(given.number("--profile-ranks", rank, int)) for rank in ranks])
+        if given.switch("--use-pytorch-profiler", "log.profile_tool"):
+            draft.put("log.profile_tool", "torch")
+    for flag in ("--use-pytorch-profiler", "--profile-ranks"):
+        given.leave(flag, "without --profile it means nothing", matters=False)

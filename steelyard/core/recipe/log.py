@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from steelyard.core.recipe.section import Section, contradiction
 
@@ -20,6 +20,10 @@ class Log(Section):
     wandb: str | None = Field(None, description="Weights & Biases project; WANDB_MODE=offline keeps it on this machine")
     timeline: Steps | None = Field(None, description="first and last step whose parts every rank times: [10, 12]")
     profile: Steps | None = Field(None, description="first and last step inside cudaProfilerApi and NVTX ranges")
+    profile_tool: Literal["torch", "memory", "nsys", "ncu"] | None = Field(
+        None, description="what looks at these steps; left out: a profiler that was started around the command"
+    )
+    profile_ranks: list[NonNegativeInt] = Field([], description="whose steps are looked at; none named: all ranks'")
 
     @model_validator(mode="after")
     def _first_before_last(self) -> Log:

@@ -20,6 +20,7 @@ class Optim(Section):
     min_learning_rate: NonNegativeFloat = 0.0
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     warmup_steps: NonNegativeInt = 0
+    warmup_share: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="the climb as a share of the run")
     warmup_samples: PositiveInt | None = Field(None, description="the climb in samples, instead of warmup_steps")
     warmup_tokens: PositiveInt | None = Field(None, description="the climb in tokens, instead of warmup_steps")
     horizon_steps: PositiveInt | None = Field(None, description="where the schedule ends; left out: with the run")
@@ -43,7 +44,9 @@ class Optim(Section):
                 "the learning rate falls from learning_rate to min_learning_rate",
             )
         for length in ("warmup", "horizon"):
-            given = [f"optim.{length}_{unit}" for unit in UNITS if getattr(self, f"{length}_{unit}")]
+            units = (*UNITS, "share") if length == "warmup" else UNITS
+            given = [f"optim.{length}_{unit}" for unit in units if getattr(self, f"{length}_{unit}")]
             if len(given) > 1:
-                raise contradiction(given[1], f"{given[0]} is set as well", "steps, samples or tokens: choose one")
+                mend = f"{', '.join(units[:-1])} or {units[-1]}: choose one"
+                raise contradiction(given[1], f"{given[0]} is set as well", mend)
         return self

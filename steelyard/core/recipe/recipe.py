@@ -16,6 +16,7 @@ from steelyard.core.recipe.model import Model
 from steelyard.core.recipe.optim import Optim
 from steelyard.core.recipe.parallel import Parallel
 from steelyard.core.recipe.section import Section
+from steelyard.core.recipe.site import Site
 from steelyard.core.recipe.sparsity import Sparsity
 from steelyard.core.recipe.train import Train
 
@@ -35,6 +36,7 @@ class Recipe(Section):
     log: Log = Log()
     sparsity: Sparsity | None = None
     finetune: Finetune | None = None
+    site: Site | None = None
 
     _places: dict[str, str] = PrivateAttr(default_factory=dict)
 

@@ -1,0 +1,146 @@
+"""What 2:4 costs a real model in perplexity: each way of pruning, and learned masks, in one run.
+
+    python benchmarks/mask_quality.py MODEL --text wikitext2-valid.txt --more english-prose.txt
+    python benchmarks/mask_quality.py --tiny        # a small random model on the project's own pages: does it run?
+
+The last 15% of the lines of --text are measured on and seen by nothing else; the rest of it, and all of --more, is what
+masks are calibrated on and learned from. Masks are learned as published (docs/sparsity.md), near the mask of SparseGPT,
+in 500 steps of 16 x 1024 tokens; --try changes keys of that and may be given several times, each a row. A row is
+printed as one line of JSON as soon as it is known, the most telling first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from steelyard import cli, train
+from steelyard.checkpoint.formats import open_source
+from steelyard.checkpoint.formats.write import Target, convert
+from steelyard.core.recipe import load
+from steelyard.sparsity import training
+
+SHARE = 0.85
+DOCS = Path(__file__).parents[1] / "docs"
+TRIES = ["optim.eps=1e-5", "optim.eps=1e-8", "optim.eps=1e-8 sparsity.distill=1.0"]
+DENSE: list[float] = []
+
+
+def main() -> None:
+    """Measure what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", help="a checkpoint of any kind, with its tokenizer")
+    parser.add_argument("--text", type=Path, help="a part of it is measured on")
+    parser.add_argument("--more", type=Path, nargs="*", default=[], help="texts to learn from beside it")
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--samples", type=int, default=128, help="windows that pruning is shown")
+    parser.add_argument("--try", dest="tries", action="append", help="keys for learning, such as optim.eps=1e-8")
+    parser.add_argument("--tiny", action="store_true")
+    options = parser.parse_args()
+    if not options.tiny and (options.model is None or options.text is None):
+        parser.error("name a model and --text, or --tiny")
+    folder = Path(tempfile.mkdtemp(prefix="steelyard-masks-"))
+    try:
+        if options.tiny:
+            shrink(options, folder)
+        measure(options, folder)
+    finally:
+        shutil.rmtree(folder)
+
+
+def shrink(options: argparse.Namespace, folder: Path) -> None:
+    """A random model, a tokenizer and a text that a CPU gets through in a minute."""
+    from steelyard.core.recipe.model import LlamaModel
+    from steelyard.text.tokenizer.train import train_byte_bpe
+    from tests.checkpoint.models import Held
+
+    pages = [line for page in sorted(DOCS.glob("*.md")) for line in page.read_text().splitlines()][:1500]
+    options.text, options.more = folder / "pages.txt", []
+    options.text.write_text("\n".join(pages) + "\n")
+    train_byte_bpe(pages, 600).save(folder / "tokenizer")
+    held = Held(LlamaModel(family="llama", layers=2, hidden=32, heads=4, ffn=64, vocab=600, tied=True))
+    convert(held, folder / "model", Target("hf", tokenizer=str(folder / "tokenizer")))
+    options.model, options.steps, options.length, options.samples = str(folder / "model"), 3, 64, 4
+
+
+def measure(options: argparse.Namespace, folder: Path) -> None:
+    """A row for the dense model, for SparseGPT, for each try, and for the other ways of pruning."""
+    lines = options.text.read_text(encoding="utf-8").splitlines(keepends=True)
+    cut = int(SHARE * len(lines))
+    learn, held_out = folder / "learn.txt", folder / "measure.txt"
+    learn.write_text("".join(lines[:cut]) + "".join(each.read_text(encoding="utf-8") for each in options.more))
+    held_out.write_text("".join(lines[cut:]))
+    shown = ["--calibration", learn, "--samples", options.samples, "--sequence-length", options.length]
+    ppl = ["eval", "ppl", "--data", held_out, "--sequence-length", options.length]
+    model, mask = options.model, folder / "prior.mask"
+    row("dense", steelyard(*ppl, model))
+    steelyard("prune", model, folder / "sparsegpt", "--method", "sparsegpt", *shown)
+    row("sparsegpt", steelyard(*ppl, folder / "sparsegpt"))
+    steelyard("prune", model, mask, "--method", "sparsegpt", "--save", "mask", *shown)
+    row("sparsegpt --no-update-weights", steelyard(*ppl, model, "--mask", mask))
+    prefix = folder / "learn"
+    steelyard("data", "tokenize", "--input", learn, "--tokenizer", model, "--output-prefix", prefix, "--append-eod")
+    for number, words in enumerate(options.tries or TRIES):
+        run, seconds = learned(options, f"{prefix}_text_document", mask, words.split(), folder / f"run-{number}")
+        last = [record for record in run.metrics() if "loss" in record][-1]
+        found = {key: last[key] for key in ("loss", "mask_max_probability", "mask_from_prior", "tokens_per_second")}
+        row(f"learned, {words}", steelyard(*ppl, run.path), seconds=round(seconds, 1), **found)
+    for method in ("wanda", "hessian", "magnitude"):
+        steelyard("prune", model, folder / f"{method}.mask", "--method", method, "--save", "mask", *shown)
+        row(method, steelyard(*ppl, model, "--mask", folder / f"{method}.mask"))
+
+
+def learned(options: argparse.Namespace, prefix: str, mask: Path, words: list[str], path: Path) -> tuple[Any, float]:
+    """A run that learns masks, by MaskLLM's public settings but for what `words` say."""
+    small = options.tiny
+    values = {
+        "name": "masks",
+        "model": open_source(options.model).shape.model_dump(exclude_none=True),
+        "data": {"train": prefix, "split": "100,0,0", "sequence_length": options.length},
+        "train": {
+            "init_from": options.model, "steps": options.steps, "global_batch": 2 if small else 16,
+            "micro_batch": 1 if small else 4, "precision": "bf16" if torch.cuda.is_available() else "fp32",
+        },
+        "optim": {"learning_rate": 5e-5, "min_learning_rate": 5e-6},
+        "sparsity": {"method": "learned", "prior": str(mask), "learning_rate_multiplier": 10.0},
+        "log": {"every": max(1, options.steps // 10)},
+        "checkpoint": {"every": 0},
+    }  # fmt: skip
+    recipe = load(values, words)
+    begun = time.monotonic()
+    run = train.run(recipe, path, training.extension(recipe))
+    return run, time.monotonic() - begun
+
+
+def steelyard(*words: object) -> dict[str, Any]:
+    """A command's result."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        try:
+            cli.main([*map(str, words), "--json"])
+        except SystemExit as ended:
+            if ended.code:
+                raise
+    result: dict[str, Any] = json.loads(out.getvalue())
+    return result
+
+
+def row(what: str, result: dict[str, Any], **more: Any) -> None:
+    """Print a measurement; the first is the dense model's."""
+    DENSE.append(result["perplexity"])
+    told = {"what": what, "perplexity": round(result["perplexity"], 3)}
+    print(json.dumps(told | {"times_dense": round(result["perplexity"] / DENSE[0], 4), **more}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

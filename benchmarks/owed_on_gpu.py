@@ -1,0 +1,272 @@
+"""Everything that is owed on a GPU (CONTRIBUTING.md), in order of value, each within its own time.
+
+    python benchmarks/owed_on_gpu.py --out owed.json --model smol --text wikitext2-valid.txt --more english-prose.txt
+    python benchmarks/owed_on_gpu.py --out tiny.json --tiny         # the same road on a CPU, in about two minutes
+
+Each measurement is a program of its own in this folder. What it prints is written to --out at once, a line at a time
+and by rename, so that whatever cuts this off (a lease that ends, a kill) loses nothing. The same command goes on behind
+what --out has finished; --minutes stops it before a lease does: nothing is begun that would not fit. A measurement that
+fails, or runs out of time, is told and the next one begun.
+
+--out is JSON: {"device", "versions", "steps": [{"name", "command", "page", "bar", "begun", "seconds", "state",
+"reached", "lines", "tail"}]}. `state` is running, done, failed, out of time or left out (and why); `lines` are the
+objects that the program printed; `reached` holds them to the bar, where one number says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+Lines = list[dict[str, Any]]
+TAIL = 4000
+PACKAGES = ("torch", "triton", "transformers", "trl", "liger_kernel", "flash_attn")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One measurement."""
+
+    name: str
+    command: list[str]
+    page: str
+    bar: str
+    limit: int
+    """Seconds."""
+    reached: Callable[[Lines], bool | None]
+    lacks: str | None = None
+    """What it needs and is not there."""
+
+
+def main() -> None:
+    """Take the steps that are left."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--model", help="SmolLM2-135M: a Hugging Face folder, or a GGUF")
+    parser.add_argument("--text", help="a text to learn from and to measure on (benchmarks/mask_quality.py)")
+    parser.add_argument("--more", nargs="*", default=[], help="texts to learn from")
+    parser.add_argument("--only", nargs="*", help="names of steps")
+    parser.add_argument("--again", action="store_true", help="steps that failed or ran out of time, too")
+    parser.add_argument("--minutes", type=float, default=float("inf"))
+    parser.add_argument("--tiny", action="store_true")
+    options = parser.parse_args()
+    steps = tiny() if options.tiny else whole(options)
+    if options.only:
+        unknown = set(options.only) - {step.name for step in steps}
+        if unknown:
+            parser.error(f"no step is called {', '.join(sorted(unknown))}: {', '.join(step.name for step in steps)}")
+        steps = [step for step in steps if step.name in options.only]
+    end = time.monotonic() + 60 * options.minutes
+    record = Record(options.out)
+    for step in steps:
+        if not record.is_due(step, options.again):
+            continue
+        if step.lacks is not None:
+            record.put(step, state=f"left out: {step.lacks}")
+        elif time.monotonic() + step.limit > end:
+            print(f"{step.name} may take {step.limit} s, which would not fit: not begun", flush=True)
+        else:
+            take(step, record)
+    print(record.table(), flush=True)
+
+
+def whole(options: argparse.Namespace) -> list[Step]:
+    """What is owed, the most telling first."""
+    without_model = None if options.model else "no --model was named"
+    without_text = without_model or (None if options.text else "no --text was named")
+    texts = ["--text", str(options.text), "--more", *options.more]
+    return [
+        Step("kernels", ["sparse_kernels.py"], "docs/sparse-inference.md, docs/sparsity.md",
+             "masked linear 1.35 x dense, decode 1.4, prefill 1.25, SparseGPT no slower", 300, kernels),
+        Step("mask-training", ["mask_training.py"], "docs/sparsity.md", "0.8 of dense", 240,
+             lambda lines: value(lines, "masks beside dense", "share") >= 0.8),
+        Step("mask-quality", ["mask_quality.py", str(options.model), *texts], "docs/sparsity.md",
+             "learned masks within 1.2 x dense", 540, quality, without_text),
+        Step("sft-135m", ["sft.py", "--shape", "smollm2-135m"], "docs/finetune.md", "1.3 x TRL", 240,
+             lambda lines: ratio(lines, "steelyard", "trl") >= 1.3),
+        Step("sft-1b", ["sft.py", "--shape", "llama3.2-1b"], "docs/finetune.md", "1.3 x TRL", 300,
+             lambda lines: ratio(lines, "steelyard", "trl") >= 1.3),
+        Step("eval-ppl", ["eval_ppl.py", str(options.model), "--windows", "16"], "docs/evaluate.md",
+             "1.3 x transformers", 150, lambda lines: ratio(lines, "steelyard", "transformers") >= 1.3, without_model),
+        Step("train-gpt2", ["train_speed.py", "gpt2", "--floor", "--peer"], "docs/train.md", "580,000 tokens/s", 240,
+             lambda lines: value(lines, "steelyard bf16", "tokens_per_second") >= 580_000),
+        Step("several-gpus", ["layouts_alike.py"], "docs/parallel.md", "the losses of one GPU", 400, alike,
+             None if gpus() > 1 else f"it needs two GPUs, and there is {gpus() or 'none'}"),
+    ]  # fmt: skip
+
+
+def tiny() -> list[Step]:
+    """The same road, where nothing is shown about speed."""
+    commands = {
+        "kernels": ["sparse_kernels.py", "--tiny"],
+        "mask-training": ["mask_training.py", "--tiny", "--steps", "1"],
+        "mask-quality": ["mask_quality.py", "--tiny", "--try", "optim.eps=1e-8"],
+        "sft-135m": ["sft.py", "--tiny", "--steps", "2", "--length", "128", "--micro-batch", "2"],
+        "eval-ppl": ["eval_ppl.py", "--tiny", "--length", "64"],
+        "train": ["train_speed.py", "tiny", "--precision", "fp32", "--steps", "1"],
+        "several-gpus": ["layouts_alike.py", "--tiny"],
+    }
+    return [Step(name, command, "", "it runs", 240, lambda lines: None) for name, command in commands.items()]
+
+
+def take(step: Step, record: Record) -> None:
+    """Run a measurement; its lines are in the record as they come, and it and its children end with its time."""
+    words = [sys.executable, str(HERE / step.command[0]), *step.command[1:]]
+    print(f"--- {step.name}: {' '.join(words[1:])}", flush=True)
+    begun, lines, tail = time.monotonic(), [], ""
+    told: dict[str, Any] = {"begun": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
+    record.put(step, state="running", **told)
+    environment = os.environ | {"PYTHONPATH": str(HERE.parent), "PYTHONUNBUFFERED": "1"}
+    program = subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+    )
+    is_late = threading.Event()
+
+    def stop() -> None:
+        is_late.set()
+        os.killpg(program.pid, signal.SIGKILL)
+
+    timer = threading.Timer(step.limit, stop)
+    timer.start()
+    try:
+        assert program.stdout is not None
+        for line in program.stdout:
+            print(line, end="", flush=True)
+            tail = (tail + line)[-TAIL:]
+            if (found := parsed(line)) is not None:
+                lines.append(found)
+                record.put(step, state="running", lines=lines, seconds=round(time.monotonic() - begun, 1), **told)
+        code = program.wait()
+    finally:
+        timer.cancel()
+        if program.poll() is None:
+            os.killpg(program.pid, signal.SIGKILL)
+    state = "out of time" if is_late.is_set() else "done" if code == 0 else f"failed: {code}"
+    told |= {"seconds": round(time.monotonic() - begun, 1), "lines": lines, "tail": tail}
+    record.put(step, state=state, reached=verdict(step, lines), **told)
+
+
+class Record:
+    """The file of results."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"steps": []}
+        self.known |= {"device": device(), "versions": versions()}
+
+    def is_due(self, step: Step, again: bool) -> bool:
+        """Whether a step has not been taken, or not to its end."""
+        state = next((each["state"] for each in self.known["steps"] if each["name"] == step.name), "running")
+        return state == "running" or state.startswith("left out") or (again and state != "done")
+
+    def put(self, step: Step, **told: Any) -> None:
+        """Write down what is known of a step; the file is whole at any moment."""
+        entry = {"name": step.name, "command": step.command, "page": step.page, "bar": step.bar, **told}
+        others = [each for each in self.known["steps"] if each["name"] != step.name]
+        self.known["steps"] = [*others, entry]
+        beside = self.path.with_name(f".{self.path.name}.part")
+        beside.write_text(json.dumps(self.known, indent=1) + "\n")
+        beside.replace(self.path)
+
+    def table(self) -> str:
+        """All of it for a person."""
+        rows = [f"{'step':16} {'state':28} {'seconds':>8}  reached  bar"]
+        for each in self.known["steps"]:
+            reached = {True: "yes", False: "no", None: "-"}[each.get("reached")]
+            rows.append(
+                f"{each['name']:16} {each['state']:28} {each.get('seconds', 0):8.1f}  {reached:7}  {each['bar']}"
+            )
+        return "\n".join(rows)
+
+
+def parsed(line: str) -> dict[str, Any] | None:
+    """The object that a line is, if it is one."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def verdict(step: Step, lines: Lines) -> bool | None:
+    """Whether the bar was reached; nobody knows where a number is missing."""
+    try:
+        return step.reached(lines)
+    except (KeyError, StopIteration, ZeroDivisionError, TypeError):
+        return None
+
+
+def value(lines: Lines, what: str, key: str) -> float:
+    """A number of the line that speaks of something."""
+    return float(next(line[key] for line in lines if line.get("what") == what))
+
+
+def ratio(lines: Lines, ours: str, theirs: str) -> float:
+    """How many times their tokens a second are ours."""
+    return value(lines, ours, "tokens_per_second") / value(lines, theirs, "tokens_per_second")
+
+
+def kernels(lines: Lines) -> bool:
+    """Rows with a bar name the least gain ("above 0.74"); of several algorithms for one product the best counts."""
+    gains: dict[tuple[str, str], float] = {}
+    for row in (row for line in lines for row in line.get("rows", []) if row["wanted"].startswith("above")):
+        key = re.sub(r"algorithm \d+, ", "", row["what"]), row["wanted"].split()[1]
+        gains[key] = max(gains.get(key, 0.0), row["gain"])
+    return len(lines) == 4 and all(gain >= float(wanted) for (_, wanted), gain in gains.items())
+
+
+def quality(lines: Lines) -> bool:
+    """The best of the learned masks counts, and must beat SparseGPT with its update."""
+    best = min(line["perplexity"] for line in lines if line["what"].startswith("learned"))
+    return best <= 1.2 * value(lines, "dense", "perplexity") and best < value(lines, "sparsegpt", "perplexity")
+
+
+def alike(lines: Lines) -> bool:
+    """Every layout, to rounding."""
+    return bool(lines) and all(line["difference"] < 1e-3 for line in lines)
+
+
+def gpus() -> int:
+    """How many there are, asked without a CUDA context in this process."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def device() -> str:
+    """What is measured on."""
+    try:
+        asked = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        return subprocess.run(asked, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+
+
+def versions() -> dict[str, str]:
+    """Of what is measured, and beside what."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "none"
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""What watching costs: 64 ranks' logs that grow fast, and a log of a gigabyte.
+
+    PYTHONPATH=. python benchmarks/watch.py [--seconds 20] [--rate 50000]
+
+A second process writes to the streams of 64 hosts, the metrics and the device samples; `steelyard watch --follow` runs
+on the folder as its own process, and its CPU time is measured from outside, start included and excluded. Bars: under 5%
+of one core, and under a second from the start to the page on a log of 1 GiB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import resource
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from steelyard.core import files
+from steelyard.core.run import session
+
+HOSTS = 64
+RECIPE = """
+[model]
+family = "gpt"
+layers = 2
+hidden = 64
+heads = 4
+vocab = 1000
+
+[data]
+train = "x"
+sequence_length = 64
+
+[train]
+steps = 1000000
+global_batch = 64
+"""
+
+
+def make(folder: Path) -> None:
+    """A run that seems to live."""
+    (folder / "logs").mkdir(parents=True)
+    (folder / "hosts").mkdir()
+    (folder / "recipe.toml").write_text(RECIPE)
+    manifest = session(HOSTS) | {"state": "running", "name": "bench", "started": "2026-01-01T00:00:00+00:00"}
+    (folder / "run.json").write_text(json.dumps(manifest))
+    for number in range(HOSTS):
+        told = {"host": f"n{number}", "ranks": [number], "clock": time.time(), "layout": {"world": HOSTS}}
+        (folder / "hosts" / f"n{number}.json").write_text(json.dumps(told))
+
+
+def write(folder: Path, rate: int, stop: float) -> None:
+    """Append so many bytes a second to each of the 128 logs, and a record and 64 samples a second."""
+    line = b"[rank0] step 12345/1000000  loss 4.1234  norm 1.234  some Warning: the usual talk of a library\n"
+    device = {"index": 0, "name": "H200", "utilisation": 99, "memory_used": 1, "memory_total": 2, "processes": [{}]}
+    step = 0
+    with files.locked(folder / "run.lock"):
+        while time.time() < stop:
+            began, step = time.time(), step + 1
+            for number in range(HOSTS):
+                for kind in ("out", "err"):
+                    with open(folder / "logs" / f"n{number}.{kind}", "ab") as file:
+                        file.write(line * (rate // len(line)))
+                sample = {"time": time.time(), "kind": "gpu", "devices": [{**device, "index": i} for i in range(8)]}
+                with open(folder / "logs" / f"n{number}.gpu", "ab") as file:
+                    file.write(json.dumps(sample).encode() + b"\n")
+            record = {"step": step, "loss": 4.0, "grad_norm": 1.0, "seconds": 1.0, "time": time.time(), "tokens": step}
+            with open(folder / "metrics.jsonl", "ab") as file:
+                file.write(json.dumps(record).encode() + b"\n")
+            time.sleep(max(0.0, 1.0 - (time.time() - began)))
+
+
+def cpu_seconds(process: int) -> float:
+    """CPU time of a process and of what it started and has waited for."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return sum(int(field) for field in fields[11:15]) / os.sysconf("SC_CLK_TCK")
+
+
+def following(folder: Path, seconds: float, rate: int) -> None:
+    """Measure the CPU time of watching while the logs grow."""
+    writer = multiprocessing.Process(target=write, args=(folder, rate, time.time() + seconds + 8), daemon=True)
+    writer.start()
+    time.sleep(2)
+    for mode in ("--follow", "terminal"):
+        watcher = start(folder, mode)
+        time.sleep(2)
+        before, began = cpu_seconds(watcher.pid), time.time()
+        time.sleep(seconds / 2)
+        used, passed = cpu_seconds(watcher.pid) - before, time.time() - began
+        print(f"{mode:10} {100 * used / passed:.2f}% of one core, {cpu_seconds(watcher.pid):.2f} s with its start")
+        watcher.kill()
+        watcher.wait()
+    writer.join()
+    grown = sum(path.stat().st_size for path in (folder / "logs").iterdir())
+    print(f"{HOSTS} hosts, {2 * HOSTS * rate / 1e6:.1f} MB/s written, {grown / 1e6:.0f} MB in all")
+
+
+def start(folder: Path, mode: str) -> subprocess.Popen[bytes]:
+    """Watch in a process of its own; as a terminal it gets one from `script`-like plumbing: a pseudo-terminal."""
+    command = [sys.executable, "-m", "steelyard", "watch", str(folder)]
+    if mode == "--follow":
+        return subprocess.Popen([*command, mode], stdout=subprocess.DEVNULL)
+    ours, theirs = os.openpty()
+    process = subprocess.Popen(command, stdout=theirs, stderr=theirs, env={**os.environ, "TERM": "xterm"})
+    os.close(theirs)
+    multiprocessing.Process(target=drain, args=(ours,), daemon=True).start()
+    return process
+
+
+def drain(descriptor: int) -> None:
+    """Read what a terminal would show."""
+    try:
+        while os.read(descriptor, 1 << 16):
+            pass
+    except OSError:
+        pass
+
+
+def _children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def starting(folder: Path) -> None:
+    """Measure the time to the page on logs of 1 GiB."""
+    line = b"step 12345/1000000  loss 4.1234  norm 1.234  some Warning: the usual talk of a library\n"
+    chunk = line * ((64 << 20) // len(line))
+    for name in (f"{socket.gethostname()}.out", f"{socket.gethostname()}.err"):
+        with open(folder / "logs" / name, "wb") as file:
+            for _ in range(16):
+                file.write(chunk)
+            file.write(b"ValueError: the last line\n")
+    for _ in range(3):
+        began, before = time.perf_counter(), _children()
+        command = [sys.executable, "-m", "steelyard", "watch", "--once", str(folder)]
+        told = subprocess.run(command, capture_output=True, text=True)
+        assert "the last line" in told.stdout, told
+        passed, used = time.perf_counter() - began, _children() - before
+        print(f"two logs of 1 GiB: the page after {passed:.2f} s, {used:.2f} s of CPU")
+    print(f"largest process so far {resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024:.0f} MiB")
+
+
+def main() -> None:
+    """Both measurements."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=40)
+    parser.add_argument("--rate", type=int, default=50_000, help="bytes a second into each of 128 logs")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as base:
+        for name, measure in (
+            ("starting", starting),
+            ("following", lambda f: following(f, options.seconds, options.rate)),
+        ):
+            folder = Path(base) / name
+            make(folder)
+            measure(folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""`steelyard cancel`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from steelyard.cli.options import JsonOption, print_result
+from steelyard.launch import ending, record
+
+RunArgument = Annotated[
+    str, typer.Argument(metavar="RUN|JOB", help="A run folder, a name under runs/, or the number of a job.")
+]
+
+
+def register(root: typer.Typer, name: str, help_: str) -> None:
+    """Add the command to the tree."""
+    root.command(name)(cancel)
+
+
+def cancel(
+    run: RunArgument,
+    now: Annotated[bool, typer.Option("--now", help="Kill it without letting it save.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """End a job that was submitted. Its ranks save and stop.
+
+    Example: steelyard cancel runs/my
+    """
+    result = ending.cancel(record.find(run), at_once=now)
+    verb = "cancelled" if result["cancelled"] else "was over already"
+    print_result(result, json, f"{result['run']}  job {', '.join(result['jobs'])} {verb}: {result['state']}")

@@ -1,0 +1,28 @@
+"""`steelyard list`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from steelyard.cli.options import JsonOption, print_result
+from steelyard.launch import listing
+
+
+def register(root: typer.Typer, name: str, help_: str) -> None:
+    """Add the command to the tree."""
+    root.command(name)(list_)
+
+
+def list_(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where runs are.")] = Path("runs"),
+    json: JsonOption = False,
+) -> None:
+    """List the runs under a folder and how they stand.
+
+    Example: steelyard list
+    """
+    rows = listing.rows(folder)
+    print_result({"runs": rows}, json, listing.as_text(rows, folder))

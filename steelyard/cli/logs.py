@@ -1,0 +1,52 @@
+"""`steelyard logs`."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from steelyard.cli.cancel import RunArgument
+from steelyard.launch import logs, record, scheduler
+
+
+class Stream(StrEnum):
+    """Which log of a node."""
+
+    out = "out"
+    err = "err"
+    gpu = "gpu"
+
+
+def register(root: typer.Typer, name: str, help_: str) -> None:
+    """Add the command to the tree."""
+    root.command(name)(logs_)
+
+
+def logs_(
+    run: RunArgument,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run is over.")] = False,
+    node: Annotated[str | None, typer.Option(metavar="HOST", help="Only this node.")] = None,
+    stream: Annotated[
+        Stream | None, typer.Option(help="out, err, or gpu: what its devices did.  [default: out and err]")
+    ] = None,
+    lines: Annotated[int, typer.Option(min=0, help="So many from the end of each.")] = 20,
+) -> None:
+    """Show what each node printed, and what its devices did.
+
+    Example: steelyard logs runs/my -f --node a1 --stream err
+    """
+    folder = record.find(run)
+
+    def find() -> list[Path]:
+        return logs.paths(folder, node, stream.value if stream else None)
+
+    for path in find():
+        print(f"==> {path.name} <==")
+        for line in logs.tail(path, lines):
+            print(line)
+    if follow:
+        for path, line in logs.follow(find, lambda: scheduler.is_over(folder)):
+            print(f"{path.name}: {line}", flush=True)

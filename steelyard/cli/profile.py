@@ -1,0 +1,110 @@
+"""`steelyard profile`: what the ranks of a run do with their time and memory."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from steelyard.cli.options import JsonOption, Overrides, RecipeArgument, RunOption, print_result
+from steelyard.cli.ranks import NprocOption
+from steelyard.cli.submit import Backend, SiteOption, SitesOption
+from steelyard.core.console import console
+from steelyard.core.errors import Fault, UserError
+from steelyard.core.recipe import load
+from steelyard.core.steps import steps_in
+
+
+class Tool(StrEnum):
+    """What looks."""
+
+    torch = "torch"
+    nsys = "nsys"
+    ncu = "ncu"
+    memory = "memory"
+
+
+def register(root: typer.Typer, name: str, help_: str) -> None:
+    """Add the commands to the tree."""
+    group = typer.Typer(help=help_, rich_markup_mode=None, no_args_is_help=True)
+    group.command("run")(run)
+    group.command("show")(show)
+    root.add_typer(group, name=name)
+
+
+def run(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    tool: Annotated[Tool, typer.Option(help="What looks; nsys and ncu must be installed.")] = Tool.torch,
+    steps: Annotated[
+        str, typer.Option(metavar="FIRST-END", help="Which steps: 10-12 is 10 and 11, the end is left out.")
+    ] = "10-12",
+    ranks: Annotated[str | None, typer.Option(metavar="LIST", help="Which ranks, like 0,4.  [default: all]")] = None,
+    on: Annotated[Backend, typer.Option(help="Who starts the ranks.")] = Backend.local,
+    nproc: NprocOption = None,
+    run_: RunOption = None,
+    cluster: Annotated[
+        Path | None, typer.Option(metavar="CLUSTER.toml", help="mpi and slurm: what the plan's node types are.")
+    ] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="mpi and slurm: where the plan has no placement.")] = None,
+    hosts: Annotated[str | None, typer.Option(metavar="A,B", help="mpi: the hosts, the one of rank 0 first.")] = None,
+    site: SiteOption = None,
+    sites_file: SitesOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Train a recipe for a few steps under a profiler, and tell what it saw. The traces lie in the run folder.
+
+    Example: steelyard profile my.toml --tool torch --steps 10-12 --ranks 0,4 --nproc 8
+    """
+    from steelyard.launch import sites
+    from steelyard.launch.submit import Request
+    from steelyard.observe import report
+    from steelyard.observe.profile import asking, tools
+
+    chosen = _ranks(ranks)
+    loaded = asking.asked_for(load(recipe, overrides or ()), tool.value, steps_in(steps, "--steps"), chosen)
+    site_name, found = sites.find(site, loaded.site, sites_file)
+    request = Request(
+        on.value, sites.changed(found, hosts, None), loaded, site_name=site_name, cluster=cluster, nodes=nodes,
+        ranks_per_node=nproc,
+    )  # fmt: skip
+    world = asking.refuse_unfit(request, chosen)
+    if on == Backend.local and tool.value in tools.OUTSIDE:
+        tools.find(tool.value)
+    folder = asking.prepare(loaded, run_)
+    if on == Backend.local:
+        asking.here(folder, world)
+    else:
+        asking.elsewhere(request, folder)
+    seen = asking.seen(folder)
+    page = report.write(folder)
+    print_result(seen.as_result() | {"report": str(page)}, json, f"{seen.as_text()}\nreport  {page}")
+    if not seen.looks:
+        raise Fault("no trace could be read")
+
+
+def show(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder with traces.")], json: JsonOption = False
+) -> None:
+    """Tell what the traces of a run hold.
+
+    Example: steelyard profile show runs/my-profile
+    """
+    from steelyard.core.run import Run
+    from steelyard.observe.profile import asking
+
+    seen = asking.seen(Run.open(run))
+    print_result(seen.as_result(), json, seen.as_text())
+    for problem in seen.problems:
+        console.warn(problem)
+
+
+def _ranks(text: str | None) -> list[int]:
+    if text is None:
+        return []
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) < 8 for part in parts):
+        raise UserError(f"--ranks: {text or 'nothing'} is no list of ranks", mend="write it like 0,4")
+    return sorted({int(part) for part in parts})

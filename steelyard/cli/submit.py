@@ -1,0 +1,113 @@
+"""`steelyard submit`."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from steelyard.cli import COMMANDS
+from steelyard.cli.options import JsonOption, RunOption, print_result
+from steelyard.core.errors import UserError
+from steelyard.core.recipe import load
+from steelyard.launch import sites, sweeping
+from steelyard.launch.submit import Request, preview, submit, wait
+
+
+class Backend(StrEnum):
+    """Who starts the ranks."""
+
+    local = "local"
+    mpi = "mpi"
+    slurm = "slurm"
+
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="RECIPE [SECTION.KEY=VALUE]... | -- COMMAND...",
+        help="A recipe to train, or another command of steelyard's behind --.",
+        show_default=False,
+    ),
+]
+SiteOption = Annotated[
+    str | None, typer.Option("--site", metavar="NAME", help="A site of sites.toml.  [default: the file's default]")
+]
+SitesOption = Annotated[
+    Path | None, typer.Option("--sites", metavar="FILE", help="[default: ~/.config/steelyard/sites.toml]")
+]
+
+
+def register(root: typer.Typer, name: str, help_: str) -> None:
+    """Add the command to the tree."""
+    root.command(name)(submit_)
+
+
+def submit_(
+    words: Words = None,
+    on: Annotated[Backend, typer.Option(help="Who starts the ranks.")] = Backend.local,
+    site: SiteOption = None,
+    sites_file: SitesOption = None,
+    cluster: Annotated[
+        Path | None, typer.Option(metavar="CLUSTER.toml", help="What the plan's node types are: partition, gres, GPUs.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="What the job is called.  [default: the recipe's name]")] = None,
+    run: RunOption = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Where the plan has no placement.")] = None,
+    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Where the plan has no placement.")] = None,
+    hosts: Annotated[str | None, typer.Option(metavar="A,B", help="mpi: the hosts, the one of rank 0 first.")] = None,
+    time: Annotated[str | None, typer.Option(metavar="LIMIT", help="slurm: time limit, like 24:00:00.")] = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Where ranks meet.  [default: a free one]")] = None,
+    job: Annotated[
+        str | None, typer.Option(metavar="ID", help="slurm: use this allocation instead of asking for one.")
+    ] = None,
+    array: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=[..]", help="slurm: one job for each value; several make all combinations."),
+    ] = None,
+    reload_container: Annotated[
+        bool, typer.Option("--reload-container", help="Unpack the image anew on each node.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be run.")] = False,
+    wait_: Annotated[bool, typer.Option("--wait", help="Stay until the job is over, and exit with 1 if it failed.")] = (
+        False
+    ),
+    json: JsonOption = False,
+) -> None:
+    """Run a recipe, or any command, on this machine, over mpirun or on Slurm. Nodes and ranks follow from the plan.
+
+    Example: steelyard submit my.toml --on slurm --cluster cluster.toml --time 24:00:00
+    Example: steelyard submit --on slurm --ranks-per-node 4 -- eval ppl runs/my
+    """
+    recipe, command = _split(words or [])
+    loaded = load(recipe[0], recipe[1:]) if recipe else None
+    site_name, found = sites.find(site, loaded.site if loaded else None, sites_file)
+    request = Request(
+        on.value, sites.changed(found, hosts, port), loaded, command, name, run, site_name, cluster, nodes,
+        ranks_per_node, time, job, reload_container,
+    )  # fmt: skip
+    if array:
+        requests = sweeping.requests(request, array, lambda overrides: load(recipe[0], [*recipe[1:], *overrides]))
+        results = sweeping.sweep(requests, dry_run)
+        text = "\n".join(f"{', '.join(each['jobs'])}  {each['run']}" for each in results)
+        print_result({"runs": results}, json, text)
+    elif dry_run:
+        result, text = preview(request)
+        print_result(result, json, text)
+    else:
+        result = submit(request)
+        print_result(result, json, f"run  {result['run']}\njob  {', '.join(result['jobs'])}  {result['state']}")
+        if wait_:
+            raise typer.Exit(wait(Path(result["run"])))
+
+
+def _split(words: list[str]) -> tuple[list[str], list[str]]:
+    """A recipe with its overrides, or the words of another command behind `--`."""
+    before, behind = (words, []) if "--" not in words else (words[: words.index("--")], words[words.index("--") + 1 :])
+    if bool(before) == bool(behind):
+        raise UserError("name a recipe, or a command behind --", mend="steelyard submit my.toml --on slurm")
+    if behind and behind[0] not in COMMANDS:
+        raise UserError(f"there is no command {behind[0]}", mend="steelyard --help lists them")
+    return before, behind

@@ -1,0 +1,67 @@
+"""Asked inside an image: which libraries its torch asks for, and which cannot be loaded. Prints one JSON object.
+
+It is sent as text behind `doctor/elf.py`, whose `read` it uses: nothing of Steelyard's need be in the image.
+"""
+
+import ctypes
+import glob
+import importlib.util
+import json
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from steelyard.doctor.elf import read
+
+FAMILIES = (
+    r"lib(nccl|cudnn\w*|cupti|cudart|cublas|cublasLt|cufft|curand|cusolver|cusparse|cusparseLt|nvrtc|nvJitLink|cufile"
+    r"|nvshmem\w*)\.so"
+)
+
+
+def wanted(folder: str) -> Any:
+    """Names, and where the asker looks first."""
+    names: Any = {}
+    for path in sorted(Path(folder, "lib").glob("*.so*")):
+        library: Any = None if re.match(FAMILIES, path.name) else read(path)
+        for name in library.needed if library else ():
+            if re.match(FAMILIES, name):
+                names.setdefault(name, library.search)
+    return names
+
+
+def loads(name: str, search: Any) -> bool:
+    """Whether the loader takes it, from the asker's own folders or from everywhere else."""
+    for path in [*(str(folder / name) for folder in search), name]:
+        if path == name or Path(path).exists():
+            try:
+                ctypes.CDLL(path)
+                return True
+            except OSError:
+                continue
+    return False
+
+
+def main() -> None:
+    """Look, and print."""
+    found = importlib.util.find_spec("torch")
+    folder = str(Path(found.origin).parent) if found and found.origin else None
+    names = wanted(folder) if folder else {}
+    sys.stdout.write("\n" + json.dumps({
+        "python": list(sys.version_info[:3]),
+        "torch": folder,
+        "wanted": sorted(names),
+        "missing": sorted(name for name, search in names.items() if not loads(name, search)),
+        "nvcc": shutil.which("nvcc") or next(iter(glob.glob("/usr/local/cuda/bin/nvcc")), None),
+        "cuda_home": os.environ.get("CUDA_HOME"),
+        "library_path": os.environ.get("LD_LIBRARY_PATH", ""),
+    }) + "\n")  # fmt: skip
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

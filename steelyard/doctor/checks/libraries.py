@@ -1,0 +1,149 @@
+"""NCCL, cuDNN, CUPTI and the rest of CUDA: found by the names that torch asks for, loadable, of the right version."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from steelyard.doctor import elf, sonames
+from steelyard.doctor.finding import Finding
+from steelyard.doctor.machine import Machine, dotted
+from steelyard.doctor.places import environment_file, library_folder
+from steelyard.doctor.seen import Seen, installed_torch, load_library
+from steelyard.doctor.sonames import FAMILIES, Wanted
+
+TOPIC = "libraries"
+PACKAGES = {"nccl": "nvidia-nccl", "cudnn": "nvidia-cudnn", "cupti": "nvidia-cuda-cupti", "cuda": "nvidia-cuda-runtime"}
+
+
+def check(machine: Machine, seen: Seen) -> Iterator[Finding]:
+    """A finding per family."""
+    torch = installed_torch(machine)
+    if torch is None:
+        yield from (
+            Finding(TOPIC, name, "absent", "torch is not installed, so nothing asks for it")
+            for name in FAMILIES.values()
+        )
+        return
+    asked = sonames.wanted(torch.folder)
+    for family, name in (*FAMILIES.items(), ("cuda", "CUDA")):
+        names = [want for want in asked if want.family == family]
+        if not names:
+            yield Finding(TOPIC, name, "absent", f"torch {torch.version} does not ask for it")
+            continue
+        found = [_one(machine, want, name, seen, torch.cuda) for want in names]
+        yield _together(name, found)
+
+
+def _together(name: str, found: Sequence[Finding]) -> Finding:
+    """One line for a family: the worst of its libraries, and the links that all of them need."""
+    order = ("fail", "warn", "ok", "absent")
+    worst = min(found, key=lambda finding: order.index(finding.verdict))
+    links: dict[str, str] = {}
+    for finding in found:
+        links |= finding.links
+    others = [finding for finding in found if finding.verdict == worst.verdict and finding is not worst]
+    if worst.verdict == "ok":
+        return replace(worst, name=name, words=worst.words + (f", and {len(others)} more" if others else ""))
+    named = [str(finding.facts["soname"]) for finding in others]
+    words = worst.words + (f"; the same holds for {', '.join(named)}" if named else "")
+    return replace(worst, name=name, words=words, links=links)
+
+
+def _one(machine: Machine, want: Wanted, name: str, seen: Seen, cuda: Sequence[int] | None) -> Finding:
+    facts: dict[str, Any] = {"soname": want.soname, "asked_by": want.by}
+    path = sonames.resolve(machine, want)
+    if path is None and seen.torch_cuda is not None:
+        return Finding(TOPIC, name, "ok", f"torch finds {want.soname} by itself", facts=facts)
+    if path is None:
+        return _missing(machine, want, name, facts, cuda)
+    facts["path"] = str(path)
+    library = elf.read(path)
+    if library is None:
+        return Finding(
+            TOPIC, name, "fail", f"{path} is not a library that this machine could load",
+            "remove it, or put the real one in its place", facts, _elsewhere(machine, want, path),
+        )  # fmt: skip
+    if library.soname not in (None, want.soname) and sonames.family_of(library.soname or "") == want.family:
+        words = f"torch asks for {want.soname}; {path} has that name, but is {library.soname}"
+        mend = f"a link cannot turn one into the other: take it away and install {package_of(want.family, cuda)}"
+        links = _elsewhere(machine, want, path)
+        return Finding(
+            TOPIC, name, "fail", words, "steelyard doctor --fix links the right one" if links else mend, facts, links
+        )
+    loaded = load_library(machine, str(path), want.family)
+    facts["version"] = loaded.get("version")
+    if not loaded["loads"] and seen.torch_cuda is not None:  # Beside others that torch loads first, it does.
+        return Finding(TOPIC, name, "ok", f"torch loads {want.soname} from {path.parent}", facts=facts)
+    if not loaded["loads"]:
+        return Finding(
+            TOPIC, name, "fail", f"{path} cannot be loaded: {loaded['error']}", _mend_load(loaded["error"]), facts
+        )
+    return _by_version(want, name, path, loaded, seen, facts)
+
+
+def _elsewhere(machine: Machine, want: Wanted, wrong: Path) -> dict[str, str]:
+    """A right library to put before a wrong one, if the wrong one is not in torch's own path, which comes first."""
+    right = next((path for path in sonames.candidates(machine, want.soname) if path != wrong), None)
+    if right is None or wrong.parent in want.search:
+        return {}
+    return sonames.links_for(right, want.soname)
+
+
+def _missing(machine: Machine, want: Wanted, name: str, facts: dict[str, Any], cuda: Sequence[int] | None) -> Finding:
+    words = f"torch asks for {want.soname}, and the loader finds no such name"
+    ours = library_folder(machine) / want.soname
+    if ours.exists():
+        mend = f"source {environment_file(machine)}"
+        return Finding(
+            TOPIC,
+            name,
+            "warn",
+            f"{want.soname} is linked in {ours.parent}, which this shell does not know",
+            mend,
+            facts,
+        )
+    found = sonames.candidates(machine, want.soname)
+    if not found:
+        mend = f"pip install {package_of(want.family, cuda)}; for an image: steelyard doctor --container IMAGE"
+        return Finding(TOPIC, name, "fail", words, mend, facts)
+    facts["candidate"] = str(found[0])
+    return Finding(
+        TOPIC, name, "fail", f"{words}; {found[0]} would do",
+        "steelyard doctor --fix makes a link of that name, and a file to source", facts,
+        sonames.links_for(found[0], want.soname),
+    )  # fmt: skip
+
+
+def package_of(family: str, cuda: Sequence[int] | None) -> str:
+    """The package on the index that brings a family."""
+    return PACKAGES[family] + (f"-cu{cuda[0]}" if cuda else "")
+
+
+def _mend_load(error: str) -> str:
+    if "cannot open shared object file" in error:
+        missing = error.split(":")[0]
+        return f"it needs {missing} in turn: put the folder that holds it on LD_LIBRARY_PATH"
+    if "version `" in error:
+        return "it was built for a newer system than this: install the build for this one, or use containers/"
+    return "reinstall the package that it belongs to"
+
+
+def _by_version(
+    want: Wanted, name: str, path: Path, loaded: dict[str, Any], seen: Seen, facts: dict[str, Any]
+) -> Finding:
+    """Whether what loads is at least what torch was built with, where both are known."""
+    version = loaded.get("version")
+    built = seen.answers.get("nccl") if want.family == "nccl" else None
+    if want.soname.startswith("libcudnn.so") and seen.answers.get("cudnn"):
+        code = int(seen.answers["cudnn"])
+        built = [code // 10000, code // 100 % 100] if code >= 90000 else [code // 1000, code // 100 % 10]
+    told = f" {dotted(version)}" if version else ""
+    if version and built and list(version)[:2] < list(built)[:2]:
+        return Finding(
+            TOPIC, name, "warn", f"{path} is{told}, and torch was built with {dotted(built)}",
+            f"another folder comes before torch's own: take {path.parent} off LD_LIBRARY_PATH, or update it", facts,
+        )  # fmt: skip
+    return Finding(TOPIC, name, "ok", f"{want.soname}{told} loads from {path.parent}", "", facts)

@@ -1,0 +1,164 @@
+"""Other machines (`--nodes a,b`): reached by ssh without a question, with the same Python, torch and time as here."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from steelyard.core.errors import UserError
+from steelyard.core.recipe.site import Site
+from steelyard.doctor.finding import Finding
+from steelyard.doctor.machine import Machine, dotted
+from steelyard.doctor.seen import Seen, installed_torch
+
+TOPIC = "nodes"
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]*")
+OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=8")
+CLOCK_SECONDS = 2.0
+SHARED = "runs over several machines need a filesystem they share"
+# The smallest question that tells everything: asked of the same Python, which a shared filesystem has everywhere.
+QUESTION = (
+    "import json,sys,time,os\n"
+    "from importlib import metadata\n"
+    "try: torch=metadata.version('torch')\n"
+    "except Exception: torch=None\n"
+    "print(json.dumps({'time':time.time(),'python':list(sys.version_info[:3]),'torch':torch,'host':os.uname().nodename}))"
+)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a node said, or why it said nothing."""
+
+    node: str
+    said: dict[str, Any]
+    problem: str = ""
+    offset: float = 0.0
+
+
+def names(text: str) -> list[str]:
+    """The nodes of `--nodes`; what could be taken for an option is refused."""
+    given = [name.strip() for name in text.split(",") if name.strip()]
+    for name in given:
+        if not NAME.fullmatch(name):
+            raise UserError(f"--nodes: {name!r} is no name of a machine", mend="write them like node1,node2")
+    if not given:
+        raise UserError("--nodes names no machine", mend="write them like node1,node2")
+    return given
+
+
+def options_of(site: Site) -> list[str]:
+    """The port and options that a site's mpirun gives to ssh."""
+    port = ["-p", str(site.mpi.ssh_port)] if site.mpi.ssh_port else []
+    return port + [word for option in site.mpi.ssh_options for word in shlex.split(option)]
+
+
+def check(machine: Machine, seen: Seen, nodes: Sequence[str], options: Sequence[str] = ()) -> Iterator[Finding]:
+    """Each node from here, then each pair, then what differs among them."""
+    if machine.which("ssh") is None:
+        yield Finding(TOPIC, "ssh", "fail", "there is no ssh on PATH", "install openssh-client")
+        return
+    replies = [_ask(machine, node, options) for node in nodes]
+    for reply in replies:
+        yield _reached(machine, reply)
+    good = [reply for reply in replies if not reply.problem]
+    if len(good) > 1:
+        yield _between(machine, [reply.node for reply in good], options)
+    if good:
+        yield _clocks(good)
+        yield _versions(machine, seen, good)
+
+
+def _ask(machine: Machine, node: str, options: Sequence[str]) -> Reply:
+    remote = f"cd {shlex.quote(str(machine.folder))} && {shlex.quote(machine.python)} -c {shlex.quote(QUESTION)}"
+    before = time.time()
+    answer = machine.run(["ssh", *OPTIONS, *options, "--", node, remote], seconds=30)
+    after = time.time()
+    if answer is None or not answer.is_good:
+        return Reply(node, {}, answer.gist if answer else "there is no ssh")
+    try:
+        said = json.loads(answer.out.strip().splitlines()[-1])
+        offset = float(said["time"]) - (before + after) / 2
+    except (ValueError, IndexError, KeyError, TypeError):
+        return Reply(node, {}, f"it answered {answer.out.strip()[:100]!r}")
+    # The question may wait anywhere on its way: only what cannot be explained by that counts.
+    return Reply(node, said, offset=max(0.0, abs(offset) - (after - before) / 2))
+
+
+def _reached(machine: Machine, reply: Reply) -> Finding:
+    if not reply.problem:
+        return Finding(TOPIC, f"ssh {reply.node}", "ok", f"reached without a question, as {reply.said.get('host')}")
+    mends = {
+        "Permission denied": f"let your key in without a passphrase: ssh-copy-id {reply.node}",
+        "Host key verification failed": f"accept its key once: ssh-keyscan {reply.node} >> ~/.ssh/known_hosts",
+        "Could not resolve": "check the name, or add it to /etc/hosts",
+        "Connection refused": "no sshd listens there; another port goes into ~/.ssh/config",
+        "timed out": "a firewall, or the machine is down",
+        "No such file or directory": f"{machine.folder} or {machine.python} is not there: {SHARED}",
+        "can't cd": f"{machine.folder} is not there: {SHARED}",
+        "not found": f"{machine.python} is not there: install it at the same path, or share the filesystem",
+    }
+    mend = next(
+        (words for sign, words in mends.items() if sign in reply.problem), f"try it by hand: ssh {reply.node} true"
+    )
+    return Finding(TOPIC, f"ssh {reply.node}", "fail", reply.problem, mend)
+
+
+def _between(machine: Machine, nodes: Sequence[str], options: Sequence[str]) -> Finding:
+    """mpirun starts machines from machines, so each must reach the next; the ring finds one that cannot."""
+    failed: list[str] = []
+    for first, second in zip(nodes, [*nodes[1:], nodes[0]], strict=True):
+        inner = shlex.join(["ssh", *OPTIONS, *options, "--", second, "true"])
+        answer = machine.run(["ssh", *OPTIONS, *options, "--", first, inner], seconds=30)
+        if answer is None or not answer.is_good:
+            failed.append(f"{first} to {second}: {answer.gist if answer else ''}")
+    if failed:
+        mend = "give every machine the key and the known_hosts of the others; a shared home folder does both"
+        return Finding(TOPIC, "ssh between nodes", "fail", "; ".join(failed), mend)
+    return Finding(TOPIC, "ssh between nodes", "ok", f"each of {len(nodes)} reaches the next")
+
+
+def _clocks(replies: Sequence[Reply]) -> Finding:
+    offsets = {reply.node: round(reply.offset, 1) for reply in replies}
+    worst = max(replies, key=lambda reply: reply.offset)
+    if worst.offset > CLOCK_SECONDS:
+        words = f"the clock of {worst.node} differs by {worst.offset:.0f} s from the one here"
+        return Finding(
+            TOPIC,
+            "clocks",
+            "warn",
+            words,
+            "start chrony or another time service on both: timelines and file times depend on it",
+            offsets,
+        )
+    return Finding(TOPIC, "clocks", "ok", f"within {CLOCK_SECONDS:.0f} s of each other", facts=offsets)
+
+
+def _versions(machine: Machine, seen: Seen, replies: Sequence[Reply]) -> Finding:
+    disk = installed_torch(machine)
+    here = (list(seen.python) if seen.python else None, seen.torch or (disk.version if disk else None))
+    for reply in replies:
+        there = (reply.said.get("python"), reply.said.get("torch"))
+        if here[0] and there[0] != here[0]:
+            words = f"{reply.node} has Python {dotted(there[0] or ())}, here it is {dotted(here[0])}"
+            return Finding(
+                TOPIC, "versions", "fail", words, "use one environment for all: a shared folder, or the same image"
+            )
+        if there[1] != here[1]:
+            words = f"{reply.node} has torch {there[1]}, here it is {here[1]}"
+            return Finding(
+                TOPIC, "versions", "fail", words, "use one environment for all: a shared folder, or the same image"
+            )
+    return Finding(
+        TOPIC,
+        "versions",
+        "ok",
+        f"Python and torch are the same on {len(replies)} and here",
+        facts={"folder": str(Path(machine.python))},
+    )

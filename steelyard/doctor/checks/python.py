@@ -1,0 +1,75 @@
+"""The interpreter, the C library below it, and a conda that stands in the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from steelyard.doctor.finding import Finding
+from steelyard.doctor.machine import Machine, dotted, version_in
+from steelyard.doctor.seen import Seen
+
+TOPIC = "python"
+PYTHONS = ((3, 11), (3, 12))
+GLIBC = (2, 28)  # What torch's wheels are built on (manylinux_2_28).
+CONTAINER = (
+    "containers/steelyard.def (apptainer) and containers/Dockerfile bring both: build one elsewhere and run it here"
+)
+# What makes a Python that is not conda's look for conda's modules and libraries.
+CONDA_VARIABLES = (
+    "CONDA_PREFIX", "CONDA_DEFAULT_ENV", "CONDA_PYTHON_EXE", "CONDA_EXE", "CONDA_SHLVL", "CONDA_PROMPT_MODIFIER",
+    "_CE_CONDA", "_CE_M",
+)  # fmt: skip
+
+
+def check(machine: Machine, seen: Seen) -> Iterator[Finding]:
+    """Python, the C library, and what the environment does to them."""
+    yield _interpreter(machine, seen)
+    yield _c_library(machine)
+    yield _conda(machine, seen)
+
+
+def _interpreter(machine: Machine, seen: Seen) -> Finding:
+    if seen.python is None:
+        return Finding(TOPIC, "Python", "fail", f"{machine.python} does not run: {seen.problem}", "name another Python")
+    version = dotted(seen.python)
+    if seen.python[:2] in PYTHONS:
+        return Finding(TOPIC, "Python", "ok", f"{version}, {machine.python}", facts={"version": version})
+    needed = " or ".join(dotted(one) for one in PYTHONS)
+    age = "too old" if seen.python[:2] < PYTHONS[0] else "newer than any that was tried"
+    mend = f"install Python {needed}, or use a container: {CONTAINER}"
+    return Finding(
+        TOPIC, "Python", "fail", f"{version} is {age}: Python {needed} is needed", mend, {"version": version}
+    )
+
+
+def _c_library(machine: Machine) -> Finding:
+    answer = machine.run(["getconf", "GNU_LIBC_VERSION"])
+    version = version_in(answer.out) if answer and answer.is_good else None
+    if version is None:
+        words = "this is not glibc; torch's wheels are built on it"
+        return Finding(TOPIC, "C library", "warn", words, f"if torch does not install, use a container: {CONTAINER}")
+    facts = {"version": dotted(version)}
+    if version < GLIBC:
+        words = f"glibc {dotted(version)} is too old: torch's wheels need {dotted(GLIBC)}"
+        mend = f"no Python package can mend that; a container can: {CONTAINER}"
+        return Finding(TOPIC, "C library", "fail", words, mend, facts)
+    return Finding(TOPIC, "C library", "ok", f"glibc {dotted(version)}", facts=facts)
+
+
+def _conda(machine: Machine, seen: Seen) -> Finding:
+    """A conda environment that is switched on while another Python runs mixes two sets of modules and libraries."""
+    environment = machine.environment
+    wrong_home = environment.get("PYTHONHOME")
+    if wrong_home:
+        words = f"PYTHONHOME is {wrong_home}: this Python takes its modules from there"
+        return Finding(TOPIC, "environment", "fail", words, "unset PYTHONHOME", unset=("PYTHONHOME",))
+    prefix, used = environment.get("CONDA_PREFIX"), seen.answers.get("prefix")
+    if not prefix or used is None:
+        return Finding(TOPIC, "environment", "ok", "no conda environment is switched on")
+    if Path(used).resolve().is_relative_to(Path(prefix).resolve()):
+        return Finding(TOPIC, "environment", "ok", f"the conda environment {prefix} is the one that is used")
+    set_ = tuple(name for name in CONDA_VARIABLES if name in environment)
+    words = f"the conda environment {prefix} is switched on, but Python is {machine.python}"
+    mend = "conda deactivate; or steelyard doctor --fix writes a file that clears its variables"
+    return Finding(TOPIC, "environment", "warn", words, mend, unset=set_)

@@ -1,0 +1,186 @@
+"""`steelyard doctor explain`: a log of any size, read once in blocks, its known errors answered.
+
+Logs repeat themselves: most lines differ in their digits alone. Lines are therefore compared without digits to those
+that were found to say nothing, whole blocks at a time, and only what is new is looked at. What is kept does not grow
+with the log: one entry per known error, the first unknown ones, and a bounded set of lines that say nothing.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from steelyard.core import secrets
+from steelyard.core.errors import UserError
+from steelyard.doctor.known import Explained, explain_line
+
+BLOCK = 1 << 20
+WINDOW, OVERLAP = 4096, 512  # A longer line is looked at piece by piece.
+SHOWN = 300
+UNKNOWN_KEPT = 10
+DULL_KEPT, DULL_LENGTH = 20_000, 500
+DIGITS = b"0123456789"
+IS_ERROR = re.compile(r"\b(\w*(Error|Exception)|error|fatal): |\b(ERROR|FATAL)\b|Segmentation fault|\bAborted\b")
+ERRORS = ("Error: ", "Exception: ", "error: ", "fatal: ", "ERROR", "FATAL", "Segmentation fault", "Aborted")
+
+
+@dataclass
+class Met:
+    """A known error in the log: where it was first, and how often it came."""
+
+    explained: Explained
+    file: str
+    line: int
+    text: str
+    count: int = 0
+
+
+@dataclass
+class Told:
+    """What a log says."""
+
+    met: dict[str, Met] = field(default_factory=dict)
+    unknown: list[dict[str, Any]] = field(default_factory=list)
+    unknown_count: int = 0
+    bytes_read: int = 0
+    dull: set[bytes] = field(default_factory=set)
+    """Lines without their digits that say nothing."""
+
+
+def explain(paths: Sequence[str]) -> Told:
+    """Read logs, or a run's; `-` is standard input."""
+    told = Told()
+    for path in paths:
+        for file in _logs(path):
+            with _opened(file) as stream:
+                _read(stream, file, told)
+    return told
+
+
+def _logs(path: str) -> list[str]:
+    if path == "-":
+        return ["-"]
+    place = Path(path)
+    if place.is_dir():
+        found = sorted(
+            str(file) for file in (place / "logs").glob("*") if file.suffix in (".err", ".out", ".log", ".txt")
+        )
+        if not found:
+            raise UserError(f"{path} is a folder without logs", mend="name a log file, or a run folder")
+        return found
+    if not place.exists():
+        raise UserError(f"there is no log {path}", mend="name a log file, a run folder, or - for standard input")
+    return [path]
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[IO[bytes]]:
+    if path == "-":
+        yield sys.stdin.buffer
+        return
+    with open(path, "rb") as file:
+        yield file
+
+
+def _read(stream: IO[bytes], name: str, told: Told) -> None:
+    """Block by block, cut at line ends; a line longer than a block is cut anywhere."""
+    rest, line = b"", 1
+    while block := stream.read(BLOCK):
+        told.bytes_read += len(block)
+        block = rest + block
+        end = block.rfind(b"\n") + 1
+        if not end and len(block) < 2 * BLOCK:
+            rest = block
+            continue
+        end = end or len(block)
+        rest, block = block[end:], block[:end]
+        _look(block, name, line, told)
+        line += block.count(b"\n")
+    _look(rest, name, line, told)
+
+
+def _look(block: bytes, name: str, first: int, told: Told) -> None:
+    """The lines of a block that are not known to say nothing, in order."""
+    bare = block.translate(None, DIGITS).split(b"\n")
+    new = set(bare) - told.dull
+    if not new:
+        return
+    if len(told.dull) > DULL_KEPT:
+        told.dull.clear()
+    for index, (line, without) in enumerate(zip(block.split(b"\n"), bare, strict=True)):
+        if without in new and not _says_something(line, name, first + index, told):
+            new.discard(without)
+            if len(without) < DULL_LENGTH:
+                told.dull.add(without)
+
+
+def _says_something(line: bytes, name: str, number: int, told: Told) -> bool:
+    """Note what a line says; a very long one says the first thing that is found in it."""
+    for start in range(0, max(len(line), 1), WINDOW - OVERLAP):
+        if _meet(line[start : start + WINDOW].decode("utf-8", "replace"), name, number, told):
+            return True
+    return False
+
+
+def _meet(text: str, name: str, number: int, told: Told) -> bool:
+    explained = explain_line(text)
+    if explained is None and not (any(sign in text for sign in ERRORS) and IS_ERROR.search(text)):
+        return False
+    if explained is not None:
+        key = f"{explained.name} {explained.meaning}"
+        if key not in told.met:
+            told.met[key] = Met(explained, name, number, _shown(text))
+        told.met[key].count += 1
+        return True
+    told.unknown_count += 1
+    if len(told.unknown) < UNKNOWN_KEPT:
+        told.unknown.append({"file": name, "line": number, "text": _shown(text)})
+    return True
+
+
+def _shown(text: str) -> str:
+    """A line as it may be printed: short, without secrets, and without what would steer a terminal."""
+    return secrets.scrub("".join(letter if letter.isprintable() else " " for letter in text).strip())[:SHOWN]
+
+
+def as_result(told: Told) -> dict[str, Any]:
+    """For `--json`."""
+    return {
+        "known": [
+            {
+                "name": met.explained.name, "file": met.file, "line": met.line, "text": met.text, "count": met.count,
+                "meaning": met.explained.meaning, "mend": met.explained.mend, "harmless": met.explained.harmless,
+            }
+            for met in _ordered(told)
+        ],
+        "unknown": told.unknown,
+        "unknown_count": told.unknown_count,
+        "bytes_read": told.bytes_read,
+    }  # fmt: skip
+
+
+def _ordered(told: Told) -> list[Met]:
+    return sorted(told.met.values(), key=lambda met: met.explained.harmless)
+
+
+def as_text(told: Told) -> str:
+    """For a person: real errors, then unknown ones, then what may be ignored."""
+    lines: list[str] = []
+    for met in _ordered(told):
+        times = f", {met.count} times" if met.count > 1 else ""
+        lines += [
+            f"{'harmless' if met.explained.harmless else 'error'}  {met.file}:{met.line}{times}",
+            f"  {met.text}",
+            f"  {met.explained.meaning}",
+            f"  what to do: {met.explained.mend}",
+            "",
+        ]
+    if told.unknown:
+        lines.append(f"not known, {told.unknown_count} lines; the first:")
+        lines += [f"  {one['file']}:{one['line']}  {one['text']}" for one in told.unknown]
+    return "\n".join(lines).rstrip() or "nothing that looks like an error"

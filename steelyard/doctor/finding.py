@@ -1,0 +1,65 @@
+"""What a check found: a verdict, in words, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from steelyard.core import secrets
+
+Verdict = Literal["ok", "warn", "fail", "absent"]
+WORST_FIRST: tuple[Verdict, ...] = ("fail", "warn", "ok", "absent")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the answer. `absent` is for what nobody needs here."""
+
+    topic: str
+    name: str
+    verdict: Verdict
+    words: str
+    mend: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    links: Mapping[str, str] = field(default_factory=dict)
+    """What `--fix` would do: the names that the loader asks for, and the files that they should lead to."""
+    unset: tuple[str, ...] = ()
+    """And the variables it would clear."""
+
+    @property
+    def is_fixable(self) -> bool:
+        """Whether `--fix` has something to do here."""
+        return bool(self.links or self.unset)
+
+    def as_result(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {
+            "topic": self.topic,
+            "name": self.name,
+            "verdict": self.verdict,
+            "words": secrets.scrub(self.words),
+            "mend": secrets.scrub(self.mend),
+            "fixable": self.is_fixable,
+            "facts": dict(self.facts),
+        }
+
+
+def worst(findings: Iterable[Finding]) -> Verdict:
+    """The verdict of all of them."""
+    seen = {finding.verdict for finding in findings}
+    return next((verdict for verdict in WORST_FIRST if verdict in seen and verdict != "absent"), "ok")
+
+
+def as_text(findings: Iterable[Finding]) -> str:
+    """For a person: topic by topic, a mark, a name, words, and below them what to do."""
+    lines: list[str] = []
+    topic = ""
+    for finding in findings:
+        if finding.topic != topic:
+            topic = finding.topic
+            lines += ([""] if lines else []) + [topic]
+        lines.append(f"  {finding.verdict:6}  {finding.name}: {finding.words}")
+        if finding.mend:
+            lines += [f"          {line}" for line in finding.mend.splitlines()]
+    return secrets.scrub("\n".join(lines))

@@ -1,0 +1,121 @@
+"""The machine as doctor sees it: an environment, a file tree, a Python, and a way to run programs.
+
+Checks look nowhere else, so a broken machine can be built from real folders and real small programs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+TIMED_OUT = 124  # As timeout(1) has it.
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a program said."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def is_good(self) -> bool:
+        """Whether it ended well."""
+        return self.code == 0
+
+    @property
+    def gist(self) -> str:
+        """Its last line, which is where programs say what went wrong."""
+        if self.code == TIMED_OUT and not self.err.strip():
+            return "it did not answer in time"
+        lines = (self.err.strip() or self.out.strip()).splitlines()
+        return lines[-1].strip()[:300] if lines else f"exit code {self.code}"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where to look, and how to ask."""
+
+    environment: Mapping[str, str]
+    root: Path = Path("/")
+    """Where /proc, /sys, /etc, /dev and the libraries' usual places begin."""
+    python: str = sys.executable
+    packages: tuple[Path, ...] = ()
+    """Folders in which that Python finds packages, torch among them."""
+    folder: Path = field(default_factory=Path.cwd)
+    """Where runs will be written."""
+
+    def at(self, path: str) -> Path:
+        """A path of the system, below the root."""
+        return self.root / path.lstrip("/")
+
+    def text(self, path: str) -> str | None:
+        """What a small file of the system says; None where it cannot be read."""
+        with suppress(OSError):
+            return self.at(path).read_text(encoding="utf-8", errors="replace")
+        return None
+
+    def which(self, program: str) -> str | None:
+        """The path of a program."""
+        return shutil.which(program, path=self.environment.get("PATH", os.defpath))
+
+    def run(self, command: Sequence[str], seconds: float = 20, extra: Mapping[str, str] | None = None) -> Answer | None:
+        """Run a program and wait for it; None where there is none. What it started ends with it."""
+        program = self.which(command[0])
+        if program is None:
+            return None
+        try:
+            process = subprocess.Popen(
+                [program, *command[1:]],
+                env=dict(self.environment) | dict(extra or {}),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+        except OSError as error:
+            return Answer(126, "", f"{program}: {error.strerror or error}")
+        try:
+            out, err = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            _end(process)
+            out, err = process.communicate()
+            return Answer(TIMED_OUT, out, err)
+        except BaseException:
+            _end(process)
+            process.communicate()
+            raise
+        return Answer(process.returncode, out, err)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def version_in(text: str) -> tuple[int, ...] | None:
+    """The first version number in a text: `release 12.4, V12.4.131` is (12, 4)."""
+    found = re.search(r"\d+(?:\.\d+)+", text)
+    return None if found is None else tuple(int(part) for part in found[0].split("."))
+
+
+def dotted(version: Sequence[int]) -> str:
+    """A version as people write it."""
+    return ".".join(map(str, version))
+
+
+def here() -> Machine:
+    """This machine, with the Python that runs this."""
+    packages = [Path(entry) for entry in sys.path if entry]
+    return Machine(dict(os.environ), packages=tuple(path for path in packages if path.is_dir()))

@@ -1,0 +1,45 @@
+"""`--fix`: links for names that the loader misses, and a file to source; nothing outside doctor's own folder."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from shlex import quote
+
+from steelyard.core.errors import UserError
+from steelyard.doctor import changes
+from steelyard.doctor.changes import Change
+from steelyard.doctor.finding import Finding
+from steelyard.doctor.machine import Machine
+from steelyard.doctor.places import environment_file, library_folder
+
+HEAD = "# Written by steelyard doctor --fix, for: source FILE. steelyard doctor --undo takes it away.\n"
+
+
+def planned(machine: Machine, findings: Sequence[Finding]) -> list[Change]:
+    """What would be changed for these findings, in order; nothing where nothing can be mended this way."""
+    links = {name: target for finding in findings for name, target in finding.links.items()}
+    unset = dict.fromkeys(name for finding in findings for name in finding.unset)
+    if not links and not unset:
+        return []
+    folder, environment = library_folder(machine), environment_file(machine)
+    if ":" in str(folder):
+        raise UserError(
+            f"{folder} has a colon in it, which LD_LIBRARY_PATH cannot hold", mend="set XDG_DATA_HOME to another folder"
+        )
+    made = changes.folders_to(folder if links else environment.parent)
+    for name, target in links.items():
+        made += changes.link(folder / name, target)
+    earlier = environment.read_text(encoding="utf-8") if environment.exists() else ""
+    with_links = bool(links) or "LD_LIBRARY_PATH" in earlier
+    cleared = dict.fromkeys([*re.findall(r"^unset (\w+)$", earlier, re.MULTILINE), *unset])
+    return made + changes.file(environment, script(str(folder) if with_links else None, list(cleared)))
+
+
+def script(folder: str | None, unset: Sequence[str]) -> str:
+    """The file to source."""
+    lines = [HEAD]
+    if folder is not None:
+        lines.append(f'export LD_LIBRARY_PATH={quote(folder)}"${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}"\n')
+    lines += [f"unset {name}\n" for name in unset]
+    return "".join(lines)

@@ -1,0 +1,75 @@
+"""Writing into the site profiles (`launch/sites.py` reads them), with every comment of the user's kept."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from steelyard.core.errors import UserError
+from steelyard.launch import sites
+
+
+def edited(path: Path, site: str, container: Mapping[str, str], binds: Sequence[str], environment: Mapping[str, str],
+           prepend: Mapping[str, Sequence[str]]) -> str:  # fmt: skip
+    """The file's text with these in the site's table: binds by their place inside, folders before those there."""
+    import tomlkit
+    from tomlkit.exceptions import TOMLKitError
+
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    try:
+        document = tomlkit.parse(text)
+    except TOMLKitError as error:
+        raise UserError(f"this is not TOML: {error}", where=str(path)) from None
+    table = _table(document, site, path, is_super=True)
+    inside = _table(table, "container", path)
+    for name, value in container.items():
+        if inside.get(name) != value:
+            inside[name] = value
+    ours = {_place(bind): bind for bind in binds}
+    kept = [str(bind) for bind in inside.get("binds", []) if _place(str(bind)) not in ours]
+    _put(inside, "binds", [*kept, *ours.values()])
+    variables = _table(table, "environment", path) if environment else {}
+    for name, value in environment.items():
+        if variables.get(name) != value:
+            variables[name] = value
+    before = _table(table, "prepend", path) if prepend else {}
+    for name, folders in prepend.items():
+        _put(before, name, list(dict.fromkeys([*folders, *map(str, before.get(name, []))])))
+    return tomlkit.dumps(document)
+
+
+def default(path: Path) -> str | None:
+    """The site that is taken where none is named."""
+    try:
+        named = tomllib.loads(path.read_text(encoding="utf-8")).get(sites.DEFAULT)
+    except (FileNotFoundError, tomllib.TOMLDecodeError):
+        return None  # Whoever edits it will say what is wrong.
+    return named if isinstance(named, str) else None
+
+
+def _place(bind: str) -> str:
+    """Where a bind shows inside: `/data` as `/data`, `/a:/b` as `/b`."""
+    parts = bind.split(":")
+    return parts[1] if len(parts) > 1 else parts[0]
+
+
+def _put(table: Any, name: str, values: list[str]) -> None:
+    import tomlkit
+
+    if [str(value) for value in table.get(name, [])] == values:
+        return
+    array = tomlkit.array()
+    array.extend(values)
+    table[name] = array.multiline(len(values) > 2)
+
+
+def _table(parent: Any, name: str, path: Path, is_super: bool = False) -> Any:
+    import tomlkit
+
+    if name not in parent:
+        parent[name] = tomlkit.table(is_super_table=is_super or None)
+    if not isinstance(parent[name], dict):
+        raise UserError(f"{name} is there, and is no table", where=str(path))
+    return parent[name]

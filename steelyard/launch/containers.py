@@ -1,0 +1,133 @@
+"""A command inside a container: the words that go before it, and what each node must do first.
+
+Words are lists until the script is written, where every one of them is quoted. The folders that a run lives in are
+shown inside under the same names, so that a path means the same on both sides.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from shlex import quote
+
+from steelyard.core.errors import UserError
+from steelyard.core.recipe.site import Container, Site
+
+# What a scheduler or launcher tells a process by its environment; Docker and Podman pass on only what is named.
+PASSED_ON = (
+    "SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID", "SLURMD_NODENAME", "CUDA_VISIBLE_DEVICES",
+    "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "PMIX_NAMESPACE", "MASTER_ADDR", "MASTER_PORT", "HF_TOKEN", "WANDB_API_KEY",
+)  # fmt: skip
+# A Python of the host's must not reach into the image.
+CLEARED = ("PYTHONHOME", "PYTHONPATH", "CONDA_PREFIX", "CONDA_DEFAULT_ENV", "CONDA_EXE", "CONDA_PYTHON_EXE")
+SHELL = "/bin/sh"
+
+
+def wrapped(site: Site, command: Sequence[str], workdir: str, folders: Sequence[str], gpus: bool) -> list[str]:
+    """The command with the runtime before it; pyxis has no words of its own here, but options of srun."""
+    container = site.container
+    binds = _binds(container, [workdir, *folders])
+    match container.kind:
+        case "apptainer" | "singularity":
+            options = ["--nv"] if gpus else []
+            options += [word for bind in binds for word in ("--bind", bind)]
+            image = unpacked(container) if container.unpack else container.image
+            return [container.kind, "exec", *options, "--pwd", workdir, *container.options, image, *command]
+        case "enroot":
+            mounts = [word for bind in binds for word in ("--mount", bind)]
+            return ["enroot", "start", "--rw", *mounts, *container.options, name(container), *command]
+        case "docker" | "podman":
+            return [*_docker(site, binds, workdir, gpus), container.image, *command]
+        case _:
+            return list(command)
+
+
+def _docker(site: Site, binds: Sequence[str], workdir: str, gpus: bool) -> list[str]:
+    kind = site.container.kind
+    words = [kind, "run", "--rm", "--init", "--network=host", "--ipc=host"]
+    if kind == "docker":
+        words.append(f"--user={os.getuid()}:{os.getgid()}")
+    if gpus:
+        words += ["--gpus=all"] if kind == "docker" else ["--device=nvidia.com/gpu=all"]
+    words += [word for bind in binds for word in ("--volume", bind)]
+    passed = dict.fromkeys([*PASSED_ON, *site.environment, *site.prepend])
+    return [
+        *words,
+        *(word for each in passed for word in ("--env", each)),
+        "--workdir",
+        workdir,
+        *site.container.options,
+    ]
+
+
+def srun_options(site: Site, workdir: str, folders: Sequence[str]) -> list[str]:
+    """What pyxis adds to srun's line."""
+    container = site.container
+    if container.kind != "pyxis":
+        return []
+    return [
+        f"--container-image={container.image}", f"--container-name={name(container)}",
+        f"--container-mounts={','.join(_binds(container, [workdir, *folders]))}", f"--container-workdir={workdir}",
+        *container.options,
+    ]  # fmt: skip
+
+
+def _binds(container: Container, folders: Sequence[str]) -> list[str]:
+    for folder in folders:
+        if ":" in folder or "," in folder:
+            raise UserError(
+                f"{folder} cannot be shown inside a container: its name holds a colon or a comma",
+                mend="use a folder with a plainer name",
+            )
+    given = [bind if ":" in bind else f"{bind}:{bind}" for bind in container.binds]
+    shown = {bind.split(":")[1] for bind in given}
+    return [*given, *(f"{folder}:{folder}" for folder in dict.fromkeys(folders) if folder not in shown)]
+
+
+def python(site: Site, otherwise: str) -> str:
+    """The Python that runs ranks."""
+    return site.python or otherwise if site.container.kind == "none" else site.container.python
+
+
+def name(container: Container) -> str:
+    """What an unpacked image is called on a node: the same image, the same name."""
+    return f"steelyard-{hashlib.sha256(container.image.encode()).hexdigest()[:12]}"
+
+
+def unpacked(container: Container) -> str:
+    """Where an image lies unpacked on a node."""
+    return str(Path(container.unpack or "/tmp") / name(container))
+
+
+def preparation(container: Container, reload: bool) -> str | None:
+    """A script for each node, run before the ranks: unpack the image, unless it is there already. None: not needed."""
+    image, called = quote(container.image), quote(name(container))
+    match container.kind:
+        case "enroot":
+            remove = f"enroot remove --force {called} || true\n" if reload else ""
+            return f"{remove}enroot list | grep -Fxq {called} || enroot create --name {called} {image}\n"
+        case "pyxis":
+            return f"enroot remove --force pyxis_{called} || true\n" if reload else None
+        case "docker" | "podman":
+            return f"{container.kind} pull {image}\n" if reload else None
+        case "apptainer" | "singularity" if container.unpack:
+            return _unpacking(container, reload)
+        case _:
+            return None
+
+
+def _unpacking(container: Container, reload: bool) -> str:
+    """Two jobs may come to a node at once: one unpacks, the other waits; a killed one leaves nothing that counts."""
+    place, image = quote(unpacked(container)), quote(container.image)
+    return f"""mkdir -p {quote(container.unpack or "/tmp")}
+exec 9>{place}.lock
+flock 9
+{f"rm -rf {place}" if reload else ":"}
+if [ ! -d {place} ]; then
+    rm -rf {place}.part
+    {container.kind} build --sandbox {place}.part {image} && mv {place}.part {place}
+fi
+"""

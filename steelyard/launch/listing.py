@@ -1,0 +1,70 @@
+"""The runs under a folder, and how they stand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from steelyard.core.errors import SteelyardError, UserError
+from steelyard.core.run import MANIFEST, Run
+from steelyard.launch import logs, record, scheduler
+
+COLUMNS = ("name", "state", "backend", "jobs", "nodes", "step", "submitted")
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """One row for each run, oldest first."""
+    if not folder.is_dir():
+        raise UserError(f"there is no folder {folder}", mend="steelyard train and steelyard submit make runs/")
+    return [_row(path) for path in record.runs(folder)]
+
+
+def _row(path: Path) -> dict[str, Any]:
+    try:
+        launch = record.read(path)
+        state = scheduler.state(scheduler.refresh(path), launch.jobs) if launch else _own_state(path)
+    except (SteelyardError, OSError) as error:
+        return dict.fromkeys(COLUMNS) | {"name": path.name, "run": str(path), "state": f"unreadable: {error}"}
+    return {
+        "name": path.name,
+        "run": str(path),
+        "state": state or "unknown",
+        "backend": launch.backend if launch else None,
+        "jobs": launch.jobs if launch else [],
+        "nodes": launch.nodes if launch else None,
+        "step": _step(path),
+        "submitted": launch.submitted if launch else None,
+    }
+
+
+def _own_state(path: Path) -> str:
+    return Run(path).state if (path / MANIFEST).is_file() else "unknown"
+
+
+def _step(path: Path) -> int | None:
+    """The last step that was logged, from the end of the metrics alone."""
+    try:
+        for line in reversed(logs.tail(path / "metrics.jsonl", 5)):
+            value = json.loads(line)
+            if isinstance(value, dict) and isinstance(value.get("step"), int):
+                return int(value["step"])
+    except (OSError, ValueError):
+        return None
+    return None
+
+
+def as_text(rows_: list[dict[str, Any]], folder: Path) -> str:
+    """A table."""
+    if not rows_:
+        return f"no runs under {folder}"
+    cells = [list(COLUMNS)] + [[_cell(row[column]) for column in COLUMNS] for row in rows_]
+    widths = [max(len(row[number]) for row in cells) for number in range(len(COLUMNS))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    return "\n".join(logs.clean(line) for line in lines)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "-"
+    return "-" if value is None else str(value)

@@ -1,0 +1,75 @@
+"""A job for mpirun: which hosts, how many ranks on each, and how they are reached.
+
+Ranks are mpirun's own: it starts each under a starter that keeps its log (`node.py --one-rank`). They meet at the first
+host, on a port that follows from mpirun's job unless one is set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from steelyard.core.errors import UserError
+from steelyard.core.recipe.site import Site
+from steelyard.launch import containers
+from steelyard.launch.groups import Group
+from steelyard.launch.order import Order
+
+
+def command(order: Order) -> list[str]:
+    """mpirun's whole line."""
+    words = [*order.command]
+    starter = [order.python, "-P", "-m", "steelyard.launch.node", "--run", str(order.run), "--one-rank", "--", *words]
+    gpus = any(group.gres for group in order.groups)
+    return [*options(order.site, order.groups), *containers.wrapped(
+        order.site, starter, order.workdir, [str(order.run)], gpus
+    )]  # fmt: skip
+
+
+def options(site: Site, groups: Sequence[Group]) -> list[str]:
+    """mpirun and its options, up to the command."""
+    mpi, group = site.mpi, _only(groups)
+    hosts = mpi.hosts[: group.nodes]
+    words = [mpi.mpirun]
+    if hosts:
+        words += ["-x", f"MASTER_ADDR={hosts[0]}"]
+    words += ["-x", f"MASTER_PORT={site.port}"] if site.port else []
+    for name in [*site.environment, *site.prepend]:
+        words += ["-x", name]
+    if hosts:
+        words += ["--host", ",".join(f"{host}:{mpi.slots or group.ranks}" for host in hosts)]
+    words += ["--map-by", f"ppr:{group.ranks}:node"]
+    words += ["--cpus-per-rank", str(mpi.cpus_per_rank)] if mpi.cpus_per_rank else []
+    ssh = [*mpi.ssh_options, *([f"-p {mpi.ssh_port}"] if mpi.ssh_port else [])]
+    words += ["--mca", "plm_rsh_args", " ".join(ssh)] if ssh else []
+    return [*words, *mpi.options]
+
+
+def preparation(order: Order) -> list[str] | None:
+    """mpirun's line for what each host must do before: unpack an image."""
+    text = containers.preparation(order.site.container, order.reload_container)
+    if text is None:
+        return None
+    once = [Group(group.nodes, 1) for group in order.groups]
+    return [*options(order.site, once), "bash", "-c", text]
+
+
+def _only(groups: Sequence[Group]) -> Group:
+    if len(groups) > 1:
+        raise UserError(
+            "mpirun starts the same number of ranks on every host, and the plan has several types of nodes",
+            mend="submit it --on slurm, or plan for nodes that are alike",
+        )
+    return groups[0]
+
+
+def refuse_hosts(site: Site, groups: Sequence[Group]) -> None:
+    """Say what is missing before anything starts."""
+    hosts, needed = site.mpi.hosts, _only(groups).nodes
+    if needed > max(len(hosts), 1):
+        raise UserError(
+            f"the plan needs {needed} hosts, and mpirun is told of {len(hosts)}",
+            mend="name them: --hosts a1,a2 or mpi.hosts of the site",
+        )
+    for host in hosts:
+        if not host or any(character in host for character in ",: \n\t"):
+            raise UserError(f"{host!r} is no name of a host", mend="hosts are names or addresses, without slots")

@@ -1,0 +1,183 @@
+"""What runs on each node of a job: it starts the ranks, keeps their logs, samples the devices, passes signals on.
+
+    python -m steelyard.launch.node --run RUN --groups 1x4,7x8 --attempt 123.0 -- python -m steelyard train ...
+
+`--groups 1x4,7x8` is one node with four ranks and then seven with eight, in the order of the ranks; `srun` starts this
+once on each node, and SLURM_PROCID says which of them it is. Under mpirun (`--one-rank`) it is started once for each
+rank, whose number mpirun has already set. The node of rank 0 chooses the port and tells it by `launch/meeting.json` in
+the run folder, which all nodes share; `--attempt` keeps a requeued job from meeting its own past.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from steelyard.core.console import LOGGED, console
+from steelyard.core.errors import Interrupted, SteelyardError
+from steelyard.launch import meeting, siblings
+from steelyard.launch.blame import blame
+from steelyard.launch.last_words import ERROR_FILE
+from steelyard.launch.local import Rank, die_with_parent, signals, watch
+from steelyard.launch.sampling import Sampler
+from steelyard.launch.streams import Log, Stream
+
+
+@dataclass(frozen=True)
+class Place:
+    """The ranks of this node among all."""
+
+    first: int
+    count: int
+    world: int
+
+    @classmethod
+    def of(cls, groups: str, node: int) -> Place:
+        """Where the ranks of the node with this number begin."""
+        pairs = [tuple(map(int, group.split("x"))) for group in groups.split(",")]
+        counts = [ranks for nodes, ranks in pairs for _ in range(nodes)]
+        return cls(sum(counts[:node]), counts[node], sum(counts))
+
+
+class LoggedRank(Rank):
+    """A rank whose output goes into the logs of the host."""
+
+    streams: list[Stream]
+
+    def __init__(
+        self, command: Sequence[str], rank: int, environment: dict[str, str], folder: Path, logs: tuple[Log, Log]
+    ) -> None:
+        self._logs = logs
+        super().__init__(command, rank, environment, folder, keep_output=False)
+
+    def _started(self, command: Sequence[str], environment: dict[str, str], output: Any) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            command,
+            env=environment | {ERROR_FILE: str(self.error_file), LOGGED: "1", "PYTHONUNBUFFERED": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=die_with_parent(),
+        )
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self.streams = [Stream(process.stdout, self._logs[0]), Stream(process.stderr, self._logs[1])]
+        return process
+
+
+def main(words: Sequence[str]) -> int:
+    """Start this node's ranks and return their exit code."""
+    options = _options(words)
+    run, host = Path(options.run), socket.gethostname()
+    logs = (Log(run / "logs" / f"{host}.out"), Log(run / "logs" / f"{host}.err"))
+    try:
+        with ExitStack() as stack:
+            asked = stack.enter_context(signals())
+            folder = Path(stack.enter_context(TemporaryDirectory(prefix="steelyard-")))
+            environments = _one_rank() if options.one_rank else _ranks(options, run, asked, stack)
+            if not environments:  # Asked to stop while it waited for the others.
+                return Interrupted.exit_code
+            ranks = []
+            for rank, environment in environments:
+                ranks.append(LoggedRank(options.command, rank, environment, folder, logs))
+                stack.callback(ranks[-1].kill)
+            if not options.one_rank or os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", "0") == "0":
+                own = [rank.process.pid for rank in ranks]
+                stack.enter_context(Sampler(run, siblings.ranks if options.one_rank else lambda: own, host))
+            hung = watch(list(ranks), asked)
+            code = _tell(ranks, hung, bool(asked), logs[1])
+            return meeting.stopped(run, options.attempt) if code == Interrupted.exit_code and options.attempt else code
+    except SteelyardError as error:
+        console.error(str(error))
+        logs[1].add(f"error: {error}")
+        return error.exit_code
+
+
+def _options(words: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m steelyard.launch.node", description=__doc__)
+    parser.add_argument("--run", required=True)
+    parser.add_argument("--groups", default="1x1")
+    parser.add_argument("--attempt", default="")
+    parser.add_argument("--group", type=int, help="this job's group, where each is a job of its own")
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--one-rank", action="store_true")
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    options = parser.parse_args(words)
+    options.command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    return options
+
+
+def _one_rank() -> list[tuple[int, dict[str, str]]]:
+    """mpirun has said who this rank is, and where the ranks meet."""
+    return [(int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0"))), dict(os.environ))]
+
+
+def _ranks(
+    options: argparse.Namespace, run: Path, asked: list[int], stack: ExitStack
+) -> list[tuple[int, dict[str, str]]]:
+    """The environment of each of this node's ranks, once it is known where they meet."""
+    node = int(os.environ.get("SLURM_PROCID", "0"))
+    if options.group is not None:  # Nodes of the groups before are in other jobs.
+        node += sum(int(group.partition("x")[0]) for group in options.groups.split(",")[: options.group])
+    place = Place.of(options.groups, node)
+    if place.count == place.world:
+        address, port = "127.0.0.1", options.port or meeting.choose_port()
+    else:
+        followers = len(options.groups.split(",")) - 1 if options.group is not None else 0
+        found = meeting.meet(run, options.attempt, node, options.group, followers, options.port, asked, stack)
+        if found is None:
+            return []
+        address, port = found
+    return [(rank, _environment(place, rank, address, port)) for rank in range(place.first, place.first + place.count)]
+
+
+def _environment(place: Place, rank: int, address: str, port: int) -> dict[str, str]:
+    """What torchrun would set; nothing of an outer one may shine through."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+    threads = max(1, len(os.sched_getaffinity(0)) // place.count)
+    return {"OMP_NUM_THREADS": str(threads)} | kept | {
+        "RANK": str(rank), "WORLD_SIZE": str(place.world),
+        "LOCAL_RANK": str(rank - place.first), "LOCAL_WORLD_SIZE": str(place.count),
+        "MASTER_ADDR": address, "MASTER_PORT": str(port),
+    }  # fmt: skip
+
+
+def _tell(ranks: list[LoggedRank], hung: list[int], was_asked: bool, log: Log) -> int:
+    """Say why the ranks here ended, in the host's log too; what all nodes would say, the first one says."""
+    for rank in ranks:
+        for stream in rank.streams:
+            stream.finish()
+    ends = [rank.ended() for rank in ranks]
+    cause = blame(ends, hung, was_asked)
+    if cause is None:
+        return 0
+    end = next((each for each in ends if each.rank == cause.rank), ends[0])
+    is_elsewhere_too = end.words is not None and end.words.shared and ranks[0].rank > 0
+    only_noticed = end.code != 0 and not end.is_stopped and end.only_noticed
+    last = [line for rank in ranks if rank.rank == end.rank for line in rank.streams[1].last]
+    has_spoken = any(line.startswith("error: ") for line in last) and not cause.has_words
+    if not is_elsewhere_too and not has_spoken:
+        kind = "note" if only_noticed or cause.exit_code == Interrupted.exit_code else "error"
+        lines = [f"{kind}: {cause.message}"]
+        if not cause.has_words and last:
+            lines += ["  its last lines:", *(f"  | {line}" for line in last)]
+        for line in lines:
+            log.add(line)
+            sys.stderr.write(line + "\n")
+    return cause.exit_code
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # A warning that comes before anyone listens.
+    sys.exit(main(sys.argv[1:]))

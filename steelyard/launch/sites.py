@@ -1,0 +1,97 @@
+"""The places where runs run, described once: `~/.config/steelyard/sites.toml`, one table for each.
+
+    default = "campus"                  # taken where none is named
+
+    [campus]
+    modules = ["apptainer", "cuda/12.4"]
+    account = "nlp"
+    partition = "gpu2"
+    cpus_per_rank = 8
+
+    [campus.environment]
+    NCCL_DEBUG = "WARN"
+
+    [campus.container]
+    kind = "apptainer"
+    image = "/images/steelyard.sif"
+    binds = ["/data"]
+
+A recipe may carry a `[site]` of its own, which goes before the file's key by key. All keys: `core/recipe/site.py`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from steelyard.core.errors import UserError
+from steelyard.core.recipe.load import explained
+from steelyard.core.recipe.site import Site
+from steelyard.core.recipe.toml import parse
+
+DEFAULT = "default"
+
+
+def path() -> Path:
+    """Where the file is looked for."""
+    home = os.environ.get("XDG_CONFIG_HOME") or Path("~/.config").expanduser()
+    return Path(home) / "steelyard" / "sites.toml"
+
+
+def find(name: str | None, own: Site | None = None, file: Path | None = None) -> tuple[str | None, Site]:
+    """The site of this name, or the default one, with the recipe's own keys on top; and what it is called."""
+    tables, places, where = _read(file)
+    wanted = name if name is not None else tables.get(DEFAULT)
+    if wanted is not None and (not isinstance(wanted, str) or not isinstance(tables.get(wanted), dict)):
+        raise _unknown(wanted, tables, where)
+    values: dict[str, Any] = tables[wanted] if wanted is not None else {}
+    try:
+        site = Site.model_validate(values)
+    except ValidationError as error:
+        prefix = f"{wanted}."
+        inside = {key.removeprefix(prefix): place for key, place in places.items() if key.startswith(prefix)}
+        raise explained(error, values, inside, str(where), Site) from None
+    if own is not None:
+        site = Site.model_validate(_merged(site.model_dump(), own.model_dump(exclude_unset=True)))
+    return wanted, site
+
+
+def changed(site: Site, hosts: str | None, port: int | None) -> Site:
+    """The site with what the command line says instead."""
+    if hosts is not None:
+        names = [host.strip() for host in hosts.split(",")]
+        site = site.model_copy(update={"mpi": site.mpi.model_copy(update={"hosts": names})})
+    return site if port is None else site.model_copy(update={"port": port})
+
+
+def _merged(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
+    both = dict(base)
+    for key, value in top.items():
+        below = base.get(key)
+        both[key] = _merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return both
+
+
+def _read(file: Path | None) -> tuple[dict[str, Any], dict[str, str], Path]:
+    where = file or path()
+    try:
+        text = where.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        if file is not None:
+            raise UserError("there is no such file", where=str(where)) from None
+        return {}, {}, where
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot be read: {error}", where=str(where)) from None
+    values, places = parse(text, str(where))
+    return values, places, where
+
+
+def _unknown(name: Any, tables: dict[str, Any], where: Path) -> UserError:
+    known = sorted(key for key, value in tables.items() if isinstance(value, dict))
+    near = difflib.get_close_matches(str(name), known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"sites there: {', '.join(known)}" if known else "describe it there"
+    return UserError(f"there is no site {name}", where=str(where), mend=hint)

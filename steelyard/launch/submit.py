@@ -1,0 +1,215 @@
+"""From what a person asks for to a job that runs: the one function behind `steelyard submit`.
+
+The recipe is written down as it was when it was submitted (`launch/recipe.toml`): a job may wait for days, and must not
+train what somebody edits meanwhile. `launch/` also keeps the very scripts that were started.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from shlex import join, quote
+from typing import Any
+
+from steelyard.core import files
+from steelyard.core.errors import UserError
+from steelyard.core.recipe import Recipe, to_toml
+from steelyard.core.recipe.site import Site
+from steelyard.core.run import MANIFEST, for_training, now
+from steelyard.launch import containers, groups, mpi, process, record, scheduler, script, slurm
+from steelyard.launch.groups import Group
+from steelyard.launch.order import Order
+from steelyard.launch.record import FOLDER, Launch
+from steelyard.plan import cluster as clusters
+
+SECONDS_BETWEEN_QUESTIONS = 5.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a person asks for. Either a recipe to train or the words of another command."""
+
+    on: str
+    site: Site
+    recipe: Recipe | None = None
+    words: list[str] = field(default_factory=list)
+    name: str | None = None
+    run: Path | None = None
+    site_name: str | None = None
+    cluster: Path | None = None
+    nodes: int | None = None
+    ranks_per_node: int | None = None
+    time_limit: str | None = None
+    job: str | None = None
+    reload_container: bool = False
+
+
+def submit(request: Request) -> dict[str, Any]:
+    """Start the job, or have it queued, and say where it is."""
+    order = prepare(request)
+    run = order.run
+    if request.on == "slurm" and request.job is None:
+        jobs = [slurm.ask(slurm.line(order, group)) for group in slurm.jobs(order)]
+        supervisor = None
+    else:
+        supervisor = process.start(run, ["bash", str(run / FOLDER / "job.sh")])
+        jobs = [request.job or str(supervisor["pid"])]
+    return note(request, order, jobs, supervisor)
+
+
+def prepare(request: Request) -> Order:
+    """Make the run folder with the scripts in it; nothing is started yet."""
+    if request.job is not None and request.on != "slurm":
+        raise UserError("--job is an allocation of Slurm's", mend="add --on slurm")
+    found = groups_of(request)
+    run = _folder(request)
+    _refuse_live(run)
+    order = _order(request, found, run)
+    _write(order, request)
+    return order
+
+
+def note(request: Request, order: Order, jobs: list[str], supervisor: dict[str, Any] | None) -> dict[str, Any]:
+    """Write down what was started, and return it."""
+    launch = Launch(
+        backend=request.on, name=order.name, jobs=jobs, command=order.command,
+        nodes=sum(group.nodes for group in order.groups), ranks=groups.world(order.groups),
+        gpus_per_node=order.groups[0].gpus, submitted=order.submitted, site=request.site_name,
+        partitions=[group.partition for group in order.groups if group.partition],
+        placement=request.recipe.parallel.placement if request.recipe else [],
+        workdir=order.workdir, process=supervisor,
+    )  # fmt: skip
+    record.write(order.run, launch)
+    records = scheduler.refresh(order.run)
+    state = scheduler.state(records, jobs)
+    return {"run": str(order.run), "backend": request.on, "jobs": jobs, "state": state, "ranks": launch.ranks}
+
+
+def preview(request: Request) -> tuple[dict[str, Any], str]:
+    """What would be run, exactly; nothing is written or started."""
+    order = _order(request, groups_of(request), _where(request).resolve())
+    pages, lines = [], []
+    for name, text in _scripts(order, request).items():
+        pages.append(f"# {FOLDER}/{name}\n{text}")
+    if request.on == "slurm" and request.job is None:
+        lines = [join(slurm.line(order, group)) for group in slurm.jobs(order)]
+    else:
+        lines = [join(["bash", str(order.run / FOLDER / "job.sh")])]
+    result = {"run": str(order.run), "lines": lines, "scripts": _scripts(order, request)}
+    return result, "\n".join([*lines, "", *pages])
+
+
+def wait(run: Path) -> int:
+    """Stay until the job is over; returns 0 where it completed."""
+    launch = record.read(run)
+    assert launch is not None
+    while True:
+        records = scheduler.refresh(run)
+        state = scheduler.state(records, launch.jobs)
+        if state is not None and state not in scheduler.LIVE:
+            return 0 if state == "COMPLETED" else 1
+        time.sleep(SECONDS_BETWEEN_QUESTIONS if launch.process is None else 0.2)
+
+
+def groups_of(request: Request) -> list[Group]:
+    """The nodes a request needs; mistakes in it are found here, before anything is written."""
+    cluster = clusters.load(request.cluster) if request.cluster else None
+    if request.recipe is None:
+        found = groups.of_command(request.site, request.nodes, request.ranks_per_node)
+    elif request.on == "local":
+        world = request.ranks_per_node or request.recipe.parallel.least_world
+        request.recipe.parallel.data_for(world)
+        found = [Group(1, world, gres=None if request.recipe.train.device == "cpu" else "gpu")]
+    else:
+        found = groups.of_plan(request.recipe, cluster, request.site, request.nodes, request.ranks_per_node)
+    if request.on == "mpi":
+        mpi.refuse_hosts(request.site, found)
+    if request.on == "local" and groups.world(found) != found[0].ranks:
+        raise UserError("--on local is one node", mend="use --on mpi or --on slurm for several")
+    return found
+
+
+def _order(request: Request, found: list[Group], run: Path) -> Order:
+    site = request.site
+    workdir = str(Path(site.workdir).expanduser() if site.workdir else Path.cwd())
+    python = containers.python(site, sys.executable)
+    steelyard = [python, "-P", "-m", "steelyard"]
+    if request.recipe is not None:
+        command = [*steelyard, "train", str(run / FOLDER / "recipe.toml"), "--run", str(run)]
+    else:
+        command = [*steelyard, *request.words]
+    name = request.name or (request.recipe.name if request.recipe else request.words[0])
+    submitted = now()
+    return Order(
+        run, name, site, found, command, workdir, python, submitted, request.time_limit, request.reload_container
+    )
+
+
+def folder_name(name: str) -> str:
+    """A name as a folder can be called."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:100] or "run"
+
+
+def _where(request: Request) -> Path:
+    name = request.name or (request.recipe.name if request.recipe else request.words[0])
+    return request.run or Path("runs") / folder_name(name)
+
+
+def _folder(request: Request) -> Path:
+    """The run folder: for training as `train` would choose it, for other commands a new one."""
+    wanted = _where(request)
+    if request.recipe is not None:
+        found = for_training(request.recipe, wanted).path
+    else:
+        number, found = 1, wanted
+        while found.exists():
+            number += 1
+            found = wanted.with_name(f"{wanted.name}-{number}")
+        files.write_json(found / MANIFEST, {"state": "created", "name": wanted.name, "command": request.words})
+    for name in ("logs", FOLDER):
+        (found / name).mkdir(exist_ok=True)
+    return found.resolve()
+
+
+def _refuse_live(run: Path) -> None:
+    launch = record.read(run)
+    if launch is None:
+        return
+    state = scheduler.state(scheduler.refresh(run), launch.jobs)
+    if state in scheduler.LIVE:
+        raise UserError(
+            f"{run} is already {str(state).lower()}: job {', '.join(launch.jobs)}",
+            mend="steelyard cancel it first, or give another --run",
+        )
+
+
+def _scripts(order: Order, request: Request) -> dict[str, str]:
+    if request.on == "slurm" and request.job is None:
+        return {slurm.script_name(group): slurm.text(order, group) for group in slurm.jobs(order)}
+    if request.on == "slurm":
+        return {"job.sh": slurm.text(order, job=request.job)}
+    return {"job.sh": _here(order, request)}
+
+
+def _here(order: Order, request: Request) -> str:
+    """The script for mpirun, or for ranks on this machine."""
+    site, text = order.site, script.preamble(order.site, order.workdir)
+    if request.on == "mpi":
+        before = mpi.preparation(order)
+        text += f"{join(before)} || exit 1\n" if before else ""
+        return text + script.executing(mpi.command(order))
+    prepared = containers.preparation(site.container, order.reload_container)
+    text += f"bash -c {quote(prepared)} || exit 1\n" if prepared else ""
+    options = ["--groups", groups.written(order.groups), *(["--port", str(site.port)] if site.port else [])]
+    return text + script.executing([*slurm.starter(order), *options, "--", *order.command])
+
+
+def _write(order: Order, request: Request) -> None:
+    folder = order.run / FOLDER
+    if request.recipe is not None:
+        files.write_text(folder / "recipe.toml", to_toml(request.recipe.settings()))
+    for name, text in _scripts(order, request).items():
+        files.write_text(folder / name, text)

@@ -1,0 +1,74 @@
+"""Many recipes that differ in a few keys, as one Slurm array: `--array 'optim.learning_rate=[1e-4, 3e-4]'`."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+from steelyard.core import files
+from steelyard.core.errors import UserError
+from steelyard.core.recipe import Recipe
+from steelyard.core.recipe.toml import parse_value
+from steelyard.launch import script, slurm
+from steelyard.launch.order import Order
+from steelyard.launch.record import FOLDER
+from steelyard.launch.submit import Request, groups_of, note, prepare
+
+
+def requests(base: Request, array: Sequence[str], load: Callable[[list[str]], Recipe]) -> list[Request]:
+    """One request for each combination of values, with a name of its own."""
+    if base.recipe is None or base.on != "slurm" or base.job is not None:
+        raise UserError("--array is for recipes on Slurm", mend="use --on slurm, or steelyard tune for searches")
+    name, run = base.name or base.recipe.name, base.run
+    return [
+        replace(
+            base,
+            recipe=load(overrides),
+            name=f"{name}-{number}",
+            run=None if run is None else run.with_name(f"{run.name}-{number}"),
+        )
+        for number, overrides in enumerate(combinations(array))
+    ]
+
+
+def combinations(array: Sequence[str]) -> Iterator[list[str]]:
+    """Every choice of one value for each key, as overrides of a recipe."""
+    axes = []
+    for word in array:
+        key, separator, text = word.partition("=")
+        values = parse_value(text.strip())
+        if not separator or not isinstance(values, list) or not values:
+            raise UserError(f"{word!r} is no list of values", mend="write KEY=[A, B], like 'train.seed=[1, 2, 3]'")
+        axes.append([f"{key.strip()}={json.dumps(value)}" for value in values])
+    return (list(choice) for choice in itertools.product(*axes))
+
+
+def sweep(all_: list[Request], dry_run: bool = False) -> list[dict[str, Any]]:
+    """Hand all of them to Slurm as one array, each with a run folder of its own."""
+    shapes = {tuple(groups_of(request)) for request in all_}
+    if len(shapes) > 1 or any(len(shape) > 1 for shape in shapes):
+        raise UserError(
+            "the jobs of an array need nodes of one kind, and the same number of them", mend="submit them one by one"
+        )
+    if dry_run:
+        return [{"run": str(request.run or Path("runs") / str(request.name)), "jobs": []} for request in all_]
+    orders = [prepare(request) for request in all_]
+    path = orders[0].run / FOLDER / "array.sh"
+    files.write_text(path, _script(orders))
+    job = slurm.ask([*slurm.sbatch(orders[0]), f"--array=0-{len(orders) - 1}", str(path)])
+    pairs = enumerate(zip(all_, orders, strict=True))
+    return [note(request, order, [f"{job}_{number}"], None) for number, (request, order) in pairs]
+
+
+def _script(orders: list[Order]) -> str:
+    """Which task runs which script."""
+    cases = "".join(
+        f"{number}) exec bash {quote(str(order.run / FOLDER / slurm.script_name(None)))} ;;\n"
+        for number, order in enumerate(orders)
+    )
+    return f'{script.HEAD}case "$SLURM_ARRAY_TASK_ID" in\n{cases}esac\n'

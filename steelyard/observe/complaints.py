@@ -1,0 +1,130 @@
+"""Which lines of a log are errors, and which only look like it.
+
+Libraries print warnings, notes and the names of error classes to standard error while all is well. A line counts when
+it says what went wrong in one of the ways that Python, CUDA, NCCL, MPI, Slurm, shells and kernels say it, and is not
+marked as less by whoever wrote it. Of a traceback the line that names the error counts, not the one that announces it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+
+# Every error has one of these in it. They are looked for in a whole chunk, which is ten times faster than a pattern.
+_SIGNS = (
+    b"rror", b"xception", b"raceback", b"tion fault", b"core dumped", b"illed", b"ut of memory", b"ut-of-memory",
+    b"oom", b"space left", b"quota exceeded", b"terminate called", b"undefined symbol", b"shared object", b"FATAL",
+    b"CRITICAL", b"Fatal", b"mpirun", b"Aborted", b"not found", b"denied", b"No such file",
+)  # fmt: skip
+_ERROR = re.compile(
+    r"""
+    ^\S*(?:Error|Exception)\b(?::|$)          # ValueError: ..., torch.OutOfMemoryError: ...
+    | ^(?:\S+:\s)?(?:fatal\s)?error:\s                  # error: ..., srun: error: ..., slurmstepd: error: ...
+    | ^\S+:\s(?:.*:\s)?(?:command\ not\ found|[Pp]ermission\ denied|[Nn]o\ such\ file\ or\ directory)\s*$
+    | \b(?:CUDA|NCCL|cuDNN|cuBLAS|CUBLAS)\ error\b | \bncclInternalError\b | \bncclSystemError\b
+    | \bSegmentation\ fault\b | \bBus\ error\b | \bcore\ dumped\b | ^Killed\b | \bOut\ of\ memory:\ Killed\b
+    | \boom[-_]kill\b | \bout-of-memory\ handler\b | \bNo\ space\ left\ on\ device\b | \bDisk\ quota\ exceeded\b
+    | ^terminate\ called\b | \bundefined\ symbol\b | \bcannot\ open\ shared\ object\ file\b
+    | \b(?:FATAL|CRITICAL)\b | ^Fatal\b | \bmpirun\ (?:noticed|has\ exited)\b | ^Aborted\b
+    """,
+    re.VERBOSE,
+)
+_LESS = re.compile(
+    r"""
+    (?i:\bwarn(?:ing|ings)?\b) | (?i:warning:) | \[W\d{3,4}\ | ^W\d{4}\ \d\d:\d\d | \b(?:INFO|DEBUG|NOTE|WARN)\b
+    | (?i:\bignored\b|\bignoring\b|\bretrying\b|\bwill\ retry\b|\bharmless\b|\bno\ errors?\b|\b0\ errors?\b)
+    | \berror_file\b | ^\s*(?:File\ "|\^|~|\|\s*$)      # parts of tracebacks
+    | CUPTI_ERROR_|\bKineto\b|cuptiGetLastError         # a profiler that has no rights; training goes on
+    | Unable\ to\ register\ cu(?:DNN|FFT|BLAS)\ factory
+    """,
+    re.VERBOSE,
+)
+_RANK = re.compile(r"^(?:\[(?:rank)?\d+(?:,\d+)?\](?:<std\w+>)?:?\s?|\d+:\s)+")
+_ANNOUNCED = "Traceback (most recent call last)"
+LONGEST, KEPT = 500, 1000
+
+
+class Complaints:
+    """Looks through one log as it grows, and keeps its errors, each with its place in the file."""
+
+    def __init__(self) -> None:
+        self.found: deque[tuple[int, str]] = deque(maxlen=KEPT)
+        self._in_ignored = False
+        self._is_announced = False
+
+    def since(self, offset: int) -> list[str]:
+        """The errors behind a place in the file, in order."""
+        return [text for at, text in self.found if at >= offset]
+
+    def look(self, chunk: bytes, begins: int = 0) -> None:
+        """Go through whole lines that are new, the first of which begins at a place in the file."""
+        at = 0
+        for start, end in _suspects(chunk):
+            # What follows an announcement belongs to it, suspect or not.
+            while (self._is_announced or self._in_ignored) and at < start:
+                at = self._consider_line(chunk, at, begins)
+            if start >= at:
+                self._consider(clean(chunk[start:end]), begins + start)
+                at = end + 1
+        while (self._is_announced or self._in_ignored) and at < len(chunk):
+            at = self._consider_line(chunk, at, begins)
+
+    def _consider_line(self, chunk: bytes, at: int, begins: int) -> int:
+        end = chunk.find(b"\n", at)
+        self._consider(clean(chunk[at:end]), begins + at)
+        return end + 1
+
+    def forget(self) -> None:
+        """The file is another one now."""
+        self.__init__()  # type: ignore[misc]
+
+    def _consider(self, line: str, place: int) -> None:
+        text = _RANK.sub("", line)
+        if text.startswith("Exception ignored"):
+            self._in_ignored = True
+            return
+        if _ANNOUNCED in text:
+            self._is_announced = True
+            return
+        if self._in_ignored or self._is_announced:
+            if not text or text[0] in " \t|+":
+                return  # The frames of a traceback.
+            was_ignored, self._in_ignored, self._is_announced = self._in_ignored, False, False
+            if was_ignored:
+                return
+            if re.match(r"[\w.]+(?::|$)", text):  # The name of the error, whatever it is called.
+                self.found.append((place, text[:LONGEST]))
+                return
+        if is_error(line):
+            self.found.append((place, text[:LONGEST]))
+
+
+def _suspects(chunk: bytes) -> list[tuple[int, int]]:
+    """Where the lines begin and end that have a sign in them."""
+    found: dict[int, int] = {}
+    for sign in _SIGNS:
+        at = chunk.find(sign)
+        while at >= 0:
+            start, end = chunk.rfind(b"\n", 0, at) + 1, chunk.find(b"\n", at)
+            end = len(chunk) if end < 0 else end
+            found[start] = end
+            at = chunk.find(sign, end)
+    return sorted(found.items())
+
+
+def is_error(line: str) -> bool:
+    """Whether a line by itself says that something failed."""
+    text = _RANK.sub("", line)
+    return bool(_ERROR.search(text)) and not _LESS.search(text)
+
+
+_CONTROL = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
+)
+
+
+def clean(line: bytes | str) -> str:
+    """A line of somebody else's as text that can do nothing to a terminal; of a progress bar, what it showed last."""
+    text = line[-65536:].decode("utf-8", "replace") if isinstance(line, bytes) else line
+    text = text.rstrip("\r\n").rpartition("\r")[2]
+    return _CONTROL.sub("", text).expandtabs(4)

@@ -1,0 +1,1 @@
+"""Profiling a run: asking for traces, reading them, and telling what they hold."""

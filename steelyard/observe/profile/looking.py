@@ -1,0 +1,205 @@
+"""What is in a rank's events: top kernels, idle, communication beside computation, waiting hosts, memory.
+
+On a GPU, busy means that a kernel or a copy runs. On a processor it means that an operator of torch runs; kernels are
+then operators, each with its own time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from steelyard.observe.profile.events import (
+    COMMUNICATION,
+    WAITING,
+    Events,
+    Stretch,
+    both,
+    clipped,
+    gaps,
+    length,
+    own_time,
+    union,
+)
+from steelyard.observe.spans import Array
+
+MOST_KERNELS, MOST_WAITS, MOST_GAPS, MOST_ALLOCATORS = 25, 8, 5, 12
+OUTSIDE = "between the parts"
+
+
+@dataclass(frozen=True)
+class Named:
+    """Something that happened several times: how often, how long in all (or how many bytes)."""
+
+    name: str
+    count: int
+    amount: float
+
+
+@dataclass(frozen=True)
+class Look:
+    """What was seen of one rank. Times are in seconds, over all steps looked at."""
+
+    rank: int
+    tool: str
+    device: str
+    steps: int
+    seconds: float
+    busy: float
+    communication: float
+    overlapped: float
+    """Communication while something is computed."""
+    copies: float
+    kernels: list[Named]
+    waits: list[Named]
+    waiting: float
+    idle_by_part: dict[str, float]
+    longest_gaps: list[tuple[str, float, str]]
+    """The part of the step, how long, and what the host did most of that time."""
+    peak_bytes: int | None = None
+    peak_part: str | None = None
+    allocators: list[Named] | None = None
+
+    @property
+    def idle(self) -> float:
+        """Seconds in which nothing ran."""
+        return max(0.0, self.seconds - self.busy)
+
+    def as_result(self) -> dict[str, Any]:
+        """As one JSON object."""
+        return asdict(self)
+
+
+def look(events: Events, rank: int, tool: str) -> Look | None:
+    """Sum a rank's events up; None where there is nothing to sum."""
+    is_gpu = bool(events.kernels)
+    work = [*events.kernels, *events.copies] if is_gpu else [*events.ops, *events.exchanges, *events.calls]
+    steps = [one for one in events.ranges if one.name.startswith("step ")]
+    if not work and not steps:
+        return None
+    begin = min(one.start for one in (steps or work))
+    # Kernels may end after the host has left the step; on a processor nothing does.
+    end = max(one.end for one in [*steps, *(work if is_gpu or not steps else ())])
+    inside = [one for one in work if one.end > begin and one.start < end]
+    computing, talking, copying = _kinds(events, is_gpu, begin, end)
+    waits = [one for one in events.calls if WAITING.search(one.name) and begin <= one.start < end]
+    waits = [Stretch(one.name, one.start, min(one.end, end)) for one in waits]
+    if not is_gpu and not events.ops:  # Only calls into the system are known: who does not wait there works.
+        computing = gaps(union(waits), begin, end)
+    busy = union(inside) if is_gpu else computing
+    parts = [one for one in events.ranges if not one.name.startswith("step ")]
+    open_ = gaps(busy, begin, end)
+    return Look(
+        rank=rank,
+        tool=tool,
+        device="gpu" if is_gpu else "cpu",
+        steps=len({one.name for one in steps}),
+        seconds=(end - begin) / 1e6,
+        busy=length(clipped(busy, begin, end)) / 1e6,
+        communication=length(talking) / 1e6,
+        overlapped=both(talking, computing) / 1e6,
+        copies=length(copying) / 1e6,
+        kernels=_kernels(events, is_gpu),
+        waits=_summed(((one.name, one.end - one.start) for one in waits), MOST_WAITS),
+        waiting=length(union(waits)) / 1e6,
+        idle_by_part=_idle_by_part(open_, parts),
+        longest_gaps=_longest(open_, parts, events),
+        **_memory(events, parts),
+    )
+
+
+def _kinds(events: Events, is_gpu: bool, begin: float, end: float) -> tuple[Array, Array, Array]:
+    """When something is computed, when ranks talk, and when bytes are copied."""
+    if is_gpu:
+        talk = [one for one in events.kernels if COMMUNICATION.search(one.name)]
+        compute = [one for one in events.kernels if not COMMUNICATION.search(one.name)]
+    else:
+        talk, compute = events.exchanges, events.ops
+    return tuple(clipped(union(each), begin, end) for each in (compute, talk, events.copies))  # type: ignore[return-value]
+
+
+def _kernels(events: Events, is_gpu: bool) -> list[Named]:
+    if is_gpu:
+        return _summed(((one.name, one.end - one.start) for one in events.kernels), MOST_KERNELS)
+    return _summed(own_time(events.ops), MOST_KERNELS)
+
+
+def _summed(found: Iterable[tuple[str, float]], most: int) -> list[Named]:
+    """The names with the most microseconds, as seconds."""
+    totals: dict[str, list[float]] = {}
+    for name, time in found:
+        total = totals.setdefault(name, [0, 0.0])
+        total[0] += 1
+        total[1] += time
+    first = sorted(totals.items(), key=lambda item: -item[1][1])[:most]
+    return [Named(name, int(count), time / 1e6) for name, (count, time) in first]
+
+
+def _part_at(parts: list[Stretch], starts: Array, moment: float) -> str:
+    """The part of the step that the host is in, without the number of its micro-batch."""
+    place = int(np.searchsorted(starts, moment, side="right")) - 1
+    if place < 0 or parts[place].end < moment:
+        return OUTSIDE
+    return parts[place].name.split(" ")[0]
+
+
+def _ordered(parts: list[Stretch]) -> tuple[list[Stretch], Array]:
+    ordered = sorted(parts, key=lambda one: one.start)
+    return ordered, np.array([one.start for one in ordered])
+
+
+def _idle_by_part(open_: Array, parts: list[Stretch]) -> dict[str, float]:
+    """Seconds without work by the part of the step that the host was in."""
+    ordered, starts = _ordered(parts)
+    found: dict[str, float] = {}
+    for start, end in open_:
+        part = _part_at(ordered, starts, (start + end) / 2)
+        found[part] = found.get(part, 0.0) + (end - start) / 1e6
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def _longest(open_: Array, parts: list[Stretch], events: Events) -> list[tuple[str, float, str]]:
+    ordered, starts = _ordered(parts)
+    longest = open_[np.argsort(open_[:, 0] - open_[:, 1], kind="stable")[:MOST_GAPS]]
+    host = [*events.calls, *(events.ops if events.kernels else ())]
+    told = []
+    for start, end in longest:
+        inside: dict[str, float] = {}
+        for one in host:
+            share = min(one.end, end) - max(one.start, start)
+            if share > 0:
+                inside[one.name] = inside.get(one.name, 0.0) + share
+        doing = max(inside, key=lambda name: inside[name], default="")
+        told.append((_part_at(ordered, starts, (start + end) / 2), float(end - start) / 1e6, doing))
+    return told
+
+
+def _memory(events: Events, parts: list[Stretch]) -> dict[str, Any]:
+    """The peak, where in the step it was, and which operators took most."""
+    on_gpu = any(is_gpu for *_, is_gpu in events.allocations)
+    mine = sorted(entry for entry in events.allocations if entry[3] == on_gpu)
+    if not mine:
+        return {}
+    peak = max(mine, key=lambda entry: entry[2])
+    ordered, starts = _ordered(parts)
+    ops = sorted(events.ops, key=lambda op: op.start)
+    taken: dict[str, list[float]] = {}
+    place, outer = 0, []
+    for moment, bytes_, _, _ in mine:
+        while place < len(ops) and ops[place].start <= moment:
+            outer.append(ops[place])
+            place += 1
+        outer = [op for op in outer if op.end >= moment]
+        if bytes_ > 0:
+            total = taken.setdefault(outer[0].name if outer else "outside of operators", [0, 0])
+            total[0] += 1
+            total[1] += bytes_
+    first = sorted(taken.items(), key=lambda item: -item[1][1])[:MOST_ALLOCATORS]
+    return {
+        "peak_bytes": peak[2],
+        "peak_part": _part_at(ordered, starts, peak[0]),
+        "allocators": [Named(name, int(count), total) for name, (count, total) in first],
+    }

@@ -1,0 +1,127 @@
+"""Reading what Nsight's programs wrote, through those programs themselves: nsys exports SQLite, ncu prints CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import shutil
+import sqlite3
+import subprocess
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from steelyard.core.errors import Fault
+from steelyard.observe.profile.events import Events, Stretch
+from steelyard.observe.profile.looking import MOST_KERNELS, Look, Named
+from steelyard.observe.profile.tools import find
+from steelyard.observe.profile.trace import OWN_RANGES
+
+DURATION = "gpu__time_duration.sum"
+UNITS = {"nsecond": 1e-9, "ns": 1e-9, "usecond": 1e-6, "us": 1e-6, "msecond": 1e-3, "ms": 1e-3, "second": 1.0, "s": 1.0}
+LONGEST_SECONDS = 600
+RAW = ".qdstrm"
+
+
+def read_nsys(path: Path) -> Events:
+    """The events of an nsys report, of a database that nsys exported, or of what it could not make a report from."""
+    if path.suffix == ".sqlite":
+        return _database(path)
+    if path.suffix == RAW:
+        path = _imported(path)
+    with TemporaryDirectory(prefix="steelyard-nsys-") as folder:
+        exported = Path(folder) / "report.sqlite"
+        _asked([find("nsys"), "export", "--type", "sqlite", "--force-overwrite", "true", "--output", str(exported),
+                str(path)])  # fmt: skip
+        return _database(exported)
+
+
+def _imported(path: Path) -> Path:
+    """The report that Nsight's importer makes of raw data; some packages of nsys lack it."""
+    importer = shutil.which("QdstrmImporter")
+    if importer is None:
+        raise Fault(
+            "nsys wrote raw data only, since its importer is missing; QdstrmImporter of a whole Nsight Systems makes "
+            "a report of it, here or elsewhere"
+        )
+    report = path.with_suffix(".nsys-rep")
+    _asked([importer, "-i", str(path), "-o", str(report)])
+    return report
+
+
+def _database(path: Path) -> Events:
+    try:
+        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as database:
+            return _events(database)
+    except sqlite3.Error as error:
+        raise Fault(f"{path} cannot be read as an export of nsys: {error}") from None
+
+
+def _events(database: sqlite3.Connection) -> Events:
+    tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    names = dict(database.execute("SELECT id, value FROM StringIds")) if "StringIds" in tables else {}
+
+    def stretches(table: str, column: str) -> Iterator[Stretch]:
+        if table not in tables:
+            return
+        # The names are written here, not by users.
+        query = f'SELECT "{column}", start, "end" FROM {table} WHERE "end" IS NOT NULL'  # noqa: S608
+        if table == "OSRT_API":  # Threads that only wait for work say nothing; the first one's number is the process's.
+            query += " AND (globalTid & 0xFFFFFF) = ((globalTid >> 24) & 0xFFFFFF)"
+        for name, start, end in database.execute(query):
+            text = names.get(name, name) if isinstance(name, int) else name
+            yield Stretch(str(text), start / 1e3, end / 1e3)
+
+    events = Events(
+        kernels=list(stretches("CUPTI_ACTIVITY_KIND_KERNEL", "demangledName")),
+        copies=[*stretches("CUPTI_ACTIVITY_KIND_MEMCPY", "copyKind"),
+                *stretches("CUPTI_ACTIVITY_KIND_MEMSET", "deviceId")],
+        calls=[*stretches("CUPTI_ACTIVITY_KIND_RUNTIME", "nameId"), *stretches("OSRT_API", "nameId")],
+    )  # fmt: skip
+    if "NVTX_EVENTS" in tables:
+        columns = {row[1] for row in database.execute("PRAGMA table_info(NVTX_EVENTS)")}
+        both = "COALESCE(text, textId)" if "textId" in columns else "text"
+        query = f'SELECT {both}, start, "end" FROM NVTX_EVENTS WHERE "end" IS NOT NULL'  # noqa: S608
+        for name, start, end in database.execute(query):
+            text = str(names.get(name, name) if isinstance(name, int) else name)
+            if text.split(" ")[0] in OWN_RANGES:
+                events.ranges.append(Stretch(text, start / 1e3, end / 1e3))
+    return events
+
+
+def read_ncu(path: Path, rank: int) -> Look:
+    """The kernels of an ncu report. Each was run alone and several times, so nothing is said of idle or overlap."""
+    return kernels_of(_asked([find("ncu"), "--import", str(path), "--csv", "--page", "raw"]), rank)
+
+
+def kernels_of(text: str, rank: int) -> Look:
+    """The kernels in what `ncu --csv --page raw` prints: a line of names, a line of units, a line for each kernel."""
+    lines = text[text.find('"ID"') :] if '"ID"' in text else ""
+    rows = list(csv.DictReader(io.StringIO(lines)))
+    unit = UNITS.get(str(rows[0].get(DURATION, "")).strip(), 1e-9) if rows else 1e-9
+    totals: dict[str, list[float]] = {}
+    for row in rows[1:]:
+        try:
+            seconds = float(str(row[DURATION]).replace(",", "")) * unit
+        except (KeyError, ValueError):
+            continue
+        total = totals.setdefault(str(row.get("Kernel Name", "")), [0, 0.0])
+        total[0] += 1
+        total[1] += seconds
+    first = sorted(totals.items(), key=lambda item: -item[1][1])[:MOST_KERNELS]
+    kernels = [Named(name, int(count), seconds) for name, (count, seconds) in first]
+    none: dict[str, Any] = {"busy": 0.0, "communication": 0.0, "overlapped": 0.0, "copies": 0.0, "waiting": 0.0}
+    return Look(rank=rank, tool="ncu", device="gpu", steps=0, seconds=0.0, kernels=kernels, waits=[], idle_by_part={},
+                longest_gaps=[], **none)  # fmt: skip
+
+
+def _asked(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Fault(f"{command[0]} could not read its report: {error}") from None
+    if done.returncode:
+        raise Fault(f"{command[0]} could not read its report: {(done.stderr or done.stdout).strip()[:500]}")
+    return done.stdout

@@ -1,0 +1,59 @@
+"""Reading the traces of torch's profiler: Chrome's JSON, packed or not."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from steelyard.core.errors import Fault
+from steelyard.observe.profile.events import COMMUNICATION, Events, Stretch
+
+OWN_RANGES = ("step", "data", "forward", "backward", "weights", "send", "receive", "wait", "gradients", "optimizer")
+CUDA = 1  # How torch numbers devices in memory events: 0 is the processor.
+
+
+def read(path: Path) -> Events:
+    """The events of a trace."""
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as file:
+            entries = json.load(file)["traceEvents"]
+        found = _sorted_out([entry for entry in entries if isinstance(entry, dict)])
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        raise Fault(f"{path} cannot be read as a trace: {error}") from None
+    return found
+
+
+def _sorted_out(entries: list[dict[str, Any]]) -> Events:
+    events = Events()
+    threads = Counter(entry.get("tid") for entry in entries if entry.get("cat") == "cpu_op")
+    main = threads.most_common(1)[0][0] if threads else None
+    for entry in entries:
+        category = entry.get("cat")
+        if entry.get("ph") == "X":
+            start = float(entry["ts"])
+            stretch = Stretch(str(entry["name"]), start, start + float(entry.get("dur", 0)))
+            _place(events, stretch, str(category), entry.get("tid") == main)
+        elif category == "cpu_instant_event" and entry.get("name") == "[memory]":
+            told = entry["args"]
+            events.allocations.append(
+                (float(entry["ts"]), int(told["Bytes"]), int(told["Total Allocated"]), told["Device Type"] == CUDA)
+            )
+    return events
+
+
+def _place(events: Events, stretch: Stretch, category: str, is_main: bool) -> None:
+    if category == "kernel":
+        events.kernels.append(stretch)
+    elif category in ("gpu_memcpy", "gpu_memset"):
+        events.copies.append(stretch)
+    elif category in ("cuda_runtime", "cuda_driver"):
+        events.calls.append(stretch)
+    elif category == "user_annotation" and stretch.name.split(" ")[0] in OWN_RANGES:
+        events.ranges.append(stretch)
+    elif category in ("user_annotation", "cpu_op") and COMMUNICATION.search(stretch.name):
+        events.exchanges.append(stretch)
+    elif category == "cpu_op" and is_main:
+        events.ops.append(stretch)

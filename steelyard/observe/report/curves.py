@@ -1,0 +1,113 @@
+"""Curves of one run or several over their steps, drawn by plotly."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from steelyard.core.errors import UserError
+
+MOST_POINTS = 4000  # Of a curve; a longer one keeps the lowest and the highest of each stretch.
+COLOURS = ("#2563a8", "#d9742b", "#2f9e6e", "#b83280", "#7a5cc0", "#8d6e4f", "#0f8a9d", "#c93b3b")
+DASHES = ("solid", "dot", "dash")
+# Title, what the values are, and the keys of a record with their names and factors.
+CURVES: list[tuple[str, str, list[tuple[str, str, float]]]] = [
+    ("Loss", "nats per token", [("loss", "training", 1), ("valid_loss", "validation", 1)]),
+    ("Throughput", "tokens per second", [("tokens_per_second", "tokens/s", 1)]),
+    ("Learning rate", "", [("learning_rate", "learning rate", 1)]),
+    ("Gradient norm", "", [("grad_norm", "gradient norm", 1)]),
+    ("Seconds of a step", "s", [("seconds", "mean since the last record", 1)]),
+    ("MFU", "% of the device's peak", [("mfu", "MFU", 100)]),
+    ("Arithmetic of each rank", "TFLOP/s", [("tflops", "TFLOP/s", 1)]),
+    ("Memory", "GiB, the fullest rank's peak", [("peak_memory", "peak memory", 2**-30)]),
+    (
+        "Masks",
+        "shares of all groups",
+        [
+            ("mask_max_probability", "how decided", 1),
+            ("mask_changed", "changed since the last record", 1),
+            ("mask_from_prior", "not the prior's", 1),
+        ],
+    ),
+]
+Records = Sequence[dict[str, Any]]
+X = TypeVar("X")
+
+
+class Charts:
+    """Turns figures into HTML; the first one carries the plotting library, the others use it."""
+
+    def __init__(self) -> None:
+        try:
+            from plotly import graph_objects
+        except ImportError:
+            raise UserError("plotly is not installed", mend="pip install plotly") from None
+        self.objects: Any = graph_objects
+        self._is_carried = False
+
+    def draw(self, figure: Any, height: int = 300, **layout: Any) -> str:
+        """A figure as a piece of a page."""
+        figure.update_layout(
+            height=height, margin={"l": 60, "r": 20, "t": 10, "b": 45}, template="plotly_white",
+            legend={"orientation": "h", "y": 1.14}, **layout,
+        )  # fmt: skip
+        library = not self._is_carried
+        self._is_carried = True
+        return str(figure.to_html(full_html=False, include_plotlyjs=library, config={"displaylogo": False}))
+
+
+def draw(charts: Charts, runs: Mapping[str, Records]) -> str:
+    """All curves that any of the runs, given by name, has values for."""
+    drawn = []
+    for title, unit, lines in CURVES:
+        figure = charts.objects.Figure()
+        for number, (run, records) in enumerate(runs.items()):
+            for place, (key, label, factor) in enumerate(lines):
+                steps, values = points(records, key, factor)
+                if steps:
+                    several = len(runs) > 1
+                    figure.add_scatter(
+                        x=steps, y=values, name=html.escape(f"{run}, {label}" if several else label),
+                        mode="lines" if len(steps) > 1 and key != "valid_loss" else "lines+markers",
+                        line={"color": COLOURS[(number if several else place) % len(COLOURS)],
+                              "dash": DASHES[place % len(DASHES)] if several else "solid"},
+                    )  # fmt: skip
+        if figure.data:
+            shown = charts.draw(figure, xaxis_title="step", yaxis_title=unit)
+            drawn.append(f"<div><h3>{title}</h3>{shown}</div>")
+    return f'<div class="charts">{"".join(drawn)}</div>' if drawn else "<p>Nothing was recorded yet.</p>"
+
+
+def points(records: Records, key: str, factor: float = 1) -> tuple[list[int], list[float | None]]:
+    """Steps and values of a key, thinned. A value that is no number is a gap."""
+    found = [
+        (record["step"], record[key] * factor if is_number(record[key]) else None)
+        for record in records
+        if key in record
+    ]
+    found = thinned(found, MOST_POINTS)
+    return [step for step, _ in found], [value for _, value in found]
+
+
+def thinned(found: list[tuple[X, float | None]], most: int) -> list[tuple[X, float | None]]:
+    """At most so many points: of each stretch the lowest and the highest, so that no peak is lost."""
+    if len(found) <= most:
+        return found
+    stretch = -(-len(found) // (most // 2))
+    kept: list[tuple[X, float | None]] = []
+    for first in range(0, len(found), stretch):
+        part = found[first : first + stretch]
+        low, high = (pick(range(len(part)), key=lambda place: _height(part[place])) for pick in (min, max))
+        kept += [part[place] for place in sorted({low, high})]
+    return kept
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of a file can be drawn."""
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def _height(point: tuple[Any, float | None]) -> float:
+    return -math.inf if point[1] is None else point[1]

@@ -1,0 +1,118 @@
+"""A timeline as the page carries it: arrays of numbers in base64, drawn by `timeline.js`.
+
+Steps that were asked for, the slowest, the first and the last, and then as many others as fit the budget are carried
+whole, span by span; of every step each rank's sums by kind are carried, which is what is drawn for the others.
+
+    ranks, stages       the ranks, and the pipeline rank of each
+    names, lanes, colours   of the kinds of spans
+    steps, begin, length    of each step: its number (int32), when it began (float64) and lasted (float32), in ms
+    sums                ms by step, rank and name (float32)
+    whole               places in `steps` of those carried whole, ascending
+    index               where the spans of whole step w and rank r begin: index[w * ranks + r] (uint32)
+    start, span         of each span, in ticks from its step's begin (uint32)
+    name, stage, micro  of each span (uint8, int16, int16)
+    tick                nanoseconds
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from steelyard.observe.spans import KINDS, UNKNOWN, Array, Spans
+
+MOST_SPANS = 500_000  # 17 bytes each on the page
+SLOWEST = 8
+
+
+def pack(spans: Spans, pipeline_rank: dict[int, int], asked: Iterable[int] = (), most: int = MOST_SPANS) -> str:
+    """The timeline as JSON that may stand inside a script element."""
+    whole = choose(spans, asked, most)
+    kinds = [KINDS.get(name, UNKNOWN) for name in spans.names]
+    packed: dict[str, Any] = {
+        "ranks": [rank.rank for rank in spans.ranks],
+        "stages": [pipeline_rank.get(rank.rank, 0) for rank in spans.ranks],
+        "names": spans.names,
+        "lanes": [lane for lane, _ in kinds],
+        "colours": [colour for _, colour in kinds],
+        "steps": _base64(spans.steps, "<i4"),
+        "begin": _base64((spans.begin - spans.begin[0]) / 1e6, "<f8"),
+        "length": _base64(spans.length / 1e6, "<f4"),
+        "sums": _base64(spans.sums / 1e6, "<f4"),
+        "whole": [int(place) for place in whole],
+    }
+    packed |= _spans(spans, whole)
+    return as_script(packed)
+
+
+def as_script(value: Any) -> str:
+    """JSON with nothing in it that a browser would take for markup."""
+    return (
+        json.dumps(value, separators=(",", ":")).replace("<", "\\u003c").replace("\u2028", " ").replace("\u2029", " ")
+    )
+
+
+def choose(spans: Spans, asked: Iterable[int], most: int) -> list[int]:
+    """Places of the steps to carry whole, those that matter most first until the budget is spent."""
+    count = len(spans.steps)
+    sizes = np.zeros(count, dtype=np.int64)
+    for rank in spans.ranks:
+        np.add.at(sizes, np.searchsorted(spans.steps, rank.step), 1)
+    wanted = [int(place) for place in np.flatnonzero(np.isin(spans.steps, list(asked)))]
+    slowest = [int(place) for place in np.argsort(-spans.length, kind="stable")[:SLOWEST]]
+    middle = int(np.argsort(spans.length, kind="stable")[count // 2])
+    chosen: dict[int, None] = {}
+    left = most
+    for place in [*wanted, *slowest, middle, 0, count - 1, *_spread(count)]:
+        if place not in chosen and (sizes[place] <= left or not chosen):
+            chosen[place] = None
+            left -= int(sizes[place])
+    return sorted(chosen)
+
+
+def _spread(count: int) -> list[int]:
+    """All places, evenly spread from the first on: halves, quarters, and so on."""
+    step, order = 1 << max(0, (count - 1).bit_length()), []
+    seen: set[int] = set()
+    while step:
+        order += [place for place in range(0, count, step) if place not in seen]
+        seen.update(order)
+        step //= 2
+    return order
+
+
+def _spans(spans: Spans, whole: list[int]) -> dict[str, Any]:
+    tick = max(1, -(-int(spans.length[whole].max()) // (2**32 - 1))) if whole else 1
+    index, columns = [0], []
+    cuts = []
+    for rank in spans.ranks:
+        order = np.argsort(rank.step, kind="stable")
+        cuts.append((rank, order, rank.step[order]))
+    for place in whole:
+        for rank, order, sorted_steps in cuts:
+            first, last = np.searchsorted(sorted_steps, [spans.steps[place], spans.steps[place] + 1])
+            rows = order[first:last]
+            start = (rank.start[rows] - spans.begin[place]) // tick
+            columns.append(
+                (start, (rank.end[rows] - rank.start[rows]) // tick, rank.name[rows], rank.stage[rows],
+                 rank.micro_batch[rows])
+            )  # fmt: skip
+            index.append(index[-1] + len(rows))
+    start, length, name, stage, micro = (np.concatenate(each) for each in zip(*columns, strict=True))
+    return {
+        "tick": tick,
+        "index": _base64(np.array(index), "<u4"),
+        "start": _base64(start, "<u4"),
+        "span": _base64(np.clip(length, 0, None), "<u4"),
+        "name": _base64(name, "<u1"),
+        "stage": _base64(np.clip(stage, -1, 32767), "<i2"),
+        "micro": _base64(np.clip(micro, -1, 32767), "<i2"),
+    }
+
+
+def _base64(values: Array, dtype: str) -> str:
+    return base64.b64encode(np.ascontiguousarray(values, dtype=dtype).tobytes()).decode("ascii")

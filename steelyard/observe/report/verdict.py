@@ -1,0 +1,22 @@
+"""What is to be thought of a run, as `steelyard watch` would say it."""
+
+from __future__ import annotations
+
+import html
+
+from steelyard.core import secrets
+from steelyard.core.run import Run
+from steelyard.observe.state import State
+from steelyard.observe.verdict import judge
+
+STYLES = {"ok": "good", "waiting": "warning", "warning": "warning", "wrong": "bad"}
+
+
+def verdict(run: Run, name: str) -> str:
+    """A box for each thing that is to be said: how the run stands, and what to do about it."""
+    boxes = []
+    for found in judge(State(run.path).refresh()):
+        words = secrets.scrub(f"{found.message}\nTo do: {found.what_to_do}")
+        kind = STYLES.get(found.level, "warning")
+        boxes.append(f'<div class="verdict {kind}"><b>{html.escape(name)}</b>: {html.escape(words)}</div>')
+    return "".join(boxes)

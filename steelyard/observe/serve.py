@@ -1,0 +1,184 @@
+"""`steelyard serve`: all runs below a folder, live in a browser.
+
+    GET /            the page (pages/serve.html, .css, .js), which asks for the rest and builds it from text alone
+    GET /api/runs    one line per run: {"folder": ..., "runs": [{"id", "name", "state", "verdict", "progress", "loss"}]}
+    GET /api/run?id= one run whole, as `observe/view.py` has it
+
+Nothing can be changed through it, and only runs that were found below the folder can be asked for. It listens on this
+machine alone unless told otherwise, and answers only to names it was given, so that no foreign page can read through a
+browser what is meant for this machine (DNS rebinding). Pages may load nothing from elsewhere (Content-Security-Policy).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import resources
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from steelyard.core.console import console
+from steelyard.core.errors import Interrupted, UserError
+from steelyard.observe import find
+from steelyard.observe.schedulers import Asking
+from steelyard.observe.state import State
+from steelyard.observe.verdict import has_ended
+from steelyard.observe.view import summary, view
+
+SECONDS_FRESH = 1.5  # However many browsers ask, a run is looked at no more often.
+SECONDS_LISTED = 5.0
+PAGES = {
+    "/": ("serve.html", "text/html; charset=utf-8"),
+    "/serve.css": ("serve.css", "text/css; charset=utf-8"),
+    "/serve.js": ("serve.js", "text/javascript; charset=utf-8"),
+}
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+LOCAL = ("127.0.0.1", "localhost", "::1")
+EVERYWHERE = ("0.0.0.0", "::", "")
+
+
+class Followed:
+    """One run, looked at when somebody asks and it was not just looked at."""
+
+    def __init__(self, path: Path) -> None:
+        self.state, self.asking, self.lock = State(path), Asking(path), threading.Lock()
+        self._answers: dict[str, tuple[float, dict[str, Any]]] = {}
+
+    def answer(self, make: Callable[[State], dict[str, Any]], fresh: float) -> dict[str, Any]:
+        """What `make` says of the run, at most `fresh` seconds old."""
+        with self.lock:
+            at, known = self._answers.get(make.__name__, (float("-inf"), {}))
+            if time.monotonic() - at < fresh:
+                return known
+            if not self._answers or not has_ended(self.state):
+                self.asking.ask()
+            answer = make(self.state.refresh())
+            self._answers[make.__name__] = time.monotonic(), answer
+            return answer
+
+
+class Runs:
+    """The runs below a folder, found again every few seconds."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.resolve()
+        self._lock = threading.Lock()
+        self._found: dict[str, Followed] = {}
+        self._looked = float("-inf")
+
+    def found(self) -> dict[str, Followed]:
+        """By their path below the folder, which is the only name they can be asked for by."""
+        with self._lock:
+            if time.monotonic() - self._looked > SECONDS_LISTED:
+                paths = {str(path.relative_to(self.folder)): path for path in find.below(self.folder)}
+                self._found = {name: self._found.get(name) or Followed(path) for name, path in paths.items()}
+                self._looked = time.monotonic()
+            return self._found
+
+    def listed(self) -> dict[str, Any]:
+        """All of them, the newest first."""
+        runs = [
+            {"id": name, **run.answer(summary, SECONDS_LISTED)}
+            for name, run in sorted(self.found().items(), key=lambda item: -(item[1].state.progressed or 0.0))
+        ]
+        return {"folder": str(self.folder), "runs": runs}
+
+    def one(self, name: str) -> dict[str, Any] | None:
+        """One of them whole; none that is not there."""
+        run = self.found().get(name)
+        return None if run is None else run.answer(view, SECONDS_FRESH)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers GET and HEAD, and nothing else."""
+
+    server_version, sys_version = "steelyard", ""
+    timeout = 30
+
+    def __init__(self, runs: Runs, names: frozenset[str] | None, *arguments: Any) -> None:
+        self.runs, self.names = runs, names
+        super().__init__(*arguments)
+
+    def do_GET(self) -> None:
+        """A page, or what it asks for."""
+        try:
+            if not self._is_meant():
+                return self._send(HTTPStatus.MISDIRECTED_REQUEST, b"not served under this name\n", "text/plain")
+            asked = urlsplit(self.path)
+            if asked.path in PAGES:
+                name, kind = PAGES[asked.path]
+                return self._send(
+                    HTTPStatus.OK, (resources.files("steelyard.observe") / "pages" / name).read_bytes(), kind
+                )
+            answer: dict[str, Any] | None = None
+            if asked.path == "/api/runs":
+                answer = self.runs.listed()
+            elif asked.path == "/api/run":
+                answer = self.runs.one(parse_qs(asked.query).get("id", [""])[0])
+            if answer is None:
+                return self._send(HTTPStatus.NOT_FOUND, b"{}\n", "application/json")
+            body = json.dumps(answer, ensure_ascii=True, allow_nan=False, default=str).encode()
+            self._send(HTTPStatus.OK, body, "application/json")
+        except (BrokenPipeError, ConnectionResetError):
+            self.close_connection = True  # The reader has left.
+        except Exception as error:  # A run that cannot be read must not take the others' page with it.
+            console.warn(f"{self.path!r} was not answered: {type(error).__name__}: {error}")
+            with contextlib.suppress(OSError):
+                self._send(HTTPStatus.INTERNAL_SERVER_ERROR, b"{}\n", "application/json")
+
+    do_HEAD = do_GET
+
+    def _is_meant(self) -> bool:
+        name = urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""
+        return self.names is None or name in self.names
+
+    def _send(self, status: HTTPStatus, body: bytes, kind: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        for name, value in HEADERS.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Say nothing: a page that asks every two seconds would fill a terminal."""
+
+
+def make_server(folder: Path, host: str = "127.0.0.1", port: int = 0) -> ThreadingHTTPServer:
+    """A server that is bound and not yet serving."""
+    if not folder.is_dir():
+        raise UserError(f"there is no folder {folder}", mend="name the folder whose runs are to be shown")
+    names = None if host in EVERYWHERE else frozenset({host, *(LOCAL if host in LOCAL else ())})
+    try:
+        server = ThreadingHTTPServer((host, port), partial(Handler, Runs(folder), names))
+    except OSError as error:
+        raise UserError(f"cannot listen on {host}:{port}: {error.strerror}", mend="give another --port") from None
+    server.daemon_threads = True
+    return server
+
+
+def serve(folder: Path, host: str, port: int) -> None:
+    """Serve until interrupted."""
+    with make_server(folder, host, port) as server:
+        if host not in LOCAL:
+            console.warn(f"anyone who reaches {host} can read what runs below {folder} say")
+        console.say(
+            f"http://{host or 'localhost'}:{server.server_address[1]}/ shows the runs below {folder}; Ctrl-C ends it"
+        )
+        with contextlib.suppress(Interrupted):
+            server.serve_forever(poll_interval=0.5)

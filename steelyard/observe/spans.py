@@ -1,0 +1,146 @@
+"""What all ranks did in the timed steps: `timeline/rank-*.jsonl` as arrays.
+
+A thousand steps of 64 ranks are millions of spans. They are read rank by rank into arrays, and what most readers want
+of a step (how long each rank spent on each kind of work) is summed up on the way.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+COMPUTE, COMMUNICATION, OTHER = 0, 1, 2
+LANES = ("compute", "communication", "data and optimizer")
+# The lane and the colour of each kind of span that a rank marks.
+KINDS = {
+    "forward": (COMPUTE, "#3b78c3"),
+    "backward": (COMPUTE, "#e8833a"),
+    "weights": (COMPUTE, "#d9b13b"),
+    "send": (COMMUNICATION, "#7a5cc0"),
+    "receive": (COMMUNICATION, "#b9a3e3"),
+    "wait": (COMMUNICATION, "#c9ced6"),
+    "gradients": (COMMUNICATION, "#c2417c"),
+    "reduce": (COMMUNICATION, "#c2417c"),
+    "optimizer": (OTHER, "#2f9e6e"),
+    "update": (OTHER, "#2f9e6e"),
+    "data": (OTHER, "#8d6e4f"),
+}
+UNKNOWN = (OTHER, "#77808c")
+MOST_NAMES = 64  # A file with more kinds of spans than that is no timeline.
+
+
+@dataclass
+class RankSpans:
+    """The spans of one rank, in the order they began."""
+
+    rank: int
+    step: Array
+    name: Array
+    stage: Array
+    micro_batch: Array
+    start: Array
+    end: Array
+
+
+@dataclass
+class Spans:
+    """All ranks' spans and, for each step, when it ran and how long each rank spent on what (nanoseconds)."""
+
+    names: list[str]
+    ranks: list[RankSpans]
+    steps: Array
+    begin: Array
+    end: Array
+    sums: Array
+    """Nanoseconds by step, rank and name."""
+    dropped: int
+    """Lines that could not be read."""
+
+    @property
+    def length(self) -> Array:
+        """Nanoseconds that each step took, from the first rank's first span to the last one's last."""
+        return self.end - self.begin
+
+    def lane(self, lane: int) -> list[int]:
+        """The numbers of the names that belong to a lane."""
+        return [number for number, name in enumerate(self.names) if KINDS.get(name, UNKNOWN)[0] == lane]
+
+
+def read(folder: Path) -> Spans | None:
+    """The timeline of a run; None where it kept none."""
+    names = list(KINDS)
+    ranks, dropped = [], 0
+    for path in sorted(folder.glob("rank-*.jsonl")):
+        found, bad = _read_rank(path, names)
+        dropped += bad
+        if found is not None:
+            ranks.append(found)
+    return _together(names, ranks, dropped) if ranks else None
+
+
+def _read_rank(path: Path, names: list[str]) -> tuple[RankSpans | None, int]:
+    number = path.stem.removeprefix("rank-")
+    entries, dropped = _entries(path)
+    rows = []
+    known = {name: place for place, name in enumerate(names)}
+    for entry in entries:
+        try:
+            name = str(entry["name"])
+            place = known.get(name)
+            if place is None:
+                if len(names) >= MOST_NAMES:
+                    raise ValueError(name)
+                place = known[name] = len(names)
+                names.append(name)
+            rows.append((int(entry["step"]), place, int(entry["stage"]), int(entry["micro_batch"]),
+                         int(entry["start_ns"]), int(entry["end_ns"])))  # fmt: skip
+        except (KeyError, TypeError, ValueError):
+            dropped += 1
+    if not rows or not number.isdigit():
+        return None, dropped
+    table = np.array(rows, dtype=np.int64)
+    table = table[np.argsort(table[:, 4], kind="stable")]
+    return RankSpans(int(number), *(np.ascontiguousarray(table[:, column]) for column in range(6))), dropped
+
+
+def _entries(path: Path) -> tuple[list[Any], int]:
+    """The objects of a file; one call for all lines is several times faster than one for each."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    try:
+        return json.loads(f"[{','.join(lines)}]"), 0
+    except ValueError:
+        entries = []
+        for line in lines:
+            try:
+                entries.append(json.loads(line))
+            except ValueError:
+                continue
+        return entries, len(lines) - len(entries)
+
+
+def _together(names: list[str], ranks: list[RankSpans], dropped: int) -> Spans:
+    steps = np.unique(np.concatenate([rank.step for rank in ranks]))
+    count = len(steps)
+    begin, end = np.full(count, np.iinfo(np.int64).max), np.full(count, np.iinfo(np.int64).min)
+    sums = np.zeros((count, len(ranks), len(names)), dtype=np.int64)
+    for number, rank in enumerate(ranks):
+        place = np.searchsorted(steps, rank.step)
+        np.minimum.at(begin, place, rank.start)
+        np.maximum.at(end, place, rank.end)
+        np.add.at(sums[:, number], (place, rank.name), rank.end - rank.start)
+    used = [number for number in range(len(names)) if sums[:, :, number].any()]
+    renumbered = np.zeros(len(names), dtype=np.int64)
+    renumbered[used] = np.arange(len(used))
+    for rank in ranks:
+        keep = np.isin(rank.name, used)
+        for field in ("step", "name", "stage", "micro_batch", "start", "end"):
+            setattr(rank, field, getattr(rank, field)[keep])
+        rank.name = renumbered[rank.name]
+    return Spans([names[number] for number in used], ranks, steps, begin, end, sums[:, :, used], dropped)

@@ -1,0 +1,102 @@
+"""Reading files that others are writing, by offset: what a look costs depends on what is new, never on the size.
+
+A file that is met for the first time is read from near its end. What was added since the last look is read from where
+that look ended; if more was added than a look may read, the middle is skipped and counted. A file that was replaced or
+cut short is met anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+LONGEST_TORN = 1 << 20  # A line that never ends must not fill the memory.
+
+
+class Tail:
+    """The end of one growing file."""
+
+    def __init__(self, path: Path, first: int, most: int) -> None:
+        self.path, self.first, self.most = path, first, most
+        self.offset = 0
+        self.begins = 0
+        """Where in the file the chunk began that was read last."""
+        self.skipped = 0
+        """Bytes that were never read."""
+        self.changed: float | None = None
+        """When the file was last written to, by its filesystem's clock."""
+        self._inode = -1
+        self._torn = b""
+
+    def lines(self) -> tuple[list[bytes], bool]:
+        """The whole lines that are new, and whether the file is met anew, so that earlier ones no longer count."""
+        chunk, is_new = self.chunk()
+        return chunk.split(b"\n")[:-1], is_new
+
+    def chunk(self) -> tuple[bytes, bool]:
+        """The same as one piece that ends with a line's end, or empty."""
+        try:
+            status = self.path.stat()
+        except OSError:
+            return b"", False
+        is_new = status.st_ino != self._inode or status.st_size < self.offset
+        if is_new:
+            self._inode, self.offset, self.skipped, self._torn = status.st_ino, 0, 0, b""
+        self.changed = status.st_mtime
+        most = self.first if is_new else self.most
+        grown = status.st_size - self.offset
+        if grown <= 0:
+            return b"", is_new
+        if grown > most:
+            self.skipped += grown - most
+            self.offset = status.st_size - most
+            self._torn = b""
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(self.offset)
+                data = file.read(min(grown, most))
+        except OSError:
+            return b"", is_new
+        self.offset += len(data)
+        if grown > most:  # The first line has lost its beginning.
+            data = data.partition(b"\n")[2]
+        data = self._torn + data
+        self.begins = self.offset - len(data)
+        end = data.rfind(b"\n") + 1
+        self._torn = data[end:][-LONGEST_TORN:]
+        return data[:end], is_new
+
+
+def records(lines: list[bytes]) -> Iterator[dict[str, Any]]:
+    """The JSON objects among lines; what is none was torn by a killed writer, or is no business of ours."""
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            record = json.loads(line)
+            if isinstance(record, dict):
+                yield record
+
+
+class Small:
+    """A small JSON file, read again only when it was replaced."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.value: dict[str, Any] = {}
+        self._seen: tuple[int, int, int] | None = None
+
+    def read(self) -> dict[str, Any]:
+        """What it holds now; empty while it is not there or not whole."""
+        try:
+            status = self.path.stat()
+            seen = status.st_ino, status.st_mtime_ns, status.st_size
+            if seen != self._seen:
+                value = json.loads(self.path.read_bytes())
+                self.value, self._seen = value if isinstance(value, dict) else {}, seen
+        except FileNotFoundError:
+            self.value, self._seen = {}, None
+        except (OSError, ValueError, RecursionError):
+            self._seen = None
+        return self.value

@@ -1,0 +1,66 @@
+"""The verdict on a run: a table of rules over its state (`observe/rules/`), the worst first.
+
+A rule that sees nothing to say gives none. A run of which no rule says anything is running, and healthy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from steelyard.core import units
+from steelyard.observe.rules import LEVELS, Level, Verdict, course, ending, machines
+from steelyard.observe.state import State, is_number
+
+Rule = Callable[[State], Verdict | None]
+# In the order in which verdicts of one level are told: causes before consequences.
+RULES: tuple[Rule, ...] = (
+    course.errors,
+    machines.disk_nearly_full,
+    machines.other_configuration,
+    course.loss_not_finite,
+    ending.scheduler_ended,
+    ending.run_ended,
+    machines.silent_host,
+    machines.nobody_on_device,
+    course.no_progress,
+    course.loss_spike,
+    machines.slow_rank,
+    machines.hot_device,
+    machines.versions_differ,
+    machines.clocks_differ,
+    ending.not_started,
+)
+EXIT_CODES: dict[Level, int] = {"ok": 0, "wrong": 1, "waiting": 3, "warning": 4}
+
+
+def judge(state: State) -> list[Verdict]:
+    """All that there is to say about a run, the worst first; never nothing."""
+    found = [verdict for rule in RULES if (verdict := rule(state)) is not None]
+    if not found:
+        found = [Verdict("healthy", "ok", f"running well{_pace(state)}", "nothing")]
+    return sorted(found, key=lambda verdict: -LEVELS.index(verdict.level))
+
+
+def exit_code(verdicts: list[Verdict]) -> int:
+    """What a script is told: 0 healthy or completed, 1 something is wrong, 3 not started yet, 4 a warning."""
+    return EXIT_CODES[verdicts[0].level]
+
+
+def has_ended(state: State) -> bool:
+    """Whether nothing more will happen by itself."""
+    if state.is_live or state.is_waiting:
+        return False
+    return bool(state.job_states) or state.manifest.get("state", "created") != "created"
+
+
+def seconds_left(state: State) -> float | None:
+    """How long the steps that are left will take at the present pace."""
+    seconds = state.trained[-1].get("seconds") if state.trained else None
+    if state.recipe is None or not is_number(seconds):
+        return None
+    return float(seconds) * max(0, state.recipe.train.steps - int(state.trained[-1]["step"]))
+
+
+def _pace(state: State) -> str:
+    left = seconds_left(state)
+    return "" if left is None else f", {units.duration(left)} left"

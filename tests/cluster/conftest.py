@@ -1,0 +1,200 @@
+"""One virtual cluster for all tests here, and a folder with a corpus and recipes that its nodes share."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import steelyard
+from tests.cluster.lab import Lab, reason_to_skip
+from tests.conftest import write_tokens
+
+RECIPE = """
+[model]
+family = "gpt"
+layers = 4
+hidden = 32
+heads = 4
+vocab = 97
+
+[data]
+train = "tokens_text_document"
+split = "1,0,0"
+sequence_length = 16
+
+[train]
+steps = 20
+global_batch = 8
+micro_batch = 2
+device = "cpu"
+
+[optim]
+learning_rate = 1e-3
+
+[checkpoint]
+every = 10
+background = false
+
+[log]
+every = 1
+"""
+MIXED = """
+[parallel]
+pipeline = 4
+partition = "0-2-2-0"
+placement = ["a10:2", "a100:2"]
+"""
+CLUSTER = """
+[[nodes]]
+type = "a10"
+count = 2
+gpu = "a10"
+gpus = 1
+partition = "a10"
+gres = "gpu:a10:1"
+
+[[nodes]]
+type = "a100"
+count = 2
+gpu = "a100-40"
+gpus = 1
+partition = "a100"
+gres = "gpu:a100:1"
+"""
+SITES = """
+default = "yard"
+
+[yard]
+cpus_per_rank = 1
+partition = "a10"
+
+[yard.environment]
+OMP_NUM_THREADS = "1"
+PYTHONPATH = "{source}"
+
+[apart]
+cpus_per_rank = 1
+heterogeneous = "several-jobs"
+
+[apart.environment]
+OMP_NUM_THREADS = "1"
+PYTHONPATH = "{source}"
+"""
+
+
+@pytest.fixture(scope="session")
+def lab() -> Iterator[Lab]:
+    reason = reason_to_skip()
+    if reason:
+        pytest.skip(reason)
+    made = Lab()
+    try:
+        made.start()
+        yield made
+    finally:
+        made.stop()
+
+
+@dataclass
+class Yard:
+    """A folder that all nodes see, and the real command in it."""
+
+    path: Path
+    lab: Lab
+
+    @property
+    def environment(self) -> dict[str, str]:
+        source = str(Path(steelyard.__file__).parent.parent)
+        own = {"PATH": f"{self.lab.bin}:{os.environ['PATH']}", "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
+        return os.environ | own | {"XDG_CONFIG_HOME": str(self.path / "config")}
+
+    def steelyard(self, *words: str, on_host: str | None = None, beside: str | None = None, code: int = 0):
+        command = [sys.executable, "-P", "-m", "steelyard", *words]
+        if beside is not None:
+            command = self.lab.beside(beside, *command)
+        if on_host is not None:
+            command = self.lab.inside(on_host, "sh", "-c", 'cd "$0" && exec "$@"', str(self.path), *command)
+        done = subprocess.run(command, cwd=self.path, env=self.environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == code, done.stdout + done.stderr
+        return done
+
+    def submit(self, *words: str, **where: str) -> Path:
+        """Submit and return the run folder."""
+        return Path(json.loads(self.steelyard("submit", "--json", *words, **where).stdout)["run"])
+
+    def records(self, run: Path) -> list[dict]:
+        """What the scheduler says now, and has said."""
+        self.steelyard("list", str(run.parent), "--json")
+        return [json.loads(line) for line in (run / "scheduler.jsonl").read_text().splitlines()]
+
+    def state(self, run: Path) -> str:
+        rows = json.loads(self.steelyard("list", str(run.parent), "--json").stdout)["runs"]
+        return next(row["state"] for row in rows if row["name"] == run.name)
+
+    def until_state(self, run: Path, *states: str, seconds: float = 120) -> str:
+        deadline = time.monotonic() + seconds
+        while (found := self.state(run)) not in states:
+            assert time.monotonic() < deadline, f"{run.name} is {found}, not {states}\n{everything(run)}"
+            time.sleep(1)
+        return found
+
+    def until_step(self, run: Path, step: int, seconds: float = 90) -> None:
+        deadline = time.monotonic() + seconds
+        while not any(record["step"] >= step for record in metrics(run)):
+            assert time.monotonic() < deadline, f"{run.name} came to no step {step}\n{everything(run)}"
+            time.sleep(0.3)
+
+    def hurry(self, run: Path, seconds: float = 60) -> None:
+        """Have a requeued job start now: Slurm would let it wait for two minutes."""
+        job = json.loads((run / "launch.json").read_text())["jobs"][0]
+        self.until_state(run, "PENDING", seconds=seconds)
+        self.lab.until(
+            lambda: self.lab.client("scontrol", "update", f"job={job}", "StartTime=now").returncode == 0,
+            f"job {job} to be pending", 30,
+        )  # fmt: skip
+
+
+def metrics(run: Path) -> list[dict]:
+    try:
+        lines = (run / "metrics.jsonl").read_text().splitlines()
+    except FileNotFoundError:
+        return []
+    found = []
+    for line in lines:
+        try:
+            found.append(json.loads(line))
+        except ValueError:  # It is being written.
+            break
+    return found
+
+
+def losses(run: Path) -> dict[int, float]:
+    return {record["step"]: record["loss"] for record in metrics(run) if "loss" in record}
+
+
+def everything(run: Path) -> str:
+    """All logs of a run, for the message of a failed test."""
+    texts = [
+        f"--- {path.name}\n{path.read_text()[-1500:]}" for path in sorted((run / "logs").glob("*")) if path.is_file()
+    ]
+    return "\n".join(texts)
+
+
+@pytest.fixture(scope="session")
+def yard(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Yard:
+    path = tmp_path_factory.mktemp("yard")
+    write_tokens(path / "tokens_text_document")
+    (path / "alike.toml").write_text(RECIPE)
+    (path / "mixed.toml").write_text(RECIPE + MIXED)
+    (path / "cluster.toml").write_text(CLUSTER)
+    (path / "config" / "steelyard").mkdir(parents=True)
+    (path / "config" / "steelyard" / "sites.toml").write_text(
+        SITES.format(source=Path(steelyard.__file__).parent.parent)
+    )
+    return Yard(path, lab)

@@ -1,0 +1,203 @@
+"""Jobs on a real Slurm with real ranks: they train, end, are requeued and go on, and the run folder tells it all."""
+
+import json
+import os
+import shlex
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from steelyard.cli import COMMANDS
+from tests.cluster.conftest import Yard, everything, losses, metrics
+from tests.test_guides import commands
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(yard: Yard) -> Path:
+    """A run over two nodes of one partition, from beginning to end."""
+    run = yard.submit(
+        "alike.toml", "parallel.data=2", "train.steps=150", "--nodes", "2", "--on", "slurm", "--name", "whole"
+    )
+    yard.until_state(run, "COMPLETED")
+    return run
+
+
+def test_alike_nodes_train_as_one_job(yard: Yard, undisturbed: Path):
+    assert sorted(losses(undisturbed)) == list(range(1, 401))
+    launch = json.loads((undisturbed / "launch.json").read_text())
+    assert (launch["backend"], launch["nodes"], launch["ranks"], launch["partitions"]) == ("slurm", 2, 2, ["a10"])
+    records = yard.records(undisturbed)
+    assert [record["state"] for record in records][-1] == "COMPLETED"
+    assert (records[-1]["nodes"], records[-1]["exit_code"], records[-1]["time_limit"]) == ("a[1-2]", 0, 3600)
+    for host in ("a1", "a2"):
+        assert (undisturbed / "logs" / f"{host}.err").is_file()
+        samples = [json.loads(line) for line in (undisturbed / "logs" / f"{host}.gpu").read_text().splitlines()]
+        assert samples[-1]["host"] == host
+        assert [device["memory_total"] > 0 for device in samples[-1]["devices"]] == [True]
+    assert "step 150/150" in (undisturbed / "logs" / "a1.out").read_text()
+    assert "step 150/150" in yard.steelyard("logs", "whole", "--node", "a1", "--stream", "out").stdout
+
+
+@pytest.mark.parametrize("site", ["yard", "apart"])
+def test_a_plan_over_two_partitions_trains_on_four_nodes(yard: Yard, site: str):
+    """0-2-2-0: the first and last stage hold no layer. Once as one heterogeneous job, once as master and follower."""
+    words = ["mixed.toml", "--cluster", "cluster.toml", "--on", "slurm", "--site", site, "--name", f"mixed-{site}"]
+    run = yard.submit(*words)
+    yard.until_state(run, "COMPLETED")
+    assert sorted(losses(run)) == list(range(1, 21))
+    last = {record["job"]: record for record in yard.records(run)}
+    assert sorted(record["nodes"] for record in last.values()) == ["a[1-2]", "b[1-2]"]
+    assert {path.stem for path in (run / "logs").glob("*.out")} == {"a1", "a2", "b1", "b2"}
+    jobs = json.loads((run / "launch.json").read_text())["jobs"]
+    assert len(jobs) == (1 if site == "yard" else 2)
+
+
+def test_a_lost_node_costs_no_step(yard: Yard, undisturbed: Path):
+    run = yard.submit(
+        "alike.toml", "parallel.data=2", "train.steps=150", "--nodes", "2", "--on", "slurm", "--name", "robbed"
+    )
+    yard.until_step(run, 30)
+    yard.lab.power_off("a2")
+    try:
+        yard.until_state(run, "PENDING", seconds=60)
+    finally:
+        yard.lab.power_on("a2")
+    yard.hurry(run)
+    yard.until_state(run, "COMPLETED")
+    assert losses(run) == losses(undisturbed)
+    assert max(record["restarts"] for record in yard.records(run)) == 1
+
+
+def test_a_cancelled_job_saves_and_is_not_requeued(yard: Yard):
+    run = yard.submit("alike.toml", "train.steps=100000", "checkpoint.every=0", "--on", "slurm", "--name", "ended")
+    yard.until_step(run, 5)
+    told = json.loads(yard.steelyard("cancel", "ended", "--json").stdout)
+    assert told["cancelled"]
+    assert yard.until_state(run, "CANCELLED", seconds=30) == "CANCELLED"
+    yard.lab.until(lambda: list((run / "checkpoints").glob("step-*")), "the checkpoint", 15)
+    time.sleep(2)
+    assert yard.state(run) == "CANCELLED"
+    assert json.loads(yard.steelyard("cancel", "ended", "--json").stdout)["cancelled"] is False
+
+
+def test_a_time_limit_saves_requeues_and_resumes(yard: Yard, undisturbed: Path):
+    """One minute is Slurm's smallest limit; it warns up to a minute early, and looks every half minute."""
+    pace = sorted(record["seconds"] for record in metrics(undisturbed) if "loss" in record)[75]
+    steps = int(100 / max(pace, 0.005))
+    run = yard.submit(
+        "alike.toml", "parallel.data=2", f"train.steps={steps}", "checkpoint.every=0", "log.every=10", "--nodes", "2",
+        "--on", "slurm", "--name", "limited", "--time", "1", "site.warning_seconds=30",
+    )  # fmt: skip
+    yard.hurry(run, seconds=150)
+    reached = max(losses(run))
+    assert reached < steps
+    assert list((run / "checkpoints").glob("step-*"))
+    yard.until_step(run, reached + 10)
+    assert "resumed at step" in (run / "logs" / "a1.out").read_text()
+    yard.steelyard("cancel", "limited", "--now")
+    assert max(record["restarts"] for record in yard.records(run)) == 1
+
+
+def test_a_wedged_rank_fails_the_job_instead_of_holding_it(yard: Yard):
+    run = yard.submit(
+        "alike.toml", "parallel.data=2", "train.steps=100000", "parallel.timeout_minutes=0.1", "--nodes", "2",
+        "--on", "slurm", "--name", "wedged",
+    )  # fmt: skip
+    yard.until_step(run, 5)
+    os.kill(_rank_of(yard, run, "a2"), signal.SIGSTOP)
+    assert yard.until_state(run, "FAILED", "CANCELLED", "PENDING", seconds=60) == "FAILED", everything(run)
+    assert "lost another rank" in (run / "logs" / "a1.err").read_text()
+
+
+def test_a_full_disk_fails_the_job_and_says_so(yard: Yard):
+    disk = yard.path / "small"
+    disk.mkdir()
+    for host in ("a1", "a2"):
+        yard.lab.mount(host, disk, "8m")
+    # Every node has a small disk of its own, so this is a run on one node.
+    words = ["submit", "alike.toml", "train.steps=100000", "checkpoint.every=5", "checkpoint.keep_last=1000"]
+    run = Path(
+        json.loads(yard.steelyard(*words, "--run", str(disk / "full"), "--on", "local", "--json", on_host="a1").stdout)[
+            "run"
+        ]
+    )
+    deadline = time.monotonic() + 90
+    while (rows := yard.steelyard("list", str(disk), on_host="a1").stdout) and "FAILED" not in rows:
+        assert time.monotonic() < deadline, rows
+        time.sleep(1)
+    said = yard.steelyard("logs", str(run), "--stream", "err", on_host="a1").stdout
+    assert "No space left" in said or "disk" in said, said
+
+
+def test_nothing_a_person_writes_reaches_a_shell(yard: Yard, tmp_path: Path):
+    hostile = "a b'\"$(touch pwned)`touch pwned`\n;touch pwned #"
+    run = yard.submit(
+        "alike.toml", "train.steps=2", "--on", "slurm", "--name", hostile,
+        f"site.environment={{HOSTILE={json.dumps(hostile)}}}",
+    )  # fmt: skip
+    yard.until_state(run, "COMPLETED")
+    assert json.loads((run / "launch.json").read_text())["name"] == hostile
+    assert not list(yard.path.rglob("pwned"))
+
+
+def test_a_sweep_is_one_array(yard: Yard):
+    words = ["alike.toml", "train.steps=2", "--on", "slurm", "--name", "sweep", "--array", "train.seed=[1, 2]"]
+    runs = json.loads(yard.steelyard("submit", *words, "--json").stdout)["runs"]
+    jobs = [each["jobs"][0] for each in runs]
+    assert [job.partition("_")[2] for job in jobs] == ["0", "1"]
+    assert len({job.partition("_")[0] for job in jobs}) == 1
+    paths = [Path(each["run"]) for each in runs]
+    for path in paths:
+        yard.until_state(path, "COMPLETED")
+    assert losses(paths[0]) != losses(paths[1])
+
+
+def test_a_command_runs_inside_an_allocation_that_is_there(yard: Yard):
+    job = yard.lab.client(
+        "sbatch", "--parsable", "-N1", "-c2", "--output=/dev/null", "--wrap", "sleep 120"
+    ).stdout.strip()
+    try:
+        yard.lab.until(
+            lambda: "R" in yard.lab.client("squeue", "-h", "-j", job, "-o", "%t").stdout, "the allocation", 20
+        )
+        run = yard.submit("--on", "slurm", "--job", job, "--name", "inside", "--", "recipe", "list")
+        yard.until_state(run, "COMPLETED")
+        assert "quickstart" in "".join(path.read_text() for path in (run / "logs").glob("a*.out"))
+    finally:
+        yard.lab.client("scancel", job)
+
+
+def test_the_guide_to_slurm_works_as_written(yard: Yard):
+    """Its recipe and cluster at toy size, its lines as they are."""
+    recipe = (yard.path / "mixed.toml").read_text().replace('["a10:2", "a100:2"]', '["a100:1", "a10:2", "a100:1"]')
+    (yard.path / "planned.toml").write_text(recipe)
+    lines = [line for line in commands("guide-slurm.md") if line.split()[1] in COMMANDS]
+    assert len(lines) >= 7
+    for line in lines:
+        said = yard.steelyard(*shlex.split(line)[1:]).stdout
+        if " submit " in line and "--dry-run" not in line:
+            run = yard.path / "runs" / "gpt2-xl"
+            yard.until_state(run, "COMPLETED")
+    assert "COMPLETED" in said
+    assert sorted(losses(run)) == list(range(1, 21))
+    where = {path.stem: path.read_text() for path in (run / "logs").glob("*.out")}
+    assert [host for host, text in where.items() if "step 20/20" in text] in (["b1"], ["b2"])  # an a100 has rank 0
+    assert (yard.path / "report.html").stat().st_size > 1000
+
+
+def _rank_of(yard: Yard, run: Path, host: str) -> int:
+    """The number, here, of the process that trains on a host."""
+    here = Path(f"/proc/{yard.lab.boxes[host][0]}/ns/uts").readlink()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+            inside = (path.parent / "ns/uts").readlink() == here
+        except OSError:
+            continue
+        if inside and b"train" in words and str(run).encode() in words and b"steelyard.launch.node" not in words:
+            return int(path.parent.name)
+    raise AssertionError(f"nobody trains on {host}")

@@ -1,0 +1,186 @@
+"""What schedulers say is read as they say it, and only changes are written down."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from steelyard.core.errors import UserError
+from steelyard.launch import ending, logs, process, record, scheduler
+from steelyard.launch.record import Launch
+
+WIDTHS = scheduler.QUEUE_FIELDS
+
+
+def queue_line(**fields: str) -> str:
+    return "".join(fields.get(name, "N/A").ljust(width) for name, width in WIDTHS.items())
+
+
+def launched(run: Path, **changes) -> Path:
+    run.mkdir(parents=True, exist_ok=True)
+    (run / "logs").mkdir(exist_ok=True)
+    values = {"backend": "slurm", "name": "x", "jobs": ["7"], "command": [], "nodes": 2, "ranks": 2}
+    record.write(run, Launch(**{**values, **changes}))
+    return run
+
+
+def test_squeue_is_read_by_its_columns():
+    running = queue_line(
+        jobarrayid="7", state="RUNNING", restartcnt="1", timeused="1-02:03:04", timelimit="UNLIMITED", exit_code="0",
+        reason="None", nodelist="a[1-2]",
+    )  # fmt: skip
+    assert scheduler.queued(running) == [
+        {"job": "7", "state": "RUNNING", "reason": "", "nodes": "a[1-2]", "exit_code": None, "elapsed": 93784,
+         "time_limit": None, "restarts": 1},
+    ]  # fmt: skip
+    old = "\n".join(
+        queue_line(jobarrayid=str(7 + part), hetjoboffset=str(part), state="PENDING", reason="Priority")
+        for part in (0, 1)
+    )
+    assert [each["job"] for each in scheduler.queued(old)] == ["7+0", "7+1"]
+    assert [each["job"] for each in scheduler.queued(queue_line(jobarrayid="7_3", state="PENDING"))] == ["7_3"]
+    assert scheduler.queued("slurm_load_jobs error: Invalid job id specified\n") == []
+
+
+def test_sacct_tells_the_last_of_several_starts():
+    text = "7|NODE_FAIL|1:0|00:01:00|01:00:00|a[1-2]\n7|CANCELLED by 1000|0:15|00:00:10|01:00:00|None assigned\n"
+    [found] = scheduler.accounted(text)
+    assert (found["state"], found["reason"], found["exit_code"], found["restarts"]) == ("CANCELLED", "by 1000", 143, 1)
+    assert (found["nodes"], found["elapsed"], found["time_limit"]) == ("", 10, 3600)
+
+
+@pytest.mark.parametrize(
+    ("states", "word"),
+    [
+        (["COMPLETED", "COMPLETED"], "COMPLETED"),
+        (["COMPLETED", "RUNNING"], "RUNNING"),
+        (["RUNNING", "NODE_FAIL"], "NODE_FAIL"),
+        ([], None),
+    ],
+)
+def test_the_parts_of_a_job_have_one_word(states, word):
+    records = [{"job": f"7+{number}", "state": state} for number, state in enumerate(states)]
+    assert scheduler.state([{"job": "6", "state": "FAILED"}, *records], ["7"]) == word
+
+
+def test_only_changes_are_written_down(tmp_path, monkeypatch):
+    """Programs of ours in the place of squeue and sacct."""
+    run = launched(tmp_path / "run")
+    programs, line = tmp_path / "bin", tmp_path / "line"
+    programs.mkdir()
+    (programs / "squeue").write_text(f"#!/bin/sh\ncat {line}\n")
+    (programs / "sacct").write_text("#!/bin/sh\necho '7|TIMEOUT|0:0|00:01:00|00:01:00|a1'\n")
+    for name in ("squeue", "sacct"):
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
+    for state, used in (("PENDING", "0:00"), ("RUNNING", "0:01"), ("RUNNING", "0:02")):
+        line.write_text(queue_line(jobarrayid="7", state=state, timeused=used) + "\n")
+        scheduler.refresh(run)
+    line.write_text("")  # squeue has forgotten it.
+    assert [each["state"] for each in scheduler.refresh(run)] == ["PENDING", "RUNNING", "TIMEOUT"]
+    assert scheduler.is_over(run)
+    with open(run / "scheduler.jsonl", "a") as file:
+        file.write('{"torn')
+    assert len(scheduler.read(run)) == 3
+
+
+def test_a_supervisor_is_known_by_more_than_its_number(tmp_path):
+    run = tmp_path / "run"
+    (run / "logs").mkdir(parents=True)
+    who = process.start(run, ["sleep", "30"])
+    launched(run, backend="local", jobs=[str(who["pid"])], process=who)
+    try:
+        assert scheduler.refresh(run)[-1]["state"] == "RUNNING"
+        assert process.is_alive(who | {"started": 1}) is False
+        assert process.is_alive(who | {"host": "elsewhere"}) is None
+    finally:
+        told = ending.cancel(run)
+    assert told["state"] == "CANCELLED"
+    assert process.is_alive(who) is False
+    assert ending.cancel(run)["cancelled"] is False
+
+
+def test_a_supervisor_that_was_killed_takes_its_ranks_with_it(tmp_path):
+    run, mark = tmp_path / "run", tmp_path / "pid"
+    (run / "logs").mkdir(parents=True)
+    who = process.start(run, ["bash", "-c", f"echo $$ >{mark}; exec sleep 30"])
+    launched(run, backend="local", jobs=[str(who["pid"])], process=who)
+    while not mark.exists() or not mark.read_text():
+        time.sleep(0.02)
+    os.kill(who["pid"], signal.SIGKILL)
+    os.waitpid(who["pid"], 0)
+    found = scheduler.refresh(run)[-1]
+    assert (found["state"], found["reason"]) == ("FAILED", "its supervisor was killed, or the machine went down")
+    deadline = time.monotonic() + 5
+    while process.started(int(mark.read_text())) is not None:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_run_is_found_by_folder_name_and_job(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = launched(Path("runs/mine"), jobs=["12", "13"])
+    assert [record.find(word) for word in ("runs/mine", "mine", "13", "12+1")] == [run] * 4
+    with pytest.raises(UserError, match="no run under runs has the job 14"):
+        record.find("14")
+    with pytest.raises(UserError, match="yours is no run"):
+        record.find("yours")
+
+
+def test_logs_are_shown_as_text_and_samples_as_devices(tmp_path):
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    (folder / "a1.out").write_text("x" * (1 << 19) + "\none\n\x1b[2Jtwo\n")
+    device = {"index": 0, "name": "NVIDIA A10", "temperature": 49, "utilisation": 97, "memory_used": 9 << 30,
+              "memory_total": 22 << 30, "power": None, "processes": [{}]}  # fmt: skip
+    (folder / "a1.gpu").write_text(json.dumps({"devices": [device]}) + "\n{torn")
+    assert logs.tail(folder / "a1.out", 2) == ["one", "?[2Jtwo"]
+    assert logs.tail(folder / "a1.gpu", 5) == [
+        "[0] NVIDIA A10 |  49 C,  97 % |   9216 /  22528 MiB |    - W | 1 process"
+    ]
+    assert [path.name for path in logs.paths(tmp_path)] == ["a1.out"]
+    with pytest.raises(UserError, match="hosts: a1"):
+        logs.paths(tmp_path, node="b7")
+
+
+def test_following_shows_what_is_added_and_hosts_that_join(tmp_path, monkeypatch):
+    monkeypatch.setattr(logs, "SECONDS_BETWEEN_LOOKS", 0.0)
+    monkeypatch.setattr(logs, "SECONDS_BETWEEN_QUESTIONS", 0.0)
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    (folder / "a1.out").write_text("old\n")
+    turns = iter(
+        [lambda: (folder / "a1.out").open("a").write("new\nhal"), lambda: (folder / "a2.err").write_text("x\n")]
+    )
+
+    def is_over() -> bool:
+        turn = next(turns, None)
+        if turn is not None:
+            turn()
+        return turn is None
+
+    lines = [(path.name, line) for path, line in logs.follow(lambda: logs.paths(tmp_path), is_over)]
+    assert lines == [("a1.out", "new"), ("a2.err", "x"), ("a1.out", "hal")]
+
+
+def test_a_starter_keeps_the_streams_apart_and_hides_secrets(tmp_path, monkeypatch):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "launch").mkdir()
+    monkeypatch.setenv("MY_TOKEN", "very-secret-value")
+    talk = (
+        "import os, sys; r = os.environ['RANK']; print('out', r, os.environ['WORLD_SIZE'], os.environ['MY_TOKEN']);"
+        "print('err', r, file=sys.stderr); sys.exit(3 if r == '1' else 0)"
+    )
+    words = ["--run", str(tmp_path), "--groups", "1x2", "--", sys.executable, "-c", talk]
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "steelyard.launch.node", *words], timeout=60, capture_output=True
+    )
+    assert done.returncode == 3
+    [out, err] = (next((tmp_path / "logs").glob(f"*.{kind}")).read_text().splitlines() for kind in ("out", "err"))
+    assert sorted(out) == ["out 0 2 [hidden]", "out 1 2 [hidden]"]
+    assert {"err 0", "err 1", "error: rank 1 ended with exit code 3"} <= set(err)

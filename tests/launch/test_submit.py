@@ -1,0 +1,260 @@
+"""What is asked of schedulers: quoted words, nodes that follow from the plan, nothing started in a dry run."""
+
+import json
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from steelyard.core.errors import UserError
+from steelyard.core.recipe import load
+from steelyard.core.recipe.site import Container, Mpi, Site
+from steelyard.launch import containers, groups, mpi, shell, sites, slurm, sweeping
+from steelyard.launch.groups import Group
+from steelyard.launch.order import Order
+from steelyard.launch.submit import Request, preview
+from steelyard.plan import cluster as clusters
+
+HOSTILE = "a b'\"$(touch pwned)`touch pwned`\n;touch pwned #"
+PLAIN = Site()
+CLUSTER = """
+[[nodes]]
+type = "a10"
+count = 15
+gpu = "a10"
+gpus = 4
+partition = "gpu2"
+gres = "gpu:a10:4"
+
+[[nodes]]
+type = "a100"
+count = 1
+gpu = "a100-40"
+gpus = 4
+partition = "gpu1"
+gres = "gpu:a100:4"
+"""
+
+
+def order(run: Path, site: Site = PLAIN, **changes) -> Order:
+    values = {"groups": [Group(1, 1)], "command": ["true"], "name": "x", "python": "python3", "workdir": str(run)}
+    return Order(run=run, site=site, submitted="now", **{**values, **changes})
+
+
+@pytest.fixture
+def mixed(tmp_path):
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    return clusters.load(tmp_path / "cluster.toml")
+
+
+def plan(*overrides: str):
+    return load("gpt2-xl", ["parallel.pipeline=8", "train.global_batch=64", *overrides])
+
+
+def test_nodes_follow_from_the_placement_in_its_order(mixed):
+    recipe = plan("parallel.data=8", 'parallel.placement=["a100:1", "a10:7", "a10:8"]')
+    found = groups.of_plan(recipe, mixed, Site(), None, None)
+    assert found == [Group(1, 4, "gpu1", "gpu:a100:4"), Group(15, 4, "gpu2", "gpu:a10:4")]
+    assert groups.written(found) == "1x4,15x4"
+
+
+@pytest.mark.parametrize(
+    ("placement", "message"),
+    [
+        ('["a100:2", "a10:6"]', "the cluster has 1 of that type"),
+        ('["h100:1"]', "names no nodes of the cluster"),
+        ("[]", "does not say which it is for"),
+        ('["a100:1"]', "not on 4"),
+    ],
+)
+def test_a_placement_that_the_cluster_lacks_is_refused(mixed, placement, message):
+    with pytest.raises(UserError, match=message):
+        groups.of_plan(plan(f"parallel.placement={placement}"), mixed, Site(), None, None)
+
+
+def test_a_plan_without_a_placement_fills_nodes_of_the_site():
+    recipe = plan("parallel.data=4")
+    assert groups.of_plan(recipe, None, Site(ranks_per_node=4), None, None) == [Group(8, 4, None, "gpu:4")]
+    with pytest.raises(UserError, match="do not fill nodes of 5"):
+        groups.of_plan(recipe, None, Site(ranks_per_node=5), None, None)
+
+
+def test_several_partitions_become_one_heterogeneous_job(tmp_path):
+    two = [Group(1, 4, "gpu1", "gpu:a100:4"), Group(7, 4, "gpu2", "gpu:a10:4")]
+    made = order(tmp_path, Site(account="nlp", sbatch=["--qos=long"]), groups=two, time_limit="24:00:00")
+    words = slurm.sbatch(made)
+    first, second = words[: words.index(":")], words[words.index(":") + 1 :]
+    assert {"--nodes=1", "--partition=gpu1", "--gres=gpu:a100:4", "--cpus-per-task=16", "--qos=long"} <= set(first)
+    assert {"--nodes=7", "--partition=gpu2", "--gres=gpu:a10:4", "--account=nlp", "--time=24:00:00"} <= set(second)
+    text = slurm.text(made)
+    assert "--het-group=0 --nodes=1" in text
+    assert ": --het-group=1 --nodes=7" in text
+    assert text.count("--groups 1x4,7x4") == 2
+
+
+def test_where_they_are_forbidden_each_partition_is_a_job_that_knows_its_place(tmp_path):
+    two = [Group(1, 4, "gpu1"), Group(7, 4, "gpu2")]
+    made = order(tmp_path, Site(heterogeneous="several-jobs"), groups=two)
+    assert slurm.jobs(made) == [0, 1]
+    assert ":" not in slurm.sbatch(made, 1)
+    assert "--group 1" in slurm.text(made, 1)
+    assert "--het-group" not in slurm.text(made, 1)
+
+
+def test_every_word_of_a_person_stays_one_word(tmp_path, monkeypatch):
+    """The script is run by a real bash, with programs of our own in the place of srun and the scheduler's."""
+    monkeypatch.chdir(tmp_path)
+    place = tmp_path / f"dir {HOSTILE}"
+    (place / "launch").mkdir(parents=True)
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "srun").write_text('#!/bin/bash\nprintf "%s\\0" "$@" >"$SEEN"\nprintf "%s\\0" "$HOSTILE" >>"$SEEN"\n')
+    (programs / "srun").chmod(0o755)
+    site = Site(
+        environment={"HOSTILE": HOSTILE}, container=Container(kind="apptainer", image=HOSTILE, options=[HOSTILE])
+    )
+    made = order(place, site, name=HOSTILE, command=["python3", HOSTILE], workdir=str(place))
+    seen = tmp_path / "seen"
+    environment = {"PATH": f"{programs}:/usr/bin:/bin", "SEEN": str(seen), "SLURM_JOB_ID": "7"}
+    with pytest.raises(UserError, match="colon or a comma") if set(":,") & set(str(place)) else _nothing():
+        text = slurm.text(made)
+    subprocess.run(["bash", "-c", text], env=environment, check=True, timeout=20)
+    words = seen.read_bytes().decode().split("\0")
+    assert words.count(HOSTILE) == 4  # option, image, command, variable
+    assert str(place) in words
+    assert not list(tmp_path.rglob("pwned"))
+    assert slurm.job_name(HOSTILE).isascii()
+    assert not set(slurm.job_name(HOSTILE)) & set(" '\"$`\n;#")
+
+
+def _nothing():
+    from contextlib import nullcontext
+
+    return nullcontext()
+
+
+def test_mpirun_can_be_asked_for_the_line_of_a_megatron_script(tmp_path):
+    site = Site(
+        mpi=Mpi(
+            mpirun="/opt/openmpi/bin/mpirun", hosts=["192.168.1.1", "192.168.1.2"], slots=120, cpus_per_rank=15,
+            ssh_port=53412, ssh_options=["-o StrictHostKeyChecking=no"],
+        )
+    )  # fmt: skip
+    line = shlex.join(mpi.options(site, [Group(2, 8)]))
+    assert line == (
+        "/opt/openmpi/bin/mpirun -x MASTER_ADDR=192.168.1.1 --host 192.168.1.1:120,192.168.1.2:120 "
+        "--map-by ppr:8:node --cpus-per-rank 15 --mca plm_rsh_args '-o StrictHostKeyChecking=no -p 53412'"
+    )
+    words = mpi.command(order(tmp_path, site, groups=[Group(2, 8)], command=["steelyard", "train", "my.toml"]))
+    assert words[-4:] == ["--", "steelyard", "train", "my.toml"]
+    with pytest.raises(UserError, match="needs 3 hosts"):
+        mpi.refuse_hosts(site, [Group(3, 8)])
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("apptainer", ["apptainer", "exec", "--nv", "--bind", "/data:/data"]),
+        ("singularity", ["singularity", "exec", "--nv", "--bind", "/data:/data"]),
+        ("docker", ["docker", "run", "--rm", "--init", "--network=host"]),
+        ("podman", ["podman", "run", "--rm", "--init", "--network=host"]),
+        ("enroot", ["enroot", "start", "--rw", "--mount", "/data:/data"]),
+        ("none", ["python3"]),
+    ],
+)
+def test_a_container_is_words_before_the_command(kind, expected):
+    image = "" if kind == "none" else "image"
+    site = Site(container=Container(kind=kind, image=image, binds=["/data"]))
+    words = containers.wrapped(site, ["python3"], "/work", ["/runs/x"], gpus=True)
+    assert words[: len(expected)] == expected
+    assert words[-1] == "python3"
+
+
+def test_pyxis_is_options_of_srun(tmp_path):
+    site = Site(container=Container(kind="pyxis", image="repo/image:1", binds=["/data:/mnt"]))
+    text = slurm.text(order(tmp_path, site))
+    assert "--container-image=repo/image:1" in text
+    assert "--container-mounts=/data:/mnt" in text
+
+
+def test_an_unpacked_image_is_reused_until_it_is_reloaded(tmp_path):
+    """A program of ours in the place of apptainer counts how often it unpacks."""
+    fake = tmp_path / "bin" / "apptainer"
+    fake.parent.mkdir()
+    fake.write_text(f'#!/bin/bash\necho "$@" >>{tmp_path}/calls\nmkdir -p "$3"\n')
+    fake.chmod(0o755)
+    container = Container(kind="apptainer", image="my image.sif", unpack=str(tmp_path / "place"))
+    for reload in (False, False, True):
+        script = containers.preparation(container, reload)
+        subprocess.run(["bash", "-c", script], env={"PATH": f"{fake.parent}:/usr/bin:/bin"}, check=True, timeout=20)
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert len(calls) == 2
+    assert calls[0].startswith("build --sandbox")
+    assert Path(containers.unpacked(container)).is_dir()
+
+
+def test_a_shell_has_the_modules_the_environment_and_the_container(tmp_path):
+    site = Site(
+        modules=["apptainer", "cuda/12.4"], environment={"A": "b c"}, prepend={"LD_LIBRARY_PATH": ["/x", "/y"]},
+        container=Container(kind="apptainer", image="i.sif"), workdir=str(tmp_path),
+    )  # fmt: skip
+    text = shell.script_for(site, [])
+    assert "module load apptainer cuda/12.4 || exit 1" in text
+    assert "export A='b c'" in text
+    assert 'export LD_LIBRARY_PATH=/x:/y"${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"' in text
+    assert 'export APPTAINERENV_LD_LIBRARY_PATH="$LD_LIBRARY_PATH"' in text
+    assert text.splitlines()[-1].startswith("exec apptainer exec")
+    done = subprocess.run(
+        ["bash", "-c", shell.script_for(site.model_copy(update={"modules": [], "container": Container()}), ["env"])],
+        capture_output=True, text=True, env={"PATH": "/usr/bin:/bin", "LD_LIBRARY_PATH": "/z"}, timeout=20,
+    )  # fmt: skip
+    assert "A=b c\n" in done.stdout
+    assert "LD_LIBRARY_PATH=/x:/y:/z\n" in done.stdout
+
+
+def test_a_site_is_found_by_name_and_the_recipe_goes_before_it(tmp_path):
+    file = tmp_path / "sites.toml"
+    file.write_text('default = "one"\n[one]\naccount = "a"\npartition = "p"\n[two]\n')
+    assert sites.find(None, None, file)[0] == "one"
+    name, site = sites.find("one", Site(partition="q"), file)
+    assert (name, site.account, site.partition) == ("one", "a", "q")
+    assert sites.find("two", None, file)[1].account is None
+    with pytest.raises(UserError, match="there is no site tow") as error:
+        sites.find("tow", None, file)
+    assert error.value.mend == "did you mean two?"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[s]\nacount = 'x'", "sites.toml:2: acount: unknown key\n  did you mean account?"),
+        ("[s.environment]\nHF_TOKEN = 'x'", "environment.HF_TOKEN: a secret would be written"),
+        ("[s.container]\nkind = 'docker'", "docker needs an image"),
+        ("[s.environment]\n'A B' = 'x'", "may hold only"),
+        ("s = 1", "there is no site s"),
+    ],
+)
+def test_a_mistake_in_a_site_is_named(tmp_path, text, message):
+    (tmp_path / "sites.toml").write_text(text)
+    with pytest.raises(UserError) as error:
+        sites.find("s", None, tmp_path / "sites.toml")
+    assert message in str(error.value)
+
+
+def test_a_dry_run_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    request = Request("slurm", Site(ranks_per_node=4), plan("parallel.data=4"), time_limit="1:00:00")
+    result, text = preview(request)
+    assert not list(tmp_path.iterdir())
+    assert "--nodes=8" in result["lines"][0]
+    assert "srun" in text
+    json.dumps(result)
+
+
+def test_a_sweep_is_every_combination():
+    found = list(sweeping.combinations(["train.seed=[1, 2]", 'optim.name=["sgd", "adamw"]']))
+    assert found[0] == ["train.seed=1", 'optim.name="sgd"']
+    assert len(found) == 4
+    with pytest.raises(UserError, match="is no list of values"):
+        sweeping.combinations(["train.seed=1"])

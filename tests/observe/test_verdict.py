@@ -1,0 +1,389 @@
+"""Each rule of the verdict, on a run folder made for it: what must be said, and what must not."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from steelyard.core import files
+from steelyard.observe.state import State
+from steelyard.observe.verdict import RULES, exit_code, has_ended, judge
+from tests.observe.folders import NOW, RECIPE, Folder, iso
+
+
+def verdicts(folder: Folder) -> dict[str, str]:
+    """Kind and level of all verdicts."""
+    return {verdict.kind: verdict.level for verdict in judge(folder.state())}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    return Folder(tmp_path / "run")
+
+
+def test_a_healthy_run_is_healthy(folder: Folder):
+    assert verdicts(folder) == {"healthy": "ok"}
+    state = folder.state()
+    (verdict,) = judge(state)
+    assert "left" in verdict.message
+    assert exit_code([verdict]) == 0
+    assert not has_ended(state)
+
+
+def ended(state: str, **fields) -> Callable[[Folder], None]:
+    def change(folder: Folder) -> None:
+        folder.jobs.append(folder.job(state, **fields))
+        folder.samples = {}
+
+    return change
+
+
+def finished(folder: Folder) -> None:
+    folder.manifest |= {"state": "finished", "ended": iso(NOW)}
+    folder.records += [folder.record(step) for step in range(310, 1001, 10)]
+    ended("COMPLETED", exit_code=0)(folder)
+
+
+def finished_before_the_scheduler_says_so(folder: Folder) -> None:
+    finished(folder)
+    folder.jobs = folder.jobs[:1]
+
+
+def failed_in_an_earlier_attempt(folder: Folder) -> None:
+    folder.manifest |= {"state": "failed", "error": "no", "ended": iso(NOW - 4000)}
+
+
+def finished_and_failed(folder: Folder) -> None:
+    finished(folder)
+    ended("FAILED", exit_code=1)(folder)
+
+
+def alone(state: str, **fields) -> Callable[[Folder], None]:
+    """A run that no scheduler knows of."""
+
+    def change(folder: Folder) -> None:
+        folder.launch, folder.jobs, folder.samples = {}, [], {}
+        folder.manifest |= {"state": state, **fields}
+
+    return change
+
+
+def waiting(reason: str, **fields) -> Callable[[Folder], None]:
+    def change(folder: Folder) -> None:
+        folder.jobs = [folder.job("PENDING", reason=reason, nodes="", **fields)]
+        folder.samples, folder.records, folder.hosts = {}, [], {}
+
+    return change
+
+
+def requeued(folder: Folder) -> None:
+    folder.jobs += [folder.job("NODE_FAIL"), folder.job("PENDING", reason="BeginTime", restarts=1)]
+    folder.logs["n0.err"] = "RuntimeError: Connection closed by peer\n"
+
+
+def starting(folder: Folder) -> None:
+    folder.hosts, folder.records, folder.samples = {}, [], {}
+    folder.jobs = [folder.job("RUNNING", at=NOW - 20)]
+
+
+def created_and_running(folder: Folder) -> None:
+    starting(folder)
+    folder.manifest["state"] = "created"
+
+
+def compiling(folder: Folder) -> None:
+    folder.records = []
+    folder.jobs = [folder.job("RUNNING", at=NOW - 700)]
+    for host in folder.hosts.values():
+        host["clock"] = NOW - 600
+
+
+def resuming(folder: Folder) -> None:
+    """Requeued ten minutes ago, and compiling again: its last record is old."""
+    for record in folder.records:
+        record["time"] -= 1800
+    folder.jobs.append(folder.job("RUNNING", at=NOW - 610, restarts=1))
+    for host in folder.hosts.values():
+        host["clock"] = NOW - 600
+
+
+def older(folder: Folder, seconds: float) -> None:
+    for record in folder.records:
+        record["time"] -= seconds
+
+
+def wedged(folder: Folder) -> None:
+    older(folder, 300)
+
+
+def saving(folder: Folder) -> None:
+    """At step 500 a checkpoint is due."""
+    folder.records = [folder.record(step, time=NOW - 110 - (500 - step)) for step in range(400, 501, 10)]
+
+
+def validating_slowly(folder: Folder) -> None:
+    """Every hundredth step a validation takes two minutes; it is in the third one for three."""
+    times, at = [], NOW - 2000
+    for step in range(10, 301, 10):
+        at += 10
+        times.append((step, at))
+        at += 120 if step % 100 == 0 else 0
+    folder.records = [folder.record(step, time=t - times[-1][1] + NOW - 180) for step, t in times]
+
+
+def wedged_after_a_nap(folder: Folder) -> None:
+    """Once, long ago, nothing happened for an hour."""
+    older(folder, 600)
+    for record in folder.records[:5]:
+        record["time"] -= 3600
+    for host in folder.hosts.values():
+        host["clock"] -= 3600
+    folder.jobs = [folder.job("RUNNING", at=NOW - 9000)]
+
+
+def warnings_on_stderr(folder: Folder) -> None:
+    folder.logs["n0.err"] = (Path(__file__).parent / "harmless.txt").read_text()
+
+
+def error_on_stderr(folder: Folder) -> None:
+    folder.logs["n0.err"] = "RuntimeError: [rank1] Connection closed by peer\n"
+    folder.logs["n1.err"] = (
+        "UserWarning: x\nTraceback (most recent call last):\n  File\nValueError: the cause\nerror: b\n"
+    )
+
+
+def not_finite(folder: Folder) -> None:
+    folder.records.append(folder.record(310, loss=None, grad_norm=None))
+
+
+def skipped(folder: Folder) -> None:
+    folder.records[-3]["nonfinite"] = folder.records[-2]["nonfinite"] = folder.records[-1]["nonfinite"] = 2
+
+
+def spike(folder: Folder) -> None:
+    folder.records[-1]["loss"] = folder.records[-2]["loss"] = 19.0
+
+
+def spike_that_passed(folder: Folder) -> None:
+    folder.records[-2]["loss"] = 19.0
+
+
+def falling_fast(folder: Folder) -> None:
+    folder.records = [folder.record(step, loss=10.0 * 0.9 ** (step / 10)) for step in range(10, 301, 10)]
+
+
+def nobody(folder: Folder) -> None:
+    folder.samples["n1"] = [
+        folder.sample(each["time"], processes=[], memory_used=500 << 20, utilisation=0) for each in folder.samples["n1"]
+    ]
+
+
+def hidden_by_a_container(folder: Folder) -> None:
+    folder.samples["n1"] = [folder.sample(each["time"], processes=[]) for each in folder.samples["n1"]]
+
+
+def one_gpu_unused(folder: Folder) -> None:
+    for sample in folder.samples["n1"]:
+        sample["devices"][1] |= {"processes": [], "memory_used": 0}
+
+
+def nobody_yet(folder: Folder) -> None:
+    starting(folder)
+    folder.samples = {"n0": [folder.sample(NOW - ago, processes=[], memory_used=0) for ago in range(60, -1, -5)]}
+
+
+def powered_off(folder: Folder) -> None:
+    folder.samples["n1"] = [folder.sample(NOW - 120 - 5 * ago) for ago in range(10, -1, -1)]
+
+
+def other_layout(folder: Folder) -> None:
+    folder.hosts["n1"]["layout"] |= {"partition": "2-0", "global_batch": 8}
+
+
+def fewer_ranks(folder: Folder) -> None:
+    for host in folder.hosts.values():
+        host["layout"] |= {"world": 2, "data": 1}
+    folder.hosts["n0"]["ranks"], folder.hosts["n1"]["ranks"] = [0], [1]
+
+
+def slow(folder: Folder) -> None:
+    for record in folder.records[-4:]:
+        record["rank_seconds"] = {"slowest": 3, "seconds": 1.4, "median": 0.9}
+
+
+def slow_in_turns(folder: Folder) -> None:
+    for number, record in enumerate(folder.records[-4:]):
+        record["rank_seconds"] = {"slowest": number, "seconds": 1.4, "median": 0.9}
+
+
+def slow_host(folder: Folder) -> None:
+    for number, record in enumerate(folder.records[-4:]):
+        record["rank_seconds"] = {"slowest": 2 + number % 2, "seconds": 1.4, "median": 0.9}
+
+
+def full_disk(folder: Folder) -> None:
+    folder.samples["n1"][-1]["disk"] = {"free": 1000, "total": 1 << 40}
+
+
+def filling_disk(folder: Folder) -> None:
+    folder.samples["n1"][-1]["disk"] = {"free": 20 << 30, "total": 1 << 40}
+
+
+def other_torch(folder: Folder) -> None:
+    folder.hosts["n1"]["versions"] = {"torch": "2.12.0"}
+
+
+def other_clock(folder: Folder) -> None:
+    folder.hosts["n1"]["clock"] -= 30
+
+
+def hot(folder: Folder) -> None:
+    folder.samples["n0"][-1]["devices"][1]["temperature"] = 94
+
+
+CASES = {
+    "completed": (finished, {"completed": "ok"}, 0),
+    "completed, before the scheduler says so": (finished_before_the_scheduler_says_so, {"completed": "ok"}, 0),
+    "failed in an earlier attempt": (failed_in_an_earlier_attempt, {"healthy": "ok"}, 0),
+    "done, and then failed": (finished_and_failed, {"failed-after-end": "warning"}, 4),
+    "failed": (ended("FAILED", exit_code=3), {"failed": "wrong"}, 1),
+    "cancelled": (ended("CANCELLED by 1000"), {"cancelled": "wrong"}, 1),
+    "timed out": (ended("TIMEOUT"), {"timed-out": "wrong"}, 1),
+    "node failed": (ended("NODE_FAIL"), {"node-failed": "wrong"}, 1),
+    "out of memory": (ended("OUT_OF_MEMORY"), {"out-of-memory": "wrong"}, 1),
+    "preempted": (ended("PREEMPTED"), {"preempted": "wrong"}, 1),
+    "failed without a scheduler": (alone("failed", error="no"), {"failed": "wrong"}, 1),
+    "interrupted": (alone("interrupted"), {"interrupted": "wrong"}, 1),
+    "stopped by the clock": (alone("stopped"), {"stopped": "ok"}, 0),
+    "killed": (alone("running"), {"killed": "wrong"}, 1),
+    "created": (alone("created"), {"not-started": "waiting"}, 3),
+    "queued": (waiting("(Priority)"), {"queued": "waiting"}, 3),
+    "queued, with a limit": (waiting("QOSMaxCpuPerUserLimit"), {"queued": "waiting"}, 3),
+    "held": (waiting("JobHeldUser"), {"held": "wrong"}, 1),
+    "never to start": (waiting("PartitionTimeLimit"), {"held": "wrong"}, 1),
+    "requeued": (requeued, {"requeued": "waiting"}, 3),
+    "starting": (starting, {"starting": "waiting"}, 3),
+    "starting, before the ranks have met": (created_and_running, {"starting": "waiting"}, 3),
+    "starting, no process yet": (nobody_yet, {"starting": "waiting"}, 3),
+    "compiling the first step": (compiling, {"starting": "waiting"}, 3),
+    "compiling again after a restart": (resuming, {"healthy": "ok"}, 0),
+    "wedged": (wedged, {"no-progress": "wrong"}, 1),
+    "wedged, after a nap": (wedged_after_a_nap, {"no-progress": "wrong"}, 1),
+    "saving a checkpoint": (saving, {"healthy": "ok"}, 0),
+    "in a long validation, like those before": (validating_slowly, {"healthy": "ok"}, 0),
+    "warnings on stderr": (warnings_on_stderr, {"healthy": "ok"}, 0),
+    "an error on stderr": (error_on_stderr, {"errors": "wrong"}, 1),
+    "loss not finite": (not_finite, {"not-finite": "wrong"}, 1),
+    "steps skipped": (skipped, {"not-finite": "warning"}, 4),
+    "loss spike": (spike, {"loss-spike": "warning"}, 4),
+    "a spike that passed": (spike_that_passed, {"healthy": "ok"}, 0),
+    "a loss that falls fast": (falling_fast, {"healthy": "ok"}, 0),
+    "nobody on a GPU": (nobody, {"no-process": "wrong"}, 1),
+    "processes hidden by a container": (hidden_by_a_container, {"healthy": "ok"}, 0),
+    "a GPU nobody uses": (one_gpu_unused, {"idle-gpus": "warning"}, 4),
+    "a host powered off": (powered_off, {"silent-host": "wrong"}, 1),
+    "other layout": (other_layout, {"other-configuration": "wrong"}, 1),
+    "fewer ranks": (fewer_ranks, {"other-configuration": "wrong"}, 1),
+    "a slow rank": (slow, {"slow-rank": "warning"}, 4),
+    "ranks slow in turns": (slow_in_turns, {"healthy": "ok"}, 0),
+    "a slow host": (slow_host, {"slow-rank": "warning"}, 4),
+    "a full disk": (full_disk, {"disk-full": "wrong"}, 1),
+    "a disk nearly full": (filling_disk, {"disk-full": "warning"}, 4),
+    "versions differ": (other_torch, {"versions-differ": "warning"}, 4),
+    "clocks differ": (other_clock, {"clocks-differ": "warning"}, 4),
+    "a hot GPU": (hot, {"hot-gpu": "warning"}, 4),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_verdict_is(folder: Folder, case: str):
+    change, expected, code = CASES[case]
+    change(folder)
+    assert verdicts(folder) == expected
+    judged = judge(folder.state())
+    assert exit_code(judged) == code
+    assert all(verdict.what_to_do and verdict.message for verdict in judged)
+
+
+def test_every_rule_has_a_case_and_every_kind_a_line_in_the_documentation(folder: Folder):
+    kinds = {kind for _, expected, _ in CASES.values() for kind in expected}
+    page = (Path(__file__).parents[2] / "docs" / "watch.md").read_text()
+    assert [kind for kind in sorted(kinds) if f"`{kind}`" not in page] == []
+    assert len(RULES) <= len(kinds)
+
+
+def test_the_first_error_is_named_and_not_what_follows_from_it(folder: Folder):
+    error_on_stderr(folder)
+    (verdict,) = judge(folder.state())
+    assert verdict.message.startswith("n1 says: ValueError: the cause (and 2 more on 2 hosts)")
+
+
+def test_an_error_that_did_not_stop_the_run_is_a_warning_and_an_earlier_attempts_is_none(folder: Folder):
+    error_on_stderr(folder)
+    folder.errors_at = NOW - 100
+    assert verdicts(folder) == {"errors": "warning"}
+    folder.errors_at = NOW - 5000
+    assert verdicts(folder) == {"healthy": "ok"}
+
+
+def test_what_stood_in_the_log_before_the_ranks_met_did_not_stop_them(folder: Folder):
+    folder.logs["n0.err"] = "RuntimeError: of the attempt before\n"
+    folder.hosts["n0"]["logged"] = len(folder.logs["n0.err"])
+    assert verdicts(folder) == {"healthy": "ok"}
+    folder.logs["n0.err"] += "ValueError: of this one\n"
+    (verdict,) = judge(folder.state())
+    assert verdict.message == "n0 says: ValueError: of this one"
+
+
+def test_the_device_that_stands_still_while_others_wait_is_named(folder: Folder):
+    wedged(folder)
+    for sample in folder.samples["n1"]:
+        sample["devices"][0]["utilisation"] = 0
+    (verdict,) = judge(folder.state())
+    assert "n1's GPU 0 stands still" in verdict.message
+
+
+def test_a_job_in_two_parts_of_which_one_failed_is_wrong_while_the_other_runs(folder: Folder):
+    folder.jobs = [folder.job("RUNNING", job="77+0", at=NOW - 3600), folder.job("FAILED", job="77+1", exit_code=9)]
+    (verdict,) = judge(folder.state())
+    assert "job 77+1 failed with exit code 9" in verdict.message
+    assert "still run" in verdict.message
+
+
+def test_the_jobs_of_an_earlier_launch_no_longer_count(folder: Folder):
+    folder.jobs.insert(0, folder.job("FAILED", job="12"))
+    assert verdicts(folder) == {"healthy": "ok"}
+
+
+def test_what_was_submitted_counts_as_asked_for_and_not_what_the_ranks_read(folder: Folder):
+    (folder.path / "launch").mkdir()
+    (folder.path / "launch" / "recipe.toml").write_text(RECIPE.replace("micro_batch = 2", "micro_batch = 1"))
+    (verdict,) = judge(folder.state())
+    assert verdict.message.startswith("n0 has micro_batch 2 where 1 was asked for")
+
+
+def test_a_run_that_goes_on_by_hand_after_its_job_ended_is_judged_by_itself(folder: Folder):
+    folder.jobs.append(folder.job("FAILED"))
+    folder.launch["ranks"] = 8
+    folder.samples = {}
+    folder.write()
+    with files.locked(folder.path / "run.lock"):
+        assert verdicts(folder) == {"healthy": "ok"}
+    assert "failed" in verdicts(folder)
+    for host in folder.hosts.values():  # Whoever took over has ended too.
+        host["clock"] = NOW + 10
+    folder.manifest["state"] = "interrupted"
+    assert verdicts(folder) == {"interrupted": "wrong"}
+
+
+def test_files_that_hold_nonsense_do_no_harm(folder: Folder):
+    path = folder.write()
+    for name in ("run.json", "launch.json", "hosts/n0.json", "recipe.toml"):
+        (path / name).write_text("{")
+    (path / "metrics.jsonl").write_text(
+        '{"step": 1, "loss": "x", "rank_seconds": 3}\nnull\n{"step": 2, "loss": NaN}\n[[['
+    )
+    (path / "logs" / "n0.gpu").write_text('{"time": 1, "devices": [3, {"utilisation": "x"}]}\n{"time": "x"}\n')
+    (path / "scheduler.jsonl").write_text(json.dumps({"state": 3}) + "\n")
+    assert judge(State(path).refresh(NOW))
