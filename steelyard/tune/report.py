@@ -64,7 +64,7 @@ def _summary(tune: Tune, trials: Sequence[FrozenTrial]) -> list[tuple[str, str]]
     seconds = sum(float(history.told(trial, "seconds", 0.0)) for trial in trials)
     objectives = "; ".join(f"{each.direction} {each.label} ({each.picked})" for each in tune.objectives)
     return [
-        ("Of", secrets.scrub(str(tune.recipe or tune.command))),
+        ("Of", secrets.scrub(tune.command or f"the recipe {tune.name}")),
         ("Objectives", objectives),
         ("Trials", f"{len(history.ran(trials))}, {units.duration(seconds)} of runs"),
         ("Outcomes", ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in sorted(told.items()))),

@@ -70,6 +70,7 @@ def test_the_known_best_learning_rate_is_found_by_real_training_runs(workplace):
     ended = [history.result_of(trial) for trial in study.get_trials()]
     assert ended.count(outcome.FINISHED) >= 3
     assert not list((workplace.path / "studies/rates/trials").glob("*/run/checkpoints/*"))
+    workplace.recipe.unlink()  # A study tells its story by itself.
     told = workplace.steelyard("tune", "report", "studies/rates", "--json")
     assert told.returncode == 0, told.stderr
     page = (workplace.path / "studies/rates/report.html").read_text()
