@@ -10,13 +10,15 @@ from pydantic import ValidationError
 
 from steelyard.core import files, secrets
 from steelyard.core.errors import UserError
+from steelyard.core.recipe import to_toml
+from steelyard.core.recipe.load import written
 from steelyard.tune import storage
 from steelyard.tune.spec import Tune
 
 if TYPE_CHECKING:
     from optuna.study import Study
 
-SETTINGS = "tune.json"
+SETTINGS, RECIPE = "tune.json", "recipe.toml"
 
 
 def remember(tune: Tune, folder: Path, url: str) -> None:
@@ -24,6 +26,8 @@ def remember(tune: Tune, folder: Path, url: str) -> None:
     settings = tune.model_dump(mode="json", exclude_none=True)
     if tune.storage is not None:
         settings["storage"] = secrets.scrub(tune.storage)
+    if tune.recipe is not None:  # The study must be understood where that file is not, and after it has changed.
+        files.write_text(folder / RECIPE, to_toml(written(tune.recipe)))
     is_own = url == storage.url_of(folder, None)
     files.write_json(folder / SETTINGS, {"tune": settings, "storage": None if is_own else storage.shown(url)})
 
@@ -33,6 +37,8 @@ def opened(folder: Path, given: str | None = None) -> tuple[Tune, Study]:
     try:
         kept = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
         tune = Tune.model_validate(kept["tune"])
+        if tune.recipe is not None:
+            tune = tune.model_copy(update={"recipe": str(folder / RECIPE)})
     except FileNotFoundError:
         mend = "steelyard tune makes one under studies/"
         raise UserError(f"{folder} is not a study: it has no {SETTINGS}", mend=mend) from None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from steelyard.core import files, secrets, units
 from steelyard.core.errors import UserError
-from steelyard.tune import candidate, charts, history, kept, storage
+from steelyard.tune import candidate, charts, history, kept, outcome, storage
 from steelyard.tune.best import front
 from steelyard.tune.spec import Tune
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from optuna.study import Study
     from optuna.trial import FrozenTrial
 
+UNLISTED = (outcome.REPEATED, outcome.BREAKS_CONSTRAINT)
 STYLE = """
 :root { color-scheme: light dark; } body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2rem auto;
 padding: 0 1rem; color: #1c2733; background: #fff; } h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top:
@@ -63,7 +64,7 @@ def _summary(tune: Tune, trials: Sequence[FrozenTrial]) -> list[tuple[str, str]]
     seconds = sum(float(history.told(trial, "seconds", 0.0)) for trial in trials)
     objectives = "; ".join(f"{each.direction} {each.label} ({each.picked})" for each in tune.objectives)
     return [
-        ("Of", secrets.scrub(str(tune.recipe or tune.command))),
+        ("Of", secrets.scrub(tune.command or f"the recipe {tune.name}")),
         ("Objectives", objectives),
         ("Trials", f"{len(history.ran(trials))}, {units.duration(seconds)} of runs"),
         ("Outcomes", ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in sorted(told.items()))),
@@ -77,14 +78,20 @@ def _best(tune: Tune, best: Sequence[FrozenTrial]) -> list[str]:
     shown = ", ".join(f"{each.label} {value:.6g}" for each, value in zip(tune.objectives, first.values, strict=True))
     title = f"<h2>Best settings: trial {first.number}, {html.escape(shown)}</h2>"
     several = f"<p>{len(best)} trials are beaten by none in every objective; this is the best in the first.</p>"
-    text = f"<pre>{html.escape(secrets.scrub(candidate.written(tune, first.params)))}</pre>"
+    whole = html.escape(secrets.scrub(candidate.written(tune, first.params)))
+    what = "The whole recipe (best.toml)" if tune.recipe is not None else "The whole command (best.txt)"
+    text = f"<details><summary>{what}</summary><pre>{whole}</pre></details>"
     return [title, several if len(tune.objectives) > 1 else "", _rows(list(first.params.items())), text]
 
 
 def _trials(tune: Tune, trials: Sequence[FrozenTrial]) -> str:
     head = ["trial", *tune.space, *(each.label for each in tune.objectives), "outcome", "seconds", "why"]
     rows = ["".join(f"<th>{html.escape(word)}</th>" for word in head)]
+    unlisted = 0
     for trial in trials:
+        if history.result_of(trial) in UNLISTED:
+            unlisted += 1
+            continue
         values: Sequence[Any] = trial.values or history.told(trial, "values") or [None] * len(tune.objectives)
         cells = [
             trial.number,
@@ -95,7 +102,8 @@ def _trials(tune: Tune, trials: Sequence[FrozenTrial]) -> str:
             history.told(trial, "reason", ""),
         ]
         rows.append("".join(f"<td>{html.escape(_cell(cell))}</td>" for cell in cells))
-    return f"<div class='scroll'><table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table></div>"
+    remark = f"<p>{unlisted} proposals are not listed: repeated, or against a constraint.</p>" if unlisted else ""
+    return f"<div class='scroll'><table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table></div>{remark}"
 
 
 def _cell(value: Any) -> str:

@@ -1,6 +1,7 @@
 """A worker of a study: trial after trial until the budget is spent, and never more lost than the one that runs.
 
 STUDY/tune.json      the tune file as understood, and where the study's database is
+STUDY/recipe.toml    the recipe that is tuned, as it was written
 STUDY/study.db       the study, unless another database was named
 STUDY/trials/00007/  recipe.toml, log.txt, trial.json, and the run's folder
 STUDY/best.toml      the best settings so far as a recipe (best.txt: as a command), replaced when beaten

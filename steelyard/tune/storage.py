@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from steelyard.core import secrets
 from steelyard.core.errors import Fault, UserError
@@ -16,8 +17,10 @@ from steelyard.tune.objective import Goal
 if TYPE_CHECKING:
     from optuna.study import Study
 
+T = TypeVar("T")
 DATABASE = "study.db"
 SECONDS_TO_WAIT = 60  # for another worker's turn at an SQLite file
+TRIES, SECONDS_BETWEEN_TRIES = 30, 0.1
 CONNECTIONS_LIVE = 300  # seconds, before a server or a wall in between may have dropped them
 
 
@@ -83,7 +86,7 @@ def connect(url: str) -> Any:
     else:
         options = {"pool_pre_ping": True, "pool_recycle": CONNECTIONS_LIVE}
     with faults():
-        return _created(lambda: RDBStorage(url, engine_kwargs=options))
+        return persistently(lambda: RDBStorage(url, engine_kwargs=options))
 
 
 def open_study(url: str, name: str, directions: Sequence[Goal]) -> Study:
@@ -92,7 +95,7 @@ def open_study(url: str, name: str, directions: Sequence[Goal]) -> Study:
 
     storage = connect(url)
     with faults():
-        study: Study = _created(
+        study = persistently(
             lambda: optuna.create_study(storage=storage, study_name=name, directions=directions, load_if_exists=True)
         )
         kept = [direction.name.lower() for direction in study.directions]
@@ -113,15 +116,20 @@ def load_study(url: str, name: str) -> Study:
             raise UserError(f"there is no study {name} in this database", mend="steelyard tune makes one") from None
 
 
-def _created(make: Any) -> Any:
-    """What `make` makes. Whoever comes second when tables or a study are made together tries once more."""
+def persistently(do: Callable[[], T]) -> T:
+    """Do what two workers may be doing at the same moment: make tables, a study, an attribute of it.
+
+    Whoever comes second is refused by the database, table after table perhaps, and tries again.
+    """
     from sqlalchemy.exc import IntegrityError, OperationalError, ProgrammingError
 
-    try:
-        return make()
-    except (IntegrityError, ProgrammingError):
-        return make()
-    except OperationalError as error:
-        if "already exists" not in str(error):
-            raise
-        return make()
+    for _ in range(TRIES):
+        try:
+            return do()
+        except (IntegrityError, ProgrammingError):
+            time.sleep(SECONDS_BETWEEN_TRIES)
+        except OperationalError as error:
+            if "already exists" not in str(error):
+                raise
+            time.sleep(SECONDS_BETWEEN_TRIES)
+    return do()

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from steelyard.core.errors import UserError
+from steelyard.core.recipe.load import written
+from steelyard.core.recipe.toml import leaves
 from steelyard.tune import history, outcome, storage
 from steelyard.tune.best import front
 from steelyard.tune.objective import Measured
@@ -47,11 +49,12 @@ class Study:
         self._refuse_another()
 
     def _refuse_another(self) -> None:
-        """A study's space and objectives are those it began with."""
-        mine = json.loads(json.dumps(self.tune.identity()))
+        """A study's recipe, space and objectives are those it began with."""
+        whole = {} if self.tune.recipe is None else {"recipe": written(self.tune.recipe)}
+        mine = json.loads(json.dumps(dict(leaves(self.tune.identity() | whole))))
         kept = self.optuna.user_attrs.get("tune")
         if kept is None:
-            self.optuna.set_user_attr("tune", mine)
+            storage.persistently(lambda: self.optuna.set_user_attr("tune", mine))
             return
         changed = sorted(name for name in mine.keys() | kept.keys() if mine.get(name) != kept.get(name))
         if changed:
@@ -72,7 +75,7 @@ class Study:
         if self.tune.sampler == "tpe":
             for point in self.prior.first(self.space, self.tune.budget.trials):
                 self.optuna.enqueue_trial(point, user_attrs={"chosen_by": "plan"}, skip_if_exists=True)
-        self.optuna.set_user_attr("begun", True)
+        storage.persistently(lambda: self.optuna.set_user_attr("begun", True))
 
     def next(self) -> Trial | None:
         """A trial whose point is worth running; None where there is none left in the space."""

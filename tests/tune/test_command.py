@@ -17,18 +17,18 @@ recipe = "tiny.toml"
 overrides = ["checkpoint.every=0"]
 
 [space]
-optim.learning_rate = { choice = [1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0] }
+optim.learning_rate = { choice = [1e-4, 1e-3, 1e-2, 1e-1, 1.0] }
 
 [[objectives]]
 metric = "valid_loss"
 
 [budget]
-trials = 7
+trials = 5
 
 [trial]
 steps = 20
 """
-BEST_RATE = 1e-2  # The lowest validation loss of all seven, by far: 3.5 beside 4.1 and more.
+BEST_RATE = 1e-2  # The lowest validation loss of all five, by far.
 CROWDED = """
 recipe = "tiny.toml"
 cluster = "small.toml"
@@ -70,6 +70,7 @@ def test_the_known_best_learning_rate_is_found_by_real_training_runs(workplace):
     ended = [history.result_of(trial) for trial in study.get_trials()]
     assert ended.count(outcome.FINISHED) >= 3
     assert not list((workplace.path / "studies/rates/trials").glob("*/run/checkpoints/*"))
+    workplace.recipe.unlink()  # A study tells its story by itself.
     told = workplace.steelyard("tune", "report", "studies/rates", "--json")
     assert told.returncode == 0, told.stderr
     page = (workplace.path / "studies/rates/report.html").read_text()

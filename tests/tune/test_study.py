@@ -185,7 +185,7 @@ def test_a_changed_space_is_refused_and_a_larger_budget_is_not(valley, monkeypat
     search.search(spec.load("valley.toml", {"budget.trials": 2}), Path("study"))
     assert search.search(spec.load("valley.toml", {"budget.trials": 3}), Path("study"))["trials"] == 3
     (valley / "valley.toml").write_text((valley / "valley.toml").read_text().replace("high = 20 }", "high = 30 }", 1))
-    with pytest.raises(UserError, match="began with another file:\n  space: "):
+    with pytest.raises(UserError, match=r"began with another file:\n  space\.x\.high: 20 -> 30\n"):
         search.search(spec.load("valley.toml"), Path("study"))
 
 

@@ -56,6 +56,12 @@ def load(
     return recipe
 
 
+def written(source: str | Path) -> dict[str, Any]:
+    """What a recipe's file and those it extends say, and nothing that follows from it: to be kept elsewhere."""
+    values, _ = _read(str(source), ())
+    return values | {"name": values.get("name", _name_of(source))}
+
+
 def _name_of(source: str | Path) -> str:
     """A name for a recipe that gives itself none: its file's, as far as a folder of runs can be called that."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(source).name.removesuffix(".toml")).strip("-.") or "recipe"
