@@ -162,9 +162,10 @@ def layer(work: Work, shape: Shape) -> Pass:
     kernels = software.kernels + (0 if _softmax_is_one(work, shape) else software.split_softmax)
     host = kernels * software.launch
     forward = products + attention + pointwise
+    summed = software.bf16_sum_bytes * sum(inputs * outputs for inputs, outputs in maps) / work.bandwidth
     return Pass(
         forward=forward,
-        backward=gradients + attention_back + 2 * pointwise,
+        backward=gradients + attention_back + 2 * pointwise + (summed if work.precision == "bf16" else 0.0),
         host_forward=host,
         host_backward=2 * host,
         recompute=forward,

@@ -102,7 +102,7 @@ def search(
     _refuse_offload(recipe, software)
     if not any(gpu.peak(recipe.train.precision) for gpu in cluster.gpu_by_type.values()):
         raise lacking(recipe, sorted({gpu.name for gpu in cluster.gpu_by_type.values()}))
-    limits = space.restricted(limits or space.limits_for(cluster), software)
+    limits = space.restricted(limits or space.limits_for(cluster, objective), software)
     return _Search(recipe, cluster, objective, top, limits, software, profiles).run()
 
 

@@ -44,6 +44,8 @@ class Software:
     """Tensor ranks send each a piece of the stream to the next stage, even without sequence parallelism."""
     step_overhead: float
     """Seconds of a step that nothing else explains: reading a batch, looking at the loss, logging (fitted)."""
+    bf16_sum_bytes: float = 0.0
+    """Bytes that adding a bf16 gradient to sums in fp32 moves, for each weight of a layer and micro-batch."""
     split_softmax: int = 0
     """Kernels more where a rank's heads times the micro-batch are no multiple of four: then softmax is not fused."""
 
@@ -65,6 +67,7 @@ MEGATRON = Software(
     optimizer_bytes=28.0,
     scattered=True,
     step_overhead=6.6e-3,
+    bf16_sum_bytes=10.0,  # Reads the sum (4) and the gradient (2), writes the sum (4): a kernel of its own.
     split_softmax=13,
 )
 # Compiled: norms, activations and residual sums are one kernel each between products; flash attention.

@@ -60,6 +60,14 @@ def test_a_softmax_that_cannot_be_fused_costs_the_host_more():
     assert split.host_forward - fused.host_forward == pytest.approx(MEGATRON.split_softmax * MEGATRON.launch)
 
 
+def test_megatron_adds_bf16_gradients_to_sums_in_fp32_after_every_micro_batch():
+    shape = Shape.of(gpt())
+    half, wide = (compute.layer(work(software=MEGATRON, precision=name), shape) for name in ("fp16", "bf16"))
+    # 12 x 1024^2 weights, 10 bytes each: the sum read and written in fp32, the gradient read in bf16.
+    assert wide.backward - half.backward == pytest.approx(10 * 12 * 1024**2 / (2039e9 * MEMORY_SHARE))
+    assert wide.forward == half.forward
+
+
 def test_fp8_speeds_up_products_but_not_attention():
     recipe = gpt()
     h100 = replace(work(precision="bf16"), gpu=by_name("h100"))
