@@ -27,7 +27,9 @@ from steelyard.cli.sft import recipe_for
 from steelyard.core.recipe import load
 from steelyard.finetune import tuning
 from steelyard.finetune.templates import NAMED
+from steelyard.model.attention import can_attend_within
 from steelyard.text.tokenizer.train import train_byte_bpe
+from steelyard.train import device as devices
 
 WARM_UP = 10
 WORDS = ("the", "of", "and", "to", "in", "is", "that", "for", "it", "as", "with", "on", "be", "this", "had", "not")
@@ -104,7 +106,13 @@ def ours(base: Path, folder: Path, talks: list[Any], options: argparse.Namespace
     seconds = sum(record["seconds"] for record in run.metrics() if record.get("step", 0) > WARM_UP and "loss" in record)
     rows = prepared.training.order[WARM_UP * options.micro_batch :]
     tokens = sum(prepared.training.conversations[i].places for row in rows for i in prepared.training.rows[row])
-    return {"tokens_per_second": round(tokens / seconds), "packing": round(prepared.training.efficiency, 4)}
+    shape, device = prepared.recipe.model, devices.choose(prepared.recipe)
+    is_flash = can_attend_within(device, devices.DTYPES[precision], shape.head_dim)
+    return {
+        "tokens_per_second": round(tokens / seconds),
+        "packing": round(prepared.training.efficiency, 4),
+        "attention": "flash, by bounds" if is_flash else "dense mask",
+    }
 
 
 def theirs(base: Path, folder: Path, talks: list[Any], options: argparse.Namespace) -> dict[str, Any]:
