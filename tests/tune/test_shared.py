@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -41,21 +42,19 @@ def _program(name: str) -> Path | None:
 
 
 @pytest.fixture(scope="module")
-def database(tmp_path_factory):
+def database():
     """The address of an empty database of a server of our own."""
     initdb, postgres = _program("initdb"), _program("postgres")
     if initdb is None or postgres is None:
         pytest.skip("PostgreSQL is not installed")
     pytest.importorskip("psycopg")
-    folder = Path(tmp_path_factory.mktemp("postgres"))
+    folder = Path(tempfile.mkdtemp(prefix="yard-postgres-"))  # Pytest's own folders are closed to other users.
     options = {}
     if os.geteuid() == 0:  # The server refuses to run as root.
         try:
             nobody = pwd.getpwnam("postgres")
         except KeyError:
             pytest.skip("PostgreSQL does not run as root, and there is no user postgres")
-        for each in (folder, *list(folder.parents)[:2]):
-            each.chmod(0o755)
         os.chown(folder, nobody.pw_uid, nobody.pw_gid)
         options = {"user": nobody.pw_uid, "group": nobody.pw_gid, "extra_groups": []}
     secret, data, port = folder / "secret", folder / "data", free_port()
@@ -73,6 +72,7 @@ def database(tmp_path_factory):
     finally:
         server.send_signal(signal.SIGINT)  # Its fast way to end; at SIGTERM it waits for its clients.
         server.wait(30)
+        shutil.rmtree(folder)
 
 
 def _wait(address: str, server: subprocess.Popen) -> None:
