@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from steelyard.core.recipe import Recipe
 from steelyard.plan import pipeline as pipelines
 from steelyard.plan.cluster import Cluster
+from steelyard.plan.found import Plan
 from steelyard.plan.predict import Predictor
 from steelyard.plan.profile import Profile
 from steelyard.plan.report import DAY, shown
-from steelyard.plan.search import Plan
 from steelyard.plan.software import STEELYARD, Software
 
 COLOURS = {"forward": "#4c78a8", "backward": "#f58518", "weights": "#54a24b"}

@@ -11,10 +11,10 @@ from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.parallel import Partition
 from steelyard.plan import fit
 from steelyard.plan.cluster import Cluster
+from steelyard.plan.found import Found, Plan
 from steelyard.plan.layout import Layout
 from steelyard.plan.per_stage import StagedPlan
 from steelyard.plan.predict import Predictor
-from steelyard.plan.search import Found, Plan
 from steelyard.plan.software import STEELYARD, Software
 from steelyard.plan.widths import Width
 

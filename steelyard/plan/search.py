@@ -11,61 +11,26 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
-from steelyard.plan import fit, partition, space
+from steelyard.plan import dealing, fit, space
 from steelyard.plan.cluster import Cluster
+from steelyard.plan.found import Found, Plan
 from steelyard.plan.layout import Layout, Placement, lacking, of_recipe
 from steelyard.plan.predict import Predictor
 from steelyard.plan.profile import Profile
 from steelyard.plan.software import MEGATRON, STEELYARD, Software, as_run
 from steelyard.plan.space import Limits, Use, Variant
-from steelyard.plan.step import Parts, least
+from steelyard.plan.step import least
 from steelyard.plan.worth import price_hour, watts, weight
 
 QUICK = 24  # Actions of a step up to which its partition is refined at once, not only when it is among the best.
 
 UNFIT = 0.25  # What a mesh that does not fit counts of those that may be taken to the end: it is soon known.
-
-REFINING = 5_000  # Passes simulated, about, to refine the partition of one of the best plans.
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A layout that fits, with its prediction."""
-
-    layout: Layout
-    parts: Parts
-    price_hour: float | None
-    watts: float | None
-
-    @property
-    def seconds(self) -> float:
-        """Of a step."""
-        return self.parts.total
-
-    def value(self, objective: str) -> float:
-        """What the objective makes smaller."""
-        return self.seconds * weight(objective, self.price_hour, self.watts)
-
-
-@dataclass
-class Found:
-    """What a search brings back."""
-
-    plans: list[Plan]
-    excluded: list[tuple[Layout, str]] = field(default_factory=list)
-    """Layouts that would have been among the best and do not fit, with the reason."""
-    looked_at: int = 0
-    """Whole layouts whose memory or time was reckoned."""
-    space: int = 0
-    """Layouts that those stand for."""
-    complete: bool = True
-    """Whether nothing that might be better was left out."""
 
 
 @dataclass(frozen=True)
@@ -243,7 +208,7 @@ class _Search:
         if mesh.pipeline * mesh.virtual * rounds * 2 <= QUICK:
             return self._finish(mesh, True)
         layout = self._layout(mesh, Variant(self.limits.recomputes[0], 0))
-        dealt = self._predictor(layout).step(layout).at_least(self._dealt(layout, None)) * self._weight_of(layout)
+        dealt = self._predictor(layout).step(layout).at_least(self._dealt(layout)) * self._weight_of(layout)
         if not self._is_beaten(dealt, mesh.use.counts):
             self._push(max(bound, dealt), partial(self._finish, mesh, False))
 
@@ -251,7 +216,7 @@ class _Search:
         """Whether the mesh fits at its most frugal; if it does not, nothing of it does."""
         zeros = space.zeros(mesh.pipeline, mesh.data * mesh.context, self.limits)
         frugal = self._layout(mesh, Variant(self.limits.recomputes[-1], zeros[-1]))
-        return self._fitting([frugal.with_partition(self._dealt(frugal, None))]) is not None
+        return self._fitting([frugal.with_partition(self._dealt(frugal))]) is not None
 
     def _finish(self, mesh: Mesh, quick: bool) -> None:
         """Third round: the least recomputation that fits, and of the shardings that fit the fastest; then simulate."""
@@ -260,7 +225,7 @@ class _Search:
         self.finished += 1
         for recompute in self.limits.recomputes:  # Computing more again can only be slower.
             layout = self._layout(mesh, Variant(recompute, 0))
-            counts = self._dealt(layout, None)
+            counts = self._dealt(layout)
             bound = self._predictor(layout).step(layout).at_least(counts) * self._weight_of(layout)
             if not quick and self._is_beaten(bound, mesh.use.counts):
                 return
@@ -286,33 +251,11 @@ class _Search:
             rooms = fit.rooms(self._predictor(layout), layout, fit.telling(self._predictor(layout), layout))
             if all(room.fits for room in rooms):
                 return layout
-            again = self._within(layout, rooms)
-            if again is not None:
-                return again
+            if not self.limits.even and any(room.fits for room in rooms):
+                again = dealing.within(self._predictor(layout), layout, self.recipe.model.layers)
+                if again is not None:
+                    return again
             self.found.excluded.append((layout, fit.reason(rooms) or ""))
-        return None
-
-    def _within(self, layout: Layout, rooms: list[fit.Room]) -> Layout | None:
-        """The layout with layers moved off the stages that are too full, where others have room for them."""
-        if layout.pipeline == 1 or layout.virtual > 1 or self.limits.even or all(not room.fits for room in rooms):
-            return None
-        rooms = fit.rooms(self._predictor(layout), layout)
-        limits = list(layout.partition)
-        for _ in range(4):
-            for rank, room in enumerate(rooms):
-                if not room.fits:
-                    limits[rank] = int(min(limits[rank] - 1, layout.partition[rank] * room.usable // room.memory.total))
-                elif limits[rank] == layout.partition[rank]:
-                    limits[rank] = self.recipe.model.layers
-            if min(limits) < 0:
-                return None
-            counts = self._dealt(layout, limits)
-            if not counts:
-                return None
-            layout = layout.with_partition(counts)
-            rooms = fit.rooms(self._predictor(layout), layout)
-            if all(room.fits for room in rooms):
-                return layout
         return None
 
     def _layout(self, mesh: Mesh, variant: Variant) -> Layout:
@@ -333,40 +276,14 @@ class _Search:
             placement=mesh.placement,
         )
 
-    def _dealt(self, layout: Layout, limits: list[int] | None) -> tuple[int, ...]:
-        """Layers dealt out by the time that each pipeline rank takes for one, or evenly where they must be."""
-        if self.limits.even:
-            stages = layout.pipeline * layout.virtual
-            return (self.recipe.model.layers // stages,) * stages
-        counts = partition.dealt(*self._predictor(layout).step(layout).per_layer(), self.recipe.model.layers, limits)
-        return partition.spread(counts, layout.virtual) if counts else ()
+    def _dealt(self, layout: Layout) -> tuple[int, ...]:
+        deal = dealing.evenly if self.limits.even else dealing.by_time
+        return deal(self._predictor(layout), layout, self.recipe.model.layers)
 
     def _refined(self, layout: Layout) -> Layout:
-        """The layout with layers moved as long as its simulated step becomes shorter."""
-        if layout.pipeline == 1 or self.limits.even:
+        if self.limits.even:
             return layout
-        predictor = self._predictor(layout)
-        step = predictor.step(layout)
-        tries = max(8, REFINING // (layout.pipeline * layout.virtual * predictor.micro_batches(layout)))
-
-        def fits(counts: tuple[int, ...]) -> bool:
-            return fit.fits(predictor, layout.with_partition(counts))
-
-        def seconds(counts: tuple[int, ...]) -> float:
-            return step.seconds(counts, settled=True)
-
-        best = layout.partition
-        for counts in partition.starts(*step.per_layer(), self.recipe.model.layers):
-            start = partition.spread(counts, layout.virtual)
-            if (
-                start != best
-                and step.at_least(start) < seconds(best)
-                and seconds(start) < seconds(best)
-                and fits(start)
-            ):
-                best = start
-        counts, _ = partition.improved(best, seconds, step.at_least, fits, tries)
-        return layout.with_partition(counts)
+        return dealing.refined(self._predictor(layout), layout, self.recipe.model.layers)
 
     def _plan(self, layout: Layout) -> Plan:
         """The layout with its partition refined and its step taken apart."""
