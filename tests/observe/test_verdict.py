@@ -217,6 +217,13 @@ def slow_in_turns(folder: Folder) -> None:
         record["rank_seconds"] = {"slowest": number, "seconds": 1.4, "median": 0.9}
 
 
+def slow_for_a_moment(folder: Folder) -> None:
+    """Steps of milliseconds, each with a record."""
+    folder.records += [folder.record(300 + number, time=NOW - 10 + number / 10) for number in range(20)]
+    for record in folder.records[-20:]:
+        record["rank_seconds"] = {"slowest": 3, "seconds": 1.4, "median": 0.9}
+
+
 def slow_host(folder: Folder) -> None:
     for number, record in enumerate(folder.records[-4:]):
         record["rank_seconds"] = {"slowest": 2 + number % 2, "seconds": 1.4, "median": 0.9}
@@ -287,6 +294,7 @@ CASES = {
     "fewer ranks": (fewer_ranks, {"other-configuration": "wrong"}, 1),
     "a slow rank": (slow, {"slow-rank": "warning"}, 4),
     "ranks slow in turns": (slow_in_turns, {"healthy": "ok"}, 0),
+    "a rank slow for a moment": (slow_for_a_moment, {"healthy": "ok"}, 0),
     "a slow host": (slow_host, {"slow-rank": "warning"}, 4),
     "a full disk": (full_disk, {"disk-full": "wrong"}, 1),
     "a disk nearly full": (filling_disk, {"disk-full": "warning"}, 4),

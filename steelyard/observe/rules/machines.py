@@ -17,7 +17,7 @@ STARTING = 300.0  # seconds in which a job loads its container and imports befor
 EMPTY_FOR = 30.0  # seconds without a process before that means something
 SILENT_FOR = 90.0  # seconds without a sample, while other hosts send theirs
 BARE_MEMORY = 1 << 30  # what a driver holds of a GPU that nobody uses
-SLOWER, RECORDS_SLOW = 1.25, 3
+SLOWER, RECORDS_SLOW, SECONDS_SLOW = 1.25, 3, 30.0
 DISK_SHARE, DISK_BYTES, DISK_LAST = 0.05, 50 << 30, 0.005
 CLOCKS_APART = 2.0  # seconds
 HOT = 90  # degrees Celsius
@@ -127,9 +127,13 @@ def slow_rank(state: State) -> Verdict | None:
     """One rank, or one host's ranks, computes longer than others do for the same, record after record."""
     if not state.is_live:
         return None
-    told = [record["rank_seconds"] for record in state.trained if isinstance(record.get("rank_seconds"), dict)]
-    told = told[-RECORDS_SLOW:]
-    if len(told) < RECORDS_SLOW or not all(_lags(each) for each in told):
+    records = [record for record in state.trained if isinstance(record.get("rank_seconds"), dict)]
+    recent = [record for record in records if (state.progressed or 0.0) - record.get("time", 0.0) <= SECONDS_SLOW]
+    # Steps may be so short that a few records are a moment: what lasts so long is no accident of the scheduler's.
+    records = recent if len(recent) > RECORDS_SLOW else records[-RECORDS_SLOW:]
+    lasted = records[-1].get("time", 0.0) - records[0].get("time", 0.0) if records else 0.0
+    told = [record["rank_seconds"] for record in records]
+    if len(told) < RECORDS_SLOW or lasted < SECONDS_SLOW / 2 or not all(_lags(each) for each in told):
         return None
     ranks = [each["slowest"] for each in told]
     hosts = [state.host_of(rank) for rank in ranks]
