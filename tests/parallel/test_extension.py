@@ -62,7 +62,7 @@ class Untouched(Gain):
 def test_an_extension_changes_model_and_loss_and_adds_to_records(layouts: Layouts):
     plain = layouts.alone("llama", *SGD)
     transformed, pulled = (layouts.run(1, "llama", *SGD, extension=kind()).metrics() for kind in (Untouched, Gain))
-    assert plain[0] != transformed[0] == pulled[0]
+    assert plain[0]["valid_loss"] != transformed[0]["valid_loss"] == pulled[0]["valid_loss"]
     assert transformed[1]["loss"] == pulled[1]["loss"]
     assert difference(pulled, transformed) > 1e-3
     assert all(record["strength"] == 0.5 for record in pulled if "loss" in record)

@@ -49,7 +49,8 @@ def test_a_record_tells_the_memory_of_this_run_and_not_of_the_process_before_it(
     del filler
     run = train.run(load("tiny.toml", ["train.steps=2"]))
     manifest, [record] = run.manifest(), [record for record in run.metrics() if "loss" in record]
-    assert 0 < manifest["memory_before"] <= record["peak_memory"]
+    slack = 1 << 20  # Linux counts the pages of a process with several threads by and by.
+    assert 0 < manifest["memory_before"] < record["peak_memory"] + slack
     assert record["peak_memory"] < before - (1 << 27) or not os.access("/proc/self/clear_refs", os.W_OK)
 
 

@@ -96,7 +96,7 @@ def test_weights_of_another_run_are_a_fresh_start_that_an_own_checkpoint_outdoes
     settings = [*QUICK, f"train.init_from={source.path}"]
     run = train.run(load("tiny.toml", [*settings, "train.steps=3"]))
     first, *trained = run.metrics()
-    assert first == {"step": 0, "valid_loss": learned}
+    assert (first["step"], first["valid_loss"]) == (0, learned)
     assert (trained[0]["step"], trained[0]["samples"]) == (1, 4)
     assert trained[0]["learning_rate"] == pytest.approx(1e-2 / 2)
     shutil.rmtree(source.path)  # Going on needs it no more.
