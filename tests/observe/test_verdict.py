@@ -242,6 +242,34 @@ def hot(folder: Folder) -> None:
     folder.samples["n0"][-1]["devices"][1]["temperature"] = 94
 
 
+def wedged_at_a_restart(folder: Folder) -> None:
+    """Pre-empted an hour ago, started again half an hour ago, and the ranks have not met since."""
+    folder.manifest |= {"state": "interrupted", "ended": iso(NOW - 3600)}
+    for record in folder.records:
+        record["time"] -= 3600
+    folder.jobs.append(folder.job("RUNNING", at=NOW - 1800, restarts=1))
+    for host in folder.hosts.values():
+        host["clock"] -= 7200
+
+
+def restarted_and_importing(folder: Folder) -> None:
+    wedged_at_a_restart(folder)
+    folder.jobs[-1]["time"] = iso(NOW - 60)
+    for samples in folder.samples.values():
+        for sample in samples:
+            for device in sample["devices"]:
+                device |= {"processes": [], "memory_used": 0}
+
+
+def written_as_nan(folder: Folder) -> None:
+    folder.records[-1]["loss"] = float("nan")
+
+
+def overflowed(folder: Folder) -> None:
+    folder.records[-1] |= {"grad_norm": None, "skipped": 3}
+    folder.records[-2] |= {"skipped": 2}
+
+
 CASES = {
     "completed": (finished, {"completed": "ok"}, 0),
     "completed, before the scheduler says so": (finished_before_the_scheduler_says_so, {"completed": "ok"}, 0),
@@ -262,6 +290,8 @@ CASES = {
     "queued, with a limit": (waiting("QOSMaxCpuPerUserLimit"), {"queued": "waiting"}, 3),
     "held": (waiting("JobHeldUser"), {"held": "wrong"}, 1),
     "never to start": (waiting("PartitionTimeLimit"), {"held": "wrong"}, 1),
+    "put back and held": (ended("REQUEUE_HOLD", reason="job_requeued_in_held_state"), {"held": "wrong"}, 1),
+    "more than one job may have": (waiting("QOSMaxNodePerJobLimit"), {"held": "wrong"}, 1),
     "requeued": (requeued, {"requeued": "waiting"}, 3),
     "starting": (starting, {"starting": "waiting"}, 3),
     "starting, before the ranks have met": (created_and_running, {"starting": "waiting"}, 3),
@@ -270,11 +300,15 @@ CASES = {
     "compiling again after a restart": (resuming, {"healthy": "ok"}, 0),
     "wedged": (wedged, {"no-progress": "wrong"}, 1),
     "wedged, after a nap": (wedged_after_a_nap, {"no-progress": "wrong"}, 1),
+    "wedged while it starts again": (wedged_at_a_restart, {"no-progress": "wrong"}, 1),
+    "started again, no process yet": (restarted_and_importing, {"healthy": "ok"}, 0),
     "saving a checkpoint": (saving, {"healthy": "ok"}, 0),
     "in a long validation, like those before": (validating_slowly, {"healthy": "ok"}, 0),
     "warnings on stderr": (warnings_on_stderr, {"healthy": "ok"}, 0),
     "an error on stderr": (error_on_stderr, {"errors": "wrong"}, 1),
     "loss not finite": (not_finite, {"not-finite": "wrong"}, 1),
+    "loss written as NaN": (written_as_nan, {"not-finite": "wrong"}, 1),
+    "the scale of fp16 finds its place": (overflowed, {"healthy": "ok"}, 0),
     "steps skipped": (skipped, {"not-finite": "warning"}, 4),
     "loss spike": (spike, {"loss-spike": "warning"}, 4),
     "a spike that passed": (spike_that_passed, {"healthy": "ok"}, 0),
