@@ -3,12 +3,15 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from steelyard.core import files
 from steelyard.observe.state import State
 from steelyard.observe.verdict import RULES, exit_code, has_ended, judge
+from steelyard.observe.view import view
+from steelyard.observe.watch import plain
 from tests.observe.folders import NOW, RECIPE, Folder, iso
 
 
@@ -421,3 +424,18 @@ def test_files_that_hold_nonsense_do_no_harm(folder: Folder):
     (path / "logs" / "n0.gpu").write_text('{"time": 1, "devices": [3, {"utilisation": "x"}]}\n{"time": "x"}\n')
     (path / "scheduler.jsonl").write_text(json.dumps({"state": 3}) + "\n")
     assert judge(State(path).refresh(NOW))
+
+
+@pytest.mark.parametrize("junk", [3.5, "x", True, [None], {"a": 1}, float("nan"), "\ud800"])
+def test_fields_that_hold_nonsense_do_no_harm(folder: Folder, junk: Any):
+    folder.launch["jobs"] = junk
+    folder.jobs[0] |= {"time_limit": junk, "elapsed": junk}
+    folder.hosts["n0"] |= {"ranks": junk, "layout": {"world": junk, "tensor": junk}, "versions": junk}
+    folder.samples["n0"] = [folder.sample(NOW - 5 * ago, processes=junk, power=junk) for ago in range(9, -1, -1)]
+    folder.samples["n0"][-1]["devices"][0] |= {"temperature": junk, "utilisation": junk, "memory_used": junk}
+    folder.samples["n0"][-1]["devices"].append(junk)
+    folder.samples["n1"][-1]["devices"] = junk
+    folder.records[-1]["rank_seconds"] = {"slowest": junk, "seconds": 1.0, "median": 1.0}
+    seen = view(folder.state())
+    assert plain(seen).encode()
+    assert json.dumps(seen, allow_nan=False)

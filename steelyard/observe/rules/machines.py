@@ -155,6 +155,8 @@ def slow_rank(state: State) -> Verdict | None:
 
 def _lags(told: dict[str, Any]) -> bool:
     seconds, usual = told.get("seconds"), told.get("median")
+    if not isinstance(told.get("slowest"), int):
+        return False
     return is_number(seconds) and is_number(usual) and usual > 0 and seconds / usual > SLOWER
 
 
