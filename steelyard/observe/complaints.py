@@ -50,6 +50,8 @@ class Complaints:
     def __init__(self) -> None:
         self._first: list[tuple[int, str]] = []
         self._last: deque[tuple[int, str]] = deque(maxlen=KEPT)
+        self.count = 0
+        """How many there were in all."""
         self._in_ignored = False
         self._is_announced = False
 
@@ -106,6 +108,7 @@ class Complaints:
 
     def _keep(self, place: int, text: str) -> None:
         """The first errors are causes, the last ones may be a later attempt's: of very many the middle is dropped."""
+        self.count += 1
         (self._first if len(self._first) < KEPT else self._last).append((place, text[:LONGEST]))
 
 

@@ -46,6 +46,8 @@ class Log:
 
     tail: Tail
     complaints: Complaints | None
+    complained: float = 0.0
+    """When the last of its errors was written, at the latest: other lines may have come with it, not those after."""
     raw: deque[bytes] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
 
     def refresh(self) -> None:
@@ -57,7 +59,10 @@ class Log:
                 self.complaints.forget()
         self.raw.extend(line for line in new.rsplit(b"\n", KEPT_LINES + 1)[-KEPT_LINES - 1 : -1] if line.strip())
         if self.complaints is not None and new:
+            before = self.complaints.count
             self.complaints.look(new, self.tail.begins)
+            if self.complaints.count > before:
+                self.complained = self.tail.changed or 0.0
 
     def last(self, number: int) -> list[str]:
         """The last lines, as text that can do no harm."""

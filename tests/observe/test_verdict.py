@@ -1,6 +1,7 @@
 """Each rule of the verdict, on a run folder made for it: what must be said, and what must not."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -362,6 +363,16 @@ def test_an_error_that_did_not_stop_the_run_is_a_warning_and_an_earlier_attempts
     assert verdicts(folder) == {"errors": "warning"}
     folder.errors_at = NOW - 5000
     assert verdicts(folder) == {"healthy": "ok"}
+
+
+def test_an_error_gets_no_younger_by_the_warnings_that_follow_it(folder: Folder):
+    folder.logs["n0.err"], folder.errors_at = "ValueError: long ago\n", NOW - 300
+    state = folder.state()
+    with open(folder.path / "logs" / "n0.err", "a") as log:
+        log.write("UserWarning: again\n")
+    os.utime(folder.path / "logs" / "n0.err", (NOW, NOW))
+    state.refresh(NOW).disk = (1 << 40, 4 << 40)
+    assert [(verdict.kind, verdict.level) for verdict in judge(state)] == [("errors", "warning")]
 
 
 def test_what_stood_in_the_log_before_the_ranks_met_did_not_stop_them(folder: Folder):

@@ -25,9 +25,7 @@ def errors(state: State) -> Verdict | None:
     """Something on standard error that is no warning; the first of it is named."""
     if state.is_waiting:
         return None
-    found = [
-        (log.tail.changed or 0.0, host, told) for host, log in state.err.items() if (told := state.errors_of(host))
-    ]
+    found = [(log.complained, host, told) for host, log in state.err.items() if (told := state.errors_of(host))]
     found = [each for each in found if each[0] >= (state.began or 0.0)]  # Older ones are an earlier attempt's.
     if not found:
         return None
