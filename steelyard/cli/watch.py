@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from steelyard.cli.options import JsonOption, print_result
+from steelyard.core.errors import UserError
 
 
 def register(root: typer.Typer, name: str, help_: str) -> None:
@@ -37,9 +39,15 @@ def watch(
     from steelyard.observe import find
     from steelyard.observe import watch as page
 
+    if once and follow:
+        raise UserError("--once and --follow are opposites", mend="leave one of them out")
     path = find.find(run, folder)
     if follow and not json:
         raise typer.Exit(page.follow(path, every))
+    if follow:
+        *_, seen = deque(page.looks(path, every), maxlen=1)
+        print_result(seen, json, "")
+        raise typer.Exit(seen["exit_code"])
     if once or json or not sys.stdout.isatty():
         seen = page.once(path)
         print_result(seen, json, page.plain(seen))

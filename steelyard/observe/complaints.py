@@ -41,16 +41,24 @@ _LESS = re.compile(
 )
 _RANK = re.compile(r"^(?:\[(?:rank)?\d+(?:,\d+)?\](?:<std\w+>)?:?\s?|\d+:\s)+")
 _ANNOUNCED = "Traceback (most recent call last)"
-LONGEST, KEPT = 500, 1000
+LONGEST, KEPT = 500, 500
 
 
 class Complaints:
     """Looks through one log as it grows, and keeps its errors, each with its place in the file."""
 
     def __init__(self) -> None:
-        self.found: deque[tuple[int, str]] = deque(maxlen=KEPT)
+        self._first: list[tuple[int, str]] = []
+        self._last: deque[tuple[int, str]] = deque(maxlen=KEPT)
+        self.count = 0
+        """How many there were in all."""
         self._in_ignored = False
         self._is_announced = False
+
+    @property
+    def found(self) -> list[tuple[int, str]]:
+        """All that are kept, in order."""
+        return [*self._first, *self._last]
 
     def since(self, offset: int) -> list[str]:
         """The errors behind a place in the file, in order."""
@@ -93,10 +101,15 @@ class Complaints:
             if was_ignored:
                 return
             if re.match(r"[\w.]+(?::|$)", text):  # The name of the error, whatever it is called.
-                self.found.append((place, text[:LONGEST]))
+                self._keep(place, text)
                 return
         if is_error(line):
-            self.found.append((place, text[:LONGEST]))
+            self._keep(place, text)
+
+    def _keep(self, place: int, text: str) -> None:
+        """The first errors are causes, the last ones may be a later attempt's: of very many the middle is dropped."""
+        self.count += 1
+        (self._first if len(self._first) < KEPT else self._last).append((place, text[:LONGEST]))
 
 
 def _suspects(chunk: bytes) -> list[tuple[int, int]]:
@@ -119,7 +132,8 @@ def is_error(line: str) -> bool:
 
 
 _CONTROL = re.compile(
-    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
+    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)"
+    r"|[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 
 

@@ -12,7 +12,11 @@ browser what is meant for this machine (DNS rebinding). Pages may load nothing f
 from __future__ import annotations
 
 import contextlib
+import errno
+import ipaddress
 import json
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -63,9 +67,11 @@ class Followed:
             at, known = self._answers.get(make.__name__, (float("-inf"), {}))
             if time.monotonic() - at < fresh:
                 return known
-            if not self._answers or not has_ended(self.state):
+            # Of hundreds of runs most have ended long ago, and to ask for each of them would take minutes.
+            if not has_ended(self.state.refresh()):
                 self.asking.ask()
-            answer = make(self.state.refresh())
+                self.state.refresh()
+            answer = make(self.state)
             self._answers[make.__name__] = time.monotonic(), answer
             return answer
 
@@ -83,7 +89,7 @@ class Runs:
         """By their path below the folder, which is the only name they can be asked for by."""
         with self._lock:
             if time.monotonic() - self._looked > SECONDS_LISTED:
-                paths = {str(path.relative_to(self.folder)): path for path in find.below(self.folder)}
+                paths = {_name(path.relative_to(self.folder)): path for path in find.below(self.folder)}
                 self._found = {name: self._found.get(name) or Followed(path) for name, path in paths.items()}
                 self._looked = time.monotonic()
             return self._found
@@ -94,7 +100,7 @@ class Runs:
             {"id": name, **run.answer(summary, SECONDS_LISTED)}
             for name, run in sorted(self.found().items(), key=lambda item: -(item[1].state.progressed or 0.0))
         ]
-        return {"folder": str(self.folder), "runs": runs}
+        return {"folder": _name(self.folder), "runs": runs}
 
     def one(self, name: str) -> dict[str, Any] | None:
         """One of them whole; none that is not there."""
@@ -108,15 +114,16 @@ class Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "steelyard", ""
     timeout = 30
 
-    def __init__(self, runs: Runs, names: frozenset[str] | None, *arguments: Any) -> None:
-        self.runs, self.names = runs, names
+    def __init__(self, runs: Runs, names: frozenset[str], is_everywhere: bool, *arguments: Any) -> None:
+        self.runs, self.names, self.is_everywhere = runs, names, is_everywhere
         super().__init__(*arguments)
 
     def do_GET(self) -> None:
         """A page, or what it asks for."""
         try:
             if not self._is_meant():
-                return self._send(HTTPStatus.MISDIRECTED_REQUEST, b"not served under this name\n", "text/plain")
+                message = b"not served under this name; steelyard serve --host NAME has it served\n"
+                return self._send(HTTPStatus.MISDIRECTED_REQUEST, message, "text/plain")
             asked = urlsplit(self.path)
             if asked.path in PAGES:
                 name, kind = PAGES[asked.path]
@@ -142,8 +149,12 @@ class Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def _is_meant(self) -> bool:
-        name = urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""
-        return self.names is None or name in self.names
+        try:
+            name = urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""
+        except ValueError:
+            return False
+        # A foreign page comes by a name of its own. An address it cannot choose, so where all are served any will do.
+        return name in self.names or (self.is_everywhere and _is_address(name))
 
     def _send(self, status: HTTPStatus, body: bytes, kind: str) -> None:
         self.send_response(status)
@@ -163,13 +174,46 @@ def make_server(folder: Path, host: str = "127.0.0.1", port: int = 0) -> Threadi
     """A server that is bound and not yet serving."""
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}", mend="name the folder whose runs are to be shown")
-    names = None if host in EVERYWHERE else frozenset({host, *(LOCAL if host in LOCAL else ())})
+    is_everywhere = host in EVERYWHERE
+    names = {host.lower(), *(LOCAL if host in LOCAL or is_everywhere else ())}
+    if is_everywhere:
+        names |= {socket.gethostname().lower(), socket.getfqdn().lower()}
     try:
-        server = ThreadingHTTPServer((host, port), partial(Handler, Runs(folder), names))
+        family = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
     except OSError as error:
-        raise UserError(f"cannot listen on {host}:{port}: {error.strerror}", mend="give another --port") from None
-    server.daemon_threads = True
-    return server
+        mend = "give an address or a name of this machine as --host"
+        raise UserError(f"cannot listen on {host}: {error.strerror}", mend=mend) from None
+    kind = Server6 if family == socket.AF_INET6 else Server
+    try:
+        return kind((host, port), partial(Handler, Runs(folder), frozenset(names), is_everywhere))
+    except OSError as error:
+        mend = "give another --port" if error.errno != errno.EADDRNOTAVAIL else "give an address of this machine"
+        raise UserError(f"cannot listen on {host}:{port}: {error.strerror}", mend=mend) from None
+
+
+class Server(ThreadingHTTPServer):
+    """Ends without waiting for browsers that hold a connection."""
+
+    daemon_threads = True
+
+
+class Server6(Server):
+    """The same on IPv6."""
+
+    address_family = socket.AF_INET6
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _name(path: Path) -> str:
+    """A path as text: what is no UTF-8 in it no browser could ask for."""
+    return os.fsencode(path).decode("utf-8", "replace")
 
 
 def serve(folder: Path, host: str, port: int) -> None:
@@ -177,8 +221,8 @@ def serve(folder: Path, host: str, port: int) -> None:
     with make_server(folder, host, port) as server:
         if host not in LOCAL:
             console.warn(f"anyone who reaches {host} can read what runs below {folder} say")
-        console.say(
-            f"http://{host or 'localhost'}:{server.server_address[1]}/ shows the runs below {folder}; Ctrl-C ends it"
-        )
+        shown = f"[{host}]" if ":" in host else host or "localhost"
+        address = f"http://{shown}:{server.server_address[1]}/"
+        console.say(f"{address} shows the runs below {folder}; Ctrl-C ends it")
         with contextlib.suppress(Interrupted):
             server.serve_forever(poll_interval=0.5)

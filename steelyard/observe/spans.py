@@ -33,6 +33,7 @@ KINDS = {
     "data": (OTHER, "#8d6e4f"),
 }
 UNKNOWN = (OTHER, "#77808c")
+MOST_NUMBER = 1 << 62  # Nanoseconds since 1970 have 61 bits.
 MOST_NAMES = 64  # A file with more kinds of spans than that is no timeline.
 
 
@@ -99,9 +100,12 @@ def _read_rank(path: Path, names: list[str]) -> tuple[RankSpans | None, int]:
                     raise ValueError(name)
                 place = known[name] = len(names)
                 names.append(name)
-            rows.append((int(entry["step"]), place, int(entry["stage"]), int(entry["micro_batch"]),
-                         int(entry["start_ns"]), int(entry["end_ns"])))  # fmt: skip
-        except (KeyError, TypeError, ValueError):
+            row = (int(entry["step"]), place, int(entry["stage"]), int(entry["micro_batch"]),
+                   int(entry["start_ns"]), int(entry["end_ns"]))  # fmt: skip
+            if max(map(abs, row)) >= MOST_NUMBER:
+                raise ValueError(name)
+            rows.append(row)
+        except (KeyError, TypeError, ValueError, OverflowError):
             dropped += 1
     if not rows or not number.isdigit():
         return None, dropped
@@ -115,12 +119,12 @@ def _entries(path: Path) -> tuple[list[Any], int]:
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     try:
         return json.loads(f"[{','.join(lines)}]"), 0
-    except ValueError:
+    except (ValueError, RecursionError):
         entries = []
         for line in lines:
             try:
                 entries.append(json.loads(line))
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
         return entries, len(lines) - len(entries)
 

@@ -33,6 +33,7 @@ MOST_METRICS, MOST_LINES = 4 << 20, 16 << 10
 FIRST_OF_ONE = 1 << 20
 # Bytes of error logs that a look goes through, at first and later, shared by all hosts; no less than so many of each.
 FIRST_ERRORS, MOST_ERRORS, LEAST_ERRORS = 4 << 20, 1 << 20, 16 << 10
+NUMBERS = ("temperature", "utilisation", "memory_used", "memory_total", "power")  # of a device
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL",
          "DEADLINE", "REVOKED")  # fmt: skip
 WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "CONFIGURING", "SUSPENDED",
@@ -45,6 +46,8 @@ class Log:
 
     tail: Tail
     complaints: Complaints | None
+    complained: float = 0.0
+    """When the last of its errors was written, at the latest: other lines may have come with it, not those after."""
     raw: deque[bytes] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
 
     def refresh(self) -> None:
@@ -56,7 +59,10 @@ class Log:
                 self.complaints.forget()
         self.raw.extend(line for line in new.rsplit(b"\n", KEPT_LINES + 1)[-KEPT_LINES - 1 : -1] if line.strip())
         if self.complaints is not None and new:
+            before = self.complaints.count
             self.complaints.look(new, self.tail.begins)
+            if self.complaints.count > before:
+                self.complained = self.tail.changed or 0.0
 
     def last(self, number: int) -> list[str]:
         """The last lines, as text that can do no harm."""
@@ -75,7 +81,7 @@ class Samples:
         new, is_new = self.tail.lines()
         if is_new:
             self.samples.clear()
-        self.samples.extend(sample for sample in records(new[-KEPT_SAMPLES:]) if is_number(sample.get("time")))
+        self.samples.extend(map(_sample, (one for one in records(new[-KEPT_SAMPLES:]) if is_number(one.get("time")))))
 
     @property
     def last(self) -> dict[str, Any]:
@@ -153,7 +159,8 @@ class State:
         return {} if self.is_superseded else self._launched()
 
     def _launched(self) -> dict[str, dict[str, Any]]:
-        own = {str(job) for job in self.launch.get("jobs") or []}  # An earlier launch of the run had others.
+        jobs = self.launch.get("jobs")
+        own = {str(job) for job in jobs} if isinstance(jobs, list) else set()  # An earlier launch had others.
         return {
             job: record
             for record in self.scheduler
@@ -224,7 +231,7 @@ class State:
     def _refresh_hosts(self) -> None:
         found = {path.stem: path for path in _files(self.path / HOSTS, ".json")}
         self._hosts = {name: self._hosts.get(name) or Small(path) for name, path in found.items()}
-        self.hosts = {name: value for name, small in sorted(self._hosts.items()) if (value := small.read())}
+        self.hosts = {name: _host(value) for name, small in sorted(self._hosts.items()) if (value := small.read())}
 
     def _refresh_logs(self) -> None:
         found = _files(self.path / LOGS, ".out", ".err", ".gpu")
@@ -279,13 +286,40 @@ def span_of(value: Any) -> float | None:
     days, _, clock = str(value or "").rpartition("-")
     try:
         parts: list[float] = [float(part) for part in clock.split(":")]
-        return 86400.0 * int(days or 0) + sum(part * 60.0**place for place, part in enumerate(reversed(parts)))
-    except ValueError:
+        span = 86400.0 * int(days or 0) + sum(part * 60.0**place for place, part in enumerate(reversed(parts)))
+        return span if is_number(span) else None
+    except (ValueError, OverflowError):
         return None
 
 
 def _word(state: Any) -> str:
     return str(state or "").split()[0].rstrip("+").upper() if str(state or "").strip() else ""
+
+
+def _sample(told: dict[str, Any]) -> dict[str, Any]:
+    """A sample whose fields are what they should be, or not there: readers need not ask again."""
+    devices = [each for each in told["devices"] if isinstance(each, dict)] if _is_list(told, "devices") else []
+    for device in devices:
+        for key in NUMBERS:
+            if key in device and not is_number(device[key]):
+                device[key] = None
+        if not isinstance(device.get("processes"), list):
+            device["processes"] = []
+    return told | {"devices": devices}
+
+
+def _host(told: dict[str, Any]) -> dict[str, Any]:
+    """The same for what the ranks of a host say."""
+    ranks = [rank for rank in told["ranks"] if type(rank) is int] if _is_list(told, "ranks") else []
+    layout = told["layout"] if isinstance(told.get("layout"), dict) else {}
+    layout = {key: value for key, value in layout.items() if isinstance(value, str | int | float)}
+    if type(layout.get("world")) is not int:
+        layout.pop("world", None)
+    return told | {"ranks": ranks, "layout": layout}
+
+
+def _is_list(told: dict[str, Any], key: str) -> bool:
+    return isinstance(told.get(key), list)
 
 
 def _files(folder: Path, *suffixes: str) -> list[Path]:

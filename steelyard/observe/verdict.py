@@ -58,7 +58,8 @@ def seconds_left(state: State) -> float | None:
     seconds = state.trained[-1].get("seconds") if state.trained else None
     if state.recipe is None or not is_number(seconds):
         return None
-    return float(seconds) * max(0, state.recipe.train.steps - int(state.trained[-1]["step"]))
+    left = float(seconds) * max(0, state.recipe.train.steps - int(state.trained[-1]["step"]))
+    return left if is_number(left) else None
 
 
 def _pace(state: State) -> str:

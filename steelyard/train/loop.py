@@ -8,6 +8,7 @@ the work changes nothing but rounding.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 import time
@@ -277,7 +278,8 @@ class Training:
             last = saved.step if saved is not None and is_own else -1
             self.folder.forget_after(last)
             timeline.forget_after(self.folder.path / TIMELINE, last)
-            losses = [record["valid_loss"] for record in self.folder.metrics() if "valid_loss" in record]
+            told = [record["valid_loss"] for record in self.folder.metrics() if "valid_loss" in record]
+            losses = [math.inf if loss is None else loss for loss in told]  # None was no finite number.
             return saved, is_own, losses
 
         saved, is_own, self.valid_losses = everywhere(self.world, newest)

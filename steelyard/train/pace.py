@@ -100,17 +100,22 @@ class Pace:
         now = time.monotonic()
         if now - self._probed >= SECONDS_BETWEEN_PROBES:
             self._probed = now
-            x = torch.ones(PRODUCT, PRODUCT, dtype=torch.bfloat16, device=self.device)
-            y = torch.empty_like(x)
-            torch.mm(x, x, out=y)  # The first one may load a kernel.
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for _ in range(PRODUCTS):
-                torch.mm(x, x, out=y)
-            end.record()
-            end.synchronize()
-            self._probe = begin.elapsed_time(end) / 1000
+            with suppress(torch.OutOfMemoryError):  # A run that just fits must not fail for being measured.
+                self._probe = self._measured()
         return self._probe
+
+    def _measured(self) -> float:
+        """Seconds of the products now; the device has nothing else to do."""
+        x = torch.ones(PRODUCT, PRODUCT, dtype=torch.bfloat16, device=self.device)
+        y = torch.empty_like(x)
+        torch.mm(x, x, out=y)  # The first one may load a kernel.
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(PRODUCTS):
+            torch.mm(x, x, out=y)
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1000
 
 
 def shared_out(seconds: float, probes: list[float]) -> list[float]:

@@ -177,3 +177,10 @@ def refuse_absent(recipe: Recipe, ranks: int) -> None:
             where=recipe.where("log.profile_tool"),
             mend="log.profile = [10, 12] names the first and the last",
         )
+    if log.profile_tool is not None and log.profile is not None and log.profile[1] > recipe.train.steps:
+        raise UserError(
+            f"log.profile ends with step {log.profile[1]}, but the run with step {recipe.train.steps}: nothing would "
+            "be written",
+            where=recipe.where("log.profile"),
+            mend="name steps that are taken, or raise train.steps",
+        )

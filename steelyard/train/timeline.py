@@ -92,9 +92,16 @@ class Timeline:
 def forget_after(folder: Path, step: int) -> None:
     """Drop what all ranks did in steps that a resumed run will do again, and what a killed one left torn."""
     for path in folder.glob("rank-*.jsonl"):
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-        files.write_text(path, "".join(kept))
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        files.write_text(path, "".join(line for line in lines if line.endswith("\n") and _is_before(line, step)))
+
+
+def _is_before(line: str, step: int) -> bool:
+    """Whether a span belongs to a step that stays; what a machine that went down left (zeros, halves) does not."""
+    try:
+        return bool(json.loads(line)["step"] <= step)
+    except (ValueError, KeyError, TypeError):
+        return False
 
 
 def clock_offset() -> int:

@@ -17,6 +17,7 @@ from steelyard.observe.profile import asking, nsight, reading, tools, trace
 from steelyard.observe.profile.events import Stretch, both, gaps, length, own_time, union
 from steelyard.observe.profile.looking import look
 from steelyard.observe.profile.words import told
+from steelyard.train.profiling import refuse_absent
 
 # One step of 1000 us as a GPU's trace would have it. Computation 0-300 and 400-700, a sum of gradients 600-800, a copy
 # 900-950; the host waits 700-900. So busy is 300 + 400 + 50, communication 200, of which 100 beside computation.
@@ -248,3 +249,9 @@ def test_two_ranks_are_profiled_by_the_command_and_one_of_them_under_nsight(work
     assert sorted(each.name for each in (run.path / "profile").iterdir()) == ["nsys-rank-00001.qdstrm", "summary.json"]
     assert "importer is missing" in done.stdout
     assert done.returncode == 1
+
+
+def test_steps_that_are_not_taken_are_refused_before_the_run(in_workplace):
+    recipe = load("tiny.toml", ["log.profile=[15, 30]", "log.profile_tool=torch"])
+    with pytest.raises(UserError, match="the run with step 20"):
+        refuse_absent(recipe, 1)

@@ -1,4 +1,5 @@
 import base64
+import gzip
 import json
 import re
 
@@ -16,6 +17,7 @@ from steelyard.observe.report.curves import MOST_POINTS, points
 from steelyard.observe.report.packing import choose, pack
 from steelyard.plan import pipeline
 from steelyard.plan.pipeline import Times
+from steelyard.train.timeline import forget_after
 
 STEP_NS = 10_000_000
 
@@ -84,6 +86,33 @@ def test_hostile_text_stays_text(in_workplace):
     for hostile in ("<script>alert", "<img src=x", "<i>node", "<b>&run", "hf_aaa"):
         assert hostile not in page
     assert "&lt;/pre&gt;&lt;script&gt;alert(2)" in page
+
+
+def test_odd_records_torn_traces_and_passwords_in_addresses_spoil_no_report(in_workplace):
+    run = for_training(load("tiny.toml", ["description=see https://me:hunter2hunter2@example.org/x"]))
+    run.update(versions=None)
+    run.append({"step": 1, "loss": float("nan"), "tokens_per_second": None, "seconds": "x", "peak_memory": True})
+    (run.path / "profile").mkdir()
+    packed = bytearray(gzip.compress(b"{" * 4000 + bytes(range(256))))
+    packed[20:40] = b"\xff" * 20
+    (run.path / "profile" / "torch-rank-00000.json.gz").write_bytes(packed)
+    (run.path / "profile" / "torch-rank-0-copy.json.gz").write_bytes(b"")
+    write_spans(run, 0, [(1, "forward", 0, 0, 5, 1 << 70), (1, "forward", 0, 0, 9, 19)])
+    with open(run.path / "timeline" / "rank-00000.jsonl", "a") as file:
+        file.write('{"step": Infinity, "name": "forward", "stage": 0, "micro_batch": 0, "start_ns": 1, "end_ns": 2}\n')
+    page = report.render(run)
+    assert "hunter2" not in page
+    assert page.count("Not read: torch-rank-0") == 2
+    assert "2 lines of the timeline could not be read" in page
+
+
+def test_what_a_machine_that_went_down_left_of_a_timeline_stops_no_resumed_run(in_workplace):
+    run = for_training(load("tiny.toml"))
+    write_spans(run, 0, [(1, "forward", 0, 0, 5, 9), (2, "forward", 0, 0, 9, 19)])
+    path = run.path / "timeline" / "rank-00000.jsonl"
+    path.write_bytes(path.read_bytes() + b"\0\0\xff\0\n[]\n" + b'{"step": 1, "na')
+    forget_after(path.parent, 1)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1]
 
 
 def test_several_runs_stand_side_by_side_and_what_differs_is_named(in_workplace, capsys):

@@ -1,7 +1,9 @@
 """`steelyard serve`: who may ask for what, and what a browser makes of it."""
 
 import json
+import os
 import shutil
+import socket
 import threading
 import time
 import urllib.error
@@ -72,6 +74,54 @@ def test_nothing_but_the_runs_can_be_asked_for(address: str, runs: Path, asked: 
 def test_another_hosts_name_is_refused(address: str):
     assert get(f"{address}/api/runs", Host="evil.example")[0] == 421
     assert get(f"{address}/api/runs", Host="localhost:1")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "asked", "status"),
+    [
+        ("LocalHost", "localhost", 200),
+        ("0.0.0.0", "10.1.2.3", 200),
+        ("0.0.0.0", "localhost", 200),
+        ("0.0.0.0", "evil.example", 421),
+        ("0.0.0.0", "[", 421),
+    ],
+)
+def test_a_foreign_name_is_refused_on_every_address_and_the_given_one_never(
+    runs: Path, host: str, asked: str, status: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(serve.Asking, "ask", lambda self: None)
+    with serve.make_server(runs, host) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+        thread.start()
+        port = server.server_address[1]
+        assert get(f"http://127.0.0.1:{port}/api/runs", Host=f"{asked}:{port}")[0] == status
+        server.shutdown()
+        thread.join(10)
+
+
+def test_it_listens_on_ipv6_too_and_a_host_that_is_not_there_is_a_mistake(runs: Path):
+    if socket.has_ipv6:
+        serve.make_server(runs, "::1").server_close()
+    with pytest.raises(UserError) as caught:
+        serve.make_server(runs, "no-such-host.invalid")
+    assert "--host" in str(caught.value.mend)
+
+
+def test_runs_that_have_ended_are_not_asked_for_again_and_names_are_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    asked: list[Path] = []
+    monkeypatch.setattr(serve.Asking, "ask", lambda self: asked.append(self.path))
+    for name in (os.fsdecode(b"old-\xff"), "new"):
+        folder = Folder(tmp_path / name, time.time())
+        if name != "new":
+            folder.jobs.append(folder.job("COMPLETED"))
+            folder.manifest["state"] = "finished"
+        folder.write()
+    listed = serve.Runs(tmp_path).listed()["runs"]
+    assert {run["id"] for run in listed} == {"old-\ufffd", "new"}
+    assert asked == [tmp_path / "new"]
+    json.dumps(listed, ensure_ascii=False).encode()
 
 
 def test_nothing_can_be_changed(address: str, runs: Path):

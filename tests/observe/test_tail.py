@@ -167,3 +167,13 @@ def test_an_errors_place_in_the_file_is_known_however_it_is_read(tmp_path: Path)
     whole = path.read_bytes()
     assert [whole[at:].split(b"\n")[0].decode() for at, _ in found.found] == ["ValueError: one", "KeyError: two"]
     assert found.since(whole.index(b"all")) == ["KeyError: two"]
+
+
+def test_of_very_many_errors_the_first_and_the_last_are_kept():
+    found = Complaints()
+    for number in range(5000):
+        found.look(f"ValueError: {number}\n".encode(), number)
+    kept = found.since(0)
+    assert (kept[0], kept[-1]) == ("ValueError: 0", "ValueError: 4999")
+    assert len(kept) <= 1000
+    assert found.since(4990)[0] == "ValueError: 4990"

@@ -1,14 +1,18 @@
 """Each rule of the verdict, on a run folder made for it: what must be said, and what must not."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from steelyard.core import files
 from steelyard.observe.state import State
 from steelyard.observe.verdict import RULES, exit_code, has_ended, judge
+from steelyard.observe.view import view
+from steelyard.observe.watch import plain
 from tests.observe.folders import NOW, RECIPE, Folder, iso
 
 
@@ -249,6 +253,34 @@ def hot(folder: Folder) -> None:
     folder.samples["n0"][-1]["devices"][1]["temperature"] = 94
 
 
+def wedged_at_a_restart(folder: Folder) -> None:
+    """Pre-empted an hour ago, started again half an hour ago, and the ranks have not met since."""
+    folder.manifest |= {"state": "interrupted", "ended": iso(NOW - 3600)}
+    for record in folder.records:
+        record["time"] -= 3600
+    folder.jobs.append(folder.job("RUNNING", at=NOW - 1800, restarts=1))
+    for host in folder.hosts.values():
+        host["clock"] -= 7200
+
+
+def restarted_and_importing(folder: Folder) -> None:
+    wedged_at_a_restart(folder)
+    folder.jobs[-1]["time"] = iso(NOW - 60)
+    for samples in folder.samples.values():
+        for sample in samples:
+            for device in sample["devices"]:
+                device |= {"processes": [], "memory_used": 0}
+
+
+def written_as_nan(folder: Folder) -> None:
+    folder.records[-1]["loss"] = float("nan")
+
+
+def overflowed(folder: Folder) -> None:
+    folder.records[-1] |= {"grad_norm": None, "skipped": 3}
+    folder.records[-2] |= {"skipped": 2}
+
+
 CASES = {
     "completed": (finished, {"completed": "ok"}, 0),
     "completed, before the scheduler says so": (finished_before_the_scheduler_says_so, {"completed": "ok"}, 0),
@@ -269,6 +301,8 @@ CASES = {
     "queued, with a limit": (waiting("QOSMaxCpuPerUserLimit"), {"queued": "waiting"}, 3),
     "held": (waiting("JobHeldUser"), {"held": "wrong"}, 1),
     "never to start": (waiting("PartitionTimeLimit"), {"held": "wrong"}, 1),
+    "put back and held": (ended("REQUEUE_HOLD", reason="job_requeued_in_held_state"), {"held": "wrong"}, 1),
+    "more than one job may have": (waiting("QOSMaxNodePerJobLimit"), {"held": "wrong"}, 1),
     "requeued": (requeued, {"requeued": "waiting"}, 3),
     "starting": (starting, {"starting": "waiting"}, 3),
     "starting, before the ranks have met": (created_and_running, {"starting": "waiting"}, 3),
@@ -277,11 +311,15 @@ CASES = {
     "compiling again after a restart": (resuming, {"healthy": "ok"}, 0),
     "wedged": (wedged, {"no-progress": "wrong"}, 1),
     "wedged, after a nap": (wedged_after_a_nap, {"no-progress": "wrong"}, 1),
+    "wedged while it starts again": (wedged_at_a_restart, {"no-progress": "wrong"}, 1),
+    "started again, no process yet": (restarted_and_importing, {"healthy": "ok"}, 0),
     "saving a checkpoint": (saving, {"healthy": "ok"}, 0),
     "in a long validation, like those before": (validating_slowly, {"healthy": "ok"}, 0),
     "warnings on stderr": (warnings_on_stderr, {"healthy": "ok"}, 0),
     "an error on stderr": (error_on_stderr, {"errors": "wrong"}, 1),
     "loss not finite": (not_finite, {"not-finite": "wrong"}, 1),
+    "loss written as NaN": (written_as_nan, {"not-finite": "wrong"}, 1),
+    "the scale of fp16 finds its place": (overflowed, {"healthy": "ok"}, 0),
     "steps skipped": (skipped, {"not-finite": "warning"}, 4),
     "loss spike": (spike, {"loss-spike": "warning"}, 4),
     "a spike that passed": (spike_that_passed, {"healthy": "ok"}, 0),
@@ -333,6 +371,16 @@ def test_an_error_that_did_not_stop_the_run_is_a_warning_and_an_earlier_attempts
     assert verdicts(folder) == {"errors": "warning"}
     folder.errors_at = NOW - 5000
     assert verdicts(folder) == {"healthy": "ok"}
+
+
+def test_an_error_gets_no_younger_by_the_warnings_that_follow_it(folder: Folder):
+    folder.logs["n0.err"], folder.errors_at = "ValueError: long ago\n", NOW - 300
+    state = folder.state()
+    with open(folder.path / "logs" / "n0.err", "a") as log:
+        log.write("UserWarning: again\n")
+    os.utime(folder.path / "logs" / "n0.err", (NOW, NOW))
+    state.refresh(NOW).disk = (1 << 40, 4 << 40)
+    assert [(verdict.kind, verdict.level) for verdict in judge(state)] == [("errors", "warning")]
 
 
 def test_what_stood_in_the_log_before_the_ranks_met_did_not_stop_them(folder: Folder):
@@ -395,3 +443,18 @@ def test_files_that_hold_nonsense_do_no_harm(folder: Folder):
     (path / "logs" / "n0.gpu").write_text('{"time": 1, "devices": [3, {"utilisation": "x"}]}\n{"time": "x"}\n')
     (path / "scheduler.jsonl").write_text(json.dumps({"state": 3}) + "\n")
     assert judge(State(path).refresh(NOW))
+
+
+@pytest.mark.parametrize("junk", [3.5, "x", True, [None], {"a": 1}, float("nan"), "\ud800"])
+def test_fields_that_hold_nonsense_do_no_harm(folder: Folder, junk: Any):
+    folder.launch["jobs"] = junk
+    folder.jobs[0] |= {"time_limit": junk, "elapsed": junk}
+    folder.hosts["n0"] |= {"ranks": junk, "layout": {"world": junk, "tensor": junk}, "versions": junk}
+    folder.samples["n0"] = [folder.sample(NOW - 5 * ago, processes=junk, power=junk) for ago in range(9, -1, -1)]
+    folder.samples["n0"][-1]["devices"][0] |= {"temperature": junk, "utilisation": junk, "memory_used": junk}
+    folder.samples["n0"][-1]["devices"].append(junk)
+    folder.samples["n1"][-1]["devices"] = junk
+    folder.records[-1]["rank_seconds"] = {"slowest": junk, "seconds": 1.0, "median": 1.0}
+    seen = view(folder.state())
+    assert plain(seen).encode()
+    assert json.dumps(seen, allow_nan=False)

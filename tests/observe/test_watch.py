@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from steelyard.cli import main
 from steelyard.core.errors import UserError
 from steelyard.observe import find, watch
 from steelyard.observe.view import view
@@ -90,6 +91,28 @@ def test_scripts_are_told_by_exit_codes(workplace: Workplace):
     told = workplace.steelyard("watch", "none")
     assert told.returncode == 2
     assert "there is no run folder none" in told.stderr
+
+
+def test_following_for_a_program_prints_one_object_at_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = Folder(tmp_path / "run", time.time())
+    folder.write()
+    (folder.path / "launch.json").unlink()
+
+    def end(seconds: float) -> None:
+        folder.manifest["state"] = "finished"
+        folder.jobs.append(folder.job("COMPLETED"))
+        folder.write()
+        (folder.path / "launch.json").unlink()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("steelyard.observe.watch.time.sleep", end)
+        with pytest.raises(SystemExit) as ended:
+            main(["watch", str(folder.path), "--follow", "--json"])
+    assert json.loads(capsys.readouterr().out)["ended"]
+    assert ended.value.code == 0
+    with pytest.raises(SystemExit) as refused:
+        main(["watch", str(folder.path), "--follow", "--once"])
+    assert refused.value.code == 2
 
 
 @pytest.mark.slow

@@ -24,3 +24,12 @@ def test_the_best_step_is_kept_and_a_run_that_gets_no_better_ends(in_workplace, 
     kept = checkpoint.best(run.checkpoints)
     assert json.loads((kept / checkpoint.STATE).read_text())["valid_loss"] == losses[best]
     assert run.state == "finished"
+
+
+def test_a_validation_that_was_no_number_stops_no_resumed_run(in_workplace):
+    words = ["eval.every=2", "checkpoint.every=2"]
+    run = train.run(load("tiny.toml", [*words, "train.steps=4"]), in_workplace.path / "run")
+    records = [record | {"valid_loss": None} if "valid_loss" in record else record for record in run.metrics()]
+    (run.path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    run.update(state="stopped")
+    assert train.run(load("tiny.toml", [*words, "train.steps=6"]), run.path).state == "finished"

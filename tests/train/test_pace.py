@@ -34,3 +34,12 @@ def test_a_stage_with_one_rank_is_compared_with_its_past():
     for _ in range(5):
         assert pace._slowest([1.0, 3.0])["median"] in (1.0, 3.0)
     assert pace._slowest([1.5, 3.0]) == {"slowest": 0, "seconds": 1.5, "median": 1.0}
+
+
+def test_a_device_without_room_for_the_measure_stops_no_run(monkeypatch: pytest.MonkeyPatch):
+    def full(self: Pace) -> float:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    pace = Pace(alone(), torch.device("cpu"))
+    monkeypatch.setattr(Pace, "_measured", full)
+    assert pace._probed_time() == 0.0

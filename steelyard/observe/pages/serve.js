@@ -59,7 +59,7 @@ function facts(run) {
   if (now.seconds) all.push(["a step", `${number(1000 * now.seconds, 3)} ms`]);
   if (now.tokens_per_second) all.push(["tokens per second", number(now.tokens_per_second, 3)]);
   if ("grad_norm" in now) all.push(["gradient norm", number(now.grad_norm, 3)]);
-  if ("learning_rate" in now) all.push(["learning rate", now.learning_rate.toExponential(2)]);
+  if (now.learning_rate) all.push(["learning rate", now.learning_rate.toExponential(2)]);
   if (now.mfu) all.push(["MFU", number(now.mfu, 3)]);
   if (now.peak_memory) all.push(["memory at most", size(now.peak_memory)]);
   if (run.slowest) all.push(["slowest rank", `${run.slowest.slowest}: ${number(1000 * run.slowest.seconds, 3)} ms, others ${number(1000 * run.slowest.median, 3)} ms`]);
@@ -85,7 +85,7 @@ function host(told) {
   const devices = told.devices.map((device) => make("tr", {},
     make("td", { class: "long" }, `${device.index ?? ""} ${device.name ?? ""}`),
     make("td", { class: "number" }, device.utilisation == null ? "" : `${number(device.utilisation, 3)}%`),
-    make("td", { class: "number" }, device.memory_total ? `${size(device.memory_used)} of ${size(device.memory_total)}` : ""),
+    make("td", { class: "number" }, device.memory_total && device.memory_used != null ? `${size(device.memory_used)} of ${size(device.memory_total)}` : ""),
     make("td", { class: "number" }, device.temperature == null ? "" : `${number(device.temperature, 3)} °C`),
     make("td", { class: "number" }, device.power == null ? "" : `${number(device.power, 3)} W`),
     make("td", { class: "number" }, `${device.processes} ${device.processes === 1 ? "process" : "processes"}`)));

@@ -52,8 +52,8 @@ def _traces(folder: Path) -> dict[str, Path]:
 def _read_all(traces: dict[str, Path]) -> tuple[list[Look], list[str]]:
     looks, problems = [], []
     for name, path in traces.items():
-        tool, _, rank = name.split(".")[0].split("-")
         try:
+            tool, _, rank = name.split(".")[0].split("-")
             found = _read(path, tool, int(rank))
         except (SteelyardError, ValueError) as error:
             problems.append(f"{name}: {getattr(error, 'message', error)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ def read(path: Path) -> Events:
         with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as file:
             entries = json.load(file)["traceEvents"]
         found = _sorted_out([entry for entry in entries if isinstance(entry, dict)])
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
         raise Fault(f"{path} cannot be read as a trace: {error}") from None
     return found
 

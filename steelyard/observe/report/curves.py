@@ -106,7 +106,7 @@ def thinned(found: list[tuple[X, float | None]], most: int) -> list[tuple[X, flo
 
 def is_number(value: Any) -> bool:
     """Whether a value of a file can be drawn."""
-    return isinstance(value, (int, float)) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
 
 
 def _height(point: tuple[Any, float | None]) -> float:

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from steelyard.core import files, units
-from steelyard.core.recipe import to_toml
+from steelyard.core import files, secrets, units
+from steelyard.core.recipe import Recipe, to_toml
 from steelyard.core.recipe.toml import leaves
 from steelyard.core.run import Run
 from steelyard.observe.folder import read_object
 from steelyard.observe.report import curves, page
-from steelyard.observe.report.curves import Charts
+from steelyard.observe.report.curves import Charts, is_number
 from steelyard.observe.report.devices import devices
 from steelyard.observe.report.logs import last_errors
 from steelyard.observe.report.packing import MOST_SPANS
@@ -103,43 +103,50 @@ def _summary(run: Run, records: list[dict[str, Any]]) -> dict[str, str]:
     if trained:
         last = trained[-1]
         summary["Steps"] = f"{last['step']} of {run.recipe().train.steps}"
-        summary["Tokens"] = units.count(last["tokens"])
-        summary["Training loss"] = "no number" if last["loss"] is None else f"{last['loss']:.4f}"
-        summary["Throughput"] = f"{units.count(last['tokens_per_second'])} tokens/s"
+        if is_number(last.get("tokens")):
+            summary["Tokens"] = units.count(last["tokens"])
+        summary["Training loss"] = _loss(last["loss"])
+        if is_number(last.get("tokens_per_second")):
+            summary["Throughput"] = f"{units.count(last['tokens_per_second'])} tokens/s"
         summary |= _speed(trained)
     if valid:
         first, last_valid = valid[0]["valid_loss"], valid[-1]["valid_loss"]
         summary["Validation loss"] = f"{_loss(first)} at first, {_loss(last_valid)} at last"
-        if first is not None and last_valid is not None:
+        if is_number(first) and is_number(last_valid):
             summary["Validation perplexity"] = (
                 f"{units.perplexity(first)} at first, {units.perplexity(last_valid)} at last"
             )
     return summary
 
 
-def _loss(value: float | None) -> str:
-    return "no number" if value is None else f"{value:.4f}"
+def _loss(value: Any) -> str:
+    return f"{value:.4f}" if is_number(value) else "no number"
 
 
 def _speed(trained: list[dict[str, Any]]) -> dict[str, str]:
     """What a step takes, with the first record left out where there are others: compiling spoils it."""
     told = {}
     settled = trained[1:] or trained
-    seconds = sorted(record["seconds"] for record in settled if record.get("seconds"))
+    seconds = sorted(_numbers(settled, "seconds"))
     if seconds:
         told["Step"] = f"{1e3 * seconds[len(seconds) // 2]:.1f} ms, median of {len(seconds)} records"
-    shares = sorted(record["mfu"] for record in settled if record.get("mfu"))
+    shares = sorted(_numbers(settled, "mfu"))
     if shares:
         told["MFU"] = f"{100 * shares[len(shares) // 2]:.1f}%"
-    peaks = [record["peak_memory"] for record in trained if record.get("peak_memory")]
+    peaks = _numbers(trained, "peak_memory")
     if peaks:
         told["Peak memory"] = f"{units.size(max(peaks))}, the fullest rank"
     return told
 
 
+def _numbers(records: list[dict[str, Any]], key: str) -> list[Any]:
+    return [record[key] for record in records if is_number(record.get(key)) and record[key] > 0]
+
+
 def _environment(run: Run) -> dict[str, str]:
     manifest = run.manifest()
-    versions = ", ".join(f"{name} {version}" for name, version in manifest.get("versions", {}).items())
+    known = manifest.get("versions")
+    versions = ", ".join(f"{name} {version}" for name, version in (known if isinstance(known, dict) else {}).items())
     keys = {"host": "Host", "device": "Device", "world_size": "Ranks", "seed": "Seed", "git_commit": "Git commit"}
     shown = {title: str(manifest[key]) for key, title in keys.items() if manifest.get(key) is not None}
     launch = read_object(run.path / "launch.json")
@@ -157,13 +164,18 @@ def _environment(run: Run) -> dict[str, str]:
 def _recipes(runs: dict[str, Run]) -> list[str]:
     recipes = {name: run.recipe() for name, run in runs.items()}
     if len(recipes) == 1:
-        return [page.text(to_toml(next(iter(recipes.values())).settings()))]
+        return [page.text(_told(next(iter(recipes.values()))))]
     flat = {name: dict(leaves(recipe.settings())) for name, recipe in recipes.items()}
     keys = sorted({key for settings in flat.values() for key in settings})
     rows = [
-        [key, *(str(settings.get(key, "unset")) for settings in flat.values())]
+        [key, *(secrets.scrub(str(settings.get(key, "unset"))) for settings in flat.values())]
         for key in keys
         if len({repr(settings.get(key)) for settings in flat.values()}) > 1
     ]
     what = page.table(rows, head=["differs in", *flat]) if rows else page.paragraph("All have the same recipe.")
-    return [what, *(page.folded(f"recipe of {name}", to_toml(recipe.settings())) for name, recipe in recipes.items())]
+    return [what, *(page.folded(f"recipe of {name}", _told(recipe)) for name, recipe in recipes.items())]
+
+
+def _told(recipe: Recipe) -> str:
+    """A recipe's text; an address in it may carry a password."""
+    return secrets.scrub(to_toml(recipe.settings()))

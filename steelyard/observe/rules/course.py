@@ -8,7 +8,7 @@ from statistics import median
 from steelyard.core import units
 from steelyard.core.recipe import Recipe
 from steelyard.observe.rules import Verdict
-from steelyard.observe.state import State, is_number
+from steelyard.observe.state import State, is_number, seconds_of
 from steelyard.sizes.model import parameters
 
 LEAST_PATIENCE = 60.0  # seconds: a filesystem may keep a record from us for that long
@@ -25,9 +25,7 @@ def errors(state: State) -> Verdict | None:
     """Something on standard error that is no warning; the first of it is named."""
     if state.is_waiting:
         return None
-    found = [
-        (log.tail.changed or 0.0, host, told) for host, log in state.err.items() if (told := state.errors_of(host))
-    ]
+    found = [(log.complained, host, told) for host, log in state.err.items() if (told := state.errors_of(host))]
     found = [each for each in found if each[0] >= (state.began or 0.0)]  # Older ones are an earlier attempt's.
     if not found:
         return None
@@ -59,10 +57,10 @@ def _is_consequence(text: str) -> bool:
 
 def no_progress(state: State) -> Verdict | None:
     """No step has ended for longer than steps, validation and saving take here."""
-    if not state.is_live or state.recipe is None or state.manifest.get("state") != "running":
+    if not state.is_live or state.recipe is None:
         return None
     begun, progressed = state.began, state.progressed
-    if begun is None and progressed is None:
+    if (begun is None and progressed is None) or _has_said_its_end(state):
         return None
     since = state.now - max(begun or 0.0, progressed or 0.0)
     is_first = progressed is None or (begun or 0.0) > progressed
@@ -75,6 +73,14 @@ def no_progress(state: State) -> Verdict | None:
     wait = f"after {state.recipe.parallel.timeout_minutes:g} minutes the ranks give up by themselves"
     what = f"see what the ranks do: py-spy dump --pid PID on each host (ids: hosts/*.json); {wait}; then submit again"
     return Verdict("no-progress", "wrong", message, what)
+
+
+def _has_said_its_end(state: State) -> bool:
+    """Whether the manifest's word is the present attempt's; an earlier one's stands there until the ranks have met."""
+    if state.manifest.get("state") not in ("finished", "failed", "interrupted", "stopped"):
+        return False
+    ended = seconds_of(state.manifest.get("ended"))
+    return ended is None or ended >= (state.began or 0.0)
 
 
 def expected_pause(state: State, recipe: Recipe) -> float:
@@ -123,14 +129,21 @@ def loss_not_finite(state: State) -> Verdict | None:
         return None
     last = state.trained[-1]
     what = "go on from a checkpoint before it with a lower optim.learning_rate or a longer optim.warmup_steps"
-    if last.get("loss") is None or last.get("grad_norm") is None:
-        named = "loss" if last.get("loss") is None else "gradient norm"
+    if not is_number(last.get("loss")) or (not is_number(last.get("grad_norm")) and not _is_overflow(state)):
+        named = "gradient norm" if is_number(last.get("loss")) else "loss"
         return Verdict("not-finite", "wrong", f"the {named} is no finite number at step {last['step']}", what)
     recent = [record for record in state.trained[-20:] if is_number(record.get("nonfinite"))]
     if len(recent) > 1 and (skipped := recent[-1]["nonfinite"] - recent[0]["nonfinite"]) > 0:
         message = f"{skipped} of the last {last['step'] - recent[0]['step']} steps were skipped: not finite"
         return Verdict("not-finite", "warning", message, what)
     return None
+
+
+def _is_overflow(state: State) -> bool:
+    """Whether the gradient was too large for fp16's scale, which is lowered then: usual, unless it never ends."""
+    skipped = [record.get("skipped") for record in state.trained[-2:]]
+    before, now = (skipped[0] if len(skipped) > 1 else 0), skipped[-1]
+    return is_number(before) and is_number(now) and now > before
 
 
 def loss_spike(state: State) -> Verdict | None:

@@ -45,7 +45,9 @@ REASONS = {
     "InvalidAccount": "choose an account that exists: sacctmgr show associations",
     "InvalidQOS": "choose a quality of service that your account has",
 }
-STUCK = ("Held", "Partition", "BadConstraints", "NeverSatisfied", "Invalid", "NotAllowed", "launch failed")
+STUCK = ("held", "hold", "partition", "badconstraints", "neversatisfied", "invalid", "notallowed", "launch failed",
+         "perjob", "qosmin", "maxwall")  # fmt: skip
+HELD = ("REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 
 
 def scheduler_ended(state: State) -> Verdict | None:
@@ -132,8 +134,12 @@ def _queued(state: State) -> Verdict:
     again = f", after {restarts} restart{'s' if restarts != 1 else ''}" if restarts else ""
     help_ = next((advice for word, advice in REASONS.items() if reason.startswith(word)), None)
     limit = "QOS" in reason or reason.startswith(("Assoc", "MaxJobs"))
+    is_stuck = _word(record["state"]) in HELD or any(sign in reason.lower() for sign in STUCK)
+    if is_stuck and help_ is None:
+        is_limit = any(sign in reason.lower() for sign in ("perjob", "qosmin", "maxwall"))
+        help_ = "ask for what a job of this account may have: sacctmgr show qos, associations" if is_limit else None
+        help_ = help_ or f"see why it is held, then release it: scontrol release {job}"
     help_ = help_ or ("wait for your other jobs: a limit of the account is reached" if limit else "wait")
-    is_stuck = any(sign in reason for sign in STUCK)
     kind = "held" if is_stuck else "requeued" if again else "queued"
     message = f"job {job} is {_word(record['state']).lower()}: {reason}{again}"
     return Verdict(kind, "wrong" if is_stuck else "waiting", message, help_)

@@ -35,7 +35,7 @@ def nobody_on_device(state: State) -> Verdict | None:
         recent = [sample for sample in samples.samples if state.now - sample["time"] <= 2 * EMPTY_FOR]
         if not recent or recent[-1]["time"] - recent[0]["time"] < EMPTY_FOR or not recent[-1].get("devices"):
             continue
-        if not state.metrics and since < STARTING:
+        if since < STARTING and (state.progressed or 0.0) < (state.began or 0.0):
             continue
         unused = [index for index in range(len(recent[-1]["devices"])) if all(_is_unused(s, index) for s in recent)]
         if len(unused) == len(recent[-1]["devices"]):
@@ -159,6 +159,8 @@ def slow_rank(state: State) -> Verdict | None:
 
 def _lags(told: dict[str, Any]) -> bool:
     seconds, usual = told.get("seconds"), told.get("median")
+    if not isinstance(told.get("slowest"), int):
+        return False
     return is_number(seconds) and is_number(usual) and usual > 0 and seconds / usual > SLOWER
 
 
