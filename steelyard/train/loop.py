@@ -242,14 +242,16 @@ class Training:
 
     def _judged(self) -> tuple[bool, bool]:
         """Whether the last validation is the best, and to be kept, and whether to give up waiting for a better."""
-        losses, patience = self.valid_losses, self.recipe.eval.patience
+        losses = [loss if math.isfinite(loss) else math.inf for loss in self.valid_losses]  # No number is no best.
+        patience = self.recipe.eval.patience
         if not losses:
             return False, False
         since = len(losses) - 1 - losses.index(min(losses))
         gave_up = 0 < patience <= since
         if gave_up:
             console.say(f"no better validation loss in {since} validations: the run ends here")
-        return self.recipe.checkpoint.keep_best and since == 0, gave_up
+        is_best = since == 0 and losses[-1] < math.inf
+        return self.recipe.checkpoint.keep_best and is_best, gave_up
 
     def _save(self, is_best: bool) -> None:
         with self.recorder.paused():
