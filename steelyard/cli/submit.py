@@ -93,6 +93,8 @@ def submit_(
         results = sweeping.sweep(requests, dry_run)
         text = "\n".join(f"{', '.join(each['jobs'])}  {each['run']}" for each in results)
         print_result({"runs": results}, json, text)
+        if wait_ and not dry_run:
+            raise typer.Exit(max([wait(Path(each["run"])) for each in results]))
     elif dry_run:
         result, text = preview(request)
         print_result(result, json, text)

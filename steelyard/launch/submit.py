@@ -19,7 +19,7 @@ from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe, to_toml
 from steelyard.core.recipe.site import Site
 from steelyard.core.run import MANIFEST, for_training, now
-from steelyard.launch import containers, groups, mpi, process, record, scheduler, script, slurm
+from steelyard.launch import containers, ending, groups, mpi, process, record, scheduler, script, slurm
 from steelyard.launch.groups import Group
 from steelyard.launch.order import Order
 from steelyard.launch.record import FOLDER, Launch
@@ -52,7 +52,7 @@ def submit(request: Request) -> dict[str, Any]:
     order = prepare(request)
     run = order.run
     if request.on == "slurm" and request.job is None:
-        jobs = [slurm.ask(slurm.line(order, group)) for group in slurm.jobs(order)]
+        jobs = _queue(order)
         supervisor = None
     else:
         supervisor = process.start(run, ["bash", str(run / FOLDER / "job.sh")])
@@ -60,10 +60,25 @@ def submit(request: Request) -> dict[str, Any]:
     return note(request, order, jobs, supervisor)
 
 
+def _queue(order: Order) -> list[str]:
+    """Hand each job to Slurm; where one of several is refused, none is left behind to wait for it."""
+    jobs: list[str] = []
+    try:
+        for group in slurm.jobs(order):
+            jobs.append(slurm.ask(slurm.line(order, group)))
+    except BaseException:
+        if jobs:
+            ending.scancel(jobs)
+        raise
+    return jobs
+
+
 def prepare(request: Request) -> Order:
     """Make the run folder with the scripts in it; nothing is started yet."""
     if request.job is not None and request.on != "slurm":
         raise UserError("--job is an allocation of Slurm's", mend="add --on slurm")
+    if request.job is not None and not record.JOB.fullmatch(request.job):
+        raise UserError(f"--job: {request.job!r} is no number of a job", mend="squeue --me shows yours")
     found = groups_of(request)
     run = _folder(request)
     _refuse_live(run)
@@ -120,6 +135,8 @@ def groups_of(request: Request) -> list[Group]:
     if request.recipe is None:
         found = groups.of_command(request.site, request.nodes, request.ranks_per_node)
     elif request.on == "local":
+        if request.nodes not in (None, 1):
+            raise UserError("--on local is one node", mend="use --on mpi or --on slurm for several")
         world = request.ranks_per_node or request.recipe.parallel.least_world
         request.recipe.parallel.data_for(world)
         found = [Group(1, world, gres=None if request.recipe.train.device == "cpu" else "gpu")]

@@ -60,7 +60,14 @@ def sweep(all_: list[Request], dry_run: bool = False) -> list[dict[str, Any]]:
     orders = [prepare(request) for request in all_]
     path = orders[0].run / FOLDER / "array.sh"
     files.write_text(path, _script(orders))
-    job = slurm.ask([*slurm.sbatch(orders[0]), f"--array=0-{len(orders) - 1}", str(path)])
+    # Slurm's own words about a task belong to its run: `%a` leads there.
+    for number, order in enumerate(orders):
+        task = orders[0].run / FOLDER / f"task-{number}"
+        task.unlink(missing_ok=True)
+        task.symlink_to(order.run)
+    folder = str(orders[0].run / FOLDER).replace("%", "%%")
+    output = f"--output={folder}/task-%a/logs/slurm-%j.log"
+    job = slurm.ask([*slurm.sbatch(orders[0]), output, f"--array=0-{len(orders) - 1}", str(path)])
     pairs = enumerate(zip(all_, orders, strict=True))
     return [note(request, order, [f"{job}_{number}"], None) for number, (request, order) in pairs]
 

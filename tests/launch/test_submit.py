@@ -1,16 +1,20 @@
 """What is asked of schedulers: quoted words, nodes that follow from the plan, nothing started in a dry run."""
 
 import json
+import os
 import shlex
 import subprocess
+import time
+from contextlib import ExitStack
 from pathlib import Path
+from threading import Timer
 
 import pytest
 
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import load
 from steelyard.core.recipe.site import Container, Mpi, Site
-from steelyard.launch import containers, groups, mpi, shell, sites, slurm, sweeping
+from steelyard.launch import containers, groups, meeting, mpi, shell, sites, slurm, submit, sweeping
 from steelyard.launch.groups import Group
 from steelyard.launch.order import Order
 from steelyard.launch.submit import Request, preview
@@ -176,6 +180,65 @@ def test_pyxis_is_options_of_srun(tmp_path):
     text = slurm.text(order(tmp_path, site))
     assert "--container-image=repo/image:1" in text
     assert "--container-mounts=/data:/mnt" in text
+
+
+def test_pyxis_reloads_an_image_outside_of_it(tmp_path):
+    site = Site(container=Container(kind="pyxis", image="x.sqsh"))
+    first = slurm.text(order(tmp_path, site, reload_container=True)).split("enroot remove")[0]
+    assert "--container-" not in first
+
+
+def test_a_step_of_an_allocation_is_asked_to_save_and_waited_for(tmp_path):
+    srun = tmp_path / "srun"
+    word = "trap 'echo saved; exit 0' USR1; touch started; while :; do sleep 0.02; done"
+    srun.write_text(f"#!/bin/bash\n{word}\n")
+    srun.chmod(0o755)
+    (tmp_path / "job.sh").write_text(slurm.text(order(tmp_path), job="7"))
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    job = subprocess.Popen(["bash", tmp_path / "job.sh"], env=path, stdout=subprocess.PIPE, text=True)
+    while not (tmp_path / "started").exists():
+        assert job.poll() is None
+        time.sleep(0.02)
+    job.terminate()
+    assert job.communicate(timeout=20)[0] == "saved\n"
+    assert job.returncode == 0
+
+
+def test_a_refused_follower_takes_the_master_off_the_queue(tmp_path, monkeypatch):
+    for name, script in {
+        "sbatch": "case $* in *job-1*) exit 1;; esac; echo 41",
+        "scancel": "echo $* >cancelled",
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    two = order(tmp_path, Site(heterogeneous="several-jobs"), groups=[Group(1, 1), Group(1, 2)])
+    with pytest.raises(UserError, match="refuses"):
+        submit._queue(two)
+    assert (tmp_path / "cancelled").read_text() == "41\n"
+
+
+def test_nodes_of_the_master_wait_for_followers_in_the_queue(tmp_path, monkeypatch):
+    monkeypatch.setattr(meeting, "SECONDS_TO_ARRIVE", 0.0)
+    asked: list[int] = []
+    Timer(0.5, asked.append, [1]).start()
+    with ExitStack() as stack:
+        assert meeting.meet(tmp_path, "1.0", 1, 0, 1, None, asked, stack) is None
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request("local", PLAIN, plan(), nodes=2), "one node"),
+        (Request("slurm", PLAIN, plan(), job="7;x"), "no number of a job"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_before_anything_is_written(tmp_path, monkeypatch, request_, message):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=message):
+        submit.prepare(request_)
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_unpacked_image_is_reused_until_it_is_reloaded(tmp_path):
