@@ -141,11 +141,15 @@ def _srun(
     return "srun " + " \\\n    : ".join(parts)
 
 
+def environment() -> dict[str, str]:
+    """This process's, less what an outer job or step says of itself: sbatch and srun would take it for options."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name in KEPT}
+
+
 def ask(command: Sequence[str]) -> str:
     """Run sbatch and return the number it prints."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name in KEPT}
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment())
     except FileNotFoundError:
         raise UserError(
             "sbatch is not installed here", mend="submit from a login node of the cluster, or use --on local or mpi"

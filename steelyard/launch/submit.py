@@ -55,7 +55,8 @@ def submit(request: Request) -> dict[str, Any]:
         jobs = _queue(order)
         supervisor = None
     else:
-        supervisor = process.start(run, ["bash", str(run / FOLDER / "job.sh")])
+        environment = slurm.environment() if request.on == "slurm" else None
+        supervisor = process.start(run, ["bash", str(run / FOLDER / "job.sh")], environment)
         jobs = [request.job or str(supervisor["pid"])]
     return note(request, order, jobs, supervisor)
 
@@ -105,7 +106,7 @@ def note(request: Request, order: Order, jobs: list[str], supervisor: dict[str, 
 
 def preview(request: Request) -> tuple[dict[str, Any], str]:
     """What would be run, exactly; nothing is written or started."""
-    order = _order(request, groups_of(request), _where(request).resolve())
+    order = planned(request)
     pages, lines = [], []
     for name, text in _scripts(order, request).items():
         pages.append(f"# {FOLDER}/{name}\n{text}")
@@ -115,6 +116,11 @@ def preview(request: Request) -> tuple[dict[str, Any], str]:
         lines = [join(["bash", str(order.run / FOLDER / "job.sh")])]
     result = {"run": str(order.run), "lines": lines, "scripts": _scripts(order, request)}
     return result, "\n".join([*lines, "", *pages])
+
+
+def planned(request: Request) -> Order:
+    """The order as it would be; nothing is written."""
+    return _order(request, groups_of(request), _where(request).resolve())
 
 
 def wait(run: Path) -> int:

@@ -321,3 +321,30 @@ def test_a_sweep_is_every_combination():
     assert len(found) == 4
     with pytest.raises(UserError, match="is no list of values"):
         sweeping.combinations(["train.seed=1"])
+
+
+def test_the_tasks_of_an_array_keep_their_logs_apart_and_are_shown_before(tmp_path, monkeypatch):
+    (tmp_path / "sbatch").write_text('#!/bin/bash\nprintf "%s\\n" "$@" >words\necho 41\n')
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    base = Request("slurm", PLAIN, plan())
+    wanted = sweeping.requests(base, ["train.seed=[1, 2]"], lambda overrides: plan(*overrides))
+    shown, text = sweeping.preview(wanted)
+    assert not Path("runs").exists()
+    results = sweeping.sweep(wanted)
+    assert shown["lines"] == [shlex.join(["sbatch", *Path("words").read_text().splitlines()])]
+    assert shown["lines"][0] in text
+    assert all(Path(name).read_text() == script for name, script in shown["scripts"].items())
+    output = [word for word in Path("words").read_text().splitlines() if word.startswith("--output=")][-1]
+    for number, each in enumerate(results):
+        path = Path(output.removeprefix("--output=").replace("%a", str(number)).replace("%j", "9"))
+        assert path.parent.resolve() == Path(each["run"]) / "logs"
+
+
+def test_an_allocation_is_used_without_the_words_of_the_step_one_sits_in(monkeypatch):
+    monkeypatch.setenv("SLURM_CPU_BIND", "mask_cpu:0x1")
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
+    found = slurm.environment()
+    assert "SLURM_CPU_BIND" not in found
+    assert found["SLURM_CONF"] == "/etc/slurm.conf"
