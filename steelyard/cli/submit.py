@@ -90,9 +90,15 @@ def submit_(
     )  # fmt: skip
     if array:
         requests = sweeping.requests(request, array, lambda overrides: load(recipe[0], [*recipe[1:], *overrides]))
-        results = sweeping.sweep(requests, dry_run)
+        if dry_run:
+            result, text = sweeping.preview(requests)
+            print_result(result, json, text)
+            return
+        results = sweeping.sweep(requests)
         text = "\n".join(f"{', '.join(each['jobs'])}  {each['run']}" for each in results)
         print_result({"runs": results}, json, text)
+        if wait_:
+            raise typer.Exit(max([wait(Path(each["run"])) for each in results]))
     elif dry_run:
         result, text = preview(request)
         print_result(result, json, text)

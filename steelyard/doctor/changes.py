@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from steelyard.core import files
-from steelyard.core.errors import Fault
+from steelyard.core.errors import Fault, UserError
 from steelyard.doctor.machine import Machine
 from steelyard.doctor.places import record_file
 
@@ -63,8 +63,16 @@ def link(path: Path, target: str) -> list[Change]:
 def file(path: Path, text: str) -> list[Change]:
     """A file with this text, unless it has it. Through a link, the file that it leads to."""
     path = path.resolve()
-    before = path.read_text(encoding="utf-8") if path.exists() else None
+    before = text_of(path) if path.exists() else None
     return [] if before == text else [Change("file", str(path), text=text, before=before)]
+
+
+def text_of(path: Path) -> str:
+    """The text as it stands there, its line ends too: what is written back must be the same bytes."""
+    try:
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError:
+        raise UserError("this is not text in UTF-8", where=str(path), mend="save it as UTF-8") from None
 
 
 def apply(machine: Machine, changes: Sequence[Change]) -> None:
@@ -140,7 +148,10 @@ def _take_back(change: Change) -> str | None:
         return None
     if not path.exists():
         return ""
-    now = path.read_text(encoding="utf-8")
+    try:
+        now = text_of(path)
+    except UserError:
+        return "was changed since"
     if now != change.text:
         return "" if now == change.before else "was changed since"
     if change.before is None:

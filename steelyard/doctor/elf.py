@@ -34,7 +34,7 @@ def read(path: Path) -> Library | None:
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _library(path, data)
-    except (OSError, ValueError, struct.error, IndexError):
+    except (OSError, ValueError, struct.error, IndexError, StopIteration):
         return None
 
 

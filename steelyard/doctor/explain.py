@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,6 +23,7 @@ BLOCK = 1 << 20
 WINDOW, OVERLAP = 4096, 512  # A longer line is looked at piece by piece.
 SHOWN = 300
 UNKNOWN_KEPT = 10
+MET_KEPT = 200  # Answers name what the line names, so one error may have many.
 DULL_KEPT, DULL_LENGTH = 20_000, 500
 DIGITS = b"0123456789"
 IS_ERROR = re.compile(r"\b(\w*(Error|Exception)|error|fatal): |\b(ERROR|FATAL)\b|Segmentation fault|\bAborted\b")
@@ -68,7 +69,9 @@ def _logs(path: str) -> list[str]:
     place = Path(path)
     if place.is_dir():
         found = sorted(
-            str(file) for file in (place / "logs").glob("*") if file.suffix in (".err", ".out", ".log", ".txt")
+            str(file)
+            for file in (place / "logs").glob("*")
+            if file.suffix in (".err", ".out", ".log", ".txt") and file.is_file()
         )
         if not found:
             raise UserError(f"{path} is a folder without logs", mend="name a log file, or a run folder")
@@ -133,19 +136,27 @@ def _meet(text: str, name: str, number: int, told: Told) -> bool:
         return False
     if explained is not None:
         key = f"{explained.name} {explained.meaning}"
+        if key not in told.met and len(told.met) >= MET_KEPT:
+            key = next((key for key, met in told.met.items() if met.explained.name == explained.name), key)
         if key not in told.met:
-            told.met[key] = Met(explained, name, number, _shown(text))
+            words = replace(explained, meaning=_printable(explained.meaning), mend=_printable(explained.mend))
+            told.met[key] = Met(words, _printable(name), number, _shown(text))
         told.met[key].count += 1
         return True
     told.unknown_count += 1
     if len(told.unknown) < UNKNOWN_KEPT:
-        told.unknown.append({"file": name, "line": number, "text": _shown(text)})
+        told.unknown.append({"file": _printable(name), "line": number, "text": _shown(text)})
     return True
 
 
 def _shown(text: str) -> str:
-    """A line as it may be printed: short, without secrets, and without what would steer a terminal."""
-    return secrets.scrub("".join(letter if letter.isprintable() else " " for letter in text).strip())[:SHOWN]
+    """A line as it may be printed, and short."""
+    return _printable(text)[:SHOWN]
+
+
+def _printable(text: str) -> str:
+    """Without secrets, and without what would steer a terminal."""
+    return secrets.scrub("".join(letter if letter.isprintable() else " " for letter in text).strip())
 
 
 def as_result(told: Told) -> dict[str, Any]:

@@ -45,18 +45,20 @@ class Explained:
     harmless: bool
 
 
-SONAME = r"(?P<library>lib[\w+.-]*\.so[.\d]*): cannot open shared object file"
+# Bounded, so that a hostile line costs no more than a long one.
+REST = r"[\w+.-]{0,80}\.so[.\d]{0,20}): cannot open shared object file"
+SONAME = rf"(?P<library>lib{REST}"
 HOST_MEMORY = "the host's memory was full, and the kernel or the scheduler ended a process."
 HOST_MEMORY_MEND = "ask for more memory (--mem), or use fewer workers; dmesg names the process."
 KNOWN = (
     # Libraries that the loader does not find
-    Known("cudnn-missing", "cannot open shared object", rf"(?=.*libcudnn){SONAME}",
+    Known("cudnn-missing", "cannot open shared object", rf"(?P<library>libcudnn{REST}",
           "torch asks for cuDNN by the name {library}, and no folder that the loader searches has a file of that name; often it is there as {library}.x.y, or in a conda or pip folder.",
           "steelyard doctor --fix links the right file under that name; for a read-only image steelyard doctor --container IMAGE."),
-    Known("cupti-missing", "cannot open shared object", rf"(?=.*libcupti){SONAME}",
+    Known("cupti-missing", "cannot open shared object", rf"(?P<library>libcupti{REST}",
           "torch asks for CUPTI, the profiling library, by the name {library}; CUDA keeps it in extras/CUPTI/lib64, Nsight in its own folders, where the loader does not look.",
           "steelyard doctor --fix links it; for a read-only image steelyard doctor --container IMAGE; or pip install nvidia-cuda-cupti-cu12 (CUDA 13: nvidia-cuda-cupti) beside torch."),
-    Known("nccl-missing", "cannot open shared object", rf"(?=.*libnccl){SONAME}",
+    Known("nccl-missing", "cannot open shared object", rf"(?P<library>libnccl{REST}",
           "torch asks for NCCL by the name {library}; pip installs it in site-packages/nvidia/nccl/lib, which another Python or a container does not search.",
           "steelyard doctor --fix links it; for a read-only image steelyard doctor --container IMAGE binds it in; or pip install nvidia-nccl-cu12 (or cu13) beside torch."),
     Known("driver-library-missing", "libcuda.so", r"libcuda\.so(\.1)?: cannot open shared object file",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from steelyard.core.errors import UserError
+from steelyard.doctor import changes
 from steelyard.launch import sites
 
 
@@ -17,9 +18,10 @@ def edited(path: Path, site: str, container: Mapping[str, str], binds: Sequence[
     import tomlkit
     from tomlkit.exceptions import TOMLKitError
 
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    text = changes.text_of(path) if path.exists() else ""
+    mark = "\ufeff" if text.startswith("\ufeff") else ""  # Some editors begin a file with it.
     try:
-        document = tomlkit.parse(text)
+        document = tomlkit.parse(text.removeprefix(mark))
     except TOMLKitError as error:
         raise UserError(f"this is not TOML: {error}", where=str(path)) from None
     table = _table(document, site, path, is_super=True)
@@ -37,14 +39,14 @@ def edited(path: Path, site: str, container: Mapping[str, str], binds: Sequence[
     before = _table(table, "prepend", path) if prepend else {}
     for name, folders in prepend.items():
         _put(before, name, list(dict.fromkeys([*folders, *map(str, before.get(name, []))])))
-    return tomlkit.dumps(document)
+    return mark + tomlkit.dumps(document)
 
 
 def default(path: Path) -> str | None:
     """The site that is taken where none is named."""
     try:
-        named = tomllib.loads(path.read_text(encoding="utf-8")).get(sites.DEFAULT)
-    except (FileNotFoundError, tomllib.TOMLDecodeError):
+        named = tomllib.loads(path.read_text(encoding="utf-8-sig")).get(sites.DEFAULT)
+    except (FileNotFoundError, tomllib.TOMLDecodeError, UnicodeDecodeError):
         return None  # Whoever edits it will say what is wrong.
     return named if isinstance(named, str) else None
 

@@ -25,7 +25,7 @@ def cancel(run: Path, at_once: bool = False) -> dict[str, Any]:
     if launch.process is not None:
         _stop(run, launch.process, at_once)
     else:
-        _scancel(launch.jobs, at_once)
+        scancel(launch.jobs, at_once)
     state = scheduler.state(scheduler.refresh(run), launch.jobs)
     return {"run": str(run), "jobs": launch.jobs, "state": state, "cancelled": True}
 
@@ -42,7 +42,7 @@ def _stop(run: Path, who: dict[str, Any], at_once: bool) -> None:
         process.note_end(run, "CANCELLED", 128 + number, None)
 
 
-def _scancel(jobs: list[str], at_once: bool) -> None:
+def scancel(jobs: list[str], at_once: bool = False) -> None:
     """scancel warns with SIGTERM and kills after the cluster's KillWait; its SIGKILL leaves no time to save."""
     words = ["scancel", *(["--signal=KILL", "--full"] if at_once else []), *jobs]
     try:

@@ -48,7 +48,7 @@ def meet(
         if os.environ.get("SLURM_PROCID", "0") == "0":
             files.write_json(arrived, {"attempt": attempt})
             stack.callback(lambda: arrived.unlink(missing_ok=True))
-    return _await_meeting(folder / MEETING, attempt if not group else None, asked)
+    return _await_meeting(folder / MEETING, attempt if not group else None, asked, is_patient=followers > 0)
 
 
 def stopped(run: Path, attempt: str) -> int:
@@ -70,8 +70,8 @@ def _await_followers(folder: Path, followers: int, asked: list[int]) -> bool:
     return True
 
 
-def _await_meeting(path: Path, attempt: str | None, asked: list[int]) -> tuple[str, int] | None:
-    """Wait for the node of rank 0. Followers wait for as long as its job may be queued."""
+def _await_meeting(path: Path, attempt: str | None, asked: list[int], is_patient: bool) -> tuple[str, int] | None:
+    """Wait for the node of rank 0; with followers, of which any may be queued, for as long as it takes."""
     deadline = time.monotonic() + SECONDS_TO_ARRIVE
     while not asked:
         with suppress(OSError):
@@ -81,7 +81,7 @@ def _await_meeting(path: Path, attempt: str | None, asked: list[int]) -> tuple[s
             return str(found["address"]), int(found["port"])
         if found and attempt is None and _listens(found):
             return str(found["address"]), int(found["port"])
-        if attempt is not None and time.monotonic() > deadline:
+        if not is_patient and time.monotonic() > deadline:
             raise Fault(
                 f"the node of rank 0 did not say where to meet within {SECONDS_TO_ARRIVE:.0f} s",
                 mend=f"see its log, and whether all nodes see {path.parent}",

@@ -62,7 +62,10 @@ def read(run: Path) -> Launch | None:
     except (OSError, ValueError) as error:
         raise UserError(f"{run / LAUNCH} cannot be read: {error}") from None
     try:
-        return Launch(**{key: value for key, value in values.items() if key in Launch.__dataclass_fields__})
+        launch = Launch(**{key: value for key, value in values.items() if key in Launch.__dataclass_fields__})
+        if not all(JOB.fullmatch(job) for job in launch.jobs):  # They become words of scancel's line.
+            raise TypeError(f"no numbers of jobs: {launch.jobs}")
+        return launch
     except (TypeError, AttributeError) as error:
         raise UserError(f"{run / LAUNCH} is not what a launch writes: {error}") from None
 

@@ -22,7 +22,10 @@ from steelyard.launch.record import Launch
 
 RECORDS = "scheduler.jsonl"
 SECONDS_TO_ANSWER = 30
-LIVE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "RESIZING")
+LIVE = (
+    "PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "RESIZING",
+    "SIGNALING", "STAGE_OUT", "STOPPED", "SPECIAL_EXIT", "REQUEUE_FED", "RESV_DEL_HOLD",
+)  # fmt: skip
 # Names and widths: squeue pads each field, and cuts it there.
 QUEUE_FIELDS = {
     "jobarrayid": 40, "hetjoboffset": 12, "state": 24, "restartcnt": 12, "timeused": 24, "timelimit": 24,

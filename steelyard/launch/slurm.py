@@ -23,6 +23,17 @@ from steelyard.launch.order import Order
 from steelyard.launch.record import FOLDER
 
 ATTEMPT = '"$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"'  # For the shell to fill in.
+# In an allocation that is there, nobody but this script can tell the ranks to save and stop: a signal would end bash
+# and leave srun behind, and srun kills its ranks at a SIGTERM but hands a SIGUSR1 on.
+WAITING = """step=$!
+trap 'kill -USR1 "$step"' TERM INT USR1
+wait "$step"
+code=$?
+while kill -0 "$step" 2>/dev/null; do
+    wait "$step"
+    code=$?
+done
+"""
 # A submission from inside a job must not hand that job's shape on to the new one.
 KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT")
 
@@ -73,11 +84,12 @@ def text(order: Order, group: int | None = None, job: str | None = None) -> str:
     preparation = containers.preparation(order.site.container, order.reload_container)
     if preparation is not None:
         before = ["bash", "-c", preparation]
-        lines.append(f"{_srun(order, before, '', group, job)} || exit 1\n")
-    lines.append(_srun(order, starter(order), _starter_options(order, group, job), group, job) + "\n")
+        lines.append(f"{_srun(order, before, '', group, job, inside=False)} || exit 1\n")
+    line = _srun(order, starter(order), _starter_options(order, group, job), group, job)
+    lines.append(f"{line}\ncode=$?\n" if job is None else f"{line} &\n{WAITING}")
     word = quote(str(order.run / FOLDER / STOPPED))
     asked = f"[ $code = 0 ] && [ -e {word}{_attempt(order, job)} ]"
-    lines.append(f"code=$?\nif {asked}; then code={Interrupted.exit_code}; fi\n")
+    lines.append(f"if {asked}; then code={Interrupted.exit_code}; fi\n")
     if order.site.requeue and job is None:
         lines.append(_requeueing(order))
     return "".join([*lines, "exit $code\n"])
@@ -112,10 +124,12 @@ def _attempt(order: Order, job: str | None) -> str:
     return ATTEMPT if job is None else quote(f"{job}.{order.submitted}")
 
 
-def _srun(order: Order, words: Sequence[str], tail: str, group: int | None, job: str | None) -> str:
+def _srun(
+    order: Order, words: Sequence[str], tail: str, group: int | None, job: str | None, inside: bool = True
+) -> str:
     """srun's line: the same command on every node of every group."""
     wanted = order.groups if group is None else [order.groups[group]]
-    inside = containers.srun_options(order.site, order.workdir, [str(order.run)])
+    container = containers.srun_options(order.site, order.workdir, [str(order.run)]) if inside else []
     parts = []
     for number, each in enumerate(wanted):
         options = [f"--het-group={number}"] if len(wanted) > 1 else []
@@ -123,15 +137,19 @@ def _srun(order: Order, words: Sequence[str], tail: str, group: int | None, job:
         options += [f"--cpus-per-task={_cpus(order.site, each)}"]
         options += ["--kill-on-bad-exit=1"] if not number else []
         options += [f"--jobid={job}", "--overlap"] if job else []
-        parts.append(f"{join([*options, *inside, *words])}{tail}")
+        parts.append(f"{join([*options, *container, *words])}{tail}")
     return "srun " + " \\\n    : ".join(parts)
+
+
+def environment() -> dict[str, str]:
+    """This process's, less what an outer job or step says of itself: sbatch and srun would take it for options."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name in KEPT}
 
 
 def ask(command: Sequence[str]) -> str:
     """Run sbatch and return the number it prints."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name in KEPT}
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment())
     except FileNotFoundError:
         raise UserError(
             "sbatch is not installed here", mend="submit from a login node of the cluster, or use --on local or mpi"

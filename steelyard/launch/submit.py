@@ -19,7 +19,7 @@ from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe, to_toml
 from steelyard.core.recipe.site import Site
 from steelyard.core.run import MANIFEST, for_training, now
-from steelyard.launch import containers, groups, mpi, process, record, scheduler, script, slurm
+from steelyard.launch import containers, ending, groups, mpi, process, record, scheduler, script, slurm
 from steelyard.launch.groups import Group
 from steelyard.launch.order import Order
 from steelyard.launch.record import FOLDER, Launch
@@ -52,18 +52,34 @@ def submit(request: Request) -> dict[str, Any]:
     order = prepare(request)
     run = order.run
     if request.on == "slurm" and request.job is None:
-        jobs = [slurm.ask(slurm.line(order, group)) for group in slurm.jobs(order)]
+        jobs = _queue(order)
         supervisor = None
     else:
-        supervisor = process.start(run, ["bash", str(run / FOLDER / "job.sh")])
+        environment = slurm.environment() if request.on == "slurm" else None
+        supervisor = process.start(run, ["bash", str(run / FOLDER / "job.sh")], environment)
         jobs = [request.job or str(supervisor["pid"])]
     return note(request, order, jobs, supervisor)
+
+
+def _queue(order: Order) -> list[str]:
+    """Hand each job to Slurm; where one of several is refused, none is left behind to wait for it."""
+    jobs: list[str] = []
+    try:
+        for group in slurm.jobs(order):
+            jobs.append(slurm.ask(slurm.line(order, group)))
+    except BaseException:
+        if jobs:
+            ending.scancel(jobs)
+        raise
+    return jobs
 
 
 def prepare(request: Request) -> Order:
     """Make the run folder with the scripts in it; nothing is started yet."""
     if request.job is not None and request.on != "slurm":
         raise UserError("--job is an allocation of Slurm's", mend="add --on slurm")
+    if request.job is not None and not record.JOB.fullmatch(request.job):
+        raise UserError(f"--job: {request.job!r} is no number of a job", mend="squeue --me shows yours")
     found = groups_of(request)
     run = _folder(request)
     _refuse_live(run)
@@ -90,7 +106,7 @@ def note(request: Request, order: Order, jobs: list[str], supervisor: dict[str, 
 
 def preview(request: Request) -> tuple[dict[str, Any], str]:
     """What would be run, exactly; nothing is written or started."""
-    order = _order(request, groups_of(request), _where(request).resolve())
+    order = planned(request)
     pages, lines = [], []
     for name, text in _scripts(order, request).items():
         pages.append(f"# {FOLDER}/{name}\n{text}")
@@ -100,6 +116,11 @@ def preview(request: Request) -> tuple[dict[str, Any], str]:
         lines = [join(["bash", str(order.run / FOLDER / "job.sh")])]
     result = {"run": str(order.run), "lines": lines, "scripts": _scripts(order, request)}
     return result, "\n".join([*lines, "", *pages])
+
+
+def planned(request: Request) -> Order:
+    """The order as it would be; nothing is written."""
+    return _order(request, groups_of(request), _where(request).resolve())
 
 
 def wait(run: Path) -> int:
@@ -120,6 +141,8 @@ def groups_of(request: Request) -> list[Group]:
     if request.recipe is None:
         found = groups.of_command(request.site, request.nodes, request.ranks_per_node)
     elif request.on == "local":
+        if request.nodes not in (None, 1):
+            raise UserError("--on local is one node", mend="use --on mpi or --on slurm for several")
         world = request.ranks_per_node or request.recipe.parallel.least_world
         request.recipe.parallel.data_for(world)
         found = [Group(1, world, gres=None if request.recipe.train.device == "cpu" else "gpu")]

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from shlex import quote
+from shlex import join, quote
 from typing import Any
 
 from steelyard.core import files
@@ -17,7 +17,7 @@ from steelyard.core.recipe.toml import parse_value
 from steelyard.launch import script, slurm
 from steelyard.launch.order import Order
 from steelyard.launch.record import FOLDER
-from steelyard.launch.submit import Request, groups_of, note, prepare
+from steelyard.launch.submit import Request, groups_of, note, planned, prepare
 
 
 def requests(base: Request, array: Sequence[str], load: Callable[[list[str]], Recipe]) -> list[Request]:
@@ -48,21 +48,48 @@ def combinations(array: Sequence[str]) -> Iterator[list[str]]:
     return (list(choice) for choice in itertools.product(*axes))
 
 
-def sweep(all_: list[Request], dry_run: bool = False) -> list[dict[str, Any]]:
-    """Hand all of them to Slurm as one array, each with a run folder of its own."""
+def preview(all_: list[Request]) -> tuple[dict[str, Any], str]:
+    """What would be run, exactly; nothing is written or started."""
+    _refuse_shapes(all_)
+    orders = [planned(request) for request in all_]
+    scripts = {str(_path(orders)): _script(orders)}
+    scripts |= {str(order.run / FOLDER / slurm.script_name(None)): slurm.text(order) for order in orders}
+    line = join(_line(orders))
+    result = {"runs": [{"run": str(order.run), "jobs": []} for order in orders], "lines": [line], "scripts": scripts}
+    return result, "\n".join([line, "", *(f"# {name}\n{text}" for name, text in scripts.items())])
+
+
+def _refuse_shapes(all_: list[Request]) -> None:
     shapes = {tuple(groups_of(request)) for request in all_}
     if len(shapes) > 1 or any(len(shape) > 1 for shape in shapes):
         raise UserError(
             "the jobs of an array need nodes of one kind, and the same number of them", mend="submit them one by one"
         )
-    if dry_run:
-        return [{"run": str(request.run or Path("runs") / str(request.name)), "jobs": []} for request in all_]
+
+
+def sweep(all_: list[Request]) -> list[dict[str, Any]]:
+    """Hand all of them to Slurm as one array, each with a run folder of its own."""
+    _refuse_shapes(all_)
     orders = [prepare(request) for request in all_]
-    path = orders[0].run / FOLDER / "array.sh"
-    files.write_text(path, _script(orders))
-    job = slurm.ask([*slurm.sbatch(orders[0]), f"--array=0-{len(orders) - 1}", str(path)])
+    files.write_text(_path(orders), _script(orders))
+    for number, order in enumerate(orders):
+        task = orders[0].run / FOLDER / f"task-{number}"
+        task.unlink(missing_ok=True)
+        task.symlink_to(order.run)
+    job = slurm.ask(_line(orders))
     pairs = enumerate(zip(all_, orders, strict=True))
     return [note(request, order, [f"{job}_{number}"], None) for number, (request, order) in pairs]
+
+
+def _path(orders: list[Order]) -> Path:
+    return orders[0].run / FOLDER / "array.sh"
+
+
+def _line(orders: list[Order]) -> list[str]:
+    """sbatch's line. Slurm's own words about a task belong to its run: `task-%a` leads there."""
+    folder = str(orders[0].run / FOLDER).replace("%", "%%")
+    output = f"--output={folder}/task-%a/logs/slurm-%j.log"
+    return [*slurm.sbatch(orders[0]), output, f"--array=0-{len(orders) - 1}", str(_path(orders))]
 
 
 def _script(orders: list[Order]) -> str:

@@ -169,6 +169,28 @@ def test_a_command_runs_inside_an_allocation_that_is_there(yard: Yard):
         yard.lab.client("scancel", job)
 
 
+def test_a_run_inside_an_allocation_is_cancelled_with_its_ranks(yard: Yard):
+    job = yard.lab.client(
+        "sbatch", "--parsable", "-N1", "-c2", "--output=/dev/null", "--wrap", "sleep 120"
+    ).stdout.strip()
+    try:
+        yard.lab.until(
+            lambda: "R" in yard.lab.client("squeue", "-h", "-j", job, "-o", "%t").stdout, "the allocation", 20
+        )
+        run = yard.submit(
+            "alike.toml", "train.steps=100000", "checkpoint.every=0", "--on", "slurm", "--job", job, "--name", "held"
+        )
+        yard.until_step(run, 5)
+        yard.steelyard("cancel", str(run))
+        yard.until_state(run, "CANCELLED")
+        yard.lab.until(
+            lambda: f"{job}.0" not in yard.lab.client("squeue", "-h", "-s", "-j", job).stdout, "the end of its step", 20
+        )
+        assert list((run / "checkpoints").glob("step-*"))
+    finally:
+        yard.lab.client("scancel", job)
+
+
 def test_the_guide_to_slurm_works_as_written(yard: Yard):
     """Its recipe and cluster at toy size, its lines as they are."""
     recipe = (yard.path / "mixed.toml").read_text().replace('["a10:2", "a100:2"]', '["a100:1", "a10:2", "a100:1"]')

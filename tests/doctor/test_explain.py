@@ -1,7 +1,9 @@
 import json
+import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -175,9 +177,40 @@ def test_secrets_and_what_would_steer_a_terminal_are_not_repeated(tmp_path, monk
     assert "\x1b" not in text
 
 
+def test_an_answer_that_names_what_the_log_names_is_clean_too(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdefghijklmnopqrstuvwxyz")
+    log = tmp_path / "log\x1b[2J"
+    log.write_text("version `A' not found (required by \x1b]0;x\x07hf_abcdefghijklmnopqrstuvwxyz)\n")
+    told = explain.explain([str(log)])
+    assert [met.explained.name for met in told.met.values()] == ["library-too-new"]
+    for text in (explain.as_text(told), json.dumps(explain.as_result(told), ensure_ascii=False)):
+        assert "hf_abc" not in text
+        assert not {"\x1b", "\x07"} & set(text)
+        assert "\\u00" not in text
+
+
+def test_a_log_that_names_ever_new_things_is_kept_short(tmp_path):
+    log = tmp_path / "log"
+    names = ("".join(chr(97 + int(digit)) for digit in str(number)) for number in range(1000))
+    log.write_text("".join(f"lib{name}.so: cannot open shared object file\n" for name in names))
+    told = explain.explain([str(log)])
+    assert len(told.met) == explain.MET_KEPT
+    assert sum(met.count for met in told.met.values()) == 1000
+
+
+def test_a_hostile_line_costs_no_more_than_a_long_one(tmp_path):
+    log = tmp_path / "log"
+    log.write_text(("cannot open shared object " + "lib" * 1300 + "\n") * 40)
+    began = time.process_time()
+    assert not explain.explain([str(log)]).met
+    assert time.process_time() - began < 2
+
+
 def test_a_run_folder_is_told_by_its_logs(tmp_path):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "a.err").write_text(MESSAGES[0][0] + "\n")
+    (tmp_path / "logs" / "folder.log").mkdir()
+    os.mkfifo(tmp_path / "logs" / "pipe.log")
     (tmp_path / "logs" / "a.gpu").write_text(MESSAGES[1][0] + "\n")
     assert [met.explained.name for met in explain.explain([str(tmp_path)]).met.values()] == ["cudnn-missing"]
     with pytest.raises(UserError, match="there is no log"):

@@ -1,3 +1,5 @@
+import struct
+
 from steelyard.doctor import elf, sonames
 from steelyard.doctor.checks import libraries
 from steelyard.doctor.seen import Seen
@@ -20,7 +22,9 @@ def test_a_library_says_its_name_what_it_needs_and_where_it_looks(bench):
 
 
 def test_what_is_no_library_is_not_read_as_one(bench):
-    for content in (b"", b"\x7fELF", b"hello" * 100, b"\x7fELF\x02\x01" + bytes(200)):
+    head = b"\x7fELF\x02\x01".ljust(32, b"\0") + struct.pack("<Q", 64) + bytes(14) + struct.pack("<HH", 56, 1)
+    no_names = head.ljust(64, b"\0") + struct.pack("<IIQQQQ", elf.DYNAMIC, 0, 120, 0, 0, 32) + bytes(200)
+    for content in (b"", b"\x7fELF", b"hello" * 100, b"\x7fELF\x02\x01" + bytes(200), no_names):
         (bench.path / "x.so").write_bytes(content)
         assert elf.read(bench.path / "x.so") is None
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from steelyard.core.errors import Fault, UserError
-from steelyard.doctor import changes, repair, visit
+from steelyard.doctor import changes, repair, site_profile, visit
 from steelyard.doctor.checks import libraries
 from steelyard.doctor.finding import Finding
 from steelyard.doctor.places import environment_file, library_folder, record_file
@@ -117,6 +117,27 @@ def test_a_file_of_the_users_comes_back_with_its_text_and_its_mode(bench):
     assert (place.read_text(), place.stat().st_mode & 0o777) == ("# theirs\n", 0o600)
     changes.undo(machine)
     assert tree(bench.path / "home") == before
+
+
+@pytest.mark.parametrize("text", [b"# mine\r\n[a]\r\n", b"\xef\xbb\xbf# mine\n[a]\n"])
+def test_a_file_comes_back_byte_for_byte(bench, text):
+    machine, place = bench.machine(), bench.path / "home" / "sites.toml"
+    place.write_bytes(text)
+    wanted = site_profile.edited(place, "a", {"kind": "docker", "image": "x"}, [], {}, {})
+    changes.apply(machine, changes.file(place, wanted))
+    assert place.read_bytes() != text
+    assert changes.undo(machine)[1] == []
+    assert place.read_bytes() == text
+
+
+def test_a_file_that_is_no_text_is_refused_and_never_lost(bench):
+    machine, home = bench.machine(), bench.path / "home"
+    (home / "a").write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match="not text in UTF-8"):
+        changes.file(home / "a", "x")
+    changes.apply(machine, changes.file(home / "b", "x"))
+    (home / "b").write_bytes(b"\xff")
+    assert "was changed since" in changes.undo(machine)[1][0]
 
 
 def test_what_somebody_changed_since_is_left_and_named(broken):

@@ -61,6 +61,8 @@ def test_sacct_tells_the_last_of_several_starts():
         (["COMPLETED", "COMPLETED"], "COMPLETED"),
         (["COMPLETED", "RUNNING"], "RUNNING"),
         (["RUNNING", "NODE_FAIL"], "NODE_FAIL"),
+        (["SIGNALING", "COMPLETED"], "SIGNALING"),
+        (["COMPLETED", "SPECIAL_EXIT"], "SPECIAL_EXIT"),
         ([], None),
     ],
 )
@@ -131,6 +133,13 @@ def test_a_run_is_found_by_folder_name_and_job(tmp_path, monkeypatch):
         record.find("14")
     with pytest.raises(UserError, match="yours is no run"):
         record.find("yours")
+
+
+@pytest.mark.parametrize("jobs", [["--user=me"], ["1;x"], None, [7]])
+def test_a_launch_whose_jobs_are_no_numbers_is_not_believed(tmp_path, jobs):
+    run = launched(tmp_path, jobs=jobs)
+    with pytest.raises(UserError, match="not what a launch writes"):
+        record.read(run)
 
 
 def test_logs_are_shown_as_text_and_samples_as_devices(tmp_path):

@@ -1,16 +1,20 @@
 """What is asked of schedulers: quoted words, nodes that follow from the plan, nothing started in a dry run."""
 
 import json
+import os
 import shlex
 import subprocess
+import time
+from contextlib import ExitStack
 from pathlib import Path
+from threading import Timer
 
 import pytest
 
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import load
 from steelyard.core.recipe.site import Container, Mpi, Site
-from steelyard.launch import containers, groups, mpi, shell, sites, slurm, sweeping
+from steelyard.launch import containers, groups, meeting, mpi, shell, sites, slurm, submit, sweeping
 from steelyard.launch.groups import Group
 from steelyard.launch.order import Order
 from steelyard.launch.submit import Request, preview
@@ -178,6 +182,65 @@ def test_pyxis_is_options_of_srun(tmp_path):
     assert "--container-mounts=/data:/mnt" in text
 
 
+def test_pyxis_reloads_an_image_outside_of_it(tmp_path):
+    site = Site(container=Container(kind="pyxis", image="x.sqsh"))
+    first = slurm.text(order(tmp_path, site, reload_container=True)).split("enroot remove")[0]
+    assert "--container-" not in first
+
+
+def test_a_step_of_an_allocation_is_asked_to_save_and_waited_for(tmp_path):
+    srun = tmp_path / "srun"
+    word = "trap 'echo saved; exit 0' USR1; touch started; while :; do sleep 0.02; done"
+    srun.write_text(f"#!/bin/bash\n{word}\n")
+    srun.chmod(0o755)
+    (tmp_path / "job.sh").write_text(slurm.text(order(tmp_path), job="7"))
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    job = subprocess.Popen(["bash", tmp_path / "job.sh"], env=path, stdout=subprocess.PIPE, text=True)
+    while not (tmp_path / "started").exists():
+        assert job.poll() is None
+        time.sleep(0.02)
+    job.terminate()
+    assert job.communicate(timeout=20)[0] == "saved\n"
+    assert job.returncode == 0
+
+
+def test_a_refused_follower_takes_the_master_off_the_queue(tmp_path, monkeypatch):
+    for name, script in {
+        "sbatch": "case $* in *job-1*) exit 1;; esac; echo 41",
+        "scancel": "echo $* >cancelled",
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    two = order(tmp_path, Site(heterogeneous="several-jobs"), groups=[Group(1, 1), Group(1, 2)])
+    with pytest.raises(UserError, match="refuses"):
+        submit._queue(two)
+    assert (tmp_path / "cancelled").read_text() == "41\n"
+
+
+def test_nodes_of_the_master_wait_for_followers_in_the_queue(tmp_path, monkeypatch):
+    monkeypatch.setattr(meeting, "SECONDS_TO_ARRIVE", 0.0)
+    asked: list[int] = []
+    Timer(0.5, asked.append, [1]).start()
+    with ExitStack() as stack:
+        assert meeting.meet(tmp_path, "1.0", 1, 0, 1, None, asked, stack) is None
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request("local", PLAIN, plan(), nodes=2), "one node"),
+        (Request("slurm", PLAIN, plan(), job="7;x"), "no number of a job"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_before_anything_is_written(tmp_path, monkeypatch, request_, message):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=message):
+        submit.prepare(request_)
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_unpacked_image_is_reused_until_it_is_reloaded(tmp_path):
     """A program of ours in the place of apptainer counts how often it unpacks."""
     fake = tmp_path / "bin" / "apptainer"
@@ -258,3 +321,30 @@ def test_a_sweep_is_every_combination():
     assert len(found) == 4
     with pytest.raises(UserError, match="is no list of values"):
         sweeping.combinations(["train.seed=1"])
+
+
+def test_the_tasks_of_an_array_keep_their_logs_apart_and_are_shown_before(tmp_path, monkeypatch):
+    (tmp_path / "sbatch").write_text('#!/bin/bash\nprintf "%s\\n" "$@" >words\necho 41\n')
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    base = Request("slurm", PLAIN, plan())
+    wanted = sweeping.requests(base, ["train.seed=[1, 2]"], lambda overrides: plan(*overrides))
+    shown, text = sweeping.preview(wanted)
+    assert not Path("runs").exists()
+    results = sweeping.sweep(wanted)
+    assert shown["lines"] == [shlex.join(["sbatch", *Path("words").read_text().splitlines()])]
+    assert shown["lines"][0] in text
+    assert all(Path(name).read_text() == script for name, script in shown["scripts"].items())
+    output = [word for word in Path("words").read_text().splitlines() if word.startswith("--output=")][-1]
+    for number, each in enumerate(results):
+        path = Path(output.removeprefix("--output=").replace("%a", str(number)).replace("%j", "9"))
+        assert path.parent.resolve() == Path(each["run"]) / "logs"
+
+
+def test_an_allocation_is_used_without_the_words_of_the_step_one_sits_in(monkeypatch):
+    monkeypatch.setenv("SLURM_CPU_BIND", "mask_cpu:0x1")
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
+    found = slurm.environment()
+    assert "SLURM_CPU_BIND" not in found
+    assert found["SLURM_CONF"] == "/etc/slurm.conf"
