@@ -193,6 +193,10 @@ def _refuse(tune: Tune, places: dict[str, str], source: str) -> None:
         raise wrong(f"space.{name}", "is no key of a recipe", "write section.key, like train.micro_batch")
     if tune.budget.trials is None and tune.budget.hours is None:
         raise wrong("budget", "a study ends after so many trials or hours", "trials = 30")
+    labels = [each.label for each in tune.objectives]
+    twice = next((label for label in labels if labels.count(label) > 1), None)
+    if twice is not None:
+        raise wrong("objectives", f"two are called {twice}", 'give each a name = "..."')
     if tune.command is not None and "objectives" not in tune.model_fields_set:
         raise wrong("objectives", "a command needs an objective", "[[objectives]] with regex and goal")
 
@@ -204,6 +208,9 @@ def _refuse_command(tune: Tune, wrong: Any) -> None:
         raise wrong("command", f"cannot be split into words: {error}", "close every quote") from None
     if not words:
         raise wrong("command", "is empty")
+    taken = next((name for name in commands.OWN if name in tune.space), None)
+    if taken is not None:
+        raise wrong(f"space.{taken}", f"every trial has its own {{{taken}}}", "give the setting another name")
     used = commands.placeholders(words)
     unknown = sorted(used - tune.space.keys() - set(commands.OWN))
     if unknown:

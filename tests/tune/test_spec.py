@@ -67,6 +67,11 @@ def test_a_setting_may_be_written_dotted_quoted_or_in_a_table(in_workplace):
         (("tp = [1, 2]", "tp = { chioce = [1] }"), "bad.toml:5: space.tp.chioce: unknown key"),
         (("tp = [1, 2]", "tp = [1, 2]\nx = [1, 2]"), "bad.toml:6: space.x: the command does not use it"),
         (("{tp}", "{tp} {mbs}"), "bad.toml:2: command: {mbs} is not in the space"),
+        (('{tp}"\n\n[space]\ntp', '{trial}"\n\n[space]\ntrial'), "bad.toml:5: space.trial: every trial has its own"),
+        (
+            ("[budget]\n", "[[objectives]]\nregex = 'ms: (.)'\nname = 'ms: ([0-9.]+)'\ngoal = 'minimize'\n[budget]\n"),
+            "two are",
+        ),
         (("{tp}", "{tp} 'x"), "bad.toml:2: command: cannot be split into words"),
         (("[space]", "constraints = ['tp < mbs']\n[space]"), "bad.toml:4: constraints: 'tp < mbs': mbs is not in"),
         (("[space]", "constraints = ['tp <']\n[space]"), "this is no expression"),
@@ -111,6 +116,12 @@ def test_values_go_into_words_and_never_become_words():
     assert filled == ["bash", "run.sh", "--tp=2", "a b; rm -rf / x", "--json", '{"a": 1}', "{tp}", "$true;"]
 
 
+def test_braces_of_json_inside_json_are_left_alone():
+    template = command.words("""x '{"zero": {"stage": {tp}}}' '{"a": {"b": 1}}' '{"c": {{tp}}}'""")
+    filled = command.filled(template, {"tp": 2})
+    assert filled == ["x", '{"zero": {"stage": 2}}', '{"a": {"b": 1}}', '{"c": {tp}}']
+
+
 @pytest.mark.parametrize(
     ("text", "holds"),
     [
@@ -137,6 +148,20 @@ def test_a_constraint_is_reckoned(text, holds):
 def test_what_is_no_constraint_is_refused(text):
     with pytest.raises(Refused):
         Expression(text, {"a"})
+
+
+def test_the_ranks_give_way_to_a_setting_of_that_name():
+    space = Space({"world": Dimension(choice=[2, 4])}, ["world <= 2"], world=1)
+    assert space.grid() == [{"world": 2}]
+
+
+def test_a_long_range_is_drawn_from_and_never_listed():
+    space = Space({"seed": Dimension(low=0, high=1 << 60, step=2), "y": Dimension(low=0.0, high=1.0, step=1e-12)})
+    assert space.grid() is None
+    points = list(space.drawn(random.Random(0), 3))
+    assert all(p["seed"] % 2 == 0 and 0 <= p["y"] <= 1 for p in points)
+    assert space.distance(points[0], points[1]) > 0
+    assert space.distributions()["y"].high == 1.0
 
 
 def test_a_grid_holds_every_point_that_keeps_the_constraints():
