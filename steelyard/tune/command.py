@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+STORAGE = "STEELYARD_TUNE_STORAGE"  # Where the study is, with a password perhaps: no business of a trial.
 OWN = ("trial", "folder")  # What every trial has: its number, and a folder of its own.
 _NAME = r"[A-Za-z_][A-Za-z0-9_.-]*"
 # Braces around a name count, and no others: JSON inside JSON ends in two that are none of ours.
