@@ -105,8 +105,20 @@ def test_a_key_that_no_recipe_has_is_refused_before_anything_runs(in_workplace):
     )
     done = in_workplace.steelyard("tune", "bad.toml")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "space.parallel.tensr is no key of a recipe" in done.stderr
+    assert "bad.toml:7: space.parallel.tensr: is no key of a recipe" in done.stderr
     assert not (in_workplace.path / "studies").exists()
+
+
+def test_what_is_no_table_is_refused_by_its_line_whatever_the_command_line_says(tmp_path):
+    (tmp_path / "bad.toml").write_text("budget = 5" + COMMAND)
+    with pytest.raises(UserError, match=r"bad.toml:1: budget: "):
+        spec.load(tmp_path / "bad.toml", {"budget.trials": 3})
+
+
+def test_a_key_to_drop_that_no_recipe_has_is_refused(in_workplace):
+    (in_workplace.path / "bad.toml").write_text('drop = ["parallel.dat"]' + GOOD)
+    with pytest.raises(UserError, match=r"bad.toml:1: drop: parallel.dat is no key of a recipe"):
+        spec.load("bad.toml")
 
 
 def test_values_go_into_words_and_never_become_words():

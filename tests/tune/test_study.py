@@ -218,8 +218,20 @@ def test_hours_count_only_while_trials_run():
             state=state, user_attrs={"ended": {"outcome": result}}, datetime_start=start, datetime_complete=end
         )
 
-    trials = [at(0, 10), at(5, 15), at(6, 7), at(30, 31), at(33, 40, "lost"), at(41, None)]
+    trials = [at(0, 10), at(5, 15), at(6, 7), at(30, 31, "cut_short"), at(33, 40, "lost"), at(41, None)]
     assert history.seconds_used(trials, datetime(2026, 1, 1, 0, 43)) == 60 * (15 + 1 + 2)
+
+
+def test_a_trial_that_the_hours_cut_short_is_tried_again_when_there_are_more(valley, monkeypatch):
+    monkeypatch.chdir(valley)
+    monkeypatch.setenv("PAUSE", "30")
+    summary = search.search(spec.load("valley.toml", {"budget.hours": 0.6 / 3600}), Path("study"))
+    assert (summary["trials"], summary["outcomes"]["cut_short"]) == (0, 1)
+    monkeypatch.setenv("PAUSE", "0")
+    search.search(spec.load("valley.toml", {"budget.trials": 1}), Path("study"))
+    _, study = kept.opened(Path("study"))
+    first, second = (trial.params for trial in study.get_trials())
+    assert first == second
 
 
 def test_a_study_whose_trials_all_crash_ends_and_says_why(valley, monkeypatch):
