@@ -217,3 +217,15 @@ def test_the_usual_space_holds_only_layouts_that_the_ranks_can_run(in_workplace)
     assert all(p["parallel.zero"] == 0 for p in grid if p["parallel.tensor"] * p["parallel.pipeline"] == 2)
     alone = tune_for("tiny.toml", (), 1, {})
     assert set(alone.space) == {"train.micro_batch", "parallel.recompute"}
+
+
+def test_the_usual_space_keeps_what_the_command_line_says(in_workplace):
+    tune = tune_for("tiny.toml", ("parallel.tensor=2", "parallel.recompute=full"), 2, {})
+    grid = tune.searched().grid()
+    assert {(p["parallel.tensor"], p["parallel.pipeline"], p["parallel.recompute"]) for p in grid} == {(2, 1, "full")}
+
+
+def test_the_usual_space_fits_a_recipe_made_for_more_ranks():
+    tune = tune_for("llama3.1-70b", (), 1, {})
+    assert tune.space["parallel.tensor"].choice == [1]
+    assert tune.space["parallel.pipeline"].choice == [1]
