@@ -135,6 +135,8 @@ def checked(values: dict[str, Any], places: dict[str, str], source: str, changes
         values["space"] = _flat(values["space"])
     for name, value in (changes or {}).items():
         section, _, key = name.rpartition(".")
+        if name == "overrides" and isinstance(values.get(name), list):
+            value = [*values[name], *value]  # The last word on a key counts.
         table = values.setdefault(section, {}) if section else values
         if isinstance(table, dict):  # What is no table is refused below, by its line.
             table[key] = value
@@ -219,6 +221,10 @@ def _refuse_command(tune: Tune, wrong: Any) -> None:
         raise wrong("command", f"cannot be split into words: {error}", "close every quote") from None
     if not words:
         raise wrong("command", "is empty")
+    idle = {"overrides": tune.overrides, "drop": tune.drop, "cluster": tune.cluster, "trial.steps": tune.trial.steps}
+    for name, value in idle.items():
+        if value:
+            raise wrong(name, "says something about a recipe, and this is a command", "put it into the command")
     taken = next((name for name in commands.OWN if name in tune.space), None)
     if taken is not None:
         raise wrong(f"space.{taken}", f"every trial has its own {{{taken}}}", "give the setting another name")

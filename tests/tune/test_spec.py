@@ -115,6 +115,18 @@ def test_what_is_no_table_is_refused_by_its_line_whatever_the_command_line_says(
         spec.load(tmp_path / "bad.toml", {"budget.trials": 3})
 
 
+@pytest.mark.parametrize("change", [{"trial.steps": 5}, {"overrides": ["train.seed=1"]}, {"cluster": "c.toml"}])
+def test_what_a_command_would_not_hear_is_refused(tmp_path, change):
+    (tmp_path / "command.toml").write_text(COMMAND)
+    with pytest.raises(UserError, match=f"{next(iter(change))}: says something about a recipe"):
+        spec.load(tmp_path / "command.toml", change)
+
+
+def test_overrides_of_the_command_line_come_after_those_of_the_file(in_workplace):
+    (in_workplace.path / "good.toml").write_text('overrides = ["train.seed=1"]' + GOOD)
+    assert spec.load("good.toml", {"overrides": ["train.steps=3"]}).overrides == ["train.seed=1", "train.steps=3"]
+
+
 def test_a_key_to_drop_that_no_recipe_has_is_refused(in_workplace):
     (in_workplace.path / "bad.toml").write_text('drop = ["parallel.dat"]' + GOOD)
     with pytest.raises(UserError, match=r"bad.toml:1: drop: parallel.dat is no key of a recipe"):
