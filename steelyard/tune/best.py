@@ -86,6 +86,8 @@ def as_text(summary: dict[str, Any]) -> str:
         values = "  ".join(f"{name} {value:.6g}" for name, value in each["values"].items())
         settings = "  ".join(f"{name}={value}" for name, value in each["settings"].items())
         lines.append(f"best   trial {each['trial']}: {values}\n       {settings}")
+    if not summary["best"]:
+        lines.append("best   none: no trial has finished")
     if summary["written"]:
         lines.append(f"wrote  {summary['written']}")
     return "\n".join(lines)

@@ -262,6 +262,7 @@ def test_what_is_beaten_later_leaves_the_frontier(tmp_path):
         )
         for n, values in enumerate([(0, 3), (3, 2), (2, 1)])
     ]
+    assert "no trial has finished" in best.as_text(best.write_best(two, [], tmp_path))
     best.write_best(two, trials[:2], tmp_path)
     assert sorted(path.name for path in (tmp_path / "best").iterdir()) == ["trial-00000.txt", "trial-00001.txt"]
     best.write_best(two, trials, tmp_path)
