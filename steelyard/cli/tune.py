@@ -11,8 +11,8 @@ import typer
 
 from steelyard.cli.options import JsonOption, Overrides, print_result
 from steelyard.core.errors import UserError
+from steelyard.tune.command import STORAGE
 
-STORAGE = "STEELYARD_TUNE_STORAGE"  # An address with a password in it does not belong on a command line.
 StorageOption = Annotated[
     str | None,
     typer.Option(metavar="URL", help=f"The study's database, instead of a file in its folder. Also {STORAGE}."),

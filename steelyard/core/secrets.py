@@ -11,7 +11,9 @@ import re
 
 HIDDEN = "[hidden]"
 SHORTEST = 8  # A shorter value would blot out ordinary words.
-_IN_ENVIRONMENT = re.compile(r"(TOKEN|API_KEY|SECRET|PASSWORD)$")
+_IN_ENVIRONMENT = re.compile(
+    r"(?i)(TOKEN|APIKEY|_KEY|SECRET|PASSWORD|PASSWD|PASSPHRASE|SSHPASS|(^|_)PASS|(^|_)PAT|_PWD)$"  # PWD is a folder.
+)
 _SHAPES = (
     (re.compile(r"\bhf_(?:oauth_|jwt_)[\w.-]+|\bhf_[A-Za-z0-9]{20,}"), HIDDEN),
     (re.compile(r"(?i)\b(bearer) [\w.~+/=-]{16,}"), rf"\1 {HIDDEN}"),
@@ -34,7 +36,13 @@ def hide(secret: str) -> None:
 
 def scrub(text: str) -> str:
     """The text without secrets."""
-    in_environment = {value for name, value in os.environ.items() if _IN_ENVIRONMENT.search(name)}
+    named = {name: value for name, value in os.environ.items() if value and _IN_ENVIRONMENT.search(name)}
+    for name, value in named.items():
+        if len(value) < SHORTEST and name in text:  # Hidden where it is named, as in a list of the environment.
+            beside = rf"(\b{re.escape(name)}['\"]?\s*[=:,]\s*['\"]?){re.escape(value)}"
+            text = re.sub(beside, rf"\1{HIDDEN}", text)
+    # A key of several lines is printed line by line.
+    in_environment = {part for value in named.values() for part in (value, *value.splitlines())}
     for secret in sorted(_known | in_environment, key=len, reverse=True):
         if len(secret) >= SHORTEST:
             text = text.replace(secret, HIDDEN)

@@ -39,8 +39,12 @@ def write_best(tune: Tune, trials: Sequence[FrozenTrial], folder: Path) -> dict[
     name = "best.toml" if tune.recipe is not None else "best.txt"
     if best:
         _write(folder / name, tune, best[0])
-    for trial in best[:MOST] if len(best) > 1 else ():
-        _write(folder / "best" / f"trial-{trial.number:05d}{Path(name).suffix}", tune, trial)
+    frontier = {f"trial-{each.number:05d}{Path(name).suffix}": each for each in best[:MOST] if len(best) > 1}
+    for file, trial in frontier.items():
+        _write(folder / "best" / file, tune, trial)
+    for old in (folder / "best").glob(f"trial-*{Path(name).suffix}"):
+        if old.name not in frontier:  # Beaten since.
+            old.unlink(missing_ok=True)
     outcomes = Counter(history.result_of(trial) for trial in trials)
     return {
         "study": str(folder),
@@ -82,6 +86,8 @@ def as_text(summary: dict[str, Any]) -> str:
         values = "  ".join(f"{name} {value:.6g}" for name, value in each["values"].items())
         settings = "  ".join(f"{name}={value}" for name, value in each["settings"].items())
         lines.append(f"best   trial {each['trial']}: {values}\n       {settings}")
+    if not summary["best"]:
+        lines.append("best   none: no trial has finished")
     if summary["written"]:
         lines.append(f"wrote  {summary['written']}")
     return "\n".join(lines)

@@ -9,8 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+STORAGE = "STEELYARD_TUNE_STORAGE"  # Where the study is, with a password perhaps: no business of a trial.
 OWN = ("trial", "folder")  # What every trial has: its number, and a folder of its own.
-_PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([A-Za-z_][A-Za-z0-9_.-]*)\}")
+_NAME = r"[A-Za-z_][A-Za-z0-9_.-]*"
+# Braces around a name count, and no others: JSON inside JSON ends in two that are none of ours.
+_PLACEHOLDER = re.compile(rf"(?<!\{{)\{{(?P<braced>\{{{_NAME}\}})\}}|\{{(?P<name>{_NAME})\}}")
 
 
 def words(template: str) -> list[str]:
@@ -19,17 +22,15 @@ def words(template: str) -> list[str]:
 
 
 def placeholders(template: Sequence[str]) -> set[str]:
-    """The names in braces. Doubled braces are braces, and what is no name (JSON) is left alone."""
-    return {match[1] for word in template for match in _PLACEHOLDER.finditer(word) if match[1]}
+    """The names in braces. A name in doubled braces is itself in braces, and what is no name (JSON) is left alone."""
+    return {match["name"] for word in template for match in _PLACEHOLDER.finditer(word) if match["name"]}
 
 
 def filled(template: Sequence[str], values: Mapping[str, Any]) -> list[str]:
     """The words with their values. A value never becomes several words."""
 
     def value(match: re.Match[str]) -> str:
-        if match[1] is None:
-            return match[0][0]
-        return shown(values[match[1]])
+        return match["braced"] or shown(values[match["name"]])
 
     return [_PLACEHOLDER.sub(value, word) for word in template]
 

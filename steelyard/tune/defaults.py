@@ -10,21 +10,23 @@ from steelyard.plan.space import Limits, divisors, micro_batches
 from steelyard.tune.spec import Tune, checked
 
 STEPS, WARM_UP = 20, 5
-# With one value there is nothing to search, and what these keys say would contradict other layouts.
+# What these keys say would contradict other layouts.
+DEGREES = ("parallel.tensor", "parallel.pipeline", "parallel.zero", "parallel.sequence_parallel", "parallel.schedule")
 LAYOUT = ("parallel.data", "parallel.partition", "parallel.placement", "parallel.virtual", "parallel.replicate")
 
 
 def tune_for(source: str, overrides: Sequence[str], nproc: int, changes: dict[str, Any]) -> Tune:
     """A tune file for a recipe: its layout on so many ranks, micro-batch and recomputation, for tokens per second."""
     recipe = load(source, overrides)
-    space, constraints = _space(recipe, nproc)
+    given = {override.partition("=")[0].strip() for override in overrides}
+    space, constraints = _space(recipe, nproc, given)
     values: dict[str, Any] = {
         "name": recipe.name,
         "recipe": source,
         "overrides": list(overrides),
         "nproc": nproc,
         "drop": list(LAYOUT),
-        "space": {name: {"choice": choices} for name, choices in space.items() if len(choices) > 1},
+        "space": {name: {"choice": choices} for name, choices in space.items()},
         "constraints": constraints,
         "objectives": [{"metric": "tokens_per_second", "skip": WARM_UP}],
         "trial": {"steps": STEPS},
@@ -33,7 +35,7 @@ def tune_for(source: str, overrides: Sequence[str], nproc: int, changes: dict[st
     return checked(values, {}, source, changes)
 
 
-def _space(recipe: Recipe, nproc: int) -> tuple[dict[str, list[Any]], list[str]]:
+def _space(recipe: Recipe, nproc: int, given: set[str]) -> tuple[dict[str, list[Any]], list[str]]:
     degrees = list(divisors(nproc))
     tensors = [degree for degree in degrees if _divides(recipe, degree)]
     pipelines = [degree for degree in degrees if degree <= recipe.model.layers + 2]
@@ -46,15 +48,23 @@ def _space(recipe: Recipe, nproc: int) -> tuple[dict[str, list[Any]], list[str]]
         "parallel.sequence_parallel": [False, True] if len(tensors) > 1 else [False],
         "parallel.schedule": ["1f1b", "gpipe", "zero-bubble"] if len(pipelines) > 1 else ["1f1b"],
     }
-    searched = {name for name, choices in space.items() if len(choices) > 1}
-    model_ranks: list[str] = [name for name in ("parallel.tensor", "parallel.pipeline") if name in searched]
+    written = {name: getattr(getattr(recipe, name.split(".")[0]), name.split(".")[1]) for name in space}
+    space |= {name: [written[name]] for name in space if name in given}
+    # With one value there is nothing to search; it matters where the recipe, made for other ranks, says something else.
+    space = {
+        name: choices
+        for name, choices in space.items()
+        if len(choices) > 1 or name in given or (name in DEGREES and choices != [written[name]])
+    }
+    searched = space.keys()
+    model_ranks: list[str] = [name for name in DEGREES[:2] if name in searched]
     rules: dict[str, list[str]] = {
         f"world % ({' * '.join(model_ranks)}) == 0": model_ranks,
         f"parallel.zero == 0 or world > {' * '.join(model_ranks)}": ["parallel.zero", *model_ranks[:1]],
         "parallel.tensor > 1 or not parallel.sequence_parallel": ["parallel.tensor", "parallel.sequence_parallel"],
         "parallel.pipeline > 1 or parallel.schedule == '1f1b'": ["parallel.pipeline", "parallel.schedule"],
     }
-    return space, [rule for rule, names in rules.items() if names and searched.issuperset(names)]
+    return space, [rule for rule, names in rules.items() if names and searched >= set(names)]
 
 
 def _divides(recipe: Recipe, degree: int) -> bool:

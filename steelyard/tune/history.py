@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
 
+TIMED = (*outcome.RAN, outcome.INTERRUPTED, outcome.CUT_SHORT, "running")
+"""Trials whose end is known to the second. That of a lost one is when somebody noticed."""
+
+
 def result_of(trial: FrozenTrial) -> str:
     """How a trial ended; `running` or `waiting` where it has not."""
     if not trial.state.is_finished():
@@ -59,7 +63,7 @@ def seconds_used(trials: Sequence[FrozenTrial], now: datetime) -> float:
     spans = sorted(
         (trial.datetime_start, trial.datetime_complete or now)
         for trial in trials
-        if trial.datetime_start is not None and result_of(trial) in (*outcome.RAN, "running")
+        if trial.datetime_start is not None and result_of(trial) in TIMED
     )
     total, end = 0.0, None
     for first, last in spans:

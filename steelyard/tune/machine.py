@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from dataclasses import replace
 
@@ -45,8 +46,14 @@ def visible_gpus() -> list[tuple[str, int]]:
     allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if allowed is None:
         return found
-    numbers = [word.strip() for word in allowed.split(",") if word.strip()]
+    numbers = named_gpus(allowed)
     return [found[int(word)] if word.isdigit() and int(word) < len(found) else found[0] for word in numbers if found]
+
+
+def named_gpus(allowed: str) -> list[str]:
+    """The GPUs that CUDA_VISIBLE_DEVICES names. As in CUDA, the list ends where a number is none (-1)."""
+    words = (word.strip() for word in allowed.split(",") if word.strip())
+    return list(itertools.takewhile(lambda word: not word.startswith("-"), words))
 
 
 def _text(name: str | bytes) -> str:

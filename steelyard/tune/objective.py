@@ -36,7 +36,7 @@ PICKS: dict[str, Callable[[Sequence[float]], float]] = {
     "max": max,
     "mean": statistics.fmean,
     "median": statistics.median,
-    "harmonic_mean": lambda values: statistics.harmonic_mean(values) if min(values) > 0 else math.nan,
+    "harmonic_mean": lambda values: len(values) / math.fsum(1 / v for v in values) if min(values) > 0 else math.nan,
 }
 LONGEST_CURVE = 200
 
@@ -123,6 +123,8 @@ class Measured:
 
     def _add(self, step: int, value: float) -> None:
         self._values.append(value)
+        if len(self._values) % (1 + len(self._values) // LONGEST_CURVE):
+            return  # To look at all of many numbers again at each of them would take longer than the trial.
         so_far = self.value
         if so_far is not None and math.isfinite(so_far):
             self.curve.append((step, so_far))
@@ -130,7 +132,11 @@ class Measured:
     @property
     def value(self) -> float | None:
         """The one number, of what there is so far; None where there is nothing."""
-        return PICKS[self.objective.picked](self._values) if self._values else None
+        if not self._values:
+            return None
+        if self.objective.picked not in ("first", "last") and any(map(math.isnan, self._values)):
+            return math.nan  # Of which nothing is more, less or in the middle.
+        return PICKS[self.objective.picked](self._values)
 
     def short_curve(self) -> list[tuple[int, float]]:
         """The curve, thinned out where it is long, to be kept with the trial."""

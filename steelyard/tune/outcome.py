@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,17 +19,19 @@ BREAKS_CONSTRAINT = "breaks_constraint"
 REPEATED = "repeated"
 LOST = "lost"
 INTERRUPTED = "interrupted"
+CUT_SHORT = "cut_short"
 SURPLUS = "surplus"
 
 RAN = (FINISHED, OUT_OF_MEMORY, CRASHED, HUNG, TIMED_OUT, STOPPED_EARLY)
 """What counts as a trial of the budget."""
 REJECTED = (PRUNED_BY_PLAN, BREAKS_CONSTRAINT, REPEATED)
 """Points that were not run, because it is known what would come of it."""
-VOID = (LOST, INTERRUPTED, SURPLUS)
-"""Runs that say nothing about their point: their worker was killed, or told to stop."""
+VOID = (LOST, INTERRUPTED, CUT_SHORT, SURPLUS)
+"""Runs that say nothing about their point: their worker was killed, told to stop, or out of the study's time."""
 
 _MEMORY = re.compile(
-    r"out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED|\bMemoryError\b|std::bad_alloc|oom[-_ ]kill"
+    r"out[ _]of[ _]memory|OutOfMemoryError|cudaErrorMemoryAllocation|CUBLAS_STATUS_ALLOC_FAILED"
+    r"|\bMemoryError\b|std::bad_alloc|oom[-_ ]kill"
     r"|can't allocate memory|Cannot allocate memory|NCCL.{0,40}Cuda failure.{0,20}memory",
     re.IGNORECASE,
 )
@@ -47,9 +49,9 @@ class Ended:
     seconds: float
 
 
-def kills_by_memory() -> int:
+def kills_by_memory(root: Path = Path("/")) -> int:
     """How often the kernel has killed for want of memory in this process's control group; 0 where it does not say."""
-    for events in (Path("/sys/fs/cgroup/memory.events"), Path("/sys/fs/cgroup/memory/memory.oom_control")):
+    for events in _memory_events(root):
         try:
             found = re.search(r"^oom_kill (\d+)", events.read_text(), re.MULTILINE)
         except OSError:
@@ -59,15 +61,43 @@ def kills_by_memory() -> int:
     return 0
 
 
+def _memory_events(root: Path) -> Iterator[Path]:
+    """Where the kernel counts: the group's own files (a scheduler's job), a container's, and the whole machine."""
+    groups = root / "sys/fs/cgroup"
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    for _, kinds, path in (line.split(":", 2) for line in lines if line.count(":") >= 2):
+        if not kinds:
+            yield groups / path.strip("/") / "memory.events"
+        elif "memory" in kinds.split(","):
+            yield groups / "memory" / path.strip("/") / "memory.oom_control"
+    yield from (groups / "memory.events", groups / "memory" / "memory.oom_control", root / "proc/vmstat")
+
+
+def of_silence(missing: str, tail: Sequence[str]) -> tuple[str, str]:
+    """Outcome and reason of a command that ended well without its numbers: a pipe (`| tee`) hides what went before."""
+    short = _short_of_memory(tail)
+    if short is not None:
+        return OUT_OF_MEMORY, short
+    return CRASHED, f"it ended well, but {missing} was not found"
+
+
 def of_exit(code: int, tail: Sequence[str], was_killed_by_memory: bool) -> tuple[str, str]:
     """Outcome and reason of a command that ended by itself with an error."""
-    short = next((line for line in tail if _MEMORY.search(_ONLY_ASKED.sub("", line))), None)
+    short = _short_of_memory(tail)
     if short is not None or was_killed_by_memory:
-        return OUT_OF_MEMORY, (short or "the kernel killed it for want of memory").strip()[:300]
+        return OUT_OF_MEMORY, short or "the kernel killed it for want of memory"
     said = reason_in(tail)
     if code > 128:
         return CRASHED, f"{_code(code)}; it said last: {said}" if said else _code(code)
     return CRASHED, said or _code(code)
+
+
+def _short_of_memory(tail: Sequence[str]) -> str | None:
+    """The line that says so."""
+    return next((line.strip()[:300] for line in tail if _MEMORY.search(_ONLY_ASKED.sub("", line))), None)
 
 
 def reason_in(tail: Sequence[str]) -> str:

@@ -23,8 +23,6 @@ from typing import TYPE_CHECKING, Any
 from steelyard.core import files, secrets, units
 from steelyard.core.console import console
 from steelyard.core.errors import Fault, Interrupted, UserError
-from steelyard.core.recipe import Recipe
-from steelyard.core.recipe.load import valid_keys
 from steelyard.tune import candidate, history, kept, outcome, storage, trial
 from steelyard.tune.best import write_best
 from steelyard.tune.objective import Measured
@@ -79,13 +77,8 @@ def _asked_to_end() -> Iterator[None]:
 
 def prepare(tune: Tune) -> None:
     """Refuse what no trial could run with."""
-    if tune.recipe is None:
-        return
-    known = set(valid_keys(Recipe))
-    for name in tune.space:
-        if name not in known:
-            raise UserError(f"space.{name} is no key of a recipe", mend="steelyard recipe show prints every valid key")
-    candidate.refuse_recipe(tune)
+    if tune.recipe is not None:
+        candidate.refuse_recipe(tune)
 
 
 def _search(study: Study, folder: Path) -> str:
@@ -128,6 +121,8 @@ def _attempt(study: Study, asked: Trial, folder: Path) -> None:
         study.end(asked, Ended(outcome.INTERRUPTED, "interrupted", time.monotonic() - began), [])
         study.again(asked, int(asked.user_attrs.get("retries", 0)))
         raise
+    if ended.outcome == outcome.CUT_SHORT:  # It says nothing about the point, which is first when more hours are given.
+        study.again(asked, int(asked.user_attrs.get("retries", 0)))
     ended = _with_numbers(ended, measured)
     study.end(asked, ended, measured)
     values = {each.objective.label: each.value for each in measured}

@@ -54,22 +54,34 @@ class Dimension(Section):
         return isinstance(self.low, int) and isinstance(self.high, int)
 
     def values(self) -> list[Any] | None:
-        """All of them, where they can be counted."""
+        """All of them, where they can be counted and are few enough."""
         if self.choice is not None:
             return list(self.choice)
+        count = self._notches()
+        return None if count is None or count > MOST_POINTS else [self._at(number) for number in range(count)]
+
+    def _notches(self) -> int | None:
+        """How many values a range has; None for any number between."""
         assert self.low is not None
         assert self.high is not None
         if self.is_whole:
-            return list(range(int(self.low), int(self.high) + 1, int(self.step or 1)))
+            return (int(self.high) - int(self.low)) // int(self.step or 1) + 1
         if self.step is None:
-            return [self.low] if self.low == self.high else None
-        return [self.low + number * self.step for number in range(int((self.high - self.low) / self.step + 1e-9) + 1)]
+            return 1 if self.low == self.high else None
+        return int((self.high - self.low) / self.step + 1e-9) + 1
+
+    def _at(self, number: int) -> Any:
+        """The value at a notch of a range."""
+        assert self.low is not None
+        return self.low + number * (self.step or 1)
 
     def drawn(self, chance: random.Random) -> Any:
         """One of them, at random."""
-        values = None if self.log else self.values()
-        if values is not None:
-            return chance.choice(values)
+        if self.choice is not None:
+            return chance.choice(self.choice)
+        count = None if self.log else self._notches()
+        if count is not None:
+            return self._at(chance.randrange(count))
         assert self.low is not None
         assert self.high is not None
         if not self.log:
@@ -86,12 +98,11 @@ class Dimension(Section):
         assert self.low is not None
         assert self.high is not None
         if self.is_whole:
-            step = int(self.step or 1)
-            high = int(self.low) + (int(self.high) - int(self.low)) // step * step
-            return IntDistribution(int(self.low), high, log=self.log, step=step)
+            last = self._at((self._notches() or 1) - 1)
+            return IntDistribution(int(self.low), int(last), log=self.log, step=int(self.step or 1))
         if self.step is not None:
-            values = self.values() or [self.low]
-            return FloatDistribution(float(self.low), float(values[-1]), step=float(self.step))
+            last = self._at((self._notches() or 1) - 1)
+            return FloatDistribution(float(self.low), float(last), step=float(self.step))
         return FloatDistribution(float(self.low), float(self.high), log=self.log)
 
 
@@ -108,7 +119,7 @@ class Space:
 
     def broken(self, point: Point) -> str | None:
         """The first constraint that a point breaks."""
-        values = point | {"world": self.world}
+        values = {"world": self.world} | point
         return next((each.text for each in self.constraints if not each.holds(values)), None)
 
     def grid(self) -> list[Point] | None:

@@ -33,7 +33,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe, shipped
-from steelyard.core.recipe.load import explained
+from steelyard.core.recipe.load import explained, valid_keys
 from steelyard.core.recipe.section import Section
 from steelyard.core.recipe.toml import parse
 from steelyard.tune import command as commands
@@ -135,7 +135,11 @@ def checked(values: dict[str, Any], places: dict[str, str], source: str, changes
         values["space"] = _flat(values["space"])
     for name, value in (changes or {}).items():
         section, _, key = name.rpartition(".")
-        (values.setdefault(section, {}) if section else values)[key] = value
+        if name == "overrides" and isinstance(values.get(name), list):
+            value = [*values[name], *value]  # The last word on a key counts.
+        table = values.setdefault(section, {}) if section else values
+        if isinstance(table, dict):  # What is no table is refused below, by its line.
+            table[key] = value
     try:
         tune = Tune.model_validate(values)
     except ValidationError as error:
@@ -188,13 +192,26 @@ def _refuse(tune: Tune, places: dict[str, str], source: str) -> None:
         raise wrong("constraints", f"{text!r}: {refused}") from None
     if tune.command is not None:
         _refuse_command(tune, wrong)
-    elif tune.nproc < 1 or any("." not in name for name in tune.space):
-        name = next(name for name in tune.space if "." not in name)
-        raise wrong(f"space.{name}", "is no key of a recipe", "write section.key, like train.micro_batch")
+    else:
+        _refuse_keys(tune, wrong)
     if tune.budget.trials is None and tune.budget.hours is None:
         raise wrong("budget", "a study ends after so many trials or hours", "trials = 30")
+    labels = [each.label for each in tune.objectives]
+    twice = next((label for label in labels if labels.count(label) > 1), None)
+    if twice is not None:
+        raise wrong("objectives", f"two are called {twice}", 'give each a name = "..."')
     if tune.command is not None and "objectives" not in tune.model_fields_set:
         raise wrong("objectives", "a command needs an objective", "[[objectives]] with regex and goal")
+
+
+def _refuse_keys(tune: Tune, wrong: Any) -> None:
+    """A setting that no recipe has would be refused by every trial, and a key to drop that is misspelt by none."""
+    known = sorted(valid_keys(Recipe))
+    for name, place in [*((name, f"space.{name}") for name in tune.space), *((name, "drop") for name in tune.drop)]:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            mend = f"did you mean {near[0]}?" if near else "steelyard recipe show prints every valid key"
+            raise wrong(place, "is no key of a recipe" if place != "drop" else f"{name} is no key of a recipe", mend)
 
 
 def _refuse_command(tune: Tune, wrong: Any) -> None:
@@ -204,6 +221,13 @@ def _refuse_command(tune: Tune, wrong: Any) -> None:
         raise wrong("command", f"cannot be split into words: {error}", "close every quote") from None
     if not words:
         raise wrong("command", "is empty")
+    idle = {"overrides": tune.overrides, "drop": tune.drop, "cluster": tune.cluster, "trial.steps": tune.trial.steps}
+    for name, value in idle.items():
+        if value:
+            raise wrong(name, "says something about a recipe, and this is a command", "put it into the command")
+    taken = next((name for name in commands.OWN if name in tune.space), None)
+    if taken is not None:
+        raise wrong(f"space.{taken}", f"every trial has its own {{{taken}}}", "give the setting another name")
     used = commands.placeholders(words)
     unknown = sorted(used - tune.space.keys() - set(commands.OWN))
     if unknown:

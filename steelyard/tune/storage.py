@@ -48,7 +48,9 @@ def shown(url: str) -> str:
     """The address without what is secret in it."""
     from sqlalchemy.engine import make_url
 
-    return make_url(url).render_as_string(hide_password=True)
+    made = make_url(url)
+    secret = {name: "***" for name in made.query if "pass" in name.lower()}
+    return made.update_query_dict(secret).render_as_string(hide_password=True).replace("%2A%2A%2A", "***")
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from steelyard.core import secrets
 from steelyard.core.run import METRICS
 from steelyard.launch import guard
 from steelyard.tune import outcome
+from steelyard.tune.command import STORAGE
 from steelyard.tune.objective import Measured
 from steelyard.tune.outcome import Ended
 
@@ -117,7 +118,7 @@ def run(
     log = Log(folder / LOG, measured)
     metrics = Metrics(folder / RUN / METRICS, measured)
     try:
-        guarded = guard.start(command, writing)
+        guarded = guard.start(command, writing, {name: os.environ[name] for name in os.environ if name != STORAGE})
     finally:
         os.close(writing)
     try:
@@ -135,7 +136,7 @@ def run(
         return Ended(*outcome.of_exit(code, log.tail, outcome.kills_by_memory() > kills), seconds)
     missing = next((each.objective.label for each in measured if each.value is None), None)
     if missing is not None:
-        return Ended(outcome.CRASHED, f"it ended well, but {missing} was not found", seconds)
+        return Ended(*outcome.of_silence(missing, log.tail), seconds)
     return Ended(outcome.FINISHED, "", seconds)
 
 
@@ -173,7 +174,7 @@ def _watch(
             if now - began > limits.timeout:
                 return outcome.TIMED_OUT, f"not done after {limits.timeout:g} s"
             if now > limits.deadline:
-                return outcome.TIMED_OUT, "the study's hours were over"
+                return outcome.CUT_SHORT, "the study's hours were over"
             if now - heard > limits.hang:
                 return outcome.HUNG, f"no output and no record for {limits.hang:g} s"
     return None

@@ -12,7 +12,7 @@ from steelyard.core.console import console
 from steelyard.core.errors import Fault, Interrupted, UserError
 from steelyard.launch import guard
 from steelyard.tune.command import steelyard
-from steelyard.tune.machine import visible_gpus
+from steelyard.tune.machine import named_gpus, visible_gpus
 
 SECONDS_BETWEEN_LOOKS = 0.1
 
@@ -46,7 +46,7 @@ def run(arguments: Sequence[str], workers: int) -> None:
 def shares(workers: int) -> list[dict[str, str]]:
     """What each worker may use: equal shares of the GPUs at hand, and of nothing where there are none."""
     allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = [word for word in allowed.split(",") if word.strip()] if allowed else []
+    gpus = named_gpus(allowed) if allowed else []
     gpus = gpus or [str(number) for number in range(len(visible_gpus()))]
     if not gpus:
         return [{} for _ in range(workers)]

@@ -47,3 +47,22 @@ def test_secrets_of_the_environment_and_hidden_values_are_never_printed(monkeypa
     assert "0123456789abcdef" not in said
     assert "another shape" not in said
     assert "Traceback" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("AWS_SECRET_ACCESS_KEY", "awssecretvalue"), ("DB_PASS", "hunter2hunter2"), ("my_token", "lowercase123"),
+     ("GITHUB_PAT", "github-pat-of-mine"), ("SHORT_TOKEN", "abc12"), ("DB_PWD", "x9$"),
+     ("PRIVATE_KEY", "-----BEGIN-----\nc2VjcmV0IGxpbmU\nb25lIG1vcmU=")],
+)  # fmt: skip
+def test_secrets_are_known_by_many_names_and_hidden_in_a_list_of_the_environment(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    for listed in (f"{name}={value}", f"environ({{'{name}': {value!r}}})"):
+        for line in listed.splitlines():
+            assert not any(part in secrets.scrub(line) for part in value.splitlines())
+
+
+def test_short_secrets_and_folders_leave_words_alone(monkeypatch):
+    monkeypatch.setenv("SHORT_TOKEN", "loss")
+    monkeypatch.setenv("PWD", "/home/somebody")
+    assert secrets.scrub("loss 1.5 in /home/somebody") == "loss 1.5 in /home/somebody"

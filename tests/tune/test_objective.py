@@ -1,5 +1,6 @@
 """One number from many, and when a trial is far behind."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -33,6 +34,21 @@ def test_a_regular_expression_finds_numbers_in_lines():
         measured.line(line)
     assert measured.value == pytest.approx((1000.5 + 2.5) / 2)
     assert [step for step, _ in measured.curve] == [2, 3]
+
+
+@pytest.mark.parametrize("pick", ["min", "max", "mean", "median", "harmonic_mean", "last"])
+def test_one_number_that_is_none_spoils_what_is_made_of_all(pick):
+    measured = Measured(Objective(metric="loss", pick=pick))
+    for step, value in enumerate([3.0, math.nan, 1.0], start=1):
+        measured.record({"step": step, "loss": value})
+    assert measured.value == 1.0 if pick == "last" else math.isnan(measured.value)
+
+
+def test_many_matches_take_no_longer_than_their_trial():
+    measured = Measured(Objective(regex=r"ms (\d+)", pick="harmonic_mean", goal="minimize"))
+    for number in range(5_000):
+        measured.line(f"ms {number % 7 + 1}")
+    assert 150 <= len(measured.curve) <= 1_000  # Each place of it has looked at all numbers before.
 
 
 def test_a_curve_is_read_at_the_last_step_before():

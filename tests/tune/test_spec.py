@@ -67,6 +67,11 @@ def test_a_setting_may_be_written_dotted_quoted_or_in_a_table(in_workplace):
         (("tp = [1, 2]", "tp = { chioce = [1] }"), "bad.toml:5: space.tp.chioce: unknown key"),
         (("tp = [1, 2]", "tp = [1, 2]\nx = [1, 2]"), "bad.toml:6: space.x: the command does not use it"),
         (("{tp}", "{tp} {mbs}"), "bad.toml:2: command: {mbs} is not in the space"),
+        (('{tp}"\n\n[space]\ntp', '{trial}"\n\n[space]\ntrial'), "bad.toml:5: space.trial: every trial has its own"),
+        (
+            ("[budget]\n", "[[objectives]]\nregex = 'ms: (.)'\nname = 'ms: ([0-9.]+)'\ngoal = 'minimize'\n[budget]\n"),
+            "two are",
+        ),
         (("{tp}", "{tp} 'x"), "bad.toml:2: command: cannot be split into words"),
         (("[space]", "constraints = ['tp < mbs']\n[space]"), "bad.toml:4: constraints: 'tp < mbs': mbs is not in"),
         (("[space]", "constraints = ['tp <']\n[space]"), "this is no expression"),
@@ -100,8 +105,32 @@ def test_a_key_that_no_recipe_has_is_refused_before_anything_runs(in_workplace):
     )
     done = in_workplace.steelyard("tune", "bad.toml")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "space.parallel.tensr is no key of a recipe" in done.stderr
+    assert "bad.toml:7: space.parallel.tensr: is no key of a recipe" in done.stderr
     assert not (in_workplace.path / "studies").exists()
+
+
+def test_what_is_no_table_is_refused_by_its_line_whatever_the_command_line_says(tmp_path):
+    (tmp_path / "bad.toml").write_text("budget = 5" + COMMAND)
+    with pytest.raises(UserError, match=r"bad.toml:1: budget: "):
+        spec.load(tmp_path / "bad.toml", {"budget.trials": 3})
+
+
+@pytest.mark.parametrize("change", [{"trial.steps": 5}, {"overrides": ["train.seed=1"]}, {"cluster": "c.toml"}])
+def test_what_a_command_would_not_hear_is_refused(tmp_path, change):
+    (tmp_path / "command.toml").write_text(COMMAND)
+    with pytest.raises(UserError, match=f"{next(iter(change))}: says something about a recipe"):
+        spec.load(tmp_path / "command.toml", change)
+
+
+def test_overrides_of_the_command_line_come_after_those_of_the_file(in_workplace):
+    (in_workplace.path / "good.toml").write_text('overrides = ["train.seed=1"]' + GOOD)
+    assert spec.load("good.toml", {"overrides": ["train.steps=3"]}).overrides == ["train.seed=1", "train.steps=3"]
+
+
+def test_a_key_to_drop_that_no_recipe_has_is_refused(in_workplace):
+    (in_workplace.path / "bad.toml").write_text('drop = ["parallel.dat"]' + GOOD)
+    with pytest.raises(UserError, match=r"bad.toml:1: drop: parallel.dat is no key of a recipe"):
+        spec.load("bad.toml")
 
 
 def test_values_go_into_words_and_never_become_words():
@@ -109,6 +138,12 @@ def test_values_go_into_words_and_never_become_words():
     assert command.placeholders(template) == {"tp", "name", "HOME"}
     filled = command.filled(template, {"tp": 2, "name": "a b; rm -rf /", "HOME": True})
     assert filled == ["bash", "run.sh", "--tp=2", "a b; rm -rf / x", "--json", '{"a": 1}', "{tp}", "$true;"]
+
+
+def test_braces_of_json_inside_json_are_left_alone():
+    template = command.words("""x '{"zero": {"stage": {tp}}}' '{"a": {"b": 1}}' '{"c": {{tp}}}'""")
+    filled = command.filled(template, {"tp": 2})
+    assert filled == ["x", '{"zero": {"stage": 2}}', '{"a": {"b": 1}}', '{"c": {tp}}']
 
 
 @pytest.mark.parametrize(
@@ -137,6 +172,20 @@ def test_a_constraint_is_reckoned(text, holds):
 def test_what_is_no_constraint_is_refused(text):
     with pytest.raises(Refused):
         Expression(text, {"a"})
+
+
+def test_the_ranks_give_way_to_a_setting_of_that_name():
+    space = Space({"world": Dimension(choice=[2, 4])}, ["world <= 2"], world=1)
+    assert space.grid() == [{"world": 2}]
+
+
+def test_a_long_range_is_drawn_from_and_never_listed():
+    space = Space({"seed": Dimension(low=0, high=1 << 60, step=2), "y": Dimension(low=0.0, high=1.0, step=1e-12)})
+    assert space.grid() is None
+    points = list(space.drawn(random.Random(0), 3))
+    assert all(p["seed"] % 2 == 0 and 0 <= p["y"] <= 1 for p in points)
+    assert space.distance(points[0], points[1]) > 0
+    assert space.distributions()["y"].high == 1.0
 
 
 def test_a_grid_holds_every_point_that_keeps_the_constraints():
@@ -180,3 +229,15 @@ def test_the_usual_space_holds_only_layouts_that_the_ranks_can_run(in_workplace)
     assert all(p["parallel.zero"] == 0 for p in grid if p["parallel.tensor"] * p["parallel.pipeline"] == 2)
     alone = tune_for("tiny.toml", (), 1, {})
     assert set(alone.space) == {"train.micro_batch", "parallel.recompute"}
+
+
+def test_the_usual_space_keeps_what_the_command_line_says(in_workplace):
+    tune = tune_for("tiny.toml", ("parallel.tensor=2", "parallel.recompute=full"), 2, {})
+    grid = tune.searched().grid()
+    assert {(p["parallel.tensor"], p["parallel.pipeline"], p["parallel.recompute"]) for p in grid} == {(2, 1, "full")}
+
+
+def test_the_usual_space_fits_a_recipe_made_for_more_ranks():
+    tune = tune_for("llama3.1-70b", (), 1, {})
+    assert tune.space["parallel.tensor"].choice == [1]
+    assert tune.space["parallel.pipeline"].choice == [1]

@@ -15,7 +15,8 @@ from types import SimpleNamespace
 import pytest
 
 from steelyard.core.errors import Fault, UserError
-from steelyard.tune import history, kept, outcome, search, spec, storage
+from steelyard.tune import best, history, kept, outcome, search, spec, storage
+from steelyard.tune.machine import named_gpus
 from steelyard.tune.study import Study
 from tests.conftest import kill
 from tests.tune.test_trial import is_alive
@@ -218,8 +219,26 @@ def test_hours_count_only_while_trials_run():
             state=state, user_attrs={"ended": {"outcome": result}}, datetime_start=start, datetime_complete=end
         )
 
-    trials = [at(0, 10), at(5, 15), at(6, 7), at(30, 31), at(33, 40, "lost"), at(41, None)]
+    trials = [at(0, 10), at(5, 15), at(6, 7), at(30, 31, "cut_short"), at(33, 40, "lost"), at(41, None)]
     assert history.seconds_used(trials, datetime(2026, 1, 1, 0, 43)) == 60 * (15 + 1 + 2)
+
+
+def test_hidden_gpus_are_not_shared_out():
+    assert named_gpus("0, 2,GPU-1a") == ["0", "2", "GPU-1a"]
+    assert named_gpus("1,-1,0") == ["1"]
+    assert named_gpus("-1") == named_gpus("") == []
+
+
+def test_a_trial_that_the_hours_cut_short_is_tried_again_when_there_are_more(valley, monkeypatch):
+    monkeypatch.chdir(valley)
+    monkeypatch.setenv("PAUSE", "30")
+    summary = search.search(spec.load("valley.toml", {"budget.hours": 0.6 / 3600}), Path("study"))
+    assert (summary["trials"], summary["outcomes"]["cut_short"]) == (0, 1)
+    monkeypatch.setenv("PAUSE", "0")
+    search.search(spec.load("valley.toml", {"budget.trials": 1}), Path("study"))
+    _, study = kept.opened(Path("study"))
+    first, second = (trial.params for trial in study.get_trials())
+    assert first == second
 
 
 def test_a_study_whose_trials_all_crash_ends_and_says_why(valley, monkeypatch):
@@ -230,6 +249,26 @@ def test_a_study_whose_trials_all_crash_ends_and_says_why(valley, monkeypatch):
 
 
 @pytest.mark.slow
+def test_what_is_beaten_later_leaves_the_frontier(tmp_path):
+    (tmp_path / "two.toml").write_text(
+        "command = 'true {x}'\nspace.x = [0, 1, 2]\n"
+        + "".join(f"[[objectives]]\nregex = '{name}'\ngoal = 'minimize'\n" for name in "ab")
+    )
+    two = spec.load(tmp_path / "two.toml")
+    state = SimpleNamespace(is_finished=lambda: True)
+    trials = [
+        SimpleNamespace(
+            number=n, params={"x": n}, values=values, state=state, user_attrs={"ended": {"outcome": "finished"}}
+        )
+        for n, values in enumerate([(0, 3), (3, 2), (2, 1)])
+    ]
+    assert "no trial has finished" in best.as_text(best.write_best(two, [], tmp_path))
+    best.write_best(two, trials[:2], tmp_path)
+    assert sorted(path.name for path in (tmp_path / "best").iterdir()) == ["trial-00000.txt", "trial-00001.txt"]
+    best.write_best(two, trials, tmp_path)
+    assert sorted(path.name for path in (tmp_path / "best").iterdir()) == ["trial-00000.txt", "trial-00002.txt"]
+
+
 def test_several_objectives_bring_a_frontier(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "two.py").write_text(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from steelyard.core.errors import Interrupted
-from steelyard.tune import outcome, trial
+from steelyard.tune import outcome, storage, trial
 from steelyard.tune.objective import Measured, Objective
 
 SCORE = Objective(name="score", regex=r"score: ([\d.]+)", goal="maximize")
@@ -37,6 +37,7 @@ def is_alive(process: int) -> bool:
         ("import os; os.kill(os.getpid(), 9)", outcome.CRASHED, "killed by SIGKILL"),
         ("import sys; sys.exit('rank 1 was killed by SIGKILL\\n  out of memory? see dmesg')", outcome.CRASHED, ""),
         ("raise SystemExit('torch.OutOfMemoryError: CUDA out of memory. Tried')", outcome.OUT_OF_MEMORY, "Tried"),
+        ("print('CUDA_ERROR_OUT_OF_MEMORY')  # | tee log", outcome.OUT_OF_MEMORY, "OUT_OF_MEMORY"),
         ("x = [0] * (1 << 62)", outcome.OUT_OF_MEMORY, "MemoryError"),
     ],
 )
@@ -46,13 +47,26 @@ def test_an_end_is_told_by_its_kind(tmp_path, code, ended, reason):
     assert reason in told.reason
 
 
+@pytest.mark.parametrize(
+    ("groups", "counted"),
+    [("0::/slurm/job_7\n", "sys/fs/cgroup/slurm/job_7/memory.events"),
+     ("4:cpu,memory:/job\n0::/\n", "sys/fs/cgroup/memory/job/memory.oom_control"),
+     ("0::/\n", "sys/fs/cgroup/memory.events"), ("", "proc/vmstat")],
+)  # fmt: skip
+def test_kills_by_memory_are_counted_where_the_process_is(tmp_path, groups, counted):
+    for name, text in (("proc/self/cgroup", groups), (counted, "oom 9\noom_kill 3\n")):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert outcome.kills_by_memory(tmp_path) == 3
+
+
 def test_a_silent_trial_is_hung_and_a_long_one_timed_out(tmp_path):
     told, _ = run(tmp_path, "import time; time.sleep(60)", hang=0.3)
     assert (told.outcome, told.seconds < 10) == (outcome.HUNG, True)
     told, _ = run(tmp_path, "import time\nwhile True: print('tick', flush=True); time.sleep(0.05)", timeout=0.6)
     assert (told.outcome, told.seconds < 10) == (outcome.TIMED_OUT, True)
     told, _ = run(tmp_path, "import time; time.sleep(60)", limits={"deadline": time.monotonic() + 0.3})
-    assert (told.outcome, "hours" in told.reason) == (outcome.TIMED_OUT, True)
+    assert (told.outcome, "hours" in told.reason) == (outcome.CUT_SHORT, True)
 
 
 def test_a_command_that_is_not_there_crashes(tmp_path):
@@ -63,6 +77,7 @@ def test_a_command_that_is_not_there_crashes(tmp_path):
 
 def test_secrets_of_the_environment_never_reach_the_log(tmp_path, monkeypatch):
     monkeypatch.setenv("MY_API_KEY", "abcdefgh12345678")
+    monkeypatch.setenv("STEELYARD_TUNE_STORAGE", "postgresql://tuner@host/db?password=of-the-database")
     code = """
 import os, sys
 for half in ("score: 1 abcdefgh", "12345678 "):
@@ -75,6 +90,9 @@ print(os.environ)
     assert (told.outcome, measured.value) == (outcome.FINISHED, 1.0)
     assert "abcdefgh12345678" not in log
     assert "[hidden]" in log
+    assert "of-the-database" not in log
+    shown = storage.shown("postgresql+psycopg://tuner@host/db?password=of-the-database")
+    assert shown == "postgresql+psycopg://tuner@host/db?password=***"
 
 
 def test_nothing_that_a_command_started_outlives_it(tmp_path):
