@@ -82,6 +82,8 @@ def submit_(
     Example: steelyard submit --on slurm --ranks-per-node 4 -- eval ppl runs/my
     """
     recipe, command = _split(words or [])
+    if hosts is not None and on is not Backend.mpi:
+        raise UserError("--hosts are mpirun's", mend="add --on mpi, or leave them out")
     loaded = load(recipe[0], recipe[1:]) if recipe else None
     site_name, found = sites.find(site, loaded.site if loaded else None, sites_file)
     request = Request(

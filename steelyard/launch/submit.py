@@ -138,6 +138,8 @@ def wait(run: Path) -> int:
 def groups_of(request: Request) -> list[Group]:
     """The nodes a request needs; mistakes in it are found here, before anything is written."""
     cluster = clusters.load(request.cluster) if request.cluster else None
+    if request.time_limit is not None and request.on != "slurm":
+        raise UserError(f"--on {request.on} keeps no time limit", mend="use --on slurm, or train.hours in the recipe")
     if request.recipe is None:
         found = groups.of_command(request.site, request.nodes, request.ranks_per_node)
     elif request.on == "local":

@@ -160,6 +160,8 @@ class Training:
                 is_end = (is_last or stopping or gave_up) and recipe.checkpoint.at_end
                 if is_end or is_best or _is_due(recipe.checkpoint.every, counters.step):
                     self._save(is_best)
+                if stopping or gave_up:
+                    self.profiler.finish()
                 if stopping:
                     return self._stopped(stop.agreed_by_clock)
                 if gave_up:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, record_function
 
 from steelyard.core import files
+from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.log import Log
@@ -63,6 +64,12 @@ class Profiler:
         if step == steps[1]:
             with self._paused():
                 self._stop()
+
+    def finish(self) -> None:
+        """Write what was seen so far: the run ends before the last step that was to be looked at."""
+        if self._profile is not None:
+            console.warn("the run ends inside the steps to profile: the trace holds those that were taken")
+            self._write()
 
     @contextmanager
     def _in_ranges(self, step: int) -> Iterator[None]:

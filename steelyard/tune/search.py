@@ -90,6 +90,7 @@ def _search(study: Study, folder: Path) -> str:
             continue
         why = study.is_over()
         if why is not None:
+            _refuse_only_crashes(study, folder, at_least=1)
             return why
         asked = study.next()
         if asked is None:
@@ -157,10 +158,10 @@ def _value(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _refuse_only_crashes(study: Study, folder: Path) -> None:
+def _refuse_only_crashes(study: Study, folder: Path, at_least: int = CRASHES_AT_FIRST) -> None:
     """A study whose first trials all crash would go on doing so."""
     ran = history.ran(study.trials())
-    if len(ran) >= CRASHES_AT_FIRST and all(history.result_of(each) == outcome.CRASHED for each in ran):
+    if len(ran) >= at_least and all(history.result_of(each) == outcome.CRASHED for each in ran):
         last = ran[-1]
         raise Fault(
             f"the first {len(ran)} trials all crashed, the last with: {history.told(last, 'reason')}",

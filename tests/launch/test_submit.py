@@ -232,6 +232,7 @@ def test_nodes_of_the_master_wait_for_followers_in_the_queue(tmp_path, monkeypat
     [
         (Request("local", PLAIN, plan(), nodes=2), "one node"),
         (Request("slurm", PLAIN, plan(), job="7;x"), "no number of a job"),
+        (Request("local", PLAIN, plan(), time_limit="1:00:00"), "no time limit"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_before_anything_is_written(tmp_path, monkeypatch, request_, message):

@@ -255,3 +255,10 @@ def test_steps_that_are_not_taken_are_refused_before_the_run(in_workplace):
     recipe = load("tiny.toml", ["log.profile=[15, 30]", "log.profile_tool=torch"])
     with pytest.raises(UserError, match="the run with step 20"):
         refuse_absent(recipe, 1)
+
+
+def test_a_run_that_is_stopped_inside_the_steps_to_profile_leaves_those_it_took(in_workplace, capsys):
+    run = train.run(load("tiny.toml", ["log.profile=[1, 20]", "log.profile_tool=torch", "train.hours=1e-9"]))
+    assert "the trace holds those that were taken" in capsys.readouterr().err
+    [seen], problems = reading.read(run)
+    assert (seen.steps, problems) == (1, [])

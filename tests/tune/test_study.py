@@ -248,7 +248,13 @@ def test_a_study_whose_trials_all_crash_ends_and_says_why(valley, monkeypatch):
         search.search(spec.load("valley.toml"), Path("study"))
 
 
-@pytest.mark.slow
+def test_a_study_of_one_trial_that_crashed_has_failed(valley, monkeypatch):
+    monkeypatch.chdir(valley)
+    (valley / "valley.py").write_text("raise ValueError('no such thing')")
+    with pytest.raises(Fault, match="first 1 trials all crashed"):
+        search.search(spec.load("valley.toml", {"budget.trials": 1}), Path("study"))
+
+
 def test_what_is_beaten_later_leaves_the_frontier(tmp_path):
     (tmp_path / "two.toml").write_text(
         "command = 'true {x}'\nspace.x = [0, 1, 2]\n"
