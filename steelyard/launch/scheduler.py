@@ -32,6 +32,8 @@ QUEUE_FIELDS = {
     "exit_code": 12, "reason": 64, "nodelist": 512,
 }  # fmt: skip
 ACCOUNT_FIELDS = ("JobID", "State", "ExitCode", "Elapsed", "Timelimit", "NodeList")
+# How squeue answers for a job it has forgotten, and sacct where nobody keeps accounts.
+FORGOTTEN, NO_ACCOUNTS = "Invalid job id", "accounting storage is disabled"
 UNKNOWN = ("None", "N/A", "(null)", "None assigned", "")
 
 Record = dict[str, Any]
@@ -43,11 +45,11 @@ def refresh(run: Path) -> list[Record]:
     records = read(run)
     if launch is None:
         return records
-    found = _slurm(launch.jobs) if launch.process is None else [_supervised(run, launch)]
     last = {each["job"]: each for each in records}
+    found = _slurm(run, launch.jobs, last) if launch.process is None else [_supervised(run, launch)]
     changed = [each for each in found if _differs(last.get(each["job"]), each)]
     if changed:
-        stamped = [{"time": now(), **each} for each in changed]
+        stamped = [each | {"time": now()} for each in changed]
         with open(run / RECORDS, "a", encoding="utf-8") as file:
             file.write("".join(json.dumps(each) + "\n" for each in stamped))
         records += stamped
@@ -124,12 +126,27 @@ def _supervised(run: Path, launch: Launch) -> Record:
     return base | {"state": "FAILED", "reason": "its supervisor was killed, or the machine went down"}
 
 
-def _slurm(jobs: list[str]) -> list[Record]:
-    """What squeue says, and sacct of jobs that squeue has forgotten."""
+def _slurm(run: Path, jobs: list[str], last: dict[str, Record]) -> list[Record]:
+    """What squeue says, and sacct of jobs that squeue has forgotten; without sacct, how the run itself ended."""
     found: list[Record] = []
     for job in jobs:
-        found += queued(_ask(_queue_command(job))) or accounted(_ask(_account_command(job)))
+        queue, silence = _ask(_queue_command(job))
+        records = queued(queue)
+        if not records:
+            account, refusal = _ask(_account_command(job))
+            records = accounted(account)
+            if FORGOTTEN in silence and NO_ACCOUNTS in refusal:
+                records = [_forgotten(run, each) for each in current(list(last.values()), [job])]
+        found += records
     return found
+
+
+def _forgotten(run: Path, before: Record) -> Record:
+    if before["state"] not in LIVE:
+        return before
+    is_finished = (run / MANIFEST).is_file() and Run(run).state == "finished"
+    reason = "Slurm has forgotten the job and keeps no accounts: this is how the run ended"
+    return before | {"state": "COMPLETED" if is_finished else "FAILED", "reason": reason}
 
 
 def _queue_command(job: str) -> list[str]:
@@ -150,12 +167,13 @@ def _account_command(job: str) -> list[str]:
     ]
 
 
-def _ask(command: list[str]) -> str:
+def _ask(command: list[str]) -> tuple[str, str]:
+    """What a program answers, and what it complains of; an answer with a complaint counts for nothing."""
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS_TO_ANSWER)
     except (OSError, subprocess.SubprocessError):
-        return ""
-    return answer.stdout if answer.returncode == 0 else ""
+        return "", ""
+    return (answer.stdout, "") if answer.returncode == 0 else ("", answer.stderr)
 
 
 def queued(text: str) -> list[Record]:

@@ -92,6 +92,27 @@ def test_only_changes_are_written_down(tmp_path, monkeypatch):
     assert len(scheduler.read(run)) == 3
 
 
+@pytest.mark.parametrize(
+    ("queue", "account", "word"),
+    [
+        ("slurm_load_jobs error: Invalid job id specified", "Slurm accounting storage is disabled", "FAILED"),
+        ("slurm_load_jobs error: Invalid job id specified", "sacct: error: Connection refused", "RUNNING"),
+        ("Unable to contact slurm controller", "Slurm accounting storage is disabled", "RUNNING"),
+    ],
+)
+def test_a_forgotten_job_has_ended_only_where_nobody_could_know_more(tmp_path, monkeypatch, queue, account, word):
+    run, programs = launched(tmp_path / "run"), tmp_path / "bin"
+    (run / "scheduler.jsonl").write_text('{"time": "then", "job": "7", "state": "RUNNING"}\n')
+    programs.mkdir()
+    for name, complaint in (("squeue", queue), ("sacct", account)):
+        (programs / name).write_text(f"#!/bin/sh\necho {complaint!r} >&2\nexit 1\n")
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
+    for _ in range(2):
+        records = scheduler.refresh(run)
+    assert [each["state"] for each in records] == (["RUNNING", word] if word != "RUNNING" else ["RUNNING"])
+
+
 def test_a_supervisor_is_known_by_more_than_its_number(tmp_path):
     run = tmp_path / "run"
     (run / "logs").mkdir(parents=True)
