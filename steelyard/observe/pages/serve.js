@@ -152,7 +152,7 @@ async function refresh() {
     const body = await answer.text();
     if (decodeURIComponent(location.hash.slice(1)) !== id) return;
     fresh.textContent = "";
-    if (body === shown) return;
+    if (body === shown || String(window.getSelection())) return;  // Whoever marks text keeps it.
     shown = body;
     if (!answer.ok) {
       page.replaceChildren(make("p", { class: "quiet" }, answer.status === 404 ? "There is no such run." : "This run cannot be read."));
