@@ -43,10 +43,11 @@ def logs_(
     def find() -> list[Path]:
         return logs.paths(folder, node, stream.value if stream else None)
 
-    for path in find():
+    ends = logs.sizes(find())
+    for path, end in ends.items():
         print(f"==> {path.name} <==")
-        for line in logs.tail(path, lines):
+        for line in logs.tail(path, lines, end):
             print(line)
     if follow:
-        for path, line in logs.follow(find, lambda: scheduler.is_over(folder)):
+        for path, line in logs.follow(find, lambda: scheduler.is_over(folder), ends):
             print(f"{path.name}: {line}", flush=True)

@@ -38,12 +38,17 @@ def paths(run: Path, node: str | None = None, stream: str | None = None) -> list
     return found
 
 
-def tail(path: Path, lines: int) -> list[str]:
-    """The last lines of a log, however long it is: only its end is read."""
+def sizes(found: list[Path]) -> dict[Path, int]:
+    """Where each log ends now."""
+    return {path: path.stat().st_size for path in found}
+
+
+def tail(path: Path, lines: int, size: int | None = None) -> list[str]:
+    """The last lines of a log, or of its first `size` bytes, however long it is: only the end is read."""
     with open(path, "rb") as file:
-        size = file.seek(0, 2)
+        size = file.seek(0, 2) if size is None else size
         file.seek(max(0, size - BYTES_TO_LOOK_BACK))
-        text = file.read().decode("utf-8", errors="replace")
+        text = file.read(size - file.tell()).decode("utf-8", errors="replace")
     kept = text.splitlines()
     if size > BYTES_TO_LOOK_BACK and len(kept) > 1:
         kept = kept[1:]  # Its beginning was not read.
@@ -65,7 +70,7 @@ def devices(line: str) -> list[str]:
     try:
         sample = json.loads(line)
         return [_device(each) for each in sample["devices"]]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return []
 
 
@@ -85,9 +90,11 @@ def _device(device: dict[str, object]) -> str:
     )
 
 
-def follow(find: Callable[[], list[Path]], is_over: Callable[[], bool]) -> Iterator[tuple[Path, str]]:
-    """Lines as they are added to logs, those of hosts that join later too, until the run is over."""
-    places = {path: path.stat().st_size for path in find()}
+def follow(
+    find: Callable[[], list[Path]], is_over: Callable[[], bool], shown_to: dict[Path, int]
+) -> Iterator[tuple[Path, str]]:
+    """Lines that are added to logs behind what was shown, those of hosts that join later too, until the run is over."""
+    places = dict(shown_to)
     was_over, asked_at = False, -math.inf
     while True:
         if time.monotonic() - asked_at > SECONDS_BETWEEN_QUESTIONS:

@@ -174,6 +174,7 @@ def test_logs_are_shown_as_text_and_samples_as_devices(tmp_path):
     assert logs.tail(folder / "a1.gpu", 5) == [
         "[0] NVIDIA A10 |  49 C,  97 % |   9216 /  22528 MiB |    - W | 1 process"
     ]
+    assert logs.devices('{"devices": [7]}') == []
     assert [path.name for path in logs.paths(tmp_path)] == ["a1.out"]
     with pytest.raises(UserError, match="hosts: a1"):
         logs.paths(tmp_path, node="b7")
@@ -195,8 +196,11 @@ def test_following_shows_what_is_added_and_hosts_that_join(tmp_path, monkeypatch
             turn()
         return turn is None
 
-    lines = [(path.name, line) for path, line in logs.follow(lambda: logs.paths(tmp_path), is_over)]
-    assert lines == [("a1.out", "new"), ("a2.err", "x"), ("a1.out", "hal")]
+    ends = logs.sizes(logs.paths(tmp_path))
+    (folder / "a1.out").open("a").write("between\n")
+    assert logs.tail(folder / "a1.out", 5, ends[folder / "a1.out"]) == ["old"]
+    lines = [(path.name, line) for path, line in logs.follow(lambda: logs.paths(tmp_path), is_over, ends)]
+    assert lines == [("a1.out", "between"), ("a1.out", "new"), ("a2.err", "x"), ("a1.out", "hal")]
 
 
 def test_a_starter_keeps_the_streams_apart_and_hides_secrets(tmp_path, monkeypatch):

@@ -96,6 +96,11 @@ def created_and_running(folder: Folder) -> None:
     folder.manifest["state"] = "created"
 
 
+def another_command(folder: Folder) -> None:
+    created_and_running(folder)
+    folder.manifest["command"] = ["eval", "ppl", "runs/my"]
+
+
 def compiling(folder: Folder) -> None:
     folder.records = []
     folder.jobs = [folder.job("RUNNING", at=NOW - 700)]
@@ -306,6 +311,7 @@ CASES = {
     "requeued": (requeued, {"requeued": "waiting"}, 3),
     "starting": (starting, {"starting": "waiting"}, 3),
     "starting, before the ranks have met": (created_and_running, {"starting": "waiting"}, 3),
+    "another command than train": (another_command, {"healthy": "ok"}, 0),
     "starting, no process yet": (nobody_yet, {"starting": "waiting"}, 3),
     "compiling the first step": (compiling, {"starting": "waiting"}, 3),
     "compiling again after a restart": (resuming, {"healthy": "ok"}, 0),

@@ -120,7 +120,7 @@ def not_started(state: State) -> Verdict | None:
     known = state.manifest.get("state")
     if known in ("created", None) and not state.job_states:
         return Verdict("not-started", "waiting", "has not started", "start it: steelyard train or steelyard submit")
-    if state.is_live and not state.metrics:
+    if state.is_live and not state.metrics and "command" not in state.manifest:  # Other commands take no steps.
         since = f" for {units.duration(state.now - state.began)}" if state.began else ""
         what = "wait: data is prepared, ranks meet, kernels are compiled"
         return Verdict("starting", "waiting", f"has been starting{since}; no step is done yet", what)
