@@ -146,6 +146,12 @@ class Run:
 
 def for_training(recipe: Recipe, path: Path | None = None, fresh: bool = False) -> Run:
     """The run folder to train in: a new one, or, unless it is to be `fresh`, an unfinished one of the same recipe."""
+    place, run = place_for_training(recipe, path, fresh)
+    return run or _create(place, recipe)
+
+
+def place_for_training(recipe: Recipe, path: Path | None = None, fresh: bool = False) -> tuple[Path, Run | None]:
+    """Where a run would be, and the run that is there and would go on; nothing is made."""
     first = path or Path("runs") / recipe.name
     number, candidate = 1, first
     while candidate.exists() and not _is_empty(candidate):
@@ -154,10 +160,10 @@ def for_training(recipe: Recipe, path: Path | None = None, fresh: bool = False) 
         is_done = run.state == "finished" and recipe.train.steps <= earlier.train.steps
         if not is_done and not fresh:
             _refuse_changes(run, earlier, recipe)
-            return run
+            return candidate, run
         number += 1
         candidate = first.with_name(f"{first.name}-{number}")
-    return _create(candidate, recipe)
+    return candidate, None
 
 
 def _create(path: Path, recipe: Recipe) -> Run:

@@ -18,7 +18,7 @@ from steelyard.core import files
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe, to_toml
 from steelyard.core.recipe.site import Site
-from steelyard.core.run import MANIFEST, for_training, now
+from steelyard.core.run import MANIFEST, for_training, now, place_for_training
 from steelyard.launch import containers, ending, groups, mpi, process, record, scheduler, script, slurm
 from steelyard.launch.groups import Group
 from steelyard.launch.order import Order
@@ -120,7 +120,7 @@ def preview(request: Request) -> tuple[dict[str, Any], str]:
 
 def planned(request: Request) -> Order:
     """The order as it would be; nothing is written."""
-    return _order(request, groups_of(request), _where(request).resolve())
+    return _order(request, groups_of(request), _place(request).resolve())
 
 
 def wait(run: Path) -> int:
@@ -184,19 +184,28 @@ def _where(request: Request) -> Path:
 
 
 def _folder(request: Request) -> Path:
-    """The run folder: for training as `train` would choose it, for other commands a new one."""
-    wanted = _where(request)
+    """The run folder, made where it is not there yet."""
+    found = _place(request)
     if request.recipe is not None:
-        found = for_training(request.recipe, wanted).path
+        for_training(request.recipe, _where(request))
     else:
-        number, found = 1, wanted
-        while found.exists():
-            number += 1
-            found = wanted.with_name(f"{wanted.name}-{number}")
-        files.write_json(found / MANIFEST, {"state": "created", "name": wanted.name, "command": request.words})
+        name = _where(request).name
+        files.write_json(found / MANIFEST, {"state": "created", "name": name, "command": request.words})
     for name in ("logs", FOLDER):
         (found / name).mkdir(exist_ok=True)
     return found.resolve()
+
+
+def _place(request: Request) -> Path:
+    """Where the run folder is or will be: for training as `train` would choose it, for other commands a new one."""
+    wanted = _where(request)
+    if request.recipe is not None:
+        return place_for_training(request.recipe, wanted)[0]
+    number, found = 1, wanted
+    while found.exists():
+        number += 1
+        found = wanted.with_name(f"{wanted.name}-{number}")
+    return found
 
 
 def _refuse_live(run: Path) -> None:

@@ -349,3 +349,11 @@ def test_an_allocation_is_used_without_the_words_of_the_step_one_sits_in(monkeyp
     found = slurm.environment()
     assert "SLURM_CPU_BIND" not in found
     assert found["SLURM_CONF"] == "/etc/slurm.conf"
+
+
+def test_a_dry_run_names_the_folder_that_the_run_will_have(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    request = Request("local", PLAIN, words=["doctor"], name="twice")
+    for name in ("twice", "twice-2"):
+        assert submit.preview(request)[0]["run"] == str(tmp_path / "runs" / name)
+        assert submit.prepare(request).run == tmp_path / "runs" / name
