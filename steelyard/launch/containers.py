@@ -15,7 +15,7 @@ from shlex import quote
 from steelyard.core.errors import UserError
 from steelyard.core.recipe.site import Container, Site
 
-# What a scheduler or launcher tells a process by its environment; Docker and Podman pass on only what is named.
+# What a scheduler or launcher tells a process by its environment; Docker, Podman and Enroot pass on only what is named.
 PASSED_ON = (
     "SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID", "SLURMD_NODENAME", "CUDA_VISIBLE_DEVICES",
     "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
@@ -24,6 +24,13 @@ PASSED_ON = (
 # A Python of the host's must not reach into the image.
 CLEARED = ("PYTHONHOME", "PYTHONPATH", "CONDA_PREFIX", "CONDA_DEFAULT_ENV", "CONDA_EXE", "CONDA_PYTHON_EXE")
 SHELL = "/bin/sh"
+# Enroot clears the environment and goes home. It takes names to keep, of which one that is not set would become empty.
+ENROOT = """kept=()
+for name in $1; do if [ -n "${!name+set}" ]; then kept+=(--env "$name"); fi; done
+shift
+exec enroot start "${kept[@]}" "$@"
+"""
+IN_FOLDER = [SHELL, "-c", 'cd "$0" && exec "$@"']
 
 
 def wrapped(site: Site, command: Sequence[str], workdir: str, folders: Sequence[str], gpus: bool) -> list[str]:
@@ -38,7 +45,8 @@ def wrapped(site: Site, command: Sequence[str], workdir: str, folders: Sequence[
             return [container.kind, "exec", *options, "--pwd", workdir, *container.options, image, *command]
         case "enroot":
             mounts = [word for bind in binds for word in ("--mount", bind)]
-            return ["enroot", "start", "--rw", *mounts, *container.options, name(container), *command]
+            options = [" ".join(_passed(site)), "--rw", *mounts, *container.options]
+            return ["bash", "-c", ENROOT, "enroot", *options, name(container), *IN_FOLDER, workdir, *command]
         case "docker" | "podman":
             return [*_docker(site, binds, workdir, gpus), container.image, *command]
         case _:
@@ -53,14 +61,17 @@ def _docker(site: Site, binds: Sequence[str], workdir: str, gpus: bool) -> list[
     if gpus:
         words += ["--gpus=all"] if kind == "docker" else ["--device=nvidia.com/gpu=all"]
     words += [word for bind in binds for word in ("--volume", bind)]
-    passed = dict.fromkeys([*PASSED_ON, *site.environment, *site.prepend])
     return [
         *words,
-        *(word for each in passed for word in ("--env", each)),
+        *(word for each in _passed(site) for word in ("--env", each)),
         "--workdir",
         workdir,
         *site.container.options,
     ]
+
+
+def _passed(site: Site) -> list[str]:
+    return list(dict.fromkeys([*PASSED_ON, *site.environment, *site.prepend]))
 
 
 def srun_options(site: Site, workdir: str, folders: Sequence[str]) -> list[str]:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 SECONDS_BETWEEN_SAMPLES = 5.0
+SECONDS_TO_FIRST_SAMPLE = 1.0
 Device = dict[str, Any]
 
 
@@ -46,7 +47,9 @@ class Sampler:
         devices = _devices()
         path = self.run / "logs" / f"{self.host}.gpu"
         devices(self.ranks())  # The first look at a processor has nothing to compare with.
-        while not self._over.wait(self.every):
+        looks = 0
+        while not self._over.wait(self.every if looks else min(self.every, SECONDS_TO_FIRST_SAMPLE)) or not looks:
+            looks += 1  # A job that ends before the first look is looked at once, too.
             with suppress(OSError):
                 line = json.dumps(sample(self.run, self.host, devices, self.ranks()))
                 with open(path, "a", encoding="utf-8") as file:

@@ -219,6 +219,8 @@ def test_a_starter_keeps_the_streams_apart_and_hides_secrets(tmp_path, monkeypat
     [out, err] = (next((tmp_path / "logs").glob(f"*.{kind}")).read_text().splitlines() for kind in ("out", "err"))
     assert sorted(out) == ["out 0 2 [hidden]", "out 1 2 [hidden]"]
     assert {"err 0", "err 1", "error: rank 1 ended with exit code 3"} <= set(err)
+    [sample] = next((tmp_path / "logs").glob("*.gpu")).read_text().splitlines()
+    assert json.loads(sample)["kind"] in ("cpu", "gpu")
 
 
 def test_a_warning_over_two_roads_is_heard_once(monkeypatch):

@@ -163,7 +163,6 @@ def test_mpirun_can_be_asked_for_the_line_of_a_megatron_script(tmp_path):
         ("singularity", ["singularity", "exec", "--nv", "--bind", "/data:/data"]),
         ("docker", ["docker", "run", "--rm", "--init", "--network=host"]),
         ("podman", ["podman", "run", "--rm", "--init", "--network=host"]),
-        ("enroot", ["enroot", "start", "--rw", "--mount", "/data:/data"]),
         ("none", ["python3"]),
     ],
 )
@@ -173,6 +172,24 @@ def test_a_container_is_words_before_the_command(kind, expected):
     words = containers.wrapped(site, ["python3"], "/work", ["/runs/x"], gpus=True)
     assert words[: len(expected)] == expected
     assert words[-1] == "python3"
+
+
+def test_enroot_keeps_what_is_set_and_the_folder(tmp_path):
+    """A program of ours in the place of enroot clears the environment and goes elsewhere, as enroot does."""
+    fake, image = tmp_path / "enroot", Container(kind="enroot", image="x.sqsh", binds=["/data"])
+    fake.write_text("""#!/bin/bash
+        shift; kept=()
+        while [[ $1 == --* ]]; do
+            case $1 in --env) kept+=("$2=${!2}"); shift 2;; --mount) shift 2;; *) shift;; esac
+        done
+        shift; cd /; exec env -i PATH=/usr/bin:/bin "${kept[@]}" "$@"
+    """)
+    fake.chmod(0o755)
+    command = ["sh", "-c", 'echo "$PWD|$SLURM_PROCID|$MINE|${CUDA_VISIBLE_DEVICES-unset}"']
+    words = containers.wrapped(Site(container=image, environment={"MINE": "x"}), command, str(tmp_path), [], gpus=True)
+    there = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_PROCID": "3", "MINE": "two words"}
+    done = subprocess.run(words, env=there, capture_output=True, text=True, timeout=20)
+    assert done.stdout == f"{tmp_path}|3|two words|unset\n"
 
 
 def test_pyxis_is_options_of_srun(tmp_path):
