@@ -25,8 +25,11 @@ from steelyard.launch.record import FOLDER
 ATTEMPT = '"$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"'  # For the shell to fill in.
 # In an allocation that is there, nobody but this script can tell the ranks to save and stop: a signal would end bash
 # and leave srun behind, and srun kills its ranks at a SIGTERM but hands a SIGUSR1 on.
+LISTENING = """step= asked=
+trap 'asked=1; [ -z "$step" ] || kill -USR1 "$step"' TERM INT USR1
+"""
 WAITING = """step=$!
-trap 'kill -USR1 "$step"' TERM INT USR1
+[ -z "$asked" ] || kill -USR1 "$step"
 wait "$step"
 code=$?
 while kill -0 "$step" 2>/dev/null; do
@@ -86,7 +89,7 @@ def text(order: Order, group: int | None = None, job: str | None = None) -> str:
         before = ["bash", "-c", preparation]
         lines.append(f"{_srun(order, before, '', group, job, inside=False)} || exit 1\n")
     line = _srun(order, starter(order), _starter_options(order, group, job), group, job)
-    lines.append(f"{line}\ncode=$?\n" if job is None else f"{line} &\n{WAITING}")
+    lines.append(f"{line}\ncode=$?\n" if job is None else f"{LISTENING}{line} &\n{WAITING}")
     word = quote(str(order.run / FOLDER / STOPPED))
     asked = f"[ $code = 0 ] && [ -e {word}{_attempt(order, job)} ]"
     lines.append(f"if {asked}; then code={Interrupted.exit_code}; fi\n")
