@@ -150,6 +150,11 @@ class Yard:
             assert time.monotonic() < deadline, f"{run.name} came to no step {step}\n{everything(run)}"
             time.sleep(0.3)
 
+    def verdicts(self, run: Path, code: int, on_host: str | None = None) -> set[str]:
+        """The kinds of what watch says of a run, which must exit with a code."""
+        said = self.steelyard("watch", str(run), "--json", on_host=on_host, code=code).stdout
+        return {verdict["kind"] for verdict in json.loads(said)["verdicts"]}
+
     def hurry(self, run: Path, seconds: float = 60) -> None:
         """Have a requeued job start now: Slurm would let it wait for two minutes."""
         job = json.loads((run / "launch.json").read_text())["jobs"][0]

@@ -54,6 +54,7 @@ def test_a_plan_over_two_partitions_trains_on_four_nodes(yard: Yard, site: str):
     assert {path.stem for path in (run / "logs").glob("*.out")} == {"a1", "a2", "b1", "b2"}
     jobs = json.loads((run / "launch.json").read_text())["jobs"]
     assert len(jobs) == (1 if site == "yard" else 2)
+    assert yard.verdicts(run, 0) == {"completed"}
 
 
 def test_a_lost_node_costs_no_step(yard: Yard, undisturbed: Path):
@@ -91,7 +92,9 @@ def test_a_time_limit_saves_requeues_and_resumes(yard: Yard):
         "--on", "slurm", "--name", "limited", "--time", "2", "site.warning_seconds=10",
     )  # fmt: skip
     yard.until_step(run, 10)
-    yard.hurry(run, seconds=150)
+    yard.until_state(run, "PENDING", seconds=150)
+    assert yard.verdicts(run, 3) == {"requeued"}
+    yard.hurry(run)
     reached = max(losses(run))
     assert list((run / "checkpoints").glob("step-*"))
     yard.until_step(run, reached + 10)
@@ -109,6 +112,7 @@ def test_a_wedged_rank_fails_the_job_instead_of_holding_it(yard: Yard):
     os.kill(_rank_of(yard, run, "a2"), signal.SIGSTOP)
     assert yard.until_state(run, "FAILED", "CANCELLED", "PENDING", seconds=60) == "FAILED", everything(run)
     assert "lost another rank" in (run / "logs" / "a1.err").read_text()
+    assert "failed" in yard.verdicts(run, 1)
 
 
 def test_a_full_disk_fails_the_job_and_says_so(yard: Yard):
@@ -129,6 +133,7 @@ def test_a_full_disk_fails_the_job_and_says_so(yard: Yard):
         time.sleep(1)
     said = yard.steelyard("logs", str(run), "--stream", "err", on_host="a1").stdout
     assert "No space left" in said or "disk" in said, said
+    assert {"failed", "disk-full"} <= yard.verdicts(run, 1, on_host="a1")
 
 
 def test_nothing_a_person_writes_reaches_a_shell(yard: Yard, tmp_path: Path):
