@@ -15,11 +15,11 @@ time. A rank is compared with those of its pipeline stage, which do the same; a 
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from statistics import median_low
 from typing import Any
 
@@ -29,6 +29,7 @@ import torch.distributed as dist
 from steelyard.parallel.mesh import Mesh
 
 PRODUCT, PRODUCTS = 2048, 8  # 0.14 TFLOP: a fraction of a millisecond on a large GPU, a few on a small one
+DELAYS = Path("/proc/thread-self/schedstat")  # this thread's time on a core and time waiting for one, in nanoseconds
 SECONDS_BETWEEN_PROBES = 10.0
 REMEMBERED = 20
 
@@ -42,7 +43,6 @@ class Pace:
         self._compute = self._data = 0.0
         self._probed, self._probe = float("-inf"), 0.0
         self._past: list[deque[float]] = [deque(maxlen=REMEMBERED) for _ in range(mesh.world.size)]
-        self._delays = _open_delays() if self.is_on and device.type == "cpu" else None
 
     @contextmanager
     def of_a_step(self) -> Iterator[None]:
@@ -90,9 +90,8 @@ class Pace:
     def _own(self) -> float:
         """Seconds that this thread ran, or could have if somebody else had not."""
         delay = 0
-        if self._delays is not None:
-            with suppress(OSError, ValueError, IndexError):
-                delay = int(os.pread(self._delays, 128, 0).split()[1])
+        with suppress(OSError, ValueError, IndexError):
+            delay = int(DELAYS.read_bytes().split()[1])
         return time.thread_time() + delay / 1e9
 
     def _probed_time(self) -> float:
@@ -125,11 +124,3 @@ def shared_out(seconds: float, probes: list[float]) -> list[float]:
     """
     slowest = max(max(probes), 1e-9)
     return [max(0.0, seconds) * probe / slowest for probe in probes]
-
-
-def _open_delays() -> int | None:
-    """The kernel's account of this thread: time run, time waited for a core, in nanoseconds."""
-    try:
-        return os.open("/proc/thread-self/schedstat", os.O_RDONLY)
-    except OSError:
-        return None
