@@ -1,6 +1,7 @@
 """What the ranks of the pool can be asked to do. Imported once, before they are forked."""
 
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,13 @@ def failing(rank: int) -> None:
     if os.environ["RANK"] == str(rank):
         raise ValueError("one rank fails")
     hanging()
+
+
+def crashing_once(mark: Path) -> str:
+    if os.environ.get("RANK") == "1" and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return "done"
 
 
 def hanging() -> None:

@@ -89,3 +89,8 @@ def test_ranks_that_fail_or_hang_are_told_in_time_and_replaced(layouts: Layouts)
     assert time.monotonic() - began < 30
     first, second = layouts.ranks.do(2, os.getpid)
     assert first != second
+
+
+def test_a_job_of_a_rank_that_crashed_in_native_code_is_done_once_more(layouts: Layouts, tmp_path):
+    with pytest.warns(UserWarning, match="rank 1: died"):
+        assert layouts.ranks.do(2, jobs.crashing_once, tmp_path / "mark") == ["done", "done"]
