@@ -163,7 +163,7 @@ def korthikanti(folder: Path) -> Iterator[Case]:
         )  # fmt: skip
 
 
-def seed_002() -> Iterator[Case]:
+def fasops_cluster() -> Iterator[Case]:
     """GPT2-XL on 8 nodes of 4 A10, as its README shows it."""
     nodes = [{"type": "a10", "count": 8, "gpu": "a10", "gpus": 4}]
     yield Case(
@@ -290,7 +290,14 @@ def torchtitan(folder: Path) -> Iterator[Case]:
 
 def cases(folder: Path) -> list[Case]:
     """All measured steps of a folder."""
-    return [*seed_002(), *vtrain(folder), *korthikanti(folder), *amp(folder), *sailor(folder), *torchtitan(folder)]
+    return [
+        *fasops_cluster(),
+        *vtrain(folder),
+        *korthikanti(folder),
+        *amp(folder),
+        *sailor(folder),
+        *torchtitan(folder),
+    ]
 
 
 def spearman(one: np.ndarray, other: np.ndarray) -> float:
@@ -302,7 +309,7 @@ def spearman(one: np.ndarray, other: np.ndarray) -> float:
 def memory(folder: Path) -> None:
     """Predicted and measured memory: of FASOP's example job, and of Sailor's runs."""
     print("\nmemory, MiB")
-    job = next(seed_002())
+    job = next(fasops_cluster())
     held = megatron(Predictor(job.recipe, job.cluster, job.software), job.layout)
     for name, predicted, measured in (
         ("FASOP example, rank 0", held[0].always, 1570.8), ("FASOP example, rank 24", held[6].always, 3035.1),

@@ -14,6 +14,7 @@ from steelyard.core import files
 from steelyard.core.console import console
 from steelyard.core.errors import Fault, UserError
 from steelyard.core.recipe import Recipe, load, to_toml
+from steelyard.core.run import Run
 
 if TYPE_CHECKING:
     from steelyard.plan.cluster import Cluster
@@ -107,7 +108,11 @@ def plan(
     if check is not None:
         from steelyard.plan import check as checking
 
-        compared = checking.compare(check, machines)
+        if model is not None or software is not Program.steelyard:
+            mend = "leave --model and --software out"
+            raise UserError("--check reads the recipe of the run, which steelyard trained", mend=mend)
+        layers = [_profile(path, Run.open(check).recipe(), machines) for path in profiles or ()]
+        compared = checking.compare(check, machines, layers)
         return print_result(checking.as_result(compared), json, checking.as_text(compared))
     recipe = load(str(model), set_ or ())
     budget = (
@@ -115,6 +120,8 @@ def plan(
         if tokens is not None
         else recipe.train.samples_in(recipe.train.steps) * recipe.data.sequence_length
     )
+    if pareto is not None and objective not in (Objective.time, Objective.pareto):
+        raise UserError(f"--pareto weighs time against price, not {objective.value}", mend="leave --objective out")
     wanted = Objective.pareto if pareto is not None else objective
     if wanted in (Objective.cost, Objective.pareto):
         _refuse_without_prices(machines, cluster)
@@ -142,7 +149,8 @@ def plan(
         result["per_stage"] = report.staged_result(recipe, staged, budget)
     if write is not None:
         files.write_text(write, to_toml(found.plans[0].layout.written(recipe).settings()))
-        console.say(f"wrote {write}: steelyard train {write}")
+        ranks = found.plans[0].layout.world
+        console.say(f"wrote {write}: steelyard train {write} --nproc {ranks}, or steelyard submit {write}")
         result["written"] = str(write)
     if explain is not None or pareto is not None:
         from steelyard.plan import draw

@@ -10,7 +10,7 @@ is that of the process, from which what was resident before the model was built 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -22,6 +22,7 @@ from steelyard.core.run import Run
 from steelyard.plan.cluster import Cluster
 from steelyard.plan.layout import of_recipe
 from steelyard.plan.predict import Predictor
+from steelyard.plan.profile import Profile
 from steelyard.plan.report import shown, table
 from steelyard.sizes.memory import memory_of
 
@@ -54,8 +55,8 @@ class Compared:
     device: str
 
 
-def compare(path: Path, cluster: Cluster) -> Compared:
-    """Predict the recipe of a run on a cluster, and read what it measured."""
+def compare(path: Path, cluster: Cluster, profiles: Sequence[Profile] = ()) -> Compared:
+    """Predict the recipe of a run on a cluster, by `profiles` of it where there are any, and read what it measured."""
     run = Run.open(path)
     recipe, world = run.recipe(), int(run.manifest().get("world_size", 1))
     seconds = [record["seconds"] for record in run.metrics() if record.get("seconds") is not None]
@@ -69,7 +70,7 @@ def compare(path: Path, cluster: Cluster) -> Compared:
     settings["parallel"]["data"] = recipe.parallel.data_for(world)
     recipe = type(recipe).model_validate(settings)
     layout = of_recipe(recipe, cluster)
-    predicted = asdict(Predictor.of_layout(recipe, cluster, layout).parts(layout))
+    predicted = asdict(Predictor.of_layout(recipe, cluster, layout, profiles=profiles).parts(layout))
     spans = _spans(path / "timeline")
     parts = {}
     for name, (measured_by, predicted_by) in SPANS.items():

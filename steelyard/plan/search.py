@@ -68,7 +68,12 @@ def search(
     if not any(gpu.peak(recipe.train.precision) for gpu in cluster.gpu_by_type.values()):
         raise lacking(recipe, sorted({gpu.name for gpu in cluster.gpu_by_type.values()}))
     limits = space.restricted(limits or space.limits_for(cluster, objective), software)
-    return _Search(recipe, cluster, objective, top, limits, software, profiles).run()
+    found = _Search(recipe, cluster, objective, top, limits, software, profiles).run()
+    if objective == "pareto" and not found.complete:  # It was cut off among fast plans: cheap ones are found by price.
+        cheap = _Search(recipe, cluster, "cost", top, limits, software, profiles).run()
+        found = found.joined(cheap)
+        found.plans = _frontier(found.plans)
+    return found
 
 
 def given(recipe: Recipe, cluster: Cluster, software: Software = STEELYARD, profiles: Sequence[Profile] = ()) -> Found:
@@ -129,10 +134,23 @@ class _Search:
             go_on()
         self.found.complete &= self.finished < self.limits.meshes
         kept = sorted(self.best.values(), key=lambda entry: entry[:2])
-        kept = _frontier(kept, self.cluster) if self.objective == "pareto" else kept[: self.top]
-        plans = [self._plan(layout) for _, _, layout in kept]
-        self.found.plans = sorted(plans, key=lambda plan: plan.value(self.objective))
+        if self.objective == "pareto":
+            self.found.plans = _frontier([self._plan(layout) for layout in self._promising(kept)])
+        else:
+            plans = [self._plan(layout) for _, _, layout in kept[: self.top]]
+            self.found.plans = sorted(plans, key=lambda plan: plan.value(self.objective))
         return self.found
+
+    def _promising(self, kept: list[tuple[float, float, Layout]]) -> list[Layout]:
+        """What no other beats in both time and price, before partitions are refined: the fastest first."""
+        chosen: list[Layout] = []
+        least = float("inf")
+        for _, seconds, layout in sorted(kept, key=lambda entry: entry[1]):
+            cost = seconds * (price_hour(self.cluster, layout.placement) or 0.0)
+            if cost < least * (1 - 1e-9):
+                chosen.append(layout)
+                least = cost
+        return chosen
 
     def _can_compute(self, use: Use) -> bool:
         gpus = [self.cluster.gpu_of(self.cluster.nodes_of(type_)) for type_, _ in use.counts]
@@ -323,13 +341,12 @@ class _Search:
         return self.layers[key]
 
 
-def _frontier(kept: list[tuple[float, float, Layout]], cluster: Cluster) -> list[tuple[float, float, Layout]]:
+def _frontier(plans: list[Plan]) -> list[Plan]:
     """What no other beats in both time and price, the fastest first."""
-    chosen: list[tuple[float, float, Layout]] = []
+    chosen: list[Plan] = []
     least = float("inf")
-    for value, seconds, layout in sorted(kept, key=lambda entry: entry[1]):
-        cost = seconds * (price_hour(cluster, layout.placement) or 0.0)
-        if cost < least * (1 - 1e-9):
-            chosen.append((value, seconds, layout))
-            least = cost
+    for plan in sorted(plans, key=lambda plan: (plan.seconds, plan.value("cost"))):
+        if plan.value("cost") < least * (1 - 1e-9):
+            chosen.append(plan)
+            least = plan.value("cost")
     return chosen

@@ -41,6 +41,8 @@ def ask() -> str:
         raise Fault(
             "sinfo is not installed here", mend=f"run {' '.join(COMMAND)!r} on the cluster, and name the file"
         ) from None
+    except subprocess.CalledProcessError as error:
+        raise Fault(f"sinfo failed: {str(error.stderr).strip() or error}") from None
     except subprocess.SubprocessError as error:
         raise Fault(f"sinfo failed: {error}") from None
 

@@ -49,11 +49,12 @@ class Limits:
 def limits_for(cluster: Cluster, objective: str = "time") -> Limits:
     """All of it on clusters of up to 256 GPUs; beyond, only what promises the most.
 
-    Sets of nodes of all sizes promise nearly the same price, so that more must be looked at for it than for time.
+    Sets of nodes of all sizes promise nearly the same price, so that more must be looked at for it than for time. A
+    frontier takes two searches.
     """
     if cluster.ranks <= 256:
         return Limits()
-    return Limits(micro_batch=8, virtual=2, meshes=300 if objective == "time" else 500)
+    return Limits(micro_batch=8, virtual=2, meshes={"time": 300, "pareto": 150}.get(objective, 350))
 
 
 def restricted(limits: Limits, software: Software) -> Limits:

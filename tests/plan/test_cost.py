@@ -125,7 +125,7 @@ def test_recomputing_adds_a_forward_pass():
     assert 1.25 < again / plain < 1.35
 
 
-def test_seed_002s_own_job_is_predicted_better_than_fasop_did():
+def test_fasops_clusters_own_job_is_predicted_better_than_fasop_did():
     # 8 nodes of 4 A10: measured 1.402 s, FASOP's prediction 1.539 s. The A10's sustained rate was fitted on this job.
     machines = cluster(("a10", 8, 4))
     chosen = layout([("a10", 8)], (0, 11, 8, 8, 8, 8, 5, 0), data=4)
@@ -186,7 +186,7 @@ def test_more_tokens_take_longer():
     assert all(map(math.isfinite, seconds))
 
 
-def test_the_memory_of_seed_002s_job_is_what_its_log_says():
+def test_the_memory_of_fasops_clusters_job_is_what_its_log_says():
     # Megatron printed MiB: rank 0 (embedding alone) holds 1,571; rank 24 (five layers) 3,035, 3,869 at its fullest.
     chosen = layout([("a10", 8)], (0, 11, 8, 8, 8, 8, 5, 0), data=4)
     held = foreign.megatron(Predictor(gpt2_xl(), cluster(("a10", 8, 4)), MEGATRON), chosen)

@@ -30,7 +30,7 @@ SEED_002 = [
 FASOP = Limits(tensor=4, recomputes=("none",), zeros=(0,), schedules=("1f1b",), virtual=1, subsets=False)
 
 
-def seed_002() -> Cluster:
+def fasops_cluster() -> Cluster:
     links = [{"between": ["*", "*"], "GBps": 12.5, "latency_us": 5.0}]
     return Cluster.model_validate({"nodes": SEED_002, "links": links})
 
@@ -139,8 +139,8 @@ def test_a_ranks_layers_are_spread_over_its_stages():
     assert partition.spread([5], 1) == (5,)
 
 
-def test_the_partition_beats_or_equals_dynamic_programming_on_seed_002s_problem():
-    recipe, machines = gpt2_xl(), seed_002()
+def test_the_partition_beats_or_equals_dynamic_programming_on_fasops_clusters_problem():
+    recipe, machines = gpt2_xl(), fasops_cluster()
     found = search(recipe, machines, limits=FASOP, top=8)
     for plan in found.plans:
         step = Predictor(recipe, machines).step(plan.layout)
@@ -148,8 +148,8 @@ def test_the_partition_beats_or_equals_dynamic_programming_on_seed_002s_problem(
         assert plan.seconds <= step.seconds(programmed) * (1 + 1e-9)
 
 
-def test_seed_002s_problem_takes_less_than_a_second_of_cpu_and_all_plans_fit():
-    recipe, machines = gpt2_xl(), seed_002()
+def test_fasops_clusters_problem_takes_less_than_a_second_of_cpu_and_all_plans_fit():
+    recipe, machines = gpt2_xl(), fasops_cluster()
     began = time.process_time()
     found = search(recipe, machines, limits=Limits(schedules=("1f1b",), virtual=1))
     assert time.process_time() - began < 1.0
@@ -160,7 +160,7 @@ def test_seed_002s_problem_takes_less_than_a_second_of_cpu_and_all_plans_fit():
 
 
 def test_fasops_candidates_are_all_in_the_space():
-    recipe, machines = gpt2_xl(), seed_002()
+    recipe, machines = gpt2_xl(), fasops_cluster()
     candidates = 0
     for use in space.uses(machines, FASOP)[0]:
         for tensor in space.tensors(recipe, machines, use, FASOP):
@@ -192,7 +192,7 @@ def test_a_gpu_without_the_precision_is_left_out():
 
 
 def test_cost_and_energy_choose_fewer_nodes_than_time():
-    recipe, machines = gpt(layers=24, hidden=2048, batch=32), seed_002()
+    recipe, machines = gpt(layers=24, hidden=2048, batch=32), fasops_cluster()
     limits = Limits(micro_batch=4, virtual=1, schedules=("1f1b",))
     fastest, cheapest, coolest = (
         search(recipe, machines, objective, 1, limits).plans[0] for objective in ("time", "cost", "energy")
@@ -205,12 +205,27 @@ def test_cost_and_energy_choose_fewer_nodes_than_time():
 
 def test_the_frontier_holds_no_plan_that_another_beats_in_both():
     limits = Limits(micro_batch=4, virtual=1, schedules=("1f1b",))
-    plans = search(gpt(layers=24, hidden=2048, batch=32), seed_002(), "pareto", 10, limits).plans
+    plans = search(gpt(layers=24, hidden=2048, batch=32), fasops_cluster(), "pareto", 10, limits).plans
     points = sorted((plan.seconds, plan.value("cost")) for plan in plans)
     assert len(points) > 1
     assert all(one[1] > other[1] for one, other in pairwise(points))
-    shorter = search(gpt(layers=24, hidden=2048, batch=32), seed_002(), "pareto", 1, limits).plans
+    shorter = search(gpt(layers=24, hidden=2048, batch=32), fasops_cluster(), "pareto", 1, limits).plans
     assert len(shorter) == len(plans)  # `top` does not cut it.
+
+
+def test_a_frontier_is_one_after_its_partitions_were_refined():
+    points = [(plan.seconds, plan.value("cost")) for plan in search(gpt2_xl(), fasops_cluster(), "pareto").plans]
+    assert len(points) > 1
+    assert all(one[0] < other[0] and one[1] > other[1] for one, other in pairwise(points))
+
+
+def test_a_frontier_that_was_cut_off_among_fast_plans_holds_the_cheap_ones_too():
+    recipe, machines = gpt(layers=24, hidden=2048, batch=32), fasops_cluster()
+    limits = Limits(micro_batch=4, virtual=1, schedules=("1f1b",), meshes=4)
+    cheapest = search(recipe, machines, "cost", 1, limits).plans[0]
+    plans = search(recipe, machines, "pareto", 10, limits).plans
+    assert plans[-1].value("cost") == pytest.approx(cheapest.value("cost"))
+    assert plans[0].seconds < cheapest.seconds
 
 
 @pytest.mark.parametrize(
@@ -377,8 +392,8 @@ def test_a_thousand_gpus_of_three_types_are_planned_in_half_a_minute():
 
 
 @pytest.mark.slow
-def test_the_partition_beats_or_equals_dynamic_programming_on_all_of_seed_002s_candidates():
-    recipe, machines = gpt2_xl(), seed_002()
+def test_the_partition_beats_or_equals_dynamic_programming_on_all_of_fasops_candidates():
+    recipe, machines = gpt2_xl(), fasops_cluster()
     predictor = Predictor(recipe, machines)
     [use], _ = space.uses(machines, FASOP)
     tried = 0
