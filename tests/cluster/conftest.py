@@ -150,15 +150,24 @@ class Yard:
             assert time.monotonic() < deadline, f"{run.name} came to no step {step}\n{everything(run)}"
             time.sleep(0.3)
 
+    def _all_idle(self) -> bool:
+        said = self.lab.client("sinfo", "--noheader", "--Node", "--format=%T").stdout
+        return set(said.split()) == {"idle"}
+
     def verdicts(self, run: Path, code: int, on_host: str | None = None) -> set[str]:
         """The kinds of what watch says of a run, which must exit with a code."""
         said = self.steelyard("watch", str(run), "--json", on_host=on_host, code=code).stdout
         return {verdict["kind"] for verdict in json.loads(said)["verdicts"]}
 
     def hurry(self, run: Path, seconds: float = 60) -> None:
-        """Have a requeued job start now: Slurm would let it wait for two minutes."""
+        """Have a requeued job start now: Slurm would let it wait for two minutes, so that its nodes come to rest.
+
+        One that starts before its earlier attempt is gone from a node is never begun there.
+        """
         job = json.loads((run / "launch.json").read_text())["jobs"][0]
         self.until_state(run, "PENDING", seconds=seconds)
+        self.lab.until(self._all_idle, "all nodes to be idle", 60)
+        time.sleep(2)
         self.lab.until(
             lambda: self.lab.client("scontrol", "update", f"job={job}", "StartTime=now").returncode == 0,
             f"job {job} to be pending", 30,
