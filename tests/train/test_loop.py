@@ -10,7 +10,7 @@ from steelyard.core.errors import Fault, UserError
 from steelyard.core.recipe import load
 from steelyard.core.run import Run
 
-TIMING = {"tokens_per_second", "seconds", "tflops", "time", "peak_memory"}
+TIMING = {"tokens_per_second", "seconds", "tflops", "time", "peak_memory", "rank_seconds"}
 
 
 def curve(run: Run) -> list[dict]:
