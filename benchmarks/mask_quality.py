@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--more", type=Path, nargs="*", default=[], help="texts to learn from beside it")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--micro-batch", type=int, default=16, help="each draws its own noise")
     parser.add_argument("--samples", type=int, default=128, help="windows that pruning is shown")
     parser.add_argument("--try", dest="tries", action="append", help="keys for learning, such as optim.eps=1e-8")
     parser.add_argument("--tiny", action="store_true")
@@ -89,7 +90,9 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
     steelyard("prune", model, mask, "--method", "sparsegpt", "--save", "mask", *shown)
     row("sparsegpt --no-update-weights", steelyard(*ppl, model, "--mask", mask))
     prefix = folder / "learn"
-    steelyard("data", "tokenize", "--input", learn, "--tokenizer", model, "--output-prefix", prefix, "--append-eod")
+    steelyard(
+        "data", "tokenize", "--input", learn, "--document", "file", "--tokenizer", model, "--output-prefix", prefix
+    )
     for number, words in enumerate(options.tries or TRIES):
         run, seconds = learned(options, f"{prefix}_text_document", mask, words.split(), folder / f"run-{number}")
         last = [record for record in run.metrics() if "loss" in record][-1]
@@ -109,7 +112,8 @@ def learned(options: argparse.Namespace, prefix: str, mask: Path, words: list[st
         "data": {"train": prefix, "split": "100,0,0", "sequence_length": options.length},
         "train": {
             "init_from": options.model, "steps": options.steps, "global_batch": 2 if small else 16,
-            "micro_batch": 1 if small else 4, "precision": "bf16" if torch.cuda.is_available() else "fp32",
+            "micro_batch": 1 if small else options.micro_batch,
+            "precision": "bf16" if torch.cuda.is_available() else "fp32",
         },
         "optim": {"learning_rate": 5e-5, "min_learning_rate": 5e-6},
         "sparsity": {"method": "learned", "prior": str(mask), "learning_rate_multiplier": 10.0},

@@ -101,7 +101,7 @@ def whole(options: argparse.Namespace) -> list[Step]:
              lambda lines: ratio(lines, "steelyard", "trl") >= 1.3),
         Step("sft-1b", ["sft.py", "--shape", "llama3.2-1b"], "docs/finetune.md", "1.3 x TRL", 300,
              lambda lines: ratio(lines, "steelyard", "trl") >= 1.3),
-        Step("eval-ppl", ["eval_ppl.py", str(options.model), "--windows", "16"], "docs/evaluate.md",
+        Step("eval-ppl", ["eval_ppl.py", str(options.model), "--length", "4096", "--windows", "16"], "docs/evaluate.md",
              "1.3 x transformers", 150, lambda lines: ratio(lines, "steelyard", "transformers") >= 1.3, without_model),
         Step("train-gpt2", ["train_speed.py", "gpt2", "--floor", "--peer"], "docs/train.md", "580,000 tokens/s", 240,
              lambda lines: value(lines, "steelyard bf16", "tokens_per_second") >= 580_000),
@@ -131,7 +131,10 @@ def take(step: Step, record: Record) -> None:
     begun, lines, tail = time.monotonic(), [], ""
     told: dict[str, Any] = {"begun": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
     record.put(step, state="running", **told)
-    environment = os.environ | {"PYTHONPATH": str(HERE.parent), "PYTHONUNBUFFERED": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PYTHONUNBUFFERED": "1",
+    }
     program = subprocess.Popen(
         words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
     )

@@ -262,8 +262,9 @@ def published(weight: Tensor, windows: list[Tensor]) -> Tensor:
 
 def shown(way: decode.Way) -> str:
     """A way in few words."""
-    kind = "tiles" if way.tiles else "vectors"
-    return f"{kind}({way.rows} rows, {way.blocks} blocks, {way.warps} warps, {way.stages} stages, {way.parts} parts)"
+    return (
+        f"{way.kernel}({way.rows} rows, {way.blocks} blocks, {way.warps} warps, {way.stages} stages, {way.parts} parts)"
+    )
 
 
 def random(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

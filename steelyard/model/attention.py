@@ -38,12 +38,10 @@ def attend(query_BHLE: Tensor, key_BKLE: Tensor, value_BKLE: Tensor, mask: Tenso
 
 def attend_within(query_BHLE: Tensor, key_BKLE: Tensor, value_BKLE: Tensor, bounds: Tensor) -> Tensor:
     """The same within documents: on a GPU by flash attention, to which each document is a sequence of its own."""
-    rows, heads, length, _ = query_BHLE.shape
+    rows, _, length, _ = query_BHLE.shape
     if not query_BHLE.is_cuda:
         return attend(query_BHLE, key_BKLE, value_BKLE, dense_mask(bounds, rows, length))
-    groups = heads // key_BKLE.shape[1]
-    whole = (x if x.shape[1] == heads else x.repeat_interleave(groups, dim=1) for x in (key_BKLE, value_BKLE))
-    query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query_BHLE, *whole))
+    query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query_BHLE, key_BKLE, value_BKLE))
     mixed_THE = torch.ops.aten._flash_attention_forward(
         query, key, value, bounds, bounds, length, length, 0.0, True, False
     )[0]

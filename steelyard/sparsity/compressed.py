@@ -30,6 +30,7 @@ from steelyard.core.errors import UserError
 from steelyard.sparsity.source import Seen
 
 BLOCK_WORDS, BLOCK_GROUPS = 16, 128
+TILE = 16  # rows of a matrix that the tensor cores' instruction takes
 SHOWN = 10
 
 
@@ -41,6 +42,8 @@ class Packed:
     """(outputs, 2 * groups), 16-bit floats."""
     words: Tensor
     """(outputs, words of a row), int32."""
+    places: Tensor | None = None
+    """The same for `cores`, where the matrix has whole tiles and blocks only: `places_of`."""
 
     @property
     def outputs(self) -> int:
@@ -64,7 +67,25 @@ def packed(values: Tensor, indices: Tensor) -> Packed:
     words = torch.zeros(len(masks), blocks, BLOCK_WORDS, dtype=torch.int32, device=masks.device)
     for step in range(8):
         words |= steps[:, :, step] << 4 * step
-    return Packed(values.contiguous(), words.flatten(1))
+    has_places = len(masks) % TILE == 0 and groups % BLOCK_GROUPS == 0
+    return Packed(values.contiguous(), words.flatten(1), places_of(masks) if has_places else None)
+
+
+def places_of(masks: Tensor) -> Tensor:
+    """Where each group's two weights stand, from its mask (outputs, groups), as `cores` hands it to the hardware.
+
+    For each tile of rows and each block a thread has eight words, in two times four: (tiles, blocks, 2, 32, 4), int32.
+    """
+    first, second, third, fourth = (masks.int() >> place & 1 for place in range(4))
+    lower, upper = (1 - first) * (2 - second), 2 * (third | fourth) | (fourth | (1 - third))
+    tiles, blocks = len(masks) // TILE, masks.shape[1] // BLOCK_GROUPS
+    # Rows: tile, half, g. Groups: block, t, parity of q, slot, upper and lower half of i; the latter says q < 2 or not.
+    parts = (lower | upper << 2).view(tiles, 2, 8, blocks, 4, 2, 4, 2, 2)
+    shifts = torch.tensor([[0, 4, 8, 12], [16, 20, 24, 28]], dtype=torch.int32, device=masks.device)
+    words = (parts << shifts.view(1, 2, 1, 1, 1, 1, 4, 1, 1)).sum((1, 6), dtype=torch.int32)
+    # Left are tile, g, block, t, parity, and i's halves; a thread is (g, lower, parity), its words (t's half, upper).
+    split = words.view(tiles, 8, blocks, 2, 2, 2, 2, 2)
+    return split.permute(0, 2, 3, 1, 7, 5, 4, 6).contiguous().view(tiles, blocks, 2, 32, 4)
 
 
 def dense(held: Packed) -> Tensor:

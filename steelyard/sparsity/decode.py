@@ -20,7 +20,7 @@ microseconds at 14336x4096 where memory takes 16. `_tiles` takes up to 16 rows: 
 four tiles, one for each member, with zeros where the mask has none, and go through the tensor cores; 18 to 24
 instructions, whatever the number of rows. Where rows of the matrix are too few to occupy the GPU (4096x14336), the
 inputs are divided among programs too (`parts`); whichever finishes last adds up, always in the same order, so results
-repeat to the bit.
+repeat to the bit. Where a matrix has whole tiles and blocks only, there is a third kernel: `cores.py`.
 
 Tried for `_tiles`, by what it compiles to, and left: masks in words of 16 or 8 bits, for smaller steps (each test of a
 bit takes two instructions); parts of a word's steps at a time, shifted by a number known at run time (the compiler then
@@ -37,25 +37,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Literal
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from steelyard.sparsity.compressed import BLOCK_GROUPS, BLOCK_WORDS, Packed
+from steelyard.sparsity import cores
+from steelyard.sparsity.compressed import BLOCK_GROUPS, BLOCK_WORDS, TILE, Packed
 
 COUNTERS = 1 << 16
 _WORDS, _GROUPS = tl.constexpr(BLOCK_WORDS), tl.constexpr(BLOCK_GROUPS)
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-KINDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @dataclass(frozen=True)
 class Way:
     """One way to run a product: which kernel, rows of the matrix and blocks of inputs at once, and how divided."""
 
-    tiles: bool
+    kernel: Literal["vectors", "tiles", "cores"]
     rows: int
     blocks: int = 1
     """Side by side; more than one in `_vectors` alone."""
@@ -69,13 +70,14 @@ class Way:
 # What is measured where a shape is met for the first time, undivided and divided. Of `_tiles` a program takes
 # (stages - 1) * (576 * rows + 16384) bytes of a multiprocessor's fast memory, of which Hopper has 227 KiB.
 VECTORS = (
-    Way(False, 32), Way(False, 16, blocks=2), Way(False, 64), Way(False, 8, blocks=4), Way(False, 16, warps=2),
-    Way(False, 32, stages=3),
+    Way("vectors", 32), Way("vectors", 16, blocks=2), Way("vectors", 64), Way("vectors", 8, blocks=4),
+    Way("vectors", 16, warps=2), Way("vectors", 32, stages=3),
 )  # fmt: skip
 TILES = (
-    Way(True, 64, stages=3), Way(True, 64, stages=2), Way(True, 32, warps=2, stages=3),
-    Way(True, 32, warps=2, stages=2), Way(True, 128, warps=8, stages=3), Way(True, 128, stages=2),
+    Way("tiles", 64, stages=3), Way("tiles", 64, stages=2), Way("tiles", 32, warps=2, stages=3),
+    Way("tiles", 32, warps=2, stages=2), Way("tiles", 128, warps=8, stages=3), Way("tiles", 128, stages=2),
 )  # fmt: skip
+CORES = (Way("cores", 16, warps=2), Way("cores", 16), Way("cores", 16, warps=8), Way("cores", 32, warps=8))
 PARTS = (1, 2, 4, 7)
 PROGRAMS = (100, 1200)  # of a product: fewer leave multiprocessors idle, more only add up more parts
 
@@ -86,17 +88,22 @@ def ways(rows: int, packed: Packed) -> list[Way]:
     fewest, most = PROGRAMS
     found: list[tuple[int, Way]] = []
     for form in {1: VECTORS, 2: (*TILES, *VECTORS[:3])}.get(rows, TILES):
-        programs = triton.cdiv(packed.outputs, form.rows) * (1 if form.tiles else rows)
+        programs = triton.cdiv(packed.outputs, form.rows) * (rows if form.kernel == "vectors" else 1)
         for parts in PARTS:
             # More parts than one only where blocks and programs suffice for them.
             if parts == 1 or (parts * form.blocks <= blocks and programs * parts <= min(most, COUNTERS)):
                 found.append((programs * parts, replace(form, parts=parts)))
-    enough = [way for programs, way in found if programs >= fewest]
-    return enough or [way for _, way in found]
+    enough = [way for programs, way in found if programs >= fewest] or [way for _, way in found]
+    if packed.places is None or rows == 1 or _INTERPRETED:
+        return enough
+    return [*(way for way in CORES if packed.outputs % way.rows == 0), *enough]
 
 
 def few_rows(x_BI: Tensor, packed: Packed, way: Way) -> Tensor:
     """The product of 1 to 16 rows, by one of the ways."""
+    if way.kernel == "cores":
+        assert packed.places is not None
+        return cores.few_rows(x_BI, packed.values, packed.places, way.rows // TILE, way.warps)
     batch, inputs = x_BI.shape
     outputs, words = packed.words.shape
     y_BO = x_BI.new_empty(batch, outputs)
@@ -109,16 +116,16 @@ def few_rows(x_BI: Tensor, packed: Packed, way: Way) -> Tensor:
         and outputs % way.rows == 0
     )
     programs = triton.cdiv(outputs, way.rows)
-    repeats = 1 if way.tiles else batch
+    repeats = batch if way.kernel == "vectors" else 1
     sums, done = y_BO, y_BO
     if way.parts > 1:
         assert programs * repeats <= COUNTERS, f"{outputs} outputs are too many to divide the inputs as well"
         sums = torch.empty(way.parts, batch, outputs, dtype=torch.float32, device=x_BI.device)
         done = _counters(x_BI.device)
-    kernel = _tiles if way.tiles else _vectors
+    kernel = _tiles if way.kernel == "tiles" else _vectors
     kernel[(programs, repeats, way.parts)](
         x, packed.values.view(torch.int32), packed.words, y_BO, sums, done, batch, outputs, inputs // 4, words, steps,
-        way.parts, KINDS[x_BI.dtype], way.rows, way.blocks, even, way.stages, way.parts > 1,
+        way.parts, cores.KINDS[x_BI.dtype], way.rows, way.blocks, even, way.stages, way.parts > 1,
         num_warps=way.warps, num_stages=way.stages,
     )  # fmt: skip
     return y_BO

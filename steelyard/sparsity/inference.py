@@ -11,7 +11,8 @@ graph: cuSPARSELt plans every call anew, which takes the host longer than the GP
 shape is measured when it is first met, once for a power of two of rows, and the answer is kept for the process.
 
 cuSPARSELt's form begins with the values as we have them. Where that is found to be so, the two share memory, and a map
-takes 10/16 of the dense one: values 8, their places for the library 1, masks for our kernels 1.
+takes 10/16 of the dense one: values 8, their places for the library 1, masks for our kernels 1; or 11/16, where `cores`
+can take it and wants the places in an order of its own.
 
 On a CPU a map makes the dense matrix for each product, which is slow and the twin of all this; models are loaded dense
 there.
@@ -49,6 +50,7 @@ class SparseLinear(Linear):
     values: nn.Parameter | Tensor
     indices: nn.Parameter | None
     words: Tensor
+    places: Tensor | None
     for_many: Tensor
 
     def __init__(self, linear: Linear, dtype: torch.dtype) -> None:
@@ -72,12 +74,13 @@ class SparseLinear(Linear):
         del self.values, self.indices
         self.register_buffer("values", values)
         self.register_buffer("words", ours.words)
+        self.register_buffer("places", ours.places if values.is_cuda else None)
         self.register_buffer("for_many", values.new_empty(0) if theirs is None else theirs)
 
     def forward(self, x: Tensor) -> Tensor:
         """The product, by whichever way suits."""
         rows = x.flatten(0, -2)
-        y: Tensor = _product(rows, self.values, self.words, self.for_many)
+        y: Tensor = _product(rows, self.values, self.words, self.places, self.for_many)
         y = y.view(*x.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias.to(x.dtype)
 
@@ -126,8 +129,8 @@ def for_graphs() -> Iterator[None]:
 
 
 @torch.library.custom_op("steelyard::sparse_product", mutates_args=())
-def _product(x: Tensor, values: Tensor, words: Tensor, for_many: Tensor) -> Tensor:
-    held = Packed(values, words)
+def _product(x: Tensor, values: Tensor, words: Tensor, places: Tensor | None, for_many: Tensor) -> Tensor:
+    held = Packed(values, words, places)
     if not x.is_cuda:
         return F.linear(x, dense(held))
     key = _key(x, held)
@@ -141,7 +144,7 @@ def _product(x: Tensor, values: Tensor, words: Tensor, for_many: Tensor) -> Tens
 
 
 @_product.register_fake
-def _(x: Tensor, values: Tensor, words: Tensor, for_many: Tensor) -> Tensor:
+def _(x: Tensor, values: Tensor, words: Tensor, places: Tensor | None, for_many: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], values.shape[0])
 
 

@@ -1,7 +1,9 @@
 """Products with compressed 2:4 matrices against dense ones: on a GPU where there is one, otherwise interpreted."""
 
+import ctypes
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from steelyard.checkpoint.formats.compressed import compress, expanded
 from steelyard.sparsity.compressed import dense, packed
 from steelyard.sparsity.patterns import Pattern
 
-pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -109,3 +111,69 @@ def test_ways_divide_the_inputs_where_rows_are_too_few_and_not_where_they_are_ma
     assert parts(4096, 14336, 16) == {2, 4, 7}
     assert parts(14336, 4096, 16) == {1, 2, 4}
     assert parts(64, 512, 16) == {1}
+
+
+# Triton's interpreter knows no assembler. In its place stands what the PTX ISA says of the two instructions, thread by
+# thread; on a GPU they are the hardware's.
+def loaded(address, there=None):
+    """`ld.global.v4`: four words from each thread's address, or zeros."""
+    raw = np.array([(ctypes.c_int32 * 4).from_address(int(at)) for at in address.handle.data])
+    raw *= 1 if there is None else there.handle.data[:, None].astype(np.int32)
+    return tuple(_vector(raw[:, number].copy(), tl.int32, address) for number in range(4))
+
+
+def multiplied(*operands):
+    """`mma.sp` m16n8k32 for each warp: 16 rows with two of every four weights, 8 rows of inputs."""
+    *vectors, late, _ = operands
+    totals, weights, inputs, (places,) = vectors[:4], vectors[4:8], vectors[8:12], vectors[12:]
+    result = [total.handle.data.copy() for total in totals]
+    for warp in range(len(result[0]) // 32):
+        threads = slice(32 * warp, 32 * (warp + 1))
+        matrix, right = np.zeros((16, 32)), np.zeros((32, 8))
+        for thread in range(32):
+            g, q = divmod(thread, 4)
+            for number in range(4):
+                row, slot = g + 8 * (number % 2), q + 4 * (number // 2)
+                holder = 4 * g + 2 * late + slot // 4
+                nibble = int(places.handle.data[threads][holder]) >> (16 * (number % 2) + 4 * (slot % 4)) & 15
+                assert nibble & 3 < nibble >> 2, "places must go up"
+                for place, weight in zip(
+                    (nibble & 3, nibble >> 2), _two(weights[number], threads, thread), strict=True
+                ):
+                    matrix[row, 4 * slot + place] = weight
+                right[8 * number + 2 * q : 8 * number + 2 * q + 2, g] = _two(inputs[number], threads, thread)
+        product = matrix @ right
+        for thread in range(32):
+            g, q = divmod(thread, 4)
+            for number in range(4):
+                result[number][threads][thread] += product[g + 8 * (number // 2), 2 * q + number % 2]
+    return tuple(_vector(each, tl.float32, places) for each in result)
+
+
+def _two(words, threads, thread):
+    word = torch.tensor([int(words.handle.data[threads][thread])], dtype=torch.int32)
+    return word.view(torch.bfloat16).double().numpy()
+
+
+def _vector(numbers, dtype, like):
+    from triton.runtime.interpreter import TensorHandle
+
+    return tl.core.tensor(TensorHandle(numbers, dtype), tl.core.block_type(dtype, like.type.shape))
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs", "tiles", "warps"),
+    [(2, 16, 1024, 1, 2), (8, 32, 512, 2, 1), (11, 32, 512, 2, 1), (3, 16, 1536, 1, 2)],
+)
+def test_the_instruction_for_sparse_matrices_is_given_what_it_wants(monkeypatch, rows, outputs, inputs, tiles, warps):
+    from steelyard.sparsity import cores, decode
+
+    if DEVICE == "cpu":
+        monkeypatch.setattr(cores, "_four", loaded)
+        monkeypatch.setattr(cores, "_four_if", loaded)
+        monkeypatch.setattr(cores, "_multiply", multiplied)
+    weight = matrix(outputs, inputs)
+    x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.bfloat16)
+    y = decode.few_rows(x, compressed(weight), decode.Way("cores", 16 * tiles, warps=warps))
+    expected = x.double() @ weight.double().t()
+    torch.testing.assert_close(y.double(), expected, rtol=1e-2, atol=0.02 * expected.std().item())
