@@ -31,7 +31,7 @@ from steelyard.sparsity import training
 
 SHARE = 0.85
 DOCS = Path(__file__).parents[1] / "docs"
-TRIES = ["optim.eps=1e-5", "optim.eps=1e-8", "optim.eps=1e-8 sparsity.distill=1.0"]
+TRIES = ["optim.eps=1e-8", "optim.eps=1e-8 sparsity.distill=1.0"]
 DENSE: list[float] = []
 
 
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--more", type=Path, nargs="*", default=[], help="texts to learn from beside it")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--micro-batch", type=int, default=16, help="each draws its own noise")
+    parser.add_argument("--micro-batch", type=int, default=4, help="each draws its own noise")
     parser.add_argument("--samples", type=int, default=128, help="windows that pruning is shown")
     parser.add_argument("--try", dest="tries", action="append", help="keys for learning, such as optim.eps=1e-8")
     parser.add_argument("--tiny", action="store_true")
