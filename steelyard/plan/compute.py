@@ -64,7 +64,7 @@ class Shape:
             rows=model.padded_vocab,
             layers=model.layers,
             sequence=recipe.data.sequence_length,
-            dropout=model.dropout > 0 or model.attention_dropout > 0,
+            dropout=model.attention_dropout > 0,
         )
 
 
@@ -159,7 +159,7 @@ def layer(work: Work, shape: Shape) -> Pass:
     inner = (2 * (shape.query + shape.key) + (1.5 if shape.gated else 1) * shape.ffn) / t
     moved = software.stream_passes * shape.hidden / along + software.inner_passes * inner
     pointwise = work.each * tokens * moved / work.bandwidth
-    kernels = software.kernels + (0 if _softmax_is_one(work, shape) else software.split_softmax)
+    kernels = software.kernels + (0 if _softmax_is_one(work, shape) else _split(work))
     host = kernels * software.launch
     forward = products + attention + pointwise
     summed = software.bf16_sum_bytes * sum(inputs * outputs for inputs, outputs in maps) / work.bandwidth
@@ -184,15 +184,25 @@ def _attention(work: Work, shape: Shape, tokens: int) -> tuple[float, float]:
     batch = work.micro_batch * heads
     one = product(work, rows, shape.sequence, shape.head_dim, batch, BATCHED_SHARE)
     two = product(work, rows, shape.head_dim, shape.sequence, batch, BATCHED_SHARE)
-    bytes_ = (work.software.score_bytes + (5.0 if shape.dropout else 0.0)) * (
-        1.0 if _softmax_is_one(work, shape) else 3.0
-    )
+    times = 1.0 if _softmax_is_one(work, shape) else 2.0 if work.precision == "fp32" else 3.0
+    bytes_ = (work.software.score_bytes + (5.0 if shape.dropout else 0.0)) * times
     moved = batch * rows * shape.sequence * bytes_ * work.each / 2 / work.bandwidth
     return one + two + moved, 2 * (one + two) + moved
 
 
+def _split(work: Work) -> int:
+    """Kernels more of a softmax in pieces: in fp32 the mask alone, else scaling and casts too."""
+    return 1 if work.precision == "fp32" else work.software.split_softmax
+
+
 def _softmax_is_one(work: Work, shape: Shape) -> bool:
-    return not work.software.split_softmax or work.micro_batch * (shape.heads // work.tensor) % 4 == 0
+    """Whether mask and softmax are one kernel: Megatron has it for 16 bits and multiples of four heads.
+
+    Else the mask is a pass of its own, and in 16 bits casts to fp32 and back are another.
+    """
+    if not work.software.split_softmax:
+        return True
+    return work.precision != "fp32" and work.micro_batch * (shape.heads // work.tensor) % 4 == 0
 
 
 @lru_cache(maxsize=65536)

@@ -48,6 +48,14 @@ class Software:
     """Bytes that adding a bf16 gradient to sums in fp32 moves, for each weight of a layer and micro-batch."""
     split_softmax: int = 0
     """Kernels more where a rank's heads times the micro-batch are no multiple of four: then softmax is not fused."""
+    inner_kept: int = 2
+    """Tensors as wide as the MLP's inside that a layer keeps: before and behind GELU, or the one that ReLU needs."""
+    logits_left: int = 0
+    """Logits of earlier micro-batches that are still held when the loss is computed."""
+    flat_gradients: bool = False
+    """Gradients are copied into one piece to be summed, and what stages exchange is held while it is in flight."""
+    waits_to_send: bool = False
+    """A rank sends to its neighbour in the pipeline in the order of its computing, not beside it."""
 
 
 # Counted: 2 norms, 4 products, 2 of attention, scale-mask-softmax, 2 dropouts, 2 residual sums, bias and GELU, and
@@ -70,6 +78,10 @@ MEGATRON = Software(
     bf16_sum_bytes=10.0,  # Reads the sum (4) and the gradient (2), writes the sum (4): a kernel of its own.
     split_softmax=13,
 )
+# The same layers under DeepSpeed's pipeline engine.
+DEEPSPEED = replace(
+    MEGATRON, name="megatron-deepspeed", launch=30e-6, logits_left=1, flat_gradients=True, waits_to_send=True
+)
 # Compiled: norms, activations and residual sums are one kernel each between products; flash attention.
 STEELYARD = Software(
     name="steelyard",
@@ -87,6 +99,7 @@ STEELYARD = Software(
     scattered=False,
     step_overhead=5e-3,
 )
+TORCHTITAN = replace(STEELYARD, name="torchtitan")
 # The same with layers that are not compiled.
 EAGER = replace(STEELYARD, name="eager", stream_passes=16.0, inner_passes=3.0, kernels=45)
 KNOWN = {software.name: software for software in (STEELYARD, MEGATRON)}

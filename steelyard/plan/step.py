@@ -81,10 +81,14 @@ class StepCost:
             cost = self.costs[stage % layout.pipeline]
             ahead, back = self.predictor.stage(cost, layers, (stage == 0) + 2 * (stage == last))
             late = layers * cost.layer.weights if split else 0.0
-            forward.append(ahead)
-            backward.append(back - late)
+            forward.append(ahead + (self._waits(stage) if stage < last else 0.0))
+            backward.append(back - late + (self._waits(stage - 1) if stage else 0.0))
             weights.append(late)
         return Times(tuple(forward), tuple(backward), tuple(weights), self.send)
+
+    def _waits(self, link: int) -> float:
+        """Seconds that a rank computes nothing while it sends over a link of the pipeline."""
+        return self.send[link] if self.predictor.software.waits_to_send else 0.0
 
     def per_layer(self) -> tuple[list[float], list[float]]:
         """Seconds of a micro-batch on each pipeline rank: for a layer, and for embedding and head beside the layers."""
