@@ -245,7 +245,7 @@ def sailor(folder: Path) -> Iterator[Case]:
         tensor, data = max(width.tensor for width in widths), widest
         kinds = {(RTX[each[1]], int(each[2])) for stage in stages for each in stage}
         gh200 = row["cluster"].startswith("clariden")
-        nodes = [{"type": f"{kind}-{gpus}", "count": 64, "gpu": kind, "gpus": gpus, "intra_GBps": INSIDE[kind]}
+        nodes = [{"type": f"{kind}-{gpus}", "count": 64, "gpu": kind, "gpus": gpus, "intra_GBps": inside(kind, gpus)}
                  for kind, gpus in kinds]  # fmt: skip
         yield Case(
             "sailor gh200" if gh200 else "sailor rtx",
@@ -264,9 +264,16 @@ def sailor(folder: Path) -> Iterator[Case]:
         )  # fmt: skip
 
 
-# What GPUs of Sailor's nodes send each other: fitted, as the sources do not say.
-ETHERNET = 0.25
-INSIDE = {"gh200-96": 130.0, "rtx3090": 8.0, "rtx2080": 8.0, "titan-rtx": 8.0}
+# What GPUs of Sailor's nodes send each other and what the RTX nodes send over Ethernet: fitted, as the sources do not
+# say. RTX cards reach each other through the host; where eight do, all of it lies between them and not half.
+NVLINK, PCIE, ETHERNET = 135.0, 3.75, 0.55
+
+
+def inside(kind: str, gpus: int) -> float:
+    """GB/s between GPUs of a node of Sailor's."""
+    return NVLINK if kind == "gh200-96" else PCIE * (2 if gpus <= 4 else 1)
+
+
 # The 500 W part, which keeps up less of the same peak; its share is fitted.
 H100_500W = {"name": "h100-500w", "memory_gib": 94.0, "fp32": 67.0, "tf32": 494.0, "fp16": 989.0, "bf16": 989.0,
              "fp8": 1979.0,

@@ -241,4 +241,5 @@ def host_optimizer(nodes: Nodes, ranks: int, states: int, parameters: float) -> 
 
 def optimizer(work: Work, parameters: float) -> float:
     """Seconds of the update of so many parameters."""
-    return work.software.optimizer_bytes * parameters / work.bandwidth
+    bytes_ = work.software.optimizer_bytes + (work.software.fp16_bytes if work.precision == "fp16" else 0.0)
+    return bytes_ * parameters / work.bandwidth

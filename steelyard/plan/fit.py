@@ -65,14 +65,15 @@ def room(predictor: Predictor, rank: int, memory: Memory, seats: Sequence[Seat])
 def telling(predictor: Predictor, layout: Layout) -> list[int]:
     """The ranks that decide whether a layout fits: of those on like GPUs with like layers the first and the last.
 
-    The first keeps the most micro-batches waiting, the last the most that wait for their weights' gradients.
+    Both ends of the pipeline are looked at, for they hold embedding and head. Of the others the first keeps the most
+    micro-batches waiting, the last the most that wait for their weights' gradients.
     """
     alike: dict[tuple[object, ...], list[int]] = {}
     ends = (0, layout.pipeline - 1)
     for rank, seats in enumerate(predictor.seats(layout)):
         kinds = tuple(sorted({seat.nodes.type for seat in seats}))
         layers = layout.partition[rank :: layout.pipeline]
-        alike.setdefault((kinds, layers, rank in ends), []).append(rank)
+        alike.setdefault((kinds, layers, rank if rank in ends else None), []).append(rank)
     late = layout.schedule == "zero-bubble"
     return sorted({rank for same in alike.values() for rank in ((same[0], same[-1]) if late else (same[0],))})
 

@@ -6,7 +6,7 @@ distributed optimizer (zero 1) deals the copies and moments out among the data-p
 
 A layer keeps s b h (10 + 24 / t) + 5 a s^2 b / t bytes for each micro-batch in flight (Korthikanti 2022, section 4);
 without dropout its masks and the dropped scores are not kept: s b h (8 + 24 / t) + 2 a s^2 b / t. In fp32 all but the
-masks, which are bytes, takes twice that. What comes and goes beside stands at `_fleeting` and `_logit_bytes`.
+masks, which are bytes, takes twice that. What comes and goes beside stands at `_Layer.fleeting` and `_Layer.head`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def memories(predictor: Predictor, layout: Layout, ranks: Sequence[int]) -> list
         layers = layout.partition[rank :: layout.pipeline]
         kept = max(sum(n * count for n, count in zip(state_, layers, strict=False)) for state_ in states)
         flying = max(sum(state_[: layout.virtual]) for state_ in states)
-        is_last = rank == layout.pipeline - 1
+        head = layer.head() if rank == layout.pipeline - 1 else 0
         found.append(
             Memory(
                 weights=weights * held,
@@ -62,8 +62,9 @@ def memories(predictor: Predictor, layout: Layout, ranks: Sequence[int]) -> list
                 gradients=gradients * held,
                 optimizer=-(-state * held // shards),
                 activations=kept * layer.kept(layout.recompute),
-                temporaries=layer.fleeting() if any(layers) else 0,
-                head_and_loss=layer.head() if is_last else 0,
+                # The loss is over when the layers' backward passes begin: of the two, the larger counts.
+                temporaries=max(0, layer.fleeting() - head) if any(layers) else 0,
+                head_and_loss=head,
                 layer_buffers=gradients * min(held, BUCKET) if software.flat_gradients and layout.data > 1 else 0,
                 exchange_buffers=layer.pieces() * flying if layout.pipeline > 1 else 0,
                 host=0,

@@ -186,6 +186,8 @@ class Predictor:
         launch = self.software.collective_launch * (layout.tensor > 1)
         layer, full = self._measured(work), layout.recompute == "full"
         sums_again = 2 * sum_ + gathered if full else 0.0
+        if self.software.regathers and layout.sequence_parallel:
+            sums_again += 2 * tensor.gather(self.each * tokens * self.shape.hidden)
         return StageCost(
             work,
             Split(

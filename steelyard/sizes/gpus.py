@@ -57,7 +57,7 @@ CATALOGUE = [
     Gpu("rtx4090", r"GeForce RTX 4090", 24, 82.6, 82.6, 165.2, 165.2, 330.3, 1008, 128, 450, 32, 0.8, "NVIDIA Ada architecture whitepaper"),
     Gpu("t4", r"T4", 15, 8.1, None, 65, None, None, 320, 40, 70, 16, 0.3, "NVIDIA T4 data sheet"),
     Gpu("l4", r"L4", 22.5, 30.3, 60, 121, 121, 242.5, 300, 58, 72, 32, 0.4, "NVIDIA L4 data sheet"),
-    Gpu("a10", r"A10", 22.5, 31.2, 62.5, 125, 125, None, 600, 72, 150, 32, 0.38, "NVIDIA A10 data sheet"),
+    Gpu("a10", r"A10", 22.5, 31.2, 62.5, 125, 125, None, 600, 72, 150, 32, 0.39, "NVIDIA A10 data sheet"),
     Gpu("a40", r"A40", 45, 37.4, 74.8, 149.7, 149.7, None, 696, 84, 300, 32, 0.7, "NVIDIA A40 data sheet"),
     Gpu("v100-16", r"V100-SXM2-16GB", 16, 15.7, None, 125, None, None, 900, 80, 300, 150, 0.45, "NVIDIA V100 data sheet, SXM2"),
     Gpu("v100-32", r"V100-SXM[23]-32GB", 32, 15.7, None, 125, None, None, 900, 80, 300, 150, 0.45, "NVIDIA V100 data sheet, SXM2"),
