@@ -28,7 +28,7 @@ from steelyard.plan.cluster import Cluster
 from steelyard.plan.foreign import megatron
 from steelyard.plan.layout import Layout
 from steelyard.plan.predict import Predictor
-from steelyard.plan.software import DEEPSPEED, MEGATRON, TORCHTITAN, Software
+from steelyard.plan.software import DEEPSPEED, EAGER, MEGATRON, TORCHTITAN, Software
 from steelyard.plan.widths import StagedLayout, StagedStep, Width
 
 BARS = {
@@ -311,9 +311,17 @@ def torchtitan(folder: Path) -> Iterator[Case]:
             layout(tensor, data, pipeline, micro, even(layers, pipeline), [("h100", gpus // 8)], context=context,
                    zero=3,
                    recompute=recompute, sequence_parallel=tensor > 1),
-            TORCHTITAN,
+            titan(row["technique"]),
             peak_bytes=float(row["peak_mem_GiB"]) * 2**30 if row["peak_mem_GiB"] else None,
         )  # fmt: skip
+
+
+def titan(technique: str) -> Software:
+    """TorchTitan as a row of its tables has it: layers are compiled but where FSDP alone is named."""
+    found = TORCHTITAN
+    if technique == "FSDP":
+        found = replace(found, stream_passes=EAGER.stream_passes, inner_passes=EAGER.inner_passes, kernels=EAGER.kernels)
+    return replace(found, hides_exchange=re.search(r"async ?tp", technique, re.IGNORECASE) is not None)
 
 
 def cases(folder: Path) -> list[Case]:

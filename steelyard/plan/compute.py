@@ -23,9 +23,9 @@ from steelyard.sizes.gpus import Gpu
 TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 64, 0.65))
 RAMP = 32  # A tile begins and ends as if its inner dimension were so much longer.
 MEMORY_SHARE = 0.92  # of the data sheet's bandwidth that kernels reach
-FLASH_SHARE = 0.6  # of the sustained rate that flash attention reaches: softmax is between its products
+FLASH_SHARE = 0.55  # of the sustained rate that flash attention reaches: softmax is between its products
 BATCHED_SHARE = 0.65  # of the same that the many small products of attention reach where scores are written out
-FP8_SHARE = 0.7  # of the sustained rate that fp8 products reach
+FP8_SHARE = 0.75  # of the sustained rate that fp8 products reach
 OVERLAP = 4.5  # Host and GPU run side by side, but wait for each other now and then: a norm of this order of both.
 
 
@@ -168,7 +168,7 @@ def layer(work: Work, shape: Shape) -> Pass:
         backward=gradients + attention_back + 2 * pointwise + (summed if work.precision == "bf16" else 0.0),
         host_forward=host,
         host_backward=2 * host,
-        recompute=forward,
+        recompute=forward - (times[-1][0] if software.stops_early else 0.0),
         selective=attention if software.scores else pointwise,
     )
 
@@ -179,7 +179,7 @@ def _attention(work: Work, shape: Shape, tokens: int) -> tuple[float, float]:
     rows = shape.sequence // work.context
     if not work.software.scores:
         flops = 2 * 2 * tokens * shape.sequence * heads * shape.head_dim / 2  # causal: half of the scores
-        forward = flops / (work.rate * FLASH_SHARE)
+        forward = flops / (work.rate * FLASH_SHARE * (work.software.ring_share if work.context > 1 else 1.0))
         return forward, 2.5 * forward  # Scores are computed again, then four products.
     batch = work.micro_batch * heads
     one = product(work, rows, shape.sequence, shape.head_dim, batch, BATCHED_SHARE)

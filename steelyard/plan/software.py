@@ -58,6 +58,12 @@ class Software:
     """Bytes more of a step under fp16: gradients are copied to fp32."""
     regathers: bool = False
     """With sequence parallelism the backward pass gathers the inputs of two products again, which were not kept."""
+    stops_early: bool = False
+    """Computing a layer again ends before its last product, which nothing needs."""
+    hides_exchange: bool = False
+    """Tensor ranks exchange pieces while they multiply those that are there: all but the first piece is hidden."""
+    ring_share: float = 1.0
+    """Of flash attention's rate, where keys and values come around a ring of context ranks, piece by piece (fitted)."""
     waits_to_send: bool = False
     """A rank sends to its neighbours in the pipeline in the order of its computing, not beside it."""
     waits_to_receive: bool = False
@@ -113,8 +119,10 @@ STEELYARD = Software(
     optimizer_bytes=34.0,
     scattered=False,
     step_overhead=5e-3,
+    stops_early=True,
 )
-TORCHTITAN = replace(STEELYARD, name="torchtitan")
+# Its loss is not compiled and takes logits in fp32: cast 6, softmax 12, backward 4, 12 and 6.
+TORCHTITAN = replace(STEELYARD, name="torchtitan", ring_share=0.75, logit_bytes=40.0)
 # The same with layers that are not compiled.
 EAGER = replace(STEELYARD, name="eager", stream_passes=16.0, inner_passes=3.0, kernels=45)
 KNOWN = {software.name: software for software in (STEELYARD, MEGATRON)}
