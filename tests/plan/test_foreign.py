@@ -177,3 +177,28 @@ def test_the_peak_that_is_told_is_the_sum_of_its_kinds():
     predictor, chosen = Predictor(recipe, machines, MEGATRON), layout([("a100-80", 4)], (4, 4))
     told = foreign.megatron(predictor, chosen)
     assert [each.peak for each in told] == [each.total for each in fit.memories_of(predictor, chosen, [0, 1])]
+
+
+def test_the_engine_itself_does_not_compute_a_layers_last_product_again():
+    import torch
+    from torch import nn
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from steelyard.parallel.recompute import _wrap
+
+    shapes = []
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.mm.default:
+                shapes.append(tuple(out.shape))
+            return out
+
+    mlp = nn.Sequential(nn.Linear(3, 5, bias=False), nn.GELU(), nn.Linear(5, 7, bias=False))
+    _wrap(mlp, selective=False)
+    out = mlp(torch.randn(2, 3, requires_grad=True))
+    with Products():
+        out.sum().backward()
+    assert shapes.count((2, 5)) == 2  # The first product again, and the gradient of what came out of it.
+    assert (2, 7) not in shapes
