@@ -16,7 +16,7 @@ from steelyard.plan.layout import Seat
 
 LINK_SHARE = 0.67  # of a link's bandwidth that collectives inside a node reach
 NETWORK_SHARE = 0.87  # of a network card's, where GPUs reach it directly
-SOCKET_SHARE = 0.5  # of a network card's, where all goes through the host's sockets
+SOCKET_SHARE = 0.45  # of a network card's, where all goes through the host's sockets
 SOCKET_LATENCY = 10e-6  # A network as slow to answer as this has no way around the host.
 BASE_LATENCY = 2e-6  # of any collective, however few its ranks
 

@@ -23,9 +23,9 @@ from steelyard.sizes.gpus import Gpu
 TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 64, 0.65))
 RAMP = 32  # A tile begins and ends as if its inner dimension were so much longer.
 MEMORY_SHARE = 0.92  # of the data sheet's bandwidth that kernels reach
-FLASH_SHARE = 0.6  # of the sustained rate that flash attention reaches: softmax is between its products
+FLASH_SHARE = 0.55  # of the sustained rate that flash attention reaches: softmax is between its products
 BATCHED_SHARE = 0.65  # of the same that the many small products of attention reach where scores are written out
-FP8_SHARE = 0.7  # of the sustained rate that fp8 products reach
+FP8_SHARE = 0.75  # of the sustained rate that fp8 products reach
 OVERLAP = 4.5  # Host and GPU run side by side, but wait for each other now and then: a norm of this order of both.
 
 
@@ -64,7 +64,7 @@ class Shape:
             rows=model.padded_vocab,
             layers=model.layers,
             sequence=recipe.data.sequence_length,
-            dropout=model.dropout > 0 or model.attention_dropout > 0,
+            dropout=model.attention_dropout > 0,
         )
 
 
@@ -159,7 +159,7 @@ def layer(work: Work, shape: Shape) -> Pass:
     inner = (2 * (shape.query + shape.key) + (1.5 if shape.gated else 1) * shape.ffn) / t
     moved = software.stream_passes * shape.hidden / along + software.inner_passes * inner
     pointwise = work.each * tokens * moved / work.bandwidth
-    kernels = software.kernels + (0 if _softmax_is_one(work, shape) else software.split_softmax)
+    kernels = software.kernels + (0 if _softmax_is_one(work, shape) else _split(work))
     host = kernels * software.launch
     forward = products + attention + pointwise
     summed = software.bf16_sum_bytes * sum(inputs * outputs for inputs, outputs in maps) / work.bandwidth
@@ -168,7 +168,7 @@ def layer(work: Work, shape: Shape) -> Pass:
         backward=gradients + attention_back + 2 * pointwise + (summed if work.precision == "bf16" else 0.0),
         host_forward=host,
         host_backward=2 * host,
-        recompute=forward,
+        recompute=forward - (times[-1][0] if software.stops_early else 0.0),
         selective=attention if software.scores else pointwise,
     )
 
@@ -179,20 +179,30 @@ def _attention(work: Work, shape: Shape, tokens: int) -> tuple[float, float]:
     rows = shape.sequence // work.context
     if not work.software.scores:
         flops = 2 * 2 * tokens * shape.sequence * heads * shape.head_dim / 2  # causal: half of the scores
-        forward = flops / (work.rate * FLASH_SHARE)
+        forward = flops / (work.rate * FLASH_SHARE * (work.software.ring_share if work.context > 1 else 1.0))
         return forward, 2.5 * forward  # Scores are computed again, then four products.
     batch = work.micro_batch * heads
     one = product(work, rows, shape.sequence, shape.head_dim, batch, BATCHED_SHARE)
     two = product(work, rows, shape.head_dim, shape.sequence, batch, BATCHED_SHARE)
-    bytes_ = (work.software.score_bytes + (5.0 if shape.dropout else 0.0)) * (
-        1.0 if _softmax_is_one(work, shape) else 3.0
-    )
+    times = 1.0 if _softmax_is_one(work, shape) else 2.0 if work.precision == "fp32" else 3.0
+    bytes_ = (work.software.score_bytes + (5.0 if shape.dropout else 0.0)) * times
     moved = batch * rows * shape.sequence * bytes_ * work.each / 2 / work.bandwidth
     return one + two + moved, 2 * (one + two) + moved
 
 
+def _split(work: Work) -> int:
+    """Kernels more of a softmax in pieces: in fp32 the mask alone, else scaling and casts too."""
+    return 1 if work.precision == "fp32" else work.software.split_softmax
+
+
 def _softmax_is_one(work: Work, shape: Shape) -> bool:
-    return not work.software.split_softmax or work.micro_batch * (shape.heads // work.tensor) % 4 == 0
+    """Whether mask and softmax are one kernel: Megatron has it for 16 bits and multiples of four heads.
+
+    Else the mask is a pass of its own, and in 16 bits casts to fp32 and back are another.
+    """
+    if not work.software.split_softmax:
+        return True
+    return work.precision != "fp32" and work.micro_batch * (shape.heads // work.tensor) % 4 == 0
 
 
 @lru_cache(maxsize=65536)
@@ -231,4 +241,5 @@ def host_optimizer(nodes: Nodes, ranks: int, states: int, parameters: float) -> 
 
 def optimizer(work: Work, parameters: float) -> float:
     """Seconds of the update of so many parameters."""
-    return work.software.optimizer_bytes * parameters / work.bandwidth
+    bytes_ = work.software.optimizer_bytes + (work.software.fp16_bytes if work.precision == "fp16" else 0.0)
+    return bytes_ * parameters / work.bandwidth

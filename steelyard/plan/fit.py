@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from steelyard.core import units
-from steelyard.plan.foreign import memories as memories_of_megatron
+from steelyard.plan import foreign, titan
 from steelyard.plan.layout import Layout, Seat
 from steelyard.plan.predict import Predictor
-from steelyard.plan.software import MEGATRON
+from steelyard.plan.software import TORCHTITAN
 from steelyard.sizes.gpus import GIB
 from steelyard.sizes.memory import RESERVED, Memory, memory_of
 
@@ -35,15 +35,21 @@ class Room:
 def rooms(predictor: Predictor, layout: Layout, ranks: Sequence[int] | None = None) -> list[Room]:
     """One for each pipeline rank, or for those asked for."""
     ranks = range(layout.pipeline) if ranks is None else ranks
-    if predictor.software is MEGATRON:
-        memories = memories_of_megatron(predictor, layout, ranks)
-    else:
-        memories = memory_of(layout.applied(predictor.recipe), layout.world, ranks)
+    memories = memories_of(predictor, layout, ranks)
     placed = predictor.seats(layout)
     found = []
     for rank, memory in zip(ranks, memories, strict=True):
         found.append(room(predictor, rank, memory, placed[rank]))
     return found
+
+
+def memories_of(predictor: Predictor, layout: Layout, ranks: Sequence[int]) -> list[Memory]:
+    """What the program that trains holds on some of the pipeline ranks."""
+    if predictor.software.scores:
+        return foreign.memories(predictor, layout, ranks)
+    if predictor.software.name == TORCHTITAN.name:
+        return titan.memories(predictor, layout, ranks)
+    return memory_of(layout.applied(predictor.recipe), layout.world, ranks)
 
 
 def room(predictor: Predictor, rank: int, memory: Memory, seats: Sequence[Seat]) -> Room:
@@ -59,14 +65,15 @@ def room(predictor: Predictor, rank: int, memory: Memory, seats: Sequence[Seat])
 def telling(predictor: Predictor, layout: Layout) -> list[int]:
     """The ranks that decide whether a layout fits: of those on like GPUs with like layers the first and the last.
 
-    The first keeps the most micro-batches waiting, the last the most that wait for their weights' gradients.
+    Both ends of the pipeline are looked at, for they hold embedding and head. Of the others the first keeps the most
+    micro-batches waiting, the last the most that wait for their weights' gradients.
     """
     alike: dict[tuple[object, ...], list[int]] = {}
     ends = (0, layout.pipeline - 1)
     for rank, seats in enumerate(predictor.seats(layout)):
         kinds = tuple(sorted({seat.nodes.type for seat in seats}))
         layers = layout.partition[rank :: layout.pipeline]
-        alike.setdefault((kinds, layers, rank in ends), []).append(rank)
+        alike.setdefault((kinds, layers, rank if rank in ends else None), []).append(rank)
     late = layout.schedule == "zero-bubble"
     return sorted({rank for same in alike.values() for rank in ((same[0], same[-1]) if late else (same[0],))})
 

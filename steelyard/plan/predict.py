@@ -181,11 +181,15 @@ class Predictor:
         work = Work.of(self.recipe, gpu, self.software, layout.micro_batch, cut)
         tokens = layout.micro_batch * self.shape.sequence // layout.context
         sum_ = tensor.all_reduce(self.each * tokens * self.shape.hidden)
+        if self.software.hides_exchange:
+            sum_ /= layout.tensor
         keys = 2 * self.each * tokens * layout.context * self.shape.key / layout.tensor
         gathered = context.gather(keys)
         launch = self.software.collective_launch * (layout.tensor > 1)
         layer, full = self._measured(work), layout.recompute == "full"
-        sums_again = 2 * sum_ + gathered if full else 0.0
+        sums_again = (1 if self.software.stops_early else 2) * sum_ + gathered if full else 0.0
+        if self.software.regathers and layout.sequence_parallel:
+            sums_again += 2 * tensor.gather(self.each * tokens * self.shape.hidden)
         return StageCost(
             work,
             Split(

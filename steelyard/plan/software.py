@@ -48,6 +48,26 @@ class Software:
     """Bytes that adding a bf16 gradient to sums in fp32 moves, for each weight of a layer and micro-batch."""
     split_softmax: int = 0
     """Kernels more where a rank's heads times the micro-batch are no multiple of four: then softmax is not fused."""
+    inner_kept: int = 2
+    """Tensors as wide as the MLP's inside that a layer keeps: before and behind GELU, or the one that ReLU needs."""
+    logits_left: int = 0
+    """Logits of earlier micro-batches that are still held when the loss is computed."""
+    flat_gradients: bool = False
+    """Gradients are copied into one piece to be summed, and what stages exchange is held while it is in flight."""
+    fp16_bytes: float = 0.0
+    """Bytes more of a step under fp16: gradients are copied to fp32."""
+    regathers: bool = False
+    """With sequence parallelism the backward pass gathers the inputs of two products again, which were not kept."""
+    stops_early: bool = False
+    """Computing a layer again ends before its last product, which nothing needs."""
+    hides_exchange: bool = False
+    """Tensor ranks exchange pieces while they multiply those that are there: all but the first piece is hidden."""
+    ring_share: float = 1.0
+    """Of flash attention's rate, where keys and values come around a ring of context ranks, piece by piece (fitted)."""
+    waits_to_send: bool = False
+    """A rank sends to its neighbours in the pipeline in the order of its computing, not beside it."""
+    waits_to_receive: bool = False
+    """And receives from them in turn too, not while it sends."""
 
 
 # Counted: 2 norms, 4 products, 2 of attention, scale-mask-softmax, 2 dropouts, 2 residual sums, bias and GELU, and
@@ -64,11 +84,24 @@ MEGATRON = Software(
     logit_bytes=60.0,
     gradient_bytes=0,
     overlapped=False,
-    optimizer_bytes=28.0,
+    optimizer_bytes=38.0,  # Adam 16 in and 12 out, weights to 16 bits 4 and 2, zeroing 4.
     scattered=True,
-    step_overhead=6.6e-3,
+    step_overhead=3e-3,
     bf16_sum_bytes=10.0,  # Reads the sum (4) and the gradient (2), writes the sum (4): a kernel of its own.
     split_softmax=13,
+    fp16_bytes=4.0,  # Copying 2 and 4; gradients to be zeroed are 2 shorter.
+    regathers=True,
+    waits_to_send=True,
+)
+# The same layers under DeepSpeed's pipeline engine, in fp32: Adam alone, and zeroing. Its host is slower (fitted).
+DEEPSPEED = replace(
+    MEGATRON,
+    name="megatron-deepspeed",
+    launch=30e-6,
+    optimizer_bytes=32.0,
+    logits_left=1,
+    flat_gradients=True,
+    waits_to_receive=True,
 )
 # Compiled: norms, activations and residual sums are one kernel each between products; flash attention.
 STEELYARD = Software(
@@ -86,7 +119,10 @@ STEELYARD = Software(
     optimizer_bytes=34.0,
     scattered=False,
     step_overhead=5e-3,
+    stops_early=True,
 )
+# Its loss is not compiled and takes logits in fp32: cast 6, softmax 12, backward 4, 12 and 6.
+TORCHTITAN = replace(STEELYARD, name="torchtitan", ring_share=0.75, logit_bytes=40.0)
 # The same with layers that are not compiled.
 EAGER = replace(STEELYARD, name="eager", stream_passes=16.0, inner_passes=3.0, kernels=45)
 KNOWN = {software.name: software for software in (STEELYARD, MEGATRON)}

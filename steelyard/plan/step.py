@@ -81,10 +81,23 @@ class StepCost:
             cost = self.costs[stage % layout.pipeline]
             ahead, back = self.predictor.stage(cost, layers, (stage == 0) + 2 * (stage == last))
             late = layers * cost.layer.weights if split else 0.0
-            forward.append(ahead)
-            backward.append(back - late)
+            before, behind = self._waits(stage)
+            forward.append(ahead + before)
+            backward.append(back - late + behind)
             weights.append(late)
-        return Times(tuple(forward), tuple(backward), tuple(weights), self.send)
+        waits = self.predictor.software.waits_to_send
+        return Times(
+            tuple(forward), tuple(backward), tuple(weights), tuple(0.0 for _ in self.send) if waits else self.send
+        )
+
+    def _waits(self, stage: int) -> tuple[float, float]:
+        """Seconds of a stage's forward and backward pass in which its rank computes nothing, but sends or receives."""
+        software = self.predictor.software
+        if not software.waits_to_send:
+            return 0.0, 0.0
+        next_ = self.send[stage] if stage < len(self.send) else 0.0
+        before = self.send[stage - 1] if stage else 0.0
+        return (next_ + before, next_ + before) if software.waits_to_receive else (next_, before)
 
     def per_layer(self) -> tuple[list[float], list[float]]:
         """Seconds of a micro-batch on each pipeline rank: for a layer, and for embedding and head beside the layers."""
@@ -219,11 +232,13 @@ class StepCost:
         tensor = min(busy, self.micro_batches * layers * self.costs[slowest].layer.exchange)
         at_once = Times(times.forward, times.backward, times.weights, (0.0,) * len(times.send))
         bubble = pipeline.simulate(at_once, *self.plan).ends[slowest] - busy
+        stages = range(slowest, len(counts), self.layout.pipeline)
+        waits = sum(sum(self._waits(stage)) for stage in stages)
         return Parts(
-            compute=busy - tensor,
+            compute=busy - tensor - self.micro_batches * waits,
             bubble=max(0.0, bubble),
             tensor=tensor,
-            pipeline=max(0.0, table.ends[slowest] - busy - bubble),
+            pipeline=max(0.0, table.ends[slowest] - busy - bubble) + self.micro_batches * waits,
             gradient=after[slowest][0],
             optimizer=after[slowest][1],
             overhead=self.predictor.software.step_overhead,

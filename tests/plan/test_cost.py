@@ -117,12 +117,13 @@ def test_the_parts_of_a_step_add_up_to_it():
         assert (parts.tensor > 0) == (chosen.tensor > 1)
 
 
-def test_recomputing_adds_a_forward_pass():
+def test_recomputing_adds_a_forward_pass_and_here_leaves_its_last_product_out():
     recipe, machines = gpt(hidden=4096, heads=32), cluster(("a100-80", 1, 1))
-    predictor = Predictor(recipe, machines)
-    plain = predictor.parts(layout([("a100-80", 1)], (8,))).compute
-    again = predictor.parts(layout([("a100-80", 1)], (8,), recompute="full")).compute
-    assert 1.25 < again / plain < 1.35
+    for software, least, most in ((MEGATRON, 1.25, 1.35), (STEELYARD, 1.17, 1.25)):
+        predictor = Predictor(recipe, machines, software)
+        plain = predictor.parts(layout([("a100-80", 1)], (8,))).compute
+        again = predictor.parts(layout([("a100-80", 1)], (8,), recompute="full")).compute
+        assert least < again / plain < most
 
 
 def test_fasops_clusters_own_job_is_predicted_better_than_fasop_did():

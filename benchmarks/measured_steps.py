@@ -1,0 +1,334 @@
+"""Measured training steps of published work, as recipes, clusters and layouts, for `plan_accuracy.py` to predict.
+
+Each source is a csv file; which program ran it, in which precision and over which links is written down here, and what
+of that was fitted is marked.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from steelyard.core.recipe import Recipe
+from steelyard.plan import fit
+from steelyard.plan.cluster import Cluster
+from steelyard.plan.layout import Layout
+from steelyard.plan.predict import Predictor
+from steelyard.plan.software import DEEPSPEED, EAGER, MEGATRON, TORCHTITAN, Software
+from steelyard.plan.widths import StagedLayout, StagedStep, Width
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measured step."""
+
+    set: str
+    name: str
+    group: str
+    """Cases among which a planner would have had to choose."""
+    measured: float
+    recipe: Recipe
+    cluster: Cluster
+    layout: Layout
+    software: Software
+    widths: tuple[Width, ...] = ()
+    """Of the stages, where these are not alike."""
+    peak_bytes: float | None = None
+    """Memory that was measured, of the fullest rank."""
+    device: bool = False
+    """Measured was all that the driver counts, and not what PyTorch knows of."""
+
+    def peak(self) -> float:
+        """Bytes of the fullest rank by our account."""
+        predictor = Predictor(self.recipe, self.cluster, self.software)
+        staged = StagedLayout(self.layout, self.widths)
+        layouts = [self.layout] * self.layout.pipeline
+        if self.widths:
+            layouts = [replace(staged.at(rank, self.recipe), sequence_parallel=self.layout.sequence_parallel)
+                       for rank in range(self.layout.pipeline)]  # fmt: skip
+        ranks = [fit.memories_of(predictor, each, [rank])[0].total for rank, each in enumerate(layouts)]
+        return max(ranks) + (beside(self.cluster) if self.device else 0)
+
+    def predicted(self) -> float:
+        """Seconds by our account."""
+        if self.widths:
+            predictor = Predictor(self.recipe, self.cluster, self.software)
+            staged = StagedLayout(self.layout, self.widths)
+            return StagedStep(predictor, staged).seconds(self.layout.partition)
+        return Predictor(self.recipe, self.cluster, self.software).parts(self.layout).total
+
+
+def gpt(
+    layers: int,
+    hidden: int,
+    heads: int,
+    sequence: int,
+    batch: int,
+    vocab: int = 51200,
+    precision: str = "fp16",
+    **more: Any,
+) -> Recipe:
+    """A GPT as Megatron trains it."""
+    model = {"family": "gpt", "layers": layers, "hidden": hidden, "heads": heads, "vocab": vocab, "positions": sequence}
+    train = {"global_batch": batch, "micro_batch": 1, "precision": precision}
+    return Recipe.model_validate(
+        {"name": "case", "model": model | more, "data": {"sequence_length": sequence}, "train": train}
+    )
+
+
+def layout(
+    tensor: int, data: int, pipeline: int, micro_batch: int, counts: tuple[int, ...], placement: Any, **more: Any
+) -> Layout:
+    """A layout with defaults."""
+    settings = {
+        "context": 1,
+        "virtual": 1,
+        "zero": 0,
+        "sequence_parallel": False,
+        "schedule": "1f1b",
+        "recompute": "none",
+    }
+    return Layout(tensor=tensor, data=data, pipeline=pipeline, micro_batch=micro_batch, partition=counts,
+                  placement=tuple(placement), **(settings | more))  # fmt: skip
+
+
+def even(layers: int, stages: int) -> tuple[int, ...]:
+    """Layers as Megatron deals them out."""
+    return tuple(layers // stages + (stage < layers % stages) for stage in range(stages))
+
+
+def cluster(nodes: list[dict[str, Any]], network: float, latency: float = 5.0, **more: Any) -> Cluster:
+    """A cluster with one network."""
+    links = [{"between": ["*", "*"], "GBps": network, "latency_us": latency}]
+    return Cluster.model_validate({"nodes": nodes, "links": links} | more)
+
+
+def rows(path: Path) -> Iterator[dict[str, str]]:
+    """The lines of a csv file, if it is there."""
+    if path.exists():
+        with open(path, newline="") as file:
+            yield from csv.DictReader(file)
+
+
+def vtrain(folder: Path) -> Iterator[Case]:
+    """A100s: AWS p4d nodes by themselves, and 64 to 512 GPUs in nodes of eight with four HDR InfiniBand cards."""
+    for name, gpu, network in (("single", "a100-40", 50.0), ("multi", "a100-80", 100.0)):
+        for row in rows(folder / f"vtrain_ground_truth_{name}.csv"):
+            tensor, data, pipeline = (int(row[f"{axis} parallelism"]) for axis in ("tensor", "data", "pipeline"))
+            layers, batch = int(row["# layers"]), int(row["global batch"])
+            hidden, heads, length = int(row["hidden size"]), int(row["attention heads"]), int(row["sequence length"])
+            ranks = tensor * data * pipeline
+            here = cluster([{"type": "a100", "count": -(-ranks // 8), "gpu": gpu, "gpus": 8}], network)
+            yield Case(
+                f"vtrain {name}",
+                f"{hidden}x{layers} batch {batch} tp{tensor} dp{data} pp{pipeline} mbs{row['micro batch']}",
+                f"{hidden} {layers} {batch} {ranks}",
+                float(row["iteration time (ms)"]) / 1e3,
+                gpt(layers, hidden, heads, length, batch, precision="fp16" if name == "single" else "bf16",
+                    dropout=0.1, attention_dropout=0.1),
+                here,
+                layout(tensor, data, pipeline, int(row["micro batch"]), even(layers, pipeline),
+                       [("a100", -(-ranks // 8))], recompute="full"),
+                MEGATRON,
+            )  # fmt: skip
+
+
+def korthikanti(folder: Path) -> Iterator[Case]:
+    """Table 5 of arXiv 2205.05198: DGX A100 nodes with eight HDR cards."""
+    for row in rows(folder / "korthikanti2022_table5_a100.csv"):
+        layers, tensor, pipeline, data = (int(row[key]) for key in ("layers", "tp", "pp", "dp"))
+        virtual, count = int(row["vpp"]), -(-int(row["gpus(A100-80G)"]) // 8)
+        full = row["recompute(full|seqpar+selective)"] == "full"
+        yield Case(
+            "korthikanti",
+            f"{row['model']} {'full' if full else 'selective'}",
+            row["model"],
+            float(row["measured_iter_s"]),
+            gpt(layers, int(row["hidden"]), int(row["heads"]), int(row["seq"]), int(row["global_batch"]),
+                dropout=0.1, attention_dropout=0.1),
+            cluster([{"type": "a100", "count": count, "gpu": "a100-80", "gpus": 8}], 200.0),
+            layout(tensor, data, pipeline, int(row["micro_batch"]), even(layers, pipeline * virtual), [("a100", count)],
+                   virtual=virtual, schedule="interleaved" if virtual > 1 else "1f1b",
+                   recompute="full" if full else "selective", sequence_parallel=not full),
+            MEGATRON,
+        )  # fmt: skip
+
+
+def fasops_cluster() -> Iterator[Case]:
+    """GPT2-XL on 8 nodes of 4 A10, as its README shows it."""
+    nodes = [{"type": "a10", "count": 8, "gpu": "a10", "gpus": 4}]
+    yield Case(
+        "FASOP example", "gpt2-xl tp1 dp4 pp8", "FASOP example", 1.402,
+        gpt(48, 1600, 16, 1024, 64, vocab=50257),
+        cluster(nodes, 12.5),
+        layout(1, 4, 8, 1, (0, 11, 8, 8, 8, 8, 5, 0), [("a10", 8)]),
+        MEGATRON,
+    )  # fmt: skip
+
+
+def amp(folder: Path) -> Iterator[Case]:
+    """AWS nodes of T4 and V100; counts of layers include three modules before the first and behind the last."""
+    for row in rows(folder / "amp_real_trials.csv"):
+        if row["status"] != "ok" or row["experiment"] == "het_model":
+            continue
+        mixed = row["experiment"] == "het_cluster"
+        t4 = {"type": "t4", "count": 1 if mixed else 4, "gpu": "t4", "gpus": 4, "intra_GBps": 6.25}
+        v100 = {"type": "v100", "count": 3, "gpu": "v100-16", "gpus": 4, "intra_GBps": 21.25}
+        links = [{"between": ["t4", "t4"], "GBps": 6.25}]
+        links += [{"between": ["v100", "*"], "GBps": 1.25}] if mixed else []
+        tensor, data, pipeline = int(row["tp"]), int(row["dp"]), int(row["pp"])
+        counts = [int(n) for n in row["partition_layers_per_stage(AMP layers incl. embed/head)"].split("-")]
+        counts[0] -= 3
+        counts[-1] -= 3
+        yield Case(
+            "amp v100+t4" if mixed else "amp t4",
+            f"tp{tensor} dp{data} pp{pipeline} mbs{row['micro_batch']}",
+            row["experiment"],
+            float(row["measured_s"]),
+            gpt(24, 1024, 16, 1024, int(row["global_batch"]), vocab=50257, dropout=0.1, attention_dropout=0.1),
+            Cluster.model_validate({"nodes": [v100, t4] if mixed else [t4], "links": links}),
+            layout(tensor, data, pipeline, int(row["micro_batch"]), tuple(counts),
+                   [("v100", 3), ("t4", 1)] if mixed else [("t4", 4)], recompute="full"),
+            MEGATRON,
+        )  # fmt: skip
+
+
+# Layers, width, heads, logits. Sailor's GPT-Neo ends with its last norm and takes the loss over the stream itself.
+SAILOR = {"OPT-350M": (24, 1024, 16, 50257), "GPT-Neo-2.7B": (32, 2560, 20, 2560)}
+# Its OPT has ReLU where GPT-Neo has GELU.
+SAILORS = {"OPT-350M": replace(DEEPSPEED, inner_kept=1), "GPT-Neo-2.7B": DEEPSPEED}
+RTX = {"RTX-3090": "rtx3090", "RTX-2080": "rtx2080", "Titan-RTX": "titan-rtx", "GH-96": "gh200-96"}
+
+
+def sailor(folder: Path) -> Iterator[Case]:
+    """GH200 nodes of four, and nodes of eight RTX cards; counts of layers include embedding and head."""
+    for row in rows(folder / "sailor_validation_measured.csv"):
+        counts = [int(n) for n in row["layers_per_stage"].split("-")]
+        counts[0] -= 1
+        counts[-1] -= 1
+        # One row names a model that its layers are not; the layers are what was run.
+        name = next((name for name, shape in SAILOR.items() if shape[0] == sum(counts)), row["model"])
+        if name not in SAILOR:
+            print(f"left out: Sailor's {name}, of which no shape is written down here", file=sys.stderr)
+            continue
+        layers, hidden, heads, vocab = SAILOR[name]
+        stages = [
+            [re.fullmatch(r"(.+)xTP(\d+)", each.strip()) for each in stage.split("+")]
+            for stage in row["stage_devices"].split("|")
+        ]
+        if any(len({each[2] for each in stage}) > 1 for stage in stages):
+            continue  # Tensor widths that differ within a stage.
+        widest = max(map(len, stages))
+        widths = tuple(
+            Width(int(stage[0][2]), len(stage), int(row["micro_batch"]) * widest // len(stage)) for stage in stages
+        )
+        tensor, data = max(width.tensor for width in widths), widest
+        kinds = {(RTX[each[1]], int(each[2])) for stage in stages for each in stage}
+        gh200 = row["cluster"].startswith("clariden")
+        nodes = [{"type": f"{kind}-{gpus}", "count": 64, "gpu": kind, "gpus": gpus, "intra_GBps": inside(kind, gpus)}
+                 for kind, gpus in kinds]  # fmt: skip
+        yield Case(
+            "sailor gh200" if gh200 else "sailor rtx",
+            f"{name} {row['stage_devices'].count('x')} x TP{tensor} dp{data} pp{len(stages)} mbs{row['micro_batch']}",
+            f"{row['cluster']} {name} {row['N_nodes']} {row['global_batch']}",
+            float(row["measured_iter_s"]),
+            gpt(layers, hidden, heads, 2048, int(row["global_batch"]), vocab=vocab, precision="fp32", tied=False,
+                dropout=0.1 if name == "GPT-Neo-2.7B" else 0.0),
+            cluster(nodes, 25.0) if gh200 else cluster(nodes, ETHERNET, 50.0),
+            layout(tensor, data, len(stages), int(row["micro_batch"]), tuple(counts),
+                   [(f"{RTX[each[1]]}-{each[2]}", 1) for stage in stages for each in stage]),
+            SAILORS[name],
+            widths if len(set(widths)) > 1 else (),
+            float(row["measured_peak_mem_bytes"]),
+            device=True,
+        )  # fmt: skip
+
+
+# What GPUs of Sailor's nodes send each other and what the RTX nodes send over Ethernet: fitted, as the sources do not
+# say. RTX cards reach each other through the host; where eight do, all of it lies between them and not half.
+NVLINK, PCIE, ETHERNET = 135.0, 3.75, 0.55
+
+
+def inside(kind: str, gpus: int) -> float:
+    """GB/s between GPUs of a node of Sailor's."""
+    return NVLINK if kind == "gh200-96" else PCIE * (2 if gpus <= 4 else 1)
+
+
+# The 500 W part, which keeps up less of the same peak; its share is fitted.
+H100_500W = {"name": "h100-500w", "memory_gib": 94.0, "fp32": 67.0, "tf32": 494.0, "fp16": 989.0, "bf16": 989.0,
+             "fp8": 1979.0,
+             "bandwidth_gb": 2400.0, "units": 132, "watts": 500.0, "link_gb": 450.0, "sustained": 0.45}  # fmt: skip
+LLAMA = {"8B": (32, 4096, 32, 8, 14336), "70B": (80, 8192, 64, 8, 28672), "405B": (126, 16384, 128, 8, 53248)}
+
+
+def torchtitan(folder: Path) -> Iterator[Case]:
+    """Llama 3.1 on H100s in nodes of eight."""
+    for row in rows(folder / "torchtitan_benchmarks.csv"):
+        size = row["model"].rpartition("-")[2]
+        if not row["seq"]:
+            row["seq"] = "8192"
+        layers, hidden, heads, kv_heads, ffn = LLAMA[size]
+        axis = {name: int(n) for name, n in re.findall(r"(FSDP|TP|PP|CP)(\d+)", row["parallelism"])}
+        data, tensor, context, pipeline = (axis.get(name, 1) for name in ("FSDP", "TP", "CP", "PP"))
+        local, length, gpus = int(row["local_batch"]), int(row["seq"]), int(row["n_gpus"])
+        micro = max(1, local // pipeline)  # As many micro-batches as pipeline ranks, unless told otherwise.
+        virtual = 2 if "nterleaved" in row["technique"] and pipeline > 1 else 1
+        model = {"family": "llama", "layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads,
+                 "ffn": ffn, "vocab": 128256}  # fmt: skip
+        fp8 = "loat8" in row["technique"]
+        train = {"global_batch": local * data, "micro_batch": 1, "precision": "fp8" if fp8 else "bf16"}
+        recipe = Recipe.model_validate(
+            {"name": "case", "model": model, "data": {"sequence_length": length}, "train": train}
+        )
+        tokens = local * length / (context * tensor * pipeline)
+        recompute = "full" if row["activation_ckpt"] == "full" else "selective"
+        yield Case(
+            "torchtitan",
+            f"{row['model']} {row['parallelism']} {row['technique']} {length}",
+            f"{row['model']} {gpus} {length}",
+            tokens / float(row["tokens_per_s_per_gpu"]),
+            recipe,
+            cluster([{"type": "h100", "count": gpus // 8, "gpu": "h100-500w", "gpus": 8}], 400.0, gpus=[H100_500W]),
+            layout(tensor, data, pipeline, micro, even(layers, pipeline * virtual), [("h100", gpus // 8)],
+                   context=context, zero=3, virtual=virtual, schedule="interleaved" if virtual > 1 else "1f1b",
+                   recompute=recompute, sequence_parallel=tensor > 1),
+            titan(row["technique"]),
+            peak_bytes=float(row["peak_mem_GiB"]) * 2**30 if row["peak_mem_GiB"] else None,
+        )  # fmt: skip
+
+
+def titan(technique: str) -> Software:
+    """TorchTitan as a row of its tables has it: layers are compiled but where FSDP alone is named."""
+    found = TORCHTITAN
+    if technique == "FSDP":
+        found = replace(
+            found, stream_passes=EAGER.stream_passes, inner_passes=EAGER.inner_passes, kernels=EAGER.kernels
+        )
+    return replace(found, hides_exchange=re.search(r"async ?tp", technique, re.IGNORECASE) is not None)
+
+
+def cases(folder: Path) -> list[Case]:
+    """All measured steps of a folder."""
+    return [
+        *fasops_cluster(),
+        *vtrain(folder),
+        *korthikanti(folder),
+        *amp(folder),
+        *sailor(folder),
+        *torchtitan(folder),
+    ]
+
+
+# Bytes that the driver counts beside PyTorch's: the context, loaded kernels, and NCCL's buffers, of which NVLink's many
+# channels need more. Fitted on Sailor's eight runs of two clusters.
+BESIDE, BESIDE_ON_NVLINK = 2.65 * 2**30, 4.65 * 2**30
+
+
+def beside(here: Cluster) -> float:
+    """What a process takes on the GPUs of a cluster beside PyTorch's memory."""
+    return BESIDE_ON_NVLINK if any(here.inside(nodes).bandwidth > 64e9 for nodes in here.nodes) else BESIDE
