@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 from steelyard.plan import fit, partition
 from steelyard.plan.layout import Layout
 from steelyard.plan.predict import Predictor
@@ -24,17 +26,36 @@ def by_time(predictor: Predictor, layout: Layout, layers: int, limits: list[int]
 def limits(predictor: Predictor, layout: Layout, layers: int) -> list[int]:
     """The most layers that each pipeline rank has memory for, -1 where it has none even for no layer.
 
-    A rank's memory depends on no other rank's layers and grows with its own, so that all are found by halving at once.
+    A rank's memory depends on no other rank's layers and grows with its own, nearly in a straight line: two points of
+    it tell where to look, and what is still open is halved, all ranks at once. Limits that are guessed to be more than
+    a layer for each rank short of all `layers` are not looked at further.
     """
+    guess = _guessed(predictor, layout, layers)
+    if sum(guess) + layout.pipeline < layers:
+        return guess
     low, high = [-1] * layout.pipeline, [layers] * layout.pipeline
-    while low != high:
+    for more in count():
+        if low == high:
+            return low
         middle = [max(0, -(-(least + most) // 2)) for least, most in zip(low, high, strict=True)]
+        if more < 2:  # The guess, which fits if it is right, and one layer more, which then does not.
+            middle = [min(layers, known + more) for known in guess]
         for room in fit.rooms(predictor, layout.with_partition(tuple(middle))):
+            here = middle[room.rank]
             if room.fits:
-                low[room.rank] = middle[room.rank]
+                low[room.rank] = max(low[room.rank], here)
             else:
-                high[room.rank] = middle[room.rank] - 1
-    return low
+                high[room.rank] = min(high[room.rank], here - 1)
+    raise AssertionError
+
+
+def _guessed(predictor: Predictor, layout: Layout, layers: int) -> list[int]:
+    """Limits if memory grew in a straight line from one layer to two and on."""
+    one, two = (fit.rooms(predictor, layout.with_partition((number,) * layout.pipeline)) for number in (1, 2))
+    return [
+        max(0, min(layers, 1 + (less.usable - less.memory.total) // max(1, more.memory.total - less.memory.total)))
+        for less, more in zip(one, two, strict=True)
+    ]
 
 
 def within(predictor: Predictor, layout: Layout, layers: int) -> Layout | None:

@@ -43,14 +43,14 @@ def exhaustive(recipe, machines, limits, objective="time"):
                 schedules = space.schedules(recipe, pipeline, batch // data, limits)
                 zeros = space.zeros(pipeline, data, limits)
                 orders = space.orders(use) if pipeline > 1 else [use.counts]
-                for (schedule, virtual), zero, recompute, placement in product(
-                    schedules, zeros, limits.recomputes, orders
+                for (schedule, virtual), zero, recompute, placement, sequence in product(
+                    schedules, zeros, limits.recomputes, orders, space.sequences(recipe, tensor, 1, limits)
                 ):
                     predictor = Predictor(recipe, machines)
                     if schedule == "zero-bubble":
                         predictor = Predictor(recipe, machines, EAGER)
                     chosen = Layout(
-                        tensor, 1, pipeline, virtual, data, zero, tensor > 1, schedule, micro_batch, recompute, (),
+                        tensor, 1, pipeline, virtual, data, zero, sequence, schedule, micro_batch, recompute, (),
                         placement,
                     )  # fmt: skip
                     step = predictor.step(chosen)
@@ -72,6 +72,50 @@ def test_looking_at_every_plan_finds_nothing_better(nodes, hidden, objective):
     found = search(recipe, machines, objective, limits=limits, top=3)
     assert found.complete
     assert found.plans[0].value(objective) <= exhaustive(recipe, machines, limits, objective) * (1 + 1e-9)
+
+
+def best_with(recipe, machines, sequences, **more):
+    limits = Limits(virtual=1, schedules=("1f1b",), subsets=False, sequences=sequences, **more)
+    plans = search(recipe, machines, top=20, limits=limits).plans
+    return min((plan for plan in plans if plan.layout.tensor > 1), key=lambda plan: plan.seconds)
+
+
+@pytest.mark.parametrize(("hidden", "length", "on"), [(4096, 2048, True), (256, 256, False)])
+def test_sequence_parallelism_is_on_or_off_as_is_faster(hidden, length, on):
+    # Wide layers save passes over the stream; narrow ones wait for the host, which starts twice as many collectives.
+    recipe, machines = gpt(layers=2, hidden=hidden, length=length, batch=4), cluster(("a100-80", 1, 2))
+    chosen = best_with(recipe, machines, (True, False), micro_batch=1)
+    on_only, off_only = (best_with(recipe, machines, (each,), micro_batch=1) for each in (True, False))
+    assert chosen.layout.sequence_parallel == on
+    assert (on_only.seconds < off_only.seconds) == on
+    assert chosen.seconds == min(on_only.seconds, off_only.seconds)
+
+
+def test_sequence_parallelism_is_off_where_only_that_fits():
+    # Two tensor ranks under selective recomputation keep what was gathered for every exchange beside the stream.
+    recipe = gpt(layers=24, hidden=2048, batch=8, length=2048)
+    nodes = [{"type": "mine", "count": 1, "gpu": "mine", "gpus": 2}]
+    chosen = [Layout(2, 1, 1, 1, 1, 0, on, "1f1b", 8, "selective", (24,), (("mine", 1),)) for on in (True, False)]
+
+    def machines(memory):
+        gpu = {"name": "mine", "memory_gib": memory, "fp16": 100.0, "bandwidth_gb": 800.0}
+        return Cluster.model_validate({"nodes": nodes, "gpus": [gpu]})
+
+    needs = [fit.rooms(Predictor(recipe, machines(80)), each)[0].memory.total / 2**30 for each in chosen]
+    assert needs[1] < needs[0]
+    between = machines(sum(needs) / 2 + 2)
+    limits = Limits(recomputes=("selective",), zeros=(0,), subsets=False, micro_batch=8, schedules=("1f1b",), virtual=1)
+    for sequences in ((True, False), (True,)):
+        plans = search(recipe, between, top=20, limits=replace(limits, sequences=sequences)).plans
+        kept = [plan.layout for plan in plans if (plan.layout.tensor, plan.layout.micro_batch) == (2, 8)]
+        assert [each.sequence_parallel for each in kept] == ([False] if False in sequences else [])
+
+
+def test_a_sequence_that_does_not_divide_is_not_cut():
+    recipe = gpt(layers=2, length=1022, batch=4)
+    assert space.sequences(recipe, 4, 1, Limits()) == [False]
+    assert space.sequences(recipe, 2, 1, Limits()) == [True, False]
+    assert space.sequences(recipe, 1, 1, Limits()) == [False]
 
 
 @settings(max_examples=60, deadline=None)
