@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import count
 
 from steelyard.plan import fit, partition
@@ -27,16 +28,13 @@ def limits(predictor: Predictor, layout: Layout, layers: int) -> list[int]:
     """The most layers that each pipeline rank has memory for, -1 where it has none even for no layer.
 
     A rank's memory depends on no other rank's layers and grows with its own, nearly in a straight line: two points of
-    it tell where to look, and what is still open is halved, all ranks at once. Limits that are guessed to be more than
-    a layer for each rank short of all `layers` are not looked at further.
+    it tell where to look, and what is still open is halved, all ranks at once.
     """
-    guess = _guessed(predictor, layout, layers)
-    if sum(guess) + layout.pipeline < layers:
-        return guess
+    guess = _guessed(predictor, layout, layers, range(layout.pipeline))
     low, high = [-1] * layout.pipeline, [layers] * layout.pipeline
     for more in count():
         if low == high:
-            return low
+            break
         middle = [max(0, -(-(least + most) // 2)) for least, most in zip(low, high, strict=True)]
         if more < 2:  # The guess, which fits if it is right, and one layer more, which then does not.
             middle = [min(layers, known + more) for known in guess]
@@ -46,21 +44,35 @@ def limits(predictor: Predictor, layout: Layout, layers: int) -> list[int]:
                 low[room.rank] = max(low[room.rank], here)
             else:
                 high[room.rank] = min(high[room.rank], here - 1)
-    raise AssertionError
+    return low
 
 
-def _guessed(predictor: Predictor, layout: Layout, layers: int) -> list[int]:
+def _guessed(predictor: Predictor, layout: Layout, layers: int, ranks: Sequence[int]) -> list[int]:
     """Limits if memory grew in a straight line from one layer to two and on."""
-    one, two = (fit.rooms(predictor, layout.with_partition((number,) * layout.pipeline)) for number in (1, 2))
+    one, two = (fit.rooms(predictor, layout.with_partition((number,) * layout.pipeline), ranks) for number in (1, 2))
     return [
         max(0, min(layers, 1 + (less.usable - less.memory.total) // max(1, more.memory.total - less.memory.total)))
         for less, more in zip(one, two, strict=True)
     ]
 
 
+def _is_hopeless(predictor: Predictor, layout: Layout, layers: int) -> bool:
+    """Whether all ranks together have memory for fewer layers, by far: soon known, for most that are too full.
+
+    Of ranks on like nodes the first or the last keeps the fewest micro-batches and has room for the most layers. What
+    is guessed may be a layer off for each rank.
+    """
+    alike: dict[tuple[int, bool], list[int]] = {}
+    for rank, kind in enumerate(predictor.kinds(layout)):
+        alike.setdefault((kind, rank in (0, layout.pipeline - 1)), []).append(rank)
+    guess = _guessed(predictor, layout, layers, [rank for same in alike.values() for rank in (same[0], same[-1])])
+    most = sum(len(same) * max(guess[2 * number : 2 * number + 2]) for number, same in enumerate(alike.values()))
+    return most + layout.pipeline < layers
+
+
 def within(predictor: Predictor, layout: Layout, layers: int) -> Layout | None:
     """The layout with layers moved off the stages that are too full, where others have room for them."""
-    if layout.pipeline == 1 or layout.virtual > 1:
+    if layout.pipeline == 1 or layout.virtual > 1 or _is_hopeless(predictor, layout, layers):
         return None
     most = limits(predictor, layout, layers)
     counts = by_time(predictor, layout, layers, most) if min(most) >= 0 else ()

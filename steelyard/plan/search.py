@@ -26,7 +26,6 @@ from steelyard.plan.predict import Predictor
 from steelyard.plan.profile import Profile
 from steelyard.plan.software import MEGATRON, STEELYARD, Software
 from steelyard.plan.space import Limits, Use, Variant
-from steelyard.plan.step import least
 from steelyard.plan.whole import Mesh, Wholes
 from steelyard.plan.worth import price_hour, watts, weight
 
@@ -99,7 +98,6 @@ class _Search:
         self.recipe, self.cluster, self.objective, self.top, self.limits = recipe, cluster, objective, top, limits
         self.found = Found([])
         self.wholes = Wholes(recipe, cluster, limits, software, profiles, self.found)
-        self.layers: dict[tuple[str, int, int, int], float] = {}
         self.best: dict[tuple[object, ...], tuple[float, float, Layout]] = {}
         self.limit = float("inf")
         self.frontier: list[tuple[float, float]] = []
@@ -162,7 +160,7 @@ class _Search:
                 if use.ranks % (tensor * context) or not space.agrees(self.recipe, tensor, context, 1):
                     continue
                 for micro_batch in space.micro_batches(self.recipe, self.limits):
-                    each = {type_: self._layer(type_, tensor, context, micro_batch) for type_, _ in use.counts}
+                    each = {type_: self.wholes.layer(type_, tensor, context, micro_batch) for type_, _ in use.counts}
                     groups = {
                         type_: n * self.cluster.nodes_of(type_).gpus / tensor / context for type_, n in use.counts
                     }
@@ -192,7 +190,7 @@ class _Search:
 
     def _bound(self, mesh: Mesh) -> float:
         """A bound for all partitions, nothing recomputed, with sequence parallelism or without."""
-        layouts = [mesh.layout(Variant("none", 0, sequence)) for sequence in self.wholes.sequences(mesh)]
+        layouts = [mesh.layout(Variant("none", 0, sequence)) for sequence in self.wholes.bounding(mesh)]
         return min(self.wholes.step(layout).bound(self.recipe.model.layers) for layout in layouts)
 
     def _schedule(self, mesh: Mesh, schedules: list[tuple[str, int]]) -> None:
@@ -252,16 +250,6 @@ class _Search:
 
     def _weight_of(self, nodes: Placement) -> float:
         return weight(self.objective, price_hour(self.cluster, nodes), watts(self.cluster, nodes))
-
-    def _layer(self, type_: str, tensor: int, context: int, micro_batch: int) -> float:
-        """Seconds of a layer on one type of node, both passes, nothing computed again."""
-        key = (type_, tensor, context, micro_batch)
-        if key not in self.layers:
-            nodes = -(-tensor * context // self.cluster.nodes_of(type_).gpus)
-            mesh = Mesh(Use((), 0), tensor, context, micro_batch, ((type_, nodes),), 1, 1, "1f1b", 1)
-            layouts = [mesh.layout(Variant("none", 0, sequence)) for sequence in self.wholes.sequences(mesh)]
-            self.layers[key] = min(least(self.wholes.step(layout).costs[0].layer) for layout in layouts)
-        return self.layers[key]
 
 
 def _frontier(plans: list[Plan]) -> list[Plan]:

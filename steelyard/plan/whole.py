@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import gt
 
 from steelyard.core.recipe import Recipe
 from steelyard.plan import dealing, fit, space
@@ -21,7 +22,7 @@ from steelyard.plan.predict import Predictor
 from steelyard.plan.profile import Profile
 from steelyard.plan.software import Software, as_run
 from steelyard.plan.space import Limits, Use, Variant
-from steelyard.plan.step import StepCost
+from steelyard.plan.step import StepCost, least
 from steelyard.plan.worth import price_hour, watts
 
 
@@ -84,6 +85,7 @@ class Wholes:
         self.predictors = {
             splits: Predictor(recipe, cluster, as_run(software, recipe, splits), profiles) for splits in (False, True)
         }
+        self.layers: dict[tuple[str, int, int, int, bool], float] = {}
 
     def predictor(self, layout: Layout) -> Predictor:
         """That of the software as it runs the layout."""
@@ -114,13 +116,39 @@ class Wholes:
         """Whether sequence parallelism may be on and off, on first."""
         return space.sequences(self.recipe, mesh.tensor, mesh.context, self.limits)
 
+    def bounding(self, mesh: Mesh) -> list[bool]:
+        """The same, less those that need no bound of their own: off where no node's layers are faster with it off.
+
+        Then nothing is but the starts of two collectives at the ends of the model, a few microseconds of a step, and
+        sends are longer.
+        """
+        sequences = self.sequences(mesh)
+        if len(sequences) == 1:
+            return sequences
+        cut = (mesh.tensor, mesh.context, mesh.micro_batch)
+        on, off = ([self._layer(type_, *cut, each) for type_, _ in mesh.use.counts] for each in sequences)
+        return sequences if any(map(gt, on, off)) else sequences[:1]
+
+    def layer(self, type_: str, tensor: int, context: int, micro_batch: int) -> float:
+        """Seconds of a layer on one type of node, both passes, nothing computed again."""
+        sequences = space.sequences(self.recipe, tensor, context, self.limits)
+        return min(self._layer(type_, tensor, context, micro_batch, each) for each in sequences)
+
+    def _layer(self, type_: str, tensor: int, context: int, micro_batch: int, sequence: bool) -> float:
+        key = (type_, tensor, context, micro_batch, sequence)
+        if key not in self.layers:
+            nodes = -(-tensor * context // self.cluster.nodes_of(type_).gpus)
+            mesh = Mesh(Use((), 0), tensor, context, micro_batch, ((type_, nodes),), 1, 1, "1f1b", 1)
+            self.layers[key] = least(self.step(mesh.layout(Variant("none", 0, sequence))).costs[0].layer)
+        return self.layers[key]
+
     def zeros(self, mesh: Mesh) -> list[int]:
         """Degrees of sharding that differ on this mesh."""
         return space.zeros(mesh.pipeline, mesh.data * mesh.context, self.limits)
 
     def at_least(self, mesh: Mesh, recompute: str) -> float:
         """Seconds that layers dealt out by time take at the least, with the better choice of sequence parallelism."""
-        layouts = [mesh.layout(Variant(recompute, 0, sequence)) for sequence in self.sequences(mesh)]
+        layouts = [mesh.layout(Variant(recompute, 0, sequence)) for sequence in self.bounding(mesh)]
         return min(self.step(layout).at_least(self.dealt(layout)) for layout in layouts)
 
     def may_fit(self, mesh: Mesh) -> bool:
