@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from steelyard.plan.layout import Layout
 from steelyard.plan.step import Parts
 from steelyard.plan.worth import weight
 
+L = TypeVar("L")
+
 
 @dataclass(frozen=True)
-class Plan:
+class Planned(Generic[L]):
     """A layout that fits, with its prediction."""
 
-    layout: Layout
+    layout: L
     parts: Parts
     price_hour: float | None
     watts: float | None
@@ -26,6 +29,9 @@ class Plan:
     def value(self, objective: str) -> float:
         """What the objective makes smaller."""
         return self.seconds * weight(objective, self.price_hour, self.watts)
+
+
+Plan = Planned[Layout]
 
 
 @dataclass

@@ -10,7 +10,11 @@ does.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import product
+from operator import mul
+
+MANY = 16  # Stages up to which a layer is moved from any to any other: beyond, trying all takes too long.
 
 Simulated = Callable[[tuple[int, ...]], float]
 
@@ -35,22 +39,76 @@ def dealt(each: Sequence[float], extra: Sequence[float], layers: int, limits: Se
     return counts
 
 
-def starts(each: Sequence[float], extra: Sequence[float], layers: int) -> list[tuple[int, ...]]:
-    """Partitions whose slowest stage takes the least, of which there may be many: dealt out, and packed to either end.
+def starts(
+    each: Sequence[float], extra: Sequence[float], layers: int, rounds: int, limits: Sequence[int] | None = None
+) -> list[tuple[int, ...]]:
+    """Partitions from which to look further; none where the `limits` leave no room.
 
-    Packed means that stages take as many layers as the slowest one's time allows, from the first on or the last.
+    Those whose slowest stage takes the least, of which there may be many: dealt out, or packed from the first stage on
+    or from the last; where embedding or head alone make a stage the slowest, also with the other stages as fast as can
+    be. And the exact answer of the dynamic program that planners of pipelines use, which makes (rounds - 1) x the
+    slowest stage + the sum of all stages the least, with equally fast stages filled in a row or evenly.
     """
-    found = [dealt(each, extra, layers)]
-    slowest = max(extra[stage] + count * each[stage] for stage, count in enumerate(found[0])) * (1 + 1e-9)
-    room = [max(0, int((slowest - extra[stage]) / each[stage])) for stage in range(len(each))]
-    for order in (range(len(each)), range(len(each) - 1, -1, -1)):
-        counts, left = [0] * len(each), layers
-        for stage in order:
-            counts[stage] = min(left, room[stage])
-            left -= counts[stage]
-        if not left:
-            found.append(counts)
+    even = dealt(each, extra, layers, limits)
+    if not even:
+        return []
+    stages = range(len(each))
+    times = [extra[stage] + count * each[stage] for stage, count in enumerate(even)]
+    slowest, slowest_filled = max(times), max(time for time, count in zip(times, even, strict=True) if count)
+    found = [even]
+    for order, bound in product((stages, stages[::-1]), (slowest, slowest_filled)):
+        found.append(_packed(layers, _rooms(each, extra, bound, limits), order))
+    found += _shortest(each, extra, layers, rounds, limits, slowest)
     return list(dict.fromkeys(map(tuple, found)))
+
+
+def _shortest(
+    each: Sequence[float], extra: Sequence[float], layers: int, rounds: int, limits: Sequence[int] | None, first: float
+) -> list[list[int]]:
+    """The least (rounds - 1) x slowest stage + sum of stages, the slowest taking `first` seconds at the least.
+
+    For each time that the slowest may take, filling the fastest stages first makes the sum the least.
+    """
+    stages = range(len(each))
+    fastest = sorted(stages, key=lambda stage: each[stage])
+    ends = {extra[stage] + count * each[stage] for stage in stages for count in range(layers + 1)}
+    least, counts, rooms = float("inf"), [0] * len(each), [0] * len(each)
+    for bound in sorted(end for end in ends if end >= first):
+        if (rounds - 1) * bound >= least:
+            break
+        room = _rooms(each, extra, bound, limits)
+        filled = _packed(layers, room, fastest)
+        seconds = (rounds - 1) * bound + sum(map(mul, filled, each))
+        if seconds < least:
+            least, counts, rooms = seconds, filled, room
+    return [counts, _evened(each, extra, counts, rooms)]
+
+
+def _evened(each: Sequence[float], extra: Sequence[float], counts: list[int], rooms: list[int]) -> list[int]:
+    """The same with the layers of the slowest stages that have any dealt out evenly among all that are as slow."""
+    slowest = max(one for one, count in zip(each, counts, strict=True) if count)
+    alike = [stage for stage in range(len(each)) if each[stage] == slowest]
+    layers = sum(counts[stage] for stage in alike)
+    again = dealt([slowest] * len(alike), [extra[stage] for stage in alike], layers, [rooms[stage] for stage in alike])
+    evened = list(counts)
+    for stage, count in zip(alike, again, strict=True):
+        evened[stage] = count
+    return evened
+
+
+def _rooms(each: Sequence[float], extra: Sequence[float], bound: float, limits: Sequence[int] | None) -> list[int]:
+    """Layers that each stage may have for none to take longer than `bound`."""
+    rooms = [max(0, int((bound * (1 + 1e-9) - more) / one)) for one, more in zip(each, extra, strict=True)]
+    return [min(pair) for pair in zip(rooms, limits or rooms, strict=True)]
+
+
+def _packed(layers: int, rooms: Sequence[int], order: Iterable[int]) -> list[int]:
+    """Stages filled one after the other, in this order."""
+    counts = [0] * len(rooms)
+    for stage in order:
+        counts[stage] = min(layers, rooms[stage])
+        layers -= counts[stage]
+    return counts
 
 
 def spread(counts: Sequence[int], virtual: int) -> tuple[int, ...]:
@@ -80,9 +138,11 @@ def improved(
         for bound, moved in moves:
             if bound >= seconds or not tries:
                 return best, seconds
+            if not allowed(moved):
+                continue
             tries -= 1
             time = simulated(moved)
-            if time < seconds * (1 - 1e-9) and allowed(moved):
+            if time < seconds * (1 - 1e-9):
                 best, seconds = moved, time
                 break
         else:
@@ -90,9 +150,9 @@ def improved(
 
 
 def _moved(counts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """A layer less on one of the fullest stages and one more anywhere, or a layer to a neighbour."""
+    """A layer from any stage to any other; of more stages than `MANY` only from the fullest, or to a neighbour."""
     stages = range(len(counts))
-    fullest = sorted(stages, key=lambda stage: -counts[stage])[:4]
+    fullest = sorted(stages, key=lambda stage: -counts[stage])[: 4 if len(counts) > MANY else len(counts)]
     pairs = {(one, other) for one in fullest for other in stages if one != other}
     pairs |= {(one, other) for one in stages for other in (one - 1, one + 1) if 0 <= other < len(counts)}
     for one, other in sorted(pairs):

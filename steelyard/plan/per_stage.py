@@ -16,12 +16,13 @@ from itertools import combinations, islice, permutations, product
 from steelyard.core.recipe import Recipe
 from steelyard.plan import partition, space
 from steelyard.plan.cluster import Cluster
+from steelyard.plan.found import Planned
 from steelyard.plan.layout import Layout, Placement
 from steelyard.plan.predict import Predictor
 from steelyard.plan.profile import Profile
 from steelyard.plan.software import STEELYARD, Software, as_run
 from steelyard.plan.space import Limits
-from steelyard.plan.step import Parts, least
+from steelyard.plan.step import least
 from steelyard.plan.widths import StagedLayout, StagedStep, Width
 from steelyard.plan.worth import price_hour, watts, weight
 
@@ -30,23 +31,7 @@ SIMULATED = 40  # and those of them that are refined and simulated.
 TRIES = 24  # Simulations to refine one of them.
 
 
-@dataclass(frozen=True)
-class StagedPlan:
-    """A layout of unlike stages that fits, with its prediction."""
-
-    layout: StagedLayout
-    parts: Parts
-    price_hour: float | None
-    watts: float | None
-
-    @property
-    def seconds(self) -> float:
-        """Of a step."""
-        return self.parts.total
-
-    def value(self, objective: str) -> float:
-        """What the objective makes smaller."""
-        return self.seconds * weight(objective, self.price_hour, self.watts)
+StagedPlan = Planned[StagedLayout]
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,10 @@ class Times:
     send: tuple[float, ...]
     """From stage i to i + 1; one shorter than the others."""
 
+    def everything(self) -> tuple[float, ...]:
+        """All of them in a row, for comparing."""
+        return self.forward + self.backward + self.weights + self.send
+
 
 class Timetable(NamedTuple):
     """When each pipeline rank is done, and for how long it worked."""

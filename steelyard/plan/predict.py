@@ -180,16 +180,18 @@ class Predictor:
         cut = (layout.tensor, layout.context, layout.sequence_parallel)
         work = Work.of(self.recipe, gpu, self.software, layout.micro_batch, cut)
         tokens = layout.micro_batch * self.shape.sequence // layout.context
-        sum_ = tensor.all_reduce(self.each * tokens * self.shape.hidden)
+        stream = self.each * tokens * self.shape.hidden
+        # With sequence parallelism a sum is a reduce-scatter and an all-gather: the same bytes, two starts.
+        sum_ = 2 * tensor.gather(stream) if layout.sequence_parallel else tensor.all_reduce(stream)
         if self.software.hides_exchange:
             sum_ /= layout.tensor
         keys = 2 * self.each * tokens * layout.context * self.shape.key / layout.tensor
         gathered = context.gather(keys)
-        launch = self.software.collective_launch * (layout.tensor > 1)
+        launch = self.software.collective_launch * (layout.tensor > 1) * (2 if layout.sequence_parallel else 1)
         layer, full = self._measured(work), layout.recompute == "full"
         sums_again = (1 if self.software.stops_early else 2) * sum_ + gathered if full else 0.0
         if self.software.regathers and layout.sequence_parallel:
-            sums_again += 2 * tensor.gather(self.each * tokens * self.shape.hidden)
+            sums_again += 2 * tensor.gather(stream)
         return StageCost(
             work,
             Split(

@@ -89,8 +89,9 @@ def shown(layout: Layout) -> str:
     mesh = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one rank"
     schedule = f", {layout.schedule}" if layout.pipeline > 1 else ""
     schedule += f" x {layout.virtual}" if layout.virtual > 1 else ""
+    sequence = f", {'' if layout.sequence_parallel else 'no '}sequence parallel" if layout.tensor > 1 else ""
     again = "" if layout.recompute == "none" else f", recompute {layout.recompute}"
-    return f"{mesh}, micro-batch {layout.micro_batch}, zero {layout.zero}{schedule}{again}"
+    return f"{mesh}{sequence}, micro-batch {layout.micro_batch}, zero {layout.zero}{schedule}{again}"
 
 
 def _ranking(recipe: Recipe, found: Found, tokens: int) -> str:

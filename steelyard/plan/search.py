@@ -1,51 +1,39 @@
 """The best layouts of a recipe on a cluster, found best first.
 
 Choices are made in three rounds: which nodes, tensor and context degrees and micro-batch; then the order of nodes,
-pipeline, data and schedule; then recomputation and sharding. Each round knows a bound that no plan below it can beat,
-and always the most promising choice is taken further. A plan that is whole is simulated; once the best simulated plans
-are better than every bound that is left, the rest of the space need not be looked at: the answer is that of looking at
-all of it. Plans that do not fit in memory drop out on the way, so every plan in the answer fits.
+pipeline, data and schedule; then recomputation, sharding and sequence parallelism (`whole`). Each round knows a bound
+that no plan below it can beat, and always the most promising choice is taken further. A plan that is whole is
+simulated; once the best simulated plans are better than every bound that is left, the rest of the space need not be
+looked at: the answer is that of looking at all of it. Plans that do not fit in memory drop out on the way, so every
+plan in the answer fits.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import count
 
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
-from steelyard.plan import dealing, fit, space
+from steelyard.plan import fit, space
 from steelyard.plan.cluster import Cluster
 from steelyard.plan.found import Found, Plan
 from steelyard.plan.layout import Layout, Placement, lacking, of_recipe
 from steelyard.plan.predict import Predictor
 from steelyard.plan.profile import Profile
-from steelyard.plan.software import MEGATRON, STEELYARD, Software, as_run
+from steelyard.plan.software import MEGATRON, STEELYARD, Software
 from steelyard.plan.space import Limits, Use, Variant
-from steelyard.plan.step import least
+from steelyard.plan.whole import Mesh, Wholes
 from steelyard.plan.worth import price_hour, watts, weight
 
 QUICK = 24  # Actions of a step up to which its partition is refined at once, not only when it is among the best.
 
-UNFIT = 0.25  # What a mesh that does not fit counts of those that may be taken to the end: it is soon known.
-
-
-@dataclass(frozen=True)
-class Mesh:
-    """Everything but recomputation, sharding and layers per stage."""
-
-    use: Use
-    tensor: int
-    context: int
-    micro_batch: int
-    placement: Placement
-    pipeline: int
-    data: int
-    schedule: str
-    virtual: int
+# What a mesh that does not fit, or only with layers moved off full stages, counts of those that may be taken to the
+# end: the one is soon known, the other seldom fast.
+UNFIT = 0.25
 
 
 def search(
@@ -108,11 +96,8 @@ class _Search:
         profiles: Sequence[Profile] = (),
     ) -> None:
         self.recipe, self.cluster, self.objective, self.top, self.limits = recipe, cluster, objective, top, limits
-        self.predictors = {
-            splits: Predictor(recipe, cluster, as_run(software, recipe, splits), profiles) for splits in (False, True)
-        }
         self.found = Found([])
-        self.layers: dict[tuple[str, int, int, int], float] = {}
+        self.wholes = Wholes(recipe, cluster, limits, software, profiles, self.found)
         self.best: dict[tuple[object, ...], tuple[float, float, Layout]] = {}
         self.limit = float("inf")
         self.frontier: list[tuple[float, float]] = []
@@ -135,9 +120,9 @@ class _Search:
         self.found.complete &= self.finished < self.limits.meshes
         kept = sorted(self.best.values(), key=lambda entry: entry[:2])
         if self.objective == "pareto":
-            self.found.plans = _frontier([self._plan(layout) for layout in self._promising(kept)])
+            self.found.plans = _frontier([self.wholes.plan(layout) for layout in self._promising(kept)])
         else:
-            plans = [self._plan(layout) for _, _, layout in kept[: self.top]]
+            plans = [self.wholes.plan(layout) for _, _, layout in kept[: self.top]]
             self.found.plans = sorted(plans, key=lambda plan: plan.value(self.objective))
         return self.found
 
@@ -168,14 +153,14 @@ class _Search:
 
     def _opened(self, use: Use) -> list[tuple[float, int, Callable[[], None]]]:
         """First round: nodes, tensor, context, micro-batch. Bound: all work, spread over all GPUs by their speed."""
-        worth = weight(self.objective, price_hour(self.cluster, use.counts), watts(self.cluster, use.counts))
+        worth = self._weight_of(use.counts)
         choices: list[tuple[float, int, Callable[[], None]]] = []
         for tensor in space.tensors(self.recipe, self.cluster, use, self.limits):
             for context in space.contexts(self.recipe, self.limits):
                 if use.ranks % (tensor * context) or not space.agrees(self.recipe, tensor, context, 1):
                     continue
                 for micro_batch in space.micro_batches(self.recipe, self.limits):
-                    each = {type_: self._layer(type_, tensor, context, micro_batch) for type_, _ in use.counts}
+                    each = {type_: self.wholes.layer(type_, tensor, context, micro_batch) for type_, _ in use.counts}
                     groups = {
                         type_: n * self.cluster.nodes_of(type_).gpus / tensor / context for type_, n in use.counts
                     }
@@ -189,7 +174,7 @@ class _Search:
     def _arrange(self, use: Use, tensor: int, context: int, micro_batch: int) -> None:
         """Second round: order of nodes, pipeline, data, schedule. Bound: that of all partitions, nothing recomputed."""
         layers = self.recipe.model.layers
-        worth = weight(self.objective, price_hour(self.cluster, use.counts), watts(self.cluster, use.counts))
+        worth = self._weight_of(use.counts)
         batch = self.recipe.train.global_batch // micro_batch
         dealt = space.dealt_batch(self.recipe) // micro_batch
         for pipeline, data in space.meshes(use.ranks // (tensor * context), dealt, layers):
@@ -204,8 +189,9 @@ class _Search:
                     self._push(bound, partial(self._schedule, mesh, schedules))
 
     def _bound(self, mesh: Mesh) -> float:
-        layout = self._layout(mesh, Variant("none", 0))
-        return self._predictor(layout).step(layout).bound(self.recipe.model.layers)
+        """A bound for all partitions, nothing recomputed, with sequence parallelism or without."""
+        layouts = [mesh.layout(Variant("none", 0, sequence)) for sequence in self.wholes.bounding(mesh)]
+        return min(self.wholes.step(layout).bound(self.recipe.model.layers) for layout in layouts)
 
     def _schedule(self, mesh: Mesh, schedules: list[tuple[str, int]]) -> None:
         """The schedules of a mesh, each with its own bound."""
@@ -213,7 +199,7 @@ class _Search:
             return
         for schedule, virtual in schedules:
             chosen = replace(mesh, schedule=schedule, virtual=virtual)
-            bound = self._bound(chosen) * self._weight_of(self._layout(chosen, Variant("none", 0)))
+            bound = self._bound(chosen) * self._weight_of(mesh.placement)
             if not self._is_beaten(bound, mesh.use.counts):
                 self._push(bound, partial(self._deal, chosen, bound))
 
@@ -225,95 +211,34 @@ class _Search:
         rounds = self.recipe.train.global_batch // (mesh.micro_batch * mesh.data)
         if mesh.pipeline * mesh.virtual * rounds * 2 <= QUICK:
             return self._finish(mesh, True)
-        layout = self._layout(mesh, Variant(self.limits.recomputes[0], 0))
-        dealt = self._predictor(layout).step(layout).at_least(self._dealt(layout)) * self._weight_of(layout)
+        dealt = self.wholes.at_least(mesh, self.limits.recomputes[0]) * self._weight_of(mesh.placement)
         if not self._is_beaten(dealt, mesh.use.counts):
             self._push(max(bound, dealt), partial(self._finish, mesh, False))
 
-    def _may_fit(self, mesh: Mesh) -> bool:
-        """Whether the mesh fits at its most frugal; if it does not, nothing of it does."""
-        zeros = space.zeros(mesh.pipeline, mesh.data * mesh.context, self.limits)
-        frugal = self._layout(mesh, Variant(self.limits.recomputes[-1], zeros[-1]))
-        return self._fitting([frugal.with_partition(self._dealt(frugal))]) is not None
-
     def _finish(self, mesh: Mesh, quick: bool) -> None:
-        """Third round: the least recomputation that fits, and of the shardings that fit the fastest; then simulate."""
-        zeros = space.zeros(mesh.pipeline, mesh.data * mesh.context, self.limits)
-        self.found.space += len(zeros) * len(self.limits.recomputes)
+        """Third round: the least recomputation that fits, with and without sequence parallelism; then simulate."""
+        left = self.wholes.sequences(mesh)
+        self.found.space += len(self.wholes.zeros(mesh)) * len(self.limits.recomputes) * len(left)
         self.finished += 1
         for recompute in self.limits.recomputes:  # Computing more again can only be slower.
-            layout = self._layout(mesh, Variant(recompute, 0))
-            counts = self._dealt(layout)
-            bound = self._predictor(layout).step(layout).at_least(counts) * self._weight_of(layout)
-            if not quick and self._is_beaten(bound, mesh.use.counts):
+            bound = self.wholes.at_least(mesh, recompute) * self._weight_of(mesh.placement)
+            if not left or (not quick and self._is_beaten(bound, mesh.use.counts)):
                 return
-            whole = [replace(layout, zero=zero, partition=counts) for zero in zeros]
-            fitting = self._fitting(whole)
-            if fitting is not None:
-                self._keep(mesh, fitting, quick)
-                return
-            if recompute == self.limits.recomputes[0] and not self._may_fit(mesh):
+            fitting = self.wholes.fitting(mesh, recompute, left)
+            for layout in fitting.layouts:
+                self._keep(mesh, layout, quick)
+            left = fitting.left
+            squeezed = fitting.squeezed
+            if recompute == self.limits.recomputes[0] and not fitting.layouts and not self.wholes.may_fit(mesh):
+                squeezed, left = True, []
+            if squeezed and not left:
                 self.finished -= 1 - UNFIT
-                return
-
-    def _fitting(self, layouts: list[Layout]) -> Layout | None:
-        """The first of these that fits, those with the least to do after the last backward pass first."""
-        timed = []
-        for number, layout in enumerate(layouts):
-            step = self._predictor(layout).step(layout)
-            times = step.times(layout.partition)
-            after = max(sum(step.after(layout.partition, times, rank)) for rank in range(layout.pipeline))
-            timed.append((after, number, layout))
-        for _, _, layout in sorted(timed):
-            self.found.looked_at += 1
-            rooms = fit.rooms(self._predictor(layout), layout, fit.telling(self._predictor(layout), layout))
-            if all(room.fits for room in rooms):
-                return layout
-            if not self.limits.even and any(room.fits for room in rooms):
-                again = dealing.within(self._predictor(layout), layout, self.recipe.model.layers)
-                if again is not None:
-                    return again
-            self.found.excluded.append((layout, fit.reason(rooms) or ""))
-        return None
-
-    def _layout(self, mesh: Mesh, variant: Variant) -> Layout:
-        """A mesh's layout, but for the layers per stage."""
-        length = self.recipe.data.sequence_length
-        return Layout(
-            tensor=mesh.tensor,
-            context=mesh.context,
-            pipeline=mesh.pipeline,
-            virtual=mesh.virtual,
-            data=mesh.data,
-            zero=variant.zero,
-            sequence_parallel=mesh.tensor > 1 and length % (mesh.tensor * mesh.context) == 0,
-            schedule=mesh.schedule,
-            micro_batch=mesh.micro_batch,
-            recompute=variant.recompute,
-            partition=(),
-            placement=mesh.placement,
-        )
-
-    def _dealt(self, layout: Layout) -> tuple[int, ...]:
-        deal = dealing.evenly if self.limits.even else dealing.by_time
-        return deal(self._predictor(layout), layout, self.recipe.model.layers)
-
-    def _refined(self, layout: Layout) -> Layout:
-        if self.limits.even:
-            return layout
-        return dealing.refined(self._predictor(layout), layout, self.recipe.model.layers)
-
-    def _plan(self, layout: Layout) -> Plan:
-        """The layout with its partition refined and its step taken apart."""
-        layout = self._refined(layout)
-        price = price_hour(self.cluster, layout.placement)
-        return Plan(layout, self._predictor(layout).parts(layout), price, watts(self.cluster, layout.placement))
 
     def _keep(self, mesh: Mesh, layout: Layout, quick: bool) -> None:
         if quick:
-            layout = self._refined(layout)
-        seconds = self._predictor(layout).step(layout).seconds(layout.partition, settled=True)
-        value = seconds * self._weight_of(layout)
+            layout = self.wholes.refined(layout)
+        seconds = self.wholes.step(layout).seconds(layout.partition, settled=True)
+        value = seconds * self._weight_of(layout.placement)
         key = (mesh.use, mesh.tensor, mesh.context, mesh.micro_batch, mesh.pipeline, mesh.data)
         if key not in self.best or value < self.best[key][0]:
             self.best[key] = (value, seconds, layout)
@@ -323,22 +248,8 @@ class _Search:
             values = sorted(entry[0] for entry in self.best.values())
             self.limit = values[self.top - 1] if len(values) >= self.top else float("inf")
 
-    def _predictor(self, layout: Layout) -> Predictor:
-        return self.predictors[layout.splits_backward]
-
-    def _weight_of(self, layout: Layout) -> float:
-        price = price_hour(self.cluster, layout.placement)
-        return weight(self.objective, price, watts(self.cluster, layout.placement))
-
-    def _layer(self, type_: str, tensor: int, context: int, micro_batch: int) -> float:
-        """Seconds of a layer on one type of node, both passes, nothing computed again."""
-        key = (type_, tensor, context, micro_batch)
-        if key not in self.layers:
-            nodes = -(-tensor * context // self.cluster.nodes_of(type_).gpus)
-            mesh = Mesh(Use((), 0), tensor, context, micro_batch, ((type_, nodes),), 1, 1, "1f1b", 1)
-            layout = self._layout(mesh, Variant("none", 0))
-            self.layers[key] = least(self._predictor(layout).costs(layout)[0].layer)
-        return self.layers[key]
+    def _weight_of(self, nodes: Placement) -> float:
+        return weight(self.objective, price_hour(self.cluster, nodes), watts(self.cluster, nodes))
 
 
 def _frontier(plans: list[Plan]) -> list[Plan]:

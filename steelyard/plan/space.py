@@ -34,6 +34,8 @@ class Limits:
     recomputes: tuple[str, ...] = ("none", "selective", "full")
     zeros: tuple[int, ...] = (0, 1, 2, 3)
     schedules: tuple[str, ...] = ("1f1b", "gpipe", "interleaved", "zero-bubble")
+    sequences: tuple[bool, ...] = (True, False)
+    """Whether sequence parallelism may be on and off where there is tensor parallelism."""
     even: bool = False
     """Whether all stages must hold as many layers."""
     short: bool = False
@@ -88,6 +90,7 @@ class Variant(NamedTuple):
 
     recompute: str
     zero: int
+    sequence_parallel: bool
 
 
 def uses(cluster: Cluster, limits: Limits) -> tuple[list[Use], bool]:
@@ -214,6 +217,12 @@ def zeros(pipeline: int, columns: int, limits: Limits) -> list[int]:
     if columns == 1:
         return [0]
     return [zero for zero in limits.zeros if pipeline == 1 or zero < 2]
+
+
+def sequences(recipe: Recipe, tensor: int, context: int, limits: Limits) -> list[bool]:
+    """Whether sequence parallelism may be on and off: on where it has something to cut and its pieces are equal."""
+    able = tensor > 1 and recipe.data.sequence_length % (tensor * context) == 0
+    return [on for on in limits.sequences if able or not on] or [False]
 
 
 def schedules(recipe: Recipe, pipeline: int, rounds: int, limits: Limits) -> list[tuple[str, int]]:

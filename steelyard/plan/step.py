@@ -146,21 +146,28 @@ class StepCost:
     def _gradient(self, rank: int, held: int) -> float:
         """Seconds to sum a pipeline rank's gradients over its data-parallel ranks, and to gather weights again."""
         predictor, ring, zero = self.predictor, self.rings[rank], self.layout.zero
-        each = predictor.software.gradient_bytes or (2 if predictor.recipe.train.precision == "fp16" else 4)
         if zero == 0:
-            return ring.all_reduce(each * held)
+            return ring.all_reduce(self._gradient_bytes() * held)
         gathered = 0.0 if zero == 3 and self.layout.pipeline == 1 else ring.gather(predictor.each * held)
-        return ring.gather(each * held) + gathered
+        return self._scattered(rank, held) + gathered
+
+    def _scattered(self, rank: int, held: int) -> float:
+        """Seconds to sum gradients so that each data-parallel rank keeps its share of the sums."""
+        return self.rings[rank].gather(self._gradient_bytes() * held)
+
+    def _gradient_bytes(self) -> int:
+        predictor = self.predictor
+        return predictor.software.gradient_bytes or (2 if predictor.recipe.train.precision == "fp16" else 4)
 
     def _exposed(self, times: Times, held: int) -> float:
         """Of summing gradients and gathering weights, what does not hide behind computing: at least one layer's share.
 
-        zero 2 sums after every micro-batch, zero 3 also gathers each layer's weights twice in each of them.
+        zero 2 sums after every micro-batch and gathers weights once, zero 3 gathers each layer's twice in each of them.
         """
         zero, micro_batches = self.layout.zero, self.micro_batches
         seconds, hidden = self._gradient(0, held), times.backward[0]
         if zero >= 2:
-            seconds, hidden = seconds * micro_batches, hidden * micro_batches
+            seconds, hidden = seconds + (micro_batches - 1) * self._scattered(0, held), hidden * micro_batches
         if zero == 3:
             seconds += 2 * micro_batches * self.rings[0].gather(self.predictor.each * held)
             hidden += times.forward[0] * micro_batches

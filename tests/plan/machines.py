@@ -3,6 +3,9 @@
 from steelyard.core.recipe import Recipe
 from steelyard.plan.cluster import Cluster
 from steelyard.plan.layout import Layout
+from steelyard.plan.space import Limits
+
+FASOP = Limits(tensor=4, recomputes=("none",), zeros=(0,), schedules=("1f1b",), virtual=1, subsets=False)
 
 
 def cluster(*nodes: tuple[str, int, int], network: float = 12.5, latency: float = 5.0, **more) -> Cluster:
@@ -30,3 +33,13 @@ def layout(placement, counts, **more) -> Layout:
 def gpt2_xl() -> Recipe:
     """FASOP's example: its model and batch."""
     return gpt(layers=48, hidden=1600, heads=16, batch=64)
+
+
+def fasops_cluster() -> Cluster:
+    """FASOP's example: its nodes and network."""
+    nodes = [
+        {"type": "a100", "count": 1, "gpu": "a100-40", "gpus": 4, "price_hour": 12.0},
+        {"type": "a10", "count": 7, "gpu": "a10", "gpus": 4, "price_hour": 4.0},
+    ]
+    links = [{"between": ["*", "*"], "GBps": 12.5, "latency_us": 5.0}]
+    return Cluster.model_validate({"nodes": nodes, "links": links})

@@ -1,8 +1,7 @@
-"""The search against looking at everything, and the partition against dynamic programming."""
+"""The search against looking at everything."""
 
 import time
 from dataclasses import replace
-from functools import lru_cache
 from itertools import pairwise, product
 
 import pytest
@@ -21,18 +20,7 @@ from steelyard.plan.software import EAGER, MEGATRON, STEELYARD, as_run
 from steelyard.plan.space import Limits
 from steelyard.plan.worth import price_hour, watts, weight
 from steelyard.sizes.ranks import data_ranks
-from tests.plan.machines import cluster, gpt, gpt2_xl
-
-SEED_002 = [
-    {"type": "a100", "count": 1, "gpu": "a100-40", "gpus": 4, "price_hour": 12.0},
-    {"type": "a10", "count": 7, "gpu": "a10", "gpus": 4, "price_hour": 4.0},
-]
-FASOP = Limits(tensor=4, recomputes=("none",), zeros=(0,), schedules=("1f1b",), virtual=1, subsets=False)
-
-
-def fasops_cluster() -> Cluster:
-    links = [{"between": ["*", "*"], "GBps": 12.5, "latency_us": 5.0}]
-    return Cluster.model_validate({"nodes": SEED_002, "links": links})
+from tests.plan.machines import FASOP, cluster, fasops_cluster, gpt, gpt2_xl
 
 
 def compositions(layers, stages):
@@ -55,14 +43,14 @@ def exhaustive(recipe, machines, limits, objective="time"):
                 schedules = space.schedules(recipe, pipeline, batch // data, limits)
                 zeros = space.zeros(pipeline, data, limits)
                 orders = space.orders(use) if pipeline > 1 else [use.counts]
-                for (schedule, virtual), zero, recompute, placement in product(
-                    schedules, zeros, limits.recomputes, orders
+                for (schedule, virtual), zero, recompute, placement, sequence in product(
+                    schedules, zeros, limits.recomputes, orders, space.sequences(recipe, tensor, 1, limits)
                 ):
                     predictor = Predictor(recipe, machines)
                     if schedule == "zero-bubble":
                         predictor = Predictor(recipe, machines, EAGER)
                     chosen = Layout(
-                        tensor, 1, pipeline, virtual, data, zero, tensor > 1, schedule, micro_batch, recompute, (),
+                        tensor, 1, pipeline, virtual, data, zero, sequence, schedule, micro_batch, recompute, (),
                         placement,
                     )  # fmt: skip
                     step = predictor.step(chosen)
@@ -86,6 +74,50 @@ def test_looking_at_every_plan_finds_nothing_better(nodes, hidden, objective):
     assert found.plans[0].value(objective) <= exhaustive(recipe, machines, limits, objective) * (1 + 1e-9)
 
 
+def best_with(recipe, machines, sequences, **more):
+    limits = Limits(virtual=1, schedules=("1f1b",), subsets=False, sequences=sequences, **more)
+    plans = search(recipe, machines, top=20, limits=limits).plans
+    return min((plan for plan in plans if plan.layout.tensor > 1), key=lambda plan: plan.seconds)
+
+
+@pytest.mark.parametrize(("hidden", "length", "on"), [(4096, 2048, True), (256, 256, False)])
+def test_sequence_parallelism_is_on_or_off_as_is_faster(hidden, length, on):
+    # Wide layers save passes over the stream; narrow ones wait for the host, which starts twice as many collectives.
+    recipe, machines = gpt(layers=2, hidden=hidden, length=length, batch=4), cluster(("a100-80", 1, 2))
+    chosen = best_with(recipe, machines, (True, False), micro_batch=1)
+    on_only, off_only = (best_with(recipe, machines, (each,), micro_batch=1) for each in (True, False))
+    assert chosen.layout.sequence_parallel == on
+    assert (on_only.seconds < off_only.seconds) == on
+    assert chosen.seconds == min(on_only.seconds, off_only.seconds)
+
+
+def test_sequence_parallelism_is_off_where_only_that_fits():
+    # Two tensor ranks under selective recomputation keep what was gathered for every exchange beside the stream.
+    recipe = gpt(layers=24, hidden=2048, batch=8, length=2048)
+    nodes = [{"type": "mine", "count": 1, "gpu": "mine", "gpus": 2}]
+    chosen = [Layout(2, 1, 1, 1, 1, 0, on, "1f1b", 8, "selective", (24,), (("mine", 1),)) for on in (True, False)]
+
+    def machines(memory):
+        gpu = {"name": "mine", "memory_gib": memory, "fp16": 100.0, "bandwidth_gb": 800.0}
+        return Cluster.model_validate({"nodes": nodes, "gpus": [gpu]})
+
+    needs = [fit.rooms(Predictor(recipe, machines(80)), each)[0].memory.total / 2**30 for each in chosen]
+    assert needs[1] < needs[0]
+    between = machines(sum(needs) / 2 + 2)
+    limits = Limits(recomputes=("selective",), zeros=(0,), subsets=False, micro_batch=8, schedules=("1f1b",), virtual=1)
+    for sequences in ((True, False), (True,)):
+        plans = search(recipe, between, top=20, limits=replace(limits, sequences=sequences)).plans
+        kept = [plan.layout for plan in plans if (plan.layout.tensor, plan.layout.micro_batch) == (2, 8)]
+        assert [each.sequence_parallel for each in kept] == ([False] if False in sequences else [])
+
+
+def test_a_sequence_that_does_not_divide_is_not_cut():
+    recipe = gpt(layers=2, length=1022, batch=4)
+    assert space.sequences(recipe, 4, 1, Limits()) == [False]
+    assert space.sequences(recipe, 2, 1, Limits()) == [True, False]
+    assert space.sequences(recipe, 1, 1, Limits()) == [False]
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from([64, 256, 1024, 2048]), st.sampled_from([1, 4]), st.sampled_from([1, 2, 4]),
        st.lists(st.sampled_from(["a10", "t4", "a100-40"]), min_size=1, max_size=3),
@@ -104,48 +136,6 @@ def test_no_partition_beats_the_bound_of_all_of_them(
     step = Predictor(recipe, machines, software).step(chosen)
     best = min(step.seconds(partition.spread(counts, virtual)) for counts in compositions(4, pipeline))
     assert step.bound(4) <= best * (1 + 1e-9)
-
-
-@lru_cache
-def dynamic(each, extra, layers):
-    """The least that the slowest stage can take, by dynamic programming over the cuts."""
-    if len(each) == 1:
-        return extra[0] + layers * each[0]
-    return min(
-        max(extra[0] + here * each[0], dynamic(each[1:], extra[1:], layers - here)) for here in range(layers + 1)
-    )
-
-
-costs = st.lists(st.tuples(st.floats(0.1, 5.0), st.floats(0.0, 5.0)), min_size=1, max_size=5)
-
-
-@settings(deadline=None)
-@given(costs, st.integers(1, 12))
-def test_dealing_layers_out_is_as_good_as_dynamic_programming(stages, layers):
-    each, extra = (tuple(column) for column in zip(*stages, strict=True))
-    counts = partition.dealt(each, extra, layers)
-    assert sum(counts) == layers
-    slowest = max(extra[stage] + count * each[stage] for stage, count in enumerate(counts) if count or extra[stage])
-    assert slowest <= dynamic(each, extra, layers) * (1 + 1e-9)
-
-
-def test_limits_of_memory_bound_what_a_stage_gets():
-    assert partition.dealt([1.0, 1.0], [0.0, 0.0], 6, [1, 9]) == [1, 5]
-    assert partition.dealt([1.0, 1.0], [0.0, 0.0], 6, [1, 2]) == []
-
-
-def test_a_ranks_layers_are_spread_over_its_stages():
-    assert partition.spread([3, 4], 2) == (1, 2, 2, 2)
-    assert partition.spread([5], 1) == (5,)
-
-
-def test_the_partition_beats_or_equals_dynamic_programming_on_fasops_clusters_problem():
-    recipe, machines = gpt2_xl(), fasops_cluster()
-    found = search(recipe, machines, limits=FASOP, top=8)
-    for plan in found.plans:
-        step = Predictor(recipe, machines).step(plan.layout)
-        programmed = programmed_partition(*step.per_layer(), 48)
-        assert plan.seconds <= step.seconds(programmed) * (1 + 1e-9)
 
 
 def test_fasops_clusters_problem_takes_less_than_a_second_of_cpu_and_all_plans_fit():
@@ -389,46 +379,3 @@ def test_a_thousand_gpus_of_three_types_are_planned_in_half_a_minute():
     assert time.process_time() - began < 30
     assert len(found.plans) == 10
     assert all(fit.fits(Predictor(recipe, machines), plan.layout) for plan in found.plans)
-
-
-@pytest.mark.slow
-def test_the_partition_beats_or_equals_dynamic_programming_on_all_of_fasops_candidates():
-    recipe, machines = gpt2_xl(), fasops_cluster()
-    predictor = Predictor(recipe, machines)
-    [use], _ = space.uses(machines, FASOP)
-    tried = 0
-    for tensor, micro_batch in product(space.tensors(recipe, machines, use, FASOP), (1, 2, 4, 8)):
-        for pipeline, data in space.meshes(use.ranks // tensor, 64 // micro_batch, 48):
-            if pipeline == 1 or 64 // micro_batch // data < pipeline:
-                continue
-            for placement in space.orders(use):
-                chosen = Layout(
-                    tensor, 1, pipeline, 1, data, 0, tensor > 1, "1f1b", micro_batch, "none", (), placement
-                )  # fmt: skip
-                step = predictor.step(chosen)
-                each, extra = step.per_layer()
-                programmed = programmed_partition(each, extra, 48)
-                best = min(partition.starts(each, extra, 48), key=step.seconds)
-                found, seconds = partition.improved(best, step.seconds, step.at_least, lambda counts: True, 20)
-                assert sum(found) == 48
-                assert seconds <= step.seconds(programmed) * 1.0001, (chosen, found, programmed)
-                tried += 1
-    assert tried > 50
-
-
-def programmed_partition(each, extra, layers):
-    """The partition whose slowest stage takes the least, by dynamic programming: earlier stages get more if equal."""
-    best = [[float("inf")] * (layers + 1) for _ in range(len(each) + 1)]
-    cuts = [[0] * (layers + 1) for _ in range(len(each) + 1)]
-    best[0][0] = 0.0
-    for stage in range(len(each)):
-        for upto in range(layers + 1):
-            for here in range(upto + 1):
-                slowest = max(best[stage][upto - here], extra[stage] + here * each[stage])
-                if slowest < best[stage + 1][upto]:
-                    best[stage + 1][upto], cuts[stage + 1][upto] = slowest, here
-    counts, left = [], layers
-    for stage in range(len(each), 0, -1):
-        counts.append(cuts[stage][left])
-        left -= cuts[stage][left]
-    return tuple(reversed(counts))
