@@ -11,7 +11,6 @@ import json
 import random
 import time
 from collections.abc import Callable
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -159,6 +158,7 @@ class Study:
         from optuna.trial import TrialState
 
         told = {"outcome": ended.outcome, "reason": ended.reason, "seconds": round(ended.seconds, 3)}
+        told["at"] = history.now().isoformat()
         curves = {"values": [each.value for each in measured], "curves": [each.short_curve() for each in measured]}
         trial.set_user_attr("ended", told | (curves if measured else {}))
         if ended.outcome == outcome.FINISHED:
@@ -171,21 +171,31 @@ class Study:
         state = TrialState.FAIL if ended.outcome in failed else TrialState.PRUNED
         self.optuna.tell(trial, state=state)
 
-    def again(self, trial: Trial | FrozenTrial, retries: int) -> None:
-        """Queue a trial's point once more."""
-        self.optuna.enqueue_trial(trial.params, user_attrs={"retries": retries})
+    def again(self, trial: Trial | FrozenTrial, retries: int, takes_up: int | None = None) -> None:
+        """Queue a trial's point once more; `takes_up` is the trial whose job may be gone on with."""
+        noted = {"retries": retries} | ({} if takes_up is None else {"takes_up": takes_up})
+        self.optuna.enqueue_trial(trial.params, user_attrs=noted)
+
+    def left_by_the_lost(self) -> list[int]:
+        """The lost trials whose jobs wait to be taken up."""
+        waiting = [trial for trial in self.trials() if trial.state.name == "WAITING"]
+        return [int(each.user_attrs["takes_up"]) for each in waiting if "takes_up" in each.user_attrs]
 
     def fail_the_lost(self) -> list[int]:
-        """End the trials whose worker was killed, and queue their points again; returns their numbers."""
+        """End the trials whose worker was killed, and queue their points again; returns their numbers.
+
+        A point may be what killed its worker, so it has one more chance; a job that was submitted runs elsewhere and
+        has nothing to do with it.
+        """
         from optuna.trial import TrialState
 
         lost = []
         for trial in self.trials():
             if trial.state != TrialState.RUNNING or not self._is_lost(trial):
                 continue
-            retries = int(trial.user_attrs.get("retries", 0))
+            retries, is_elsewhere = int(trial.user_attrs.get("retries", 0)), self.tune.launch.on is not None
             told = {"outcome": outcome.LOST, "reason": "its worker was killed"}
-            if retries >= RETRIES:
+            if retries >= RETRIES and not is_elsewhere:
                 told = {"outcome": outcome.CRASHED, "reason": "its worker was killed, as before"}
             try:
                 self.optuna._storage.set_trial_user_attr(trial._trial_id, "ended", told)
@@ -193,7 +203,11 @@ class Study:
             except (RuntimeError, ValueError):
                 continue  # Another worker was faster.
             lost.append(trial.number)
-            if retries < RETRIES and trial.params.keys() == self.space.dimensions.keys():
+            if trial.params.keys() != self.space.dimensions.keys():
+                continue
+            if is_elsewhere:
+                self.again(trial, retries, takes_up=trial.number)
+            elif retries < RETRIES:
                 self.again(trial, retries + 1)
         return lost
 
@@ -228,7 +242,7 @@ class Study:
         hours = self.tune.budget.hours
         if hours is None:
             return float("inf")
-        return 3600 * hours - history.seconds_used(self.trials(), datetime.now())
+        return 3600 * hours - history.seconds_used(self.trials(), history.now())
 
     def is_surplus(self, trial: Trial) -> bool:
         """Whether other workers have meanwhile begun the last trials of the budget."""

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -213,14 +213,16 @@ def test_a_trial_whose_worker_died_elsewhere_is_given_up_after_a_while(valley, m
 def test_hours_count_only_while_trials_run():
     def at(first, last, result="finished"):
         state = SimpleNamespace(is_finished=lambda: last is not None, name="RUNNING")
-        times = [None if minute is None else datetime(2026, 1, 1, 0, minute) for minute in (first, last)]
-        start, end = times
-        return SimpleNamespace(
-            state=state, user_attrs={"ended": {"outcome": result}}, datetime_start=start, datetime_complete=end
+        start, end = (
+            None if minute is None else datetime(2026, 1, 1, 0, minute, tzinfo=UTC) for minute in (first, last)
         )
+        # Optuna's own moments are those of a host elsewhere, hours away.
+        told = {"worker": {"since": start.isoformat()}, "ended": {"outcome": result, "at": end and end.isoformat()}}
+        naive = datetime(2025, 12, 31, 19, first)
+        return SimpleNamespace(state=state, user_attrs=told, datetime_start=naive, datetime_complete=end and naive)
 
     trials = [at(0, 10), at(5, 15), at(6, 7), at(30, 31, "cut_short"), at(33, 40, "lost"), at(41, None)]
-    assert history.seconds_used(trials, datetime(2026, 1, 1, 0, 43)) == 60 * (15 + 1 + 2)
+    assert history.seconds_used(trials, datetime(2026, 1, 1, 0, 43, tzinfo=UTC)) == 60 * (15 + 1 + 2)
 
 
 def test_hidden_gpus_are_not_shared_out():

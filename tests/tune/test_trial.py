@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from steelyard.core.errors import Interrupted
-from steelyard.tune import outcome, storage, trial
+from steelyard.tune import guarded, outcome, storage, trial
 from steelyard.tune.objective import Measured, Objective
+from steelyard.tune.output import LOG
 
 SCORE = Objective(name="score", regex=r"score: ([\d.]+)", goal="maximize")
 
@@ -16,7 +17,7 @@ SCORE = Objective(name="score", regex=r"score: ([\d.]+)", goal="maximize")
 def run(folder: Path, code: str, timeout=20.0, hang=20.0, **options):
     measured = [Measured(SCORE)]
     limits = trial.Limits(timeout, hang, **options.pop("limits", {}))
-    ended = trial.run([sys.executable, "-c", code], folder, measured, limits, **options)
+    ended = guarded.run([sys.executable, "-c", code], folder, measured, limits, **options)
     return ended, measured[0]
 
 
@@ -70,7 +71,7 @@ def test_a_silent_trial_is_hung_and_a_long_one_timed_out(tmp_path):
 
 
 def test_a_command_that_is_not_there_crashes(tmp_path):
-    told = trial.run(["/no/such/program"], tmp_path, [Measured(SCORE)], trial.Limits(20, 20))
+    told = guarded.run(["/no/such/program"], tmp_path, [Measured(SCORE)], trial.Limits(20, 20))
     assert told.outcome == outcome.CRASHED
     assert "could not be started" in told.reason
 
@@ -86,7 +87,7 @@ for half in ("score: 1 abcdefgh", "12345678 "):
 print(os.environ)
 """
     told, measured = run(tmp_path, code)
-    log = (tmp_path / trial.LOG).read_text()
+    log = (tmp_path / LOG).read_text()
     assert (told.outcome, measured.value) == (outcome.FINISHED, 1.0)
     assert "abcdefgh12345678" not in log
     assert "[hidden]" in log
@@ -133,6 +134,6 @@ for step in range(1, 1000):
 """
     measured = [Measured(Objective(metric="loss"))]
     behind = lambda: "far behind" if len(measured[0].curve) >= 1 else None  # noqa: E731
-    told = trial.run([sys.executable, "-c", code], tmp_path, measured, trial.Limits(30, 30), behind)
+    told = guarded.run([sys.executable, "-c", code], tmp_path, measured, trial.Limits(30, 30), behind)
     assert (told.outcome, told.reason) == (outcome.STOPPED_EARLY, "far behind")
     assert told.seconds < 20
