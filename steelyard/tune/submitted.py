@@ -76,7 +76,8 @@ def start(asked: Request) -> Path:
     """Submit it, and return its run folder. Where the study is, with a password perhaps, is no business of a job's."""
     with _without(STORAGE):
         told = submit(asked)
-    console.say(f"{asked.name} is job {', '.join(told['jobs'])} on {told['ranks']} ranks")
+    ranks = f"{told['ranks']} ranks" if told["ranks"] > 1 else "one rank"
+    console.say(f"{asked.name} is job {', '.join(told['jobs'])}, {ranks}")
     return Path(told["run"])
 
 
