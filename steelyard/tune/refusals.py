@@ -35,7 +35,8 @@ def refuse(tune: Tune, places: Mapping[str, str], source: str) -> None:
         tune.searched()
     except Refused as refused:
         text = next(text for text in tune.constraints if _is_refused(tune, text))
-        raise wrong("constraints", f"{text!r}: {refused}") from None
+        mend = "nproc = 16, say: otherwise ranks follow from each layout" if str(refused).startswith("world ") else None
+        raise wrong("constraints", f"{text!r}: {refused}", mend) from None
     if tune.command is not None:
         _refuse_command(tune, wrong)
     else:

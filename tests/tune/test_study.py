@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from steelyard.core.errors import Fault, UserError
-from steelyard.tune import best, history, kept, outcome, search, spec, storage
+from steelyard.tune import best, history, kept, outcome, search, spec, storage, workers
 from steelyard.tune.machine import named_gpus
 from steelyard.tune.study import Study
 from tests.conftest import kill
@@ -225,6 +225,30 @@ def test_hours_count_only_while_trials_run():
     assert history.seconds_used(trials, datetime(2026, 1, 1, 0, 43, tzinfo=UTC)) == 60 * (15 + 1 + 2)
 
 
+def test_workers_without_gpus_have_equal_shares_of_the_cores(monkeypatch):
+    monkeypatch.setattr("steelyard.tune.workers.visible_gpus", list)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 4, 5, 6})
+    assert [share.cores for share in workers.shares(2)] == [[0, 1], [4, 5]]
+    assert [share.cores for share in workers.shares(6)] == [[0], [1], [4], [5], [6], [0]]
+
+
+def test_workers_run_on_their_own_cores(monkeypatch, capfd):
+    """What a worker starts runs there too, and whoever started the workers keeps all cores."""
+    before = os.sched_getaffinity(0)
+    if len(before) < 2:
+        pytest.skip("one core cannot be shared out")
+    show = "import os; print('cores', *sorted(os.sched_getaffinity(0)))"
+    monkeypatch.setattr("steelyard.tune.workers.steelyard", lambda *words: [sys.executable, "-c", show])
+    monkeypatch.setattr("steelyard.tune.workers.visible_gpus", list)
+    monkeypatch.setattr(sys, "stderr", sys.__stderr__)
+    workers.run([], 2)
+    told = [set(line.split()[1:]) for line in capfd.readouterr().err.splitlines() if line.startswith("cores")]
+    assert [len(each) for each in told] == [len(before) // 2] * 2
+    assert not told[0] & told[1]
+    assert os.sched_getaffinity(0) == before
+
+
 def test_hidden_gpus_are_not_shared_out():
     assert named_gpus("0, 2,GPU-1a") == ["0", "2", "GPU-1a"]
     assert named_gpus("1,-1,0") == ["1"]
@@ -275,6 +299,24 @@ def test_what_is_beaten_later_leaves_the_frontier(tmp_path):
     assert sorted(path.name for path in (tmp_path / "best").iterdir()) == ["trial-00000.txt", "trial-00001.txt"]
     best.write_best(two, trials, tmp_path)
     assert sorted(path.name for path in (tmp_path / "best").iterdir()) == ["trial-00000.txt", "trial-00002.txt"]
+
+
+def test_of_trials_that_are_equal_the_first_is_listed_and_the_others_are_counted(tmp_path):
+    (tmp_path / "one.toml").write_text(
+        "command = 'true {x}'\nspace.x = [0, 1, 2, 3]\n[[objectives]]\nregex = 'a'\ngoal = 'minimize'\n"
+        "[[objectives]]\nregex = 'b'\ngoal = 'minimize'\n"
+    )
+    two = spec.load(tmp_path / "one.toml")
+    state = SimpleNamespace(is_finished=lambda: True)
+    trials = [
+        SimpleNamespace(
+            number=n, params={"x": n}, values=values, state=state, user_attrs={"ended": {"outcome": "finished"}}
+        )
+        for n, values in enumerate([(5, 5), (1, 2), (1, 2), (1, 2)])
+    ]
+    summary = best.write_best(two, trials, tmp_path)
+    assert [(each["trial"], each["ties"]) for each in summary["best"]] == [(1, [2, 3])]
+    assert "2 more did just as well: trials 2, 3" in best.as_text(summary)
 
 
 def test_several_objectives_bring_a_frontier(tmp_path, monkeypatch):

@@ -49,6 +49,29 @@ def test_an_end_is_told_by_its_kind(tmp_path, code, ended, reason):
 
 
 @pytest.mark.parametrize(
+    ("state", "code", "tail", "told"),
+    [
+        ("COMPLETED", 0, [], None),
+        ("OUT_OF_MEMORY", 0, ["step 3"], (outcome.OUT_OF_MEMORY, "the scheduler ended it for want of memory")),
+        (
+            "FAILED",
+            1,
+            ["RuntimeError: CUDA out of memory"],
+            (outcome.OUT_OF_MEMORY, "RuntimeError: CUDA out of memory"),
+        ),
+        ("FAILED", 1, ["ValueError: boom", "srun: error"], (outcome.CRASHED, "ValueError: boom")),
+        ("FAILED", 137, [], (outcome.CRASHED, "killed by SIGKILL")),
+        ("TIMEOUT", None, [], (outcome.TIMED_OUT, "the scheduler ended it at its time limit")),
+        ("NODE_FAIL", None, [], (outcome.LOST, "its node failed")),
+        ("PREEMPTED", None, [], (outcome.LOST, "another job took its place")),
+        ("CANCELLED", None, [], (outcome.LOST, "somebody cancelled its job")),
+    ],
+)
+def test_an_end_is_told_by_the_schedulers_word(state, code, tail, told):
+    assert outcome.of_state(state, code, tail) == told
+
+
+@pytest.mark.parametrize(
     ("groups", "counted"),
     [("0::/slurm/job_7\n", "sys/fs/cgroup/slurm/job_7/memory.events"),
      ("4:cpu,memory:/job\n0::/\n", "sys/fs/cgroup/memory/job/memory.oom_control"),
