@@ -72,13 +72,14 @@ def _elsewhere(
     left = None if before is None else folder_of(folder, int(before)) / RUN
     if left is not None and submitted.can_be_taken_up(left):
         console.say(f"trial {asked.number} takes up what trial {before} left running")
-        (place / RUN).symlink_to(left.resolve())
+        (place / RUN).symlink_to(Path("..", left.parent.name, RUN))
     else:
         recipe = candidate.recipe_at(tune, asked.params, is_trial=True)
         try:
             submitted.start(submitted.request(tune, recipe, place / RUN, asked.number))
         except UserError as refusal:  # More nodes than there are, say: the next point may ask for fewer.
-            return Ended(outcome.CRASHED, " ".join(str(refusal).split()), 0.0)
+            files.write_text(place / LOG, secrets.scrub(refusal.message) + "\n")
+            return Ended(outcome.CRASHED, " ".join(refusal.message.split()), 0.0)
     log = Log(place / LOG, measured)
     return trial.run(submitted.Submitted(place / RUN, log), log, place, limits, is_behind, beat)
 

@@ -90,7 +90,7 @@ def of_silence(missing: str, tail: Sequence[str]) -> tuple[str, str]:
     short = _short_of_memory(tail)
     if short is not None:
         return OUT_OF_MEMORY, short
-    return CRASHED, f"it ended well, but {missing} was not found"
+    return CRASHED, f"it ended well, but {missing}"
 
 
 def of_exit(code: int, tail: Sequence[str], was_killed_by_memory: bool) -> tuple[str, str]:
@@ -125,7 +125,7 @@ def _short_of_memory(tail: Sequence[str]) -> str | None:
 def reason_in(tail: Sequence[str]) -> str:
     """The line that says why, as far as one can tell: the last error, or else the last line."""
     errors = [match[1] for line in tail if (match := _ERROR.match(line.strip()))]
-    said = [line.strip() for line in tail if line.strip()]
+    said = [line.strip() for line in tail if any(map(str.isalnum, line))]  # mpirun draws lines around what it says.
     return (errors or said or [""])[-1].removeprefix("error: ")[:300]
 
 

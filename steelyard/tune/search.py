@@ -40,7 +40,10 @@ def search(tune: Tune, folder: Path, storage_url: str | None = None, worker: int
     prepare(tune)
     folder.mkdir(parents=True, exist_ok=True)
     url = storage.url_of(folder, storage_url or tune.storage)
-    with storage.faults(), _asked_to_end():
+    file = storage.own_file(url)
+    if file is not None and not file.is_file() and (folder / kept.SETTINGS).is_file() and not worker:
+        console.warn(f"{file} is gone: the study begins anew, and its trials replace those in {folder}")
+    with storage.faults(file), _asked_to_end():
         study = Study(tune, url, worker)
         kept.remember(tune, folder, url)
         study.begin()

@@ -34,7 +34,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, PrivateAttr, ValidationError
 
 from steelyard.core.recipe import Recipe, shipped
-from steelyard.core.recipe.load import explained
+from steelyard.core.recipe.load import COMMAND_LINE, explained
 from steelyard.core.recipe.section import Section
 from steelyard.core.recipe.toml import name_after, place_of, read
 from steelyard.tune import refusals
@@ -160,6 +160,7 @@ def checked(values: dict[str, Any], places: dict[str, str], source: str, changes
     if isinstance(values.get("space"), dict):
         values["space"] = _flat(values["space"])
     overridden = values.get("overrides")
+    places = places | {name: COMMAND_LINE for name in changes or {} if name != "overrides"}
     for name, value in (changes or {}).items():
         section, _, key = name.rpartition(".")
         if name == "overrides" and isinstance(values.get(name), list):

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.core.recipe.load import written
 from steelyard.core.recipe.toml import leaves
@@ -43,9 +44,19 @@ class Study:
         self.tune, self.worker = tune, worker
         self.space, self.prior = tune.searched(), Prior(tune)
         self.distributions = self.space.distributions()
-        self.optuna = storage.open_study(url, tune.name, [each.direction for each in tune.objectives])
+        goals = [each.direction for each in tune.objectives]
+        self.optuna = storage.open_study(url, tune.name, goals)
+        if worker == 0 and self._has_only_crashed():
+            storage.forget(self.optuna)
+            self.optuna = storage.open_study(url, tune.name, goals)
+            console.say(f"nothing but crashes is known of the study {tune.name}: it begins anew")
         self._beats: dict[int, tuple[Any, float]] = {}
         self._refuse_another()
+
+    def _has_only_crashed(self) -> bool:
+        """Whether nothing was learned yet. What was wrong, in the file or around it, should be mended by now."""
+        known = {history.result_of(trial) for trial in self.trials()} - {*outcome.REJECTED, *outcome.VOID, "waiting"}
+        return known == {outcome.CRASHED}
 
     def _refuse_another(self) -> None:
         """A study's recipe, space and objectives are those it began with."""
@@ -60,7 +71,7 @@ class Study:
             lines = "\n".join(f"  {name}: {_short(kept.get(name))} -> {_short(mine.get(name))}" for name in changed)
             raise UserError(
                 f"the study {self.tune.name} began with another file:\n{lines}",
-                mend="undo the change to go on with it, or give another --study and name",
+                mend="undo the change to go on with it, or begin another: --study DIR, and a name in a shared database",
             )
 
     def trials(self) -> list[FrozenTrial]:

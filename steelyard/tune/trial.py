@@ -86,7 +86,7 @@ def run(
         metrics.look()
         log.close()
     verdict = verdict or job.failure()
-    missing = next((each.objective.label for each in log.measured if each.value is None), None)
+    missing = next((why for each in log.measured if (why := each.missing()) is not None), None)
     if verdict is None and missing is not None:
         verdict = outcome.of_silence(missing, log.tail)
     return Ended(*(verdict or (outcome.FINISHED, "")), clock.seconds)

@@ -281,6 +281,29 @@ def test_a_study_of_one_trial_that_crashed_has_failed(valley, monkeypatch):
         search.search(spec.load("valley.toml", {"budget.trials": 1}), Path("study"))
 
 
+def test_a_study_that_only_crashed_begins_anew_with_what_was_mended(valley, monkeypatch):
+    monkeypatch.chdir(valley)
+    good = (valley / "valley.toml").read_text()
+    (valley / "valley.toml").write_text(good.replace("value: (.+)", "valu.*"))
+    with pytest.raises(Fault, match=r"value matched 'value: \d+', which is no number: put a group"):
+        search.search(spec.load("valley.toml"), Path("study"))
+    (valley / "valley.toml").write_text(good)
+    assert search.search(spec.load("valley.toml", {"budget.trials": 2}), Path("study"))["outcomes"] == {"finished": 2}
+
+
+def test_a_database_that_is_gone_is_told(valley, monkeypatch, capsys):
+    monkeypatch.chdir(valley)
+    search.search(spec.load("valley.toml", {"budget.trials": 1}), Path("study"))
+    Path("study/study.db").unlink()
+    with pytest.raises(UserError, match=r"study.db is gone\n  each trial's trial.json still says"):
+        kept.opened(Path("study"))
+    assert not Path("study/study.db").exists()
+    (valley / "valley.py").write_text(f"import os; os.unlink({str(valley / 'study/study.db')!r}); print('value: 1')")
+    with pytest.raises(Fault, match=r"study.db is gone"):
+        search.search(spec.load("valley.toml", {"budget.trials": 1}), Path("study"))
+    assert "study.db is gone: the study begins anew" in capsys.readouterr().err
+
+
 def test_what_is_beaten_later_leaves_the_frontier(tmp_path):
     (tmp_path / "two.toml").write_text(
         "command = 'true {x}'\nspace.x = [0, 1, 2]\n"
