@@ -105,6 +105,7 @@ def _search(study: Study, folder: Path) -> str:
         asked = study.next()
         if asked is None:
             _refuse_nothing_to_run(study)
+            _refuse_only_crashes(study, folder, at_least=1)
             return "every point that can run"
         if study.is_surplus(asked):
             study.end(asked, Ended(outcome.SURPLUS, "the budget was spent meanwhile", 0.0), [])

@@ -104,6 +104,7 @@ class Submitted:
         self._launch, self._began, self._asked = launch, time.monotonic(), -math.inf
         self._read: dict[Path, int] = {}
         self._now: list[dict[str, Any]] = []
+        self._never: str | None = None
         self._ask()
 
     def look(self, seconds: float) -> bool:
@@ -117,6 +118,8 @@ class Submitted:
     def _ask(self) -> None:
         self._asked = time.monotonic()
         self._now = scheduler.current(scheduler.refresh(self.run), self._launch.jobs)
+        reasons = [str(each.get("reason") or "") for each in self._now if each["state"] == "PENDING"]
+        self._never = self._never or next((reason for reason in reasons if NEVER.search(reason)), None)
 
     @property
     def state(self) -> str | None:
@@ -147,13 +150,9 @@ class Submitted:
     def _is_live(self) -> bool:
         return self.state is None or self.state in scheduler.LIVE
 
-    def _never(self) -> str | None:
-        reasons = [str(each.get("reason") or "") for each in self._now if each["state"] == "PENDING"]
-        return next((reason for reason in reasons if NEVER.search(reason)), None)
-
     def is_over(self) -> bool:
         """Whether the scheduler is done with it, or will never begin."""
-        return not self._is_live() or self._never() is not None
+        return not self._is_live() or self._never is not None
 
     def stop(self) -> None:
         """Cancel what is left of it, first gently; a scheduler that does not answer is told about and left."""
@@ -175,9 +174,8 @@ class Submitted:
 
     def failure(self) -> tuple[str, str] | None:
         """Outcome and reason, by the scheduler's words and by what the ranks said."""
-        never = self._never()
-        if never is not None:
-            return outcome.CRASHED, f"Slurm will never start it: {never}"
+        if self._never is not None:
+            return outcome.CRASHED, f"Slurm will never start it: {self._never}"
         bad = [each for each in self._now if each["state"] == self.state]
         code = next((each["exit_code"] for each in bad if each.get("exit_code")), None)
         return None if self._is_live() else outcome.of_state(str(self.state), code, self.log.tail)

@@ -59,7 +59,7 @@ def outcomes(study):
 
 
 def test_a_killed_tuners_job_is_taken_up_and_nodes_follow_from_the_layout(yard: Yard):
-    (yard.path / "jobs.toml").write_text(STUDY.format(on="slurm", steps=300))
+    (yard.path / "jobs.toml").write_text(STUDY.format(on="slurm", steps=200))
     study = yard.path / "studies" / "jobs"
     command = [sys.executable, "-P", "-m", "steelyard", "tune", "jobs.toml"]
     with open(yard.path / "tuner.log", "w") as log:
@@ -69,14 +69,22 @@ def test_a_killed_tuners_job_is_taken_up_and_nodes_follow_from_the_layout(yard: 
         yard.until_step(run, 5)
     finally:
         kill(tuner)
-    told = json.loads(yard.steelyard("tune", "jobs.toml", "--json").stdout)
+    told = json.loads(yard.steelyard("tune", "jobs.toml", "--json", "--workers", "2").stdout)
     assert (told["trials"], told["outcomes"]["finished"], told["outcomes"]["lost"]) == (2, 2, 1), everything(run)
     found = launches(study)
-    assert found[1] == found[0]  # The same job, followed on.
-    assert [nodes_and_ranks[1:] for nodes_and_ranks in found.values()] == [(2, 2), (2, 2), (1, 1)]
-    assert [record["step"] for record in metrics(run)] == [*range(15, 301, 15)]
+    taken_up = next(path.parent for path in (study / "trials").glob("*/run") if path.is_symlink())
+    assert found[int(taken_up.name)] == found[0]  # The same job, followed on.
+    assert sorted(set(found.values())) == [(found[0][0], 2, 2), (str(int(found[0][0]) + 1), 1, 1)]
+    assert [record["step"] for record in metrics(run)] == [*range(10, 201, 10)]
     assert told["best"][0]["values"]["loss"] < 5
-    assert "step 300/300" in (study / "trials/00001/log.txt").read_text()
+    assert "step 200/200" in (taken_up / "log.txt").read_text()
+
+
+def test_a_job_that_can_never_start_is_no_trial_to_wait_for(yard: Yard):
+    (yard.path / "never.toml").write_text(STUDY.format(on="slurm", steps=3).replace("[2, 1]", "[1]"))
+    done = yard.steelyard("tune", "never.toml", "--time", "2:00:00", code=1)
+    assert "Slurm will never start it: PartitionTimeLimit" in done.stderr
+    assert yard.state(yard.path / "studies/never/trials/00000/run") == "CANCELLED"
 
 
 def test_a_trial_that_takes_too_long_and_one_that_somebody_cancels_are_told_apart(yard: Yard):

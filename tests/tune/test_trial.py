@@ -1,5 +1,6 @@
 """Real commands that end well, die, hang and hide: each outcome by its name, and no process left."""
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -7,7 +8,10 @@ from pathlib import Path
 import pytest
 
 from steelyard.core.errors import Interrupted
-from steelyard.tune import guarded, outcome, storage, trial
+from steelyard.core.recipe.site import Site
+from steelyard.launch.submit import Request
+from steelyard.tune import guarded, outcome, storage, submitted, trial
+from steelyard.tune.command import STORAGE
 from steelyard.tune.objective import Measured, Objective
 from steelyard.tune.output import LOG
 
@@ -117,6 +121,19 @@ print(os.environ)
     assert "of-the-database" not in log
     shown = storage.shown("postgresql+psycopg://tuner@host/db?password=of-the-database")
     assert shown == "postgresql+psycopg://tuner@host/db?password=***"
+
+
+def test_where_the_study_is_reaches_no_job(tmp_path, monkeypatch):
+    monkeypatch.setenv(STORAGE, "postgresql://tuner@host/db?password=of-the-database")
+    seen = {}
+
+    def submit(request):
+        seen.update(os.environ)
+        return {"jobs": ["7"], "ranks": 1, "run": str(tmp_path)}
+
+    monkeypatch.setattr(submitted, "submit", submit)
+    submitted.start(Request("slurm", Site()))
+    assert (STORAGE in seen, STORAGE in os.environ) == (False, True)
 
 
 def test_nothing_that_a_command_started_outlives_it(tmp_path):
