@@ -98,7 +98,7 @@ def tied(numbers: Sequence[int]) -> str:
 
 def as_text(summary: dict[str, Any]) -> str:
     """What was found, for a person."""
-    lines = [f"study  {summary['study']}: {summary['trials']} trials"]
+    lines = [f"study  {summary['study']}: {history.counted(summary['trials'])}"]
     lines += [f"       {count} {name.replace('_', ' ')}" for name, count in summary["outcomes"].items()]
     for each in summary["best"]:
         values = "  ".join(f"{name} {value:.6g}" for name, value in each["values"].items())

@@ -43,6 +43,11 @@ def ran(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
     return [trial for trial in trials if result_of(trial) in outcome.RAN]
 
 
+def counted(trials: int) -> str:
+    """So many trials, in words."""
+    return "1 trial" if trials == 1 else f"{trials} trials"
+
+
 def spent(trials: Sequence[FrozenTrial]) -> int:
     """Trials of the budget that are used up or being used."""
     return sum(result_of(trial) in (*outcome.RAN, "running") for trial in trials)

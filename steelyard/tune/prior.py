@@ -9,6 +9,7 @@ from pathlib import Path
 
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
+from steelyard.core.recipe.load import COMMAND_LINE
 from steelyard.plan import cluster as clusters
 from steelyard.plan import fit
 from steelyard.plan import profile as profiles
@@ -164,4 +165,6 @@ def _planned(recipe: Recipe, cluster: Cluster, world: int, measured: Sequence[Pr
 
 
 def _in_a_line(mistake: UserError) -> str:
-    return " ".join(str(mistake).split()).removeprefix("command line: ")[:300]
+    text = f"{mistake.message}; {mistake.mend}" if mistake.mend else mistake.message
+    place = f"{mistake.where}: " if mistake.where and mistake.where != COMMAND_LINE else ""
+    return " ".join(f"{place}{text}".split()).removeprefix(f"{COMMAND_LINE}: ")[:300]

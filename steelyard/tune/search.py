@@ -49,12 +49,13 @@ def search(tune: Tune, folder: Path, storage_url: str | None = None, worker: int
         study.begin()
         known = history.ran(study.trials())
         if known:
-            console.say(f"{folder}: goes on after {len(known)} trials")
+            console.say(f"{folder}: goes on after {history.counted(len(known))}")
         try:
             why = _search(study, folder)
         except Interrupted:
             summary = write_best(study.tune, study.trials(), folder)
-            raise Interrupted(f"{summary['trials']} trials are kept in {folder}; the same command goes on") from None
+            kept_now = f"{history.counted(summary['trials'])} kept"
+            raise Interrupted(f"{kept_now} in {folder}; the same command goes on") from None
         console.say(f"{folder}: done after {why}")
         return write_best(study.tune, study.trials(), folder)
 
@@ -120,8 +121,9 @@ def _refuse_only_crashes(study: Study, folder: Path, at_least: int = CRASHES_AT_
     ran = history.ran(study.trials())
     if len(ran) >= at_least and all(history.result_of(each) == outcome.CRASHED for each in ran):
         last = ran[-1]
+        which = "the only trial crashed" if len(ran) == 1 else f"the first {len(ran)} trials all crashed, the last"
         raise Fault(
-            f"the first {len(ran)} trials all crashed, the last with: {history.told(last, 'reason')}",
+            f"{which} with: {history.told(last, 'reason')}",
             mend=f"see {folder_of(folder, last.number) / LOG}; the same command goes on once it is mended",
         )
 

@@ -243,7 +243,7 @@ class Study:
         """Why no further trial is to be started; None while some are."""
         trials, budget = self.trials(), self.tune.budget
         if budget.trials is not None and history.spent(trials) >= budget.trials:
-            return f"{budget.trials} trials"
+            return history.counted(budget.trials)
         if self.seconds_left() <= 0:
             return f"{budget.hours:g} hours"
         return None

@@ -170,7 +170,7 @@ def test_an_interruption_keeps_what_was_learned(valley):
     wait_for(lambda: runs(valley) >= 3)
     process.send_signal(signal.SIGINT)
     _, errors = done(process, 130)
-    assert re.search(r"interrupted; \d+ trials are kept in study; the same command goes on", errors)
+    assert re.search(r"interrupted; \d+ trials? kept in study; the same command goes on", errors)
     assert "Traceback" not in errors
     before = ended(valley / "study", outcome.FINISHED)
     assert len(before) >= 2
@@ -277,7 +277,7 @@ def test_a_study_whose_trials_all_crash_ends_and_says_why(valley, monkeypatch):
 def test_a_study_of_one_trial_that_crashed_has_failed(valley, monkeypatch):
     monkeypatch.chdir(valley)
     (valley / "valley.py").write_text("raise ValueError('no such thing')")
-    with pytest.raises(Fault, match="first 1 trials all crashed"):
+    with pytest.raises(Fault, match="the only trial crashed with: ValueError"):
         search.search(spec.load("valley.toml", {"budget.trials": 1}), Path("study"))
 
 
