@@ -98,16 +98,14 @@ def _search(study: Study, folder: Path) -> str:
             time.sleep(SECONDS_TO_TELL)  # A worker that is alive says its name at once.
             continue
         why = study.is_over()
-        if why is not None:
+        asked = study.next() if why is None else None
+        if asked is None:
             for number in study.left_by_the_lost():
                 submitted.abandon(folder_of(folder, number) / RUN)
+            if why is None:
+                _refuse_nothing_to_run(study)
             _refuse_only_crashes(study, folder, at_least=1)
-            return why
-        asked = study.next()
-        if asked is None:
-            _refuse_nothing_to_run(study)
-            _refuse_only_crashes(study, folder, at_least=1)
-            return "every point that can run"
+            return why or "every point that can run"
         if study.is_surplus(asked):
             study.end(asked, Ended(outcome.SURPLUS, "the budget was spent meanwhile", 0.0), [])
             continue

@@ -188,9 +188,10 @@ class Study:
         self.optuna.enqueue_trial(trial.params, user_attrs=noted)
 
     def left_by_the_lost(self) -> list[int]:
-        """The lost trials whose jobs wait to be taken up."""
-        waiting = [trial for trial in self.trials() if trial.state.name == "WAITING"]
-        return [int(each.user_attrs["takes_up"]) for each in waiting if "takes_up" in each.user_attrs]
+        """The lost trials whose jobs nobody has taken up, and nobody will when the study is over."""
+        idle = ("waiting", outcome.REPEATED, outcome.SURPLUS, outcome.PRUNED_BY_PLAN)
+        left = [trial for trial in self.trials() if history.result_of(trial) in idle]
+        return [int(each.user_attrs["takes_up"]) for each in left if "takes_up" in each.user_attrs]
 
     def fail_the_lost(self) -> list[int]:
         """End the trials whose worker was killed, and queue their points again; returns their numbers.

@@ -15,9 +15,10 @@ from types import SimpleNamespace
 import pytest
 
 from steelyard.core.errors import Fault, UserError
-from steelyard.tune import best, history, kept, outcome, search, spec, storage, workers
+from steelyard.launch import process, record, scheduler
+from steelyard.tune import best, history, kept, outcome, search, spec, storage, submitted, workers
 from steelyard.tune.machine import named_gpus
-from steelyard.tune.study import Study
+from steelyard.tune.study import Study, folder_of
 from tests.conftest import kill
 from tests.tune.test_trial import is_alive
 
@@ -365,3 +366,22 @@ goal = "minimize"
     assert found["trials"] == 10
     assert [each["settings"]["x"] for each in found["best"]] == [4, 3, 2, 1, 0]
     assert len(list((tmp_path / "study" / "best").iterdir())) == 5
+
+
+def test_a_job_that_a_killed_tuner_left_is_cancelled_where_nobody_may_take_it_up(in_workplace, monkeypatch):
+    """The study's hours are over: what still runs would run for nobody."""
+    Path("jobs.toml").write_text('recipe = "tiny.toml"\nspace.train.seed = [1, 2]\nlaunch.on = "local"\n')
+    loaded = spec.load("jobs.toml")
+    folder = Path("study")
+    folder.mkdir()
+    lost = Study(loaded, storage.url_of(folder, None)).next()
+    lost.set_user_attr("worker", history.me() | {"began": "before"})
+    run = folder_of(folder, lost.number) / "run"
+    (run / "logs").mkdir(parents=True)
+    supervisor = process.start(run, ["sleep", "600"])
+    record.write(run, record.Launch("local", "x", [str(supervisor["pid"])], ["sleep"], 1, 1, process=supervisor))
+    assert submitted.can_be_taken_up(run)
+    monkeypatch.setattr(Study, "seconds_left", lambda study: 0.0)
+    search.search(spec.load("jobs.toml", {"budget.hours": 1.0}), folder)
+    assert not process.is_alive(supervisor)
+    assert [each["state"] for each in scheduler.read(run)][-1] == "CANCELLED"
