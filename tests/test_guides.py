@@ -155,15 +155,18 @@ def test_the_guide_to_tuning_settings_works_as_written(place):
         'for i in 1 2 3 4 5 6; do echo " iteration $i | elapsed time per iteration (ms): $((100 * $2 + i)).5 |"; done\n'
     )
     lines = commands("guide-tune.md")
-    assert len(lines) == 8
+    assert len(lines) == 9
     for line in lines:
         told = line.replace("llama3.1-70b data", "llama3.1-70b.toml data").replace("--nproc 8", "--nproc 2")
+        told = told.replace("--on slurm --cluster cluster.toml --nproc 16", "--on local --nproc 2")
+        told = told.replace("--workers 4", "")
         told = told.replace("--trials 30", "--trials 1 --steps 7").replace("--trials 24", "--trials 1")
         told = told.replace("train.steps=1000", "train.steps=2")
         command = [sys.executable, "-m", "steelyard", *shlex.split(told)[1:]]
         done = subprocess.run(command, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, f"{told}\n{done.stderr}"
     assert Run.open("runs/tuned").state == "finished"
+    assert json.loads(next(Path("studies/cluster").glob("trials/*/run/launch.json")).read_text())["ranks"] == 2
     for study in ("llama3.1-70b", "layout", "script"):
         assert "Best settings" in Path(f"studies/{study}/report.html").read_text()
     assert Path("studies/script/best.txt").read_text().splitlines()[1].startswith("bash train_70b.sh --tp ")

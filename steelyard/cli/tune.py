@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from steelyard.cli.options import JsonOption, Overrides, print_result
+from steelyard.cli.submit import Backend, SiteOption, SitesOption
 from steelyard.core.errors import UserError
 from steelyard.tune.command import STORAGE
 
@@ -34,7 +35,23 @@ def run(
     hours: Annotated[float | None, typer.Option(help="Hours in which trials run, in all.")] = None,
     nproc: Annotated[int | None, typer.Option(min=1, metavar="N", help="Ranks of a recipe's trial.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of a recipe's trial.")] = None,
-    cluster: Annotated[str | None, typer.Option(metavar="FILE", help="The machines, for the planner.")] = None,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="FILE", help="The machines, for the planner and for jobs that are submitted.")
+    ] = None,
+    profile: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FILE", help="Measured layers, for the planner: `steelyard plan profile`."),
+    ] = None,
+    on: Annotated[
+        Backend | None, typer.Option(help="Submit each trial as a job.  [default: run it under the tuner, here]")
+    ] = None,
+    site: SiteOption = None,
+    sites_file: SitesOption = None,
+    hosts: Annotated[str | None, typer.Option(metavar="A,B", help="mpi: the hosts, the one of rank 0 first.")] = None,
+    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Of jobs that are submitted.")] = None,
+    time: Annotated[
+        str | None, typer.Option(metavar="LIMIT", help="slurm: time limit of a trial's job, like 0:30:00.")
+    ] = None,
     study: Annotated[
         Path | None, typer.Option(metavar="DIR", help="The study's folder.  [default: studies/<name>]")
     ] = None,
@@ -46,12 +63,18 @@ def run(
     """Search the best settings by trials: short real runs of a recipe, or of any command.
 
     The word run may be left out. Example: steelyard tune my.toml --trials 30 --nproc 4
+    Example: steelyard tune my.toml --on slurm --cluster cluster.toml --nproc 16 --workers 4
     """
     from steelyard.tune import best, search, spec
     from steelyard.tune import workers as crews
     from steelyard.tune.defaults import tune_for
 
-    given = {"budget.trials": trials, "budget.hours": hours, "trial.steps": steps, "cluster": cluster}
+    given = {
+        "budget.trials": trials, "budget.hours": hours, "trial.steps": steps, "cluster": cluster,
+        "profile": profile or None, "launch.on": on.value if on else None, "launch.site": site, "launch.time": time,
+        "launch.sites": str(sites_file) if sites_file else None, "launch.ranks_per_node": ranks_per_node,
+        "launch.hosts": [host.strip() for host in hosts.split(",")] if hosts is not None else None,
+    }  # fmt: skip
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if spec.is_tune_file(source):
         if overrides:
@@ -60,11 +83,11 @@ def run(
             changes["nproc"] = nproc
         tune = spec.load(source, changes)
     else:
-        tune = tune_for(source, overrides or (), nproc or 1, changes)
+        tune = tune_for(source, overrides or (), nproc, changes)
     folder, url = study or Path("studies") / tune.name, storage or os.environ.get(STORAGE)
     search.prepare(tune)
     if workers > 1 and worker is None:
-        crews.run(_same(sys.argv[1:]), workers)
+        crews.run(_same(sys.argv[1:]), workers, are_here=tune.launch.on not in ("mpi", "slurm"))
         summary = best.of_folder(folder, url)
     else:
         summary = search.search(tune, folder, url, worker or 0)

@@ -43,7 +43,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, Privat
 from steelyard.core.errors import UserError
 from steelyard.core.recipe.load import explained
 from steelyard.core.recipe.section import Section
-from steelyard.core.recipe.toml import parse
+from steelyard.core.recipe.toml import read
 from steelyard.sizes.gpus import CATALOGUE, Gpu, by_name
 
 NETWORK_GBPS, NETWORK_LATENCY_US = 1.25, 20.0  # 10 Gbit/s Ethernet: what is assumed where no link is described
@@ -187,13 +187,7 @@ class Cluster(Section):
 
 def load(path: str | Path) -> Cluster:
     """Read and check a cluster file."""
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        raise UserError("this is not a text file", where=str(path), mend="a cluster file is UTF-8 TOML") from None
-    except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror}", where=str(path)) from None
-    values, places = parse(text, str(path))
+    values, places = read(path, "a cluster file")
     try:
         cluster = Cluster.model_validate(values)
     except ValidationError as error:

@@ -18,7 +18,7 @@ from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.load import explained
 from steelyard.core.recipe.section import Section
-from steelyard.core.recipe.toml import parse
+from steelyard.core.recipe.toml import read
 from steelyard.plan.cluster import Cluster
 
 
@@ -59,11 +59,7 @@ class Profile(Section):
 
 def load(path: str | Path) -> Profile:
     """Read and check a profile."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot be read: {error}", where=str(path)) from None
-    values, places = parse(text, str(path))
+    values, places = read(path, "a profile")
     try:
         return Profile.model_validate(values)
     except ValidationError as error:

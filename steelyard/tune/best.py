@@ -15,14 +15,25 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
 MOST = 20  # recipes of a frontier that are written
+MOST_NAMED = 8  # trials that did as well as the best
 
 
 def front(tune: Tune, trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
-    """Finished trials that none beats in every objective, the best in the first objective first."""
+    """Finished trials that none beats in every objective, the best in the first objective first.
+
+    Of several that are equal in all of them the first stands for the others (`ties`).
+    """
     done = [trial for trial in trials if history.result_of(trial) == outcome.FINISHED]
-    unbeaten = [trial for trial in done if not any(_beats(tune, other, trial) for other in done)]
+    first = {tuple(trial.values): trial for trial in reversed(done)}.values()
+    unbeaten = [trial for trial in first if not any(_beats(tune, other, trial) for other in first)]
     sign = -1 if tune.objectives[0].direction == "maximize" else 1
     return sorted(unbeaten, key=lambda trial: (sign * trial.values[0], trial.number))
+
+
+def ties(trial: FrozenTrial, trials: Sequence[FrozenTrial]) -> list[int]:
+    """The numbers of other trials that came out just the same."""
+    done = [other for other in trials if history.result_of(other) == outcome.FINISHED and other.number != trial.number]
+    return [other.number for other in done if list(other.values) == list(trial.values)]
 
 
 def _beats(tune: Tune, one: FrozenTrial, other: FrozenTrial) -> bool:
@@ -55,6 +66,7 @@ def write_best(tune: Tune, trials: Sequence[FrozenTrial], folder: Path) -> dict[
                 "trial": trial.number,
                 "settings": trial.params,
                 "values": dict(zip((each.label for each in tune.objectives), trial.values, strict=True)),
+                "ties": ties(trial, trials),
             }
             for trial in best
         ],
@@ -78,14 +90,22 @@ def _write(path: Path, tune: Tune, trial: FrozenTrial) -> None:
         files.write_text(path, text)
 
 
+def tied(numbers: Sequence[int]) -> str:
+    """How many trials did just as well, and which."""
+    named = ", ".join(map(str, numbers[:MOST_NAMED])) + (", ..." if len(numbers) > MOST_NAMED else "")
+    return f"{len(numbers)} more did just as well: trial{'s' if len(numbers) > 1 else ''} {named}"
+
+
 def as_text(summary: dict[str, Any]) -> str:
     """What was found, for a person."""
-    lines = [f"study  {summary['study']}: {summary['trials']} trials"]
+    lines = [f"study  {summary['study']}: {history.counted(summary['trials'])}"]
     lines += [f"       {count} {name.replace('_', ' ')}" for name, count in summary["outcomes"].items()]
     for each in summary["best"]:
         values = "  ".join(f"{name} {value:.6g}" for name, value in each["values"].items())
         settings = "  ".join(f"{name}={value}" for name, value in each["settings"].items())
         lines.append(f"best   trial {each['trial']}: {values}\n       {settings}")
+        if each["ties"]:
+            lines.append(f"       {tied(each['ties'])}")
     if not summary["best"]:
         lines.append("best   none: no trial has finished")
     if summary["written"]:

@@ -15,6 +15,7 @@ from steelyard.core.recipe import Recipe, load, to_toml
 from steelyard.tune import command as commands
 from steelyard.tune.space import Point
 from steelyard.tune.spec import Tune
+from steelyard.tune.submitted import abandon
 from steelyard.tune.trial import RUN
 
 RECIPE = "recipe.toml"
@@ -24,12 +25,12 @@ RECORDS = 20  # of metrics.jsonl in a trial, about: enough for a median, few eno
 def recipe_at(tune: Tune, point: Point, is_trial: bool) -> Recipe:
     """The recipe with a point's settings; as a trial, short and without what is of no use in one."""
     overrides = [*tune.overrides, *(f"{key}={_toml(value)}" for key, value in point.items())]
-    return load(str(tune.recipe), overrides, complete=_completion(tune, overrides, is_trial))
+    return load(str(tune.recipe), overrides, _completion(tune, overrides, is_trial), tune.told_by)
 
 
 def refuse_recipe(tune: Tune) -> None:
     """Refuse a recipe that cannot be tuned, before anything is started."""
-    recipe = load(str(tune.recipe), tune.overrides, complete=_completion(tune, tune.overrides, is_trial=True))
+    recipe = recipe_at(tune, {}, is_trial=True)
     if recipe.finetune is not None:
         raise UserError(
             f"{tune.recipe} tunes on conversations, which is another command",
@@ -39,6 +40,7 @@ def refuse_recipe(tune: Tune) -> None:
 
 def prepare(tune: Tune, point: Point, folder: Path, number: int) -> list[str]:
     """Make a trial's folder and return the words that run it."""
+    abandon(folder / RUN)
     shutil.rmtree(folder, ignore_errors=True)  # What a study of the same name left whose database is gone.
     folder.mkdir(parents=True)
     if tune.command is not None:
@@ -46,7 +48,7 @@ def prepare(tune: Tune, point: Point, folder: Path, number: int) -> list[str]:
         return commands.filled(commands.words(tune.command), values)
     recipe = recipe_at(tune, point, is_trial=True)
     files.write_text(folder / RECIPE, to_toml(recipe.settings()))
-    ranks = ["--nproc", str(tune.nproc)] if tune.nproc > 1 else []
+    ranks = ["--nproc", str(tune.nproc)] if (tune.nproc or 1) > 1 else []
     return commands.steelyard("train", folder / RECIPE, "--run", folder / RUN, *ranks)
 
 

@@ -15,9 +15,13 @@ DEGREES = ("parallel.tensor", "parallel.pipeline", "parallel.zero", "parallel.se
 LAYOUT = ("parallel.data", "parallel.partition", "parallel.placement", "parallel.virtual", "parallel.replicate")
 
 
-def tune_for(source: str, overrides: Sequence[str], nproc: int, changes: dict[str, Any]) -> Tune:
-    """A tune file for a recipe: its layout on so many ranks, micro-batch and recomputation, for tokens per second."""
+def tune_for(source: str, overrides: Sequence[str], nproc: int | None, changes: dict[str, Any]) -> Tune:
+    """A tune file for a recipe: its layout on so many ranks, micro-batch and recomputation, for tokens per second.
+
+    Where jobs are submitted and nobody says how many ranks there are, they are those that the recipe's plan needs.
+    """
     recipe = load(source, overrides)
+    nproc = nproc or (recipe.parallel.least_world if changes.get("launch.on") else 1)
     given = {override.partition("=")[0].strip() for override in overrides}
     space, constraints = _space(recipe, nproc, given)
     values: dict[str, Any] = {

@@ -1,7 +1,9 @@
 """What a study remembers of its trials, as Optuna keeps it, and the words we keep beside.
 
 A trial's user attributes: `ended` (outcome, reason, seconds, values and curves of its objectives so far), `predicted`
-by the planner, `worker` (host, process, when that began) with a `beat` that counts up while it lives, and `retries`.
+by the planner, `worker` (host, process, when that began, and since when it works at this trial) with a `beat` that
+counts up while it lives, `retries`, and `takes_up`, the number of a lost trial whose job may still run. Moments are in
+UTC: Optuna's own are those of each host's clock and place.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +43,11 @@ def ran(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
     return [trial for trial in trials if result_of(trial) in outcome.RAN]
 
 
+def counted(trials: int) -> str:
+    """So many trials, in words."""
+    return "1 trial" if trials == 1 else f"{trials} trials"
+
+
 def spent(trials: Sequence[FrozenTrial]) -> int:
     """Trials of the budget that are used up or being used."""
     return sum(result_of(trial) in (*outcome.RAN, "running") for trial in trials)
@@ -61,9 +68,10 @@ def tried(trials: Sequence[FrozenTrial]) -> dict[str, int]:
 def seconds_used(trials: Sequence[FrozenTrial], now: datetime) -> float:
     """Time in which at least one trial ran: with pauses left out, and workers side by side counted once."""
     spans = sorted(
-        (trial.datetime_start, trial.datetime_complete or now)
+        (first, _moment(told(trial, "at"), trial.datetime_complete) or now)
         for trial in trials
-        if trial.datetime_start is not None and result_of(trial) in TIMED
+        if result_of(trial) in TIMED
+        and (first := _moment(trial.user_attrs.get("worker", {}).get("since"), trial.datetime_start)) is not None
     )
     total, end = 0.0, None
     for first, last in spans:
@@ -74,9 +82,22 @@ def seconds_used(trials: Sequence[FrozenTrial], now: datetime) -> float:
     return total
 
 
+def _moment(written: str | None, naive: datetime | None) -> datetime | None:
+    """A moment as we write it; of studies that are older, Optuna's, as if it was taken here."""
+    if written is not None:
+        return datetime.fromisoformat(written)
+    return None if naive is None else naive.astimezone(UTC)
+
+
+def now() -> datetime:
+    """This moment, the same everywhere."""
+    return datetime.now(UTC)
+
+
 def me() -> dict[str, Any]:
     """Who this worker is: enough to tell later whether it still lives."""
-    return {"host": socket.gethostname(), "process": os.getpid(), "began": _began(os.getpid())}
+    own = {"host": socket.gethostname(), "process": os.getpid(), "began": _began(os.getpid())}
+    return own | {"since": now().isoformat()}
 
 
 def is_dead(worker: dict[str, Any]) -> bool:

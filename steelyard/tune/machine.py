@@ -25,6 +25,12 @@ def here(recipe: Recipe, ranks: int) -> Cluster | None:
     return _of(replace(known, memory_gib=memory / GIB), ranks)
 
 
+def names() -> set[str]:
+    """What profiles call the devices at hand: the catalogue's names, or their own."""
+    gpus = {name for name, _ in visible_gpus()}
+    return {known.name if (known := by_device_name(name)) else name for name in gpus} or {CORE.name}
+
+
 def visible_gpus() -> list[tuple[str, int]]:
     """Name and memory of each GPU that this process may use, without importing torch."""
     try:

@@ -98,6 +98,8 @@ class Measured:
         self.objective = objective
         self._pattern = None if objective.regex is None else re.compile(objective.regex)
         self._found = 0
+        self.no_number: str | None = None
+        """What the regular expression found first that is none."""
         self._values: list[float] = []
         self.curve: list[tuple[int, float]] = []
         """Step (or number of the match) and the value as it stood then."""
@@ -113,9 +115,11 @@ class Measured:
         if self._pattern is None:
             return
         for match in self._pattern.finditer(text):
+            found = match[1] if self._pattern.groups else match[0]
             try:
-                value = float((match[1] if self._pattern.groups else match[0]).replace(",", ""))
+                value = float(found.replace(",", ""))
             except (ValueError, AttributeError):
+                self.no_number = self.no_number or found
                 continue
             self._found += 1
             if self._found > self.objective.skip:
@@ -128,6 +132,18 @@ class Measured:
         so_far = self.value
         if so_far is not None and math.isfinite(so_far):
             self.curve.append((step, so_far))
+
+    def missing(self) -> str | None:
+        """Why there is no value, where there is none."""
+        if self.value is not None:
+            return None
+        if self.no_number is not None:
+            group = "" if self._pattern is None or self._pattern.groups else ": put a group ( ) around the number"
+            return f"{self.objective.label} matched {self.no_number[:80]!r}, which is no number{group}"
+        skipped = self.objective.skip
+        if 0 < self._found <= skipped:
+            return f"{self.objective.label} was found {self._found} times, all of them within skip = {skipped}"
+        return f"{self.objective.label} was not found"
 
     @property
     def value(self) -> float | None:

@@ -29,6 +29,15 @@ REJECTED = (PRUNED_BY_PLAN, BREAKS_CONSTRAINT, REPEATED)
 VOID = (LOST, INTERRUPTED, CUT_SHORT, SURPLUS)
 """Runs that say nothing about their point: their worker was killed, told to stop, or out of the study's time."""
 
+NOT_ITS_OWN = {
+    "NODE_FAIL": "its node failed",
+    "BOOT_FAIL": "its node did not start",
+    "PREEMPTED": "another job took its place",
+    "REVOKED": "another cluster took it",
+    "CANCELLED": "somebody cancelled its job",
+}
+"""Ends of a job that say nothing about its point."""
+
 _MEMORY = re.compile(
     r"out[ _]of[ _]memory|OutOfMemoryError|cudaErrorMemoryAllocation|CUBLAS_STATUS_ALLOC_FAILED"
     r"|\bMemoryError\b|std::bad_alloc|oom[-_ ]kill"
@@ -81,7 +90,7 @@ def of_silence(missing: str, tail: Sequence[str]) -> tuple[str, str]:
     short = _short_of_memory(tail)
     if short is not None:
         return OUT_OF_MEMORY, short
-    return CRASHED, f"it ended well, but {missing} was not found"
+    return CRASHED, f"it ended well, but {missing}"
 
 
 def of_exit(code: int, tail: Sequence[str], was_killed_by_memory: bool) -> tuple[str, str]:
@@ -95,6 +104,19 @@ def of_exit(code: int, tail: Sequence[str], was_killed_by_memory: bool) -> tuple
     return CRASHED, said or _code(code)
 
 
+def of_state(state: str, code: int | None, tail: Sequence[str]) -> tuple[str, str] | None:
+    """Outcome and reason of a job by its scheduler's last word; None where that is a good one."""
+    if state == "COMPLETED":
+        return None
+    if state == "OUT_OF_MEMORY":
+        return OUT_OF_MEMORY, _short_of_memory(tail) or "the scheduler ended it for want of memory"
+    if state in ("TIMEOUT", "DEADLINE"):
+        return TIMED_OUT, "the scheduler ended it at its time limit"
+    if state in NOT_ITS_OWN:
+        return LOST, NOT_ITS_OWN[state]
+    return of_exit(code or 1, tail, False)
+
+
 def _short_of_memory(tail: Sequence[str]) -> str | None:
     """The line that says so."""
     return next((line.strip()[:300] for line in tail if _MEMORY.search(_ONLY_ASKED.sub("", line))), None)
@@ -103,7 +125,7 @@ def _short_of_memory(tail: Sequence[str]) -> str | None:
 def reason_in(tail: Sequence[str]) -> str:
     """The line that says why, as far as one can tell: the last error, or else the last line."""
     errors = [match[1] for line in tail if (match := _ERROR.match(line.strip()))]
-    said = [line.strip() for line in tail if line.strip()]
+    said = [line.strip() for line in tail if any(map(str.isalnum, line))]  # mpirun draws lines around what it says.
     return (errors or said or [""])[-1].removeprefix("error: ")[:300]
 
 

@@ -5,20 +5,25 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
+from steelyard.core.recipe.load import COMMAND_LINE
 from steelyard.plan import cluster as clusters
 from steelyard.plan import fit
+from steelyard.plan import profile as profiles
 from steelyard.plan.cluster import Cluster
 from steelyard.plan.layout import of_recipe
 from steelyard.plan.predict import Predictor
+from steelyard.plan.profile import Profile
 from steelyard.sizes.model import flops_per_token
 from steelyard.sizes.ranks import data_ranks
 from steelyard.tune import machine
 from steelyard.tune.candidate import recipe_at
 from steelyard.tune.space import Point, Space, key
 from steelyard.tune.spec import Tune
+from steelyard.tune.submitted import world_of
 
 LOOKED_AT = 400  # Points that are predicted to find the first ones.
 METRICS = ("seconds", "tokens_per_second", "tflops")
@@ -40,10 +45,34 @@ class Prior:
         self.tune = tune
         self._known: dict[str, Foreseen] = {}
         self.cluster: Cluster | None = None
-        if tune.recipe is not None and tune.plan and tune.cluster is not None:
+        self.profiles: list[Profile] = []
+        if tune.recipe is None or not tune.plan:
+            return
+        if tune.cluster is not None:
             self.cluster = clusters.load(tune.cluster)
-            if self.cluster.ranks < tune.nproc:
-                raise UserError(f"trials have {tune.nproc} ranks, and {tune.cluster} {self.cluster.ranks} GPUs")
+            if self.cluster.ranks < (tune.ranks or 1):
+                raise UserError(f"trials have {tune.ranks} ranks, and {tune.cluster} {self.cluster.ranks} GPUs")
+        self.profiles = [self._profile(Path(path)) for path in tune.profile]
+
+    def _profile(self, path: Path) -> Profile:
+        """A profile, which must be of the recipe's layers and of a device that trials run on."""
+        profile, recipe = profiles.load(path), recipe_at(self.tune, {}, is_trial=True)
+        cluster = self._machines(recipe, self.tune.ranks or 1)
+        if cluster is None:
+            raise UserError(
+                "nothing says which machines the planner should use this profile for", where=str(path),
+                mend="give a cluster file: cluster = ..., or --cluster",
+            )  # fmt: skip
+        profile = _named_here(profile, cluster)
+        if not any(_changes_layers(name) for name in self.tune.space):  # Else it is of some points' layers.
+            profiles.refuse_another(profile, recipe, path, cluster)
+        return profile
+
+    def _machines(self, recipe: Recipe, world: int) -> Cluster | None:
+        """What trials run on: the cluster file's nodes, or this machine, unless others start them."""
+        if self.cluster is not None or not self.tune.plan or self.tune.launch.on in ("mpi", "slurm"):
+            return self.cluster
+        return machine.here(recipe, world)
 
     def of(self, point: Point) -> Foreseen:
         """What is known of a point."""
@@ -55,14 +84,16 @@ class Prior:
     def _foreseen(self, point: Point) -> Foreseen:
         try:
             recipe = recipe_at(self.tune, point, is_trial=True)
-            data_ranks(recipe, self.tune.nproc)
+            world = world_of(self.tune, recipe)
+            data_ranks(recipe, world)
         except UserError as mistake:  # Sizes that do not divide: the trial would say the same, later.
             return Foreseen(_in_a_line(mistake), {})
-        cluster = self.cluster or (machine.here(recipe, self.tune.nproc) if self.tune.plan else None)
+        cluster = self._machines(recipe, world)
         if cluster is None:
             return Foreseen(None, {})
         try:
-            return _planned(_on(recipe, self.tune.nproc), cluster, self.tune.nproc)
+            measured = [each for each in self.profiles if _is_of(each, recipe)]
+            return _planned(_on(recipe, world), cluster, world, measured)
         except UserError:  # A precision whose peak is not known, say. Nothing foretold is no reason not to try.
             return Foreseen(None, {})
 
@@ -93,9 +124,28 @@ def _on(recipe: Recipe, world: int) -> Recipe:
     return recipe.model_copy(update={"parallel": parallel})
 
 
-def _planned(recipe: Recipe, cluster: Cluster, world: int) -> Foreseen:
+def _named_here(profile: Profile, cluster: Cluster) -> Profile:
+    """A profile by the name of this machine's devices, where they are the ones that it was measured on."""
+    if cluster.name != machine.HERE or profile.gpu not in machine.names():
+        return profile
+    return profile.model_copy(update={"gpu": machine.HERE})
+
+
+def _changes_layers(name: str) -> bool:
+    return name.startswith("model.") or name in ("data.sequence_length", "train.precision")
+
+
+def _is_of(profile: Profile, recipe: Recipe) -> bool:
+    try:
+        profiles.refuse_another(profile, recipe, "")
+    except UserError:
+        return False
+    return True
+
+
+def _planned(recipe: Recipe, cluster: Cluster, world: int, measured: Sequence[Profile] = ()) -> Foreseen:
     layout = of_recipe(recipe, cluster)
-    predictor = Predictor.of_layout(recipe, cluster, layout)
+    predictor = Predictor.of_layout(recipe, cluster, layout, profiles=measured)
     rooms = fit.rooms(predictor, layout)
     why_not = fit.reason(rooms)
     if why_not is not None:
@@ -115,4 +165,6 @@ def _planned(recipe: Recipe, cluster: Cluster, world: int) -> Foreseen:
 
 
 def _in_a_line(mistake: UserError) -> str:
-    return " ".join(str(mistake).split()).removeprefix("command line: ")[:300]
+    text = f"{mistake.message}; {mistake.mend}" if mistake.mend else mistake.message
+    place = f"{mistake.where}: " if mistake.where and mistake.where != COMMAND_LINE else ""
+    return " ".join(f"{place}{text}".split()).removeprefix(f"{COMMAND_LINE}: ")[:300]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from steelyard.core import files, secrets, units
 from steelyard.core.errors import UserError
 from steelyard.tune import candidate, charts, history, kept, outcome, storage
-from steelyard.tune.best import front
+from steelyard.tune.best import front, tied, ties
 from steelyard.tune.spec import Tune
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def render(tune: Tune, study: Study) -> str:
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
         f"<title>{name}</title><style>{STYLE}</style></head><body><h1>{name}</h1>",
         _rows(_summary(tune, trials)),
-        *_best(tune, best),
+        *_best(tune, best, trials),
         *charts.all_of(tune, study, trials),
         "<h2>Trials</h2>",
         _trials(tune, trials),
@@ -71,7 +71,7 @@ def _summary(tune: Tune, trials: Sequence[FrozenTrial]) -> list[tuple[str, str]]
     ]
 
 
-def _best(tune: Tune, best: Sequence[FrozenTrial]) -> list[str]:
+def _best(tune: Tune, best: Sequence[FrozenTrial], trials: Sequence[FrozenTrial]) -> list[str]:
     if not best:
         return ["<p>No trial has finished yet.</p>"]
     first = best[0]
@@ -81,7 +81,9 @@ def _best(tune: Tune, best: Sequence[FrozenTrial]) -> list[str]:
     whole = html.escape(secrets.scrub(candidate.written(tune, first.params)))
     what = "The whole recipe (best.toml)" if tune.recipe is not None else "The whole command (best.txt)"
     text = f"<details><summary>{what}</summary><pre>{whole}</pre></details>"
-    return [title, several if len(tune.objectives) > 1 else "", _rows(list(first.params.items())), text]
+    equal = ties(first, trials)
+    remarks = [several if len(tune.objectives) > 1 else "", f"<p>{tied(equal)}.</p>" if equal else ""]
+    return [title, *remarks, _rows(list(first.params.items())), text]
 
 
 def _trials(tune: Tune, trials: Sequence[FrozenTrial]) -> str:

@@ -11,27 +11,25 @@ STUDY/report.html
 from __future__ import annotations
 
 import contextlib
-import shlex
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from steelyard.core import files, secrets, units
 from steelyard.core.console import console
 from steelyard.core.errors import Fault, Interrupted, UserError
-from steelyard.tune import candidate, history, kept, outcome, storage, trial
+from steelyard.tune import attempt, candidate, history, kept, outcome, storage, submitted
 from steelyard.tune.best import write_best
-from steelyard.tune.objective import Measured
 from steelyard.tune.outcome import Ended
+from steelyard.tune.output import LOG
+from steelyard.tune.prior import Prior
 from steelyard.tune.spec import Tune
 from steelyard.tune.study import Study, folder_of
-
-if TYPE_CHECKING:
-    from optuna.trial import Trial
+from steelyard.tune.trial import RUN
 
 SECONDS_TO_TELL = 0.05
 CRASHES_AT_FIRST = 3  # alike and nothing else, after which a study gives up
@@ -42,18 +40,22 @@ def search(tune: Tune, folder: Path, storage_url: str | None = None, worker: int
     prepare(tune)
     folder.mkdir(parents=True, exist_ok=True)
     url = storage.url_of(folder, storage_url or tune.storage)
-    with storage.faults(), _asked_to_end():
+    file = storage.own_file(url)
+    if file is not None and not file.is_file() and (folder / kept.SETTINGS).is_file() and not worker:
+        console.warn(f"{file} is gone: the study begins anew, and its trials replace those in {folder}")
+    with storage.faults(file), _asked_to_end():
         study = Study(tune, url, worker)
         kept.remember(tune, folder, url)
         study.begin()
         known = history.ran(study.trials())
         if known:
-            console.say(f"{folder}: goes on after {len(known)} trials")
+            console.say(f"{folder}: goes on after {history.counted(len(known))}")
         try:
             why = _search(study, folder)
         except Interrupted:
             summary = write_best(study.tune, study.trials(), folder)
-            raise Interrupted(f"{summary['trials']} trials are kept in {folder}; the same command goes on") from None
+            kept_now = f"{history.counted(summary['trials'])} kept"
+            raise Interrupted(f"{kept_now} in {folder}; the same command goes on") from None
         console.say(f"{folder}: done after {why}")
         return write_best(study.tune, study.trials(), folder)
 
@@ -77,85 +79,39 @@ def _asked_to_end() -> Iterator[None]:
 
 def prepare(tune: Tune) -> None:
     """Refuse what no trial could run with."""
-    if tune.recipe is not None:
-        candidate.refuse_recipe(tune)
+    if tune.recipe is None:
+        return
+    candidate.refuse_recipe(tune)
+    Prior(tune)
+    if tune.launch.on is not None:
+        submitted.site_of(tune, candidate.recipe_at(tune, {}, is_trial=True))
+    if tune.launch.on == "slurm" and shutil.which("sbatch") is None:
+        raise UserError("sbatch is not installed here", mend="tune from a login node of the cluster, or with --on mpi")
 
 
 def _search(study: Study, folder: Path) -> str:
     while True:
         for number in study.fail_the_lost():
-            console.say(f"trial {number} was cut short when its worker was killed; its point is tried again")
+            what = "was cut short" if study.tune.launch.on is None else "was left alone"
+            console.say(f"trial {number} {what} when its worker was killed; its point is tried again")
         if study.has_nameless():
             time.sleep(SECONDS_TO_TELL)  # A worker that is alive says its name at once.
             continue
         why = study.is_over()
-        if why is not None:
-            _refuse_only_crashes(study, folder, at_least=1)
-            return why
-        asked = study.next()
+        asked = study.next() if why is None else None
         if asked is None:
-            _refuse_nothing_to_run(study)
-            return "every point that can run"
+            for number in study.left_by_the_lost():
+                submitted.abandon(folder_of(folder, number) / RUN)
+            if why is None:
+                _refuse_nothing_to_run(study)
+            _refuse_only_crashes(study, folder, at_least=1)
+            return why or "every point that can run"
         if study.is_surplus(asked):
             study.end(asked, Ended(outcome.SURPLUS, "the budget was spent meanwhile", 0.0), [])
             continue
-        _attempt(study, asked, folder)
+        attempt.make(study, asked, folder)
         write_best(study.tune, study.trials(), folder)
         _refuse_only_crashes(study, folder)
-
-
-def _attempt(study: Study, asked: Trial, folder: Path) -> None:
-    """One trial, from its folder to what is learned from it."""
-    tune, place = study.tune, folder_of(folder, asked.number)
-    measured = [Measured(objective) for objective in tune.objectives]
-    words = candidate.prepare(tune, asked.params, place, asked.number)
-    limits = trial.Limits(
-        60 * tune.trial.timeout_minutes, 60 * tune.trial.hang_minutes, time.monotonic() + study.seconds_left()
-    )
-    beats = iter(range(1, 1 << 62))
-    began = time.monotonic()
-    try:
-        ended = trial.run(
-            words, place, measured, limits, study.behind(measured), lambda: asked.set_user_attr("beat", next(beats))
-        )
-    except Interrupted:
-        study.end(asked, Ended(outcome.INTERRUPTED, "interrupted", time.monotonic() - began), [])
-        study.again(asked, int(asked.user_attrs.get("retries", 0)))
-        raise
-    if ended.outcome == outcome.CUT_SHORT:  # It says nothing about the point, which is first when more hours are given.
-        study.again(asked, int(asked.user_attrs.get("retries", 0)))
-    ended = _with_numbers(ended, measured)
-    study.end(asked, ended, measured)
-    values = {each.objective.label: each.value for each in measured}
-    record = {"number": asked.number, "settings": asked.params, "outcome": ended.outcome, "reason": ended.reason}
-    record |= {"values": values, "seconds": ended.seconds, "predicted": asked.user_attrs.get("predicted")}
-    files.write_json(place / "trial.json", record | {"command": secrets.scrub(shlex.join(words))})
-    console.say(_line(asked.number, asked.params, ended, measured))
-
-
-def _with_numbers(ended: Ended, measured: list[Measured]) -> Ended:
-    """A trial that ended well with a loss that is no number did not."""
-    wrong = next((each.objective.label for each in measured if not _is_number(each.value)), None)
-    if ended.outcome != outcome.FINISHED or wrong is None:
-        return ended
-    return Ended(outcome.CRASHED, f"{wrong} is no number", ended.seconds)
-
-
-def _is_number(value: float | None) -> bool:
-    return value is not None and abs(value) < float("inf")
-
-
-def _line(number: int, point: dict[str, Any], ended: Ended, measured: list[Measured]) -> str:
-    settings = "  ".join(f"{name}={_value(value)}" for name, value in point.items())
-    told = "  ".join(
-        f"{each.objective.label} {each.value:.6g}" if each.value is not None else "" for each in measured
-    ).strip()
-    how = told if ended.outcome == outcome.FINISHED else f"{ended.outcome.replace('_', ' ')}: {ended.reason}"
-    return f"trial {number}  {settings}  {how}  ({units.duration(ended.seconds)})"
-
-
-def _value(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _refuse_only_crashes(study: Study, folder: Path, at_least: int = CRASHES_AT_FIRST) -> None:
@@ -163,9 +119,10 @@ def _refuse_only_crashes(study: Study, folder: Path, at_least: int = CRASHES_AT_
     ran = history.ran(study.trials())
     if len(ran) >= at_least and all(history.result_of(each) == outcome.CRASHED for each in ran):
         last = ran[-1]
+        which = "the only trial crashed" if len(ran) == 1 else f"the first {len(ran)} trials all crashed, the last"
         raise Fault(
-            f"the first {len(ran)} trials all crashed, the last with: {history.told(last, 'reason')}",
-            mend=f"see {folder_of(folder, last.number) / trial.LOG}; the same command goes on once it is mended",
+            f"{which} with: {history.told(last, 'reason')}",
+            mend=f"see {folder_of(folder, last.number) / LOG}; the same command goes on once it is mended",
         )
 
 

@@ -107,11 +107,15 @@ class Dimension(Section):
 
 
 class Space:
-    """Settings by name, and constraints over them. `world` is the number of ranks, which constraints may name too."""
+    """Settings by name, and constraints over them. `world` is the number of ranks, which constraints may name too,
+    unless every point has ranks of its own."""
 
-    def __init__(self, dimensions: dict[str, Dimension], constraints: Sequence[str] = (), world: int = 1) -> None:
+    def __init__(
+        self, dimensions: dict[str, Dimension], constraints: Sequence[str] = (), world: int | None = 1
+    ) -> None:
         self.dimensions, self.world = dimensions, world
-        self.constraints = [Expression(text, {*dimensions, "world"}) for text in constraints]
+        names = {*dimensions, *(["world"] if world is not None else [])}
+        self.constraints = [Expression(text, names) for text in constraints]
 
     def distributions(self) -> dict[str, Any]:
         """As Optuna has them."""

@@ -19,25 +19,25 @@ hours = 2.0
 [trial]
 steps = 20
 timeout_minutes = 30.0
+
+[launch]
+on = "slurm"                   # each trial a job of its own, as `steelyard submit --on slurm` starts one
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, PrivateAttr, ValidationError
 
-from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe, shipped
-from steelyard.core.recipe.load import explained, valid_keys
+from steelyard.core.recipe.load import COMMAND_LINE, explained
 from steelyard.core.recipe.section import Section
-from steelyard.core.recipe.toml import parse
-from steelyard.tune import command as commands
-from steelyard.tune.expression import Refused
+from steelyard.core.recipe.toml import name_after, place_of, read
+from steelyard.tune import refusals
 from steelyard.tune.objective import Objective
 from steelyard.tune.space import Dimension, Space
 
@@ -69,16 +69,30 @@ class EarlyStopping(Section):
     margin: NonNegativeFloat = 0.3
 
 
+class Launching(Section):
+    """Who starts a recipe's trials, as `steelyard submit` would; with no `on` the tuner does, beside itself."""
+
+    on: Literal["local", "mpi", "slurm"] | None = None
+    site: str | None = None
+    sites: str | None = Field(None, description="a file, instead of the user's sites.toml")
+    hosts: list[str] | None = Field(None, description="mpi: instead of the site's")
+    ranks_per_node: PositiveInt | None = None
+    time: str | None = Field(
+        None, description="slurm: a job's time limit; left out: the site's, or the trial's timeout"
+    )
+
+
 class Tune(Section):
     """The whole file."""
 
     name: Annotated[str, Field(pattern=NAME, max_length=100)]
     recipe: str | None = None
     command: str | None = None
-    nproc: PositiveInt = 1
+    nproc: PositiveInt | None = Field(None, description="left out: 1, or, where jobs are submitted, the layout's")
     overrides: list[str] = Field([])
     drop: list[str] = Field([], description="keys of the recipe that trials leave out")
     cluster: str | None = Field(None, description="a cluster file; left out: this machine")
+    profile: list[str] = Field([], description="files of `steelyard plan profile`, for the planner")
     plan: bool = Field(True, description="whether the planner prunes and orders trials")
     storage: str | None = None
     sampler: Literal["tpe", "random", "grid"] = "tpe"
@@ -89,16 +103,30 @@ class Tune(Section):
     budget: Budget = Budget(trials=30)
     trial: TrialLimits = TrialLimits()
     early_stopping: EarlyStopping = EarlyStopping()
+    launch: Launching = Launching()
+    _told_by: list[str] = PrivateAttr([])
+
+    @property
+    def told_by(self) -> list[str]:
+        """The places of those overrides that the file makes; the others are the command line's."""
+        return self._told_by
+
+    @property
+    def ranks(self) -> int | None:
+        """Ranks of every trial; None where they follow from each trial's own layout."""
+        return self.nproc or (None if self.launch.on else 1)
 
     def identity(self) -> dict[str, Any]:
         """What may not change in a study: with another space or objective its trials would mean something else."""
-        kept = ("recipe", "command", "nproc", "overrides", "drop", "constraints", "space", "objectives")
+        kept = ("recipe", "command", "overrides", "drop", "constraints", "space", "objectives")
         settings = self.model_dump(mode="json", exclude_none=True)
-        return {key: settings[key] for key in kept if key in settings} | {"steps": self.trial.steps}
+        launch = {key: settings["launch"][key] for key in ("on", "site", "ranks_per_node") if key in settings["launch"]}
+        found = {key: settings[key] for key in kept if key in settings} | {"steps": self.trial.steps}
+        return found | {"nproc": self.ranks} | ({"launch": launch} if launch else {})
 
     def searched(self) -> Space:
         """Its space, with constraints."""
-        return Space(self.space, self.constraints, self.nproc)
+        return Space(self.space, self.constraints, self.ranks)
 
 
 def is_tune_file(source: str) -> bool:
@@ -115,17 +143,15 @@ def is_tune_file(source: str) -> bool:
 def load(path: str | Path, changes: dict[str, Any] | None = None) -> Tune:
     """Read and check a tune file; `changes` are what the command line says instead."""
     path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        raise UserError("this is not a text file", where=str(path), mend="a tune file is UTF-8 TOML") from None
-    except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror}", where=str(path)) from None
-    values, places = parse(text, str(path))
-    values.setdefault("name", re.sub(r"[^A-Za-z0-9._-]+", "-", path.name.removesuffix(".toml")).strip("-.") or "study")
-    for name in ("recipe", "cluster"):
-        if isinstance(values.get(name), str):
-            values[name] = beside(path, values[name])
+    values, places = read(path, "a tune file")
+    values.setdefault("name", name_after(path, "study"))
+    if isinstance(values.get("profile"), str):
+        values["profile"] = [values["profile"]]
+    if isinstance(values.get("profile"), list):
+        values["profile"] = [beside(path, name) if isinstance(name, str) else name for name in values["profile"]]
+    for table, name in ((values, "recipe"), (values, "cluster"), (values.get("launch"), "sites")):
+        if isinstance(table, dict) and isinstance(table.get(name), str):
+            table[name] = beside(path, table[name])
     return checked(values, places, str(path), changes)
 
 
@@ -133,6 +159,8 @@ def checked(values: dict[str, Any], places: dict[str, str], source: str, changes
     """A tune file's values, checked, each mistake told with its line."""
     if isinstance(values.get("space"), dict):
         values["space"] = _flat(values["space"])
+    overridden = values.get("overrides")
+    places = places | {name: COMMAND_LINE for name in changes or {} if name != "overrides"}
     for name, value in (changes or {}).items():
         section, _, key = name.rpartition(".")
         if name == "overrides" and isinstance(values.get(name), list):
@@ -144,7 +172,9 @@ def checked(values: dict[str, Any], places: dict[str, str], source: str, changes
         tune = Tune.model_validate(values)
     except ValidationError as error:
         raise explained(error, values, places, source, Tune) from None
-    _refuse(tune, places, source)
+    if "overrides" in places and isinstance(overridden, list):
+        tune._told_by = [place_of("overrides", places) or source] * len(overridden)
+    refusals.refuse(tune, places, source)
     return tune
 
 
@@ -170,82 +200,3 @@ def _is_setting(table: dict[str, Any]) -> bool:
     """Whether a table is a setting's own, misspelt perhaps, rather than one of settings."""
     near = any(difflib.get_close_matches(key, DIMENSION_KEYS, n=1) for key in table)
     return near or not all(isinstance(inner, dict | list) for inner in table.values())
-
-
-def _refuse(tune: Tune, places: dict[str, str], source: str) -> None:
-    """Refuse what is fine alone and wrong together, with its line."""
-
-    def wrong(key: str, message: str, mend: str | None = None) -> UserError:
-        place = next((places[at] for at in _upwards(key) if at in places), source)
-        return UserError(f"{key}: {message}", where=place, mend=mend)
-
-    if (tune.recipe is None) == (tune.command is None):
-        raise wrong("recipe", "give either a recipe or a command to tune", 'recipe = "my.toml"')
-    for name, dimension in tune.space.items():
-        problem = dimension.problem()
-        if problem is not None:
-            raise wrong(f"space.{name}", problem, "like { choice = [1, 2, 4] } or { low = 1, high = 8 }")
-    try:
-        tune.searched()
-    except Refused as refused:
-        text = next(text for text in tune.constraints if _is_refused(tune, text))
-        raise wrong("constraints", f"{text!r}: {refused}") from None
-    if tune.command is not None:
-        _refuse_command(tune, wrong)
-    else:
-        _refuse_keys(tune, wrong)
-    if tune.budget.trials is None and tune.budget.hours is None:
-        raise wrong("budget", "a study ends after so many trials or hours", "trials = 30")
-    labels = [each.label for each in tune.objectives]
-    twice = next((label for label in labels if labels.count(label) > 1), None)
-    if twice is not None:
-        raise wrong("objectives", f"two are called {twice}", 'give each a name = "..."')
-    if tune.command is not None and "objectives" not in tune.model_fields_set:
-        raise wrong("objectives", "a command needs an objective", "[[objectives]] with regex and goal")
-
-
-def _refuse_keys(tune: Tune, wrong: Any) -> None:
-    """A setting that no recipe has would be refused by every trial, and a key to drop that is misspelt by none."""
-    known = sorted(valid_keys(Recipe))
-    for name, place in [*((name, f"space.{name}") for name in tune.space), *((name, "drop") for name in tune.drop)]:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            mend = f"did you mean {near[0]}?" if near else "steelyard recipe show prints every valid key"
-            raise wrong(place, "is no key of a recipe" if place != "drop" else f"{name} is no key of a recipe", mend)
-
-
-def _refuse_command(tune: Tune, wrong: Any) -> None:
-    try:
-        words = commands.words(str(tune.command))
-    except ValueError as error:
-        raise wrong("command", f"cannot be split into words: {error}", "close every quote") from None
-    if not words:
-        raise wrong("command", "is empty")
-    idle = {"overrides": tune.overrides, "drop": tune.drop, "cluster": tune.cluster, "trial.steps": tune.trial.steps}
-    for name, value in idle.items():
-        if value:
-            raise wrong(name, "says something about a recipe, and this is a command", "put it into the command")
-    taken = next((name for name in commands.OWN if name in tune.space), None)
-    if taken is not None:
-        raise wrong(f"space.{taken}", f"every trial has its own {{{taken}}}", "give the setting another name")
-    used = commands.placeholders(words)
-    unknown = sorted(used - tune.space.keys() - set(commands.OWN))
-    if unknown:
-        mend = f"add it to [space], or write {{{{{unknown[0]}}}}} for the word itself"
-        raise wrong("command", f"{{{unknown[0]}}} is not in the space", mend)
-    unused = sorted(tune.space.keys() - used)
-    if unused:
-        raise wrong(f"space.{unused[0]}", "the command does not use it", f"put {{{unused[0]}}} into the command")
-
-
-def _is_refused(tune: Tune, text: str) -> bool:
-    try:
-        Space(tune.space, [text], tune.nproc)
-    except Refused:
-        return True
-    return False
-
-
-def _upwards(key: str) -> Sequence[str]:
-    parts = key.split(".")
-    return [".".join(parts[:length]) for length in range(len(parts), 0, -1)]

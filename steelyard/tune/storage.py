@@ -34,7 +34,7 @@ def url_of(folder: Path, given: str | None) -> str:
     try:
         url = make_url(given)
     except ArgumentError:
-        raise UserError("--storage is no address of a database", mend="postgresql://user@host/database") from None
+        raise UserError("--storage is no address of a database", mend="one is postgresql://host/database") from None
     if url.password:
         secrets.hide(str(url.password))
     if url.drivername in ("postgresql", "postgres"):  # SQLAlchemy would take a driver that we do not bring.
@@ -54,18 +54,22 @@ def shown(url: str) -> str:
 
 
 @contextlib.contextmanager
-def faults() -> Iterator[None]:
-    """What a database says becomes one message."""
+def faults(file: Path | None = None) -> Iterator[None]:
+    """What a database says becomes one message; `file` is where it was, if it is one."""
     from optuna.exceptions import StorageInternalError
     from sqlalchemy.exc import NoSuchModuleError, SQLAlchemyError
 
     try:
         yield
-    except (NoSuchModuleError, ModuleNotFoundError) as error:
-        raise UserError(f"there is no driver for this database: {error}", mend="install its Python driver") from None
+    except (NoSuchModuleError, ImportError) as error:
+        first = str(error.__cause__ or error).splitlines()[0]
+        raise UserError(f"there is no driver for this database: {first}", mend="install its Python driver") from None
     except (SQLAlchemyError, StorageInternalError) as error:
         cause = error.__cause__ if isinstance(error, StorageInternalError) and error.__cause__ else error
         first = str(getattr(cause, "orig", None) or cause).strip().splitlines()[0]
+        if file is not None and not file.is_file():  # SQLite calls that read-only.
+            mend = "each trial's trial.json still says what it measured; the same command begins anew"
+            raise Fault(f"the study's database {file} is gone", mend=mend) from None
         raise Fault(f"the study's database: {first}", mend="trials that ended are kept; see that it answers") from None
 
 
@@ -106,10 +110,25 @@ def open_study(url: str, name: str, directions: Sequence[Goal]) -> Study:
     return study
 
 
+def forget(study: Study) -> None:
+    """Remove a study and its trials, unless another worker has just done so."""
+    with contextlib.suppress(KeyError):
+        study._storage.delete_study(study._study_id)
+
+
+def own_file(url: str) -> Path | None:
+    """The file of a study that is kept in one."""
+    return Path(url.removeprefix("sqlite:///")) if url.startswith("sqlite:///") else None
+
+
 def load_study(url: str, name: str) -> Study:
     """The study of this name, which must be there."""
     import optuna
 
+    file = own_file(url)
+    if file is not None and not file.is_file():  # To connect would make an empty one.
+        mend = "each trial's trial.json still says what it measured; the study's command begins anew"
+        raise UserError(f"the study's database {file} is gone", mend=mend)
     storage = connect(url)
     with faults():
         try:

@@ -11,10 +11,10 @@ import json
 import random
 import time
 from collections.abc import Callable
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.core.recipe.load import written
 from steelyard.core.recipe.toml import leaves
@@ -44,9 +44,19 @@ class Study:
         self.tune, self.worker = tune, worker
         self.space, self.prior = tune.searched(), Prior(tune)
         self.distributions = self.space.distributions()
-        self.optuna = storage.open_study(url, tune.name, [each.direction for each in tune.objectives])
+        goals = [each.direction for each in tune.objectives]
+        self.optuna = storage.open_study(url, tune.name, goals)
+        if worker == 0 and self._has_only_crashed():
+            storage.forget(self.optuna)
+            self.optuna = storage.open_study(url, tune.name, goals)
+            console.say(f"nothing but crashes is known of the study {tune.name}: it begins anew")
         self._beats: dict[int, tuple[Any, float]] = {}
         self._refuse_another()
+
+    def _has_only_crashed(self) -> bool:
+        """Whether nothing was learned yet. What was wrong, in the file or around it, should be mended by now."""
+        known = {history.result_of(trial) for trial in self.trials()} - {*outcome.REJECTED, *outcome.VOID, "waiting"}
+        return known == {outcome.CRASHED}
 
     def _refuse_another(self) -> None:
         """A study's recipe, space and objectives are those it began with."""
@@ -61,7 +71,7 @@ class Study:
             lines = "\n".join(f"  {name}: {_short(kept.get(name))} -> {_short(mine.get(name))}" for name in changed)
             raise UserError(
                 f"the study {self.tune.name} began with another file:\n{lines}",
-                mend="undo the change to go on with it, or give another --study and name",
+                mend="undo the change to go on with it, or begin another: --study DIR, and a name in a shared database",
             )
 
     def trials(self) -> list[FrozenTrial]:
@@ -159,6 +169,7 @@ class Study:
         from optuna.trial import TrialState
 
         told = {"outcome": ended.outcome, "reason": ended.reason, "seconds": round(ended.seconds, 3)}
+        told["at"] = history.now().isoformat()
         curves = {"values": [each.value for each in measured], "curves": [each.short_curve() for each in measured]}
         trial.set_user_attr("ended", told | (curves if measured else {}))
         if ended.outcome == outcome.FINISHED:
@@ -171,21 +182,32 @@ class Study:
         state = TrialState.FAIL if ended.outcome in failed else TrialState.PRUNED
         self.optuna.tell(trial, state=state)
 
-    def again(self, trial: Trial | FrozenTrial, retries: int) -> None:
-        """Queue a trial's point once more."""
-        self.optuna.enqueue_trial(trial.params, user_attrs={"retries": retries})
+    def again(self, trial: Trial | FrozenTrial, retries: int, takes_up: int | None = None) -> None:
+        """Queue a trial's point once more; `takes_up` is the trial whose job may be gone on with."""
+        noted = {"retries": retries} | ({} if takes_up is None else {"takes_up": takes_up})
+        self.optuna.enqueue_trial(trial.params, user_attrs=noted)
+
+    def left_by_the_lost(self) -> list[int]:
+        """The lost trials whose jobs nobody has taken up, and nobody will when the study is over."""
+        idle = ("waiting", outcome.REPEATED, outcome.SURPLUS, outcome.PRUNED_BY_PLAN)
+        left = [trial for trial in self.trials() if history.result_of(trial) in idle]
+        return [int(each.user_attrs["takes_up"]) for each in left if "takes_up" in each.user_attrs]
 
     def fail_the_lost(self) -> list[int]:
-        """End the trials whose worker was killed, and queue their points again; returns their numbers."""
+        """End the trials whose worker was killed, and queue their points again; returns their numbers.
+
+        A point may be what killed its worker, so it has one more chance; a job that was submitted runs elsewhere and
+        has nothing to do with it.
+        """
         from optuna.trial import TrialState
 
         lost = []
         for trial in self.trials():
             if trial.state != TrialState.RUNNING or not self._is_lost(trial):
                 continue
-            retries = int(trial.user_attrs.get("retries", 0))
+            retries, is_elsewhere = int(trial.user_attrs.get("retries", 0)), self.tune.launch.on is not None
             told = {"outcome": outcome.LOST, "reason": "its worker was killed"}
-            if retries >= RETRIES:
+            if retries >= RETRIES and not is_elsewhere:
                 told = {"outcome": outcome.CRASHED, "reason": "its worker was killed, as before"}
             try:
                 self.optuna._storage.set_trial_user_attr(trial._trial_id, "ended", told)
@@ -193,7 +215,11 @@ class Study:
             except (RuntimeError, ValueError):
                 continue  # Another worker was faster.
             lost.append(trial.number)
-            if retries < RETRIES and trial.params.keys() == self.space.dimensions.keys():
+            if trial.params.keys() != self.space.dimensions.keys():
+                continue
+            if is_elsewhere:
+                self.again(trial, retries, takes_up=trial.number)
+            elif retries < RETRIES:
                 self.again(trial, retries + 1)
         return lost
 
@@ -218,7 +244,7 @@ class Study:
         """Why no further trial is to be started; None while some are."""
         trials, budget = self.trials(), self.tune.budget
         if budget.trials is not None and history.spent(trials) >= budget.trials:
-            return f"{budget.trials} trials"
+            return history.counted(budget.trials)
         if self.seconds_left() <= 0:
             return f"{budget.hours:g} hours"
         return None
@@ -228,7 +254,7 @@ class Study:
         hours = self.tune.budget.hours
         if hours is None:
             return float("inf")
-        return 3600 * hours - history.seconds_used(self.trials(), datetime.now())
+        return 3600 * hours - history.seconds_used(self.trials(), history.now())
 
     def is_surplus(self, trial: Trial) -> bool:
         """Whether other workers have meanwhile begun the last trials of the budget."""

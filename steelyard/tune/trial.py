@@ -1,36 +1,26 @@
-"""One trial: a command under guard, watched until it ends or must.
+"""One trial, watched until it ends or must: when it takes too long, says nothing for too long, or is far behind.
 
-Its output is read line by line, freed of secrets, and kept in log.txt; `run/metrics.jsonl` in its folder is read as it
-grows. A trial is ended when it takes too long, says nothing for too long, or is far behind the others.
+What runs is a `Job`: a command under guard beside the tuner (`guarded.py`), or one that was submitted to mpirun, to
+Slurm or to a supervisor here (`submitted.py`). Records are read from the run's `metrics.jsonl` as they come.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import selectors
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Protocol
 
-from steelyard.core import secrets
 from steelyard.core.run import METRICS
-from steelyard.launch import guard
 from steelyard.tune import outcome
-from steelyard.tune.command import STORAGE
 from steelyard.tune.objective import Measured
 from steelyard.tune.outcome import Ended
+from steelyard.tune.output import Log, Metrics
 
-LOG = "log.txt"
 RUN = "run"
 SECONDS_BETWEEN_LOOKS = 0.25
-SECONDS_TO_END = 0.02  # between a closed output and a process that is gone
 SECONDS_BETWEEN_BEATS = 5.0
-LONGEST_LINE = 1 << 20
-TAIL = 200
 
 
 @dataclass(frozen=True)
@@ -42,151 +32,117 @@ class Limits:
     deadline: float = float("inf")
     """When, on the monotonic clock, the whole study must end."""
 
-
-class Log:
-    """The output of a command: lines without secrets, to a file and to the objectives."""
-
-    def __init__(self, path: Path, measured: Sequence[Measured]) -> None:
-        self.file: IO[str] = open(path, "w", encoding="utf-8")  # noqa: SIM115 (closed by close)
-        self.measured = measured
-        self.tail: deque[str] = deque(maxlen=TAIL)
-        self._rest = b""
-
-    def feed(self, data: bytes) -> None:
-        """Take what has been read; a line counts once it is whole, so that no secret is cut in two."""
-        self._rest += data.replace(b"\r", b"\n")
-        *whole, self._rest = self._rest.split(b"\n")
-        if len(self._rest) > LONGEST_LINE:
-            whole, self._rest = [*whole, self._rest], b""
-        for line in whole:
-            self._line(line)
-        if whole:
-            self.file.flush()
-
-    def _line(self, line: bytes) -> None:
-        text = secrets.scrub(line.decode("utf-8", errors="replace"))
-        self.file.write(text + "\n")
-        self.tail.append(text)
-        for each in self.measured:
-            each.line(text)
-
-    def close(self) -> None:
-        """Take what is left, and close."""
-        if self._rest:
-            self._line(self._rest)
-        self.file.close()
+    def reached(self, began: float, heard: float) -> tuple[str, str] | None:
+        """The outcome and reason of a trial that began then and was heard of then, where it must end now."""
+        now = time.monotonic()
+        if now - began > self.timeout:
+            return outcome.TIMED_OUT, f"not done after {self.timeout:g} s"
+        if now > self.deadline:
+            return outcome.CUT_SHORT, "the study's hours were over"
+        if now - heard > self.hang:
+            return outcome.HUNG, f"no output and no record for {self.hang:g} s"
+        return None
 
 
-class Metrics:
-    """A run's metrics.jsonl, read as it grows."""
+class Job(Protocol):
+    """What runs, and writes what it says to a log."""
 
-    def __init__(self, path: Path, measured: Sequence[Measured]) -> None:
-        self.path, self.measured = path, measured
-        self._at = 0
+    settling: float
+    """Seconds until what it wrote last is seen here: not at once, where folders are shared over a network."""
 
-    def look(self) -> bool:
-        """Take the records that are new; whether there were any."""
-        try:
-            with open(self.path, "rb") as file:
-                file.seek(self._at)
-                whole, newline, _ = file.read().rpartition(b"\n")
-        except OSError:
-            return False
-        self._at += len(whole) + len(newline)
-        for line in whole.splitlines():
-            try:
-                record: Any = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(record, dict) and isinstance(record.get("step"), int):
-                for each in self.measured:
-                    each.record(record)
-        return bool(whole)
+    def look(self, seconds: float) -> bool:
+        """Wait for at most so long, and take what it says; whether it said anything."""
+
+    def is_waiting(self) -> bool:
+        """Whether it has not begun: time in a queue is no time of the trial's."""
+
+    def is_over(self) -> bool:
+        """Whether it has ended."""
+
+    def stop(self) -> None:
+        """See that it has ended, whatever it does, and take the rest of what it said."""
+
+    def failure(self) -> tuple[str, str] | None:
+        """Outcome and reason of one that ended by itself and not well."""
 
 
 def run(
-    command: Sequence[str],
+    job: Job,
+    log: Log,
     folder: Path,
-    measured: Sequence[Measured],
     limits: Limits,
     is_behind: Callable[[], str | None] = lambda: None,
     beat: Callable[[], None] = lambda: None,
 ) -> Ended:
-    """Run a command to its end, or end it, and say how it ended. An interruption ends it too, and goes on."""
-    began, kills = time.monotonic(), outcome.kills_by_memory()
-    reading, writing = os.pipe()
-    log = Log(folder / LOG, measured)
-    metrics = Metrics(folder / RUN / METRICS, measured)
+    """Watch a job to its end, or end it, and say how it ended. An interruption ends it too, and goes on."""
+    metrics = Metrics(folder / RUN / METRICS, log.measured)
+    clock = Clock()
     try:
-        guarded = guard.start(command, writing, {name: os.environ[name] for name in os.environ if name != STORAGE})
+        verdict = _watch(job, metrics, limits, clock, is_behind, beat)
+        if verdict is None:
+            _settle(job, metrics, log.measured)
     finally:
-        os.close(writing)
-    try:
-        verdict = _watch(reading, guarded, log, metrics, limits, is_behind, beat)
-    finally:
-        guarded.stop()  # An interruption comes through here as well.
-        _drain(reading, log)
+        job.stop()  # An interruption comes through here as well.
         metrics.look()
         log.close()
-    seconds = time.monotonic() - began
-    if verdict is not None:
-        return Ended(*verdict, seconds)
-    code = guarded.code or 0
-    if code:
-        return Ended(*outcome.of_exit(code, log.tail, outcome.kills_by_memory() > kills), seconds)
-    missing = next((each.objective.label for each in measured if each.value is None), None)
-    if missing is not None:
-        return Ended(*outcome.of_silence(missing, log.tail), seconds)
-    return Ended(outcome.FINISHED, "", seconds)
+    verdict = verdict or job.failure()
+    missing = next((why for each in log.measured if (why := each.missing()) is not None), None)
+    if verdict is None and missing is not None:
+        verdict = outcome.of_silence(missing, log.tail)
+    return Ended(*(verdict or (outcome.FINISHED, "")), clock.seconds)
+
+
+class Clock:
+    """When a trial began to run, and when it was last heard of."""
+
+    def __init__(self) -> None:
+        self.began = self.heard = self.last = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """That it has run."""
+        return self.last - self.began
+
+    def tick(self, is_waiting: bool, was_heard: bool) -> None:
+        """Let time go by."""
+        self.last = time.monotonic()
+        self.began = self.last if is_waiting else self.began
+        self.heard = self.last if is_waiting or was_heard else self.heard
 
 
 def _watch(
-    reading: int,
-    guarded: guard.Guarded,
-    log: Log,
+    job: Job,
     metrics: Metrics,
     limits: Limits,
+    clock: Clock,
     is_behind: Callable[[], str | None],
     beat: Callable[[], None],
 ) -> tuple[str, str] | None:
-    """Until the command has closed its output and ended; or the outcome and reason that it is to be ended with."""
-    began = heard = beaten = looked = time.monotonic()
-    with selectors.DefaultSelector() as selector:
-        selector.register(reading, selectors.EVENT_READ)
-        while guarded.code is None:
-            if selector.get_map() and selector.select(SECONDS_BETWEEN_LOOKS):
-                data = os.read(reading, 1 << 16)
-                if not data:
-                    selector.unregister(reading)
-                log.feed(data)
-                heard = time.monotonic()
-            elif not selector.get_map():
-                time.sleep(SECONDS_TO_END)
-            now = time.monotonic()
-            if now - looked > SECONDS_BETWEEN_LOOKS:
-                looked, heard = now, now if metrics.look() else heard
-                behind = is_behind()
-                if behind is not None:
-                    return outcome.STOPPED_EARLY, behind
-            if now - beaten > SECONDS_BETWEEN_BEATS:
-                beat()
-                beaten = now
-            if now - began > limits.timeout:
-                return outcome.TIMED_OUT, f"not done after {limits.timeout:g} s"
-            if now > limits.deadline:
-                return outcome.CUT_SHORT, "the study's hours were over"
-            if now - heard > limits.hang:
-                return outcome.HUNG, f"no output and no record for {limits.hang:g} s"
+    """Until the job has ended; or the outcome and reason that it is to be ended with."""
+    looked = beaten = time.monotonic()
+    while not job.is_over():
+        was_heard, now = job.look(SECONDS_BETWEEN_LOOKS), time.monotonic()
+        if now - looked >= SECONDS_BETWEEN_LOOKS:
+            looked, was_heard = now, metrics.look() or was_heard
+            behind = is_behind()
+            if behind is not None:
+                return outcome.STOPPED_EARLY, behind
+        if now - beaten > SECONDS_BETWEEN_BEATS:
+            beat()
+            beaten = now
+        clock.tick(job.is_waiting(), was_heard)
+        reached = limits.reached(clock.began, clock.heard)
+        if reached is not None:
+            return reached
     return None
 
 
-def _drain(reading: int, log: Log) -> None:
-    """Take what is still in the pipe; nobody writes any more."""
-    os.set_blocking(reading, False)
-    try:
-        while data := os.read(reading, 1 << 16):
-            log.feed(data)
-    except BlockingIOError:
-        pass
-    finally:
-        os.close(reading)
+def _settle(job: Job, metrics: Metrics, measured: Sequence[Measured]) -> None:
+    """Wait for the last records of a job elsewhere."""
+    deadline = time.monotonic() + job.settling
+    metrics.look()
+    while any(each.value is None for each in measured) and time.monotonic() < deadline:
+        if job.failure() is not None:
+            return
+        job.look(SECONDS_BETWEEN_LOOKS)
+        metrics.look()

@@ -1,4 +1,4 @@
-"""Several workers on this machine: the same command once for each, with its share of the GPUs, ended together."""
+"""Several workers on this machine: the same command once for each, with its share of the devices, ended together."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 from steelyard.core.console import console
 from steelyard.core.errors import Fault, Interrupted, UserError
@@ -17,13 +19,18 @@ from steelyard.tune.machine import named_gpus, visible_gpus
 SECONDS_BETWEEN_LOOKS = 0.1
 
 
-def run(arguments: Sequence[str], workers: int) -> None:
-    """Run a command as so many workers until all have ended. An interruption reaches them all."""
+def run(arguments: Sequence[str], workers: int, are_here: bool = True) -> None:
+    """Run a command as so many workers until all have ended. An interruption reaches them all.
+
+    Where trials run elsewhere (`are_here` is false), there is nothing here to share out.
+    """
     running: list[guard.Guarded] = []
+    alone = Share(sorted(os.sched_getaffinity(0)), {})
     try:
-        for worker, environment in enumerate(shares(workers)):
+        for worker, share in enumerate(shares(workers) if are_here else [alone] * workers):
             command = steelyard(*arguments, "--worker", str(worker))
-            running.append(guard.start(command, sys.stderr, os.environ | environment))
+            with _on(share.cores):
+                running.append(guard.start(command, sys.stderr, os.environ | share.environment))
         while any(each.code is None for each in running):
             time.sleep(SECONDS_BETWEEN_LOOKS)
     except Interrupted:
@@ -43,16 +50,45 @@ def run(arguments: Sequence[str], workers: int) -> None:
         raise kind(f"{wrong} of {workers} workers failed", mend="what they said stands above; trials are kept")
 
 
-def shares(workers: int) -> list[dict[str, str]]:
-    """What each worker may use: equal shares of the GPUs at hand, and of nothing where there are none."""
+@dataclass(frozen=True)
+class Share:
+    """What one worker may use: processors, and the GPUs that its environment names."""
+
+    cores: list[int]
+    environment: dict[str, str]
+
+
+def shares(workers: int) -> list[Share]:
+    """Equal shares of the GPUs at hand, or, where there are none, of the cores."""
+    cores = sorted(os.sched_getaffinity(0))
     allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = named_gpus(allowed) if allowed else []
     gpus = gpus or [str(number) for number in range(len(visible_gpus()))]
     if not gpus:
-        return [{} for _ in range(workers)]
+        return [Share(own, {}) for own in shared_out(cores, workers)]
     each = len(gpus) // workers
     if each == 0:
         raise UserError(f"{workers} workers cannot share {len(gpus)} GPUs", mend=f"--workers {len(gpus)}")
     if len(gpus) % workers:
         console.warn(f"{len(gpus) % workers} GPUs stay idle: {workers} workers have {each} each")
-    return [{"CUDA_VISIBLE_DEVICES": ",".join(gpus[n * each : (n + 1) * each])} for n in range(workers)]
+    return [Share(cores, {"CUDA_VISIBLE_DEVICES": ",".join(gpus[n * each : (n + 1) * each])}) for n in range(workers)]
+
+
+def shared_out(cores: Sequence[int], workers: int) -> list[list[int]]:
+    """Each worker's cores: equally many, so that trials can be compared. More workers than cores have to share."""
+    each = len(cores) // workers
+    if each == 0:
+        console.warn(f"{workers} workers on {len(cores)} cores: trials slow each other down")
+        return [[cores[worker % len(cores)]] for worker in range(workers)]
+    return [list(cores[worker * each : (worker + 1) * each]) for worker in range(workers)]
+
+
+@contextmanager
+def _on(cores: Sequence[int]) -> Iterator[None]:
+    """Have what is started here run on these cores alone: children inherit them, with no moment in between."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)

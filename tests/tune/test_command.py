@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from steelyard.core.errors import UserError
-from steelyard.core.recipe import load
+from steelyard.core.recipe import load, to_toml
 from steelyard.tune import history, kept, outcome, search
 from steelyard.tune.prior import Prior
 from steelyard.tune.spec import load as load_tune
@@ -96,6 +96,49 @@ def test_the_planner_prunes_what_cannot_run_or_fit_and_orders_the_rest(in_workpl
     speeds = [prior.of(point).predicted["tokens_per_second"] for point in first]
     assert len(first) == 6
     assert speeds == sorted(speeds, reverse=True)
+
+
+@pytest.fixture
+def of_a_cpu(in_workplace):
+    """A tune file with a profile of tiny.toml's layer, which is a thousand times slower at one of two micro-batches."""
+    recipe = load("tiny.toml")
+    model, rows = recipe.model, [(1, 1e-3), (4, 4.0)]
+    known = {"gpu": "cpu", "device": "cpu", "precision": recipe.train.precision, "hidden": model.hidden}
+    known |= {"sequence_length": recipe.data.sequence_length, "date": "2026-01-01", "versions": {}, "host": {}}
+    layers = [{"tensor": 1, "micro_batch": m, "forward": s, "backward": 2 * s} for m, s in rows]
+    (in_workplace.path / "cpu.toml").write_text(to_toml(known | {"rates": {}, "layers": layers}))
+    text = 'recipe = "tiny.toml"\nprofile = "cpu.toml"\nspace.train.micro_batch = [1, 4]\n'
+    (in_workplace.path / "profiled.toml").write_text(text)
+    return in_workplace
+
+
+def test_the_planner_orders_trials_by_what_was_measured(of_a_cpu):
+    tune = load_tune("profiled.toml", {"overrides": ["train.device=cpu"]})
+    first = Prior(tune).first(tune.searched(), 30)
+    assert first[0] == {"train.micro_batch": 1}
+    slow, fast = (Prior(tune).of({"train.micro_batch": size}).predicted["seconds"] for size in (4, 1))
+    assert slow > 100 * fast
+    without = load_tune("profiled.toml", {"overrides": ["train.device=cpu"], "profile": []})
+    assert Prior(without).first(tune.searched(), 30)[0] == {"train.micro_batch": 4}
+
+
+def test_a_profile_of_other_layers_or_devices_is_refused(of_a_cpu):
+    done = of_a_cpu.steelyard("tune", "profiled.toml", "train.device=cpu", "model.hidden=64", "model.heads=2")
+    assert (done.returncode, "cpu.toml: this profile has hidden" in done.stderr) == (2, True), done.stderr
+    (of_a_cpu.path / "small.toml").write_text(SMALL)
+    with pytest.raises(UserError, match=r"cpu.toml: this profile is of cpu, and the cluster has mine"):
+        search.prepare(load_tune("profiled.toml", {"cluster": "small.toml"}))
+
+
+def test_nodes_that_a_layout_cannot_fill_are_known_before_anything_is_submitted(in_workplace):
+    (in_workplace.path / "jobs.toml").write_text(
+        'recipe = "tiny.toml"\nspace.parallel.data = [2, 3, 4]\nlaunch = { on = "slurm", ranks_per_node = 2 }\n'
+        'overrides = ["train.global_batch=24", "train.micro_batch=1"]\n'
+    )
+    prior = Prior(load_tune("jobs.toml"))
+    told = {data: prior.of({"parallel.data": data}).why_not for data in (2, 3, 4)}
+    assert (told[2], told[4]) == (None, None)
+    assert "the plan has 3 ranks, which do not fill nodes of 2" in told[3]
 
 
 def test_a_space_without_a_point_that_runs_is_the_users_mistake(in_workplace):

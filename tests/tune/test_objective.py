@@ -44,6 +44,23 @@ def test_one_number_that_is_none_spoils_what_is_made_of_all(pick):
     assert measured.value == 1.0 if pick == "last" else math.isnan(measured.value)
 
 
+@pytest.mark.parametrize(
+    ("regex", "skip", "why"),
+    [
+        ("ms: ([0-9.]+)", 0, "time was not found"),
+        ("lap [0-9.]+", 0, "time matched 'lap 3', which is no number: put a group ( ) around the number"),
+        ("(lap) [0-9.]+", 0, "time matched 'lap', which is no number"),
+        ("lap ([0-9.]+)", 3, "time was found 2 times, all of them within skip = 3"),
+        ("lap ([0-9.]+)", 1, None),
+    ],
+)
+def test_why_nothing_was_measured_is_told(regex, skip, why):
+    measured = Measured(Objective(name="time", regex=regex, goal="minimize", skip=skip))
+    for line in ("lap 3", "lap 4"):
+        measured.line(line)
+    assert measured.missing() == why
+
+
 def test_many_matches_take_no_longer_than_their_trial():
     measured = Measured(Objective(regex=r"ms (\d+)", pick="harmonic_mean", goal="minimize"))
     for number in range(5_000):

@@ -1,11 +1,12 @@
 """Tune files: what they may say, and what is said of those that are wrong."""
 
 import random
+import re
 
 import pytest
 
 from steelyard.core.errors import UserError
-from steelyard.tune import command, spec
+from steelyard.tune import command, search, spec
 from steelyard.tune.defaults import tune_for
 from steelyard.tune.expression import Expression, Refused
 from steelyard.tune.space import Dimension, Space
@@ -125,6 +126,46 @@ def test_what_a_command_would_not_hear_is_refused(tmp_path, change):
 def test_overrides_of_the_command_line_come_after_those_of_the_file(in_workplace):
     (in_workplace.path / "good.toml").write_text('overrides = ["train.seed=1"]' + GOOD)
     assert spec.load("good.toml", {"overrides": ["train.steps=3"]}).overrides == ["train.seed=1", "train.steps=3"]
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("train.stepz=3", "train.stepz: unknown key"),
+        ("steps", "'steps' is not an override"),
+        ("train.steps.x=3", "steps is not a section"),
+    ],
+)
+def test_an_override_of_the_file_is_told_by_its_line_and_one_of_the_command_line_as_such(in_workplace, override, said):
+    (in_workplace.path / "bad.toml").write_text(f'\noverrides = ["train.seed=1", "{override}"]' + GOOD)
+    with pytest.raises(UserError, match=rf"bad.toml:2: {re.escape(said)}"):
+        search.prepare(spec.load("bad.toml"))
+    (in_workplace.path / "good.toml").write_text('\noverrides = ["train.seed=1"]' + GOOD)
+    with pytest.raises(UserError, match=r"command line: train.stepz: unknown key"):
+        search.prepare(spec.load("good.toml", {"overrides": ["train.stepz=3"]}))
+
+
+@pytest.mark.parametrize(
+    ("launch", "said"),
+    [
+        ("site = 'campus'", r"bad.toml:\d+: launch.site: says how jobs are submitted, and none is"),
+        ("on = 'slrum'", r"bad.toml:\d+: launch.on: should be 'local', 'mpi' or 'slurm'"),
+        ("onn = 'slurm'", r"bad.toml:\d+: launch.onn: unknown key\n  did you mean launch.on\?"),
+        ("on = 'slurm'\nhosts = ['a']", r"bad.toml:\d+: launch.hosts: are mpirun's"),
+        ("on = 'mpi'\ntime = '1:00'", r"bad.toml:\d+: launch.time: mpi keeps no time limit"),
+    ],
+)
+def test_a_launch_that_cannot_be_is_told_with_its_line(in_workplace, launch, said):
+    (in_workplace.path / "bad.toml").write_text(f"nproc = 4{GOOD}\n[launch]\n{launch}\n")
+    with pytest.raises(UserError, match=said):
+        spec.load("bad.toml")
+
+
+def test_constraints_name_the_ranks_only_where_all_trials_have_the_same(in_workplace):
+    (in_workplace.path / "bad.toml").write_text(GOOD + "\n[launch]\non = 'slurm'\n")
+    with pytest.raises(UserError, match=r"world is not in the space(.|\n)*nproc"):
+        spec.load("bad.toml")
+    assert spec.load("bad.toml", {"nproc": 4}).ranks == 4
 
 
 def test_a_key_to_drop_that_no_recipe_has_is_refused(in_workplace):

@@ -8,16 +8,17 @@ import signal
 import subprocess
 import sys
 import time
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from steelyard.core.errors import Fault, UserError
-from steelyard.tune import best, history, kept, outcome, search, spec, storage
+from steelyard.launch import process, record, scheduler
+from steelyard.tune import best, history, kept, outcome, search, spec, storage, submitted, workers
 from steelyard.tune.machine import named_gpus
-from steelyard.tune.study import Study
+from steelyard.tune.study import Study, folder_of
 from tests.conftest import kill
 from tests.tune.test_trial import is_alive
 
@@ -170,7 +171,7 @@ def test_an_interruption_keeps_what_was_learned(valley):
     wait_for(lambda: runs(valley) >= 3)
     process.send_signal(signal.SIGINT)
     _, errors = done(process, 130)
-    assert re.search(r"interrupted; \d+ trials are kept in study; the same command goes on", errors)
+    assert re.search(r"interrupted; \d+ trials? kept in study; the same command goes on", errors)
     assert "Traceback" not in errors
     before = ended(valley / "study", outcome.FINISHED)
     assert len(before) >= 2
@@ -213,14 +214,40 @@ def test_a_trial_whose_worker_died_elsewhere_is_given_up_after_a_while(valley, m
 def test_hours_count_only_while_trials_run():
     def at(first, last, result="finished"):
         state = SimpleNamespace(is_finished=lambda: last is not None, name="RUNNING")
-        times = [None if minute is None else datetime(2026, 1, 1, 0, minute) for minute in (first, last)]
-        start, end = times
-        return SimpleNamespace(
-            state=state, user_attrs={"ended": {"outcome": result}}, datetime_start=start, datetime_complete=end
+        start, end = (
+            None if minute is None else datetime(2026, 1, 1, 0, minute, tzinfo=UTC) for minute in (first, last)
         )
+        # Optuna's own moments are those of a host elsewhere, hours away.
+        told = {"worker": {"since": start.isoformat()}, "ended": {"outcome": result, "at": end and end.isoformat()}}
+        naive = datetime(2025, 12, 31, 19, first)
+        return SimpleNamespace(state=state, user_attrs=told, datetime_start=naive, datetime_complete=end and naive)
 
     trials = [at(0, 10), at(5, 15), at(6, 7), at(30, 31, "cut_short"), at(33, 40, "lost"), at(41, None)]
-    assert history.seconds_used(trials, datetime(2026, 1, 1, 0, 43)) == 60 * (15 + 1 + 2)
+    assert history.seconds_used(trials, datetime(2026, 1, 1, 0, 43, tzinfo=UTC)) == 60 * (15 + 1 + 2)
+
+
+def test_workers_without_gpus_have_equal_shares_of_the_cores(monkeypatch):
+    monkeypatch.setattr("steelyard.tune.workers.visible_gpus", list)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 4, 5, 6})
+    assert [share.cores for share in workers.shares(2)] == [[0, 1], [4, 5]]
+    assert [share.cores for share in workers.shares(6)] == [[0], [1], [4], [5], [6], [0]]
+
+
+def test_workers_run_on_their_own_cores(monkeypatch, capfd):
+    """What a worker starts runs there too, and whoever started the workers keeps all cores."""
+    before = os.sched_getaffinity(0)
+    if len(before) < 2:
+        pytest.skip("one core cannot be shared out")
+    show = "import os; print('cores', *sorted(os.sched_getaffinity(0)))"
+    monkeypatch.setattr("steelyard.tune.workers.steelyard", lambda *words: [sys.executable, "-c", show])
+    monkeypatch.setattr("steelyard.tune.workers.visible_gpus", list)
+    monkeypatch.setattr(sys, "stderr", sys.__stderr__)
+    workers.run([], 2)
+    told = [set(line.split()[1:]) for line in capfd.readouterr().err.splitlines() if line.startswith("cores")]
+    assert [len(each) for each in told] == [len(before) // 2] * 2
+    assert not told[0] & told[1]
+    assert os.sched_getaffinity(0) == before
 
 
 def test_hidden_gpus_are_not_shared_out():
@@ -251,8 +278,31 @@ def test_a_study_whose_trials_all_crash_ends_and_says_why(valley, monkeypatch):
 def test_a_study_of_one_trial_that_crashed_has_failed(valley, monkeypatch):
     monkeypatch.chdir(valley)
     (valley / "valley.py").write_text("raise ValueError('no such thing')")
-    with pytest.raises(Fault, match="first 1 trials all crashed"):
+    with pytest.raises(Fault, match="the only trial crashed with: ValueError"):
         search.search(spec.load("valley.toml", {"budget.trials": 1}), Path("study"))
+
+
+def test_a_study_that_only_crashed_begins_anew_with_what_was_mended(valley, monkeypatch):
+    monkeypatch.chdir(valley)
+    good = (valley / "valley.toml").read_text()
+    (valley / "valley.toml").write_text(good.replace("value: (.+)", "valu.*"))
+    with pytest.raises(Fault, match=r"value matched 'value: \d+', which is no number: put a group"):
+        search.search(spec.load("valley.toml"), Path("study"))
+    (valley / "valley.toml").write_text(good)
+    assert search.search(spec.load("valley.toml", {"budget.trials": 2}), Path("study"))["outcomes"] == {"finished": 2}
+
+
+def test_a_database_that_is_gone_is_told(valley, monkeypatch, capsys):
+    monkeypatch.chdir(valley)
+    search.search(spec.load("valley.toml", {"budget.trials": 1}), Path("study"))
+    Path("study/study.db").unlink()
+    with pytest.raises(UserError, match=r"study.db is gone\n  each trial's trial.json still says"):
+        kept.opened(Path("study"))
+    assert not Path("study/study.db").exists()
+    (valley / "valley.py").write_text(f"import os; os.unlink({str(valley / 'study/study.db')!r}); print('value: 1')")
+    with pytest.raises(Fault, match=r"study.db is gone"):
+        search.search(spec.load("valley.toml", {"budget.trials": 1}), Path("study"))
+    assert "study.db is gone: the study begins anew" in capsys.readouterr().err
 
 
 def test_what_is_beaten_later_leaves_the_frontier(tmp_path):
@@ -273,6 +323,24 @@ def test_what_is_beaten_later_leaves_the_frontier(tmp_path):
     assert sorted(path.name for path in (tmp_path / "best").iterdir()) == ["trial-00000.txt", "trial-00001.txt"]
     best.write_best(two, trials, tmp_path)
     assert sorted(path.name for path in (tmp_path / "best").iterdir()) == ["trial-00000.txt", "trial-00002.txt"]
+
+
+def test_of_trials_that_are_equal_the_first_is_listed_and_the_others_are_counted(tmp_path):
+    (tmp_path / "one.toml").write_text(
+        "command = 'true {x}'\nspace.x = [0, 1, 2, 3]\n[[objectives]]\nregex = 'a'\ngoal = 'minimize'\n"
+        "[[objectives]]\nregex = 'b'\ngoal = 'minimize'\n"
+    )
+    two = spec.load(tmp_path / "one.toml")
+    state = SimpleNamespace(is_finished=lambda: True)
+    trials = [
+        SimpleNamespace(
+            number=n, params={"x": n}, values=values, state=state, user_attrs={"ended": {"outcome": "finished"}}
+        )
+        for n, values in enumerate([(5, 5), (1, 2), (1, 2), (1, 2)])
+    ]
+    summary = best.write_best(two, trials, tmp_path)
+    assert [(each["trial"], each["ties"]) for each in summary["best"]] == [(1, [2, 3])]
+    assert "2 more did just as well: trials 2, 3" in best.as_text(summary)
 
 
 def test_several_objectives_bring_a_frontier(tmp_path, monkeypatch):
@@ -298,3 +366,22 @@ goal = "minimize"
     assert found["trials"] == 10
     assert [each["settings"]["x"] for each in found["best"]] == [4, 3, 2, 1, 0]
     assert len(list((tmp_path / "study" / "best").iterdir())) == 5
+
+
+def test_a_job_that_a_killed_tuner_left_is_cancelled_where_nobody_may_take_it_up(in_workplace, monkeypatch):
+    """The study's hours are over: what still runs would run for nobody."""
+    Path("jobs.toml").write_text('recipe = "tiny.toml"\nspace.train.seed = [1, 2]\nlaunch.on = "local"\n')
+    loaded = spec.load("jobs.toml")
+    folder = Path("study")
+    folder.mkdir()
+    lost = Study(loaded, storage.url_of(folder, None)).next()
+    lost.set_user_attr("worker", history.me() | {"began": "before"})
+    run = folder_of(folder, lost.number) / "run"
+    (run / "logs").mkdir(parents=True)
+    supervisor = process.start(run, ["sleep", "600"])
+    record.write(run, record.Launch("local", "x", [str(supervisor["pid"])], ["sleep"], 1, 1, process=supervisor))
+    assert submitted.can_be_taken_up(run)
+    monkeypatch.setattr(Study, "seconds_left", lambda study: 0.0)
+    search.search(spec.load("jobs.toml", {"budget.hours": 1.0}), folder)
+    assert not process.is_alive(supervisor)
+    assert [each["state"] for each in scheduler.read(run)][-1] == "CANCELLED"

@@ -1,5 +1,6 @@
 """Real commands that end well, die, hang and hide: each outcome by its name, and no process left."""
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -7,8 +8,12 @@ from pathlib import Path
 import pytest
 
 from steelyard.core.errors import Interrupted
-from steelyard.tune import outcome, storage, trial
+from steelyard.core.recipe.site import Site
+from steelyard.launch.submit import Request
+from steelyard.tune import guarded, outcome, storage, submitted, trial
+from steelyard.tune.command import STORAGE
 from steelyard.tune.objective import Measured, Objective
+from steelyard.tune.output import LOG
 
 SCORE = Objective(name="score", regex=r"score: ([\d.]+)", goal="maximize")
 
@@ -16,7 +21,7 @@ SCORE = Objective(name="score", regex=r"score: ([\d.]+)", goal="maximize")
 def run(folder: Path, code: str, timeout=20.0, hang=20.0, **options):
     measured = [Measured(SCORE)]
     limits = trial.Limits(timeout, hang, **options.pop("limits", {}))
-    ended = trial.run([sys.executable, "-c", code], folder, measured, limits, **options)
+    ended = guarded.run([sys.executable, "-c", code], folder, measured, limits, **options)
     return ended, measured[0]
 
 
@@ -48,6 +53,29 @@ def test_an_end_is_told_by_its_kind(tmp_path, code, ended, reason):
 
 
 @pytest.mark.parametrize(
+    ("state", "code", "tail", "told"),
+    [
+        ("COMPLETED", 0, [], None),
+        ("OUT_OF_MEMORY", 0, ["step 3"], (outcome.OUT_OF_MEMORY, "the scheduler ended it for want of memory")),
+        (
+            "FAILED",
+            1,
+            ["RuntimeError: CUDA out of memory"],
+            (outcome.OUT_OF_MEMORY, "RuntimeError: CUDA out of memory"),
+        ),
+        ("FAILED", 1, ["ValueError: boom", "srun: error"], (outcome.CRASHED, "ValueError: boom")),
+        ("FAILED", 137, [], (outcome.CRASHED, "killed by SIGKILL")),
+        ("TIMEOUT", None, [], (outcome.TIMED_OUT, "the scheduler ended it at its time limit")),
+        ("NODE_FAIL", None, [], (outcome.LOST, "its node failed")),
+        ("PREEMPTED", None, [], (outcome.LOST, "another job took its place")),
+        ("CANCELLED", None, [], (outcome.LOST, "somebody cancelled its job")),
+    ],
+)
+def test_an_end_is_told_by_the_schedulers_word(state, code, tail, told):
+    assert outcome.of_state(state, code, tail) == told
+
+
+@pytest.mark.parametrize(
     ("groups", "counted"),
     [("0::/slurm/job_7\n", "sys/fs/cgroup/slurm/job_7/memory.events"),
      ("4:cpu,memory:/job\n0::/\n", "sys/fs/cgroup/memory/job/memory.oom_control"),
@@ -70,7 +98,7 @@ def test_a_silent_trial_is_hung_and_a_long_one_timed_out(tmp_path):
 
 
 def test_a_command_that_is_not_there_crashes(tmp_path):
-    told = trial.run(["/no/such/program"], tmp_path, [Measured(SCORE)], trial.Limits(20, 20))
+    told = guarded.run(["/no/such/program"], tmp_path, [Measured(SCORE)], trial.Limits(20, 20))
     assert told.outcome == outcome.CRASHED
     assert "could not be started" in told.reason
 
@@ -86,13 +114,26 @@ for half in ("score: 1 abcdefgh", "12345678 "):
 print(os.environ)
 """
     told, measured = run(tmp_path, code)
-    log = (tmp_path / trial.LOG).read_text()
+    log = (tmp_path / LOG).read_text()
     assert (told.outcome, measured.value) == (outcome.FINISHED, 1.0)
     assert "abcdefgh12345678" not in log
     assert "[hidden]" in log
     assert "of-the-database" not in log
     shown = storage.shown("postgresql+psycopg://tuner@host/db?password=of-the-database")
     assert shown == "postgresql+psycopg://tuner@host/db?password=***"
+
+
+def test_where_the_study_is_reaches_no_job(tmp_path, monkeypatch):
+    monkeypatch.setenv(STORAGE, "postgresql://tuner@host/db?password=of-the-database")
+    seen = {}
+
+    def submit(request):
+        seen.update(os.environ)
+        return {"jobs": ["7"], "ranks": 1, "run": str(tmp_path)}
+
+    monkeypatch.setattr(submitted, "submit", submit)
+    submitted.start(Request("slurm", Site()))
+    assert (STORAGE in seen, STORAGE in os.environ) == (False, True)
 
 
 def test_nothing_that_a_command_started_outlives_it(tmp_path):
@@ -133,6 +174,6 @@ for step in range(1, 1000):
 """
     measured = [Measured(Objective(metric="loss"))]
     behind = lambda: "far behind" if len(measured[0].curve) >= 1 else None  # noqa: E731
-    told = trial.run([sys.executable, "-c", code], tmp_path, measured, trial.Limits(30, 30), behind)
+    told = guarded.run([sys.executable, "-c", code], tmp_path, measured, trial.Limits(30, 30), behind)
     assert (told.outcome, told.reason) == (outcome.STOPPED_EARLY, "far behind")
     assert told.seconds < 20

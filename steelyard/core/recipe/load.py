@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import re
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.resources import files
+from itertools import zip_longest
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -15,7 +16,7 @@ from pydantic_core import ErrorDetails
 
 from steelyard.core.errors import UserError
 from steelyard.core.recipe.recipe import Recipe
-from steelyard.core.recipe.toml import leaves, parse, parse_value
+from steelyard.core.recipe.toml import leaves, name_after, parse_value, place_of, read
 
 COMMAND_LINE = "command line"
 NAMES_ELSEWHERE = {
@@ -35,17 +36,21 @@ NAMES_ELSEWHERE = {
 
 
 def load(
-    source: str | Path | dict[str, Any], overrides: Sequence[str] = (), complete: Callable[[Any], None] | None = None
+    source: str | Path | dict[str, Any],
+    overrides: Sequence[str] = (),
+    complete: Callable[[Any], None] | None = None,
+    told_by: Sequence[str] = (),
 ) -> Recipe:
     """Load a recipe by path or shipped name, or take its values, and apply overrides such as `train.steps=50`.
 
-    `complete` may add to the values what follows from others, before they are checked.
+    `complete` may add to the values what follows from others, before they are checked. `told_by` are the places of the
+    first overrides, where another file makes them; the others are the command line's.
     """
     values, places = (source, {}) if isinstance(source, dict) else _read(str(source), ())
-    for override in overrides:
-        _override(values, places, override)
+    for override, place in zip_longest(overrides, told_by[: len(overrides)], fillvalue=COMMAND_LINE):
+        _override(values, places, override, place)
     if not isinstance(source, dict):
-        values.setdefault("name", _name_of(source))
+        values.setdefault("name", name_after(source, "recipe"))
     if complete is not None:
         complete(values)
     try:
@@ -59,12 +64,7 @@ def load(
 def written(source: str | Path) -> dict[str, Any]:
     """What a recipe's file and those it extends say, and nothing that follows from it: to be kept elsewhere."""
     values, _ = _read(str(source), ())
-    return values | {"name": values.get("name", _name_of(source))}
-
-
-def _name_of(source: str | Path) -> str:
-    """A name for a recipe that gives itself none: its file's, as far as a folder of runs can be called that."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(source).name.removesuffix(".toml")).strip("-.") or "recipe"
+    return values | {"name": values.get("name", name_after(source, "recipe"))}
 
 
 def shipped() -> dict[str, Path]:
@@ -77,13 +77,7 @@ def _read(source: str, below: tuple[str, ...]) -> tuple[dict[str, Any], dict[str
     path = _find(source, below[-1] if below else None)
     if str(path) in below:
         raise UserError("recipes extend each other in a circle", where=str(path), mend=" -> ".join([*below, str(path)]))
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        raise UserError("this is not a text file", where=str(path), mend="a recipe is UTF-8 TOML") from None
-    except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror}", where=str(path)) from None
-    values, places = parse(text, str(path))
+    values, places = read(path, "a recipe")
     parent = values.pop("extends", None)
     if parent is None:
         return values, places
@@ -116,18 +110,20 @@ def _merged(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
     return both
 
 
-def _override(values: dict[str, Any], places: dict[str, str], override: str) -> None:
+def _override(values: dict[str, Any], places: dict[str, str], override: str, place: str) -> None:
     key, separator, text = override.partition("=")
     if not separator or not key:
-        raise UserError(f"{override!r} is not an override", mend="write section.key=value, like train.steps=50")
+        where = None if place == COMMAND_LINE else place
+        mend = "write section.key=value, like train.steps=50"
+        raise UserError(f"{override!r} is not an override", where=where, mend=mend)
     table = values
     *sections, last = key.strip().split(".")
     for section in sections:
         table = table.setdefault(section, {})
         if not isinstance(table, dict):
-            raise UserError(f"{section} is not a section", where=COMMAND_LINE, mend="write section.key=value")
+            raise UserError(f"{section} is not a section", where=place, mend="write section.key=value")
     table[last] = parse_value(text.strip())
-    places[key.strip()] = COMMAND_LINE
+    places[key.strip()] = place
 
 
 def explained(
@@ -141,7 +137,7 @@ def explained(
     problems = [problem for detail in error.errors() for problem in _problems(detail, values, section)]
     texts = []
     for key, message, mend in problems:
-        place = _place(key, places) or source
+        place = place_of(key, places) or source
         texts.append(f"{place}: {key}: {message}" + (f"\n  {mend}" if mend else ""))
     return UserError("\n".join(texts))
 
@@ -156,7 +152,7 @@ def _problems(detail: ErrorDetails, values: dict[str, Any], section: type[BaseMo
     elif kind == "extra_forbidden":
         table = detail["input"]
         unknown = [f"{key}.{leaf}" for leaf, _ in leaves(table)] if isinstance(table, dict) and table else [key]
-        yield from ((name, "unknown key", _nearest(name, values, section)) for name in unknown)
+        yield from ((name, "unknown key", nearest(name, values, section)) for name in unknown)
     elif kind == "missing":
         needs = "a model needs at least family, layers, hidden, heads and vocab" if key.startswith("model") else ""
         yield key, "is missing", needs
@@ -176,16 +172,7 @@ def _without_family(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
     return (location[0], *location[2:]) if location[:1] == ("model",) and len(location) > 1 else location
 
 
-def _place(key: str, places: dict[str, str]) -> str | None:
-    """Where a key stands, or the nearest table around it."""
-    while key:
-        if key in places:
-            return places[key]
-        key = key.rpartition(".")[0]
-    return None
-
-
-def _nearest(key: str, values: dict[str, Any], section: type[BaseModel]) -> str:
+def nearest(key: str, values: Mapping[str, Any] = MappingProxyType({}), section: type[BaseModel] = Recipe) -> str:
     """The valid name a misspelt key most likely means: the same word elsewhere, or a similar one."""
     family = values.get("model", {}).get("family") if isinstance(values.get("model"), dict) else None
     valid = [name for name in valid_keys(section) if not _of_another_family(name, family)]

@@ -10,10 +10,22 @@ from __future__ import annotations
 import datetime
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from steelyard.core.errors import UserError
+
+
+def read(path: str | Path, kind: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values of a TOML file, and the place of each dotted key; `kind` is what the file should be: "a recipe"."""
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise UserError("this is not a text file", where=str(path), mend=f"{kind} is UTF-8 TOML") from None
+    except OSError as error:
+        raise UserError(f"cannot be read: {error.strerror}", where=str(path)) from None
+    return parse(text, str(path))
 
 
 def parse(text: str, file: str) -> tuple[dict[str, Any], dict[str, str]]:
@@ -45,6 +57,20 @@ def to_toml(settings: dict[str, Any]) -> str:
     for key, value in sorted(settings.items(), key=lambda item: isinstance(item[1], dict)):
         document.add(key, tomlkit.item(value))
     return tomlkit.dumps(document)
+
+
+def place_of(key: str, places: Mapping[str, str]) -> str | None:
+    """Where a key stands, or the nearest table around it."""
+    while key:
+        if key in places:
+            return places[key]
+        key = key.rpartition(".")[0]
+    return None
+
+
+def name_after(path: str | Path, otherwise: str) -> str:
+    """A name for what gives itself none: its file's, as far as a folder can be called that."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(path).name.removesuffix(".toml")).strip("-.") or otherwise
 
 
 def leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

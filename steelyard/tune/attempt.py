@@ -1,0 +1,109 @@
+"""One attempt at a point: its folder, the run, and what is learned from it."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from steelyard.core import files, secrets, units
+from steelyard.core.console import console
+from steelyard.core.errors import Fault, Interrupted, UserError
+from steelyard.tune import candidate, guarded, outcome, submitted, trial
+from steelyard.tune.objective import Measured
+from steelyard.tune.outcome import Ended
+from steelyard.tune.output import LOG, Log
+from steelyard.tune.spec import Tune
+from steelyard.tune.study import RETRIES, Study, folder_of
+from steelyard.tune.trial import RUN, Limits
+
+if TYPE_CHECKING:
+    from optuna.trial import Trial
+
+
+def make(study: Study, asked: Trial, folder: Path) -> None:
+    """One trial, from its folder to what is learned from it."""
+    tune, place, began = study.tune, folder_of(folder, asked.number), time.monotonic()
+    measured = [Measured(objective) for objective in tune.objectives]
+    retries = int(asked.user_attrs.get("retries", 0))
+    words = candidate.prepare(tune, asked.params, place, asked.number)
+    limits = Limits(60 * tune.trial.timeout_minutes, 60 * tune.trial.hang_minutes, began + study.seconds_left())
+    beats = iter(range(1, 1 << 62))
+    watching = (measured, limits, study.behind(measured), lambda: asked.set_user_attr("beat", next(beats)))
+    try:
+        if tune.launch.on is None:
+            ended = guarded.run(words, place, *watching)
+        else:
+            ended = _elsewhere(tune, asked, folder, *watching)
+    except (Interrupted, Fault) as error:
+        why = "interrupted" if isinstance(error, Interrupted) else error.message
+        study.end(asked, Ended(outcome.INTERRUPTED, why, time.monotonic() - began), [])
+        study.again(asked, retries)
+        raise
+    if ended.outcome == outcome.LOST and retries >= RETRIES:
+        ended = Ended(outcome.CRASHED, f"{ended.reason}, as before", ended.seconds)
+    if ended.outcome == outcome.LOST:
+        study.again(asked, retries + 1)
+    if ended.outcome == outcome.CUT_SHORT:  # It says nothing about the point, which is first when more hours are given.
+        study.again(asked, retries)
+    ended = _with_numbers(ended, measured)
+    study.end(asked, ended, measured)
+    values = {each.objective.label: each.value for each in measured}
+    record = {"number": asked.number, "settings": asked.params, "outcome": ended.outcome, "reason": ended.reason}
+    record |= {"values": values, "seconds": ended.seconds, "predicted": asked.user_attrs.get("predicted")}
+    files.write_json(place / "trial.json", record | {"command": secrets.scrub(shlex.join(words))})
+    console.say(_line(asked.number, asked.params, ended, measured))
+
+
+def _elsewhere(
+    tune: Tune,
+    asked: Trial,
+    folder: Path,
+    measured: list[Measured],
+    limits: Limits,
+    is_behind: Callable[[], str | None],
+    beat: Callable[[], None],
+) -> Ended:
+    """Submit a trial and follow it, or take up the job that a killed worker left behind for the same point."""
+    place = folder_of(folder, asked.number)
+    before = asked.user_attrs.get("takes_up")
+    left = None if before is None else folder_of(folder, int(before)) / RUN
+    if left is not None and submitted.can_be_taken_up(left):
+        console.say(f"trial {asked.number} takes up what trial {before} left running")
+        (place / RUN).symlink_to(Path("..", left.parent.name, RUN))
+    else:
+        recipe = candidate.recipe_at(tune, asked.params, is_trial=True)
+        try:
+            submitted.start(submitted.request(tune, recipe, place / RUN, asked.number))
+        except UserError as refusal:  # More nodes than there are, say: the next point may ask for fewer.
+            files.write_text(place / LOG, secrets.scrub(refusal.message) + "\n")
+            return Ended(outcome.CRASHED, " ".join(refusal.message.split()), 0.0)
+    log = Log(place / LOG, measured)
+    return trial.run(submitted.Submitted(place / RUN, log), log, place, limits, is_behind, beat)
+
+
+def _with_numbers(ended: Ended, measured: list[Measured]) -> Ended:
+    """A trial that ended well with a loss that is no number did not."""
+    wrong = next((each.objective.label for each in measured if not _is_number(each.value)), None)
+    if ended.outcome != outcome.FINISHED or wrong is None:
+        return ended
+    return Ended(outcome.CRASHED, f"{wrong} is no number", ended.seconds)
+
+
+def _is_number(value: float | None) -> bool:
+    return value is not None and abs(value) < float("inf")
+
+
+def _line(number: int, point: dict[str, Any], ended: Ended, measured: list[Measured]) -> str:
+    settings = "  ".join(f"{name}={_value(value)}" for name, value in point.items())
+    told = "  ".join(
+        f"{each.objective.label} {each.value:.6g}" if each.value is not None else "" for each in measured
+    ).strip()
+    how = told if ended.outcome == outcome.FINISHED else f"{ended.outcome.replace('_', ' ')}: {ended.reason}"
+    return f"trial {number}  {settings}  {how}  ({units.duration(ended.seconds)})"
+
+
+def _value(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,79 @@
+"""What a trial says, read as it comes: lines of output without secrets, and the records of its run."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from steelyard.core import secrets
+from steelyard.tune.objective import Measured
+
+LOG = "log.txt"
+LONGEST_LINE = 1 << 20
+TAIL = 200
+
+
+class Log:
+    """The output of a trial: lines without secrets, to a file and to the objectives."""
+
+    def __init__(self, path: Path, measured: Sequence[Measured]) -> None:
+        self.file: IO[str] = open(path, "w", encoding="utf-8")  # noqa: SIM115 (closed by close)
+        self.measured = measured
+        self.tail: deque[str] = deque(maxlen=TAIL)
+        self._rests: dict[str, bytes] = {}
+
+    def feed(self, data: bytes, source: str = "") -> None:
+        """Take what one of its sources has said; a line counts once it is whole, so that no secret is cut in two."""
+        rest = self._rests.get(source, b"") + data.replace(b"\r", b"\n")
+        *whole, rest = rest.split(b"\n")
+        if len(rest) > LONGEST_LINE:
+            whole, rest = [*whole, rest], b""
+        self._rests[source] = rest
+        for line in whole:
+            self._line(line)
+        if whole:
+            self.file.flush()
+
+    def _line(self, line: bytes) -> None:
+        text = secrets.scrub(line.decode("utf-8", errors="replace"))
+        self.file.write(text + "\n")
+        self.tail.append(text)
+        for each in self.measured:
+            each.line(text)
+
+    def close(self) -> None:
+        """Take what is left, and close."""
+        for rest in self._rests.values():
+            if rest:
+                self._line(rest)
+        self.file.close()
+
+
+class Metrics:
+    """A run's metrics.jsonl, read as it grows."""
+
+    def __init__(self, path: Path, measured: Sequence[Measured]) -> None:
+        self.path, self.measured = path, measured
+        self._at = 0
+
+    def look(self) -> bool:
+        """Take the records that are new; whether there were any."""
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(self._at)
+                whole, newline, _ = file.read().rpartition(b"\n")
+        except OSError:
+            return False
+        self._at += len(whole) + len(newline)
+        for line in whole.splitlines():
+            try:
+                record: Any = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
+                for each in self.measured:
+                    each.record(record)
+        return bool(whole)

@@ -1,0 +1,125 @@
+"""Studies whose trials are jobs: of a real Slurm, and of mpirun over virtual hosts."""
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+
+from steelyard.tune import history, kept, outcome
+from tests.cluster.conftest import Yard, everything, metrics
+from tests.conftest import kill
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(200)]
+STUDY = """
+recipe = "alike.toml"
+sampler = "grid"
+[launch]
+on = "{on}"
+ranks_per_node = 1
+[space]
+parallel.data = [2, 1]
+[[objectives]]
+metric = "loss"
+[budget]
+trials = 2
+[trial]
+steps = {steps}
+timeout_minutes = 2.0
+[early_stopping]
+enabled = false
+"""
+HOSTS = """
+[hosts.environment]
+OMP_NUM_THREADS = "1"
+PYTHONPATH = "{source}"
+OMPI_ALLOW_RUN_AS_ROOT = "1"
+OMPI_ALLOW_RUN_AS_ROOT_CONFIRM = "1"
+
+[hosts.mpi]
+hosts = ["10.214.0.11", "10.214.0.21"]
+options = ["--mca", "plm_rsh_agent", "{rsh}"]
+"""
+
+
+def launches(study):
+    """Job, nodes and ranks of every run that was submitted, by trial."""
+    found = {}
+    for path in sorted((study / "trials").glob("*/run/launch.json")):
+        launch = json.loads(path.read_text())
+        found[int(path.parts[-3])] = (launch["jobs"][0], launch["nodes"], launch["ranks"])
+    return found
+
+
+def outcomes(study):
+    """How each trial ended."""
+    return [history.result_of(trial) for trial in kept.opened(study)[1].get_trials()]
+
+
+def test_a_killed_tuners_job_is_taken_up_and_nodes_follow_from_the_layout(yard: Yard):
+    (yard.path / "jobs.toml").write_text(STUDY.format(on="slurm", steps=200))
+    study = yard.path / "studies" / "jobs"
+    command = [sys.executable, "-P", "-m", "steelyard", "tune", "jobs.toml"]
+    with open(yard.path / "tuner.log", "w") as log:
+        tuner = subprocess.Popen(command, cwd=yard.path, env=yard.environment, stdout=log, stderr=log)
+    run = study / "trials/00000/run"
+    try:
+        yard.until_step(run, 5)
+    finally:
+        kill(tuner)
+    told = json.loads(yard.steelyard("tune", "jobs.toml", "--json", "--workers", "2").stdout)
+    assert (told["trials"], told["outcomes"]["finished"], told["outcomes"]["lost"]) == (2, 2, 1), everything(run)
+    found = launches(study)
+    taken_up = next(path.parent for path in (study / "trials").glob("*/run") if path.is_symlink())
+    assert found[int(taken_up.name)] == found[0]  # The same job, followed on.
+    assert sorted(set(found.values())) == [(found[0][0], 2, 2), (str(int(found[0][0]) + 1), 1, 1)]
+    assert [record["step"] for record in metrics(run)] == [*range(10, 201, 10)]
+    assert told["best"][0]["values"]["loss"] < 5
+    assert "step 200/200" in (taken_up / "log.txt").read_text()
+
+
+def test_a_job_that_can_never_start_is_no_trial_to_wait_for(yard: Yard):
+    (yard.path / "never.toml").write_text(STUDY.format(on="slurm", steps=3).replace("[2, 1]", "[1]"))
+    done = yard.steelyard("tune", "never.toml", "--time", "2:00:00", code=1)
+    assert "Slurm will never start it: PartitionTimeLimit" in done.stderr
+    assert yard.state(yard.path / "studies/never/trials/00000/run") == "CANCELLED"
+
+
+def test_a_trial_that_takes_too_long_and_one_that_somebody_cancels_are_told_apart(yard: Yard):
+    text = STUDY.format(on="slurm", steps=100000).replace("[2, 1]", "[1]").replace("= 2.0", "= 0.15")
+    (yard.path / "endless.toml").write_text(text)
+    study = yard.path / "studies" / "endless"
+    command = [sys.executable, "-P", "-m", "steelyard", "tune", "endless.toml", "--json"]
+    with open(yard.path / "endless.log", "w") as log:
+        tuner = subprocess.Popen(command, cwd=yard.path, env=yard.environment, stdout=subprocess.PIPE, stderr=log)
+    try:
+        yard.lab.until(lambda: launches(study), "the first job", 60)
+        assert yard.lab.client("scancel", launches(study)[0][0]).returncode == 0
+        told = json.loads(tuner.communicate(timeout=90)[0])
+    finally:
+        kill(tuner)
+    assert outcomes(study) == [outcome.LOST, outcome.TIMED_OUT], (yard.path / "endless.log").read_text()
+    assert told["best"] == []
+    records = (study / "trials/00001/run/scheduler.jsonl").read_text().splitlines()
+    assert json.loads(records[-1])["state"] == "CANCELLED"
+    deadline = time.monotonic() + 20
+    while yard.lab.client("squeue", "--noheader", "--me").stdout:
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
+def test_trials_run_over_the_hosts_of_mpirun(yard: Yard):
+    sites = yard.path / "of-mpirun.toml"
+    sites.write_text(HOSTS.format(source=yard.environment["PYTHONPATH"], rsh=yard.lab.folder / "rsh"))
+    (yard.path / "hosts.toml").write_text(STUDY.format(on="mpi", steps=10))
+    words = ["tune", "hosts.toml", "--sites", str(sites), "--site", "hosts", "--json"]
+    told = json.loads(yard.steelyard(*words, beside="a1").stdout)
+    assert told["outcomes"] == {"finished": 2}
+    assert [nodes_and_ranks[1:] for nodes_and_ranks in launches(yard.path / "studies/hosts").values()] == [
+        (2, 2),
+        (1, 1),
+    ]
+    assert (yard.path / "studies/hosts/trials/00000/run/logs/b1.out").is_file()
