@@ -167,6 +167,11 @@ def _account_command(job: str) -> list[str]:
     ]
 
 
+def answer(command: list[str]) -> str:
+    """What a program of Slurm's answers; nothing where it complains or is not there."""
+    return _ask(command)[0]
+
+
 def _ask(command: list[str]) -> tuple[str, str]:
     """What a program answers, and what it complains of; an answer with a complaint counts for nothing."""
     try:

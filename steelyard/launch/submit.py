@@ -64,9 +64,12 @@ def submit(request: Request) -> dict[str, Any]:
 def _queue(order: Order) -> list[str]:
     """Hand each job to Slurm; where one of several is refused, none is left behind to wait for it."""
     jobs: list[str] = []
+    names = order.run / FOLDER / record.JOBS
+    names.unlink(missing_ok=True)
     try:
         for group in slurm.jobs(order):
             jobs.append(slurm.ask(slurm.line(order, group)))
+        files.write_text(names, "".join(f"{job}\n" for job in jobs))
     except BaseException:
         if jobs:
             ending.scancel(jobs)

@@ -86,6 +86,7 @@ heterogeneous = "several-jobs"
 OMP_NUM_THREADS = "1"
 PYTHONPATH = "{source}"
 """
+STEPS = 300
 
 
 @pytest.fixture(scope="session")
@@ -159,19 +160,26 @@ class Yard:
         said = self.steelyard("watch", str(run), "--json", on_host=on_host, code=code).stdout
         return {verdict["kind"] for verdict in json.loads(said)["verdicts"]}
 
-    def hurry(self, run: Path, seconds: float = 60) -> None:
-        """Have a requeued job start now: Slurm would let it wait for two minutes, so that its nodes come to rest.
+    def until_pending(self, run: Path, seconds: float = 60) -> list[str]:
+        """Wait until all jobs of a run, and all their parts, are in the queue; returns the jobs."""
+        jobs = json.loads((run / "launch.json").read_text())["jobs"]
+        ask = ("squeue", "--noheader", f"--jobs={','.join(jobs)}", "--format=%T")
+        self.lab.until(lambda: set(self.lab.client(*ask).stdout.split()) == {"PENDING"}, f"{run.name} pending", seconds)
+        return jobs
+
+    def hurry(self, *runs: Path) -> None:
+        """Have requeued jobs start now: Slurm would let them wait for two minutes, so that their nodes come to rest.
 
         One that starts before its earlier attempt is gone from a node is never begun there.
         """
-        job = json.loads((run / "launch.json").read_text())["jobs"][0]
-        self.until_state(run, "PENDING", seconds=seconds)
+        jobs = [job for run in runs for job in self.until_pending(run)]
         self.lab.until(self._all_idle, "all nodes to be idle", 60)
         time.sleep(2)
-        self.lab.until(
-            lambda: self.lab.client("scontrol", "update", f"job={job}", "StartTime=now").returncode == 0,
-            f"job {job} to be pending", 30,
-        )  # fmt: skip
+        for job in jobs:
+            self.lab.until(
+                lambda job=job: self.lab.client("scontrol", "update", f"job={job}", "StartTime=now").returncode == 0,
+                f"job {job} to be pending", 30,
+            )  # fmt: skip
 
 
 def metrics(run: Path) -> list[dict]:
@@ -212,3 +220,35 @@ def yard(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Yard:
         SITES.format(source=Path(steelyard.__file__).parent.parent)
     )
     return Yard(path, lab)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(yard: Yard) -> Path:
+    """A run over two nodes of one partition, from beginning to end."""
+    words = ["alike.toml", "parallel.data=2", f"train.steps={STEPS}", "--nodes", "2"]
+    run = yard.submit(*words, "--on", "slurm", "--name", "whole")
+    yard.until_state(run, "COMPLETED")
+    return run
+
+
+@pytest.fixture(scope="session")
+def undisturbed_mixed(yard: Yard) -> Path:
+    """A run over two partitions as one heterogeneous job, 0-2-2-0: the first and last stage hold no layer."""
+    words = ["mixed.toml", f"train.steps={STEPS}", "--cluster", "cluster.toml", "--site", "yard"]
+    run = yard.submit(*words, "--on", "slurm", "--name", "mixed-yard")
+    yard.until_state(run, "COMPLETED")
+    return run
+
+
+def rank_on(yard: Yard, run: Path, host: str) -> int:
+    """The number, here, of the process that trains on a host."""
+    here = Path(f"/proc/{yard.lab.boxes[host][0]}/ns/uts").readlink()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+            inside = (path.parent / "ns/uts").readlink() == here
+        except OSError:
+            continue
+        if inside and b"train" in words and str(run).encode() in words and b"steelyard.launch.node" not in words:
+            return int(path.parent.name)
+    raise AssertionError(f"nobody trains on {host}")
