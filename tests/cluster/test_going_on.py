@@ -69,6 +69,9 @@ def test_a_time_limit_saves_requeues_and_resumes_jobs_of_every_shape(
     finally:
         for rank in held:
             os.kill(rank, signal.SIGCONT)
+    for run in runs.values():
+        [limited, *_] = yard.until_pending(run)
+        yard.lab.client("scontrol", "update", f"job={limited}", "TimeLimit=30")
     yard.hurry(*runs.values())
     for name, run in runs.items():
         yard.until_state(run, "COMPLETED")

@@ -190,13 +190,17 @@ def test_a_process_that_is_alone_initialises_nothing(monkeypatch):
 
 
 MEET = """
-import os, signal, time, torch, torch.distributed as dist
+import os, signal, socket, time, torch, torch.distributed as dist
 from steelyard.core.errors import UserError
+from steelyard.parallel import doors, rendezvous
 from steelyard.parallel.world import everywhere, join
 from steelyard.train.stopping import stop_request
 
 def wrong():
     raise UserError("wrong", where="here")
+
+if os.environ.get("OMPI_COMM_WORLD_RANK") == "0":  # A stranger is at the first door.
+    stranger = socket.create_server(("", doors.doors(rendezvous.job(os.environ, "mpirun"))[0]))
 
 with join("cpu", 1) as world, stop_request() as stop:
     total = torch.tensor(world.rank + 1)
@@ -235,7 +239,7 @@ def test_ranks_of_torchrun_meet(tmp_path):
 
 
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="there is no mpirun here")
-def test_ranks_of_mpirun_meet(tmp_path):
+def test_ranks_of_mpirun_meet_though_a_port_is_taken(tmp_path):
     assert meet(tmp_path, "mpirun", "-n", "2", "--oversubscribe") == ["mpirun 0/2 3", "mpirun 1/2 3"]
 
 
