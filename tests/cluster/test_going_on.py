@@ -99,26 +99,6 @@ def test_a_follower_does_not_wait_for_a_master_that_is_gone(yard: Yard):
     assert "another job of this run is over" in (run / "logs" / f"slurm-{follower}.log").read_text()
 
 
-def test_a_run_inside_an_allocation_is_killed_with_its_step_and_the_allocation_stays(yard: Yard):
-    job = yard.lab.client(
-        "sbatch", "--parsable", "--nodes=1", "--cpus-per-task=2", "--output=/dev/null", "--wrap=sleep 120"
-    ).stdout.strip()
-    try:
-        yard.lab.until(lambda: "RUNNING" in _states(yard, job), "the allocation", 20)
-        run = yard.submit(
-            "alike.toml", "train.steps=100000", "checkpoint.every=0", "--on", "slurm", "--job", job, "--name", "shot"
-        )
-        yard.until_step(run, 5)
-        yard.steelyard("cancel", str(run), "--now")
-        steps = yard.lab.client("squeue", "-h", "-s", "-j", job, "-o", "%i").stdout.split()
-        assert steps == [f"{job}.batch"]
-        assert yard.state(run) == "CANCELLED"
-        assert "RUNNING" in _states(yard, job)
-        assert not list((run / "checkpoints").glob("step-*"))
-    finally:
-        yard.lab.client("scancel", job)
-
-
 def _jobs(run: Path) -> list[str]:
     return json.loads((run / "launch.json").read_text())["jobs"]
 

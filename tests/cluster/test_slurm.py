@@ -5,6 +5,7 @@ import os
 import shlex
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -136,41 +137,39 @@ def test_a_sweep_is_one_array(yard: Yard):
     assert losses(paths[0]) != losses(paths[1])
 
 
-def test_a_command_runs_inside_an_allocation_that_is_there(yard: Yard):
-    job = yard.lab.client(
-        "sbatch", "--parsable", "-N1", "-c2", "--output=/dev/null", "--wrap", "sleep 120"
-    ).stdout.strip()
+@pytest.fixture(scope="module")
+def allocation(yard: Yard) -> Iterator[str]:
+    """A job that does nothing, for others to run inside."""
+    words = ("sbatch", "--parsable", "-N1", "-c2", "--output=/dev/null", "--wrap=sleep 600")
+    job = yard.lab.client(*words).stdout.strip()
+    ask = ("squeue", "--noheader", f"--jobs={job}", "--format=%T")
     try:
-        yard.lab.until(
-            lambda: "R" in yard.lab.client("squeue", "-h", "-j", job, "-o", "%t").stdout, "the allocation", 20
-        )
-        run = yard.submit("--on", "slurm", "--job", job, "--name", "inside", "--", "recipe", "list")
-        yard.until_state(run, "COMPLETED")
-        assert "quickstart" in "".join(path.read_text() for path in (run / "logs").glob("a*.out"))
+        yard.lab.until(lambda: "RUNNING" in yard.lab.client(*ask).stdout, "the allocation", 20)
+        yield job
+        assert "RUNNING" in yard.lab.client(*ask).stdout  # It is not ours to end.
     finally:
         yard.lab.client("scancel", job)
 
 
-def test_a_run_inside_an_allocation_is_cancelled_with_its_ranks(yard: Yard):
-    job = yard.lab.client(
-        "sbatch", "--parsable", "-N1", "-c2", "--output=/dev/null", "--wrap", "sleep 120"
-    ).stdout.strip()
-    try:
-        yard.lab.until(
-            lambda: "R" in yard.lab.client("squeue", "-h", "-j", job, "-o", "%t").stdout, "the allocation", 20
-        )
-        run = yard.submit(
-            "alike.toml", "train.steps=100000", "checkpoint.every=0", "--on", "slurm", "--job", job, "--name", "held"
-        )
-        yard.until_step(run, 5)
-        yard.steelyard("cancel", str(run))
-        yard.until_state(run, "CANCELLED")
-        yard.lab.until(
-            lambda: f"{job}.0" not in yard.lab.client("squeue", "-h", "-s", "-j", job).stdout, "the end of its step", 20
-        )
-        assert list((run / "checkpoints").glob("step-*"))
-    finally:
-        yard.lab.client("scancel", job)
+def test_a_command_runs_inside_an_allocation_that_is_there(yard: Yard, allocation: str):
+    run = yard.submit("--on", "slurm", "--job", allocation, "--name", "inside", "--", "recipe", "list")
+    yard.until_state(run, "COMPLETED")
+    assert "quickstart" in "".join(path.read_text() for path in (run / "logs").glob("a*.out"))
+
+
+@pytest.mark.parametrize("words", [(), ("--now",)], ids=["and saves", "at once"])
+def test_a_run_inside_an_allocation_is_cancelled_with_its_ranks(yard: Yard, allocation: str, words: tuple[str, ...]):
+    run = yard.submit(
+        "alike.toml", "train.steps=100000", "checkpoint.every=0", "--on", "slurm", "--job", allocation, "--name",
+        f"held{''.join(words)}",
+    )  # fmt: skip
+    yard.until_step(run, 5)
+    yard.steelyard("cancel", str(run), *words)
+    yard.until_state(run, "CANCELLED")
+    ask = ("squeue", "--noheader", "--steps", f"--jobs={allocation}", "--format=%i")
+    alone = [f"{allocation}.batch"]
+    yard.lab.until(lambda: yard.lab.client(*ask).stdout.split() == alone, "the end of its step", 20)
+    assert bool(list((run / "checkpoints").glob("step-*"))) == (not words)
 
 
 def test_the_guide_to_slurm_works_as_written(yard: Yard):
