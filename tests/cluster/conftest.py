@@ -2,10 +2,12 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,7 +88,7 @@ heterogeneous = "several-jobs"
 OMP_NUM_THREADS = "1"
 PYTHONPATH = "{source}"
 """
-STEPS = 300
+STEPS = 120
 
 
 @pytest.fixture(scope="session")
@@ -149,7 +151,7 @@ class Yard:
         deadline = time.monotonic() + seconds
         while not any(record["step"] >= step for record in metrics(run)):
             assert time.monotonic() < deadline, f"{run.name} came to no step {step}\n{everything(run)}"
-            time.sleep(0.3)
+            time.sleep(0.1)
 
     def _all_idle(self) -> bool:
         said = self.lab.client("sinfo", "--noheader", "--Node", "--format=%T").stdout
@@ -180,6 +182,32 @@ class Yard:
                 lambda job=job: self.lab.client("scontrol", "update", f"job={job}", "StartTime=now").returncode == 0,
                 f"job {job} to be pending", 30,
             )  # fmt: skip
+
+    @contextmanager
+    def held(self, run: Path, step: int = 10) -> Iterator[None]:
+        """Hold a run's rank on a2 once it came to a step, and so all its ranks: a short run then waits for a test."""
+        self.until_step(run, step)
+        rank = rank_on(self, run, "a2")
+        os.kill(rank, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(rank, signal.SIGCONT)
+
+    def is_warned(self, run: Path, times: int = 1) -> bool:
+        """Whether rank 0, on a1, was asked to stop so many times."""
+        return (run / "logs" / "a1.out").read_text().count("stopping after this step") == times
+
+
+def trained_on_four_nodes(yard: Yard, run: Path, jobs: int) -> None:
+    """See that a run over two partitions has all that it should have."""
+    assert sorted(losses(run)) == list(range(1, STEPS + 1))
+    last = {record["job"]: record for record in yard.records(run)}
+    assert sorted(record["nodes"] for record in last.values()) == ["a[1-2]", "b[1-2]"]
+    assert {path.stem for path in (run / "logs").glob("*.out")} == {"a1", "a2", "b1", "b2"}
+    assert len(json.loads((run / "launch.json").read_text())["jobs"]) == jobs
+    assert yard.verdicts(run, 0) == {"completed"}
 
 
 def metrics(run: Path) -> list[dict]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from steelyard.cli import COMMANDS
-from tests.cluster.conftest import STEPS, Yard, everything, losses, rank_on
+from tests.cluster.conftest import STEPS, Yard, everything, losses, rank_on, trained_on_four_nodes
 from tests.test_guides import commands
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
@@ -33,32 +33,17 @@ def test_alike_nodes_train_as_one_job(yard: Yard, undisturbed: Path):
     assert f"step {STEPS}/{STEPS}" in yard.steelyard("logs", "whole", "--node", "a1", "--stream", "out").stdout
 
 
-def test_a_plan_over_two_partitions_trains_on_four_nodes_as_one_job(yard: Yard, undisturbed_mixed: Path):
-    _trained_on_four_nodes(yard, undisturbed_mixed, STEPS, jobs=1)
-
-
-def test_a_plan_over_two_partitions_trains_as_master_and_follower(yard: Yard):
-    words = ["mixed.toml", "--cluster", "cluster.toml", "--on", "slurm", "--site", "apart", "--name", "mixed-apart"]
-    run = yard.submit(*words)
-    yard.until_state(run, "COMPLETED")
-    _trained_on_four_nodes(yard, run, 20, jobs=2)
-
-
-def _trained_on_four_nodes(yard: Yard, run: Path, steps: int, jobs: int) -> None:
-    assert sorted(losses(run)) == list(range(1, steps + 1))
-    last = {record["job"]: record for record in yard.records(run)}
-    assert sorted(record["nodes"] for record in last.values()) == ["a[1-2]", "b[1-2]"]
-    assert {path.stem for path in (run / "logs").glob("*.out")} == {"a1", "a2", "b1", "b2"}
-    assert len(json.loads((run / "launch.json").read_text())["jobs"]) == jobs
-    assert yard.verdicts(run, 0) == {"completed"}
+def test_a_plan_over_two_partitions_trains_on_four_nodes(yard: Yard, undisturbed_mixed: Path):
+    """As one heterogeneous job; a master and a follower do in test_going_on.py."""
+    trained_on_four_nodes(yard, undisturbed_mixed, jobs=1)
 
 
 def test_a_lost_node_costs_no_step(yard: Yard, undisturbed: Path):
     run = yard.submit(
         "alike.toml", "parallel.data=2", f"train.steps={STEPS}", "--nodes", "2", "--on", "slurm", "--name", "robbed"
     )
-    yard.until_step(run, 30)
-    yard.lab.power_off("a2")
+    with yard.held(run):
+        yard.lab.power_off("a2")
     try:
         yard.until_state(run, "PENDING", seconds=60)
     finally:
