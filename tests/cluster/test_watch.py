@@ -11,8 +11,7 @@ import pytest
 
 from steelyard.observe.state import State
 from steelyard.observe.verdict import judge
-from tests.cluster.conftest import Yard, everything
-from tests.cluster.test_slurm import _rank_of
+from tests.cluster.conftest import Yard, everything, rank_on
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -52,7 +51,7 @@ def test_a_job_is_healthy_then_differs_then_hangs_and_then_is_cancelled(yard: Ya
     assert "micro_batch 2 where 1 was asked for" in watched(yard, "watched", 1)["other-configuration"]
     submitted.write_text(recipe)
 
-    rank = _rank_of(yard, run, "a2")
+    rank = rank_on(yard, run, "a2")
     os.kill(rank, signal.SIGSTOP)
     try:
         time.sleep(3)
