@@ -13,7 +13,8 @@ from steelyard.core import secrets
 from steelyard.observe.complaints import clean
 from steelyard.observe.rules import Verdict
 from steelyard.observe.rules.machines import requested
-from steelyard.observe.state import State, is_number
+from steelyard.observe.state import State
+from steelyard.observe.streams import is_number
 from steelyard.observe.verdict import exit_code, has_ended, judge, seconds_left
 
 SHOWN_LINES, SHOWN_POINTS, LONGEST_LINE = 6, 200, 2000
@@ -111,7 +112,7 @@ def _host(state: State, name: str) -> dict[str, Any]:
         "host": _text(name),
         "ranks": _plain(told.get("ranks") or []),
         "device": _text(str(told.get("device") or "")),
-        "age": round(state.now - sample["time"], 1) if sample else None,
+        "age": round(state.now - state.devices[name].heard, 1) if sample else None,
         "devices": [
             {key: _plain(device[key]) for key in fields if key in device}
             | {"processes": len(device.get("processes") or [])}
@@ -119,6 +120,7 @@ def _host(state: State, name: str) -> dict[str, Any]:
         ],
         "out": _lines(state, name, "out"),
         "err": _lines(state, name, "err"),
+        "unread": state.unread(name),
     }
 
 

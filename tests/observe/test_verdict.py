@@ -389,6 +389,52 @@ def test_an_error_gets_no_younger_by_the_warnings_that_follow_it(folder: Folder)
     assert [(verdict.kind, verdict.level) for verdict in judge(state)] == [("errors", "warning")]
 
 
+def test_an_error_is_as_old_as_the_samples_say_and_not_as_the_last_line_of_its_log(folder: Folder):
+    """A watcher that meets the log late sees a line that was written just now behind an error from long ago."""
+    error = "ValueError: long ago\n"
+    folder.logs["n0.err"], folder.errors_at = error + "UserWarning: again\n", NOW
+    assert verdicts(folder) == {"errors": "wrong"}
+    for sample in folder.samples["n0"]:
+        sample["logged"] = len(error) if sample["time"] >= NOW - 60 else 0
+    assert verdicts(folder) == {"errors": "warning"}
+    for sample in folder.samples["n0"]:
+        sample["logged"] = len(error) if sample["time"] >= NOW - 20 else 0
+    assert verdicts(folder) == {"errors": "wrong"}
+    folder.hosts = {}
+    folder.jobs[0]["time"] = iso(NOW - 10)
+    assert "errors" not in verdicts(folder)  # An earlier attempt's.
+
+
+@pytest.mark.parametrize("seconds", [-4000.0, -100.0, 100.0, 4000.0])
+def test_a_host_whose_clock_is_wrong_is_judged_like_any_other(folder: Folder, seconds: float):
+    def set_back(host: str) -> None:
+        folder.behind[host] = seconds
+        folder.hosts[host]["clock"] -= seconds
+        for sample in folder.samples[host]:
+            sample["time"] -= seconds
+
+    set_back("n1")
+    assert verdicts(folder) == {"clocks-differ": "warning"}
+    nobody(folder)
+    assert verdicts(folder) == {"no-process": "wrong", "clocks-differ": "warning"}
+    powered_off(folder)
+    folder.behind["n1"] = 0.0
+    assert "silent-host" in verdicts(folder)
+
+
+def test_records_are_timed_by_the_clock_of_their_writer(folder: Folder):
+    for host in folder.hosts:
+        folder.behind[host] = 500.0
+        folder.hosts[host]["clock"] -= 500
+        for sample in folder.samples[host]:
+            sample["time"] -= 500
+    for record in folder.records:
+        record["time"] -= 500
+    assert verdicts(folder) == {"healthy": "ok"}
+    wedged(folder)
+    assert verdicts(folder) == {"no-progress": "wrong"}
+
+
 def test_what_stood_in_the_log_before_the_ranks_met_did_not_stop_them(folder: Folder):
     folder.logs["n0.err"] = "RuntimeError: of the attempt before\n"
     folder.hosts["n0"]["logged"] = len(folder.logs["n0.err"])

@@ -9,13 +9,14 @@ from steelyard.core.run import Run
 from steelyard.observe.state import State
 from steelyard.observe.verdict import judge
 
+SECONDS_SEARCHED = 5.0  # in the error logs, which may be very long, for their first error
 STYLES = {"ok": "good", "waiting": "warning", "warning": "warning", "wrong": "bad"}
 
 
 def verdict(run: Run, name: str) -> str:
     """A box for each thing that is to be said: how the run stands, and what to do about it."""
     boxes = []
-    for found in judge(State(run.path).refresh()):
+    for found in judge(State(run.path).refresh().search(SECONDS_SEARCHED)):
         words = secrets.scrub(f"{found.message}\nTo do: {found.what_to_do}")
         kind = STYLES.get(found.level, "warning")
         boxes.append(f'<div class="verdict {kind}"><b>{html.escape(name)}</b>: {html.escape(words)}</div>')
