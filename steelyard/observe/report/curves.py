@@ -12,9 +12,15 @@ from steelyard.core.errors import UserError
 MOST_POINTS = 4000  # Of a curve; a longer one keeps the lowest and the highest of each stretch.
 COLOURS = ("#2563a8", "#d9742b", "#2f9e6e", "#b83280", "#7a5cc0", "#8d6e4f", "#0f8a9d", "#c93b3b")
 DASHES = ("solid", "dot", "dash")
+NATS = "nats per token"
 # Title, what the values are, and the keys of a record with their names and factors.
 CURVES: list[tuple[str, str, list[tuple[str, str, float]]]] = [
-    ("Loss", "nats per token", [("loss", "training", 1), ("valid_loss", "validation", 1)]),
+    ("Loss", NATS, [("loss", "training", 1), ("valid_loss", "validation", 1)]),
+    (
+        "Preferences",
+        "over the reference model",
+        [("reward_margin", "margin of rewards", 1), ("reward_accuracy", "share of pairs in order", 1)],
+    ),
     ("Throughput", "tokens per second", [("tokens_per_second", "tokens/s", 1)]),
     ("Learning rate", "", [("learning_rate", "learning rate", 1)]),
     ("Gradient norm", "", [("grad_norm", "gradient norm", 1)]),
@@ -58,10 +64,11 @@ class Charts:
         return str(figure.to_html(full_html=False, include_plotlyjs=library, config={"displaylogo": False}))
 
 
-def draw(charts: Charts, runs: Mapping[str, Records]) -> str:
-    """All curves that any of the runs, given by name, has values for."""
+def draw(charts: Charts, runs: Mapping[str, Records], predicts_tokens: bool = True) -> str:
+    """All curves that any of the runs, given by name, has values for; the loss may be another than of tokens."""
     drawn = []
     for title, unit, lines in CURVES:
+        is_other = unit == NATS and not predicts_tokens
         figure = charts.objects.Figure()
         for number, (run, records) in enumerate(runs.items()):
             for place, (key, label, factor) in enumerate(lines):
@@ -75,7 +82,7 @@ def draw(charts: Charts, runs: Mapping[str, Records]) -> str:
                               "dash": DASHES[place % len(DASHES)] if several else "solid"},
                     )  # fmt: skip
         if figure.data:
-            shown = charts.draw(figure, xaxis_title="step", yaxis_title=unit)
+            shown = charts.draw(figure, xaxis_title="step", yaxis_title="" if is_other else unit)
             drawn.append(f"<div><h3>{title}</h3>{shown}</div>")
     return f'<div class="charts">{"".join(drawn)}</div>' if drawn else "<p>Nothing was recorded yet.</p>"
 
