@@ -65,7 +65,7 @@ def render(runs: Run | Sequence[Run], cluster: Path | None = None, steps: Iterab
     body += [page.contents((anchor, title) for anchor, (title, _) in sections.items())]
     for anchor, (title, pieces) in sections.items():
         body += [page.heading(title, anchor), *pieces]
-    return page.page(", ".join(named), body)
+    return page.page(", ".join(named), [*body, charts.program()])
 
 
 def names(runs: Sequence[Run]) -> list[str]:
