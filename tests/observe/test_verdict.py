@@ -444,6 +444,21 @@ def test_what_stood_in_the_log_before_the_ranks_met_did_not_stop_them(folder: Fo
     assert verdict.message == "n0 says: ValueError: of this one"
 
 
+def test_a_pause_is_measured_by_the_runs_own_pace_and_by_the_watchers_patience(folder: Folder):
+    """A record every 10 s, of which four are much, and a validation of 8 s that may be under way."""
+    older(folder, 50)
+    path = folder.write()
+
+    def kinds(patience: float) -> list[str]:
+        state = State(path, patience).refresh(NOW)
+        state.disk = (1 << 40, 4 << 40)
+        return [verdict.kind for verdict in judge(state)]
+
+    assert kinds(60.0) == kinds(55.0) == ["healthy"]
+    assert kinds(0.0) == kinds(42.0) == ["no-progress"]
+    assert "0:48 would be much already" in judge(State(path, 0.0).refresh(NOW))[0].message
+
+
 def test_the_device_that_stands_still_while_others_wait_is_named(folder: Folder):
     wedged(folder)
     for sample in folder.samples["n1"]:

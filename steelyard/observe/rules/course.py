@@ -44,7 +44,10 @@ def errors(state: State) -> Verdict | None:
 
 def _errors(state: State, host: str) -> list[tuple[int, str]]:
     """What a host complained of in the present attempt."""
-    told, began = state.errors_of(host), state.began or 0.0
+    told = state.errors_of(host)
+    if not told:
+        return []
+    began = state.began or 0.0
     return told[bisect_left(told, began, key=lambda each: state.written(host, each[0])) :]
 
 
