@@ -27,7 +27,7 @@ def summary(state: State) -> dict[str, Any]:
     told = {
         "name": _text(state.path.resolve().name),
         "state": _text(_state(state)),
-        "verdict": _told(verdicts[0], state),
+        "verdict": told_of(verdicts[0], state),
         "progress": _progress(state),
         "loss": _plain(state.trained[-1].get("loss")) if state.trained else None,
     }
@@ -45,7 +45,7 @@ def view(state: State) -> dict[str, Any]:
         "state": _text(_state(state)),
         "ended": has_ended(state),
         "exit_code": exit_code(verdicts),
-        "verdicts": [_told(verdict, state) for verdict in verdicts],
+        "verdicts": [told_of(verdict, state) for verdict in verdicts],
         "scheduler": [_plain(record) for record in state.jobs.values()],
         "backend": _text(str(state.launch.get("backend") or state.manifest.get("launcher") or "")),
         "configuration": _configuration(state),
@@ -68,7 +68,7 @@ def _state(state: State) -> str:
     return known or "submitted"
 
 
-def _told(verdict: Verdict, state: State) -> dict[str, str]:
+def told_of(verdict: Verdict, state: State) -> dict[str, str]:
     """A verdict whose advice can be copied: `RUN` is the run's own path, quoted for a shell."""
     told = {key: _text(value) for key, value in asdict(verdict).items()}
     return told | {"what_to_do": told["what_to_do"].replace(" RUN", f" {shlex.quote(_text(str(state.path)))}")}

@@ -11,6 +11,7 @@ from steelyard.core.errors import UserError
 from steelyard.observe.report import page
 
 MOST_POINTS = 4000  # Of a curve; a longer one keeps the lowest and the highest of each stretch.
+SMALL = 1e-2  # Numbers below are written with a power of ten.
 COLOURS = ("#2563a8", "#d9742b", "#2f9e6e", "#b83280", "#7a5cc0", "#8d6e4f", "#0f8a9d", "#c93b3b")
 DASHES = ("solid", "dot", "dash")
 NATS = "nats per token"
@@ -96,17 +97,20 @@ def draw(charts: Charts, runs: Mapping[str, Records], predicts_tokens: bool = Tr
                               "dash": DASHES[place % len(DASHES)] if several else "solid"},
                     )  # fmt: skip
         if figure.data:
-            shown = charts.draw(
-                figure, xaxis_title="step", yaxis_title="" if is_other else unit, yaxis_range=_range(figure)
-            )
+            unit = "" if is_other else unit
+            shown = charts.draw(figure, xaxis_title="step", yaxis={"title": {"text": unit}, **_axis(figure)})
             drawn.append(f"<div><h3>{title}</h3>{shown}</div>")
     return f'<div class="charts">{"".join(drawn)}</div>' if drawn else "<p>Nothing was recorded yet.</p>"
 
 
-def _range(figure: Any) -> list[float] | None:
-    """Where a curve that is flat stands: around it plotly would draw from -1 to 1, and 0.0001 looked like nothing."""
+def _axis(figure: Any) -> dict[str, Any]:
+    """What plotly would do badly: a flat curve between -1 and 1, so that 0.0001 looked like nothing; 100µ for 1e-4."""
     values = {value for line in figure.data for value in line.y if value is not None}
-    return sorted([0.0, 2.0 * next(iter(values))]) if len(values) == 1 and values != {0.0} else None
+    is_flat = len(values) == 1 and values != {0.0}
+    is_small = max(map(abs, values), default=1.0) < SMALL
+    return ({"range": sorted([0.0, 2.0 * next(iter(values))])} if is_flat else {}) | (
+        {"exponentformat": "e"} if is_small else {}
+    )
 
 
 def points(records: Records, key: str, factor: float = 1) -> tuple[list[int], list[float | None]]:
