@@ -8,7 +8,6 @@ here judges: rules do (`observe/verdict.py`).
 from __future__ import annotations
 
 import fcntl
-import os
 import re
 import shutil
 import time
@@ -22,6 +21,7 @@ from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe, load
 from steelyard.core.run import LOCK, MANIFEST, METRICS, RECIPE
 from steelyard.observe.complaints import Complaints
+from steelyard.observe.folder import listed
 from steelyard.observe.streams import Log, Samples, is_number
 from steelyard.observe.tail import Small, Tail, records
 
@@ -214,12 +214,12 @@ class State:
         self.submitted = self._recipes.get(self.path / LAUNCHED / RECIPE, (0, None))[1]
 
     def _refresh_hosts(self) -> None:
-        found = {path.stem: path for path in _files(self.path / HOSTS, ".json")}
+        found = {path.stem: path for path in listed(self.path / HOSTS, ".json")}
         self._hosts = {name: self._hosts.get(name) or Small(path) for name, path in found.items()}
         self.hosts = {name: _host(value) for name, small in sorted(self._hosts.items()) if (value := small.read())}
 
     def _refresh_logs(self) -> None:
-        found = _files(self.path / LOGS, ".out", ".err", ".gpu")
+        found = listed(self.path / LOGS, ".out", ".err", ".gpu")
         share = max(1, sum(path.suffix == ".err" for path in found))
         for path in found:
             host, kind = path.stem, path.suffix
@@ -287,15 +287,3 @@ def _host(told: dict[str, Any]) -> dict[str, Any]:
     if type(layout.get("world")) is not int:
         layout.pop("world", None)
     return told | {"ranks": ranks, "layout": layout}
-
-
-def _files(folder: Path, *suffixes: str) -> list[Path]:
-    try:
-        with os.scandir(folder) as entries:
-            return sorted(
-                folder / entry.name
-                for entry in entries
-                if entry.name.endswith(suffixes) and not entry.name.startswith(".")
-            )
-    except OSError:
-        return []
