@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from steelyard.core.errors import Fault, UserError
-from steelyard.launch import process, record, scheduler
+from steelyard.launch import process, record, scheduler, slurm
+from steelyard.launch.record import Launch
 
 SECONDS_TO_SAVE = 30.0
+SECONDS_TO_FIND = 5.0
 
 
 def cancel(run: Path, at_once: bool = False) -> dict[str, Any]:
@@ -24,6 +26,8 @@ def cancel(run: Path, at_once: bool = False) -> dict[str, Any]:
         return {"run": str(run), "jobs": launch.jobs, "state": state, "cancelled": False}
     if launch.process is not None:
         _stop(run, launch.process, at_once)
+        if at_once and launch.backend == "slurm":
+            _kill_step(launch)
     else:
         scancel(launch.jobs, at_once)
     state = scheduler.state(scheduler.refresh(run), launch.jobs)
@@ -42,9 +46,30 @@ def _stop(run: Path, who: dict[str, Any], at_once: bool) -> None:
         process.note_end(run, "CANCELLED", 128 + number, None)
 
 
+def _kill_step(launch: Launch) -> None:
+    """End what a supervisor that was killed had srun start in an allocation. The allocation is not ours to end.
+
+    Its srun may still be about to start it, so it is looked for more than once.
+    """
+    job, name = launch.jobs[0], slurm.step_name(launch.name, launch.submitted)
+    ask = ["squeue", "--noheader", "--steps", f"--jobs={job}", "--format=%i %j"]
+    deadline = time.monotonic() + SECONDS_TO_FIND
+    was_found = False
+    while time.monotonic() < deadline:
+        pairs = [line.split(maxsplit=1) for line in scheduler.answer(ask).splitlines()]
+        steps = [pair[0] for pair in pairs if pair[1:] == [name] and record.STEP.fullmatch(pair[0])]
+        if steps:
+            was_found = True
+            scancel(steps, at_once=True)
+        elif was_found:
+            return
+        time.sleep(0.5)
+
+
 def scancel(jobs: list[str], at_once: bool = False) -> None:
     """scancel warns with SIGTERM and kills after the cluster's KillWait; its SIGKILL leaves no time to save."""
-    words = ["scancel", *(["--signal=KILL", "--full"] if at_once else []), *jobs]
+    now = ["--signal=KILL", *([] if any("." in job for job in jobs) else ["--full"])]  # A step has no script to kill.
+    words = ["scancel", *(now if at_once else []), *jobs]
     try:
         answer = subprocess.run(words, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.SubprocessError) as error:

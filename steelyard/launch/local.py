@@ -111,8 +111,11 @@ class Rank:
         return Ended(self.rank, self.code or 0, self.ended_at, frozenset(self.sent), find(self.error_file))
 
 
-def watch(ranks: list[Rank], asked: list[int]) -> list[int]:
-    """Pass signals on until all ranks have ended, or must; returns the ranks that did not notice a failure."""
+def watch(ranks: list[Rank], asked: list[int], failed_elsewhere: Sequence[int] = ()) -> list[int]:
+    """Pass signals on until all ranks have ended, or must; returns the ranks that did not notice a failure.
+
+    `failed_elsewhere` is not empty any more once a rank has failed that is not among these.
+    """
     forwarded, failed_at = 0, None
     hung: list[int] = []
     while running := [rank for rank in ranks if rank.is_running()]:
@@ -122,7 +125,7 @@ def watch(ranks: list[Rank], asked: list[int]) -> list[int]:
                 rank.send(number)
         forwarded = len(asked)
         # Whoever asks twice does not want to wait for ranks that cannot hear.
-        if failed_at is None and (forwarded > 1 or any(rank.code for rank in ranks)):
+        if failed_at is None and (forwarded > 1 or failed_elsewhere or any(rank.code for rank in ranks)):
             failed_at = now
         if failed_at is not None and now > failed_at + SECONDS_TO_NOTICE + SECONDS_TO_END:
             break
@@ -166,11 +169,14 @@ def free_port() -> int:
     raise Fault("no free port was found for the ranks to meet", mend="see which processes listen: ss -tln")
 
 
-def die_with_parent() -> Callable[[], None] | None:
-    """What a new rank does first, where the system can (Linux): ask to be killed when the launcher dies."""
+def die_with_parent(parent: int | None = None) -> Callable[[], None] | None:
+    """What a new rank does first, where the system can (Linux): ask to be killed when the launcher dies.
+
+    The parent is this process, unless another is named.
+    """
     if sys.platform != "linux":
         return None
-    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
+    prctl, parent = ctypes.CDLL(None).prctl, parent or os.getpid()
 
     def ask() -> None:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,7 +1,7 @@
 """A job for mpirun: which hosts, how many ranks on each, and how they are reached.
 
 Ranks are mpirun's own: it starts each under a starter that keeps its log (`node.py --one-rank`). They meet at the first
-host, on a port that follows from mpirun's job unless one is set.
+host, on a free port of its unless one is set.
 """
 
 from __future__ import annotations

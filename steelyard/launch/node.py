@@ -3,9 +3,10 @@
     python -m steelyard.launch.node --run RUN --groups 1x4,7x8 --attempt 123.0 -- python -m steelyard train ...
 
 `--groups 1x4,7x8` is one node with four ranks and then seven with eight, in the order of the ranks; `srun` starts this
-once on each node, and SLURM_PROCID says which of them it is. Under mpirun (`--one-rank`) it is started once for each
-rank, whose number mpirun has already set. The node of rank 0 chooses the port and tells it by `launch/meeting.json` in
-the run folder, which all nodes share; `--attempt` keeps a requeued job from meeting its own past.
+once on each node, and SLURM_PROCID says which of them it is. Under mpirun and torchrun (`--one-rank`) it is started
+once for each rank, whose number they have already set; under torchrun it leaves word of the rank's end for the one who
+keeps torchrun (`torchrun.py`). The node of rank 0 chooses the port and tells it by `launch/meeting.json` in the run
+folder, which all nodes share; `--attempt` keeps a requeued job from meeting its own past.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from typing import Any
 
 from steelyard.core.console import LOGGED, console
 from steelyard.core.errors import Interrupted, SteelyardError
-from steelyard.launch import meeting, siblings
-from steelyard.launch.blame import blame
+from steelyard.launch import kept, meeting, siblings
+from steelyard.launch.blame import Ended, blame
 from steelyard.launch.last_words import ERROR_FILE
 from steelyard.launch.local import Rank, die_with_parent, signals, watch
 from steelyard.launch.sampling import Sampler
@@ -79,11 +80,13 @@ class LoggedRank(Rank):
 def main(words: Sequence[str]) -> int:
     """Start this node's ranks and return their exit code."""
     options = _options(words)
+    if kept.is_kept():
+        kept.end_with_torchrun()
     run, host = Path(options.run), socket.gethostname()
     logs = (Log(run / "logs" / f"{host}.out"), Log(run / "logs" / f"{host}.err"))
     try:
         with ExitStack() as stack:
-            asked = stack.enter_context(signals())
+            asked, failed = kept.requests(stack.enter_context(signals()), stack)
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="steelyard-")))
             environments = _one_rank() if options.one_rank else _ranks(options, run, asked, stack)
             if not environments:  # Asked to stop while it waited for the others.
@@ -92,16 +95,31 @@ def main(words: Sequence[str]) -> int:
             for rank, environment in environments:
                 ranks.append(LoggedRank(options.command, rank, environment, folder, logs))
                 stack.callback(ranks[-1].kill)
-            if not options.one_rank or os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", "0") == "0":
+            if not options.one_rank or _is_first_here():
                 own = [rank.process.pid for rank in ranks]
                 stack.enter_context(Sampler(run, siblings.ranks if options.one_rank else lambda: own, host))
-            hung = watch(list(ranks), asked)
-            code = _tell(ranks, hung, bool(asked), logs[1])
-            return meeting.stopped(run, options.attempt) if code == Interrupted.exit_code and options.attempt else code
+            hung = watch(list(ranks), asked, failed)
+            return _end(options, run, ranks, hung, bool(asked), logs[1])
     except SteelyardError as error:
         console.error(str(error))
         logs[1].add(f"error: {error}")
         return error.exit_code
+
+
+def _end(
+    options: argparse.Namespace, run: Path, ranks: list[LoggedRank], hung: list[int], was_asked: bool, log: Log
+) -> int:
+    """Tell how the ranks ended, or leave that to whoever keeps torchrun; returns what to exit with."""
+    for rank in ranks:
+        rank.kill()
+        for stream in rank.streams:
+            stream.finish()
+    ends = [rank.ended() for rank in ranks]
+    last = {rank.rank: list(rank.streams[1].last) for rank in ranks}
+    if kept.is_kept():
+        return kept.leave(ends[0], bool(hung), last[ends[0].rank])
+    code = tell(ends, last, hung, was_asked, log)
+    return meeting.stopped(run, options.attempt) if code == Interrupted.exit_code and options.attempt else code
 
 
 def _options(words: Sequence[str]) -> argparse.Namespace:
@@ -119,8 +137,15 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _one_rank() -> list[tuple[int, dict[str, str]]]:
-    """mpirun has said who this rank is, and where the ranks meet."""
-    return [(int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0"))), dict(os.environ))]
+    """mpirun or torchrun has said who this rank is, and where the ranks meet."""
+    names = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+    rank = next((os.environ[name] for name in names if name in os.environ), "0")
+    return [(int(rank), {name: value for name, value in os.environ.items() if name != kept.FOLDER})]
+
+
+def _is_first_here() -> bool:
+    names = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
+    return next((os.environ[name] for name in names if name in os.environ), "0") == "0"
 
 
 def _ranks(
@@ -153,25 +178,24 @@ def _environment(place: Place, rank: int, address: str, port: int) -> dict[str, 
     }  # fmt: skip
 
 
-def _tell(ranks: list[LoggedRank], hung: list[int], was_asked: bool, log: Log) -> int:
-    """Say why the ranks here ended, in the host's log too; what all nodes would say, the first one says."""
-    for rank in ranks:
-        for stream in rank.streams:
-            stream.finish()
-    ends = [rank.ended() for rank in ranks]
+def tell(ends: list[Ended], last: dict[int, list[str]], hung: list[int], was_asked: bool, log: Log) -> int:
+    """Say why the ranks here ended, in the host's log too; what all nodes would say, the first one says.
+
+    `last` are the last lines of each rank.
+    """
     cause = blame(ends, hung, was_asked)
     if cause is None:
         return 0
     end = next((each for each in ends if each.rank == cause.rank), ends[0])
-    is_elsewhere_too = end.words is not None and end.words.shared and ranks[0].rank > 0
+    is_elsewhere_too = end.words is not None and end.words.shared and ends[0].rank > 0
     only_noticed = end.code != 0 and not end.is_stopped and end.only_noticed
-    last = [line for rank in ranks if rank.rank == end.rank for line in rank.streams[1].last]
-    has_spoken = any(line.startswith("error: ") for line in last) and not cause.has_words
+    said = last.get(end.rank, [])
+    has_spoken = any(line.startswith("error: ") for line in said) and not cause.has_words
     if not is_elsewhere_too and not has_spoken:
         kind = "note" if only_noticed or cause.exit_code == Interrupted.exit_code else "error"
         lines = [f"{kind}: {cause.message}"]
-        if not cause.has_words and last:
-            lines += ["  its last lines:", *(f"  | {line}" for line in last)]
+        if not cause.has_words and said:
+            lines += ["  its last lines:", *(f"  | {line}" for line in said)]
         for line in lines:
             log.add(line)
             sys.stderr.write(line + "\n")

@@ -9,7 +9,8 @@
     ranks, gpus_per_node, partitions, placement, site, workdir, submitted
     process     local and mpi: {"pid", "started", "host"} of the supervisor, so that no other process is mistaken for it
 
-The scripts that were started, and how a supervisor ended (`ended.json`), lie in the folder `launch/` beside it.
+The scripts that were started, and how a supervisor ended (`ended.json`), lie in the folder `launch/` beside it. There
+`jobs` has the numbers of a master and its followers once more, one on each line, for their scripts to read.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from steelyard.core import files
 from steelyard.core.errors import UserError
 from steelyard.core.run import MANIFEST
 
-LAUNCH, FOLDER, ENDED = "launch.json", "launch", "ended.json"
+LAUNCH, FOLDER, ENDED, JOBS = "launch.json", "launch", "ended.json", "jobs"
 JOB = re.compile(r"\d+(_\d+|\+\d+)?")
+STEP = re.compile(JOB.pattern + r"\.\d+(\+\d+)?")
 
 
 @dataclass(frozen=True)

@@ -167,6 +167,11 @@ def _account_command(job: str) -> list[str]:
     ]
 
 
+def answer(command: list[str]) -> str:
+    """What a program of Slurm's answers; nothing where it complains or is not there."""
+    return _ask(command)[0]
+
+
 def _ask(command: list[str]) -> tuple[str, str]:
     """What a program answers, and what it complains of; an answer with a complaint counts for nothing."""
     try:
@@ -238,12 +243,12 @@ def accounted(text: str) -> list[Record]:
 
 
 def _exit_code(text: str) -> int | None:
-    """`1:0` is exit code 1; `0:9` is signal 9, told as a shell would tell it."""
+    """sacct's `1:0` is exit code 1 and `0:9` signal 9, told as a shell would; squeue prints what wait() returned."""
     parts = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())
     if parts is None:
         return None
-    code, number = int(parts[1]), int(parts[2] or 0)
-    code = code >> 8 if parts[2] is None and code > 255 else code
+    first = int(parts[1])
+    code, number = (first >> 8, first & 0x7F) if parts[2] is None else (first, int(parts[2]))
     return 128 + number if number and not code else code
 
 

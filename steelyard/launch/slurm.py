@@ -2,8 +2,9 @@
 
 Nothing of the user's stands in `#SBATCH` comments, whose quoting is Slurm's own; sbatch takes every option as a word.
 Nodes that are alike make one job, nodes of several partitions one heterogeneous job (or, where a site forbids those,
-a master and followers, see `meeting.py`). Slurm warns the ranks before the time limit; they save and end with 130, and
-the script has the job queued again, unless it was cancelled. A lost node requeues the job by itself.
+a master and followers, see `meeting.py`). Slurm warns the ranks before the time limit and before a pre-emption; they
+save and end with 130, and the script has the job queued again, unless it was cancelled. All parts of a heterogeneous
+job are queued again with their leader. A lost node requeues the job by itself.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from steelyard.launch import containers, script
 from steelyard.launch.groups import Group, written
 from steelyard.launch.meeting import STOPPED
 from steelyard.launch.order import Order
-from steelyard.launch.record import FOLDER
+from steelyard.launch.record import FOLDER, JOBS
 
 ATTEMPT = '"$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"'  # For the shell to fill in.
 # In an allocation that is there, nobody but this script can tell the ranks to save and stop: a signal would end bash
@@ -36,6 +37,39 @@ while kill -0 "$step" 2>/dev/null; do
     wait "$step"
     code=$?
 done
+"""
+# A master and its followers are several jobs. Where one is over, the others would wait for it up to their time limits:
+# each looks after the others from its script, because there is no squeue inside a container.
+LOOKING = """another_is_over() {
+    [ -e %(jobs)s ] || return 1
+    while read -r job; do
+        [ "$job" != "$SLURM_JOB_ID" ] || continue
+        case "$(squeue --noheader --states=all --jobs="$job" --format=%%T 2>&1)" in
+            BOOT_FAIL|CANCELLED|COMPLETED|DEADLINE|FAILED|NODE_FAIL|OUT_OF_MEMORY|PREEMPTED|TIMEOUT) return 0 ;;
+            *"Invalid job id"*) return 0 ;;
+        esac
+    done <%(jobs)s
+    return 1
+}
+"""
+LEFT_ALONE = 3  # what the one who looks exits with
+WATCHING = f"""step=$!
+(
+    looks=0
+    while sleep 10; do
+        if another_is_over; then looks=$((looks + 1)); else looks=0; fi
+        if [ $looks = 3 ]; then kill "$step"; exit {LEFT_ALONE}; fi
+    done
+) &
+lookout=$!
+wait "$step"
+code=$?
+kill "$lookout" 2>/dev/null
+wait "$lookout"
+if [ $? = {LEFT_ALONE} ]; then
+    echo "error: another job of this run is over, so this one ends too" >&2
+    exit 1
+fi
 """
 # A submission from inside a job must not hand that job's shape on to the new one.
 KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT")
@@ -55,6 +89,11 @@ def sbatch(order: Order, group: int | None = None) -> list[str]:
 def job_name(name: str) -> str:
     """What squeue shows: one line of plain text, whatever the run is called."""
     return re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip("_") or "steelyard"
+
+
+def step_name(name: str, submitted: str) -> str:
+    """What a step in an allocation that is there is called, by which it alone is cancelled."""
+    return f"{job_name(name)[:60]}-{re.sub(r'[^0-9]', '', submitted)}"
 
 
 def _once(order: Order) -> list[str]:
@@ -89,7 +128,12 @@ def text(order: Order, group: int | None = None, job: str | None = None) -> str:
         before = ["bash", "-c", preparation]
         lines.append(f"{_srun(order, before, '', group, job, inside=False)} || exit 1\n")
     line = _srun(order, starter(order), _starter_options(order, group, job), group, job)
-    lines.append(f"{line}\ncode=$?\n" if job is None else f"{LISTENING}{line} &\n{WAITING}")
+    if job is not None:
+        lines.append(f"{LISTENING}{line} &\n{WAITING}")
+    elif group is not None:
+        lines.append(f"{LOOKING % {'jobs': quote(str(order.run / FOLDER / JOBS))}}{line} &\n{WATCHING}")
+    else:
+        lines.append(f"{line}\ncode=$?\n")
     word = quote(str(order.run / FOLDER / STOPPED))
     asked = f"[ $code = 0 ] && [ -e {word}{_attempt(order, job)} ]"
     lines.append(f"if {asked}; then code={Interrupted.exit_code}; fi\n")
@@ -103,8 +147,8 @@ def _requeueing(order: Order) -> str:
         f"if [ $code = {Interrupted.exit_code} ] &&\n"
         f'    [ "${{SLURM_RESTART_COUNT:-0}}" -lt {order.site.max_restarts} ] &&\n'
         '    [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T | head -n 1)" = RUNNING ]; then\n'
-        '    echo "saved, and queued again"\n'
-        '    scontrol requeue "$SLURM_JOB_ID"\n'
+        '    echo "saved, to be queued again"\n'
+        '    scontrol requeue "$SLURM_JOB_ID" || echo "error: Slurm refuses; submit it again to go on" >&2\n'
         "fi\n"
     )
 
@@ -139,7 +183,9 @@ def _srun(
         options += [f"--nodes={each.nodes}", f"--ntasks={each.nodes}", "--ntasks-per-node=1"]
         options += [f"--cpus-per-task={_cpus(order.site, each)}"]
         options += ["--kill-on-bad-exit=1"] if not number else []
-        options += [f"--jobid={job}", "--overlap"] if job else []
+        options += (
+            [f"--jobid={job}", "--overlap", f"--job-name={step_name(order.name, order.submitted)}"] if job else []
+        )
         parts.append(f"{join([*options, *container, *words])}{tail}")
     return "srun " + " \\\n    : ".join(parts)
 

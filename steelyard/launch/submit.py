@@ -19,7 +19,7 @@ from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe, to_toml
 from steelyard.core.recipe.site import Site
 from steelyard.core.run import MANIFEST, for_training, now, place_for_training
-from steelyard.launch import containers, ending, groups, mpi, process, record, scheduler, script, slurm
+from steelyard.launch import containers, ending, groups, mpi, process, record, scheduler, script, slurm, torchrun
 from steelyard.launch.groups import Group
 from steelyard.launch.order import Order
 from steelyard.launch.record import FOLDER, Launch
@@ -64,9 +64,12 @@ def submit(request: Request) -> dict[str, Any]:
 def _queue(order: Order) -> list[str]:
     """Hand each job to Slurm; where one of several is refused, none is left behind to wait for it."""
     jobs: list[str] = []
+    names = order.run / FOLDER / record.JOBS
+    names.unlink(missing_ok=True)
     try:
         for group in slurm.jobs(order):
             jobs.append(slurm.ask(slurm.line(order, group)))
+        files.write_text(names, "".join(f"{job}\n" for job in jobs))
     except BaseException:
         if jobs:
             ending.scancel(jobs)
@@ -229,7 +232,7 @@ def _scripts(order: Order, request: Request) -> dict[str, str]:
 
 
 def _here(order: Order, request: Request) -> str:
-    """The script for mpirun, or for ranks on this machine."""
+    """The script for mpirun, or for ranks on this machine, which torchrun starts; a command alone needs no torch."""
     site, text = order.site, script.preamble(order.site, order.workdir)
     if request.on == "mpi":
         before = mpi.preparation(order)
@@ -237,8 +240,9 @@ def _here(order: Order, request: Request) -> str:
         return text + script.executing(mpi.command(order))
     prepared = containers.preparation(site.container, order.reload_container)
     text += f"bash -c {quote(prepared)} || exit 1\n" if prepared else ""
-    options = ["--groups", groups.written(order.groups), *(["--port", str(site.port)] if site.port else [])]
-    return text + script.executing([*slurm.starter(order), *options, "--", *order.command])
+    if request.recipe is None and groups.world(order.groups) == 1:
+        return text + script.executing([*slurm.starter(order), "--", *order.command])
+    return text + script.executing(torchrun.command(order))
 
 
 def _write(order: Order, request: Request) -> None:

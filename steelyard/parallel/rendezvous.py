@@ -1,7 +1,7 @@
-"""Where the ranks meet: an address and a port that all of them work out alike, and a network that reaches all.
+"""Where the ranks meet: an address that all of them work out alike, a port that is free, a network that reaches all.
 
 Given MASTER_ADDR and MASTER_PORT are obeyed. Otherwise srun's node list names the first host, ranks of one machine meet
-on 127.0.0.1, and the port follows from the job's id, so that two jobs on a machine keep apart.
+on 127.0.0.1, and rank 0 takes a free port and tells the others (`doors.py`).
 """
 
 from __future__ import annotations
@@ -10,18 +10,16 @@ import os
 import re
 import socket
 import struct
-import zlib
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from steelyard.core.errors import UserError
+from steelyard.core.errors import Fault, UserError
+from steelyard.parallel import doors
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-# Below the ports that systems hand out to whoever asks for any.
-FIRST_PORT, PORTS = 15000, 15000
 ELSEWHERE = "steelyard/elsewhere"
 SIOCGIFADDR = 0x8915
 
@@ -29,12 +27,12 @@ SIOCGIFADDR = 0x8915
 def meet(rank: int, size: int, local_size: int, launcher: str, timeout: timedelta) -> Store:
     """Find the other ranks and return the store that they share."""
     address, port = master(os.environ, launcher, is_one_host=local_size == size)
-    os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port))
-    from torch.distributed import rendezvous
-
-    # torch's own rendezvous knows that torchrun's agent already serves the store.
-    store: Store
-    store, _, _ = next(rendezvous("env://", rank, size, timeout=timeout))
+    os.environ["MASTER_ADDR"] = address
+    if port is None:
+        store, port = _free(job(os.environ, launcher), address, rank, size, local_size == size, timeout)
+    else:
+        store = _given(port, rank, size, timeout)
+    os.environ["MASTER_PORT"] = str(port)
     if "GLOO_SOCKET_IFNAME" not in os.environ:
         name = _loopback() if local_size == size else _outward(store, address)
         if name is not None:
@@ -42,9 +40,60 @@ def meet(rank: int, size: int, local_size: int, launcher: str, timeout: timedelt
     return store
 
 
-def master(environ: Mapping[str, str], launcher: str, is_one_host: bool) -> tuple[str, int]:
-    """The address and port of rank 0."""
-    return _address(environ, launcher, is_one_host), _port(environ, launcher)
+def _given(port: int, rank: int, size: int, timeout: timedelta) -> Store:
+    """torch's own rendezvous, which knows where torchrun's agent already serves the store."""
+    from torch.distributed import DistNetworkError, rendezvous
+
+    os.environ["MASTER_PORT"] = str(port)
+    try:
+        store: Store = next(rendezvous("env://", rank, size, timeout=timeout))[0]
+    except DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise Fault(
+            f"port {port} of this machine, where the ranks should meet, is taken",
+            mend="start again; if you set the port, set another, or none: then a free one is taken",
+        ) from None
+    return store
+
+
+def _free(
+    name: str, address: str, rank: int, size: int, is_one_host: bool, timeout: timedelta
+) -> tuple[Store, int]:  # fmt: skip
+    """A store on a port that the system gave rank 0, and which nobody can have taken in between."""
+    from torch.distributed import TCPStore
+
+    if rank:
+        port = doors.ask(name, address, timeout.total_seconds())
+        return TCPStore(address, port, size, is_master=False, timeout=timeout, wait_for_workers=False), port
+    store = TCPStore(address, 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
+    doors.tell(name, store.port, size - 1, is_one_host)
+    return store, store.port
+
+
+def master(environ: Mapping[str, str], launcher: str, is_one_host: bool) -> tuple[str, int | None]:
+    """The address of rank 0, and the port where one is set."""
+    address, given = _address(environ, launcher, is_one_host), environ.get("MASTER_PORT")
+    if not given:
+        job(environ, launcher)
+        return address, None
+    if not (given.isascii() and given.isdigit() and 0 < int(given) < 65536):
+        raise UserError(f"MASTER_PORT is {given!r}, which is no port", mend="set it to a number below 65536")
+    return address, int(given)
+
+
+def job(environ: Mapping[str, str], launcher: str) -> str:
+    """What the launcher calls this job, alike for all its ranks and for no other job's."""
+    if launcher == "srun":
+        return f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
+    names = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID")
+    name = next((environ[each] for each in names if environ.get(each)), "")
+    if not name:
+        raise UserError(
+            f"{launcher} names no job by which ranks could find each other, and MASTER_PORT is not set",
+            mend="set MASTER_PORT to a free port, the same for all ranks",
+        )
+    return name
 
 
 def _address(environ: Mapping[str, str], launcher: str, is_one_host: bool) -> str:
@@ -62,25 +111,6 @@ def _address(environ: Mapping[str, str], launcher: str, is_one_host: bool) -> st
         f"{launcher} started ranks on several machines, and MASTER_ADDR is not set",
         mend="name the machine of rank 0, for example: mpirun -x MASTER_ADDR=$(hostname) ...",
     )
-
-
-def _port(environ: Mapping[str, str], launcher: str) -> int:
-    given = environ.get("MASTER_PORT")
-    if given:
-        if not (given.isascii() and given.isdigit() and 0 < int(given) < 65536):
-            raise UserError(f"MASTER_PORT is {given!r}, which is no port", mend="set it to a number below 65536")
-        return int(given)
-    if launcher == "srun":
-        identity = f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
-    else:
-        names = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID")
-        identity = next((environ[name] for name in names if environ.get(name)), "")
-    if not identity:
-        raise UserError(
-            f"{launcher} names no job that a port could be derived from, and MASTER_PORT is not set",
-            mend="set MASTER_PORT to a free port, the same for all ranks",
-        )
-    return FIRST_PORT + zlib.crc32(identity.encode()) % PORTS
 
 
 def expand(nodes: str) -> list[str]:

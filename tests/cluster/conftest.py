@@ -2,10 +2,12 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,6 +88,7 @@ heterogeneous = "several-jobs"
 OMP_NUM_THREADS = "1"
 PYTHONPATH = "{source}"
 """
+STEPS = 120
 
 
 @pytest.fixture(scope="session")
@@ -148,7 +151,7 @@ class Yard:
         deadline = time.monotonic() + seconds
         while not any(record["step"] >= step for record in metrics(run)):
             assert time.monotonic() < deadline, f"{run.name} came to no step {step}\n{everything(run)}"
-            time.sleep(0.3)
+            time.sleep(0.1)
 
     def _all_idle(self) -> bool:
         said = self.lab.client("sinfo", "--noheader", "--Node", "--format=%T").stdout
@@ -159,19 +162,52 @@ class Yard:
         said = self.steelyard("watch", str(run), "--json", on_host=on_host, code=code).stdout
         return {verdict["kind"] for verdict in json.loads(said)["verdicts"]}
 
-    def hurry(self, run: Path, seconds: float = 60) -> None:
-        """Have a requeued job start now: Slurm would let it wait for two minutes, so that its nodes come to rest.
+    def until_pending(self, run: Path, seconds: float = 60) -> list[str]:
+        """Wait until all jobs of a run, and all their parts, are in the queue; returns the jobs."""
+        jobs = json.loads((run / "launch.json").read_text())["jobs"]
+        ask = ("squeue", "--noheader", f"--jobs={','.join(jobs)}", "--format=%T")
+        self.lab.until(lambda: set(self.lab.client(*ask).stdout.split()) == {"PENDING"}, f"{run.name} pending", seconds)
+        return jobs
+
+    def hurry(self, *runs: Path) -> None:
+        """Have requeued jobs start now: Slurm would let them wait for two minutes, so that their nodes come to rest.
 
         One that starts before its earlier attempt is gone from a node is never begun there.
         """
-        job = json.loads((run / "launch.json").read_text())["jobs"][0]
-        self.until_state(run, "PENDING", seconds=seconds)
+        jobs = [job for run in runs for job in self.until_pending(run)]
         self.lab.until(self._all_idle, "all nodes to be idle", 60)
         time.sleep(2)
-        self.lab.until(
-            lambda: self.lab.client("scontrol", "update", f"job={job}", "StartTime=now").returncode == 0,
-            f"job {job} to be pending", 30,
-        )  # fmt: skip
+        for job in jobs:
+            self.lab.until(
+                lambda job=job: self.lab.client("scontrol", "update", f"job={job}", "StartTime=now").returncode == 0,
+                f"job {job} to be pending", 30,
+            )  # fmt: skip
+
+    @contextmanager
+    def held(self, run: Path, step: int = 10) -> Iterator[None]:
+        """Hold a run's rank on a2 once it came to a step, and so all its ranks: a short run then waits for a test."""
+        self.until_step(run, step)
+        rank = rank_on(self, run, "a2")
+        os.kill(rank, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(rank, signal.SIGCONT)
+
+    def is_warned(self, run: Path, times: int = 1) -> bool:
+        """Whether rank 0, on a1, was asked to stop so many times."""
+        return (run / "logs" / "a1.out").read_text().count("stopping after this step") == times
+
+
+def trained_on_four_nodes(yard: Yard, run: Path, jobs: int) -> None:
+    """See that a run over two partitions has all that it should have."""
+    assert sorted(losses(run)) == list(range(1, STEPS + 1))
+    last = {record["job"]: record for record in yard.records(run)}
+    assert sorted(record["nodes"] for record in last.values()) == ["a[1-2]", "b[1-2]"]
+    assert {path.stem for path in (run / "logs").glob("*.out")} == {"a1", "a2", "b1", "b2"}
+    assert len(json.loads((run / "launch.json").read_text())["jobs"]) == jobs
+    assert yard.verdicts(run, 0) == {"completed"}
 
 
 def metrics(run: Path) -> list[dict]:
@@ -212,3 +248,35 @@ def yard(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Yard:
         SITES.format(source=Path(steelyard.__file__).parent.parent)
     )
     return Yard(path, lab)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(yard: Yard) -> Path:
+    """A run over two nodes of one partition, from beginning to end."""
+    words = ["alike.toml", "parallel.data=2", f"train.steps={STEPS}", "--nodes", "2"]
+    run = yard.submit(*words, "--on", "slurm", "--name", "whole")
+    yard.until_state(run, "COMPLETED")
+    return run
+
+
+@pytest.fixture(scope="session")
+def undisturbed_mixed(yard: Yard) -> Path:
+    """A run over two partitions as one heterogeneous job, 0-2-2-0: the first and last stage hold no layer."""
+    words = ["mixed.toml", f"train.steps={STEPS}", "--cluster", "cluster.toml", "--site", "yard"]
+    run = yard.submit(*words, "--on", "slurm", "--name", "mixed-yard")
+    yard.until_state(run, "COMPLETED")
+    return run
+
+
+def rank_on(yard: Yard, run: Path, host: str) -> int:
+    """The number, here, of the process that trains on a host."""
+    here = Path(f"/proc/{yard.lab.boxes[host][0]}/ns/uts").readlink()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+            inside = (path.parent / "ns/uts").readlink() == here
+        except OSError:
+            continue
+        if inside and b"train" in words and str(run).encode() in words and b"steelyard.launch.node" not in words:
+            return int(path.parent.name)
+    raise AssertionError(f"nobody trains on {host}")

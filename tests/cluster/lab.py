@@ -7,6 +7,8 @@ must be short), and what is ended at the end is what was started, known by proce
 
     a1, a2   partition a10     8 processors, 4 pretended GPUs (gpu:a10:4)
     b1, b2   partition a100    8 processors, 4 pretended GPUs (gpu:a100:4)
+
+Over all four lie two partitions more: jobs of `urgent` take nodes from jobs of `spare`, which are warned before.
 """
 
 from __future__ import annotations
@@ -118,7 +120,7 @@ class Lab:
             time.sleep(0.1)
 
     def _states(self) -> list[str]:
-        return self.client("sinfo", "-h", "-N", "-o", "%t").stdout.split()
+        return self.client("sinfo", "-h", "-N", "-p", "a10,a100", "-o", "%t").stdout.split()
 
     def _has_link(self, link: str) -> bool:
         words = ["nsenter", "-t", str(self.boxes["ctl"][0]), "-n", "ip", "link", "show", link]
@@ -247,11 +249,15 @@ SlurmdTimeout=10
 MessageTimeout=5
 TCPTimeout=2
 KillWait=5
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 GresTypes=gpu
 NodeName=a[1-2] NodeAddr={network}.[11-12] CPUs=8 RealMemory=8000 Gres=gpu:a10:4
 NodeName=b[1-2] NodeAddr={network}.[21-22] CPUs=8 RealMemory=8000 Gres=gpu:a100:4
-PartitionName=a10 Nodes=a[1-2] Default=YES MaxTime=1:00:00
-PartitionName=a100 Nodes=b[1-2] MaxTime=1:00:00
+PartitionName=a10 Nodes=a[1-2] Default=YES MaxTime=1:00:00 PreemptMode=OFF
+PartitionName=a100 Nodes=b[1-2] MaxTime=1:00:00 PreemptMode=OFF
+PartitionName=spare Nodes=a[1-2],b[1-2] MaxTime=1:00:00 PreemptMode=REQUEUE GraceTime=30
+PartitionName=urgent Nodes=a[1-2],b[1-2] MaxTime=1:00:00 PreemptMode=OFF PriorityTier=10
 """
 SLURMDBD = """AuthType=auth/munge
 AuthInfo=socket={folder}/munge/sock

@@ -5,29 +5,20 @@ import os
 import shlex
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from steelyard.cli import COMMANDS
-from tests.cluster.conftest import Yard, everything, losses
+from tests.cluster.conftest import STEPS, Yard, everything, losses, rank_on, trained_on_four_nodes
 from tests.test_guides import commands
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 
-@pytest.fixture(scope="module")
-def undisturbed(yard: Yard) -> Path:
-    """A run over two nodes of one partition, from beginning to end."""
-    run = yard.submit(
-        "alike.toml", "parallel.data=2", "train.steps=150", "--nodes", "2", "--on", "slurm", "--name", "whole"
-    )
-    yard.until_state(run, "COMPLETED")
-    return run
-
-
 def test_alike_nodes_train_as_one_job(yard: Yard, undisturbed: Path):
-    assert sorted(losses(undisturbed)) == list(range(1, 151))
+    assert sorted(losses(undisturbed)) == list(range(1, STEPS + 1))
     launch = json.loads((undisturbed / "launch.json").read_text())
     assert (launch["backend"], launch["nodes"], launch["ranks"], launch["partitions"]) == ("slurm", 2, 2, ["a10"])
     records = yard.records(undisturbed)
@@ -38,38 +29,30 @@ def test_alike_nodes_train_as_one_job(yard: Yard, undisturbed: Path):
         samples = [json.loads(line) for line in (undisturbed / "logs" / f"{host}.gpu").read_text().splitlines()]
         assert samples[-1]["host"] == host
         assert [device["memory_total"] > 0 for device in samples[-1]["devices"]] == [True]
-    assert "step 150/150" in (undisturbed / "logs" / "a1.out").read_text()
-    assert "step 150/150" in yard.steelyard("logs", "whole", "--node", "a1", "--stream", "out").stdout
+    assert f"step {STEPS}/{STEPS}" in (undisturbed / "logs" / "a1.out").read_text()
+    assert f"step {STEPS}/{STEPS}" in yard.steelyard("logs", "whole", "--node", "a1", "--stream", "out").stdout
 
 
-@pytest.mark.parametrize("site", ["yard", "apart"])
-def test_a_plan_over_two_partitions_trains_on_four_nodes(yard: Yard, site: str):
-    """0-2-2-0: the first and last stage hold no layer. Once as one heterogeneous job, once as master and follower."""
-    words = ["mixed.toml", "--cluster", "cluster.toml", "--on", "slurm", "--site", site, "--name", f"mixed-{site}"]
-    run = yard.submit(*words)
-    yard.until_state(run, "COMPLETED")
-    assert sorted(losses(run)) == list(range(1, 21))
-    last = {record["job"]: record for record in yard.records(run)}
-    assert sorted(record["nodes"] for record in last.values()) == ["a[1-2]", "b[1-2]"]
-    assert {path.stem for path in (run / "logs").glob("*.out")} == {"a1", "a2", "b1", "b2"}
-    jobs = json.loads((run / "launch.json").read_text())["jobs"]
-    assert len(jobs) == (1 if site == "yard" else 2)
-    assert yard.verdicts(run, 0) == {"completed"}
+def test_a_plan_over_two_partitions_trains_on_four_nodes(yard: Yard, undisturbed_mixed: Path):
+    """As one heterogeneous job; a master and a follower do in test_going_on.py."""
+    trained_on_four_nodes(yard, undisturbed_mixed, jobs=1)
 
 
 def test_a_lost_node_costs_no_step(yard: Yard, undisturbed: Path):
     run = yard.submit(
-        "alike.toml", "parallel.data=2", "train.steps=150", "--nodes", "2", "--on", "slurm", "--name", "robbed"
+        "alike.toml", "parallel.data=2", f"train.steps={STEPS}", "--nodes", "2", "--on", "slurm", "--name", "robbed"
     )
-    yard.until_step(run, 30)
-    yard.lab.power_off("a2")
+    with yard.held(run):
+        yard.lab.power_off("a2")
     try:
         yard.until_state(run, "PENDING", seconds=60)
+        assert yard.verdicts(run, 3) == {"requeued"}
     finally:
         yard.lab.power_on("a2")
     yard.hurry(run)
     yard.until_state(run, "COMPLETED")
     assert losses(run) == losses(undisturbed)
+    assert yard.verdicts(run, 0) == {"completed"}
     assert max(record["restarts"] for record in yard.records(run)) == 1
 
 
@@ -85,31 +68,13 @@ def test_a_cancelled_job_saves_and_is_not_requeued(yard: Yard):
     assert json.loads(yard.steelyard("cancel", "ended", "--json").stdout)["cancelled"] is False
 
 
-def test_a_time_limit_saves_requeues_and_resumes(yard: Yard):
-    """Slurm counts limits in minutes, warns up to one early, and looks every half."""
-    run = yard.submit(
-        "alike.toml", "parallel.data=2", "train.steps=1000000", "checkpoint.every=0", "log.every=10", "--nodes", "2",
-        "--on", "slurm", "--name", "limited", "--time", "2", "site.warning_seconds=10",
-    )  # fmt: skip
-    yard.until_step(run, 10)
-    yard.until_state(run, "PENDING", seconds=150)
-    assert yard.verdicts(run, 3) == {"requeued"}
-    yard.hurry(run)
-    reached = max(losses(run))
-    assert list((run / "checkpoints").glob("step-*"))
-    yard.until_step(run, reached + 10)
-    assert "resumed at step" in (run / "logs" / "a1.out").read_text()
-    yard.steelyard("cancel", "limited", "--now")
-    assert max(record["restarts"] for record in yard.records(run)) == 1
-
-
 def test_a_wedged_rank_fails_the_job_instead_of_holding_it(yard: Yard):
     run = yard.submit(
         "alike.toml", "parallel.data=2", "train.steps=100000", "parallel.timeout_minutes=0.1", "--nodes", "2",
         "--on", "slurm", "--name", "wedged",
     )  # fmt: skip
     yard.until_step(run, 5)
-    os.kill(_rank_of(yard, run, "a2"), signal.SIGSTOP)
+    os.kill(rank_on(yard, run, "a2"), signal.SIGSTOP)
     assert yard.until_state(run, "FAILED", "CANCELLED", "PENDING", seconds=60) == "FAILED", everything(run)
     assert "lost another rank" in (run / "logs" / "a1.err").read_text()
     assert "failed" in yard.verdicts(run, 1)
@@ -159,41 +124,39 @@ def test_a_sweep_is_one_array(yard: Yard):
     assert losses(paths[0]) != losses(paths[1])
 
 
-def test_a_command_runs_inside_an_allocation_that_is_there(yard: Yard):
-    job = yard.lab.client(
-        "sbatch", "--parsable", "-N1", "-c2", "--output=/dev/null", "--wrap", "sleep 120"
-    ).stdout.strip()
+@pytest.fixture(scope="module")
+def allocation(yard: Yard) -> Iterator[str]:
+    """A job that does nothing, for others to run inside."""
+    words = ("sbatch", "--parsable", "-N1", "-c2", "--output=/dev/null", "--wrap=sleep 600")
+    job = yard.lab.client(*words).stdout.strip()
+    ask = ("squeue", "--noheader", f"--jobs={job}", "--format=%T")
     try:
-        yard.lab.until(
-            lambda: "R" in yard.lab.client("squeue", "-h", "-j", job, "-o", "%t").stdout, "the allocation", 20
-        )
-        run = yard.submit("--on", "slurm", "--job", job, "--name", "inside", "--", "recipe", "list")
-        yard.until_state(run, "COMPLETED")
-        assert "quickstart" in "".join(path.read_text() for path in (run / "logs").glob("a*.out"))
+        yard.lab.until(lambda: "RUNNING" in yard.lab.client(*ask).stdout, "the allocation", 20)
+        yield job
+        assert "RUNNING" in yard.lab.client(*ask).stdout  # It is not ours to end.
     finally:
         yard.lab.client("scancel", job)
 
 
-def test_a_run_inside_an_allocation_is_cancelled_with_its_ranks(yard: Yard):
-    job = yard.lab.client(
-        "sbatch", "--parsable", "-N1", "-c2", "--output=/dev/null", "--wrap", "sleep 120"
-    ).stdout.strip()
-    try:
-        yard.lab.until(
-            lambda: "R" in yard.lab.client("squeue", "-h", "-j", job, "-o", "%t").stdout, "the allocation", 20
-        )
-        run = yard.submit(
-            "alike.toml", "train.steps=100000", "checkpoint.every=0", "--on", "slurm", "--job", job, "--name", "held"
-        )
-        yard.until_step(run, 5)
-        yard.steelyard("cancel", str(run))
-        yard.until_state(run, "CANCELLED")
-        yard.lab.until(
-            lambda: f"{job}.0" not in yard.lab.client("squeue", "-h", "-s", "-j", job).stdout, "the end of its step", 20
-        )
-        assert list((run / "checkpoints").glob("step-*"))
-    finally:
-        yard.lab.client("scancel", job)
+def test_a_command_runs_inside_an_allocation_that_is_there(yard: Yard, allocation: str):
+    run = yard.submit("--on", "slurm", "--job", allocation, "--name", "inside", "--", "recipe", "list")
+    yard.until_state(run, "COMPLETED")
+    assert "quickstart" in "".join(path.read_text() for path in (run / "logs").glob("a*.out"))
+
+
+@pytest.mark.parametrize("words", [(), ("--now",)], ids=["and saves", "at once"])
+def test_a_run_inside_an_allocation_is_cancelled_with_its_ranks(yard: Yard, allocation: str, words: tuple[str, ...]):
+    run = yard.submit(
+        "alike.toml", "train.steps=100000", "checkpoint.every=0", "--on", "slurm", "--job", allocation, "--name",
+        f"held{''.join(words)}",
+    )  # fmt: skip
+    yard.until_step(run, 5)
+    yard.steelyard("cancel", str(run), *words)
+    yard.until_state(run, "CANCELLED")
+    ask = ("squeue", "--noheader", "--steps", f"--jobs={allocation}", "--format=%i")
+    alone = [f"{allocation}.batch"]
+    yard.lab.until(lambda: yard.lab.client(*ask).stdout.split() == alone, "the end of its step", 20)
+    assert bool(list((run / "checkpoints").glob("step-*"))) == (not words)
 
 
 def test_the_guide_to_slurm_works_as_written(yard: Yard):
@@ -212,17 +175,3 @@ def test_the_guide_to_slurm_works_as_written(yard: Yard):
     where = {path.stem: path.read_text() for path in (run / "logs").glob("*.out")}
     assert [host for host, text in where.items() if "step 20/20" in text] in (["b1"], ["b2"])  # an a100 has rank 0
     assert (yard.path / "report.html").stat().st_size > 1000
-
-
-def _rank_of(yard: Yard, run: Path, host: str) -> int:
-    """The number, here, of the process that trains on a host."""
-    here = Path(f"/proc/{yard.lab.boxes[host][0]}/ns/uts").readlink()
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes().split(b"\0")
-            inside = (path.parent / "ns/uts").readlink() == here
-        except OSError:
-            continue
-        if inside and b"train" in words and str(run).encode() in words and b"steelyard.launch.node" not in words:
-            return int(path.parent.name)
-    raise AssertionError(f"nobody trains on {host}")

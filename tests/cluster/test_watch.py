@@ -14,8 +14,7 @@ import pytest
 
 from steelyard.observe.state import State
 from steelyard.observe.verdict import judge
-from tests.cluster.conftest import Yard, everything, losses
-from tests.cluster.test_slurm import _rank_of
+from tests.cluster.conftest import Yard, everything, losses, rank_on
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -59,7 +58,7 @@ def test_a_live_job_is_healthy_then_stands_still_then_goes_on_and_then_is_cancel
     assert sorted(state.hosts) == sorted(state.devices) == ["a1", "a2"]
     assert [host["ranks"] for host in state.hosts.values()] == [[0], [1]]
 
-    rank = _rank_of(yard, run, "a2")
+    rank = rank_on(yard, run, "a2")
     os.kill(rank, signal.SIGSTOP)
     stopped = time.monotonic()
     try:
@@ -100,25 +99,6 @@ def test_a_node_that_reads_another_recipe_is_named_while_the_job_trains(yard: Ya
         yard.steelyard("cancel", "astray", "--now")
         until(lambda: "CANCELLED" in yard.state(run), run)
         yard.lab.run("a2", "umount", str(submitted))
-
-
-def test_a_job_that_lost_its_node_waits_to_go_on_and_one_that_cannot_start_says_why(yard: Yard):
-    run = yard.submit(
-        "alike.toml", "parallel.data=2", "train.steps=100000", "checkpoint.every=20", "--nodes", "2", "--on", "slurm",
-        "--name", "dark",
-    )  # fmt: skip
-    yard.until_step(run, 30)
-    yard.lab.power_off("a2")
-    try:
-        until(lambda: "PENDING" in yard.state(run), run, 90)
-        told = watched(yard, "dark", 3)
-        assert list(told) == ["requeued"]
-        assert "after 1 restart" in told["requeued"]
-    finally:
-        yard.lab.power_on("a2")
-        yard.steelyard("cancel", "dark", "--now")
-    until(lambda: "CANCELLED" in yard.state(run), run)
-    assert next(iter(watched(yard, "dark", 1))) == "cancelled"
 
 
 def test_a_job_that_fails_names_its_error(yard: Yard):

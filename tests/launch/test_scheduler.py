@@ -48,6 +48,16 @@ def test_squeue_is_read_by_its_columns():
     assert scheduler.queued("slurm_load_jobs error: Invalid job id specified\n") == []
 
 
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [("0", 0), ("256", 1), ("33280", 130), ("15", 143), ("137", 137), ("1:0", 1), ("0:9", 137), ("", None)],
+)
+def test_exit_codes_are_read_as_squeue_and_sacct_write_them(text, code):
+    """squeue prints what wait() returned: 15 is a signal, 137 signal 9 with a core, 256 exit code 1."""
+    [found] = scheduler.queued(queue_line(jobarrayid="7", state="FAILED", exit_code=text or "N/A"))
+    assert found["exit_code"] == code
+
+
 def test_sacct_tells_the_last_of_several_starts():
     text = "7|NODE_FAIL|1:0|00:01:00|01:00:00|a[1-2]\n7|CANCELLED by 1000|0:15|00:00:10|01:00:00|None assigned\n"
     [found] = scheduler.accounted(text)

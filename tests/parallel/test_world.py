@@ -2,14 +2,19 @@
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
-from steelyard.core.errors import UserError
-from steelyard.parallel import rendezvous, world
+from steelyard.core.errors import Fault, UserError
+from steelyard.parallel import doors, rendezvous, world
 from steelyard.parallel.world import World, detect, everywhere, join
 
 
@@ -112,14 +117,49 @@ def test_broken_lists_of_hosts_are_refused(nodes):
 
 
 def test_all_ranks_work_out_one_meeting_place_and_jobs_keep_apart():
-    address, port = rendezvous.master(STEP, "srun", is_one_host=False)
-    assert address == "a1"
-    assert 15000 <= port < 30000
-    assert rendezvous.master(STEP | {"SLURM_STEP_ID": "1"}, "srun", is_one_host=False)[1] != port
-    assert rendezvous.master(STEP, "srun", is_one_host=True) == ("127.0.0.1", port)
+    assert rendezvous.master(STEP, "srun", is_one_host=False) == ("a1", None)
+    assert rendezvous.master(STEP, "srun", is_one_host=True) == ("127.0.0.1", None)
     given = {"MASTER_ADDR": "b1", "MASTER_PORT": "23456"}
     assert rendezvous.master(STEP | given, "srun", is_one_host=False) == ("b1", 23456)
     assert rendezvous.master({"PMIX_NAMESPACE": "1"}, "mpirun", is_one_host=True)[0] == "127.0.0.1"
+    mine, other = (rendezvous.job(STEP | {"SLURM_STEP_ID": step}, "srun") for step in ("0", "1"))
+    assert all(15000 <= door < 30000 for door in doors.doors(mine))
+    assert len(set(doors.doors(mine))) == doors.DOORS
+    assert doors.doors(mine)[0] != doors.doors(other)[0]
+
+
+@pytest.mark.timeout(60)
+def test_rank_0_takes_a_free_port_and_the_others_pass_strangers_by(monkeypatch):
+    """The first door is a silent stranger's, the second a talkative one's: the third is opened."""
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("PMIX_NAMESPACE", f"job of {os.getpid()}")
+    monkeypatch.setattr(doors, "SECONDS_AT_A_DOOR", 0.2)
+    silent, talkative, *_ = doors.doors(os.environ["PMIX_NAMESPACE"])
+    with socket.create_server(("", silent)), socket.create_server(("", talkative)) as stranger:
+
+        def talk():
+            with suppress(OSError):
+                while True:
+                    guest, _ = stranger.accept()
+                    guest.sendall(b"220 mail.example.org\r\n" * 20)
+
+        threading.Thread(target=talk, daemon=True).start()
+        with ThreadPoolExecutor() as pool:
+            meeting = [pool.submit(rendezvous.meet, rank, 3, 3, "mpirun", timedelta(seconds=30)) for rank in (1, 2, 0)]
+            stores = [each.result() for each in meeting]
+        stores[0].set("said", "by 1")
+        assert stores[2].get("said") == b"by 1"
+        assert {store.port for store in stores} == {int(os.environ["MASTER_PORT"])}
+        stranger.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_port_that_was_set_and_is_taken_is_named(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with socket.create_server(("", 0)) as taken:
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        with pytest.raises(Fault, match="is taken"):
+            rendezvous.meet(0, 2, 2, "torchrun", timedelta(seconds=5))
 
 
 @pytest.mark.parametrize(
@@ -150,13 +190,17 @@ def test_a_process_that_is_alone_initialises_nothing(monkeypatch):
 
 
 MEET = """
-import os, signal, time, torch, torch.distributed as dist
+import os, signal, socket, time, torch, torch.distributed as dist
 from steelyard.core.errors import UserError
+from steelyard.parallel import doors, rendezvous
 from steelyard.parallel.world import everywhere, join
 from steelyard.train.stopping import stop_request
 
 def wrong():
     raise UserError("wrong", where="here")
+
+if os.environ.get("OMPI_COMM_WORLD_RANK") == "0":  # A stranger is at the first door.
+    stranger = socket.create_server(("", doors.doors(rendezvous.job(os.environ, "mpirun"))[0]))
 
 with join("cpu", 1) as world, stop_request() as stop:
     total = torch.tensor(world.rank + 1)
@@ -195,7 +239,7 @@ def test_ranks_of_torchrun_meet(tmp_path):
 
 
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="there is no mpirun here")
-def test_ranks_of_mpirun_meet(tmp_path):
+def test_ranks_of_mpirun_meet_though_a_port_is_taken(tmp_path):
     assert meet(tmp_path, "mpirun", "-n", "2", "--oversubscribe") == ["mpirun 0/2 3", "mpirun 1/2 3"]
 
 

@@ -1,0 +1,128 @@
+"""torchrun, and one who keeps it: how `submit --on local` starts ranks.
+
+    python -m steelyard.launch.torchrun --run RUN --ranks 4 -- python -m torch.distributed.run --nproc-per-node=4 ...
+
+torchrun starts each rank under a starter of ours that keeps its log (`node.py --one-rank`). The keeper passes requests
+to stop on to those (`kept.py`), tells the one error that counts, exits with its code, and is killed never alone: the
+kernel then kills torchrun, the starters and the ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from steelyard.core.errors import Fault
+from steelyard.launch import containers, kept
+from steelyard.launch.local import SECONDS_TO_END, SECONDS_TO_NOTICE, die_with_parent, signals
+from steelyard.launch.node import tell
+from steelyard.launch.order import Order
+from steelyard.launch.streams import Log
+
+SECONDS_BETWEEN_LOOKS = 0.05
+LINES_SHOWN = 20
+
+
+def command(order: Order) -> list[str]:
+    """The whole line: the keeper, torchrun, and what torchrun starts, inside the site's container."""
+    [group] = order.groups
+    python = [order.python, "-P", "-m"]
+    keeper = [*python, "steelyard.launch.torchrun", "--run", str(order.run), "--ranks", str(group.ranks), "--"]
+    starter = [*python, "steelyard.launch.node", "--run", str(order.run), "--one-rank", "--", *order.command]
+    words = [*keeper, *python, *options(group.ranks, order.site.port), "--no-python", "--", *starter]
+    return containers.wrapped(order.site, words, order.workdir, [str(order.run)], gpus=group.gres is not None)
+
+
+def options(ranks: int, port: int | None) -> list[str]:
+    """torchrun as a module, and its options: on this machine alone, on a free port unless one is set."""
+    where = ["--standalone", "--local-addr=127.0.0.1"]
+    if port is not None:
+        where = ["--master-addr=127.0.0.1", f"--master-port={port}"]
+    return ["torch.distributed.run", *where, f"--nproc-per-node={ranks}"]
+
+
+def main(words: Sequence[str]) -> int:
+    """Keep a torchrun until it ends, and return the exit code of the job."""
+    given = _given(words)
+    with ExitStack() as stack:
+        asked = stack.enter_context(signals())
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="steelyard-")))
+        with open(folder / "torchrun.log", "wb") as log:
+            child = subprocess.Popen(
+                given.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                env=_environment(folder, given.ranks), preexec_fn=die_with_parent(),
+            )  # fmt: skip
+        stack.callback(child.wait)
+        stack.callback(child.kill)
+        _keep(child, folder, asked)
+        return _tell(child, folder, given, was_asked=bool(asked))
+
+
+def _given(words: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m steelyard.launch.torchrun", description=__doc__)
+    parser.add_argument("--run", required=True, type=Path)
+    parser.add_argument("--ranks", required=True, type=int)
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    given = parser.parse_args(words)
+    given.command = given.command[1:]  # behind `--`
+    return given
+
+
+def _environment(folder: Path, ranks: int) -> dict[str, str]:
+    """Nothing of an outer torchrun may shine through; torchrun would give each rank one thread."""
+    outer = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+    for name in outer:
+        environment.pop(name, None)
+    threads = max(1, len(os.sched_getaffinity(0)) // ranks)
+    return {"OMP_NUM_THREADS": str(threads)} | environment | {kept.FOLDER: str(folder)}
+
+
+def _keep(child: subprocess.Popen[bytes], folder: Path, asked: list[int]) -> None:
+    """Pass requests on until torchrun ends; one that two requests do not end is killed with all it started."""
+    passed_on, deadline = 0, float("inf")
+    while child.poll() is None and time.monotonic() < deadline:
+        if len(asked) > passed_on:
+            passed_on = len(asked)
+            (folder / kept.ASKED).write_text("".join(f"{int(number)}\n" for number in asked), encoding="ascii")
+            if passed_on == 2:
+                deadline = time.monotonic() + 2 * (SECONDS_TO_NOTICE + SECONDS_TO_END)
+        time.sleep(SECONDS_BETWEEN_LOOKS)
+    if child.poll() is None:
+        child.kill()
+        child.wait()
+
+
+def _tell(child: subprocess.Popen[bytes], folder: Path, given: argparse.Namespace, was_asked: bool) -> int:
+    left = {rank: kept.found(folder, rank) for rank in range(given.ranks)}
+    present = {rank: each for rank, each in left.items() if each is not None}
+    log = Log(given.run / "logs" / f"{socket.gethostname()}.err")
+    if not present and child.returncode:
+        return _tell_of_torchrun(child.returncode, folder, log)
+    ends = [each.end for each in present.values()]
+    ends += [kept.killed(rank, time.time()) for rank in left if rank not in present and child.returncode]
+    hung = [rank for rank, each in present.items() if each.is_hung]
+    return tell(ends, {rank: each.last for rank, each in present.items()}, hung, was_asked, log) if ends else 0
+
+
+def _tell_of_torchrun(code: int, folder: Path, log: Log) -> int:
+    """It came to no rank: what torchrun said is all there is."""
+    last = (folder / "torchrun.log").read_text(encoding="utf-8", errors="replace").splitlines()[-LINES_SHOWN:]
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    for line in (f"error: torchrun {how} before any rank did", *(f"  | {line}" for line in last)):
+        log.add(line)
+        sys.stderr.write(line + "\n")
+    return Fault.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
