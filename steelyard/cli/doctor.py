@@ -8,16 +8,14 @@ from typing import Annotated
 
 import typer
 
+from steelyard.cli.groups import with_default
 from steelyard.cli.options import JsonOption, print_result
 from steelyard.core.errors import UserError
 
 
 def register(root: typer.Typer, name: str, help_: str) -> None:
     """Add the commands to the tree."""
-    group = typer.Typer(help=help_, rich_markup_mode=None)
-    for command in (check, explain):
-        group.command(command.__name__)(command)
-    root.add_typer(group, name=name)
+    with_default(root, name, help_, check, explain)
 
 
 def check(

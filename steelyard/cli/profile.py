@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from steelyard.cli.groups import with_default
 from steelyard.cli.options import JsonOption, Overrides, RecipeArgument, RunOption, print_result
 from steelyard.cli.ranks import NprocOption
 from steelyard.cli.submit import Backend, SiteOption, SitesOption
@@ -28,10 +29,7 @@ class Tool(StrEnum):
 
 def register(root: typer.Typer, name: str, help_: str) -> None:
     """Add the commands to the tree."""
-    group = typer.Typer(help=help_, rich_markup_mode=None, no_args_is_help=True)
-    group.command("run")(run)
-    group.command("show")(show)
-    root.add_typer(group, name=name)
+    with_default(root, name, help_, run, show)
 
 
 def run(

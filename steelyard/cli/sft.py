@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from steelyard.cli.groups import with_default
 from steelyard.cli.options import JsonOption, Overrides, RunOption, print_result
 from steelyard.cli.ranks import NprocOption, launch
 from steelyard.cli.train import ResumeOption
@@ -44,10 +45,7 @@ ADAPTER_RATE = 2e-4
 
 def register(root: typer.Typer, name: str, help_: str) -> None:
     """Add the commands to the tree."""
-    group = typer.Typer(help=help_, rich_markup_mode=None, no_args_is_help=True)
-    for command in (run, preview):
-        group.command(command.__name__)(command)
-    root.add_typer(group, name=name)
+    with_default(root, name, help_, run, preview)
 
 
 def run(

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from steelyard.cli.groups import with_default
 from steelyard.cli.options import JsonOption, Overrides, print_result
 from steelyard.cli.submit import Backend, SiteOption, SitesOption
 from steelyard.core.errors import UserError
@@ -22,10 +23,7 @@ StorageOption = Annotated[
 
 def register(root: typer.Typer, name: str, help_: str) -> None:
     """Add the commands to the tree."""
-    group = typer.Typer(help=help_, rich_markup_mode=None, no_args_is_help=True)
-    for command in (run, report):
-        group.command(command.__name__)(command)
-    root.add_typer(group, name=name)
+    with_default(root, name, help_, run, report)
 
 
 def run(

@@ -27,6 +27,12 @@ def watch(
     follow: Annotated[bool, typer.Option("--follow", help="Print a line for each change until the run ends.")] = False,
     folder: Annotated[Path, typer.Option(metavar="DIR", help="Where to look for runs.")] = Path("runs"),
     every: Annotated[float, typer.Option(min=0.2, metavar="SECONDS", help="How often to look.")] = 2.0,
+    patience: Annotated[
+        float,
+        typer.Option(
+            min=0.0, metavar="SECONDS", help="How long no step may end before that is wrong; longer where steps are."
+        ),
+    ] = 60.0,
     json: JsonOption = False,
 ) -> None:
     """Watch a run: what it does, how far it is, whether something is wrong, and what to do then.
@@ -43,13 +49,13 @@ def watch(
         raise UserError("--once and --follow are opposites", mend="leave one of them out")
     path = find.find(run, folder)
     if follow and not json:
-        raise typer.Exit(page.follow(path, every))
+        raise typer.Exit(page.follow(path, every, patience))
     if follow:
-        *_, seen = deque(page.looks(path, every), maxlen=1)
+        *_, seen = deque(page.looks(path, every, patience), maxlen=1)
         print_result(seen, json, "")
         raise typer.Exit(seen["exit_code"])
     if once or json or not sys.stdout.isatty():
-        seen = page.once(path)
+        seen = page.once(path, patience)
         print_result(seen, json, page.plain(seen))
         raise typer.Exit(seen["exit_code"])
-    raise typer.Exit(page.live(path, every))
+    raise typer.Exit(page.live(path, every, patience))

@@ -2,8 +2,10 @@
 
     {"time": 1700000000.0, "host": "a1", "kind": "gpu", "devices": [{"index": 0, "name": "NVIDIA A10",
       "temperature": 49, "utilisation": 97, "memory_used": 9563013120, "memory_total": 23835246592, "power": 148.2,
-      "processes": [{"pid": 4711, "name": "python", "memory": 9550430208}]}], "disk": {"free": ..., "total": ...}}
+      "processes": [{"pid": 4711, "name": "python", "memory": 9550430208}]}], "disk": {"free": ..., "total": ...},
+      "logged": 1234}
 
+`logged` is how long `logs/<host>.err` was at that time, from which a reader knows when an error was written.
 GPUs are asked through NVML. A run without GPUs has the same shape with one device, the processor, from /proc; what a
 device does not tell is null. A full disk stops the samples, never the run.
 """
@@ -66,7 +68,15 @@ def sample(run: Path, host: str, devices: Callable[[list[int]], tuple[str, list[
         "kind": kind,
         "devices": found,
         "disk": {"free": disk.free, "total": disk.total},
+        "logged": _size(run / "logs" / f"{host}.err"),
     }
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def _devices() -> Callable[[list[int]], tuple[str, list[Device]]]:

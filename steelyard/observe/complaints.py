@@ -52,6 +52,8 @@ class Complaints:
         self._last: deque[tuple[int, str]] = deque(maxlen=KEPT)
         self.count = 0
         """How many there were in all."""
+        self.looked = 0
+        """Where in the file the last look ended."""
         self._in_ignored = False
         self._is_announced = False
 
@@ -60,13 +62,9 @@ class Complaints:
         """All that are kept, in order."""
         return [*self._first, *self._last]
 
-    def since(self, offset: int) -> list[str]:
-        """The errors behind a place in the file, in order."""
-        return [text for at, text in self.found if at >= offset]
-
     def look(self, chunk: bytes, begins: int = 0) -> None:
         """Go through whole lines that are new, the first of which begins at a place in the file."""
-        at = 0
+        at, self.looked = 0, begins + len(chunk)
         for start, end in _suspects(chunk):
             # What follows an announcement belongs to it, suspect or not.
             while (self._is_announced or self._in_ignored) and at < start:
@@ -79,8 +77,13 @@ class Complaints:
 
     def _consider_line(self, chunk: bytes, at: int, begins: int) -> int:
         end = chunk.find(b"\n", at)
+        end = len(chunk) if end < 0 else end
         self._consider(clean(chunk[at:end]), begins + at)
         return end + 1
+
+    def begin_anew(self) -> None:
+        """The next look is at another part of the file."""
+        self._in_ignored = self._is_announced = False
 
     def forget(self) -> None:
         """The file is another one now."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -25,5 +26,18 @@ def last_lines(path: Path, count: int) -> list[str]:
             file.seek(0, 2)
             file.seek(max(0, file.tell() - MOST_BYTES))
             return file.read().decode("utf-8", errors="replace").splitlines()[-count:]
+    except OSError:
+        return []
+
+
+def listed(folder: Path, *suffixes: str) -> list[Path]:
+    """The files of a folder whose names end in one of some ways, in order; none where there is no folder."""
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(
+                folder / entry.name
+                for entry in entries
+                if entry.name.endswith(suffixes) and not entry.name.startswith(".")
+            )
     except OSError:
         return []

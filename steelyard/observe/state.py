@@ -8,92 +8,44 @@ here judges: rules do (`observe/verdict.py`).
 from __future__ import annotations
 
 import fcntl
-import os
 import re
 import shutil
 import time
 from collections import deque
-from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from statistics import median_low
-from typing import Any, TypeGuard
+from typing import Any
 
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe, load
 from steelyard.core.run import LOCK, MANIFEST, METRICS, RECIPE
-from steelyard.observe.complaints import Complaints, clean
+from steelyard.observe.complaints import Complaints
+from steelyard.observe.folder import listed
+from steelyard.observe.streams import Log, Samples, is_number
 from steelyard.observe.tail import Small, Tail, records
 
 LAUNCH, SCHEDULER, HOSTS, LOGS = "launch.json", "scheduler.jsonl", "hosts", "logs"
 LAUNCHED = "launch"  # the folder in which a launch keeps the recipe that was submitted
-KEPT_RECORDS, KEPT_SAMPLES, KEPT_LINES = 1024, 60, 12
+KEPT_RECORDS = 1024
+PATIENCE = 60.0  # seconds without a step that are no reason to worry: a filesystem may keep a record from us so long
 FIRST_METRICS, FIRST_LINES = 512 << 10, 16 << 10
 MOST_METRICS, MOST_LINES = 4 << 20, 16 << 10
 FIRST_OF_ONE = 1 << 20
 # Bytes of error logs that a look goes through, at first and later, shared by all hosts; no less than so many of each.
 FIRST_ERRORS, MOST_ERRORS, LEAST_ERRORS = 4 << 20, 1 << 20, 16 << 10
-NUMBERS = ("temperature", "utilisation", "memory_used", "memory_total", "power")  # of a device
+MOST_EARLIER = 2 << 20  # what a look reads of them altogether where there is something to make up for
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL",
          "DEADLINE", "REVOKED")  # fmt: skip
 WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "CONFIGURING", "SUSPENDED",
            "RESV_DEL_HOLD", "STOPPED")  # fmt: skip
 
 
-@dataclass
-class Log:
-    """One host's stream: its last lines, and for standard error what it complained of."""
-
-    tail: Tail
-    complaints: Complaints | None
-    complained: float = 0.0
-    """When the last of its errors was written, at the latest: other lines may have come with it, not those after."""
-    raw: deque[bytes] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
-
-    def refresh(self) -> None:
-        """Read on."""
-        new, is_new = self.tail.chunk()
-        if is_new:
-            self.raw.clear()
-            if self.complaints is not None:
-                self.complaints.forget()
-        self.raw.extend(line for line in new.rsplit(b"\n", KEPT_LINES + 1)[-KEPT_LINES - 1 : -1] if line.strip())
-        if self.complaints is not None and new:
-            before = self.complaints.count
-            self.complaints.look(new, self.tail.begins)
-            if self.complaints.count > before:
-                self.complained = self.tail.changed or 0.0
-
-    def last(self, number: int) -> list[str]:
-        """The last lines, as text that can do no harm."""
-        return [clean(line) for line in list(self.raw)[-number:]]
-
-
-@dataclass
-class Samples:
-    """What one host says of its devices, newest last."""
-
-    tail: Tail
-    samples: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=KEPT_SAMPLES))
-
-    def refresh(self) -> None:
-        """Read on."""
-        new, is_new = self.tail.lines()
-        if is_new:
-            self.samples.clear()
-        self.samples.extend(map(_sample, (one for one in records(new[-KEPT_SAMPLES:]) if is_number(one.get("time")))))
-
-    @property
-    def last(self) -> dict[str, Any]:
-        """The newest sample; empty before there is one."""
-        return self.samples[-1] if self.samples else {}
-
-
 class State:
     """One run, as its files tell it."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, patience: float = PATIENCE) -> None:
+        self.path, self.patience = path, patience
         self.now = 0.0
         self.manifest: dict[str, Any] = {}
         self.launch: dict[str, Any] = {}
@@ -204,14 +156,47 @@ class State:
     def progressed(self) -> float | None:
         """When the last record was written."""
         last = self.metrics[-1].get("time") if self.metrics else None
-        return float(last) if is_number(last) else (self._metrics.changed if self.metrics else None)
+        if not is_number(last):
+            return self._metrics.changed if self.metrics else None
+        writer = self.devices.get(self.host_of(0) or "")  # Its clock is the one that records are timed by.
+        return float(last) + (writer.behind if writer is not None and self.is_live else 0.0)
 
-    def errors_of(self, host: str) -> list[str]:
-        """What a host complained of since its ranks met; before that an earlier attempt may have spoken."""
-        log, met = self.err[host], self.hosts.get(host, {}).get("logged", 0)
-        if log.complaints is None:
-            return []
-        return log.complaints.since(int(met) if is_number(met) and met <= log.tail.offset else 0)
+    def errors_of(self, host: str) -> list[tuple[int, str]]:
+        """What a host complained of since its ranks met, and where; before that an earlier attempt may have spoken."""
+        return self.err[host].errors(self._met(host))
+
+    def written(self, host: str, place: int) -> float:
+        """When a part of a host's error log was there at the latest.
+
+        A log has no times in it, and its own is that of its last line. The samples tell how long it was at theirs.
+        """
+        log, samples = self.err[host], self.devices.get(host)
+        sampled = None if samples is None else samples.when_logged(place)
+        if samples is None or sampled is None:
+            return log.complained
+        return min(sampled + (samples.behind if self.is_live else 0.0), log.complained)
+
+    def search(self, seconds: float) -> State:
+        """Go on through what was left out of the error logs, from the beginning, for so long."""
+        until = time.monotonic() + seconds
+        while self._search(MOST_EARLIER) and time.monotonic() < until:
+            pass
+        return self
+
+    def _search(self, most: int) -> int:
+        """The same for so many bytes of all hosts together; returns how many it were."""
+        behind = [host for host, log in self.err.items() if log.unread(self._met(host))]
+        share = max(LEAST_ERRORS, most // max(1, len(behind)))
+        return sum(self.err[host].catch_up(self._met(host), share) for host in behind)
+
+    def _met(self, host: str) -> int:
+        """How long a host's error log was when its ranks met."""
+        met = self.hosts.get(host, {}).get("logged", 0)
+        return int(met) if is_number(met) and met <= self.err[host].tail.offset else 0
+
+    def unread(self, host: str) -> int:
+        """Bytes of the present attempt's error log of a host that nobody has looked through yet."""
+        return self.err[host].unread(self._met(host)) if host in self.err else 0
 
     def host_of(self, rank: int) -> str | None:
         """Where a rank runs."""
@@ -229,12 +214,12 @@ class State:
         self.submitted = self._recipes.get(self.path / LAUNCHED / RECIPE, (0, None))[1]
 
     def _refresh_hosts(self) -> None:
-        found = {path.stem: path for path in _files(self.path / HOSTS, ".json")}
+        found = {path.stem: path for path in listed(self.path / HOSTS, ".json")}
         self._hosts = {name: self._hosts.get(name) or Small(path) for name, path in found.items()}
         self.hosts = {name: _host(value) for name, small in sorted(self._hosts.items()) if (value := small.read())}
 
     def _refresh_logs(self) -> None:
-        found = _files(self.path / LOGS, ".out", ".err", ".gpu")
+        found = listed(self.path / LOGS, ".out", ".err", ".gpu")
         share = max(1, sum(path.suffix == ".err" for path in found))
         for path in found:
             host, kind = path.stem, path.suffix
@@ -246,10 +231,12 @@ class State:
                 self.err[host] = Log(Tail(path, first, most), Complaints())
             elif kind == ".out" and host not in self.out:
                 self.out[host] = Log(Tail(path, FIRST_LINES, MOST_LINES), None)
-        for log in (*self.out.values(), *self.err.values()):
+        for log in self.out.values():
             log.refresh()
+        read = sum(log.refresh() for log in self.err.values())
         for samples in self.devices.values():
             samples.refresh()
+        self._search(max(0, MOST_EARLIER - read))
 
 
 def is_held(path: Path) -> bool:
@@ -262,11 +249,6 @@ def is_held(path: Path) -> bool:
         return True
     except OSError:
         return False
-
-
-def is_number(value: Any) -> TypeGuard[float]:
-    """Whether a field that somebody else wrote is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
 
 
 def seconds_of(value: Any) -> float | None:
@@ -296,39 +278,12 @@ def _word(state: Any) -> str:
     return str(state or "").split()[0].rstrip("+").upper() if str(state or "").strip() else ""
 
 
-def _sample(told: dict[str, Any]) -> dict[str, Any]:
-    """A sample whose fields are what they should be, or not there: readers need not ask again."""
-    devices = [each for each in told["devices"] if isinstance(each, dict)] if _is_list(told, "devices") else []
-    for device in devices:
-        for key in NUMBERS:
-            if key in device and not is_number(device[key]):
-                device[key] = None
-        if not isinstance(device.get("processes"), list):
-            device["processes"] = []
-    return told | {"devices": devices}
-
-
 def _host(told: dict[str, Any]) -> dict[str, Any]:
-    """The same for what the ranks of a host say."""
-    ranks = [rank for rank in told["ranks"] if type(rank) is int] if _is_list(told, "ranks") else []
+    """What the ranks of a host say, with fields that are what they should be, or not there."""
+    ranks = told["ranks"] if isinstance(told.get("ranks"), list) else []
+    ranks = [rank for rank in ranks if type(rank) is int]
     layout = told["layout"] if isinstance(told.get("layout"), dict) else {}
     layout = {key: value for key, value in layout.items() if isinstance(value, str | int | float)}
     if type(layout.get("world")) is not int:
         layout.pop("world", None)
     return told | {"ranks": ranks, "layout": layout}
-
-
-def _is_list(told: dict[str, Any], key: str) -> bool:
-    return isinstance(told.get(key), list)
-
-
-def _files(folder: Path, *suffixes: str) -> list[Path]:
-    try:
-        with os.scandir(folder) as entries:
-            return sorted(
-                folder / entry.name
-                for entry in entries
-                if entry.name.endswith(suffixes) and not entry.name.startswith(".")
-            )
-    except OSError:
-        return []

@@ -1,8 +1,8 @@
 """Reading files that others are writing, by offset: what a look costs depends on what is new, never on the size.
 
 A file that is met for the first time is read from near its end. What was added since the last look is read from where
-that look ended; if more was added than a look may read, the middle is skipped and counted. A file that was replaced or
-cut short is met anew.
+that look ended; if more was added than a look may read, the middle is left out, and may be asked for later. A file that
+was replaced or cut short is met anew.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 LONGEST_TORN = 1 << 20  # A line that never ends must not fill the memory.
+MOST_GAPS = 256
 
 
 class Tail:
@@ -24,8 +25,8 @@ class Tail:
         self.offset = 0
         self.begins = 0
         """Where in the file the chunk began that was read last."""
-        self.skipped = 0
-        """Bytes that were never read."""
+        self.gaps: list[tuple[int, int]] = []
+        """What was left out, in order: where each part begins and ends."""
         self.changed: float | None = None
         """When the file was last written to, by its filesystem's clock."""
         self._inode = -1
@@ -44,14 +45,15 @@ class Tail:
             return b"", False
         is_new = status.st_ino != self._inode or status.st_size < self.offset
         if is_new:
-            self._inode, self.offset, self.skipped, self._torn = status.st_ino, 0, 0, b""
+            self._inode, self.offset, self._torn = status.st_ino, 0, b""
+            self.gaps.clear()
         self.changed = status.st_mtime
         most = self.first if is_new else self.most
         grown = status.st_size - self.offset
         if grown <= 0:
             return b"", is_new
+        known = self.offset - len(self._torn)
         if grown > most:
-            self.skipped += grown - most
             self.offset = status.st_size - most
             self._torn = b""
         try:
@@ -65,9 +67,30 @@ class Tail:
             data = data.partition(b"\n")[2]
         data = self._torn + data
         self.begins = self.offset - len(data)
+        if self.begins > known and len(self.gaps) < MOST_GAPS:
+            self.gaps.append((known, self.begins))
         end = data.rfind(b"\n") + 1
         self._torn = data[end:][-LONGEST_TORN:]
         return data[:end], is_new
+
+    def fill(self, since: int, most: int) -> tuple[bytes, int]:
+        """Some of what was left out behind a place, in whole lines from the first on, and where it begins."""
+        self.gaps = [(max(begin, since), end) for begin, end in self.gaps if end > since]
+        if not self.gaps:
+            return b"", 0
+        begin, end = self.gaps[0]
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(begin)
+                data = file.read(min(most, end - begin))
+        except OSError:
+            data = b""
+        if begin + len(data) < end:  # A line that is longer than a look is cut.
+            data = data[: data.rfind(b"\n") + 1] or data
+        self.gaps[0] = begin + len(data), end
+        if begin + len(data) >= end or not data:
+            self.gaps.pop(0)
+        return data, begin
 
 
 def records(lines: list[bytes]) -> Iterator[dict[str, Any]]:

@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 from steelyard.core import units
 from steelyard.observe.rules import LEVELS, Level, Verdict, course, ending, machines
-from steelyard.observe.state import State, is_number
+from steelyard.observe.state import State
+from steelyard.observe.streams import is_number
 
 Rule = Callable[[State], Verdict | None]
 # In the order in which verdicts of one level are told: causes before consequences.

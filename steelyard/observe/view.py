@@ -13,7 +13,8 @@ from steelyard.core import secrets
 from steelyard.observe.complaints import clean
 from steelyard.observe.rules import Verdict
 from steelyard.observe.rules.machines import requested
-from steelyard.observe.state import State, is_number
+from steelyard.observe.state import State
+from steelyard.observe.streams import is_number
 from steelyard.observe.verdict import exit_code, has_ended, judge, seconds_left
 
 SHOWN_LINES, SHOWN_POINTS, LONGEST_LINE = 6, 200, 2000
@@ -26,7 +27,7 @@ def summary(state: State) -> dict[str, Any]:
     told = {
         "name": _text(state.path.resolve().name),
         "state": _text(_state(state)),
-        "verdict": _told(verdicts[0], state),
+        "verdict": told_of(verdicts[0], state),
         "progress": _progress(state),
         "loss": _plain(state.trained[-1].get("loss")) if state.trained else None,
     }
@@ -44,7 +45,7 @@ def view(state: State) -> dict[str, Any]:
         "state": _text(_state(state)),
         "ended": has_ended(state),
         "exit_code": exit_code(verdicts),
-        "verdicts": [_told(verdict, state) for verdict in verdicts],
+        "verdicts": [told_of(verdict, state) for verdict in verdicts],
         "scheduler": [_plain(record) for record in state.jobs.values()],
         "backend": _text(str(state.launch.get("backend") or state.manifest.get("launcher") or "")),
         "configuration": _configuration(state),
@@ -67,7 +68,7 @@ def _state(state: State) -> str:
     return known or "submitted"
 
 
-def _told(verdict: Verdict, state: State) -> dict[str, str]:
+def told_of(verdict: Verdict, state: State) -> dict[str, str]:
     """A verdict whose advice can be copied: `RUN` is the run's own path, quoted for a shell."""
     told = {key: _text(value) for key, value in asdict(verdict).items()}
     return told | {"what_to_do": told["what_to_do"].replace(" RUN", f" {shlex.quote(_text(str(state.path)))}")}
@@ -111,7 +112,7 @@ def _host(state: State, name: str) -> dict[str, Any]:
         "host": _text(name),
         "ranks": _plain(told.get("ranks") or []),
         "device": _text(str(told.get("device") or "")),
-        "age": round(state.now - sample["time"], 1) if sample else None,
+        "age": round(state.now - state.devices[name].heard, 1) if sample else None,
         "devices": [
             {key: _plain(device[key]) for key in fields if key in device}
             | {"processes": len(device.get("processes") or [])}
@@ -119,6 +120,7 @@ def _host(state: State, name: str) -> dict[str, Any]:
         ],
         "out": _lines(state, name, "out"),
         "err": _lines(state, name, "err"),
+        "unread": state.unread(name),
     }
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from steelyard.core import units
 from steelyard.observe.schedulers import Asking
-from steelyard.observe.state import State, span_of
+from steelyard.observe.state import PATIENCE, State, span_of
 from steelyard.observe.view import view
 
 COLOURS = {"ok": "green", "waiting": "cyan", "warning": "yellow", "wrong": "bold red"}
@@ -23,16 +23,16 @@ SECONDS_FRESH = 30.0
 MOST_HOSTS = 16
 
 
-def once(path: Path) -> dict[str, Any]:
+def once(path: Path, patience: float = PATIENCE) -> dict[str, Any]:
     """Look at a run once, after asking the scheduler."""
-    state = State(path)
+    state = State(path, patience)
     Asking(path).ask()
     return view(state.refresh())
 
 
-def looks(path: Path, seconds: float) -> Iterator[dict[str, Any]]:
+def looks(path: Path, seconds: float, patience: float = PATIENCE) -> Iterator[dict[str, Any]]:
     """Look at a run every so often until it has ended."""
-    state, asking = State(path), Asking(path)
+    state, asking = State(path, patience), Asking(path)
     while True:
         asking.ask()
         seen = view(state.refresh())
@@ -42,7 +42,7 @@ def looks(path: Path, seconds: float) -> Iterator[dict[str, Any]]:
         time.sleep(seconds)
 
 
-def live(path: Path, seconds: float) -> int:
+def live(path: Path, seconds: float, patience: float = PATIENCE) -> int:
     """Show the page on a terminal until the run has ended; returns the exit code."""
     from rich.console import Console, Group
     from rich.live import Live
@@ -51,19 +51,19 @@ def live(path: Path, seconds: float) -> int:
     console = Console()
     seen: dict[str, Any] = {}
     with Live(console=console, auto_refresh=False, vertical_overflow="crop", redirect_stderr=False) as page:
-        for seen in looks(path, seconds):
+        for seen in looks(path, seconds, patience):
             room = max(10, console.height - 1)
             lines = [Text(line, style=style, no_wrap=True, overflow="ellipsis") for line, style in rendered(seen)]
             page.update(Group(*lines[:room]), refresh=True)
     return int(seen["exit_code"])
 
 
-def follow(path: Path, seconds: float) -> int:
+def follow(path: Path, seconds: float, patience: float = PATIENCE) -> int:
     """Print a line whenever the verdict changes, and now and then how far the run is, until it has ended."""
     told: list[dict[str, str]] = []
     last_line = -SECONDS_BETWEEN_LINES
     seen: dict[str, Any] = {}
-    for seen in looks(path, seconds):
+    for seen in looks(path, seconds, patience):
         kinds = [verdict for verdict in seen["verdicts"] if (verdict["kind"], verdict["level"]) not in _kinds(told)]
         now = time.monotonic()
         if kinds or now - last_line >= SECONDS_BETWEEN_LINES:
@@ -166,6 +166,8 @@ def _host(host: dict[str, Any], few: bool) -> list[tuple[str, str]]:
     for stream, style in (("out", "dim"), ("err", "magenta")):
         shown = host[stream][-1:] if few else host[stream]
         lines += [(f"  {stream}| {line}", style) for line in shown]
+    if host["unread"] > 0:
+        lines.append((f"  err: {units.size(host['unread'])} before that are not looked through yet", "dim"))
     return lines
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from steelyard.cli import DEFAULTS, main
 from tests.conftest import kill
 
 
@@ -42,6 +43,22 @@ def test_the_command_and_the_module_are_the_same(workplace):
     )
     assert script.returncode == 0
     assert workplace.steelyard("--help").stdout == script.stdout
+
+
+@pytest.mark.parametrize("group", DEFAULTS)
+def test_the_help_of_a_group_shows_the_options_of_the_command_that_need_not_be_named(group, capsys):
+    default, commands = DEFAULTS[group]
+
+    def help_of(*words: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            main([*words, "--help"])
+        assert ended.value.code == 0
+        return capsys.readouterr().out
+
+    shown, wanted = help_of(group), help_of(group, default).partition("\n")[2]
+    assert len(wanted) > 300
+    assert wanted in shown
+    assert all(f"\n  {command} " in shown for command in commands)
 
 
 def mistake(done: subprocess.CompletedProcess) -> str:

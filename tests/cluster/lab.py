@@ -107,6 +107,10 @@ class Lab:
         """A small disk of a host's own on a folder."""
         self._enter(host, "mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder))
 
+    def run(self, host: str, *words: str) -> None:
+        """Run a command as root of a host; it must succeed."""
+        self._enter(host, *words)
+
     def until(self, holds: Callable[[], object], what: str, seconds: float) -> None:
         """Wait for something, or say what did not come."""
         deadline = time.monotonic() + seconds

@@ -46,11 +46,13 @@ def test_a_lost_node_costs_no_step(yard: Yard, undisturbed: Path):
         yard.lab.power_off("a2")
     try:
         yard.until_state(run, "PENDING", seconds=60)
+        assert yard.verdicts(run, 3) == {"requeued"}
     finally:
         yard.lab.power_on("a2")
     yard.hurry(run)
     yard.until_state(run, "COMPLETED")
     assert losses(run) == losses(undisturbed)
+    assert yard.verdicts(run, 0) == {"completed"}
     assert max(record["restarts"] for record in yard.records(run)) == 1
 
 

@@ -49,6 +49,8 @@ class Folder:
         self.records = [self.record(step) for step in range(10, 301, 10)]
         self.errors_at = now
         self.logs: dict[str, str] = {"n0.out": "step 300/1000\n", "n0.err": "", "n1.err": ""}
+        self.behind: dict[str, float] = {}
+        """Hosts whose clocks are so many seconds behind."""
         self.samples = {host: [self.sample(now - 5 * ago) for ago in range(30, -1, -1)] for host in self.hosts}
 
     def job(self, state: str, at: float | None = None, **fields: Any) -> dict[str, Any]:
@@ -88,6 +90,8 @@ class Folder:
             os.utime(self.path / "logs" / name, (self.errors_at, self.errors_at))
         for host, samples in self.samples.items():
             self._lines(f"logs/{host}.gpu", samples)
+            came = samples[-1]["time"] + self.behind.get(host, 0.0) if samples else self.now
+            os.utime(self.path / "logs" / f"{host}.gpu", (came, came))
         return self.path
 
     def state(self) -> State:

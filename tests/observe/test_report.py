@@ -77,6 +77,22 @@ def test_a_run_that_has_not_begun_has_a_report_too(in_workplace):
     assert "kept no timeline" in page
 
 
+def test_a_loss_of_preferences_has_no_perplexity(in_workplace):
+    tuning = ["finetune.data=['talks.jsonl']", "train.init_from=nowhere"]
+    pages = {}
+    for name, words in {"answers": [], "preferences": ["finetune.dpo.beta=0.1"]}.items():
+        run = for_training(load("tiny.toml", [*tuning, *words]), in_workplace.path / name)
+        run.append({"step": 1, "loss": 0.69, "reward_margin": 0.1, "reward_accuracy": 0.5})
+        run.append({"step": 1, "valid_loss": 0.69})
+        pages[name] = report.render(run)
+    assert "Validation perplexity" in pages["answers"]
+    assert "nats per token" in pages["answers"]
+    assert "Validation loss" in pages["preferences"]
+    assert "perplexity" not in pages["preferences"]
+    assert "nats per token" not in pages["preferences"]
+    assert "margin of rewards" in pages["preferences"]
+
+
 def test_hostile_text_stays_text(in_workplace):
     run = for_training(load("tiny.toml", ["description=<script>alert(1)</script>"]), in_workplace.path / "<b>&run")
     run.update(host="<img src=x onerror=alert(1)>")

@@ -105,6 +105,31 @@ def test_the_timeline_zooms_moves_tells_and_chooses(in_workplace, opened):
     assert complaints == []
 
 
+def test_every_curve_of_a_run_on_gpus_is_drawn_and_a_flat_one_stands_at_its_value(in_workplace, opened):
+    open_, complaints = opened
+    run = for_training(load("tiny.toml"))
+    for step in range(1, 50):
+        record = {"step": step, "loss": 3 / step, "tokens": step, "tokens_per_second": 9.0 + step, "seconds": 0.1}
+        record |= {"learning_rate": 1e-4, "grad_norm": 2 / step, "tflops": 300 + step, "mfu": 0.3 + step / 1e3}
+        run.append(record | {"peak_memory": (60 << 30) + (step << 24)})
+    tab = open_(report.write(run))
+    tab.wait_for_selector("#figure-7 .main-svg")
+    drawn = tab.locator(".charts > div").evaluate_all(
+        """all => all.map(one => {
+            const place = one.querySelector(".plotly-graph-div"), line = one.querySelector(".js-line");
+            const title = one.querySelector("h3").textContent, range = place.layout.yaxis.range;
+            return [title, place.data[0].y[48], line.getBBox().height, range];
+        })"""
+    )
+    curves = {title: (last, height, tuple(range_)) for title, last, height, range_ in drawn}
+    assert set(curves) >= {"Loss", "Throughput", "Learning rate", "Gradient norm", "MFU", "Memory"}
+    assert curves["MFU"][0] == pytest.approx(34.9)
+    assert curves["MFU"][1] > 50  # It rises over most of its figure.
+    assert curves["MFU"][2][0] > 29
+    assert curves["Learning rate"][2] == pytest.approx((0, 2e-4))
+    assert complaints == []
+
+
 def test_two_runs_in_one_report_have_a_timeline_each(in_workplace, opened):
     open_, complaints = opened
     runs = [hostile(in_workplace.path / name) for name in ("one", "two")]

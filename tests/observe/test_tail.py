@@ -34,7 +34,7 @@ def test_of_a_file_met_for_the_first_time_only_the_end_is_read_and_no_half_line_
     path.write_bytes(b"".join(b"line %04d\n" % number for number in range(1000)))
     tail = Tail(path, 25, 35)
     assert tail.lines() == ([b"line 0998", b"line 0999"], True)
-    assert tail.skipped == 10000 - 25
+    assert tail.gaps == [(0, 9980)]
     append(path, b"".join(b"line %04d\n" % number for number in range(1000, 1100)))
     assert tail.lines() == ([b"line 1097", b"line 1098", b"line 1099"], False)
 
@@ -86,7 +86,7 @@ def test_a_state_that_grew_with_the_run_is_the_one_that_met_it_late(tmp_path: Pa
         growing.refresh(NOW)
     late = State(folder.path).refresh(NOW)
     assert list(growing.metrics) == list(late.metrics) == folder.records
-    assert growing.errors_of("n1") == late.errors_of("n1") == ["ValueError: first"]
+    assert growing.errors_of("n1") == late.errors_of("n1") == [(0, "ValueError: first")]
     assert growing.err["n1"].last(5) == late.err["n1"].last(5)
     assert list(growing.devices["n1"].samples) == list(late.devices["n1"].samples)
 
@@ -103,11 +103,37 @@ def test_records_that_a_resumed_run_took_back_are_forgotten(tmp_path: Path):
 def test_many_hosts_share_what_a_look_may_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(states, "LEAST_ERRORS", 100)
     monkeypatch.setattr(states, "FIRST_ERRORS", 6400)
+    monkeypatch.setattr(states, "MOST_EARLIER", 6400)
     folder = Folder(tmp_path / "run")
     folder.logs = {f"n{number}.err": "ValueError: early\n" + "x" * 98 + "\n" + "later\n" for number in range(64)}
     state = folder.state()
-    assert sum(log.tail.skipped for log in state.err.values()) > 0
+    assert all(log.tail.gaps for log in state.err.values())
     assert {log.last(1)[0] for log in state.err.values()} == {"later"}
+
+
+def test_of_a_long_log_the_end_is_read_first_and_then_the_rest_from_the_beginning(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(states, "MOST_EARLIER", 0)  # Then it is no less than this:
+    monkeypatch.setattr(states, "LEAST_ERRORS", 10_000)
+    monkeypatch.setattr(states, "FIRST_OF_ONE", 10_000)
+    filler = "UserWarning: the usual talk\n" * 1000
+    trace = "Traceback (most recent call last):\n  File\nmine.Trouble: in the middle\n"
+    folder = Folder(tmp_path / "run")
+    folder.logs = {"n0.err": f"KeyError: of an earlier attempt\n{filler}{trace}{filler}ValueError: last\n"}
+    whole = folder.logs["n0.err"]
+    folder.hosts["n0"]["logged"] = len("KeyError: of an earlier attempt\n")
+    state = folder.state()
+    assert [text for _, text in state.errors_of("n0")] == ["ValueError: last"]
+    looks = [state.unread("n0")]
+    while looks[-1]:
+        looks.append(state.refresh(NOW).unread("n0"))
+        assert looks[-1] < looks[-2], looks
+    assert len(looks) > 3
+    assert state.errors_of("n0") == [
+        (whole.index("mine.Trouble"), "mine.Trouble: in the middle"), (whole.index("ValueError"), "ValueError: last")
+    ]  # fmt: skip
+    assert State(folder.path).refresh(NOW).search(60).errors_of("n0") == state.errors_of("n0")
+    (folder.path / "logs" / "n0.err").write_text("KeyError: another file\n")
+    assert [text for _, text in state.refresh(NOW).errors_of("n0")] == ["KeyError: another file"]
 
 
 ERRORS = [
@@ -142,13 +168,13 @@ def test_of_a_traceback_the_error_is_named_even_if_it_comes_in_pieces():
     for piece in ("[rank1]: Traceback (most recent call last):\n", '[rank1]:   File "x.py"\n[rank1]:     f(x)\n',
                   "[rank1]: steelyard.core.errors.Fault: the disk is gone\n", "step 4\n"):  # fmt: skip
         found.look(piece.encode())
-    assert found.since(0) == ["steelyard.core.errors.Fault: the disk is gone"]
+    assert [text for _, text in found.found] == ["steelyard.core.errors.Fault: the disk is gone"]
 
 
 def test_harmless_lines_are_no_errors():
     found = Complaints()
     found.look((Path(__file__).parent / "harmless.txt").read_bytes())
-    assert found.since(0) == []
+    assert found.found == []
 
 
 def test_a_line_can_do_nothing_to_a_terminal():
@@ -166,14 +192,12 @@ def test_an_errors_place_in_the_file_is_known_however_it_is_read(tmp_path: Path)
         found.look(chunk, tail.begins)
     whole = path.read_bytes()
     assert [whole[at:].split(b"\n")[0].decode() for at, _ in found.found] == ["ValueError: one", "KeyError: two"]
-    assert found.since(whole.index(b"all")) == ["KeyError: two"]
 
 
 def test_of_very_many_errors_the_first_and_the_last_are_kept():
     found = Complaints()
     for number in range(5000):
         found.look(f"ValueError: {number}\n".encode(), number)
-    kept = found.since(0)
+    kept = [text for _, text in found.found]
     assert (kept[0], kept[-1]) == ("ValueError: 0", "ValueError: 4999")
     assert len(kept) <= 1000
-    assert found.since(4990)[0] == "ValueError: 4990"

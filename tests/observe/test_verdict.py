@@ -389,6 +389,52 @@ def test_an_error_gets_no_younger_by_the_warnings_that_follow_it(folder: Folder)
     assert [(verdict.kind, verdict.level) for verdict in judge(state)] == [("errors", "warning")]
 
 
+def test_an_error_is_as_old_as_the_samples_say_and_not_as_the_last_line_of_its_log(folder: Folder):
+    """A watcher that meets the log late sees a line that was written just now behind an error from long ago."""
+    error = "ValueError: long ago\n"
+    folder.logs["n0.err"], folder.errors_at = error + "UserWarning: again\n", NOW
+    assert verdicts(folder) == {"errors": "wrong"}
+    for sample in folder.samples["n0"]:
+        sample["logged"] = len(error) if sample["time"] >= NOW - 60 else 0
+    assert verdicts(folder) == {"errors": "warning"}
+    for sample in folder.samples["n0"]:
+        sample["logged"] = len(error) if sample["time"] >= NOW - 20 else 0
+    assert verdicts(folder) == {"errors": "wrong"}
+    folder.hosts = {}
+    folder.jobs[0]["time"] = iso(NOW - 10)
+    assert "errors" not in verdicts(folder)  # An earlier attempt's.
+
+
+@pytest.mark.parametrize("seconds", [-4000.0, -100.0, 100.0, 4000.0])
+def test_a_host_whose_clock_is_wrong_is_judged_like_any_other(folder: Folder, seconds: float):
+    def set_back(host: str) -> None:
+        folder.behind[host] = seconds
+        folder.hosts[host]["clock"] -= seconds
+        for sample in folder.samples[host]:
+            sample["time"] -= seconds
+
+    set_back("n1")
+    assert verdicts(folder) == {"clocks-differ": "warning"}
+    nobody(folder)
+    assert verdicts(folder) == {"no-process": "wrong", "clocks-differ": "warning"}
+    powered_off(folder)
+    folder.behind["n1"] = 0.0
+    assert "silent-host" in verdicts(folder)
+
+
+def test_records_are_timed_by_the_clock_of_their_writer(folder: Folder):
+    for host in folder.hosts:
+        folder.behind[host] = 500.0
+        folder.hosts[host]["clock"] -= 500
+        for sample in folder.samples[host]:
+            sample["time"] -= 500
+    for record in folder.records:
+        record["time"] -= 500
+    assert verdicts(folder) == {"healthy": "ok"}
+    wedged(folder)
+    assert verdicts(folder) == {"no-progress": "wrong"}
+
+
 def test_what_stood_in_the_log_before_the_ranks_met_did_not_stop_them(folder: Folder):
     folder.logs["n0.err"] = "RuntimeError: of the attempt before\n"
     folder.hosts["n0"]["logged"] = len(folder.logs["n0.err"])
@@ -396,6 +442,21 @@ def test_what_stood_in_the_log_before_the_ranks_met_did_not_stop_them(folder: Fo
     folder.logs["n0.err"] += "ValueError: of this one\n"
     (verdict,) = judge(folder.state())
     assert verdict.message == "n0 says: ValueError: of this one"
+
+
+def test_a_pause_is_measured_by_the_runs_own_pace_and_by_the_watchers_patience(folder: Folder):
+    """A record every 10 s, of which four are much, and a validation of 8 s that may be under way."""
+    older(folder, 50)
+    path = folder.write()
+
+    def kinds(patience: float) -> list[str]:
+        state = State(path, patience).refresh(NOW)
+        state.disk = (1 << 40, 4 << 40)
+        return [verdict.kind for verdict in judge(state)]
+
+    assert kinds(60.0) == kinds(55.0) == ["healthy"]
+    assert kinds(0.0) == kinds(42.0) == ["no-progress"]
+    assert "0:48 would be much already" in judge(State(path, 0.0).refresh(NOW))[0].message
 
 
 def test_the_device_that_stands_still_while_others_wait_is_named(folder: Folder):

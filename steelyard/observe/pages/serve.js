@@ -92,7 +92,8 @@ function host(told) {
   return [make("h2", {}, told.host, " ", make("span", { class: "quiet" }, `${told.device} ${ranks}`)),
     devices.length ? make("table", {}, devices) : null,
     told.out.length ? make("pre", {}, told.out.join("\n")) : null,
-    told.err.length ? make("pre", { class: "err" }, told.err.join("\n")) : null];
+    told.err.length ? make("pre", { class: "err" }, told.err.join("\n")) : null,
+    told.unread ? make("p", { class: "quiet" }, `${size(told.unread)} of errors before that are not looked through yet`) : null];
 }
 
 function draw(canvas, curve) {

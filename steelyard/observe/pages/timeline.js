@@ -3,7 +3,11 @@
 // chosen ones, a group of three lanes for each rank. Text from the run reaches the page as textContent alone.
 function steelyardTimeline(root, packed) {
   const LABEL = 92, LANE = 9, GROUP = 3 * LANE + 6, GAP = 10, AXIS = 22, VIEW = 560, STRIP = 90;
-  const bytes = (text) => Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0)).buffer;
+  const bytes = (text) => {
+    const letters = atob(text), found = new Uint8Array(letters.length);
+    for (let place = 0; place < letters.length; place++) found[place] = letters.charCodeAt(place);
+    return found.buffer;
+  };
   const data = {
     steps: new Int32Array(bytes(packed.steps)), begin: new Float64Array(bytes(packed.begin)),
     length: new Float32Array(bytes(packed.length)), sums: new Float32Array(bytes(packed.sums)),

@@ -43,7 +43,7 @@ def render(runs: Run | Sequence[Run], cluster: Path | None = None, steps: Iterab
     charts = Charts()
     sections = {
         "summary": ("Summary", [_summaries(named, records), *(verdict(run, name) for name, run in named.items())]),
-        "curves": ("Curves", [curves.draw(charts, records)]),
+        "curves": ("Curves", [curves.draw(charts, records, all(map(_predicts_tokens, several)))]),
     }
     budget = MOST_SPANS // len(several)
     for number, (name, run) in enumerate(named.items()):
@@ -65,7 +65,7 @@ def render(runs: Run | Sequence[Run], cluster: Path | None = None, steps: Iterab
     body += [page.contents((anchor, title) for anchor, (title, _) in sections.items())]
     for anchor, (title, pieces) in sections.items():
         body += [page.heading(title, anchor), *pieces]
-    return page.page(", ".join(named), body)
+    return page.page(", ".join(named), [*body, charts.program()])
 
 
 def names(runs: Sequence[Run]) -> list[str]:
@@ -112,11 +112,17 @@ def _summary(run: Run, records: list[dict[str, Any]]) -> dict[str, str]:
     if valid:
         first, last_valid = valid[0]["valid_loss"], valid[-1]["valid_loss"]
         summary["Validation loss"] = f"{_loss(first)} at first, {_loss(last_valid)} at last"
-        if is_number(first) and is_number(last_valid):
+        if is_number(first) and is_number(last_valid) and _predicts_tokens(run):
             summary["Validation perplexity"] = (
                 f"{units.perplexity(first)} at first, {units.perplexity(last_valid)} at last"
             )
     return summary
+
+
+def _predicts_tokens(run: Run) -> bool:
+    """Whether the loss is nats per token; that of preferences is none of which a perplexity could be told."""
+    tuned = run.recipe().finetune
+    return tuned is None or tuned.dpo is None
 
 
 def _loss(value: Any) -> str:

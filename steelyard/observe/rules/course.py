@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from itertools import pairwise
 from statistics import median
 
 from steelyard.core import units
 from steelyard.core.recipe import Recipe
 from steelyard.observe.rules import Verdict
-from steelyard.observe.state import State, is_number, seconds_of
+from steelyard.observe.state import State, seconds_of
+from steelyard.observe.streams import is_number
 from steelyard.sizes.model import parameters
 
-LEAST_PATIENCE = 60.0  # seconds: a filesystem may keep a record from us for that long
-PATIENCE = 4.0  # times what is usual
+MUCH = 4.0  # times what is usual
+LEAST_SAVING = 60.0  # seconds that a checkpoint may take, however small
 MANY = 20  # records
 FIRST_STEP = 1200.0  # seconds from the start of the ranks to the first record: data is prepared, kernels are compiled
 SAVING_RATE = 100e6  # bytes a second that a slow shared filesystem takes
@@ -25,20 +27,28 @@ def errors(state: State) -> Verdict | None:
     """Something on standard error that is no warning; the first of it is named."""
     if state.is_waiting:
         return None
-    found = [(log.complained, host, told) for host, log in state.err.items() if (told := state.errors_of(host))]
-    found = [each for each in found if each[0] >= (state.began or 0.0)]  # Older ones are an earlier attempt's.
+    found = {host: told for host in state.err if (told := _errors(state, host))}
     if not found:
         return None
-    changed, host, told = min(found, key=lambda each: all(map(_is_consequence, each[2])))
-    first = min(told, key=_is_consequence)
-    others = sum(len(each[2]) for each in found) - 1
+    host, told = min(found.items(), key=lambda item: all(_is_consequence(text) for _, text in item[1]))
+    first = min((text for _, text in told), key=_is_consequence)
+    others = sum(map(len, found.values())) - 1
     more = f" (and {others} more{f' on {len(found)} hosts' if len(found) > 1 else ''})" if others else ""
     message = f"{host} says: {first}{more}"
     what = f"steelyard logs RUN --node {host} --stream err shows it in its place; steelyard doctor explain knows many"
     finished = state.manifest.get("state") == "finished"
-    if finished or (state.progressed or 0.0) > changed + AGREED_ERRORS:
+    if finished or (state.progressed or 0.0) > state.written(host, told[-1][0]) + AGREED_ERRORS:
         return Verdict("errors", "warning", message + "; the run went on", what)
     return Verdict("errors", "wrong", message, what)
+
+
+def _errors(state: State, host: str) -> list[tuple[int, str]]:
+    """What a host complained of in the present attempt."""
+    told = state.errors_of(host)
+    if not told:
+        return []
+    began = state.began or 0.0
+    return told[bisect_left(told, began, key=lambda each: state.written(host, each[0])) :]
 
 
 def _is_consequence(text: str) -> bool:
@@ -88,13 +98,13 @@ def expected_pause(state: State, recipe: Recipe) -> float:
     trained = state.trained[-50:]
     seconds = [record["seconds"] for record in trained if is_number(record.get("seconds"))]
     step_seconds = median(seconds) if seconds else 1.0
-    usual = PATIENCE * step_seconds * recipe.log.every
+    usual = MUCH * step_seconds * recipe.log.every
     times = [float(record["time"]) for record in state.metrics if is_number(record.get("time"))]
     begun = state.began or 0.0
     gaps = sorted(after - before for before, after in pairwise(times) if before >= begun)
     # What happened once among many (a host that slept) is no measure; a validation or a checkpoint happens again.
     longest = 2 * (gaps[-2] if len(gaps) > MANY else max(gaps, default=0.0))
-    return max(LEAST_PATIENCE, usual, longest) + _due(state, recipe, step_seconds)
+    return max(state.patience, usual, longest) + _due(state, recipe, step_seconds)
 
 
 def _due(state: State, recipe: Recipe, step_seconds: float) -> float:
@@ -105,9 +115,9 @@ def _due(state: State, recipe: Recipe, step_seconds: float) -> float:
     def comes(every: int) -> bool:
         return recipe.train.steps in coming or (every > 0 and any(step and step % every == 0 for step in coming))
 
-    validation = PATIENCE * recipe.eval.batches * step_seconds if comes(recipe.eval.every) else 0.0
+    validation = MUCH * recipe.eval.batches * step_seconds if comes(recipe.eval.every) else 0.0
     saved = BYTES_SAVED * parameters(recipe.model).total / SAVING_RATE
-    return validation + (LEAST_PATIENCE + saved if comes(recipe.checkpoint.every) else 0.0)
+    return validation + (LEAST_SAVING + saved if comes(recipe.checkpoint.every) else 0.0)
 
 
 def _idle_devices(state: State) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 from steelyard.core import units
 from steelyard.observe.rules import Verdict
 from steelyard.observe.rules.course import BYTES_SAVED
-from steelyard.observe.state import State, is_number
+from steelyard.observe.state import State
+from steelyard.observe.streams import is_number
 from steelyard.sizes.model import parameters
 from steelyard.sizes.stages import partition_of
 
@@ -32,7 +33,10 @@ def nobody_on_device(state: State) -> Verdict | None:
     empty: list[str] = []
     partly: list[str] = []
     for host, samples in state.devices.items():
-        recent = [sample for sample in samples.samples if state.now - sample["time"] <= 2 * EMPTY_FOR]
+        if state.now - samples.heard > 2 * EMPTY_FOR:
+            continue
+        # Among themselves samples are compared by the host's own clock, which may be hours from ours.
+        recent = [each for each in samples.samples if samples.last["time"] - each["time"] <= 2 * EMPTY_FOR]
         if not recent or recent[-1]["time"] - recent[0]["time"] < EMPTY_FOR or not recent[-1].get("devices"):
             continue
         if since < STARTING and (state.progressed or 0.0) < (state.began or 0.0):
@@ -67,7 +71,7 @@ def silent_host(state: State) -> Verdict | None:
     """A host that sends nothing while the others do: powered off, cut off, or frozen."""
     if not state.is_live or len(state.devices) < 2:
         return None
-    last = {host: samples.last["time"] for host, samples in state.devices.items() if samples.samples}
+    last = {host: samples.heard for host, samples in state.devices.items() if samples.samples}
     begun = state.began or 0.0
     last = {host: at for host, at in last.items() if host in state.hosts or at >= begun}
     if not last or state.now - max(last.values()) > SILENT_FOR / 2:
@@ -128,7 +132,8 @@ def slow_rank(state: State) -> Verdict | None:
     if not state.is_live:
         return None
     records = [record for record in state.trained if isinstance(record.get("rank_seconds"), dict)]
-    recent = [record for record in records if (state.progressed or 0.0) - record.get("time", 0.0) <= SECONDS_SLOW]
+    newest = state.trained[-1].get("time", 0.0) if records else 0.0
+    recent = [record for record in records if newest - record.get("time", 0.0) <= SECONDS_SLOW]
     # Steps may be so short that a few records are a moment: what lasts so long is no accident of the scheduler's.
     records = recent if len(recent) > RECORDS_SLOW else records[-RECORDS_SLOW:]
     lasted = records[-1].get("time", 0.0) - records[0].get("time", 0.0) if records else 0.0
