@@ -47,13 +47,3 @@ class Found:
     """Layouts that those stand for."""
     complete: bool = True
     """Whether nothing that might be better was left out."""
-
-    def joined(self, other: Found) -> Found:
-        """What two searches of the same space found together."""
-        return Found(
-            self.plans + other.plans,
-            self.excluded + other.excluded,
-            self.looked_at + other.looked_at,
-            self.space + other.space,
-            self.complete and other.complete,
-        )

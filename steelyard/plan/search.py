@@ -25,7 +25,7 @@ from steelyard.plan.layout import Layout, Placement, lacking, of_recipe
 from steelyard.plan.predict import Predictor
 from steelyard.plan.profile import Profile
 from steelyard.plan.software import MEGATRON, STEELYARD, Software
-from steelyard.plan.space import Limits, Use, Variant
+from steelyard.plan.space import Limits, Use
 from steelyard.plan.whole import Mesh, Wholes
 from steelyard.plan.worth import price_hour, watts, weight
 
@@ -56,11 +56,12 @@ def search(
     if not any(gpu.peak(recipe.train.precision) for gpu in cluster.gpu_by_type.values()):
         raise lacking(recipe, sorted({gpu.name for gpu in cluster.gpu_by_type.values()}))
     limits = space.restricted(limits or space.limits_for(cluster, objective), software)
-    found = _Search(recipe, cluster, objective, top, limits, software, profiles).run()
+    wholes = Wholes(recipe, cluster, limits, software, profiles, Found([]))
+    found = _Search(wholes, objective, top).run()
     if objective == "pareto" and not found.complete:  # It was cut off among fast plans: cheap ones are found by price.
-        cheap = _Search(recipe, cluster, "cost", top, limits, software, profiles).run()
-        found = found.joined(cheap)
-        found.plans = _frontier(found.plans)
+        fast = found.plans
+        found = _Search(wholes, "cost", top).run()
+        found.plans, found.complete = _frontier(fast + found.plans), False
     return found
 
 
@@ -85,19 +86,9 @@ def _refuse_offload(recipe: Recipe, software: Software) -> None:
 
 
 class _Search:
-    def __init__(
-        self,
-        recipe: Recipe,
-        cluster: Cluster,
-        objective: str,
-        top: int,
-        limits: Limits,
-        software: Software,
-        profiles: Sequence[Profile] = (),
-    ) -> None:
-        self.recipe, self.cluster, self.objective, self.top, self.limits = recipe, cluster, objective, top, limits
-        self.found = Found([])
-        self.wholes = Wholes(recipe, cluster, limits, software, profiles, self.found)
+    def __init__(self, wholes: Wholes, objective: str, top: int) -> None:
+        self.wholes, self.objective, self.top = wholes, objective, top
+        self.recipe, self.cluster, self.limits, self.found = wholes.recipe, wholes.cluster, wholes.limits, wholes.found
         self.best: dict[tuple[object, ...], tuple[float, float, Layout]] = {}
         self.limit = float("inf")
         self.frontier: list[tuple[float, float]] = []
@@ -184,22 +175,17 @@ class _Search:
             deepest = max((virtual for _, virtual in schedules), default=0)
             for placement in (space.orders(use) if pipeline > 1 else [use.counts]) if deepest else ():
                 mesh = Mesh(use, tensor, context, micro_batch, placement, pipeline, data, "1f1b", deepest)
-                bound = worth * self._bound(mesh)
+                bound = worth * self.wholes.bound(mesh)
                 if not self._is_beaten(bound, use.counts):
                     self._push(bound, partial(self._schedule, mesh, schedules))
 
-    def _bound(self, mesh: Mesh) -> float:
-        """A bound for all partitions, nothing recomputed, with sequence parallelism or without."""
-        layouts = [mesh.layout(Variant("none", 0, sequence)) for sequence in self.wholes.bounding(mesh)]
-        return min(self.wholes.step(layout).bound(self.recipe.model.layers) for layout in layouts)
-
     def _schedule(self, mesh: Mesh, schedules: list[tuple[str, int]]) -> None:
         """The schedules of a mesh, each with its own bound."""
-        if self.objective == "pareto" and self._is_beaten(self._bound(mesh), mesh.use.counts):
+        if self.objective == "pareto" and self._is_beaten(self.wholes.bound(mesh), mesh.use.counts):
             return
         for schedule, virtual in schedules:
             chosen = replace(mesh, schedule=schedule, virtual=virtual)
-            bound = self._bound(chosen) * self._weight_of(mesh.placement)
+            bound = self.wholes.bound(chosen) * self._weight_of(mesh.placement)
             if not self._is_beaten(bound, mesh.use.counts):
                 self._push(bound, partial(self._deal, chosen, bound))
 

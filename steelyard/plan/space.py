@@ -56,7 +56,7 @@ def limits_for(cluster: Cluster, objective: str = "time") -> Limits:
     """
     if cluster.ranks <= 256:
         return Limits()
-    return Limits(micro_batch=8, virtual=2, meshes={"time": 300, "pareto": 150}.get(objective, 350))
+    return Limits(micro_batch=8, virtual=2, meshes={"time": 300, "pareto": 120}.get(objective, 350))
 
 
 def restricted(limits: Limits, software: Software) -> Limits:

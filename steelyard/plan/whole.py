@@ -70,7 +70,7 @@ class Fitting:
 
 
 class Wholes:
-    """The whole layouts of one search's meshes; what was looked at and what does not fit is told to `found`."""
+    """The whole layouts of a search's meshes; what was looked at and what does not fit is told to `found`."""
 
     def __init__(
         self,
@@ -86,6 +86,7 @@ class Wholes:
             splits: Predictor(recipe, cluster, as_run(software, recipe, splits), profiles) for splits in (False, True)
         }
         self.layers: dict[tuple[str, int, int, int, bool], float] = {}
+        self.bounds: dict[Mesh, float] = {}
 
     def predictor(self, layout: Layout) -> Predictor:
         """That of the software as it runs the layout."""
@@ -145,6 +146,15 @@ class Wholes:
     def zeros(self, mesh: Mesh) -> list[int]:
         """Degrees of sharding that differ on this mesh."""
         return space.zeros(mesh.pipeline, mesh.data * mesh.context, self.limits)
+
+    def bound(self, mesh: Mesh) -> float:
+        """A bound for all partitions, nothing recomputed, with sequence parallelism or without. Kept: a frontier's two
+        searches, by time and by price, ask for the same ones.
+        """
+        if mesh not in self.bounds:
+            layouts = [mesh.layout(Variant("none", 0, sequence)) for sequence in self.bounding(mesh)]
+            self.bounds[mesh] = min(self.step(layout).bound(self.recipe.model.layers) for layout in layouts)
+        return self.bounds[mesh]
 
     def at_least(self, mesh: Mesh, recompute: str) -> float:
         """Seconds that layers dealt out by time take at the least, with the better choice of sequence parallelism."""

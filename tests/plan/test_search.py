@@ -14,6 +14,7 @@ from steelyard.plan import draw, fit, partition, space
 from steelyard.plan.cluster import Cluster
 from steelyard.plan.layout import Layout
 from steelyard.plan.predict import Predictor
+from steelyard.plan.report import shown
 from steelyard.plan.search import given as predicted
 from steelyard.plan.search import search
 from steelyard.plan.software import EAGER, MEGATRON, STEELYARD, as_run
@@ -89,6 +90,8 @@ def test_sequence_parallelism_is_on_or_off_as_is_faster(hidden, length, on):
     assert chosen.layout.sequence_parallel == on
     assert (on_only.seconds < off_only.seconds) == on
     assert chosen.seconds == min(on_only.seconds, off_only.seconds)
+    assert ("no sequence parallel" in shown(chosen.layout)) == (not on)
+    assert chosen.layout.written(recipe).parallel.sequence_parallel == on
 
 
 def test_sequence_parallelism_is_off_where_only_that_fits():
