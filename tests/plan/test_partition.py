@@ -119,14 +119,16 @@ def slowest_least(each, extra, limits):
     return traced(cuts) if np.isfinite(ways[LAYERS]) else ()
 
 
-def way_least(each, extra, limits, rounds):
+def way_least(each, extra, limits, rounds, known):
     """The partition with the least (rounds - 1) x slowest stage + sum of stages, the objective of published planners.
 
     For every time that the slowest stage may take a dynamic program over the cuts makes the sum the least; they run
-    side by side.
+    side by side. `known` has the least slowest stage: less cannot be, and more than its whole way is worse than it.
     """
-    bounds = np.array(sorted({extra[stage] + count * each[stage] for stage in range(len(each))
-                              for count in range(limits[stage] + 1)}))  # fmt: skip
+    times = [more + count * one for one, more, count in zip(each, extra, known, strict=True)]
+    most = (rounds - 1) * max(times) + sum(times)
+    ends = {extra[stage] + count * each[stage] for stage, limit in enumerate(limits) for count in range(limit + 1)}
+    bounds = np.array(sorted(end for end in ends if end >= max(times) and (rounds - 1) * end <= most))
     ways = np.full((len(bounds), LAYERS + 1), np.inf)
     ways[:, 0] = 0.0
     cuts = []
@@ -166,7 +168,8 @@ def behind(machines, every):
         limits = [most_layers(predictor, chosen, rank) for rank in range(chosen.pipeline)]
         free = slowest_least(each, extra, [LAYERS] * chosen.pipeline)
         ours = dealing.refined(predictor, chosen.with_partition(free), LAYERS)
-        theirs = [slowest_least(each, extra, limits), way_least(each, extra, limits, step.micro_batches)]
+        known = slowest_least(each, extra, limits)
+        theirs = [known, way_least(each, extra, limits, step.micro_batches, known)] if known else []
         tried += 1
         binding += not fit.fits(predictor, chosen.with_partition(free))
         assert fit.fits(predictor, ours) == any(theirs), chosen
@@ -188,9 +191,9 @@ def test_the_partition_beats_or_equals_dynamic_programming_on_a_sample_of_fasops
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("machines", "binds"), [(fasops_cluster, 5), (small_cluster, 100)])
-def test_the_partition_beats_or_equals_dynamic_programming_on_all_of_fasops_candidates(machines, binds):
-    tried, binding, ahead = behind(machines(), 1)
-    assert tried >= 700
+@pytest.mark.parametrize(("machines", "every", "binds"), [(fasops_cluster, 1, 5), (small_cluster, 3, 100)])
+def test_the_partition_beats_or_equals_dynamic_programming_on_all_of_fasops_candidates(machines, every, binds):
+    tried, binding, ahead = behind(machines(), every)
+    assert tried >= 700 // every
     assert binding >= binds
     assert not ahead
