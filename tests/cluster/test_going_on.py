@@ -48,7 +48,7 @@ def test_a_time_limit_saves_requeues_and_resumes_jobs_of_every_shape(
     """
     words = {"one": ALIKE, "heterogeneous": MIXED, "pair": (*MIXED, "--site", "apart")}
     runs = {
-        name: yard.submit(*given, *LONG, "--name", f"limited-{name}", "--time", "30", "site.warning_seconds=20")
+        name: yard.submit(*given, *LONG, "--name", f"limited-{name}", "--time", "30", "site.warning_seconds=60")
         for name, given in words.items()
     }
     with ExitStack() as stack:
@@ -103,7 +103,7 @@ def _states(yard: Yard, job: str) -> list[str]:
 
 
 def _limit(yard: Yard, jobs: list[str]) -> None:
-    """Bring the time limits of running jobs to within a minute and a half, and no nearer than 30 s."""
+    """Bring the time limits of running jobs to within 30 to 90 s: Slurm warns them at its next look."""
     used = max(seconds(yard.lab.client("squeue", "-h", "-j", job, "-o", "%M").stdout.split()[0]) or 0 for job in jobs)
     for job in jobs:
         done = yard.lab.client("scontrol", "update", f"job={job}", f"TimeLimit={(used + 30) // 60 + 1}")
