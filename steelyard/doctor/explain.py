@@ -26,8 +26,23 @@ UNKNOWN_KEPT = 10
 MET_KEPT = 200  # Answers name what the line names, so one error may have many.
 DULL_KEPT, DULL_LENGTH = 20_000, 500
 DIGITS = b"0123456789"
-IS_ERROR = re.compile(r"\b(\w*(Error|Exception)|error|fatal): |\b(ERROR|FATAL)\b|Segmentation fault|\bAborted\b")
-ERRORS = ("Error: ", "Exception: ", "error: ", "fatal: ", "ERROR", "FATAL", "Segmentation fault", "Aborted")
+IS_ERROR = re.compile(
+    r"\b(\w*(Error|Exception)|error|fatal): |\b(ERROR|FATAL)\b|Segmentation fault|\bAborted\b"
+    r"|: (command not found|No such file or directory|Permission denied)\s*$"
+)
+ERRORS = (
+    "Error: ",
+    "Exception: ",
+    "error: ",
+    "fatal: ",
+    "ERROR",
+    "FATAL",
+    "Segmentation fault",
+    "Aborted",
+    "command not found",
+    "No such file or directory",
+    "Permission denied",
+)
 
 
 @dataclass

@@ -31,6 +31,8 @@ def paths(run: Path, node: str | None = None, stream: str | None = None) -> list
     """The logs of a run, host by host."""
     wanted = PRINTED if stream is None else (stream,)
     present = sorted((run / "logs").glob("*.*"))
+    if stream == "err" and not any(path.suffix == ".err" for path in present):
+        wanted = ("log",)
     found = [path for path in present if path.suffix[1:] in wanted and node in (None, path.stem)]
     if node is not None and not found:
         hosts = sorted({path.stem for path in present if path.suffix[1:] in STREAMS})

@@ -70,6 +70,11 @@ def refuse_hosts(site: Site, groups: Sequence[Group]) -> None:
             f"the plan needs {needed} hosts, and mpirun is told of {len(hosts)}",
             mend="name them: --hosts a1,a2 or mpi.hosts of the site",
         )
+    for option in site.mpi.ssh_options:
+        if any(character in option for character in '$`"\\\n'):  # mpirun hands them on to shells on the hosts.
+            raise UserError(
+                f"{option!r} would be read by a shell", mend="set it in ~/.ssh/config, or without such signs"
+            )
     for host in hosts:
         if not host or any(character in host for character in ",: \n\t"):
             raise UserError(f"{host!r} is no name of a host", mend="hosts are names or addresses, without slots")

@@ -33,6 +33,7 @@ _LESS = re.compile(
     r"""
     (?i:\bwarn(?:ing|ings)?\b) | (?i:warning:) | \[W\d{3,4}\ | ^W\d{4}\ \d\d:\d\d | \b(?:INFO|DEBUG|NOTE|WARN)\b
     | (?i:\bignored\b|\bignoring\b|\bretrying\b|\bwill\ retry\b|\bharmless\b|\bno\ errors?\b|\b0\ errors?\b)
+    | ^error:\ interrupted\b                             # as asked
     | \berror_file\b | ^\s*(?:File\ "|\^|~|\|\s*$)      # parts of tracebacks
     | CUPTI_ERROR_|\bKineto\b|cuptiGetLastError         # a profiler that has no rights; training goes on
     | Unable\ to\ register\ cu(?:DNN|FFT|BLAS)\ factory

@@ -220,12 +220,17 @@ class State:
 
     def _refresh_logs(self) -> None:
         found = listed(self.path / LOGS, ".out", ".err", ".gpu")
+        if not any(path.suffix == ".err" for path in found):
+            found = [
+                *found,
+                *listed(self.path / LOGS, ".log"),
+            ]  # All there is of a job that ended before its ranks began.
         share = max(1, sum(path.suffix == ".err" for path in found))
         for path in found:
             host, kind = path.stem, path.suffix
             if kind == ".gpu" and host not in self.devices:
                 self.devices[host] = Samples(Tail(path, FIRST_LINES * 4, MOST_LINES * 4))
-            elif kind == ".err" and host not in self.err:
+            elif kind in (".err", ".log") and host not in self.err:
                 first = max(LEAST_ERRORS, min(FIRST_ERRORS // share, FIRST_OF_ONE))
                 most = max(LEAST_ERRORS, MOST_ERRORS // share)
                 self.err[host] = Log(Tail(path, first, most), Complaints())

@@ -188,6 +188,10 @@ def test_logs_are_shown_as_text_and_samples_as_devices(tmp_path):
     assert [path.name for path in logs.paths(tmp_path)] == ["a1.out"]
     with pytest.raises(UserError, match="hosts: a1"):
         logs.paths(tmp_path, node="b7")
+    (folder / "launcher.log").write_text("srun: error: no\n")
+    assert [path.name for path in logs.paths(tmp_path, stream="err")] == ["launcher.log"]
+    (folder / "a1.err").touch()
+    assert [path.name for path in logs.paths(tmp_path, stream="err")] == ["a1.err"]
 
 
 def test_following_shows_what_is_added_and_hosts_that_join(tmp_path, monkeypatch):

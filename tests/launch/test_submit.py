@@ -154,6 +154,10 @@ def test_mpirun_can_be_asked_for_the_line_of_a_megatron_script(tmp_path):
     assert words[-4:] == ["--", "steelyard", "train", "my.toml"]
     with pytest.raises(UserError, match="needs 3 hosts"):
         mpi.refuse_hosts(site, [Group(3, 8)])
+    mpi.refuse_hosts(site, [Group(2, 8)])
+    site.mpi.ssh_options.append("-o X=$(touch pwned)")
+    with pytest.raises(UserError, match="read by a shell"):
+        mpi.refuse_hosts(site, [Group(2, 8)])
 
 
 @pytest.mark.parametrize(

@@ -405,6 +405,34 @@ def test_an_error_is_as_old_as_the_samples_say_and_not_as_the_last_line_of_its_l
     assert "errors" not in verdicts(folder)  # An earlier attempt's.
 
 
+def test_of_several_hosts_the_one_that_complained_first_is_named(folder: Folder):
+    error = "ValueError: no\n"
+    folder.logs |= {"n0.err": error, "n1.err": error}
+    for host, since in (("n0", 10), ("n1", 25)):
+        for sample in folder.samples[host]:
+            sample["logged"] = len(error) if sample["time"] >= NOW - since else 0
+    (verdict,) = judge(folder.state())
+    assert verdict.message.startswith("n1 says")
+
+
+def test_a_run_that_was_asked_to_stop_has_no_error_and_was_interrupted(folder: Folder):
+    folder.logs["n0.err"] = "error: interrupted; saved step 300 of 1000\n"
+    ended("CANCELLED")(folder)
+    assert verdicts(folder) == {"cancelled": "wrong"}
+    ended("FAILED", exit_code=130)(folder)
+    folder.manifest |= {"state": "interrupted", "ended": iso(NOW)}
+    assert verdicts(folder) == {"interrupted": "wrong"}
+
+
+def test_what_a_job_said_that_ended_before_its_ranks_began_is_named(folder: Folder):
+    folder.logs, folder.hosts, folder.records, folder.samples = {}, {}, [], {}
+    folder.logs["launcher.log"] = "bash: line 1: /none/python: No such file or directory\n"
+    ended("FAILED", exit_code=127)(folder)
+    told = {verdict.kind: verdict.message for verdict in judge(folder.state())}
+    assert "failed" in told
+    assert "/none/python" in told["errors"]
+
+
 @pytest.mark.parametrize("seconds", [-4000.0, -100.0, 100.0, 4000.0])
 def test_a_host_whose_clock_is_wrong_is_judged_like_any_other(folder: Folder, seconds: float):
     def set_back(host: str) -> None:

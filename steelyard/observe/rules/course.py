@@ -30,7 +30,12 @@ def errors(state: State) -> Verdict | None:
     found = {host: told for host in state.err if (told := _errors(state, host))}
     if not found:
         return None
-    host, told = min(found.items(), key=lambda item: all(_is_consequence(text) for _, text in item[1]))
+
+    def order(item: tuple[str, list[tuple[int, str]]]) -> tuple[bool, float]:
+        host, told = item
+        return all(_is_consequence(text) for _, text in told), state.written(host, told[0][0])
+
+    host, told = min(found.items(), key=order)
     first = min((text for _, text in told), key=_is_consequence)
     others = sum(map(len, found.values())) - 1
     more = f" (and {others} more{f' on {len(found)} hosts' if len(found) > 1 else ''})" if others else ""

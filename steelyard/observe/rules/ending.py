@@ -7,6 +7,7 @@ speak, the worse word counts, and each explains the other.
 from __future__ import annotations
 
 from steelyard.core import units
+from steelyard.core.errors import Interrupted
 from steelyard.observe.rules import Verdict
 from steelyard.observe.state import ENDED, WAITING, State, seconds_of, span_of
 
@@ -67,6 +68,8 @@ def scheduler_ended(state: State) -> Verdict | None:
         after = f" of {units.duration(limit)}"
     why = f" ({record['reason']})" if record.get("reason") not in (None, "", "None") else ""
     still = ", while others of its jobs still run" if state.is_live else ""
+    if word == "FAILED" and str(exit_code).partition(":")[0] == str(Interrupted.exit_code):
+        kind, how, code, what_to_do = "interrupted", "was interrupted", "", RESUME
     error = state.manifest.get("error")
     said = f"; it said: {error}" if error and word == "FAILED" else ""
     return Verdict(kind, "wrong", f"job {job} {how}{code}{after}{where}{why}{still}{said}{_reached(state)}", what_to_do)
