@@ -93,7 +93,7 @@ def whole(options: argparse.Namespace) -> list[Step]:
     return [
         Step("kernels", ["sparse_kernels.py"], "docs/sparse-inference.md, docs/sparsity.md",
              "masked linear 1.35 x dense, decode 1.4, prefill 1.25, SparseGPT no slower", 300, kernels),
-        Step("mask-training", ["mask_training.py"], "docs/sparsity.md", "0.8 of dense", 240,
+        Step("mask-training", ["mask_training.py"], "docs/sparse-inference.md", "0.8 of dense", 240,
              lambda lines: value(lines, "masks beside dense", "share") >= 0.8),
         Step("mask-quality", ["mask_quality.py", str(options.model), *texts], "docs/sparsity.md",
              "learned masks within 1.2 x dense", 540, quality, without_text),

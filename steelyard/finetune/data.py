@@ -133,6 +133,9 @@ def _refuse_empty(found: Sequence[Any], names: Sequence[str], tally: Tally) -> N
 
 def _rows(paths: Sequence[Path], tune: Finetune, tally: Tally) -> Iterator[tuple[Row, str]]:
     for path in paths:
+        if path.suffix == ".json" and _starts_with(path, b"["):
+            yield from _listed(path, tune, tally)
+            continue
         before = 0
         for piece in pieces(path):
             bad: list[BadDocument] = []
@@ -147,6 +150,24 @@ def _rows(paths: Sequence[Path], tune: Finetune, tally: Tally) -> Iterator[tuple
                 if document.reason != EMPTY:
                     _complain(document, where(piece, document.number), tune, tally)
             before += number + len(bad)
+
+
+def _starts_with(path: Path, sign: bytes) -> bool:
+    with open(path, "rb") as file:
+        return file.read(4096).lstrip().startswith(sign)
+
+
+def _listed(path: Path, tune: Finetune, tally: Tally) -> Iterator[tuple[Row, str]]:
+    """The rows of a file that is one JSON list, as Alpaca's is."""
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is no JSON: {error}", mend="a list of rows, or a row a line") from None
+    for number, row in enumerate(rows, start=1):
+        if isinstance(row, dict):
+            yield row, f"{path}:{number}"
+        else:
+            _complain(BadRow("a row must be an object"), f"{path}:{number}", tune, tally)
 
 
 def _complain(error: BadRow | BadDocument, place: str, tune: Finetune, tally: Tally) -> None:

@@ -21,6 +21,8 @@ from steelyard.core import files, units
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
+from steelyard.core.recipe.finetune import Finetune
+from steelyard.core.recipe.sparsity import Sparsity
 from steelyard.core.run import Run
 from steelyard.finetune import preferences, templates
 from steelyard.finetune.adapting import Adapting
@@ -84,6 +86,7 @@ def prepare(recipe: Recipe, ranks: int | None = None) -> Tuning:
         raise UserError(f"the recipe {recipe.name} has no [finetune]", mend="say there what to learn from")
     if recipe.train.init_from is None:
         raise UserError("there is no model to tune", mend="name one in train.init_from")
+    recipe = keeping_zeros(recipe, tune)
     tokenizer = tokenizer_of(recipe)
     length, batch = recipe.data.sequence_length, recipe.train.global_batch
     opened: Callable[..., tuple[list[Any], Tally]] = open_corpus
@@ -124,7 +127,6 @@ def run(tuning: Tuning, path: Path | None, resume: str = "auto") -> Run:
     """Tune as the recipe says."""
     recipe, tune = tuning.recipe, tuning.recipe.finetune
     assert tune is not None
-    warn_if_pruned(recipe)
     extension = Adapting(recipe) if tune.adapter is not None else sparsity.extension(recipe) or Extension()
     if tune.neftune:
         extension = add_noise(extension, tune.neftune, recipe.data.sequence_length)
@@ -134,16 +136,22 @@ def run(tuning: Tuning, path: Path | None, resume: str = "auto") -> Run:
     return train.run(recipe, path, extension, resume, tuning.open_data)
 
 
-def warn_if_pruned(recipe: Recipe) -> None:
-    """Say so where a pruned model is about to lose its zeros: one of its matrices is looked at."""
-    if recipe.sparsity is None:
-        source = open_source(str(recipe.train.init_from))
-        zeros = (source.tensor(next(name for name in source.names() if name.endswith("mlp.up.weight"))) == 0).float()
-        if zeros.mean() >= PRUNED:
-            console.warn(
-                f"{zeros.mean():.0%} of a matrix of {source.path} are zero, and tuning would fill them; "
-                f"sparsity.method=fixed keeps them"
-            )
+def keeping_zeros(recipe: Recipe, tune: Finetune) -> Recipe:
+    """A pruned model stays pruned unless the recipe says otherwise; one of its matrices is looked at."""
+    if recipe.sparsity is not None or not tune.keep_zeros:
+        return recipe
+    source = open_source(str(recipe.train.init_from))
+    zeros = (source.tensor(next(name for name in source.names() if name.endswith("mlp.up.weight"))) == 0).float().mean()
+    if zeros < PRUNED:
+        return recipe
+    if tune.adapter is not None and tune.adapter.kind == "dora":
+        raise UserError(
+            f"{source.path} was pruned, and DoRA would fill its zeros",
+            where=recipe.where("finetune.adapter.kind"),
+            mend="use lora, tune in full, or say finetune.keep_zeros = false",
+        )
+    console.say(f"{zeros:.0%} of a matrix of {source.path} are zero and stay so; finetune.keep_zeros=false fills them")
+    return recipe.model_copy(update={"sparsity": Sparsity(method="fixed")})
 
 
 def export(tuning: Tuning, run: Run, out: Path | None = None) -> dict[str, Any]:
@@ -157,6 +165,7 @@ def export(tuning: Tuning, run: Run, out: Path | None = None) -> dict[str, Any]:
             shutil.rmtree(out)
     origin = open_source(str(tuning.recipe.train.init_from))
     best = checkpoint.best(run.checkpoints)
+    _warn_if_worse(run)
     assert tuning.recipe.finetune is not None
     if tuning.recipe.finetune.adapter is not None:
         source: Source = of_run(best or run.path, origin, is_checked=False)
@@ -170,6 +179,16 @@ def export(tuning: Tuning, run: Run, out: Path | None = None) -> dict[str, Any]:
     if settings.get("split_special_tokens"):  # A template writes special tokens out, and they must be read as such.
         files.write_json(out / "tokenizer_config.json", settings | {"split_special_tokens": False})
     return written | {"step": source.step}
+
+
+def _warn_if_worse(run: Run) -> None:
+    """Say so where tuning never came below the loss that it began with."""
+    losses = {record["step"]: record["valid_loss"] for record in run.metrics() if record.get("valid_loss") is not None}
+    first = losses.pop(0, None)
+    if first is not None and losses and min(losses.values()) >= first:
+        console.warn(
+            f"the validation loss was {first:.4f} before tuning and {min(losses.values()):.4f} at its best after"
+        )
 
 
 def take_along(tuned: Source, origin: Source) -> None:

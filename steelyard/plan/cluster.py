@@ -50,6 +50,7 @@ NETWORK_GBPS, NETWORK_LATENCY_US = 1.25, 20.0  # 10 Gbit/s Ethernet: what is ass
 # Assumed where a node says nothing, after the standards: a socket with six channels of DDR4-2933, PCI Express 3.0 x16.
 HOST_GBPS, HOST_LINK_GBPS = 140.0, 15.75
 ANY = "*"
+MOST_NODES, MOST_GPUS = 10_000, 256  # of a type, and in a node: more is a slip of the pen
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=60)]
 # One core with 256-bit vectors and its share of a desktop's memory: enough to plan toys on a laptop.
 CORE = Gpu("cpu", "cpu", 4, 0.05, None, 0.025, 0.025, None, 8, 1, 15, 2, 0.6, "a core of a 2020s x86 processor")
@@ -88,9 +89,9 @@ class Nodes(Section):
     """Nodes that are alike."""
 
     type: Name
-    count: PositiveInt
+    count: Annotated[int, Field(gt=0, le=MOST_NODES)]
     gpu: str
-    gpus: PositiveInt
+    gpus: Annotated[int, Field(gt=0, le=MOST_GPUS)]
     partition: str | None = None
     gres: str | None = None
     zone: Name = "here"

@@ -227,7 +227,7 @@ class LearnedMasks(Extension):
 
     def _add_prior(self, world: World) -> str:
         assert self.course is not None
-        named, candidates = self.sparsity.prior, self.course.candidates_CM
+        named, candidates = self.sparsity.prior or _masks_alone(self.recipe.train.init_from), self.course.candidates_CM
         prior = None
         if named is not None:
             prior = Prior(None if named == FROM_WEIGHTS else masks_of(named), self.base, self.recipe)
@@ -303,6 +303,12 @@ def _maskllm_logits(path: str) -> MaskLlm | None:
     """The logits of a checkpoint of MaskLLM's, if that is what a path means."""
     found = None if formats.is_own(path) else masks_in(formats.open_source(path))
     return found if found is not None and found.learned else None
+
+
+def _masks_alone(path: str | None) -> str | None:
+    """The path of a checkpoint of MaskLLM's that holds masks and no logits: they are what to begin near."""
+    found = None if path is None or formats.is_own(path) else masks_in(formats.open_source(path))
+    return None if found is None or found.learned else path
 
 
 def _weight_of(name: str) -> str:

@@ -25,6 +25,9 @@ from steelyard.text.convert import convert
 WIKITEXT = ("wikitext-2-v1", "wikitext-2-raw-v1", "wikitext-103-v1", "wikitext-103-raw-v1")
 C4_SHARDS = 1024
 ROWS = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz", ".jsonl.zst")
+ABOUT = ("dataset_infos.json", "dataset_info.json", "state.json")
+# data/train_sft-00000-of-00003.parquet, train.jsonl, test/rows.parquet
+SPLIT = re.compile(r"(?:^|[/._-])((?:train|test|valid|validation|dev|eval)(?:_[a-z0-9]+)?)(?=[-./]|$)", re.IGNORECASE)
 BLOCK = 1 << 20
 
 
@@ -72,13 +75,27 @@ def wikitext_split(name: str, split: str) -> list[Path]:
 
 
 def rows_on_the_hub(name: str) -> list[Path]:
-    """The files of a data set on the hub that hold its training rows, in the hub's own cache."""
+    """The files of a data set on the hub that hold its training rows, in the hub's own cache.
+
+    `org/name:train_sft` names the split; left out, it is `train`, or the only one with train in its name, or all there
+    is. Files that tell about the data set are none of it.
+    """
+    name, _, split = name.partition(":")
     folder = _from_hub(name, [f"*{suffix}" for suffix in ROWS])
-    found = sorted(path for path in folder.rglob("*") if path.name.endswith(ROWS))
-    training = [path for path in found if "train" in str(path.relative_to(folder))]
+    found = sorted(path for path in folder.rglob("*") if path.name.endswith(ROWS) and path.name not in ABOUT)
     if not found:
         raise UserError(f"{name} on the hub holds no jsonl or parquet files")
-    return training or found
+    splits: dict[str, list[Path]] = {}
+    for path in found:
+        told = SPLIT.search(str(path.relative_to(folder)))
+        splits.setdefault(told[1] if told else "", []).append(path)
+    wanted = [each for each in splits if each.startswith("train")] or list(splits)
+    chosen = split or ("train" if "train" in wanted else wanted[0])
+    if chosen not in splits or (not split and chosen != "train" and len(wanted) > 1):
+        known = ", ".join(f"{name}:{each}" for each in splits if each)
+        raise UserError(f"{name} on the hub has several splits", mend=f"name one: {known}")
+    console.say(f"{name}: {', '.join(str(path.relative_to(folder)) for path in splits[chosen])}")
+    return splits[chosen]
 
 
 def _c4_shard(number: int, out: Path) -> Path:

@@ -237,13 +237,17 @@ class Training:
             rows = (read(self.validation, number * batch + first, part) for number in range(batches))
             loss_sum = sum(self.engine.evaluate(each).item() for each in rows)
             valid_loss = loss_sum / labels_in(self.validation, 0, batches * batch, self.recipe.data.sequence_length)
-            self.valid_losses.append(valid_loss)
+            if self.tally.counters.step:
+                self.valid_losses.append(valid_loss)
             self.recorder.record({"step": self.tally.counters.step, "valid_loss": valid_loss})
             beside = f", perplexity {units.perplexity(valid_loss)}" if self.extension.is_likelihood else ""
             console.say(f"step {self.tally.counters.step}: validation loss {valid_loss:.4f}{beside}")
 
     def _judged(self) -> tuple[bool, bool]:
-        """Whether the last validation is the best, and to be kept, and whether to give up waiting for a better."""
+        """Whether the last validation is the best, and to be kept, and whether to give up waiting for a better.
+
+        What the run began with does not count: it is not the run's to keep.
+        """
         losses = [loss if math.isfinite(loss) else math.inf for loss in self.valid_losses]  # No number is no best.
         patience = self.recipe.eval.patience
         if not losses:
@@ -282,7 +286,9 @@ class Training:
             last = saved.step if saved is not None and is_own else -1
             self.folder.forget_after(last)
             timeline.forget_after(self.folder.path / TIMELINE, last)
-            told = [record["valid_loss"] for record in self.folder.metrics() if "valid_loss" in record]
+            told = [
+                record["valid_loss"] for record in self.folder.metrics() if "valid_loss" in record and record["step"]
+            ]
             losses = [math.inf if loss is None else loss for loss in told]  # None was no finite number.
             return saved, is_own, losses
 

@@ -1,4 +1,4 @@
-"""Tuning a pruned model: its zeros stay, in full and with adapters, and a loss of them is foretold."""
+"""Tuning a pruned model: its zeros stay, in full and with adapters, unless they are not to."""
 
 import shutil
 from pathlib import Path
@@ -43,7 +43,7 @@ def matrices(folder):
 
 @pytest.mark.parametrize("words", [[], ["finetune.adapter.rank=4"]], ids=["full", "lora"])
 def test_zeros_stay_zeros_and_the_rest_moves(pruned, words):
-    tuned(pruned, FIXED, *words)
+    tuned(pruned, *words)
     before, after = matrices(pruned), matrices("out")
     assert all(torch.equal(before[name] == 0, after[name] == 0) for name in before)
     assert all((before[name] - after[name]).abs().max() > 1e-3 for name in before)
@@ -57,9 +57,10 @@ def test_the_loss_while_adapting_is_that_of_the_merged_model(pruned):
     assert merged.metrics()[0]["valid_loss"] == pytest.approx(last, rel=1e-5)
 
 
-def test_zeros_that_would_be_lost_are_foretold(pruned, capsys):
-    tuned(pruned)
-    assert "sparsity.method=fixed keeps them" in capsys.readouterr().err
+def test_zeros_are_filled_where_that_is_asked_for(pruned):
+    with pytest.raises(UserError, match="DoRA would fill"):
+        tuned(pruned, "finetune.adapter.kind=dora")
+    tuned(pruned, "finetune.keep_zeros=false")
     assert not any((weight == 0).any() for weight in matrices("out").values())
 
 

@@ -171,6 +171,14 @@ def test_data_that_changed_is_not_gone_on_with(bases, place):
         tuned(bases / "llama", "train.steps=4", "train.global_batch=2")
 
 
+def test_a_list_in_one_json_file_is_read_like_a_row_a_line(place, bases):
+    rows = talks(8)
+    (place / "rows.json").write_text(json.dumps(rows, indent=1))
+    write_jsonl(place / "rows.jsonl", rows)
+    listed, lined = (tuning.prepare(recipe_of(bases / "llama", data=f"rows.{kind}")) for kind in ("json", "jsonl"))
+    assert listed.recipe.finetune.rows == lined.recipe.finetune.rows
+
+
 def test_documents_of_pretraining_do_not_undo_packing(bases, place):
     words = ["train.steps=1", "train.global_batch=4"]
     _, plain = tuned(bases / "llama", *words, run="plain")

@@ -26,6 +26,8 @@ NODES = [
         ),
         ('[[nodes]]\ntype = "a"\ncount = 1 gpu\n', 3, "not TOML"),
         ("nodes = []\n", 1, "at least 1 item"),
+        ('[[nodes]]\ntype = "a"\ncount = 1000000000\ngpu = "a10"\ngpus = 4\n', 3, "less than or equal to 10000"),
+        ('[[nodes]]\ntype = "a"\ncount = 1\ngpu = "a10"\ngpus = 4\nprice_hour = inf\n', 6, "finite"),
     ],
 )  # fmt: skip
 def test_a_bad_cluster_file_is_told_with_its_line(tmp_path, text, line, said):

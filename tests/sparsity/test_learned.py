@@ -126,6 +126,13 @@ def test_maskllms_logits_are_gone_on_from(place: Place):
         place.train("other", *LEARN, model, *steps, "sparsity.pattern=1:4")
 
 
+def test_maskllms_masks_without_logits_are_begun_near(place: Place):
+    maskllm(place.path / "theirs", "llama", Layout(2), with_gates=False)
+    model = "model={family='llama', layers=4, hidden=32, heads=4, ffn=48, vocab=100}"
+    run = place.train("ours", *LEARN, model, "train.steps=1", "optim.learning_rate=1e-9", "train.init_from=theirs")
+    assert 0 < records(run, "mask_from_prior")[0] < 0.1
+
+
 def test_a_moved_base_is_asked_for_and_another_one_refused(place: Place):
     (place.path / "base").unlink()
     shutil.copytree(place.path.joinpath("tiny.toml").resolve().parent / "base", place.path / "base")

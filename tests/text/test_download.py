@@ -7,7 +7,7 @@ import pytest
 from steelyard.core.errors import Fault, UserError
 from steelyard.text.convert import convert
 from steelyard.text.corpus import documents
-from steelyard.text.download import download
+from steelyard.text.download import download, rows_on_the_hub
 
 
 @pytest.fixture
@@ -48,6 +48,25 @@ def test_shards_of_c4_come_by_number(hub, tmp_path):
 def test_what_the_hub_does_not_have_is_a_fault_with_its_name(hub, tmp_path):
     with pytest.raises(Fault, match="Salesforce/wikitext"):
         download("wikitext-103-v1", tmp_path)
+
+
+def test_rows_for_tuning_are_those_of_one_training_split(hub):
+    for name in (
+        "data/train_sft-00000-of-00001.parquet",
+        "data/train_gen-00000-of-00001.parquet",
+        "data/test_sft.jsonl",
+    ):
+        hub.add("datasets", "org/talks", name, b"{}")
+    hub.add("datasets", "org/talks", "dataset_infos.json", b"{}")
+    with pytest.raises(UserError, match="several splits") as refused:
+        rows_on_the_hub("org/talks")
+    assert "org/talks:train_sft" in str(refused.value)
+    assert [path.name for path in rows_on_the_hub("org/talks:train_sft")] == ["train_sft-00000-of-00001.parquet"]
+    for name in ("train-00000-of-00002.parquet", "train-00001-of-00002.parquet", "validation-00000-of-00001.parquet"):
+        hub.add("datasets", "org/plain", name, b"{}")
+    assert [path.name[:11] for path in rows_on_the_hub("org/plain")] == ["train-00000", "train-00001"]
+    hub.add("datasets", "org/alpaca", "alpaca_data.json", b"[]")
+    assert [path.name for path in rows_on_the_hub("org/alpaca")] == ["alpaca_data.json"]
 
 
 def test_any_data_set_loads_through_the_datasets_library(tmp_path, monkeypatch):

@@ -26,6 +26,16 @@ def test_the_best_step_is_kept_and_a_run_that_gets_no_better_ends(in_workplace, 
     assert run.state == "finished"
 
 
+def test_what_a_run_began_with_is_not_its_best(in_workplace):
+    """A rate that only does harm: of the steps taken the least bad one is kept."""
+    words = ["optim.learning_rate=0.5", "optim.warmup_steps=0", "optim.schedule=constant", "eval.every=2"]
+    run = train.run(load("tiny.toml", [*words, "train.steps=6", "checkpoint.keep_best=true", "checkpoint.every=0"]))
+    losses = {record["step"]: record["valid_loss"] for record in run.metrics() if "valid_loss" in record}
+    first = losses.pop(0)
+    assert first < min(losses.values())
+    assert checkpoint.best(run.checkpoints).name == f"step-{min(losses, key=losses.get):08d}"
+
+
 def test_a_validation_that_was_no_number_stops_no_resumed_run(in_workplace):
     words = ["eval.every=2", "checkpoint.every=2"]
     run = train.run(load("tiny.toml", [*words, "train.steps=4"]), in_workplace.path / "run")

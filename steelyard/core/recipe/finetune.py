@@ -53,6 +53,9 @@ class Finetune(Section):
         "refuse", description="what becomes of conversations without a token to learn; both are counted"
     )
     bad_rows: Literal["refuse", "drop"] = Field("refuse", description="what becomes of rows that cannot be read")
+    keep_zeros: bool = Field(
+        True, description="a model that was pruned keeps its zeros, as sparsity.method = fixed does"
+    )
     adapter: Adapter | None = None
     neftune: NonNegativeFloat = Field(0.0, description="strength of NEFTune's noise on embeddings; 0 is none")
     dpo: Dpo | None = None

@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 class Section(BaseModel):
     """A table of the recipe."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True, frozen=True, protected_namespaces=())
 
 
 def contradiction(key: str, message: str, mend: str) -> PydanticCustomError:
