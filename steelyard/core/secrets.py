@@ -6,13 +6,19 @@ name, of secrets in the environment, and of whatever looks like a token of the h
 
 from __future__ import annotations
 
+import json
 import os
 import re
 
 HIDDEN = "[hidden]"
 SHORTEST = 8  # A shorter value would blot out ordinary words.
+# As the end of a name or one of its words; what ends in a word for a file says only where one is. PWD is a folder.
 _IN_ENVIRONMENT = re.compile(
-    r"(?i)(TOKEN|APIKEY|_KEY|SECRET|PASSWORD|PASSWD|PASSPHRASE|SSHPASS|(^|_)PASS|(^|_)PAT|_PWD)$"  # PWD is a folder.
+    r"""(?xi)
+    (TOKEN|APIKEY|_KEY|SECRET|PASSWORD|PASSWD|PASSPHRASE|SSHPASS|(^|_)PASS|(^|_)PAT|_PWD)$
+    | (^|_)(TOKENS?|API_?KEYS?|ACCESS_KEYS?|SECRETS?|PASSWORDS?|PASSWD|PASSPHRASE|PAT|CREDENTIALS?|CONNECTION_STRING|
+            WEBHOOK|DSN)(?=_|$)(?!.*_(PATH|FILE|DIR|HOME)$)
+    """
 )
 _SHAPES = (
     (re.compile(r"\bhf_(?:oauth_|jwt_)[\w.-]+|\bhf_[A-Za-z0-9]{20,}"), HIDDEN),
@@ -42,7 +48,8 @@ def scrub(text: str) -> str:
             beside = rf"(\b{re.escape(name)}['\"]?\s*[=:,]\s*['\"]?){re.escape(value)}"
             text = re.sub(beside, rf"\1{HIDDEN}", text)
     # A key of several lines is printed line by line.
-    in_environment = {part for value in named.values() for part in (value, *value.splitlines())}
+    whole = {form for value in named.values() for form in (value, repr(value)[1:-1], json.dumps(value)[1:-1])}
+    in_environment = {part for value in whole for part in (value, *value.splitlines())}
     for secret in sorted(_known | in_environment, key=len, reverse=True):
         if len(secret) >= SHORTEST:
             text = text.replace(secret, HIDDEN)

@@ -216,7 +216,15 @@ def _refuse(cluster: Cluster, places: dict[str, str]) -> None:
                 where=places.get(f"nodes.{number}.gpu"),
                 mend=f"describe it in a [[gpus]] table, or use one of {known}",
             )
+    for number, gpu in enumerate(cluster.gpus):
+        if gpu.name in [each.name for each in cluster.gpus[:number]]:
+            raise UserError(f"the GPU {gpu.name} is described twice", where=places.get(f"gpus.{number}.name"))
     for number, link in enumerate(cluster.links):
+        if sorted(link.between) in [sorted(each.between) for each in cluster.links[:number]]:
+            raise UserError(
+                f"the link between {' and '.join(link.between)} is described twice",
+                where=places.get(f"links.{number}.between"),
+            )
         for name in link.between:
             if name not in names:
                 raise UserError(

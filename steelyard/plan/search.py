@@ -29,7 +29,7 @@ from steelyard.plan.space import Limits, Use
 from steelyard.plan.whole import Mesh, Wholes
 from steelyard.plan.worth import price_hour, watts, weight
 
-QUICK = 24  # Actions of a step up to which its partition is refined at once, not only when it is among the best.
+QUICK = 96  # Actions of a step up to which its partition is refined at once, not only when it is among the best.
 
 # What a mesh that does not fit, or only with layers moved off full stages, counts of those that may be taken to the
 # end: the one is soon known, the other seldom fast.

@@ -32,7 +32,7 @@ def tune_for(source: str, overrides: Sequence[str], nproc: int | None, changes: 
         "drop": list(LAYOUT),
         "space": {name: {"choice": choices} for name, choices in space.items()},
         "constraints": constraints,
-        "objectives": [{"metric": "tokens_per_second", "skip": WARM_UP}],
+        "objectives": [{"metric": "tokens_per_second", "skip": min(WARM_UP, changes.get("trial.steps", STEPS) // 4)}],
         "trial": {"steps": STEPS},
         "budget": {"trials": 30},
     }

@@ -51,7 +51,10 @@ def test_secrets_of_the_environment_and_hidden_values_are_never_printed(monkeypa
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("AWS_SECRET_ACCESS_KEY", "awssecretvalue"), ("DB_PASS", "hunter2hunter2"), ("my_token", "lowercase123"),
+    [("AWS_SECRET_ACCESS_KEY", "awssecretvalue"), ("HF_TOKEN_READ", "reading-is-free"), ("MY_TOKENS", "one,two,three"),
+     ("AZURE_STORAGE_CONNECTION_STRING", "AccountKey=abc=="), ("SLACK_WEBHOOK_URL", "hooks/T000/B000"),
+     ("AWS_ACCESS_KEY_ID", "AKIAEXAMPLE0"), ("GOOGLE_CREDENTIALS", '{"a": "\\n"}'), ("ODD_PASSWORD", 'with\\ and "'),
+     ("DB_PASS", "hunter2hunter2"), ("my_token", "lowercase123"),
      ("GITHUB_PAT", "github-pat-of-mine"), ("SHORT_TOKEN", "abc12"), ("DB_PWD", "x9$"),
      ("PRIVATE_KEY", "-----BEGIN-----\nc2VjcmV0IGxpbmU\nb25lIG1vcmU=")],
 )  # fmt: skip
@@ -59,10 +62,14 @@ def test_secrets_are_known_by_many_names_and_hidden_in_a_list_of_the_environment
     monkeypatch.setenv(name, value)
     for listed in (f"{name}={value}", f"environ({{'{name}': {value!r}}})"):
         for line in listed.splitlines():
-            assert not any(part in secrets.scrub(line) for part in value.splitlines())
+            assert not any(
+                form in secrets.scrub(line) for part in value.splitlines() for form in (part, repr(part)[1:-1])
+            )
 
 
 def test_short_secrets_and_folders_leave_words_alone(monkeypatch):
     monkeypatch.setenv("SHORT_TOKEN", "loss")
     monkeypatch.setenv("PWD", "/home/somebody")
+    monkeypatch.setenv("HF_TOKEN_PATH", "/home/somebody")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "/home/somebody")
     assert secrets.scrub("loss 1.5 in /home/somebody") == "loss 1.5 in /home/somebody"

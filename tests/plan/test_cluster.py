@@ -25,6 +25,14 @@ NODES = [
             '[[nodes]]\ntype = "a"\ncount = 1\ngpu = "t4"\ngpus = 4\n', 7, "described twice"
         ),
         ('[[nodes]]\ntype = "a"\ncount = 1 gpu\n', 3, "not TOML"),
+        (
+            '[[nodes]]\ntype = "a"\ncount = 1\ngpu = "a10"\ngpus = 4\n\n'
+            '[[link]]\nbetween = ["a", "a"]\nGBps = 1.0\n', 7, "unknown key"
+        ),
+        (
+            '[[nodes]]\ntype = "a"\ncount = 1\ngpu = "a10"\ngpus = 4\n'
+            '[[links]]\nbetween = ["a", "*"]\nGBps = 1.0\n[[links]]\nbetween = ["*", "a"]\nGBps = 2.0\n', 10, "twice"
+        ),
         ("nodes = []\n", 1, "at least 1 item"),
         ('[[nodes]]\ntype = "a"\ncount = 1000000000\ngpu = "a10"\ngpus = 4\n', 3, "less than or equal to 10000"),
         ('[[nodes]]\ntype = "a"\ncount = 1\ngpu = "a10"\ngpus = 4\nprice_hour = inf\n', 6, "finite"),

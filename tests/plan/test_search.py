@@ -75,6 +75,13 @@ def test_looking_at_every_plan_finds_nothing_better(nodes, hidden, objective):
     assert found.plans[0].value(objective) <= exhaustive(recipe, machines, limits, objective) * (1 + 1e-9)
 
 
+def test_nothing_better_is_missed_where_the_first_guess_of_a_partition_ranks_wrongly():
+    recipe, machines = gpt(layers=6, hidden=4096, batch=8), cluster(("t4", 2, 1), ("a10", 1, 1), network=1.0)
+    limits = Limits(micro_batch=1, schedules=("1f1b", "gpipe"), recomputes=("none",), zeros=(0,))
+    best = search(recipe, machines, limits=limits, top=1).plans[0]
+    assert best.seconds <= exhaustive(recipe, machines, limits) * (1 + 1e-9)
+
+
 def best_with(recipe, machines, sequences, **more):
     limits = Limits(virtual=1, schedules=("1f1b",), subsets=False, sequences=sequences, **more)
     plans = search(recipe, machines, top=20, limits=limits).plans

@@ -137,7 +137,7 @@ def explained(
     problems = [problem for detail in error.errors() for problem in _problems(detail, values, section)]
     texts = []
     for key, message, mend in problems:
-        place = place_of(key, places) or source
+        place = place_of(key, places) or place_of(f"{key}.0", places) or source
         texts.append(f"{place}: {key}: {message}" + (f"\n  {mend}" if mend else ""))
     return UserError("\n".join(texts))
 
