@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +18,7 @@ import numpy as np
 
 from steelyard import checkpoint, train
 from steelyard.checkpoint.formats import Source, open_source
+from steelyard.checkpoint.formats.extra import end_ids
 from steelyard.checkpoint.formats.write import Target, convert
 from steelyard.core import files, units
 from steelyard.core.console import console
@@ -42,6 +45,7 @@ from steelyard.text.tokenizer.base import read_config
 from steelyard.tokens.samples import Samples
 from steelyard.train.extension import Extension
 
+MARK = re.compile(r"<\|[\w-]+\|>")
 PRUNED = 0.4  # Share of zeros from which on a matrix was pruned.
 Rows = PackedSamples | PairSamples
 
@@ -88,6 +92,8 @@ def prepare(recipe: Recipe, ranks: int | None = None) -> Tuning:
         raise UserError("there is no model to tune", mend="name one in train.init_from")
     recipe = keeping_zeros(recipe, tune)
     tokenizer = tokenizer_of(recipe)
+    template = templates.load(tune.template, tokenizer)
+    _warn_of_split_marks(template, tokenizer)
     length, batch = recipe.data.sequence_length, recipe.train.global_batch
     opened: Callable[..., tuple[list[Any], Tally]] = open_corpus
     made: Callable[..., Rows] = partial(PackedSamples, length=length, packing=tune.packing)
@@ -120,7 +126,15 @@ def prepare(recipe: Recipe, ranks: int | None = None) -> Tuning:
         validation = made(held_back, samples=batches * batch, seed=None)
     recipe = recipe.model_copy(update=changes)
     training = made(found, samples=recipe.train.samples_in(recipe.train.steps), seed=recipe.train.seed)
-    return Tuning(recipe, tokenizer, templates.load(tune.template, tokenizer), tally, training, validation)
+    return Tuning(recipe, tokenizer, template, tally, training, validation)
+
+
+def _warn_of_split_marks(template: Template, tokenizer: Tokenizer) -> None:
+    """Say so where a mark that the template writes is no token: the model then has to spell it out."""
+    split = {mark: len(tokenizer.encode(mark)) for mark in sorted(set(MARK.findall(template.source)))}
+    listed = ", ".join(f"{mark} ({count} tokens)" for mark, count in split.items() if count > 1)
+    if listed:
+        console.warn(f"no token of the tokenizer's: {listed}; the template {template.name} has it spelled out")
 
 
 def run(tuning: Tuning, path: Path | None, resume: str = "auto") -> Run:
@@ -172,6 +186,7 @@ def export(tuning: Tuning, run: Run, out: Path | None = None) -> dict[str, Any]:
     else:
         source = opened_under_masks(best or run.path)  # As it computes.
     take_along(source, origin)
+    _end_where_answers_end(source, tuning)
     named = tuning.recipe.data.tokenizer
     written = convert(source, out, Target("hf", dtype=origin.dtype, tokenizer=named))
     files.write_text(out / "chat_template.jinja", tuning.template.source)
@@ -179,6 +194,18 @@ def export(tuning: Tuning, run: Run, out: Path | None = None) -> dict[str, Any]:
     if settings.get("split_special_tokens"):  # A template writes special tokens out, and they must be read as such.
         files.write_json(out / "tokenizer_config.json", settings | {"split_special_tokens": False})
     return written | {"step": source.step}
+
+
+def _end_where_answers_end(source: Source, tuning: Tuning) -> None:
+    """Have whoever writes with the model stop at the special token that closed most answers it learned."""
+    shown = tuning.training.pairs if isinstance(tuning.training, PairSamples) else tuning.training.conversations
+    closing = Counter(int(each.ids[np.flatnonzero(each.learned)[-1]]) for each in _flat(shown))
+    end, count = closing.most_common(1)[0]
+    ends = end_ids(source.extra) or [each for each in [tuning.tokenizer.end_id] if each is not None]
+    if end in ends or 2 * count < closing.total() or tuning.tokenizer.decode([end]):
+        return
+    generation = dict(source.extra.get("generation_config") or {})
+    source.extra = {**source.extra, "generation_config": generation | {"eos_token_id": [*ends, end]}}
 
 
 def _warn_if_worse(run: Run) -> None:
@@ -222,7 +249,7 @@ def _digest(found: list[Any], held_back: list[Any]) -> str:
     return digest.hexdigest()[:24]
 
 
-def _flat(found: list[Any]) -> Iterator[Encoded]:
+def _flat(found: Sequence[Any]) -> Iterator[Encoded]:
     """Conversations, and both answers of pairs."""
     for each in found:
         yield from each if isinstance(each, tuple) else (each,)

@@ -171,6 +171,16 @@ def test_data_that_changed_is_not_gone_on_with(bases, place):
         tuned(bases / "llama", "train.steps=4", "train.global_batch=2")
 
 
+def test_a_tuned_model_stops_where_its_answers_end(place, bases, capsys):
+    prepared, run = tuned(bases / "llama", "train.steps=1")
+    tuning.export(prepared, run, place / "out")
+    ends = json.loads((place / "out/generation_config.json").read_text())["eos_token_id"]
+    assert prepared.tokenizer.encode("<|im_end|>")[0] in ends
+    assert "spelled out" not in capsys.readouterr().err
+    tuning.prepare(recipe_of(bases / "llama", "finetune.template=llama3", "data.sequence_length=256"))
+    assert "<|eot_id|>" in capsys.readouterr().err
+
+
 def test_a_list_in_one_json_file_is_read_like_a_row_a_line(place, bases):
     rows = talks(8)
     (place / "rows.json").write_text(json.dumps(rows, indent=1))
