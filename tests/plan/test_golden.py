@@ -12,7 +12,7 @@ The table has 50,304 h = 51,511,296, the positions 1,024 h = 1,048,576: the embe
 
 import pytest
 
-from steelyard.plan import fit
+from steelyard.plan import fit, worth
 from steelyard.plan.cluster import Cluster
 from steelyard.plan.pipeline import Times
 from steelyard.plan.predict import Predictor
@@ -156,3 +156,36 @@ def test_the_memory_of_activations_with_sequence_parallelism_off_and_on():
     # 4 x 1,024 + 8 = 4,104; on half of that: 8 x 2 x 1,028 + 2,052 = 18,500 bytes less for each of 1,024 tokens.
     whole, cut = (fit.rooms(predictor(), one_node(tensor=2, sequence_parallel=on))[0].memory for on in (False, True))
     assert whole.activations - cut.activations == 18_944_000
+
+
+def test_the_time_of_a_layer():
+    # A micro-batch of 1,024 tokens. A unit computes 1 TFLOP/s; what a wave of tiles takes for each step inside:
+    # 256 x 128 65.536 ns, 128 x 128 at 0.95 34.492632 ns.
+    # Query, key and value, 1,024 x 3,072, 1,024 + 32 inside: 4 x 24 = 96 large tiles, one wave, 69.206016 us.
+    # Output, 1,024 x 1,024: 64 of the smaller tiles, one wave, 36.424218947 us.
+    # Up, 1,024 x 4,096: 256 smaller tiles, three waves, 109.272656842 us (128 large ones take two of 69.2).
+    # Down, 1,024 x 1,024 with 4,096 inside: 32 large tiles, cut in three: 4,096/3 + 32 inside, 91.575637333 us.
+    products = 69.206016 + 36.424218947 + 109.272656842 + 91.575637333
+    # Attention sees half of 1,024 x 1,024 scores: 2 x 2 x 1,024 x 1,024 x 1,024 / 2 FLOP at 0.55 of the rate.
+    attention = 39.045157236
+    # Eight passes over the stream of 1,024, two over the inner 2 x 2,048 + 4,096: 24,576 numbers of 2 bytes a token.
+    pointwise = 54.708313043
+    # Back, of the inputs: three pieces of 1,024 + 32 for query, key and value, 69.206016; output 36.424218947; up
+    # 91.575637333; down 109.272656842. Of the weights: 69.206016, 36.424218947, and 109.272656842 twice.
+    gradients = 2 * 69.206016 + 2 * 36.424218947 + 91.575637333 + 3 * 109.272656842
+    [cost] = predictor().costs(one_node())
+    assert cost.layer.forward == close((products + attention + pointwise) * MICRO)
+    assert cost.layer.backward == close((gradients + 2.5 * attention + 2 * pointwise) * MICRO)
+
+
+def test_the_rate_of_products_in_fp8_and_the_power_of_nodes():
+    # 200 TFLOP/s on the data sheet, of which 0.75 remain. Two nodes: 100 W each, and four GPUs of 300 W.
+    gpu, nodes = GPU | {"fp8": 200.0, "watts": 300.0}, NODES | {"idle_watts": 100.0, "price_hour": 9.0}
+    machines = Cluster.model_validate({"nodes": [nodes], "gpus": [gpu], "links": LINKS})
+    fp8 = Predictor(gpt(precision="fp8"), machines)
+    assert fp8.costs(one_node())[0].work.rate == close(150e12)
+    placement = (("round", 2),)
+    assert worth.watts(machines, placement) == 2 * (100 + 4 * 300)
+    assert worth.price_hour(machines, placement) == 18
+    assert worth.weight("cost", 18.0, 2600.0) == close(0.005)  # dollars a second
+    assert worth.weight("energy", 18.0, 2600.0) == 2600  # joules
