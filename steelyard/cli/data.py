@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from steelyard.cli.options import DocumentOption, DocumentSplit, JsonOption, print_result
 from steelyard.core.console import console
 
+SHORT = 128  # tokens
 PrefixArgument = Annotated[str, typer.Argument(metavar="PREFIX", help="A pair of token files, without .bin and .idx.")]
 
 
@@ -82,6 +83,7 @@ def tokenize(
     result = preprocess.tokenize(job, workers or len(os.sched_getaffinity(0)), overwrite)
     for example in result["examples"]:
         console.warn(f"skipped {example}")
+    _warn_of_short_lines(input, document, list(result["files"].values()))
     lines = [
         f"{made['prefix']}: {made['documents']} documents, {made['tokens']} tokens, {made['dtype']}"
         + (f", {made['dropped_tokens']} tokens at the end dropped" if "dropped_tokens" in made else "")
@@ -89,6 +91,17 @@ def tokenize(
     ]
     lines += [f"{result['skipped']} bad documents skipped"] if result["skipped"] else []
     print_result(result, json, "\n".join(lines))
+
+
+def _warn_of_short_lines(inputs: list[str], document: DocumentSplit, made: list[dict[str, Any]]) -> None:
+    """Say so where a text was cut to pieces: a model learns from them what it will not meet in a whole text."""
+    tokens, documents = (sum(each[key] for each in made) for key in ("tokens", "documents"))
+    is_text = any(".txt" in Path(name).suffixes for name in inputs)
+    if is_text and document is DocumentSplit.line and documents > 1 and tokens < SHORT * documents:
+        console.warn(
+            f"every line became a document, of {tokens / documents:.0f} tokens in the mean; "
+            "--document blank or file keeps a text together"
+        )
 
 
 def download(

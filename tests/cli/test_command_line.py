@@ -1,3 +1,4 @@
+import contextlib
 import json
 import os
 import re
@@ -284,3 +285,17 @@ def test_a_check_of_a_recipe_says_which_files_it_did_not_look_at(in_workplace, c
 
     check("tiny.toml", ["train.init_from=nowhere"])
     assert "not looked at: the files of data.train, train.init_from" in capsys.readouterr().out
+
+
+def test_a_text_that_is_cut_to_lines_is_told_of(tmp_path, capsys):
+    from steelyard import cli
+    from steelyard.text.tokenizer.train import train_byte_bpe
+
+    lines = [f"line {number} of some prose" for number in range(50)]
+    train_byte_bpe(lines, 300).save(tmp_path / "tok")
+    (tmp_path / "prose.txt").write_text("\n".join(lines))
+    for document, is_told in (("line", True), ("file", False)):
+        words = ["--input", tmp_path / "prose.txt", "--tokenizer", tmp_path / "tok", "--document", document]
+        with contextlib.suppress(SystemExit):
+            cli.main(["data", "tokenize", *map(str, words), "--output-prefix", str(tmp_path / document)])
+        assert ("every line became a document" in capsys.readouterr().err) == is_told
