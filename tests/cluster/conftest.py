@@ -88,6 +88,17 @@ heterogeneous = "several-jobs"
 OMP_NUM_THREADS = "1"
 PYTHONPATH = "{source}"
 """
+OVER_MPI = """
+[hosts.environment]
+OMP_NUM_THREADS = "1"
+PYTHONPATH = "{source}"
+OMPI_ALLOW_RUN_AS_ROOT = "1"
+OMPI_ALLOW_RUN_AS_ROOT_CONFIRM = "1"
+
+[hosts.mpi]
+hosts = ["10.214.0.11", "10.214.0.21"]
+options = ["--mca", "plm_rsh_agent", "{rsh}"]
+"""
 STEPS = 120
 
 

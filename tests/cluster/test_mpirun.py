@@ -5,29 +5,18 @@ import shutil
 
 import pytest
 
-from tests.cluster.conftest import Yard, losses
+from tests.cluster.conftest import OVER_MPI, Yard, losses
 
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.timeout(240),
     pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed"),
 ]
-SITE = """
-[hosts.environment]
-OMP_NUM_THREADS = "1"
-PYTHONPATH = "{source}"
-OMPI_ALLOW_RUN_AS_ROOT = "1"
-OMPI_ALLOW_RUN_AS_ROOT_CONFIRM = "1"
-
-[hosts.mpi]
-hosts = ["10.214.0.11", "10.214.0.21"]
-options = ["--mca", "plm_rsh_agent", "{rsh}"]
-"""
 
 
 def test_mpirun_trains_over_hosts_and_leaves_the_same_folder(yard: Yard):
     sites = yard.path / "hosts.toml"
-    sites.write_text(SITE.format(source=yard.environment["PYTHONPATH"], rsh=yard.lab.folder / "rsh"))
+    sites.write_text(OVER_MPI.format(source=yard.environment["PYTHONPATH"], rsh=yard.lab.folder / "rsh"))
     words = ["alike.toml", "parallel.data=2", "--on", "mpi", "--sites", str(sites), "--site", "hosts"]
     run = yard.submit(*words, "--nodes", "2", "--name", "mpi", beside="a1")
     yard.lab.until((run / "launch" / "ended.json").exists, "the end", 120)

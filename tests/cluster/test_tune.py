@@ -9,7 +9,7 @@ import time
 import pytest
 
 from steelyard.tune import history, kept, outcome
-from tests.cluster.conftest import Yard, everything, metrics
+from tests.cluster.conftest import OVER_MPI, Yard, everything, metrics
 from tests.conftest import kill
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(200)]
@@ -30,17 +30,6 @@ steps = {steps}
 timeout_minutes = 2.0
 [early_stopping]
 enabled = false
-"""
-HOSTS = """
-[hosts.environment]
-OMP_NUM_THREADS = "1"
-PYTHONPATH = "{source}"
-OMPI_ALLOW_RUN_AS_ROOT = "1"
-OMPI_ALLOW_RUN_AS_ROOT_CONFIRM = "1"
-
-[hosts.mpi]
-hosts = ["10.214.0.11", "10.214.0.21"]
-options = ["--mca", "plm_rsh_agent", "{rsh}"]
 """
 
 
@@ -113,7 +102,7 @@ def test_a_trial_that_takes_too_long_and_one_that_somebody_cancels_are_told_apar
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
 def test_trials_run_over_the_hosts_of_mpirun(yard: Yard):
     sites = yard.path / "of-mpirun.toml"
-    sites.write_text(HOSTS.format(source=yard.environment["PYTHONPATH"], rsh=yard.lab.folder / "rsh"))
+    sites.write_text(OVER_MPI.format(source=yard.environment["PYTHONPATH"], rsh=yard.lab.folder / "rsh"))
     (yard.path / "hosts.toml").write_text(STUDY.format(on="mpi", steps=10))
     words = ["tune", "hosts.toml", "--sites", str(sites), "--site", "hosts", "--json"]
     told = json.loads(yard.steelyard(*words, beside="a1").stdout)
