@@ -36,6 +36,8 @@ def measure(recipe: Recipe, tensors: list[int], micro_batches: list[int], with_l
     device = devices.choose(recipe)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     known = by_device_name(name)
+    for tensor in tensors:  # Before anything is measured, and would be lost.
+        _shape(recipe.model, tensor)
     layers = [
         {"tensor": tensor, "micro_batch": micro_batch, **_layer(recipe, device, tensor, micro_batch)}
         for tensor in tensors
@@ -66,7 +68,8 @@ def _shape(model: GptModel | LlamaModel, tensor: int) -> GptModel | LlamaModel:
     one = {"layers": 1, "dropout": 0.0, "attention_dropout": 0.0}
     if model.heads % tensor or model.ffn % tensor or getattr(model, "kv_heads", tensor) % tensor:
         raise UserError(
-            f"{model.heads} heads and {model.ffn} columns of the MLP do not divide among {tensor} tensor ranks",
+            f"{model.heads} heads, their keys and {model.ffn} columns of the MLP "
+            f"do not divide among {tensor} tensor ranks",
             mend="measure other --tensor degrees; the planner scales by the nearest",
         )
     if isinstance(model, GptModel):  # Its heads' width follows from their number, so the layer itself is cut.
