@@ -19,7 +19,7 @@ from steelyard.core.recipe.model import GptModel, LlamaModel
 from steelyard.model.attention import bounds_of, within_documents
 from steelyard.model.cache import Cache, LayerCache
 from steelyard.model.dropout import Dropout, salt_of
-from steelyard.model.loss import WholeVocabulary, linear_cross_entropy
+from steelyard.model.loss import WholeVocabulary, linear_cross_entropy, picked
 from steelyard.model.modules import Linear
 
 
@@ -106,6 +106,7 @@ class LanguageModel(nn.Module):
         places_BL: Tensor | None = None,
         labels_BL: Tensor | None = None,
         weights_BL: Tensor | None = None,
+        learned_BK: Tensor | None = None,
         cache: Cache | None = None,
         last: int | None = None,
     ) -> Tensor:
@@ -131,6 +132,8 @@ class LanguageModel(nn.Module):
             x_BLD = x_BLD[:, -last:]
         x_BLD = self.vocabulary.enter(self.norm(x_BLD))
         if labels_BL is not None:
+            if learned_BK is not None:  # Every other place weighs nothing, so the head need not see it.
+                x_BLD, labels_BL, weights_BL = picked(learned_BK, x_BLD, labels_BL, weights_BL)
             loss = self.loss(x_BLD, self.head.weight, labels_BL, weights_BL, self.shape.vocab, self.vocabulary)
             # A pipeline joins the outputs of micro-batches, which it could not do with scalars; a view makes FSDP warn.
             return torch.stack([loss])

@@ -36,6 +36,17 @@ class WholeVocabulary:
         return value
 
 
+def picked(
+    places_BK: Tensor, x_BLD: Tensor, labels_BL: Tensor, weights_BL: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The stream, the labels and their weights at some of each row's places."""
+    rows, length = labels_BL.shape
+    places_N = (places_BK + length * torch.arange(rows, device=places_BK.device)[:, None]).flatten()
+    x_BKD = x_BLD.flatten(0, 1).index_select(0, places_N).unflatten(0, places_BK.shape)
+    weights_BK = None if weights_BL is None else weights_BL.gather(1, places_BK)
+    return x_BKD, labels_BL.gather(1, places_BK), weights_BK
+
+
 def linear_cross_entropy(
     x_BLD: Tensor,
     weight_VD: Tensor,

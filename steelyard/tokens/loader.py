@@ -69,6 +69,17 @@ def starts_of(documents: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
     return starts
 
 
+def learned_in(weights: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
+    """The places of each row that weigh something, and as many others as the row with most of them needs it to have.
+
+    Their number is one of sixteen, so that memory held for one batch serves others.
+    """
+    step = max(1, weights.shape[1] // 16)
+    most = int(np.count_nonzero(weights, axis=1).max())
+    width = min(weights.shape[1], max(1, -(-most // step)) * step)
+    return np.argsort(weights == 0, axis=1, kind="stable")[:, :width]
+
+
 def read(samples: Samples, first: int, number: int) -> Rows:
     """Samples `first` up to `first + number`, one per row."""
     found = [samples[index] for index in range(first, first + number)]

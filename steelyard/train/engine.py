@@ -23,7 +23,7 @@ from steelyard.parallel import context, sharding
 from steelyard.parallel.assemble import assemble
 from steelyard.parallel.gradients import Gradients
 from steelyard.parallel.mesh import Mesh
-from steelyard.tokens.loader import Rows, documents_in, starts_of
+from steelyard.tokens.loader import Rows, documents_in, learned_in, starts_of
 from steelyard.train import device as devices
 from steelyard.train import fp8
 from steelyard.train.extension import Extension
@@ -205,6 +205,10 @@ class Engine:
             for name in ("inputs", "labels_BL", "weights_BL", "positions_BL", "places_BL"):
                 if name in batch:
                     batch[name] = batch[name][:, here]
+        if "weights_BL" in batch:
+            learned = learned_in(batch["weights_BL"])
+            if learned.shape[1] < batch["weights_BL"].shape[1]:
+                batch["learned_BK"] = learned
         return {name: self._to_device(value) for name, value in batch.items()}
 
     def _attends_within(self) -> bool:

@@ -5,7 +5,7 @@ from steelyard import model
 from steelyard.core.recipe import load
 from steelyard.model import attention
 from steelyard.model.llama import scaled
-from steelyard.tokens.loader import starts_of
+from steelyard.tokens.loader import learned_in, starts_of
 
 TINY = {
     "gpt": ["model.layers=2", "model.hidden=32", "model.heads=4", "model.vocab=100"],
@@ -171,3 +171,19 @@ def test_the_kernel_for_documents_is_asked_before_it_is_used():
     assert bounds.tolist() == [0, 3, 8, 8, 16, 16, 16]
     mask = attention.dense_mask(bounds, 2, 8)
     assert torch.equal(mask, attention.within_documents(torch.tensor([[0] * 3 + [1] * 5, [0] * 8])))
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_the_head_need_not_see_places_that_weigh_nothing(family):
+    network, tokens = tiny(family), torch.randint(0, 100, (3, 33))
+    weights = (torch.rand(3, 32) < 0.4).float()
+    rows = {"inputs": tokens[:, :-1], "labels_BL": tokens[:, 1:], "weights_BL": weights}
+    found = []
+    for places in (None, torch.from_numpy(learned_in(weights.numpy()))):
+        network.zero_grad()
+        loss = network(**rows, learned_BK=places)
+        loss.sum().backward()
+        found.append([loss.detach(), *(parameter.grad.clone() for parameter in network.parameters())])
+    assert places.shape[1] < 32
+    for of_all, of_some in zip(*found, strict=True):
+        torch.testing.assert_close(of_some, of_all)

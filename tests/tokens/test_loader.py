@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from steelyard.tokens.loader import Loader, documents_in, read, starts_of
+from steelyard.tokens.loader import Loader, documents_in, learned_in, read, starts_of
 
 
 class Numbers:
@@ -80,3 +80,11 @@ def test_documents_are_named_by_where_they_begin_too():
 
 def test_rows_are_samples():
     assert read(Numbers(), 3, 2)["inputs"][:, 0].tolist() == [3, 4]
+
+
+def test_places_that_weigh_something_come_first():
+    weights = np.zeros((2, 32), dtype=np.float32)
+    weights[0, [5, 9, 31]], weights[1, 2] = (1.0, 0.5, -1.0), 1.0
+    assert learned_in(weights).tolist() == [[5, 9, 31, 0], [2, 0, 1, 3]]
+    assert learned_in(np.ones((2, 33), dtype=np.float32)).tolist() == [list(range(33))] * 2
+    assert learned_in(np.zeros((1, 32), dtype=np.float32)).shape == (1, 2)
