@@ -45,6 +45,8 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--micro-batch", type=int, default=8)
+    parser.add_argument("--precision", default="bf16", help="ours; TRL has bf16")
+    parser.add_argument("--alone", action="store_true", help="leave TRL out")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="try TRL only as it is not compiled")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
@@ -53,8 +55,8 @@ def main() -> None:
         talks = made_up(options.micro_batch * (options.steps + WARM_UP) * 14, folder / "talks.jsonl", options.tiny)
         base = a_model(options, folder)
         row("steelyard", options, ours(base, folder, talks, options))
-        if find_spec("trl") is None:
-            row("trl", options, {"left_out": "it is not installed"})
+        if options.alone or find_spec("trl") is None:
+            row("trl", options, {"left_out": "not asked for" if options.alone else "it is not installed"})
             return
         attentions = ["sdpa", *(["flash_attention_2"] if find_spec("flash_attn") else [])]
         tried = []
@@ -107,7 +109,7 @@ def a_model(options: argparse.Namespace, folder: Path) -> Path:
 
 def ours(base: Path, folder: Path, talks: list[Any], options: argparse.Namespace) -> dict[str, Any]:
     """Tokens a second of `steelyard sft`, from the records of its run."""
-    precision = "bf16" if on_gpu() else "fp32"
+    precision = options.precision if on_gpu() else "fp32"
     words = [
         "finetune.template=chatml", f"data.sequence_length={options.length}",
         f"train.micro_batch={options.micro_batch}", f"train.global_batch={options.micro_batch}",
@@ -123,6 +125,7 @@ def ours(base: Path, folder: Path, talks: list[Any], options: argparse.Namespace
     is_flash = can_attend_within(device, devices.DTYPES[precision], shape.head_dim)
     return {
         "tokens_per_second": round(tokens / seconds),
+        "precision": precision,
         "packing": round(prepared.training.efficiency, 4),
         "attention": "flash, by bounds" if is_flash else "dense mask",
     }

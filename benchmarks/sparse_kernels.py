@@ -17,6 +17,7 @@ that none is found in the cache. Prints a table and, after each part, one line o
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import os
@@ -36,7 +37,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from steelyard.checkpoint.formats.compressed import compress
-from steelyard.sparsity import decode, gumbel, inference, kernels
+from steelyard.sparsity import cores, decode, gumbel, inference, kernels
 from steelyard.sparsity.compressed import Packed, packed
 from steelyard.sparsity.gumbel import Place
 from steelyard.sparsity.layers import Gram
@@ -260,11 +261,10 @@ def published(weight: Tensor, windows: list[Tensor]) -> Tensor:
     return w.to(weight.dtype)
 
 
-def shown(way: decode.Way) -> str:
+def shown(way: decode.Way | cores.Form) -> str:
     """A way in few words."""
-    return (
-        f"{way.kernel}({way.rows} rows, {way.blocks} blocks, {way.warps} warps, {way.stages} stages, {way.parts} parts)"
-    )
+    told = " ".join(f"{field.name} {getattr(way, field.name)}" for field in dataclasses.fields(way))
+    return f"{'cores' if isinstance(way, cores.Form) else 'own'}({told})"
 
 
 def random(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

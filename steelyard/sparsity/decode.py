@@ -20,7 +20,7 @@ microseconds at 14336x4096 where memory takes 16. `_tiles` takes up to 16 rows: 
 four tiles, one for each member, with zeros where the mask has none, and go through the tensor cores; 18 to 24
 instructions, whatever the number of rows. Where rows of the matrix are too few to occupy the GPU (4096x14336), the
 inputs are divided among programs too (`parts`); whichever finishes last adds up, always in the same order, so results
-repeat to the bit. Where a matrix has whole tiles and blocks only, there is a third kernel: `cores.py`.
+repeat to the bit. Where a matrix has whole tiles and blocks only, `cores.py` does what `_tiles` does, and faster.
 
 Tried for `_tiles`, by what it compiles to, and left: masks in words of 16 or 8 bits, for smaller steps (each test of a
 bit takes two instructions); parts of a word's steps at a time, shifted by a number known at run time (the compiler then
@@ -36,7 +36,6 @@ moves every tile through fast memory); tiles of two members (no packing, but eve
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Literal
 
 import torch
@@ -45,9 +44,8 @@ import triton.language as tl
 from torch import Tensor
 
 from steelyard.sparsity import cores
-from steelyard.sparsity.compressed import BLOCK_GROUPS, BLOCK_WORDS, TILE, Packed
+from steelyard.sparsity.compressed import BLOCK_GROUPS, BLOCK_WORDS, Packed
 
-COUNTERS = 1 << 16
 _WORDS, _GROUPS = tl.constexpr(BLOCK_WORDS), tl.constexpr(BLOCK_GROUPS)
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
@@ -56,7 +54,7 @@ _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 class Way:
     """One way to run a product: which kernel, rows of the matrix and blocks of inputs at once, and how divided."""
 
-    kernel: Literal["vectors", "tiles", "cores"]
+    kernel: Literal["vectors", "tiles"]
     rows: int
     blocks: int = 1
     """Side by side; more than one in `_vectors` alone."""
@@ -77,13 +75,15 @@ TILES = (
     Way("tiles", 64, stages=3), Way("tiles", 64, stages=2), Way("tiles", 32, warps=2, stages=3),
     Way("tiles", 32, warps=2, stages=2), Way("tiles", 128, warps=8, stages=3), Way("tiles", 128, stages=2),
 )  # fmt: skip
-CORES = (Way("cores", 16, warps=2), Way("cores", 16), Way("cores", 16, warps=8), Way("cores", 32, warps=8))
 PARTS = (1, 2, 4, 7)
 PROGRAMS = (100, 1200)  # of a product: fewer leave multiprocessors idle, more only add up more parts
 
 
-def ways(rows: int, packed: Packed) -> list[Way]:
+def ways(rows: int, packed: Packed) -> list[Way | cores.Form]:
     """The ways that suit so many rows of inputs and such a matrix; the first is a good guess."""
+    in_cores = [] if packed.places is None or _INTERPRETED else cores.forms(packed)
+    if in_cores and rows > 1:
+        return [*in_cores]
     blocks = packed.words.shape[1] // BLOCK_WORDS
     fewest, most = PROGRAMS
     found: list[tuple[int, Way]] = []
@@ -91,19 +91,16 @@ def ways(rows: int, packed: Packed) -> list[Way]:
         programs = triton.cdiv(packed.outputs, form.rows) * (rows if form.kernel == "vectors" else 1)
         for parts in PARTS:
             # More parts than one only where blocks and programs suffice for them.
-            if parts == 1 or (parts * form.blocks <= blocks and programs * parts <= min(most, COUNTERS)):
+            if parts == 1 or (parts * form.blocks <= blocks and programs * parts <= min(most, cores.COUNTERS)):
                 found.append((programs * parts, replace(form, parts=parts)))
     enough = [way for programs, way in found if programs >= fewest] or [way for _, way in found]
-    if packed.places is None or rows == 1 or _INTERPRETED:
-        return enough
-    return [*(way for way in CORES if packed.outputs % way.rows == 0), *enough]
+    return [*in_cores, *enough]
 
 
-def few_rows(x_BI: Tensor, packed: Packed, way: Way) -> Tensor:
+def few_rows(x_BI: Tensor, packed: Packed, way: Way | cores.Form) -> Tensor:
     """The product of 1 to 16 rows, by one of the ways."""
-    if way.kernel == "cores":
-        assert packed.places is not None
-        return cores.few_rows(x_BI, packed.values, packed.places, way.rows // TILE, way.warps)
+    if isinstance(way, cores.Form):
+        return cores.few_rows(x_BI, packed, way)
     batch, inputs = x_BI.shape
     outputs, words = packed.words.shape
     y_BO = x_BI.new_empty(batch, outputs)
@@ -119,9 +116,9 @@ def few_rows(x_BI: Tensor, packed: Packed, way: Way) -> Tensor:
     repeats = batch if way.kernel == "vectors" else 1
     sums, done = y_BO, y_BO
     if way.parts > 1:
-        assert programs * repeats <= COUNTERS, f"{outputs} outputs are too many to divide the inputs as well"
+        assert programs * repeats <= cores.COUNTERS, f"{outputs} outputs are too many to divide the inputs as well"
         sums = torch.empty(way.parts, batch, outputs, dtype=torch.float32, device=x_BI.device)
-        done = _counters(x_BI.device)
+        done = cores.counters(x_BI.device)
     kernel = _tiles if way.kernel == "tiles" else _vectors
     kernel[(programs, repeats, way.parts)](
         x, packed.values.view(torch.int32), packed.words, y_BO, sums, done, batch, outputs, inputs // 4, words, steps,
@@ -141,12 +138,6 @@ def expand(packed: Packed) -> Tensor:
         rows, num_warps=4,
     )  # fmt: skip
     return whole
-
-
-@cache
-def _counters(device: torch.device) -> Tensor:
-    """Counters at zero, and left there by every product. Products on one stream follow each other, and share them."""
-    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
 @triton.jit

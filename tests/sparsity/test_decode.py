@@ -115,10 +115,9 @@ def test_ways_divide_the_inputs_where_rows_are_too_few_and_not_where_they_are_ma
 
 # Triton's interpreter knows no assembler. In its place stands what the PTX ISA says of the two instructions, thread by
 # thread; on a GPU they are the hardware's.
-def loaded(address, there=None):
-    """`ld.global.v4`: four words from each thread's address, or zeros."""
+def loaded(address):
+    """`ld.global.v4`: four words from each thread's address."""
     raw = np.array([(ctypes.c_int32 * 4).from_address(int(at)) for at in address.handle.data])
-    raw *= 1 if there is None else there.handle.data[:, None].astype(np.int32)
     return tuple(_vector(raw[:, number].copy(), tl.int32, address) for number in range(4))
 
 
@@ -162,18 +161,41 @@ def _vector(numbers, dtype, like):
 
 
 @pytest.mark.parametrize(
-    ("rows", "outputs", "inputs", "tiles", "warps"),
-    [(2, 16, 1024, 1, 2), (8, 32, 512, 2, 1), (11, 32, 512, 2, 1), (3, 16, 1536, 1, 2)],
+    ("rows", "outputs", "inputs", "form"),
+    [
+        (2, 16, 1024, (1, 1, 2)),
+        (8, 32, 512, (2, 1, 1)),
+        (3, 64, 512, (2, 2, 1)),
+        (11, 32, 512, (2, 1, 2)),
+        (16, 32, 1024, (1, 2, 1, 4)),
+        (5, 32, 1536, (1, 1, 2, 3)),
+    ],
 )
-def test_the_instruction_for_sparse_matrices_is_given_what_it_wants(monkeypatch, rows, outputs, inputs, tiles, warps):
-    from steelyard.sparsity import cores, decode
+def test_the_instruction_for_sparse_matrices_is_given_what_it_wants(monkeypatch, rows, outputs, inputs, form):
+    from steelyard.sparsity import cores
 
     if DEVICE == "cpu":
         monkeypatch.setattr(cores, "_four", loaded)
-        monkeypatch.setattr(cores, "_four_if", loaded)
+        monkeypatch.setattr(cores, "_four_once", loaded)
         monkeypatch.setattr(cores, "_multiply", multiplied)
     weight = matrix(outputs, inputs)
     x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.bfloat16)
-    y = decode.few_rows(x, compressed(weight), decode.Way("cores", 16 * tiles, warps=warps))
-    expected = x.double() @ weight.double().t()
-    torch.testing.assert_close(y.double(), expected, rtol=1e-2, atol=0.02 * expected.std().item())
+    for _ in range(2):  # Counters are at zero again after the first.
+        y = cores.few_rows(x, compressed(weight), cores.Form(*form))
+        expected = x.double() @ weight.double().t()
+        torch.testing.assert_close(y.double(), expected, rtol=1e-2, atol=0.02 * expected.std().item())
+
+
+def test_the_tensor_cores_are_given_forms_that_divide_a_matrix_evenly():
+    from steelyard.sparsity import cores
+    from steelyard.sparsity.compressed import Packed
+
+    def found(outputs, inputs):
+        return cores.forms(Packed(torch.empty(outputs, inputs // 2, device="meta"), torch.empty(0, device="meta")))
+
+    assert found(14336, 4096)[0] == cores.Form(2, 1, 4)
+    assert found(4096, 14336)[0] == cores.Form(1, 4, 2, parts=4)
+    for outputs, inputs in ((16, 512), (48, 1536), (14336, 4096)):
+        for form in found(outputs, inputs):
+            assert outputs // 16 % (form.tiles * form.across) == 0
+            assert inputs // 256 % (form.along * form.parts) == 0
