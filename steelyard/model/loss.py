@@ -79,7 +79,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         head_VD = weight_VD.to(x_ND.dtype)
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         grad_x = torch.empty_like(x_ND) if needs_x else None
-        grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_weight else None
+        grad_weight: Tensor | None = None
         loss = torch.zeros((), dtype=torch.float32, device=x_ND.device)
         needs_grad = needs_x or needs_weight
         chunk = CHUNK_BYTES if needs_grad or x_ND.is_cuda else CACHE_BYTES
@@ -100,8 +100,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             loss += losses.sum()
             if grad_x is not None:
                 torch.mm(grad, head_VD, out=grad_x[part])
-            if grad_weight is not None:
-                _add_product(grad_weight, grad.t(), x_ND[part])
+            if needs_weight:
+                grad_weight = _add_product(grad_weight, grad.t(), x_ND[part])
         ctx.save_for_backward(grad_x, grad_weight)
         ctx.weight_dtype = weight_VD.dtype
         return loss
@@ -155,11 +155,12 @@ def _parted(
     return losses_N, powers_NV, sums_N, place_N, is_here_N
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, the total being fp32."""
-    if a.dtype == torch.float32:
-        total.addmm_(a, b)
-    elif a.is_cuda:
-        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-    else:
-        total += (a @ b).float()
+def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """total + a @ b in fp32, in the place of the total where there is one yet."""
+    if a.is_cuda and a.dtype != torch.float32:
+        if total is None:
+            return torch.mm(a, b, out_dtype=torch.float32)
+        return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    if total is None:
+        return (a @ b).float()
+    return total.addmm_(a, b) if a.dtype == torch.float32 else total.add_((a @ b).float())

@@ -83,8 +83,8 @@ def test_rows_are_samples():
 
 
 def test_places_that_weigh_something_come_first():
-    weights = np.zeros((2, 32), dtype=np.float32)
+    weights = np.zeros((2, 128), dtype=np.float32)
     weights[0, [5, 9, 31]], weights[1, 2] = (1.0, 0.5, -1.0), 1.0
     assert learned_in(weights).tolist() == [[5, 9, 31, 0], [2, 0, 1, 3]]
     assert learned_in(np.ones((2, 33), dtype=np.float32)).tolist() == [list(range(33))] * 2
-    assert learned_in(np.zeros((1, 32), dtype=np.float32)).shape == (1, 2)
+    assert learned_in(np.zeros((1, 128), dtype=np.float32)).shape == (1, 2)

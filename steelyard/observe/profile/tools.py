@@ -55,7 +55,8 @@ def line(tool: str, program: str, path: Path, is_cpu: bool, command: Sequence[st
         ]  # fmt: skip
         stem = str(path).removesuffix(SUFFIXES[tool])
         return [program, "profile", "-s", "none", *what, "--force-overwrite=true", "-o", stem, *command]
-    looking = ["--profile-from-start", "off", "--target-processes", "all", "--nvtx", "-f"]
+    # Clocks stay as the run has them: ncu would fix them low, and is often not allowed to.
+    looking = ["--profile-from-start", "off", "--clock-control", "none", "--target-processes", "all", "--nvtx", "-f"]
     return [program, *looking, "-o", str(path).removesuffix(SUFFIXES[tool]), *command]
 
 
