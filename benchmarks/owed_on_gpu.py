@@ -116,7 +116,7 @@ def tiny() -> list[Step]:
         "kernels": ["sparse_kernels.py", "--tiny"],
         "mask-training": ["mask_training.py", "--tiny", "--steps", "1"],
         "mask-quality": ["mask_quality.py", "--tiny", "--try", "optim.eps=1e-8"],
-        "sft-135m": ["sft.py", "--tiny", "--steps", "2", "--length", "128", "--micro-batch", "2"],
+        "sft-135m": ["sft.py", "--tiny", "--steps", "10", "--length", "128", "--micro-batch", "2"],
         "eval-ppl": ["eval_ppl.py", "--tiny", "--length", "64"],
         "train": ["train_speed.py", "tiny", "--precision", "fp32", "--steps", "1"],
         "several-gpus": ["layouts_alike.py", "--tiny"],
