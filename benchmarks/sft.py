@@ -117,6 +117,7 @@ def ours(base: Path, folder: Path, talks: list[Any], options: argparse.Namespace
         f"train.micro_batch={options.micro_batch}", f"train.global_batch={options.micro_batch}",
         f"train.steps={options.steps + WARM_UP}", f"log.every={WARM_UP}",
         f"train.precision={precision}", "finetune.valid_share=0.0", "eval.every=0", "checkpoint.every=0",
+        "checkpoint.at_end=false",
     ]  # fmt: skip
     prepared = tuning.prepare(recipe_for(None, words, str(base), [str(folder / "talks.jsonl")]))
     run = tuning.run(prepared, folder / "run")

@@ -1,15 +1,15 @@
 """Causal attention between queries and keys, and who may attend to whom when a row holds several documents.
 
-A mask is dense (bool, who may look at whom) or, where a kernel can use it, the bounds of the documents: int32, one
-row after the other, where each document begins, and last where all end. Documents may be empty, so that rows of any
-number of documents have bounds of one shape. The dense mask is what bounds mean.
+A mask is dense (bool, who may look at whom) or, where a kernel can use it, the bounds of the documents. The dense mask
+is what bounds mean.
 
-Tensor suffixes: B batch, L length, H heads, K key-value heads, E head width, N documents of a row at most.
+Tensor suffixes: B batch, L length, H heads, K key-value heads, E head width, N documents of a row, T all tokens.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,12 +19,21 @@ from torch.nn.attention.bias import causal_lower_right
 from steelyard.model.dropout import FACTORS, kept, mixed
 
 
-def attend(query_BHLE: Tensor, key_BKLE: Tensor, value_BKLE: Tensor, mask: Tensor | None) -> Tensor:
+class Bounds(NamedTuple):
+    """The documents of all rows, one row after the other."""
+
+    places: Tensor
+    """Where each begins, and last where all end; int32."""
+    longest: int
+    """A power of two that none is longer than: kernels begin work for as many tokens of every document."""
+
+
+def attend(query_BHLE: Tensor, key_BKLE: Tensor, value_BKLE: Tensor, mask: Tensor | Bounds | None) -> Tensor:
     """Mix the values by attention; without a mask a token sees itself and everything before it.
 
     Where there are more keys than queries, the queries are the last tokens.
     """
-    if mask is not None and mask.ndim == 1:
+    if isinstance(mask, Bounds):
         return attend_within(query_BHLE, key_BKLE, value_BKLE, mask)
     grouped = query_BHLE.shape[1] != key_BKLE.shape[1]
     length, seen = query_BHLE.shape[2], key_BKLE.shape[2]
@@ -36,29 +45,37 @@ def attend(query_BHLE: Tensor, key_BKLE: Tensor, value_BKLE: Tensor, mask: Tenso
     )
 
 
-def attend_within(query_BHLE: Tensor, key_BKLE: Tensor, value_BKLE: Tensor, bounds: Tensor) -> Tensor:
+def attend_within(query_BHLE: Tensor, key_BKLE: Tensor, value_BKLE: Tensor, bounds: Bounds) -> Tensor:
     """The same within documents: on a GPU by flash attention, to which each document is a sequence of its own."""
     rows, _, length, _ = query_BHLE.shape
     if not query_BHLE.is_cuda:
         return attend(query_BHLE, key_BKLE, value_BKLE, dense_mask(bounds, rows, length))
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query_BHLE, key_BKLE, value_BKLE))
+    places, longest = bounds
     mixed_THE = torch.ops.aten._flash_attention_forward(
-        query, key, value, bounds, bounds, length, length, 0.0, True, False
+        query, key, value, places, places, longest, longest, 0.0, True, False
     )[0]
     mixed_BLHE: Tensor = mixed_THE.unflatten(0, (rows, length))
     return mixed_BLHE.transpose(1, 2)
 
 
-def bounds_of(starts_BN: Tensor, length: int) -> Tensor:
-    """The bounds of documents, from where those of each row begin; what begins at the row's end is empty."""
-    rows = torch.arange(len(starts_BN), dtype=torch.int32, device=starts_BN.device)[:, None]
-    return F.pad((starts_BN + rows * length).flatten(), (0, 1), value=len(starts_BN) * length)
+def bounds_of(starts_BN: Tensor, length: int, device: torch.device) -> Bounds:
+    """The bounds of documents, from where those of each row begin, known to the host; none begins at the row's end."""
+    starts_BN = starts_BN.cpu()
+    offsets_B1 = length * torch.arange(len(starts_BN), dtype=torch.int32)[:, None]
+    begins = (starts_BN + offsets_B1)[starts_BN < length]
+    places = F.pad(begins, (0, 1), value=len(starts_BN) * length)
+    longest = 1 << (int(places.diff().max()) - 1).bit_length()
+    if device.type == "cuda":
+        places = places.pin_memory().to(device, non_blocking=True)
+        torch._dynamo.maybe_mark_dynamic(places, 0)  # or layers would be compiled again for the second number of them
+    return Bounds(places.to(device), longest)
 
 
-def dense_mask(bounds: Tensor, rows: int, length: int) -> Tensor:
+def dense_mask(bounds: Bounds, rows: int, length: int) -> Tensor:
     """What bounds mean: True where a token may look. Shape (B, 1, L, L)."""
-    places = torch.arange(rows * length, dtype=bounds.dtype, device=bounds.device)
-    return within_documents(torch.searchsorted(bounds, places, right=True).view(rows, length))
+    tokens = torch.arange(rows * length, dtype=torch.int32, device=bounds.places.device)
+    return within_documents(torch.searchsorted(bounds.places, tokens, right=True).view(rows, length))
 
 
 @functools.cache
@@ -71,7 +88,7 @@ def can_attend_within(device: torch.device, dtype: torch.dtype, width: int) -> b
         torch.randn(2, heads, 128, width, dtype=dtype, device=device, generator=generator).requires_grad_()
         for heads in (4, 2, 2)
     )
-    bounds = bounds_of(torch.tensor([[0, 7, 100, 128], [0, 64, 128, 128]], dtype=torch.int32, device=device), 128)
+    bounds = bounds_of(torch.tensor([[0, 7, 100, 128], [0, 64, 128, 128]], dtype=torch.int32), 128, device)
     answers = []
     for mask in (dense_mask(bounds, 2, 128), bounds):
         try:
@@ -86,11 +103,12 @@ def attend_dropping(
     query_BHLE: Tensor,
     key_BKLE: Tensor,
     value_BKLE: Tensor,
-    mask: Tensor | None,
+    mask: Tensor | Bounds | None,
     rows_BHL: Tensor,
     share: float,
 ) -> Tensor:
     """The same with a share of the weights dropped, spelled out because no kernel takes our choice of them."""
+    assert not isinstance(mask, Bounds), "what drops weights cannot use bounds"
     groups = query_BHLE.shape[1] // key_BKLE.shape[1]
     key_BHLE, value_BHLE = (x.repeat_interleave(groups, dim=1) for x in (key_BKLE, value_BKLE))
     length = query_BHLE.shape[2]

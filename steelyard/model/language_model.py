@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from steelyard.core.recipe.model import GptModel, LlamaModel
-from steelyard.model.attention import bounds_of, within_documents
+from steelyard.model.attention import Bounds, bounds_of, within_documents
 from steelyard.model.cache import Cache, LayerCache
 from steelyard.model.dropout import Dropout, salt_of
 from steelyard.model.loss import WholeVocabulary, linear_cross_entropy, picked
@@ -36,7 +36,7 @@ class Context(NamedTuple):
     """What every layer needs beside the stream: the same for all layers of a forward pass, but for the cache."""
 
     rotation: tuple[Tensor, Tensor] | None = None
-    mask: Tensor | None = None
+    mask: Tensor | Bounds | None = None
     samples_B: Tensor | None = None
     places_BL: Tensor | None = None
     cache: LayerCache | None = None
@@ -115,9 +115,9 @@ class LanguageModel(nn.Module):
             positions_BL = torch.arange(seen, seen + inputs.shape[1], device=inputs.device)[None]
         if places_BL is None and samples_B is not None:
             places_BL = torch.arange(positions_BL.shape[1], device=inputs.device)[None]
-        mask = None if documents_BL is None else self.mask_of(documents_BL)
+        mask: Tensor | Bounds | None = None if documents_BL is None else self.mask_of(documents_BL)
         if starts_BN is not None:  # The same documents by where they begin, for kernels that want that.
-            mask = bounds_of(starts_BN, positions_BL.shape[1])
+            mask = bounds_of(starts_BN, positions_BL.shape[1], inputs.device)
         context = Context(self.rotation(positions_BL), mask, samples_B, places_BL)
         x_BLD = inputs
         if self.embed is not None:

@@ -56,14 +56,13 @@ def documents_in(inputs: npt.NDArray[np.int64], end_of_document: int) -> Documen
 def starts_of(documents: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
     """Where the documents of each row begin, from the number of each token's document.
 
-    Rows with fewer documents than others go on with empty ones at their end. Widths are powers of two, so that what is
-    compiled for one shape serves many batches.
+    Rows with fewer documents than others go on with empty ones at their end.
     """
     rows, length = documents.shape
     begins = np.ones(documents.shape, dtype=np.bool_)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
     most = int(begins.sum(axis=1).max())
-    starts = np.full((rows, 1 << (most - 1).bit_length()), length, dtype=np.int32)
+    starts = np.full((rows, most), length, dtype=np.int32)
     row, place = np.nonzero(begins)
     starts[row, np.cumsum(begins, axis=1)[row, place] - 1] = place
     return starts

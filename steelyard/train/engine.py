@@ -209,7 +209,8 @@ class Engine:
             learned = learned_in(batch["weights_BL"])
             if learned.shape[1] < batch["weights_BL"].shape[1]:
                 batch["learned_BK"] = learned
-        return {name: self._to_device(value) for name, value in batch.items()}
+        on_host = {name: torch.from_numpy(batch.pop(name)) for name in ("starts_BN",) if name in batch}
+        return {name: self._to_device(value) for name, value in batch.items()} | on_host
 
     def _attends_within(self) -> bool:
         """Whether attention takes documents by where they begin, which saves it the pairs of tokens between them."""
