@@ -31,7 +31,7 @@ from steelyard.sparsity import training
 
 SHARE = 0.85
 DOCS = Path(__file__).parents[1] / "docs"
-TRIES = ["optim.eps=1e-8", "optim.eps=1e-8 sparsity.distill=1.0"]
+TRIES = ["optim.eps=1e-8 sparsity.distill=1.0", "optim.eps=1e-8"]
 DENSE: list[float] = []
 
 

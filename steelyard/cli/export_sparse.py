@@ -62,5 +62,5 @@ def export_sparse(
     source = opened(checkpoint, mask, base)
     result = export(source, destination, DTYPES[dtype.value] if dtype else None, allow_dense, tokenizer)
     left = f", {result['dense_matrices']} left dense" if result["dense_matrices"] else ""
-    text = f"{destination}: {result['compressed']} matrices compressed{left}, {units.count(result['bytes'])}B"
+    text = f"{destination}: {result['compressed']} matrices compressed{left}, {units.size(result['bytes'])}"
     print_result(result, json, text)

@@ -156,7 +156,8 @@ def as_text(result: dict[str, Any]) -> str:
     lines.append(f"{'':16} {'dense':>14} {'sparse':>14} {'gain':>7}")
     for row in result["rows"]:
         shown = [
-            f"{units.count(row[side])}{'B' if row['unit'] == 'bytes' else ' tok/s'}" for side in ("dense", "sparse")
+            units.size(row[side]) if row["unit"] == "bytes" else f"{units.count(row[side])} tok/s"
+            for side in ("dense", "sparse")
         ]
         lines.append(f"{row['what']:16} {shown[0]:>14} {shown[1]:>14} {row['gain']:>6.2f}x")
     return "\n".join(lines)

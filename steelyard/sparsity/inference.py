@@ -21,6 +21,7 @@ there.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -173,7 +174,9 @@ def choose(x: Tensor, held: Packed, for_many: Tensor) -> Way:
     """
     found = candidates(x, held, for_many)
     if for_many.numel() and len(x) > MOST_FEW_ROWS and len(x) % 8 == 0:
-        found.append(int(torch._cslt_sparse_mm_search(for_many, x.t(), transpose_result=True)))
+        with warnings.catch_warnings():  # It will be renamed; until then it would say so to whoever runs a model.
+            warnings.simplefilter("ignore", UserWarning)
+            found.append(int(torch._cslt_sparse_mm_search(for_many, x.t(), transpose_result=True)))
     expected = multiplied(x, held, for_many, None).float()
     best, least = None, float("inf")
     for way in found:
