@@ -69,7 +69,7 @@ class Followed:
                 return known
             # Of hundreds of runs most have ended long ago, and to ask for each of them would take minutes.
             if not has_ended(self.state.refresh()):
-                self.asking.ask()
+                self.asking.ask(self.state)
                 self.state.refresh()
             answer = make(self.state)
             self._answers[make.__name__] = time.monotonic(), answer

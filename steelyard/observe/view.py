@@ -100,7 +100,9 @@ def _curve(state: State) -> dict[str, list[Any]]:
 
 
 def _names(state: State) -> list[str]:
-    return sorted({*state.hosts, *state.out, *state.err, *state.devices})
+    """Of the hosts; a launcher that has nothing to say is none."""
+    said = {name for logs in (state.out, state.err) for name, log in logs.items() if log.raw}
+    return sorted({*state.hosts, *state.devices, *said})
 
 
 def _host(state: State, name: str) -> dict[str, Any]:

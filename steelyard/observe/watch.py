@@ -26,7 +26,7 @@ MOST_HOSTS = 16
 def once(path: Path, patience: float = PATIENCE) -> dict[str, Any]:
     """Look at a run once, after asking the scheduler."""
     state = State(path, patience)
-    Asking(path).ask()
+    Asking(path).ask(state)
     return view(state.refresh())
 
 
@@ -34,7 +34,7 @@ def looks(path: Path, seconds: float, patience: float = PATIENCE) -> Iterator[di
     """Look at a run every so often until it has ended."""
     state, asking = State(path, patience), Asking(path)
     while True:
-        asking.ask()
+        asking.ask(state)
         seen = view(state.refresh())
         yield seen
         if seen["ended"]:
@@ -103,7 +103,7 @@ def rendered(seen: dict[str, Any]) -> list[tuple[str, str]]:
     lines += [(_job(record), "") for record in seen["scheduler"]]
     lines += _configuration(seen["configuration"])
     for host in seen["hosts"][:MOST_HOSTS]:
-        lines += _host(host, few=len(seen["hosts"]) > 4)
+        lines += _host(host, few=len(seen["hosts"]) > 4, ended=seen["ended"])
     if len(seen["hosts"]) > MOST_HOSTS:
         lines.append((f"and {len(seen['hosts']) - MOST_HOSTS} more hosts", "dim"))
     return lines
@@ -150,19 +150,22 @@ def _configuration(told: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
     keys = [key for key in asked if asked[key] not in (1, False, 0) or reported.get(key, asked[key]) != asked[key]]
     if not keys:
         return []
+    if reported and all(reported.get(key) == asked[key] for key in keys):
+        return [("as asked   " + "  ".join(f"{key} {asked[key]}" for key in keys), "")]
     lines = [("asked for  " + "  ".join(f"{key} {asked[key]}" for key in keys), "")]
     if reported:
         lines.append(("reported   " + "  ".join(f"{key} {reported.get(key, '?')}" for key in keys), ""))
     return lines
 
 
-def _host(host: dict[str, Any], few: bool) -> list[tuple[str, str]]:
+def _host(host: dict[str, Any], few: bool, ended: bool) -> list[tuple[str, str]]:
     ranks = host["ranks"]
     which = f"ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}" if ranks else ""
     title = "  ".join(filter(None, [host["host"], which, host["device"]]))
     lines = [("", ""), (title, "bold")]
     old = f"  ({units.duration(host['age'])} ago)" if (host["age"] or 0.0) > SECONDS_FRESH else ""
-    lines += [(f"  {_device(device)}{old}", "dim" if old else "") for device in host["devices"]]
+    if not ended:  # What devices did last tells nothing of what they do now.
+        lines += [(f"  {_device(device)}{old}", "dim" if old else "") for device in host["devices"]]
     for stream, style in (("out", "dim"), ("err", "magenta")):
         shown = host[stream][-1:] if few else host[stream]
         lines += [(f"  {stream}| {line}", style) for line in shown]

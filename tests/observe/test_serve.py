@@ -38,7 +38,7 @@ def runs(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def address(runs: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr(serve.Asking, "ask", lambda self: None)  # There is no scheduler to be asked.
+    monkeypatch.setattr(serve.Asking, "ask", lambda self, state: None)  # There is no scheduler to be asked.
     with serve.make_server(runs) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
         thread.start()
@@ -89,7 +89,7 @@ def test_another_hosts_name_is_refused(address: str):
 def test_a_foreign_name_is_refused_on_every_address_and_the_given_one_never(
     runs: Path, host: str, asked: str, status: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(serve.Asking, "ask", lambda self: None)
+    monkeypatch.setattr(serve.Asking, "ask", lambda self, state: None)
     with serve.make_server(runs, host) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
         thread.start()
@@ -111,7 +111,7 @@ def test_runs_that_have_ended_are_not_asked_for_again_and_names_are_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     asked: list[Path] = []
-    monkeypatch.setattr(serve.Asking, "ask", lambda self: asked.append(self.path))
+    monkeypatch.setattr(serve.Asking, "ask", lambda self, state: asked.append(self.path))
     for name in (os.fsdecode(b"old-\xff"), "new"):
         folder = Folder(tmp_path / name, time.time())
         if name != "new":

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from steelyard.core import files, secrets, units
+from steelyard.core.errors import UserError
 from steelyard.core.pages import charts, page
 from steelyard.core.recipe import Recipe, to_toml
 from steelyard.core.recipe.toml import leaves
@@ -32,7 +33,12 @@ def write(
     """
     several = [runs] if isinstance(runs, Run) else list(runs)
     path = path or several[0].path / "report.html"
-    files.write_text(path, render(several, cluster, steps))
+    text = render(several, cluster, steps)
+    try:
+        files.write_text(path, text)
+    except OSError as error:
+        message = f"the report cannot be written: {path}: {error.strerror or error}"
+        raise UserError(message, mend="name another place: -o FILE") from None
     return path
 
 
