@@ -151,7 +151,7 @@ def _configuration(told: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
     if not keys:
         return []
     if reported and all(reported.get(key) == asked[key] for key in keys):
-        return [("as asked   " + "  ".join(f"{key} {asked[key]}" for key in keys), "")]
+        return [("asked for and reported  " + "  ".join(f"{key} {asked[key]}" for key in keys), "")]
     lines = [("asked for  " + "  ".join(f"{key} {asked[key]}" for key in keys), "")]
     if reported:
         lines.append(("reported   " + "  ".join(f"{key} {reported.get(key, '?')}" for key in keys), ""))

@@ -246,5 +246,6 @@ steelyard.lines = function (root, chart) {
   draw();
   const sync = () => { for (const [run, button] of entries) button.setAttribute("aria-pressed", String(!group.hidden.has(run))); };
   group.members.push({ soon: () => { sync(); soon(); } });
-  return { range: () => rangeY(group.view || wholeX()), view: () => group.view || wholeX(), lines, shown };
+  return { range: () => rangeY(group.view || wholeX()), view: () => group.view || wholeX(), lines, shown,
+    update: (newer) => { lines.splice(0, lines.length, ...newer); soon(); } };
 };

@@ -21,7 +21,7 @@ def page(title: str, body: Iterable[str], scripts: Iterable[str] = ()) -> str:
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         "<meta name='viewport' content='width=device-width'>"
-        f"<title>{html.escape(title)}</title><style>{asset('page.css')}</style></head>"
+        f"<title>{html.escape(title)}</title><style>{asset('page.css')}{asset('charts.css')}</style></head>"
     )
     return "\n".join([head, f"<body><h1>{html.escape(title)}</h1>", *programs, *body, "</body></html>\n"])
 
