@@ -7,6 +7,7 @@ for each change until the run ends. The exit code is the verdict's (`observe/ver
 from __future__ import annotations
 
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ COLOURS = {"ok": "green", "waiting": "cyan", "warning": "yellow", "wrong": "bold
 SECONDS_BETWEEN_LINES = 30.0
 SECONDS_FRESH = 30.0
 MOST_HOSTS = 16
+INDENT = 9  # of what a verdict says, behind its level
 
 
 def once(path: Path, patience: float = PATIENCE) -> dict[str, Any]:
@@ -53,7 +55,8 @@ def live(path: Path, seconds: float, patience: float = PATIENCE) -> int:
     with Live(console=console, auto_refresh=False, vertical_overflow="crop", redirect_stderr=False) as page:
         for seen in looks(path, seconds, patience):
             room = max(10, console.height - 1)
-            lines = [Text(line, style=style, no_wrap=True, overflow="ellipsis") for line, style in rendered(seen)]
+            shown = fitted(rendered(seen), console.width)
+            lines = [Text(line, style=style, no_wrap=True, overflow="ellipsis") for line, style in shown]
             page.update(Group(*lines[:room]), refresh=True)
     return int(seen["exit_code"])
 
@@ -94,9 +97,9 @@ def rendered(seen: dict[str, Any]) -> list[tuple[str, str]]:
     """The lines of the page, each with its style: what matters first, since a small terminal shows only the top."""
     lines = [(f"{seen['name']}  {seen['state']}  {seen['path']}", "bold")]
     for verdict in seen["verdicts"]:
-        lines.append((f"{verdict['level'].upper():8} {verdict['message']}", COLOURS[verdict["level"]]))
+        lines.append((f"{verdict['level'].upper():{INDENT - 1}} {verdict['message']}", COLOURS[verdict["level"]]))
         if verdict["what_to_do"] != "nothing":
-            lines.append((f"         {verdict['what_to_do']}", "dim"))
+            lines.append((f"{'':{INDENT}}{verdict['what_to_do']}", "dim"))
     lines.append(("", ""))
     if seen["progress"]["steps"] or seen["progress"]["step"]:
         lines.append((progress_line(seen), ""))
@@ -107,6 +110,16 @@ def rendered(seen: dict[str, Any]) -> list[tuple[str, str]]:
     if len(seen["hosts"]) > MOST_HOSTS:
         lines.append((f"and {len(seen['hosts']) - MOST_HOSTS} more hosts", "dim"))
     return lines
+
+
+def fitted(lines: list[tuple[str, str]], width: int) -> list[tuple[str, str]]:
+    """The page for a terminal of this width: verdicts and advice go on below, all else is cut at the edge."""
+    verdicts = lines.index(("", "")) if ("", "") in lines else 0
+    told: list[tuple[str, str]] = []
+    for line, style in lines[1:verdicts]:
+        parts = textwrap.wrap(line, max(40, width), subsequent_indent=" " * INDENT, break_on_hyphens=False)
+        told += [(part, style) for part in parts]
+    return [*lines[:1], *told, *lines[max(1, verdicts) :]]
 
 
 def progress_line(seen: dict[str, Any]) -> str:
