@@ -61,7 +61,8 @@ steelyard.bars = function (root, chart) {
     const place = Math.floor((event.clientX - canvas.getBoundingClientRect().left - LEFT) / slot());
     if (place < 0 || place >= chart.at.length) return tip.hide();
     const known = shown().filter((bar) => bar.values[place] !== null);
-    const rows = known.map((bar) => ({ colour: bar.colour, faded: bar.faded, area: true, name: bar.label, value: exact(bar.values[place]) }));
+    const rows = known.map((bar) =>
+      ({ colour: bar.colour, faded: bar.faded, area: true, name: bar.label, value: exact(bar.values[place]) }));
     tip.show(event, `${chart.at[place]}, ${chart.y}`, rows);
   });
   canvas.addEventListener("pointerleave", tip.hide);

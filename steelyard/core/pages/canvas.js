@@ -33,7 +33,8 @@ const steelyard = (function () {
       const style = getComputedStyle(document.documentElement);
       const of = (name) => style.getPropertyValue(name).trim();
       known = { ink: of("--ink"), quiet: of("--quiet"), paper: of("--paper"), raised: of("--raised"),
-        line: of("--line"), link: of("--link"), series: Array.from({ length: SERIES }, (_, place) => of("--series-" + place)) };
+        line: of("--line"), link: of("--link"),
+        series: Array.from({ length: SERIES }, (_, place) => of("--series-" + place)) };
     }
     return known;
   }
@@ -58,7 +59,6 @@ const steelyard = (function () {
   }
   dark.addEventListener("change", () => { known = null; drawings.forEach((soon) => soon()); });
   window.addEventListener("resize", () => drawings.forEach((soon) => soon()));
-  window.addEventListener("beforeprint", () => drawings.forEach((soon) => soon()));
 
   // Round numbers from `low` to `high`, about as many as asked for.
   function ticks(low, high, count) {
@@ -87,7 +87,8 @@ const steelyard = (function () {
   const plain = (value, digits) => String(Number(value.toPrecision(digits)));
   function short(value) {
     const size = Math.abs(value);
-    if (size !== 0 && (size < 1e-3 || size >= 1e15)) return value.toExponential(2).replace(/\.?0+e/, "e").replace("e+", "e");
+    if (size !== 0 && (size < 1e-3 || size >= 1e15))
+      return value.toExponential(2).replace(/\.?0+e/, "e").replace("e+", "e");
     for (const [unit, letter] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e4, "k"]])
       if (size >= unit) return plain(value / (letter === "k" ? 1e3 : unit), 4) + letter;
     return plain(value, 5);
@@ -95,7 +96,8 @@ const steelyard = (function () {
   function exact(value) {
     const size = Math.abs(value);
     if (size !== 0 && (size < 1e-3 || size >= 1e15)) return value.toExponential(3).replace("e+", "e");
-    return size >= 1e5 ? Math.round(value).toLocaleString("en") : Number(value.toPrecision(6)).toLocaleString("en", { maximumFractionDigits: 6 });
+    if (size >= 1e5) return Math.round(value).toLocaleString("en");
+    return Number(value.toPrecision(6)).toLocaleString("en", { maximumFractionDigits: 6 });
   }
 
   // A box beside the pointer with lines of text, or with rows of a colour, a name and a value.

@@ -20,8 +20,8 @@ steelyard.coordinates = function (root, chart) {
   const share = (axis, value) => (value - axis.low) / (axis.high - axis.low);
   const y = (axis, value) => height - BOTTOM - (height - TOP - BOTTOM) * share(axis, value);
   const back = (axis, place) => axis.low + ((axis.high - axis.low) * (height - BOTTOM - place)) / (height - TOP - BOTTOM);
-  const isKept = (number) =>
-    axes.every((axis, place) => !kept[place] || (axis.values[number] >= kept[place][0] && axis.values[number] <= kept[place][1]));
+  const isInside = (value, range) => range === null || (value >= range[0] && value <= range[1]);
+  const isKept = (number) => axes.every((axis, place) => isInside(axis.values[number], kept[place]));
   const written = (axis, number) => (axis.texts ? axis.texts[number] : exact(axis.values[number]));
 
   function draw() {
@@ -54,7 +54,8 @@ steelyard.coordinates = function (root, chart) {
     const aside = place === axes.length - 1 ? 6 : -5;
     Object.assign(pen, { fillStyle: theme().quiet, strokeStyle: theme().paper, lineWidth: 3 }); // Above the lines.
     for (const [value, text] of axis.marks || ticks(axis.low, axis.high, 5).map((value) => [value, short(value)]))
-      for (const write of ["strokeText", "fillText"]) pen[write](fitted(pen, text, SIDE), x(place) + aside, y(axis, value) + 4);
+      for (const write of ["strokeText", "fillText"])
+        pen[write](fitted(pen, text, SIDE), x(place) + aside, y(axis, value) + 4);
     if (!kept[place]) return;
     const [low, high] = kept[place].map((value) => y(axis, value));
     pen.fillStyle = theme().link;
@@ -76,7 +77,7 @@ steelyard.coordinates = function (root, chart) {
     return [event.clientX - box.left, event.clientY - box.top];
   };
   function lineAt(px, py) {
-    const left = Math.min(axes.length - 2, Math.max(0, Math.floor(((px - SIDE) / (root.clientWidth - 2 * SIDE)) * (axes.length - 1))));
+    const gap = Math.floor((px - SIDE) / (x(1) - x(0))), left = Math.min(axes.length - 2, Math.max(0, gap));
     const part = (px - x(left)) / (x(left + 1) - x(left));
     let best = null, least = 12;
     chart.names.forEach((_, number) => {

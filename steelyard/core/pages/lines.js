@@ -9,7 +9,8 @@ steelyard.groups = {};
 steelyard.lines = function (root, chart) {
   const { element, sized, theme, colour, ticks, powers, short, exact } = steelyard;
   const LEFT = 54, RIGHT = 14, TOP = 20, BOTTOM = 32, LEGEND = 26, DASHES = { dash: [6, 4], dot: [2, 3] };
-  const group = (steelyard.groups[chart.group || Math.random()] ??= { view: null, hidden: new Set(), members: [] });
+  const alone = { view: null, hidden: new Set(), members: [] };
+  const group = chart.group ? (steelyard.groups[chart.group] ??= alone) : alone;
   const hidden = new Set(), lines = chart.lines, height = chart.height - LEGEND;
   const runs = [...new Set(lines.map((line) => line.run).filter(Boolean))];
   const labels = [...new Set(lines.map((line) => line.label))];
@@ -56,7 +57,11 @@ steelyard.lines = function (root, chart) {
   function extent(arrays) {
     let [low, high] = [Infinity, -Infinity];
     for (const values of arrays)
-      for (const value of values) if (value !== null) [low, high] = [Math.min(low, value), Math.max(high, value)];
+      for (const value of values) {
+        if (value === null) continue;
+        if (value < low) low = value;
+        if (value > high) high = value;
+      }
     return [low, high];
   }
   function wholeX() {
@@ -141,7 +146,8 @@ steelyard.lines = function (root, chart) {
     }
     pen.setLineDash([]);
     for (let place = 0; place < line.x.length; place++)
-      if (is(place) && (line.marks || !(is(place - 1) || is(place + 1)))) dot(pen, at.x(line.x[place]), at.y(line.y[place]), line.marks === "only" ? 3.5 : 2.5);
+      if (is(place) && (line.marks || !(is(place - 1) || is(place + 1))))
+        dot(pen, at.x(line.x[place]), at.y(line.y[place]), line.marks === "only" ? 3.5 : 2.5);
   }
   function dot(pen, x, y, radius) {
     pen.beginPath();
@@ -244,7 +250,8 @@ steelyard.lines = function (root, chart) {
   canvas.addEventListener("keydown", (event) => event.key === "Escape" && zoom(null));
   const soon = steelyard.keepDrawn(root, draw);
   draw();
-  const sync = () => { for (const [run, button] of entries) button.setAttribute("aria-pressed", String(!group.hidden.has(run))); };
+  const sync = () =>
+    entries.forEach((button, run) => button.setAttribute("aria-pressed", String(!group.hidden.has(run))));
   group.members.push({ soon: () => { sync(); soon(); } });
   return { range: () => rangeY(group.view || wholeX()), view: () => group.view || wholeX(), lines, shown,
     update: (newer) => { lines.splice(0, lines.length, ...newer); soon(); } };

@@ -39,7 +39,7 @@ def devices(run: Run) -> list[str]:
                 minutes, values = zip(*points, strict=True)
                 lines.append(Line("mean", minutes, values, colour=number, run=host))
         if lines:
-            group = f"devices of {run.path}"
+            group = f"devices of {run.path.name}"
             drawn.append(charts.titled(title, charts.lines(lines, "minutes", unit, group=group, height=240)))
     pieces = [charts.side_by_side(drawn)] if drawn else []
     if pieces and len(paths) > MOST_HOSTS:
