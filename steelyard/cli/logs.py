@@ -44,10 +44,12 @@ def logs_(
         return logs.paths(folder, node, stream.value if stream else None)
 
     ends = logs.sizes(find())
-    for path, end in ends.items():
+    for path in (path for path, end in ends.items() if end):
         print(f"==> {path.name} <==")
-        for line in logs.tail(path, lines, end):
+        for line in logs.tail(path, lines, ends[path]):
             print(line)
+    if empty := [path.name for path, end in ends.items() if not end]:
+        print(f"empty: {', '.join(empty)}")
     if follow:
         for path, line in logs.follow(find, lambda: scheduler.is_over(folder), ends):
             print(f"{path.name}: {line}", flush=True)

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from steelyard.core import secrets
 from steelyard.core.errors import UserError
-from steelyard.doctor.known import Explained, explain_line
+from steelyard.doctor.known import OVER, Explained, explain_line
 
 BLOCK = 1 << 20
 WINDOW, OVERLAP = 4096, 512  # A longer line is looked at piece by piece.
@@ -146,9 +146,10 @@ def _says_something(line: bytes, name: str, number: int, told: Told) -> bool:
 
 
 def _meet(text: str, name: str, number: int, told: Told) -> bool:
+    is_end = _take_back(text, _printable(name), told)
     explained = explain_line(text)
     if explained is None and not (any(sign in text for sign in ERRORS) and IS_ERROR.search(text)):
-        return False
+        return is_end
     if explained is not None:
         key = f"{explained.name} {explained.meaning}"
         if key not in told.met and len(told.met) >= MET_KEPT:
@@ -162,6 +163,14 @@ def _meet(text: str, name: str, number: int, told: Told) -> bool:
     if len(told.unknown) < UNKNOWN_KEPT:
         told.unknown.append({"file": _printable(name), "line": number, "text": _shown(text)})
     return True
+
+
+def _take_back(text: str, file: str, told: Told) -> bool:
+    """Forget messages of this file that announced what this line says has ended; whether it says such a thing."""
+    ended = {name for name, piece in OVER if piece in text}
+    if ended:
+        told.met = {key: met for key, met in told.met.items() if met.explained.name not in ended or met.file != file}
+    return bool(ended)
 
 
 def _shown(text: str) -> str:

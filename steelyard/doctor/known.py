@@ -23,6 +23,8 @@ class Known:
     meaning: str
     mend: str
     harmless: bool = False
+    over: str = ""
+    """Pieces of later lines, between bars, after which the message means nothing: what it announces came to its end."""
 
     @cached_property
     def hints(self) -> tuple[str, ...]:
@@ -106,11 +108,23 @@ KNOWN = (
           "Megatron's C++ index builder was not compiled for this Python: its Makefile asked another python3-config.",
           "there: correct the path of python3-config in megatron's data/Makefile and run make. Steelyard builds the same index maps without compiling: steelyard recipe from-megatron SCRIPT, then steelyard train."),
     Known("fused-kernels", "compiling and loading fused kernels", r"> ?compiling and loading fused kernels",
-          "Megatron compiles its fused kernels here. If the log ends with this line, it waits for a lock that a killed compilation left, or for a build made for another GPU or CUDA.",
-          "there: remove megatron/fused_kernels/build (and ~/.cache/torch_extensions) and start again. Steelyard compiles nothing at start."),
+          "Megatron compiles its fused kernels here, and the log does not say that it was done. The first time that takes minutes; after that it waits for a lock that a killed compilation left, or for a build made for another GPU or CUDA.",
+          "there: remove megatron/fused_kernels/build (and ~/.cache/torch_extensions) and start again. Steelyard compiles nothing at start.",
+          over="done with compiling and loading fused kernels|Error building extension"),
+    Known("extension-build", "Error building extension|Unsupported gpu architecture|ninja: build stopped", r"Error building extension '?(?P<extension>\w*)|Unsupported gpu architecture|ninja: build stopped",
+          "CUDA or C++ code could not be compiled. The first error above tells why: a compiler that does not know this GPU (an older CUDA), one too new for CUDA, or missing headers.",
+          "there: take the CUDA whose version torch names (torch.version.cuda), remove the half-built folder (megatron/fused_kernels/build, ~/.cache/torch_extensions) and start again. Steelyard compiles no C++."),
+    Known("cuda-mismatch", "mismatches the version|compiled with a version of Cuda", r"detected CUDA version \([\d.]+\) mismatches|compiled with a version of Cuda that does not",
+          "the nvcc that was found is of another CUDA than torch was built with; apex, deepspeed and flash-attn refuse to be built so.",
+          "load the module of torch's CUDA (python -c 'import torch; print(torch.version.cuda)') and set CUDA_HOME to it; Steelyard needs none of these packages."),
+    Known("ninja-missing", "Ninja is required", r"Ninja is required to load C\+\+ extensions",
+          "a package compiles itself at its first use, and has no ninja for it.", "pip install ninja there; Steelyard needs none."),
     Known("python-header", "Python.h", r"Python\.h: No such file or directory",
           "a C extension is being compiled, and Python's headers are not installed. Triton does so at the first start of each kernel.",
           "install python3-dev (Debian) or python3-devel, for the same version of Python."),
+    Known("cuda-header", "No such file or directory", r"(?P<header>(cudnn|nccl|cuda|cublas|cusparse)\w*\.h): No such file or directory",
+          "a package is being compiled, and finds no {header}: the CUDA toolkit, cuDNN or NCCL is there without its headers, or in a folder nobody named.",
+          "install the development package (cudnn9-cuda-12, libnccl-dev, cuda-toolkit) and name its folder: CUDA_HOME, CUDNN_PATH, CPATH. Steelyard compiles nothing with them."),
     Known("no-compiler", "C compiler", r"Failed to find C compiler|No C compiler found",
           "Triton needs a C compiler when a kernel first starts.", "install gcc, or set CC."),
     Known("triton-ptx", "PTX|nsupported .version|ptxas", r"PTX was compiled with an unsupported toolchain|Unsupported \.version [\d.]+|ptxas fatal",
@@ -119,6 +133,21 @@ KNOWN = (
     Known("torch-missing", "No module named", r"No module named '?torch'?\s*$",
           "this Python has no torch: another environment is active than the one that was installed into.",
           "activate the right one (which python), or install: make setup."),
+    Known("package-missing", "No module named", r"No module named '?(?P<module>[\w.]+)",
+          "the Python that ran has no package {module}: it is not installed, or another environment is active.",
+          "look which Python it is (which python) and install it there; steelyard doctor names what Steelyard itself lacks."),
+    Known("numpy-2", "compiled using NumPy 1", r"compiled using NumPy 1\.x cannot be run in",
+          "a package was built for NumPy 1, and NumPy 2 is installed.", "there: pip install 'numpy<2', or take a newer version of that package."),
+    Known("device-connections", "CUDA_DEVICE_MAX_CONNECTIONS", r"CUDA_DEVICE_MAX_CONNECTIONS\S* (should|must|to be|to 1)|set(ting)? CUDA_DEVICE_MAX_CONNECTIONS",
+          "Megatron wants one queue of work per GPU for sequence and tensor parallelism.", "there: export CUDA_DEVICE_MAX_CONNECTIONS=1 before it starts."),
+    Known("module-command", "module: ", r"\bmodule: (command )?not found",
+          "this shell was never told of environment modules: jobs and ssh do not read what a login does.",
+          "source /etc/profile.d/modules.sh first; a site profile's modules are loaded so by steelyard submit."),
+    Known("program-missing", "ommand not found", r"(?P<program>[\w.+-]{1,60}): [Cc]ommand not found",
+          "there is no program {program} on PATH.", "load its module, activate its environment, or install it; steelyard doctor lists the programs that Steelyard uses."),
+    Known("hub-denied", "Client Error|GatedRepo|gated repo", r"40[13] Client Error|GatedRepoError|Cannot access gated repo",
+          "the hub refused: nobody is logged in, the token may not do this, or the model's terms were not accepted on its page.",
+          "steelyard hub login, steelyard hub whoami; accept the terms in a browser."),
     # GPU and driver
     Known("cuda-init-fork", "re-initialize CUDA", r"Cannot re-initialize CUDA in forked subprocess",
           "a process used the GPU and then forked; the child cannot.",
@@ -196,6 +225,12 @@ KNOWN = (
     Known("memory-limit", "memory limit", r"[Ee]xceeded (job|step) memory limit", HOST_MEMORY, HOST_MEMORY_MEND),
     Known("slurm-gres", "node configuration is not|generic resource", r"Requested node configuration is not available|Invalid generic resource",
           "no node has what was asked for.", "compare with sinfo -o '%P %G %D'; steelyard plan cluster --from slurm writes what there is."),
+    Known("slurm-account", "account", r"Invalid account or account/partition combination",
+          "Slurm does not let this account use this partition.", "sacctmgr show assoc user=$USER tells what it may; set account and partition in the site profile."),
+    Known("slurm-step-over", "already completing or completed|Invalid job id", r"Job/step already completing or completed|Invalid job id specified",
+          "the allocation has ended, or never was.", "squeue -u $USER lists those that live; ask for a new one."),
+    Known("image-missing", "could not open image", r"could not open image (?P<image>\S+?):? ",
+          "there is no image {image} on this machine.", "give its whole path, on a file system that the nodes share; site profile: container.image."),
     Known("mpi-slots", "slots available", r"There are not enough slots available",
           "mpirun was asked for more ranks than it thinks the hosts carry.", "name them: --host a:8,b:8; steelyard submit --on mpi does."),
     Known("mpi-root", "as root", r"mpirun has detected an attempt to run as root",
@@ -235,6 +270,10 @@ KNOWN = (
     Known("tensorboard-tf", "TensorFlow installation not found", r"TensorFlow installation not found",
           "TensorBoard works without.", "nothing.", harmless=True),
 )  # fmt: skip
+
+
+OVER = tuple((known.name, piece) for known in KNOWN if known.over for piece in known.over.split("|"))
+"""Names of messages, and pieces of lines that end what they announce."""
 
 
 def explain_line(line: str) -> Explained | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ from steelyard.core.errors import SteelyardError, UserError
 from steelyard.core.run import MANIFEST, Run
 from steelyard.launch import logs, record, scheduler
 
-COLUMNS = ("name", "state", "backend", "jobs", "nodes", "step", "submitted")
+COLUMNS = ("name", "state", "backend", "jobs", "nodes", "step", "submitted", "started")
+SHOWN = ("name", "state", "backend", "jobs", "nodes", "step", "since")
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -35,11 +37,20 @@ def _row(path: Path) -> dict[str, Any]:
         "nodes": launch.nodes if launch else None,
         "step": _step(path),
         "submitted": launch.submitted if launch else None,
+        "started": _started(path),
     }
 
 
 def _own_state(path: Path) -> str:
     return Run(path).state if (path / MANIFEST).is_file() else "unknown"
+
+
+def _started(path: Path) -> str | None:
+    try:
+        started = json.loads((path / MANIFEST).read_text(encoding="utf-8")).get("started")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return started if isinstance(started, str) else None
 
 
 def _step(path: Path) -> int | None:
@@ -58,10 +69,23 @@ def as_text(rows_: list[dict[str, Any]], folder: Path) -> str:
     """A table."""
     if not rows_:
         return f"no runs under {folder}"
-    cells = [list(COLUMNS)] + [[_cell(row[column]) for column in COLUMNS] for row in rows_]
-    widths = [max(len(row[number]) for row in cells) for number in range(len(COLUMNS))]
+    cells = [list(SHOWN), *(_cells(row) for row in rows_)]
+    widths = [max(len(row[number]) for row in cells) for number in range(len(SHOWN))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
     return "\n".join(logs.clean(line) for line in lines)
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    since = row | {"since": _when(row["submitted"] or row["started"])}
+    return [_cell(since[column]) for column in SHOWN]
+
+
+def _when(moment: str | None) -> str | None:
+    """A moment as the clock on the wall here shows it."""
+    try:
+        return datetime.fromisoformat(moment).astimezone().strftime("%Y-%m-%d %H:%M") if moment else None
+    except ValueError:
+        return moment
 
 
 def _cell(value: Any) -> str:

@@ -7,7 +7,8 @@
 
 `logged` is how long `logs/<host>.err` was at that time, from which a reader knows when an error was written.
 GPUs are asked through NVML. A run without GPUs has the same shape with one device, the processor, from /proc; what a
-device does not tell is null. A full disk stops the samples, never the run.
+device does not tell is null. A process that was stopped (SIGSTOP) has `"stopped": true`. A full disk stops the
+samples, never the run.
 """
 
 from __future__ import annotations
@@ -129,7 +130,9 @@ class _Gpus:
             "memory_total": None if memory is None else int(memory.total),
             "power": None if power is None else power / 1000,
             "processes": [
-                {"pid": int(each.pid), "name": _name(int(each.pid)), "memory": each.usedGpuMemory} for each in processes
+                {"pid": int(each.pid), "name": _name(int(each.pid)), "memory": each.usedGpuMemory}
+                | _standing(int(each.pid))
+                for each in processes
             ],
         }
 
@@ -172,7 +175,9 @@ class _Processor:
             "memory_total": memory.get("MemTotal", 0),
             "power": None,
             "processes": [
-                {"pid": pid, "name": _name(pid), "memory": resident} for pid in ranks if (resident := _resident(pid))
+                {"pid": pid, "name": _name(pid), "memory": resident} | _standing(pid)
+                for pid in ranks
+                if (resident := _resident(pid))
             ],
         }
 
@@ -196,6 +201,12 @@ def _resident(pid: int) -> int:
 
 def _name(pid: int) -> str:
     return _read(f"/proc/{pid}/comm").strip()
+
+
+def _standing(pid: int) -> dict[str, bool]:
+    """`stopped` where somebody sent the process SIGSTOP: it lives, holds its memory, and does nothing."""
+    state = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()  # A name may hold spaces and parentheses.
+    return {"stopped": True} if state[:1] == ["T"] else {}
 
 
 def _processor_name() -> str:

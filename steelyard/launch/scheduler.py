@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,10 @@ Record = dict[str, Any]
 
 
 def refresh(run: Path) -> list[Record]:
-    """Ask the backend, append what has changed, and return all records. A backend that is silent changes nothing."""
+    """Ask the backend, append what has changed, and return all records. A backend that is silent changes nothing.
+
+    Whoever may only read the folder is answered all the same; somebody who may write notes the change then.
+    """
     launch = record.read(run)
     records = read(run)
     if launch is None:
@@ -50,7 +54,7 @@ def refresh(run: Path) -> list[Record]:
     changed = [each for each in found if _differs(last.get(each["job"]), each)]
     if changed:
         stamped = [each | {"time": now()} for each in changed]
-        with open(run / RECORDS, "a", encoding="utf-8") as file:
+        with suppress(OSError), open(run / RECORDS, "a", encoding="utf-8") as file:
             file.write("".join(json.dumps(each) + "\n" for each in stamped))
         records += stamped
     return records

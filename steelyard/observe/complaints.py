@@ -135,6 +135,12 @@ def is_error(line: str) -> bool:
     return bool(_ERROR.search(text)) and not _LESS.search(text)
 
 
+def is_lost_peer(text: str) -> bool:
+    """Whether a rank only says that another is gone, which is never why a run failed."""
+    signs = ("lost another rank", "Connection closed by peer", "Connection reset")
+    return any(sign in text for sign in signs)
+
+
 _CONTROL = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)"
     r"|[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"

@@ -8,7 +8,7 @@ from pathlib import Path
 from steelyard.core.console import console
 from steelyard.core.errors import SteelyardError
 from steelyard.launch import scheduler
-from steelyard.observe.state import LAUNCH
+from steelyard.observe.state import LAUNCH, State
 
 SECONDS_BETWEEN = 10.0
 
@@ -21,8 +21,8 @@ class Asking:
         self._asked: float | None = None
         self._has_told = False
 
-    def ask(self) -> None:
-        """Ask, if it is time."""
+    def ask(self, state: State) -> None:
+        """Ask, if it is time. A state is told what could not be written down: the folder may only be read, perhaps."""
         now = time.monotonic()
         if self._asked is not None and now - self._asked < SECONDS_BETWEEN:
             return
@@ -30,7 +30,8 @@ class Asking:
         if not (self.path / LAUNCH).is_file():
             return
         try:
-            scheduler.refresh(self.path)
+            records = scheduler.refresh(self.path)
+            state.unwritten = records[len(scheduler.read(self.path)) :]
         except (SteelyardError, OSError) as error:
             if not self._has_told:
                 console.warn(f"the scheduler was not asked: {error}")

@@ -39,9 +39,13 @@ from steelyard.observe.view import summary, view
 SECONDS_FRESH = 1.5  # However many browsers ask, a run is looked at no more often.
 SECONDS_LISTED = 5.0
 PAGES = {
-    "/": ("serve.html", "text/html; charset=utf-8"),
-    "/serve.css": ("serve.css", "text/css; charset=utf-8"),
-    "/serve.js": ("serve.js", "text/javascript; charset=utf-8"),
+    "/": ("observe/pages/serve.html", "text/html; charset=utf-8"),
+    "/serve.css": ("observe/pages/serve.css", "text/css; charset=utf-8"),
+    "/serve.js": ("observe/pages/serve.js", "text/javascript; charset=utf-8"),
+    # What draws the curves of reports, too.
+    "/charts.css": ("core/pages/charts.css", "text/css; charset=utf-8"),
+    "/canvas.js": ("core/pages/canvas.js", "text/javascript; charset=utf-8"),
+    "/lines.js": ("core/pages/lines.js", "text/javascript; charset=utf-8"),
 }
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -69,7 +73,7 @@ class Followed:
                 return known
             # Of hundreds of runs most have ended long ago, and to ask for each of them would take minutes.
             if not has_ended(self.state.refresh()):
-                self.asking.ask()
+                self.asking.ask(self.state)
                 self.state.refresh()
             answer = make(self.state)
             self._answers[make.__name__] = time.monotonic(), answer
@@ -96,11 +100,9 @@ class Runs:
 
     def listed(self) -> dict[str, Any]:
         """All of them, the newest first."""
-        runs = [
-            {"id": name, **run.answer(summary, SECONDS_LISTED)}
-            for name, run in sorted(self.found().items(), key=lambda item: -(item[1].state.progressed or 0.0))
-        ]
-        return {"folder": _name(self.folder), "runs": runs}
+        found = self.found()
+        runs = [{"id": name, **run.answer(summary, SECONDS_LISTED)} for name, run in found.items()]
+        return {"folder": _name(self.folder), "runs": sorted(runs, key=lambda run: -_moved(found[run["id"]].state))}
 
     def one(self, name: str) -> dict[str, Any] | None:
         """One of them whole; none that is not there."""
@@ -127,9 +129,7 @@ class Handler(BaseHTTPRequestHandler):
             asked = urlsplit(self.path)
             if asked.path in PAGES:
                 name, kind = PAGES[asked.path]
-                return self._send(
-                    HTTPStatus.OK, (resources.files("steelyard.observe") / "pages" / name).read_bytes(), kind
-                )
+                return self._send(HTTPStatus.OK, resources.files("steelyard").joinpath(name).read_bytes(), kind)
             answer: dict[str, Any] | None = None
             if asked.path == "/api/runs":
                 answer = self.runs.listed()
@@ -209,6 +209,11 @@ def _is_address(name: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _moved(state: State) -> float:
+    """When something last happened in a run."""
+    return max(state.progressed or 0.0, state.began or 0.0)
 
 
 def _name(path: Path) -> str:

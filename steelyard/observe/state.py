@@ -50,6 +50,8 @@ class State:
         self.manifest: dict[str, Any] = {}
         self.launch: dict[str, Any] = {}
         self.scheduler: list[dict[str, Any]] = []
+        self.unwritten: list[dict[str, Any]] = []
+        """What the scheduler said and nobody could note in the folder."""
         self.metrics: deque[dict[str, Any]] = deque(maxlen=KEPT_RECORDS)
         self.hosts: dict[str, dict[str, Any]] = {}
         self.out: dict[str, Log] = {}
@@ -115,7 +117,7 @@ class State:
         own = {str(job) for job in jobs} if isinstance(jobs, list) else set()  # An earlier launch had others.
         return {
             job: record
-            for record in self.scheduler
+            for record in [*self.scheduler, *self.unwritten]
             if record.get("state")
             and ((job := str(record.get("job"))) in own or re.split(r"[+_]", job)[0] in own or not own)
         }

@@ -22,6 +22,7 @@ RULES: tuple[Rule, ...] = (
     ending.scheduler_ended,
     ending.run_ended,
     machines.silent_host,
+    machines.frozen,
     machines.nobody_on_device,
     course.no_progress,
     course.loss_spike,

@@ -94,13 +94,16 @@ def _configuration(state: State) -> dict[str, dict[str, Any]]:
 
 
 def _curve(state: State) -> dict[str, list[Any]]:
-    points = [record for record in state.trained if is_number(record.get("loss"))]
-    kept = points[:: max(1, len(points) // SHOWN_POINTS)]
-    return {"step": [record["step"] for record in kept], "loss": [record["loss"] for record in kept]}
+    """The loss by step; one that is no number is none, which is a gap."""
+    kept = state.trained[:: max(1, len(state.trained) // SHOWN_POINTS)]
+    losses = [record["loss"] if is_number(record["loss"]) else None for record in kept]
+    return {"step": [record["step"] for record in kept], "loss": losses}
 
 
 def _names(state: State) -> list[str]:
-    return sorted({*state.hosts, *state.out, *state.err, *state.devices})
+    """Of the hosts; a launcher that has nothing to say is none."""
+    said = {name for logs in (state.out, state.err) for name, log in logs.items() if log.raw}
+    return sorted({*state.hosts, *state.devices, *said})
 
 
 def _host(state: State, name: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ for each change until the run ends. The exit code is the verdict's (`observe/ver
 from __future__ import annotations
 
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,12 +22,13 @@ COLOURS = {"ok": "green", "waiting": "cyan", "warning": "yellow", "wrong": "bold
 SECONDS_BETWEEN_LINES = 30.0
 SECONDS_FRESH = 30.0
 MOST_HOSTS = 16
+INDENT = 9  # of what a verdict says, behind its level
 
 
 def once(path: Path, patience: float = PATIENCE) -> dict[str, Any]:
     """Look at a run once, after asking the scheduler."""
     state = State(path, patience)
-    Asking(path).ask()
+    Asking(path).ask(state)
     return view(state.refresh())
 
 
@@ -34,7 +36,7 @@ def looks(path: Path, seconds: float, patience: float = PATIENCE) -> Iterator[di
     """Look at a run every so often until it has ended."""
     state, asking = State(path, patience), Asking(path)
     while True:
-        asking.ask()
+        asking.ask(state)
         seen = view(state.refresh())
         yield seen
         if seen["ended"]:
@@ -53,7 +55,8 @@ def live(path: Path, seconds: float, patience: float = PATIENCE) -> int:
     with Live(console=console, auto_refresh=False, vertical_overflow="crop", redirect_stderr=False) as page:
         for seen in looks(path, seconds, patience):
             room = max(10, console.height - 1)
-            lines = [Text(line, style=style, no_wrap=True, overflow="ellipsis") for line, style in rendered(seen)]
+            shown = fitted(rendered(seen), console.width)
+            lines = [Text(line, style=style, no_wrap=True, overflow="ellipsis") for line, style in shown]
             page.update(Group(*lines[:room]), refresh=True)
     return int(seen["exit_code"])
 
@@ -94,19 +97,29 @@ def rendered(seen: dict[str, Any]) -> list[tuple[str, str]]:
     """The lines of the page, each with its style: what matters first, since a small terminal shows only the top."""
     lines = [(f"{seen['name']}  {seen['state']}  {seen['path']}", "bold")]
     for verdict in seen["verdicts"]:
-        lines.append((f"{verdict['level'].upper():8} {verdict['message']}", COLOURS[verdict["level"]]))
+        lines.append((f"{verdict['level'].upper():{INDENT - 1}} {verdict['message']}", COLOURS[verdict["level"]]))
         if verdict["what_to_do"] != "nothing":
-            lines.append((f"         {verdict['what_to_do']}", "dim"))
+            lines.append((f"{'':{INDENT}}{verdict['what_to_do']}", "dim"))
     lines.append(("", ""))
     if seen["progress"]["steps"] or seen["progress"]["step"]:
         lines.append((progress_line(seen), ""))
     lines += [(_job(record), "") for record in seen["scheduler"]]
     lines += _configuration(seen["configuration"])
     for host in seen["hosts"][:MOST_HOSTS]:
-        lines += _host(host, few=len(seen["hosts"]) > 4)
+        lines += _host(host, few=len(seen["hosts"]) > 4, ended=seen["ended"])
     if len(seen["hosts"]) > MOST_HOSTS:
         lines.append((f"and {len(seen['hosts']) - MOST_HOSTS} more hosts", "dim"))
     return lines
+
+
+def fitted(lines: list[tuple[str, str]], width: int) -> list[tuple[str, str]]:
+    """The page for a terminal of this width: verdicts and advice go on below, all else is cut at the edge."""
+    verdicts = lines.index(("", "")) if ("", "") in lines else 0
+    told: list[tuple[str, str]] = []
+    for line, style in lines[1:verdicts]:
+        parts = textwrap.wrap(line, max(40, width), subsequent_indent=" " * INDENT, break_on_hyphens=False)
+        told += [(part, style) for part in parts]
+    return [*lines[:1], *told, *lines[max(1, verdicts) :]]
 
 
 def progress_line(seen: dict[str, Any]) -> str:
@@ -150,19 +163,22 @@ def _configuration(told: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
     keys = [key for key in asked if asked[key] not in (1, False, 0) or reported.get(key, asked[key]) != asked[key]]
     if not keys:
         return []
+    if reported and all(reported.get(key) == asked[key] for key in keys):
+        return [("asked for and reported  " + "  ".join(f"{key} {asked[key]}" for key in keys), "")]
     lines = [("asked for  " + "  ".join(f"{key} {asked[key]}" for key in keys), "")]
     if reported:
         lines.append(("reported   " + "  ".join(f"{key} {reported.get(key, '?')}" for key in keys), ""))
     return lines
 
 
-def _host(host: dict[str, Any], few: bool) -> list[tuple[str, str]]:
+def _host(host: dict[str, Any], few: bool, ended: bool) -> list[tuple[str, str]]:
     ranks = host["ranks"]
     which = f"ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}" if ranks else ""
     title = "  ".join(filter(None, [host["host"], which, host["device"]]))
     lines = [("", ""), (title, "bold")]
     old = f"  ({units.duration(host['age'])} ago)" if (host["age"] or 0.0) > SECONDS_FRESH else ""
-    lines += [(f"  {_device(device)}{old}", "dim" if old else "") for device in host["devices"]]
+    if not ended:  # What devices did last tells nothing of what they do now.
+        lines += [(f"  {_device(device)}{old}", "dim" if old else "") for device in host["devices"]]
     for stream, style in (("out", "dim"), ("err", "magenta")):
         shown = host[stream][-1:] if few else host[stream]
         lines += [(f"  {stream}| {line}", style) for line in shown]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
+from steelyard.core.pages import charts, page
 from steelyard.core.recipe import Recipe
 from steelyard.plan import pipeline as pipelines
 from steelyard.plan.cluster import Cluster
@@ -37,35 +38,30 @@ def pipeline(
         title = f"{kind} of micro-batch {micro_batch}, stage {stage}: {1e3 * start:.2f} to {1e3 * stop:.2f} ms"
         bars.append(
             f'<rect x="{100 + 1000 * start / end:.2f}" y="{20 + 24 * rank}" width="{1000 * (stop - start) / end:.2f}" '
-            f'height="20" fill="{COLOURS[kind]}" stroke="#fff" stroke-width=".4"><title>{title}</title></rect>'
+            f'height="20" fill="{COLOURS[kind]}" stroke="var(--paper)" stroke-width=".4"><title>{title}</title></rect>'
         )
     names = [
         f'<text x="94" y="{34 + 24 * rank}" text-anchor="end">rank {rank}</text>' for rank in range(layout.pipeline)
     ]
     legend = " ".join(f'<span style="color:{colour}">&#9632; {kind}</span>' for kind, colour in COLOURS.items())
-    parts = "".join(f"<tr><td>{name}</td><td>{seconds:.4f} s</td></tr>" for name, seconds in vars(plan.parts).items())
-    return (
-        f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{html.escape(recipe.name)}</title><style>"
-        "body{font:15px system-ui,sans-serif;margin:2rem} text{font-size:11px} td{padding-right:2rem}</style></head>"
-        f"<body><h1>{html.escape(recipe.name)}</h1><p>{html.escape(shown(layout))}; nodes in rank order: "
-        f"{html.escape(' '.join(layout.settings()['placement']))}; layers per stage "
-        f"{layout.settings()['partition']}</p>"
-        f"<p>{legend}; {1e3 * end:.1f} ms from left to right</p>"
-        f"<svg viewBox='0 0 1110 {40 + 24 * layout.pipeline}' width='100%'>{''.join(names)}{''.join(bars)}</svg>"
-        f"<h2>A step of {plan.seconds:.4f} s</h2><table>{parts}</table></body></html>\n"
-    )
+    nodes = html.escape(" ".join(layout.settings()["placement"]))
+    body = [
+        f"<p>{html.escape(shown(layout))}; nodes in rank order: {nodes}; layers per stage "
+        f"{layout.settings()['partition']}</p><p>{legend}; {1e3 * end:.1f} ms from left to right</p>",
+        f"<svg viewBox='0 0 1110 {40 + 24 * layout.pipeline}' width='100%' font-size='11' fill='currentColor'>"
+        f"{''.join(names)}{''.join(bars)}</svg>",
+        f"<h2>A step of {plan.seconds:.4f} s</h2>",
+        page.pairs({name: f"{seconds:.4f} s" for name, seconds in vars(plan.parts).items()}),
+    ]
+    return page.page(recipe.name, body)
 
 
 def frontier(recipe: Recipe, plans: list[Plan], tokens: int) -> str:
     """Days against dollars for plans that no other beats in both."""
-    from plotly import graph_objects
-
     steps = tokens / (recipe.train.global_batch * recipe.data.sequence_length)
     days = [plan.seconds * steps / DAY for plan in plans]
     dollars = [day * 24 * (plan.price_hour or 0.0) for day, plan in zip(days, plans, strict=True)]
-    labels = [f"{shown(plan.layout)}<br>{' '.join(plan.layout.settings()['placement'])}" for plan in plans]
-    figure = graph_objects.Figure(graph_objects.Scatter(x=days, y=dollars, text=labels, mode="lines+markers"))
-    figure.update_layout(
-        title=f"{recipe.name}: {tokens:,} tokens", xaxis_title="days", yaxis_title="dollars", template="plotly_white"
-    )
-    return str(figure.to_html(full_html=True, include_plotlyjs=True))
+    texts = [f"{shown(plan.layout)}\n{' '.join(plan.layout.settings()['placement'])}" for plan in plans]
+    line = charts.Line("plans that no other beats", days, dollars, marks="too", texts=texts)
+    chart = charts.lines([line], "days", "dollars", points=True, height=520)
+    return page.page(f"{recipe.name}: {tokens:,} tokens", [chart], charts.SCRIPTS)

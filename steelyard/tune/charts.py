@@ -5,8 +5,11 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from steelyard.core import secrets
+from steelyard.core.pages import charts
+from steelyard.core.pages.charts import Axis, Line
 from steelyard.tune import history, outcome
 from steelyard.tune.objective import Objective
 from steelyard.tune.spec import Tune
@@ -16,42 +19,31 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
 FEWEST = 4  # finished trials, before importances say anything
+SCRIPTS = (*charts.SCRIPTS, "coordinates.js")
+BEST = 2  # the place of its colour in the series
 
 
 def all_of(tune: Tune, study: Study, trials: Sequence[FrozenTrial]) -> list[str]:
-    """Every chart that the study has numbers for, as HTML; the first carries the plotting library."""
+    """Every chart that the study has numbers for, as HTML."""
     done = [trial for trial in trials if history.result_of(trial) == outcome.FINISHED]
-    figures: list[tuple[str, Any]] = []
+    drawn: list[tuple[str, str]] = []
     for index, objective in enumerate(tune.objectives):
         if not done:
             break
-        figures.append((f"History of {objective.label}", _history(objective, index, trials)))
+        drawn.append((f"History of {objective.label}", _history(objective, index, trials)))
         importances = _importances(study, index) if len(done) >= FEWEST else {}
         if importances:
-            figures.append((f"Importance for {objective.label}", _bars(importances)))
-        figures.append((f"Parallel coordinates, {objective.label}", _coordinates(tune, objective, index, done)))
+            drawn.append((f"Importance for {objective.label}", _shares(importances)))
+        drawn.append((f"Parallel coordinates, {objective.label}", _coordinates(tune, objective, index, done)))
         compared = _compared(objective, index, done)
         if compared is not None:
-            figures.append((f"Predicted against measured {objective.label}", compared))
+            drawn.append((f"Predicted against measured {objective.label}", compared))
     if len(tune.objectives) > 1 and done:
-        figures.append(("Objectives against each other", _against(tune, done)))
-    return [_page(title, figure, is_first=number == 0) for number, (title, figure) in enumerate(figures)]
+        drawn.append(("Objectives against each other", _against(tune, done)))
+    return [f"<h2>{html.escape(title)}</h2>{chart}" for title, chart in drawn]
 
 
-def _page(title: str, figure: Any, is_first: bool) -> str:
-    figure.update_layout(height=360, margin={"l": 60, "r": 40, "t": 50, "b": 45}, template="plotly_white")
-    chart = figure.to_html(full_html=False, include_plotlyjs=is_first, config={"displaylogo": False})
-    return f"<h2>{html.escape(title)}</h2>{chart}"
-
-
-def _figure() -> Any:
-    from plotly import graph_objects
-
-    return graph_objects.Figure()
-
-
-def _history(objective: Objective, index: int, trials: Sequence[FrozenTrial]) -> Any:
-    figure = _figure()
+def _history(objective: Objective, index: int, trials: Sequence[FrozenTrial]) -> str:
     best: list[tuple[int, float]] = []
     shown: dict[str, list[tuple[int, float, str]]] = {}
     for trial in history.ran(trials):
@@ -61,17 +53,19 @@ def _history(objective: Objective, index: int, trials: Sequence[FrozenTrial]) ->
         if value is not None:
             shown.setdefault(name, []).append((trial.number, value, _settings(trial)))
         if name == outcome.FINISHED and value is not None:
+            if best:  # A stair: the best so far stays until a trial is better.
+                best.append((trial.number, best[-1][1]))
             if not best or objective.better(value, best[-1][1]):
                 best.append((trial.number, value))
-            else:
-                best.append((trial.number, best[-1][1]))
-    for name, points in shown.items():
-        numbers, values, texts = zip(*points, strict=True)
-        figure.add_scatter(x=numbers, y=values, text=texts, mode="markers", name=name.replace("_", " "))
+    lines = []
+    for number, (name, points) in enumerate(sorted(shown.items(), key=lambda item: item[0] != outcome.FINISHED)):
+        numbers, heights, texts = zip(*points, strict=True)
+        colour = number + (number >= BEST)
+        lines.append(Line(name.replace("_", " "), numbers, heights, colour=colour, marks="only", texts=texts))
     if best:
-        numbers, values = zip(*best, strict=True)
-        figure.add_scatter(x=numbers, y=values, mode="lines", name="best so far", line={"shape": "hv"})
-    return figure.update_layout(xaxis_title="trial", yaxis_title=html.escape(objective.label))
+        numbers, heights = zip(*best, strict=True)
+        lines.append(Line("best so far", numbers, heights, colour=BEST))
+    return charts.lines(lines, "trial", objective.label, points=True)
 
 
 def _importances(study: Study, index: int) -> dict[str, float]:
@@ -86,43 +80,38 @@ def _importances(study: Study, index: int) -> dict[str, float]:
         return {}
 
 
-def _bars(importances: dict[str, float]) -> Any:
-    ordered = sorted(importances.items(), key=lambda item: item[1])
-    names, values = [html.escape(name) for name, _ in ordered], [value for _, value in ordered]
-    figure = _figure()
-    figure.add_bar(x=values, y=names, orientation="h", text=[f"{value:.2f}" for value in values])
-    return figure.update_yaxes(automargin=True)
-
-
-def _coordinates(tune: Tune, objective: Objective, index: int, done: Sequence[FrozenTrial]) -> Any:
-    values = [trial.values[index] for trial in done]
-    axes = [_axis(name, tune, done) for name in tune.space]
-    axes.append({"label": html.escape(objective.label), "values": values})
-    figure = _figure()
-    is_more = objective.direction == "maximize"
-    figure.add_parcoords(
-        dimensions=axes, line={"color": values, "colorscale": "Blues", "showscale": True, "reversescale": not is_more}
+def _shares(importances: dict[str, float]) -> str:
+    rows = (
+        f"<tr><td>{html.escape(name)}</td><td class='number'>{value:.2f}</td>"
+        f"<td><span class='share' style='width:{360 * min(1.0, max(0.0, value)):.0f}px'></span></td></tr>"
+        for name, value in sorted(importances.items(), key=lambda item: -item[1])
     )
-    return figure
+    return f"<table>{''.join(rows)}</table>"
 
 
-def _axis(name: str, tune: Tune, done: Sequence[FrozenTrial]) -> dict[str, Any]:
-    dimension, label = tune.space[name], html.escape(name)
+def _coordinates(tune: Tune, objective: Objective, index: int, done: Sequence[FrozenTrial]) -> str:
+    axes = [_axis(name, tune, done) for name in tune.space]
+    axes.append(Axis(objective.label, [trial.values[index] for trial in done]))
+    names = [f"trial {trial.number}" for trial in done]
+    return charts.coordinates(axes, names, less=objective.direction != "maximize")
+
+
+def _axis(name: str, tune: Tune, done: Sequence[FrozenTrial]) -> Axis:
+    dimension = tune.space[name]
     if dimension.choice is not None:
         places = {repr(value): number for number, value in enumerate(dimension.choice)}
-        words = [html.escape(str(value)) for value in dimension.choice]
+        marks = [(float(number), secrets.scrub(str(value))) for number, value in enumerate(dimension.choice)]
         found = [places.get(repr(trial.params[name]), 0) for trial in done]
-        return {"label": label, "values": found, "tickvals": list(range(len(words))), "ticktext": words}
+        return Axis(name, found, marks, [marks[place][1] for place in found])
     numbers = [float(trial.params[name]) for trial in done]
     if not dimension.log:
-        return {"label": label, "values": numbers}
+        return Axis(name, numbers)
     low, high = math.log10(float(dimension.low or 1)), math.log10(float(dimension.high or 1))
-    marks = [low, (low + high) / 2, high]
-    found_logs = [math.log10(number) for number in numbers]
-    return {"label": label, "values": found_logs, "tickvals": marks, "ticktext": [f"{10**mark:.2g}" for mark in marks]}
+    marks = [(mark, f"{10**mark:.2g}") for mark in (low, (low + high) / 2, high)]
+    return Axis(name, [math.log10(number) for number in numbers], marks, [f"{number:.4g}" for number in numbers])
 
 
-def _compared(objective: Objective, index: int, done: Sequence[FrozenTrial]) -> Any | None:
+def _compared(objective: Objective, index: int, done: Sequence[FrozenTrial]) -> str | None:
     """Predicted and measured, with a line where they agree; None where the planner predicts nothing of the kind."""
     points = [
         (
@@ -136,22 +125,21 @@ def _compared(objective: Objective, index: int, done: Sequence[FrozenTrial]) -> 
     if not points:
         return None
     predicted, measured, texts = zip(*points, strict=True)
-    figure = _figure()
-    figure.add_scatter(x=predicted, y=measured, text=texts, mode="markers", name="trials")
     ends = [min(*predicted, *measured), max(*predicted, *measured)]
-    figure.add_scatter(x=ends, y=ends, mode="lines", name="as predicted", line={"dash": "dot"})
-    return figure.update_layout(xaxis_title="predicted", yaxis_title="measured")
+    lines = [
+        Line("trials", predicted, measured, marks="only", texts=texts),
+        Line("as predicted", ends, ends, colour=1, dash="dot"),
+    ]
+    return charts.lines(lines, "predicted", "measured", points=True)
 
 
-def _against(tune: Tune, done: Sequence[FrozenTrial]) -> Any:
+def _against(tune: Tune, done: Sequence[FrozenTrial]) -> str:
     first, second = tune.objectives[:2]
-    figure = _figure()
-    figure.add_scatter(
-        x=[trial.values[0] for trial in done], y=[trial.values[1] for trial in done], mode="markers",
-        text=[f"trial {trial.number} {_settings(trial)}" for trial in done], name="trials",
-    )  # fmt: skip
-    return figure.update_layout(xaxis_title=html.escape(first.label), yaxis_title=html.escape(second.label))
+    texts = [f"trial {trial.number} {_settings(trial)}" for trial in done]
+    x, y = ([trial.values[place] for trial in done] for place in (0, 1))
+    line = Line("trials", x, y, marks="only", texts=texts)
+    return charts.lines([line], first.label, second.label, points=True)
 
 
 def _settings(trial: FrozenTrial) -> str:
-    return html.escape(", ".join(f"{name}={value}" for name, value in trial.params.items()))
+    return secrets.scrub("\n".join(f"{name} = {value}" for name, value in trial.params.items()))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from steelyard.core import files, secrets, units
-from steelyard.core.errors import UserError
+from steelyard.core.pages import page
 from steelyard.tune import candidate, charts, history, kept, outcome, storage
 from steelyard.tune.best import front, tied, ties
 from steelyard.tune.spec import Tune
@@ -19,13 +19,6 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
 UNLISTED = (outcome.REPEATED, outcome.BREAKS_CONSTRAINT)
-STYLE = """
-:root { color-scheme: light dark; } body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2rem auto;
-padding: 0 1rem; color: #1c2733; background: #fff; } h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top:
-2rem; } table { border-collapse: collapse; font-size: 13px; } td, th { padding: .15rem 1rem .15rem 0; text-align: left;
-vertical-align: top; } pre { background: #f4f6f8; padding: 1rem; overflow-x: auto; border-radius: 6px; }
-.scroll { overflow-x: auto; }
-"""
 
 
 def write(folder: Path, url: str | None = None, path: Path | None = None) -> Path:
@@ -39,24 +32,16 @@ def write(folder: Path, url: str | None = None, path: Path | None = None) -> Pat
 
 def render(tune: Tune, study: Study) -> str:
     """The report. Whatever comes from the study is escaped."""
-    try:
-        import plotly  # noqa: F401
-    except ImportError:
-        raise UserError("plotly is not installed", mend="pip install plotly") from None
     trials = study.get_trials(deepcopy=False)
     best = front(tune, trials)
-    name = html.escape(tune.name)
-    parts = [
-        "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
-        f"<title>{name}</title><style>{STYLE}</style></head><body><h1>{name}</h1>",
+    body = [
         _rows(_summary(tune, trials)),
         *_best(tune, best, trials),
         *charts.all_of(tune, study, trials),
         "<h2>Trials</h2>",
         _trials(tune, trials),
-        "</body></html>\n",
     ]
-    return "\n".join(parts)
+    return page.page(tune.name, body, charts.SCRIPTS)
 
 
 def _summary(tune: Tune, trials: Sequence[FrozenTrial]) -> list[tuple[str, str]]:
@@ -78,17 +63,16 @@ def _best(tune: Tune, best: Sequence[FrozenTrial], trials: Sequence[FrozenTrial]
     shown = ", ".join(f"{each.label} {value:.6g}" for each, value in zip(tune.objectives, first.values, strict=True))
     title = f"<h2>Best settings: trial {first.number}, {html.escape(shown)}</h2>"
     several = f"<p>{len(best)} trials are beaten by none in every objective; this is the best in the first.</p>"
-    whole = html.escape(secrets.scrub(candidate.written(tune, first.params)))
+    whole = secrets.scrub(candidate.written(tune, first.params))
     what = "The whole recipe (best.toml)" if tune.recipe is not None else "The whole command (best.txt)"
-    text = f"<details><summary>{what}</summary><pre>{whole}</pre></details>"
     equal = ties(first, trials)
     remarks = [several if len(tune.objectives) > 1 else "", f"<p>{tied(equal)}.</p>" if equal else ""]
-    return [title, *remarks, _rows(list(first.params.items())), text]
+    return [title, *remarks, _rows(list(first.params.items())), page.folded(what, whole)]
 
 
 def _trials(tune: Tune, trials: Sequence[FrozenTrial]) -> str:
     head = ["trial", *tune.space, *(each.label for each in tune.objectives), "outcome", "seconds", "why"]
-    rows = ["".join(f"<th>{html.escape(word)}</th>" for word in head)]
+    rows = []
     unlisted = 0
     for trial in trials:
         if history.result_of(trial) in UNLISTED:
@@ -103,9 +87,9 @@ def _trials(tune: Tune, trials: Sequence[FrozenTrial]) -> str:
             history.told(trial, "seconds", ""),
             history.told(trial, "reason", ""),
         ]
-        rows.append("".join(f"<td>{html.escape(_cell(cell))}</td>" for cell in cells))
+        rows.append([_cell(cell) for cell in cells])
     remark = f"<p>{unlisted} proposals are not listed: repeated, or against a constraint.</p>" if unlisted else ""
-    return f"<div class='scroll'><table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table></div>{remark}"
+    return f"<div class='scroll'>{page.table(rows, head)}</div>{remark}"
 
 
 def _cell(value: Any) -> str:
@@ -115,5 +99,4 @@ def _cell(value: Any) -> str:
 
 
 def _rows(rows: Sequence[tuple[str, Any]]) -> str:
-    cells = (f"<tr><td>{html.escape(key)}</td><td>{html.escape(_cell(value))}</td></tr>" for key, value in rows)
-    return f"<table>{''.join(cells)}</table>"
+    return page.pairs({key: _cell(value) for key, value in rows})

@@ -67,7 +67,9 @@ def test_a_live_job_is_healthy_then_stands_still_then_goes_on_and_then_is_cancel
         assert re.match(rf"no progress for 0:\d\d behind step {max(losses(run))}, where 0:\d\d would be much", said), (
             said
         )
-        assert list(watched(yard, "watched", 0)) == ["healthy"]  # For all that is usual on a shared disk.
+        told = watched(yard, "watched", 1)  # That may still be usual on a shared disk; that a rank was stopped is not.
+        assert list(told) == ["frozen"]
+        assert re.fullmatch(r"stopped by a signal \(SIGSTOP\): rank 1, process \d+, on a2", told["frozen"])
         assert yard.state(run) == "RUNNING"
     finally:
         os.kill(rank, signal.SIGCONT)

@@ -100,6 +100,30 @@ MESSAGES = [
     ("Warning: destroy_process_group() was not called before program exit", "destroy-process-group", True),
     ("The hostname of the client socket cannot be retrieved. err=-3", "hostname-socket", True),
     ('A process has executed an operation involving a call to the "fork()" system call', "ibv-fork", True),
+    ("RuntimeError: Error building extension 'scaled_upper_triang_masked_softmax_cuda'", "extension-build", False),
+    ("nvcc fatal   : Unsupported gpu architecture 'compute_89'", "extension-build", False),
+    ("ninja: build stopped: subcommand failed.", "extension-build", False),
+    ("RuntimeError: The detected CUDA version (12.4) mismatches the version that was used to compile PyTorch (11.8).",
+     "cuda-mismatch", False),
+    ("RuntimeError: Cuda extensions are being compiled with a version of Cuda that does not match",
+     "cuda-mismatch", False),
+    ("RuntimeError: Ninja is required to load C++ extensions", "ninja-missing", False),
+    ("fatal error: cudnn.h: No such file or directory", "cuda-header", False),
+    ("fatal error: cuda_runtime_api.h: No such file or directory", "cuda-header", False),
+    ("ModuleNotFoundError: No module named 'deepspeed'", "package-missing", False),
+    ("/usr/bin/python3: No module named torch.distributed.run", "package-missing", False),
+    ("A module that was compiled using NumPy 1.x cannot be run in", "numpy-2", False),
+    ("RuntimeError: sequence parallelism requires setting the environment variable CUDA_DEVICE_MAX_CONNECTIONS to 1",
+     "device-connections", False),
+    ("/var/spool/slurmd/job17/slurm_script: line 9: module: command not found", "module-command", False),
+    ("bash: enroot: command not found", "program-missing", False),
+    ("huggingface_hub.errors.HfHubHTTPError: 401 Client Error: Unauthorized for url", "hub-denied", False),
+    ("sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified",
+     "slurm-account", False),
+    ("srun: error: Unable to create step for job 4879: Job/step already completing or completed",
+     "slurm-step-over", False),
+    ("FATAL:   could not open image /x/py3.sif: failed to retrieve path for /x/py3.sif: lstat /x/py3.sif: no such file",
+     "image-missing", False),
     ("TensorFlow installation not found - running with reduced feature set.", "tensorboard-tf", True),
 ]  # fmt: skip
 NOT_ERRORS = [
@@ -108,7 +132,27 @@ NOT_ERRORS = [
     "step 10  loss 3.2  grad_norm 1.0",
     "the helpers of megatron are there",
     "kernel: torch.compile is on",
+    ">>> done with compiling and loading fused kernels. Compilation time: 3.531 seconds",
+    ">>> done with dataset index builder. Compilation time: 0.040 seconds",
+    "ninja: no work to do.",
 ]
+# What Megatron says while it starts, in order.
+COMPILING = """> setting tensorboard ...
+> initializing torch distributed ...
+> compiling dataset index builder ...
+make: Nothing to be done for 'default'.
+>>> done with dataset index builder. Compilation time: 0.040 seconds
+> compiling and loading fused kernels ...
+Detected CUDA files, patching ldflags
+Emitting ninja build file /x/megatron/fused_kernels/build/build.ninja...
+Building extension module scaled_upper_triang_masked_softmax_cuda...
+"""
+COMPILED = """ninja: no work to do.
+Loading extension module scaled_upper_triang_masked_softmax_cuda...
+>>> done with compiling and loading fused kernels. Compilation time: 3.531 seconds
+time to initialize megatron (seconds): 9.2
+ iteration       10/      50 | elapsed time per iteration (ms): 1423.8 | lm loss: 1.017721E+01 |
+"""
 
 
 @pytest.mark.parametrize(("message", "name", "harmless"), MESSAGES, ids=[name for _, name, _ in MESSAGES])
@@ -125,6 +169,31 @@ def test_a_message_is_recognised_and_answered(message, name, harmless):
 @pytest.mark.parametrize("line", NOT_ERRORS)
 def test_a_line_that_is_no_error_is_not_taken_for_one(line):
     assert explain_line(line) is None
+
+
+def names_of(told: explain.Told) -> list[tuple[str, int]]:
+    return [(met.explained.name, met.line) for met in told.met.values()]
+
+
+def test_kernels_that_were_compiled_are_no_error_and_those_that_were_not_are(tmp_path):
+    log = tmp_path / "n060.out"
+    healthy = COMPILING + COMPILED
+    failed = "RuntimeError: Error building extension 'scaled_masked_softmax_cuda'\n"
+    for text, found in (
+        (healthy, []),
+        (COMPILING, [("fused-kernels", 6)]),  # It hangs there.
+        (COMPILING + failed, [("extension-build", 10)]),
+        (COMPILING + healthy, []),  # Killed, and started again.
+        (healthy + healthy, []),
+        (healthy + COMPILING, [("fused-kernels", 20)]),
+    ):
+        log.write_text(text)
+        assert names_of(explain.explain([str(log)])) == found
+    log.write_text(COMPILING)
+    (tmp_path / "n061.out").write_text(healthy)
+    assert names_of(explain.explain([str(log), str(tmp_path / "n061.out")])) == [("fused-kernels", 6)]
+    log.write_text(healthy)
+    assert explain.as_text(explain.explain([str(log)])) == "nothing that looks like an error"
 
 
 def test_the_missing_library_is_named_in_the_answer():

@@ -55,7 +55,7 @@ def test_the_guide_to_mpirun_prints_the_line_it_shows(place, capsys):
     program(place / "mpirun", "echo step 1")
     settle(page, ("/opt/openmpi/bin/mpirun", str(place / "mpirun")))
     assert "job " in run(lines[1], capsys)
-    assert "==> launcher.log <==" in run(lines[2], capsys)
+    assert "launcher.log" in run(lines[2], capsys)
     assert "llama-70b" in run(lines[3], capsys)
 
 

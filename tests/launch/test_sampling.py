@@ -1,6 +1,8 @@
 """Samples of a host's devices, and what they tell of its logs."""
 
 import json
+import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -20,6 +22,28 @@ def test_each_sample_tells_how_long_the_error_log_was_by_then(tmp_path: Path):
     assert told[-1]["logged"] == len("ValueError: x\n")
     first = next(sample for sample in told if sample["logged"])
     assert abs(first["time"] - written) < 5
+
+
+def test_a_process_that_was_stopped_is_marked_while_it_is(tmp_path: Path):
+    (tmp_path / "logs").mkdir()
+    samples = tmp_path / "logs" / "h.gpu"
+    sleeper = subprocess.Popen(["sleep", "60"])
+
+    def stands() -> list[bool]:
+        lines = samples.read_text().splitlines() if samples.exists() else []
+        devices = [json.loads(line)["devices"][0] for line in lines if line.endswith("}")]
+        return [device["processes"][0].get("stopped", False) for device in devices if device["processes"]]
+
+    try:
+        with Sampler(tmp_path, lambda: [sleeper.pid], "h", every=0.02):
+            _until(lambda: stands()[-1:] == [False])
+            sleeper.send_signal(signal.SIGSTOP)
+            _until(lambda: stands()[-1] is True)
+            sleeper.send_signal(signal.SIGCONT)
+            _until(lambda: stands()[-1] is False)
+    finally:
+        sleeper.kill()
+        sleeper.wait(10)
 
 
 def _until(holds, seconds: float = 20) -> None:

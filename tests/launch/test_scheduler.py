@@ -95,6 +95,12 @@ def test_only_changes_are_written_down(tmp_path, monkeypatch):
         line.write_text(queue_line(jobarrayid="7", state=state, timeused=used) + "\n")
         scheduler.refresh(run)
     line.write_text("")  # squeue has forgotten it.
+    records = (run / "scheduler.jsonl").rename(tmp_path / "kept")
+    (run / "scheduler.jsonl").mkdir()  # Nothing can be written there: whoever may only read is answered, too.
+    assert [each["state"] for each in scheduler.refresh(run)] == ["TIMEOUT"]
+    assert scheduler.is_over(run)
+    (run / "scheduler.jsonl").rmdir()
+    records.rename(run / "scheduler.jsonl")
     assert [each["state"] for each in scheduler.refresh(run)] == ["PENDING", "RUNNING", "TIMEOUT"]
     assert scheduler.is_over(run)
     with open(run / "scheduler.jsonl", "a") as file:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from steelyard.core.pages import charts, page
 from steelyard.core.recipe import load
 from steelyard.core.run import Run, for_training
 from steelyard.observe import report
@@ -39,7 +40,6 @@ def opened(browser):
         tab.on("request", lambda request: None if request.url.startswith(("file:", "data:", "blob:")) else
                complaints.append(f"asked for {request.url}"))  # fmt: skip
         tab.goto(path.resolve().as_uri())
-        tab.wait_for_selector(".plotly-graph-div .main-svg", timeout=30_000)
         return tab
 
     yield open_, complaints
@@ -94,7 +94,7 @@ def test_the_timeline_zooms_moves_tells_and_chooses(in_workplace, opened):
     tab.mouse.dblclick(box["x"] + 300, box["y"] + 26)
     assert tab.evaluate(width) == pytest.approx(whole)
     tab.mouse.move(box["x"] + 96, box["y"] + 26)
-    tip = tab.locator(".tip")
+    tip = tab.locator(".timeline .tip")
     assert "forward of micro-batch 0, stage 0" in tip.inner_text()
     assert "rank 0" in tip.inner_text()
     tab.get_by_role("button", name="next step").click()
@@ -105,6 +105,35 @@ def test_the_timeline_zooms_moves_tells_and_chooses(in_workplace, opened):
     assert complaints == []
 
 
+def ranges(tab) -> dict[str, list[float]]:
+    """What each curve's axis covers, by its title."""
+    return dict(
+        tab.evaluate(
+            """steelyard.charts.filter((one) => one.range).map((one) =>
+                [one.root.parentElement.querySelector("h3").textContent, one.range()])"""
+        )
+    )
+
+
+def painted(tab, chart: int) -> list[str]:
+    """The colours of a chart's canvas that are no grey and cover more than a few pixels: those of its lines."""
+    return tab.locator(".chart canvas").nth(chart).evaluate(
+        """(canvas) => {
+            const copy = new OffscreenCanvas(canvas.width, canvas.height)
+                .getContext("2d", { willReadFrequently: true });
+            copy.drawImage(canvas, 0, 0);
+            const { data } = copy.getImageData(0, 0, canvas.width, canvas.height), counts = {};
+            for (let at = 0; at < data.length; at += 4) {
+                const [red, green, blue, alpha] = data.subarray(at, at + 4);
+                if (alpha < 250 || Math.max(red, green, blue) - Math.min(red, green, blue) < 60) continue;
+                const name = [red, green, blue].join(",");
+                counts[name] = (counts[name] || 0) + 1;
+            }
+            return Object.keys(counts).filter((name) => counts[name] > 40);
+        }"""
+    )  # fmt: skip
+
+
 def test_every_curve_of_a_run_on_gpus_is_drawn_and_a_flat_one_stands_at_its_value(in_workplace, opened):
     open_, complaints = opened
     run = for_training(load("tiny.toml"))
@@ -113,21 +142,89 @@ def test_every_curve_of_a_run_on_gpus_is_drawn_and_a_flat_one_stands_at_its_valu
         record |= {"learning_rate": 1e-4, "grad_norm": 2 / step, "tflops": 300 + step, "mfu": 0.3 + step / 1e3}
         run.append(record | {"peak_memory": (60 << 30) + (step << 24)})
     tab = open_(report.write(run))
-    tab.wait_for_selector("#figure-7 .main-svg")
-    drawn = tab.locator(".charts > div").evaluate_all(
-        """all => all.map(one => {
-            const place = one.querySelector(".plotly-graph-div"), line = one.querySelector(".js-line");
-            const title = one.querySelector("h3").textContent, range = place.layout.yaxis.range;
-            return [title, place.data[0].y[48], line.getBBox().height, range];
-        })"""
-    )
-    curves = {title: (last, height, tuple(range_)) for title, last, height, range_ in drawn}
-    assert set(curves) >= {"Loss", "Throughput", "Learning rate", "Gradient norm", "MFU", "Memory"}
-    assert curves["MFU"][0] == pytest.approx(34.9)
-    assert curves["MFU"][1] > 50  # It rises over most of its figure.
-    assert curves["MFU"][2][0] > 29
-    assert curves["Learning rate"][2] == pytest.approx((0, 2e-4))
+    found = ranges(tab)
+    assert set(found) >= {"Loss", "Throughput", "Learning rate", "Gradient norm", "MFU", "Memory"}
+    assert found["MFU"] == pytest.approx([30.1 - 0.04 * 4.8, 34.9 + 0.04 * 4.8])  # It rises over most of its figure.
+    assert found["Learning rate"] == pytest.approx([0, 2e-4])
+    assert [len(painted(tab, chart)) for chart in range(len(found))] == [1] * len(found)
     assert complaints == []
+
+
+def compared(folder: Path) -> list[Run]:
+    """Three runs of which the second has no number for a while, and a name that tries to be markup."""
+    runs = [for_training(load("tiny.toml"), folder / name) for name in ("one", "<img src=x onerror=alert(4)>", "three")]
+    for number, run in enumerate(runs):
+        for step in range(1, 101):
+            loss = float("nan") if number == 1 and 40 <= step < 60 else 3 + number + 2 / step
+            run.append({"step": step, "loss": loss, "tokens_per_second": 100.0 + step, "seconds": 0.1})
+    return runs
+
+
+def test_curves_of_several_runs_tell_hide_zoom_and_leave_gaps(in_workplace, opened):
+    open_, complaints = opened
+    tab = open_(report.write(compared(in_workplace.path / "runs"), in_workplace.path / "three.html"))
+    loss = tab.locator(".chart canvas").nth(0)
+    loss.scroll_into_view_if_needed()
+    box, tip = loss.bounding_box(), tab.locator(".chart").nth(0).locator(".tip")
+    left, right = box["x"] + 54, box["x"] + box["width"] - 14  # The axis of y, and the margin.
+
+    def at(step: int) -> float:
+        return left + (right - left) * (step - 1) / 99
+
+    assert len(painted(tab, 0)) == 3
+    tab.mouse.move(at(50), box["y"] + 60)
+    told = tip.inner_text()
+    assert "step 50" in told
+    for name, value in (("one", "3.04"), ("<img src=x onerror=alert(4)>", "no number"), ("three", "5.04")):
+        assert [value] == [row.split("\t")[1] for row in told.splitlines() if row.startswith(name)]
+    tab.mouse.move(at(40), box["y"] + 60)
+    tab.mouse.down()
+    tab.mouse.move(at(59), box["y"] + 60, steps=3)
+    tab.mouse.up()
+    view = tab.evaluate("steelyard.charts[0].view()")
+    assert view == pytest.approx([40, 59], abs=0.5)
+    assert tab.evaluate("steelyard.charts[1].view()") == view  # Charts over steps are zoomed together.
+    tab.wait_for_function("document.querySelector('.tip').hidden")
+    tab.mouse.move(0, 0)
+    tab.wait_for_timeout(100)  # A frame
+    assert len(painted(tab, 0)) == 2  # Nothing but the gap is left of the second.
+    tab.mouse.dblclick(at(50), box["y"] + 60)
+    assert tab.evaluate("steelyard.charts[0].view()") == [1, 100]
+    tab.locator(".chart").nth(1).get_by_role("button", name="three").click()
+    tab.mouse.move(0, 0)
+    tab.wait_for_timeout(100)
+    assert len(painted(tab, 0)) == 2
+    assert tab.evaluate("steelyard.charts[0].shown().map((line) => line.run)") == [
+        "one",
+        "<img src=x onerror=alert(4)>",
+    ]
+    assert tab.locator(".legend button[aria-pressed=false]").count() == tab.locator(".chart").count()
+    assert complaints == []
+
+
+def test_a_report_is_crisp_on_fine_screens_and_readable_in_the_dark(in_workplace, browser):
+    run = for_training(load("tiny.toml", ["parallel.pipeline=2", "train.global_batch=8"]))
+    run.update(world_size=2, device="cpu")
+    piped(run, steps=6)
+    for step in range(1, 80):
+        run.append({"step": step, "loss": 3000 / step, "tokens_per_second": 9.0 + step, "seconds": 0.1})
+    written = report.write(run)
+    context = browser.new_context(viewport={"width": 900, "height": 700}, device_scale_factor=2, color_scheme="dark")
+    tab = context.new_page()
+    tab.goto(written.resolve().as_uri())
+    sizes = tab.locator("canvas").evaluate_all("all => all.map(one => one.width / one.clientWidth)")
+    assert len(sizes) >= 5
+    assert sizes == pytest.approx([2] * len(sizes), rel=0.01)
+    dark = painted(tab, 0)
+    assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(17, 23, 29)"
+    tab.emulate_media(color_scheme="light")
+    tab.wait_for_function("() => steelyard.theme().paper === '#fff'")
+    tab.wait_for_timeout(100)
+    assert painted(tab, 0) != dark
+    low, high = ranges(tab)["Loss"]
+    assert low > 0  # From 3000 to 38: the scale begins as one of powers.
+    assert high < 4000
+    context.close()
 
 
 def test_two_runs_in_one_report_have_a_timeline_each(in_workplace, opened):
@@ -136,4 +233,40 @@ def test_two_runs_in_one_report_have_a_timeline_each(in_workplace, opened):
     tab = open_(report.write(runs, in_workplace.path / "both.html"))
     assert tab.evaluate("timelines.length") == 2
     assert tab.locator("h2", has_text="Timeline of two").count() == 1
+    assert complaints == []
+
+
+def test_points_tell_their_texts_and_parallel_coordinates_keep_what_is_dragged_over(tmp_path, opened):
+    open_, complaints = opened
+    name = "<img src=x onerror=alert(5)>"
+    line = charts.Line(name, [3.0, 1.0, 2.0], [30.0, 10.0, None], marks="only", texts=["a <b>third</b>", "one", "two"])
+    axes = [
+        charts.Axis(name, [0, 1, 1], [(0, "low"), (1, "<i>high")], ["low", "<i>high", "<i>high"]),
+        charts.Axis("loss", [1.0, 2.0, 3.0]),
+    ]
+    body = [
+        charts.lines([line], name, "loss", points=True),
+        charts.coordinates(axes, ["trial 0", name, "trial 2"], less=True),
+    ]
+    path = tmp_path / "page.html"
+    path.write_text(page.page(name, body, (*charts.SCRIPTS, "coordinates.js")))
+    tab = open_(path)
+    box = tab.locator(".chart canvas").nth(0).bounding_box()
+    at = (box["width"] - 68) * (0.04 + 2) / 2.08  # x goes from 1 to 3, with a fiftieth of that on both sides.
+    tab.mouse.move(box["x"] + 54 + at, box["y"] + 30)
+    assert tab.locator(".tip").nth(0).inner_text().splitlines() == [name, f"{name}\t3", "loss\t30", "a <b>third</b>"]
+    box = tab.locator(".chart canvas").nth(1).bounding_box()
+    tab.mouse.move(box["x"] + 70, box["y"] + 60)
+    tab.mouse.down()
+    tab.mouse.move(box["x"] + 70, box["y"] + 10, steps=3)
+    tab.mouse.up()
+    low, high = tab.evaluate("steelyard.charts[1].kept[0]")
+    assert 0.5 < low < 1 < high
+    tab.mouse.move(box["x"] + box["width"] - 70, box["y"] + 324)
+    assert tab.locator(".tip").nth(1).is_hidden()  # The line that ends there was not kept.
+    tab.mouse.dblclick(box["x"] + box["width"] - 75, box["y"] + 322)
+    assert tab.evaluate("steelyard.charts[1].kept") == [None, None]
+    tab.mouse.move(box["x"] + box["width"] - 72, box["y"] + 322)
+    assert tab.locator(".tip").nth(1).inner_text().startswith("trial 0")
+    assert tab.locator("b, i, img").count() == 0
     assert complaints == []

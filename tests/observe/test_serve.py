@@ -38,7 +38,7 @@ def runs(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def address(runs: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr(serve.Asking, "ask", lambda self: None)  # There is no scheduler to be asked.
+    monkeypatch.setattr(serve.Asking, "ask", lambda self, state: None)  # There is no scheduler to be asked.
     with serve.make_server(runs) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
         thread.start()
@@ -89,7 +89,7 @@ def test_another_hosts_name_is_refused(address: str):
 def test_a_foreign_name_is_refused_on_every_address_and_the_given_one_never(
     runs: Path, host: str, asked: str, status: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(serve.Asking, "ask", lambda self: None)
+    monkeypatch.setattr(serve.Asking, "ask", lambda self, state: None)
     with serve.make_server(runs, host) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
         thread.start()
@@ -111,7 +111,7 @@ def test_runs_that_have_ended_are_not_asked_for_again_and_names_are_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     asked: list[Path] = []
-    monkeypatch.setattr(serve.Asking, "ask", lambda self: asked.append(self.path))
+    monkeypatch.setattr(serve.Asking, "ask", lambda self, state: asked.append(self.path))
     for name in (os.fsdecode(b"old-\xff"), "new"):
         folder = Folder(tmp_path / name, time.time())
         if name != "new":
@@ -122,6 +122,35 @@ def test_runs_that_have_ended_are_not_asked_for_again_and_names_are_text(
     assert {run["id"] for run in listed} == {"old-\ufffd", "new"}
     assert asked == [tmp_path / "new"]
     json.dumps(listed, ensure_ascii=False).encode()
+
+
+def test_the_newest_run_stands_first_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(serve.Asking, "ask", lambda self, state: None)
+    for name, age in (("a", 9000), ("b", 0), ("c", 5000)):
+        Folder(tmp_path / name, time.time() - age).write()
+    assert [run["id"] for run in serve.Runs(tmp_path).listed()["runs"]] == ["b", "c", "a"]
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(120)
+def test_a_run_is_found_among_many(address: str, runs: Path):
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("there is no chromium")
+    for number in range(20):
+        Folder(runs / f"more-{number}", time.time()).write()
+    sync_api = pytest.importorskip("playwright.sync_api")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = browser.new_page()
+        page.goto(address)
+        page.get_by_text("22 runs").wait_for(timeout=15000)
+        page.get_by_role("searchbox").fill("MORE-1")
+        page.get_by_text("11 runs").wait_for(timeout=15000)
+        assert page.locator("tbody tr").count() == 11
+        page.wait_for_timeout(2500)  # It has renewed itself.
+        assert page.locator("tbody tr").count() == 11
+        browser.close()
 
 
 def test_nothing_can_be_changed(address: str, runs: Path):
@@ -187,6 +216,15 @@ def test_a_browser_shows_the_runs_without_a_complaint_and_hostile_text_stays_tex
         record = json.dumps(Folder(tmp_path / "more", time.time()).record(310, time=time.time())) + "\n"
         with open(runs / "good" / "metrics.jsonl", "a") as file:
             file.write(record)
+        box = page.locator(".chart canvas").bounding_box()
+        page.mouse.move(box["x"] + 200, box["y"] + 60)
+        page.mouse.down()
+        page.mouse.move(box["x"] + 500, box["y"] + 60, steps=3)
+        page.mouse.up()
+        zoomed = page.evaluate("kept.chart.view()")
         page.get_by_text("310 of 1000").wait_for(timeout=15000)  # Without a reload.
+        assert page.evaluate("kept.chart.view()") == zoomed  # Whoever zoomed in stays there.
+        assert page.evaluate("kept.chart.lines[0].x.at(-1)") == 310
+        assert 10 < zoomed[0] < zoomed[1] < 300
         browser.close()
         assert said == []

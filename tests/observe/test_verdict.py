@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from steelyard.core import files
+from steelyard.observe import schedulers
+from steelyard.observe.schedulers import Asking
 from steelyard.observe.state import State
 from steelyard.observe.verdict import RULES, exit_code, has_ended, judge
 from steelyard.observe.view import view
@@ -258,6 +260,12 @@ def hot(folder: Folder) -> None:
     folder.samples["n0"][-1]["devices"][1]["temperature"] = 94
 
 
+def frozen(folder: Folder) -> None:
+    """A process that holds two GPUs, and an entry that is none."""
+    for device in folder.samples["n1"][-1]["devices"]:
+        device["processes"] = [{"pid": 2, "name": "python", "stopped": True}, {"pid": 1}, "?", None]
+
+
 def wedged_at_a_restart(folder: Folder) -> None:
     """Pre-empted an hour ago, started again half an hour ago, and the ranks have not met since."""
     folder.manifest |= {"state": "interrupted", "ended": iso(NOW - 3600)}
@@ -344,6 +352,7 @@ CASES = {
     "a disk nearly full": (filling_disk, {"disk-full": "warning"}, 4),
     "versions differ": (other_torch, {"versions-differ": "warning"}, 4),
     "clocks differ": (other_clock, {"clocks-differ": "warning"}, 4),
+    "a stopped process": (frozen, {"frozen": "wrong"}, 1),
     "a hot GPU": (hot, {"hot-gpu": "warning"}, 4),
 }
 
@@ -363,6 +372,50 @@ def test_every_rule_has_a_case_and_every_kind_a_line_in_the_documentation(folder
     page = (Path(__file__).parents[2] / "docs" / "watch.md").read_text()
     assert [kind for kind in sorted(kinds) if f"`{kind}`" not in page] == []
     assert len(RULES) <= len(kinds)
+
+
+def test_a_stopped_process_is_named_by_its_rank_and_how_to_let_it_go_on(folder: Folder):
+    frozen(folder)
+    (verdict,) = judge(folder.state())
+    assert verdict.message == "stopped by a signal (SIGSTOP): rank 3, process 2, on n1"
+    assert verdict.what_to_do == "let it go on: kill -CONT 2 on n1"
+    folder.samples["n1"].append(folder.sample(NOW))
+    assert verdicts(folder) == {"healthy": "ok"}
+
+
+def test_a_failed_run_says_what_is_not_said_already_and_from_where_it_would_go_on(folder: Folder):
+    folder.manifest |= {"state": "failed", "ended": iso(NOW), "error": "the gradient became nan\n  lower the rate"}
+    ended("FAILED", exit_code=1)(folder)
+    (verdict,) = judge(folder.state())
+    assert (
+        verdict.message
+        == "job 77 failed with exit code 1 on n[0-1]; it said: the gradient became nan, at step 300 of 1000"
+    )
+    assert verdict.what_to_do.endswith("the same command begins anew: no checkpoint was written yet")
+    folder.logs["n0.err"] = "error: the gradient became nan\n"
+    (folder.path / "checkpoints" / "step-00000250").mkdir(parents=True)
+    (folder.path / "checkpoints" / "step-x").mkdir()
+    error, end = judge(folder.state())
+    assert error.message == "n0 says: error: the gradient became nan"
+    assert end.message == "job 77 failed with exit code 1 on n[0-1], at step 300 of 1000"
+    assert end.what_to_do.endswith("the same command goes on from step 250")
+
+
+def test_a_rank_that_lost_another_is_told_in_words(folder: Folder):
+    gloo = "[/x/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:9115: Connection reset by peer. GLHF!"
+    folder.manifest |= {"error": gloo}
+    alone("failed", error=gloo)(folder)
+    (verdict,) = judge(folder.state())
+    assert verdict.message == "failed: a rank lost another one, which ended first, at step 300 of 1000"
+
+
+def test_what_the_scheduler_says_counts_where_it_cannot_be_written_down(folder: Folder, monkeypatch):
+    state = folder.state()
+    said = [*folder.jobs, folder.job("FAILED", exit_code=1)]
+    monkeypatch.setattr(schedulers.scheduler, "refresh", lambda path: said)
+    Asking(folder.path).ask(state)
+    assert state.unwritten == said[1:]
+    assert [(verdict.kind, verdict.level) for verdict in judge(state)] == [("failed", "wrong")]
 
 
 def test_the_first_error_is_named_and_not_what_follows_from_it(folder: Folder):

@@ -20,6 +20,18 @@ from tests.conftest import Workplace, kill
 from tests.observe.folders import Folder
 
 
+def test_a_narrow_terminal_has_the_whole_verdict_and_the_beginning_of_all_else(tmp_path: Path):
+    folder = Folder(tmp_path / "run")
+    folder.logs["n0.err"] = "ValueError: " + "a long story " * 12 + "of a-very-long/path-name\n"
+    lines = watch.rendered(view(folder.state()))
+    narrow = [line for line, _ in watch.fitted(lines, 60)]
+    verdict, wide = narrow[1 : narrow.index("")], [line for line, _ in lines[1 : lines.index(("", ""))]]
+    assert len(verdict) > len(wide)
+    assert all(len(line) <= 60 for line in verdict)
+    assert "".join("".join(verdict).split()) == "".join("".join(wide).split())
+    assert narrow[narrow.index("") :] == [line for line, _ in lines[lines.index(("", "")) :]]
+
+
 def test_the_page_has_all_there_is_to_see(tmp_path: Path):
     folder = Folder(tmp_path / "run")
     folder.logs["n1.err"] = "UserWarning: careful\n"

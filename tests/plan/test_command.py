@@ -63,7 +63,7 @@ def test_the_written_recipe_trains_as_it_is_and_its_run_can_be_checked(planning)
     assert best["dollars"] == pytest.approx(best["days"] * 24 * 0.1)
     assert all(rank["total_bytes"] <= rank["usable_bytes"] for rank in answer["memory"])
     assert "<rect" in (planning.path / "plan.html").read_text()
-    assert "plotly" in (planning.path / "front.html").read_text()
+    assert "steelyard.here()" in (planning.path / "front.html").read_text()
     recipe = load(planning.path / "planned.toml")
     assert recipe.parallel.data == best["data"]
     assert recipe.train.micro_batch == best["micro_batch"]

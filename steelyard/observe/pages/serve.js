@@ -1,7 +1,8 @@
 "use strict";
 // Everything that comes from a run is put on the page as text (textContent), never as HTML.
 const page = document.getElementById("page");
-const SECONDS = 2;
+const find = document.getElementById("find");
+const SECONDS = 2, FEW = 10; // So few runs need not be searched.
 let shown = null;
 
 function make(tag, options = {}, ...children) {
@@ -37,18 +38,28 @@ function progressText(progress) {
   return `${progress.step} of ${progress.steps} (${Math.round(100 * progress.step / progress.steps)}%)`;
 }
 
+function counted(runs) {
+  const states = {};
+  for (const run of runs) states[run.state] = (states[run.state] || 0) + 1;
+  const parts = Object.entries(states).map(([state, count]) => `${count} ${state}`);
+  return `${runs.length} ${runs.length === 1 ? "run" : "runs"}${parts.length > 1 ? `: ${parts.join(", ")}` : ""}`;
+}
+
 function list(data) {
   document.getElementById("folder").textContent = data.folder;
   document.title = "Steelyard";
   if (!data.runs.length) return [make("p", { class: "quiet" }, "There are no runs here yet.")];
-  const rows = data.runs.map((run) => make("tr", {},
+  const wanted = find.hidden ? "" : find.value.trim().toLowerCase();
+  const found = data.runs.filter((run) => `${run.id} ${run.state} ${run.verdict.message}`.toLowerCase().includes(wanted));
+  const rows = found.map((run) => make("tr", {},
     make("td", { class: "long" }, make("span", { class: `dot ${level(run.verdict.level)}` }),
       make("a", { href: `#${encodeURIComponent(run.id)}` }, run.id === "." ? run.name : run.id)),
     make("td", {}, run.state), make("td", { class: "number" }, progressText(run.progress)),
     make("td", { class: "number" }, run.progress.seconds_left === null ? "" : duration(run.progress.seconds_left)),
     make("td", { class: "number" }, number(run.loss)), make("td", { class: "long" }, run.verdict.message)));
   const head = ["run", "state", "step", "left", "loss", "verdict"].map((name) => make("th", {}, name));
-  return [make("table", {}, make("thead", {}, make("tr", {}, head)), make("tbody", {}, rows))];
+  return [make("p", { class: "quiet" }, counted(found)),
+    make("table", {}, make("thead", {}, make("tr", {}, head)), make("tbody", {}, rows))];
 }
 
 function facts(run) {
@@ -80,9 +91,10 @@ function configuration(told) {
   return [make("h2", {}, "Configuration"), make("table", {}, make("tr", {}, head), keys.map(cells))];
 }
 
-function host(told) {
-  const ranks = told.ranks.length ? `ranks ${told.ranks.join(", ")}` : "";
-  const devices = told.devices.map((device) => make("tr", {},
+function host(told, hasEnded) {
+  const ranks = told.ranks.length ? `${told.ranks.length > 1 ? "ranks" : "rank"} ${told.ranks.join(", ")}` : "";
+  // What devices did last tells nothing of what they do now.
+  const devices = (hasEnded ? [] : told.devices).map((device) => make("tr", {},
     make("td", { class: "long" }, `${device.index ?? ""} ${device.name ?? ""}`),
     make("td", { class: "number" }, device.utilisation == null ? "" : `${number(device.utilisation, 3)}%`),
     make("td", { class: "number" }, device.memory_total && device.memory_used != null ? `${size(device.memory_used)} of ${size(device.memory_total)}` : ""),
@@ -96,30 +108,15 @@ function host(told) {
     told.unread ? make("p", { class: "quiet" }, `${size(told.unread)} of errors before that are not looked through yet`) : null];
 }
 
-function draw(canvas, curve) {
-  const ratio = window.devicePixelRatio || 1;
-  const [width, height] = [canvas.clientWidth, canvas.clientHeight];
-  canvas.width = width * ratio;
-  canvas.height = height * ratio;
-  const pen = canvas.getContext("2d");
-  pen.scale(ratio, ratio);
-  const style = getComputedStyle(document.documentElement);
-  const [low, high] = [Math.min(...curve.loss), Math.max(...curve.loss)];
-  const [first, last] = [curve.step[0], curve.step[curve.step.length - 1]];
-  const x = (step) => 50 + (width - 60) * (step - first) / Math.max(1, last - first);
-  const y = (loss) => 10 + (height - 35) * (high - loss) / Math.max(1e-9, high - low);
-  pen.font = "12px system-ui, sans-serif";
-  pen.fillStyle = style.getPropertyValue("--quiet");
-  pen.fillText(number(high, 3), 0, 15);
-  pen.fillText(number(low, 3), 0, height - 25);
-  pen.fillText(`step ${first}`, 50, height - 5);
-  pen.textAlign = "right";
-  pen.fillText(String(last), width - 10, height - 5);
-  pen.strokeStyle = style.getPropertyValue("--waiting");
-  pen.lineWidth = 1.5;
-  pen.beginPath();
-  curve.step.forEach((step, at) => pen[at ? "lineTo" : "moveTo"](x(step), y(curve.loss[at])));
-  pen.stroke();
+// The drawing of a run's loss. It is kept while the page renews itself, so that whoever zoomed in stays there.
+let kept = null;
+function lossChart(run) {
+  const lines = [{ run: "", label: "training", colour: 0, x: run.curve.step, y: run.curve.loss }];
+  if (kept === null || kept.path !== run.path) {
+    const root = make("div", { class: "chart" });
+    kept = { path: run.path, root, chart: steelyard.lines(root, { x: "step", y: "loss", height: 240, lines }) };
+  } else kept.chart.update(lines);
+  return kept.root;
 }
 
 function one(run) {
@@ -131,8 +128,7 @@ function one(run) {
   }
   if (run.progress.steps) nodes.push(make("progress", { max: run.progress.steps, value: run.progress.step }));
   nodes.push(facts(run));
-  const canvas = run.curve.step.length > 1 ? make("canvas", { title: "loss" }) : null;
-  if (canvas) nodes.push(make("h2", {}, "Loss"), canvas);
+  if (run.curve.step.length > 1) nodes.push(make("h2", {}, "Loss"), lossChart(run));
   if (run.scheduler.length) {
     const keys = ["job", "state", "reason", "nodes", "time_limit", "restarts"];
     const cell = (job, key) => job[key] == null ? "" : key === "time_limit" && typeof job[key] === "number" ? duration(job[key]) : String(job[key]);
@@ -140,8 +136,8 @@ function one(run) {
       make("tr", {}, keys.map((key) => make("th", {}, key.replace("_", " ")))),
       run.scheduler.map((job) => make("tr", {}, keys.map((key) => make("td", { class: "long" }, cell(job, key)))))));
   }
-  nodes.push(...run.hosts.flatMap(host), ...configuration(run.configuration));
-  return [nodes.filter((node) => node !== null), canvas ? () => draw(canvas, run.curve) : null];
+  nodes.push(...run.hosts.flatMap((told) => host(told, run.ended)), ...configuration(run.configuration));
+  return nodes.filter((node) => node !== null);
 }
 
 async function refresh() {
@@ -160,10 +156,9 @@ async function refresh() {
       return;
     }
     const data = JSON.parse(body);
-    const [nodes, after] = id ? one(data) : [list(data), null];
+    find.hidden = Boolean(id) || data.runs.length < FEW;
     const top = window.scrollY;
-    page.replaceChildren(...nodes);
-    if (after) after();
+    page.replaceChildren(...(id ? one(data) : list(data)));
     window.scrollTo(0, top);
   } catch (error) {
     fresh.textContent = "the server does not answer";
@@ -175,5 +170,6 @@ async function forever() {
   setTimeout(forever, SECONDS * 1000);
 }
 
+find.addEventListener("input", () => { shown = null; refresh(); });
 window.addEventListener("hashchange", () => { shown = null; refresh(); });
 forever();

@@ -1,13 +1,9 @@
 "use strict";
-// Draws a packed timeline (observe/packing.py) on a canvas: a strip of all steps to choose from, and below it the
+// Draws a packed timeline (observe/report/packing.py) on a canvas: a strip of all steps to choose from, and below it the
 // chosen ones, a group of three lanes for each rank. Text from the run reaches the page as textContent alone.
 function steelyardTimeline(root, packed) {
   const LABEL = 92, LANE = 9, GROUP = 3 * LANE + 6, GAP = 10, AXIS = 22, VIEW = 560, STRIP = 90;
-  const bytes = (text) => {
-    const letters = atob(text), found = new Uint8Array(letters.length);
-    for (let place = 0; place < letters.length; place++) found[place] = letters.charCodeAt(place);
-    return found.buffer;
-  };
+  const { element, sized, theme, bytes } = steelyard;
   const data = {
     steps: new Int32Array(bytes(packed.steps)), begin: new Float64Array(bytes(packed.begin)),
     length: new Float32Array(bytes(packed.length)), sums: new Float32Array(bytes(packed.sums)),
@@ -22,18 +18,13 @@ function steelyardTimeline(root, packed) {
   let chosen = [0, 0], view = [0, 1], shown = ranks.map((_, place) => place);
 
   // ---- the page's parts
-  const element = (tag, parent, text) => {
-    const made = document.createElement(tag);
-    if (text !== undefined) made.textContent = text;
-    parent.append(made);
-    return made;
-  };
   root.classList.add("timeline");
   const legend = element("div", root);
   legend.className = "legend";
   names.forEach((name, number) => {
-    const entry = element("span", legend, name);
-    entry.style.setProperty("--colour", colours[number]);
+    const entry = element("span", legend);
+    steelyard.swatch(entry, { colour: colours[number], area: true });
+    entry.append(name);
   });
   const strip = element("canvas", root);
   strip.title = "every timed step; click one, or drag over several";
@@ -64,9 +55,7 @@ function steelyardTimeline(root, packed) {
   scroller.className = "lanes";
   const tall = element("div", scroller), canvas = element("canvas", tall);
   canvas.tabIndex = 0;
-  const tip = element("div", root);
-  tip.className = "tip";
-  tip.hidden = true;
+  const tip = steelyard.tip(root);
 
   // ---- time and places
   const total = () => data.begin[chosen[1]] + data.length[chosen[1]] - data.begin[chosen[0]];
@@ -109,20 +98,6 @@ function steelyardTimeline(root, packed) {
     }
     return { found, height: y };
   }
-  function sized(target, width, height) {
-    const ratio = window.devicePixelRatio || 1;
-    if (target.width !== Math.round(width * ratio) || target.height !== Math.round(height * ratio)) {
-      target.width = Math.round(width * ratio);
-      target.height = Math.round(height * ratio);
-      target.style.width = width + "px";
-      target.style.height = height + "px";
-    }
-    const pen = target.getContext("2d");
-    pen.setTransform(ratio, 0, 0, ratio, 0, 0);
-    pen.clearRect(0, 0, width, height);
-    pen.font = "11px system-ui, sans-serif";
-    return pen;
-  }
 
   // ---- the strip of all steps: mean over ranks, by kind
   const means = new Float32Array(count * names.length);
@@ -148,14 +123,14 @@ function steelyardTimeline(root, packed) {
         sum += value;
       }
       if (wholeAt.has(place)) {
-        pen.fillStyle = "#1c2733";
+        pen.fillStyle = theme().ink;
         pen.fillRect(left, base + 2, Math.max(1, wide), 3);
       }
     }
-    pen.strokeStyle = "#1c2733";
+    pen.strokeStyle = theme().ink;
     pen.lineWidth = 1.5;
     pen.strokeRect(x(chosen[0]) - 1, 3, Math.max(3, x(chosen[1] + 1) - x(chosen[0]) + 1), base + 4);
-    pen.fillStyle = "#5b6b7b";
+    pen.fillStyle = theme().quiet;
     pen.textAlign = "right";
     pen.fillText(round(longest) + " ms", LABEL - 6, 14);
     pen.fillText("0", LABEL - 6, base);
@@ -181,7 +156,7 @@ function steelyardTimeline(root, packed) {
     for (const { place, y } of found) {
       const at = y - top;
       if (at + GROUP < AXIS || at > visible) continue;
-      pen.fillStyle = "#f3f5f7";
+      pen.fillStyle = theme().raised;
       for (let lane = 0; lane < 3; lane++) pen.fillRect(LABEL, at + lane * LANE, width, LANE - 1);
       for (let step = chosen[0]; step <= chosen[1]; step++) {
         const begin = data.begin[step] - data.begin[chosen[0]];
@@ -241,7 +216,7 @@ function steelyardTimeline(root, packed) {
     for (const { place, y } of found) {
       const at = y - top;
       if (stages[place] !== before && before !== null) {
-        pen.fillStyle = "#9aa7b4";
+        pen.fillStyle = theme().quiet;
         pen.fillRect(0, at - GAP / 2 - 3, width, 1);
       }
       const isFirst = stages[place] !== before;
@@ -249,27 +224,25 @@ function steelyardTimeline(root, packed) {
       if (at + GROUP < AXIS || at > visible) continue;
       pen.font = "11px system-ui, sans-serif";
       pen.textAlign = "right";
-      pen.fillStyle = "#1c2733";
+      pen.fillStyle = theme().ink;
       pen.fillText("rank " + ranks[place], LABEL - 8, at + 11);
       if (isFirst && new Set(stages).size > 1) {
-        pen.fillStyle = "#5b6b7b";
+        pen.fillStyle = theme().quiet;
         pen.fillText("stage " + stages[place], LABEL - 8, at + 24);
       }
     }
     pen.restore();
   }
   function axis(pen, x, width, visible) {
-    const raw = (view[1] - view[0]) / 8, power = Math.pow(10, Math.floor(Math.log10(raw)));
-    const step = [1, 2, 5, 10].map((each) => each * power).find((each) => each >= raw);
     pen.font = "11px system-ui, sans-serif";
     pen.textAlign = "center";
-    for (let tick = Math.ceil(view[0] / step) * step; tick <= view[1]; tick += step) {
-      pen.fillStyle = "#5b6b7b";
+    for (const tick of steelyard.ticks(view[0], view[1], 8)) {
+      pen.fillStyle = theme().quiet;
       pen.fillText(round(tick) + " ms", x(tick), 12);
       pen.fillStyle = "rgba(90,107,123,.25)";
       pen.fillRect(x(tick), 16, 1, visible);
     }
-    pen.fillStyle = "#1c2733";
+    pen.fillStyle = theme().ink;
     for (let place = chosen[0] + 1; place <= chosen[1]; place++) {
       const at = x(data.begin[place] - data.begin[chosen[0]]);
       if (at > LABEL && at < width) pen.fillRect(at, 16, 1, visible);
@@ -304,12 +277,12 @@ function steelyardTimeline(root, packed) {
   canvas.addEventListener("pointerup", () => (held = null));
   canvas.addEventListener("pointermove", (event) => {
     if (held === null) return hover(event);
-    tip.hidden = true;
+    tip.hide();
     const size = view[1] - view[0];
     scroller.scrollTop = held.top - (event.clientY - held.y);
     move(held.start - ((event.clientX - held.x) / (canvas.clientWidth - LABEL - 10)) * size, size);
   });
-  canvas.addEventListener("pointerleave", () => (tip.hidden = true));
+  canvas.addEventListener("pointerleave", tip.hide);
   canvas.addEventListener("dblclick", () => { view = [0, total()]; draw(); });
   canvas.addEventListener("keydown", (event) => {
     const size = view[1] - view[0], middle = (view[0] + view[1]) / 2;
@@ -323,12 +296,8 @@ function steelyardTimeline(root, packed) {
     const box = canvas.getBoundingClientRect(), time = timeAt(event), y = event.clientY - box.top + scroller.scrollTop;
     const row = rows().found.find((each) => y >= each.y && y < each.y + 3 * LANE);
     const text = row && event.clientX > box.left + LABEL ? told(row.place, Math.floor((y - row.y) / LANE), time) : null;
-    tip.hidden = text === null;
-    if (text === null) return;
-    tip.textContent = text;
-    const bounds = root.getBoundingClientRect();
-    tip.style.left = Math.min(event.clientX - bounds.left + 14, bounds.width - 260) + "px";
-    tip.style.top = event.clientY - bounds.top + 14 + "px";
+    if (text === null) tip.hide();
+    else tip.show(event, text);
   }
   function told(rank, lane, time) {
     for (let step = chosen[0]; step <= chosen[1]; step++) {
@@ -383,15 +352,8 @@ function steelyardTimeline(root, packed) {
     scroller.scrollTop = 0;
     draw();
   };
-  let due = false;
-  const soon = () => {
-    if (due) return;
-    due = true;
-    requestAnimationFrame(() => { due = false; draw(); });
-  };
-  scroller.addEventListener("scroll", soon);
-  window.addEventListener("resize", soon);
   const start = whole.length ? whole[whole.length >> 1] : 0;
   choose(start, start);
+  scroller.addEventListener("scroll", steelyard.keepDrawn(root, draw));
   return { choose: (first, last) => choose(placeOf(first), placeOf(last)), view: () => view, chosen: () => chosen };
 }

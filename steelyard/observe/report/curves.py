@@ -1,19 +1,18 @@
-"""Curves of one run or several over their steps, drawn by plotly."""
+"""Curves of one run or several over their steps."""
 
 from __future__ import annotations
 
-import html
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
-from steelyard.core.errors import UserError
-from steelyard.observe.report import page
+from steelyard.core.pages import charts
+from steelyard.core.pages.charts import Line
 
 MOST_POINTS = 4000  # Of a curve; a longer one keeps the lowest and the highest of each stretch.
-SMALL = 1e-2  # Numbers below are written with a power of ten.
-COLOURS = ("#2563a8", "#d9742b", "#2f9e6e", "#b83280", "#7a5cc0", "#8d6e4f", "#0f8a9d", "#c93b3b")
-DASHES = ("solid", "dot", "dash")
+WIDE = 50  # How many times the lowest value of such a curve the highest is where the scale begins as one of powers.
+SPIKED = ("Loss", "Gradient norm")  # Curves whose low values are what matters.
+DASHES: tuple[Literal["", "dash", "dot"], ...] = ("", "dot", "dash")
 NATS = "nats per token"
 # Title, what the values are, and the keys of a record with their names and factors.
 CURVES: list[tuple[str, str, list[tuple[str, str, float]]]] = [
@@ -44,73 +43,36 @@ Records = Sequence[dict[str, Any]]
 X = TypeVar("X")
 
 
-class Charts:
-    """Figures of a page, which are drawn at its end.
-
-    The plotting library is megabytes that a browser takes a second or two to read: what needs none of it, like the
-    timeline, should be there before. Each figure is drawn on its own, so that the page can be used meanwhile.
-    """
-
-    def __init__(self) -> None:
-        try:
-            from plotly import graph_objects
-        except ImportError:
-            raise UserError("plotly is not installed", mend="pip install plotly") from None
-        self.objects: Any = graph_objects
-        self._figures: list[str] = []
-
-    def draw(self, figure: Any, height: int = 300, **layout: Any) -> str:
-        """The place of a figure in a page."""
-        figure.update_layout(
-            height=height, margin={"l": 60, "r": 20, "t": 48, "b": 45}, template="plotly_white",
-            legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "traceorder": "normal"}, **layout,
-        )  # fmt: skip
-        self._figures.append(figure.to_json())
-        return f'<div id="figure-{len(self._figures) - 1}" class="plotly-graph-div" style="height:{height}px"></div>'
-
-    def program(self) -> str:
-        """What draws all of them; it stands at the end of the page."""
-        if not self._figures:
-            return ""
-        from plotly.offline import get_plotlyjs
-
-        figures = ",".join(self._figures).replace("<", "\\u003c")  # Nothing in it can end the script.
-        data = f'<script type="application/json" id="figures">[{figures}]</script>'
-        return f"{data}\n<script>{get_plotlyjs()}</script>\n<script>{page.program('figures.js')}</script>"
-
-
-def draw(charts: Charts, runs: Mapping[str, Records], predicts_tokens: bool = True) -> str:
+def draw(runs: Mapping[str, Records], predicts_tokens: bool = True) -> str:
     """All curves that any of the runs, given by name, has values for; the loss may be another than of tokens."""
     drawn = []
-    for title, unit, lines in CURVES:
-        is_other = unit == NATS and not predicts_tokens
-        figure = charts.objects.Figure()
-        for number, (run, records) in enumerate(runs.items()):
-            for place, (key, label, factor) in enumerate(lines):
-                steps, values = points(records, key, factor)
-                if steps:
-                    several = len(runs) > 1
-                    figure.add_scatter(
-                        x=steps, y=values, name=html.escape(f"{run}, {label}" if several else label),
-                        mode="lines" if len(steps) > 1 and key != "valid_loss" else "lines+markers",
-                        line={"color": COLOURS[(number if several else place) % len(COLOURS)],
-                              "dash": DASHES[place % len(DASHES)] if several else "solid"},
-                    )  # fmt: skip
-        if figure.data:
-            unit = "" if is_other else unit
-            shown = charts.draw(figure, xaxis_title="step", yaxis={"title": {"text": unit}, **_axis(figure)})
-            drawn.append(f"<div><h3>{title}</h3>{shown}</div>")
-    return f'<div class="charts">{"".join(drawn)}</div>' if drawn else "<p>Nothing was recorded yet.</p>"
+    for title, unit, kinds in CURVES:
+        lines = [line for number, run in enumerate(runs) for line in _lines(runs, run, number, kinds)]
+        if lines:
+            shown = "" if unit == NATS and not predicts_tokens else unit
+            chart = charts.lines(lines, "step", shown, group="steps", log=title in SPIKED and _is_wide(lines))
+            drawn.append(charts.titled(title, chart))
+    return charts.side_by_side(drawn) if drawn else "<p>Nothing was recorded yet.</p>"
 
 
-def _axis(figure: Any) -> dict[str, Any]:
-    """What plotly would do badly: a flat curve between -1 and 1, so that 0.0001 looked like nothing; 100µ for 1e-4."""
-    values = {value for line in figure.data for value in line.y if value is not None}
-    is_flat = len(values) == 1 and values != {0.0}
-    is_small = max(map(abs, values), default=1.0) < SMALL
-    return ({"range": sorted([0.0, 2.0 * next(iter(values))])} if is_flat else {}) | (
-        {"exponentformat": "e"} if is_small else {}
-    )
+def _lines(
+    runs: Mapping[str, Records], run: str, number: int, kinds: Sequence[tuple[str, str, float]]
+) -> Iterator[Line]:
+    """A run's lines of one chart: coloured by kind where it is alone, else by run."""
+    several = len(runs) > 1
+    for place, (key, label, factor) in enumerate(kinds):
+        steps, values = points(runs[run], key, factor)
+        if steps:
+            yield Line(
+                label, steps, values, colour=number if several else place, run=run if several else "",
+                dash=DASHES[place % len(DASHES)] if several else "", marks="too" if key == "valid_loss" else "",
+            )  # fmt: skip
+
+
+def _is_wide(lines: Sequence[Line]) -> bool:
+    """Whether values are spread so widely that the low ones could not be told apart on a plain scale."""
+    values = [value for line in lines for value in line.y if value is not None]
+    return bool(values) and min(values) > 0 and max(values) > WIDE * min(values)
 
 
 def points(records: Records, key: str, factor: float = 1) -> tuple[list[int], list[float | None]]:

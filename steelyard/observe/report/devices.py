@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import html
 import json
 from pathlib import Path
 from typing import Any
 
+from steelyard.core.pages import charts, page
+from steelyard.core.pages.charts import Line
 from steelyard.core.run import Run
-from steelyard.observe.report import page
-from steelyard.observe.report.curves import COLOURS, Charts, is_number, thinned
+from steelyard.observe.report.curves import is_number, thinned
 
 MOST_HOSTS, MOST_BYTES, MOST_POINTS = 16, 16 << 20, 600
 # Title, unit, the key of a device's sample, and what to divide by.
@@ -22,7 +22,7 @@ KINDS = (
 Point = tuple[float, float | None]
 
 
-def devices(run: Run, charts: Charts) -> list[str]:
+def devices(run: Run) -> list[str]:
     """Curves over the minutes of a run, one for each host; nothing where nobody took samples."""
     paths = sorted((run.path / "logs").glob("*.gpu"))
     samples = {path.stem: found for path in paths[:MOST_HOSTS] if (found := _samples(path))}
@@ -31,18 +31,17 @@ def devices(run: Run, charts: Charts) -> list[str]:
     begin = min(found[0]["time"] for found in samples.values())
     drawn = []
     for title, unit, key, factor in KINDS:
-        figure = charts.objects.Figure()
+        lines = []
         for number, (host, found) in enumerate(samples.items()):
             points: list[Point] = [((one["time"] - begin) / 60, _mean(one, key, factor)) for one in found]
             points = thinned([point for point in points if point[1] is not None], MOST_POINTS)
             if points:
                 minutes, values = zip(*points, strict=True)
-                line = {"color": COLOURS[number % len(COLOURS)]}
-                figure.add_scatter(x=minutes, y=values, name=html.escape(host), mode="lines", line=line)
-        if figure.data:
-            shown = charts.draw(figure, height=240, xaxis_title="minutes", yaxis_title=unit)
-            drawn.append(f"<div><h3>{title}</h3>{shown}</div>")
-    pieces = [f'<div class="charts">{"".join(drawn)}</div>'] if drawn else []
+                lines.append(Line("mean", minutes, values, colour=number, run=host))
+        if lines:
+            group = f"devices of {run.path.name}"
+            drawn.append(charts.titled(title, charts.lines(lines, "minutes", unit, group=group, height=240)))
+    pieces = [charts.side_by_side(drawn)] if drawn else []
     if pieces and len(paths) > MOST_HOSTS:
         pieces.append(page.paragraph(f"The first {MOST_HOSTS} of {len(paths)} hosts.", "note"))
     return pieces

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from steelyard.core import secrets
+from steelyard.core.pages import page
 from steelyard.core.run import Run
 from steelyard.observe.folder import last_lines
-from steelyard.observe.report import page
 
 MOST_HOSTS, MOST_LINES, MOST_LETTERS = 16, 30, 400
 

@@ -17,12 +17,12 @@ whole, span by span; of every step each rank's sums by kind are carried, which i
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
+from steelyard.core.pages.page import as_script
 from steelyard.observe.spans import KINDS, UNKNOWN, Array, Spans
 
 MOST_SPANS = 500_000  # 17 bytes each on the page
@@ -47,13 +47,6 @@ def pack(spans: Spans, pipeline_rank: dict[int, int], asked: Iterable[int] = (),
     }
     packed |= _spans(spans, whole)
     return as_script(packed)
-
-
-def as_script(value: Any) -> str:
-    """JSON with nothing in it that a browser would take for markup."""
-    return (
-        json.dumps(value, separators=(",", ":")).replace("<", "\\u003c").replace("\u2028", " ").replace("\u2029", " ")
-    )
 
 
 def choose(spans: Spans, asked: Iterable[int], most: int) -> list[int]:

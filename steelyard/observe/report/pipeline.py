@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from steelyard.core.pages import charts, page
+from steelyard.core.pages.charts import Bar
 from steelyard.core.run import Run
 from steelyard.observe import balance, machines, spans
 from steelyard.observe.balance import Balance
-from steelyard.observe.report import page
-from steelyard.observe.report.curves import Charts
 from steelyard.observe.report.packing import pack
 from steelyard.observe.spans import KINDS, UNKNOWN
 
 Sections = dict[str, tuple[str, list[str]]]
 
 
-def pipeline_sections(
-    run: Run, charts: Charts, cluster: Path | None, steps: Iterable[int], budget: int, number: int
-) -> Sections:
+def pipeline_sections(run: Run, cluster: Path | None, steps: Iterable[int], budget: int, number: int) -> Sections:
     """The timeline of a run as a canvas, and its balance; or how to have one. `number` tells canvases apart."""
     found = spans.read(run.path / "timeline")
     if found is None:
@@ -47,7 +44,7 @@ def pipeline_sections(
     ]
     return {
         "timeline": ("Timeline", canvas),
-        "balance": ("Bubble and balance", [_table(measured), *_note(measured), *_bars(charts, measured)]),
+        "balance": ("Bubble and balance", [_table(measured), *_note(measured), *_bars(measured)]),
     }
 
 
@@ -80,38 +77,26 @@ def _note(measured: Balance) -> list[str]:
     return [page.paragraph(f"No prediction: {measured.why_no_prediction}.", "note")]
 
 
-def _bars(charts: Charts, measured: Balance) -> list[str]:
+def _bars(measured: Balance) -> list[str]:
     """Per stage: passes of a micro-batch, measured and predicted; per pipeline rank: where a step goes."""
     drawn = []
     if measured.stages:
-        figure = charts.objects.Figure()
-        at = [f"stage {one.stage}" for one in measured.stages]
-        for name, actual, expected in (
-            ("forward", [one.forward for one in measured.stages], [one.predicted_forward for one in measured.stages]),
-            (
-                "backward",
-                [one.backward for one in measured.stages],
-                [one.predicted_backward for one in measured.stages],
-            ),
-        ):
-            colour = KINDS[name][1]
-            figure.add_bar(x=at, y=_ms(actual), name=name, offsetgroup="measured", marker_color=colour)
+        passes = []
+        for name in ("forward", "backward"):
+            actual = [getattr(one, name) for one in measured.stages]
+            expected = [getattr(one, f"predicted_{name}") for one in measured.stages]
+            passes.append(Bar(name, _ms(actual), KINDS[name][1], stack="measured"))
             if any(value is not None for value in expected):
-                figure.add_bar(
-                    x=at, y=_ms(expected), name=f"{name}, predicted", offsetgroup="predicted", marker_color=colour,
-                    opacity=0.45,
-                )  # fmt: skip
-        shown = charts.draw(figure, barmode="stack", yaxis_title="ms for a micro-batch")
-        drawn.append(f"<div><h3>Passes of each stage</h3>{shown}</div>")
-    figure = charts.objects.Figure()
+                passes.append(Bar(f"{name}, predicted", _ms(expected), KINDS[name][1], stack="predicted", faded=True))
+        at = [f"stage {one.stage}" for one in measured.stages]
+        drawn.append(charts.titled("Passes of each stage", charts.bars(at, passes, "ms for a micro-batch")))
+    parts = [
+        Bar(name, _ms([parts[name] for parts in measured.parts.values()]), KINDS.get(name, UNKNOWN)[1])
+        for name in next(iter(measured.parts.values()), {})
+    ]
     at = [f"pipeline rank {place}" for place in measured.parts]
-    for name in next(iter(measured.parts.values()), {}):
-        values = [parts[name] for parts in measured.parts.values()]
-        colour = KINDS.get(name, UNKNOWN)[1]
-        figure.add_bar(x=at, y=_ms(values), name=html.escape(name), marker_color=colour)
-    shown = charts.draw(figure, barmode="stack", yaxis_title="ms of a step")
-    drawn.append(f"<div><h3>Where a step goes</h3>{shown}</div>")
-    return [f'<div class="charts">{"".join(drawn)}</div>']
+    drawn.append(charts.titled("Where a step goes", charts.bars(at, parts, "ms of a step")))
+    return [charts.side_by_side(drawn)]
 
 
 def _ms(values: list[Any]) -> list[float | None]:

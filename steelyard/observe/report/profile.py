@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from steelyard.core import units
+from steelyard.core.pages import page
 from steelyard.core.run import Run
 from steelyard.observe.profile.looking import Look, Named
 from steelyard.observe.profile.reading import read
 from steelyard.observe.profile.words import told
-from steelyard.observe.report import page
 
 MOST_RANKS, MOST_LETTERS = 8, 110  # Ranks whose kernels are listed, and letters of a kernel's name.
 

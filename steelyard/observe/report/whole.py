@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from steelyard.core import files, secrets, units
+from steelyard.core.errors import UserError
+from steelyard.core.pages import charts, page
 from steelyard.core.recipe import Recipe, to_toml
 from steelyard.core.recipe.toml import leaves
 from steelyard.core.run import Run
 from steelyard.observe.folder import read_object
-from steelyard.observe.report import curves, page
-from steelyard.observe.report.curves import Charts, is_number
+from steelyard.observe.report import curves
+from steelyard.observe.report.curves import is_number
 from steelyard.observe.report.devices import devices
 from steelyard.observe.report.logs import last_errors
 from steelyard.observe.report.packing import MOST_SPANS
@@ -31,7 +33,12 @@ def write(
     """
     several = [runs] if isinstance(runs, Run) else list(runs)
     path = path or several[0].path / "report.html"
-    files.write_text(path, render(several, cluster, steps))
+    text = render(several, cluster, steps)
+    try:
+        files.write_text(path, text)
+    except OSError as error:
+        message = f"the report cannot be written: {path}: {error.strerror or error}"
+        raise UserError(message, mend="name another place: -o FILE") from None
     return path
 
 
@@ -40,20 +47,19 @@ def render(runs: Run | Sequence[Run], cluster: Path | None = None, steps: Iterab
     several = [runs] if isinstance(runs, Run) else list(runs)
     named = dict(zip(names(several), several, strict=True))
     records = {name: run.metrics() for name, run in named.items()}
-    charts = Charts()
     sections = {
         "summary": ("Summary", [_summaries(named, records), *(verdict(run, name) for name, run in named.items())]),
-        "curves": ("Curves", [curves.draw(charts, records, all(map(_predicts_tokens, several)))]),
+        "curves": ("Curves", [curves.draw(records, all(map(_predicts_tokens, several)))]),
     }
     budget = MOST_SPANS // len(several)
     for number, (name, run) in enumerate(named.items()):
         of = f" of {name}" if len(several) > 1 else ""
-        for anchor, (title, pieces) in pipeline_sections(run, charts, cluster, steps, budget, number).items():
+        for anchor, (title, pieces) in pipeline_sections(run, cluster, steps, budget, number).items():
             sections[f"{anchor}-{number}"] = (title + of, pieces)
         pieces = profile_section(run)
         if pieces:
             sections[f"profile-{number}"] = ("Profile" + of, pieces)
-        pieces = devices(run, charts)
+        pieces = devices(run)
         if pieces:
             sections[f"devices-{number}"] = ("Devices" + of, pieces)
         errors = last_errors(run)
@@ -61,11 +67,11 @@ def render(runs: Run | Sequence[Run], cluster: Path | None = None, steps: Iterab
             sections[f"errors-{number}"] = ("Last lines on standard error" + of, errors)
     sections["environment"] = ("Environment", [_columns({name: _environment(run) for name, run in named.items()})])
     sections["recipe"] = ("Recipe", _recipes(named))
-    body = [f"<script>{page.program('timeline.js')}</script>"]
+    body = [f"<script>{page.asset('pages/timeline.js', 'steelyard.observe')}</script>"]
     body += [page.contents((anchor, title) for anchor, (title, _) in sections.items())]
     for anchor, (title, pieces) in sections.items():
         body += [page.heading(title, anchor), *pieces]
-    return page.page(", ".join(named), [*body, charts.program()])
+    return page.page(", ".join(named), body, charts.SCRIPTS)
 
 
 def names(runs: Sequence[Run]) -> list[str]:

@@ -8,6 +8,7 @@ from statistics import median
 
 from steelyard.core import units
 from steelyard.core.recipe import Recipe
+from steelyard.observe.complaints import is_lost_peer
 from steelyard.observe.rules import Verdict
 from steelyard.observe.state import State, seconds_of
 from steelyard.observe.streams import is_number
@@ -40,7 +41,9 @@ def errors(state: State) -> Verdict | None:
     others = sum(map(len, found.values())) - 1
     more = f" (and {others} more{f' on {len(found)} hosts' if len(found) > 1 else ''})" if others else ""
     message = f"{host} says: {first}{more}"
-    what = f"steelyard logs RUN --node {host} --stream err shows it in its place; steelyard doctor explain knows many"
+    what = (
+        f"steelyard logs RUN --node {host} --stream err shows it in its place; steelyard doctor explain RUN knows many"
+    )
     finished = state.manifest.get("state") == "finished"
     if finished or (state.progressed or 0.0) > state.written(host, told[-1][0]) + AGREED_ERRORS:
         return Verdict("errors", "warning", message + "; the run went on", what)
@@ -57,17 +60,8 @@ def _errors(state: State, host: str) -> list[tuple[int, str]]:
 
 
 def _is_consequence(text: str) -> bool:
-    """Whether a rank only says that another is gone: the other's error is the one to name."""
-    signs = (
-        "lost another rank",
-        "Connection closed by peer",
-        "Connection reset",
-        "NCCL",
-        "ChildFailedError",
-        "srun: error",
-        "SIGTERM",
-    )
-    return any(sign in text for sign in signs)
+    """Whether a rank says no more than that another is gone: the other's error is the one to name."""
+    return is_lost_peer(text) or any(sign in text for sign in ("NCCL", "ChildFailedError", "srun: error", "SIGTERM"))
 
 
 def no_progress(state: State) -> Verdict | None:

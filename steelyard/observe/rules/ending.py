@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from steelyard.core import units
 from steelyard.core.errors import Interrupted
+from steelyard.observe.complaints import is_lost_peer
 from steelyard.observe.rules import Verdict
 from steelyard.observe.state import ENDED, WAITING, State, seconds_of, span_of
 
 RESUME = "the same command goes on from the last checkpoint"
+ANEW = "the same command begins anew: no checkpoint was written yet"
 # Slurm's word for an end, the kind of verdict it is, how it reads, and what to do.
 ENDS = {
     "OUT_OF_MEMORY": ("out-of-memory", "was killed for using more memory than the job may",
@@ -70,9 +72,10 @@ def scheduler_ended(state: State) -> Verdict | None:
     still = ", while others of its jobs still run" if state.is_live else ""
     if word == "FAILED" and str(exit_code).partition(":")[0] == str(Interrupted.exit_code):
         kind, how, code, what_to_do = "interrupted", "was interrupted", "", RESUME
-    error = state.manifest.get("error")
-    said = f"; it said: {error}" if error and word == "FAILED" else ""
-    return Verdict(kind, "wrong", f"job {job} {how}{code}{after}{where}{why}{still}{said}{_reached(state)}", what_to_do)
+    error = _error(state)
+    said = f"; it said: {error}" if error and word == "FAILED" and not _is_told(state, error) else ""
+    message = f"job {job} {how}{code}{after}{where}{why}{still}{said}{_reached(state)}"
+    return Verdict(kind, "wrong", message, what_to_do.replace(RESUME, _resume(state)))
 
 
 def _finished_badly(state: State, words: dict[str, str]) -> Verdict | None:
@@ -92,22 +95,21 @@ def run_ended(state: State) -> Verdict | None:
     if state.is_live and (ended is None or ended < (state.began or 0.0)):
         return None  # The scheduler has started it again since.
     known = str(state.manifest.get("state", ""))
-    error = state.manifest.get("error")
+    resume = _resume(state)
     if known == "finished":
         return Verdict(
             "completed", "ok", f"completed{_reached(state)}", "nothing; steelyard report RUN tells the story"
         )
     if known == "failed":
-        return Verdict(
-            "failed", "wrong", f"failed: {error or 'it does not say why'}{_reached(state)}", f"mend that; {RESUME}"
-        )
+        why = _error(state) or "it does not say why"
+        return Verdict("failed", "wrong", f"failed: {why}{_reached(state)}", f"mend that; {resume}")
     if known == "interrupted":
-        return Verdict("interrupted", "wrong", f"was interrupted{_reached(state)}", RESUME)
+        return Verdict("interrupted", "wrong", f"was interrupted{_reached(state)}", resume)
     if known == "stopped":
-        return Verdict("stopped", "ok", f"stopped by train.hours, as asked{_reached(state)}", RESUME)
+        return Verdict("stopped", "ok", f"stopped by train.hours, as asked{_reached(state)}", resume)
     if known == "running":
         where = state.manifest.get("host", "its host")
-        what = f"see dmesg on {where} for a process killed for memory; {RESUME}"
+        what = f"see dmesg on {where} for a process killed for memory; {resume}"
         return Verdict("killed", "wrong", f"was killed: nobody holds the run any more{_reached(state)}", what)
     if state.job_states:
         return Verdict("completed", "ok", "the job completed", "nothing")
@@ -146,6 +148,25 @@ def _queued(state: State) -> Verdict:
     kind = "held" if is_stuck else "requeued" if again else "queued"
     message = f"job {job} is {_word(record['state']).lower()}: {reason}{again}"
     return Verdict(kind, "wrong" if is_stuck else "waiting", message, help_)
+
+
+def _error(state: State) -> str:
+    """What the run said of its end, in one line; that a rank lost another is told in our words, not in gloo's."""
+    error = str(state.manifest.get("error") or "").strip().partition("\n")[0]
+    return "a rank lost another one, which ended first" if is_lost_peer(error) else error
+
+
+def _is_told(state: State, error: str) -> bool:
+    """Whether a verdict on the error logs says the same already."""
+    return any(error in text for host in state.err for _, text in state.errors_of(host))
+
+
+def _resume(state: State) -> str:
+    """What the same command would do now. A run of another command keeps no checkpoints here."""
+    if "command" in state.manifest or state.recipe is None:
+        return RESUME
+    steps = [path.name.partition("-")[2] for path in (state.path / "checkpoints").glob("step-*")]
+    return f"the same command goes on from step {max(map(int, filter(str.isdigit, steps)))}" if steps else ANEW
 
 
 def _reached(state: State) -> str:

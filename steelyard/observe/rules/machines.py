@@ -25,6 +25,37 @@ HOT = 90  # degrees Celsius
 LAYOUT_KEYS = ("tensor", "context", "pipeline", "virtual", "zero", "schedule", "sequence_parallel")
 
 
+def frozen(state: State) -> Verdict | None:
+    """A process was stopped with SIGSTOP, and all others wait for it."""
+    if not state.is_live:
+        return None
+    found: list[tuple[str, int]] = []
+    for host, samples in state.devices.items():
+        if state.now - samples.heard > EMPTY_FOR:
+            continue
+        found += [
+            (host, each["pid"])
+            for device in samples.last.get("devices") or []
+            for each in device.get("processes") or []
+            if isinstance(each, dict) and each.get("stopped") is True and type(each.get("pid")) is int
+        ]
+    if not found:
+        return None
+    found = list(dict.fromkeys(found))  # A process may be on several GPUs.
+    named = [f"{_rank_of(state, host, pid)} on {host}" for host, pid in found]
+    host, pid = found[0]
+    what = f"let it go on: kill -CONT {pid} on {host}" + (", and so with the others" if len(found) > 1 else "")
+    return Verdict("frozen", "wrong", f"stopped by a signal (SIGSTOP): {_some(named)}", what)
+
+
+def _rank_of(state: State, host: str, pid: int) -> str:
+    told = state.hosts.get(host, {})
+    pids, ranks = told.get("process ids"), told.get("ranks") or []
+    if isinstance(pids, list) and pid in pids and len(pids) == len(ranks):
+        return f"rank {ranks[pids.index(pid)]}, process {pid},"
+    return f"process {pid}"
+
+
 def nobody_on_device(state: State) -> Verdict | None:
     """The job runs, but no process is on a GPU. A container may hide processes from the driver, not their memory."""
     if not state.is_live:

@@ -3,46 +3,27 @@
 from __future__ import annotations
 
 import html
+import json
 from collections.abc import Iterable, Sequence
 from importlib import resources
+from typing import Any
 
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 1180px; margin: 2rem auto; padding: 0 1rem; color: #1c2733;
-background: #fff; } h1 { font-size: 1.6rem; margin-bottom: .3rem; } h2 { font-size: 1.2rem; margin: 2.2rem 0 .5rem;
-border-bottom: 1px solid #dfe4e9; } h3 { font-size: 1rem; margin: 1.4rem 0 .3rem; } table { border-collapse: collapse; }
-td, th { padding: .15rem 1.5rem .15rem 0; vertical-align: top; text-align: left; font-weight: normal; }
-th, tr > td:first-child { color: #5b6b7b; } td.number { text-align: right; font-variant-numeric: tabular-nums; }
-td { overflow-wrap: anywhere; } pre { background: #f4f6f8; padding: 1rem; overflow-x: auto; border-radius: 6px;
-font-size: 13px; } pre.wrapped { white-space: pre-wrap; font-family: inherit; }
-.note { color: #5b6b7b; font-size: 13px; } .charts { display: grid; gap: 0 1.5rem;
-grid-template-columns: repeat(auto-fill, minmax(min(100%, 520px), 1fr)); } .charts > div { min-width: 0; }
-.verdict { padding: .5rem .9rem; border-left: 4px solid #8a97a4; background: #f4f6f8; margin: .5rem 0; white-space:
-pre-line; } .verdict.good { border-color: #2f9e6e; } .verdict.warning { border-color: #d9942b; }
-.verdict.bad { border-color: #c93b3b; } nav a { margin-right: 1.1rem; color: #2563a8; text-decoration: none; }
-details summary { cursor: pointer; color: #2563a8; } .timeline { position: relative; }
-.timeline .lanes { overflow-y: auto; border: 1px solid #dfe4e9; } .timeline canvas { display: block; }
-.timeline .lanes canvas { position: sticky; top: 0; cursor: crosshair; } .timeline .legend span { margin-right: 1.1rem;
-font-size: 13px; } .timeline .legend span::before { content: ""; display: inline-block; width: .8em; height: .8em;
-margin-right: .35em; background: var(--colour); } .timeline .controls { display: flex; flex-wrap: wrap; gap: .5rem
-.8rem; align-items: center; margin: .4rem 0; font-size: 13px; } .timeline input { width: 6em; }
-.timeline .tip { position: absolute; z-index: 2; background: #1c2733; color: #fff; padding: .35rem .6rem; font-size:
-12px; white-space: pre; border-radius: 4px; pointer-events: none; }
-"""
 # Nothing is fetched, nothing is sent: even text that found a way in could not.
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; font-src data:"
 )
 
 
-def page(title: str, body: Iterable[str]) -> str:
-    """A whole document."""
+def page(title: str, body: Iterable[str], scripts: Iterable[str] = ()) -> str:
+    """A whole document; `scripts` are those of this room that its charts need."""
+    programs = [f"<script>{asset(name)}</script>" for name in scripts]
     head = (
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         "<meta name='viewport' content='width=device-width'>"
-        f"<title>{html.escape(title)}</title><style>{STYLE}</style></head>"
+        f"<title>{html.escape(title)}</title><style>{asset('page.css')}{asset('charts.css')}</style></head>"
     )
-    return "\n".join([head, f"<body><h1>{html.escape(title)}</h1>", *body, "</body></html>\n"])
+    return "\n".join([head, f"<body><h1>{html.escape(title)}</h1>", *programs, *body, "</body></html>\n"])
 
 
 def heading(title: str, anchor: str) -> str:
@@ -93,6 +74,13 @@ def folded_piece(title: str, piece: str) -> str:
     return f"<details><summary>{html.escape(title)}</summary>{piece}</details>"
 
 
-def program(name: str) -> str:
-    """One of this room's scripts, whole."""
-    return resources.files("steelyard.observe").joinpath("pages", name).read_text(encoding="utf-8")
+def as_script(value: Any) -> str:
+    """JSON with nothing in it that a browser would take for markup."""
+    return (
+        json.dumps(value, separators=(",", ":")).replace("<", "\\u003c").replace("\u2028", " ").replace("\u2029", " ")
+    )
+
+
+def asset(name: str, room: str = "steelyard.core.pages") -> str:
+    """One of a room's scripts and styles, whole."""
+    return resources.files(room).joinpath(name).read_text(encoding="utf-8")
