@@ -21,7 +21,7 @@ def command(order: Order) -> list[str]:
     starter = [order.python, "-P", "-m", "steelyard.launch.node", "--run", str(order.run), "--one-rank", "--", *words]
     gpus = any(group.gres for group in order.groups)
     return [*options(order.site, order.groups), *containers.wrapped(
-        order.site, starter, order.workdir, [str(order.run)], gpus
+        order.site, starter, order.workdir, str(order.run), gpus
     )]  # fmt: skip
 
 

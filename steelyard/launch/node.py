@@ -26,7 +26,7 @@ from typing import Any
 
 from steelyard.core.console import LOGGED, console
 from steelyard.core.errors import Interrupted, SteelyardError
-from steelyard.launch import kept, meeting, siblings
+from steelyard.launch import kept, lifeline, meeting, siblings
 from steelyard.launch.blame import Ended, blame
 from steelyard.launch.last_words import ERROR_FILE
 from steelyard.launch.local import Rank, die_with_parent, signals, watch
@@ -80,6 +80,7 @@ class LoggedRank(Rank):
 def main(words: Sequence[str]) -> int:
     """Start this node's ranks and return their exit code."""
     options = _options(words)
+    lifeline.hold()
     if kept.is_kept():
         kept.end_with_torchrun()
     run, host = Path(options.run), socket.gethostname()

@@ -173,7 +173,7 @@ def test_mpirun_can_be_asked_for_the_line_of_a_megatron_script(tmp_path):
 def test_a_container_is_words_before_the_command(kind, expected):
     image = "" if kind == "none" else "image"
     site = Site(container=Container(kind=kind, image=image, binds=["/data"]))
-    words = containers.wrapped(site, ["python3"], "/work", ["/runs/x"], gpus=True)
+    words = containers.wrapped(site, ["python3"], "/work", None, gpus=True)
     assert words[: len(expected)] == expected
     assert words[-1] == "python3"
 
@@ -190,7 +190,9 @@ def test_enroot_keeps_what_is_set_and_the_folder(tmp_path):
     """)
     fake.chmod(0o755)
     command = ["sh", "-c", 'echo "$PWD|$SLURM_PROCID|$MINE|${CUDA_VISIBLE_DEVICES-unset}"']
-    words = containers.wrapped(Site(container=image, environment={"MINE": "x"}), command, str(tmp_path), [], gpus=True)
+    words = containers.wrapped(
+        Site(container=image, environment={"MINE": "x"}), command, str(tmp_path), None, gpus=True
+    )
     there = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_PROCID": "3", "MINE": "two words"}
     done = subprocess.run(words, env=there, capture_output=True, text=True, timeout=20)
     assert done.stdout == f"{tmp_path}|3|two words|unset\n"
