@@ -133,7 +133,9 @@ def preparation(container: Container, reload: bool) -> str | None:
         case "pyxis":
             return f"enroot remove --force pyxis_{called} || true\n" if reload else None
         case "docker" | "podman":
-            return f"{container.kind} pull {image} || {{ echo {quote(NO_PULL)} >&2; exit 1; }}\n" if reload else None
+            return (
+                f"{container.kind} pull {image} >&2 || {{ echo {quote(NO_PULL)} >&2; exit 1; }}\n" if reload else None
+            )
         case "apptainer" | "singularity" if container.unpack:
             return _unpacking(container, reload)
         case _:
