@@ -81,7 +81,9 @@ def _docker(site: Site, binds: Sequence[str], workdir: str, gpus: bool) -> list[
 
 
 def _passed(site: Site) -> list[str]:
-    return list(dict.fromkeys([*PASSED_ON, lifeline.VARIABLE, *site.environment, *site.prepend]))
+    """What goes inside. The host's PATH does not, unless a site sets all of it: it would hide the image's programs."""
+    prepended = [name for name in site.prepend if name != "PATH"]
+    return list(dict.fromkeys([*PASSED_ON, lifeline.VARIABLE, *site.environment, *prepended]))
 
 
 def srun_options(site: Site, workdir: str, run: str) -> list[str]:
@@ -105,7 +107,18 @@ def _binds(container: Container, folders: Sequence[str]) -> list[str]:
             )
     given = [bind if ":" in bind else f"{bind}:{bind}" for bind in container.binds]
     shown = {bind.split(":")[1] for bind in given}
-    return [*given, *(f"{folder}:{folder}" for folder in dict.fromkeys(folders) if folder not in shown)]
+    binds = [*given, *(f"{folder}:{folder}" for folder in dict.fromkeys(folders) if folder not in shown)]
+    return [_for_enroot(bind, container.kind) for bind in binds] if container.kind in ("enroot", "pyxis") else binds
+
+
+def _for_enroot(bind: str, kind: str) -> str:
+    """Enroot makes a line of fstab of it, where spaces part the fields and `ro` alone is no bind."""
+    if any(character.isspace() for character in bind):
+        raise UserError(f"{kind} cannot show {bind}: its name holds a space", mend="use a folder with a plainer name")
+    source, inside, *options = bind.split(":")
+    if kind == "enroot" and options and "bind" not in options[-1]:
+        return f"{source}:{inside}:rbind,x-create=auto,{options[-1]}"
+    return bind
 
 
 def python(site: Site, otherwise: str) -> str:

@@ -198,6 +198,26 @@ def test_enroot_keeps_what_is_set_and_the_folder(tmp_path):
     assert done.stdout == f"{tmp_path}|3|two words|unset\n"
 
 
+def test_enroot_is_told_of_binds_as_its_fstab_has_them():
+    site = Site(container=Container(kind="enroot", image="x.sqsh", binds=["/data:/mnt:ro"]))
+    assert "/data:/mnt:rbind,x-create=auto,ro" in containers.wrapped(site, ["true"], "/work", None, gpus=False)
+    with pytest.raises(UserError, match="holds a space"):
+        containers.wrapped(site, ["true"], "/my work", None, gpus=False)
+
+
+@pytest.mark.parametrize("kind", ["apptainer", "docker", "podman", "enroot"])
+def test_folders_before_path_leave_the_image_its_own_path(kind):
+    """A module's apptainer may need them outside; inside, the host's PATH would hide the image's programs."""
+    site = Site(container=Container(kind=kind, image="x"), prepend={"PATH": ["/host/bin"], "LD_LIBRARY_PATH": ["/l"]})
+    text = shell.script_for(site, ["true"])
+    assert 'export PATH=/host/bin"${PATH:+:$PATH}"' in text
+    assert ("APPTAINERENV_PREPEND_PATH=/host/bin\n" in text) == (kind == "apptainer")
+    assert "ENV_PATH=" not in text
+    passed = text.splitlines()[-1].replace("'", " ").split()
+    assert "PATH" not in passed
+    assert ("LD_LIBRARY_PATH" in passed) == (kind != "apptainer")
+
+
 def test_pyxis_is_options_of_srun(tmp_path):
     site = Site(container=Container(kind="pyxis", image="repo/image:1", binds=["/data:/mnt"]))
     text = slurm.text(order(tmp_path, site))
