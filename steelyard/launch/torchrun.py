@@ -53,9 +53,9 @@ def options(ranks: int, port: int | None) -> list[str]:
 def main(words: Sequence[str]) -> int:
     """Keep a torchrun until it ends, and return the exit code of the job."""
     given = _given(words)
-    lifeline.hold()
+    same = lifeline.hold()
     with ExitStack() as stack:
-        asked = stack.enter_context(signals())
+        asked = stack.enter_context(signals(same))
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="steelyard-")))
         with open(folder / "torchrun.log", "wb") as log:
             child = subprocess.Popen(

@@ -54,6 +54,20 @@ def test_who_is_inside_dies_when_the_client_or_its_keeper_is_killed(tmp_path, ki
         keeper.wait()
 
 
+def test_it_ends_with_a_parent_that_was_killed_and_tells_nobody(tmp_path):
+    words = lifeline.kept(["sh", "-c", "echo $PPID > keeper; exec sleep 30"], str(tmp_path))
+    parent = subprocess.Popen(["sh", "-c", '"$@" & wait', "mpirun", *words], cwd=tmp_path)
+    until(lambda: (tmp_path / "keeper").exists() and (tmp_path / "keeper").read_text().strip())
+    keeper = int((tmp_path / "keeper").read_text())
+    [client, *_] = Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()
+    parent.kill()
+    parent.wait()
+    try:
+        until(lambda: not is_alive(keeper))
+    finally:
+        subprocess.run(["kill", "-KILL", str(keeper), client], capture_output=True)
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 15), (signal.SIGINT, 15), (signal.SIGUSR1, 10)])
 def test_signals_reach_the_client_and_its_exit_code_comes_back(tmp_path, number, code):
     traps = "trap 'exit 15' TERM; trap 'exit 10' USR1; touch started; while :; do sleep 0.02; done"
