@@ -2,7 +2,7 @@
 
 torch comes first and exactly, from PyTorch's own index for the wanted variant where that can be reached: the
 registries' default build pulls gigabytes of CUDA packages onto machines without a GPU. A stamp remembers what was
-installed; while it matches, there is nothing to do.
+installed; while it matches, there is nothing to do. `--use` leaves out what only work on Steelyard needs: images.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ PEERS = ROOT / "requirements-peers.txt"
 TORCH = "torch==2.13.0"
 TRITON = "triton==3.9.0"  # Builds of torch for GPUs bring their own; on a CPU the tests of kernels interpret them.
 TORCH_INDEX = "https://download.pytorch.org/whl"
+EXTRAS = "datasets,eval,postgresql,tensorboard,wandb"
 VARIANTS = ("cpu", "cu126", "cu128", "cu130")
 PYTHONS = ((3, 11), (3, 12))
 
@@ -35,24 +36,41 @@ def main() -> None:
     """Bring `.venv` up to date."""
     parser = argparse.ArgumentParser(description="Make .venv from the pinned requirements.")
     parser.add_argument("--torch", choices=("auto", *VARIANTS), default="auto", help="which build of PyTorch")
-    variant = parser.parse_args().torch
-    if STAMP.is_file() and STAMP.read_text(encoding="utf-8") == stamp(variant):
+    parser.add_argument("--use", action="store_true", help="for using Steelyard: all optional parts, no tools or tests")
+    given = parser.parse_args()
+    if STAMP.is_file() and STAMP.read_text(encoding="utf-8") == stamp(given.torch, given.use):
         return
     make_venv(find_python())
-    build = fitting_variant(driver_cuda()) if variant == "auto" else variant
+    build = fitting_variant(driver_cuda()) if given.torch == "auto" else given.torch
     install_torch(build)
+    if given.use:
+        install_for_use()
+    else:
+        install_for_work(build)
+    STAMP.write_text(stamp(given.torch, given.use), encoding="utf-8")
+
+
+def install_for_use() -> None:
+    """Steelyard and what it can use, in the pinned versions."""
+    run, work = REQUIREMENTS
+    pip("install", f"--requirement={run}")
+    pip("install", f"--constraint={work}", "--no-build-isolation", "--editable", f"{ROOT}[{EXTRAS}]")
+
+
+def install_for_work(build: str) -> None:
+    """Steelyard and all that it is developed and tested with."""
     if build == "cpu":
         pip("install", "--no-deps", TRITON)
     pip("install", *(f"--requirement={file}" for file in REQUIREMENTS))
     pip("install", "--no-deps", f"--requirement={PEERS}")
     pip("install", "--no-deps", "--no-build-isolation", "--editable", str(ROOT))
-    STAMP.write_text(stamp(variant), encoding="utf-8")
 
 
-def stamp(variant: str) -> str:
+def stamp(variant: str, use: bool) -> str:
     """What the environment depends on."""
     inputs = b"".join(file.read_bytes() for file in [*REQUIREMENTS, PEERS, ROOT / "pyproject.toml", Path(__file__)])
-    return f"torch={variant} place={ROOT} inputs={hashlib.sha256(inputs).hexdigest()}\n"
+    purpose = " use" if use else ""
+    return f"torch={variant}{purpose} place={ROOT} inputs={hashlib.sha256(inputs).hexdigest()}\n"
 
 
 def find_python() -> str:

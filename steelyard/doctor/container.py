@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import join
 from typing import Any
 
 from steelyard.core.errors import Fault, UserError
@@ -48,7 +49,14 @@ class Image:
             mounts = [word for bind in binds for word in ("--mount", bind)]
             return ["enroot", "start", *mounts, *variables, self.path, *command]
         volumes = [word for bind in binds for word in ("--volume", bind)]
-        start = [self.kind, "run", "--rm", "--entrypoint", command[0]]  # The image may have one of its own.
+        start = [
+            self.kind,
+            "run",
+            "--rm",
+            "--network=none",
+            "--entrypoint",
+            command[0],
+        ]  # An image may have one of its own.
         return [*start, *volumes, *variables, self.path, *command[1:]]
 
 
@@ -71,10 +79,17 @@ def choose(machine: Machine, image: str) -> Image:
     if is_file and not Path(image).exists():
         raise UserError(f"there is no image {image}", mend="name a .sif or .sqsh file, or an image that docker knows")
     kinds = ["enroot"] if image.endswith(".sqsh") else ["apptainer", "singularity"] if is_file else ["docker", "podman"]
-    kind = next((name for name in kinds if machine.which(name)), None)
-    if kind is None:
+    there = [name for name in kinds if machine.which(name)]
+    if not there:
         raise Fault(f"{image} needs {' or '.join(kinds)}, which is not on PATH", mend=f"often: module load {kinds[0]}")
+    kind = next((name for name in there if not is_file and _has(machine, name, image)), there[0])
     return Image(str(Path(image).resolve()) if is_file else image, kind)
+
+
+def _has(machine: Machine, runtime: str, image: str) -> bool:
+    """Whether docker or podman has an image already: those of the one are not the other's."""
+    answer = machine.run([runtime, "image", "inspect", image])
+    return answer is not None and answer.is_good
 
 
 def look(
@@ -86,8 +101,9 @@ def look(
     source += re.sub(r"^from steelyard\.doctor\.elf import read\n", "", asked, flags=re.MULTILINE)
     answer = machine.run(image.words(["python3", "-c", source], binds, env), seconds=SECONDS)
     if answer is None or not answer.is_good:
+        by_hand = join(image.words(["python3", "--version"]))
         raise Fault(f"{image.kind} could not run python3 in {image.path}: {answer.gist if answer else ''}",
-                    mend=f"try it by hand: {image.kind} exec {image.path} python3 --version")  # fmt: skip
+                    mend=f"try it by hand: {by_hand}")  # fmt: skip
     try:
         said: dict[str, Any] = json.loads(answer.out.strip().splitlines()[-1])
     except (ValueError, IndexError):
@@ -151,6 +167,9 @@ def _links(machine: Machine, said: Mapping[str, Any], made: Made) -> dict[str, s
 
 def _bring_cuda(machine: Machine, said: Mapping[str, Any], made: Made) -> None:
     """CUDA's programs and headers, where the image has no nvcc and the host has; and CUDA_HOME in any case."""
+    if not said["wanted"]:
+        made.findings.append(Finding(TOPIC, "CUDA", "absent", "the image's torch is built for processors"))
+        return
     if said["nvcc"]:
         made.environment |= {"CUDA_HOME": said["cuda_home"]} if said["cuda_home"] else {}
         made.findings.append(Finding(TOPIC, "nvcc", "ok", f"{said['nvcc']} in the image"))
@@ -181,4 +200,5 @@ def verify(machine: Machine, image: Image, made: Made) -> list[Finding]:
     if said["missing"]:
         words = f"with all that, {', '.join(said['missing'])} still cannot be loaded"
         return [Finding(TOPIC, "with the site profile", "fail", words, "steelyard doctor --undo takes it back")]
-    return [Finding(TOPIC, "with the site profile", "ok", f"all of {len(said['wanted'])} libraries load")]
+    words = f"all of {len(said['wanted'])} libraries load" if said["wanted"] else "the image's torch needs no more"
+    return [Finding(TOPIC, "with the site profile", "ok", words)]

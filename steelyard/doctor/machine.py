@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 COLOURS = re.compile(r"\x1b\[[\d;]*[A-Za-z]")
+HELP = re.compile(r"(See|Run) .* --help")
 TIMED_OUT = 124  # As timeout(1) has it.
 
 
@@ -35,13 +36,14 @@ class Answer:
 
     @property
     def gist(self) -> str:
-        """Its last line, which is where programs say what went wrong."""
+        """Its last line, which is where programs say what went wrong, but for one that only names --help."""
         if self.code == TIMED_OUT and not self.err.strip():
             return "it did not answer in time"
         for text in (self.err, self.out):
             lines = [line.strip() for line in COLOURS.sub("", text).splitlines() if line.strip()]
-            if lines:
-                return lines[-1][:300]
+            telling = [line for line in lines if not HELP.match(line)] or lines
+            if telling:
+                return telling[-1][:300]
         return f"exit code {self.code}"
 
 

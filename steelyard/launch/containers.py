@@ -14,16 +14,20 @@ from shlex import quote
 
 from steelyard.core.errors import UserError
 from steelyard.core.recipe.site import Container, Site
+from steelyard.launch import lifeline
+from steelyard.launch.record import FOLDER
 
 # What a scheduler or launcher tells a process by its environment; Docker, Podman and Enroot pass on only what is named.
 PASSED_ON = (
     "SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID", "SLURMD_NODENAME", "CUDA_VISIBLE_DEVICES",
     "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "PMIX_NAMESPACE", "MASTER_ADDR", "MASTER_PORT", "HF_TOKEN", "WANDB_API_KEY",
+    "PMIX_NAMESPACE", "MASTER_ADDR", "MASTER_PORT", "HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE",
+    "WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL",
 )  # fmt: skip
 # A Python of the host's must not reach into the image.
 CLEARED = ("PYTHONHOME", "PYTHONPATH", "CONDA_PREFIX", "CONDA_DEFAULT_ENV", "CONDA_EXE", "CONDA_PYTHON_EXE")
 SHELL = "/bin/sh"
+NO_PULL = "error: the image cannot be pulled; one that was built here is new already: leave --reload-container out"
 # Enroot clears the environment and goes home. It takes names to keep, of which one that is not set would become empty.
 ENROOT = """kept=()
 for name in $1; do if [ -n "${!name+set}" ]; then kept+=(--env "$name"); fi; done
@@ -33,10 +37,13 @@ exec enroot start "${kept[@]}" "$@"
 IN_FOLDER = [SHELL, "-c", 'cd "$0" && exec "$@"']
 
 
-def wrapped(site: Site, command: Sequence[str], workdir: str, folders: Sequence[str], gpus: bool) -> list[str]:
-    """The command with the runtime before it; pyxis has no words of its own here, but options of srun."""
+def wrapped(site: Site, command: Sequence[str], workdir: str, run: str | None, gpus: bool) -> list[str]:
+    """The command with the runtime before it; pyxis has no words of its own here, but options of srun.
+
+    A command of a run's ends with whoever waits for it, however that one ends (`lifeline.py`).
+    """
     container = site.container
-    binds = _binds(container, [workdir, *folders])
+    binds = _binds(container, [workdir, *([run] if run else [])])
     match container.kind:
         case "apptainer" | "singularity":
             options = ["--nv"] if gpus else []
@@ -48,7 +55,8 @@ def wrapped(site: Site, command: Sequence[str], workdir: str, folders: Sequence[
             options = [" ".join(_passed(site)), "--rw", *mounts, *container.options]
             return ["bash", "-c", ENROOT, "enroot", *options, name(container), *IN_FOLDER, workdir, *command]
         case "docker" | "podman":
-            return [*_docker(site, binds, workdir, gpus), container.image, *command]
+            words = [*_docker(site, binds, workdir, gpus), container.image, *command]
+            return lifeline.kept(words, str(Path(run) / FOLDER)) if run else words
         case _:
             return list(command)
 
@@ -58,8 +66,10 @@ def _docker(site: Site, binds: Sequence[str], workdir: str, gpus: bool) -> list[
     words = [kind, "run", "--rm", "--init", "--network=host", "--ipc=host"]
     if kind == "docker":
         words.append(f"--user={os.getuid()}:{os.getgid()}")
-    if gpus:
-        words += ["--gpus=all"] if kind == "docker" else ["--device=nvidia.com/gpu=all"]
+        if os.getuid():  # Nobody that the image knows: without a home and a name, compilers find no place for caches.
+            words += ["--env=HOME=/tmp", f"--env=USER={os.getuid()}"]
+    if gpus:  # Memory that cards of InfiniBand read is locked.
+        words += ["--gpus=all", "--ulimit=memlock=-1"] if kind == "docker" else ["--device=nvidia.com/gpu=all"]
     words += [word for bind in binds for word in ("--volume", bind)]
     return [
         *words,
@@ -71,17 +81,19 @@ def _docker(site: Site, binds: Sequence[str], workdir: str, gpus: bool) -> list[
 
 
 def _passed(site: Site) -> list[str]:
-    return list(dict.fromkeys([*PASSED_ON, *site.environment, *site.prepend]))
+    """What goes inside. The host's PATH does not, unless a site sets all of it: it would hide the image's programs."""
+    prepended = [name for name in site.prepend if name != "PATH"]
+    return list(dict.fromkeys([*PASSED_ON, lifeline.VARIABLE, *site.environment, *prepended]))
 
 
-def srun_options(site: Site, workdir: str, folders: Sequence[str]) -> list[str]:
+def srun_options(site: Site, workdir: str, run: str) -> list[str]:
     """What pyxis adds to srun's line."""
     container = site.container
     if container.kind != "pyxis":
         return []
     return [
         f"--container-image={container.image}", f"--container-name={name(container)}",
-        f"--container-mounts={','.join(_binds(container, [workdir, *folders]))}", f"--container-workdir={workdir}",
+        f"--container-mounts={','.join(_binds(container, [workdir, run]))}", f"--container-workdir={workdir}",
         *container.options,
     ]  # fmt: skip
 
@@ -95,7 +107,18 @@ def _binds(container: Container, folders: Sequence[str]) -> list[str]:
             )
     given = [bind if ":" in bind else f"{bind}:{bind}" for bind in container.binds]
     shown = {bind.split(":")[1] for bind in given}
-    return [*given, *(f"{folder}:{folder}" for folder in dict.fromkeys(folders) if folder not in shown)]
+    binds = [*given, *(f"{folder}:{folder}" for folder in dict.fromkeys(folders) if folder not in shown)]
+    return [_for_enroot(bind, container.kind) for bind in binds] if container.kind in ("enroot", "pyxis") else binds
+
+
+def _for_enroot(bind: str, kind: str) -> str:
+    """Enroot makes a line of fstab of it, where spaces part the fields and `ro` alone is no bind."""
+    if any(character.isspace() for character in bind):
+        raise UserError(f"{kind} cannot show {bind}: its name holds a space", mend="use a folder with a plainer name")
+    source, inside, *options = bind.split(":")
+    if kind == "enroot" and options and "bind" not in options[-1]:
+        return f"{source}:{inside}:rbind,x-create=auto,{options[-1]}"
+    return bind
 
 
 def python(site: Site, otherwise: str) -> str:
@@ -123,7 +146,9 @@ def preparation(container: Container, reload: bool) -> str | None:
         case "pyxis":
             return f"enroot remove --force pyxis_{called} || true\n" if reload else None
         case "docker" | "podman":
-            return f"{container.kind} pull {image}\n" if reload else None
+            return (
+                f"{container.kind} pull {image} >&2 || {{ echo {quote(NO_PULL)} >&2; exit 1; }}\n" if reload else None
+            )
         case "apptainer" | "singularity" if container.unpack:
             return _unpacking(container, reload)
         case _:

@@ -25,7 +25,9 @@ def cancel(run: Path, at_once: bool = False) -> dict[str, Any]:
     if state is not None and state not in scheduler.LIVE:
         return {"run": str(run), "jobs": launch.jobs, "state": state, "cancelled": False}
     if launch.process is not None:
-        _stop(run, launch.process, at_once)
+        # mpirun kills its ranks a second after a SIGTERM, and hands a SIGUSR1 on.
+        politely = signal.SIGUSR1 if launch.backend == "mpi" else signal.SIGTERM
+        _stop(run, launch.process, signal.SIGKILL if at_once else politely)
         if at_once and launch.backend == "slurm":
             _kill_step(launch)
     else:
@@ -34,10 +36,9 @@ def cancel(run: Path, at_once: bool = False) -> dict[str, Any]:
     return {"run": str(run), "jobs": launch.jobs, "state": state, "cancelled": True}
 
 
-def _stop(run: Path, who: dict[str, Any], at_once: bool) -> None:
+def _stop(run: Path, who: dict[str, Any], number: int) -> None:
     if process.is_alive(who) is None:
         raise UserError(f"its supervisor runs on {who.get('host')}", mend="cancel it there")
-    number = signal.SIGKILL if at_once else signal.SIGTERM
     process.stop(who, number)
     deadline = time.monotonic() + SECONDS_TO_SAVE
     while process.is_alive(who) and time.monotonic() < deadline:

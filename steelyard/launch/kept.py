@@ -14,6 +14,7 @@ import json
 import os
 import signal
 import threading
+import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from steelyard.launch.local import die_with_parent
 FOLDER = "STEELYARD_KEPT"  # the variable that names it
 ASKED = "asked"
 SECONDS_BETWEEN_LOOKS = 0.1
+SECONDS_BETWEEN_PARENTS = 1.0
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,21 @@ def end_with_torchrun() -> None:
     ask = die_with_parent(os.getppid())
     if ask is not None:
         ask()
+
+
+def end_with_parent() -> None:
+    """End this starter, and so its rank, when mpirun is killed, which then tells nobody.
+
+    The kernel would do so already when the thread of mpirun's ends that started it, so it is looked for instead.
+    """
+    parent = os.getppid()
+
+    def look() -> None:
+        while os.getppid() == parent:
+            time.sleep(SECONDS_BETWEEN_PARENTS)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=look, daemon=True).start()
 
 
 def killed(rank: int, at: float) -> Ended:

@@ -187,14 +187,14 @@ def die_with_parent(parent: int | None = None) -> Callable[[], None] | None:
 
 
 @contextmanager
-def signals() -> Iterator[list[int]]:
-    """Collect the requests to stop, in order; what follows within a second is the same request over another road."""
+def signals(same: float = SAME_REQUEST_SECONDS) -> Iterator[list[int]]:
+    """Collect the requests to stop, in order; what follows within `same` seconds is one request over another road."""
     asked: list[int] = []
     asked_at = -math.inf
 
     def note(number: int, frame: FrameType | None) -> None:
         nonlocal asked_at
-        if time.monotonic() - asked_at > SAME_REQUEST_SECONDS:
+        if time.monotonic() - asked_at > same:
             asked_at = time.monotonic()
             asked.append(number)
 

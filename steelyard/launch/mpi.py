@@ -13,15 +13,16 @@ from steelyard.core.recipe.site import Site
 from steelyard.launch import containers
 from steelyard.launch.groups import Group
 from steelyard.launch.order import Order
+from steelyard.launch.process import HERE
 
 
 def command(order: Order) -> list[str]:
     """mpirun's whole line."""
-    words = [*order.command]
-    starter = [order.python, "-P", "-m", "steelyard.launch.node", "--run", str(order.run), "--one-rank", "--", *words]
+    starter = [order.python, "-P", "-m", "steelyard.launch.node", "--run", str(order.run), "--one-rank"]
+    starter += ["--attempt", HERE, "--", *order.command]
     gpus = any(group.gres for group in order.groups)
     return [*options(order.site, order.groups), *containers.wrapped(
-        order.site, starter, order.workdir, [str(order.run)], gpus
+        order.site, starter, order.workdir, str(order.run), gpus
     )]  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from steelyard.core.console import LOGGED, console
 from steelyard.core.errors import Interrupted, SteelyardError
-from steelyard.launch import kept, meeting, siblings
+from steelyard.launch import kept, lifeline, meeting, siblings
 from steelyard.launch.blame import Ended, blame
 from steelyard.launch.last_words import ERROR_FILE
 from steelyard.launch.local import Rank, die_with_parent, signals, watch
@@ -80,13 +80,16 @@ class LoggedRank(Rank):
 def main(words: Sequence[str]) -> int:
     """Start this node's ranks and return their exit code."""
     options = _options(words)
+    same = lifeline.hold()
     if kept.is_kept():
         kept.end_with_torchrun()
+    elif options.one_rank:
+        kept.end_with_parent()
     run, host = Path(options.run), socket.gethostname()
     logs = (Log(run / "logs" / f"{host}.out"), Log(run / "logs" / f"{host}.err"))
     try:
         with ExitStack() as stack:
-            asked, failed = kept.requests(stack.enter_context(signals()), stack)
+            asked, failed = kept.requests(stack.enter_context(signals(same)), stack)
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="steelyard-")))
             environments = _one_rank() if options.one_rank else _ranks(options, run, asked, stack)
             if not environments:  # Asked to stop while it waited for the others.

@@ -27,9 +27,11 @@ from steelyard.core import files
 from steelyard.core.errors import Interrupted
 from steelyard.core.run import now
 from steelyard.launch.local import die_with_parent
+from steelyard.launch.meeting import STOPPED
 from steelyard.launch.record import ENDED, FOLDER
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+HERE = "here"  # The attempt of ranks that mpirun starts, for the word that they were asked to stop and did.
 START_TIME = 19  # Field 22 of /proc/PID/stat, counted behind the name, which may hold anything.
 
 
@@ -94,6 +96,8 @@ def main(arguments: list[str]) -> int:
     """Supervise: `python -m steelyard.launch.process RUN COMMAND...`."""
     run, command = Path(arguments[0]), arguments[1:]
     began, asked = time.monotonic(), []
+    stopped = run / FOLDER / f"{STOPPED}{HERE}"
+    stopped.unlink(missing_ok=True)
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_parent())
 
     def forward(number: int, frame: FrameType | None) -> None:
@@ -104,7 +108,7 @@ def main(arguments: list[str]) -> int:
     for number in FORWARDED:
         signal.signal(number, forward)
     code = child.wait()
-    code = 128 - code if code < 0 else code
+    code = 128 - code if code < 0 else Interrupted.exit_code if code == 0 and stopped.exists() else code
     state = "COMPLETED" if code == 0 else "CANCELLED" if asked and code >= Interrupted.exit_code - 2 else "FAILED"
     elapsed = round(time.monotonic() - began)
     note_end(run, state, code, elapsed)

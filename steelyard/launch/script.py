@@ -26,6 +26,9 @@ def preamble(site: Site, workdir: str) -> str:
         lines.append(f"unset {' '.join(CLEARED)}\n")
     lines += [_exported(site, name, quote(value)) for name, value in site.environment.items()]
     for name, folders in site.prepend.items():
+        if name == "PATH":
+            lines.append(_exported_path(site, quote(":".join(folders))))
+            continue
         lines.append(_exported(site, name, f'{quote(":".join(folders))}"${{{name}:+:${name}}}"'))
     lines.append(f"cd -- {quote(workdir)} || exit 1\n")
     return "".join(lines)
@@ -36,6 +39,14 @@ def _exported(site: Site, name: str, value: str) -> str:
     lines = f"export {name}={value}\n"
     if site.container.kind in ("apptainer", "singularity"):
         lines += f'export {site.container.kind.upper()}ENV_{name}="${name}"\n'
+    return lines
+
+
+def _exported_path(site: Site, folders: str) -> str:
+    """PATH, which inside an image is the image's own: the host's would hide its programs."""
+    lines = f'export PATH={folders}"${{PATH:+:$PATH}}"\n'
+    if site.container.kind in ("apptainer", "singularity"):
+        lines += f"export {site.container.kind.upper()}ENV_PREPEND_PATH={folders}\n"
     return lines
 
 

@@ -28,7 +28,7 @@ def script_for(site: Site, command: Sequence[str], reload: bool = False) -> str:
     gpus = Path("/dev/nvidiactl").exists()
     text = script.preamble(site, workdir)
     text += f"bash -c {quote(prepared)} || exit 1\n" if prepared else ""
-    return text + script.executing(containers.wrapped(site, list(command) or default, workdir, [], gpus))
+    return text + script.executing(containers.wrapped(site, list(command) or default, workdir, None, gpus))
 
 
 def enter(text: str) -> NoReturn:

@@ -157,7 +157,7 @@ def starter(order: Order) -> list[str]:
     """The starter's words up to its options, inside the site's container."""
     words = [order.python, "-P", "-m", "steelyard.launch.node", "--run", str(order.run)]
     gpus = any(group.gres for group in order.groups)
-    return containers.wrapped(order.site, words, order.workdir, [str(order.run)], gpus)
+    return containers.wrapped(order.site, words, order.workdir, str(order.run), gpus)
 
 
 def _starter_options(order: Order, group: int | None, job: str | None) -> str:
@@ -176,7 +176,7 @@ def _srun(
 ) -> str:
     """srun's line: the same command on every node of every group."""
     wanted = order.groups if group is None else [order.groups[group]]
-    container = containers.srun_options(order.site, order.workdir, [str(order.run)]) if inside else []
+    container = containers.srun_options(order.site, order.workdir, str(order.run)) if inside else []
     parts = []
     for number, each in enumerate(wanted):
         options = [f"--het-group={number}"] if len(wanted) > 1 else []

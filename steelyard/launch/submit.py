@@ -84,6 +84,7 @@ def prepare(request: Request) -> Order:
     if request.job is not None and not record.JOB.fullmatch(request.job):
         raise UserError(f"--job: {request.job!r} is no number of a job", mend="squeue --me shows yours")
     found = groups_of(request)
+    _scripts(_order(request, found, _place(request).resolve()), request)  # What they cannot say is refused here.
     run = _folder(request)
     _refuse_live(run)
     order = _order(request, found, run)

@@ -22,7 +22,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from steelyard.core.errors import Fault
-from steelyard.launch import containers, kept
+from steelyard.launch import containers, kept, lifeline
 from steelyard.launch.local import SECONDS_TO_END, SECONDS_TO_NOTICE, die_with_parent, signals
 from steelyard.launch.node import tell
 from steelyard.launch.order import Order
@@ -39,7 +39,7 @@ def command(order: Order) -> list[str]:
     keeper = [*python, "steelyard.launch.torchrun", "--run", str(order.run), "--ranks", str(group.ranks), "--"]
     starter = [*python, "steelyard.launch.node", "--run", str(order.run), "--one-rank", "--", *order.command]
     words = [*keeper, *python, *options(group.ranks, order.site.port), "--no-python", "--", *starter]
-    return containers.wrapped(order.site, words, order.workdir, [str(order.run)], gpus=group.gres is not None)
+    return containers.wrapped(order.site, words, order.workdir, str(order.run), gpus=group.gres is not None)
 
 
 def options(ranks: int, port: int | None) -> list[str]:
@@ -53,8 +53,9 @@ def options(ranks: int, port: int | None) -> list[str]:
 def main(words: Sequence[str]) -> int:
     """Keep a torchrun until it ends, and return the exit code of the job."""
     given = _given(words)
+    same = lifeline.hold()
     with ExitStack() as stack:
-        asked = stack.enter_context(signals())
+        asked = stack.enter_context(signals(same))
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="steelyard-")))
         with open(folder / "torchrun.log", "wb") as log:
             child = subprocess.Popen(

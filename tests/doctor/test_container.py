@@ -139,6 +139,19 @@ def test_an_image_that_is_not_there_or_has_no_runtime_is_told(bench):
     assert container.choose(machine, "name/of:image").kind == "docker"
 
 
+def test_the_runtime_that_has_an_image_is_taken(bench):
+    bench.program("docker", """[ "$1" != image ] || { echo "No such image" >&2; exit 1; }""")
+    bench.says("podman", "[]")
+    assert container.choose(bench.machine(), "localhost/tiny:1").kind == "podman"
+
+
+def test_docker_is_told_in_the_line_that_says_why_and_by_hand_as_docker_is_called(bench):
+    bench.program("docker", "echo 'docker: no such thing' >&2; echo \"See 'docker run --help'.\" >&2; exit 125")
+    with pytest.raises(Fault, match="docker: no such thing") as told:
+        visit.examine_image(bench.machine(), "gone:1", "campus", lambda question: True)
+    assert "docker run --rm" in str(told.value)
+
+
 def test_a_runtime_that_fails_is_told_in_its_own_words(bench):
     bench.program("apptainer", "echo 'FATAL: could not open image' >&2; exit 255")
     (bench.path / "a.sif").write_text("")

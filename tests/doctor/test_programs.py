@@ -77,6 +77,15 @@ def test_a_docker_without_its_daemon_is_not_a_container_runtime(bench):
     assert "Cannot connect to the Docker daemon" in finding.words
 
 
+def test_a_podman_without_an_init_is_told_before_a_job_is(bench):
+    bench.says("podman", "host:\n")
+    assert "catatonit" in found(bench, "containers").mend
+    init = bench.machine().at("/usr/libexec/podman/catatonit")
+    init.parent.mkdir(parents=True)
+    init.touch()
+    assert found(bench, "containers").verdict == "ok"
+
+
 def test_the_gist_of_an_answer_is_its_last_line_without_colours(bench):
     bench.says("loud", "\x1b[31mFATAL: no image\n\x1b[0m\n", 1)
     answer = bench.machine().run(["loud"])

@@ -173,7 +173,7 @@ def test_mpirun_can_be_asked_for_the_line_of_a_megatron_script(tmp_path):
 def test_a_container_is_words_before_the_command(kind, expected):
     image = "" if kind == "none" else "image"
     site = Site(container=Container(kind=kind, image=image, binds=["/data"]))
-    words = containers.wrapped(site, ["python3"], "/work", ["/runs/x"], gpus=True)
+    words = containers.wrapped(site, ["python3"], "/work", None, gpus=True)
     assert words[: len(expected)] == expected
     assert words[-1] == "python3"
 
@@ -190,10 +190,32 @@ def test_enroot_keeps_what_is_set_and_the_folder(tmp_path):
     """)
     fake.chmod(0o755)
     command = ["sh", "-c", 'echo "$PWD|$SLURM_PROCID|$MINE|${CUDA_VISIBLE_DEVICES-unset}"']
-    words = containers.wrapped(Site(container=image, environment={"MINE": "x"}), command, str(tmp_path), [], gpus=True)
+    words = containers.wrapped(
+        Site(container=image, environment={"MINE": "x"}), command, str(tmp_path), None, gpus=True
+    )
     there = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_PROCID": "3", "MINE": "two words"}
     done = subprocess.run(words, env=there, capture_output=True, text=True, timeout=20)
     assert done.stdout == f"{tmp_path}|3|two words|unset\n"
+
+
+def test_enroot_is_told_of_binds_as_its_fstab_has_them():
+    site = Site(container=Container(kind="enroot", image="x.sqsh", binds=["/data:/mnt:ro"]))
+    assert "/data:/mnt:rbind,x-create=auto,ro" in containers.wrapped(site, ["true"], "/work", None, gpus=False)
+    with pytest.raises(UserError, match="holds a space"):
+        containers.wrapped(site, ["true"], "/my work", None, gpus=False)
+
+
+@pytest.mark.parametrize("kind", ["apptainer", "docker", "podman", "enroot"])
+def test_folders_before_path_leave_the_image_its_own_path(kind):
+    """A module's apptainer may need them outside; inside, the host's PATH would hide the image's programs."""
+    site = Site(container=Container(kind=kind, image="x"), prepend={"PATH": ["/host/bin"], "LD_LIBRARY_PATH": ["/l"]})
+    text = shell.script_for(site, ["true"])
+    assert 'export PATH=/host/bin"${PATH:+:$PATH}"' in text
+    assert ("APPTAINERENV_PREPEND_PATH=/host/bin\n" in text) == (kind == "apptainer")
+    assert "ENV_PATH=" not in text
+    passed = text.splitlines()[-1].replace("'", " ").split()
+    assert "PATH" not in passed
+    assert ("LD_LIBRARY_PATH" in passed) == (kind != "apptainer")
 
 
 def test_pyxis_is_options_of_srun(tmp_path):

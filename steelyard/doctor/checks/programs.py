@@ -163,6 +163,9 @@ def _container(machine: Machine) -> Finding:
             f"there, but not working: {'; '.join(broken)}",
             "start its daemon, or load apptainer, which needs none",
         )
+    if works == ["podman"] and not _has_init(machine):
+        words = "podman has no init (catatonit) to start ranks under"
+        return Finding(TOPIC, "containers", "warn", words, "install the package catatonit", {"works": works})
     return Finding(
         TOPIC,
         "containers",
@@ -170,3 +173,15 @@ def _container(machine: Machine) -> Finding:
         ", ".join(works) + (f" (not working: {'; '.join(broken)})" if broken else ""),
         facts={"works": works},
     )
+
+
+def _has_init(machine: Machine) -> bool:
+    """Whether podman's init is where podman looks for it."""
+    places = (
+        "/usr/libexec/podman",
+        "/usr/local/libexec/podman",
+        "/usr/local/lib/podman",
+        "/usr/lib/podman",
+        "/usr/bin",
+    )
+    return any((machine.at(place) / "catatonit").exists() for place in places)
