@@ -19,6 +19,8 @@ from steelyard.core.errors import Fault, Interrupted, UserError
 from steelyard.core.recipe.site import Site
 from steelyard.launch import containers, script
 from steelyard.launch.groups import Group, written
+from steelyard.launch.local import die_with_parent
+from steelyard.launch.marks import BEGAN, NUMBER
 from steelyard.launch.meeting import STOPPED
 from steelyard.launch.order import Order
 from steelyard.launch.record import FOLDER, JOBS
@@ -123,6 +125,8 @@ def _cpus(site: Site, group: Group) -> int:
 def text(order: Order, group: int | None = None, job: str | None = None) -> str:
     """The script of the job, of one group of several jobs, or for an allocation that is there already."""
     lines = [script.preamble(order.site, order.workdir)]
+    if job is None:
+        lines.append(f'[ -z "$1" ] || echo {NUMBER} >{quote(str(order.run / FOLDER / BEGAN))}"$1"\n')
     preparation = containers.preparation(order.site.container, order.reload_container)
     if preparation is not None:
         before = ["bash", "-c", preparation]
@@ -196,9 +200,11 @@ def environment() -> dict[str, str]:
 
 
 def ask(command: Sequence[str]) -> str:
-    """Run sbatch and return the number it prints."""
+    """Run sbatch and return the number it prints. It must not go on when nobody waits for the number any more."""
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment())
+        answer = subprocess.run(
+            command, capture_output=True, text=True, timeout=120, env=environment(), preexec_fn=die_with_parent()
+        )
     except FileNotFoundError:
         raise UserError(
             "sbatch is not installed here", mend="submit from a login node of the cluster, or use --on local or mpi"
@@ -223,5 +229,15 @@ def script_name(group: int | None) -> str:
 
 
 def line(order: Order, group: int | None) -> list[str]:
-    """sbatch's whole line."""
-    return [*sbatch(order, group), str(order.run / FOLDER / script_name(group))]
+    """sbatch's whole line; the last word is for whoever looks for the job."""
+    return [*sbatch(order, group), str(order.run / FOLDER / script_name(group)), mark(order, group)]
+
+
+def mark(order: Order, group: int | None) -> str:
+    """By what a job is known whose number nobody has."""
+    return order.mark if group is None else f"{order.mark}.{group}"
+
+
+def marks(order: Order) -> list[str]:
+    """The marks of all jobs of an order."""
+    return [mark(order, group) for group in jobs(order)]

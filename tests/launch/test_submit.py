@@ -236,8 +236,9 @@ def test_a_refused_follower_takes_the_master_off_the_queue(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     two = order(tmp_path, Site(heterogeneous="several-jobs"), groups=[Group(1, 1), Group(1, 2)])
     with pytest.raises(UserError, match="refuses"):
-        submit._queue(two)
+        submit._queue(Request("slurm", PLAIN), two)
     assert (tmp_path / "cancelled").read_text() == "41\n"
+    assert not (tmp_path / "launch.json").exists()  # Nothing was handed over.
 
 
 def test_nodes_of_the_master_wait_for_followers_in_the_queue(tmp_path, monkeypatch):
