@@ -11,9 +11,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,7 +23,6 @@ from types import FrameType
 from typing import Any
 
 from steelyard.core.console import console
-from steelyard.core.errors import Fault
 from steelyard.launch.blame import Ended, blame
 from steelyard.launch.last_words import ERROR_FILE, find
 from steelyard.parallel.rendezvous import MEETING
@@ -35,7 +32,6 @@ SECONDS_TO_NOTICE = 5.0  # from the first failure to SIGTERM
 SECONDS_TO_END = 5.0  # from SIGTERM to SIGKILL
 SECONDS_BETWEEN_LOOKS = 0.05
 SAME_REQUEST_SECONDS = 1.0
-PORTS = range(15000, 30000)  # Below those that systems hand out to whoever asks for any.
 SHOW_CURSOR = "\x1b[?25h"
 PR_SET_PDEATHSIG = 1
 
@@ -159,15 +155,6 @@ def _environment(rank: int, nproc: int, meeting: str) -> dict[str, str]:
         "RANK": str(rank), "WORLD_SIZE": str(nproc), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(nproc),
         "MASTER_ADDR": "127.0.0.1", MEETING: meeting,
     }  # fmt: skip
-
-
-def free_port() -> int:
-    """A port of this machine that nobody listens on now."""
-    for port in random.sample(PORTS, 100):
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("", port))
-            return port
-    raise Fault("no free port was found for the ranks to meet", mend="see which processes listen: ss -tln")
 
 
 def die_with_parent(parent: int | None = None) -> Callable[[], None] | None:

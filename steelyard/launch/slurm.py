@@ -119,7 +119,7 @@ def _requeueing(order: Order) -> str:
         f"if [ $code = {Interrupted.exit_code} ] &&\n"
         f'    [ "${{SLURM_RESTART_COUNT:-0}}" -lt {order.site.max_restarts} ] &&\n'
         '    [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T | head -n 1)" = RUNNING ]; then\n'
-        '    echo "saved, to be queued again"\n'
+        '    echo "to be queued again"\n'
         '    scontrol requeue "$SLURM_JOB_ID" || echo "error: Slurm refuses; submit it again to go on" >&2\n'
         "fi\n"
     )
