@@ -111,9 +111,12 @@ def test_ranks_of_srun_by_hand_meet_over_two_partitions(yard: Yard):
     text = f"#!/bin/bash\nsrun --het-group=0,1 {shlex.join([sys.executable, *words])}\n"
     (yard.path / "by-hand.sh").write_text(text)
     parts = ["--nodes=1", "--partition=a10", ":", "--nodes=1", "--partition=a100"]
-    line = ["sbatch", "--wait", "--parsable", "--output=by-hand.log", *parts, "by-hand.sh"]
-    done = yard.lab.client(*line, cwd=yard.path, env=yard.environment)
-    assert done.returncode == 0, (yard.path / "by-hand.log").read_text()
+    line = ["sbatch", "--parsable", "--output=by-hand.log", *parts, "by-hand.sh"]
+    job = yard.lab.client(*line, cwd=yard.path, env=yard.environment).stdout.strip()
+    ask = ("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T")
+    ends = {"COMPLETED", "FAILED"}
+    yard.lab.until(lambda: set(yard.lab.client(*ask).stdout.split()) <= ends, "the end of the job", 120)
+    assert "2/2" in (said := (yard.path / "by-hand.log").read_text()), said
     assert {path.stem for path in (yard.path / "by-hand" / "hosts").iterdir()} == {"a1", "b1"}
 
 

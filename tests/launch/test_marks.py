@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from steelyard.core.errors import UserError
 from steelyard.launch import ending, listing, marks, record, scheduler
 from steelyard.launch.record import Launch
 from steelyard.launch.submit import intended
+from steelyard.observe.schedulers import Asking
+from steelyard.observe.state import State
 from steelyard.tune import submitted
 
 pytestmark = pytest.mark.timeout(60)
@@ -58,6 +61,9 @@ def test_a_submission_killed_behind_sbatch_is_listed_taken_up_and_cancelled(queu
     submit("--name", "lost", "--", "doctor", code=-signal.SIGKILL)
     run = tmp_path / "runs" / "lost"
     assert json.loads((run / "launch.json").read_text())["jobs"] == []
+    copy = shutil.copytree(run, tmp_path / "watched" / "lost")  # For watch, which asks as it goes.
+    Asking(copy).ask()
+    assert State(copy).refresh().job_states == {"PENDING"}
     [row] = listing.rows(tmp_path / "runs")
     assert (row["jobs"], row["state"]) == (["40"], "PENDING")
     assert submitted.can_be_taken_up(run)
