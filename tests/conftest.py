@@ -1,9 +1,12 @@
 """A corpus and a recipe small enough that a training run takes about a second."""
 
 import os
+import random
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +22,15 @@ from tests.hub import TOKEN, Hub, serve
 VOCAB = 97
 if not torch.cuda.is_available():  # Kernels are interpreted then; triton wants to know before it is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def free_port() -> int:
+    """A port that nobody listens on now, below those that systems hand out to whoever asks for any."""
+    for port in random.sample(range(15000, 30000), 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise OSError("no port is free")
 
 
 @dataclass

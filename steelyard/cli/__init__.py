@@ -80,7 +80,8 @@ EPILOG = "Exit codes: 0 done, 1 a fault of the machine or the work, 2 a mistake 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run one command and exit with its code."""
-    words, passed_on = _cut(list(sys.argv[1:] if arguments is None else arguments))
+    # The command `list`, once loaded, is what that name means in here.
+    words, passed_on = _cut([*(sys.argv[1:] if arguments is None else arguments)])
     debug = _take(words, "--debug")
     console.quiet = _take(words, "--quiet")
     words = _with_default([*_flag_each(words), *passed_on])

@@ -59,6 +59,12 @@ def blame(ends: Sequence[Ended], hung: Sequence[int], was_asked: bool) -> Cause 
     return _cause(min(failed, key=_order)) if failed else None
 
 
+def only_noticed(ends: Sequence[Ended]) -> bool:
+    """Whether ranks failed, and none of them for a reason of its own."""
+    failed = [end for end in ends if end.code and not end.is_stopped]
+    return bool(failed) and all(end.only_noticed for end in failed)
+
+
 def _order(end: Ended) -> tuple[bool, float, int]:
     """A shared error is told by rank 0, who found it; others by who was first."""
     if end.words is None:

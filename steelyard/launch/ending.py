@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from steelyard.core.errors import Fault, UserError
-from steelyard.launch import process, record, scheduler, slurm
+from steelyard.launch import process, questions, record, scheduler, slurm
+from steelyard.launch.marks import launched
 from steelyard.launch.record import Launch
 
 SECONDS_TO_SAVE = 30.0
@@ -18,9 +19,14 @@ SECONDS_TO_FIND = 5.0
 
 def cancel(run: Path, at_once: bool = False) -> dict[str, Any]:
     """Have a job end: its ranks save and stop, or, `at_once`, are killed."""
-    launch = record.read(run)
+    launch = launched(run)
     if launch is None:
         raise UserError(f"{run} was not submitted: it has no {record.LAUNCH}", mend="end the process that trains it")
+    if not launch.jobs:
+        raise UserError(
+            f"Slurm has no job of {run}: whoever submitted it was ended before, or is still at it",
+            mend="submit it again, or look again in a minute",
+        )
     state = scheduler.state(scheduler.refresh(run), launch.jobs)
     if state is not None and state not in scheduler.LIVE:
         return {"run": str(run), "jobs": launch.jobs, "state": state, "cancelled": False}
@@ -57,7 +63,7 @@ def _kill_step(launch: Launch) -> None:
     deadline = time.monotonic() + SECONDS_TO_FIND
     was_found = False
     while time.monotonic() < deadline:
-        pairs = [line.split(maxsplit=1) for line in scheduler.answer(ask).splitlines()]
+        pairs = [line.split(maxsplit=1) for line in questions.answer(ask).splitlines()]
         steps = [pair[0] for pair in pairs if pair[1:] == [name] and record.STEP.fullmatch(pair[0])]
         if steps:
             was_found = True

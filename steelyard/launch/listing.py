@@ -10,6 +10,7 @@ from typing import Any
 from steelyard.core.errors import SteelyardError, UserError
 from steelyard.core.run import MANIFEST, Run
 from steelyard.launch import logs, record, scheduler
+from steelyard.launch.marks import launched
 
 COLUMNS = ("name", "state", "backend", "jobs", "nodes", "step", "submitted", "started")
 SHOWN = ("name", "state", "backend", "jobs", "nodes", "step", "since")
@@ -24,14 +25,14 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 def _row(path: Path) -> dict[str, Any]:
     try:
-        launch = record.read(path)
+        launch = launched(path)
         state = scheduler.state(scheduler.refresh(path), launch.jobs) if launch else _own_state(path)
     except (SteelyardError, OSError) as error:
         return dict.fromkeys(COLUMNS) | {"name": path.name, "run": str(path), "state": f"unreadable: {error}"}
     return {
         "name": path.name,
         "run": str(path),
-        "state": state or "unknown",
+        "state": state or ("not submitted" if launch and not launch.jobs else "unknown"),
         "backend": launch.backend if launch else None,
         "jobs": launch.jobs if launch else [],
         "nodes": launch.nodes if launch else None,

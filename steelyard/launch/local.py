@@ -11,9 +11,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,16 +23,15 @@ from types import FrameType
 from typing import Any
 
 from steelyard.core.console import console
-from steelyard.core.errors import Fault
 from steelyard.launch.blame import Ended, blame
 from steelyard.launch.last_words import ERROR_FILE, find
+from steelyard.parallel.rendezvous import MEETING
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 SECONDS_TO_NOTICE = 5.0  # from the first failure to SIGTERM
 SECONDS_TO_END = 5.0  # from SIGTERM to SIGKILL
 SECONDS_BETWEEN_LOOKS = 0.05
 SAME_REQUEST_SECONDS = 1.0
-PORTS = range(15000, 30000)  # Below those that systems hand out to whoever asks for any.
 SHOW_CURSOR = "\x1b[?25h"
 PR_SET_PDEATHSIG = 1
 
@@ -44,9 +41,8 @@ def run(command: Sequence[str], nproc: int) -> int:
     with TemporaryDirectory(prefix="steelyard-") as folder, signals() as asked:
         ranks: list[Rank] = []
         try:
-            port = free_port()
             for rank in range(nproc):
-                environment = _environment(rank, nproc, port)
+                environment = _environment(rank, nproc, meeting=folder)
                 ranks.append(Rank(command, rank, environment, Path(folder), keep_output=rank > 0))
             hung = watch(ranks, asked)
         finally:
@@ -150,23 +146,15 @@ def _tell(ranks: list[Rank], hung: list[int], was_asked: bool, debug: bool) -> i
     return cause.exit_code
 
 
-def _environment(rank: int, nproc: int, port: int) -> dict[str, str]:
-    """What torchrun would set; nothing of an outer torchrun may shine through."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+def _environment(rank: int, nproc: int, meeting: str) -> dict[str, str]:
+    """What torchrun would set, but for the port, which rank 0 takes; nothing of an outer torchrun may shine through."""
+    outer = ("TORCHELASTIC_", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
     threads = max(1, len(os.sched_getaffinity(0)) // nproc)
     return {"OMP_NUM_THREADS": str(threads)} | environment | {
         "RANK": str(rank), "WORLD_SIZE": str(nproc), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(nproc),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "MASTER_ADDR": "127.0.0.1", MEETING: meeting,
     }  # fmt: skip
-
-
-def free_port() -> int:
-    """A port of this machine that nobody listens on now."""
-    for port in random.sample(PORTS, 100):
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("", port))
-            return port
-    raise Fault("no free port was found for the ranks to meet", mend="see which processes listen: ss -tln")
 
 
 def die_with_parent(parent: int | None = None) -> Callable[[], None] | None:

@@ -1,12 +1,19 @@
 """How the nodes of a job learn where their ranks meet: through the run folder, which all of them see.
 
-    launch/meeting.json     {"attempt": "123.0", "address": "a1", "port": 23456}, written by the node of rank 0
-    launch/arrived-1.json   {"attempt": ...}: the first node of follower job 1 is there, and waits
+    launch/meeting.json     {"attempt": "123.0", "address": "a1", "followers": ["124.0"]}, by the node of rank 0
+    launch/arrived-1.json   {"attempt": "124.0"}: the first node of follower job 1 is there, and waits
+    launch/met-123.0        a master or follower has met the others: the attempts of all of them, one on each line
     launch/stopped-123.0    the ranks saved and stopped because they were asked to
+    launch/lost-123.0       of a master and followers: ranks here noticed the loss of others, and
+    launch/failed-123.0     ranks here failed by themselves
 
-Within one job the attempt (job and restart) tells this meeting from the last. A master and its followers are several
-jobs, which start at different times and count their restarts for themselves: there the master waits until every
-follower has arrived, and a follower believes the address only once someone listens there.
+An attempt is a job and how often it was started again, and so tells this meeting from the last. A master and its
+followers are several jobs, which start at different times and count their restarts for themselves. What an earlier
+follower has left is not believed: the master takes away what it finds, and a follower that is alive says it again. A
+follower believes only a meeting that names its own attempt.
+
+No port is told. The attempt is the name under which ranks ask at the doors of rank 0 (`parallel/doors.py`), which takes
+any free port itself; one that is chosen here could be another's by the time torch has been imported.
 """
 
 from __future__ import annotations
@@ -21,34 +28,33 @@ from typing import Any
 
 from steelyard.core import files
 from steelyard.core.errors import Fault
-from steelyard.launch.local import free_port
 from steelyard.launch.record import FOLDER
 
-MEETING, STOPPED = "meeting.json", "stopped-"
+MEETING, ARRIVED, MET, STOPPED, LOST, FAILED = "meeting.json", "arrived-", "met-", "stopped-", "lost-", "failed-"
 SECONDS_BETWEEN_LOOKS = 0.2
+SECONDS_BETWEEN_LOOKS_OF_FOLLOWERS = 1.0  # They may look for hours.
 SECONDS_TO_ARRIVE = 600.0  # For nodes of one job, which start together.
-choose_port = free_port
 
 
 def meet(
-    run: Path, attempt: str, node: int, group: int | None, followers: int, port: int | None, asked: list[int],
-    stack: ExitStack,
-) -> tuple[str, int] | None:  # fmt: skip
-    """Address and port of rank 0; None when asked to stop before they were known."""
+    run: Path, attempt: str, node: int, group: int | None, followers: int, asked: list[int], stack: ExitStack
+) -> tuple[str, str] | None:
+    """The address of rank 0, and under which name to ask there; None when asked to stop before they were known."""
     folder = run / FOLDER
     folder.mkdir(exist_ok=True)
     if node == 0:
-        if followers and not _await_followers(folder, followers, asked):
-            return None
-        found = {"attempt": attempt, "address": _own_name(), "port": port or free_port()}
-        files.write_json(folder / MEETING, found)
-        return str(found["address"]), int(str(found["port"]))
-    if group:
-        arrived = folder / f"arrived-{group}.json"
-        if os.environ.get("SLURM_PROCID", "0") == "0":
-            files.write_json(arrived, {"attempt": attempt})
+        found = _call(folder, attempt, followers, asked)
+    else:
+        arrived = folder / f"{ARRIVED}{group}.json" if group and _is_first_of_job() else None
+        if arrived is not None:
             stack.callback(lambda: arrived.unlink(missing_ok=True))
-    return _await_meeting(folder / MEETING, attempt if not group else None, asked, is_patient=followers > 0)
+        found = _await_meeting(folder, attempt, arrived, asked, is_patient=followers > 0)
+    if found is None:
+        return None
+    if group is not None and _is_first_of_job():
+        attempts = [str(found["attempt"]), *map(str, found["followers"])]
+        files.write_text(folder / f"{MET}{attempt}", "".join(f"{each}\n" for each in attempts))
+    return str(found["address"]), str(found["attempt"])
 
 
 def stopped(run: Path, attempt: str) -> int:
@@ -61,49 +67,67 @@ def stopped(run: Path, attempt: str) -> int:
     return 0
 
 
-def _await_followers(folder: Path, followers: int, asked: list[int]) -> bool:
+def failed(run: Path, attempt: str, only_noticed: bool) -> None:
+    """Leave word whether ranks here failed by themselves, for the script of one of several jobs."""
+    with suppress(OSError):  # The disk may be what failed them.
+        (run / FOLDER / f"{LOST if only_noticed else FAILED}{attempt}").touch()
+
+
+def _call(folder: Path, attempt: str, followers: int, asked: list[int]) -> dict[str, Any] | None:
+    """Wait for all followers and tell where to meet."""
     (folder / MEETING).unlink(missing_ok=True)
-    while not all((folder / f"arrived-{number}.json").exists() for number in range(1, followers + 1)):
+    places = [folder / f"{ARRIVED}{number}.json" for number in range(1, followers + 1)]
+    for place in places:
+        place.unlink(missing_ok=True)
+    while not all(arrived := [_read(place, "attempt") for place in places]):
         if asked:
-            return False
+            return None
+        _look_again(folder)
         time.sleep(SECONDS_BETWEEN_LOOKS)
-    return True
+    there = [str(each["attempt"]) for each in arrived if each]
+    found = {"attempt": attempt, "address": _own_name(), "followers": there}
+    files.write_json(folder / MEETING, found)
+    return found
 
 
-def _await_meeting(path: Path, attempt: str | None, asked: list[int], is_patient: bool) -> tuple[str, int] | None:
+def _await_meeting(
+    folder: Path, attempt: str, arrived: Path | None, asked: list[int], is_patient: bool
+) -> dict[str, Any] | None:
     """Wait for the node of rank 0; with followers, of which any may be queued, for as long as it takes."""
     deadline = time.monotonic() + SECONDS_TO_ARRIVE
     while not asked:
-        with suppress(OSError):
-            next(path.parent.iterdir(), None)  # Has a network filesystem look again.
-        found = _read(path)
-        if found and attempt == found["attempt"]:
-            return str(found["address"]), int(found["port"])
-        if found and attempt is None and _listens(found):
-            return str(found["address"]), int(found["port"])
+        names = _look_again(folder)
+        if arrived is not None and arrived.name not in names:
+            files.write_json(arrived, {"attempt": attempt})
+        found = _read(folder / MEETING, "attempt", "address", "followers")
+        if found and attempt in (found["attempt"], *found["followers"]):
+            return found
         if not is_patient and time.monotonic() > deadline:
             raise Fault(
                 f"the node of rank 0 did not say where to meet within {SECONDS_TO_ARRIVE:.0f} s",
-                mend=f"see its log, and whether all nodes see {path.parent}",
+                mend=f"see its log, and whether all nodes see {folder}",
             )
-        time.sleep(SECONDS_BETWEEN_LOOKS if attempt else 1.0)
+        time.sleep(SECONDS_BETWEEN_LOOKS_OF_FOLLOWERS if is_patient else SECONDS_BETWEEN_LOOKS)
     return None
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _look_again(folder: Path) -> set[str]:
+    """What lies in the folder; being asked, a network filesystem looks again."""
+    with suppress(OSError):
+        return {path.name for path in folder.iterdir()}
+    return set()
+
+
+def _read(path: Path, *keys: str) -> dict[str, Any] | None:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) and {"attempt", "address", "port"} <= found.keys() else None
+    return found if isinstance(found, dict) and set(keys) <= found.keys() else None
 
 
-def _listens(found: dict[str, Any]) -> bool:
-    try:
-        with socket.create_connection((str(found["address"]), int(found["port"])), timeout=2):
-            return True
-    except OSError:
-        return False
+def _is_first_of_job() -> bool:
+    return os.environ.get("SLURM_PROCID", "0") == "0"
 
 
 def _own_name() -> str:

@@ -5,8 +5,8 @@
 `--groups 1x4,7x8` is one node with four ranks and then seven with eight, in the order of the ranks; `srun` starts this
 once on each node, and SLURM_PROCID says which of them it is. Under mpirun and torchrun (`--one-rank`) it is started
 once for each rank, whose number they have already set; under torchrun it leaves word of the rank's end for the one who
-keeps torchrun (`torchrun.py`). The node of rank 0 chooses the port and tells it by `launch/meeting.json` in the run
-folder, which all nodes share; `--attempt` keeps a requeued job from meeting its own past.
+keeps torchrun (`torchrun.py`). The node of rank 0 tells where it is by `launch/meeting.json` in the run folder, which
+all nodes share; `--attempt` keeps a requeued job from meeting its own past.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from typing import Any
 from steelyard.core.console import LOGGED, console
 from steelyard.core.errors import Interrupted, SteelyardError
 from steelyard.launch import kept, lifeline, meeting, siblings
-from steelyard.launch.blame import Ended, blame
+from steelyard.launch.blame import Ended, blame, only_noticed
 from steelyard.launch.last_words import ERROR_FILE
 from steelyard.launch.local import Rank, die_with_parent, signals, watch
 from steelyard.launch.sampling import Sampler
 from steelyard.launch.streams import Log, Stream
+from steelyard.parallel.rendezvous import MEETING
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,8 @@ def _end(
     if kept.is_kept():
         return kept.leave(ends[0], bool(hung), last[ends[0].rank])
     code = tell(ends, last, hung, was_asked, log)
+    if options.group is not None and code not in (0, Interrupted.exit_code):
+        meeting.failed(run, options.attempt, only_noticed(ends))
     return meeting.stopped(run, options.attempt) if code == Interrupted.exit_code and options.attempt else code
 
 
@@ -160,25 +163,26 @@ def _ranks(
         node += sum(int(group.partition("x")[0]) for group in options.groups.split(",")[: options.group])
     place = Place.of(options.groups, node)
     if place.count == place.world:
-        address, port = "127.0.0.1", options.port or meeting.choose_port()
+        found: tuple[str, str] | None = "127.0.0.1", options.attempt or f"process {os.getpid()}"
     else:
         followers = len(options.groups.split(",")) - 1 if options.group is not None else 0
-        found = meeting.meet(run, options.attempt, node, options.group, followers, options.port, asked, stack)
-        if found is None:
-            return []
-        address, port = found
-    return [(rank, _environment(place, rank, address, port)) for rank in range(place.first, place.first + place.count)]
+        found = meeting.meet(run, options.attempt, node, options.group, followers, asked, stack)
+    if found is None:
+        return []
+    where = {"MASTER_ADDR": found[0], MEETING: f"{run} {found[1]}"}
+    where |= {"MASTER_PORT": str(options.port)} if options.port else {}
+    return [(rank, _environment(place, rank, where)) for rank in range(place.first, place.first + place.count)]
 
 
-def _environment(place: Place, rank: int, address: str, port: int) -> dict[str, str]:
-    """What torchrun would set; nothing of an outer one may shine through."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+def _environment(place: Place, rank: int, where: dict[str, str]) -> dict[str, str]:
+    """What torchrun would set, but for a port that nobody set; nothing of an outer launcher may shine through."""
+    outer = ("TORCHELASTIC_", "MASTER_PORT")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
     threads = max(1, len(os.sched_getaffinity(0)) // place.count)
     return {"OMP_NUM_THREADS": str(threads)} | kept | {
         "RANK": str(rank), "WORLD_SIZE": str(place.world),
         "LOCAL_RANK": str(rank - place.first), "LOCAL_WORLD_SIZE": str(place.count),
-        "MASTER_ADDR": address, "MASTER_PORT": str(port),
-    }  # fmt: skip
+    } | where  # fmt: skip
 
 
 def tell(ends: list[Ended], last: dict[int, list[str]], hung: list[int], was_asked: bool, log: Log) -> int:

@@ -21,5 +21,6 @@ class Order:
     workdir: str
     python: str
     submitted: str
+    mark: str = ""
     time_limit: str | None = None
     reload_container: bool = False

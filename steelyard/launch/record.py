@@ -8,6 +8,7 @@
     nodes       how many, or null where the backend decides
     ranks, gpus_per_node, partitions, placement, site, workdir, submitted
     process     local and mpi: {"pid", "started", "host"} of the supervisor, so that no other process is mistaken for it
+    marks       by which jobs of Slurm's are found whose numbers nobody could write down (`marks.py`)
 
 The scripts that were started, and how a supervisor ended (`ended.json`), lie in the folder `launch/` beside it. There
 `jobs` has the numbers of a master and its followers once more, one on each line, for their scripts to read.
@@ -48,6 +49,7 @@ class Launch:
     placement: list[str] = field(default_factory=list)
     workdir: str = ""
     process: dict[str, Any] | None = None
+    marks: list[str] = field(default_factory=list)
 
 
 def write(run: Path, launch: Launch) -> None:

@@ -12,17 +12,17 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from steelyard.core.run import MANIFEST, Run, now
 from steelyard.launch import process, record
+from steelyard.launch.marks import launched
+from steelyard.launch.questions import ask
 from steelyard.launch.record import Launch
 
 RECORDS = "scheduler.jsonl"
-SECONDS_TO_ANSWER = 30
 LIVE = (
     "PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "RESIZING",
     "SIGNALING", "STAGE_OUT", "STOPPED", "SPECIAL_EXIT", "REQUEUE_FED", "RESV_DEL_HOLD",
@@ -45,7 +45,7 @@ def refresh(run: Path) -> list[Record]:
 
     Whoever may only read the folder is answered all the same; somebody who may write notes the change then.
     """
-    launch = record.read(run)
+    launch = launched(run)
     records = read(run)
     if launch is None:
         return records
@@ -93,7 +93,7 @@ def state(records: list[Record], jobs: list[str]) -> str | None:
 
 def is_over(run: Path) -> bool:
     """Whether nothing more will come: the launch ended, or nobody launched the run and nobody writes to it."""
-    launch = record.read(run)
+    launch = launched(run)
     if launch is None:
         return not (run / MANIFEST).is_file() or Run(run).state not in ("running", "created")
     word = state(refresh(run), launch.jobs)
@@ -134,10 +134,10 @@ def _slurm(run: Path, jobs: list[str], last: dict[str, Record]) -> list[Record]:
     """What squeue says, and sacct of jobs that squeue has forgotten; without sacct, how the run itself ended."""
     found: list[Record] = []
     for job in jobs:
-        queue, silence = _ask(_queue_command(job))
+        queue, silence = ask(_queue_command(job))
         records = queued(queue)
         if not records:
-            account, refusal = _ask(_account_command(job))
+            account, refusal = ask(_account_command(job))
             records = accounted(account)
             if FORGOTTEN in silence and NO_ACCOUNTS in refusal:
                 records = [_forgotten(run, each) for each in current(list(last.values()), [job])]
@@ -169,20 +169,6 @@ def _account_command(job: str) -> list[str]:
         f"--jobs={job}",
         f"--format={fields}",
     ]
-
-
-def answer(command: list[str]) -> str:
-    """What a program of Slurm's answers; nothing where it complains or is not there."""
-    return _ask(command)[0]
-
-
-def _ask(command: list[str]) -> tuple[str, str]:
-    """What a program answers, and what it complains of; an answer with a complaint counts for nothing."""
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS_TO_ANSWER)
-    except (OSError, subprocess.SubprocessError):
-        return "", ""
-    return (answer.stdout, "") if answer.returncode == 0 else ("", answer.stderr)
 
 
 def queued(text: str) -> list[Record]:

@@ -4,7 +4,8 @@ Nothing of the user's stands in `#SBATCH` comments, whose quoting is Slurm's own
 Nodes that are alike make one job, nodes of several partitions one heterogeneous job (or, where a site forbids those,
 a master and followers, see `meeting.py`). Slurm warns the ranks before the time limit and before a pre-emption; they
 save and end with 130, and the script has the job queued again, unless it was cancelled. All parts of a heterogeneous
-job are queued again with their leader. A lost node requeues the job by itself.
+job are queued again with their leader, a master and its followers with each other (`together.py`). A lost node
+requeues the job by itself.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from shlex import join, quote
 
 from steelyard.core.errors import Fault, Interrupted, UserError
 from steelyard.core.recipe.site import Site
-from steelyard.launch import containers, script
+from steelyard.launch import containers, script, together
 from steelyard.launch.groups import Group, written
+from steelyard.launch.local import die_with_parent
+from steelyard.launch.marks import BEGAN, NUMBER
 from steelyard.launch.meeting import STOPPED
 from steelyard.launch.order import Order
-from steelyard.launch.record import FOLDER, JOBS
+from steelyard.launch.record import FOLDER
 
 ATTEMPT = '"$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"'  # For the shell to fill in.
 # In an allocation that is there, nobody but this script can tell the ranks to save and stop: a signal would end bash
@@ -37,39 +40,6 @@ while kill -0 "$step" 2>/dev/null; do
     wait "$step"
     code=$?
 done
-"""
-# A master and its followers are several jobs. Where one is over, the others would wait for it up to their time limits:
-# each looks after the others from its script, because there is no squeue inside a container.
-LOOKING = """another_is_over() {
-    [ -e %(jobs)s ] || return 1
-    while read -r job; do
-        [ "$job" != "$SLURM_JOB_ID" ] || continue
-        case "$(squeue --noheader --states=all --jobs="$job" --format=%%T 2>&1)" in
-            BOOT_FAIL|CANCELLED|COMPLETED|DEADLINE|FAILED|NODE_FAIL|OUT_OF_MEMORY|PREEMPTED|TIMEOUT) return 0 ;;
-            *"Invalid job id"*) return 0 ;;
-        esac
-    done <%(jobs)s
-    return 1
-}
-"""
-LEFT_ALONE = 3  # what the one who looks exits with
-WATCHING = f"""step=$!
-(
-    looks=0
-    while sleep 10; do
-        if another_is_over; then looks=$((looks + 1)); else looks=0; fi
-        if [ $looks = 3 ]; then kill "$step"; exit {LEFT_ALONE}; fi
-    done
-) &
-lookout=$!
-wait "$step"
-code=$?
-kill "$lookout" 2>/dev/null
-wait "$lookout"
-if [ $? = {LEFT_ALONE} ]; then
-    echo "error: another job of this run is over, so this one ends too" >&2
-    exit 1
-fi
 """
 # A submission from inside a job must not hand that job's shape on to the new one.
 KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT")
@@ -123,6 +93,8 @@ def _cpus(site: Site, group: Group) -> int:
 def text(order: Order, group: int | None = None, job: str | None = None) -> str:
     """The script of the job, of one group of several jobs, or for an allocation that is there already."""
     lines = [script.preamble(order.site, order.workdir)]
+    if job is None:
+        lines.append(f'[ -z "$1" ] || echo {NUMBER} >{quote(str(order.run / FOLDER / BEGAN))}"$1"\n')
     preparation = containers.preparation(order.site.container, order.reload_container)
     if preparation is not None:
         before = ["bash", "-c", preparation]
@@ -131,7 +103,7 @@ def text(order: Order, group: int | None = None, job: str | None = None) -> str:
     if job is not None:
         lines.append(f"{LISTENING}{line} &\n{WAITING}")
     elif group is not None:
-        lines.append(f"{LOOKING % {'jobs': quote(str(order.run / FOLDER / JOBS))}}{line} &\n{WATCHING}")
+        lines.append(together.looking_after_others(order.run, line))
     else:
         lines.append(f"{line}\ncode=$?\n")
     word = quote(str(order.run / FOLDER / STOPPED))
@@ -147,7 +119,7 @@ def _requeueing(order: Order) -> str:
         f"if [ $code = {Interrupted.exit_code} ] &&\n"
         f'    [ "${{SLURM_RESTART_COUNT:-0}}" -lt {order.site.max_restarts} ] &&\n'
         '    [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T | head -n 1)" = RUNNING ]; then\n'
-        '    echo "saved, to be queued again"\n'
+        '    echo "to be queued again"\n'
         '    scontrol requeue "$SLURM_JOB_ID" || echo "error: Slurm refuses; submit it again to go on" >&2\n'
         "fi\n"
     )
@@ -196,9 +168,11 @@ def environment() -> dict[str, str]:
 
 
 def ask(command: Sequence[str]) -> str:
-    """Run sbatch and return the number it prints."""
+    """Run sbatch and return the number it prints. It must not go on when nobody waits for the number any more."""
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment())
+        answer = subprocess.run(
+            command, capture_output=True, text=True, timeout=120, env=environment(), preexec_fn=die_with_parent()
+        )
     except FileNotFoundError:
         raise UserError(
             "sbatch is not installed here", mend="submit from a login node of the cluster, or use --on local or mpi"
@@ -223,5 +197,15 @@ def script_name(group: int | None) -> str:
 
 
 def line(order: Order, group: int | None) -> list[str]:
-    """sbatch's whole line."""
-    return [*sbatch(order, group), str(order.run / FOLDER / script_name(group))]
+    """sbatch's whole line; the last word is for whoever looks for the job."""
+    return [*sbatch(order, group), str(order.run / FOLDER / script_name(group)), mark(order, group)]
+
+
+def mark(order: Order, group: int | None) -> str:
+    """By what a job is known whose number nobody has."""
+    return order.mark if group is None else f"{order.mark}.{group}"
+
+
+def marks(order: Order) -> list[str]:
+    """The marks of all jobs of an order."""
+    return [mark(order, group) for group in jobs(order)]

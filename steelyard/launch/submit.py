@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import join, quote
@@ -19,7 +21,7 @@ from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe, to_toml
 from steelyard.core.recipe.site import Site
 from steelyard.core.run import MANIFEST, for_training, now, place_for_training
-from steelyard.launch import containers, ending, groups, mpi, process, record, scheduler, script, slurm, torchrun
+from steelyard.launch import containers, ending, groups, marks, mpi, process, record, scheduler, script, slurm, torchrun
 from steelyard.launch.groups import Group
 from steelyard.launch.order import Order
 from steelyard.launch.record import FOLDER, Launch
@@ -52,7 +54,7 @@ def submit(request: Request) -> dict[str, Any]:
     order = prepare(request)
     run = order.run
     if request.on == "slurm" and request.job is None:
-        jobs = _queue(order)
+        jobs = _queue(request, order)
         supervisor = None
     else:
         environment = slurm.environment() if request.on == "slurm" else None
@@ -61,20 +63,40 @@ def submit(request: Request) -> dict[str, Any]:
     return note(request, order, jobs, supervisor)
 
 
-def _queue(order: Order) -> list[str]:
+def _queue(request: Request, order: Order) -> list[str]:
     """Hand each job to Slurm; where one of several is refused, none is left behind to wait for it."""
     jobs: list[str] = []
-    names = order.run / FOLDER / record.JOBS
-    names.unlink(missing_ok=True)
-    try:
-        for group in slurm.jobs(order):
-            jobs.append(slurm.ask(slurm.line(order, group)))
-        files.write_text(names, "".join(f"{job}\n" for job in jobs))
-    except BaseException:
-        if jobs:
-            ending.scancel(jobs)
-        raise
+    (order.run / FOLDER / record.JOBS).unlink(missing_ok=True)
+    with intended({order.run: described(request, order, [], None)}):
+        try:
+            for group in slurm.jobs(order):
+                jobs.append(slurm.ask(slurm.line(order, group)))
+            marks.write_jobs(order.run, jobs)
+        except BaseException:
+            if jobs:
+                ending.scancel(jobs)
+            raise
     return jobs
+
+
+@contextmanager
+def intended(launches: dict[Path, Launch]) -> Iterator[None]:
+    """Write down what is about to be handed to Slurm, for whoever comes after a kill; what is refused never was.
+
+    After any other end, a controller that does not answer in time, say, there may be a job, and the marks stay.
+    """
+    before = {run: record.read(run) for run in launches}
+    for run, launch in launches.items():
+        record.write(run, launch)
+    try:
+        yield
+    except UserError:
+        for run, launch_before in before.items():
+            if launch_before is None:
+                (run / record.LAUNCH).unlink(missing_ok=True)
+            else:
+                record.write(run, launch_before)
+        raise
 
 
 def prepare(request: Request) -> Order:
@@ -94,18 +116,24 @@ def prepare(request: Request) -> Order:
 
 def note(request: Request, order: Order, jobs: list[str], supervisor: dict[str, Any] | None) -> dict[str, Any]:
     """Write down what was started, and return it."""
-    launch = Launch(
+    launch = described(request, order, jobs, supervisor)
+    record.write(order.run, launch)
+    records = scheduler.refresh(order.run)
+    state = scheduler.state(records, jobs)
+    return {"run": str(order.run), "backend": request.on, "jobs": jobs, "state": state, "ranks": launch.ranks}
+
+
+def described(request: Request, order: Order, jobs: list[str], supervisor: dict[str, Any] | None) -> Launch:
+    """What `launch.json` says of an order."""
+    return Launch(
         backend=request.on, name=order.name, jobs=jobs, command=order.command,
         nodes=sum(group.nodes for group in order.groups), ranks=groups.world(order.groups),
         gpus_per_node=order.groups[0].gpus, submitted=order.submitted, site=request.site_name,
         partitions=[group.partition for group in order.groups if group.partition],
         placement=request.recipe.parallel.placement if request.recipe else [],
         workdir=order.workdir, process=supervisor,
+        marks=slurm.marks(order) if request.on == "slurm" and request.job is None else [],
     )  # fmt: skip
-    record.write(order.run, launch)
-    records = scheduler.refresh(order.run)
-    state = scheduler.state(records, jobs)
-    return {"run": str(order.run), "backend": request.on, "jobs": jobs, "state": state, "ranks": launch.ranks}
 
 
 def preview(request: Request) -> tuple[dict[str, Any], str]:
@@ -171,10 +199,10 @@ def _order(request: Request, found: list[Group], run: Path) -> Order:
     else:
         command = [*steelyard, *request.words]
     name = request.name or (request.recipe.name if request.recipe else request.words[0])
-    submitted = now()
     return Order(
-        run, name, site, found, command, workdir, python, submitted, request.time_limit, request.reload_container
-    )
+        run, name, site, found, command, workdir, python, now(), marks.next_mark(run), request.time_limit,
+        request.reload_container,
+    )  # fmt: skip
 
 
 def folder_name(name: str) -> str:
@@ -213,7 +241,7 @@ def _place(request: Request) -> Path:
 
 
 def _refuse_live(run: Path) -> None:
-    launch = record.read(run)
+    launch = marks.launched(run)
     if launch is None:
         return
     state = scheduler.state(scheduler.refresh(run), launch.jobs)

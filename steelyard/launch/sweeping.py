@@ -16,8 +16,8 @@ from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.toml import parse_value
 from steelyard.launch import script, slurm
 from steelyard.launch.order import Order
-from steelyard.launch.record import FOLDER
-from steelyard.launch.submit import Request, groups_of, note, planned, prepare
+from steelyard.launch.record import FOLDER, Launch
+from steelyard.launch.submit import Request, described, groups_of, intended, note, planned, prepare
 
 
 def requests(base: Request, array: Sequence[str], load: Callable[[list[str]], Recipe]) -> list[Request]:
@@ -76,8 +76,10 @@ def sweep(all_: list[Request]) -> list[dict[str, Any]]:
         task = orders[0].run / FOLDER / f"task-{number}"
         task.unlink(missing_ok=True)
         task.symlink_to(order.run)
-    job = slurm.ask(_line(orders))
-    pairs = enumerate(zip(all_, orders, strict=True))
+    pairs = list(enumerate(zip(all_, orders, strict=True)))
+    launches = [described(request, order, [], None) for _, (request, order) in pairs]
+    with intended({order.run: _task(launches[number], orders, number) for number, (_, order) in pairs}):
+        job = slurm.ask(_line(orders))
     return [note(request, order, [f"{job}_{number}"], None) for number, (request, order) in pairs]
 
 
@@ -89,13 +91,18 @@ def _line(orders: list[Order]) -> list[str]:
     """sbatch's line. Slurm's own words about a task belong to its run: `task-%a` leads there."""
     folder = str(orders[0].run / FOLDER).replace("%", "%%")
     output = f"--output={folder}/task-%a/logs/slurm-%j.log"
-    return [*slurm.sbatch(orders[0]), output, f"--array=0-{len(orders) - 1}", str(_path(orders))]
+    return [*slurm.sbatch(orders[0]), output, f"--array=0-{len(orders) - 1}", str(_path(orders)), orders[0].mark]
+
+
+def _task(launch: Launch, orders: list[Order], number: int) -> Launch:
+    """The launch of one task, which is known by the mark of all."""
+    return replace(launch, marks=[f"{orders[0].mark}_{number}"])
 
 
 def _script(orders: list[Order]) -> str:
     """Which task runs which script."""
     cases = "".join(
-        f"{number}) exec bash {quote(str(order.run / FOLDER / slurm.script_name(None)))} ;;\n"
+        f'{number}) exec bash {quote(str(order.run / FOLDER / slurm.script_name(None)))} "$1_{number}" ;;\n'
         for number, order in enumerate(orders)
     )
     return f'{script.HEAD}case "$SLURM_ARRAY_TASK_ID" in\n{cases}esac\n'

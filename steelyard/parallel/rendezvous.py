@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 ELSEWHERE = "steelyard/elsewhere"
 SIOCGIFADDR = 0x8915
+MEETING = "STEELYARD_MEETING"  # what our own starter calls the job, where it sets no port
 
 
 def meet(rank: int, size: int, local_size: int, launcher: str, timeout: timedelta) -> Store:
@@ -86,7 +87,7 @@ def job(environ: Mapping[str, str], launcher: str) -> str:
     """What the launcher calls this job, alike for all its ranks and for no other job's."""
     if launcher == "srun":
         return f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
-    names = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID")
+    names = (MEETING,) if launcher == "torchrun" else ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID")
     name = next((environ[each] for each in names if environ.get(each)), "")
     if not name:
         raise UserError(

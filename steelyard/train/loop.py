@@ -31,6 +31,7 @@ from steelyard.tokens.loader import Loader, labels_in, read
 from steelyard.tokens.samples import Samples
 from steelyard.train import device as devices
 from steelyard.train import hosts, memory, preparation, timeline
+from steelyard.train.agreement import refuse_other_recipes
 from steelyard.train.engine import Engine
 from steelyard.train.extension import Extension
 from steelyard.train.metrics import Recorder, line
@@ -64,6 +65,7 @@ def run(
     with join(device.type, recipe.parallel.timeout_minutes) as world:
         console.quiet = console.quiet or not world.is_first
         with alike(world):
+            refuse_other_recipes(recipe, world)
             preparation.refuse_unfit(recipe, world)
             end_of_document = preparation.end_of_document(recipe)
         if device.type == "cuda":

@@ -20,6 +20,7 @@ from steelyard.core.errors import Fault, SteelyardError, UserError
 from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.site import Site
 from steelyard.launch import ending, groups, record, scheduler, sites
+from steelyard.launch.marks import launched
 from steelyard.launch.submit import Request, groups_of, submit
 from steelyard.tune import outcome
 from steelyard.tune.command import STORAGE
@@ -98,7 +99,7 @@ class Submitted:
 
     def __init__(self, run: Path, log: Log) -> None:
         self.run, self.log = run, log
-        launch = record.read(run)
+        launch = launched(run)
         if launch is None:
             raise Fault(f"{run} has no {record.LAUNCH}")
         self._launch, self._began, self._asked = launch, time.monotonic(), -math.inf
@@ -184,8 +185,10 @@ class Submitted:
 def can_be_taken_up(run: Path) -> bool:
     """Whether a killed tuner has left a job here that still runs, or that has ended well since."""
     try:
-        launch = record.read(run)
-        state = None if launch is None else scheduler.state(scheduler.refresh(run), launch.jobs)
+        launch = launched(run)
+        if launch is None or len(launch.jobs) < len(launch.marks):  # A follower is missing, and will not come.
+            return False
+        state = scheduler.state(scheduler.refresh(run), launch.jobs)
     except UserError:
         return False
     return state is not None and (state in scheduler.LIVE or state == "COMPLETED")
@@ -193,9 +196,10 @@ def can_be_taken_up(run: Path) -> bool:
 
 def abandon(run: Path) -> None:
     """End a job that nobody will follow any more."""
-    if not (run / record.LAUNCH).is_file():
-        return
     try:
+        launch = launched(run)
+        if launch is None or not launch.jobs:
+            return
         told = ending.cancel(run)
     except SteelyardError as error:
         console.warn(f"what runs in {run} could not be cancelled: {error}")

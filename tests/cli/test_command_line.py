@@ -35,6 +35,13 @@ def test_small_questions_import_no_torch(workplace, words):
     assert done.returncode == 0, done.stderr
 
 
+def test_a_process_runs_a_command_after_it_has_run_list(tmp_path):
+    for _ in range(2):
+        with pytest.raises(SystemExit) as ended:
+            main(["list", str(tmp_path)])
+        assert ended.value.code == 0
+
+
 def test_the_command_and_the_module_are_the_same(workplace):
     script = subprocess.run(
         [Path(sys.executable).with_name("steelyard"), "--help"],

@@ -126,7 +126,7 @@ class Yard:
     def environment(self) -> dict[str, str]:
         source = str(Path(steelyard.__file__).parent.parent)
         own = {"PATH": f"{self.lab.bin}:{os.environ['PATH']}", "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
-        return os.environ | own | {"XDG_CONFIG_HOME": str(self.path / "config")}
+        return self.lab.environment | own | {"XDG_CONFIG_HOME": str(self.path / "config")}
 
     def steelyard(self, *words: str, on_host: str | None = None, beside: str | None = None, code: int = 0):
         command = [sys.executable, "-P", "-m", "steelyard", *words]
@@ -173,7 +173,7 @@ class Yard:
         said = self.steelyard("watch", str(run), "--json", on_host=on_host, code=code).stdout
         return {verdict["kind"] for verdict in json.loads(said)["verdicts"]}
 
-    def until_pending(self, run: Path, seconds: float = 60) -> list[str]:
+    def until_pending(self, run: Path, seconds: float = 90) -> list[str]:
         """Wait until all jobs of a run, and all their parts, are in the queue; returns the jobs."""
         jobs = json.loads((run / "launch.json").read_text())["jobs"]
         ask = ("squeue", "--noheader", f"--jobs={','.join(jobs)}", "--format=%T")

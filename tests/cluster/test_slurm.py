@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,22 +39,29 @@ def test_a_plan_over_two_partitions_trains_on_four_nodes(yard: Yard, undisturbed
     trained_on_four_nodes(yard, undisturbed_mixed, jobs=1)
 
 
-def test_a_lost_node_costs_no_step(yard: Yard, undisturbed: Path):
-    run = yard.submit(
-        "alike.toml", "parallel.data=2", f"train.steps={STEPS}", "--nodes", "2", "--on", "slurm", "--name", "robbed"
-    )
-    with yard.held(run):
+def test_a_lost_node_costs_no_step(yard: Yard, undisturbed: Path, undisturbed_mixed: Path):
+    """One job, and a master and its follower: the master loses a node, and the follower is queued again with it."""
+    steps = (f"train.steps={STEPS}", "--on", "slurm")
+    pair = yard.submit("mixed.toml", "--cluster", "cluster.toml", "--site", "apart", *steps, "--name", "robbed-pair")
+    run = yard.submit("alike.toml", "parallel.data=2", "--nodes", "2", *steps, "--name", "robbed")
+    with yard.held(run), yard.held(pair):
         yard.lab.power_off("a2")
     try:
         yard.until_state(run, "PENDING", seconds=60)
         assert yard.verdicts(run, 3) == {"requeued"}
+        yard.until_pending(pair)
     finally:
         yard.lab.power_on("a2")
-    yard.hurry(run)
-    yard.until_state(run, "COMPLETED")
-    assert losses(run) == losses(undisturbed)
-    assert yard.verdicts(run, 0) == {"completed"}
-    assert max(record["restarts"] for record in yard.records(run)) == 1
+    yard.hurry(run, pair)
+    for each, whole in ((run, undisturbed), (pair, undisturbed_mixed)):
+        yard.until_state(each, "COMPLETED")
+        assert losses(each) == losses(whole)
+        assert yard.verdicts(each, 0) == {"completed"}
+        assert {record["restarts"] for record in yard.records(each)[-len(_jobs(each)) :]} == {1}
+
+
+def _jobs(run: Path) -> list[str]:
+    return json.loads((run / "launch.json").read_text())["jobs"]
 
 
 def test_a_cancelled_job_saves_and_is_not_requeued(yard: Yard):
@@ -81,17 +89,13 @@ def test_a_wedged_rank_fails_the_job_instead_of_holding_it(yard: Yard):
 
 
 def test_a_full_disk_fails_the_job_and_says_so(yard: Yard):
+    """The run folder lies on a small disk of one node's own, where it is submitted from and where it runs."""
     disk = yard.path / "small"
     disk.mkdir()
-    for host in ("a1", "a2"):
-        yard.lab.mount(host, disk, "8m")
-    # Every node has a small disk of its own, so this is a run on one node.
-    words = ["submit", "alike.toml", "train.steps=100000", "checkpoint.every=5", "checkpoint.keep_last=1000"]
-    run = Path(
-        json.loads(yard.steelyard(*words, "--run", str(disk / "full"), "--on", "local", "--json", on_host="a1").stdout)[
-            "run"
-        ]
-    )
+    yard.lab.mount("a1", disk, "8m")
+    words = ["alike.toml", "train.steps=100000", "checkpoint.every=5", "checkpoint.keep_last=1000"]
+    words += ["--run", str(disk / "full"), "--on", "slurm", 'site.sbatch=["--nodelist=a1"]']
+    run = yard.submit(*words, on_host="a1")
     deadline = time.monotonic() + 90
     while (rows := yard.steelyard("list", str(disk), on_host="a1").stdout) and "FAILED" not in rows:
         assert time.monotonic() < deadline, rows
@@ -99,6 +103,21 @@ def test_a_full_disk_fails_the_job_and_says_so(yard: Yard):
     said = yard.steelyard("logs", str(run), "--stream", "err", on_host="a1").stdout
     assert "No space left" in said or "disk" in said, said
     assert {"failed", "disk-full"} <= yard.verdicts(run, 1, on_host="a1")
+
+
+def test_ranks_of_srun_by_hand_meet_over_two_partitions(yard: Yard):
+    """No port is set, and none was chosen for them."""
+    words = ["-m", "steelyard", "train", "alike.toml", "parallel.data=2", "train.steps=2", "--run", "by-hand"]
+    text = f"#!/bin/bash\nsrun --het-group=0,1 {shlex.join([sys.executable, *words])}\n"
+    (yard.path / "by-hand.sh").write_text(text)
+    parts = ["--nodes=1", "--partition=a10", ":", "--nodes=1", "--partition=a100"]
+    line = ["sbatch", "--parsable", "--output=by-hand.log", *parts, "by-hand.sh"]
+    job = yard.lab.client(*line, cwd=yard.path, env=yard.environment).stdout.strip()
+    ask = ("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T")
+    ends = {"COMPLETED", "FAILED"}
+    yard.lab.until(lambda: set(yard.lab.client(*ask).stdout.split()) <= ends, "the end of the job", 120)
+    assert "2/2" in (said := (yard.path / "by-hand.log").read_text()), said
+    assert {path.stem for path in (yard.path / "by-hand" / "hosts").iterdir()} == {"a1", "b1"}
 
 
 def test_nothing_a_person_writes_reaches_a_shell(yard: Yard, tmp_path: Path):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -33,11 +34,22 @@ enabled = false
 """
 
 
+def losing_sbatch(yard: Yard):
+    """A folder with an sbatch that hands the job over, and then loses whoever waits for its number."""
+    folder = yard.path / "losing"
+    folder.mkdir()
+    (folder / "sbatch").write_text(f'#!/bin/bash\n{yard.lab.bin}/sbatch "$@" && kill -9 $PPID\n')
+    (folder / "sbatch").chmod(0o755)
+    return folder
+
+
 def launches(study):
-    """Job, nodes and ranks of every run that was submitted, by trial."""
+    """Job, nodes and ranks of every run whose job is written down, by trial."""
     found = {}
     for path in sorted((study / "trials").glob("*/run/launch.json")):
         launch = json.loads(path.read_text())
+        if not launch["jobs"]:
+            continue
         found[int(path.parts[-3])] = (launch["jobs"][0], launch["nodes"], launch["ranks"])
     return found
 
@@ -47,21 +59,24 @@ def outcomes(study):
     return [history.result_of(trial) for trial in kept.opened(study)[1].get_trials()]
 
 
-def test_a_killed_tuners_job_is_taken_up_and_nodes_follow_from_the_layout(yard: Yard):
+def test_a_tuner_killed_twice_has_its_job_taken_up_and_nodes_follow_from_the_layout(yard: Yard):
     (yard.path / "jobs.toml").write_text(STUDY.format(on="slurm", steps=200))
     study = yard.path / "studies" / "jobs"
     command = [sys.executable, "-P", "-m", "steelyard", "tune", "jobs.toml"]
-    with open(yard.path / "tuner.log", "w") as log:
-        tuner = subprocess.Popen(command, cwd=yard.path, env=yard.environment, stdout=log, stderr=log)
     run = study / "trials/00000/run"
+    with open(yard.path / "tuner.log", "w") as log:
+        losing = yard.environment | {"PATH": f"{losing_sbatch(yard)}:{yard.environment['PATH']}"}
+        lost = subprocess.run(command, cwd=yard.path, env=losing, stdout=log, stderr=log, timeout=60)
+        assert (lost.returncode, launches(study)) == (-signal.SIGKILL, {})
+        tuner = subprocess.Popen(command, cwd=yard.path, env=yard.environment, stdout=log, stderr=log)
     try:
         yard.until_step(run, 5)
     finally:
         kill(tuner)
     told = json.loads(yard.steelyard("tune", "jobs.toml", "--json", "--workers", "2").stdout)
-    assert (told["trials"], told["outcomes"]["finished"], told["outcomes"]["lost"]) == (2, 2, 1), everything(run)
+    assert (told["trials"], told["outcomes"]["finished"], told["outcomes"]["lost"]) == (2, 2, 2), everything(run)
     found = launches(study)
-    taken_up = next(path.parent for path in (study / "trials").glob("*/run") if path.is_symlink())
+    taken_up = max(path.parent for path in (study / "trials").glob("*/run") if path.is_symlink())
     assert found[int(taken_up.name)] == found[0]  # The same job, followed on.
     assert sorted(set(found.values())) == [(found[0][0], 2, 2), (str(int(found[0][0]) + 1), 1, 1)]
     assert [record["step"] for record in metrics(run)] == [*range(10, 201, 10)]

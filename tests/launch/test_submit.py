@@ -258,8 +258,9 @@ def test_a_refused_follower_takes_the_master_off_the_queue(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     two = order(tmp_path, Site(heterogeneous="several-jobs"), groups=[Group(1, 1), Group(1, 2)])
     with pytest.raises(UserError, match="refuses"):
-        submit._queue(two)
+        submit._queue(Request("slurm", PLAIN), two)
     assert (tmp_path / "cancelled").read_text() == "41\n"
+    assert not (tmp_path / "launch.json").exists()  # Nothing was handed over.
 
 
 def test_nodes_of_the_master_wait_for_followers_in_the_queue(tmp_path, monkeypatch):
@@ -267,7 +268,7 @@ def test_nodes_of_the_master_wait_for_followers_in_the_queue(tmp_path, monkeypat
     asked: list[int] = []
     Timer(0.5, asked.append, [1]).start()
     with ExitStack() as stack:
-        assert meeting.meet(tmp_path, "1.0", 1, 0, 1, None, asked, stack) is None
+        assert meeting.meet(tmp_path, "1.0", 1, 0, 1, asked, stack) is None
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from steelyard import train
 from steelyard.core.console import console
+from steelyard.core.errors import UserError
 from steelyard.core.recipe import load
 from steelyard.finetune import tuning
 from steelyard.model import loss as losses
@@ -33,6 +34,16 @@ def training(overrides: list[str], run: str, extension: Extension | None = None,
     recipe = load("tiny.toml", overrides)
     train.run(recipe, Path(run), extension or sparsity.extension(recipe), resume)
     return "\n".join(said)
+
+
+def training_by_another_recipe(overrides: list[list[str]], run: str) -> str:
+    """Each rank trains by overrides of its own; returns what is said against it."""
+    console.quiet = True
+    try:
+        train.run(load("tiny.toml", overrides[int(os.environ["RANK"])]), Path(run))
+    except UserError as error:
+        return f"{error} {error.shared}"
+    return "trained"
 
 
 def tuned(base: str, overrides: list[str], run: str, data: str) -> None:

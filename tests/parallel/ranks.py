@@ -53,7 +53,7 @@ class Ranks:
             return self._do(size, job, arguments, seconds)
 
     def _do(self, size: int, job: Callable[..., Any], arguments: tuple[Any, ...], seconds: float) -> list[Any]:
-        from steelyard.launch.local import free_port
+        from tests.conftest import free_port
 
         while len(self._members) < size:
             self._members.append(self._start())

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from steelyard.launch.local import free_port
 from steelyard.tune import history, kept, outcome
+from tests.conftest import free_port
 
 PROGRAMS = ("/usr/lib/postgresql/*/bin", "/usr/bin", "/usr/local/pgsql/bin")
 SECRET = "pass-word-of-nobody"
