@@ -31,7 +31,8 @@ class AdamW(torch.optim.AdamW):
             if _is_large(parameter) and self._move(parameter, group)
         ]
         if moved:
-            torch._foreach_add_([self.state[parameter]["step"] for parameter, _ in moved], 1 - self.found_inf)
+            steps = [self.state[parameter]["step"] for parameter, _ in moved]
+            torch._foreach_add_(steps, [1 - self.found_inf] * len(steps))  # A single tensor would be asked its value.
         for parameter, _ in moved:
             parameter.grad = None
         super().step()

@@ -28,3 +28,21 @@ def test_the_kernel_moves_a_tensor_as_torchs_fused_adamw_does_and_skips_what_ove
             adamw.step()
     torch.testing.assert_close(ours, theirs.detach(), rtol=1e-6, atol=1e-6)
     assert state["step"] == 4
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="there is no GPU to wait for")
+def test_a_step_asks_the_gpu_for_no_number():
+    from steelyard.train.adamw import LARGE, AdamW
+
+    tensors = [torch.randn(LARGE, device=DEVICE, requires_grad=True), torch.randn(8, device=DEVICE, requires_grad=True)]
+    adamw = AdamW(tensors, lr=RATE, betas=BETAS, eps=EPS, weight_decay=DECAY, fused=True)
+    adamw.grad_scale, adamw.found_inf = torch.ones((), device=DEVICE), torch.zeros((), device=DEVICE)
+    for step in range(3):
+        for tensor in tensors:
+            tensor.grad = torch.ones_like(tensor)
+        torch.cuda.set_sync_debug_mode("error" if step else "default")  # The first step makes the state.
+        try:
+            adamw.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert {adamw.state[tensor]["step"].item() for tensor in tensors} == {3.0}
