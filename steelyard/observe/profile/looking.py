@@ -59,6 +59,8 @@ class Look:
     idle_by_part: dict[str, float]
     longest_gaps: list[tuple[str, float, str]]
     """The part of the step, how long, and what the host did most of that time."""
+    asker: str | None = None
+    """In which operator, if any, and in which part of the step the host waited most."""
     peak_bytes: int | None = None
     peak_part: str | None = None
     allocators: list[Named] | None = None
@@ -107,6 +109,7 @@ def look(events: Events, rank: int, tool: str) -> Look | None:
         waiting=length(union(waits)) / 1e6,
         idle_by_part=_idle_by_part(open_, parts),
         longest_gaps=_longest(open_, parts, events),
+        asker=_asker(waits, parts, events.ops),
         **_memory(events, parts),
     )
 
@@ -175,6 +178,20 @@ def _longest(open_: Array, parts: list[Stretch], events: Events) -> list[tuple[s
         doing = max(inside, key=lambda name: inside[name], default="")
         told.append((_part_at(ordered, starts, (start + end) / 2), float(end - start) / 1e6, doing))
     return told
+
+
+def _asker(waits: list[Stretch], parts: list[Stretch], ops: list[Stretch]) -> str | None:
+    """The outermost operator around the waits that took longest, and the part they were in."""
+    ordered, starts = _ordered(parts)
+    found: dict[str, float] = {}
+    for wait in waits:
+        around = min((op for op in ops if op.start <= wait.start and wait.end <= op.end), key=lambda op: op.start,
+                     default=None)  # fmt: skip
+        part = _part_at(ordered, starts, wait.start)
+        where = part if part == OUTSIDE else f"in {part}"
+        name = where if around is None else f"by {around.name} {where}"
+        found[name] = found.get(name, 0.0) + wait.end - wait.start
+    return max(found, key=lambda name: found[name], default=None)
 
 
 def _memory(events: Events, parts: list[Stretch]) -> dict[str, Any]:

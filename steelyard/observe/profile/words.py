@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from steelyard.core import units
 from steelyard.observe.profile.looking import OUTSIDE, Look
 
-MUCH_IDLE, MUCH_WAITING, MUCH_TALK, LITTLE_OVERLAP, MUCH_DATA = 0.15, 0.10, 0.10, 0.5, 0.05
+MUCH_IDLE, SOME_IDLE, MUCH_WAITING, MUCH_TALK, LITTLE_OVERLAP, MUCH_DATA = 0.15, 0.05, 0.10, 0.10, 0.5, 0.05
 
 
 def told(seen: Sequence[Look]) -> list[str]:
@@ -39,7 +39,7 @@ def _rank(one: Look) -> list[str]:
         most = one.waits[0]
         lines.append(
             f"  The host waited {_ms(one.waiting)} ({_share(one.waiting, one.seconds)}), most in {most.name} "
-            f"({most.count} calls, {_ms(most.amount)})."
+            f"({most.count} calls, {_ms(most.amount)}), asked to {one.asker}."
         )
     if one.kernels:
         lines.append("  " + _top(one))
@@ -74,7 +74,7 @@ def _advice(one: Look) -> list[str]:
     data = one.idle_by_part.get("data", 0.0) / max(one.seconds, 1e-12)
     if data > MUCH_DATA:
         found.append("Much of the idle time is spent getting data: look at the disk the token files lie on.")
-    if one.device == "gpu" and idle > MUCH_IDLE and waiting > MUCH_WAITING:
+    if one.device == "gpu" and idle > SOME_IDLE and waiting > MUCH_WAITING:
         found.append("Host and GPU wait for each other: something asks the GPU for a number in every step.")
     elif one.device == "gpu" and idle > MUCH_IDLE:
         found.append("The host starts kernels too slowly: a larger train.micro_batch or train.compile=true gives it "
