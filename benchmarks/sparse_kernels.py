@@ -264,7 +264,7 @@ def published(weight: Tensor, windows: list[Tensor]) -> Tensor:
 def shown(way: decode.Way | cores.Form) -> str:
     """A way in few words."""
     told = " ".join(f"{field.name} {getattr(way, field.name)}" for field in dataclasses.fields(way))
-    return f"{'cores' if isinstance(way, cores.Form) else 'own'}({told})"
+    return f"cores {told}" if isinstance(way, cores.Form) else told
 
 
 def random(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

@@ -262,7 +262,7 @@ KNOWN = (
           "podman does not know of GPUs.", "install nvidia-container-toolkit, then nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml; podman from 4.1 on."),
     Known("docker-daemon", "Docker daemon|docker API", r"Cannot connect to the Docker daemon|permission denied while trying to connect to the (Docker daemon|docker API)",
           "docker's daemon does not run, or not for you.", "systemctl start docker; or join its group: usermod -aG docker YOU, then log in anew. podman needs neither."),
-    Known("image-missing", "pull access denied|manifest unknown|initializing source", r"pull access denied|manifest unknown|initializing source docker://",
+    Known("image-not-given", "pull access denied|manifest unknown|initializing source", r"pull access denied|manifest unknown|initializing source docker://",
           "no registry gives that image.", "build it (containers/Dockerfile), log in to its registry, or name it in full; images of docker are not podman's: docker save IMAGE | podman load."),
     # What may be ignored
     Known("kineto-not-running", "Kineto", r"Can't disable Kineto profiler when it's not running",

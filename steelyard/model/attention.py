@@ -60,16 +60,22 @@ def attend_within(query_BHLE: Tensor, key_BKLE: Tensor, value_BKLE: Tensor, boun
 
 
 def bounds_of(starts_BN: Tensor, length: int, device: torch.device) -> Bounds:
-    """The bounds of documents, from where those of each row begin, known to the host; none begins at the row's end."""
-    starts_BN = starts_BN.cpu()
-    offsets_B1 = length * torch.arange(len(starts_BN), dtype=torch.int32)[:, None]
-    begins = (starts_BN + offsets_B1)[starts_BN < length]
+    """The bounds of documents, from where those of each row begin; what begins at a row's end is none.
+
+    On the host it is known what to leave out and how long the others are. On a GPU, to which FSDP brings whatever a
+    model is given, asking would cost a wait: documents that are none stay in as empty ones, and any may be the longest.
+    """
+    offsets_B1 = length * torch.arange(len(starts_BN), dtype=torch.int32, device=starts_BN.device)[:, None]
+    begins, longest = starts_BN + offsets_B1, length
+    begins = begins.flatten() if starts_BN.is_cuda else begins[starts_BN < length]
     places = F.pad(begins, (0, 1), value=len(starts_BN) * length)
-    longest = 1 << (int(places.diff().max()) - 1).bit_length()
+    if not starts_BN.is_cuda:
+        longest = int(places.diff().max())
     if device.type == "cuda":
-        places = places.pin_memory().to(device, non_blocking=True)
-        torch._dynamo.maybe_mark_dynamic(places, 0)  # or layers would be compiled again for the second number of them
-    return Bounds(places.to(device), longest)
+        places = places if places.is_cuda else places.pin_memory().to(device, non_blocking=True)
+        # So layers are compiled once for any number of documents; a second length still compiles them once more.
+        torch._dynamo.maybe_mark_dynamic(places, 0)
+    return Bounds(places, 1 << (longest - 1).bit_length())
 
 
 def dense_mask(bounds: Bounds, rows: int, length: int) -> Tensor:

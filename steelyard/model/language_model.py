@@ -3,7 +3,7 @@
 A model may be built as a slice of itself, for one stage of a pipeline: without the embedding, with some of the layers,
 without norm and head. Names stay those of the whole model, so initial weights and checkpoints do not know of stages.
 
-Tensor suffixes: B batch, L length, D hidden, V vocabulary.
+Tensor suffixes: B batch, L length, D hidden, V vocabulary, N documents of a row, K places of a row that are learned.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The gradients are computed together with the loss: a chunk's logits are turned into their own gradient and multiplied
 back at once, so nothing is computed twice and only the gradients of stream and weight are kept.
 
-Tensor suffixes: N tokens, D hidden, V rows of the vocabulary held here.
+Tensor suffixes: B batch, L length, K places of a row, N tokens, D hidden, V rows of the vocabulary held here.
 """
 
 from __future__ import annotations

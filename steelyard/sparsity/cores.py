@@ -18,9 +18,9 @@ one after the other: so a thread's words for the four i are 16 bytes in a row, a
 Places are kept as the instruction wants them (`compressed.places_of`): for each 16 rows and each piece, four words of a
 thread.
 
-Weights are read once and past the cache, which is left to the inputs. These come from as many places as there are rows,
-and each thread reads twice what it needs: up to 8 rows that is hidden behind the weights. More rows are first put in
-order by `arrange`, a kernel of a microsecond, and are then read like the weights.
+Weights are read once and past the first cache, which is left to the inputs. These come from as many places as there are
+rows, and each thread reads twice what it needs: up to 8 rows that is hidden behind the weights. More rows are first put
+in order by `arrange`, a kernel of one to two microseconds, and are then read like the weights.
 
 The twin is that of `decode.py`; the interpreter knows no assembler, so tests put a model of it in the place of `_four`,
 `_four_once` and `_multiply`.
@@ -78,8 +78,13 @@ def forms(packed: Packed) -> list[Form]:
     for form in (replace(form, parts=parts) for form in FORMS for parts in PARTS):
         programs, left = divmod(tiles, form.tiles * form.across)
         if left == 0 and pieces % (form.along * form.parts) == 0 and (form.parts == 1 or programs <= COUNTERS):
-            found.append((abs(math.log2(programs * form.across * form.along * form.parts / WARPS)), form))
-    return [form for _, form in sorted(found, key=lambda each: each[0])[:TRIED]]
+            found.append(form)
+    return sorted(found, key=lambda form: abs(math.log2(warps(form, packed) / WARPS)))[:TRIED]
+
+
+def warps(form: Form, packed: Packed) -> int:
+    """How many warps work on a product."""
+    return packed.outputs // (TILE * form.tiles) * form.along * form.parts
 
 
 def few_rows(x_BI: Tensor, packed: Packed, form: Form) -> Tensor:

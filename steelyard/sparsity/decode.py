@@ -20,7 +20,8 @@ microseconds at 14336x4096 where memory takes 16. `_tiles` takes up to 16 rows: 
 four tiles, one for each member, with zeros where the mask has none, and go through the tensor cores; 18 to 24
 instructions, whatever the number of rows. Where rows of the matrix are too few to occupy the GPU (4096x14336), the
 inputs are divided among programs too (`parts`); whichever finishes last adds up, always in the same order, so results
-repeat to the bit. Where a matrix has whole tiles and blocks only, `cores.py` does what `_tiles` does, and faster.
+repeat to the bit. Where a matrix has whole tiles and blocks only, `cores.py` does
+what `_tiles` does, and faster wherever its forms divide the matrix well.
 
 Tried for `_tiles`, by what it compiles to, and left: masks in words of 16 or 8 bits, for smaller steps (each test of a
 bit takes two instructions); parts of a word's steps at a time, shifted by a number known at run time (the compiler then
@@ -82,8 +83,6 @@ PROGRAMS = (100, 1200)  # of a product: fewer leave multiprocessors idle, more o
 def ways(rows: int, packed: Packed) -> list[Way | cores.Form]:
     """The ways that suit so many rows of inputs and such a matrix; the first is a good guess."""
     in_cores = [] if packed.places is None or _INTERPRETED else cores.forms(packed)
-    if in_cores and rows > 1:
-        return [*in_cores]
     blocks = packed.words.shape[1] // BLOCK_WORDS
     fewest, most = PROGRAMS
     found: list[tuple[int, Way]] = []
@@ -94,7 +93,9 @@ def ways(rows: int, packed: Packed) -> list[Way | cores.Form]:
             if parts == 1 or (parts * form.blocks <= blocks and programs * parts <= min(most, cores.COUNTERS)):
                 found.append((programs * parts, replace(form, parts=parts)))
     enough = [way for programs, way in found if programs >= fewest] or [way for _, way in found]
-    return [*in_cores, *enough]
+    # Where a form fits the matrix well, the others are there only in case that this GPU has no such instruction.
+    is_enough = rows > 1 and bool(in_cores) and cores.warps(in_cores[0], packed) >= cores.WARPS // 2
+    return [*in_cores, *(enough[:1] if is_enough else enough)]
 
 
 def few_rows(x_BI: Tensor, packed: Packed, way: Way | cores.Form) -> Tensor:

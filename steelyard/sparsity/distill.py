@@ -38,6 +38,7 @@ class Distilling:
         """The dense model's last hidden states, which are kept for the loss, and then what the model gives."""
         if not self.model.training or others.get("labels_BL") is None:
             return self.forward(inputs, **others)
+        others.pop("learned_BK", None)  # The divergence knows no weights: a token counts wherever it stands.
         self.course.dense, self.model.loss = True, self._remember
         try:
             with torch.no_grad():

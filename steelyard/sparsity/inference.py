@@ -2,7 +2,7 @@
 
 Ways to multiply on a GPU:
 
-    few rows    the kernels of `decode.py`, up to 16 rows, in several forms
+    few rows    the kernels of `decode.py` and `cores.py`, up to 16 rows, in several forms
     cusparselt  the hardware's 2:4 products through NVIDIA's library, for many rows; from a form of its own
     expand      the dense matrix, made for the moment, and torch's product
 
@@ -42,7 +42,8 @@ MULTIPLE = 16  # of both sides of a matrix, and of half that of rows, that cuSPA
 ROUNDS = 10
 LARGEST_ERROR = 0.02  # beside the norm of the product; rounding to 16 bits is a tenth of that
 DTYPES = (torch.bfloat16, torch.float16)
-Way = Any  # decode.Way, whose module needs Triton; the number of an algorithm of cuSPARSELt's; or None: expand
+# decode.Way or cores.Form, whose modules need Triton; the number of an algorithm of cuSPARSELt's; or None: expand
+Way = Any
 
 
 class SparseLinear(Linear):

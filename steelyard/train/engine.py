@@ -181,7 +181,10 @@ class Engine:
             yield {name: value[first : first + size] for name, value in batch.items()}
 
     def batch_of(self, rows: Rows, first_sample: int | None = None) -> Batch:
-        """What the model takes, on its device: this rank's part of each row where sequences are cut."""
+        """What the model takes, on its device: this rank's part of each row where sequences are cut.
+
+        Where documents begin stays on the host, which makes of it what attention needs.
+        """
         vocab, data = self.recipe.model.vocab, self.recipe.data
         largest = max(rows["inputs"].max(), rows["labels_BL"].max())
         if largest >= vocab:
@@ -212,7 +215,9 @@ class Engine:
             learned = learned_in(batch["weights_BL"])
             if learned.shape[1] < batch["weights_BL"].shape[1]:
                 batch["learned_BK"] = learned
-        on_host = {name: torch.from_numpy(batch.pop(name)) for name in ("starts_BN",) if name in batch}
+        # FSDP would bring what is left on the host to the device, and wait for it.
+        stays = ("starts_BN",) if self.mesh.sharding is None else ()
+        on_host = {name: torch.from_numpy(batch.pop(name)) for name in stays if name in batch}
         return {name: self._to_device(value) for name, value in batch.items()} | on_host
 
     def _attends_within(self) -> bool:

@@ -1,10 +1,14 @@
+import io
 import os
 import pickle
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import WriteItemType
 
 from steelyard import checkpoint
+from steelyard.checkpoint.metadata import _Unpickler
 from steelyard.core.errors import UserError
 
 
@@ -50,6 +54,24 @@ def test_a_pickle_that_wants_to_run_something_is_refused(tmp_path):
     with pytest.raises(UserError, match="no place in a checkpoint"):
         checkpoint.load(checkpoint.Checkpoint(path, {"step": 1}), {"w": torch.zeros(8)})
     assert not (tmp_path / "owned").exists()
+
+
+class Attribute:
+    def __init__(self, owner, name):
+        self.owner, self.name = owner, name
+
+    def __reduce__(self):
+        return getattr, (self.owner, self.name)
+
+
+def test_members_of_enumerations_are_read_as_early_pythons_write_them_and_no_other_attribute(tmp_path):
+    def read(written):
+        return _Unpickler(io.BytesIO(pickle.dumps(written))).load()
+
+    assert read(Attribute(WriteItemType, "TENSOR")) is WriteItemType.TENSOR
+    for hostile in (Attribute(Metadata, "__init__"), Attribute(WriteItemType, "__class__"), Attribute("", "join")):
+        with pytest.raises((pickle.UnpicklingError, KeyError)):
+            read(hostile)
 
 
 def test_a_tensor_of_another_shape_is_refused_by_name(tmp_path):

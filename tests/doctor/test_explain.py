@@ -138,7 +138,7 @@ MESSAGES = [
     ("Cannot connect to the Docker daemon at unix:///var/run/docker.sock. Is the docker daemon running?",
      "docker-daemon", False),
     ("Error: initializing source docker://localhost/steelyard:cpu: pinging container registry localhost",
-     "image-missing", False),
+     "image-not-given", False),
 ]  # fmt: skip
 NOT_ERRORS = [
     " iteration       30/      50 | lm loss: 1.017721E+01 | number of nan iterations:   0 |",

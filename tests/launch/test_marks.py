@@ -62,7 +62,7 @@ def test_a_submission_killed_behind_sbatch_is_listed_taken_up_and_cancelled(queu
     run = tmp_path / "runs" / "lost"
     assert json.loads((run / "launch.json").read_text())["jobs"] == []
     copy = shutil.copytree(run, tmp_path / "watched" / "lost")  # For watch, which asks as it goes.
-    Asking(copy).ask()
+    Asking(copy).ask(State(copy))
     assert State(copy).refresh().job_states == {"PENDING"}
     [row] = listing.rows(tmp_path / "runs")
     assert (row["jobs"], row["state"]) == (["40"], "PENDING")

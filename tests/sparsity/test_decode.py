@@ -186,6 +186,26 @@ def test_the_instruction_for_sparse_matrices_is_given_what_it_wants(monkeypatch,
         torch.testing.assert_close(y.double(), expected, rtol=1e-2, atol=0.02 * expected.std().item())
 
 
+def test_tiles_are_tried_too_where_no_form_divides_a_matrix_well(monkeypatch):
+    from steelyard.sparsity import cores, decode
+    from steelyard.sparsity.compressed import Packed
+
+    monkeypatch.setattr(decode, "_INTERPRETED", False)
+
+    def kinds(outputs, inputs, rows):
+        values, words = (
+            torch.empty(outputs, inputs // 2, device="meta"),
+            torch.empty(outputs, inputs // 32, device="meta"),
+        )
+        ways = decode.ways(rows, Packed(values, words, places=words))
+        return [sum(isinstance(way, kind) for way in ways) for kind in (cores.Form, decode.Way)]
+
+    assert kinds(14336, 4096, 8) == [6, 1]  # The one is for GPUs without the instruction.
+    few, many = kinds(3584, 18944, 8)
+    assert 0 < few <= 6 < many
+    assert kinds(14336, 4096, 1)[1] > 1
+
+
 def test_the_tensor_cores_are_given_forms_that_divide_a_matrix_evenly():
     from steelyard.sparsity import cores
     from steelyard.sparsity.compressed import Packed

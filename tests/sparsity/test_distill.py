@@ -1,5 +1,7 @@
 """The masked model can learn from the dense one: the same weights without masks."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -24,6 +26,16 @@ def test_the_divergence_and_its_gradient_are_those_of_the_formula(monkeypatch, r
     found.backward()
     assert found.item() == pytest.approx(expected.item(), rel=1e-5)
     assert torch.allclose(mine.grad.double(), x.grad, atol=1e-5)
+
+
+def test_every_token_is_distilled_wherever_it_stands():
+    seen = []
+    model = SimpleNamespace(training=True, forward=lambda inputs, **others: seen.append(set(others)) or torch.zeros(1))
+    course = SimpleNamespace(candidates_CM=torch.zeros(6, 4), dense=False)
+    distill.Distilling(model, course, 1.0, 1.0)(
+        torch.zeros(2, 3), labels_BL=torch.zeros(2, 3), learned_BK=torch.zeros(2, 1)
+    )
+    assert seen == [{"labels_BL", "samples_B"}, {"labels_BL"}]
 
 
 def test_distilling_changes_what_is_learned_and_not_what_the_loss_is(place: Place):

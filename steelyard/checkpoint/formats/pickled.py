@@ -27,7 +27,9 @@ INERT = (
     "types.",
     "enum.",
 )
-INERT_NAMES = ("_io.BytesIO", "builtins.set", "builtins.complex", "collections.deque", "signal.Signals")
+INERT_NAMES = (
+    "_io.BytesIO", "builtins.getattr", "builtins.set", "builtins.complex", "collections.deque", "signal.Signals",
+)  # fmt: skip
 
 
 class _StandIn:

@@ -181,17 +181,24 @@ def _longest(open_: Array, parts: list[Stretch], events: Events) -> list[tuple[s
 
 
 def _asker(waits: list[Stretch], parts: list[Stretch], ops: list[Stretch]) -> str | None:
-    """The outermost operator around the waits that took longest, and the part they were in."""
+    """The outermost operator around the waits that took longest of all of a kind, and the part they were in."""
     ordered, starts = _ordered(parts)
-    found: dict[str, float] = {}
+    outermost: list[Stretch] = []
+    for op in sorted(ops, key=lambda op: (op.start, -op.end)):
+        if not outermost or op.start >= outermost[-1].end:
+            outermost.append(op)
+    begins = np.array([op.start for op in outermost])
+    found: dict[tuple[str, str], float] = {}
     for wait in waits:
-        around = min((op for op in ops if op.start <= wait.start and wait.end <= op.end), key=lambda op: op.start,
-                     default=None)  # fmt: skip
+        place = int(np.searchsorted(begins, wait.start, side="right")) - 1
         part = _part_at(ordered, starts, wait.start)
         where = part if part == OUTSIDE else f"in {part}"
-        name = where if around is None else f"by {around.name} {where}"
-        found[name] = found.get(name, 0.0) + wait.end - wait.start
-    return max(found, key=lambda name: found[name], default=None)
+        if place >= 0 and wait.end <= outermost[place].end:
+            where = f"by {outermost[place].name} {where}"
+        found[wait.name, where] = found.get((wait.name, where), 0.0) + wait.end - wait.start
+    most = _summed(((one.name, one.end - one.start) for one in waits), 1)
+    of_most = {where: time for (name, where), time in found.items() if name == most[0].name}
+    return max(of_most, key=lambda where: of_most[where], default=None)
 
 
 def _memory(events: Events, parts: list[Stretch]) -> dict[str, Any]:

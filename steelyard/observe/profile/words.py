@@ -39,7 +39,7 @@ def _rank(one: Look) -> list[str]:
         most = one.waits[0]
         lines.append(
             f"  The host waited {_ms(one.waiting)} ({_share(one.waiting, one.seconds)}), most in {most.name} "
-            f"({most.count} calls, {_ms(most.amount)}), asked to {one.asker}."
+            f"({most.count} calls, {_ms(most.amount)}), most of those {one.asker}."
         )
     if one.kernels:
         lines.append("  " + _top(one))
@@ -74,7 +74,8 @@ def _advice(one: Look) -> list[str]:
     data = one.idle_by_part.get("data", 0.0) / max(one.seconds, 1e-12)
     if data > MUCH_DATA:
         found.append("Much of the idle time is spent getting data: look at the disk the token files lie on.")
-    if one.device == "gpu" and idle > SOME_IDLE and waiting > MUCH_WAITING:
+    in_each = bool(one.waits) and one.waits[0].count >= max(1, one.steps)
+    if one.device == "gpu" and idle > SOME_IDLE and waiting > MUCH_WAITING and in_each:
         found.append("Host and GPU wait for each other: something asks the GPU for a number in every step.")
     elif one.device == "gpu" and idle > MUCH_IDLE:
         found.append("The host starts kernels too slowly: a larger train.micro_batch or train.compile=true gives it "
