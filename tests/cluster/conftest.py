@@ -126,7 +126,8 @@ class Yard:
     def environment(self) -> dict[str, str]:
         source = str(Path(steelyard.__file__).parent.parent)
         own = {"PATH": f"{self.lab.bin}:{os.environ['PATH']}", "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
-        return self.lab.environment | own | {"XDG_CONFIG_HOME": str(self.path / "config")}
+        # Whatever a test has set since the cluster began counts too.
+        return self.lab.environment | os.environ | own | {"XDG_CONFIG_HOME": str(self.path / "config")}
 
     def steelyard(self, *words: str, on_host: str | None = None, beside: str | None = None, code: int = 0):
         command = [sys.executable, "-P", "-m", "steelyard", *words]
