@@ -50,10 +50,11 @@ def refresh(run: Path) -> list[Record]:
     if launch is None:
         return records
     last = {each["job"]: each for each in records}
+    asked = now()  # On a busy machine an answer takes seconds, and what it says of elapsed time is older than its end.
     found = _slurm(run, launch.jobs, last) if launch.process is None else [_supervised(run, launch)]
     changed = [each for each in found if _differs(last.get(each["job"]), each)]
     if changed:
-        stamped = [each | {"time": now()} for each in changed]
+        stamped = [each | {"time": asked} for each in changed]
         with suppress(OSError), open(run / RECORDS, "a", encoding="utf-8") as file:
             file.write("".join(json.dumps(each) + "\n" for each in stamped))
         records += stamped
