@@ -22,9 +22,10 @@ class Ended:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it ended because the launcher said so."""
-        was_interrupted = self.words is not None and self.words.kind == Interrupted.__name__
-        return -self.code in self.sent or (was_interrupted and bool(self.sent))
+        """Whether it ended because the launcher said so, and not for a reason that it had left word of before."""
+        if self.words is None or self.words.lost_peer:
+            return -self.code in self.sent
+        return self.words.kind == Interrupted.__name__ and bool(self.sent)
 
     @property
     def only_noticed(self) -> bool:

@@ -277,6 +277,12 @@ def test_the_error_that_counts_is_told(ends, hung, asked, message):
     assert (cause.message[: len(message)] == message) if message else cause is None
 
 
+def test_who_is_killed_after_saying_why_it_ends_has_failed_and_who_only_lost_others_was_stopped():
+    said = words("UserError", shared=True, code=2)
+    assert blame([ended(0, -15, said, sent=[15])], [], True).exit_code == 2
+    assert blame([ended(0, -15, words(lost=True), sent=[15])], [], True).exit_code == 130
+
+
 def test_ranks_share_the_cores_unless_told_otherwise(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
