@@ -19,7 +19,7 @@ from steelyard.core.errors import UserError
 from steelyard.core.recipe.finetune import Adapter
 from steelyard.core.recipe.finetune import Linear as Target
 from steelyard.model import LanguageModel
-from steelyard.model.modules import Linear
+from steelyard.model.modules import Linear, product
 from steelyard.parallel.mesh import Axis
 from steelyard.parallel.tensor import ADAPTER_IN, ADAPTER_OUT, MAGNITUDE
 
@@ -45,19 +45,15 @@ class AdaptedLinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """The frozen product and the adapter's."""
-        weight = self.weight.to(x.dtype)
         if self.keeps_zeros:
             added = self.adapter_out.to(x.dtype) @ self.adapter_in.to(x.dtype) * self.scale
-            bias = None if self.bias is None else self.bias.to(x.dtype)
-            return self.product(x, weight + added.where(self.weight != 0, 0.0), bias)
-        inner = nn.functional.linear(x, self.adapter_in.to(x.dtype))
-        added = nn.functional.linear(inner, self.adapter_out.to(x.dtype)) * self.scale
-        bias = None if self.bias is None else self.bias.to(x.dtype)
+            return self.product(x, self.weight.to(x.dtype) + added.where(self.weight != 0, 0.0), self.bias)
+        added = product(product(x, self.adapter_in, None), self.adapter_out, None) * self.scale
         if not hasattr(self, "magnitude"):
-            return self.product(x, weight, bias) + added
+            return self.product(x, self.weight, self.bias) + added
         stretch = (self.magnitude / self.lengths()).to(x.dtype)
-        output = (self.product(x, weight, None) + added) * stretch
-        return output if bias is None else output + bias
+        output = (self.product(x, self.weight, None) + added) * stretch
+        return output if self.bias is None else output + self.bias.to(x.dtype)
 
     @torch.no_grad()
     def lengths(self) -> Tensor:

@@ -7,22 +7,52 @@ decided in one place, where the stream begins, and the same module serves fp32, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x @ weight.T + bias in the dtype of x, whatever that of weight and bias."""
+    if x.is_cuda and weight.dtype == torch.float32 != x.dtype and weight.requires_grad:
+        y: Tensor = _Product.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+        return y
+    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+class _Product(torch.autograd.Function):
+    """The same, but the gradients of weight and bias leave their sums in fp32, without a rounding to 16 bits between.
+
+    That saves reading and writing them once more.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        rounded = weight.to(x.dtype)
+        ctx.save_for_backward(x, rounded)
+        return F.linear(x, rounded, None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        needs_x, _, needs_bias = ctx.needs_input_grad
+        grad_x = grad @ weight if needs_x else None
+        rows = grad.flatten(0, -2)
+        grad_weight = torch.mm(rows.t(), x.flatten(0, -2), out_dtype=torch.float32)
+        return grad_x, grad_weight, rows.sum(dim=0, dtype=torch.float32) if needs_bias else None
+
+
 class Linear(nn.Linear):
     """A matrix product, in the dtype of its input or, when `product` is replaced, in another arithmetic."""
 
-    product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = staticmethod(F.linear)
+    product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = staticmethod(product)
     part = (0, 0, 1)
     """Dimension, index and number when this process holds one of several equal pieces of the weight."""
 
     def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return self.product(x, self.weight.to(x.dtype), bias)
+        return self.product(x, self.weight, self.bias)
 
 
 class RmsNorm(nn.Module):

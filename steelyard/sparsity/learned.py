@@ -72,7 +72,7 @@ class MaskedLinear(Linear):
                 weight, self.mask_logits, course.candidates_CM, self.draw, course.course_3, (0, 0), self.place,
                 course.hard,
             )  # fmt: skip
-        return self.product(x, weight, None if self.bias is None else self.bias.to(x.dtype))
+        return self.product(x, weight, self.bias)
 
 
 def masked_sizes(recipe: Recipe) -> dict[str, tuple[int, int]]:

@@ -1,8 +1,8 @@
 """Matrix products of layers in 8-bit floating point: twice the arithmetic of bf16 on GPUs that have it.
 
 Each tensor is scaled by its own largest value when it is used, so nothing has to be remembered between steps. Inputs
-and weights are e4m3 (more precision), gradients e5m2 (more range); products are summed in fp32 and given as bf16.
-Norms, attention, the head and the stream stay as they are.
+and weights are e4m3 (more precision), gradients e5m2 (more range); products are summed in fp32 and given as bf16, those
+for weights' gradients as fp32. Norms, attention, the head and the stream stay as they are.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x @ weight.T + bias with both factors rounded to fp8."""
     rows: Tensor = _Product.apply(x.flatten(0, -2), weight)  # type: ignore[no-untyped-call]
     y = rows.view(*x.shape[:-1], weight.shape[0])
-    return y if bias is None else y + bias
+    return y if bias is None else y + bias.to(y.dtype)
 
 
 def scaled(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -46,6 +46,7 @@ class _Product(torch.autograd.Function):
         x, of_x = scaled(x_ND, FORWARD)
         weight, of_weight = scaled(weight_OD, FORWARD)
         ctx.save_for_backward(x, of_x, weight, of_weight)
+        ctx.weight_dtype = weight_OD.dtype
         return torch._scaled_mm(x, weight.t(), of_x, of_weight, out_dtype=x_ND.dtype, use_fast_accum=True)
 
     @staticmethod
@@ -55,6 +56,6 @@ class _Product(torch.autograd.Function):
         # The hardware wants its second factor by columns: a transposed copy, which compiles into the rounding.
         grad_x = torch._scaled_mm(grad, weight.t().contiguous().t(), of_grad, of_weight, out_dtype=grad_NO.dtype)
         grad_weight = torch._scaled_mm(
-            grad.t().contiguous(), x.t().contiguous().t(), of_grad, of_x, out_dtype=grad_NO.dtype
+            grad.t().contiguous(), x.t().contiguous().t(), of_grad, of_x, out_dtype=ctx.weight_dtype
         )
         return grad_x, grad_weight

@@ -24,6 +24,7 @@ from steelyard.core.run import now
 from steelyard.model import Slice
 from steelyard.model.gpt import Layer as GptLayer
 from steelyard.model.modules import Linear
+from steelyard.parallel.assemble import COMPILING
 from steelyard.sizes.gpus import by_device_name
 from steelyard.train import device as devices
 from steelyard.train import links
@@ -99,7 +100,7 @@ def _layer(recipe: Recipe, device: torch.device, tensor: int, micro_batch: int) 
         torch.nn.init.normal_(parameter, std=0.02)
     if devices.compiles(recipe, device):
         for layer in built.layers.values():
-            layer.compile()
+            layer.compile(options=COMPILING)
     size = (micro_batch, recipe.data.sequence_length, recipe.model.hidden)
     stream = torch.randn(size, device=device, dtype=dtype, requires_grad=True)
     gradient = torch.randn(size, device=device, dtype=dtype)

@@ -114,16 +114,31 @@ def test_a_gpu_s_time_is_told_apart_to_the_microsecond(tmp_path, source):
     assert "asks the GPU for a number" in words
 
 
-def test_kernels_that_ncu_measured_are_summed_up():
-    text = (
-        '==PROF== Connected\n"ID","Kernel Name","gpu__time_duration.sum"\n"","","usecond"\n'
-        '"0","gemm","1,200.5"\n"1","gemm","10"\n"2","add","3"\n'
-    )
+def test_kernels_that_ncu_measured_are_summed_up_with_what_bounds_them():
+    columns = ["ID", "Kernel Name", nsight.DURATION, *nsight.SPEEDS.values()]
+    kernels = [
+        ("void at::native::gemm<4, at::Half>(int, T2)", "1,200.5", "20", "90"),
+        ("void at::native::gemm<4, at::Half>(int, T2)", "10", "20", "90"),
+        ("add", "4", "80.5", "1.5"),
+        ("add", "12", "60.5", "1.5"),
+        *((f"small {number}", "1", "3", "4") for number in range(30)),
+    ]
+    rows = [columns, ["", "", "usecond", "%", "%"], *([str(number), *each] for number, each in enumerate(kernels))]
+    text = "==PROF== Connected\n" + "".join(",".join(f'"{cell}"' for cell in row) + "\n" for row in rows)
     seen = nsight.kernels_of(text, 0)
-    assert [(each.name, each.count, round(1e6 * each.amount, 1)) for each in seen.kernels] == [
-        ("gemm", 2, 1210.5), ("add", 1, 3.0),
+    assert [(each.name[:3], each.count, round(1e6 * each.amount, 1)) for each in seen.kernels[1:3]] == [
+        ("add", 2, 16.0), ("sma", 1, 1.0),
     ]  # fmt: skip
-    assert "3 kernels" in told([seen])[0]
+    assert sum(each.count for each in seen.kernels) == 34
+    assert seen.kernels[-1].name == "7 others"
+    words = told([seen])
+    assert words[:4] == [
+        "Rank 0: ncu measured 34 kernels, each alone: 1.26 ms in all.",
+        "  gemm<4, Half>: 1.21 ms in 2, memory at 20% of its speed, arithmetic at 90%: bound by arithmetic.",
+        "  add: 0.02 ms in 2, memory at 66% of its speed, arithmetic at 2%: bound by memory.",
+        "  small 0: 0.00 ms in 1, memory at 3% of its speed, arithmetic at 4%: bound by neither, it may be too small "
+        "or wait too long for single numbers.",
+    ]
     assert nsight.kernels_of("", 0).kernels == []
 
 

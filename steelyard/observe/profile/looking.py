@@ -37,6 +37,9 @@ class Named:
     name: str
     count: int
     amount: float
+    memory: float | None = None
+    """How much of the memory's speed it used, in percent, where that was measured; of arithmetic's below."""
+    arithmetic: float | None = None
 
 
 @dataclass(frozen=True)
@@ -137,8 +140,17 @@ def _summed(found: Iterable[tuple[str, float]], most: int) -> list[Named]:
         total = totals.setdefault(name, [0, 0.0])
         total[0] += 1
         total[1] += time
-    first = sorted(totals.items(), key=lambda item: -item[1][1])[:most]
-    return [Named(name, int(count), time / 1e6) for name, (count, time) in first]
+    return most_of([Named(name, int(count), time / 1e6) for name, (count, time) in totals.items()], most)
+
+
+def most_of(named: list[Named], most: int) -> list[Named]:
+    """Those with the largest amounts, and all others as one, last."""
+    ordered = sorted(named, key=lambda each: -each.amount)
+    first, rest = ordered[:most], ordered[most:]
+    if rest:
+        count, amount = sum(each.count for each in rest), sum(each.amount for each in rest)
+        first.append(Named(f"{len(rest)} others", count, amount))
+    return first
 
 
 def _part_at(parts: list[Stretch], starts: Array, moment: float) -> str:

@@ -15,11 +15,15 @@ from typing import Any
 
 from steelyard.core.errors import Fault
 from steelyard.observe.profile.events import Events, Stretch
-from steelyard.observe.profile.looking import MOST_KERNELS, Look, Named
+from steelyard.observe.profile.looking import MOST_KERNELS, Look, Named, most_of
 from steelyard.observe.profile.tools import find
 from steelyard.observe.profile.trace import OWN_RANGES
 
 DURATION = "gpu__time_duration.sum"
+SPEEDS = {  # in percent of what the GPU can
+    "memory": "gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed",
+    "arithmetic": "sm__throughput.avg.pct_of_peak_sustained_elapsed",
+}
 UNITS = {"nsecond": 1e-9, "ns": 1e-9, "usecond": 1e-6, "us": 1e-6, "msecond": 1e-3, "ms": 1e-3, "second": 1.0, "s": 1.0}
 LONGEST_SECONDS = 600
 RAW = ".qdstrm"
@@ -101,20 +105,34 @@ def kernels_of(text: str, rank: int) -> Look:
     lines = text[text.find('"ID"') :] if '"ID"' in text else ""
     rows = list(csv.DictReader(io.StringIO(lines)))
     unit = UNITS.get(str(rows[0].get(DURATION, "")).strip(), 1e-9) if rows else 1e-9
-    totals: dict[str, list[float]] = {}
+    found: dict[str, list[dict[str, float]]] = {}
     for row in rows[1:]:
-        try:
-            seconds = float(str(row[DURATION]).replace(",", "")) * unit
-        except (KeyError, ValueError):
-            continue
-        total = totals.setdefault(str(row.get("Kernel Name", "")), [0, 0.0])
-        total[0] += 1
-        total[1] += seconds
-    first = sorted(totals.items(), key=lambda item: -item[1][1])[:MOST_KERNELS]
-    kernels = [Named(name, int(count), seconds) for name, (count, seconds) in first]
+        numbers = {name: _number(row.get(column)) for name, column in {"seconds": DURATION, **SPEEDS}.items()}
+        if numbers["seconds"] is not None:
+            known = {name: value for name, value in numbers.items() if value is not None}
+            found.setdefault(str(row.get("Kernel Name", "")), []).append(known)
+    kernels = most_of([_kernel(name, each, unit) for name, each in found.items()], MOST_KERNELS)
     none: dict[str, Any] = {"busy": 0.0, "communication": 0.0, "overlapped": 0.0, "copies": 0.0, "waiting": 0.0}
     return Look(rank=rank, tool="ncu", device="gpu", steps=0, seconds=0.0, kernels=kernels, waits=[], idle_by_part={},
                 longest_gaps=[], **none)  # fmt: skip
+
+
+def _kernel(name: str, times: list[dict[str, float]], unit: float) -> Named:
+    """All times that a kernel ran, as one; its speeds count by how long it had them."""
+    total = sum(each["seconds"] for each in times)
+    speeds = {
+        speed: sum(each[speed] * each["seconds"] for each in times) / total
+        for speed in SPEEDS
+        if total and all(speed in each for each in times)
+    }
+    return Named(name, len(times), total * unit, **speeds)
+
+
+def _number(text: Any) -> float | None:
+    try:
+        return float(str(text).replace(",", ""))
+    except ValueError:
+        return None
 
 
 def _asked(command: list[str]) -> str:

@@ -15,7 +15,7 @@ from steelyard.observe.profile.looking import Look, Named, look
 from steelyard.observe.profile.tools import PROFILE, SUFFIXES
 
 SUMMARY = "summary.json"
-VERSION = 2  # Of what is kept; another one is not believed.
+VERSION = 3  # Of what is kept; another one is not believed.
 
 
 def read(run: Run) -> tuple[list[Look], list[str]]:

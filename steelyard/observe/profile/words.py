@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from steelyard.core import units
-from steelyard.observe.profile.looking import OUTSIDE, Look
+from steelyard.observe.profile.looking import OUTSIDE, Look, Named
 
 MUCH_IDLE, SOME_IDLE, MUCH_WAITING, MUCH_TALK, LITTLE_OVERLAP, MUCH_DATA = 0.15, 0.05, 0.10, 0.10, 0.5, 0.05
+MUCH_BUSY = 60.0  # percent of the GPU's speed, from which on more could hardly be asked of a kernel
+MOST_LETTERS = 70  # of a kernel's name
 
 
 def told(seen: Sequence[Look]) -> list[str]:
@@ -21,9 +24,9 @@ def told(seen: Sequence[Look]) -> list[str]:
 def _rank(one: Look) -> list[str]:
     what = "The GPU" if one.device == "gpu" else "The processor"
     if one.tool == "ncu":
-        top = ", ".join(f"{kernel.name[:60]} ({_ms(kernel.amount)})" for kernel in one.kernels[:3])
-        return [f"Rank {one.rank}: ncu measured {sum(kernel.count for kernel in one.kernels)} kernels, each alone; "
-                f"most time goes to {top or 'none'}."]  # fmt: skip
+        count, total = sum(kernel.count for kernel in one.kernels), sum(kernel.amount for kernel in one.kernels)
+        first = f"Rank {one.rank}: ncu measured {count} kernels, each alone: {_ms(total)} in all."
+        return [first, *(f"  {_alone(kernel)}" for kernel in one.kernels[:5])]
     steps = f"{one.steps} step{'s' * (one.steps != 1)}" if one.steps else "the whole run"
     lines = [
         f"Rank {one.rank}: {steps}, {_ms(one.seconds)}. {what} worked {_share(one.busy, one.seconds)} of it and was "
@@ -58,8 +61,25 @@ def _where_idle(one: Look) -> str:
 def _top(one: Look) -> str:
     total = sum(kernel.amount for kernel in one.kernels)
     noun = "kernels" if one.device == "gpu" else "operators"
-    first = ", ".join(f"{kernel.name[:60]} {_share(kernel.amount, total)}" for kernel in one.kernels[:4])
+    first = ", ".join(f"{short(kernel.name)} {_share(kernel.amount, total)}" for kernel in one.kernels[:4])
     return f"Of the time of {noun}: {first}."
+
+
+def _alone(kernel: Named) -> str:
+    """One kernel as ncu saw it, and what bounds it."""
+    said = f"{short(kernel.name)}: {_ms(kernel.amount)} in {kernel.count}"
+    if kernel.memory is None or kernel.arithmetic is None:
+        return f"{said}."
+    said += f", memory at {kernel.memory:.0f}% of its speed, arithmetic at {kernel.arithmetic:.0f}%"
+    if max(kernel.memory, kernel.arithmetic) < MUCH_BUSY:
+        return f"{said}: bound by neither, it may be too small or wait too long for single numbers."
+    return f"{said}: bound by {'memory' if kernel.memory > kernel.arithmetic else 'arithmetic'}."
+
+
+def short(name: str) -> str:
+    """The telling part of a kernel's name: no return type, namespaces of torch's, or parameters."""
+    name = re.sub(r"\b(at|native|c10)::|\(anonymous namespace\)::|<unnamed>::|^void ", "", name)
+    return re.sub(r"\([^()]*\)$", "", name)[:MOST_LETTERS]
 
 
 def _takers(one: Look) -> str:

@@ -48,17 +48,19 @@ def _row(one: Look) -> list[str]:
 def _listed(title: str, named: list[Named], is_bytes: bool) -> list[str]:
     if not named:
         return []
-    total = sum(each.amount for each in named)
+    total, speeds = sum(each.amount for each in named), any(each.memory is not None for each in named)
     rows = [
         [
             each.name[:MOST_LETTERS],
             str(each.count),
             units.size(each.amount) if is_bytes else f"{1e3 * each.amount:.3f} ms",
             f"{100 * each.amount / total:.1f}%" if total else "",
+            *(("" if speed is None else f"{speed:.0f}%" for speed in (each.memory, each.arithmetic)) if speeds else ()),
         ]
         for each in named
     ]
-    return [page.folded_piece(title, page.table(rows, head=["", "times", "in all", "of these"], numbers=True))]
+    head = ["", "times", "in all", "of these", *(["memory's speed", "arithmetic's"] if speeds else ())]
+    return [page.folded_piece(title, page.table(rows, head=head, numbers=True))]
 
 
 def _gaps(one: Look) -> list[str]:
