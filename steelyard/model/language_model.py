@@ -19,8 +19,8 @@ from steelyard.core.recipe.model import GptModel, LlamaModel
 from steelyard.model.attention import Bounds, bounds_of, within_documents
 from steelyard.model.cache import Cache, LayerCache
 from steelyard.model.dropout import Dropout, salt_of
-from steelyard.model.loss import WholeVocabulary, linear_cross_entropy, picked
-from steelyard.model.modules import Linear
+from steelyard.model.loss import WholeVocabulary, linear_cross_entropy
+from steelyard.model.modules import Linear, at_places
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,8 @@ class Context(NamedTuple):
     samples_B: Tensor | None = None
     places_BL: Tensor | None = None
     cache: LayerCache | None = None
+    learned_BK: Tensor | None = None
+    """For the last layer: the places that the loss looks at, beyond which nothing need be computed."""
 
 
 class LanguageModel(nn.Module):
@@ -124,8 +126,15 @@ class LanguageModel(nn.Module):
         x_BLD = inputs
         if self.embed is not None:
             x_BLD = self.embed_dropout(self.embedded(inputs, positions_BL).to(self.dtype), samples_B, places_BL)
+        picks_early = learned_BK is not None and self._picks_early()
+        if picks_early and inputs.is_cuda:  # So the last layer is compiled once for any number of them.
+            torch._dynamo.maybe_mark_dynamic(learned_BK, 1)
         for number, layer in self.layers.items():
-            x_BLD = layer(x_BLD, context if cache is None else context._replace(cache=cache.of(number)))
+            if cache is not None:
+                context = context._replace(cache=cache.of(number))
+            if picks_early and int(number) == self.shape.layers - 1:
+                context = context._replace(learned_BK=learned_BK)
+            x_BLD = layer(x_BLD, context)
         if cache is not None:
             cache.length += inputs.shape[1]
         if self.norm is None or self.head is None:
@@ -135,10 +144,17 @@ class LanguageModel(nn.Module):
         x_BLD = self.vocabulary.enter(self.norm(x_BLD))
         if labels_BL is not None:
             if learned_BK is not None:  # Every other place weighs nothing, so the head need not see it.
-                x_BLD, labels_BL, weights_BL = picked(learned_BK, x_BLD, labels_BL, weights_BL)
+                x_BLD = x_BLD if picks_early else at_places(learned_BK, x_BLD)
+                labels_BL = labels_BL.gather(1, learned_BK)
+                weights_BL = None if weights_BL is None else weights_BL.gather(1, learned_BK)
             loss = self.loss(x_BLD, self.head.weight, labels_BL, weights_BL, self.shape.vocab, self.vocabulary)
             # A pipeline joins the outputs of micro-batches, which it could not do with scalars; a view makes FSDP warn.
             return torch.stack([loss])
         # Rows that only pad the vocabulary are cut off: they are never predicted and never trained.
         logits: Tensor = self.head(x_BLD)[..., : self.shape.vocab]
         return logits
+
+    def _picks_early(self) -> bool:
+        """Whether the last layer may go on with learned places alone: it is here, has whole rows, and drops nothing."""
+        is_here = self.head is not None and bool(self.layers)
+        return is_here and not self.shape.dropout and not self.vocabulary.by_sequence

@@ -15,7 +15,7 @@ from steelyard.core.recipe.model import LlamaModel, RopeScaling
 from steelyard.model.attention import attend, attend_dropping, rows_of
 from steelyard.model.dropout import Dropout
 from steelyard.model.language_model import Context, LanguageModel, Slice
-from steelyard.model.modules import Linear, RmsNorm
+from steelyard.model.modules import Linear, RmsNorm, at_places
 
 Rotation = tuple[Tensor, Tensor]
 
@@ -53,6 +53,8 @@ class Layer(nn.Module):
     def forward(self, x_BLD: Tensor, context: Context) -> Tensor:
         noise = context.samples_B, context.places_BL
         x_BLD = x_BLD + self.attention_dropout(self.attention(self.attention_norm(x_BLD), context), *noise)
+        if context.learned_BK is not None:
+            x_BLD = at_places(context.learned_BK, x_BLD)
         x_BLD = x_BLD + self.mlp_dropout(self.mlp(self.mlp_norm(x_BLD)), *noise)
         return x_BLD
 

@@ -3,7 +3,7 @@
 The gradients are computed together with the loss: a chunk's logits are turned into their own gradient and multiplied
 back at once, so nothing is computed twice and only the gradients of stream and weight are kept.
 
-Tensor suffixes: B batch, L length, K places of a row, N tokens, D hidden, V rows of the vocabulary held here.
+Tensor suffixes: B batch, L length, N tokens, D hidden, V rows of the vocabulary held here.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ class WholeVocabulary:
     """The usual case: this process holds all rows of the head. With tensor parallelism others hold some."""
 
     first_row = 0
+    by_sequence = False
+    """Whether ranks hold parts of each row, up to the head."""
 
     def enter(self, x_BLD: Tensor) -> Tensor:
         """What the stream goes through before the head."""
@@ -34,17 +36,6 @@ class WholeVocabulary:
     def total(self, value: Tensor) -> Tensor:
         """The sum over all holders of rows."""
         return value
-
-
-def picked(
-    places_BK: Tensor, x_BLD: Tensor, labels_BL: Tensor, weights_BL: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The stream, the labels and their weights at some of each row's places."""
-    rows, length = labels_BL.shape
-    places_N = (places_BK + length * torch.arange(rows, device=places_BK.device)[:, None]).flatten()
-    x_BKD = x_BLD.flatten(0, 1).index_select(0, places_N).unflatten(0, places_BK.shape)
-    weights_BK = None if weights_BL is None else weights_BL.gather(1, places_BK)
-    return x_BKD, labels_BL.gather(1, places_BK), weights_BK
 
 
 def linear_cross_entropy(

@@ -14,6 +14,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 
+def at_places(places_BK: Tensor, x_BLD: Tensor) -> Tensor:
+    """The stream at some of each row's places."""
+    rows, length, _ = x_BLD.shape
+    places_N = (places_BK + length * torch.arange(rows, device=places_BK.device)[:, None]).flatten()
+    x_ND = x_BLD.flatten(0, 1).index_select(0, places_N)
+    return x_ND.view(*places_BK.shape, -1)
+
+
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x @ weight.T + bias in the dtype of x, whatever that of weight and bias."""
     if x.is_cuda and weight.dtype == torch.float32 != x.dtype and weight.requires_grad:

@@ -134,9 +134,9 @@ def test_kernels_that_ncu_measured_are_summed_up_with_what_bounds_them():
     words = told([seen])
     assert words[:4] == [
         "Rank 0: ncu measured 34 kernels, each alone: 1.26 ms in all.",
-        "  gemm<4, Half>: 1.21 ms in 2, memory at 20% of its speed, arithmetic at 90%: bound by arithmetic.",
-        "  add: 0.02 ms in 2, memory at 66% of its speed, arithmetic at 2%: bound by memory.",
-        "  small 0: 0.00 ms in 1, memory at 3% of its speed, arithmetic at 4%: bound by neither, it may be too small "
+        "  gemm<4, Half>: 1.21 ms in 2, memory at 20% of its speed, computing at 90%: bound by computing.",
+        "  add: 0.02 ms in 2, memory at 66% of its speed, computing at 2%: bound by memory.",
+        "  small 0: 0.00 ms in 1, memory at 3% of its speed, computing at 4%: bound by neither, it may be too small "
         "or wait too long for single numbers.",
     ]
     assert nsight.kernels_of("", 0).kernels == []

@@ -38,8 +38,9 @@ class Named:
     count: int
     amount: float
     memory: float | None = None
-    """How much of the memory's speed it used, in percent, where that was measured; of arithmetic's below."""
-    arithmetic: float | None = None
+    """How much of the memory's speed it used, in percent, where that was measured."""
+    computing: float | None = None
+    """The same of its computing units."""
 
 
 @dataclass(frozen=True)

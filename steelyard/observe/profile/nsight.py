@@ -22,7 +22,7 @@ from steelyard.observe.profile.trace import OWN_RANGES
 DURATION = "gpu__time_duration.sum"
 SPEEDS = {  # in percent of what the GPU can
     "memory": "gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed",
-    "arithmetic": "sm__throughput.avg.pct_of_peak_sustained_elapsed",
+    "computing": "sm__throughput.avg.pct_of_peak_sustained_elapsed",
 }
 UNITS = {"nsecond": 1e-9, "ns": 1e-9, "usecond": 1e-6, "us": 1e-6, "msecond": 1e-3, "ms": 1e-3, "second": 1.0, "s": 1.0}
 LONGEST_SECONDS = 600

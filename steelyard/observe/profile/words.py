@@ -68,12 +68,12 @@ def _top(one: Look) -> str:
 def _alone(kernel: Named) -> str:
     """One kernel as ncu saw it, and what bounds it."""
     said = f"{short(kernel.name)}: {_ms(kernel.amount)} in {kernel.count}"
-    if kernel.memory is None or kernel.arithmetic is None:
+    if kernel.memory is None or kernel.computing is None:
         return f"{said}."
-    said += f", memory at {kernel.memory:.0f}% of its speed, arithmetic at {kernel.arithmetic:.0f}%"
-    if max(kernel.memory, kernel.arithmetic) < MUCH_BUSY:
+    said += f", memory at {kernel.memory:.0f}% of its speed, computing at {kernel.computing:.0f}%"
+    if max(kernel.memory, kernel.computing) < MUCH_BUSY:
         return f"{said}: bound by neither, it may be too small or wait too long for single numbers."
-    return f"{said}: bound by {'memory' if kernel.memory > kernel.arithmetic else 'arithmetic'}."
+    return f"{said}: bound by {'memory' if kernel.memory > kernel.computing else 'computing'}."
 
 
 def short(name: str) -> str:

@@ -55,11 +55,11 @@ def _listed(title: str, named: list[Named], is_bytes: bool) -> list[str]:
             str(each.count),
             units.size(each.amount) if is_bytes else f"{1e3 * each.amount:.3f} ms",
             f"{100 * each.amount / total:.1f}%" if total else "",
-            *(("" if speed is None else f"{speed:.0f}%" for speed in (each.memory, each.arithmetic)) if speeds else ()),
+            *(("" if speed is None else f"{speed:.0f}%" for speed in (each.memory, each.computing)) if speeds else ()),
         ]
         for each in named
     ]
-    head = ["", "times", "in all", "of these", *(["memory's speed", "arithmetic's"] if speeds else ())]
+    head = ["", "times", "in all", "of these", *(["memory's speed", "computing's"] if speeds else ())]
     return [page.folded_piece(title, page.table(rows, head=head, numbers=True))]
 
 
