@@ -33,15 +33,16 @@ class Slice:
 
 
 class Context(NamedTuple):
-    """What every layer needs beside the stream: the same for all layers of a forward pass, but for the cache."""
+    """What every layer needs beside the stream: the same for all layers of a forward pass, but where that is said."""
 
     rotation: tuple[Tensor, Tensor] | None = None
     mask: Tensor | Bounds | None = None
     samples_B: Tensor | None = None
     places_BL: Tensor | None = None
     cache: LayerCache | None = None
+    """Each layer's own."""
     learned_BK: Tensor | None = None
-    """For the last layer: the places that the loss looks at, beyond which nothing need be computed."""
+    """For the last layer only: the places that the loss looks at; beyond attention no other need be computed."""
 
 
 class LanguageModel(nn.Module):
@@ -126,7 +127,7 @@ class LanguageModel(nn.Module):
         x_BLD = inputs
         if self.embed is not None:
             x_BLD = self.embed_dropout(self.embedded(inputs, positions_BL).to(self.dtype), samples_B, places_BL)
-        picks_early = learned_BK is not None and self._picks_early()
+        picks_early = learned_BK is not None and labels_BL is not None and self._picks_early()
         if picks_early and inputs.is_cuda:  # So the last layer is compiled once for any number of them.
             torch._dynamo.maybe_mark_dynamic(learned_BK, 1)
         for number, layer in self.layers.items():

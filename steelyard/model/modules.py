@@ -2,6 +2,8 @@
 
 Weights stay fp32 wherever they live; a module brings them to the dtype of its input when it uses them. So precision is
 decided in one place, where the stream begins, and the same module serves fp32, bf16 and fp16.
+
+Tensor suffixes: B batch, L length, N places of a row, D hidden, T all those tokens.
 """
 
 from __future__ import annotations
@@ -14,17 +16,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 
-def at_places(places_BK: Tensor, x_BLD: Tensor) -> Tensor:
+def at_places(places_BN: Tensor, x_BLD: Tensor) -> Tensor:
     """The stream at some of each row's places."""
     rows, length, _ = x_BLD.shape
-    places_N = (places_BK + length * torch.arange(rows, device=places_BK.device)[:, None]).flatten()
-    x_ND = x_BLD.flatten(0, 1).index_select(0, places_N)
-    return x_ND.view(*places_BK.shape, -1)
+    places_T = (places_BN + length * torch.arange(rows, device=places_BN.device)[:, None]).flatten()
+    x_TD = x_BLD.flatten(0, 1).index_select(0, places_T)
+    return x_TD.view(*places_BN.shape, -1)
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x @ weight.T + bias in the dtype of x, whatever that of weight and bias."""
-    if x.is_cuda and weight.dtype == torch.float32 != x.dtype and weight.requires_grad:
+    is_mixed = x.is_cuda and weight.dtype == torch.float32 != x.dtype and weight.requires_grad
+    # Zero bubble, which is not compiled, wants the two gradients one without the other: autograd's own product can.
+    if is_mixed and torch.compiler.is_compiling():
         y: Tensor = _Product.apply(x, weight, bias)  # type: ignore[no-untyped-call]
         return y
     return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))

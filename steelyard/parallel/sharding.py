@@ -28,6 +28,8 @@ def materialise(model: LanguageModel, device: torch.device, mesh: DeviceMesh | N
     model.tie()
     if mesh is not None and next(model.parameters(), None) is not None:
         _shard(model, model.dtype, mesh, zero)
+        if model.embed is not None:  # Row after row would be rounded into a gradient of 16 bits.
+            model.embed.sparse = False
 
 
 def _shard(module: nn.Module, dtype: torch.dtype, mesh: DeviceMesh, zero: int) -> None:

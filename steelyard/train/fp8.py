@@ -2,7 +2,7 @@
 
 Each tensor is scaled by its own largest value when it is used, so nothing has to be remembered between steps. Inputs
 and weights are e4m3 (more precision), gradients e5m2 (more range); products are summed in fp32 and given as bf16, those
-for weights' gradients as fp32. Norms, attention, the head and the stream stay as they are.
+for weights' gradients in the weights' dtype. Norms, attention, the head and the stream stay as they are.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def test_kernels_that_ncu_measured_are_summed_up_with_what_bounds_them():
         ("add", 2, 16.0), ("sma", 1, 1.0),
     ]  # fmt: skip
     assert sum(each.count for each in seen.kernels) == 34
-    assert seen.kernels[-1].name == "7 others"
+    assert seen.kernels[-1].name == "7 more"
     words = told([seen])
     assert words[:4] == [
         "Rank 0: ncu measured 34 kernels, each alone: 1.26 ms in all.",

@@ -135,7 +135,7 @@ def _kernels(events: Events, is_gpu: bool) -> list[Named]:
 
 
 def _summed(found: Iterable[tuple[str, float]], most: int) -> list[Named]:
-    """The names with the most microseconds, as seconds."""
+    """The names with the most microseconds, as seconds, and all others as one."""
     totals: dict[str, list[float]] = {}
     for name, time in found:
         total = totals.setdefault(name, [0, 0.0])
@@ -150,7 +150,7 @@ def most_of(named: list[Named], most: int) -> list[Named]:
     first, rest = ordered[:most], ordered[most:]
     if rest:
         count, amount = sum(each.count for each in rest), sum(each.amount for each in rest)
-        first.append(Named(f"{len(rest)} others", count, amount))
+        first.append(Named(f"{len(rest)} more", count, amount))
     return first
 
 
@@ -234,9 +234,9 @@ def _memory(events: Events, parts: list[Stretch]) -> dict[str, Any]:
             total = taken.setdefault(outer[0].name if outer else "outside of operators", [0, 0])
             total[0] += 1
             total[1] += bytes_
-    first = sorted(taken.items(), key=lambda item: -item[1][1])[:MOST_ALLOCATORS]
+    named = [Named(name, int(count), total) for name, (count, total) in taken.items()]
     return {
         "peak_bytes": peak[2],
         "peak_part": _part_at(ordered, starts, peak[0]),
-        "allocators": [Named(name, int(count), total) for name, (count, total) in first],
+        "allocators": most_of(named, MOST_ALLOCATORS),
     }
