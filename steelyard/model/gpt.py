@@ -10,9 +10,8 @@ from torch.nn import functional as F
 
 from steelyard.core.recipe.model import GptModel
 from steelyard.model.attention import attend, attend_dropping, rows_of
-from steelyard.model.dropout import Dropout
-from steelyard.model.language_model import Context, LanguageModel, Slice
-from steelyard.model.modules import LayerNorm, Linear, at_places
+from steelyard.model.language_model import Context, LanguageModel, Layer, Slice
+from steelyard.model.modules import LayerNorm, Linear
 
 
 class Gpt(LanguageModel):
@@ -25,7 +24,7 @@ class Gpt(LanguageModel):
         self.positions = nn.Embedding(shape.positions, shape.hidden) if self.part.first else None
 
     def make_layer(self) -> nn.Module:
-        return Layer(self.shape)
+        return Layer(Attention(self.shape), Mlp(self.shape), self.make_norm, self.shape.dropout)
 
     def make_norm(self) -> nn.Module:
         return LayerNorm(self.shape.hidden, self.shape.norm_eps)
@@ -34,27 +33,6 @@ class Gpt(LanguageModel):
         assert self.positions is not None
         positions_BLD: Tensor = self.positions(positions_BL)
         return super().embedded(tokens_BL, positions_BL) + positions_BLD
-
-
-class Layer(nn.Module):
-    """Attention and MLP, each behind a norm and added to the stream."""
-
-    def __init__(self, shape: GptModel) -> None:
-        super().__init__()
-        self.attention_norm = LayerNorm(shape.hidden, shape.norm_eps)
-        self.attention = Attention(shape)
-        self.attention_dropout = Dropout(shape.dropout)
-        self.mlp_norm = LayerNorm(shape.hidden, shape.norm_eps)
-        self.mlp = Mlp(shape)
-        self.mlp_dropout = Dropout(shape.dropout)
-
-    def forward(self, x_BLD: Tensor, context: Context) -> Tensor:
-        noise = context.samples_B, context.places_BL
-        x_BLD = x_BLD + self.attention_dropout(self.attention(self.attention_norm(x_BLD), context), *noise)
-        if context.learned_BK is not None:
-            x_BLD = at_places(context.learned_BK, x_BLD)
-        x_BLD = x_BLD + self.mlp_dropout(self.mlp(self.mlp_norm(x_BLD)), *noise)
-        return x_BLD
 
 
 class Attention(nn.Module):

@@ -45,6 +45,23 @@ class Context(NamedTuple):
     """For the last layer only: the places that the loss looks at; beyond attention no other need be computed."""
 
 
+class Layer(nn.Module):
+    """Attention and MLP, each behind a norm and added to the stream."""
+
+    def __init__(self, attention: nn.Module, mlp: nn.Module, make_norm: Callable[[], nn.Module], drop: float) -> None:
+        super().__init__()
+        self.attention_norm, self.attention, self.attention_dropout = make_norm(), attention, Dropout(drop)
+        self.mlp_norm, self.mlp, self.mlp_dropout = make_norm(), mlp, Dropout(drop)
+
+    def forward(self, x_BLD: Tensor, context: Context) -> Tensor:
+        noise = context.samples_B, context.places_BL
+        x_BLD = x_BLD + self.attention_dropout(self.attention(self.attention_norm(x_BLD), context), *noise)
+        if context.learned_BK is not None:
+            x_BLD = at_places(context.learned_BK, x_BLD)
+        x_BLD = x_BLD + self.mlp_dropout(self.mlp(self.mlp_norm(x_BLD)), *noise)
+        return x_BLD
+
+
 class LanguageModel(nn.Module):
     """Token ids in, logits out; with labels in, the summed loss (1,). A slice takes and gives the stream instead.
 

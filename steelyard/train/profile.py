@@ -22,7 +22,6 @@ from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.model import GptModel, LlamaModel
 from steelyard.core.run import now
 from steelyard.model import Slice
-from steelyard.model.gpt import Layer as GptLayer
 from steelyard.model.modules import Linear
 from steelyard.parallel.assemble import COMPILING
 from steelyard.sizes.gpus import by_device_name
@@ -79,9 +78,8 @@ def _shape(model: GptModel | LlamaModel, tensor: int) -> GptModel | LlamaModel:
     return model.model_copy(update=one | cut)
 
 
-def cut(layer: torch.nn.Module, model: GptModel, tensor: int) -> None:
+def cut(layer: Any, model: GptModel, tensor: int) -> None:
     """A GPT layer's maps cut as tensor parallelism does: by heads, and by columns of the MLP."""
-    assert isinstance(layer, GptLayer)
     attention, mlp, width, ffn = layer.attention, layer.mlp, model.hidden // tensor, model.ffn // tensor
     attention.query, attention.key, attention.value = (Linear(model.hidden, width) for _ in range(3))
     attention.output, attention.heads = Linear(width, model.hidden), range(model.heads // tensor)

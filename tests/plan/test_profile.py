@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from steelyard import model as models
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import load, to_toml
-from steelyard.model.gpt import Layer
 from steelyard.plan import profile as profiles
 from steelyard.plan.predict import Predictor
 from steelyard.train.profile import cut, measure
@@ -38,7 +38,7 @@ def test_a_layer_is_measured_here_and_the_planner_believes_it(recipe, tmp_path):
 
 def test_gpts_layers_are_measured_with_the_widths_of_a_tensor_rank(in_workplace):
     recipe = load(in_workplace.recipe, ["model={family='gpt', layers=2, hidden=32, heads=8, vocab=97}"])
-    layer = Layer(recipe.model)
+    layer = models.build(recipe.model).layers["0"]
     cut(layer, recipe.model, 4)
     sizes = {name: tuple(weight.shape) for name, weight in layer.named_parameters() if weight.ndim == 2}
     assert sizes["attention.query.weight"] == sizes["attention.value.weight"] == (8, 32)
