@@ -109,8 +109,6 @@ class LanguageModel(nn.Module):
         """Let head and embedding be one parameter, where the shape says so and both are here."""
         if self.shape.tied and self.embed is not None and self.head is not None:
             self.head.weight = self.embed.weight
-            # The rows looked up are added to the head's gradient, instead of a matrix that is zero elsewhere.
-            self.embed.sparse = True
 
     def seed_dropout(self, seed: int) -> None:
         """Tell each dropout who it is."""

@@ -26,10 +26,13 @@ def materialise(model: LanguageModel, device: torch.device, mesh: DeviceMesh | N
         if name != "layers":
             child.to_empty(device=device)
     model.tie()
-    if mesh is not None and next(model.parameters(), None) is not None:
+    if mesh is None:
+        if model.embed is not None and model.head is not None and model.embed.weight is model.head.weight:
+            # Rows looked up are added to the head's gradient, instead of a matrix that is zero elsewhere. FSDP's is of
+            # 16 bits, to which each would be rounded.
+            model.embed.sparse = True
+    elif next(model.parameters(), None) is not None:
         _shard(model, model.dtype, mesh, zero)
-        if model.embed is not None:  # Row after row would be rounded into a gradient of 16 bits.
-            model.embed.sparse = False
 
 
 def _shard(module: nn.Module, dtype: torch.dtype, mesh: DeviceMesh, zero: int) -> None:

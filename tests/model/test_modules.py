@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from steelyard import model as models
 from steelyard.core.recipe import load
 from steelyard.model import modules
+from steelyard.parallel.sharding import materialise
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="products into fp32 are a GPU's")
@@ -33,7 +34,9 @@ def test_compiled_gradients_of_weights_are_summed_in_fp32_and_not_rounded(biased
 def test_a_tied_matrix_gets_the_gradients_of_both_its_uses():
     shape = load("smollm2-135m", ["model.layers=1", "model.hidden=32", "model.heads=2", "model.kv_heads=2",
                                   "model.ffn=64", "model.vocab=97"]).model  # fmt: skip
-    model = models.build(shape)
+    with torch.device("meta"):
+        model = models.build(shape)
+    materialise(model, torch.device("cpu"), None, 0)
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2, generator=generator)
