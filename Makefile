@@ -9,6 +9,8 @@ SHELL := /bin/bash
 TORCH ?= auto
 PYTHON ?= python3
 BIN := .venv/bin
+# Where it is set, every process of the tests compiles the package anew: four seconds of CPU each.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup quickstart lint format test test-all test-cluster bench clean
 

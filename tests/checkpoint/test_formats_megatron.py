@@ -11,6 +11,7 @@ import torch
 from steelyard.checkpoint.formats import open_source
 from steelyard.checkpoint.formats.write import Target, convert
 from steelyard.checkpoint.formats.write_megatron import Layout
+from tests import preloaded
 from tests.checkpoint.gpt_model import TOKENS
 from tests.checkpoint.models import SHAPES, Held, written
 
@@ -26,7 +27,7 @@ def logits_of_megatron(folder: Path, tensor: int, control: str = "") -> torch.Te
         port = str(free.getsockname()[1])
     out = folder / "logits.pt"
     ranks = [
-        subprocess.Popen(
+        preloaded.Popen(
             [
                 sys.executable,
                 str(WORKER),

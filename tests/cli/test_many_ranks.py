@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from steelyard.core.run import Run
+from tests import preloaded
 from tests.conftest import Workplace, kill
 
 BOUND = 20  # seconds from a rank's end to the job's: five to notice, five to end, and a busy machine
@@ -72,7 +73,7 @@ def test_a_rank_that_raises_is_named_first_and_the_run_goes_on_from_its_checkpoi
     words = ["train", "tiny.toml", "checkpoint.every=1", "checkpoint.background=false", "--nproc", "2"]
     began = time.monotonic()
     code = RAISING.format(error=error)
-    failed = subprocess.run(
+    failed = preloaded.run(
         [sys.executable, "-c", code, *words], cwd=workplace.path, capture_output=True, text=True, timeout=90
     )
     assert time.monotonic() - began < 30 + BOUND

@@ -15,6 +15,7 @@ from steelyard.core.recipe.parallel import Parallel
 from steelyard.launch import local
 from steelyard.launch.blame import Ended, blame
 from steelyard.launch.last_words import LastWords
+from tests import preloaded
 from tests.conftest import kill
 
 BOUND = 15 + 5  # seconds from the first failure to the end of the job, and room for a busy machine
@@ -54,7 +55,7 @@ class Job:
         self.folder, self.nproc = folder, nproc
         (folder / "rank.py").write_text(RANK.format(work=work.strip().replace("\n", "\n    "), timeout=timeout))
         command = [sys.executable, "-c", LAUNCHER, str(nproc), sys.executable, "rank.py"]
-        self.process = subprocess.Popen(
+        self.process = preloaded.Popen(
             command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
         )
 

@@ -16,6 +16,7 @@ from steelyard.core.recipe.site import Site
 from steelyard.launch import meeting, slurm
 from steelyard.launch.groups import Group
 from steelyard.parallel import doors
+from tests import preloaded
 from tests.launch.test_submit import order
 
 pytestmark = pytest.mark.timeout(60)
@@ -61,7 +62,7 @@ def test_ranks_of_a_job_meet_without_a_port_that_was_chosen_before(tmp_path: Pat
     with socket.create_server(("", doors.doors(f"{tmp_path} 7.0")[0])), socket.create_server(("", 0)) as taken:
         words = ["-m", "steelyard.launch.node", "--run", str(tmp_path), "--groups", "1x2", "--attempt", "7.0", "--"]
         given = {"PYTHONPATH": str(Path(__file__).parents[2]), "MASTER_PORT": str(taken.getsockname()[1])}
-        done = subprocess.run(
+        done = preloaded.run(
             [sys.executable, *words, sys.executable, "-c", MEET],
             env=os.environ | given,
             capture_output=True,
@@ -128,7 +129,7 @@ def test_before_they_met_a_job_waits_for_one_in_the_queue(tmp_path: Path):
         if met:
             (tmp_path / "launch" / "met-7.0").write_text(met)
         words = ["bash", "-c", f"how_others_are{functions}how_others_are"]
-        assert subprocess.run(words, env=given, capture_output=True, text=True, timeout=20).stdout == said
+        assert preloaded.run(words, env=given, capture_output=True, text=True, timeout=20).stdout == said
 
 
 def test_a_node_leaves_word_whether_its_ranks_failed_by_themselves(tmp_path: Path):
@@ -143,7 +144,7 @@ def test_a_node_leaves_word_whether_its_ranks_failed_by_themselves(tmp_path: Pat
         rank = f"import os, sys; open(os.environ['STEELYARD_ERROR_FILE'], 'w').write('{words % lost}'); sys.exit(1)"
         line = ["-m", "steelyard.launch.node", "--run", str(tmp_path), "--groups", "1x1,1x1", "--group", "1"]
         environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-        subprocess.run(
+        preloaded.run(
             [sys.executable, *line, "--attempt", attempt, "--", sys.executable, "-c", rank],
             env=environment, capture_output=True, timeout=30,
         )  # fmt: skip

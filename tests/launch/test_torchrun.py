@@ -16,6 +16,7 @@ from steelyard.launch import torchrun
 from steelyard.launch.groups import Group
 from steelyard.launch.order import Order
 from steelyard.launch.submit import Request, preview
+from tests import preloaded
 from tests.conftest import kill
 
 # A rank without torch: what it says at its end it leaves as ranks of steelyard's do.
@@ -50,7 +51,7 @@ class Job:
             workdir=str(folder), python=sys.executable, submitted="now",
         )  # fmt: skip
         source = {"PYTHONPATH": str(Path(torchrun.__file__).parents[2])}
-        self.process = subprocess.Popen(
+        self.process = preloaded.Popen(
             torchrun.command(order), cwd=folder, env=os.environ | source, stderr=subprocess.PIPE, text=True
         )
 

@@ -16,6 +16,7 @@ from steelyard.tokens.indexed import IndexedTokens
 from steelyard.tokens.inspect import verify
 from steelyard.tokens.job import Job
 from steelyard.tokens.preprocess import tokenize
+from tests import preloaded
 from tests.conftest import kill
 
 
@@ -85,7 +86,7 @@ def test_killed_at_any_moment_it_goes_on_and_gives_the_same_bytes(corpus):
     random = np.random.RandomState(1)
     kept = alive = 0
     for _ in range(6):  # By the count of finished pieces, so at another moment each time.
-        process = subprocess.Popen([sys.executable, "killed.py"], env=environment, start_new_session=True)
+        process = preloaded.Popen([sys.executable, "killed.py"], env=environment, start_new_session=True)
         deadline, aim = time.monotonic() + 30, kept + random.randint(1, 6)
         while time.monotonic() < deadline and process.poll() is None:
             kept = len(list(Path("out.tokenize").glob("0*.json")))

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from steelyard.tune import history, kept, outcome
+from tests import preloaded
 from tests.conftest import free_port
 
 PROGRAMS = ("/usr/lib/postgresql/*/bin", "/usr/bin", "/usr/local/pgsql/bin")
@@ -91,7 +92,7 @@ def _wait(address: str, server: subprocess.Popen) -> None:
 def start(folder: Path, address: str, *words: str) -> subprocess.Popen:
     command = [sys.executable, "-P", "-m", "steelyard", "tune", "slow.toml", *words]
     environment = os.environ | {"STEELYARD_TUNE_STORAGE": address}
-    return subprocess.Popen(
+    return preloaded.Popen(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
@@ -118,7 +119,7 @@ def test_two_workers_share_a_study_on_postgresql(database, tmp_path):
         assert not file.is_file() or SECRET not in file.read_text(errors="replace"), file
     assert SECRET not in "".join(out + errors for out, errors in told)
     words = [sys.executable, "-P", "-m", "steelyard", "tune", "report", "here"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = preloaded.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert "whose password is not kept" in done.stderr
     shutil.rmtree(tmp_path / "there")
