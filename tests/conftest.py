@@ -146,7 +146,7 @@ def one_thread_of_mathematics(monkeypatch: pytest.MonkeyPatch) -> None:
 def kill(process: subprocess.Popen) -> None:
     """End a process that a test started, without warning, and collect it."""
     process.kill()
-    process.communicate(timeout=30)
+    process.communicate(timeout=150)
 
 
 @pytest.fixture

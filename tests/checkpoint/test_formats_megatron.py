@@ -44,7 +44,7 @@ def logits_of_megatron(folder: Path, tensor: int, control: str = "") -> torch.Te
         )
         for rank in range(tensor)
     ]
-    said = [rank.communicate(timeout=200)[0] for rank in ranks]
+    said = [rank.communicate(timeout=600)[0] for rank in ranks]
     assert all(rank.returncode == 0 for rank in ranks), said[0][-3000:]
     logits: torch.Tensor = torch.load(out, weights_only=True)
     return logits[..., :100]

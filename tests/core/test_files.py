@@ -20,7 +20,7 @@ with atomic_file(Path(sys.argv[1])) as file:
 def test_a_killed_writer_leaves_the_old_file_and_a_leftover_that_can_be_swept(tmp_path):
     path = tmp_path / "result.txt"
     path.write_text("old")
-    ended = subprocess.run([sys.executable, "-c", KILLED_WHILE_WRITING, str(path)], timeout=60)
+    ended = subprocess.run([sys.executable, "-c", KILLED_WHILE_WRITING, str(path)], timeout=600)
     assert ended.returncode == -9
     assert path.read_text() == "old"
     assert len(list(tmp_path.iterdir())) == 2
@@ -40,7 +40,7 @@ def test_a_failing_writer_leaves_nothing(tmp_path):
 
 def test_what_a_killed_writer_left_of_a_folder_goes_when_it_is_written_again(tmp_path, capsys):
     ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait(timeout=60)
+    ended.wait(timeout=600)
     dead, other, alive = f".tmp-{ended.pid}-out", f".tmp-{ended.pid}-out-2", f".tmp-{os.getppid()}-out"
     for name in (dead, other, alive):
         (tmp_path / name / "inner").mkdir(parents=True)

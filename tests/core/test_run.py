@@ -72,7 +72,7 @@ def test_only_one_process_writes_and_a_killed_one_lets_go(in_workplace):
             pass
     finally:
         holder.kill()
-        holder.communicate(timeout=30)
+        holder.communicate(timeout=150)
     assert run.state == "killed"
     with run.writing():
         assert run.state == "running"

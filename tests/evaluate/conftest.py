@@ -58,4 +58,4 @@ def smollm2():
 
 def steelyard(*words, **options):
     command = [sys.executable, "-m", "steelyard", *map(str, words)]
-    return preloaded.run(command, capture_output=True, text=True, timeout=240, **options)
+    return preloaded.run(command, capture_output=True, text=True, timeout=600, **options)

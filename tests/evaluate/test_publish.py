@@ -337,7 +337,7 @@ def test_the_command_keeps_the_token_to_itself(hub, folder, tmp_path):
 
     def steelyard(*words, **options):
         command = [sys.executable, "-m", "steelyard", "hub", *words]
-        done = preloaded.run(command, capture_output=True, text=True, timeout=120, env=environment, **options)
+        done = preloaded.run(command, capture_output=True, text=True, timeout=600, env=environment, **options)
         assert TOKEN not in done.stdout + done.stderr
         return done
 

@@ -232,7 +232,9 @@ def test_a_starter_keeps_the_streams_apart_and_hides_secrets(tmp_path, monkeypat
         "print('err', r, file=sys.stderr); sys.exit(3 if r == '1' else 0)"
     )
     words = ["--run", str(tmp_path), "--groups", "1x2", "--", sys.executable, "-c", talk]
-    done = preloaded.run([sys.executable, "-P", "-m", "steelyard.launch.node", *words], timeout=60, capture_output=True)
+    done = preloaded.run(
+        [sys.executable, "-P", "-m", "steelyard.launch.node", *words], timeout=600, capture_output=True
+    )
     assert done.returncode == 3
     [out, err] = (next((tmp_path / "logs").glob(f"*.{kind}")).read_text().splitlines() for kind in ("out", "err"))
     assert sorted(out) == ["out 0 2 [hidden]", "out 1 2 [hidden]"]

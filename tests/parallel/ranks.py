@@ -40,7 +40,7 @@ class Ranks:
         self._context.set_forkserver_preload(["tests.parallel.jobs"])
         self._members: list[tuple[Any, Any]] = []
 
-    def do(self, size: int, job: Callable[..., Any], *arguments: Any, seconds: float = 60) -> list[Any]:
+    def do(self, size: int, job: Callable[..., Any], *arguments: Any, seconds: float = 400) -> list[Any]:
         """Have ranks 0 to size - 1 do a job together and return what each of them returned.
 
         A job whose rank was ended by a fault in native code is done once more, with a warning: gloo's own thread

@@ -110,7 +110,7 @@ def runs(folder):
     return len(file.read_text().splitlines()) if file.exists() else 0
 
 
-def wait_for(condition, seconds=60):
+def wait_for(condition, seconds=300):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
