@@ -3,18 +3,21 @@
     checkpoints/step-00000100/
         __<rank>_0.distcp         tensors by name, or the parts of them that a rank held,
         .metadata                 as torch.distributed.checkpoint lays them out
-        state.json                step and counters, and the size and SHA-256 of every other file
+        state.json                step and counters, and the SHA-256 of every other file (state_file.py)
+    checkpoints/damaged/          checkpoints that did not match their checksums when the run was resumed
 
 The folder is filled under a temporary name by all ranks together, and renamed by the first. Only tensors go through
-torch; everything else is JSON. A folder whose files do not match their checksums is not loaded: `latest` names it and
-falls back to the one before. What was saved on one layout can be loaded on any other.
+torch; everything else is JSON. What was saved on one layout can be loaded on any other.
+
+A folder whose files do not match their checksums is not loaded: `latest` names it and falls back to the one before. If
+checkpoints exist and none can be loaded, that is an error: a run never starts again over its own past. An older
+checkpoint is deleted only after the new one was read back and matches its checksums.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
@@ -30,6 +33,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from steelyard.checkpoint import state_file
 from steelyard.checkpoint.metadata import SafeReader
 from steelyard.checkpoint.pieces import Piece, Promised, ReadingPieces, WritingPieces
 from steelyard.core import files
@@ -37,9 +41,10 @@ from steelyard.core.console import console
 from steelyard.core.errors import Damaged, Fault, UserError
 from steelyard.core.run import MANIFEST, Run
 
-STATE = "state.json"
+STATE = state_file.NAME
 VALID_LOSS = "valid_loss"  # In the state of a checkpoint that was the best when it was saved.
 PREFIX = "step-"
+DAMAGED = "damaged"
 
 
 class NotWritten(Fault):
@@ -108,11 +113,18 @@ def save(
         dist.broadcast_object_list(name, group_src=0, group=group)
         _gathered(_written(pieces, Path(name[0]), path, group), group)
     if group is None or dist.get_rank(group) == 0:
-        kept = best(folder)
-        for old in _by_age(folder)[:-keep_last]:
-            if old != kept:
-                shutil.rmtree(old)
+        _remove_old(folder, path, keep_last)
     return path
+
+
+def _remove_old(folder: Path, newest: Path, keep_last: int) -> None:
+    """Keep the newest checkpoints and the best one; nothing goes before the newest was seen to be whole."""
+    kept = {newest, best(folder), *_by_age(folder)[-keep_last:]}
+    old = [path for path in _by_age(folder) if path not in kept]
+    if old:
+        _opened(newest)
+    for path in old:
+        shutil.rmtree(path)
 
 
 @contextlib.contextmanager
@@ -149,7 +161,7 @@ def _gathered(sums: dict[str, str], group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def _finish(unfinished: Path, state: dict[str, Any], sums: dict[str, str]) -> None:
-    files.write_json(unfinished / STATE, {**state, "files": dict(sorted(sums.items()))})
+    state_file.write(unfinished, state, sums)
 
 
 def fill(unfinished: Path, held: Holdings, state: dict[str, Any] | None) -> None:
@@ -159,22 +171,50 @@ def fill(unfinished: Path, held: Holdings, state: dict[str, Any] | None) -> None
         _finish(unfinished, state, sums)
 
 
-def latest(folder: Path) -> Checkpoint | None:
-    """The newest whole checkpoint of a run, or none. Damaged ones are named and passed over."""
+def latest(folder: Path, set_aside: bool = False) -> Checkpoint | None:
+    """The newest whole checkpoint of a run; none if it has no checkpoint.
+
+    Damaged ones are named and passed over; with `set_aside`, which is for the process that writes the run, they are
+    moved to `damaged/`. If all are damaged, that is an error, and they stay where they are.
+    """
+    passed_over: list[Path] = []
     for path in reversed(_by_age(folder)):
         try:
-            return _opened(path)
+            found = _opened(path)
         except Damaged as damage:
             console.warn(f"{damage.message}; trying the checkpoint before it")
+            passed_over.append(path)
+            continue
+        for damaged in passed_over if set_aside else ():
+            _move_aside(damaged)
+        return found
+    if passed_over or any((folder / DAMAGED).glob(f"{PREFIX}*")):
+        raise Fault(
+            f"every checkpoint in {folder} is damaged",
+            mend="restore one from a copy, or start the run from its beginning in a new folder with --resume never",
+        )
     return None
+
+
+def _move_aside(path: Path) -> None:
+    """Move a damaged checkpoint to `damaged/`, where nothing looks for checkpoints and nothing is deleted."""
+    folder = path.parent / DAMAGED
+    folder.mkdir(exist_ok=True)
+    target, number = folder / path.name, 1
+    while target.exists():
+        number += 1
+        target = folder / f"{path.name}.{number}"
+    path.rename(target)
+    files.sync_folder(folder)
+    console.warn(f"moved it to {target}")
 
 
 def best(folder: Path) -> Path | None:
     """The checkpoint of a run with the lowest validation loss, among those whose state tells it."""
     losses: dict[Path, float] = {}
     for path in _by_age(folder):
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            losses[path] = float(json.loads((path / STATE).read_text(encoding="utf-8"))[VALID_LOSS])
+        with contextlib.suppress(UserError, KeyError):
+            losses[path] = float(state_file.read(path)[0][VALID_LOSS])
     return min(losses, key=losses.__getitem__, default=None)
 
 
@@ -219,15 +259,11 @@ def _single_process() -> Iterator[None]:
 
 
 def _opened(path: Path) -> Checkpoint:
-    try:
-        state = json.loads((path / STATE).read_text(encoding="utf-8"))
-        sums = state.pop("files")
-    except (OSError, ValueError, KeyError) as error:
-        raise Damaged(f"checkpoint {path} is damaged: {STATE}: {error}") from None
+    state, sums = state_file.read(path)
     for name, expected in sums.items():
         file = path / name
-        if not file.is_file() or _checksum(file) != expected:
-            raise Damaged(f"checkpoint {path} is damaged: {name} does not match its checksum")
+        if state_file.retried(file, lambda file=file: _checksum(file)) != expected:
+            raise state_file.damaged(path, f"{name} does not match its checksum")
     return Checkpoint(path, state)
 
 

@@ -270,7 +270,7 @@ class Training:
 
     def _start_or_resume(self, begin_at: str | None) -> None:
         def newest() -> tuple[checkpoint.Checkpoint | None, bool, list[float]]:
-            saved = checkpoint.latest(self.folder.checkpoints)
+            saved = checkpoint.latest(self.folder.checkpoints, set_aside=True)
             if begin_at is not None:
                 if saved is not None:
                     raise UserError(
@@ -349,8 +349,11 @@ def _failed(folder: Run, world: World, error: Exception) -> Exception:
         folder.update(state="failed", ended=now(), error=str(error)[:1000])
     if not isinstance(error, (Fault, OSError)):
         return error
-    saved = checkpoint.latest(folder.checkpoints)
-    kept = f"step {saved.step} is saved; the same command goes on from there" if saved else "no step was saved"
+    try:
+        saved = checkpoint.latest(folder.checkpoints)
+        kept = f"step {saved.step} is saved; the same command goes on from there" if saved else "no step was saved"
+    except (Fault, UserError) as problem:
+        kept = problem.message
     advice = getattr(error, "mend", None)
     mend = f"{advice}; {kept}" if advice else kept
     kind = type(error) if isinstance(error, Fault) else Fault

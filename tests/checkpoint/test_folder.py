@@ -1,4 +1,6 @@
+import errno
 import io
+import json
 import os
 import pickle
 
@@ -8,8 +10,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItemType
 
 from steelyard import checkpoint
+from steelyard.checkpoint import folder as folder_module
+from steelyard.checkpoint import state_file
 from steelyard.checkpoint.metadata import _Unpickler
-from steelyard.core.errors import UserError
+from steelyard.core.errors import Damaged, Fault, UserError
 
 
 def save(folder, step, value=0.0):
@@ -42,6 +46,117 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, caps
         path.write_bytes(content[: len(content) // 2] if damage == "cut" else content)
     assert loaded(checkpoint.latest(tmp_path)) == 1
     assert "step-00000002 is damaged" in capsys.readouterr().err
+
+
+def flip(path, bit):
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+def test_no_flipped_bit_of_the_state_is_accepted(tmp_path):
+    """A flip in the space between two values changes nothing that is read, and is no damage."""
+    path = save(tmp_path, 7) / "state.json"
+    whole, known = path.read_bytes(), state_file.read(path.parent)
+    accepted = []
+    for bit in range(8 * len(whole)):
+        flip(path, bit)
+        try:
+            assert state_file.read(path.parent) == known
+            accepted.append(bit // 8)
+        except Damaged:
+            pass
+        path.write_bytes(whole)
+    assert all(whole[place : place + 1].isspace() for place in accepted)
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("[]", "not a JSON object"),
+        ('{"files": {}}', "names no files"),
+        ('{"step": 1, "files": {"../../x": "0"}}', "names no files"),
+        ("[" * 200_000, "not JSON"),
+        ('{"step": -1, "files": {"a": "0"}}', "step is -1, not a count"),
+        ('{"step": true, "files": {"a": "0"}}', "step is True"),
+        ('{"samples": 3, "files": {"a": "0"}}', "step is missing"),
+        ('{"step": 1, "loss_sum": NaN, "files": {"a": "0"}}', "loss_sum is nan"),
+        ('{"format": 2, "step": 1, "files": {"a": "0"}}', "does not match its own checksum"),
+    ],
+)
+def test_a_state_that_makes_no_sense_is_damage(tmp_path, content, why):
+    (tmp_path / "state.json").write_text(content)
+    with pytest.raises(Damaged, match=why):
+        state_file.read(tmp_path)
+
+
+def test_a_state_of_the_first_format_is_read_and_of_a_later_one_refused(tmp_path, monkeypatch):
+    path = save(tmp_path, 3)
+    content = json.loads((path / "state.json").read_text())
+    monkeypatch.setattr(state_file, "FORMAT", 9)
+    state_file.write(path, {"step": 3}, content["files"])
+    monkeypatch.undo()
+    with pytest.raises(UserError, match="has format 9, and this Steelyard reads formats up to 2"):
+        checkpoint.latest(tmp_path)
+    del content["format"], content["checksum"]
+    (path / "state.json").write_text(json.dumps(content))
+    assert loaded(checkpoint.latest(tmp_path)) == 3
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_again(tmp_path):
+    for step in (1, 2):
+        flip(save(tmp_path, step) / "__0_0.distcp", 999)
+    for _ in range(2):
+        with pytest.raises(Fault, match=r"every checkpoint in .* is damaged") as refused:
+            checkpoint.latest(tmp_path, set_aside=True)
+        assert "--resume never" in refused.value.mend
+    assert len(list(tmp_path.glob("step-*"))) == 2
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_counts_for_nothing(tmp_path):
+    save(tmp_path, 1)
+    flip(save(tmp_path, 12) / "__0_0.distcp", 999)
+    assert loaded(checkpoint.latest(tmp_path)) == 1
+    assert (tmp_path / "step-00000012").exists(), "a reader moves nothing"
+    assert loaded(checkpoint.latest(tmp_path, set_aside=True)) == 1
+    for step in (2, 3, 4, 5):
+        save(tmp_path, step)
+    assert [path.name for path in sorted(tmp_path.glob("step-*"))] == [f"step-{step:08d}" for step in (3, 4, 5)]
+    assert [path.name for path in (tmp_path / "damaged").iterdir()] == ["step-00000012"]
+
+
+def test_nothing_is_deleted_before_the_new_checkpoint_was_read_back(tmp_path, monkeypatch):
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    finish = folder_module._finish
+    monkeypatch.setattr(
+        folder_module, "_finish", lambda path, *rest: (finish(path, *rest), flip(path / "__0_0.distcp", 999))
+    )
+    with pytest.raises(Damaged, match="step-00000004"):
+        save(tmp_path, 4)
+    assert len(list(tmp_path.glob("step-*"))) == 4
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
+@pytest.mark.parametrize("times", [1, 99])
+def test_an_error_of_the_disk_is_no_damage(tmp_path, monkeypatch, number, times):
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    read, failures = state_file._text, iter(range(times))
+
+    def failing(path):
+        if path.parent.name == "step-00000002" and next(failures, None) is not None:
+            raise OSError(number, os.strerror(number))
+        return read(path)
+
+    monkeypatch.setattr(state_file, "_text", failing)
+    monkeypatch.setattr(state_file, "SECONDS_BETWEEN_TRIES", (0, 0, 0))
+    if times == 1 and number != errno.EACCES:
+        assert loaded(checkpoint.latest(tmp_path)) == 2
+    else:
+        with pytest.raises(Fault, match=f"state.json cannot be read: {os.strerror(number)}"):
+            checkpoint.latest(tmp_path)
+    assert len(list(tmp_path.glob("step-*"))) == 2
 
 
 def test_a_pickle_that_wants_to_run_something_is_refused(tmp_path):
