@@ -55,7 +55,7 @@ class Case:
     @property
     def seconds(self) -> float:
         """About how long it takes on an H200, the run of one process included."""
-        return 60 if self.compiled else 8 + 2 * self.ranks
+        return 60 if self.compiled else 4 + self.ranks
 
     @property
     def described(self) -> dict[str, Any]:
