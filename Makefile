@@ -32,12 +32,14 @@ format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# Two processes, each with whole files. The slow tests need both cores, and have them one after the other.
-test: lint
-	$(BIN)/pytest -n 2 --dist loadfile -m "not slow and not cluster"
+# Two processes, each with whole files: what a file sets up once is not set up twice.
+PYTEST := $(BIN)/pytest -n 2 --dist loadfile
 
-test-all: test
-	$(BIN)/pytest -m "slow and not cluster"
+test: lint
+	$(PYTEST) -m "not slow and not cluster"
+
+test-all: lint
+	$(PYTEST) -m "not cluster"
 
 test-cluster: setup
 	tools/cluster_packages
