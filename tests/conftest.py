@@ -17,6 +17,7 @@ import torch
 
 from steelyard.tokens.assemble import write_index
 from steelyard.tokens.indexed import bin_path, token_dtype
+from tests import preloaded
 from tests.hub import TOKEN, Hub, serve
 
 VOCAB = 97
@@ -45,18 +46,18 @@ class Workplace:
 
     def steelyard(self, *words: str, **options) -> subprocess.CompletedProcess:
         """Run the real command in the folder; as when installed, a folder named steelyard there does not hide it."""
-        return subprocess.run(
+        return preloaded.run(
             [sys.executable, "-P", "-m", "steelyard", *words],
             cwd=self.path,
             capture_output=True,
             text=True,
-            timeout=options.pop("timeout", 120),
+            timeout=options.pop("timeout", 300),
             **options,
         )
 
     def start(self, *words: str) -> subprocess.Popen:
         """Start the real command and leave it running."""
-        return subprocess.Popen(
+        return preloaded.Popen(
             [sys.executable, "-P", "-m", "steelyard", *words],
             cwd=self.path,
             stdout=subprocess.PIPE,
@@ -145,7 +146,7 @@ def one_thread_of_mathematics(monkeypatch: pytest.MonkeyPatch) -> None:
 def kill(process: subprocess.Popen) -> None:
     """End a process that a test started, without warning, and collect it."""
     process.kill()
-    process.communicate(timeout=30)
+    process.communicate(timeout=150)
 
 
 @pytest.fixture

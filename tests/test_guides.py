@@ -19,6 +19,7 @@ from steelyard.core.recipe import load
 from steelyard.core.run import Run
 from steelyard.text import tokenizer as tokenizers
 from steelyard.text.convert import convert
+from tests import preloaded
 from tests.checkpoint.models import Held
 from tests.conftest import write_documents
 from tests.hub import TOKEN, USER
@@ -63,11 +64,11 @@ def test_the_guide_to_data_works_as_written(place):
         if " train " in f"{small} " and "tokenizer train" not in small:
             small += f" {SMALL} data.sequence_length=64 model.vocab=600"
         words = shlex.split(small)[1:]
-        done = subprocess.run([sys.executable, "-m", "steelyard", *words], capture_output=True, text=True, timeout=120)
+        done = preloaded.run([sys.executable, "-m", "steelyard", *words], capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, f"{small}\n{done.stderr}"
-    assert "0 of" in subprocess.run(
+    assert "0 of" in preloaded.run(
         [sys.executable, "-m", "steelyard", "tokenizer", "export", "botchan.model", "again", "--check", "botchan.txt"],
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=600,
     ).stdout  # fmt: skip
 
 
@@ -83,7 +84,7 @@ def test_the_guide_to_publishing_works_as_written(place, hub):
         small = line.replace("2000", "600").replace("you/", f"{USER}/").replace("train.steps=1000", SMALL)
         small += " data.sequence_length=64 train.device=cpu" if " train gpt2" in small else ""
         command = [sys.executable, "-m", "steelyard", *shlex.split(small)[1:]]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+        done = preloaded.run(command, capture_output=True, text=True, timeout=600, env=environment)
         assert done.returncode == 0, f"{small}\n{done.stderr}"
     first, second = (hub.model(f"{USER}/gpt_0.125B_step1000{rest}") for rest in ("", "_openassistant"))
     assert (first.private, second.private) == (True, False)
@@ -105,7 +106,7 @@ def test_the_guide_to_tuning_works_as_written(place, hub):
         small = small.replace("data.sequence_length=1024", "data.sequence_length=64 train.device=cpu")
         small += " data.sequence_length=64 train.device=cpu" if " train gpt2" in small else ""
         command = [sys.executable, "-m", "steelyard", *shlex.split(small)[1:]]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+        done = preloaded.run(command, capture_output=True, text=True, timeout=600, env=environment)
         assert done.returncode == 0, f"{small}\n{done.stderr}"
     base, tuned = (hub.model(f"{USER}/gpt_0.125B{rest}") for rest in ("", "_openassistant"))
     assert base.files["model.safetensors"] != tuned.files["model.safetensors"]
@@ -129,8 +130,8 @@ def test_the_guide_to_planning_works_as_written(place):
         small = line.replace("--nproc 32", "--nproc 2")
         if "my.toml" in line or "--check" in line:  # What runs here is planned for here.
             small = small.replace("cluster.toml", "laptop.toml")
-        done = subprocess.run(
-            [sys.executable, "-m", "steelyard", *shlex.split(small)[1:]], capture_output=True, text=True, timeout=240
+        done = preloaded.run(
+            [sys.executable, "-m", "steelyard", *shlex.split(small)[1:]], capture_output=True, text=True, timeout=600
         )
         assert done.returncode == 0, f"{small}\n{done.stderr}"
     assert "measured" in done.stdout
@@ -163,7 +164,7 @@ def test_the_guide_to_tuning_settings_works_as_written(place):
         told = told.replace("--trials 30", "--trials 1 --steps 7").replace("--trials 24", "--trials 1")
         told = told.replace("train.steps=1000", "train.steps=2")
         command = [sys.executable, "-m", "steelyard", *shlex.split(told)[1:]]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        done = preloaded.run(command, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, f"{told}\n{done.stderr}"
     assert Run.open("runs/tuned").state == "finished"
     assert json.loads(next(Path("studies/cluster").glob("trials/*/run/launch.json")).read_text())["ranks"] == 2
@@ -179,8 +180,8 @@ def test_the_guide_to_evaluation_works_as_written(place):
         small = line.replace("4096", "64")
         if small.startswith("steelyard train "):
             small += f" {SMALL} data.split=1,0,0"
-        done = subprocess.run(
-            [sys.executable, "-m", "steelyard", *shlex.split(small)[1:]], capture_output=True, text=True, timeout=240
+        done = preloaded.run(
+            [sys.executable, "-m", "steelyard", *shlex.split(small)[1:]], capture_output=True, text=True, timeout=600
         )
         assert done.returncode == 0, f"{small}\n{done.stderr}"
         if small.startswith("steelyard eval"):
@@ -210,9 +211,9 @@ def test_the_guide_to_troubleshooting_works_as_written(tmp_path, monkeypatch):
     said = {}
     for line in lines:
         small = line if line == "steelyard doctor" or "--container" in line or "explain" in line else f"{line} --quick"
-        done = subprocess.run(
+        done = preloaded.run(
             [sys.executable, "-P", "-m", "steelyard", *shlex.split(small)[1:]],
-            capture_output=True, text=True, timeout=240, env=environment,
+            capture_output=True, text=True, timeout=600, env=environment,
         )  # fmt: skip
         said[line] = done.stdout
         assert done.returncode == 0, f"{small}\n{done.stdout}{done.stderr}"
@@ -229,7 +230,7 @@ def test_the_page_on_launch_scripts_shows_what_happens(tmp_path):
     [line] = commands("from-megatron.md")
     words = shlex.split(line)[1:]
     command = [sys.executable, "-m", "steelyard", *words]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = preloaded.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "medium.toml").read_text() == recipe
     assert done.stderr == said
@@ -252,7 +253,7 @@ def test_the_guide_to_conversion_works_as_written(place):
     )
     for line in commands("guide-convert.md"):
         words = shlex.split(f"{line} {small}" if " train " in line else line)[1:]
-        done = subprocess.run([sys.executable, "-m", "steelyard", *words], capture_output=True, text=True, timeout=200)
+        done = preloaded.run([sys.executable, "-m", "steelyard", *words], capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, f"{line}\n{done.stderr}"
         if " diff " in line:
             assert "largest_difference       0.0" in done.stdout
@@ -279,7 +280,7 @@ def test_the_guide_to_sparsity_works_as_written(place):
         if words[0] == "train":
             words = [*words[:2], *shlex.split(small), *(word for word in words[2:] if word != "train.steps=200")]
         command = [sys.executable, "-m", "steelyard", *words, *(["--json"] if words[:2] == ["eval", "ppl"] else [])]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        done = preloaded.run(command, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, f"{told}\n{done.stderr}"
         if words[:2] == ["eval", "ppl"]:
             perplexities.append(json.loads(done.stdout)["perplexity"])
@@ -321,7 +322,7 @@ def test_the_guide_to_profiling_works_as_written(place):
             "steelyard",
             *shlex.split(line.replace("10-12", "3-5").replace("10-11", "3-4"))[1:],
         ]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        done = preloaded.run(command, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, f"{line}\n{done.stderr}"
         said.append(done.stdout)
     assert "Rank 0: 2 steps" in said[0]

@@ -11,6 +11,7 @@ import torch
 from steelyard.checkpoint.formats import open_source
 from steelyard.checkpoint.formats.write import Target, convert
 from steelyard.checkpoint.formats.write_megatron import Layout
+from tests import preloaded
 from tests.checkpoint.gpt_model import TOKENS
 from tests.checkpoint.models import SHAPES, Held, written
 
@@ -26,7 +27,7 @@ def logits_of_megatron(folder: Path, tensor: int, control: str = "") -> torch.Te
         port = str(free.getsockname()[1])
     out = folder / "logits.pt"
     ranks = [
-        subprocess.Popen(
+        preloaded.Popen(
             [
                 sys.executable,
                 str(WORKER),
@@ -43,7 +44,7 @@ def logits_of_megatron(folder: Path, tensor: int, control: str = "") -> torch.Te
         )
         for rank in range(tensor)
     ]
-    said = [rank.communicate(timeout=200)[0] for rank in ranks]
+    said = [rank.communicate(timeout=600)[0] for rank in ranks]
     assert all(rank.returncode == 0 for rank in ranks), said[0][-3000:]
     logits: torch.Tensor = torch.load(out, weights_only=True)
     return logits[..., :100]

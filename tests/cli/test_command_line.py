@@ -31,7 +31,7 @@ def test_small_questions_import_no_torch(workplace, words):
         f"try: main({words!r})\nexcept SystemExit as e: assert not e.code, e.code\n"
         "assert 'torch' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
 
 
@@ -47,7 +47,7 @@ def test_the_command_and_the_module_are_the_same(workplace):
         [Path(sys.executable).with_name("steelyard"), "--help"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
     )
     assert script.returncode == 0
     assert workplace.steelyard("--help").stdout == script.stdout
@@ -236,7 +236,7 @@ def test_a_dry_run_needs_no_data_and_exits_with_one_where_it_would_not_fit(workp
 def test_a_log_has_plain_lines_with_rate_and_time_left(workplace):
     process = workplace.start("train", "tiny.toml", "train.steps=100000", "checkpoint.every=0", "eval.every=0")
     log = workplace.path / "runs" / "tiny" / "logs"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     text = ""
     while time.monotonic() < deadline and "left" not in text:
         time.sleep(0.1)
@@ -252,7 +252,7 @@ def test_ctrl_c_before_training_begins_is_quiet_and_exits_with_130(workplace):
     process = workplace.start("tokenizer", "train", "--input", "big.txt", "--model-prefix", "t", "--vocab-size", "9000")
     time.sleep(1.5)
     process.send_signal(2)
-    _, messages = process.communicate(timeout=60)
+    _, messages = process.communicate(timeout=600)
     assert process.returncode == 130
     assert messages.strip() == "error: interrupted"
     assert not (workplace.path / "t").exists()

@@ -15,7 +15,7 @@ def test_the_quickstart_survives_being_killed_at_random_moments(workplace):
         process = workplace.start(*words)
         time.sleep(random.uniform(0.5, 9))
         kill(process)
-    done = workplace.steelyard(*words, "--json", timeout=280)
+    done = workplace.steelyard(*words, "--json", timeout=600)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["valid_loss_after"] < result["valid_loss_before"] - 0.5

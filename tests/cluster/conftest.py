@@ -135,7 +135,7 @@ class Yard:
             command = self.lab.beside(beside, *command)
         if on_host is not None:
             command = self.lab.inside(on_host, "sh", "-c", 'cd "$0" && exec "$@"', str(self.path), *command)
-        done = subprocess.run(command, cwd=self.path, env=self.environment, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, cwd=self.path, env=self.environment, capture_output=True, text=True, timeout=600)
         assert done.returncode == code, done.stdout + done.stderr
         return done
 
@@ -152,14 +152,14 @@ class Yard:
         rows = json.loads(self.steelyard("list", str(run.parent), "--json").stdout)["runs"]
         return next(row["state"] for row in rows if row["name"] == run.name)
 
-    def until_state(self, run: Path, *states: str, seconds: float = 120) -> str:
+    def until_state(self, run: Path, *states: str, seconds: float = 400) -> str:
         deadline = time.monotonic() + seconds
         while (found := self.state(run)) not in states:
             assert time.monotonic() < deadline, f"{run.name} is {found}, not {states}\n{everything(run)}"
             time.sleep(1)
         return found
 
-    def until_step(self, run: Path, step: int, seconds: float = 90) -> None:
+    def until_step(self, run: Path, step: int, seconds: float = 400) -> None:
         deadline = time.monotonic() + seconds
         while not any(record["step"] >= step for record in metrics(run)):
             assert time.monotonic() < deadline, f"{run.name} came to no step {step}\n{everything(run)}"
@@ -174,7 +174,7 @@ class Yard:
         said = self.steelyard("watch", str(run), "--json", on_host=on_host, code=code).stdout
         return {verdict["kind"] for verdict in json.loads(said)["verdicts"]}
 
-    def until_pending(self, run: Path, seconds: float = 90) -> list[str]:
+    def until_pending(self, run: Path, seconds: float = 400) -> list[str]:
         """Wait until all jobs of a run, and all their parts, are in the queue; returns the jobs."""
         jobs = json.loads((run / "launch.json").read_text())["jobs"]
         ask = ("squeue", "--noheader", f"--jobs={','.join(jobs)}", "--format=%T")
@@ -187,12 +187,12 @@ class Yard:
         One that starts before its earlier attempt is gone from a node is never begun there.
         """
         jobs = [job for run in runs for job in self.until_pending(run)]
-        self.lab.until(self._all_idle, "all nodes to be idle", 60)
+        self.lab.until(self._all_idle, "all nodes to be idle", 240)
         time.sleep(2)
         for job in jobs:
             self.lab.until(
                 lambda job=job: self.lab.client("scontrol", "update", f"job={job}", "StartTime=now").returncode == 0,
-                f"job {job} to be pending", 30,
+                f"job {job} to be pending", 240,
             )  # fmt: skip
 
     @contextmanager

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from steelyard.launch.local import die_with_parent
+from steelyard.core.host import die_with_parent
 
 NODES = {"a1": 11, "a2": 12, "b1": 21, "b2": 22}
 HOSTS = {"ctl": 1, **NODES}
@@ -62,7 +62,7 @@ class Lab:
         self._controller()
         for node in NODES:
             self.power_on(node)
-        self.until(lambda: self._states().count("idle") == len(NODES), "idle nodes", 60)
+        self.until(lambda: self._states().count("idle") == len(NODES), "idle nodes", 240)
 
     def stop(self) -> None:
         """End all boxes, the controller's last, and remove the folder."""
@@ -76,7 +76,7 @@ class Lab:
             self._box(node)
             outside, inside = self.boxes["ctl"][0], self.boxes[node][0]
             link = f"v-{node}"
-            self.until(lambda: not self._has_link(link), f"the old link of {node}", 10)
+            self.until(lambda: not self._has_link(link), f"the old link of {node}", 240)
             in_ctl = ["nsenter", "-t", str(outside), "-n"]
             _run(*in_ctl, "ip", "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", str(inside))
             _run(*in_ctl, "ip", "link", "set", link, "master", "br0", "up")
@@ -95,7 +95,7 @@ class Lab:
     def client(self, *words: str, **options) -> subprocess.CompletedProcess:
         """Run a client of Slurm's, as on the login node."""
         return subprocess.run(
-            [str(self.bin / words[0]), *words[1:]], capture_output=True, text=True, timeout=60, **options
+            [str(self.bin / words[0]), *words[1:]], capture_output=True, text=True, timeout=600, **options
         )
 
     def inside(self, host: str, *words: str) -> list[str]:
@@ -143,7 +143,7 @@ class Lab:
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, preexec_fn=die_with_parent(),
             )  # fmt: skip
         self.holders[host] = outer
-        self.until(ready.exists, f"the box of {host}", 10)
+        self.until(ready.exists, f"the box of {host}", 240)
         inner = int(Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text().split()[0])
         self.boxes[host] = inner, _started(inner)
         for name in (host, f"{NETWORK}.{HOSTS[host]}"):
@@ -156,7 +156,7 @@ class Lab:
         holder = self.holders.pop(host, None)
         if holder is not None:
             holder.kill()
-            holder.wait(timeout=20)
+            holder.wait(timeout=150)
 
     def _controller(self) -> None:
         folder = self.folder
@@ -176,12 +176,12 @@ class Lab:
             "--skip-networking", f"--pid-file={folder}/db/pid", "--innodb-lock-wait-timeout=900", *quick,
         )  # fmt: skip
         ask = ["mariadb", "--no-defaults", "-S", f"{folder}/db/sock", "-e", "select 1"]
-        self.until(lambda: subprocess.run(ask, capture_output=True).returncode == 0, "the database", 60)
+        self.until(lambda: subprocess.run(ask, capture_output=True).returncode == 0, "the database", 240)
         self._enter("ctl", "env", f"MYSQL_UNIX_PORT={folder}/db/sock", "slurmdbd")
-        self.until(lambda: self.client("sacctmgr", "-n", "list", "cluster").returncode == 0, "slurmdbd", 60)
+        self.until(lambda: self.client("sacctmgr", "-n", "list", "cluster").returncode == 0, "slurmdbd", 240)
         self.client("sacctmgr", "-iQ", "add", "cluster", "yard")
         self._enter("ctl", "slurmctld")
-        self.until(lambda: self.client("scontrol", "ping").returncode == 0, "slurmctld", 60)
+        self.until(lambda: self.client("scontrol", "ping").returncode == 0, "slurmctld", 240)
 
     def _write_files(self) -> None:
         folder = self.folder
@@ -282,7 +282,7 @@ NodeName=b[1-2] Name=gpu Type=a100 File={folder}/dev/gpu[0-3]
 
 
 def _run(*words: str, **options) -> None:
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL, **options)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=600, stdin=subprocess.DEVNULL, **options)
     if done.returncode:
         raise RuntimeError(f"{' '.join(words)}\n{done.stdout}{done.stderr}")
 

@@ -51,7 +51,7 @@ def image(yard: Yard) -> Path:
         (root / "etc" / name).touch()
     made = yard.path / "tiny.sif"
     words = ["unshare", "--net", str(PROGRAM), "-q", "build", "--force", str(made), str(root)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=600)
     if done.returncode:
         pytest.skip(f"apptainer builds no image here: {done.stderr[-300:]}")
     return made

@@ -27,7 +27,7 @@ def test_doctor_in_a_job_measures_between_its_nodes(yard: Yard):
 def test_doctor_on_the_head_node_sees_slurm_and_its_partitions(yard: Yard):
     done = subprocess.run(
         [sys.executable, "-P", "-m", "steelyard", "doctor", "--quick", "--json"],
-        cwd=yard.path, env=yard.environment, capture_output=True, text=True, timeout=120,
+        cwd=yard.path, env=yard.environment, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     [slurm] = [finding for finding in json.loads(done.stdout)["findings"] if finding["name"] == "Slurm"]
     assert slurm["verdict"] == "ok", slurm

@@ -25,12 +25,12 @@ def test_a_preempted_job_saves_gives_way_and_goes_on(yard: Yard, undisturbed: Pa
                 "sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--nodelist=a[1-2]", "--exclusive",
                 "--output=/dev/null", "--wrap=sleep 1",
             ).stdout.strip()  # fmt: skip
-            yard.lab.until(lambda times=times: yard.is_warned(run, times), "the warning", 60)
-        yard.until_state(run, "PENDING", seconds=60)
+            yard.lab.until(lambda times=times: yard.is_warned(run, times), "the warning", 240)
+        yard.until_state(run, "PENDING", seconds=300)
         saved = max(int(path.name.partition("-")[2]) for path in (run / "checkpoints").glob("step-*"))
         assert step <= saved < STEPS
         assert yard.verdicts(run, 3) == {"requeued"}
-        yard.lab.until(lambda job=rich: "COMPLETED" in _states(yard, job), "the other job", 30)
+        yard.lab.until(lambda job=rich: "COMPLETED" in _states(yard, job), "the other job", 240)
         yard.hurry(run)
         yard.until_step(run, saved + 1)
         assert f"resumed at step {saved}" in (run / "logs" / "a1.out").read_text()
@@ -82,12 +82,12 @@ def test_a_follower_does_not_wait_for_a_master_that_is_gone(yard: Yard):
         "sbatch", "--parsable", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 300"
     ).stdout.strip()
     try:
-        yard.lab.until(lambda: "RUNNING" in _states(yard, taken), "the nodes to be taken", 20)
+        yard.lab.until(lambda: "RUNNING" in _states(yard, taken), "the nodes to be taken", 240)
         run = yard.submit(*MIXED, "--site", "apart", "--on", "slurm", "--name", "orphan")
         master, follower = _jobs(run)
-        yard.lab.until((run / "launch" / "arrived-1.json").exists, "the follower", 60)
+        yard.lab.until((run / "launch" / "arrived-1.json").exists, "the follower", 240)
         yard.lab.client("scancel", master)
-        yard.lab.until(lambda: "FAILED" in _states(yard, follower), "the follower's end", 60)
+        yard.lab.until(lambda: "FAILED" in _states(yard, follower), "the follower's end", 240)
     finally:
         yard.lab.client("scancel", taken)
     assert yard.state(run) == "CANCELLED"

@@ -47,7 +47,7 @@ def test_a_cancelled_job_saves_on_all_hosts_and_one_ended_at_once_leaves_no_rank
     yard.submit(*long, beside="a1")
     yard.until_step(run, saved + 3)
     yard.steelyard("cancel", str(run), "--now", beside="a1")
-    yard.lab.until(lambda: not ranks(run), "all ranks to be gone", 20)
+    yard.lab.until(lambda: not ranks(run), "all ranks to be gone", 240)
 
 
 def ranks(run: Path) -> list[str]:

@@ -66,7 +66,7 @@ def test_a_tuner_killed_twice_has_its_job_taken_up_and_nodes_follow_from_the_lay
     run = study / "trials/00000/run"
     with open(yard.path / "tuner.log", "w") as log:
         losing = yard.environment | {"PATH": f"{losing_sbatch(yard)}:{yard.environment['PATH']}"}
-        lost = subprocess.run(command, cwd=yard.path, env=losing, stdout=log, stderr=log, timeout=60)
+        lost = subprocess.run(command, cwd=yard.path, env=losing, stdout=log, stderr=log, timeout=600)
         assert (lost.returncode, launches(study)) == (-signal.SIGKILL, {})
         tuner = subprocess.Popen(command, cwd=yard.path, env=yard.environment, stdout=log, stderr=log)
     try:
@@ -99,16 +99,16 @@ def test_a_trial_that_takes_too_long_and_one_that_somebody_cancels_are_told_apar
     with open(yard.path / "endless.log", "w") as log:
         tuner = subprocess.Popen(command, cwd=yard.path, env=yard.environment, stdout=subprocess.PIPE, stderr=log)
     try:
-        yard.lab.until(lambda: launches(study), "the first job", 60)
+        yard.lab.until(lambda: launches(study), "the first job", 240)
         assert yard.lab.client("scancel", launches(study)[0][0]).returncode == 0
-        told = json.loads(tuner.communicate(timeout=90)[0])
+        told = json.loads(tuner.communicate(timeout=600)[0])
     finally:
         kill(tuner)
     assert outcomes(study) == [outcome.LOST, outcome.TIMED_OUT], (yard.path / "endless.log").read_text()
     assert told["best"] == []
     records = (study / "trials/00001/run/scheduler.jsonl").read_text().splitlines()
     assert json.loads(records[-1])["state"] == "CANCELLED"
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 300
     while yard.lab.client("squeue", "--noheader", "--me").stdout:
         assert time.monotonic() < deadline
         time.sleep(0.5)

@@ -57,7 +57,7 @@ def test_words_become_what_bash_makes_of_them(snippet, tmp_path):
     judge.write_text("show.py() { printf '%s\\0' \"$@\" END >&9; }\n" + snippet.replace("bash -c 'echo' x;", "") + "\n")
     (tmp_path / "out").touch()
     command = ["bash", "-c", 'exec 9>out; . ./judge.sh "$@"', str(script), "one", "two words"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=20, env={"PATH": "/usr/bin:/bin"})
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=150, env={"PATH": "/usr/bin:/bin"})
     assert done.returncode == 0, done.stderr
     calls = (tmp_path / "out").read_text().split("END\0")[:-1]
     judged = [call.split("\0")[:-1] for call in calls]

@@ -57,6 +57,7 @@ def test_a_shown_recipe_loads_again_to_the_same_thing(name, tmp_path):
         ('family = "gpt"', 'family = "gtp"', 4, "model.family", "gpt, llama"),
         ("vocab = 50257", "vocab = 50257\nkv_heads = 4", 9, "model.kv_heads", "model.heads"),
         ("vocab = 50257", "", 3, "model.vocab", "missing"),
+        ("steps = 50", 'steps = 50\ndevice = "mps"', 18, "train.device", "mps is not supported"),
     ],
 )
 def test_a_mistake_is_answered_with_file_line_key_and_a_way_out(recipe, was, wrong, line, key, hint):

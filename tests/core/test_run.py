@@ -8,6 +8,7 @@ from steelyard.core import run as runs
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import load
 from steelyard.core.run import Run, for_training
+from tests import preloaded
 
 
 def test_an_unfinished_run_is_resumed_and_beside_a_finished_one_a_new_one_is_made(in_workplace):
@@ -63,7 +64,7 @@ with Run(Path(sys.argv[1])).writing():
 def test_only_one_process_writes_and_a_killed_one_lets_go(in_workplace):
     run = for_training(load("tiny.toml"))
     run.update(**runs.session(world_size=1))
-    holder = subprocess.Popen([sys.executable, "-c", HOLDS_THE_LOCK, str(run.path)], stdout=subprocess.PIPE, text=True)
+    holder = preloaded.Popen([sys.executable, "-c", HOLDS_THE_LOCK, str(run.path)], stdout=subprocess.PIPE, text=True)
     try:
         assert holder.stdout.readline() == "held\n"
         assert run.state == "running"
@@ -71,7 +72,7 @@ def test_only_one_process_writes_and_a_killed_one_lets_go(in_workplace):
             pass
     finally:
         holder.kill()
-        holder.communicate(timeout=30)
+        holder.communicate(timeout=150)
     assert run.state == "killed"
     with run.writing():
         assert run.state == "running"

@@ -75,7 +75,7 @@ class Bench:
         # A library that is asked for need not be there when the asker is loaded in a test: it never is.
         links = [f"-Wl,--no-as-needed,{one}" for one in needed]
         subprocess.run(
-            ["gcc", "-shared", "-fPIC", "-nostdlib", *options, "-o", path, code, *links], check=True, timeout=60
+            ["gcc", "-shared", "-fPIC", "-nostdlib", *options, "-o", path, code, *links], check=True, timeout=600
         )
         return path
 

@@ -45,7 +45,7 @@ def sourced(machine, question: str) -> str:
     environment = dict(machine.environment) | {"PATH": os.environ["PATH"]}
     script = f". {environment_file(machine)}\n{question}"
     return subprocess.run(
-        ["sh", "-uc", script], env=environment, capture_output=True, text=True, check=True, timeout=20
+        ["sh", "-uc", script], env=environment, capture_output=True, text=True, check=True, timeout=150
     ).stdout
 
 
@@ -196,7 +196,7 @@ def test_names_of_folders_are_words_to_the_shell_that_sources_the_file(bench):
     changes.apply(machine, repair.planned(machine, [Finding("a", "a", "fail", "", links={"libx.so.1": "/x"})]))
     done = subprocess.run(
         ["sh", "-c", '. "$1"; echo "$LD_LIBRARY_PATH"', "sh", str(environment_file(machine))],
-        env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, check=True, timeout=20, cwd=bench.path,
+        env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, check=True, timeout=150, cwd=bench.path,
     )  # fmt: skip
     assert done.stdout.strip() == str(library_folder(machine))
     assert not (bench.path / "hacked").exists()

@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 from steelyard.text import tokenizer as tokenizers
+from tests import preloaded
 
 TEXT = Path(argparse.__file__).read_text()[:12000]
 
@@ -58,4 +58,4 @@ def smollm2():
 
 def steelyard(*words, **options):
     command = [sys.executable, "-m", "steelyard", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, **options)
+    return preloaded.run(command, capture_output=True, text=True, timeout=600, **options)

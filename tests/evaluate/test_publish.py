@@ -1,7 +1,6 @@
 import json
 import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from steelyard.core.recipe import load
 from steelyard.evaluate import publish
 from steelyard.evaluate.weights import measure
 from steelyard.text import tokenizer as tokenizers
+from tests import preloaded
 from tests.hub import TOKEN
 from tests.hub import Fault as Trouble
 
@@ -337,7 +337,7 @@ def test_the_command_keeps_the_token_to_itself(hub, folder, tmp_path):
 
     def steelyard(*words, **options):
         command = [sys.executable, "-m", "steelyard", "hub", *words]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, **options)
+        done = preloaded.run(command, capture_output=True, text=True, timeout=600, env=environment, **options)
         assert TOKEN not in done.stdout + done.stderr
         return done
 

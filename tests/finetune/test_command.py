@@ -2,15 +2,16 @@
 
 import json
 import shutil
-import subprocess
 import sys
 
 import pytest
 
+from tests import preloaded
+
 
 def steelyard(*words):
     command = [sys.executable, "-P", "-m", "steelyard", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return preloaded.run(command, capture_output=True, text=True, timeout=600)
 
 
 WORDS = ["finetune.template=chatml", "data.sequence_length=64", "train.device=cpu", "train.global_batch=4"]

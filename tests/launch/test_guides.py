@@ -3,13 +3,13 @@
 import os
 import shlex
 import stat
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from steelyard.cli import _cut, app
+from tests import preloaded
 from tests.test_guides import DOCS, commands
 
 
@@ -70,7 +70,7 @@ def test_the_guide_to_containers_runs_inside(place, capsys, monkeypatch):
     assert "eval ppl runs/masks" in run(evaluate, capsys)
     command = [sys.executable, "-P", "-m", "steelyard", *command.split()[1:]]
     own = {"PATH": f"{place}/bin:/usr/bin:/bin", "PYTHONPATH": str(DOCS.parent)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | own)
+    done = preloaded.run(command, capture_output=True, text=True, timeout=600, env=os.environ | own)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("inside: exec --bind /data:/data")
     assert "python3 -m steelyard --version, /opt/nccl_libs" in done.stdout

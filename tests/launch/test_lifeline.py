@@ -21,7 +21,7 @@ while :; do sleep 0.05; done
 """
 
 
-def until(condition, seconds: float = 20.0) -> None:
+def until(condition, seconds: float = 300) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -74,7 +74,7 @@ def test_signals_reach_the_client_and_its_exit_code_comes_back(tmp_path, number,
     keeper = subprocess.Popen(lifeline.kept(["bash", "-c", traps], str(tmp_path)), cwd=tmp_path)
     until(lambda: (tmp_path / "started").exists())
     keeper.send_signal(number)
-    assert keeper.wait(timeout=20) == code
+    assert keeper.wait(timeout=150) == code
     assert not list(tmp_path.glob("alive.*"))
 
 

@@ -52,7 +52,7 @@ def queue(tmp_path, monkeypatch) -> Path:
 
 def submit(*words: str, code: int = 0) -> None:
     command = [sys.executable, "-P", "-m", "steelyard", "submit", "--on", "slurm", *words]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}, timeout=30)
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}, timeout=150)
     assert done.returncode == code
 
 
@@ -101,7 +101,7 @@ def test_a_job_that_squeue_has_forgotten_has_left_its_number(queue: Path, tmp_pa
         (mark, {"SLURM_JOB_ID": "77"}, "77"),
         (f"{mark}_3", {"SLURM_JOB_ID": "79", "SLURM_ARRAY_JOB_ID": "75", "SLURM_ARRAY_TASK_ID": "3"}, "75_3"),
     ):
-        subprocess.run(["bash", "-c", script, "job.sh", word], env=os.environ | given, check=True, timeout=20)
+        subprocess.run(["bash", "-c", script, "job.sh", word], env=os.environ | given, check=True, timeout=150)
         record.write(run, Launch("slurm", "x", [], [], 1, 1, marks=[word]))
         (queue / "40").unlink(missing_ok=True)
         launch = marks.launched(run)

@@ -16,6 +16,7 @@ from steelyard.core.recipe.site import Site
 from steelyard.launch import meeting, slurm
 from steelyard.launch.groups import Group
 from steelyard.parallel import doors
+from tests import preloaded
 from tests.launch.test_submit import order
 
 pytestmark = pytest.mark.timeout(60)
@@ -35,10 +36,10 @@ def test_a_master_meets_the_follower_that_is_there_and_not_one_of_the_past(tmp_p
         time.sleep(0.2)
         assert not master.done()
         follower = pool.submit(meeting.meet, tmp_path, "8.1", 2, 1, 1, asked, stack)
-        where = master.result(timeout=10)
+        where = master.result(timeout=150)
         assert where is not None
         assert where[1] == "7.1"
-        assert follower.result(timeout=10) == where
+        assert follower.result(timeout=150) == where
         assert (folder / "met-8.1").read_text() == (folder / "met-7.1").read_text() == "7.1\n8.1\n"
         (folder / "arrived-1.json").unlink(missing_ok=True)
 
@@ -61,11 +62,11 @@ def test_ranks_of_a_job_meet_without_a_port_that_was_chosen_before(tmp_path: Pat
     with socket.create_server(("", doors.doors(f"{tmp_path} 7.0")[0])), socket.create_server(("", 0)) as taken:
         words = ["-m", "steelyard.launch.node", "--run", str(tmp_path), "--groups", "1x2", "--attempt", "7.0", "--"]
         given = {"PYTHONPATH": str(Path(__file__).parents[2]), "MASTER_PORT": str(taken.getsockname()[1])}
-        done = subprocess.run(
+        done = preloaded.run(
             [sys.executable, *words, sys.executable, "-c", MEET],
             env=os.environ | given,
             capture_output=True,
-            timeout=50,
+            timeout=150,
         )
     assert done.returncode == 0, done.stderr
     [said] = (tmp_path / "logs").glob("*.out")
@@ -111,7 +112,7 @@ def test_a_job_follows_what_becomes_of_the_other_job_of_its_run(tmp_path: Path, 
     two = order(tmp_path, Site(heterogeneous="several-jobs"), groups=[Group(1, 1), Group(1, 2)])
     given = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
     done = subprocess.run(
-        ["bash", "-c", slurm.text(two, 0)], env=given, cwd=tmp_path, capture_output=True, text=True, timeout=20
+        ["bash", "-c", slurm.text(two, 0)], env=given, cwd=tmp_path, capture_output=True, text=True, timeout=150
     )
     assert (done.returncode, (tmp_path / "requeued").exists()) == (code, requeued), done.stdout + done.stderr
 
@@ -128,7 +129,7 @@ def test_before_they_met_a_job_waits_for_one_in_the_queue(tmp_path: Path):
         if met:
             (tmp_path / "launch" / "met-7.0").write_text(met)
         words = ["bash", "-c", f"how_others_are{functions}how_others_are"]
-        assert subprocess.run(words, env=given, capture_output=True, text=True, timeout=20).stdout == said
+        assert preloaded.run(words, env=given, capture_output=True, text=True, timeout=150).stdout == said
 
 
 def test_a_node_leaves_word_whether_its_ranks_failed_by_themselves(tmp_path: Path):
@@ -143,9 +144,9 @@ def test_a_node_leaves_word_whether_its_ranks_failed_by_themselves(tmp_path: Pat
         rank = f"import os, sys; open(os.environ['STEELYARD_ERROR_FILE'], 'w').write('{words % lost}'); sys.exit(1)"
         line = ["-m", "steelyard.launch.node", "--run", str(tmp_path), "--groups", "1x1,1x1", "--group", "1"]
         environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-        subprocess.run(
+        preloaded.run(
             [sys.executable, *line, "--attempt", attempt, "--", sys.executable, "-c", rank],
-            env=environment, capture_output=True, timeout=30,
+            env=environment, capture_output=True, timeout=150,
         )  # fmt: skip
     assert (tmp_path / "launch" / "lost-7.0").exists()
     assert (tmp_path / "launch" / "failed-7.1").exists()

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ from steelyard import cli
 from steelyard.core.errors import Interrupted, UserError
 from steelyard.launch import ending, logs, process, record, scheduler
 from steelyard.launch.record import Launch
+from tests import preloaded
 
 WIDTHS = scheduler.QUEUE_FIELDS
 
@@ -232,8 +232,8 @@ def test_a_starter_keeps_the_streams_apart_and_hides_secrets(tmp_path, monkeypat
         "print('err', r, file=sys.stderr); sys.exit(3 if r == '1' else 0)"
     )
     words = ["--run", str(tmp_path), "--groups", "1x2", "--", sys.executable, "-c", talk]
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "steelyard.launch.node", *words], timeout=60, capture_output=True
+    done = preloaded.run(
+        [sys.executable, "-P", "-m", "steelyard.launch.node", *words], timeout=600, capture_output=True
     )
     assert done.returncode == 3
     [out, err] = (next((tmp_path / "logs").glob(f"*.{kind}")).read_text().splitlines() for kind in ("out", "err"))

@@ -123,7 +123,7 @@ def test_every_word_of_a_person_stays_one_word(tmp_path, monkeypatch):
     environment = {"PATH": f"{programs}:/usr/bin:/bin", "SEEN": str(seen), "SLURM_JOB_ID": "7"}
     with pytest.raises(UserError, match="colon or a comma") if set(":,") & set(str(place)) else _nothing():
         text = slurm.text(made)
-    subprocess.run(["bash", "-c", text], env=environment, check=True, timeout=20)
+    subprocess.run(["bash", "-c", text], env=environment, check=True, timeout=150)
     words = seen.read_bytes().decode().split("\0")
     assert words.count(HOSTILE) == 4  # option, image, command, variable
     assert str(place) in words
@@ -194,7 +194,7 @@ def test_enroot_keeps_what_is_set_and_the_folder(tmp_path):
         Site(container=image, environment={"MINE": "x"}), command, str(tmp_path), None, gpus=True
     )
     there = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_PROCID": "3", "MINE": "two words"}
-    done = subprocess.run(words, env=there, capture_output=True, text=True, timeout=20)
+    done = subprocess.run(words, env=there, capture_output=True, text=True, timeout=150)
     assert done.stdout == f"{tmp_path}|3|two words|unset\n"
 
 
@@ -243,7 +243,7 @@ def test_a_step_of_an_allocation_is_asked_to_save_and_waited_for(tmp_path):
         assert job.poll() is None
         time.sleep(0.02)
     job.terminate()
-    assert job.communicate(timeout=20)[0] == "saved\n"
+    assert job.communicate(timeout=150)[0] == "saved\n"
     assert job.returncode == 0
 
 
@@ -295,7 +295,7 @@ def test_an_unpacked_image_is_reused_until_it_is_reloaded(tmp_path):
     container = Container(kind="apptainer", image="my image.sif", unpack=str(tmp_path / "place"))
     for reload in (False, False, True):
         script = containers.preparation(container, reload)
-        subprocess.run(["bash", "-c", script], env={"PATH": f"{fake.parent}:/usr/bin:/bin"}, check=True, timeout=20)
+        subprocess.run(["bash", "-c", script], env={"PATH": f"{fake.parent}:/usr/bin:/bin"}, check=True, timeout=150)
     calls = (tmp_path / "calls").read_text().splitlines()
     assert len(calls) == 2
     assert calls[0].startswith("build --sandbox")
@@ -315,7 +315,7 @@ def test_a_shell_has_the_modules_the_environment_and_the_container(tmp_path):
     assert text.splitlines()[-1].startswith("exec apptainer exec")
     done = subprocess.run(
         ["bash", "-c", shell.script_for(site.model_copy(update={"modules": [], "container": Container()}), ["env"])],
-        capture_output=True, text=True, env={"PATH": "/usr/bin:/bin", "LD_LIBRARY_PATH": "/z"}, timeout=20,
+        capture_output=True, text=True, env={"PATH": "/usr/bin:/bin", "LD_LIBRARY_PATH": "/z"}, timeout=150,
     )  # fmt: skip
     assert "A=b c\n" in done.stdout
     assert "LD_LIBRARY_PATH=/x:/y:/z\n" in done.stdout

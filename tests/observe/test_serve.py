@@ -49,7 +49,7 @@ def address(runs: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def get(address: str, **headers: str) -> tuple[int, bytes]:
     try:
-        with urllib.request.urlopen(urllib.request.Request(address, headers=headers), timeout=10) as answer:
+        with urllib.request.urlopen(urllib.request.Request(address, headers=headers), timeout=150) as answer:
             assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
             return answer.status, answer.read()
     except urllib.error.HTTPError as error:
@@ -158,7 +158,7 @@ def test_nothing_can_be_changed(address: str, runs: Path):
     for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
         request = urllib.request.Request(f"{address}/api/run?id=good", data=b"{}", method=method)
         with pytest.raises(urllib.error.HTTPError, match="501"):
-            urllib.request.urlopen(request, timeout=10)
+            urllib.request.urlopen(request, timeout=150)
     get(f"{address}/api/runs")
     assert sorted((path, path.stat().st_mtime_ns) for path in runs.rglob("*")) == before
 

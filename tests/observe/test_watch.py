@@ -4,7 +4,6 @@ import json
 import os
 import re
 import select
-import subprocess
 import sys
 import termios
 import time
@@ -16,6 +15,7 @@ from steelyard.cli import main
 from steelyard.core.errors import UserError
 from steelyard.observe import find, watch
 from steelyard.observe.view import view
+from tests import preloaded
 from tests.conftest import Workplace, kill
 from tests.observe.folders import Folder
 
@@ -133,7 +133,7 @@ def test_a_real_run_is_healthy_then_killed_and_then_completed(workplace: Workpla
     process = workplace.start(*words)
     try:
         metrics = workplace.path / "runs" / "tiny" / "metrics.jsonl"
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not (metrics.exists() and metrics.stat().st_size > 2000) and time.monotonic() < deadline:
             time.sleep(0.2)
         told = workplace.steelyard("watch", "--json")
@@ -164,7 +164,7 @@ def test_a_terminal_has_a_page_that_renews_itself_and_ends_with_the_run(workplac
     termios.tcsetwinsize(theirs, (40, 100))
     command = [sys.executable, "-P", "-m", "steelyard", "watch", "--every", "0.2"]
     environment = os.environ | {"TERM": "xterm"}
-    process = subprocess.Popen(command, cwd=workplace.path, stdout=theirs, stderr=theirs, env=environment)
+    process = preloaded.Popen(command, cwd=workplace.path, stdout=theirs, stderr=theirs, env=environment)
     os.close(theirs)
     try:
         assert "running well" in read_until(ours, "running well")

@@ -22,7 +22,7 @@ FAMILIES = {
 }
 TEN_STEPS = [
     "train.steps=10", "log.every=1", "eval.every=5", "checkpoint.every=0", "train.global_batch=8",
-    "train.micro_batch=1", "parallel.timeout_minutes=0.5",
+    "train.micro_batch=1", "parallel.timeout_minutes=3",
 ]  # fmt: skip
 COMPARED = ("step", "loss", "valid_loss", "grad_norm", "learning_rate", "samples", "global_batch", "skipped")
 

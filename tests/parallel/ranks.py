@@ -35,7 +35,7 @@ class RanksCrashed(RanksFailed):
 class Ranks:
     """Up to eight processes, started when first needed and ended, by their ids, in `close`."""
 
-    def __init__(self, folder: Path, start_method: str = "forkserver", seconds: float = 60, retries: int = 1) -> None:
+    def __init__(self, folder: Path, start_method: str = "forkserver", seconds: float = 400, retries: int = 1) -> None:
         self.folder, self.seconds, self.retries = folder, seconds, retries
         self._context = get_context(start_method)
         self._context.set_forkserver_preload(["tests.parallel.jobs"])

@@ -50,13 +50,14 @@ def test_a_stage_of_one_rank_is_compared_with_its_own_past_and_not_with_longer_s
 
 
 def test_the_ranks_of_a_host_say_who_they_are_and_what_they_do(layouts: Layouts):
+    began = time.time()
     run = layouts.run(4, "llama", *parallel(pipeline=2, data=2), "train.steps=2")
     (path,) = (run.path / "hosts").iterdir()
     told = json.loads(path.read_text())
     assert told["host"] == path.stem == os.uname().nodename
     assert told["ranks"] == [0, 1, 2, 3]
     assert len(set(told["process ids"])) == 4
-    assert abs(told["clock"] - time.time()) < 60
+    assert began <= told["clock"] <= time.time()
     assert {"torch", "steelyard", "python"} <= told["versions"].keys()
     state = State(run.path).refresh()
     assert told["layout"] == {**requested(state), "world": 4, "data": 2}

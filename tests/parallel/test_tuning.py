@@ -15,7 +15,7 @@ from tests.parallel.conftest import Layouts, difference
 from tests.parallel.test_layouts import parallel
 
 COMMON = ["train.steps=4", "train.global_batch=8", "eval.every=2", "optim.learning_rate=1e-3",
-          "parallel.timeout_minutes=0.5"]  # fmt: skip
+          "parallel.timeout_minutes=3"]  # fmt: skip
 KINDS = {
     "full": [],
     "lora": ["finetune.adapter.rank=4", "optim.learning_rate=1e-2"],

@@ -228,7 +228,7 @@ def meet(folder: Path, *launcher: str) -> list[str]:
     paths = {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
     }
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | root | paths)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=os.environ | root | paths)
     assert done.returncode == 0, done.stderr
     return sorted(done.stdout.splitlines())
 
@@ -246,6 +246,6 @@ def test_ranks_of_mpirun_meet_though_a_port_is_taken(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("srun"), reason="there is no srun here")
 def test_ranks_of_srun_on_two_nodes_meet(tmp_path):
-    if subprocess.run(["sinfo"], capture_output=True, timeout=30).returncode:
+    if subprocess.run(["sinfo"], capture_output=True, timeout=150).returncode:
         pytest.skip("no Slurm answers here")
     assert meet(tmp_path, "srun", "-N2", "-n2") == ["srun 0/2 3", "srun 1/2 3"]

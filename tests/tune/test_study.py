@@ -19,6 +19,7 @@ from steelyard.launch import process, record, scheduler
 from steelyard.tune import best, history, kept, outcome, search, spec, storage, submitted, workers
 from steelyard.tune.machine import named_gpus
 from steelyard.tune.study import Study, folder_of
+from tests import preloaded
 from tests.conftest import kill
 from tests.tune.test_trial import is_alive
 
@@ -92,7 +93,7 @@ def valley(tmp_path):
 
 def tune(folder, *words, **environment):
     command = [sys.executable, "-P", "-m", "steelyard", "tune", *words]
-    return subprocess.Popen(
+    return preloaded.Popen(
         command, cwd=folder, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
@@ -109,7 +110,7 @@ def runs(folder):
     return len(file.read_text().splitlines()) if file.exists() else 0
 
 
-def wait_for(condition, seconds=60):
+def wait_for(condition, seconds=300):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
