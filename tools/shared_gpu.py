@@ -8,7 +8,6 @@ whose kernels are not all resident at once never ends.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import shutil
 import signal
@@ -79,13 +78,6 @@ def nccl(given: str | None = None) -> tuple[Path, tuple[int, int, int]]:
         is_named = ".".join(map(str, found))
         raise CannotRun(f"ranks can share a GPU from NCCL 2.30 on, and {path} is {is_named}", hint)
     return path, found
-
-
-def loaded_nccl() -> str:
-    """The version of the NCCL that this process has loaded."""
-    number = ctypes.c_int()
-    ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
-    return f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
 
 
 class Mps:

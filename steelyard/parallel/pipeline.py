@@ -56,7 +56,7 @@ def slices(partition: Partition, parallel: Parallel, axis: Axis) -> dict[int, Sl
 class Stage(PipelineStage):
     """A stage that says what it is doing.
 
-    Zero bubble computes the gradients of weights later. Before torch 2.13 nothing keeps the graph node of a
+    Zero bubble computes the gradients of weights later. In torch 2.11 nothing keeps the graph node of a
     `torch.autograd.Function` until then, and the fused head and loss is one; so the stage holds the nodes that its
     outputs come from.
     """
