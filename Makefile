@@ -3,6 +3,7 @@
 # make test        set-up, lint, types, contract, fast tests
 # make test-all    the same and the slow tests
 # make test-cluster  installs Slurm, Open MPI, PostgreSQL and Chromium (Debian, root), then tests on them
+# make test-gpu    the tests that need an NVIDIA GPU, and layouts over NCCL on 2 and 4 ranks that share it
 # make lint        look; make format  mend
 # make bench       the measurements that need no GPU and no data from elsewhere
 SHELL := /bin/bash
@@ -12,7 +13,7 @@ BIN := .venv/bin
 # Where it is set, every process of the tests compiles the package anew: four seconds of CPU each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup quickstart lint format test test-all test-cluster bench clean
+.PHONY: setup quickstart lint format test test-all test-cluster test-gpu bench clean
 
 # The script itself looks for a Python 3.11 or 3.12; one before 3.7 cannot even read it.
 setup:
@@ -44,6 +45,10 @@ test-all: lint
 test-cluster: setup
 	tools/cluster_packages
 	$(BIN)/pytest -m cluster
+
+# GPU_TESTS="--minutes 9" for a slice; the same command continues behind what is done.
+test-gpu: setup
+	$(BIN)/python tools/gpu_tests.py $(GPU_TESTS)
 
 bench: setup
 	$(BIN)/python benchmarks/index_maps.py

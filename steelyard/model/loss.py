@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steelyard.model.split_backward import splittable
-
 CHUNK_BYTES = 1 << 31  # of logits
 # Where only the loss is wanted, chunks on a CPU stay in its cache.
 CACHE_BYTES = 1 << 24
@@ -56,7 +54,6 @@ def linear_cross_entropy(
     return loss
 
 
-@splittable(lambda grad_x, grad_weight: ())
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from steelyard.model import LanguageModel
 from steelyard.model.modules import Linear
-from steelyard.model.split_backward import splittable
 
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16  # of every dimension that the hardware multiplies
@@ -41,7 +40,6 @@ def scaled(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return (x.float() * factor).clamp(-largest, largest).to(dtype), factor.reciprocal()
 
 
-@splittable(lambda x, of_x, weight, of_weight: (x.shape[0], weight.shape[0]))
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, weight_OD: Tensor) -> Tensor:

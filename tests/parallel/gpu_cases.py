@@ -30,7 +30,7 @@ FOR_MASKS = [("llama-bias", "zero 3"), ("gpt", "tensor"), ("llama-bias", "pipeli
 FOR_LORA = [("llama", "zero 3"), ("gpt", "tensor"), ("llama", "pipeline"), ("gpt", "data x tensor zero 3")]
 FOR_COMPILED = ["zero 3 on 2", "tensor", "sequence", "context", "pipeline 2 1f1b", "data x tensor zero 3"]
 LAST = ("gpipe", "hybrid", "empty")
-FOR_PRECISION = ["zero 3 on 2", "tensor", "pipeline 2 1f1b"]
+FOR_PRECISION = ["zero 3 on 2", "tensor", "pipeline 2 1f1b", "pipeline 2 zero-bubble"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Case:
     @property
     def seconds(self) -> float:
         """About how long it takes on an H200, the run of one process included."""
-        return 60 if self.compiled else 8 + 2 * self.ranks
+        return 60 if self.compiled else 4 + self.ranks
 
     @property
     def described(self) -> dict[str, Any]:
