@@ -82,7 +82,8 @@ def _sized(recipe: Recipe, run: Path | None) -> tuple[int, float | None, Path]:
         return steps, None, place
     per_step = sizing.seconds_per_step(recipe)
     steps = sizing.steps_within(SECONDS_TO_TRAIN, per_step, recipe, FEWEST_STEPS, MOST_STEPS)
-    console.say(f"measured {per_step:.2g} s per step here: training {steps} steps, {_about(steps * per_step)}")
+    why = {FEWEST_STEPS: " (fewer would show little)", MOST_STEPS: " (more would repeat the text)"}.get(steps, "")
+    console.say(f"measured {per_step:.2g} s per step here: training {steps} steps{why}, {_about(steps * per_step)}")
     return steps, per_step, place
 
 
