@@ -12,7 +12,7 @@ BIN := .venv/bin
 
 .PHONY: setup quickstart lint format test test-all test-cluster bench clean
 
-# The script itself looks for a Python 3.11 or 3.12; one before 3.7 cannot even read it.
+# The script itself looks for a Python from 3.11 to 3.14; one before 3.7 cannot even read it.
 setup:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 7) and "error: this Python is too old: make setup PYTHON=python3.12, or build an image, see containers/")'
 	@$(PYTHON) tools/setup.py --torch $(TORCH)
