@@ -4,13 +4,16 @@
 # make test-all    the same and the slow tests
 # make test-cluster  installs Slurm, Open MPI, PostgreSQL and Chromium (Debian, root), then tests on them
 # make lint        look; make format  mend
+# make wheel       dist/: the source distribution and the wheel
+# make wheelhouse  wheelhouse/: all wheels for an install without a network (TORCH=..., EXTRAS=all)
 # make bench       the measurements that need no GPU and no data from elsewhere
 SHELL := /bin/bash
 TORCH ?= auto
+EXTRAS ?=
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup quickstart lint format test test-all test-cluster bench clean
+.PHONY: setup quickstart lint format test test-all test-cluster wheel wheelhouse bench clean
 
 # The script itself looks for a Python from 3.11 to 3.14; one before 3.7 cannot even read it.
 setup:
@@ -41,8 +44,14 @@ test-cluster: setup
 	tools/cluster_packages
 	$(BIN)/pytest -m cluster
 
+wheel: setup
+	$(BIN)/python tools/build_wheel.py dist
+
+wheelhouse: setup
+	$(BIN)/python tools/wheelhouse.py wheelhouse --torch $(TORCH) --extras "$(EXTRAS)"
+
 bench: setup
 	$(BIN)/python benchmarks/index_maps.py
 
 clean:
-	rm -rf .venv build dist *.egg-info
+	rm -rf .venv build dist wheelhouse *.egg-info

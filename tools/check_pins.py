@@ -17,10 +17,9 @@ import re
 import sys
 import tomllib
 import urllib.request
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from importlib import metadata
 from pathlib import Path
 
@@ -178,7 +177,8 @@ def unpinned(pins: dict[str, Requirement]) -> list[str]:
     return sorted(lines)
 
 
-def requirements_of(name: str) -> Iterable[Requirement]:
+@cache
+def requirements_of(name: str) -> list[Requirement]:
     """What a package installed here needs; nothing is known of one that is not installed."""
     try:
         return [Requirement(text) for text in metadata.requires(name) or []]
