@@ -28,11 +28,11 @@ PEERS = ROOT / "requirements-peers.txt"
 TORCH = "torch==2.13.0"
 TRITON = "triton==3.9.0"  # Builds of torch for GPUs bring their own; on a CPU the tests of kernels interpret them.
 TORCH_INDEX = "https://download.pytorch.org/whl"
-EXTRAS = "datasets,eval,postgresql,tensorboard,wandb"
+EXTRAS = "all"
 VARIANTS = ("cpu", "cu126", "cu128", "cu130")
-PYTHONS = ((3, 11), (3, 12))
 OLDEST_MACOS = 14  # of torch's wheels
 WSL_DRIVER = "/usr/lib/wsl/lib/nvidia-smi"  # Windows brings the driver; the folder need not be on PATH.
+PYTHONS = ((3, 11), (3, 12), (3, 13), (3, 14))
 
 
 def main() -> None:
@@ -92,10 +92,10 @@ def refuse_platform(system: str, machine: str, macos: str) -> None:
 
 def find_python() -> str:
     """A Python that the project supports: the one running this, or one on the path."""
-    for candidate in (sys.executable, "python3.12", "python3.11", "python3"):
+    for candidate in (sys.executable, "python3.12", "python3.13", "python3.14", "python3.11", "python3"):
         if candidate and version_of(candidate) in PYTHONS:
             return candidate
-    known = " or ".join(f"{major}.{minor}" for major, minor in PYTHONS)
+    known = " to ".join(f"{major}.{minor}" for major, minor in (PYTHONS[0], PYTHONS[-1]))
     mend = "name one with make setup PYTHON=..., or build an image: see containers/"
     fail(f"steelyard needs Python {known}; this is {sys.version.split()[0]}", mend)
 

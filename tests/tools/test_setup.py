@@ -71,7 +71,7 @@ def test_an_unsupported_python_gets_one_clear_message(setup, monkeypatch, capsys
     monkeypatch.setattr(setup, "version_of", lambda python: (3, 9))
     with pytest.raises(SystemExit):
         setup.find_python()
-    assert "3.11 or 3.12" in capsys.readouterr().err
+    assert "3.11 to 3.14" in capsys.readouterr().err
 
 
 def test_the_script_runs_on_the_standard_library_alone():
