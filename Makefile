@@ -3,18 +3,22 @@
 # make test        set-up, lint, types, contract, fast tests
 # make test-all    the same and the slow tests
 # make test-cluster  installs Slurm, Open MPI, PostgreSQL and Chromium (Debian, root), then tests on them
+# make test-gpu    the tests that need an NVIDIA GPU, and layouts over NCCL on 2 and 4 ranks that share it
 # make lint        look; make format  mend
+# make wheel       dist/: the source distribution and the wheel
+# make wheelhouse  wheelhouse/: all wheels for an install without a network (TORCH=..., EXTRAS=all)
 # make bench       the measurements that need no GPU and no data from elsewhere
 SHELL := /bin/bash
 TORCH ?= auto
+EXTRAS ?=
 PYTHON ?= python3
 BIN := .venv/bin
 # Where it is set, every process of the tests compiles the package anew: four seconds of CPU each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup quickstart lint format test test-all test-cluster bench clean
+.PHONY: setup quickstart lint format test test-all test-cluster test-gpu wheel wheelhouse bench clean
 
-# The script itself looks for a Python 3.11 or 3.12; one before 3.7 cannot even read it.
+# The script itself looks for a Python from 3.11 to 3.14; one before 3.7 cannot even read it.
 setup:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 7) and "error: this Python is too old: make setup PYTHON=python3.12, or build an image, see containers/")'
 	@$(PYTHON) tools/setup.py --torch $(TORCH)
@@ -32,19 +36,31 @@ format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# Two processes, each with whole files. The slow tests need both cores, and have them one after the other.
-test: lint
-	$(BIN)/pytest -n 2 --dist loadfile -m "not slow and not cluster"
+# Two processes, each with whole files: what a file sets up once is not set up twice.
+PYTEST := $(BIN)/pytest -n 2 --dist loadfile
 
-test-all: test
-	$(BIN)/pytest -m "slow and not cluster"
+test: lint
+	$(PYTEST) -m "not slow and not cluster"
+
+test-all: lint
+	$(PYTEST) -m "not cluster"
 
 test-cluster: setup
 	tools/cluster_packages
 	$(BIN)/pytest -m cluster
 
+# GPU_TESTS="--minutes 9" for a slice; the same command continues behind what is done.
+test-gpu: setup
+	$(BIN)/python tools/gpu_tests.py $(GPU_TESTS)
+
+wheel: setup
+	$(BIN)/python tools/build_wheel.py dist
+
+wheelhouse: setup
+	$(BIN)/python tools/wheelhouse.py wheelhouse --torch $(TORCH) --extras "$(EXTRAS)"
+
 bench: setup
 	$(BIN)/python benchmarks/index_maps.py
 
 clean:
-	rm -rf .venv build dist *.egg-info
+	rm -rf .venv build dist wheelhouse *.egg-info

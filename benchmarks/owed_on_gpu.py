@@ -19,7 +19,6 @@ import argparse
 import datetime
 import json
 import os
-import platform
 import re
 import signal
 import subprocess
@@ -28,11 +27,14 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "tools"))
+
+from slices import Record, device, versions  # noqa: E402
+
 Lines = list[dict[str, Any]]
 TAIL = 4000
 PACKAGES = ("torch", "triton", "transformers", "trl", "liger_kernel", "flash_attn")
@@ -72,17 +74,17 @@ def main() -> None:
             parser.error(f"no step is called {', '.join(sorted(unknown))}: {', '.join(step.name for step in steps)}")
         steps = [step for step in steps if step.name in options.only]
     end = time.monotonic() + 60 * options.minutes
-    record = Record(options.out)
+    record = Record(options.out, "steps", device=device(), versions=versions(*PACKAGES))
     for step in steps:
-        if not record.is_due(step, options.again):
+        if not record.is_due(step.name, options.again):
             continue
         if step.lacks is not None:
-            record.put(step, state=f"left out: {step.lacks}")
+            put(record, step, state=f"left out: {step.lacks}")
         elif time.monotonic() + step.limit > end:
             print(f"{step.name} may take {step.limit} s, which would not fit: not begun", flush=True)
         else:
             take(step, record)
-    print(record.table(), flush=True)
+    print(table(record), flush=True)
 
 
 def whole(options: argparse.Namespace) -> list[Step]:
@@ -105,8 +107,6 @@ def whole(options: argparse.Namespace) -> list[Step]:
              "1.3 x transformers", 150, lambda lines: ratio(lines, "steelyard", "transformers") >= 1.3, without_model),
         Step("train-gpt2", ["train_speed.py", "gpt2", "--floor", "--peer"], "docs/train.md", "580,000 tokens/s", 240,
              lambda lines: value(lines, "steelyard bf16", "tokens_per_second") >= 580_000),
-        Step("several-gpus", ["layouts_alike.py"], "docs/parallel.md", "the losses of one GPU", 400, alike,
-             None if gpus() > 1 else f"it needs two GPUs, and there is {gpus() or 'none'}"),
     ]  # fmt: skip
 
 
@@ -119,7 +119,6 @@ def tiny() -> list[Step]:
         "sft-135m": ["sft.py", "--tiny", "--steps", "10", "--length", "128", "--micro-batch", "2"],
         "eval-ppl": ["eval_ppl.py", "--tiny", "--length", "64"],
         "train": ["train_speed.py", "tiny", "--precision", "fp32", "--steps", "1"],
-        "several-gpus": ["layouts_alike.py", "--tiny"],
     }
     return [Step(name, command, "", "it runs", 240, lambda lines: None) for name, command in commands.items()]
 
@@ -130,7 +129,7 @@ def take(step: Step, record: Record) -> None:
     print(f"--- {step.name}: {' '.join(words[1:])}", flush=True)
     begun, lines, tail = time.monotonic(), [], ""
     told: dict[str, Any] = {"begun": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
-    record.put(step, state="running", **told)
+    put(record, step, state="running", **told)
     paths = [str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
     program = subprocess.Popen(
@@ -151,7 +150,7 @@ def take(step: Step, record: Record) -> None:
             tail = (tail + line)[-TAIL:]
             if (found := parsed(line)) is not None:
                 lines.append(found)
-                record.put(step, state="running", lines=lines, seconds=round(time.monotonic() - begun, 1), **told)
+                put(record, step, state="running", lines=lines, seconds=round(time.monotonic() - begun, 1), **told)
         code = program.wait()
     finally:
         timer.cancel()
@@ -159,40 +158,21 @@ def take(step: Step, record: Record) -> None:
             os.killpg(program.pid, signal.SIGKILL)
     state = "out of time" if is_late.is_set() else "done" if code == 0 else f"failed: {code}"
     told |= {"seconds": round(time.monotonic() - begun, 1), "lines": lines, "tail": tail}
-    record.put(step, state=state, reached=verdict(step, lines), **told)
+    put(record, step, state=state, reached=verdict(step, lines), **told)
 
 
-class Record:
-    """The file of results."""
+def put(record: Record, step: Step, **told: Any) -> None:
+    """Write down what is known of a step."""
+    record.put({"name": step.name, "command": step.command, "page": step.page, "bar": step.bar, **told})
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"steps": []}
-        self.known |= {"device": device(), "versions": versions()}
 
-    def is_due(self, step: Step, again: bool) -> bool:
-        """Whether a step has not been taken, or not to its end."""
-        state = next((each["state"] for each in self.known["steps"] if each["name"] == step.name), "running")
-        return state == "running" or state.startswith("left out") or (again and state != "done")
-
-    def put(self, step: Step, **told: Any) -> None:
-        """Write down what is known of a step; the file is whole at any moment."""
-        entry = {"name": step.name, "command": step.command, "page": step.page, "bar": step.bar, **told}
-        others = [each for each in self.known["steps"] if each["name"] != step.name]
-        self.known["steps"] = [*others, entry]
-        beside = self.path.with_name(f".{self.path.name}.part")
-        beside.write_text(json.dumps(self.known, indent=1) + "\n")
-        beside.replace(self.path)
-
-    def table(self) -> str:
-        """All of it for a person."""
-        rows = [f"{'step':16} {'state':28} {'seconds':>8}  reached  bar"]
-        for each in self.known["steps"]:
-            reached = {True: "yes", False: "no", None: "-"}[each.get("reached")]
-            rows.append(
-                f"{each['name']:16} {each['state']:28} {each.get('seconds', 0):8.1f}  {reached:7}  {each['bar']}"
-            )
-        return "\n".join(rows)
+def table(record: Record) -> str:
+    """All of it for a person."""
+    rows = [f"{'step':16} {'state':28} {'seconds':>8}  reached  bar"]
+    for each in record.known["steps"]:
+        reached = {True: "yes", False: "no", None: "-"}[each.get("reached")]
+        rows.append(f"{each['name']:16} {each['state']:28} {each.get('seconds', 0):8.1f}  {reached:7}  {each['bar']}")
+    return "\n".join(rows)
 
 
 def parsed(line: str) -> dict[str, Any] | None:
@@ -236,38 +216,6 @@ def quality(lines: Lines) -> bool:
     """The best of the learned masks counts, and must beat SparseGPT with its update."""
     best = min(line["perplexity"] for line in lines if line["what"].startswith("learned"))
     return best <= 1.2 * value(lines, "dense", "perplexity") and best < value(lines, "sparsegpt", "perplexity")
-
-
-def alike(lines: Lines) -> bool:
-    """Every layout, to rounding."""
-    return bool(lines) and all(line["difference"] < 1e-3 for line in lines)
-
-
-def gpus() -> int:
-    """How many there are, asked without a CUDA context in this process."""
-    import torch
-
-    return torch.cuda.device_count()
-
-
-def device() -> str:
-    """What is measured on."""
-    try:
-        asked = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-        return subprocess.run(asked, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
-
-
-def versions() -> dict[str, str]:
-    """Of what is measured, and beside what."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "none"
-    return found
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from steelyard.core import files
 from steelyard.core.run import session
 
 HOSTS = 64
+FORK = multiprocessing.get_context("fork")  # the helpers need no import of their own
 RECIPE = """
 [model]
 family = "gpt"
@@ -84,7 +85,7 @@ def cpu_seconds(process: int) -> float:
 
 def following(folder: Path, seconds: float, rate: int) -> None:
     """Measure the CPU time of watching while the logs grow."""
-    writer = multiprocessing.Process(target=write, args=(folder, rate, time.time() + seconds + 8), daemon=True)
+    writer = FORK.Process(target=write, args=(folder, rate, time.time() + seconds + 8), daemon=True)
     writer.start()
     time.sleep(2)
     for mode in ("--follow", "terminal"):
@@ -109,7 +110,7 @@ def start(folder: Path, mode: str) -> subprocess.Popen[bytes]:
     ours, theirs = os.openpty()
     process = subprocess.Popen(command, stdout=theirs, stderr=theirs, env={**os.environ, "TERM": "xterm"})
     os.close(theirs)
-    multiprocessing.Process(target=drain, args=(ours,), daemon=True).start()
+    FORK.Process(target=drain, args=(ours,), daemon=True).start()
     return process
 
 

@@ -16,6 +16,7 @@ import contextlib
 import gc
 import importlib
 import importlib.util
+import multiprocessing.process
 import os
 import pickle
 import pkgutil
@@ -253,6 +254,7 @@ def _take_over(request: dict[str, Any], streams: Sequence[int], pass_fds: Sequen
     weakref.finalize._registry.clear()
     weakref.finalize._registered_with_atexit = False
     os.chdir(request["cwd"])
+    multiprocessing.process.ORIGINAL_DIR = request["cwd"]
     os.environ.clear()
     os.environ.update(request["env"])
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
@@ -275,8 +277,9 @@ def _exit_code(words: list[str]) -> int:
             exec(compile(rest[0], "<string>", "exec"), main.__dict__)
         else:
             sys.argv = words
-            sys.path.insert(0, str(Path(how).resolve().parent))
-            runpy.run_path(how, run_name="__main__")
+            script = Path(how).absolute()
+            sys.path.insert(0, str(script.parent))
+            runpy.run_path(str(script), run_name="__main__")
     except SystemExit as ended:
         if isinstance(ended.code, str):
             print(ended.code, file=sys.stderr)

@@ -52,17 +52,23 @@ def main() -> None:
 
 
 def closure(requirements: Iterable[str]) -> set[str]:
-    """The names of these packages and all they need, on this machine."""
-    names: set[str] = set()
-    waiting = [Requirement(text) for text in requirements]
+    """The names of these packages and all they need on this machine, what their extras need with it."""
+    seen: set[tuple[str, str]] = set()
+    waiting = [pair for text in requirements for pair in parts(Requirement(text))]
     while waiting:
-        requirement = waiting.pop()
-        name = canonicalize_name(requirement.name)
-        if name in names or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+        name, extra = waiting.pop()
+        if (name, extra) in seen:
             continue
-        names.add(name)
-        waiting += [Requirement(text) for text in metadata.requires(name) or []]
-    return names
+        seen.add((name, extra))
+        needed = [Requirement(text) for text in metadata.requires(name) or []]
+        fitting = [one for one in needed if not one.marker or one.marker.evaluate({"extra": extra})]
+        waiting += [pair for one in fitting for pair in parts(one)]
+    return {name for name, _ in seen}
+
+
+def parts(requirement: Requirement) -> list[tuple[str, str]]:
+    """The package that a requirement names, alone and with each of its extras."""
+    return [(canonicalize_name(requirement.name), extra) for extra in ("", *requirement.extras)]
 
 
 def write(file: str, names: Iterable[str], title: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -27,9 +28,11 @@ PEERS = ROOT / "requirements-peers.txt"
 TORCH = "torch==2.13.0"
 TRITON = "triton==3.9.0"  # Builds of torch for GPUs bring their own; on a CPU the tests of kernels interpret them.
 TORCH_INDEX = "https://download.pytorch.org/whl"
-EXTRAS = "datasets,eval,postgresql,tensorboard,wandb"
+EXTRAS = "all"
 VARIANTS = ("cpu", "cu126", "cu128", "cu130")
-PYTHONS = ((3, 11), (3, 12))
+OLDEST_MACOS = 14  # of torch's wheels
+WSL_DRIVER = "/usr/lib/wsl/lib/nvidia-smi"  # Windows brings the driver; the folder need not be on PATH.
+PYTHONS = ((3, 11), (3, 12), (3, 13), (3, 14))
 
 
 def main() -> None:
@@ -40,6 +43,7 @@ def main() -> None:
     given = parser.parse_args()
     if STAMP.is_file() and STAMP.read_text(encoding="utf-8") == stamp(given.torch, given.use):
         return
+    refuse_platform(platform.system(), platform.machine(), platform.mac_ver()[0])
     make_venv(find_python())
     build = fitting_variant(driver_cuda()) if given.torch == "auto" else given.torch
     install_torch(build)
@@ -59,10 +63,12 @@ def install_for_use() -> None:
 
 def install_for_work(build: str) -> None:
     """Steelyard and all that it is developed and tested with."""
-    if build == "cpu":
+    is_linux = platform.system() == "Linux"  # Triton has wheels for Linux alone, and Megatron's helper is built there.
+    if build == "cpu" and is_linux:
         pip("install", "--no-deps", TRITON)
     pip("install", *(f"--requirement={file}" for file in REQUIREMENTS))
-    pip("install", "--no-deps", f"--requirement={PEERS}")
+    if is_linux:
+        pip("install", "--no-deps", f"--requirement={PEERS}")
     pip("install", "--no-deps", "--no-build-isolation", "--editable", str(ROOT))
 
 
@@ -73,12 +79,23 @@ def stamp(variant: str, use: bool) -> str:
     return f"torch={variant}{purpose} place={ROOT} inputs={hashlib.sha256(inputs).hexdigest()}\n"
 
 
+def refuse_platform(system: str, machine: str, macos: str) -> None:
+    """End with a clear message where torch has no wheels."""
+    if system == "Darwin":
+        if machine != "arm64":
+            fail("on macOS steelyard needs a Mac with Apple silicon", "PyTorch has no builds for Intel Macs any more")
+        if macos and int(macos.split(".")[0]) < OLDEST_MACOS:
+            fail(f"{TORCH} needs macOS {OLDEST_MACOS} or newer; this is {macos}", "update macOS, or train on Linux")
+    elif system != "Linux":
+        fail(f"steelyard runs on Linux and macOS; this is {system}", "on Windows install WSL2 and run this inside it")
+
+
 def find_python() -> str:
     """A Python that the project supports: the one running this, or one on the path."""
-    for candidate in (sys.executable, "python3.12", "python3.11", "python3"):
+    for candidate in (sys.executable, "python3.12", "python3.13", "python3.14", "python3.11", "python3"):
         if candidate and version_of(candidate) in PYTHONS:
             return candidate
-    known = " or ".join(f"{major}.{minor}" for major, minor in PYTHONS)
+    known = " to ".join(f"{major}.{minor}" for major, minor in (PYTHONS[0], PYTHONS[-1]))
     mend = "name one with make setup PYTHON=..., or build an image: see containers/"
     fail(f"steelyard needs Python {known}; this is {sys.version.split()[0]}", mend)
 
@@ -135,8 +152,9 @@ def reachable(url: str) -> bool:
 
 def driver_cuda() -> tuple[int, int] | None:
     """The newest CUDA that the NVIDIA driver of this machine serves, if there is one."""
+    program = "nvidia-smi" if shutil.which("nvidia-smi") else WSL_DRIVER
     try:
-        answer = subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=30)
+        answer = subprocess.run([program], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.SubprocessError):
         return None
     found = re.search(r"CUDA Version:\s*(\d+)\.(\d+)", answer.stdout)

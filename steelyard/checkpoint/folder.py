@@ -19,6 +19,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import shutil
+import sys
+import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -45,6 +47,7 @@ STATE = state_file.NAME
 VALID_LOSS = "valid_loss"  # In the state of a checkpoint that was the best when it was saved.
 PREFIX = "step-"
 DAMAGED = "damaged"
+TORCH_STREAM = "NoCloseWriter"  # What torch.distributed.checkpoint writes a file through.
 
 
 class NotWritten(Fault):
@@ -138,7 +141,7 @@ def _unfinished(path: Path) -> Iterator[Path]:
 def _written(pieces: Holdings, unfinished: Path, path: Path, group: dist.ProcessGroup | None) -> dict[str, str]:
     """Write this rank's pieces and return the checksums of its files."""
     writer = dcp.FileSystemWriter(str(unfinished), single_file_per_rank=True)
-    with _single_process():
+    with _single_process(), _failed_streams_are_quiet():
         try:
             dcp.save(
                 dict(pieces),
@@ -148,7 +151,10 @@ def _written(pieces: Holdings, unfinished: Path, path: Path, group: dist.Process
                 no_dist=group is None,
             )
         except CheckpointException as error:
-            raise NotWritten(f"checkpoint {files.final(path.name)} could not be written: {_reason(error)}") from error
+            reason = _reason(error)
+            for cause in _causes(error):
+                traceback.clear_frames(cause.__traceback__)
+            raise NotWritten(f"checkpoint {files.final(path.name)} could not be written: {reason}") from error
     rank = 0 if group is None else dist.get_rank(group)
     mine = [*unfinished.glob(f"__{rank}_*"), *([unfinished / ".metadata"] if rank == 0 else [])]
     return {file.name: _checksum(file) for file in sorted(mine)}
@@ -258,6 +264,26 @@ def _single_process() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _failed_streams_are_quiet() -> Iterator[None]:
+    """torch flushes a stream that it could not write again when that is freed; from 3.13 on Python prints the error.
+
+    The frames of the first error hold the stream, so they have to be cleared inside this context.
+    """
+    before = sys.unraisablehook
+
+    def hook(raised: sys.UnraisableHookArgs) -> None:
+        # Python 3.13 gives the stream itself, 3.14 names it in the message.
+        if TORCH_STREAM not in f"{raised.err_msg} {type(raised.object).__name__}":
+            before(raised)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
+
+
 def _opened(path: Path) -> Checkpoint:
     state, sums = state_file.read(path)
     for name, expected in sums.items():
@@ -269,14 +295,20 @@ def _opened(path: Path) -> Checkpoint:
 
 def _reason(error: CheckpointException) -> str:
     """What went wrong below torch's own words: the system's complaint, if there is one."""
-    causes = [failure for failure, _ in error.failures.values()]
-    for failure in causes:
+    causes = list(_causes(error))
+    for cause in causes:
+        if isinstance(cause, OSError):
+            return str(cause.strerror or cause)
+    return str(causes[0]) if causes else str(error)
+
+
+def _causes(error: CheckpointException) -> Iterator[BaseException]:
+    """Each rank's error, and those below it."""
+    for failure, _ in error.failures.values():
         cause: BaseException | None = failure
         while cause is not None:
-            if isinstance(cause, OSError):
-                return str(cause.strerror or cause)
+            yield cause
             cause = cause.__cause__ or cause.__context__
-    return str(causes[0]) if causes else str(error)
 
 
 def _by_age(folder: Path) -> list[Path]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +10,7 @@ import typer
 
 from steelyard.cli.options import DocumentOption, DocumentSplit, JsonOption, print_result
 from steelyard.core.console import console
+from steelyard.core.host import usable_cpus
 
 SHORT = 128  # tokens
 PrefixArgument = Annotated[str, typer.Argument(metavar="PREFIX", help="A pair of token files, without .bin and .idx.")]
@@ -80,7 +80,7 @@ def tokenize(
 
     keys = tuple(key for entry in json_keys or ["text"] for key in entry.split(","))
     job = Job(tuple(input), tokenizer, output_prefix, keys, append_eod, document.value, on_bad_line.value, fixed_length)
-    result = preprocess.tokenize(job, workers or len(os.sched_getaffinity(0)), overwrite)
+    result = preprocess.tokenize(job, workers or len(usable_cpus()), overwrite)
     for example in result["examples"]:
         console.warn(f"skipped {example}")
     _warn_of_short_lines(input, document, list(result["files"].values()))

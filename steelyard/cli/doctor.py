@@ -11,6 +11,7 @@ import typer
 from steelyard.cli.groups import with_default
 from steelyard.cli.options import JsonOption, print_result
 from steelyard.core.errors import UserError
+from steelyard.core.host import require_linux
 
 
 def register(root: typer.Typer, name: str, help_: str) -> None:
@@ -45,6 +46,7 @@ def check(
     from steelyard.doctor import changes, visit
     from steelyard.doctor.machine import here
 
+    require_linux("steelyard doctor", "run it on the machine that will train; steelyard doctor explain works here")
     if sum((fix, undo, container is not None)) > 1:
         raise UserError("--fix, --undo and --container are three different things", mend="choose one")
     machine = here()

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from steelyard.core.errors import UserError
+from steelyard.core.host import require_linux
 from steelyard.launch import local
 from steelyard.parallel.world import detect
 
@@ -19,6 +20,7 @@ NprocOption = Annotated[
 
 def launch(nproc: int) -> int:
     """The same command again, as so many ranks; returns the exit code of the job."""
+    require_linux(f"--nproc {nproc}", "leave it out: one process works here")
     world = detect(os.environ)
     if world.size > 1:
         raise UserError(

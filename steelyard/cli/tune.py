@@ -13,6 +13,7 @@ from steelyard.cli.groups import with_default
 from steelyard.cli.options import JsonOption, Overrides, print_result
 from steelyard.cli.submit import Backend, SiteOption, SitesOption
 from steelyard.core.errors import UserError
+from steelyard.core.host import require_linux
 from steelyard.tune.command import STORAGE
 
 StorageOption = Annotated[
@@ -67,6 +68,7 @@ def run(
     from steelyard.tune import workers as crews
     from steelyard.tune.defaults import tune_for
 
+    require_linux("steelyard tune", "tune on the machine that will train; steelyard tune report works here")
     given = {
         "budget.trials": trials, "budget.hours": hours, "trial.steps": steps, "cluster": cluster,
         "profile": profile or None, "launch.on": on.value if on else None, "launch.site": site, "launch.time": time,

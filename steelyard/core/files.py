@@ -8,6 +8,7 @@ writes a folder of the same name again removes what the dead left of it, and say
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -154,9 +155,12 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Have the disk hold the folder's list of names."""
+    """Have the disk hold the folder's list of names, where the file system can: Windows drives under WSL may not."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(descriptor)

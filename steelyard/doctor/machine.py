@@ -19,6 +19,7 @@ from pathlib import Path
 COLOURS = re.compile(r"\x1b\[[\d;]*[A-Za-z]")
 HELP = re.compile(r"(See|Run) .* --help")
 TIMED_OUT = 124  # As timeout(1) has it.
+WSL_PROGRAMS = "/usr/lib/wsl/lib"
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,9 @@ class Machine:
         return None
 
     def which(self, program: str) -> str | None:
-        """The path of a program."""
-        return shutil.which(program, path=self.environment.get("PATH", os.defpath))
+        """The path of a program; WSL keeps those of the GPU in a folder that need not be on PATH."""
+        folders = [self.environment.get("PATH", os.defpath), str(self.at(WSL_PROGRAMS))]
+        return shutil.which(program, path=os.pathsep.join(folders))
 
     def run(self, command: Sequence[str], seconds: float = 20, extra: Mapping[str, str] | None = None) -> Answer | None:
         """Run a program and wait for it; None where there is none. What it started ends with it."""

@@ -21,9 +21,9 @@ from pathlib import Path
 
 from steelyard.core import files
 from steelyard.core.errors import Interrupted
+from steelyard.core.host import die_with_parent
 from steelyard.launch.blame import Ended
 from steelyard.launch.last_words import LastWords
-from steelyard.launch.local import die_with_parent
 
 FOLDER = "STEELYARD_KEPT"  # the variable that names it
 ASKED = "asked"

@@ -8,14 +8,13 @@ launcher: the kernel kills the ranks when the launcher dies.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,6 +22,7 @@ from types import FrameType
 from typing import Any
 
 from steelyard.core.console import console
+from steelyard.core.host import die_with_parent, usable_cpus
 from steelyard.launch.blame import Ended, blame
 from steelyard.launch.last_words import ERROR_FILE, find
 from steelyard.parallel.rendezvous import MEETING
@@ -33,7 +33,6 @@ SECONDS_TO_END = 5.0  # from SIGTERM to SIGKILL
 SECONDS_BETWEEN_LOOKS = 0.05
 SAME_REQUEST_SECONDS = 1.0
 SHOW_CURSOR = "\x1b[?25h"
-PR_SET_PDEATHSIG = 1
 
 
 def run(command: Sequence[str], nproc: int) -> int:
@@ -150,28 +149,11 @@ def _environment(rank: int, nproc: int, meeting: str) -> dict[str, str]:
     """What torchrun would set, but for the port, which rank 0 takes; nothing of an outer torchrun may shine through."""
     outer = ("TORCHELASTIC_", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
-    threads = max(1, len(os.sched_getaffinity(0)) // nproc)
+    threads = max(1, len(usable_cpus()) // nproc)
     return {"OMP_NUM_THREADS": str(threads)} | environment | {
         "RANK": str(rank), "WORLD_SIZE": str(nproc), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(nproc),
         "MASTER_ADDR": "127.0.0.1", MEETING: meeting,
     }  # fmt: skip
-
-
-def die_with_parent(parent: int | None = None) -> Callable[[], None] | None:
-    """What a new rank does first, where the system can (Linux): ask to be killed when the launcher dies.
-
-    The parent is this process, unless another is named.
-    """
-    if sys.platform != "linux":
-        return None
-    prctl, parent = ctypes.CDLL(None).prctl, parent or os.getpid()
-
-    def ask() -> None:
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # It died before we could ask.
-            os._exit(1)
-
-    return ask
 
 
 @contextmanager

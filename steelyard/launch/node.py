@@ -26,10 +26,11 @@ from typing import Any
 
 from steelyard.core.console import LOGGED, console
 from steelyard.core.errors import Interrupted, SteelyardError
+from steelyard.core.host import die_with_parent, usable_cpus
 from steelyard.launch import kept, lifeline, meeting, siblings
 from steelyard.launch.blame import Ended, blame, only_noticed
 from steelyard.launch.last_words import ERROR_FILE
-from steelyard.launch.local import Rank, die_with_parent, signals, watch
+from steelyard.launch.local import Rank, signals, watch
 from steelyard.launch.sampling import Sampler
 from steelyard.launch.streams import Log, Stream
 from steelyard.parallel.rendezvous import MEETING
@@ -178,7 +179,7 @@ def _environment(place: Place, rank: int, where: dict[str, str]) -> dict[str, st
     """What torchrun would set, but for a port that nobody set; nothing of an outer launcher may shine through."""
     outer = ("TORCHELASTIC_", "MASTER_PORT")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
-    threads = max(1, len(os.sched_getaffinity(0)) // place.count)
+    threads = max(1, len(usable_cpus()) // place.count)
     return {"OMP_NUM_THREADS": str(threads)} | kept | {
         "RANK": str(rank), "WORLD_SIZE": str(place.world),
         "LOCAL_RANK": str(rank - place.first), "LOCAL_WORLD_SIZE": str(place.count),

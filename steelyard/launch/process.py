@@ -25,8 +25,8 @@ from typing import Any
 
 from steelyard.core import files
 from steelyard.core.errors import Interrupted
+from steelyard.core.host import die_with_parent
 from steelyard.core.run import now
-from steelyard.launch.local import die_with_parent
 from steelyard.launch.meeting import STOPPED
 from steelyard.launch.record import ENDED, FOLDER
 

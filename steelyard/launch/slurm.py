@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from shlex import join, quote
 
 from steelyard.core.errors import Fault, Interrupted, UserError
+from steelyard.core.host import die_with_parent
 from steelyard.core.recipe.site import Site
 from steelyard.launch import containers, script, together
 from steelyard.launch.groups import Group, written
-from steelyard.launch.local import die_with_parent
 from steelyard.launch.marks import BEGAN, NUMBER
 from steelyard.launch.meeting import STOPPED
 from steelyard.launch.order import Order

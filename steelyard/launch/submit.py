@@ -18,6 +18,7 @@ from typing import Any
 
 from steelyard.core import files
 from steelyard.core.errors import UserError
+from steelyard.core.host import require_linux
 from steelyard.core.recipe import Recipe, to_toml
 from steelyard.core.recipe.site import Site
 from steelyard.core.run import MANIFEST, for_training, now, place_for_training
@@ -51,6 +52,7 @@ class Request:
 
 def submit(request: Request) -> dict[str, Any]:
     """Start the job, or have it queued, and say where it is."""
+    require_linux(f"starting a job (--on {request.on})", "steelyard train works here, in one process; --dry-run too")
     order = prepare(request)
     run = order.run
     if request.on == "slurm" and request.job is None:

@@ -22,8 +22,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from steelyard.core.errors import Fault
+from steelyard.core.host import die_with_parent, usable_cpus
 from steelyard.launch import containers, kept, lifeline
-from steelyard.launch.local import SECONDS_TO_END, SECONDS_TO_NOTICE, die_with_parent, signals
+from steelyard.launch.local import SECONDS_TO_END, SECONDS_TO_NOTICE, signals
 from steelyard.launch.node import tell
 from steelyard.launch.order import Order
 from steelyard.launch.streams import Log
@@ -84,7 +85,7 @@ def _environment(folder: Path, ranks: int) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     for name in outer:
         environment.pop(name, None)
-    threads = max(1, len(os.sched_getaffinity(0)) // ranks)
+    threads = max(1, len(usable_cpus()) // ranks)
     return {"OMP_NUM_THREADS": str(threads)} | environment | {kept.FOLDER: str(folder)}
 
 

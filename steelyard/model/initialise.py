@@ -1,7 +1,7 @@
 """Initial weights that depend on the seed and each parameter's name, and on nothing else.
 
 Rows are drawn in blocks, each from a generator of its own. So a rank that holds some rows of a tensor draws little more
-than those, and the values are the same on every layout.
+than those, and the values are the same on every layout. They are drawn on the CPU, and so the same for every device.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ BLOCK = 256  # rows
 def initial(name: str, rows: range, row_shape: Sequence[int], seed: int, std: float, layers: int) -> Tensor:
     """Rows of a parameter: normal with `std`; what adds to the residual stream is scaled down by the depth."""
     if not row_shape:
-        return torch.full((len(rows),), 1.0 if name.endswith("norm.weight") else 0.0)
+        return torch.full((len(rows),), 1.0 if name.endswith("norm.weight") else 0.0, device="cpu")
     scale = std / (2 * layers) ** 0.5 if name.endswith(RESIDUAL_OUTPUTS) else std
-    values = torch.empty(len(rows), *row_shape)
+    values = torch.empty(len(rows), *row_shape, device="cpu")
     for block in range(rows.start // BLOCK, -(-rows.stop // BLOCK)):
         generator = torch.Generator().manual_seed(_seed_of(seed, f"{name}/{block}"))
-        drawn = torch.empty(BLOCK, *row_shape).normal_(0, scale, generator=generator)
+        drawn = torch.empty(BLOCK, *row_shape, device="cpu").normal_(0, scale, generator=generator)
         first, stop = max(rows.start, block * BLOCK), min(rows.stop, (block + 1) * BLOCK)
         values[first - rows.start : stop - rows.start] = drawn[first - block * BLOCK : stop - block * BLOCK]
     return values

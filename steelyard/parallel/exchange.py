@@ -11,7 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import all_gather_tensor, all_reduce, reduce_scatter_tensor
+from torch.distributed._functional_collectives import (
+    AsyncCollectiveTensor,
+    all_gather_tensor,
+    all_reduce,
+    reduce_scatter_tensor,
+)
 
 from steelyard.parallel.mesh import Axis
 
@@ -41,16 +46,24 @@ def scattered(x: Tensor, dim: int, axis: Axis) -> Tensor:
 
 
 def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    result: Tensor = all_reduce(x, "sum", group)
-    return result
+    return _waited_for(all_reduce(x, "sum", group))
 
 
 def _gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    return all_gather_tensor(x.contiguous(), dim, group)
+    return _waited_for(all_gather_tensor(x.contiguous(), dim, group))
 
 
 def _scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    result: Tensor = reduce_scatter_tensor(x.contiguous(), "sum", dim, group)
+    return _waited_for(reduce_scatter_tensor(x.contiguous(), "sum", dim, group))
+
+
+def _waited_for(x: Tensor) -> Tensor:
+    """A plain tensor in place of the one that waits at its first use.
+
+    A compiled layer that takes in such a tensor gives a wrong gradient for it (torch 2.13). Waiting here costs nothing:
+    what comes next uses the result, and on a GPU only its stream waits.
+    """
+    result: Tensor = x.wait() if isinstance(x, AsyncCollectiveTensor) else x
     return result
 
 

@@ -54,9 +54,18 @@ def slices(partition: Partition, parallel: Parallel, axis: Axis) -> dict[int, Sl
 
 
 class Stage(PipelineStage):
-    """A stage that says what it is doing."""
+    """A stage that says what it is doing.
+
+    Zero bubble computes the gradients of weights later. In torch 2.11 nothing keeps the graph node of a
+    `torch.autograd.Function` until then, and the fused head and loss is one; so the stage holds the nodes that its
+    outputs come from.
+    """
 
     timers: Timers | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._held: dict[int, list[Any]] = {}
 
     def _mark(self, name: str, micro_batch: int) -> None:
         if self.timers is not None:
@@ -92,6 +101,8 @@ class Stage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Called for each micro-batch's backward pass."""
         self._mark("backward", bwd_chunk_id)
+        if not kwargs.get("full_backward", True):
+            self._held[bwd_chunk_id] = [output.grad_fn for output in self.fwd_cache[bwd_chunk_id][0]]
         result = super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         self._mark("receive", bwd_chunk_id)
         return result
@@ -100,6 +111,7 @@ class Stage(PipelineStage):
         """Called for the part of a backward pass that zero bubble does later."""
         self._mark("backward", bwd_chunk_id)
         result = super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+        self._held.pop(bwd_chunk_id, None)
         self._mark("receive", bwd_chunk_id)
         return result
 

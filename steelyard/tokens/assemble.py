@@ -126,13 +126,22 @@ def _append(path: Path, target: IO[bytes]) -> None:
     """Copy a file to the end of another inside the kernel; where that is not possible, through memory."""
     with open(path, "rb") as source:
         target.flush()
-        try:
-            while os.copy_file_range(source.fileno(), target.fileno(), COPY_BYTES):
-                pass
-        except OSError as error:
-            if error.errno not in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
-                raise
+        if not _copied_in_kernel(source, target):
             shutil.copyfileobj(source, target, COPY_BYTES)
+
+
+def _copied_in_kernel(source: IO[bytes], target: IO[bytes]) -> bool:
+    """Whether the kernel could copy the file; macOS has no call for it, and some file systems refuse."""
+    if not hasattr(os, "copy_file_range"):
+        return False
+    try:
+        while os.copy_file_range(source.fileno(), target.fileno(), COPY_BYTES):
+            pass
+    except OSError as error:
+        if error.errno not in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+        return False
+    return True
 
 
 def _write_running(index: IO[bytes], parts: Iterator[Lengths], itemsize: int) -> None:

@@ -16,7 +16,7 @@ from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.data import Source, split_shares
 from steelyard.core.units import count
 from steelyard.tokens import cache, index_maps
-from steelyard.tokens.blend import blend_order, normalised
+from steelyard.tokens.blend import Order, blend_order, normalised
 from steelyard.tokens.indexed import IndexedTokens, idx_path
 
 Split = Literal["train", "valid", "test"]
@@ -84,9 +84,9 @@ class BlendedSamples:
 
     counts = None
 
-    def __init__(self, datasets: Sequence[TokenSamples], weights: list[float], samples: int) -> None:
+    def __init__(self, datasets: Sequence[TokenSamples], weights: list[float], samples: int, order: Order) -> None:
         self.datasets = datasets
-        self.dataset_index, self.sample_index = blend_order(weights, samples)
+        self.dataset_index, self.sample_index = blend_order(weights, samples, order)
 
     def __len__(self) -> int:
         return len(self.dataset_index)
@@ -117,10 +117,12 @@ def open_samples(recipe: Recipe, split: Split, samples: int) -> TokenSamples:
         maps = cache.index_maps_for(request, tokens.lengths, bounds, recipe.data.index_cache, recipe.data.index_names)
         return StreamSamples(tokens, maps)
 
-    return _blended(opened, sources, samples)
+    return _blended(opened, sources, samples, recipe.data.blend_order)
 
 
-def _blended(opened: Callable[[str, int], TokenSamples], sources: list[Source], samples: int) -> TokenSamples:
+def _blended(
+    opened: Callable[[str, int], TokenSamples], sources: list[Source], samples: int, order: Order
+) -> TokenSamples:
     if len(sources) == 1:
         return opened(sources[0].prefix, samples)
     # Megatron normalises twice and rounds each dataset's part up: to give its order, so do we.
@@ -129,7 +131,7 @@ def _blended(opened: Callable[[str, int], TokenSamples], sources: list[Source], 
     datasets = [
         opened(source.prefix, math.ceil(part * BLEND_MARGIN)) for source, part in zip(sources, parts, strict=True)
     ]
-    return BlendedSamples(datasets, normalised(weights), sum(parts))
+    return BlendedSamples(datasets, normalised(weights), sum(parts), order)
 
 
 def _found(sources: list[Source], recipe: Recipe, key: str) -> list[Source]:

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 from steelyard.core import files
 from steelyard.core.errors import UserError
+from steelyard.core.host import end_with_parent
 from steelyard.text import tokenizer as tokenizers
 
-PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 _loaded: dict[str, tokenizers.Tokenizer] = {}
 
 
 def prepare(source: str, parent: int) -> None:
     """Make a fresh process a worker."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != parent:  # It died before the line above.
-        os._exit(1)
+    end_with_parent(parent)
     _loaded["tokenizer"] = tokenizers.load(source)
 
 

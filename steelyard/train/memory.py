@@ -7,16 +7,10 @@ goes into the manifest, so that readers can tell the model's share.
 
 from __future__ import annotations
 
-import contextlib
-import resource
-from pathlib import Path
-
 import torch
 import torch.distributed as dist
 
-from steelyard.core import units
-
-STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+from steelyard.core import host, units
 
 
 def begin(device: torch.device) -> int:
@@ -24,14 +18,13 @@ def begin(device: torch.device) -> int:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return _most([torch.cuda.memory_allocated(device)], device)[0]
-    with contextlib.suppress(OSError):  # Some containers forbid it; then the peak is that of the process's whole life.
-        CLEAR.write_text("5")  # Linux: set the peak of the resident set to what is resident now.
-    return _most([_resident("VmRSS")], device)[0]
+    host.reset_peak()
+    return _most([host.resident_bytes()], device)[0]
 
 
 def peak(device: torch.device) -> int:
     """Bytes at the fullest moment of the fullest rank since `begin`. All ranks call this."""
-    own = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _resident("VmHWM")
+    own = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else host.peak_resident_bytes()
     return _most([own], device)[0]
 
 
@@ -51,12 +44,3 @@ def _most(values: list[int], device: torch.device) -> list[int]:
     if dist.is_initialized():
         dist.all_reduce(most, dist.ReduceOp.MAX)
     return [int(value) for value in most.tolist()]
-
-
-def _resident(line: str) -> int:
-    """VmRSS (now) or VmHWM (at its largest) of this process, in bytes; elsewhere than on Linux the largest ever."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for each in STATUS.read_text(encoding="utf-8").splitlines():
-            if each.startswith(line + ":"):
-                return 1024 * int(each.split()[1])
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

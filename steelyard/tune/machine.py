@@ -6,6 +6,7 @@ import itertools
 import os
 from dataclasses import replace
 
+from steelyard.core.host import usable_cpus
 from steelyard.core.recipe import Recipe
 from steelyard.plan.cluster import CORE, Cluster, Nodes, OwnGpu
 from steelyard.sizes.gpus import GIB, Gpu, by_device_name
@@ -68,7 +69,7 @@ def _text(name: str | bytes) -> str:
 
 def _core(ranks: int) -> Gpu:
     """A rank's share of this host's cores and memory, by the planner's figures for one core."""
-    cores = max(1, len(os.sched_getaffinity(0)) // ranks)
+    cores = max(1, len(usable_cpus()) // ranks)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks / GIB
     fp32, half = cores * (CORE.fp32 or 0.0), cores * (CORE.fp16 or 0.0)
     return replace(CORE, memory_gib=memory, fp32=fp32, fp16=half, bf16=half)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from steelyard.core.console import console
 from steelyard.core.errors import Fault, Interrupted, UserError
+from steelyard.core.host import usable_cpus
 from steelyard.launch import guard
 from steelyard.tune.command import steelyard
 from steelyard.tune.machine import named_gpus, visible_gpus
@@ -25,7 +26,7 @@ def run(arguments: Sequence[str], workers: int, are_here: bool = True) -> None:
     Where trials run elsewhere (`are_here` is false), there is nothing here to share out.
     """
     running: list[guard.Guarded] = []
-    alone = Share(sorted(os.sched_getaffinity(0)), {})
+    alone = Share(usable_cpus(), {})
     try:
         for worker, share in enumerate(shares(workers) if are_here else [alone] * workers):
             command = steelyard(*arguments, "--worker", str(worker))
@@ -60,7 +61,7 @@ class Share:
 
 def shares(workers: int) -> list[Share]:
     """Equal shares of the GPUs at hand, or, where there are none, of the cores."""
-    cores = sorted(os.sched_getaffinity(0))
+    cores = usable_cpus()
     allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = named_gpus(allowed) if allowed else []
     gpus = gpus or [str(number) for number in range(len(visible_gpus()))]

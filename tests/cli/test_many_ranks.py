@@ -121,11 +121,14 @@ def test_a_rank_that_is_killed_ends_the_job_soon_and_the_run_can_go_on(workplace
     ],
 )
 def test_a_mistake_is_told_once_and_exits_with_two(workplace, words, message):
-    (workplace.path / "stubs").mkdir()
-    for name in ("wandb", "tensorboard"):
-        (workplace.path / "stubs" / f"{name}.py").write_text("raise ImportError")
-    paths = os.pathsep.join(filter(None, [str(workplace.path / "stubs"), os.environ.get("PYTHONPATH")]))
-    done = workplace.steelyard("train", "tiny.toml", *words, "--nproc", "2", env=os.environ | {"PYTHONPATH": paths})
+    environment = dict(os.environ)
+    if "not installed" in message:
+        (workplace.path / "stubs").mkdir()
+        for name in ("wandb", "tensorboard"):
+            (workplace.path / "stubs" / f"{name}.py").write_text("raise ImportError")
+        paths = filter(None, [str(workplace.path / "stubs"), os.environ.get("PYTHONPATH")])
+        environment["PYTHONPATH"] = os.pathsep.join(paths)
+    done = workplace.steelyard("train", "tiny.toml", *words, "--nproc", "2", env=environment)
     assert done.returncode == 2, done.stderr
     assert done.stderr.count(message) == 1
     assert done.stderr.count("error:") == 1

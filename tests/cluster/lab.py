@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from steelyard.launch.local import die_with_parent
+from steelyard.core.host import die_with_parent
 
 NODES = {"a1": 11, "a2": 12, "b1": 21, "b2": 22}
 HOSTS = {"ctl": 1, **NODES}

@@ -1,10 +1,13 @@
+import contextlib
+import errno
 import os
+import stat
 import subprocess
 import sys
 
 import pytest
 
-from steelyard.core.files import atomic_file, atomic_folder, free_space, sweep_leftovers
+from steelyard.core.files import atomic_file, atomic_folder, free_space, sweep_leftovers, write_text
 
 KILLED_WHILE_WRITING = """
 import os, signal, sys
@@ -52,3 +55,19 @@ def test_what_a_killed_writer_left_of_a_folder_goes_when_it_is_written_again(tmp
 
 def test_free_space_is_that_of_the_nearest_folder_that_is_there(tmp_path):
     assert free_space(tmp_path / "a" / "b") > 0
+
+
+@pytest.mark.parametrize(("number", "is_refused"), [(errno.EINVAL, False), (errno.EIO, True)])
+def test_a_file_system_that_cannot_sync_folders_is_written_to_all_the_same(tmp_path, monkeypatch, number, is_refused):
+    """As Windows drives under WSL may be; a disk that fails is another matter."""
+    real = os.fsync
+
+    def fsync(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError, match="error") if is_refused else contextlib.nullcontext():
+        write_text(tmp_path / "file", "text")
+    assert (tmp_path / "file").read_text() == "text"

@@ -53,10 +53,12 @@ def test_a_shown_recipe_loads_again_to_the_same_thing(name, tmp_path):
         ("micro_batch = 1", "micro_batch = 3", 19, "train.micro_batch", "divisor of 64"),
         ("sequence_length = 1024", "sequence_length = 4096", 14, "data.sequence_length", "positions"),
         ('"98,2,0"', '"most"', 13, "data.split", "98,2,0"),
+        ("[data]", '[data]\nblend_order = "fmadd"', 11, "data.blend_order", "'standard' or 'fma'"),
         ("weight = 0.7", "wieght = 0.7", 12, "data.train.0.wieght", "data.train.weight"),
         ('family = "gpt"', 'family = "gtp"', 4, "model.family", "gpt, llama"),
         ("vocab = 50257", "vocab = 50257\nkv_heads = 4", 9, "model.kv_heads", "model.heads"),
         ("vocab = 50257", "", 3, "model.vocab", "missing"),
+        ("steps = 50", 'steps = 50\ndevice = "mps"', 18, "train.device", "mps is not supported"),
     ],
 )
 def test_a_mistake_is_answered_with_file_line_key_and_a_way_out(recipe, was, wrong, line, key, hint):

@@ -126,4 +126,6 @@ def test_the_containers_bring_what_doctor_asks_for():
     assert "bookworm" in (ROOT / "containers" / "Dockerfile").read_text()  # glibc 2.36
     assert GLIBC <= (2, 36)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["requires-python"] == f">={PYTHONS[0][0]}.{PYTHONS[0][1]},<{PYTHONS[-1][0]}.{PYTHONS[-1][1] + 1}"
+    assert project["requires-python"] == f">={PYTHONS[0][0]}.{PYTHONS[0][1]}"
+    named = [line.rsplit(" ", 1)[1] for line in project["classifiers"] if "Python :: 3." in line]
+    assert named == [f"{major}.{minor}" for major, minor in PYTHONS]

@@ -3,7 +3,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -281,12 +280,11 @@ def test_a_log_that_names_ever_new_things_is_kept_short(tmp_path):
     assert sum(met.count for met in told.met.values()) == 1000
 
 
-def test_a_hostile_line_costs_no_more_than_a_long_one(tmp_path):
+@pytest.mark.timeout(300)
+def test_a_hostile_line_is_not_searched_in_quadratic_time(tmp_path):
     log = tmp_path / "log"
-    log.write_text(("cannot open shared object " + "lib" * 1300 + "\n") * 40)
-    began = time.process_time()
+    log.write_text(("cannot open shared object " + "lib" * 100_000 + "\n") * 2)
     assert not explain.explain([str(log)]).met
-    assert time.process_time() - began < 2
 
 
 def test_a_run_folder_is_told_by_its_logs(tmp_path):

@@ -1,3 +1,6 @@
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from steelyard.doctor.checks import host, topology
@@ -117,3 +120,24 @@ def test_a_pair_of_gpus_that_does_not_use_its_nvlink_is_named(bench):
     assert "1 NVLinks are inactive" in between().words
     bench.gpus(name="NVIDIA A10", count=4, topology=TOPOLOGY.replace("{01}", "SYS").replace("NV12", "SYS"))
     assert between().verdict == "ok"  # A card that has none.
+
+
+@pytest.mark.parametrize(
+    ("folder", "verdict"),
+    [("/mnt/c/Users/me/runs", "warn"), ("/mnt/d", "warn"), ("/mnt/data/runs", "ok"), ("/home/me", "ok")],
+)
+def test_under_wsl_a_folder_on_a_windows_drive_is_warned_of(bench, folder, verdict):
+    bench.file("/proc/version", "Linux version 6.6.87.2-microsoft-standard-WSL2 (root@439a258ad544)")
+    findings = host._windows_drive(replace(bench.machine(), folder=Path(folder)))
+    assert [finding.verdict for finding in findings] == [verdict]
+
+
+def test_elsewhere_than_under_wsl_drives_are_not_spoken_of(bench):
+    bench.file("/proc/version", "Linux version 6.1.0-37-amd64 (debian-kernel@lists.debian.org)")
+    assert not list(host._windows_drive(replace(bench.machine(), folder=Path("/mnt/c"))))
+
+
+def test_programs_of_wsls_driver_are_found_off_the_path(bench):
+    program = bench.file("/usr/lib/wsl/lib/nvidia-smi", "#!/bin/sh\n")
+    program.chmod(0o755)
+    assert bench.machine().which("nvidia-smi") == str(program)

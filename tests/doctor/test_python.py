@@ -15,6 +15,12 @@ def test_a_python_that_is_too_old_is_named_with_the_container_that_helps(bench):
     assert "containers/steelyard.def" in finding.mend
 
 
+def test_a_python_newer_than_those_tested_is_a_warning(bench):
+    finding = named(python.check(bench.machine(), Seen({"python": [3, 15, 0], "prefix": "/venv"})), "Python")
+    assert finding.verdict == "warn"
+    assert "3.11 to 3.14" in finding.words
+
+
 def test_a_python_that_does_not_run_is_told_in_its_own_words(bench):
     broken = bench.program("python", "echo 'libpython3.11.so.1.0: not there' >&2; exit 127")
     seen = ask(type(bench.machine())({}, python=str(broken)))

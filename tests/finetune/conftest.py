@@ -32,9 +32,14 @@ def write_jsonl(path, rows):
 
 @pytest.fixture(scope="session")
 def bases(tmp_path_factory):
+    pytest.importorskip("transformers")
+    return write_bases(tmp_path_factory.mktemp("bases"))
+
+
+def write_bases(folder):
     """Folders of transformers' models by family, which learn nothing but are all there."""
-    transformers = pytest.importorskip("transformers")
-    folder = tmp_path_factory.mktemp("bases")
+    import transformers
+
     tokenizer = train_byte_bpe([json.dumps(row) for row in talks(100)], VOCAB, SPECIALS)
     configs = {
         "llama": transformers.LlamaConfig(

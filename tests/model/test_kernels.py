@@ -5,6 +5,7 @@ import torch
 
 from steelyard.model.loss import WholeVocabulary, cross_entropy
 
+pytestmark = pytest.mark.gpu
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCAB, WIDTH = 4990, 5000  # more than a block, and not a multiple of one

@@ -193,3 +193,12 @@ def test_the_head_need_not_see_places_that_weigh_nothing(family, last_layer_too)
     assert seen == [64, places.shape[1] if last_layer_too else 64]
     for of_all, of_some in zip(*found, strict=True):
         torch.testing.assert_close(of_some, of_all)
+
+
+def test_initial_weights_are_the_same_whatever_the_default_device_is():
+    built = tiny("gpt")
+    for name, parameter in built.named_parameters():
+        rows, *row_shape = parameter.shape
+        with torch.device("meta"):
+            drawn = model.initial(name, range(rows), row_shape, 1, built.shape.init_std, built.shape.layers)
+        assert torch.equal(drawn, parameter)

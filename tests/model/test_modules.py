@@ -10,6 +10,7 @@ from steelyard.model import modules
 from steelyard.parallel.sharding import materialise
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="products into fp32 are a GPU's")
 @pytest.mark.parametrize("biased", [False, True])
 def test_compiled_gradients_of_weights_are_summed_in_fp32_and_not_rounded(biased):

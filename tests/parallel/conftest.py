@@ -1,7 +1,7 @@
 """One pool of ranks for the whole session, and runs of the tiny recipe on any layout to compare."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -30,8 +30,9 @@ COMPARED = ("step", "loss", "valid_loss", "grad_norm", "learning_rate", "samples
 class Layouts:
     """Runs of the tiny recipe on any number of ranks. Runs on one rank are made once per session."""
 
-    def __init__(self, folder: Path, ranks: Ranks) -> None:
-        self.folder, self.ranks = folder, ranks
+    def __init__(self, folder: Path, ranks: Ranks, always: Sequence[str] = ()) -> None:
+        """`always`: overrides of every run, such as the device; those of a run come behind them."""
+        self.folder, self.ranks, self.always = folder, ranks, always
         self._number = itertools.count()
         self._alone: dict[tuple[str, ...], list[dict]] = {}
 
@@ -46,7 +47,7 @@ class Layouts:
     ) -> Run:
         """Train on so many ranks."""
         path = path or f"run-{next(self._number)}"
-        settings = [*TEN_STEPS, FAMILIES[family], *overrides]
+        settings = [*TEN_STEPS, FAMILIES[family], *self.always, *overrides]
         self.said = self.ranks.do(size, jobs.training, settings, path, extension, resume)[0]
         return Run.open(self.folder / path)
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from steelyard import model as models
 from steelyard import train
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
@@ -16,6 +18,7 @@ from steelyard.core.recipe import load
 from steelyard.finetune import tuning
 from steelyard.model import loss as losses
 from steelyard.model.loss import linear_cross_entropy
+from steelyard.parallel import tensor
 from steelyard.parallel.mesh import Axis
 from steelyard.parallel.tensor import VocabularyRows
 from steelyard.parallel.world import join
@@ -32,6 +35,8 @@ def training(overrides: list[str], run: str, extension: Extension | None = None,
     console.quiet = False
     console._print = lambda message, stream=None: said.append(message)  # type: ignore[method-assign]
     recipe = load("tiny.toml", overrides)
+    if "torch._dynamo" in sys.modules:  # It compiles a function only so often, and this process has many models.
+        torch._dynamo.reset()
     train.run(recipe, Path(run), extension or sparsity.extension(recipe), resume)
     return "\n".join(said)
 
@@ -100,3 +105,21 @@ def training_in(folder: Path, overrides: list[str], run: str) -> None:
     os.chdir(folder)
     torch.set_num_threads(1)
     training(overrides, run)
+
+
+def gradients_of_a_compiled_model() -> dict[str, float]:
+    """Relative differences of gradients between a model of compiled layers and a plain one, cut over the ranks."""
+    shape = load("tiny.toml", []).model
+    tokens, labels = torch.randint(0, shape.vocab, (2, 2, 8), generator=torch.Generator().manual_seed(0))
+    found: list[dict[str, torch.Tensor]] = []
+    with join("cpu", 0.5) as world:
+        for is_compiled in (False, True):
+            model = models.build(shape)
+            models.initialise(model, 0, 0.2, shape.layers)
+            tensor.split(model, Axis(world.rank, world.size, dist.group.WORLD), by_sequence=False)
+            for layer in model.layers.values() if is_compiled else ():
+                layer.compile(backend="aot_eager")
+            model(tokens, labels_BL=labels).sum().backward()
+            found.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    plain, compiled = found
+    return {name: ((compiled[name] - plain[name]).norm() / plain[name].norm()).item() for name in plain}

@@ -1,8 +1,9 @@
 """A pool of rank processes that do jobs on demand: what costs in a test of several ranks is importing torch.
 
-The processes are forked from one that has imported everything. A job is a function of this module's jobs, done by the
-first n of them as one world. A rank that raises or does not answer in time fails the job, and the pool is replaced,
-since the ranks behind it may wait for something that never comes.
+The processes are forked from one that has imported everything, or spawned where they compute on a GPU: CUDA does not
+survive a fork. A job is a function of this module's jobs, done by the first n of them as one world. A rank that raises
+or does not answer in time fails the job, and the pool is replaced, since the ranks behind it may wait for something
+that never comes.
 """
 
 import contextlib
@@ -34,21 +35,24 @@ class RanksCrashed(RanksFailed):
 class Ranks:
     """Up to eight processes, started when first needed and ended, by their ids, in `close`."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._context = get_context("forkserver")
+    def __init__(self, folder: Path, start_method: str = "forkserver", seconds: float = 400, retries: int = 1) -> None:
+        self.folder, self.seconds, self.retries = folder, seconds, retries
+        self._context = get_context(start_method)
         self._context.set_forkserver_preload(["tests.parallel.jobs"])
         self._members: list[tuple[Any, Any]] = []
 
-    def do(self, size: int, job: Callable[..., Any], *arguments: Any, seconds: float = 400) -> list[Any]:
+    def do(self, size: int, job: Callable[..., Any], *arguments: Any, seconds: float | None = None) -> list[Any]:
         """Have ranks 0 to size - 1 do a job together and return what each of them returned.
 
         A job whose rank was ended by a fault in native code is done once more, with a warning: gloo's own thread
         crashes once in some thousand jobs of processes that have had many worlds (CONTRIBUTING.md).
         """
+        seconds = self.seconds if seconds is None else seconds
         try:
             return self._do(size, job, arguments, seconds)
         except RanksCrashed as crash:
+            if not self.retries:
+                raise
             warnings.warn(f"done once more: {crash}", stacklevel=2)
             return self._do(size, job, arguments, seconds)
 
@@ -100,10 +104,13 @@ class Ranks:
         there.close()
         return process, here
 
-    def close(self) -> None:
-        """End all processes of the pool."""
-        for process, wire in self._members:
+    def close(self, grace: float = 0.0) -> None:
+        """End all processes of the pool; so many seconds they have to end by themselves."""
+        for _, wire in self._members:
             wire.close()
+        deadline = time.monotonic() + grace
+        for process, _ in self._members:
+            process.join(max(0.0, deadline - time.monotonic()))
             process.kill()
         for process, _ in self._members:
             process.join(10)

@@ -79,6 +79,11 @@ def test_a_layout_gives_the_curve_of_one_process(layouts: Layouts, family: str, 
     assert difference(curve, layouts.alone(family)) < ROUNDING[family]
 
 
+def test_compiled_layers_give_the_gradients_of_plain_ones_on_tensor_parallel_ranks(layouts: Layouts):
+    for differences in layouts.ranks.do(2, jobs.gradients_of_a_compiled_model, seconds=120):
+        assert max(differences.values()) < 1e-5, differences
+
+
 def test_ranks_that_fail_or_hang_are_told_in_time_and_replaced(layouts: Layouts):
     with pytest.raises(RanksFailed, match=r"rank 1: (.|\n)*one rank fails"):
         layouts.ranks.do(2, jobs.failing, 1)

@@ -59,7 +59,8 @@ def tune(layouts: Layouts, bases, size: int, family: str, kind: str, name: str, 
     path = f"tuned-{family}-{kind}-{name}".replace(" ", "-")
     if not (layouts.folder / path).exists():
         data = "pairs.jsonl" if kind == "dpo" else "talks.jsonl"
-        layouts.ranks.do(size, jobs.tuned, str(bases / family), [*COMMON, *KINDS[kind], *overrides], path, data)
+        settings = [*COMMON, *KINDS[kind], *layouts.always, *overrides]
+        layouts.ranks.do(size, jobs.tuned, str(bases / family), settings, path, data)
     return Run.open(layouts.folder / path)
 
 

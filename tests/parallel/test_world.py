@@ -16,6 +16,7 @@ import pytest
 from steelyard.core.errors import Fault, UserError
 from steelyard.parallel import doors, rendezvous, world
 from steelyard.parallel.world import World, detect, everywhere, join
+from tests import preloaded
 
 
 def names(prefix: str, keys: str, values: str) -> dict[str, str]:
@@ -228,7 +229,7 @@ def meet(folder: Path, *launcher: str) -> list[str]:
     paths = {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
     }
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=os.environ | root | paths)
+    done = preloaded.run(command, capture_output=True, text=True, timeout=600, env=os.environ | root | paths)
     assert done.returncode == 0, done.stderr
     return sorted(done.stdout.splitlines())
 

@@ -18,7 +18,8 @@ from steelyard.sizes import activations
 from steelyard.sizes.activations import working_bytes
 from steelyard.sizes.model import parameters
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_GPU])]
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LAYERS, BATCH, LENGTH = 3, 2, 128
 SMALL = [f"model.layers={LAYERS}", "model.hidden=256", "model.heads=8", "model.vocab=128"]

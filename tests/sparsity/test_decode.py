@@ -11,6 +11,7 @@ from steelyard.checkpoint.formats.compressed import compress, expanded
 from steelyard.sparsity.compressed import dense, packed
 from steelyard.sparsity.patterns import Pattern
 
+pytestmark = pytest.mark.gpu
 tl = pytest.importorskip("triton.language")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -7,6 +7,7 @@ from steelyard.sparsity import gumbel
 from steelyard.sparsity.gumbel import Place
 from steelyard.sparsity.patterns import Pattern
 
+pytestmark = pytest.mark.gpu
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SALT = gumbel.salt_of(7, "layers.0.mlp.down.weight.mask_logits")

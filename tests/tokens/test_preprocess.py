@@ -72,16 +72,15 @@ def test_each_key_has_its_own_pair(corpus):
 
 
 KILLED = """
-import sys, steelyard.tokens.preprocess as preprocess
-from tests.tokens.test_preprocess import job
+from steelyard.tokens.preprocess import Job, tokenize
 if __name__ == "__main__":
-    preprocess.tokenize(job(), worker_count=2)
+    tokenize({job}, worker_count=2)
 """
 
 
 def test_killed_at_any_moment_it_goes_on_and_gives_the_same_bytes(corpus):
     tokenize(job(prefix="undisturbed"))
-    Path("killed.py").write_text(KILLED)
+    Path("killed.py").write_text(KILLED.format(job=job()))
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     random = np.random.RandomState(1)
     kept = alive = 0

@@ -29,7 +29,7 @@ def test_what_was_printed_is_kept_when_a_measurement_runs_out_of_time_or_fails(o
     late = step(owed, tmp_path, "late", "import time; print('{\"n\": 2}', flush=True); time.sleep(99)", limit=1)
     broken = step(owed, tmp_path, "broken", "print('{\"n\": 1}'); raise SystemExit(3)")
     fine = step(owed, tmp_path, "fine", "print('some words'); print('{\"n\": 1}')")
-    record = owed.Record(tmp_path / "out.json")
+    record = owed.Record(tmp_path / "out.json", "steps")
     for each in (late, broken, fine):
         owed.take(each, record)
     found = {each["name"]: each for each in json.loads((tmp_path / "out.json").read_text())["steps"]}
@@ -37,9 +37,9 @@ def test_what_was_printed_is_kept_when_a_measurement_runs_out_of_time_or_fails(o
     assert [found[name]["lines"] for name in ("late", "broken", "fine")] == [[{"n": 2}], [{"n": 1}], [{"n": 1}]]
     assert [found[name]["reached"] for name in ("late", "fine")] == [True, False]
     assert found["late"]["seconds"] < 20
-    again = owed.Record(tmp_path / "out.json")
-    assert [again.is_due(each, again=False) for each in (late, broken, fine)] == [False, False, False]
-    assert [again.is_due(each, again=True) for each in (late, broken, fine)] == [True, True, False]
-    again.put(fine, state="running")  # as a kill in the midst of it leaves it
-    assert owed.Record(tmp_path / "out.json").is_due(fine, again=False)
-    assert "out of time" in again.table()
+    again = owed.Record(tmp_path / "out.json", "steps")
+    assert [again.is_due(each.name, again=False) for each in (late, broken, fine)] == [False, False, False]
+    assert [again.is_due(each.name, again=True) for each in (late, broken, fine)] == [True, True, False]
+    owed.put(again, fine, state="running")  # as a kill in the midst of it leaves it
+    assert owed.Record(tmp_path / "out.json", "steps").is_due(fine.name, again=False)
+    assert "out of time" in owed.table(again)

@@ -32,6 +32,9 @@ def test_the_driver_is_asked_for_its_cuda(setup, tmp_path, monkeypatch):
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert setup.driver_cuda() == (12, 8)
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.setattr(setup, "WSL_DRIVER", str(fake))
+    assert setup.driver_cuda() == (12, 8)
     fake.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'; exit 9\n")
     assert setup.driver_cuda() is None
 
@@ -68,9 +71,39 @@ def test_an_unsupported_python_gets_one_clear_message(setup, monkeypatch, capsys
     monkeypatch.setattr(setup, "version_of", lambda python: (3, 9))
     with pytest.raises(SystemExit):
         setup.find_python()
-    assert "3.11 or 3.12" in capsys.readouterr().err
+    assert "3.11 to 3.14" in capsys.readouterr().err
 
 
 def test_the_script_runs_on_the_standard_library_alone():
     done = subprocess.run([sys.executable, "-I", "-S", SCRIPT, "--help"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "macos", "message"),
+    [
+        ("Darwin", "x86_64", "14.5", "a Mac with Apple silicon"),
+        ("Darwin", "arm64", "13.7.1", "needs macOS 14 or newer; this is 13.7.1"),
+        ("Windows", "AMD64", "", "install WSL2"),
+    ],
+)
+def test_a_platform_without_wheels_of_torch_gets_one_clear_message(setup, capsys, system, machine, macos, message):
+    with pytest.raises(SystemExit):
+        setup.refuse_platform(system, machine, macos)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("platform", [("Linux", "x86_64", ""), ("Linux", "aarch64", ""), ("Darwin", "arm64", "15.1")])
+def test_platforms_with_wheels_of_torch_are_not_refused(setup, platform):
+    setup.refuse_platform(*platform)
+
+
+@pytest.mark.parametrize(("system", "is_there"), [("Linux", True), ("Darwin", False)])
+def test_what_only_linux_has_wheels_of_is_installed_there_alone(setup, monkeypatch, system, is_there):
+    calls = []
+    monkeypatch.setattr(setup, "pip", lambda *words: calls.append(" ".join(words)))
+    monkeypatch.setattr(setup.platform, "system", lambda: system)
+    setup.install_for_work("cpu")
+    text = "\n".join(calls)
+    assert ("triton" in text, "requirements-peers.txt" in text) == (is_there, is_there)
+    assert "requirements-dev.txt" in text

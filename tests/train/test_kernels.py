@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+pytestmark = pytest.mark.gpu
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RATE, BETAS, EPS, DECAY = 1e-2, (0.9, 0.95), 1e-8, 0.1

@@ -34,6 +34,9 @@ class Data(Section):
     mask_documents: bool = Field(False, description="attention does not reach into the document before")
     reset_positions: bool = Field(False, description="positions start anew with each document")
     end_of_document: NonNegativeInt | None = Field(None, description="left out: the tokenizer's")
+    blend_order: Literal["standard", "fma"] = Field(
+        "standard", description="fma: the order of a Megatron helper built with fused multiply-add, as on ARM"
+    )
     index_cache: str | None = Field(None, description="folder for index maps; left out: beside the token files")
     index_names: Literal["new", "old"] = Field("new", description="Megatron-core's names or those of older Megatrons")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from steelyard.core.recipe.section import Section, contradiction
 
@@ -39,6 +39,17 @@ class Train(Section):
         10, description="steps in a row that may be skipped because loss or gradient is not finite"
     )
     init_from: str | None = Field(None, description="a checkpoint or run whose weights a new run starts from")
+
+    @field_validator("device", mode="before")
+    @classmethod
+    def _no_mps(cls, device: object) -> object:
+        if device == "mps":
+            raise contradiction(
+                "train.device",
+                "mps is not supported: losses and gradient norms are summed in float64, which Apple's GPUs lack",
+                "use cpu, or auto, which is the CPU on a Mac",
+            )
+        return device
 
     @model_validator(mode="after")
     def _whole_micro_batches(self) -> Train:

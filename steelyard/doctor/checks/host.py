@@ -22,6 +22,7 @@ SHARED = GIB  # Loaders and NCCL use less, except on many ranks; Docker gives 64
 OPEN_FILES = 4096
 DISK, CACHE_DISK = 20 * GIB, 5 * GIB
 FILE_CLOCK_SECONDS = 5.0
+WINDOWS_DRIVE = re.compile(r"/mnt/[a-z](/|$)")  # Where WSL mounts them unless /etc/wsl.conf says otherwise.
 
 
 def check(machine: Machine, seen: Seen) -> Iterator[Finding]:
@@ -29,6 +30,7 @@ def check(machine: Machine, seen: Seen) -> Iterator[Finding]:
     yield _shared_memory(machine)
     yield _limits(machine)
     yield _disk(machine)
+    yield from _windows_drive(machine)
     yield _temporary(machine)
     yield _clock(machine)
 
@@ -105,6 +107,18 @@ def _disk(machine: Machine) -> Finding:
         words = f"{units.size(free)} free in {folder}; a checkpoint takes 14 bytes a weight"
         return Finding(TOPIC, "disk", "warn", words, "make room, or name another place with --run", facts)
     return Finding(TOPIC, "disk", "ok", f"{units.size(free)} free in {folder}", facts=facts)
+
+
+def _windows_drive(machine: Machine) -> Iterator[Finding]:
+    """Under WSL, whether runs would be written to a drive of Windows, which Linux reaches through a file server."""
+    if "microsoft" not in (machine.text("/proc/version") or "").lower():
+        return
+    drive = WINDOWS_DRIVE.match(str(machine.folder))
+    if drive:
+        words = f"{machine.folder} is on a Windows drive: slow, and renaming open files and locking may fail there"
+        yield Finding(TOPIC, "WSL", "warn", words, "work in a folder of Linux's own disk, such as your home folder")
+    else:
+        yield Finding(TOPIC, "WSL", "ok", f"{machine.folder} is on Linux's own disk")
 
 
 def _temporary(machine: Machine) -> Finding:

@@ -10,7 +10,7 @@ from steelyard.doctor.machine import Machine, dotted, version_in
 from steelyard.doctor.seen import Seen
 
 TOPIC = "python"
-PYTHONS = ((3, 11), (3, 12))
+PYTHONS = ((3, 11), (3, 12), (3, 13), (3, 14))
 GLIBC = (2, 28)  # What torch's wheels are built on (manylinux_2_28).
 CONTAINER = (
     "containers/steelyard.def (apptainer) and containers/Dockerfile bring both: build one elsewhere and run it here"
@@ -35,12 +35,13 @@ def _interpreter(machine: Machine, seen: Seen) -> Finding:
     version = dotted(seen.python)
     if seen.python[:2] in PYTHONS:
         return Finding(TOPIC, "Python", "ok", f"{version}, {machine.python}", facts={"version": version})
-    needed = " or ".join(dotted(one) for one in PYTHONS)
-    age = "too old" if seen.python[:2] < PYTHONS[0] else "newer than any that was tried"
-    mend = f"install Python {needed}, or use a container: {CONTAINER}"
-    return Finding(
-        TOPIC, "Python", "fail", f"{version} is {age}: Python {needed} is needed", mend, {"version": version}
-    )
+    tested = f"{dotted(PYTHONS[0])} to {dotted(PYTHONS[-1])}"
+    mend = f"install Python {tested}, or use a container: {CONTAINER}"
+    facts = {"version": version}
+    if seen.python[:2] > PYTHONS[-1]:
+        words = f"{version} is newer than the versions Steelyard is tested with ({tested})"
+        return Finding(TOPIC, "Python", "warn", words, f"if a package does not install: {mend}", facts)
+    return Finding(TOPIC, "Python", "fail", f"{version} is too old: Python {tested} is needed", mend, facts)
 
 
 def _c_library(machine: Machine) -> Finding:

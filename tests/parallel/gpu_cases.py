@@ -1,0 +1,125 @@
+"""The layouts that `make test-gpu` runs over NCCL: those of the CPU tests, on CUDA, and what only a GPU can show.
+
+Every case is compared with one process on the same GPU with the same settings. In fp32 the tolerances are those of the
+CPU tests; TF32 is off, as it is in training. Coarser precisions have stated ones: `BF16` is the CPU tests', and in fp8
+every tensor is scaled by its own largest value, so that a rank with half of a tensor rounds it otherwise (`FP8`).
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tests.finetune.conftest import write_bases
+from tests.parallel import test_layouts, test_masks, test_tuning
+from tests.parallel.conftest import FAMILIES, Layouts, difference
+from tests.parallel.test_layouts import LARGEST, parallel
+from tests.parallel.test_settings import SGD
+
+BF16, FP8 = 3e-3, 5e-2
+MOST_RANKS = 4
+COMPILED = ("train.compile=true",)
+UNCOMPILED = ("train.compile=false",)
+WIDE = "model={family='llama', layers=4, hidden=64, heads=4, kv_heads=2, ffn=128, vocab=97, tied=false}"
+ONLY_HERE = {
+    "tensor 4": (4, [*parallel(tensor=4), LARGEST]),
+    "sequence 4": (4, [*parallel(tensor=4, sequence_parallel="true"), LARGEST]),
+    "context 4": (4, [*parallel(context=4), LARGEST]),
+    "data x tensor zero 1": (4, [*parallel(tensor=2, zero=1), LARGEST]),
+    "tensor x pipeline": (4, [*parallel(tensor=2, pipeline=2, sequence_parallel="true"), LARGEST]),
+}
+FOR_MASKS = [("llama-bias", "zero 3"), ("gpt", "tensor"), ("llama-bias", "pipeline"), ("gpt", "data x tensor zero 3")]
+FOR_LORA = [("llama", "zero 3"), ("gpt", "tensor"), ("llama", "pipeline"), ("gpt", "data x tensor zero 3")]
+FOR_COMPILED = ["zero 3 on 2", "tensor", "sequence", "context", "pipeline 2 1f1b", "data x tensor zero 3"]
+LAST = ("gpipe", "hybrid", "empty")
+FOR_PRECISION = ["zero 3 on 2", "tensor", "pipeline 2 1f1b", "pipeline 2 zero-bubble"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout and what it is compared with."""
+
+    name: str
+    ranks: int
+    family: str
+    layout: list[str]
+    tolerance: float
+    settings: tuple[str, ...] = UNCOMPILED
+    """Those of the layout's run and of the one process."""
+    kind: Literal["pretrain", "masks", "lora"] = "pretrain"
+    precision: str = "fp32"
+
+    @property
+    def compiled(self) -> bool:
+        """Whether layers are compiled."""
+        return COMPILED[0] in self.settings
+
+    @property
+    def seconds(self) -> float:
+        """About how long it takes on an H200, the run of one process included."""
+        return 60 if self.compiled else 4 + self.ranks
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """What a summary says of it."""
+        return {
+            "kind": self.kind, "ranks": self.ranks, "family": self.family, "layout": " ".join(self.layout),
+            "precision": self.precision, "compiled": self.compiled, "tolerance": self.tolerance,
+        }  # fmt: skip
+
+
+def cases() -> list[Case]:
+    """All of them, in the order of value: a matrix, precisions, masks and adapters, compiled layers, the rest."""
+    known = test_layouts.LAYOUTS | ONLY_HERE
+    found, last = [], []
+    for number, (layout, (ranks, overrides)) in enumerate(known.items()):
+        for place, family in enumerate(test_layouts.ROUNDING):
+            is_taken = number % 2 == place or layout in test_layouts.TWICE
+            if layout in ONLY_HERE:
+                is_taken = family == ("gpt" if "tensor=4" in " ".join(overrides) else "llama")
+            if is_taken and ranks <= MOST_RANKS:
+                case = Case(f"{layout}, {family}", ranks, family, overrides, test_layouts.ROUNDING[family])
+                (last if any(word in layout for word in LAST) else found).append(case)
+    for layout in FOR_PRECISION:
+        ranks, overrides = known[layout]
+        for precision, tolerance, more in (("bf16", BF16, ()), ("fp8", FP8, (WIDE,))):
+            settings = (*UNCOMPILED, *SGD, f"train.precision={precision}", *more)
+            name = f"{layout}, llama, {precision}"
+            found.append(Case(name, ranks, "llama", overrides, tolerance, settings, precision=precision))
+    for family, layout in FOR_MASKS:
+        ranks, overrides = test_masks.LAYOUTS[layout]
+        name = f"masks, {layout}, {family}"
+        found.append(Case(name, ranks, family, overrides, test_masks.ROUNDING, kind="masks"))
+    for family, layout in FOR_LORA:
+        ranks, overrides = test_tuning.LAYOUTS[layout]
+        name = f"lora, {layout}, {family}"
+        found.append(Case(name, ranks, family, overrides, test_tuning.ROUNDING[family], kind="lora"))
+    for layout in FOR_COMPILED:
+        ranks, overrides = known[layout]
+        name = f"{layout}, llama, compiled"
+        found.append(Case(name, ranks, "llama", overrides, test_layouts.ROUNDING["llama"], COMPILED))
+    return found + last
+
+
+def compared(case: Case, layouts: Layouts) -> float:
+    """Run a case and the one process beside it; the largest relative difference of their losses and gradient norms."""
+    if case.kind == "lora":
+        name, bases = case.name.replace(",", ""), layouts.folder / "bases"
+        if not bases.exists():
+            write_bases(bases)
+        one = test_tuning.tune(layouts, bases, 1, case.family, "lora", "alone", *case.settings)
+        run = test_tuning.tune(layouts, bases, case.ranks, case.family, "lora", name, *case.settings, *case.layout)
+        return difference(run.metrics(), one.metrics())
+    if case.kind == "masks":
+        path = f"masks-alone-{case.family}"
+        if not (layouts.folder / path).exists():
+            test_masks.learn(layouts, 1, case.family, *case.settings, path=path)
+        one = test_masks.Run.open(layouts.folder / path)
+        run = test_masks.learn(layouts, case.ranks, case.family, *case.settings, *case.layout)
+        found = difference(run.metrics(), one.metrics())
+        if found < case.tolerance:
+            test_masks.assert_alike(run, one)
+        return found
+    run = layouts.run(case.ranks, case.family, *case.settings, *case.layout)
+    return difference(run.metrics(), layouts.alone(case.family, *case.settings))
+
+
+assert {case.family for case in cases()} <= set(FAMILIES)
