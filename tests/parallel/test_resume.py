@@ -77,7 +77,9 @@ def test_a_damaged_shard_is_named_and_the_checkpoint_before_it_is_used(layouts: 
     if damage == "remove":
         shard.unlink()
     layouts.run(2, "llama", *HORIZON, path=run.path.name)
-    assert f"step-00000006 is damaged: {shard.name} does not match its checksum" in layouts.said
+    how = "is missing" if damage == "remove" else "does not match its checksum"
+    assert f"step-00000006 is damaged: {shard.name} {how}" in layouts.said
+    assert (run.checkpoints / "damaged" / "step-00000006").is_dir()
     assert "resumed at step 3" in layouts.said
     assert difference(run.metrics(), layouts.alone("llama", *HORIZON)) < ROUNDING["llama"]
 
