@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from steelyard.core import files
 from steelyard.core.errors import UserError
+from steelyard.tokens import checksums
 from steelyard.tokens.indexed import CODES, HEADER, MAGIC, IndexedTokens, bin_path, idx_path
 from steelyard.tokens.inspect import verify
 
@@ -71,13 +72,15 @@ class Joiner:
 @contextlib.contextmanager
 def joining(prefix: str, dtype: np.dtype[Any], fixed_length: int | None = None) -> Iterator[Joiner]:
     """Join pieces into a pair of files that appears when the block ends well."""
-    idx_path(prefix).unlink(missing_ok=True)
+    for stale in (idx_path(prefix), checksums.path_of(prefix)):
+        stale.unlink(missing_ok=True)
     with files.atomic_file(bin_path(prefix), "wb") as file:
         joiner = Joiner(file, dtype, fixed_length)
         yield joiner
         if not any(lengths.any() for lengths in joiner.lengths()):
             raise UserError(f"the corpus is empty or too short: nothing to write to {bin_path(prefix)}")
     write_index(prefix, joiner.lengths, dtype)
+    checksums.write(prefix)
 
 
 def merge(prefixes: list[str], prefix: str) -> dict[str, Any]:
@@ -99,10 +102,13 @@ def merge(prefixes: list[str], prefix: str) -> dict[str, Any]:
 
     if idx_path(prefix).exists():
         raise UserError(f"{idx_path(prefix)} is there already", mend="name another prefix")
+    checksums.path_of(prefix).unlink(missing_ok=True)
     with files.atomic_file(bin_path(prefix), "wb") as target:
         for dataset in datasets:
             _append(bin_path(dataset.prefix), target)
-    return {"prefix": prefix, **write_index(prefix, lengths, dtype)}
+    written = write_index(prefix, lengths, dtype)
+    checksums.write(prefix)
+    return {"prefix": prefix, **written}
 
 
 def write_index(prefix: str, lengths: Callable[[], Iterator[Lengths]], dtype: np.dtype[Any]) -> dict[str, Any]:

@@ -10,9 +10,11 @@ Old names, beside the token files or in `data.index_cache`:
     <prefix>_<split>_indexmap_<samples>ns_<length>sl_<seed>s_{doc,sample,shuffle}_idx.npy
 
 Arrays that Megatron wrote under either name are used; a description is matched by what determines the arrays, so that
-the tokenizer's name in it does not matter. Any number of processes may ask at once: one per host builds while the
-others wait, and files appear by rename, so that even hosts whose locks do not reach each other only do the same work
-twice.
+the tokenizer's name in it does not matter. Nothing is believed by its name alone: arrays are used only if they are maps
+of the sequences that the token files hold now, so those of text that was since replaced are built again.
+
+Any number of processes may ask at once: one per host builds while the others wait, and files appear by rename, so that
+even hosts whose locks do not reach each other only do the same work twice.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -60,13 +62,18 @@ def index_maps_for(
     """The maps from the cache, or built and put there."""
     expected = index_maps.plan(lengths, bounds, request.num_samples, request.sequence_length)
     place = _new_folder(request, folder) if names == "new" else _old_stem(request, folder).parent
-    found = _find(request, folder, expected)
+    aligned = np.require(lengths, requirements="A")  # In a file they lie unaligned, which is slow.
+
+    def find() -> IndexMaps | None:
+        return _find(request, folder, lambda maps: expected.fits(maps, aligned, bounds))
+
+    found = find()
     if found is not None:
         return found
     try:
         place.mkdir(parents=True, exist_ok=True)
         with _one_builder(place):
-            found = _find(request, folder, expected)
+            found = find()
             return found or _write(
                 request, folder, names, index_maps.build(lengths, bounds, expected, request.random_seed)
             )
@@ -75,7 +82,7 @@ def index_maps_for(
         return index_maps.build(lengths, bounds, expected, request.random_seed)
 
 
-def _find(request: Request, folder: str | None, expected: index_maps.Plan) -> IndexMaps | None:
+def _find(request: Request, folder: str | None, fits: Callable[[IndexMaps], bool]) -> IndexMaps | None:
     stem = _old_stem(request, folder)
     candidates = [[stem.with_name(f"{stem.name}_{part}.npy") for part in OLD_PARTS]]
     for description in sorted(_new_folder(request, folder).glob(f"*-GPTDataset-{request.index_split}-description.txt")):
@@ -84,7 +91,7 @@ def _find(request: Request, folder: str | None, expected: index_maps.Plan) -> In
             candidates.append([description.with_name(f"{base}{part}.npy") for part in NEW_PARTS])
     for paths in candidates:
         maps = _loaded(paths)
-        if maps is not None and expected.fits(maps):
+        if maps is not None and fits(maps):
             return maps
     return None
 

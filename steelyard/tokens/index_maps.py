@@ -43,12 +43,23 @@ class Plan:
     samples_before_last_epoch: int
     last_epoch_apart: bool
 
-    def fits(self, maps: IndexMaps) -> bool:
-        """Whether arrays from elsewhere can be those of this plan."""
+    def fits(self, maps: IndexMaps, lengths: npt.NDArray[np.int32], bounds: tuple[int, int]) -> bool:
+        """Whether arrays from elsewhere are maps of this plan over sequences of these lengths.
+
+        Everything but the two random orders is checked: every sequence occurs once an epoch, every cut lies where the
+        lengths put it, and every sample is used once. Maps of other data, and flipped bits, do not pass.
+        """
+        documents, cuts, order = maps.document_index, maps.sample_index, maps.shuffle_index
+        shapes = (self.documents * self.epochs,), (self.samples + 1, 2), (self.samples,)
+        if (documents.shape, cuts.shape, order.shape) != shapes:
+            return False
+        first = self.samples_before_last_epoch if self.last_epoch_apart else self.samples
+        parts = (order[:first], 0), (order[first:], first)
         return (
-            len(maps.document_index) == self.documents * self.epochs
-            and maps.sample_index.shape == (self.samples + 1, 2)
-            and len(maps.shuffle_index) == self.samples
+            all(array.dtype.kind in "iu" for array in (documents, cuts, order))
+            and _each_occurs(documents, *bounds, times=self.epochs)
+            and all(_each_occurs(part, begin, begin + len(part), times=1) for part, begin in parts)
+            and np.array_equal(cuts, _cuts(lengths, documents, self.sequence_length, self.samples))
         )
 
 
@@ -66,6 +77,15 @@ def plan(lengths: npt.NDArray[np.int32], bounds: tuple[int, int], samples: int, 
         samples_before_last_epoch=before_last,
         last_epoch_apart=epochs > 1 and samples - before_last < int(LAST_EPOCH_THRESHOLD * per_epoch),
     )
+
+
+def _each_occurs(values: npt.NDArray[Any], first: int, end: int, times: int) -> bool:
+    """Whether the values are the numbers from `first` up to `end`, each as often as `times` says."""
+    if not len(values):
+        return first == end
+    if int(values.min()) != first or int(values.max()) != end - 1:
+        return False
+    return bool((np.bincount(values.astype(np.int64) - first) == times).all())
 
 
 def build(lengths: npt.NDArray[np.int32], bounds: tuple[int, int], plan: Plan, seed: int) -> IndexMaps:

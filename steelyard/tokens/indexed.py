@@ -26,7 +26,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from steelyard.core.errors import UserError
+from steelyard.core.errors import Damaged, UserError
+from steelyard.tokens import checksums
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -82,6 +83,10 @@ class IndexedTokens:
         needed = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize if sequences else 0
         if size < needed or size % self.dtype.itemsize:
             raise UserError(f"holds {size} bytes, but its index needs {needed}", where=str(bin_path(prefix)))
+        problem = next(_problems(self, size), None)
+        if problem is not None:
+            raise Damaged(problem, where=str(path), mend="make it again with steelyard data tokenize, or copy it again")
+        checksums.check(prefix)
         empty = np.empty(0, dtype=self.dtype)
         self._tokens = np.memmap(bin_path(prefix), mode="r", dtype=self.dtype) if size else empty
 
@@ -117,6 +122,25 @@ class IndexedTokens:
         for first, end in zip(self.document_index[:-1], self.document_index[1:], strict=True):
             parts = [self.sequence(number) for number in range(first, end)]
             yield np.concatenate(parts) if parts else np.empty(0, dtype=self.dtype)
+
+
+def _problems(tokens: IndexedTokens, size: int) -> Iterator[str]:
+    """What in an index contradicts the rest of it, or the size of the .bin."""
+    lengths = np.require(tokens.lengths, requirements="A")
+    if len(lengths) and int(lengths.min()) < 0:
+        yield "a sequence has a negative length"
+        return
+    ends = np.cumsum(lengths, dtype=np.int64)
+    ends *= tokens.dtype.itemsize
+    pointers = np.require(tokens.pointers, requirements="A")
+    if len(pointers) and (int(pointers[0]) != 0 or not np.array_equal(pointers[1:], ends[:-1])):
+        yield "sequences do not follow each other"
+    total = int(ends[-1]) if len(ends) else 0
+    if size != total:
+        yield f"the .bin holds {size} bytes, its index accounts for {total}"
+    documents = np.require(tokens.document_index, requirements="A")
+    if documents[0] != 0 or documents[-1] != len(lengths) or bool((documents[1:] < documents[:-1]).any()):
+        yield "the document index does not run from 0 to the number of sequences"
 
 
 def _part(raw: npt.NDArray[np.uint8], start: int, dtype: npt.DTypeLike, count: int) -> npt.NDArray[Any]:

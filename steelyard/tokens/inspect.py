@@ -10,6 +10,7 @@ import numpy as np
 from steelyard.core import units
 from steelyard.core.console import console
 from steelyard.core.errors import Fault, UserError
+from steelyard.tokens import checksums
 from steelyard.tokens.indexed import IndexedTokens, bin_path, idx_path
 
 SHOWN_TOKENS = 60
@@ -51,33 +52,22 @@ def histogram_lines(histogram: dict[str, int]) -> list[str]:
 
 
 def verify(prefix: str, vocab_size: int | None = None) -> dict[str, Any]:
-    """Check that index and tokens agree in every entry, and that no id is outside a vocabulary of the given size."""
+    """Check that index and tokens agree in every entry, as opening them does, and that a vocabulary holds every id."""
     try:
         tokens = IndexedTokens(prefix)
     except UserError as error:
         there = all(path(prefix).exists() for path in (bin_path, idx_path))
         raise Fault(error.message, where=error.where) if there else error from None
-    lengths = tokens.lengths.astype(np.int64)
-    problems = []
-    if (lengths < 0).any():
-        problems.append("a sequence has a negative length")
-    expected = np.zeros(len(lengths), dtype=np.int64)
-    np.cumsum(lengths[:-1], out=expected[1:])
-    if (tokens.pointers != expected * tokens.dtype.itemsize).any():
-        problems.append("sequences do not follow each other")
-    documents = tokens.document_index
-    if not len(documents) or documents[0] != 0 or documents[-1] != len(lengths) or (np.diff(documents) < 0).any():
-        problems.append("the document index does not run from 0 to the number of sequences")
-    size = bin_path(tokens.prefix).stat().st_size
-    if size != int(lengths.sum()) * tokens.dtype.itemsize:
-        problems.append(
-            f"the .bin holds {size} bytes, its index accounts for {int(lengths.sum()) * tokens.dtype.itemsize}"
-        )
-    if not problems and vocab_size is not None:
-        problems += _ids_outside(tokens, size // tokens.dtype.itemsize, vocab_size)
-    if problems:
-        raise Fault("; ".join(problems), where=prefix)
-    return {"prefix": prefix, "sound": True, "documents": len(documents) - 1, "tokens": int(lengths.sum())}
+    total = int(tokens.lengths.sum(dtype=np.int64))
+    try:
+        has_checksums = checksums.check(tokens.prefix, everything=True)
+    except UserError as error:
+        raise Fault(error.message, where=error.where, mend=error.mend) from None
+    outside = [] if vocab_size is None else _ids_outside(tokens, total, vocab_size)
+    if outside:
+        raise Fault("; ".join(outside), where=prefix)
+    documents = len(tokens.document_index) - 1
+    return {"prefix": prefix, "sound": True, "documents": documents, "tokens": total, "checksums": has_checksums}
 
 
 def _ids_outside(tokens: IndexedTokens, total: int, vocab_size: int) -> list[str]:

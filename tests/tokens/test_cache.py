@@ -94,3 +94,30 @@ def test_fixed_length_samples_are_whole_documents_in_a_new_order_each_epoch(in_w
     assert sorted(firsts[:40]) == sorted(firsts[40:]) == list(range(40))
     assert firsts[:40] != firsts[40:]
     assert len(samples[0]) == 17
+
+
+def test_maps_of_text_that_was_replaced_are_not_used(in_workplace):
+    """As many documents and tokens as before, so that only the documents' lengths tell the two apart."""
+    from tests.conftest import write_documents
+
+    documents = [[number % 97] * (5 + number % 50) for number in range(200)]
+    write_documents("tokens_text_document", documents, 97)
+    stale = opened()
+    write_documents("tokens_text_document", documents[::-1], 97)
+    found = opened()
+    assert not np.array_equal(found.maps.sample_index, stale.maps.sample_index)
+    assert same(found, opened("data.index_cache=elsewhere"))
+    assert {len(found[number]) for number in range(len(found))} == {17}
+
+
+@pytest.mark.parametrize("part", ["document_index", "sample_index", "shuffle_index"])
+def test_a_flipped_bit_of_a_map_is_noticed(in_workplace, part):
+    first = opened("data.index_cache=cache")
+    (path,) = Path("cache").glob(f"*{part}.npy")
+    whole, random = path.read_bytes(), np.random.RandomState(0)
+    header = len(whole) - getattr(first.maps, part).nbytes
+    for bit in random.randint(8 * header, 8 * len(whole), size=40):
+        content = bytearray(whole)
+        content[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(content)
+        assert same(opened("data.index_cache=cache"), first)

@@ -1,10 +1,13 @@
 import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from steelyard.core.errors import UserError
+from steelyard.core.errors import Fault, UserError
+from steelyard.tokens import checksums
 from steelyard.tokens.indexed import IndexedTokens, token_dtype
+from steelyard.tokens.inspect import verify
 from tests.conftest import write_documents
 
 
@@ -44,3 +47,69 @@ def test_a_truncated_token_file_is_one_clear_message(tmp_path):
     (tmp_path / "d.bin").write_bytes(b"\x01\x00")
     with pytest.raises(UserError, match=r"needs 6"):
         IndexedTokens(tmp_path / "d")
+
+
+def flips(path: Path, first: int = 0):
+    """Flip each bit of a file in turn, from a byte on; the file is whole again afterwards."""
+    whole = path.read_bytes()
+    for bit in range(8 * first, 8 * len(whole)):
+        content = bytearray(whole)
+        content[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(content)
+        yield bit
+    path.write_bytes(whole)
+
+
+DOCUMENTS = [[1, 2, 3], [], [4] * 7, [5], [6, 7]]
+
+
+def test_no_flipped_bit_of_lengths_or_pointers_is_accepted(tmp_path):
+    """An entry of the document index may be another that makes sense too; for that there are checksums."""
+    write_documents(tmp_path / "small", DOCUMENTS, 97)
+    (tmp_path / "small.sums").unlink(missing_ok=True)
+    documents_at = 34 + 4 * 12
+    for bit in flips(tmp_path / "small.idx"):
+        if bit < 8 * documents_at:
+            with pytest.raises(UserError):
+                IndexedTokens(tmp_path / "small")
+
+
+@pytest.mark.parametrize("kind", ["idx", "bin", "sums"])
+def test_no_flipped_bit_of_a_pair_with_checksums_is_accepted(tmp_path, kind):
+    write_documents(tmp_path / "small", DOCUMENTS, 97)
+    checksums.write(tmp_path / "small")
+    path = tmp_path / f"small.{kind}"
+    for bit in flips(path):
+        if kind == "sums" and bit // 8 == path.stat().st_size - 1:  # The newline at the end.
+            continue
+        with pytest.raises(UserError):
+            IndexedTokens(tmp_path / "small")
+    assert len(IndexedTokens(tmp_path / "small")) == 4
+
+
+def test_a_flipped_bit_between_the_blocks_that_opening_reads_is_found_by_verify(tmp_path, monkeypatch):
+    monkeypatch.setattr(checksums, "BLOCK_BYTES", 64)
+    write_documents(tmp_path / "large", [[number % 97] * 40 for number in range(50)], 97)
+    checksums.write(tmp_path / "large")
+    found = {"opening": 0, "verify": 0}
+    path = tmp_path / "large.bin"
+    whole = path.read_bytes()
+    for place in range(0, len(whole), 61):
+        content = bytearray(whole)
+        content[place] ^= 4
+        path.write_bytes(content)
+        for name, look in (("opening", IndexedTokens), ("verify", verify)):
+            try:
+                look(str(tmp_path / "large"))
+            except (UserError, Fault):
+                found[name] += 1
+    assert 0 < found["opening"] < found["verify"] == len(range(0, len(whole), 61))
+
+
+def test_a_pair_that_another_program_wrote_over_is_refused_with_the_way_out(tmp_path):
+    write_documents(tmp_path / "pair", DOCUMENTS, 97)
+    checksums.write(tmp_path / "pair")
+    write_documents(tmp_path / "pair", DOCUMENTS[::-1], 97)
+    with pytest.raises(UserError, match="does not match its checksum") as refused:
+        IndexedTokens(tmp_path / "pair")
+    assert f"delete {tmp_path / 'pair.sums'}" in refused.value.mend

@@ -1,0 +1,114 @@
+"""`<prefix>.sums`, beside a pair of token files: the checksums of what `data tokenize` and `data merge` wrote.
+
+    {"format": 1,
+     "idx": {"bytes": N, "crc32": X},
+     "bin": {"bytes": N, "block_bytes": 1048576, "crc32": [X, ...]},
+     "checksum": SHA-256 of the rest, as compact JSON with sorted keys}
+
+CRC-32 finds every flipped bit and every damaged run of up to 32 bits. It does not protect against somebody who changes
+a file on purpose. Pairs from elsewhere have no such file, and are checked as far as their index goes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from steelyard.core import files
+from steelyard.core.console import console
+from steelyard.core.errors import Damaged, UserError
+
+FORMAT = 1
+BLOCK_BYTES = 1 << 20
+BLOCKS_AT_OPENING = 8
+READ_BYTES = 1 << 24
+
+
+def path_of(prefix: str | Path) -> Path:
+    """The file of checksums."""
+    return Path(f"{prefix}.sums")
+
+
+def write(prefix: str | Path) -> None:
+    """Write the checksums of a pair as it is now."""
+    index, tokens = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+    size = tokens.stat().st_size
+    blocks = [crc for _, crc in _blocks(tokens, range(-(-size // BLOCK_BYTES)))]
+    content: dict[str, Any] = {
+        "format": FORMAT,
+        "idx": {"bytes": index.stat().st_size, "crc32": _crc(index)},
+        "bin": {"bytes": size, "block_bytes": BLOCK_BYTES, "crc32": blocks},
+    }
+    text = json.dumps({**content, "checksum": _own(content)}, separators=(",", ":"))
+    files.write_text(path_of(prefix), text + "\n")
+
+
+def check(prefix: str | Path, everything: bool = False) -> bool:
+    """Compare a pair with its checksums: the index, and some blocks of the tokens or all; whether there are checksums.
+
+    A pair that does not match is refused.
+    """
+    path = path_of(prefix)
+    if not path.is_file():
+        return False
+    content = _read(path)
+    index, tokens, recorded = Path(f"{prefix}.idx"), Path(f"{prefix}.bin"), content["bin"]
+    if index.stat().st_size != content["idx"]["bytes"] or _crc(index) != content["idx"]["crc32"]:
+        raise _mismatch(index, path)
+    if tokens.stat().st_size != recorded["bytes"]:
+        raise _mismatch(tokens, path)
+    total = len(recorded["crc32"])
+    step = 1 if everything else max(1, -(-total // BLOCKS_AT_OPENING))
+    chosen: Iterable[int] = sorted({*range(0, total, step), *([total - 1] if total else [])})
+    with console.progress("checksums", total, "MiB") if everything else contextlib.nullcontext() as progress:
+        for number, crc in _blocks(tokens, chosen):
+            if crc != recorded["crc32"][number]:
+                raise _mismatch(tokens, path, f" between bytes {number * BLOCK_BYTES} and {(number + 1) * BLOCK_BYTES}")
+            if progress is not None:
+                progress.advance(1)
+    return True
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+        checksum = content.pop("checksum")
+        if checksum != _own(content):
+            raise Damaged("the file of checksums does not match its own", where=str(path), mend=_hint(path))
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        raise Damaged("this is not a file of checksums", where=str(path), mend=_hint(path)) from None
+    if content["format"] != FORMAT:
+        raise UserError(f"format {content['format']} of checksums is not known", where=str(path), mend=_hint(path))
+    return content
+
+
+def _mismatch(file: Path, sums: Path, place: str = "") -> Damaged:
+    return Damaged(f"{file} does not match its checksum{place}", mend=_hint(sums))
+
+
+def _hint(sums: Path) -> str:
+    return f"copy or make the pair again; if another program rewrote it on purpose, delete {sums}"
+
+
+def _own(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _crc(path: Path) -> int:
+    crc = 0
+    with open(path, "rb") as file:
+        while data := file.read(READ_BYTES):
+            crc = zlib.crc32(data, crc)
+    return crc
+
+
+def _blocks(path: Path, numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
+    with open(path, "rb") as file:
+        for number in numbers:
+            file.seek(number * BLOCK_BYTES)
+            yield number, zlib.crc32(file.read(BLOCK_BYTES))
