@@ -36,8 +36,8 @@ format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# Two processes, each with whole files: what a file sets up once is not set up twice.
-PYTEST := $(BIN)/pytest -n 2 --dist loadfile
+# Two processes, each with whole files (tests/conftest.py): what a file sets up once is not set up twice.
+PYTEST := $(BIN)/pytest -n 2
 
 test: lint
 	$(PYTEST) -m "not slow and not cluster"
