@@ -150,7 +150,7 @@ def verify(
     vocab_size: Annotated[int | None, typer.Option(min=1, help="No id may reach this.")] = None,
     json: JsonOption = False,
 ) -> None:
-    """Check a pair of token files: every entry of the index, all checksums, with --vocab-size every id. Exits with 1 if unsound.
+    """Check a pair of token files: the index, all checksums, with --vocab-size every id. Exits with 1 if unsound.
 
     Example: steelyard data verify data/mine_text_document --vocab-size 50257
     """
