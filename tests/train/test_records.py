@@ -6,7 +6,9 @@ import re
 import sys
 import time
 import types
+import warnings
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ from steelyard import train
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import load
 from steelyard.train import memory
+from steelyard.train.engine import Engine
 from steelyard.train.extension import Extension
 
 # What Megatron's line has: iteration, consumed samples, milliseconds per iteration, learning rate, global batch size,
@@ -174,3 +177,12 @@ def test_the_real_wandb_takes_a_run_without_a_network(in_workplace, monkeypatch)
     monkeypatch.setenv("WANDB_MODE", "offline")
     run = train.run(load("tiny.toml", ["log.wandb=project", "train.steps=2"]))
     assert list(run.path.glob("wandb/offline-run-*"))
+
+
+def test_rows_that_numpy_only_lends_are_copied_without_a_warning():
+    """One row of places is a view of what many rows would share, which numpy does not let anybody write."""
+    lent = np.broadcast_to(np.arange(4), (1, 4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tensor = Engine._to_device(types.SimpleNamespace(device=torch.device("cpu")), lent)
+    assert tensor.tolist() == [[0, 1, 2, 3]]
