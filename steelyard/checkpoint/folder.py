@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from steelyard.checkpoint.metadata import SafeReader
+from steelyard.checkpoint.metadata import PortableWriter, SafeReader
 from steelyard.checkpoint.pieces import Piece, Promised, ReadingPieces, WritingPieces
 from steelyard.core import files
 from steelyard.core.console import console
@@ -128,7 +128,7 @@ def _unfinished(path: Path) -> Iterator[Path]:
 
 def _written(pieces: Holdings, unfinished: Path, path: Path, group: dist.ProcessGroup | None) -> dict[str, str]:
     """Write this rank's pieces and return the checksums of its files."""
-    writer = dcp.FileSystemWriter(str(unfinished), single_file_per_rank=True)
+    writer = PortableWriter(str(unfinished), single_file_per_rank=True)
     with _single_process(), _failed_streams_are_quiet():
         try:
             dcp.save(
