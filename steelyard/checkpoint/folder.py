@@ -9,15 +9,16 @@
 The folder is filled under a temporary name by all ranks together, and renamed by the first. Only tensors go through
 torch; everything else is JSON. What was saved on one layout can be loaded on any other.
 
-A folder whose files do not match their checksums is not loaded: `latest` names it and falls back to the one before. If
-checkpoints exist and none can be loaded, that is an error: a run never starts again over its own past. An older
-checkpoint is deleted only after the new one was read back and matches its checksums.
+A folder whose files do not match their checksums is not loaded: `latest` reports it and falls back to the one before.
+If checkpoints exist and none can be loaded, that is an error: a run never restarts at step 0 while it has checkpoints.
+An older checkpoint is deleted only after the new one was read back and matches its checksums.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import shutil
 import sys
 import traceback
@@ -35,18 +36,15 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from steelyard.checkpoint import state_file
-from steelyard.checkpoint.metadata import SafeReader
+from steelyard.checkpoint import history, state_file
+from steelyard.checkpoint.metadata import PortableWriter, SafeReader
 from steelyard.checkpoint.pieces import Piece, Promised, ReadingPieces, WritingPieces
 from steelyard.core import files
 from steelyard.core.console import console
-from steelyard.core.errors import Damaged, Fault, UserError
+from steelyard.core.errors import Damaged, Fault, SteelyardError, UserError
 from steelyard.core.run import MANIFEST, Run
 
 STATE = state_file.NAME
-VALID_LOSS = "valid_loss"  # In the state of a checkpoint that was the best when it was saved.
-PREFIX = "step-"
-DAMAGED = "damaged"
 TORCH_STREAM = "NoCloseWriter"  # What torch.distributed.checkpoint writes a file through.
 
 
@@ -102,32 +100,65 @@ def save(
     With a group, all its ranks call this together, each with the pieces it holds. Whatever stops one of them is raised
     on all.
     """
-    path = folder / f"{PREFIX}{state['step']:08d}"
+    path = history.path_at(folder, state["step"])
     pieces = {name: tensor if isinstance(tensor, Piece) else Piece.whole(tensor) for name, tensor in tensors.items()}
     if group is None:
         with _unfinished(path) as unfinished:
-            _finish(unfinished, state, _written(pieces, unfinished, path, None))
+            mine = _written(pieces, unfinished, path, None)
+            _finish(unfinished, state, mine)
     elif dist.get_rank(group) == 0:
         with _unfinished(path) as unfinished:
             dist.broadcast_object_list([str(unfinished)], group_src=0, group=group)
-            _finish(unfinished, state, _gathered(_written(pieces, unfinished, path, group), group))
+            mine = _written(pieces, unfinished, path, group)
+            _finish(unfinished, state, _gathered(mine, group))
     else:
         name: list[Any] = [None]
         dist.broadcast_object_list(name, group_src=0, group=group)
-        _gathered(_written(pieces, Path(name[0]), path, group), group)
-    if group is None or dist.get_rank(group) == 0:
-        _remove_old(folder, path, keep_last)
+        mine = _written(pieces, Path(name[0]), path, group)
+        _gathered(mine, group)
+    _remove_old(folder, path, mine, keep_last, group)
     return path
 
 
-def _remove_old(folder: Path, newest: Path, keep_last: int) -> None:
-    """Keep the newest checkpoints and the best one; nothing goes before the newest was seen to be whole."""
-    kept = {newest, best(folder), *_by_age(folder)[-keep_last:]}
-    old = [path for path in _by_age(folder) if path not in kept]
-    if old:
-        _opened(newest)
+def _remove_old(
+    folder: Path, newest: Path, mine: dict[str, str], keep_last: int, group: dist.ProcessGroup | None
+) -> None:
+    """Delete old checkpoints after the newest was read back: each rank reads the files that it wrote.
+
+    What hinders deleting alone does not end the run: the next save tries again.
+    """
+    old: list[Path] = []
+    if group is None or dist.get_rank(group) == 0:
+        try:
+            old = history.removable(folder, newest, keep_last)
+        except SteelyardError as error:
+            console.warn(f"no old checkpoint is removed: {error.message}")
+    is_due = [bool(old)]
+    if group is not None:
+        dist.broadcast_object_list(is_due, group_src=0, group=group)
+    if not is_due[0]:
+        return
+    wrong = _not_as_written(newest, mine)
+    if group is not None:
+        wrong = list(_gathered(dict.fromkeys(wrong, ""), group))
+    if wrong:
+        raise Fault(
+            f"checkpoint {newest} is not what was written to it: {wrong[0]} does not match its checksum",
+            mend="check the disk and the memory of this machine; no older checkpoint was removed",
+        )
     for path in old:
-        shutil.rmtree(path)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _not_as_written(path: Path, mine: dict[str, str]) -> list[str]:
+    """The files of this rank that read back otherwise, from the disk where the system lets go of its copy."""
+    wrong = [name for name, expected in mine.items() if _checksum(path / name, from_disk=True) != expected]
+    if ".metadata" in mine:  # The first rank's, which wrote the state too.
+        try:
+            state_file.read(path)
+        except Damaged:
+            wrong.append(STATE)
+    return wrong
 
 
 @contextlib.contextmanager
@@ -140,7 +171,7 @@ def _unfinished(path: Path) -> Iterator[Path]:
 
 def _written(pieces: Holdings, unfinished: Path, path: Path, group: dist.ProcessGroup | None) -> dict[str, str]:
     """Write this rank's pieces and return the checksums of its files."""
-    writer = dcp.FileSystemWriter(str(unfinished), single_file_per_rank=True)
+    writer = PortableWriter(str(unfinished), single_file_per_rank=True)
     with _single_process(), _failed_streams_are_quiet():
         try:
             dcp.save(
@@ -178,13 +209,13 @@ def fill(unfinished: Path, held: Holdings, state: dict[str, Any] | None) -> None
 
 
 def latest(folder: Path, set_aside: bool = False) -> Checkpoint | None:
-    """The newest whole checkpoint of a run; none if it has no checkpoint.
+    """The newest whole checkpoint of a run, or None if the run has no checkpoints.
 
-    Damaged ones are named and passed over; with `set_aside`, which is for the process that writes the run, they are
+    Damaged ones are reported and passed over; with `set_aside`, which is for the process that writes the run, they are
     moved to `damaged/`. If all are damaged, that is an error, and they stay where they are.
     """
     passed_over: list[Path] = []
-    for path in reversed(_by_age(folder)):
+    for path in reversed(history.by_age(folder)):
         try:
             found = _opened(path)
         except Damaged as damage:
@@ -192,36 +223,14 @@ def latest(folder: Path, set_aside: bool = False) -> Checkpoint | None:
             passed_over.append(path)
             continue
         for damaged in passed_over if set_aside else ():
-            _move_aside(damaged)
+            history.move_aside(damaged)
         return found
-    if passed_over or any((folder / DAMAGED).glob(f"{PREFIX}*")):
+    if passed_over or history.by_age(folder / history.DAMAGED):
         raise Fault(
             f"every checkpoint in {folder} is damaged",
-            mend="restore one from a copy, or start the run from its beginning in a new folder with --resume never",
+            mend="restore one from a copy, or start from step 0 in a new folder with --resume never",
         )
     return None
-
-
-def _move_aside(path: Path) -> None:
-    """Move a damaged checkpoint to `damaged/`, where nothing looks for checkpoints and nothing is deleted."""
-    folder = path.parent / DAMAGED
-    folder.mkdir(exist_ok=True)
-    target, number = folder / path.name, 1
-    while target.exists():
-        number += 1
-        target = folder / f"{path.name}.{number}"
-    path.rename(target)
-    files.sync_folder(folder)
-    console.warn(f"moved it to {target}")
-
-
-def best(folder: Path) -> Path | None:
-    """The checkpoint of a run with the lowest validation loss, among those whose state tells it."""
-    losses: dict[Path, float] = {}
-    for path in _by_age(folder):
-        with contextlib.suppress(UserError, KeyError):
-            losses[path] = float(state_file.read(path)[0][VALID_LOSS])
-    return min(losses, key=losses.__getitem__, default=None)
 
 
 def source(path: str | Path) -> Checkpoint:
@@ -311,10 +320,8 @@ def _causes(error: CheckpointException) -> Iterator[BaseException]:
             cause = cause.__cause__ or cause.__context__
 
 
-def _by_age(folder: Path) -> list[Path]:
-    return sorted(folder.glob(f"{PREFIX}*"))
-
-
-def _checksum(path: Path) -> str:
+def _checksum(path: Path, from_disk: bool = False) -> str:
     with open(path, "rb") as file:
+        if from_disk and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         return hashlib.file_digest(file, "sha256").hexdigest()

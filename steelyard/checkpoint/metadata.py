@@ -1,4 +1,4 @@
-"""Reading torch.distributed.checkpoint's `.metadata`, which is a pickle, without trusting it.
+"""Reading torch.distributed.checkpoint's `.metadata`, which is a pickle, without trusting it, and writing it plainly.
 
 A pickle may name any function and have it called. This reader lets through only the classes that describe tensors.
 """
@@ -68,6 +68,17 @@ class SafeReader(dcp.FileSystemReader):
         return metadata
 
 
+class PortableWriter(dcp.FileSystemWriter):
+    """A writer of checkpoint folders that every Python can read: 3.13 pickles paths under a name of its own."""
+
+    def storage_meta(self) -> StorageMeta | None:
+        """Where the checkpoint was written, as text."""
+        meta = super().storage_meta()
+        if meta is not None and meta.checkpoint_id is not None:
+            meta.checkpoint_id = str(meta.checkpoint_id)
+        return meta
+
+
 def _check(metadata: object, sizes: dict[str, int]) -> None:
     """Refuse a description that points outside the folder, past the end of a file, or to more than the files hold."""
     if not isinstance(metadata, Metadata):
@@ -92,6 +103,8 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
             return _member
+        if module == "pathlib._local":  # As Python 3.13 alone writes paths down.
+            module = "pathlib"
         if name not in ALLOWED.get(module, ()):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which has no place in a checkpoint")
         return super().find_class(module, name)

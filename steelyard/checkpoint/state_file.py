@@ -2,9 +2,9 @@
 
     {"format": 2, "step": 100, "samples": 800, ..., "files": {NAME: SHA-256}, "checksum": SHA-256}
 
-`checksum` is that of everything else in the file, as compact JSON with sorted keys. A file without `format` and
-`checksum` is of format 1, which Steelyard 0.1 wrote: it is read, but only its types and ranges can be checked. A file
-of a newer format is refused with the version of the format that it needs.
+`checksum` is that of everything else in the file, as compact JSON with sorted keys, in this and all later formats. A
+file without `format` and `checksum` is of format 1: it is read, but only its keys, types and ranges can be checked. A
+file of a newer format is refused; the message names the format.
 
 A file that cannot be read is not a damaged one: the disk or the network may be back in a moment. Reading is tried
 again a few times, and then reported as an input/output error.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,15 +25,21 @@ from steelyard.core.errors import Damaged, Fault, UserError
 
 NAME = "state.json"
 FORMAT = 2
-MOST_BYTES = 64 << 20  # The largest known, of a run over 10,000 ranks, has 2 MiB.
+MOST_BYTES = 64 << 20  # A rank adds about 100 bytes.
+FILE_NAME = re.compile(r"(?!\.{1,2}$|state\.json$)[\w.-]{1,255}", re.ASCII)
 SECONDS_BETWEEN_TRIES = (0.1, 0.5, 2.0)
+COUNTERS = ("samples", "tokens", "loss_tokens", "skipped", "nonfinite", "streak", "schedule_steps", "schedule_samples")
+NEEDED_TO_RESUME = ("samples", "tokens", "schedule_steps", "schedule_samples")
+LARGEST = 1e308
 
 Result = TypeVar("Result")
 
 
 def write(folder: Path, state: dict[str, Any], sums: dict[str, str]) -> None:
     """Write the state of a checkpoint whose other files have these checksums."""
-    content = {"format": FORMAT, **state, "files": dict(sorted(sums.items()))}
+    assert not {"format", "files", "checksum"} & state.keys(), "these keys are the file's own"
+    # Through JSON and back, since that is what a reader compares with the checksum.
+    content = json.loads(json.dumps({"format": FORMAT, **state, "files": dict(sorted(sums.items()))}))
     files.write_json(folder / NAME, {**content, "checksum": _checksum(content)})
 
 
@@ -52,14 +58,11 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
                 mend="use the Steelyard that wrote it, or a newer one",
             )
     sums = content.pop("files", None)
-    if (
-        not isinstance(sums, dict)
-        or not sums
-        or not all(_is_plain_name(n) and isinstance(s, str) for n, s in sums.items())
-    ):
+    if not isinstance(sums, dict) or not sums or not all(FILE_NAME.fullmatch(name) for name in sums):
         raise damaged(folder, f"{NAME} names no files with their checksums")
-    for problem in _problems(content):
-        raise damaged(folder, f"{NAME}: {problem}")
+    problems = _problems(content)
+    if problems:
+        raise damaged(folder, f"{NAME}: {problems[0]}")
     return content, sums
 
 
@@ -69,17 +72,17 @@ def damaged(folder: Path, why: str) -> Damaged:
 
 
 def retried(path: Path, action: Callable[[], Result]) -> Result:
-    """Read something of a file, again after errors that may pass."""
+    """Call `action`, which reads `path`, and retry it after input/output errors."""
     for seconds in (*SECONDS_BETWEEN_TRIES, None):
         try:
             return action()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise damaged(path.parent, f"{path.name} is missing") from None
         except OSError as error:
             if seconds is None or isinstance(error, PermissionError):
                 raise Fault(
                     f"{path} cannot be read: {error.strerror or error}",
-                    mend="this is an error of the disk, the network or the permissions: the checkpoint may be whole",
+                    mend="check the disk, the network and the permissions, then run the same command again",
                 ) from error
             time.sleep(seconds)
     raise AssertionError("the last try returns or raises")
@@ -107,25 +110,21 @@ def _checksum(content: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _is_plain_name(name: str) -> bool:
-    return name not in ("", ".", "..") and "/" not in name and "\0" not in name and name != NAME
-
-
 def _problems(state: dict[str, Any]) -> list[str]:
-    """What is wrong with the counters. Every checkpoint has a step; one that is no run's may have nothing else."""
-    problems = [] if "step" in state else ["step is missing"]
-    for name in ("step", "samples", "tokens", "loss_tokens", "skipped", "nonfinite", "streak", "schedule_steps",
-                 "schedule_samples"):  # fmt: skip
+    """What is wrong with the counters. A converted checkpoint has a step and no other counter; a run's has all."""
+    needed = ("step", *(NEEDED_TO_RESUME if any(name in state for name in COUNTERS) else ()))
+    problems = [f"{name} is missing" for name in needed if name not in state]
+    for name in ("step", *COUNTERS):
         value = state.get(name, 0)
         if type(value) is not int or not 0 <= value < 1 << 63:
             problems.append(f"{name} is {value!r:.40}, not a count")
-    for name in ("loss_sum", "valid_loss"):
-        value = state.get(name, 0.0)
-        if type(value) not in (int, float) or not math.isfinite(value):
-            problems.append(f"{name} is {value!r:.40}, not a finite number")
+    numbers = {name: state[name] for name in ("loss_sum", "valid_loss") if name in state}
     scale = state.get("loss_scale", {})
-    if not isinstance(scale, dict) or any(
-        type(value) not in (int, float) or not math.isfinite(value) or value < 0 for value in scale.values()
-    ):
-        problems.append(f"loss_scale is {scale!r:.80}")
+    if isinstance(scale, dict):
+        numbers |= {f"loss_scale.{name}": value for name, value in scale.items()}
+    else:
+        problems.append(f"loss_scale is {scale!r:.40}, not a table")
+    for name, value in numbers.items():
+        if type(value) not in (int, float) or not -LARGEST < value < LARGEST:
+            problems.append(f"{name} is {value!r:.40}, not a finite number")
     return problems

@@ -157,7 +157,10 @@ def verify(
     from steelyard.tokens.inspect import verify as run
 
     result = run(prefix, vocab_size)
-    print_result(result, json, f"{prefix}: sound, {result['documents']} documents, {result['tokens']} tokens")
+    unchecked = "" if result["checksums"] else "; it has no checksums, so only its index was checked"
+    print_result(
+        result, json, f"{prefix}: sound, {result['documents']} documents, {result['tokens']} tokens{unchecked}"
+    )
 
 
 def merge(

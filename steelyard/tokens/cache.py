@@ -10,7 +10,7 @@ Old names, beside the token files or in `data.index_cache`:
     <prefix>_<split>_indexmap_<samples>ns_<length>sl_<seed>s_{doc,sample,shuffle}_idx.npy
 
 Arrays that Megatron wrote under either name are used; a description is matched by what determines the arrays, so that
-the tokenizer's name in it does not matter. Nothing is believed by its name alone: arrays are used only if they are maps
+the tokenizer's name in it does not matter. A matching name is not enough: arrays are used only if they are maps
 of the sequences that the token files hold now, so those of text that was since replaced are built again.
 
 Any number of processes may ask at once: one per host builds while the others wait, and files appear by rename, so that

@@ -2,7 +2,7 @@
 
     {"format": 1,
      "idx": {"bytes": N, "crc32": X},
-     "bin": {"bytes": N, "block_bytes": 1048576, "crc32": [X, ...]},
+     "bin": {"bytes": N, "block_bytes": B, "crc32": [X, ...]},
      "checksum": SHA-256 of the rest, as compact JSON with sorted keys}
 
 CRC-32 finds every flipped bit and every damaged run of up to 32 bits. It does not protect against somebody who changes
@@ -24,7 +24,8 @@ from steelyard.core.console import console
 from steelyard.core.errors import Damaged, UserError
 
 FORMAT = 1
-BLOCK_BYTES = 1 << 20
+SMALLEST_BLOCK = 1 << 20  # bytes
+MOST_BLOCKS = 1 << 16
 BLOCKS_AT_OPENING = 8
 READ_BYTES = 1 << 24
 
@@ -38,20 +39,23 @@ def write(prefix: str | Path) -> None:
     """Write the checksums of a pair as it is now."""
     index, tokens = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     size = tokens.stat().st_size
-    blocks = [crc for _, crc in _blocks(tokens, range(-(-size // BLOCK_BYTES)))]
+    block = SMALLEST_BLOCK
+    while size > block * MOST_BLOCKS:
+        block *= 2
+    blocks = [crc for _, crc in _blocks(tokens, block, range(-(-size // block)))]
     content: dict[str, Any] = {
         "format": FORMAT,
         "idx": {"bytes": index.stat().st_size, "crc32": _crc(index)},
-        "bin": {"bytes": size, "block_bytes": BLOCK_BYTES, "crc32": blocks},
+        "bin": {"bytes": size, "block_bytes": block, "crc32": blocks},
     }
     text = json.dumps({**content, "checksum": _own(content)}, separators=(",", ":"))
     files.write_text(path_of(prefix), text + "\n")
 
 
 def check(prefix: str | Path, everything: bool = False) -> bool:
-    """Compare a pair with its checksums: the index, and some blocks of the tokens or all; whether there are checksums.
+    """Compare the index, and all blocks of the tokens or a fixed sample of them, with the checksums of the pair.
 
-    A pair that does not match is refused.
+    Return False if the pair has no checksums. Raise Damaged if it does not match them.
     """
     path = path_of(prefix)
     if not path.is_file():
@@ -62,13 +66,13 @@ def check(prefix: str | Path, everything: bool = False) -> bool:
         raise _mismatch(index, path)
     if tokens.stat().st_size != recorded["bytes"]:
         raise _mismatch(tokens, path)
-    total = len(recorded["crc32"])
-    step = 1 if everything else max(1, -(-total // BLOCKS_AT_OPENING))
-    chosen: Iterable[int] = sorted({*range(0, total, step), *([total - 1] if total else [])})
-    with console.progress("checksums", total, "MiB") if everything else contextlib.nullcontext() as progress:
-        for number, crc in _blocks(tokens, chosen):
+    total, block = len(recorded["crc32"]), recorded["block_bytes"]
+    sample = {number * (total - 1) // (BLOCKS_AT_OPENING - 1) for number in range(BLOCKS_AT_OPENING)}
+    chosen: Iterable[int] = range(total) if everything else sorted(sample) if total else ()
+    with console.progress("checksums", total, "blocks") if everything else contextlib.nullcontext() as progress:
+        for number, crc in _blocks(tokens, block, chosen):
             if crc != recorded["crc32"][number]:
-                raise _mismatch(tokens, path, f" between bytes {number * BLOCK_BYTES} and {(number + 1) * BLOCK_BYTES}")
+                raise _mismatch(tokens, path, f" between bytes {number * block} and {(number + 1) * block}")
             if progress is not None:
                 progress.advance(1)
     return True
@@ -79,7 +83,7 @@ def _read(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_bytes())
         checksum = content.pop("checksum")
         if checksum != _own(content):
-            raise Damaged("the file of checksums does not match its own", where=str(path), mend=_hint(path))
+            raise Damaged("this file of checksums does not match its own checksum", where=str(path), mend=_hint(path))
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         raise Damaged("this is not a file of checksums", where=str(path), mend=_hint(path)) from None
     if content["format"] != FORMAT:
@@ -107,8 +111,8 @@ def _crc(path: Path) -> int:
     return crc
 
 
-def _blocks(path: Path, numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
+def _blocks(path: Path, size: int, numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
     with open(path, "rb") as file:
         for number in numbers:
-            file.seek(number * BLOCK_BYTES)
-            yield number, zlib.crc32(file.read(BLOCK_BYTES))
+            file.seek(number * size)
+            yield number, zlib.crc32(file.read(size))

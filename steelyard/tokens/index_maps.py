@@ -46,8 +46,8 @@ class Plan:
     def fits(self, maps: IndexMaps, lengths: npt.NDArray[np.int32], bounds: tuple[int, int]) -> bool:
         """Whether arrays from elsewhere are maps of this plan over sequences of these lengths.
 
-        Everything but the two random orders is checked: every sequence occurs once an epoch, every cut lies where the
-        lengths put it, and every sample is used once. Maps of other data, and flipped bits, do not pass.
+        Everything but the two random orders is checked: every sequence occurs once an epoch, the boundaries of samples
+        match the lengths, and every sample is used once. Maps of other data, and flipped bits, do not pass.
         """
         documents, cuts, order = maps.document_index, maps.sample_index, maps.shuffle_index
         shapes = (self.documents * self.epochs,), (self.samples + 1, 2), (self.samples,)
@@ -80,7 +80,7 @@ def plan(lengths: npt.NDArray[np.int32], bounds: tuple[int, int], samples: int, 
 
 
 def _each_occurs(values: npt.NDArray[Any], first: int, end: int, times: int) -> bool:
-    """Whether the values are the numbers from `first` up to `end`, each as often as `times` says."""
+    """Whether the values are the numbers from `first` up to `end`, each exactly `times` times."""
     if not len(values):
         return first == end
     if int(values.min()) != first or int(values.max()) != end - 1:

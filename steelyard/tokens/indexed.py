@@ -36,6 +36,8 @@ DTYPES: dict[int, npt.DTypeLike] = {
 }  # fmt: skip
 CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
 LARGEST_UINT16_VOCAB = 65_500
+ENTRIES_AT_ONCE = 1 << 20
+_verified: set[tuple[str, int, tuple[int, ...]]] = set()  # Pairs that this process has checked, and when they changed.
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -83,10 +85,13 @@ class IndexedTokens:
         needed = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize if sequences else 0
         if size < needed or size % self.dtype.itemsize:
             raise UserError(f"holds {size} bytes, but its index needs {needed}", where=str(bin_path(prefix)))
-        problem = next(_problems(self, size), None)
-        if problem is not None:
-            raise Damaged(problem, where=str(path), mend="make it again with steelyard data tokenize, or copy it again")
-        checksums.check(prefix)
+        stamp = tuple(file.stat().st_mtime_ns for file in (path, bin_path(prefix)))
+        if (prefix, size, stamp) not in _verified:  # A process opens a pair for each split.
+            problem = next(_problems(self, size), None)
+            if problem is not None:
+                raise Damaged(problem, where=str(path), mend="copy the pair again, or write an index without gaps")
+            checksums.check(prefix)
+            _verified.add((prefix, size, stamp))
         empty = np.empty(0, dtype=self.dtype)
         self._tokens = np.memmap(bin_path(prefix), mode="r", dtype=self.dtype) if size else empty
 
@@ -126,20 +131,22 @@ class IndexedTokens:
 
 def _problems(tokens: IndexedTokens, size: int) -> Iterator[str]:
     """What in an index contradicts the rest of it, or the size of the .bin."""
-    lengths = np.require(tokens.lengths, requirements="A")
-    if len(lengths) and int(lengths.min()) < 0:
-        yield "a sequence has a negative length"
-        return
-    ends = np.cumsum(lengths, dtype=np.int64)
-    ends *= tokens.dtype.itemsize
-    pointers = np.require(tokens.pointers, requirements="A")
-    if len(pointers) and (int(pointers[0]) != 0 or not np.array_equal(pointers[1:], ends[:-1])):
-        yield "sequences do not follow each other"
-    total = int(ends[-1]) if len(ends) else 0
-    if size != total:
-        yield f"the .bin holds {size} bytes, its index accounts for {total}"
+    end = 0
+    for first in range(0, len(tokens), ENTRIES_AT_ONCE):
+        part = slice(first, first + ENTRIES_AT_ONCE)
+        lengths = tokens.lengths[part].astype(np.int64) * tokens.dtype.itemsize
+        if int(lengths.min()) < 0:
+            yield "a sequence has a negative length"
+            return
+        ends = end + np.cumsum(lengths)
+        if not np.array_equal(tokens.pointers[part], ends - lengths):
+            yield "sequences do not follow each other"
+            return
+        end = int(ends[-1])
+    if size != end:
+        yield f"the .bin holds {size} bytes, its index accounts for {end}"
     documents = np.require(tokens.document_index, requirements="A")
-    if documents[0] != 0 or documents[-1] != len(lengths) or bool((documents[1:] < documents[:-1]).any()):
+    if documents[0] != 0 or documents[-1] != len(tokens) or bool((documents[1:] < documents[:-1]).any()):
         yield "the document index does not run from 0 to the number of sequences"
 
 

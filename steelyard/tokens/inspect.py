@@ -52,12 +52,13 @@ def histogram_lines(histogram: dict[str, int]) -> list[str]:
 
 
 def verify(prefix: str, vocab_size: int | None = None) -> dict[str, Any]:
-    """Check that index and tokens agree in every entry, as opening them does, and that a vocabulary holds every id."""
+    """Check the index, all checksums and, with `vocab_size`, that every id is below it."""
     try:
         tokens = IndexedTokens(prefix)
     except UserError as error:
-        there = all(path(prefix).exists() for path in (bin_path, idx_path))
-        raise Fault(error.message, where=error.where) if there else error from None
+        pair = prefix.removesuffix(".idx").removesuffix(".bin")
+        there = all(path(pair).exists() for path in (bin_path, idx_path))
+        raise Fault(error.message, where=error.where, mend=error.mend) if there else error from None
     total = int(tokens.lengths.sum(dtype=np.int64))
     try:
         has_checksums = checksums.check(tokens.prefix, everything=True)

@@ -229,7 +229,7 @@ class Engine:
         return can_attend_within(self.device, dtype, getattr(shape, "head_dim", shape.hidden // shape.heads))
 
     def _to_device(self, array: npt.NDArray[Any]) -> Tensor:
-        tensor = torch.from_numpy(np.require(array, requirements=("C", "W")))  # torch warns of arrays it may not write.
+        tensor = torch.from_numpy(np.require(array, requirements=("C", "W")))  # torch warns about read-only arrays.
         if self.device.type == "cuda":
             tensor = tensor.pin_memory()
         return tensor.to(self.device, non_blocking=True)

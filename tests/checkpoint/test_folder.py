@@ -3,6 +3,7 @@ import io
 import json
 import os
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -187,6 +188,17 @@ def test_members_of_enumerations_are_read_as_early_pythons_write_them_and_no_oth
     for hostile in (Attribute(Metadata, "__init__"), Attribute(WriteItemType, "__class__"), Attribute("", "join")):
         with pytest.raises((pickle.UnpicklingError, KeyError)):
             read(hostile)
+
+
+def test_paths_are_read_as_python_3_13_writes_them_and_no_other_name_of_that_module():
+    path = b"cpathlib._local\n%s\n(Vfolder\ntR."
+    assert _Unpickler(io.BytesIO(path % b"PosixPath")).load() == Path("folder")
+    with pytest.raises(pickle.UnpicklingError):
+        _Unpickler(io.BytesIO(path % b"os")).load()
+
+
+def test_a_checkpoint_names_no_path_that_only_one_python_can_read(tmp_path):
+    assert b"pathlib" not in (save(tmp_path, 1) / ".metadata").read_bytes()
 
 
 def test_a_tensor_of_another_shape_is_refused_by_name(tmp_path):

@@ -88,7 +88,7 @@ def test_no_flipped_bit_of_a_pair_with_checksums_is_accepted(tmp_path, kind):
 
 
 def test_a_flipped_bit_between_the_blocks_that_opening_reads_is_found_by_verify(tmp_path, monkeypatch):
-    monkeypatch.setattr(checksums, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(checksums, "SMALLEST_BLOCK", 64)
     write_documents(tmp_path / "large", [[number % 97] * 40 for number in range(50)], 97)
     checksums.write(tmp_path / "large")
     found = {"opening": 0, "verify": 0}

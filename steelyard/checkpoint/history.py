@@ -1,0 +1,67 @@
+"""The checkpoints of a run by name: `step-<8 digits>`, and damaged ones in `damaged/`, which nothing here deletes.
+
+A folder that cannot be listed is an input/output error, not a run without checkpoints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from pathlib import Path
+
+from steelyard.checkpoint import state_file
+from steelyard.core import files
+from steelyard.core.console import console
+from steelyard.core.errors import SteelyardError
+
+VALID_LOSS = "valid_loss"  # In the state of a checkpoint that was the best when it was saved.
+PREFIX = "step-"
+DAMAGED = "damaged"
+
+
+def path_at(folder: Path, step: int) -> Path:
+    """The checkpoint of a step."""
+    return folder / f"{PREFIX}{step:08d}"
+
+
+def by_age(folder: Path) -> list[Path]:
+    """All checkpoints in a folder, the oldest first."""
+    names = state_file.retried(folder, lambda: _names(folder))
+    return sorted(folder / name for name in names if re.fullmatch(rf"{PREFIX}\d+(\.\d+)?", name))
+
+
+def best(folder: Path) -> Path | None:
+    """The checkpoint with the lowest validation loss, among those whose state can be read and has one."""
+    losses: dict[Path, float] = {}
+    for path in by_age(folder):
+        with contextlib.suppress(SteelyardError, KeyError):
+            losses[path] = float(state_file.read(path)[0][VALID_LOSS])
+    return min(losses, key=losses.__getitem__, default=None)
+
+
+def removable(folder: Path, newest: Path, keep_last: int) -> list[Path]:
+    """The checkpoints that retention deletes: all but the newest `keep_last` and the best."""
+    paths = by_age(folder)
+    kept = {newest, best(folder), *paths[-keep_last:]}
+    return [path for path in paths if path not in kept]
+
+
+def move_aside(path: Path) -> None:
+    """Move a damaged checkpoint to `damaged/`, which resuming and retention ignore."""
+    folder = path.parent / DAMAGED
+    folder.mkdir(exist_ok=True)
+    target, number = folder / path.name, 1
+    while target.exists():
+        number += 1
+        target = folder / f"{path.name}.{number}"
+    path.rename(target)
+    for changed in (folder, path.parent):
+        files.sync_folder(changed)
+    console.warn(f"moved {path.name} to {target}")
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return [path.name for path in folder.iterdir()]
+    except FileNotFoundError:
+        return []
