@@ -7,12 +7,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from steelyard.checkpoint.folder import STATE, VALID_LOSS, Checkpoint, best, latest, load, save, source
+    from steelyard.checkpoint.folder import STATE, Checkpoint, latest, load, save, source
+    from steelyard.checkpoint.history import VALID_LOSS, best
     from steelyard.checkpoint.pieces import Piece
     from steelyard.checkpoint.saver import Saver
 
 _MODULES = {
-    "folder": ("STATE", "VALID_LOSS", "Checkpoint", "best", "latest", "load", "save", "source"),
+    "folder": ("STATE", "Checkpoint", "latest", "load", "save", "source"),
+    "history": ("VALID_LOSS", "best"),
     "pieces": ("Piece",),
     "saver": ("Saver",),
 }

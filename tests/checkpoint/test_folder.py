@@ -133,7 +133,7 @@ def test_nothing_is_deleted_before_the_new_checkpoint_was_read_back(tmp_path, mo
     monkeypatch.setattr(
         folder_module, "_finish", lambda path, *rest: (finish(path, *rest), flip(path / "__0_0.distcp", 999))
     )
-    with pytest.raises(Damaged, match="step-00000004"):
+    with pytest.raises(Fault, match="step-00000004 is not what was written"):
         save(tmp_path, 4)
     assert len(list(tmp_path.glob("step-*"))) == 4
 
