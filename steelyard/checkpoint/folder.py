@@ -25,7 +25,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -297,7 +297,7 @@ def _opened(path: Path) -> Checkpoint:
     state, sums = state_file.read(path)
     for name, expected in sums.items():
         file = path / name
-        if state_file.retried(file, lambda file=file: _checksum(file)) != expected:
+        if state_file.retried(file, partial(_checksum, file)) != expected:
             raise state_file.damaged(path, f"{name} does not match its checksum")
     return Checkpoint(path, state)
 

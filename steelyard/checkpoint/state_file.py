@@ -118,7 +118,7 @@ def _problems(state: dict[str, Any]) -> list[str]:
         value = state.get(name, 0)
         if type(value) is not int or not 0 <= value < 1 << 63:
             problems.append(f"{name} is {value!r:.40}, not a count")
-    numbers = {name: state[name] for name in ("loss_sum", "valid_loss") if name in state}
+    numbers: dict[str, Any] = {name: state[name] for name in ("loss_sum", "valid_loss") if name in state}
     scale = state.get("loss_scale", {})
     if isinstance(scale, dict):
         numbers |= {f"loss_scale.{name}": value for name, value in scale.items()}

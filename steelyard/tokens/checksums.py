@@ -80,7 +80,7 @@ def check(prefix: str | Path, everything: bool = False) -> bool:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_bytes())
+        content: dict[str, Any] = json.loads(path.read_bytes())
         checksum = content.pop("checksum")
         if checksum != _own(content):
             raise Damaged("this file of checksums does not match its own checksum", where=str(path), mend=_hint(path))
