@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import steelyard
+from tests import preloaded
 from tests.cluster.lab import Lab, reason_to_skip
 from tests.conftest import write_tokens
 
@@ -135,7 +135,7 @@ class Yard:
             command = self.lab.beside(beside, *command)
         if on_host is not None:
             command = self.lab.inside(on_host, "sh", "-c", 'cd "$0" && exec "$@"', str(self.path), *command)
-        done = subprocess.run(command, cwd=self.path, env=self.environment, capture_output=True, text=True, timeout=600)
+        done = preloaded.run(command, cwd=self.path, env=self.environment, capture_output=True, text=True, timeout=600)
         assert done.returncode == code, done.stdout + done.stderr
         return done
 
