@@ -45,13 +45,23 @@ ALSO = ("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp
 _RealPopen = subprocess.Popen
 
 
-def run(command: Sequence[Any], *, timeout: float, check: bool = False, capture_output: bool = False, **options: Any):
+def run(
+    command: Sequence[Any],
+    *,
+    timeout: float,
+    input: Any = None,
+    check: bool = False,
+    capture_output: bool = False,
+    **options: Any,
+) -> subprocess.CompletedProcess:
     """`subprocess.run`, with a time limit."""
     if capture_output:
         options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    if input is not None:
+        options["stdin"] = subprocess.PIPE
     with Popen(command, **options) as process:
         try:
-            out, err = process.communicate(timeout=timeout)
+            out, err = process.communicate(input, timeout=timeout)
         except BaseException:
             process.kill()
             raise
