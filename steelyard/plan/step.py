@@ -74,21 +74,22 @@ class StepCost:
 
     def times(self, counts: tuple[int, ...]) -> Times:
         """Seconds of each stage's passes and of the sends between."""
-        layout, last = self.layout, len(counts) - 1
-        split = layout.schedule == "zero-bubble" and last > 0
-        forward, backward, weights = [], [], []
-        for stage, layers in enumerate(counts):
-            cost = self.costs[stage % layout.pipeline]
-            ahead, back = self.predictor.stage(cost, layers, (stage == 0) + 2 * (stage == last))
-            late = layers * cost.layer.weights if split else 0.0
-            before, behind = self._waits(stage)
-            forward.append(ahead + before)
-            backward.append(back - late + behind)
-            weights.append(late)
-        waits = self.predictor.software.waits_to_send
-        return Times(
-            tuple(forward), tuple(backward), tuple(weights), tuple(0.0 for _ in self.send) if waits else self.send
-        )
+        last, costs, seconds = len(counts) - 1, self.costs * self.layout.virtual, self.predictor.stage
+        passes = [
+            seconds(cost, layers, (stage == 0) + 2 * (stage == last))
+            for stage, (cost, layers) in enumerate(zip(costs, counts, strict=True))
+        ]
+        forward, backward = map(list, zip(*passes, strict=True))
+        weights, send = [0.0] * len(counts), self.send
+        if self.layout.schedule == "zero-bubble" and last > 0:
+            weights = [layers * cost.layer.weights for cost, layers in zip(costs, counts, strict=True)]
+            backward = [back - late for back, late in zip(backward, weights, strict=True)]
+        if self.predictor.software.waits_to_send:
+            waits = [self._waits(stage) for stage in range(len(counts))]
+            forward = [ahead + before for ahead, (before, _) in zip(forward, waits, strict=True)]
+            backward = [back + behind for back, (_, behind) in zip(backward, waits, strict=True)]
+            send = (0.0,) * len(send)
+        return Times(tuple(forward), tuple(backward), tuple(weights), send)
 
     def _waits(self, stage: int) -> tuple[float, float]:
         """Seconds of a stage's forward and backward pass in which its rank computes nothing, but sends or receives."""

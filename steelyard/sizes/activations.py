@@ -144,8 +144,35 @@ def layers_kept(recipe: Recipe, layers: int) -> int:
     return max(0, layers - how)
 
 
-def stage(recipe: Recipe, layers: int) -> int:
-    """Bytes per token that a stage's layers keep, some or all of them computed again as the recipe says."""
-    kept = layers_kept(recipe, layers)
-    again = selective_layer(recipe) if recipe.parallel.recompute == "selective" else full_layer(recipe)
-    return kept * layer(recipe) + (layers - kept) * again
+@dataclass(frozen=True)
+class PerToken:
+    """Bytes per token of a rank, of everything above: what `sizes.memory` multiplies."""
+
+    recipe: Recipe
+    widths: Widths
+    layer: int
+    recomputed_layer: int
+    head: int
+    rotation: int
+    weight_gradient_inputs: int
+    temporaries: int
+
+    def stage(self, layers: int) -> int:
+        """What a stage's layers keep, some or all of them computed again as the recipe says."""
+        kept = layers_kept(self.recipe, layers)
+        return kept * self.layer + (layers - kept) * self.recomputed_layer
+
+
+def per_token(recipe: Recipe) -> PerToken:
+    """All of a recipe's bytes per token; `recomputed_layer` is a layer that is computed again, as the recipe says."""
+    selective = recipe.parallel.recompute == "selective"
+    return PerToken(
+        recipe,
+        widths(recipe),
+        layer(recipe),
+        selective_layer(recipe) if selective else full_layer(recipe),
+        head(recipe),
+        rotation(recipe),
+        weight_gradient_inputs(recipe),
+        temporaries(recipe),
+    )

@@ -17,7 +17,7 @@ from steelyard.sizes.gpus import GIB
 from steelyard.sizes.model import layer_matrices
 from steelyard.sizes.ranks import data_ranks
 from steelyard.sizes.schedule import fullest
-from steelyard.sizes.stages import partition_of, stage_parameters
+from steelyard.sizes.stages import stages_parameters
 
 CHUNK_BYTES = 1 << 31  # of logits, as in model/loss.py
 STATES = {"adamw": 2, "sgd": 1, "sgd-sai": 1}
@@ -60,18 +60,30 @@ def micro_batches(recipe: Recipe, world: int) -> int:
 def memory_of(recipe: Recipe, world: int, ranks: Iterable[int] | None = None) -> list[Memory]:
     """The peak memory of a rank, for each pipeline rank or those asked for: ranks that share one hold the same."""
     wanted = range(recipe.parallel.pipeline) if ranks is None else ranks
-    return [_Rank(recipe, world, rank).memory() for rank in wanted]
+    shared = _Shared(recipe, world)
+    return [_Rank(shared, rank).memory() for rank in wanted]
+
+
+class _Shared:
+    """What all pipeline ranks of a recipe have in common, computed once: a planner asks for millions of ranks."""
+
+    def __init__(self, recipe: Recipe, world: int) -> None:
+        self.recipe = recipe
+        self.data_ranks = data_ranks(recipe, world)
+        self.parts = stages_parameters(recipe, recipe.parallel.tensor)
+        self.per_token = activations.per_token(recipe)
 
 
 class _Rank:
-    """One pipeline rank of a plan, and what its kinds of memory depend on."""
+    """One pipeline rank of a recipe, and what its kinds of memory depend on."""
 
-    def __init__(self, recipe: Recipe, world: int, rank: int) -> None:
+    def __init__(self, shared: _Shared, rank: int) -> None:
+        recipe = self.recipe = shared.recipe
         parallel = self.parallel = recipe.parallel
-        self.recipe, self.each = recipe, working_bytes(recipe)
+        self.each, self.per_token = working_bytes(recipe), shared.per_token
         self.stages = range(rank, parallel.stages, parallel.pipeline)
-        self.layers = [partition_of(recipe).counts[stage] for stage in self.stages]
-        self.parts = [stage_parameters(recipe, stage, parallel.tensor) for stage in self.stages]
+        self.parts = shared.parts[rank :: parallel.pipeline]
+        self.layers = [part.layers for part in self.parts]
         self.held = sum(part.total for part in self.parts)
         self.matrices = layer_matrices(recipe.model) // parallel.tensor
         self.learns_masks = recipe.sparsity is not None and recipe.sparsity.method == "learned"
@@ -81,9 +93,9 @@ class _Rank:
         # What a parameter takes where it is kept: frozen weights lie in the precision of the products.
         self.weight_bytes = self.each if self.learns_masks else FP32
         self.trained = self.logits if self.learns_masks else self.held
-        self.columns = data_ranks(recipe, world) * parallel.context
+        self.columns = shared.data_ranks * parallel.context
         self.shards = self.columns // parallel.replicate if parallel.zero else 1
-        self.micro_batches = micro_batches(recipe, world)
+        self.micro_batches = recipe.train.global_batch // (recipe.train.micro_batch * shared.data_ranks)
         self.states = fullest(parallel.schedule, parallel.pipeline, parallel.virtual, self.micro_batches, rank)
         self.tokens = recipe.train.micro_batch * recipe.data.sequence_length // parallel.context
 
@@ -156,11 +168,10 @@ class _Rank:
 
     def _kept(self, local: int) -> int:
         """Bytes of activations that one micro-batch keeps between a stage's forward and backward pass."""
-        recipe = self.recipe
+        of = self.per_token
         last = self.stages[local] == self.parallel.stages - 1
-        kept = activations.stage(recipe, self.layers[local])
-        kept += activations.head(recipe) if last else activations.widths(recipe).stream
-        kept += activations.rotation(recipe) // recipe.train.micro_batch
+        kept = of.stage(self.layers[local]) + (of.head if last else of.widths.stream)
+        kept += of.rotation // self.recipe.train.micro_batch
         return self.tokens * (kept + 2 * TOKEN_ID) + self._mask()
 
     def _held_for_weights(self, local: int) -> int:
@@ -168,10 +179,9 @@ class _Rank:
 
         What was computed again for the backward pass stays until then.
         """
-        recipe = self.recipe
-        each = activations.layer(recipe) + activations.weight_gradient_inputs(recipe)
-        head = activations.head(recipe) if self.stages[local] == self.parallel.stages - 1 else 0
-        return self.tokens * (self.layers[local] * each + head)
+        of = self.per_token
+        head = of.head if self.stages[local] == self.parallel.stages - 1 else 0
+        return self.tokens * (self.layers[local] * (of.layer + of.weight_gradient_inputs) + head)
 
     def _mask(self) -> int:
         """The mask that keeps documents apart, as truth values and as numbers."""
@@ -183,8 +193,7 @@ class _Rank:
         if not any(self.layers):
             return 0
         again = any(activations.layers_kept(self.recipe, layers) < layers for layers in self.layers)
-        computing = activations.layer(self.recipe) if again else 0
-        return self.tokens * (activations.temporaries(self.recipe) + computing)
+        return self.tokens * (self.per_token.temporaries + (self.per_token.layer if again else 0))
 
     def _head_and_loss(self) -> int:
         """A chunk of logits, and the gradient of the head, which the forward pass computes and keeps in fp32.
@@ -229,7 +238,7 @@ class _Rank:
         torch.distributed.pipelining makes the buffers for all micro-batches of a step at its beginning: one for what a
         stage receives from the stage before, one for the gradient it receives from the stage behind.
         """
-        parallel, of = self.parallel, activations.widths(self.recipe)
+        parallel, of = self.parallel, self.per_token.widths
         links = sum((stage > 0) + (stage < parallel.stages - 1) for stage in self.stages)
         per_token = links * self.micro_batches * of.stream
         per_token += 2 * of.gathered if parallel.tensor > 1 else 0

@@ -47,18 +47,16 @@ def stage_flops(recipe: Recipe, stage: int, layers: int) -> int:
 
 
 def stage_parameters(recipe: Recipe, stage: int, tensor: int = 1) -> Parameters:
-    """What a stage holds, padding of the vocabulary included, or the share of one of `tensor` ranks.
+    """What a stage holds, padding of the vocabulary included, or the share of one of `tensor` ranks."""
+    return stages_parameters(recipe, tensor)[stage]
 
-    A tied head that is not on the embedding's stage is a second copy of the table.
-    """
-    sizes = parameters(recipe.model, tensor, padded=True)
-    first, last = stage == 0, stage == recipe.parallel.stages - 1
+
+def stages_parameters(recipe: Recipe, tensor: int = 1) -> list[Parameters]:
+    """The same of all stages. A tied head that is not on the embedding's stage is a second copy of the table."""
+    sizes, counts = parameters(recipe.model, tensor, padded=True), partition_of(recipe).counts
     table = recipe.model.padded_vocab * recipe.model.hidden // tensor
-    copied = recipe.model.tied and recipe.parallel.stages > 1
-    return replace(
-        sizes,
-        embedding=sizes.embedding if first else 0,
-        layers=partition_of(recipe).counts[stage],
-        final_norm=sizes.final_norm if last else 0,
-        head=(table if copied else sizes.head) if last else 0,
-    )
+    head = table if recipe.model.tied and len(counts) > 1 else sizes.head
+    stages = [Parameters(0, sizes.layer, layers, 0, 0) for layers in counts]
+    stages[0] = replace(stages[0], embedding=sizes.embedding)
+    stages[-1] = replace(stages[-1], final_norm=sizes.final_norm, head=head)
+    return stages

@@ -92,7 +92,7 @@ def test_layers_keep_what_autograd_keeps(device, family, precision, recompute):
     predicted = BATCH * LENGTH * per_token + copies_of_weights(recipe, whole)
     assert Layers(recipe, device).bytes_kept(LAYERS - whole) == pytest.approx(predicted, rel=0.01)
     if device == "cuda":
-        assert activations.stage(recipe, LAYERS) == per_token
+        assert activations.per_token(recipe).stage(LAYERS) == per_token
 
 
 @pytest.mark.slow
@@ -129,7 +129,7 @@ def test_selective_layers_keep_products_attention_and_their_input(family, precis
         if isinstance(tensor, torch.Tensor):
             kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
     measured = sum(storage.nbytes() for storage in kept.values())
-    assert measured == pytest.approx(BATCH * LENGTH * activations.stage(recipe, LAYERS), rel=0.01)
+    assert measured == pytest.approx(BATCH * LENGTH * activations.per_token(recipe).stage(LAYERS), rel=0.01)
 
 
 def test_dropout_keeps_its_choice():

@@ -92,7 +92,7 @@ def test_an_interleaved_rank_holds_its_warm_up():
     )
     # Rank 0: two micro-batches of the first stage for each of the two hops, two of its second, and the one at work.
     tokens = recipe.train.micro_batch * recipe.data.sequence_length
-    kept = memory_of(recipe, 2)[0].activations / (tokens * activations.stage(recipe, 4))
+    kept = memory_of(recipe, 2)[0].activations / (tokens * 4 * activations.layer(recipe))
     assert 5 <= kept < 5.2
 
 
