@@ -4,6 +4,7 @@
 # make test-all    the same and the slow tests
 # make test-cluster  installs Slurm, Open MPI, PostgreSQL and Chromium (Debian, root), then tests on them
 # make test-gpu    the tests that need an NVIDIA GPU, and layouts over NCCL on 2 and 4 ranks that share it
+# make test-faults  thousands of damaged files, killed commands and fuzzed inputs (docs/reliability.md)
 # make lint        look; make format  mend
 # make wheel       dist/: the source distribution and the wheel
 # make wheelhouse  wheelhouse/: all wheels for an install without a network (TORCH=..., EXTRAS=all)
@@ -16,7 +17,7 @@ BIN := .venv/bin
 # Where it is set, every process of the tests compiles the package anew: four seconds of CPU each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup quickstart lint format test test-all test-cluster test-gpu wheel wheelhouse bench clean
+.PHONY: setup quickstart lint format test test-all test-cluster test-gpu test-faults wheel wheelhouse bench clean
 
 # The script itself looks for a Python from 3.11 to 3.14; one before 3.7 cannot even read it.
 setup:
@@ -52,6 +53,10 @@ test-cluster: setup
 # GPU_TESTS="--minutes 9" for a slice; the same command continues behind what is done.
 test-gpu: setup
 	$(BIN)/python tools/gpu_tests.py $(GPU_TESTS)
+
+# Goes on behind what faults.json has; remove the file to begin again.
+test-faults: setup
+	$(BIN)/python -m tests.faults --out faults.json
 
 wheel: setup
 	$(BIN)/python tools/build_wheel.py dist
