@@ -21,6 +21,7 @@ from tests import preloaded
 from tests.hub import TOKEN, Hub, serve
 
 VOCAB = 97
+LONG_TESTS = ("tests/test_guides.py", "tests/cli/test_quickstart.py")  # Few and long, and they share nothing.
 ONE_POOL = "tests/parallel"  # Up to eight ranks at once: two pools on two cores would hinder each other.
 if not torch.cuda.is_available():  # Kernels are interpreted then; triton wants to know before it is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -190,12 +191,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log) -> object:
-    """Give a process whole files, and all tests on the pool of ranks to one process."""
+    """Give a process whole files, but long tests one by one, and all tests on the pool of ranks to one process."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return ONE_POOL if file.startswith(f"{ONE_POOL}/") else file
+            return ONE_POOL if file.startswith(f"{ONE_POOL}/") else nodeid if file in LONG_TESTS else file
 
     return ByFile(config, log)

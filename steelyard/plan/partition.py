@@ -138,11 +138,9 @@ def improved(
         for bound, moved in moves:
             if bound >= seconds or not tries:
                 return best, seconds
-            if not allowed(moved):
-                continue
             tries -= 1
             time = simulated(moved)
-            if time < seconds * (1 - 1e-9):
+            if time < seconds * (1 - 1e-9) and allowed(moved):  # Whether a move fits costs more than its simulation.
                 best, seconds = moved, time
                 break
         else:
