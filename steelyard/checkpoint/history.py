@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import re
 from pathlib import Path
+from typing import Any
 
 from steelyard.checkpoint import state_file
 from steelyard.core import files
@@ -32,18 +33,27 @@ def by_age(folder: Path) -> list[Path]:
 
 def best(folder: Path) -> Path | None:
     """The checkpoint with the lowest validation loss, among those whose state can be read and has one."""
-    losses: dict[Path, float] = {}
-    for path in by_age(folder):
-        with contextlib.suppress(SteelyardError, KeyError):
-            losses[path] = float(state_file.read(path)[0][VALID_LOSS])
+    losses = {path: state[VALID_LOSS] for path, state in _states(folder).items() if VALID_LOSS in state}
     return min(losses, key=losses.__getitem__, default=None)
 
 
 def removable(folder: Path, newest: Path, keep_last: int) -> list[Path]:
-    """The checkpoints that retention deletes: all but the newest `keep_last` and the best."""
-    paths = by_age(folder)
-    kept = {newest, best(folder), *paths[-keep_last:]}
-    return [path for path in paths if path not in kept]
+    """The checkpoints that retention deletes: all but the newest `keep_last`, the best, and any that cannot be read.
+
+    An unreadable one may be the best, and readable again in a moment.
+    """
+    readable = _states(folder)
+    kept = {newest, best(folder), *by_age(folder)[-keep_last:]}
+    return [path for path in readable if path not in kept]
+
+
+def _states(folder: Path) -> dict[Path, dict[str, Any]]:
+    """The states that can be read, the oldest first."""
+    states = {}
+    for path in by_age(folder):
+        with contextlib.suppress(SteelyardError):
+            states[path] = state_file.read(path)[0]
+    return states
 
 
 def move_aside(path: Path) -> None:

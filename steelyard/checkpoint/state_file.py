@@ -1,10 +1,10 @@
 """`state.json` of a checkpoint: counters, the checksums of all other files, and a checksum of itself.
 
-    {"format": 2, "step": 100, "samples": 800, ..., "files": {NAME: SHA-256}, "checksum": SHA-256}
+    {"format": 2, "steelyard": "0.1.0", "step": 100, "samples": 800, ..., "files": {NAME: SHA-256}, "checksum": SHA-256}
 
 `checksum` is that of everything else in the file, as compact JSON with sorted keys, in this and all later formats. A
 file without `format` and `checksum` is of format 1: it is read, but only its keys, types and ranges can be checked. A
-file of a newer format is refused; the message names the format.
+file of a newer format is refused; the message names the Steelyard that wrote it.
 
 A file that cannot be read is not a damaged one: the disk or the network may be back in a moment. Reading is tried
 again a few times, and then reported as an input/output error.
@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from steelyard import __version__
 from steelyard.core import files
 from steelyard.core.errors import Damaged, Fault, UserError
 
@@ -37,9 +38,10 @@ Result = TypeVar("Result")
 
 def write(folder: Path, state: dict[str, Any], sums: dict[str, str]) -> None:
     """Write the state of a checkpoint whose other files have these checksums."""
-    assert not {"format", "files", "checksum"} & state.keys(), "these keys are the file's own"
+    own = {"format": FORMAT, "steelyard": __version__, "files": dict(sorted(sums.items()))}
+    assert not {*own, "checksum"} & state.keys(), "these keys are the file's own"
     # Through JSON and back, since that is what a reader compares with the checksum.
-    content = json.loads(json.dumps({"format": FORMAT, **state, "files": dict(sorted(sums.items()))}))
+    content = json.loads(json.dumps(own | state))
     files.write_json(folder / NAME, {**content, "checksum": _checksum(content)})
 
 
@@ -51,11 +53,11 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
         checksum = content.pop("checksum", None)
         if checksum != _checksum(content):
             raise damaged(folder, f"{NAME} does not match its own checksum")
-        version = content.pop("format", None)
+        version, writer = content.pop("format", None), content.pop("steelyard", None)
         if not isinstance(version, int) or version > FORMAT:
             raise UserError(
-                f"checkpoint {folder} has format {version}, and this Steelyard reads formats up to {FORMAT}",
-                mend="use the Steelyard that wrote it, or a newer one",
+                f"checkpoint {folder} has format {version}, and Steelyard {__version__} reads formats up to {FORMAT}",
+                mend=f"install Steelyard {writer or 'of the version that wrote it'} or newer",
             )
     sums = content.pop("files", None)
     if not isinstance(sums, dict) or not sums or not all(FILE_NAME.fullmatch(name) for name in sums):

@@ -95,11 +95,13 @@ def test_a_state_of_the_first_format_is_read_and_of_a_later_one_refused(tmp_path
     path = save(tmp_path, 3)
     content = json.loads((path / "state.json").read_text())
     monkeypatch.setattr(state_file, "FORMAT", 9)
+    monkeypatch.setattr(state_file, "__version__", "7.5.0")
     state_file.write(path, {"step": 3}, content["files"])
     monkeypatch.undo()
-    with pytest.raises(UserError, match="has format 9, and this Steelyard reads formats up to 2"):
+    with pytest.raises(UserError, match=r"has format 9, and Steelyard .* reads formats up to 2") as refused:
         checkpoint.latest(tmp_path)
-    del content["format"], content["checksum"]
+    assert "7.5.0 or newer" in refused.value.mend
+    del content["format"], content["checksum"], content["steelyard"]
     (path / "state.json").write_text(json.dumps(content))
     assert loaded(checkpoint.latest(tmp_path)) == 3
 
@@ -112,6 +114,15 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_again(tmp_path):
             checkpoint.latest(tmp_path, set_aside=True)
         assert "--resume never" in refused.value.mend
     assert len(list(tmp_path.glob("step-*"))) == 2
+
+
+def test_retention_deletes_no_checkpoint_that_it_cannot_read(tmp_path):
+    first = save(tmp_path, 1)
+    hidden = (first / "state.json").rename(first / "hidden")
+    for step in range(2, 7):
+        save(tmp_path, step)
+    hidden.rename(first / "state.json")
+    assert [path.name[-1] for path in sorted(tmp_path.glob("step-*"))] == ["1", "4", "5", "6"]
 
 
 def test_a_damaged_checkpoint_is_set_aside_and_counts_for_nothing(tmp_path):
