@@ -186,6 +186,8 @@ def _written(pieces: Holdings, unfinished: Path, path: Path, group: dist.Process
             reason = _reason(error)
             for cause in _causes(error):
                 traceback.clear_frames(cause.__traceback__)
+                if isinstance(cause, SteelyardError):  # What a conversion refuses as it reads its source.
+                    raise cause from None
             raise NotWritten(f"checkpoint {files.final(path.name)} could not be written: {reason}") from error
     rank = 0 if group is None else dist.get_rank(group)
     mine = [*unfinished.glob(f"__{rank}_*"), *([unfinished / ".metadata"] if rank == 0 else [])]
