@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from steelyard.checkpoint import history, state_file
+from steelyard.checkpoint.finite import refuse_nonfinite
 from steelyard.checkpoint.metadata import PortableWriter, SafeReader
 from steelyard.checkpoint.pieces import Piece, Promised, ReadingPieces, WritingPieces
 from steelyard.core import files
@@ -185,6 +186,8 @@ def _written(pieces: Holdings, unfinished: Path, path: Path, group: dist.Process
             reason = _reason(error)
             for cause in _causes(error):
                 traceback.clear_frames(cause.__traceback__)
+                if isinstance(cause, SteelyardError):  # What a conversion refuses as it reads its source.
+                    raise cause from None
             raise NotWritten(f"checkpoint {files.final(path.name)} could not be written: {reason}") from error
     rank = 0 if group is None else dist.get_rank(group)
     mine = [*unfinished.glob(f"__{rank}_*"), *([unfinished / ".metadata"] if rank == 0 else [])]
@@ -247,7 +250,10 @@ def source(path: str | Path) -> Checkpoint:
 
 
 def load(checkpoint: Checkpoint, tensors: Tensors) -> None:
-    """Fill the tensors in place, each rank on its own. What does not fit is refused before anything is read."""
+    """Fill the tensors in place, each rank on its own. What does not fit is refused before anything is read.
+
+    NaN and infinite values are refused by the parameter's name, on the ranks that read them.
+    """
     saved = checkpoint.shapes()
     pieces = {name: tensor if isinstance(tensor, Piece) else Piece.whole(tensor) for name, tensor in tensors.items()}
     wrong = [
@@ -263,6 +269,8 @@ def load(checkpoint: Checkpoint, tensors: Tensors) -> None:
             dcp.load(dict(pieces), storage_reader=reader, planner=ReadingPieces(), no_dist=True)
         except CheckpointException as error:
             raise Damaged(f"{checkpoint.path} cannot be read: {_reason(error)}") from error
+    hint = "use an earlier checkpoint; to resume the run from the one before, move this folder away"
+    refuse_nonfinite({name: piece.tensor for name, piece in pieces.items()}, checkpoint.path, hint)
 
 
 @contextlib.contextmanager

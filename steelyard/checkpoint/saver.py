@@ -9,8 +9,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from steelyard.checkpoint.finite import listed, nonfinite
 from steelyard.checkpoint.folder import save
 from steelyard.checkpoint.pieces import Piece
+from steelyard.core.errors import Fault
 
 
 class Saver:
@@ -24,14 +26,30 @@ class Saver:
         self._failure: BaseException | None = None
 
     def save(self, pieces: dict[str, Piece], state: dict[str, Any]) -> None:
-        """Save these pieces as they are now, after an earlier save has ended."""
+        """Save these pieces as they are now, after an earlier save has ended; never values that are not finite."""
         self.wait()
+        self._refuse_nonfinite(pieces, state["step"])
         if not self.in_background:
             save(self.folder, pieces, state, self.keep_last, self._group)
             return
         copies = {name: piece.copied() for name, piece in pieces.items()}
         self._thread = threading.Thread(target=self._write, args=(copies, state), name="checkpoint")
         self._thread.start()
+
+    def _refuse_nonfinite(self, pieces: dict[str, Piece], step: int) -> None:
+        """Check the pieces where they lie, before they are copied; all ranks raise the same error."""
+        found = nonfinite({name: piece.tensor for name, piece in pieces.items()})
+        if self._group is not None:
+            everyones: list[list[str]] = [[]] * dist.get_world_size(self._group)
+            dist.all_gather_object(everyones, found, group=self._group)
+            found = list(dict.fromkeys(name for each in everyones for name in each))
+        if found:
+            fault = Fault(
+                f"step {step} is not saved: NaN or infinite values in {listed(found)}",
+                mend="lower optim.learning_rate",
+            )
+            fault.shared = self._group is not None
+            raise fault
 
     def wait(self) -> None:
         """Let a save that is under way end; raises what stopped it."""

@@ -32,11 +32,12 @@ from steelyard.core.recipe import Recipe, load, to_toml
 from steelyard.core.recipe.toml import leaves
 
 MANIFEST, RECIPE, METRICS, LOCK = "run.json", "recipe.toml", "metrics.jsonl", "run.lock"
-# What a resumed run may do differently: how long it goes, what it writes down, and where it computes, which changes
-# nothing but rounding.
+# What a resumed run may do differently: how long it goes and how many steps it may skip, what it writes down, and where
+# it computes, which changes nothing but rounding.
 MAY_CHANGE = (
     "train.steps", "train.samples", "train.tokens", "train.hours", "train.micro_batch", "train.device", "train.compile",
-    "optim.offload", "parallel.", "log.", "checkpoint.", "sparsity.base", "site.",
+    "train.nonfinite_limit", "train.max_skipped_fraction", "optim.offload", "parallel.", "log.", "checkpoint.",
+    "sparsity.base", "site.",
 )  # fmt: skip
 LIBRARIES = ("torch", "numpy", "pydantic", "tokenizers")
 

@@ -18,7 +18,7 @@ from steelyard.model import LanguageModel
 from steelyard.parallel.mesh import Mesh, alone
 from steelyard.parallel.parts import Part
 from steelyard.parallel.tensor import ADAPTER_IN, MAGNITUDE
-from steelyard.parallel.world import World, alike, everywhere
+from steelyard.parallel.world import World, everywhere, gather_errors
 from steelyard.sparsity import base
 from steelyard.train.engine import Engine
 from steelyard.train.extension import Extension
@@ -92,7 +92,7 @@ class Adapting(Extension):
             for part in engine.parts
             if part.tensor.numel() and not part.parameter.requires_grad
         }
-        with alike(world):
+        with gather_errors(world):
             formats.load_pieces(formats.open_source(origin), frozen, self.recipe.model)
 
     @torch.no_grad()

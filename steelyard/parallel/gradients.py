@@ -18,6 +18,8 @@ class Gradients:
     def __init__(self, parts: list[Part], mesh: Mesh, device: torch.device) -> None:
         self.parts, self.mesh, self.device = parts, mesh, device
         self.counted = [part for part in parts if part.parameter.requires_grad and not part.is_twin]
+        self.norms = torch.zeros(len(self.counted), device=device)
+        """The norm of each counted part's gradient, from when `norm_with` was last called."""
         self.shares = torch.tensor([1 / part.copies for part in self.counted], dtype=torch.float64, device=device)
 
     def finish(self) -> None:
@@ -39,7 +41,8 @@ class Gradients:
         if gradients:
             zero = torch.zeros(1, device=self.device)
             norms = torch._foreach_norm([zero if gradient is None else gradient for gradient in gradients], 2)
-            squares = (torch.stack(norms).double().square() * self.shares).sum()
+            self.norms = torch.stack(norms)
+            squares = (self.norms.double().square() * self.shares).sum()
         sums = torch.cat([squares[None], others.double()])
         if self.mesh.world.size > 1:
             dist.all_reduce(sums)

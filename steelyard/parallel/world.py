@@ -221,12 +221,41 @@ def everywhere(world: World, function: Callable[[], T]) -> T:
             failure.shared = True
         raise failure
     if answer[1] is not None:
-        kind, message, where, mend = answer[1]
-        told = (UserError if kind == "UserError" else Fault)(message, where=where, mend=mend)
-        told.shared = True
-        raise told
+        raise _from_words(answer[1])
     result: T = answer[0]
     return result
+
+
+@contextmanager
+def gather_errors(world: World) -> Iterator[None]:
+    """Raise on all ranks what any of them raises in the block: each may read another part of the same files.
+
+    All ranks enter the block, and nothing in it waits for another rank.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    if world.size > 1:
+        from torch.distributed import all_gather_object
+
+        told: list[Any] = [None] * world.size
+        all_gather_object(told, None if failure is None else _in_words(failure))
+        first = next((words for words in told if words is not None), None)
+        # An error that is not for users keeps its traceback on the rank that raises it.
+        if first is not None and (failure is None or isinstance(failure, SteelyardError)):
+            raise _from_words(first) from failure
+    if failure is not None:
+        raise failure
+
+
+def _from_words(words: tuple[str, str, str | None, str | None]) -> SteelyardError:
+    """The error of another rank, marked as shared."""
+    kind, message, where, mend = words
+    told = (UserError if kind == "UserError" else Fault)(message, where=where, mend=mend)
+    told.shared = True
+    return told
 
 
 def _in_words(error: Exception) -> tuple[str, str, str | None, str | None]:

@@ -27,7 +27,7 @@ from torch import Tensor
 from steelyard.checkpoint.formats import Source, open_source
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
-from steelyard.parallel.world import World, alike
+from steelyard.parallel.world import World, alike, gather_errors
 
 THREADS = 8
 VOCABULARY = ("embed.weight", "head.weight")
@@ -75,7 +75,8 @@ def identity_by_all(path: str, world: World) -> dict[str, str]:
     """Path and hash of a checkpoint, each rank of the world reading its share of the tensors."""
     with alike(world):
         source = open_source(path)
-    entries = digests(source, source.names()[world.rank :: world.size])
+    with gather_errors(world):
+        entries = digests(source, source.names()[world.rank :: world.size])
     if world.size > 1:
         everyones: list[Any] = [None] * world.size
         dist.all_gather_object(everyones, entries)

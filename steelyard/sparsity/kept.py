@@ -20,7 +20,7 @@ from steelyard.model import LanguageModel
 from steelyard.model.modules import Linear
 from steelyard.parallel.mesh import Mesh, alone
 from steelyard.parallel.parts import Part
-from steelyard.parallel.world import World, alike, everywhere
+from steelyard.parallel.world import World, alike, everywhere, gather_errors
 from steelyard.sparsity import base
 from steelyard.sparsity.carried import SPARSITY, Carried, Masks, carried, masks_of
 from steelyard.sparsity.learned import masked_sizes, replace_linears
@@ -107,7 +107,7 @@ class FixedZeros(_OnMatrices):
         brought = self._brought(origin, world)
         masks = self._masks(origin if brought is None else str(brought.base.path), world)
         if brought is not None:
-            with alike(world):
+            with gather_errors(world):
                 refuse_fewer(brought.masks, self.names, self.recipe)
                 how = self._start_under_masks(brought, engine)
         else:

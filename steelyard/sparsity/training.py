@@ -17,7 +17,7 @@ from steelyard.core.recipe.sparsity import Sparsity
 from steelyard.model import LanguageModel
 from steelyard.parallel.mesh import Mesh, alone
 from steelyard.parallel.parts import Part
-from steelyard.parallel.world import World, alike, everywhere
+from steelyard.parallel.world import World, alike, everywhere, gather_errors
 from steelyard.sparsity import base, gumbel, learned
 from steelyard.sparsity.carried import LOGITS, SPARSITY, RunMasks, masks_of
 from steelyard.sparsity.distill import Distilling
@@ -100,7 +100,7 @@ class LearnedMasks(Extension):
             with alike(world):
                 begun = self._add_prior(world)
             return f"new run that learns masks for {self.base['path']}, {begun}"
-        with alike(world):
+        with gather_errors(world):
             refuse_fewer(RunMasks(saved), self.names, self.recipe)
             checkpoint.load(saved, engine.pieces(for_saving=False, with_optimizer=False) | self.pieces())
         self._load_recorded_base(saved.state, engine, world)
@@ -205,7 +205,7 @@ class LearnedMasks(Extension):
             for part in engine.parts
             if part.tensor.numel() and not part.parameter.requires_grad
         }
-        with alike(world):
+        with gather_errors(world):
             formats.load_pieces(formats.open_source(path), pieces, self.recipe.model)
 
     def _take_logits(self, theirs: MaskLlm) -> None:

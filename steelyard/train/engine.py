@@ -52,6 +52,8 @@ class Engine:
         dtype = devices.DTYPES[recipe.train.precision]
         self.assembly = assemble(recipe, mesh, device, dtype, compiled, transform)
         self.parts = self.assembly.parts
+        self.micro_losses: list[Tensor] = []
+        """The losses of the last step's micro-batches, as far as this rank computes them."""
         self.gradients = Gradients(self.parts, mesh, device)
         self.optimizer = Optimizer(self.parts, recipe.optim, recipe.optim.offload, extension.pace)
         extension.assembled(self.assembly.stages, self.parts, mesh)
@@ -93,7 +95,8 @@ class Engine:
         """
         batch = self.batch_of(rows, first_sample)
         batch, other_loss = self.extension.weigh(self, batch)
-        loss = self._forward_and_backward(batch, loss_scale / labels)
+        loss = self.forward_and_backward(batch, loss_scale / labels)
+        self.add_stage_losses(batch, loss_scale / labels)
         if other_loss is not None:
             loss = other_loss
         self.timeline.mark("gradients")
@@ -107,7 +110,7 @@ class Engine:
         ratios = None
         if self.optimizer.needs_ratios:
             if skipped.item():  # The first gradient that counts is the first finite one.
-                self._let_go()
+                self.drop_gradients()
                 return sums[0], norm, skipped
             ratios = self.gradients.signal_to_noise(grad_scale, self.recipe.optim.eps)
         self.optimizer.step(rate, grad_scale, skipped, ratios)
@@ -141,42 +144,45 @@ class Engine:
     @torch.no_grad()
     def _losses(self, batch: Batch, size: int) -> Tensor:
         """The loss of every `size` rows, as far as this rank computes it."""
-        micro_batches = self._micro_batches(batch, size)
+        micro_batches = self.micro_batches(batch, size)
         if self.assembly.pipeline is not None:
             return torch.stack(self.assembly.pipeline.evaluate(micro_batches))
         return torch.stack([self.assembly.model(**micro).double().sum() for micro in micro_batches])
 
-    def _forward_and_backward(self, batch: Batch, scale: float) -> Tensor:
+    def forward_and_backward(self, batch: Batch, scale: float) -> Tensor:
+        """Add the gradients of this rank's rows and return the sum of their losses."""
         factor = torch.full((), scale, device=self.device)
         count = len(batch["inputs"]) // self.recipe.train.micro_batch
         if self.assembly.pipeline is not None:
             self.assembly.pipeline.timers = self.timeline if self.timeline.is_wanted else None
             loss = self.assembly.pipeline.train(batch, count, factor)
-            self._add_stage_losses(scale * count)
+            self.micro_losses = self.assembly.pipeline.losses
             return loss.double()
-        model = self.assembly.model
+        model, self.micro_losses = self.assembly.model, []
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for number, micro in enumerate(self._micro_batches(batch, self.recipe.train.micro_batch)):
+        for number, micro in enumerate(self.micro_batches(batch, self.recipe.train.micro_batch)):
             sharding.before_micro_batch(model, self.recipe.parallel.zero, is_last=number == count - 1)
             self.timeline.mark("forward", 0, number)
             loss = model(**micro).sum()
             self.timeline.mark("backward", 0, number)
             (loss * factor).backward()
-            total += loss.detach()
-        self._add_stage_losses(scale * count)
+            self.micro_losses.append(loss.detach())
+            total += self.micro_losses[-1]
         return total
 
-    def _add_stage_losses(self, factor: float) -> None:
+    def add_stage_losses(self, batch: Batch, scale: float) -> None:
         """Losses that an extension takes from weights alone, once for all micro-batches of the step.
 
         Gradients are summed over the ranks of data by now: what each rank adds here stands for all of them.
         """
+        factor = scale * (len(batch["inputs"]) // self.recipe.train.micro_batch)
         for model in self.assembly.stages.values():
             loss = self.extension.loss(model)
             if loss is not None:
                 (loss * factor * self.mesh.data.size).backward()
 
-    def _micro_batches(self, batch: Batch, size: int) -> Iterator[Batch]:
+    def micro_batches(self, batch: Batch, size: int) -> Iterator[Batch]:
+        """The rows of a batch, `size` at a time."""
         for first in range(0, len(batch["inputs"]), size):
             yield {name: value[first : first + size] for name, value in batch.items()}
 
@@ -238,6 +244,7 @@ class Engine:
         """A rank's share of the loss in a sum over the world: ranks along the tensor axis all have the same."""
         return loss.double() / self.mesh.tensor.size
 
-    def _let_go(self) -> None:
+    def drop_gradients(self) -> None:
+        """Free the gradients without a step."""
         for part in self.parts:
             part.parameter.grad = None

@@ -53,7 +53,10 @@ class Extension:
         """Set what a checkpoint does not hold; what it does hold is in place."""
 
     def begin_step(self, step: int, batch: int, loss_scale: float) -> None:
-        """Prepare for a step, counted from 1, of so many samples, whose loss is multiplied by `loss_scale`."""
+        """Prepare for a step, counted from 1, of so many samples, whose loss is multiplied by `loss_scale`.
+
+        Called again for a step that was skipped and is recomputed (`train/nonfinite.py`).
+        """
 
     def weigh(self, engine: Engine, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor | None]:
         """Change a rank's rows before they are computed, for a step or for validation.

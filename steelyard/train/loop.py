@@ -25,7 +25,7 @@ from steelyard.core.errors import Fault, Interrupted, UserError
 from steelyard.core.recipe import Recipe
 from steelyard.core.run import Run, for_training, now, session
 from steelyard.parallel import mesh as meshes
-from steelyard.parallel.world import World, alike, everywhere, join
+from steelyard.parallel.world import World, alike, everywhere, gather_errors, join
 from steelyard.sizes.model import flops_per_token, parameters
 from steelyard.tokens.loader import Loader, labels_in, read
 from steelyard.tokens.samples import Samples
@@ -35,6 +35,7 @@ from steelyard.train.agreement import refuse_other_recipes
 from steelyard.train.engine import Engine
 from steelyard.train.extension import Extension
 from steelyard.train.metrics import Recorder, line
+from steelyard.train.nonfinite import SkippedSteps, Step
 from steelyard.train.pace import Pace
 from steelyard.train.profiling import PROFILE, Profiler
 from steelyard.train.schedule import Progress, learning_rate
@@ -115,6 +116,7 @@ class Training:
         memory_before = memory.begin(device)
         self.engine = Engine(recipe, self.mesh, device, extension, end_of_document)
         self.tally = Tally(recipe, device)
+        self.skipped_steps = SkippedSteps(self.engine, training, world)
         self.saver = checkpoint.Saver(folder.checkpoints, recipe.checkpoint.keep_last, recipe.checkpoint.background)
         self.recorder = Recorder(recipe, folder, writes=world.is_first)
         self.speed = Speed(recipe, device, world.size)
@@ -184,8 +186,18 @@ class Training:
             outcome = self.engine.step(rows.rows, rows.first, rate, rows.labels, self.tally.loss_scale.scale)
         if is_timed:
             timeline.end(step, self.folder.path / TIMELINE, self.world.rank)
+        given = Step(step, rows.first, len(rows.rows["inputs"]), batch, rows.labels, self.tally.loss_scale.scale)
+        self.skipped_steps.note(given, outcome[2])
         self.tally.add(*outcome, batch, rows.labels)
         self.recorder.step_done()
+        if self.tally.is_due:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Learn from the device how the last steps ended: report skipped ones, and stop where there are too many."""
+        self.tally.settle()
+        with self.recorder.paused():
+            self.skipped_steps.check(self.tally.counters, self.tally.exceeded())
 
     def _stopped(self, by_clock: bool) -> str:
         """End after what was asked to stop: as an interruption, or, by the clock, as was intended."""
@@ -206,7 +218,7 @@ class Training:
         return learning_rate(self.recipe.optim, self.tally.counters.progress_after(batch, length), end)
 
     def _record(self, rate: float, batch: int) -> None:
-        self.tally.settle()
+        self._settle()
         counters = self.tally.counters
         seconds, steps = self.recorder.seconds()
         record = {
@@ -262,6 +274,7 @@ class Training:
         return self.recipe.checkpoint.keep_best and is_best, gave_up
 
     def _save(self, is_best: bool) -> None:
+        self._settle()
         with self.recorder.paused():
             state = self.tally.state() | self.extension.state()
             if is_best:
@@ -303,7 +316,7 @@ class Training:
             self.engine.optimizer.make_state()
             if not all(self.extension.saves(part) for part in self.engine.parts):
                 self.engine.initialise()
-            with alike(self.world):
+            with gather_errors(self.world):
                 checkpoint.load(saved, self.engine.pieces(for_saving=False))
             self.extension.resumed(self.engine, self.world, saved.state)
             self.engine.optimizer.take_weights()

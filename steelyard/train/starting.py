@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from steelyard import checkpoint
 from steelyard.checkpoint import Piece, formats
-from steelyard.parallel.world import World, alike, everywhere
+from steelyard.parallel.world import World, everywhere, gather_errors
 
 if TYPE_CHECKING:
     from steelyard.core.recipe import Recipe
@@ -26,8 +26,8 @@ def load(origin: str, pieces: dict[str, Piece], recipe: Recipe, world: World) ->
     """Fill pieces of the model from a checkpoint of any format."""
     if formats.is_own(origin):  # The first rank checks the sums, and each reads only what it needs.
         saved = everywhere(world, lambda: checkpoint.source(origin))
-        with alike(world):
+        with gather_errors(world):
             checkpoint.load(saved, pieces)
     else:
-        with alike(world):
+        with gather_errors(world):
             formats.load_pieces(formats.open_source(origin), pieces, recipe.model)

@@ -118,7 +118,7 @@ def test_without_transformers_the_model_is_tried_out_all_the_same(folder, monkey
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert publish.try_out(folder, "once upon a time,") == expected
     change_weights(folder, lambda t: t | {"model.norm.weight": t["model.norm.weight"] * torch.nan})
-    with pytest.raises(Fault, match="not finite"):
+    with pytest.raises(UserError, match="NaN or infinite values in model"):
         publish.try_out(folder, "once upon a time,")
 
 

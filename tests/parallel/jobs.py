@@ -13,7 +13,7 @@ import torch.distributed as dist
 from steelyard import model as models
 from steelyard import train
 from steelyard.core.console import console
-from steelyard.core.errors import UserError
+from steelyard.core.errors import SteelyardError, UserError
 from steelyard.core.recipe import load
 from steelyard.finetune import tuning
 from steelyard.model import loss as losses
@@ -39,6 +39,15 @@ def training(overrides: list[str], run: str, extension: Extension | None = None,
         torch._dynamo.reset()
     train.run(recipe, Path(run), extension or sparsity.extension(recipe), resume)
     return "\n".join(said)
+
+
+def failing_training(overrides: list[str], run: str, extension: Extension | None = None) -> tuple[str, str, bool]:
+    """Train the tiny recipe, which is to fail; returns the error, and whether the other ranks share it."""
+    try:
+        training(overrides, run, extension)
+    except SteelyardError as error:
+        return type(error).__name__, str(error), error.shared
+    return "none", "", False
 
 
 def training_by_another_recipe(overrides: list[list[str]], run: str) -> str:

@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from steelyard.checkpoint.finite import refuse_nonfinite
 from steelyard.checkpoint.formats import config as configs
 from steelyard.checkpoint.formats import safetensors
 from steelyard.checkpoint.formats.huggingface import tokenizer_files
@@ -93,11 +94,12 @@ class CompressedSource(Source):
         return sizes
 
     def tensor(self, name: str) -> Tensor:
-        if name in TABLES:
-            return padded(self.places[name].read(), self.shape)
         if name in self.places:
-            return self.places[name].read()
+            whole = self.places[name].read()
+            refuse_nonfinite({name: whole}, self.path)
+            return padded(whole, self.shape) if name in TABLES else whole
         values, indices = (self.places[part].read() for part in parts_of(name))
+        refuse_nonfinite({name: values}, self.path)
         return expanded(values, indices, f"{self.path}: {name}")
 
 

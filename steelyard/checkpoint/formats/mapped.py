@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from steelyard.checkpoint.finite import refuse_nonfinite
 from steelyard.checkpoint.formats.entries import Entry, ours_sizes, taken_apart, theirs_size
 from steelyard.checkpoint.formats.source import DTYPES, TABLES, Lying, Source, padded
 from steelyard.core.errors import UserError
@@ -67,7 +68,10 @@ class Mapped(Source):
         # Tensors that lie together are asked for one after the other: the last ones are kept.
         if self._last is None or self._last[0] is not entry:
             self._last = None
-            parts = taken_apart(entry, self.store.read(entry), self.shape)
+            whole = self.store.read(entry)
+            ours = "" if entry.ours == (entry.name,) else f" (here {', '.join(entry.ours)})"
+            refuse_nonfinite({entry.name + ours: whole}, self.path)
+            parts = taken_apart(entry, whole, self.shape)
             if len(parts) == 1:
                 return padded(parts[0], self.shape) if name in TABLES else parts[0]
             self._last = entry, parts

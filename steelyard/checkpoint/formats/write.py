@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from steelyard.checkpoint import folder as folders
+from steelyard.checkpoint.finite import refuse_nonfinite
 from steelyard.checkpoint.formats import compressed, safetensors, write_megatron
 from steelyard.checkpoint.formats import config as configs
 from steelyard.checkpoint.formats import extra as extras
@@ -185,12 +186,21 @@ class Supply:
         """The size of one of their tensors."""
         return theirs_size(entry, self.sizes)
 
+    def tensor(self, name: str) -> Tensor:
+        """One of our tensors as it is written, which must be finite: fp16 holds nothing beyond 65504."""
+        tensor = self.source.tensor(name)
+        if tensor.is_floating_point():
+            tensor = tensor.to(self.dtype)
+        hint = f"as {str(self.dtype).removeprefix('torch.')}; choose another dtype, or use another checkpoint"
+        refuse_nonfinite({name: tensor}, self.source.path, hint)
+        return tensor
+
     def parts(self, entry: Entry) -> list[Tensor]:
         """Our tensors that one of theirs is made of."""
         found = []
         for name in entry.ours:
-            tensor = self.source.tensor(name)
-            found.append((tensor[: self.shape.vocab] if name in TABLES else tensor).to(self.dtype))
+            tensor = self.tensor(name)
+            found.append(tensor[: self.shape.vocab] if name in TABLES else tensor)
             self.progress.advance(tensor.numel() * self.dtype.itemsize)
         return found
 
@@ -250,7 +260,7 @@ def _write_compressed(supply: Supply, folder: Path, shard_bytes: int) -> None:
     about = {"format": compressed.FORMAT, "version": compressed.VERSION}
     for number, shard in enumerate(shards, start=1):
         file = "sparse.safetensors" if len(shards) == 1 else f"sparse-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = (supply.source.tensor(name)[: sizes[name][0]] for name in shard)
+        tensors = (supply.tensor(name)[: sizes[name][0]] for name in shard)
         for size_written in safetensors.write(
             folder / file, {name: sizes[name] for name in shard}, dtypes, tensors, about
         ):
@@ -272,7 +282,7 @@ def _write_steelyard(supply: Supply, folder: Path, extra: dict[str, Any]) -> Non
     def made(name: str) -> Promised:
         def make(_: int) -> Tensor:
             supply.progress.advance(math.prod(sizes[name]) * supply.dtype.itemsize)
-            return source.tensor(name)
+            return supply.tensor(name)
 
         return Promised(make, sizes[name], supply.dtype)
 

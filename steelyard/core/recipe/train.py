@@ -38,6 +38,9 @@ class Train(Section):
     nonfinite_limit: NonNegativeInt = Field(
         10, description="steps in a row that may be skipped because loss or gradient is not finite"
     )
+    max_skipped_fraction: float = Field(
+        0.1, ge=0, le=1, description="of the last 100 steps, the fraction that may be skipped; 1: no limit"
+    )
     init_from: str | None = Field(None, description="a checkpoint or run whose weights a new run starts from")
 
     @field_validator("device", mode="before")
