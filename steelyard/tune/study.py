@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from steelyard.core import secrets
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.core.recipe.load import written
@@ -61,7 +62,7 @@ class Study:
     def _refuse_another(self) -> None:
         """A study's recipe, space and objectives are those it began with."""
         whole = {} if self.tune.recipe is None else {"recipe": written(self.tune.recipe)}
-        mine = json.loads(json.dumps(dict(leaves(self.tune.identity() | whole))))
+        mine = secrets.redact(json.loads(json.dumps(dict(leaves(self.tune.identity() | whole)))))
         kept = self.optuna.user_attrs.get("tune")
         if kept is None:
             storage.persistently(lambda: self.optuna.set_user_attr("tune", mine))

@@ -192,6 +192,18 @@ def test_a_changed_space_is_refused_and_a_larger_budget_is_not(valley, monkeypat
         search.search(spec.load("valley.toml"), Path("study"))
 
 
+def test_a_secret_in_the_command_that_is_tuned_is_in_no_file_of_the_study(valley, monkeypatch):
+    monkeypatch.chdir(valley)
+    text = (valley / "valley.toml").read_text()
+    text = text.replace(f' {valley}"', f' {valley} --password sesame --url http://me:sesame@host"')
+    (valley / "valley.toml").write_text(text.replace("trials = 8", "trials = 1"))
+    tuned = spec.load("valley.toml")
+    search.search(tuned, Path("secret"))
+    assert runs(valley) == 1
+    assert not [file for file in Path("secret").rglob("*") if file.is_file() and b"sesame" in file.read_bytes()]
+    assert search.search(tuned, Path("secret"))["trials"] == 1
+
+
 def test_a_trial_whose_worker_died_elsewhere_is_given_up_after_a_while(valley, monkeypatch):
     monkeypatch.chdir(valley)
     loaded = spec.load("valley.toml")
