@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from steelyard.core.console import console
+from steelyard.core.errors import UserError
 
 TEMPORARY = ".tmp-"
 TEMPORARY_NAME = re.compile(rf"{re.escape(TEMPORARY)}\d+-")
@@ -118,6 +119,20 @@ def write_text(path: Path, text: str, private: bool = False) -> None:
 def write_json(path: Path, value: Any, private: bool = False) -> None:
     """Write a JSON file atomically."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n", private)
+
+
+def inside(path: Path) -> Path:
+    """A file of a folder that somebody else made, refused where it is a link out of that folder.
+
+    Its content is copied or published with the folder, and the link may lead to a private key. In a cache of the hub
+    (`models--user--name/snapshots/COMMIT/`) files are links into `blobs`, which belongs to the same repository.
+    """
+    folder, real = path.parent.resolve(), path.resolve()
+    cache = next((each.parent for each in folder.parents if each.name == "snapshots"), None)
+    blobs = [cache / "blobs"] if cache is not None and cache.name.startswith(("models--", "datasets--")) else []
+    if any(real.is_relative_to(allowed) for allowed in [folder, *blobs]):
+        return path
+    raise UserError(f"{path} is a link out of its folder", mend="copy the file into the folder if it belongs there")
 
 
 def sweep_leftovers(folder: Path) -> None:

@@ -303,6 +303,33 @@ def test_an_unpacked_image_is_reused_until_it_is_reloaded(tmp_path):
     assert Path(containers.unpacked(container)).is_dir()
 
 
+@pytest.mark.parametrize(
+    "trap", ["a link", "another user's folder", "a folder others write to", "a parent others write to"]
+)
+def test_an_image_is_not_unpacked_where_others_could_change_it(tmp_path, trap):
+    container = Container(kind="apptainer", image="x.sif", unpack=str(tmp_path / "shared"))
+    place = Path(containers.unpacked(container)).parent
+    place.parent.mkdir()
+    match trap:
+        case "a link":
+            (tmp_path / "evil" / "image").mkdir(parents=True)
+            place.symlink_to(tmp_path / "evil")
+        case "another user's folder":
+            if os.geteuid():
+                pytest.skip("only root can make one")
+            place.mkdir()
+            os.chown(place, 12345, 12345)
+        case "a folder others write to":
+            place.mkdir()
+            place.chmod(0o777)
+        case "a parent others write to":
+            place.parent.chmod(0o777)
+    script = containers.preparation(container, reload=False)
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=150)
+    assert done.returncode == 1
+    assert f"error: {place.parent if 'parent' in trap else place}" in done.stderr
+
+
 def test_a_shell_has_the_modules_the_environment_and_the_container(tmp_path):
     site = Site(
         modules=["apptainer", "cuda/12.4"], environment={"A": "b c"}, prepend={"LD_LIBRARY_PATH": ["/x", "/y"]},
