@@ -48,6 +48,7 @@ class Request:
     time_limit: str | None = None
     job: str | None = None
     reload_container: bool = False
+    skip_checks: bool = False
 
 
 def submit(request: Request) -> dict[str, Any]:
@@ -109,6 +110,11 @@ def prepare(request: Request) -> Order:
         raise UserError(f"--job: {request.job!r} is no number of a job", mend="squeue --me shows yours")
     found = groups_of(request)
     _scripts(_order(request, found, _place(request).resolve()), request)  # What they cannot say is refused here.
+    if not request.skip_checks:
+        from steelyard.launch import preflight
+
+        preflight.check_files(request, _place(request))
+        preflight.check_memory(request.recipe, found)
     run = _folder(request)
     _refuse_live(run)
     order = _order(request, found, run)

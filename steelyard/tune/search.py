@@ -89,6 +89,16 @@ def prepare(tune: Tune) -> None:
         raise UserError("sbatch is not installed here", mend="tune from a login node of the cluster, or with --on mpi")
 
 
+def check_files(tune: Tune) -> None:
+    """Refuse files that no trial could open, once for all of them; memory is the planner's to judge, point by point."""
+    if tune.recipe is not None and tune.launch.on is not None:
+        from steelyard.launch import preflight
+        from steelyard.launch.submit import Request
+
+        recipe = candidate.recipe_at(tune, {}, is_trial=True)
+        preflight.check_files(Request(tune.launch.on, submitted.site_of(tune, recipe)[1], recipe), Path(RUN))
+
+
 def _search(study: Study, folder: Path) -> str:
     while True:
         for number in study.fail_the_lost():

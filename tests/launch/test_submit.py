@@ -430,7 +430,7 @@ def test_the_tasks_of_an_array_keep_their_logs_apart_and_are_shown_before(tmp_pa
     (tmp_path / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
-    base = Request("slurm", PLAIN, plan())
+    base = Request("slurm", PLAIN, plan(), skip_checks=True)
     wanted = sweeping.requests(base, ["train.seed=[1, 2]"], lambda overrides: plan(*overrides))
     shown, text = sweeping.preview(wanted)
     assert not Path("runs").exists()
