@@ -89,7 +89,8 @@ def run(
     if worker is None:
         search.check_files(tune)
     if workers > 1 and worker is None:
-        crews.run(_same(sys.argv[1:]), workers, are_here=tune.launch.on not in ("mpi", "slurm"))
+        search.opened(tune, folder, url)
+        crews.run(_same(sys.argv[1:]), workers, tune.launch.on)
         summary = best.of_folder(folder, url)
     else:
         summary = search.search(tune, folder, url, worker or 0)

@@ -46,6 +46,10 @@ def of_plan(
                 mend="drop --nodes and --ranks-per-node, or parallel.placement",
             )
         groups = _merged([_placed(recipe, cluster, entry) for entry in placement])
+        if [group.nodes for group in groups] == [1] and recipe.parallel.data is not None:
+            groups = [
+                replace(groups[0], ranks=min(groups[0].ranks, recipe.parallel.least_world))
+            ]  # Some GPUs stay idle.
     else:
         groups = [_alike(recipe, cluster, site, nodes, per_node)]
     recipe.parallel.data_for(world(groups))

@@ -305,6 +305,28 @@ def test_a_study_that_only_crashed_begins_anew_with_what_was_mended(valley, monk
     assert search.search(spec.load("valley.toml", {"budget.trials": 2}), Path("study"))["outcomes"] == {"finished": 2}
 
 
+def test_a_study_in_which_no_trial_ran_begins_anew_with_an_edited_file(valley, monkeypatch):
+    monkeypatch.chdir(valley)
+    good = (valley / "valley.toml").read_text()
+    (valley / "valley.toml").write_text(good.replace("seed = 3", 'seed = 3\nconstraints = ["x > 100"]'))
+    with pytest.raises(UserError, match="no point of the space can run"):
+        search.search(spec.load("valley.toml"), Path("study"))
+    (valley / "valley.toml").write_text(good.replace("high = 20", "high = 10"))
+    assert search.search(spec.load("valley.toml", {"budget.trials": 1}), Path("study"))["outcomes"] == {"finished": 1}
+
+
+def test_an_edited_file_is_refused_while_a_job_of_the_study_may_be_taken_up(valley, monkeypatch):
+    monkeypatch.chdir(valley)
+    folder = Path("study")
+    folder.mkdir()
+    study = Study(spec.load("valley.toml"), storage.url_of(folder, None))
+    study.optuna.enqueue_trial({"x": 1, "y": 2}, user_attrs={"takes_up": 0})
+    text = (valley / "valley.toml").read_text()
+    (valley / "valley.toml").write_text(text.replace("high = 20", "high = 10"))
+    with pytest.raises(UserError, match="began with another file"):
+        Study(spec.load("valley.toml"), storage.url_of(folder, None))
+
+
 def test_a_database_that_is_gone_is_told(valley, monkeypatch, capsys):
     monkeypatch.chdir(valley)
     search.search(spec.load("valley.toml", {"budget.trials": 1}), Path("study"))
