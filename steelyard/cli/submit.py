@@ -70,6 +70,9 @@ def submit_(
     reload_container: Annotated[
         bool, typer.Option("--reload-container", help="Unpack the image anew on each node.")
     ] = False,
+    skip_checks: Annotated[
+        bool, typer.Option("--skip-checks", help="Submit without looking at token files, checkpoints and memory.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be run.")] = False,
     wait_: Annotated[bool, typer.Option("--wait", help="Stay until the job is over, and exit with 1 if it failed.")] = (
         False
@@ -88,7 +91,7 @@ def submit_(
     site_name, found = sites.find(site, loaded.site if loaded else None, sites_file)
     request = Request(
         on.value, sites.changed(found, hosts, port), loaded, command, name, run, site_name, cluster, nodes,
-        ranks_per_node, time, job, reload_container,
+        ranks_per_node, time, job, reload_container, skip_checks,
     )  # fmt: skip
     if array:
         requests = sweeping.requests(request, array, lambda overrides: load(recipe[0], [*recipe[1:], *overrides]))

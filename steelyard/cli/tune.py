@@ -86,8 +86,11 @@ def run(
         tune = tune_for(source, overrides or (), nproc, changes)
     folder, url = study or Path("studies") / tune.name, storage or os.environ.get(STORAGE)
     search.prepare(tune)
+    if worker is None:
+        search.check_files(tune)
     if workers > 1 and worker is None:
-        crews.run(_same(sys.argv[1:]), workers, are_here=tune.launch.on not in ("mpi", "slurm"))
+        search.opened(tune, folder, url)
+        crews.run(_same(sys.argv[1:]), workers, tune.launch.on)
         summary = best.of_folder(folder, url)
     else:
         summary = search.search(tune, folder, url, worker or 0)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from steelyard.core.console import console
+from steelyard.core.errors import UserError
 
 TEMPORARY = ".tmp-"
 TEMPORARY_NAME = re.compile(rf"{re.escape(TEMPORARY)}\d+-")
@@ -36,15 +37,19 @@ def final(path: str | Path) -> str:
 
 
 @contextlib.contextmanager
-def atomic_file(path: Path, mode: str = "w", durable: bool = True) -> Iterator[IO[Any]]:
+def atomic_file(path: Path, mode: str = "w", durable: bool = True, private: bool = False) -> Iterator[IO[Any]]:
     """Open a file that takes its name only when the block ends without an error.
 
     What can be made again at any time need not be `durable`: it then survives a kill, but perhaps not a power cut.
+    A `private` file holds a secret: nobody but its owner can open it, from the moment it is there.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_beside(path)
     try:
-        with open(temporary, mode, encoding=None if "b" in mode else "utf-8") as file:
+        if private:
+            temporary.unlink(missing_ok=True)
+        opener = _opened_privately if private else None
+        with open(temporary, mode, encoding=None if "b" in mode else "utf-8", opener=opener) as file:
             yield file
             file.flush()
             if durable:
@@ -54,6 +59,10 @@ def atomic_file(path: Path, mode: str = "w", durable: bool = True) -> Iterator[I
             sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _opened_privately(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_EXCL | os.O_NOFOLLOW, 0o600)
 
 
 @contextlib.contextmanager
@@ -101,15 +110,29 @@ def locked(path: Path, wait: bool = False, tries: int = 3) -> Iterator[IO[str]]:
         yield lock
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, private: bool = False) -> None:
     """Write a text file atomically."""
-    with atomic_file(path) as file:
+    with atomic_file(path, private=private) as file:
         file.write(text)
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any, private: bool = False) -> None:
     """Write a JSON file atomically."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n", private)
+
+
+def inside(path: Path) -> Path:
+    """A file of a folder that somebody else made, refused where it is a link out of that folder.
+
+    Its content is copied or published with the folder, and the link may lead to a private key. In a cache of the hub
+    (`models--user--name/snapshots/COMMIT/`) files are links into `blobs`, which belongs to the same repository.
+    """
+    folder, real = path.parent.resolve(), path.resolve()
+    cache = next((each.parent for each in folder.parents if each.name == "snapshots"), None)
+    blobs = [cache / "blobs"] if cache is not None and cache.name.startswith(("models--", "datasets--")) else []
+    if any(real.is_relative_to(allowed) for allowed in [folder, *blobs]):
+        return path
+    raise UserError(f"{path} is a link out of its folder", mend="copy the file into the folder if it belongs there")
 
 
 def sweep_leftovers(folder: Path) -> None:

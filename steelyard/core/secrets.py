@@ -1,7 +1,9 @@
-"""Keeping secrets out of everything that is printed.
+"""Keeping secrets out of everything that is printed or written.
 
 What a server or a library says may repeat a token, so text is scrubbed on its way out: of values that were hidden by
-name, of secrets in the environment, and of whatever looks like a token of the hub. The console scrubs all it prints.
+name, of secrets in the environment, of passwords in URLs, of `NAME=value` where the name is that of a secret, and of
+whatever looks like a token of the hub. The console scrubs all it prints; records of a command line hold `redact`'s
+words. Recipes and sites, which are copied everywhere, may hold no secret (`is_secret`).
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from typing import Any
 
 HIDDEN = "[hidden]"
 SHORTEST = 8  # A shorter value would blot out ordinary words.
@@ -20,11 +23,24 @@ _IN_ENVIRONMENT = re.compile(
             WEBHOOK|DSN)(?=_|$)(?!.*_(PATH|FILE|DIR|HOME)$)
     """
 )
+# Names of keys and options; in lower case `token` alone is a secret, and `eos_token` is not.
+_NAME = re.compile(
+    r"(?i)(?:.*[_.-])?(?:password|passwd|passphrase|secret|credentials?|(?:api|access|private|secret|account)[_-]?key"
+    r"|(?:access|api|auth|bearer|bot|hf|hub|refresh|session)[_-]?token)|(?:.*\.)?token"
+)
+_VALUE = rf"(?!{re.escape(HIDDEN)}|<|\.\.\.)[^\s'\"]+"  # no placeholder
+_ASSIGNED = re.compile(rf"(?<![\w.&?-])([\w.-]+)(=['\"]?)({_VALUE})")
+_OPTION = re.compile(rf"(?<![\w-])--([\w.-]+)(\s+['\"]?)(?!-){_VALUE}")
+_QUERY = (
+    r"(?:[\w-]*[_-])?(?:key|token|sig|signature|secret|password|passwd|pwd|credential)|X-Amz-[\w-]+|Policy|Key-Pair-Id"
+)
+_USER = r"(?!git@)[^/\s@:]+"
+_USER_AND_PASSWORD = r"[^/\s@:]*:(?!\d+/)[^\s@'\"]*(?:@[^\s@/'\"]*)*"  # It may hold slashes; a port is none.
 _SHAPES = (
-    (re.compile(r"\bhf_(?:oauth_|jwt_)[\w.-]+|\bhf_[A-Za-z0-9]{20,}"), HIDDEN),
+    (re.compile(r"\b(?:hf_(?:oauth_|jwt_)[\w.-]+|hf_[A-Za-z0-9]{20,}|gh[oprsu]_\w{20,}|glpat-[\w-]{20,})"), HIDDEN),
     (re.compile(r"(?i)\b(bearer) [\w.~+/=-]{16,}"), rf"\1 {HIDDEN}"),
-    (re.compile(r"(://)[^/\s@]+@"), rf"\1{HIDDEN}@"),
-    (re.compile(r"(?i)([?&](?:X-Amz-[\w-]+|Signature|Policy|Key-Pair-Id|token)=)[^&\s'\"]+"), rf"\1{HIDDEN}"),
+    (re.compile(rf"(://)(?:{_USER}|{_USER_AND_PASSWORD})@(?!sha256:)"), rf"\1{HIDDEN}@"),
+    (re.compile(rf"(?i)([?&](?:{_QUERY})=)[^&\s'\"]+"), rf"\1{HIDDEN}"),
 )
 _known: set[str] = set()
 
@@ -53,6 +69,50 @@ def scrub(text: str) -> str:
     for secret in sorted(_known | in_environment, key=len, reverse=True):
         if len(secret) >= SHORTEST:
             text = text.replace(secret, HIDDEN)
+    return _without_shapes(text)
+
+
+def _without_shapes(text: str) -> str:
     for shape, instead in _SHAPES:
         text = shape.sub(instead, text)
-    return text
+    text = _OPTION.sub(lambda match: f"--{match[1]}{match[2]}{HIDDEN}" if _NAME.fullmatch(match[1]) else match[0], text)
+    return _ASSIGNED.sub(_assigned, text)
+
+
+def _assigned(match: re.Match[str]) -> str:
+    name, sign, value = match.groups()
+    return name + sign + (HIDDEN if _names_secret(name, value) else _ASSIGNED.sub(_assigned, value))
+
+
+def _names_secret(name: str, value: str) -> bool:
+    """Whether `name=value` holds a secret: an option or key, or a variable, which is written in capitals."""
+    is_count = "TOKENS" in name and value.replace("_", "").isdigit()
+    is_variable = name.isupper() and is_secret_name(name) and not is_count
+    return is_variable or _NAME.fullmatch(name.lstrip("-")) is not None
+
+
+def is_secret(text: str) -> bool:
+    """Whether text holds what looks like a secret, wherever this process runs."""
+    return _without_shapes(text) != text
+
+
+def redact(value: Any) -> Any:
+    """A value for a file that others may read: the same without secrets, in texts, lists and tables.
+
+    A list of texts is a command line: what follows `--password` or `TOKEN=` in it goes to the end of its word.
+    """
+    if isinstance(value, str):
+        return scrub(value)
+    if isinstance(value, dict):
+        return {key: redact(each) for key, each in value.items()}
+    if isinstance(value, list):
+        pairs = zip(["", *value], value, strict=False)
+        return [_redacted(each, str(before)) if isinstance(each, str) else redact(each) for before, each in pairs]
+    return value
+
+
+def _redacted(word: str, before: str) -> str:
+    if before.startswith("--") and _NAME.fullmatch(before[2:]):
+        return HIDDEN
+    name, sign, value = word.partition("=")
+    return f"{name}={HIDDEN}" if sign and _names_secret(name, value) else scrub(word)

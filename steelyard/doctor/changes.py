@@ -186,4 +186,4 @@ def _noted(record: Path) -> list[Change]:
 
 
 def _note(record: Path, changes: Sequence[Change]) -> None:
-    files.write_json(record, {"changes": [asdict(change) for change in changes]})
+    files.write_json(record, {"changes": [asdict(change) for change in changes]}, private=True)

@@ -118,7 +118,7 @@ def _publishable(folder: Path, source: Path) -> tuple[dict[str, Path], list[str]
         )
     secret = hub.token()
     for name in chosen:
-        path = folder / name
+        path = files.inside(folder / name)
         if secret and path.stat().st_size <= SCANNED and secret.encode() in path.read_bytes():
             raise UserError(f"{path} holds your token of the hub", mend="take it out; nothing was uploaded")
     others = {path.name for path in folder.iterdir()} - set(chosen)

@@ -159,7 +159,7 @@ class PeftSource(Source):
         self.config = _config(folder / CONFIG)
         if not (folder / WEIGHTS).is_file():
             raise UserError(f"{folder} has no {WEIGHTS}", mend="adapters are read from safetensors alone")
-        self.tensors = safetensors.extents(folder / WEIGHTS)
+        self.tensors = safetensors.extents(files.inside(folder / WEIGHTS))
         self.adapted: dict[str, _Theirs] = {}
         used: set[str] = set()
         for entry in _matrices(origin):

@@ -34,6 +34,15 @@ for name in $1; do if [ -n "${!name+set}" ]; then kept+=(--env "$name"); fi; don
 shift
 exec enroot start "${kept[@]}" "$@"
 """
+# A folder must belong to the user or to $2, be no link, and be writable for nobody else. One that may have the sticky
+# bit ($3), like /tmp, may be a link and writable for all.
+REFUSING = """refuse_others() {
+    { [ -n "$3" ] || [ ! -L "$1" ]; } && read -r owner mode < <(stat -L -c '%u %a' -- "$1") || owner= mode=0
+    [[ $owner == "$EUID" || $owner == "$2" ]] && (( (0$mode & 022) == 0 || 0$mode & ${3:-0} )) && return
+    echo "error: $1 belongs to another user or can be written by others: name a folder of your own as unpack" >&2
+    exit 1
+}
+"""
 IN_FOLDER = [SHELL, "-c", 'cd "$0" && exec "$@"']
 
 
@@ -133,7 +142,7 @@ def name(container: Container) -> str:
 
 def unpacked(container: Container) -> str:
     """Where an image lies unpacked on a node."""
-    return str(Path(container.unpack or "/tmp") / name(container))
+    return str(Path(container.unpack or "/tmp") / f"{name(container)}-{os.getuid()}" / "image")
 
 
 def preparation(container: Container, reload: bool) -> str | None:
@@ -156,10 +165,19 @@ def preparation(container: Container, reload: bool) -> str | None:
 
 
 def _unpacking(container: Container, reload: bool) -> str:
-    """Two jobs may come to a node at once: one unpacks, the other waits; a killed one leaves nothing that counts."""
-    place, image = quote(unpacked(container)), quote(container.image)
-    return f"""mkdir -p {quote(container.unpack or "/tmp")}
-exec 9>{place}.lock
+    """Two jobs may come to a node at once: one unpacks, the other waits; a killed one leaves nothing that counts.
+
+    The name of the folder can be guessed, and on many nodes everybody may write beside it.
+    """
+    image, place = quote(container.image), quote(unpacked(container))
+    parent, own = (
+        quote(str(each)) for each in (Path(unpacked(container)).parents[1], Path(unpacked(container)).parent)
+    )
+    return f"""{REFUSING}mkdir -p {parent}
+mkdir -m 700 {own} 2>/dev/null
+refuse_others {parent} 0 01000
+refuse_others {own} "$EUID"
+exec 9>{own}/lock
 flock 9
 {f"rm -rf {place}" if reload else ":"}
 if [ ! -d {place} ]; then

@@ -8,12 +8,13 @@ site, the cluster file or the command line say how many of them share a node.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.site import Site
 from steelyard.plan.cluster import Cluster, Nodes
+from steelyard.sizes.gpus import Gpu, by_name
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Group:
     ranks: int  # on each of them
     partition: str | None = None
     gres: str | None = None
+    gpu: Gpu | None = field(default=None, compare=False)  # which kind, where that is known
 
     @property
     def gpus(self) -> int | None:
@@ -44,6 +46,10 @@ def of_plan(
                 mend="drop --nodes and --ranks-per-node, or parallel.placement",
             )
         groups = _merged([_placed(recipe, cluster, entry) for entry in placement])
+        if [group.nodes for group in groups] == [1] and recipe.parallel.data is not None:
+            groups = [
+                replace(groups[0], ranks=min(groups[0].ranks, recipe.parallel.least_world))
+            ]  # Some GPUs stay idle.
     else:
         groups = [_alike(recipe, cluster, site, nodes, per_node)]
     recipe.parallel.data_for(world(groups))
@@ -80,7 +86,7 @@ def _placed(recipe: Recipe, cluster: Cluster, entry: str) -> Group:
             where=recipe.where("parallel.placement"),
             mend="plan again with this cluster file",
         )
-    return Group(int(count), described.gpus, described.partition, described.gres)
+    return Group(int(count), described.gpus, described.partition, described.gres, cluster.gpu_of(described))
 
 
 def _alike(recipe: Recipe, cluster: Cluster | None, site: Site, nodes: int | None, per_node: int | None) -> Group:
@@ -100,7 +106,14 @@ def _alike(recipe: Recipe, cluster: Cluster | None, site: Site, nodes: int | Non
     ranks = ranks or max(1, needed // nodes)
     partition = (described.partition if described else None) or site.partition
     gres = (described.gres if described else None) or site.gres or f"gpu:{ranks}"
-    return Group(nodes, ranks, partition, gres)
+    gpu = cluster.gpu_of(described) if cluster is not None and described is not None else _named_in(gres)
+    return Group(nodes, ranks, partition, gres, gpu)
+
+
+def _named_in(gres: str) -> Gpu | None:
+    """The GPU that an option like `gpu:a10:4` names, if the catalogue knows it."""
+    kind, _, rest = gres.partition(":")
+    return by_name(rest.rpartition(":")[0]) if kind == "gpu" and ":" in rest else None
 
 
 def _only_type(recipe: Recipe, cluster: Cluster | None) -> Nodes | None:

@@ -19,7 +19,7 @@ from steelyard.launch.process import HERE
 def command(order: Order) -> list[str]:
     """mpirun's whole line."""
     starter = [order.python, "-P", "-m", "steelyard.launch.node", "--run", str(order.run), "--one-rank"]
-    starter += ["--attempt", HERE, "--", *order.command]
+    starter += ["--attempt", HERE, *order.command_arguments]
     gpus = any(group.gres for group in order.groups)
     return [*options(order.site, order.groups), *containers.wrapped(
         order.site, starter, order.workdir, str(order.run), gpus

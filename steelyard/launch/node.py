@@ -12,6 +12,7 @@ all nodes share; `--attempt` keeps a requeued job from meeting its own past.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import socket
@@ -24,6 +25,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from steelyard.core import secrets
 from steelyard.core.console import LOGGED, console
 from steelyard.core.errors import Interrupted, SteelyardError
 from steelyard.core.host import die_with_parent, usable_cpus
@@ -137,8 +139,11 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--group", type=int, help="this job's group, where each is a job of its own")
     parser.add_argument("--port", type=int)
     parser.add_argument("--one-rank", action="store_true")
+    parser.add_argument("--command-file", type=Path, help="the command as JSON, where it holds a secret")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args(words)
+    if options.command_file is not None:
+        options.command = json.loads(options.command_file.read_text(encoding="utf-8"))
     options.command = options.command[1:] if options.command[:1] == ["--"] else options.command
     return options
 
@@ -204,7 +209,7 @@ def tell(ends: list[Ended], last: dict[int, list[str]], hung: list[int], was_ask
         lines = [f"{kind}: {cause.message}"]
         if not cause.has_words and said:
             lines += ["  its last lines:", *(f"  | {line}" for line in said)]
-        for line in lines:
+        for line in map(secrets.scrub, lines):
             log.add(line)
             sys.stderr.write(line + "\n")
     return cause.exit_code

@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from steelyard.core import secrets
 from steelyard.core.recipe.site import Site
 from steelyard.launch.groups import Group
+from steelyard.launch.record import FOLDER
+
+COMMAND = "command.json"
 
 
 @dataclass(frozen=True)
@@ -24,3 +28,15 @@ class Order:
     mark: str = ""
     time_limit: str | None = None
     reload_container: bool = False
+
+    @property
+    def private_command(self) -> Path | None:
+        """The file, for its owner alone, that holds a command with a secret in it; scripts and records do not."""
+        has_secret = secrets.redact(self.command) != self.command
+        return self.run / FOLDER / COMMAND if has_secret else None
+
+    @property
+    def command_arguments(self) -> list[str]:
+        """The last arguments of the starter: the command, or where it finds it."""
+        private = self.private_command
+        return ["--", *self.command] if private is None else ["--command-file", str(private)]

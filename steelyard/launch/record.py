@@ -4,14 +4,15 @@
     name        what the job is called
     jobs        its numbers as the backend gives them: a Slurm job ("123"), a task of an array ("123_4"), a master and
                 its followers ("123", "124"), or the process that supervises the ranks here ("4711")
-    command     the words that every rank runs
+    command     the words that every rank runs, without secrets
     nodes       how many, or null where the backend decides
     ranks, gpus_per_node, partitions, placement, site, workdir, submitted
     process     local and mpi: {"pid", "started", "host"} of the supervisor, so that no other process is mistaken for it
     marks       by which jobs of Slurm's are found whose numbers nobody could write down (`marks.py`)
 
 The scripts that were started, and how a supervisor ended (`ended.json`), lie in the folder `launch/` beside it. There
-`jobs` has the numbers of a master and its followers once more, one on each line, for their scripts to read.
+`jobs` has the numbers of a master and its followers once more, one on each line, for their scripts to read. A command
+with a secret in it is in `command.json` there, which only its owner can read.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ def _starter_options(order: Order, group: int | None, job: str | None) -> str:
     options = ["--groups", written(order.groups)]
     options += ["--group", str(group)] if group is not None else []
     options += ["--port", str(order.site.port)] if order.site.port else []
-    return f" {join(options)} --attempt {_attempt(order, job)} -- {join(order.command)}"
+    return f" {join(options)} --attempt {_attempt(order, job)} {join(order.command_arguments)}"
 
 
 def _attempt(order: Order, job: str | None) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from shlex import join, quote
 from typing import Any
 
-from steelyard.core import files
+from steelyard.core import files, secrets
 from steelyard.core.errors import UserError
 from steelyard.core.host import require_linux
 from steelyard.core.recipe import Recipe, to_toml
@@ -48,6 +48,7 @@ class Request:
     time_limit: str | None = None
     job: str | None = None
     reload_container: bool = False
+    skip_checks: bool = False
 
 
 def submit(request: Request) -> dict[str, Any]:
@@ -109,6 +110,11 @@ def prepare(request: Request) -> Order:
         raise UserError(f"--job: {request.job!r} is no number of a job", mend="squeue --me shows yours")
     found = groups_of(request)
     _scripts(_order(request, found, _place(request).resolve()), request)  # What they cannot say is refused here.
+    if not request.skip_checks:
+        from steelyard.launch import preflight
+
+        preflight.check_files(request, _place(request))
+        preflight.check_memory(request.recipe, found)
     run = _folder(request)
     _refuse_live(run)
     order = _order(request, found, run)
@@ -128,7 +134,7 @@ def note(request: Request, order: Order, jobs: list[str], supervisor: dict[str, 
 def described(request: Request, order: Order, jobs: list[str], supervisor: dict[str, Any] | None) -> Launch:
     """What `launch.json` says of an order."""
     return Launch(
-        backend=request.on, name=order.name, jobs=jobs, command=order.command,
+        backend=request.on, name=order.name, jobs=jobs, command=secrets.redact(order.command),
         nodes=sum(group.nodes for group in order.groups), ranks=groups.world(order.groups),
         gpus_per_node=order.groups[0].gpus, submitted=order.submitted, site=request.site_name,
         partitions=[group.partition for group in order.groups if group.partition],
@@ -224,7 +230,7 @@ def _folder(request: Request) -> Path:
         for_training(request.recipe, _where(request))
     else:
         name = _where(request).name
-        files.write_json(found / MANIFEST, {"state": "created", "name": name, "command": request.words})
+        files.write_json(found / MANIFEST, {"state": "created", "name": name, "command": secrets.redact(request.words)})
     for name in ("logs", FOLDER):
         (found / name).mkdir(exist_ok=True)
     return found.resolve()
@@ -272,7 +278,7 @@ def _here(order: Order, request: Request) -> str:
     prepared = containers.preparation(site.container, order.reload_container)
     text += f"bash -c {quote(prepared)} || exit 1\n" if prepared else ""
     if request.recipe is None and groups.world(order.groups) == 1:
-        return text + script.executing([*slurm.starter(order), "--", *order.command])
+        return text + script.executing([*slurm.starter(order), *order.command_arguments])
     return text + script.executing(torchrun.command(order))
 
 
@@ -280,5 +286,7 @@ def _write(order: Order, request: Request) -> None:
     folder = order.run / FOLDER
     if request.recipe is not None:
         files.write_text(folder / "recipe.toml", to_toml(request.recipe.settings()))
+    if order.private_command is not None:
+        files.write_json(order.private_command, order.command, private=True)
     for name, text in _scripts(order, request).items():
         files.write_text(folder / name, text)

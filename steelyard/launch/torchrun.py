@@ -21,6 +21,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from steelyard.core import secrets
 from steelyard.core.errors import Fault
 from steelyard.core.host import die_with_parent, usable_cpus
 from steelyard.launch import containers, kept, lifeline
@@ -38,7 +39,7 @@ def command(order: Order) -> list[str]:
     [group] = order.groups
     python = [order.python, "-P", "-m"]
     keeper = [*python, "steelyard.launch.torchrun", "--run", str(order.run), "--ranks", str(group.ranks), "--"]
-    starter = [*python, "steelyard.launch.node", "--run", str(order.run), "--one-rank", "--", *order.command]
+    starter = [*python, "steelyard.launch.node", "--run", str(order.run), "--one-rank", *order.command_arguments]
     words = [*keeper, *python, *options(group.ranks, order.site.port), "--no-python", "--", *starter]
     return containers.wrapped(order.site, words, order.workdir, str(order.run), gpus=group.gres is not None)
 
@@ -120,7 +121,7 @@ def _tell_of_torchrun(code: int, folder: Path, log: Log) -> int:
     """It came to no rank: what torchrun said is all there is."""
     last = (folder / "torchrun.log").read_text(encoding="utf-8", errors="replace").splitlines()[-LINES_SHOWN:]
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    for line in (f"error: torchrun {how} before any rank did", *(f"  | {line}" for line in last)):
+    for line in map(secrets.scrub, (f"error: torchrun {how} before any rank did", *(f"  | {line}" for line in last))):
         log.add(line)
         sys.stderr.write(line + "\n")
     return Fault.exit_code

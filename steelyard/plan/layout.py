@@ -151,6 +151,19 @@ def _holding(world: int, placement: Placement, cluster: Cluster) -> Placement:
     return tuple(held)
 
 
+def placement_for(world: int, cluster: Cluster) -> list[str]:
+    """Nodes for so many ranks, as `parallel.placement` has them.
+
+    They are those of the first type that has enough, so that all ranks are alike, or else the first nodes of the file.
+    """
+    for nodes in cluster.nodes:
+        count, rest = divmod(world, nodes.gpus)
+        if count <= nodes.count and (not rest or not count):
+            return [f"{nodes.type}:{count or 1}"]
+    everything = tuple((nodes.type, nodes.count) for nodes in cluster.nodes)
+    return [f"{type_}:{count}" for type_, count in _holding(world, everything, cluster)]
+
+
 def lacking(recipe: Recipe, gpus: list[str]) -> UserError:
     """The error for GPUs that do not compute in the recipe's precision."""
     return UserError(

@@ -100,15 +100,11 @@ TokenSamples = StreamSamples | FixedSamples | BlendedSamples
 
 def open_samples(recipe: Recipe, split: Split, samples: int) -> TokenSamples:
     """The samples of one split of a recipe's data, at least `samples` of them."""
-    own = {"train": [], "valid": recipe.data.valid, "test": recipe.data.test}[split]
-    key = f"data.{split}" if own else "data.train"
-    share = (0.0, 1.0) if own else _share(recipe.data.split, split)
-    sources = _found(own or recipe.data.train, recipe, key)
+    named, key, _ = sources_of(recipe, split)
+    sources = _found(named, recipe, key)
 
     def opened(prefix: str, wanted: int) -> TokenSamples:
-        tokens = IndexedTokens(prefix)
-        bounds = round(share[0] * len(tokens)), round(share[1] * len(tokens))
-        _refuse_unfit(recipe, tokens, bounds, split, key)
+        tokens, bounds = _opened(recipe, split, prefix)
         if recipe.data.fixed_length:
             return FixedSamples(tokens, bounds, wanted, recipe.train.seed)
         request = cache.Request(
@@ -118,6 +114,28 @@ def open_samples(recipe: Recipe, split: Split, samples: int) -> TokenSamples:
         return StreamSamples(tokens, maps)
 
     return _blended(opened, sources, samples, recipe.data.blend_order)
+
+
+def sources_of(recipe: Recipe, split: Split) -> tuple[list[Source], str, tuple[float, float]]:
+    """What a split is read from as the recipe names it, the key that does, and the share of the documents it has."""
+    own = {"train": [], "valid": recipe.data.valid, "test": recipe.data.test}[split]
+    if own:
+        return own, f"data.{split}", (0.0, 1.0)
+    return recipe.data.train, "data.train", _share(recipe.data.split, split)
+
+
+def check_files(recipe: Recipe, split: Split, sources: list[Source]) -> None:
+    """Refuse token files that `open_samples` would refuse; nothing is made of them."""
+    for source in _found(sources, recipe, sources_of(recipe, split)[1]):
+        _opened(recipe, split, source.prefix)
+
+
+def _opened(recipe: Recipe, split: Split, prefix: str) -> tuple[IndexedTokens, tuple[int, int]]:
+    """A pair of token files that can be trained on, and the documents of it that belong to the split."""
+    tokens, (_, key, share) = IndexedTokens(prefix), sources_of(recipe, split)
+    bounds = round(share[0] * len(tokens)), round(share[1] * len(tokens))
+    _refuse_unfit(recipe, tokens, bounds, split, key)
+    return tokens, bounds
 
 
 def _blended(

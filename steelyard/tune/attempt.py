@@ -53,7 +53,7 @@ def make(study: Study, asked: Trial, folder: Path) -> None:
     values = {each.objective.label: each.value for each in measured}
     record = {"number": asked.number, "settings": asked.params, "outcome": ended.outcome, "reason": ended.reason}
     record |= {"values": values, "seconds": ended.seconds, "predicted": asked.user_attrs.get("predicted")}
-    files.write_json(place / "trial.json", record | {"command": secrets.scrub(shlex.join(words))})
+    files.write_json(place / "trial.json", secrets.redact(record) | {"command": shlex.join(secrets.redact(words))})
     console.say(_line(asked.number, asked.params, ended, measured))
 
 

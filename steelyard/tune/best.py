@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from steelyard.core import files
+from steelyard.core import files, secrets
 from steelyard.tune import candidate, history, kept, outcome, storage
 from steelyard.tune.spec import Tune
 
@@ -85,7 +85,7 @@ def _write(path: Path, tune: Tune, trial: FrozenTrial) -> None:
     named = zip(tune.objectives, trial.values, strict=True)
     values = ", ".join(f"{objective.label} {value:.6g}" for objective, value in named)
     remark = f"# steelyard tune: trial {trial.number} of the study {tune.name}, {values}".replace("\n", " ")
-    text = f"{remark}\n{candidate.written(tune, trial.params)}"
+    text = f"{remark}\n{secrets.scrub(candidate.written(tune, trial.params))}"
     if not path.is_file() or path.read_text(encoding="utf-8") != text:
         files.write_text(path, text)
 

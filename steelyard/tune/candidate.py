@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shlex
 import shutil
@@ -12,6 +13,9 @@ from typing import Any
 from steelyard.core import files
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe, load, to_toml
+from steelyard.plan import cluster as clusters
+from steelyard.plan.cluster import Cluster
+from steelyard.plan.layout import placement_for
 from steelyard.tune import command as commands
 from steelyard.tune.space import Point
 from steelyard.tune.spec import Tune
@@ -23,9 +27,23 @@ RECORDS = 20  # of metrics.jsonl in a trial, about: enough for a median, few eno
 
 
 def recipe_at(tune: Tune, point: Point, is_trial: bool) -> Recipe:
-    """The recipe with a point's settings; as a trial, short and without what is of no use in one."""
+    """The recipe with a point's settings; as a trial, short and without what is of no use in one.
+
+    Where jobs run on a cluster with several types of nodes, and the recipe names none, it says on which.
+    """
     overrides = [*tune.overrides, *(f"{key}={_toml(value)}" for key, value in point.items())]
-    return load(str(tune.recipe), overrides, _completion(tune, overrides, is_trial), tune.told_by)
+    recipe = load(str(tune.recipe), overrides, _completion(tune, overrides, is_trial), tune.told_by)
+    cluster = _cluster(tune.cluster) if tune.cluster is not None and tune.launch.on is not None else None
+    if cluster is None or len(cluster.nodes) == 1 or recipe.parallel.placement:
+        return recipe
+    placement = placement_for(tune.nproc or recipe.parallel.least_world, cluster)
+    return recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={"placement": placement})})
+
+
+@functools.cache
+def _cluster(path: str) -> Cluster:
+    """The cluster file as it was first read: points are made by the hundred."""
+    return clusters.load(path)
 
 
 def refuse_recipe(tune: Tune) -> None:

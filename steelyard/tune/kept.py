@@ -23,9 +23,7 @@ SETTINGS, RECIPE = "tune.json", "recipe.toml"
 
 def remember(tune: Tune, folder: Path, url: str) -> None:
     """Write down what a reader needs to know. A password is not."""
-    settings = tune.model_dump(mode="json", exclude_none=True)
-    if tune.storage is not None:
-        settings["storage"] = secrets.scrub(tune.storage)
+    settings = secrets.redact(tune.model_dump(mode="json", exclude_none=True))
     if tune.recipe is not None:  # The study must be understood where that file is not, and after it has changed.
         files.write_text(folder / RECIPE, to_toml(written(tune.recipe)))
     is_own = url == storage.url_of(folder, None)

@@ -38,14 +38,8 @@ CRASHES_AT_FIRST = 3  # alike and nothing else, after which a study gives up
 def search(tune: Tune, folder: Path, storage_url: str | None = None, worker: int = 0) -> dict[str, Any]:
     """Run trials until the budget is spent, the space is used up, or someone interrupts; returns what was learned."""
     prepare(tune)
-    folder.mkdir(parents=True, exist_ok=True)
-    url = storage.url_of(folder, storage_url or tune.storage)
-    file = storage.own_file(url)
-    if file is not None and not file.is_file() and (folder / kept.SETTINGS).is_file() and not worker:
-        console.warn(f"{file} is gone: the study begins anew, and its trials replace those in {folder}")
+    study, file = opened(tune, folder, storage_url, worker)
     with storage.faults(file), _asked_to_end():
-        study = Study(tune, url, worker)
-        kept.remember(tune, folder, url)
         study.begin()
         known = history.ran(study.trials())
         if known:
@@ -58,6 +52,22 @@ def search(tune: Tune, folder: Path, storage_url: str | None = None, worker: int
             raise Interrupted(f"{kept_now} in {folder}; the same command goes on") from None
         console.say(f"{folder}: done after {why}")
         return write_best(study.tune, study.trials(), folder)
+
+
+def opened(tune: Tune, folder: Path, storage_url: str | None = None, worker: int = 0) -> tuple[Study, Path | None]:
+    """The study in its folder, begun anew where nothing was learned; and the file of its database, if it is one.
+
+    Who starts several workers calls this before, so that none of them finds the study that another one replaces.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    url = storage.url_of(folder, storage_url or tune.storage)
+    file = storage.own_file(url)
+    if file is not None and not file.is_file() and (folder / kept.SETTINGS).is_file() and not worker:
+        console.warn(f"{file} is gone: the study begins anew, and its trials replace those in {folder}")
+    with storage.faults(file):
+        study = Study(tune, url, worker)
+        kept.remember(tune, folder, url)
+    return study, file
 
 
 @contextlib.contextmanager
@@ -87,6 +97,16 @@ def prepare(tune: Tune) -> None:
         submitted.site_of(tune, candidate.recipe_at(tune, {}, is_trial=True))
     if tune.launch.on == "slurm" and shutil.which("sbatch") is None:
         raise UserError("sbatch is not installed here", mend="tune from a login node of the cluster, or with --on mpi")
+
+
+def check_files(tune: Tune) -> None:
+    """Refuse files that no trial could open, once for all of them; memory is the planner's to judge, point by point."""
+    if tune.recipe is not None and tune.launch.on is not None:
+        from steelyard.launch import preflight
+        from steelyard.launch.submit import Request
+
+        recipe = candidate.recipe_at(tune, {}, is_trial=True)
+        preflight.check_files(Request(tune.launch.on, submitted.site_of(tune, recipe)[1], recipe), Path(RUN))
 
 
 def _search(study: Study, folder: Path) -> str:

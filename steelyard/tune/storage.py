@@ -49,7 +49,7 @@ def shown(url: str) -> str:
     from sqlalchemy.engine import make_url
 
     made = make_url(url)
-    secret = {name: "***" for name in made.query if "pass" in name.lower()}
+    secret = {name: "***" for name in made.query if "pass" in name.lower() or secrets.is_secret(f"?{name}=x")}
     return made.update_query_dict(secret).render_as_string(hide_password=True).replace("%2A%2A%2A", "***")
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from steelyard.core import secrets
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.core.recipe.load import written
@@ -46,31 +47,42 @@ class Study:
         self.distributions = self.space.distributions()
         goals = [each.direction for each in tune.objectives]
         self.optuna = storage.open_study(url, tune.name, goals)
-        if worker == 0 and self._has_only_crashed():
+        self._beats: dict[int, tuple[Any, float]] = {}
+        known = self._known()
+        if worker == 0 and (known == {outcome.CRASHED} or (not known and self._changed())):
             storage.forget(self.optuna)
             self.optuna = storage.open_study(url, tune.name, goals)
-            console.say(f"nothing but crashes is known of the study {tune.name}: it begins anew")
-        self._beats: dict[int, tuple[Any, float]] = {}
+            what = "nothing but crashes is" if known else "nothing is"
+            console.say(f"{what} known of the study {tune.name}: it begins anew")
         self._refuse_another()
 
-    def _has_only_crashed(self) -> bool:
-        """Whether nothing was learned yet. What was wrong, in the file or around it, should be mended by now."""
-        known = {history.result_of(trial) for trial in self.trials()} - {*outcome.REJECTED, *outcome.VOID, "waiting"}
-        return known == {outcome.CRASHED}
+    def _known(self) -> set[str]:
+        """How trials ended that taught something or may still: those that run, and jobs that may be taken up."""
+        idle = {*outcome.REJECTED, *outcome.VOID, "waiting"}
+        left = {"left running"} if self.left_by_the_lost() else set()
+        return {history.result_of(trial) for trial in self.trials()} - idle | left
+
+    def _changed(self) -> list[str]:
+        """What the study began with and the file no longer says, as lines to read."""
+        kept, mine = self.optuna.user_attrs.get("tune"), self._identity()
+        if kept is None:
+            return []
+        changed = sorted(name for name in mine.keys() | kept.keys() if mine.get(name) != kept.get(name))
+        return [f"  {name}: {_short(kept.get(name))} -> {_short(mine.get(name))}" for name in changed]
+
+    def _identity(self) -> dict[str, Any]:
+        """A study's recipe, space and objectives, without secrets."""
+        whole = {} if self.tune.recipe is None else {"recipe": written(self.tune.recipe)}
+        identity: dict[str, Any] = secrets.redact(json.loads(json.dumps(dict(leaves(self.tune.identity() | whole)))))
+        return identity
 
     def _refuse_another(self) -> None:
-        """A study's recipe, space and objectives are those it began with."""
-        whole = {} if self.tune.recipe is None else {"recipe": written(self.tune.recipe)}
-        mine = json.loads(json.dumps(dict(leaves(self.tune.identity() | whole))))
-        kept = self.optuna.user_attrs.get("tune")
-        if kept is None:
-            storage.persistently(lambda: self.optuna.set_user_attr("tune", mine))
-            return
-        changed = sorted(name for name in mine.keys() | kept.keys() if mine.get(name) != kept.get(name))
-        if changed:
-            lines = "\n".join(f"  {name}: {_short(kept.get(name))} -> {_short(mine.get(name))}" for name in changed)
+        """Trials of another recipe, space or objective would mean something else."""
+        if self.optuna.user_attrs.get("tune") is None:
+            storage.persistently(lambda: self.optuna.set_user_attr("tune", self._identity()))
+        elif changed := self._changed():
             raise UserError(
-                f"the study {self.tune.name} began with another file:\n{lines}",
+                f"the study {self.tune.name} began with another file:\n" + "\n".join(changed),
                 mend="undo the change to go on with it, or begin another: --study DIR, and a name in a shared database",
             )
 

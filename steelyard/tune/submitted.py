@@ -63,6 +63,7 @@ def request(tune: Tune, recipe: Recipe, run: Path, number: int = 0) -> Request:
         cluster=Path(tune.cluster) if tune.cluster else None,
         ranks_per_node=launch.ranks_per_node if launch.on != "local" else None,
         time_limit=limit if launch.on == "slurm" else None,
+        skip_checks=True,
     )
 
 

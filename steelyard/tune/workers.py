@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 from steelyard.core.console import console
 from steelyard.core.errors import Fault, Interrupted, UserError
-from steelyard.core.host import usable_cpus
+from steelyard.core.host import die_with_parent, usable_cpus
 from steelyard.launch import guard
 from steelyard.tune.command import steelyard
 from steelyard.tune.machine import named_gpus, visible_gpus
@@ -20,18 +21,18 @@ from steelyard.tune.machine import named_gpus, visible_gpus
 SECONDS_BETWEEN_LOOKS = 0.1
 
 
-def run(arguments: Sequence[str], workers: int, are_here: bool = True) -> None:
+def run(arguments: Sequence[str], workers: int, on: str | None = None) -> None:
     """Run a command as so many workers until all have ended. An interruption reaches them all.
 
-    Where trials run elsewhere (`are_here` is false), there is nothing here to share out.
+    Where trials run elsewhere (`on` mpi or slurm), there is nothing here to share out.
     """
     running: list[guard.Guarded] = []
     alone = Share(usable_cpus(), {})
     try:
-        for worker, share in enumerate(shares(workers) if are_here else [alone] * workers):
+        for worker, share in enumerate([alone] * workers if on in ("mpi", "slurm") else shares(workers)):
             command = steelyard(*arguments, "--worker", str(worker))
             with _on(share.cores):
-                running.append(guard.start(command, sys.stderr, os.environ | share.environment))
+                running.append(_started(command, os.environ | share.environment, are_jobs=on is not None))
         while any(each.code is None for each in running):
             time.sleep(SECONDS_BETWEEN_LOOKS)
     except Interrupted:
@@ -49,6 +50,22 @@ def run(arguments: Sequence[str], workers: int, are_here: bool = True) -> None:
         kind = UserError if all(code == UserError.exit_code for code in codes) else Fault
         wrong = sum(code != 0 for code in codes)
         raise kind(f"{wrong} of {workers} workers failed", mend="what they said stands above; trials are kept")
+
+
+def _started(command: Sequence[str], environment: dict[str, str], are_jobs: bool) -> guard.Guarded:
+    """A worker, which dies with this process.
+
+    A guard would ask it to stop first, and end all that it started: its trial, which is right, unless that is a job.
+    Jobs outlive a tuner that is killed.
+    """
+    if not are_jobs:
+        return guard.start(command, sys.stderr, environment)
+    return guard.Guarded(
+        subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=sys.stderr, stderr=sys.stderr, env=environment,
+            start_new_session=True, preexec_fn=die_with_parent(),
+        )
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from steelyard.checkpoint.formats import load_into, open_source, safetensors
+from steelyard.checkpoint.formats.write import Target, convert
 from steelyard.core.errors import UserError
 from steelyard.model import build
 from tests.checkpoint.models import written
@@ -78,6 +79,38 @@ def test_an_index_cannot_point_out_of_its_folder(tmp_path, shard):
     index.write_text(json.dumps(table))
     with pytest.raises(UserError, match="is no file of this folder"):
         open_source(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "chat_template.jinja", "tokenizer.json"])
+def test_a_link_out_of_the_folder_is_not_followed(tmp_path, name):
+    folder, elsewhere = written(tmp_path, "llama"), tmp_path / "elsewhere"
+    if (folder / name).exists():
+        (folder / name).rename(elsewhere)
+    else:
+        elsewhere.write_text("a private key")
+    (folder / name).symlink_to(elsewhere)
+    with pytest.raises(UserError, match="is a link out of its folder"):
+        convert(open_source(folder), tmp_path / "copy", Target("hf"))
+
+
+def test_links_inside_the_folder_and_into_a_cache_of_the_hub_are_followed(tmp_path):
+    model = written(tmp_path, "llama")
+    (model / "chat_template.jinja").write_text("a template")
+    blobs = tmp_path / "models--someone--small" / "blobs"
+    snapshot = blobs.with_name("snapshots") / "0123"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for number, file in enumerate(sorted(model.iterdir())):
+        file.rename(blobs / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    (snapshot / "merges.txt").symlink_to("chat_template.jinja")
+    (tmp_path / "named").symlink_to(snapshot)
+    convert(open_source(tmp_path / "named"), tmp_path / "copy", Target("hf"))
+    assert (tmp_path / "copy" / "chat_template.jinja").read_text() == "a template"
+    (blobs / "key").symlink_to("/etc/hostname")
+    (snapshot / "vocab.json").symlink_to("../../blobs/key")
+    with pytest.raises(UserError, match="is a link out of its folder"):
+        open_source(snapshot)
 
 
 @pytest.mark.parametrize("to", ["hf", "megatron", "megatron-dist", "steelyard"])

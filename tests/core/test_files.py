@@ -71,3 +71,18 @@ def test_a_file_system_that_cannot_sync_folders_is_written_to_all_the_same(tmp_p
     with pytest.raises(OSError, match="error") if is_refused else contextlib.nullcontext():
         write_text(tmp_path / "file", "text")
     assert (tmp_path / "file").read_text() == "text"
+
+
+def test_a_private_file_is_readable_by_its_owner_alone_from_its_first_byte(tmp_path):
+    path = tmp_path / "secret.json"
+    path.write_text("an earlier one")
+    path.chmod(0o644)
+    before = os.umask(0)
+    try:
+        with atomic_file(path, private=True) as file:
+            assert stat.S_IMODE(os.fstat(file.fileno()).st_mode) == 0o600
+            file.write("new")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert path.read_text() == "new"

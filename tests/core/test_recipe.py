@@ -166,3 +166,9 @@ def test_a_recipe_without_a_name_takes_its_files_as_far_as_a_folder_can_be_calle
     text = MIXED.read_text().replace('name = "gpt2-xl-mixed"', "")
     (tmp_path / file).write_text("\ufeff" + text, encoding="utf-8")
     assert load(tmp_path / file).name == name
+
+
+def test_a_secret_in_a_recipe_is_refused_since_recipes_are_copied_everywhere():
+    with pytest.raises(UserError, match=r"data\.tokenizer: holds a secret") as error:
+        load("gpt2-xl", ["data.tokenizer=https://me:sesame@hub.example/gpt2"])
+    assert "sesame" not in str(error.value)

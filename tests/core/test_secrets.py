@@ -24,14 +24,49 @@ def test_what_looks_like_a_token_is_hidden(text):
 @pytest.mark.parametrize(
     "text",
     [
+        "postgresql+psycopg://me:Sesame@db.example/studies",
+        "postgresql://me:a/b@Sesame@db.example/studies",
+        "https://Sesame@hub.example/x",
+        "https://api.example/v1?a=1&api_key=Sesame&b=2",
+        "https://store.example/x?sv=1&sig=Sesame",
+        "MY_SERVICE_SECRET=Sesame python train.py",
+        "--env=WANDB_API_KEY=Sesame",
+        "curl --password Sesame https://hub.example",
+        "db_password='Sesame'",
+        "--set hub.token=Sesame",
+    ],
+)
+def test_a_secret_is_known_by_its_name_or_its_place_in_a_url(text):
+    assert "Sesame" not in secrets.scrub(text)
+    assert secrets.scrub(secrets.scrub(text)) == secrets.scrub(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
         "basic training of hf_checkpoint_00001",
         "https://hub.example/a/b?recursive=true",
         "a bearer of news",
         "user@host",
+        "docker://alpine:3.18@sha256:0123456789abcdef",
+        "git+ssh://git@hub.example/x",
+        "http://hub.example:8080/a@b",
+        "model.eos_token=</s> train.tokens=1000 --max-tokens 50 MAX_TOKENS=512",
+        "set HF_TOKEN=<token> in the shell",
+        "TOKENIZERS_PARALLELISM=false HF_TOKEN_PATH=/home/me/token",
+        "--tokenizer gpt2 --key text",
     ],
 )
 def test_ordinary_words_stay(text):
     assert secrets.scrub(text) == text
+
+
+def test_words_of_a_command_are_redacted_each_as_a_whole():
+    words = ["tune", "my.toml", "--password", "two words", "DB_PASSWORD=with space", "--token=a b", "train.steps=5"]
+    hidden = ["tune", "my.toml", "--password", "[hidden]", "DB_PASSWORD=[hidden]", "--token=[hidden]", "train.steps=5"]
+    assert secrets.redact(words) == hidden
+    assert secrets.redact(hidden) == hidden
+    assert secrets.redact({"a": [f"x {TOKEN}", 3, None]}) == {"a": ["x [hidden]", 3, None]}
 
 
 def test_secrets_of_the_environment_and_hidden_values_are_never_printed(monkeypatch, capsys):

@@ -102,6 +102,7 @@ def test_a_second_fix_keeps_the_first_and_one_undo_takes_both(broken):
     text = environment_file(machine).read_text()
     assert "unset CONDA_PREFIX\n" in text
     assert "LD_LIBRARY_PATH" in text
+    assert record_file(machine).stat().st_mode & 0o777 == 0o600  # It holds whole files of the user's.
     assert not repair.planned(machine, [Finding("a", "a", "fail", "", links={"libx.so.1": "/x"})])
     changes.undo(machine)
     assert tree(broken.path / "home") == {}

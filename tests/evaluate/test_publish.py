@@ -84,6 +84,14 @@ def test_a_second_push_sends_nothing_and_a_changed_file_alone(hub, folder):
     assert hub.sent == []
 
 
+def test_a_link_out_of_the_folder_is_not_published(hub, folder, tmp_path):
+    (tmp_path / "key").write_text("a private key")
+    (folder / "LICENSE").symlink_to(tmp_path / "key")
+    with pytest.raises(UserError, match="LICENSE is a link out of its folder"):
+        publish.push(folder, NAME)
+    assert writes(hub) == []
+
+
 def test_private_means_private(hub, folder):
     publish.push(folder, NAME, private=True)
     assert hub.model(NAME).private

@@ -10,6 +10,7 @@ import pytest
 
 from steelyard.cli import _cut, app
 from tests import preloaded
+from tests.conftest import write_documents
 from tests.test_guides import DOCS, commands
 
 
@@ -53,6 +54,8 @@ def test_the_guide_to_mpirun_prints_the_line_it_shows(place, capsys):
     assert f"exec {megatron} " in run(lines[0], capsys)
     assert not Path("runs").exists()
     program(place / "mpirun", "echo step 1")
+    Path("datasets").mkdir()
+    write_documents("datasets/llama3_arxiv_text_document", [range(5_000)] * 20, 128_000)
     settle(page, ("/opt/openmpi/bin/mpirun", str(place / "mpirun")))
     assert "job " in run(lines[1], capsys)
     assert "launcher.log" in run(lines[2], capsys)

@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 import subprocess
+import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -302,6 +303,33 @@ def test_an_unpacked_image_is_reused_until_it_is_reloaded(tmp_path):
     assert Path(containers.unpacked(container)).is_dir()
 
 
+@pytest.mark.parametrize(
+    "trap", ["a link", "another user's folder", "a folder others write to", "a parent others write to"]
+)
+def test_an_image_is_not_unpacked_where_others_could_change_it(tmp_path, trap):
+    container = Container(kind="apptainer", image="x.sif", unpack=str(tmp_path / "shared"))
+    place = Path(containers.unpacked(container)).parent
+    place.parent.mkdir()
+    match trap:
+        case "a link":
+            (tmp_path / "evil" / "image").mkdir(parents=True)
+            place.symlink_to(tmp_path / "evil")
+        case "another user's folder":
+            if os.geteuid():
+                pytest.skip("only root can make one")
+            place.mkdir()
+            os.chown(place, 12345, 12345)
+        case "a folder others write to":
+            place.mkdir()
+            place.chmod(0o777)
+        case "a parent others write to":
+            place.parent.chmod(0o777)
+    script = containers.preparation(container, reload=False)
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=150)
+    assert done.returncode == 1
+    assert f"error: {place.parent if 'parent' in trap else place}" in done.stderr
+
+
 def test_a_shell_has_the_modules_the_environment_and_the_container(tmp_path):
     site = Site(
         modules=["apptainer", "cuda/12.4"], environment={"A": "b c"}, prepend={"LD_LIBRARY_PATH": ["/x", "/y"]},
@@ -339,6 +367,9 @@ def test_a_site_is_found_by_name_and_the_recipe_goes_before_it(tmp_path):
         ("[s]\nacount = 'x'", "sites.toml:2: acount: unknown key\n  did you mean account?"),
         ("[s.environment]\nHF_TOKEN = 'x'", "environment.HF_TOKEN: a secret would be written"),
         ("[s.container]\nkind = 'docker'", "docker needs an image"),
+        ("[s.mpi]\noptions = ['-x', 'WANDB_API_KEY=0123']", "mpi.options: holds a secret"),
+        ("[s]\nsbatch = ['--export=HF_TOKEN=0123']", "sbatch: holds a secret"),
+        ("[s.environment]\nPROXY = 'http://me:pw@proxy'", "environment.PROXY: holds a secret"),
         ("[s.environment]\n'A B' = 'x'", "may hold only"),
         ("s = 1", "there is no site s"),
     ],
@@ -348,6 +379,32 @@ def test_a_mistake_in_a_site_is_named(tmp_path, text, message):
     with pytest.raises(UserError) as error:
         sites.find("s", None, tmp_path / "sites.toml")
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("on", ["local", "mpi", "slurm"])
+def test_a_secret_on_the_command_line_reaches_the_job_and_no_file_that_others_can_read(tmp_path, monkeypatch, on):
+    """The script is run by a real bash and a real starter; only the command itself is a program of ours."""
+    monkeypatch.chdir(tmp_path)
+    url = "postgresql://me:open/sesame@db.example/studies"
+    stand_in = tmp_path / "python"
+    stand_in.write_text(f"""#!/bin/bash
+        case "$3" in steelyard) printf "%s\\n" "$@" >"{tmp_path}/words" ;; *) exec {sys.executable} "$@" ;; esac
+    """)
+    runs_the_rest = '#!/bin/bash\nwhile [[ $1 == -* || $1 == ppr:* ]]; do shift; done; exec "$@"\n'
+    for name in ("srun", "mpirun"):
+        (tmp_path / name).write_text(runs_the_rest)
+    for program in ("python", "srun", "mpirun"):
+        (tmp_path / program).chmod(0o755)
+    words = ["tune", "my.toml", "--storage", url]
+    request = Request(on, Site(python=str(stand_in)), words=words)
+    assert "sesame" not in json.dumps(preview(request))
+    made = submit.prepare(request)
+    submit.note(request, made, ["1"], {"pid": 1, "started": None, "host": "elsewhere"})
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "1", "PYTHONPATH": os.environ["PYTHONPATH"]}
+    subprocess.run(["bash", made.run / "launch" / "job.sh"], env=path, timeout=600, check=True)
+    assert (tmp_path / "words").read_text().splitlines()[3:] == words
+    holding = [file for file in made.run.rglob("*") if file.is_file() and b"sesame" in file.read_bytes()]
+    assert [(file.name, file.stat().st_mode & 0o777) for file in holding] == [("command.json", 0o600)]
 
 
 def test_a_dry_run_writes_nothing(tmp_path, monkeypatch):
@@ -373,7 +430,7 @@ def test_the_tasks_of_an_array_keep_their_logs_apart_and_are_shown_before(tmp_pa
     (tmp_path / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
-    base = Request("slurm", PLAIN, plan())
+    base = Request("slurm", PLAIN, plan(), skip_checks=True)
     wanted = sweeping.requests(base, ["train.seed=[1, 2]"], lambda overrides: plan(*overrides))
     shown, text = sweeping.preview(wanted)
     assert not Path("runs").exists()

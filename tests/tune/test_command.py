@@ -1,16 +1,26 @@
 """`steelyard tune` on real training runs, and its report."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import load, to_toml
-from steelyard.tune import history, kept, outcome, search
+from steelyard.launch import submit
+from steelyard.tune import history, kept, outcome, search, submitted
+from steelyard.tune.candidate import recipe_at
+from steelyard.tune.defaults import tune_for
 from steelyard.tune.prior import Prior
 from steelyard.tune.spec import load as load_tune
+from tests import preloaded
+from tests.conftest import kill
+from tests.launch.test_marks import PROGRAMS
+from tests.tune.test_study import wait_for
 
 RATES = """
 recipe = "tiny.toml"
@@ -139,6 +149,66 @@ def test_nodes_that_a_layout_cannot_fill_are_known_before_anything_is_submitted(
     told = {data: prior.of({"parallel.data": data}).why_not for data in (2, 3, 4)}
     assert (told[2], told[4]) == (None, None)
     assert "the plan has 3 ranks, which do not fill nodes of 2" in told[3]
+
+
+TWO_TYPES = "".join(
+    f"""
+[[nodes]]
+type = "{type_}"
+count = {count}
+gpu = "{type_}"
+gpus = 2
+partition = "{type_}"
+gres = "gpu:{type_}:2"
+"""
+    for type_, count in (("a10", 2), ("a40", 4))
+)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "placement", "nodes"),
+    [
+        (1, ["a10:1"], [(1, 1)]),
+        (4, ["a10:2"], [(2, 2)]),
+        (8, ["a40:4"], [(4, 2)]),
+        (12, ["a10:2", "a40:4"], [(2, 2), (4, 2)]),
+    ],
+)
+def test_nodes_of_several_types_are_chosen_from_the_cluster_file(in_workplace, ranks, placement, nodes):
+    (in_workplace.path / "two.toml").write_text(TWO_TYPES)
+    changes = {"launch.on": "slurm", "cluster": "two.toml"}
+    tune = tune_for("tiny.toml", ["train.global_batch=24", "train.device=auto"], ranks, changes)
+    point = {"train.micro_batch": 1, "parallel.recompute": "none"}
+    assert Prior(tune).of(point).why_not is None
+    recipe = recipe_at(tune, point, is_trial=True)
+    assert recipe.parallel.placement == placement
+    found = submit.groups_of(submitted.request(tune, recipe, Path("run")))
+    assert [(group.nodes, group.ranks) for group in found] == nodes
+
+
+def test_jobs_of_slurms_outlive_a_tuner_of_several_workers_that_is_killed(in_workplace):
+    """The guide's example: a recipe, a cluster file of two types, two workers; programs of ours stand for Slurm's."""
+    place = in_workplace.path
+    (place / "two.toml").write_text(TWO_TYPES)
+    (place / "queue").mkdir()
+    sbatch = 'echo "${@: -2}" >"$QUEUE/$$"; echo $$'  # Two workers may come at once.
+    for name, text in (PROGRAMS | {"sbatch": sbatch}).items():
+        (place / name).write_text(f"#!/bin/bash\n{text}\n")
+        (place / name).chmod(0o755)
+    environment = os.environ | {"PATH": f"{place}:{os.environ['PATH']}", "QUEUE": str(place / "queue")}
+    words = ["tune", "tiny.toml", "--on", "slurm", "--cluster", "two.toml", "--nproc", "4", "--workers", "2"]
+    tuner = preloaded.Popen(
+        [sys.executable, "-P", "-m", "steelyard", *words], cwd=place, env=environment, stderr=subprocess.DEVNULL
+    )
+    try:
+        wait_for(lambda: len(list((place / "queue").iterdir())) == 2)
+        trials = kept.opened(place / "studies" / "tiny")[1].get_trials()
+        owners = [trial.user_attrs["worker"] for trial in trials if trial.state.name == "RUNNING"]
+    finally:
+        kill(tuner)
+    assert len(owners) == 2
+    wait_for(lambda: all(history.is_dead(owner) for owner in owners))
+    assert not (place / "cancelled").exists()
 
 
 def test_a_space_without_a_point_that_runs_is_the_users_mistake(in_workplace):

@@ -192,6 +192,18 @@ def test_a_changed_space_is_refused_and_a_larger_budget_is_not(valley, monkeypat
         search.search(spec.load("valley.toml"), Path("study"))
 
 
+def test_a_secret_in_the_command_that_is_tuned_is_in_no_file_of_the_study(valley, monkeypatch):
+    monkeypatch.chdir(valley)
+    text = (valley / "valley.toml").read_text()
+    text = text.replace(f' {valley}"', f' {valley} --password sesame --url http://me:sesame@host"')
+    (valley / "valley.toml").write_text(text.replace("trials = 8", "trials = 1"))
+    tuned = spec.load("valley.toml")
+    search.search(tuned, Path("secret"))
+    assert runs(valley) == 1
+    assert not [file for file in Path("secret").rglob("*") if file.is_file() and b"sesame" in file.read_bytes()]
+    assert search.search(tuned, Path("secret"))["trials"] == 1
+
+
 def test_a_trial_whose_worker_died_elsewhere_is_given_up_after_a_while(valley, monkeypatch):
     monkeypatch.chdir(valley)
     loaded = spec.load("valley.toml")
@@ -291,6 +303,28 @@ def test_a_study_that_only_crashed_begins_anew_with_what_was_mended(valley, monk
         search.search(spec.load("valley.toml"), Path("study"))
     (valley / "valley.toml").write_text(good)
     assert search.search(spec.load("valley.toml", {"budget.trials": 2}), Path("study"))["outcomes"] == {"finished": 2}
+
+
+def test_a_study_in_which_no_trial_ran_begins_anew_with_an_edited_file(valley, monkeypatch):
+    monkeypatch.chdir(valley)
+    good = (valley / "valley.toml").read_text()
+    (valley / "valley.toml").write_text(good.replace("seed = 3", 'seed = 3\nconstraints = ["x > 100"]'))
+    with pytest.raises(UserError, match="no point of the space can run"):
+        search.search(spec.load("valley.toml"), Path("study"))
+    (valley / "valley.toml").write_text(good.replace("high = 20", "high = 10"))
+    assert search.search(spec.load("valley.toml", {"budget.trials": 1}), Path("study"))["outcomes"] == {"finished": 1}
+
+
+def test_an_edited_file_is_refused_while_a_job_of_the_study_may_be_taken_up(valley, monkeypatch):
+    monkeypatch.chdir(valley)
+    folder = Path("study")
+    folder.mkdir()
+    study = Study(spec.load("valley.toml"), storage.url_of(folder, None))
+    study.optuna.enqueue_trial({"x": 1, "y": 2}, user_attrs={"takes_up": 0})
+    text = (valley / "valley.toml").read_text()
+    (valley / "valley.toml").write_text(text.replace("high = 20", "high = 10"))
+    with pytest.raises(UserError, match="began with another file"):
+        Study(spec.load("valley.toml"), storage.url_of(folder, None))
 
 
 def test_a_database_that_is_gone_is_told(valley, monkeypatch, capsys):

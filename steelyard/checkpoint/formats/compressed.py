@@ -31,6 +31,7 @@ from steelyard.checkpoint.formats.huggingface import tokenizer_files
 from steelyard.checkpoint.formats.mapped import widest
 from steelyard.checkpoint.formats.source import TABLES, Source, padded, read_json
 from steelyard.core.errors import UserError
+from steelyard.core.files import inside
 
 FORMAT, VERSION = "steelyard-2:4", "1"
 VALUES, INDICES, WEIGHT = ".values", ".indices", ".weight"
@@ -42,7 +43,7 @@ def opened(path: Path) -> CompressedSource | None:
     """The model of a folder, if it is a compressed one."""
     if path.is_file() and path.name.startswith("sparse"):
         path = path.parent
-    files = sorted(path.glob("sparse*.safetensors")) if path.is_dir() else []
+    files = sorted(map(inside, path.glob("sparse*.safetensors"))) if path.is_dir() else []
     if not files or not (path / "config.json").is_file():
         return None
     return CompressedSource(path, files)

@@ -15,6 +15,7 @@ from steelyard.checkpoint.formats.entries import Entry, hugging_face
 from steelyard.checkpoint.formats.mapped import Mapped, Store
 from steelyard.checkpoint.formats.source import TABLES, read_json
 from steelyard.core.errors import Damaged, UserError
+from steelyard.core.files import inside
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json")
@@ -66,7 +67,7 @@ def _refuse_other_rows(source: Mapped) -> None:
 
 def tokenizer_files(folder: Path) -> list[Path]:
     """The files of a folder that make up its tokenizer."""
-    return [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    return [inside(folder / name) for name in TOKENIZER_FILES if (folder / name).is_file()]
 
 
 class _Folder(Store):
@@ -111,7 +112,7 @@ def _files(folder: Path) -> dict[Path, set[str]]:
     if name is None:
         raise UserError(f"{folder} has a config.json but no weights", mend=f"one of {', '.join(WEIGHTS)} belongs there")
     if not name.endswith(".index.json"):
-        return {folder / name: set()}
+        return {inside(folder / name): set()}
     index = folder / name
     table = read_json(index).get("weight_map")
     if not isinstance(table, dict) or not table:
@@ -122,8 +123,9 @@ def _files(folder: Path) -> dict[Path, set[str]]:
         if not isinstance(file, str) or Path(file).name != file or Path(file).suffix not in (".safetensors", ".bin"):
             raise UserError(f"{tensor} is said to lie in {file!r}, which is no file of this folder", where=str(index))
         files.setdefault(folder / file, set()).add(tensor)
-    for missing in (file for file in files if not file.is_file()):
-        raise Damaged(f"the shard {missing.name} is missing", where=str(index))
+    for file in files:
+        if not inside(file).is_file():
+            raise Damaged(f"the shard {file.name} is missing", where=str(index))
     return files
 
 

@@ -20,6 +20,7 @@ from steelyard import model
 from steelyard.checkpoint import hub
 from steelyard.checkpoint.folder import STATE
 from steelyard.checkpoint.pieces import Piece
+from steelyard.core import files
 from steelyard.core.console import console
 from steelyard.core.errors import Damaged, SteelyardError, UserError
 from steelyard.core.recipe.model import GptModel, LlamaModel
@@ -198,7 +199,7 @@ def sane(shape: GptModel | LlamaModel, where: str) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON table from a file that somebody else wrote."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(files.inside(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise Damaged(f"cannot be read: {error}", where=str(path)) from None
     if not isinstance(value, dict):

@@ -15,7 +15,7 @@ from steelyard.core.recipe.log import Log
 from steelyard.core.recipe.model import Model
 from steelyard.core.recipe.optim import Optim
 from steelyard.core.recipe.parallel import Parallel
-from steelyard.core.recipe.section import Section
+from steelyard.core.recipe.section import Section, refuse_secrets
 from steelyard.core.recipe.site import Site
 from steelyard.core.recipe.sparsity import Sparsity
 from steelyard.core.recipe.train import Train
@@ -60,4 +60,5 @@ class Recipe(Section):
         agree.sequence(self.model, self.data.sequence_length)
         if self.sparsity is not None:
             agree.sparsity(self.model, self.sparsity, self.parallel, self.train)
+        refuse_secrets(self)
         return self

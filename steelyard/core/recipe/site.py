@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from steelyard.core.recipe.section import Section, contradiction
+from steelyard.core.recipe.section import Section, contradiction, refuse_secrets
 from steelyard.core.secrets import is_secret_name
 
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
@@ -76,4 +76,5 @@ class Site(Section):
                     f"environment.{name}", "a secret would be written into scripts and logs",
                     "set it in the shell that submits: jobs inherit it",
                 )  # fmt: skip
+        refuse_secrets(self)
         return self

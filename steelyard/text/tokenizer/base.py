@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from steelyard.core import files
 from steelyard.core.errors import UserError
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -88,7 +89,7 @@ class Tokenizer(ABC):
 def template_in(config: dict[str, Any], folder: Path | None) -> str | None:
     """The chat template of a tokenizer: a file of its own in the folder, or a value in its configuration."""
     if folder is not None and (folder / "chat_template.jinja").is_file():
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        return files.inside(folder / "chat_template.jinja").read_text(encoding="utf-8")
     found = config.get("chat_template")
     if isinstance(found, list):  # Several, by name; the one for ordinary conversations is `default`.
         found = next((entry.get("template") for entry in found if entry.get("name") == "default"), None)
@@ -103,7 +104,7 @@ def as_ids(ids: Any) -> npt.NDArray[np.int32]:
 def read_config(path: Path) -> dict[str, Any]:
     """A `tokenizer_config.json`, or nothing where there is none."""
     try:
-        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        config: dict[str, Any] = json.loads(files.inside(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except ValueError as error:

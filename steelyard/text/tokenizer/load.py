@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from steelyard.core.errors import UserError
+from steelyard.core.files import inside
 from steelyard.text.tokenizer import json_file, sentencepiece_model
 from steelyard.text.tokenizer.base import Tokenizer
 
@@ -33,17 +34,17 @@ def load(source: str | Path) -> Tokenizer:
 
 def _from_folder(folder: Path) -> Tokenizer:
     if (folder / "tokenizer.json").is_file():
-        return json_file.from_file(folder / "tokenizer.json")
+        return json_file.from_file(inside(folder / "tokenizer.json"))
     for name in MODELS:
         if (folder / name).is_file():
-            return sentencepiece_model.from_file(folder / name)
+            return sentencepiece_model.from_file(inside(folder / name))
     pairs = [(folder / f"{stem}vocab.json", folder / f"{stem}merges.txt") for stem in ("", "gpt2-")]
     for vocab, merges in pairs:
         if vocab.is_file() and merges.is_file():
-            return json_file.from_gpt2_pair(vocab, merges)
+            return json_file.from_gpt2_pair(inside(vocab), inside(merges))
     models = sorted(folder.glob("*.model"))
     if len(models) == 1:
-        return sentencepiece_model.from_file(models[0])
+        return sentencepiece_model.from_file(inside(models[0]))
     raise UserError(f"there is no tokenizer in {folder}", mend=f"a tokenizer is {FORMS}")
 
 
