@@ -105,8 +105,8 @@ def test_hostile_text_stays_text(in_workplace):
 
 
 def test_odd_records_torn_traces_and_passwords_in_addresses_spoil_no_report(in_workplace):
-    run = for_training(load("tiny.toml", ["description=see https://me:hunter2hunter2@example.org/x"]))
-    run.update(versions=None)
+    run = for_training(load("tiny.toml"))
+    run.update(versions=None, state="failed", error="no answer from https://me:hunter2hunter2@example.org/x")
     run.append({"step": 1, "loss": float("nan"), "tokens_per_second": None, "seconds": "x", "peak_memory": True})
     (run.path / "profile").mkdir()
     packed = bytearray(gzip.compress(b"{" * 4000 + bytes(range(256))))
