@@ -20,8 +20,8 @@ FAMILIES = {
     "llama-bias": "model={family='llama', layers=4, hidden=32, heads=4, kv_heads=2, vocab=97, qkv_bias=true}",
     "gpt-untied": "model={family='gpt', layers=4, hidden=32, heads=4, vocab=97, positions=16, tied=false}",
 }
-TEN_STEPS = [
-    "train.steps=10", "log.every=1", "eval.every=5", "checkpoint.every=0", "train.global_batch=8",
+FOUR_STEPS = [
+    "train.steps=4", "log.every=1", "eval.every=2", "checkpoint.every=0", "train.global_batch=8",
     "train.micro_batch=1", "parallel.timeout_minutes=3",
 ]  # fmt: skip
 COMPARED = ("step", "loss", "valid_loss", "grad_norm", "learning_rate", "samples", "global_batch", "skipped")
@@ -47,7 +47,7 @@ class Layouts:
     ) -> Run:
         """Train on so many ranks."""
         path = path or f"run-{next(self._number)}"
-        settings = [*TEN_STEPS, FAMILIES[family], *self.always, *overrides]
+        settings = [*FOUR_STEPS, FAMILIES[family], *self.always, *overrides]
         self.said = self.ranks.do(size, jobs.training, settings, path, extension, resume)[0]
         return Run.open(self.folder / path)
 

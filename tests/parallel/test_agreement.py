@@ -6,13 +6,13 @@ import pytest
 
 from steelyard.train import agreement
 from tests.parallel import jobs
-from tests.parallel.conftest import TEN_STEPS, Layouts
+from tests.parallel.conftest import FOUR_STEPS, Layouts
 
 pytestmark = pytest.mark.timeout(60)
 
 
 def test_ranks_that_read_different_recipes_name_what_differs_and_write_nothing(layouts: Layouts):
-    ours, stale = [*TEN_STEPS, "optim.clip=0.5"], [*TEN_STEPS, "optim.clip=0.5", "train.micro_batch=2", "train.seed=7"]
+    ours, stale = [*FOUR_STEPS, "optim.clip=0.5"], [*FOUR_STEPS, "optim.clip=0.5", "train.micro_batch=2", "train.seed=7"]
     said = layouts.ranks.do(2, jobs.training_by_another_recipe, [ours, stale], "astray")
     here = socket.gethostname()
     assert said[0].startswith(
@@ -27,7 +27,7 @@ def test_ranks_that_read_different_recipes_name_what_differs_and_write_nothing(l
 
 def test_a_copy_of_the_recipe_and_of_its_files_elsewhere_is_the_same_recipe(layouts: Layouts):
     elsewhere = ["name=copied", "site.account=other", f"data.train={layouts.folder / 'tokens_text_document'}"]
-    said = layouts.ranks.do(2, jobs.training_by_another_recipe, [TEN_STEPS, [*TEN_STEPS, *elsewhere]], "copied")
+    said = layouts.ranks.do(2, jobs.training_by_another_recipe, [FOUR_STEPS, [*FOUR_STEPS, *elsewhere]], "copied")
     assert said == ["trained", "trained"]
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint knows no layout: five steps on one, five on another, and the curve is that of an undisturbed run."""
+"""A checkpoint knows no layout: two steps on one, two on another, and the curve is that of an undisturbed run."""
 
 import json
 import math
@@ -16,7 +16,7 @@ ALONE = (1, [])
 BOTH = (4, [*parallel(tensor=2, pipeline=2), LARGER])
 SHARDED = (4, parallel(zero=3))
 PIPELINE = (2, parallel(pipeline=2))
-HORIZON = ["optim.horizon_steps=10"]
+HORIZON = ["optim.horizon_steps=4"]
 EVERY_LAYOUT = {
     "alone to tensor x pipeline": (ALONE, BOTH),
     "tensor x pipeline to alone": (BOTH, ALONE),
@@ -31,10 +31,10 @@ EVERY_LAYOUT = {
 
 
 def halves(layouts: Layouts, family: str, first: tuple, second: tuple, *settings: str) -> Run:
-    """Five steps on the first layout, five more on the second."""
-    run = layouts.run(first[0], family, *HORIZON, *settings, *first[1], "train.steps=5")
+    """Two steps on the first layout, two more on the second."""
+    run = layouts.run(first[0], family, *HORIZON, *settings, *first[1], "train.steps=2")
     layouts.run(second[0], family, *HORIZON, *settings, *second[1], path=run.path.name)
-    assert "resumed at step 5" in layouts.said
+    assert "resumed at step 2" in layouts.said
     return run
 
 
@@ -67,10 +67,10 @@ def shards(run: Run, step: int) -> list[Path]:
 
 @pytest.mark.parametrize("damage", ["flip", "remove"])
 def test_a_damaged_shard_is_named_and_the_checkpoint_before_it_is_used(layouts: Layouts, damage: str):
-    run = layouts.run(4, "llama", *HORIZON, *parallel(zero=3), "train.steps=6", "checkpoint.every=3")
-    sums = json.loads((run.checkpoints / "step-00000006" / "state.json").read_text())["files"]
+    run = layouts.run(4, "llama", *HORIZON, *parallel(zero=3), "train.steps=2", "checkpoint.every=1")
+    sums = json.loads((run.checkpoints / "step-00000002" / "state.json").read_text())["files"]
     assert sorted(sums) == [".metadata", "__0_0.distcp", "__1_0.distcp", "__2_0.distcp", "__3_0.distcp"]
-    shard = shards(run, 6)[2]
+    shard = shards(run, 2)[2]
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
@@ -78,9 +78,9 @@ def test_a_damaged_shard_is_named_and_the_checkpoint_before_it_is_used(layouts: 
         shard.unlink()
     layouts.run(2, "llama", *HORIZON, path=run.path.name)
     how = "is missing" if damage == "remove" else "does not match its checksum"
-    assert f"step-00000006 is damaged: {shard.name} {how}" in layouts.said
-    assert (run.checkpoints / "damaged" / "step-00000006").is_dir()
-    assert "resumed at step 3" in layouts.said
+    assert f"step-00000002 is damaged: {shard.name} {how}" in layouts.said
+    assert (run.checkpoints / "damaged" / "step-00000002").is_dir()
+    assert "resumed at step 1" in layouts.said
     assert difference(run.metrics(), layouts.alone("llama", *HORIZON)) < ROUNDING["llama"]
 
 
