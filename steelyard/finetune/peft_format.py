@@ -23,7 +23,7 @@ from steelyard import checkpoint
 from steelyard.checkpoint.formats import Source, open_source, safetensors
 from steelyard.checkpoint.formats.entries import Entry, hugging_face
 from steelyard.checkpoint.formats.write import Target, convert
-from steelyard.core import files
+from steelyard.core import files, sha256sums
 from steelyard.core.errors import UserError
 from steelyard.core.recipe.finetune import Adapter
 from steelyard.core.recipe.model import GptModel
@@ -81,6 +81,7 @@ def export(run: Path, out: Path) -> dict[str, Any]:
         sizes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         list(safetensors.write(folder / WEIGHTS, sizes, torch.float32, tensors.values()))
         files.write_json(folder / CONFIG, config)
+        sha256sums.write(folder)
     return {"path": str(out), "adapted": len(source.adapted), "targets": sorted(ranks)}
 
 

@@ -103,7 +103,7 @@ def open_samples(recipe: Recipe, split: Split, samples: int) -> TokenSamples:
     own = {"train": [], "valid": recipe.data.valid, "test": recipe.data.test}[split]
     key = f"data.{split}" if own else "data.train"
     share = (0.0, 1.0) if own else _share(recipe.data.split, split)
-    sources = _found(own or recipe.data.train, recipe, key)
+    sources = expand_sources(own or recipe.data.train, recipe, key)
 
     def opened(prefix: str, wanted: int) -> TokenSamples:
         tokens = IndexedTokens(prefix)
@@ -134,7 +134,7 @@ def _blended(
     return BlendedSamples(datasets, normalised(weights), sum(parts), order)
 
 
-def _found(sources: list[Source], recipe: Recipe, key: str) -> list[Source]:
+def expand_sources(sources: list[Source], recipe: Recipe, key: str) -> list[Source]:
     """The sources with folders and patterns replaced by the prefixes they stand for, which share the weight."""
     if not sources:
         raise UserError("names no token files to train on", where=recipe.where(key), mend=f"set {key} to a prefix")

@@ -149,10 +149,23 @@ def load_pieces(source: Source, pieces: Mapping[str, Piece], shape: GptModel | L
 
 def check(source: Source, shape: GptModel | LlamaModel, wanted: Iterable[str] | None = None) -> None:
     """Refuse a source whose tensors are not those of a model of this shape."""
-    if any(name.endswith(".adapter_in") for name in source.names()):
+    if holds_adapters(source):
         raise UserError(
             f"{source.path} holds adapters alone", mend="steelyard adapter merge BASE RUN OUT writes whole weights"
         )
+    wrong = misfits(source, shape, wanted)
+    if wrong:
+        more = [f"and {len(wrong) - 10} more"] if len(wrong) > 10 else []
+        raise UserError(f"{source.path} does not fit the model:\n  " + "\n  ".join(wrong[:10] + more))
+
+
+def holds_adapters(source: Source) -> bool:
+    """Whether a source holds what was learned beside frozen weights, and not those."""
+    return any(name.endswith(".adapter_in") for name in source.names())
+
+
+def misfits(source: Source, shape: GptModel | LlamaModel, wanted: Iterable[str] | None = None) -> list[str]:
+    """The tensors that are missing, unknown or of another size than in a model of this shape, one line each."""
     expected, found = expected_sizes(shape), source.sizes()
     wrong = [f"{name}: unknown" for name in found if name not in expected]
     misfits: dict[Lying, list[str]] = {}  # One of theirs may hold several of ours.
@@ -164,9 +177,7 @@ def check(source: Source, shape: GptModel | LlamaModel, wanted: Iterable[str] | 
         here = "" if ours == [theirs.name] else f" (here {', '.join(ours)})"
         told = "missing" if theirs.found is None else f"{theirs.found} in the checkpoint, {theirs.wanted} wanted"
         wrong.append(f"{theirs.name}{here}: {told}")
-    if wrong:
-        more = [f"and {len(wrong) - 10} more"] if len(wrong) > 10 else []
-        raise UserError(f"{source.path} does not fit the model:\n  " + "\n  ".join(wrong[:10] + more))
+    return wrong
 
 
 def expected_sizes(shape: GptModel | LlamaModel) -> dict[str, tuple[int, ...]]:

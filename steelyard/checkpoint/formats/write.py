@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from steelyard.checkpoint.formats.source import TABLES, Source, check, expected_
 from steelyard.checkpoint.formats.steelyard import PREFIX, TOKENIZER
 from steelyard.checkpoint.formats.write_megatron import Layout
 from steelyard.checkpoint.pieces import Promised
-from steelyard.core import files, units
+from steelyard.core import files, sha256sums, units
 from steelyard.core.console import Progress, console
 from steelyard.core.errors import Fault, UserError
 from steelyard.text import tokenizer as tokenizers
@@ -50,8 +50,13 @@ class Target:
     tokenizer: str | None = None
 
 
-def convert(source: Source, destination: Path, target: Target) -> dict[str, Any]:
-    """Write a checkpoint and say what was written. What can be known to fail is refused before anything is written."""
+def convert(
+    source: Source, destination: Path, target: Target, complete: Callable[[Path], None] | None = None
+) -> dict[str, Any]:
+    """Write a checkpoint and say what was written. What can be known to fail is refused before anything is written.
+
+    `complete` may add to the folder or change it before it gets its SHA256SUMS and its name.
+    """
     refuse_destination(destination)
     check(source, source.shape)
     dtype = target.dtype or source.dtype
@@ -81,6 +86,9 @@ def convert(source: Source, destination: Path, target: Target) -> dict[str, Any]
                 extras.keep(extra, folder)
             beside = folder if target.to in ("hf", "compressed") else folder / TOKENIZER
             _add_tokenizer(source, beside, None if target.tokenizer is None and source.tokenizer_files else tokenizer)
+        if complete is not None:
+            complete(folder)
+        sha256sums.write(folder)
         if destination.is_dir():
             destination.rmdir()
     if target.to == "hf" and not extras.end_ids(extra):
