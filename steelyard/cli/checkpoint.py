@@ -155,9 +155,9 @@ def _shown(value: Any) -> str:
 
 
 def _counts(partition: str) -> tuple[int, ...]:
-    if not all(part.isdecimal() for part in partition.split("-")):
+    if not all(part.isdecimal() and len(part) < 6 for part in partition.split("-")):
         raise UserError(
-            f"{partition} is no partition", where="--partition", mend="layer counts joined by dashes: 11-13"
+            f"{partition:.40} is no partition", where="--partition", mend="layer counts joined by dashes: 11-13"
         )
     return tuple(map(int, partition.split("-")))
 
@@ -165,6 +165,6 @@ def _counts(partition: str) -> tuple[int, ...]:
 def _bytes(size: str) -> int:
     number, unit = size[:-2], size[-2:].upper()
     scale = {"KB": 10**3, "MB": 10**6, "GB": 10**9}.get(unit)
-    if scale is None or not number.isdecimal() or int(number) == 0:
-        raise UserError(f"{size} is no size", where="--shard-size", mend="such as 500MB or 5GB")
+    if scale is None or not number.isdecimal() or len(number) > 15 or int(number) == 0:
+        raise UserError(f"{size:.40} is no size", where="--shard-size", mend="such as 500MB or 5GB")
     return int(number) * scale

@@ -92,10 +92,12 @@ def _as_hugging_face(source: Path) -> Iterator[Path]:
 def _remarks(folder: Path) -> list[str]:
     """What a reader of the folder will stumble over although the model works."""
     from steelyard.checkpoint.formats import config, extra
-    from steelyard.checkpoint.formats.source import read_json
+    from steelyard.core.safe_parse import read_json_object
 
     generation = folder / "generation_config.json"
-    told = config.extra_of(read_json(folder / "config.json"), read_json(generation) if generation.is_file() else None)
+    told = config.extra_of(
+        read_json_object(folder / "config.json"), read_json_object(generation) if generation.is_file() else None
+    )
     try:
         remark = extra.disagreement(told, tokenizers.load(folder))
     except UserError as error:  # transformers has just loaded it, so it is of a kind that is not known here.

@@ -21,13 +21,14 @@ from torch import Tensor
 from steelyard.checkpoint import folder as folders
 from steelyard.checkpoint import history, state_file
 from steelyard.checkpoint.formats import open_source, safetensors
-from steelyard.checkpoint.formats.source import Source, holds_adapters, misfits, read_json
+from steelyard.checkpoint.formats.source import Source, holds_adapters, misfits
 from steelyard.checkpoint.formats.steelyard import SteelyardSource
 from steelyard.checkpoint.pieces import Piece
 from steelyard.core import sha256sums
 from steelyard.core.console import console
 from steelyard.core.errors import SteelyardError, UserError
 from steelyard.core.run import MANIFEST
+from steelyard.core.safe_parse import read_json_object
 from steelyard.sparsity.masks import MaskFile, is_mask_file
 
 ADAPTER = "adapter_config.json"
@@ -128,7 +129,7 @@ def _check_own(path: Path, findings: Findings) -> None:
         findings.problems += wrong
         findings.checked["files by checksum"] += len(sums) - len(wrong)
         own = set(sums)
-        if "checksum" in read_json(path / folders.STATE):
+        if "checksum" in read_json_object(path / folders.STATE):
             own.add(folders.STATE)
             findings.checked["files by checksum"] += 1
         _check_sums(path, findings, own)

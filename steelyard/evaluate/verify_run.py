@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from steelyard.core import files
 from steelyard.core.errors import Fault, SteelyardError
 from steelyard.core.recipe import Recipe
 from steelyard.core.run import MANIFEST, METRICS, RECIPE, Run
+from steelyard.core.safe_parse import loads
 from steelyard.evaluate.verify import Findings, check_checkpoints, check_one
 from steelyard.sparsity.masks import MaskFile
 from steelyard.tokens import inspect
@@ -29,7 +29,7 @@ def verify_run(path: Path) -> Findings:
     for pattern in OBJECTS:
         for file in sorted(path.glob(pattern)):
             with findings.attempt(str(file)):
-                json.loads(file.read_bytes())
+                loads(file.read_bytes())
                 findings.checked["files by their form"] += 1
     for pattern in RECORDS:
         for file in sorted(path.glob(pattern)):
@@ -56,7 +56,7 @@ def _check_records(file: Path, findings: Findings) -> None:
     with open(file, "rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:
-                record: Any = json.loads(line)
+                record: Any = loads(line)
             except (ValueError, RecursionError):
                 record = None
             if isinstance(record, dict) and (file.name != METRICS or isinstance(record.get("step"), int)):
