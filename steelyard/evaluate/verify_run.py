@@ -70,7 +70,7 @@ def _check_records(file: Path, findings: Findings) -> None:
 def _check_events(file: Path, findings: Findings) -> None:
     """Compare TensorBoard's records with their checksums: u64 length, its masked CRC-32C, the record, the record's."""
     try:
-        from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
+        from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c  # type: ignore[import-untyped]
     except ImportError:
         findings.not_checked.append(f"{file}, since TensorBoard is not installed")
         return

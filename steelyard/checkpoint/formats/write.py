@@ -53,10 +53,7 @@ class Target:
 def convert(
     source: Source, destination: Path, target: Target, complete: Callable[[Path], None] | None = None
 ) -> dict[str, Any]:
-    """Write a checkpoint and say what was written. What can be known to fail is refused before anything is written.
-
-    `complete` may add to the folder or change it before it gets its SHA256SUMS and its name.
-    """
+    """Write a checkpoint, refusing first what would fail; `complete` may change the folder before it gets its sums."""
     refuse_destination(destination)
     check(source, source.shape)
     dtype = target.dtype or source.dtype
