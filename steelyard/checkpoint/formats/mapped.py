@@ -11,7 +11,7 @@ from torch import Tensor
 
 from steelyard.checkpoint.formats.entries import Entry, ours_sizes, taken_apart, theirs_size
 from steelyard.checkpoint.formats.source import DTYPES, TABLES, Lying, Source, padded
-from steelyard.core.errors import UserError
+from steelyard.core.errors import Damaged, UserError
 from steelyard.core.recipe.model import GptModel, LlamaModel
 
 
@@ -67,7 +67,11 @@ class Mapped(Source):
         # Tensors that lie together are asked for one after the other: the last ones are kept.
         if self._last is None or self._last[0] is not entry:
             self._last = None
-            parts = taken_apart(entry, self.store.read(entry), self.shape)
+            try:
+                whole = self.store.read(entry)
+            except KeyError:
+                raise Damaged(f"{entry.name} is missing", where=str(self.path)) from None
+            parts = taken_apart(entry, whole, self.shape)
             if len(parts) == 1:
                 return padded(parts[0], self.shape) if name in TABLES else parts[0]
             self._last = entry, parts

@@ -32,7 +32,6 @@ from steelyard.core.errors import Fault, UserError
 from steelyard.text import tokenizer as tokenizers
 from steelyard.text.tokenizer import Tokenizer
 
-TARGETS = ("hf", "compressed", "megatron", "megatron-dist", "steelyard")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT)
 SHARD_BYTES = 5_000_000_000
