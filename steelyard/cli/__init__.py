@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
 import os
 import signal
 import sys
@@ -43,10 +44,11 @@ COMMANDS = {
     "tune": ("tune", "Search the best settings by short real runs."),
     "submit": ("submit", "Run a recipe, or any command, here, over mpirun or on Slurm."),
     "cancel": ("cancel", "End a job that was submitted."),
+    "run": ("run", "Check a run folder."),
     "list": ("list", "List the runs under a folder and how they stand."),
     "logs": ("logs", "Show what each node printed, and what its devices did."),
     "shell": ("shell", "Open a shell inside a site's container and environment."),
-    "checkpoint": ("checkpoint", "Convert, look at and compare checkpoints of any format."),
+    "checkpoint": ("checkpoint", "Convert, look at, compare and verify checkpoints of any format."),
     "eval": ("eval", "Measure perplexity, and score tasks."),
     "generate": ("generate", "Let a trained model write."),
     "bench": ("bench", "Measure how fast a model runs here."),
@@ -70,6 +72,9 @@ NEED_NO_WORDS = ("doctor",)
 SEVERAL = ("--input", "--json-keys", "--symbols")
 # What the system says of a path that the user should not have named.
 WRONG_PATH = (IsADirectoryError, NotADirectoryError, FileExistsError, PermissionError)
+WRONG_PATH_CODES = (errno.ENAMETOOLONG, errno.ELOOP)
+LONGEST_NAME = 200  # characters of a path in a message
+TOO_MANY_DIGITS = "Exceeds the limit ("  # Python's own error for numbers of more than 4300 digits.
 # The parser's own errors; typer shows only some of them by name.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 SAME_REQUEST_SECONDS = 1.0
@@ -209,8 +214,13 @@ def _explain(error: Exception, debug: bool) -> int:
         return _tell(error, str(error), error.exit_code)
     if isinstance(error, OSError):
         name = files.final(str(error.filename)) if error.filename else ""
-        code = UserError.exit_code if isinstance(error, WRONG_PATH) else Fault.exit_code
+        is_wrong = isinstance(error, WRONG_PATH) or error.errno in WRONG_PATH_CODES
+        code = UserError.exit_code if is_wrong else Fault.exit_code
+        name = name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..."
         return _tell(error, f"{error.strerror or error}" + (f": {name}" if name else ""), code)
+    if isinstance(error, RecursionError) or str(error).startswith(TOO_MANY_DIGITS):
+        told = "is nested too deeply" if isinstance(error, RecursionError) else "holds a number of thousands of digits"
+        return _tell(error, f"what was given {told}\n  --debug shows where it was read", UserError.exit_code)
     hint = "" if debug else "\n  this is a bug in steelyard; --debug shows where"
     return _tell(error, f"{type(error).__name__}: {error}{hint}", Fault.exit_code)
 

@@ -1,4 +1,4 @@
-"""`steelyard checkpoint`: convert, look at and compare checkpoints of any format."""
+"""`steelyard checkpoint`: convert, look at, compare and verify checkpoints of any format."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from steelyard.cli.options import JsonOption, print_result
+from steelyard.cli.options import JsonOption, print_findings, print_result
 from steelyard.core import units
 from steelyard.core.errors import UserError
 
@@ -49,7 +49,7 @@ class Layers(StrEnum):
 def register(root: typer.Typer, name: str, help_: str) -> None:
     """Add the commands to the tree."""
     group = typer.Typer(help=help_, rich_markup_mode=None, no_args_is_help=True)
-    for command in (convert, info, diff):
+    for command in (convert, info, diff, verify):
         group.command(command.__name__)(command)
     root.add_typer(group, name=name)
 
@@ -90,14 +90,34 @@ def convert(
 def info(source: SourceArgument, json: JsonOption = False) -> None:
     """Say what a checkpoint is: format, layout, parameters, step, dtype, configuration.
 
+    Exits with 1 if a tensor is missing, unknown or of another size than the configuration says.
+
     Example: steelyard checkpoint info runs/quickstart
     """
     from steelyard.checkpoint.formats import open_source
     from steelyard.checkpoint.formats.compare import info as look
 
     result = look(open_source(source))
-    lines = {**{key: value for key, value in result.items() if key != "model"}, **result["model"]}
-    print_result(result, json, "\n".join(f"{key:16} {_shown(value)}" for key, value in lines.items()))
+    lines = {**{key: value for key, value in result.items() if key not in ("model", "problems")}, **result["model"]}
+    problems = [f"{'problem':16} {line}" for line in result["problems"]]
+    print_result(result, json, "\n".join([*(f"{key:16} {_shown(value)}" for key, value in lines.items()), *problems]))
+    if problems:
+        raise typer.Exit(1)
+
+
+def verify(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint of any format, a run, or a file of it.")],
+    json: JsonOption = False,
+) -> None:
+    """Check all that can be checked: every checksum, every tensor's place and size, every value, the tokenizer.
+
+    Prints a line for each problem and exits with 1, or says what was checked and what has no checksum.
+
+    Example: steelyard checkpoint verify models/Llama-3.1-8B
+    """
+    from steelyard.evaluate.verify import verify_checkpoint
+
+    print_findings(verify_checkpoint(path), json)
 
 
 def diff(
@@ -135,9 +155,9 @@ def _shown(value: Any) -> str:
 
 
 def _counts(partition: str) -> tuple[int, ...]:
-    if not all(part.isdecimal() for part in partition.split("-")):
+    if not all(part.isdecimal() and len(part) < 6 for part in partition.split("-")):
         raise UserError(
-            f"{partition} is no partition", where="--partition", mend="layer counts joined by dashes: 11-13"
+            f"{partition:.40} is no partition", where="--partition", mend="layer counts joined by dashes: 11-13"
         )
     return tuple(map(int, partition.split("-")))
 
@@ -145,6 +165,6 @@ def _counts(partition: str) -> tuple[int, ...]:
 def _bytes(size: str) -> int:
     number, unit = size[:-2], size[-2:].upper()
     scale = {"KB": 10**3, "MB": 10**6, "GB": 10**9}.get(unit)
-    if scale is None or not number.isdecimal() or int(number) == 0:
-        raise UserError(f"{size} is no size", where="--shard-size", mend="such as 500MB or 5GB")
+    if scale is None or not number.isdecimal() or len(number) > 15 or int(number) == 0:
+        raise UserError(f"{size:.40} is no size", where="--shard-size", mend="such as 500MB or 5GB")
     return int(number) * scale

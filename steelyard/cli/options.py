@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from steelyard.evaluate.verify import Findings
 
 
 class DocumentSplit(StrEnum):
@@ -79,3 +82,10 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as on
 def print_result(result: dict[str, Any], as_json: bool, text: str) -> None:
     """Print a command's result for a person or for a program."""
     print(json.dumps(result, ensure_ascii=False) if as_json else text)
+
+
+def print_findings(findings: Findings, as_json: bool) -> None:
+    """Print what a verification found, and exit with 1 if anything is wrong."""
+    print_result(findings.as_dict(), as_json, findings.as_text())
+    if findings.problems:
+        raise typer.Exit(1)

@@ -30,6 +30,7 @@ from steelyard.core import files
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe, load, to_toml
 from steelyard.core.recipe.toml import leaves
+from steelyard.core.safe_parse import loads
 
 MANIFEST, RECIPE, METRICS, LOCK = "run.json", "recipe.toml", "metrics.jsonl", "run.lock"
 # What a resumed run may do differently: how long it goes and how many steps it may skip, what it writes down, and where
@@ -65,7 +66,7 @@ class Run:
     def manifest(self) -> dict[str, Any]:
         """What `run.json` says."""
         try:
-            manifest: dict[str, Any] = json.loads((self.path / MANIFEST).read_text(encoding="utf-8"))
+            manifest: dict[str, Any] = loads((self.path / MANIFEST).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise UserError(f"{self.path / MANIFEST} cannot be read: {error}") from None
         if not isinstance(manifest, dict) or "state" not in manifest:
@@ -214,7 +215,7 @@ def _is_empty(path: Path) -> bool:
 
 def _record(line: str) -> dict[str, Any] | None:
     try:
-        record = json.loads(line)
+        record = loads(line)
     except ValueError:
         return None
     return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None

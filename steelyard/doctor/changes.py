@@ -12,7 +12,6 @@ What somebody changed since is left alone, and named.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -21,6 +20,7 @@ from typing import Any, Literal
 
 from steelyard.core import files
 from steelyard.core.errors import Fault, UserError
+from steelyard.core.safe_parse import loads
 from steelyard.doctor.machine import Machine
 from steelyard.doctor.places import record_file
 
@@ -177,7 +177,7 @@ def _noted(record: Path) -> list[Change]:
     except FileNotFoundError:
         return []
     try:
-        noted: list[dict[str, Any]] = json.loads(text)["changes"]
+        noted: list[dict[str, Any]] = loads(text)["changes"]
         return [Change(**one) for one in noted]
     except (ValueError, KeyError, TypeError):
         raise Fault(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from steelyard.core.errors import UserError
+from steelyard.core.recipe.toml import parse
+from steelyard.core.safe_parse import toml_values
 from steelyard.doctor import changes
 from steelyard.launch import sites
 
@@ -20,6 +21,7 @@ def edited(path: Path, site: str, container: Mapping[str, str], binds: Sequence[
 
     text = changes.text_of(path) if path.exists() else ""
     mark = "\ufeff" if text.startswith("\ufeff") else ""  # Some editors begin a file with it.
+    parse(text.removeprefix(mark), str(path))  # Refuses what the other parser would not survive.
     try:
         document = tomlkit.parse(text.removeprefix(mark))
     except TOMLKitError as error:
@@ -45,8 +47,8 @@ def edited(path: Path, site: str, container: Mapping[str, str], binds: Sequence[
 def default(path: Path) -> str | None:
     """The site that is taken where none is named."""
     try:
-        named = tomllib.loads(path.read_text(encoding="utf-8-sig")).get(sites.DEFAULT)
-    except (FileNotFoundError, tomllib.TOMLDecodeError, UnicodeDecodeError):
+        named = toml_values(path.read_text(encoding="utf-8-sig")).get(sites.DEFAULT)
+    except (FileNotFoundError, ValueError):
         return None  # Whoever edits it will say what is wrong.
     return named if isinstance(named, str) else None
 

@@ -6,7 +6,6 @@ absolute paths in the recipe are cut to their last part.
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from steelyard.core import secrets, units
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import to_toml
 from steelyard.core.run import Run
+from steelyard.core.safe_parse import read_json_object
 from steelyard.evaluate.weights import Weights
 
 FRONT = """---
@@ -69,7 +69,7 @@ def render(
 
 def _model(folder: Path, weights: Weights) -> dict[str, str]:
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = read_json_object(folder / "config.json")
         config.get("model_type")
     except (ValueError, AttributeError) as error:
         raise UserError(f"config.json cannot be read: {error}", where=str(folder)) from None

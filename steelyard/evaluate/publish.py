@@ -10,7 +10,7 @@ from typing import Any
 
 from steelyard import checkpoint
 from steelyard.checkpoint import STATE, hub
-from steelyard.core import files
+from steelyard.core import files, sha256sums
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.core.run import MANIFEST, Run
@@ -51,6 +51,7 @@ def push(
         if CARD not in paths or new_card:
             sample = card.Sample(prompt, text)
             contents[CARD] = card.render(name, folder, weights.measure(folder), origin, sample).encode()
+        contents[sha256sums.NAME] = _sums(folder, paths)
         for each in left_out:
             console.say(f"not published: {each}")
         result = {"name": name, "generated": text, "left_out": left_out, "remarks": remarks, "dry_run": dry_run}
@@ -91,10 +92,12 @@ def _as_hugging_face(source: Path) -> Iterator[Path]:
 def _remarks(folder: Path) -> list[str]:
     """What a reader of the folder will stumble over although the model works."""
     from steelyard.checkpoint.formats import config, extra
-    from steelyard.checkpoint.formats.source import read_json
+    from steelyard.core.safe_parse import read_json_object
 
     generation = folder / "generation_config.json"
-    told = config.extra_of(read_json(folder / "config.json"), read_json(generation) if generation.is_file() else None)
+    told = config.extra_of(
+        read_json_object(folder / "config.json"), read_json_object(generation) if generation.is_file() else None
+    )
     try:
         remark = extra.disagreement(told, tokenizers.load(folder))
     except UserError as error:  # transformers has just loaded it, so it is of a kind that is not known here.
@@ -123,6 +126,19 @@ def _publishable(folder: Path, source: Path) -> tuple[dict[str, Path], list[str]
             raise UserError(f"{path} holds your token of the hub", mend="take it out; nothing was uploaded")
     others = {path.name for path in folder.iterdir()} - set(chosen)
     return {name: folder / name for name in chosen}, sorted(others)
+
+
+def _sums(folder: Path, paths: dict[str, Path]) -> bytes:
+    """The SHA256SUMS of what is published. The card is left out, since people edit it on the hub's own page."""
+    sums = sha256sums.digests(folder, [name for name in paths if name not in (CARD, sha256sums.NAME)])
+    recorded = sha256sums.read(folder) or {}
+    changed = [name for name in sums if recorded.get(name, sums[name]) != sums[name]]
+    if changed:
+        raise UserError(
+            f"{folder / changed[0]} does not match its SHA-256 in {sha256sums.NAME}; nothing was uploaded",
+            mend=f"copy or export the model again; if you changed the file on purpose, delete {sha256sums.NAME}",
+        )
+    return sha256sums.text_of(sums).encode()
 
 
 def _full(name: str) -> str:

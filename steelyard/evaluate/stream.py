@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from steelyard.checkpoint.formats import Source
 from steelyard.checkpoint.formats.steelyard import SteelyardSource
 from steelyard.core.errors import UserError
 from steelyard.core.run import MANIFEST
+from steelyard.core.safe_parse import read_json_object
 from steelyard.sparsity.source import Seen
 from steelyard.text import download
 from steelyard.text.corpus import documents, named_files
@@ -111,7 +111,7 @@ def _trained_on(source: Source) -> list[str]:
         names.append(entry.prefix)
         record = Path(re.sub(r"_[^_/]+_document$", "", entry.prefix) + ".tokenize.json")
         if record.is_file():
-            names += json.loads(record.read_text(encoding="utf-8"))["made_of"]["inputs"]
+            names += read_json_object(record)["made_of"]["inputs"]
     return names
 
 

@@ -26,6 +26,7 @@ from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.finetune import Finetune
+from steelyard.core.safe_parse import loads
 from steelyard.finetune import shapes, templates
 from steelyard.finetune.conversation import BadRow, Conversation, Preference, Row
 from steelyard.finetune.encoding import Encoded, Tally, encode, fitting
@@ -160,7 +161,7 @@ def _starts_with(path: Path, sign: bytes) -> bool:
 def _listed(path: Path, tune: Finetune, tally: Tally) -> Iterator[tuple[Row, str]]:
     """The rows of a file that is one JSON list, as Alpaca's is."""
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
+        rows = loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{path} is no JSON: {error}", mend="a list of rows, or a row a line") from None
     for number, row in enumerate(rows, start=1):
@@ -229,7 +230,7 @@ def _reopened(path: Path) -> Corpus | None:
             ids, lengths = kept["ids"], kept["lengths"]
             learned = np.unpackbits(kept["learned"], count=len(ids)).astype(np.bool_)
             tally = Tally()
-            tally.counts.update(json.loads(kept["counts"].tobytes()))
+            tally.counts.update(loads(kept["counts"].tobytes()))
         with contextlib.suppress(OSError):
             path.touch()  # It was used.
     except FileNotFoundError:

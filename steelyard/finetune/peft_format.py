@@ -10,7 +10,6 @@ adapters are put side by side: the ranks add up, and so does alpha, which leaves
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +22,11 @@ from steelyard import checkpoint
 from steelyard.checkpoint.formats import Source, open_source, safetensors
 from steelyard.checkpoint.formats.entries import Entry, hugging_face
 from steelyard.checkpoint.formats.write import Target, convert
-from steelyard.core import files
+from steelyard.core import files, sha256sums
 from steelyard.core.errors import UserError
 from steelyard.core.recipe.finetune import Adapter
 from steelyard.core.recipe.model import GptModel
+from steelyard.core.safe_parse import read_json_object
 from steelyard.finetune.adapters import merged
 from steelyard.finetune.adapting import STATE, AdaptedSource
 from steelyard.parallel.tensor import ADAPTER_IN, ADAPTER_OUT, MAGNITUDE
@@ -81,6 +81,7 @@ def export(run: Path, out: Path) -> dict[str, Any]:
         sizes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         list(safetensors.write(folder / WEIGHTS, sizes, torch.float32, tensors.values()))
         files.write_json(folder / CONFIG, config)
+        sha256sums.write(folder)
     return {"path": str(out), "adapted": len(source.adapted), "targets": sorted(ranks)}
 
 
@@ -215,9 +216,9 @@ class PeftSource(Source):
 
 def _config(path: Path) -> dict[str, Any]:
     try:
-        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json_object(path)
         kind, alpha = config["peft_type"], float(config["lora_alpha"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"this is no configuration of an adapter: {error!r}", where=str(path)) from None
     if kind != "LORA" or not alpha > 0:
         raise UserError(f"the adapter is of the kind {kind}, and LoRA and DoRA are known", where=str(path))

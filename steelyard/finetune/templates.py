@@ -1,7 +1,7 @@
 """Writing a conversation out as text, and knowing which characters of it are answers.
 
-Templates are Jinja, as tokenizers bring them, run in a sandbox. Where the answers lie is found out in one of three
-ways, the first that holds:
+Templates are Jinja, as tokenizers bring them, run in a sandbox that bounds their work (template_sandbox.py). Where the
+answers lie is found out in one of three ways, the first that holds:
 
 1. the template says so with `{% generation %}`;
 2. the conversation up to an answer, asked to begin one, is the beginning of the whole: the answer is what follows;
@@ -22,10 +22,11 @@ from typing import Any
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from steelyard.core.errors import UserError
 from steelyard.finetune.conversation import BadRow, Conversation
+from steelyard.finetune.template_budget import TooMuchWork, limited
+from steelyard.finetune.template_sandbox import LimitedEnvironment
 from steelyard.finetune.tools import CALLS, THOUGHTS, unsaid
 from steelyard.text.tokenizer import Tokenizer
 
@@ -164,28 +165,40 @@ class Template:
                 "finetune.template names another"
             )
         try:
-            return write(
-                messages=[message.for_template() for message in messages],
-                tools=conversation.tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **dict(self.specials),
-            )
+            beside = [conversation.tools, *(message.beside for message in messages)]
+            size = sum(len(message.content) for message in messages) + sum(len(str(each)) for each in beside if each)
+            with limited(size):
+                return write(
+                    messages=[message.for_template() for message in messages],
+                    tools=conversation.tools,
+                    documents=None,
+                    add_generation_prompt=add_generation_prompt,
+                    **dict(self.specials),
+                )
+        except (TooMuchWork, RecursionError, MemoryError) as error:
+            raise self._endless(error) from None
         except Exception as error:  # A template is a program of somebody else's.
             raise BadRow(f"the chat template {self.name} fails: {error}") from None
 
     @cached_property
     def _compiled(self) -> Callable[..., str]:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-        )
-        environment.filters["tojson"] = _as_json
+        environment = LimitedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+        environment.add_filter("tojson", _as_json)
         # No clock is offered: a template then names a day of its own, and the same data stays the same tomorrow.
         environment.globals["raise_exception"] = _refuse
         try:
-            return environment.from_string(self.source).render
-        except TemplateError as error:
+            return environment.compiled(self.source)
+        except (TooMuchWork, RecursionError, MemoryError) as error:
+            raise self._endless(error) from None
+        except Exception as error:  # Python's own compiler, too, may not take what a template becomes.
             raise UserError(f"the chat template {self.name} is not sound: {error}") from None
+
+    def _endless(self, error: Exception) -> UserError:
+        reason = "it is nested too deeply, or calls itself without end" if isinstance(error, RecursionError) else error
+        return UserError(
+            f"the chat template {self.name} does more than any conversation needs: {reason}",
+            mend="finetune.template names another template",
+        )
 
 
 def load(wanted: str | None, tokenizer: Tokenizer) -> Template:

@@ -8,9 +8,9 @@ arguments of a call, which OpenAI's format writes that way and templates expect 
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
+from steelyard.core.safe_parse import loads
 from steelyard.finetune.conversation import BadRow, Row
 
 CALLS, THOUGHTS = "tool_calls", "reasoning_content"
@@ -68,6 +68,6 @@ def _objects(value: Any, key: str) -> list[dict[str, Any]]:
 def _parsed(text: str) -> Any:
     """JSON, or the text itself where it is none."""
     try:
-        return json.loads(text)
+        return loads(text)
     except ValueError:
         return text

@@ -188,11 +188,14 @@ def export(tuning: Tuning, run: Run, out: Path | None = None) -> dict[str, Any]:
     take_along(source, origin)
     _end_where_answers_end(source, tuning)
     named = tuning.recipe.data.tokenizer
-    written = convert(source, out, Target("hf", dtype=origin.dtype, tokenizer=named))
-    files.write_text(out / "chat_template.jinja", tuning.template.source)
-    settings = read_config(out / "tokenizer_config.json")
-    if settings.get("split_special_tokens"):  # A template writes special tokens out, and they must be read as such.
-        files.write_json(out / "tokenizer_config.json", settings | {"split_special_tokens": False})
+
+    def add_template(folder: Path) -> None:
+        files.write_text(folder / "chat_template.jinja", tuning.template.source)
+        settings = read_config(folder / "tokenizer_config.json")
+        if settings.get("split_special_tokens"):  # A template writes special tokens out, and they must be read as such.
+            files.write_json(folder / "tokenizer_config.json", settings | {"split_special_tokens": False})
+
+    written = convert(source, out, Target("hf", dtype=origin.dtype, tokenizer=named), add_template)
     return written | {"step": source.step}
 
 

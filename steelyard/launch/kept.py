@@ -10,7 +10,6 @@ torchrun's means that another rank has failed.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
@@ -22,6 +21,7 @@ from pathlib import Path
 from steelyard.core import files
 from steelyard.core.errors import Interrupted
 from steelyard.core.host import die_with_parent
+from steelyard.core.safe_parse import loads
 from steelyard.launch.blame import Ended
 from steelyard.launch.last_words import LastWords
 
@@ -84,7 +84,7 @@ def leave(end: Ended, is_hung: bool, last: list[str]) -> int:
 def found(folder: Path, rank: int) -> Left | None:
     """What the starter of a rank left; None where it had no time to."""
     try:
-        value = json.loads((folder / f"end-{rank}.json").read_text(encoding="utf-8"))
+        value = loads((folder / f"end-{rank}.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     words = None if value["words"] is None else LastWords(**value["words"])

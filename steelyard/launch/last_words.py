@@ -8,11 +8,11 @@ the launcher can tell a person the one error that counts.
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from steelyard.core import files
+from steelyard.core.safe_parse import loads
 
 ERROR_FILE = "STEELYARD_ERROR_FILE"
 
@@ -37,6 +37,6 @@ def leave(path: Path, words: LastWords) -> None:
 def find(path: Path) -> LastWords | None:
     """What a rank left, if it left anything."""
     try:
-        return LastWords(**json.loads(path.read_text(encoding="utf-8")))
+        return LastWords(**loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None

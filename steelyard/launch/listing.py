@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from steelyard.core.errors import SteelyardError, UserError
 from steelyard.core.run import MANIFEST, Run
+from steelyard.core.safe_parse import loads
 from steelyard.launch import logs, record, scheduler
 from steelyard.launch.marks import launched
 
@@ -48,7 +48,7 @@ def _own_state(path: Path) -> str:
 
 def _started(path: Path) -> str | None:
     try:
-        started = json.loads((path / MANIFEST).read_text(encoding="utf-8")).get("started")
+        started = loads((path / MANIFEST).read_text(encoding="utf-8")).get("started")
     except (OSError, ValueError, AttributeError):
         return None
     return started if isinstance(started, str) else None
@@ -58,7 +58,7 @@ def _step(path: Path) -> int | None:
     """The last step that was logged, from the end of the metrics alone."""
     try:
         for line in reversed(logs.tail(path / "metrics.jsonl", 5)):
-            value = json.loads(line)
+            value = loads(line)
             if isinstance(value, dict) and isinstance(value.get("step"), int):
                 return int(value["step"])
     except (OSError, ValueError):

@@ -6,7 +6,6 @@ What ranks print is not trusted: control characters, with which a line could rew
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import time
@@ -14,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from steelyard.core.errors import UserError
+from steelyard.core.safe_parse import loads
 
 STREAMS = ("out", "err", "gpu")
 PRINTED = (
@@ -70,7 +70,7 @@ def clean(line: str) -> str:
 def devices(line: str) -> list[str]:
     """A sample, device by device, like `[0] NVIDIA A10 | 49 C,  97 % |  9120 / 22731 MiB | 148 W | 1 process`."""
     try:
-        sample = json.loads(line)
+        sample = loads(line)
         return [_device(each) for each in sample["devices"]]
     except (ValueError, KeyError, TypeError, AttributeError):
         return []

@@ -18,7 +18,6 @@ any free port itself; one that is chosen here could be another's by the time tor
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
@@ -28,6 +27,7 @@ from typing import Any
 
 from steelyard.core import files
 from steelyard.core.errors import Fault
+from steelyard.core.safe_parse import loads
 from steelyard.launch.record import FOLDER
 
 MEETING, ARRIVED, MET, STOPPED, LOST, FAILED = "meeting.json", "arrived-", "met-", "stopped-", "lost-", "failed-"
@@ -120,7 +120,7 @@ def _look_again(folder: Path) -> set[str]:
 
 def _read(path: Path, *keys: str) -> dict[str, Any] | None:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) and set(keys) <= found.keys() else None

@@ -11,7 +11,6 @@ read from other machines.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -27,6 +26,7 @@ from steelyard.core import files
 from steelyard.core.errors import Interrupted
 from steelyard.core.host import die_with_parent
 from steelyard.core.run import now
+from steelyard.core.safe_parse import loads
 from steelyard.launch.meeting import STOPPED
 from steelyard.launch.record import ENDED, FOLDER
 
@@ -71,7 +71,7 @@ def is_alive(who: dict[str, Any]) -> bool | None:
 def ended(run: Path) -> dict[str, Any] | None:
     """How a supervisor ended, if it has."""
     try:
-        found = json.loads((run / FOLDER / ENDED).read_text(encoding="utf-8"))
+        found = loads((run / FOLDER / ENDED).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) and {"state", "exit_code", "elapsed"} <= found.keys() else None

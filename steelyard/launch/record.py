@@ -17,7 +17,6 @@ with a secret in it is in `command.json` there, which only its owner can read.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -27,6 +26,7 @@ from typing import Any
 from steelyard.core import files
 from steelyard.core.errors import UserError
 from steelyard.core.run import MANIFEST
+from steelyard.core.safe_parse import loads
 
 LAUNCH, FOLDER, ENDED, JOBS = "launch.json", "launch", "ended.json", "jobs"
 JOB = re.compile(r"\d+(_\d+|\+\d+)?")
@@ -61,7 +61,7 @@ def write(run: Path, launch: Launch) -> None:
 def read(run: Path) -> Launch | None:
     """How a run was launched; None where nobody submitted it."""
     try:
-        values = json.loads((run / LAUNCH).read_text(encoding="utf-8"))
+        values = loads((run / LAUNCH).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

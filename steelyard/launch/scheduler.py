@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from steelyard.core.run import MANIFEST, Run, now
+from steelyard.core.safe_parse import loads
 from steelyard.launch import process, record
 from steelyard.launch.marks import launched
 from steelyard.launch.questions import ask
@@ -70,7 +71,7 @@ def read(run: Path) -> list[Record]:
     found = []
     for line in lines:
         try:
-            each = json.loads(line)
+            each = loads(line)
         except ValueError:
             continue
         if isinstance(each, dict) and {"job", "state"} <= each.keys():

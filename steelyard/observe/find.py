@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from steelyard.core.errors import UserError
 from steelyard.core.run import MANIFEST
+from steelyard.core.safe_parse import loads
 from steelyard.observe.state import LAUNCH
 
 DEEPEST = 4
@@ -64,7 +64,7 @@ def by_job(job: str, folder: Path) -> Path:
 
 def _jobs(path: Path) -> set[str]:
     try:
-        jobs = json.loads((path / LAUNCH).read_bytes()).get("jobs") or []
+        jobs = loads((path / LAUNCH).read_bytes()).get("jobs") or []
     except (OSError, ValueError, AttributeError):
         return set()
     names = {str(job) for job in jobs}

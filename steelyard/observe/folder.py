@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
+
+from steelyard.core.safe_parse import loads
 
 MOST_BYTES = 1 << 16
 
@@ -13,7 +14,7 @@ MOST_BYTES = 1 << 16
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file; an empty one where there is none."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -6,13 +6,14 @@ of a step (how long each rank spent on each kind of work) is summed up on the wa
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from steelyard.core.safe_parse import loads
 
 Array = npt.NDArray[Any]
 
@@ -118,12 +119,12 @@ def _entries(path: Path) -> tuple[list[Any], int]:
     """The objects of a file; one call for all lines is several times faster than one for each."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     try:
-        return json.loads(f"[{','.join(lines)}]"), 0
+        return loads(f"[{','.join(lines)}]"), 0
     except (ValueError, RecursionError):
         entries = []
         for line in lines:
             try:
-                entries.append(json.loads(line))
+                entries.append(loads(line))
             except (ValueError, RecursionError):
                 continue
         return entries, len(lines) - len(entries)

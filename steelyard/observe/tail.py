@@ -8,10 +8,11 @@ was replaced or cut short is met anew.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from steelyard.core.safe_parse import loads
 
 LONGEST_TORN = 1 << 20  # A line that never ends must not fill the memory.
 MOST_GAPS = 256
@@ -97,7 +98,7 @@ def records(lines: list[bytes]) -> Iterator[dict[str, Any]]:
     """The JSON objects among lines; what is none was torn by a killed writer, or is no business of ours."""
     for line in lines:
         with contextlib.suppress(ValueError, RecursionError):
-            record = json.loads(line)
+            record = loads(line)
             if isinstance(record, dict):
                 yield record
 
@@ -116,7 +117,7 @@ class Small:
             status = self.path.stat()
             seen = status.st_ino, status.st_mtime_ns, status.st_size
             if seen != self._seen:
-                value = json.loads(self.path.read_bytes())
+                value = loads(self.path.read_bytes())
                 self.value, self._seen = value if isinstance(value, dict) else {}, seen
         except FileNotFoundError:
             self.value, self._seen = {}, None

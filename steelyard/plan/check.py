@@ -9,7 +9,6 @@ is that of the process, from which what was resident before the model was built 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 from steelyard.core import units
 from steelyard.core.errors import UserError
 from steelyard.core.run import Run
+from steelyard.core.safe_parse import loads
 from steelyard.plan.cluster import Cluster
 from steelyard.plan.layout import of_recipe
 from steelyard.plan.predict import Predictor
@@ -111,7 +111,7 @@ def _summed(path: Path) -> dict[str, float]:
 def _entries(path: Path) -> Iterator[dict[str, Any]]:
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
-            yield json.loads(line)
+            yield loads(line)
         except ValueError:  # A torn last line.
             return
 

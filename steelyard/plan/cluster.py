@@ -38,11 +38,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, PrivateAttr, ValidationError
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PrivateAttr, ValidationError
 
 from steelyard.core.errors import UserError
 from steelyard.core.recipe.load import explained
-from steelyard.core.recipe.section import Section
+from steelyard.core.recipe.section import PositiveInt, Section
 from steelyard.core.recipe.toml import read
 from steelyard.sizes.gpus import CATALOGUE, Gpu, by_name
 

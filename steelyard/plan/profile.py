@@ -12,12 +12,12 @@ import math
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
+from pydantic import Field, PositiveFloat, ValidationError
 
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.load import explained
-from steelyard.core.recipe.section import Section
+from steelyard.core.recipe.section import PositiveInt, Section
 from steelyard.core.recipe.toml import read
 from steelyard.plan.cluster import Cluster
 

@@ -8,6 +8,8 @@ pace), then of stages, for where a rank has several they take turns with those o
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
+from heapq import heapify, heapreplace
 
 from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.parallel import Partition
@@ -23,15 +25,33 @@ def partition_of(recipe: Recipe) -> Partition:
     if parallel.partition is not None:
         return parallel.partition
     layer = layer_flops(recipe.model, recipe.data.sequence_length)
-    counts = [0] * parallel.stages
-    costs = [stage_flops(recipe, stage, 0) for stage in range(parallel.stages)]
-    ranks = [sum(costs[rank :: parallel.pipeline]) for rank in range(parallel.pipeline)]
-    for _ in range(recipe.model.layers):
-        chosen = min(range(parallel.stages), key=lambda stage: (ranks[stage % parallel.pipeline], costs[stage], -stage))
+    ends = _embedding_flops(recipe), head_flops(recipe.model)
+    return _balanced(recipe.model.layers, parallel.pipeline, parallel.stages, layer, ends)
+
+
+@lru_cache(maxsize=128)
+def _balanced(layers: int, pipeline: int, stages: int, layer: int, ends: tuple[int, int]) -> Partition:
+    """Give each layer to the rank with the least to do, and there to the stage with the least."""
+    counts, costs = [0] * stages, [0] * stages
+    costs[0] += ends[0]
+    costs[-1] += ends[1]
+
+    def key(rank: int) -> tuple[int, int, int]:
+        stage = min(range(rank, stages, pipeline), key=lambda stage: (costs[stage], -stage))
+        return sum(costs[rank::pipeline]), costs[stage], -stage
+
+    waiting = [key(rank) for rank in range(pipeline)]
+    heapify(waiting)
+    for _ in range(layers):
+        chosen = -waiting[0][2]
         counts[chosen] += 1
         costs[chosen] += layer
-        ranks[chosen % parallel.pipeline] += layer
+        heapreplace(waiting, key(chosen % pipeline))
     return Partition(tuple(counts))
+
+
+def _embedding_flops(recipe: Recipe) -> int:
+    return 2 * recipe.model.hidden
 
 
 def stage_flops(recipe: Recipe, stage: int, layers: int) -> int:
@@ -41,7 +61,7 @@ def stage_flops(recipe: Recipe, stage: int, layers: int) -> int:
     but enough that of two stages the one without it gets the odd layer.
     """
     cost = layers * layer_flops(recipe.model, recipe.data.sequence_length)
-    cost += 2 * recipe.model.hidden if stage == 0 else 0
+    cost += _embedding_flops(recipe) if stage == 0 else 0
     cost += head_flops(recipe.model) if stage == recipe.parallel.stages - 1 else 0
     return cost
 

@@ -34,6 +34,7 @@ from torch import Tensor
 from steelyard.checkpoint.formats import safetensors
 from steelyard.core import files
 from steelyard.core.errors import UserError
+from steelyard.core.safe_parse import loads
 from steelyard.sparsity.patterns import Pattern
 
 FORMAT, VERSION = "steelyard-mask", "1"
@@ -237,5 +238,5 @@ def _checksum(packed: dict[str, Tensor], shapes: dict[str, list[int]], pattern: 
 
 
 def _json(text: str) -> Any:
-    value = json.loads(text)
+    value = loads(text)
     return value.items() if isinstance(value, dict) else value

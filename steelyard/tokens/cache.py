@@ -32,6 +32,7 @@ import numpy.typing as npt
 
 from steelyard.core import files
 from steelyard.core.console import console
+from steelyard.core.safe_parse import loads
 from steelyard.tokens import index_maps
 from steelyard.tokens.index_maps import IndexMaps
 
@@ -98,7 +99,7 @@ def _find(request: Request, folder: str | None, fits: Callable[[IndexMaps], bool
 
 def _describes(path: Path, request: Request) -> bool:
     try:
-        written = json.loads(path.read_text(encoding="utf-8"))
+        written = loads(path.read_text(encoding="utf-8"))
         return all(written.get(key) == value for key, value in asdict(request).items())
     except (OSError, ValueError, AttributeError):
         return False

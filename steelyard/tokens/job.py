@@ -15,6 +15,7 @@ from typing import Any, Literal
 from steelyard.core import files
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
+from steelyard.core.safe_parse import loads
 from steelyard.text.corpus import PIECE_BYTES, DocumentMode
 from steelyard.tokens.indexed import bin_path, idx_path
 
@@ -65,7 +66,7 @@ def finished(job: Job, signature: dict[str, Any], overwrite: bool) -> dict[str, 
         if (job.folder / "job.json").is_file():
             return None  # Killed while joining or just after: the pieces are there, and are joined again.
         raise UserError(f"{there[0]} is there already, made by something else", mend="pass --overwrite to replace it")
-    record = json.loads(job.record.read_text(encoding="utf-8"))
+    record = loads(job.record.read_text(encoding="utf-8"))
     if record["made_of"] != signature:
         raise UserError(_changes(job, record["made_of"], signature), mend="pass --overwrite to make it anew")
     result: dict[str, Any] = record["result"]
@@ -76,7 +77,7 @@ def begin(job: Job, signature: dict[str, Any], overwrite: bool) -> None:
     """Start a job, or go on with one that made the same pieces."""
     path = job.folder / "job.json"
     if path.is_file() and not overwrite:
-        earlier = json.loads(path.read_text(encoding="utf-8"))
+        earlier = loads(path.read_text(encoding="utf-8"))
         if earlier != signature:
             raise UserError(_changes(job, earlier, signature), mend="pass --overwrite to start over")
         console.say(f"{job.prefix}: going on where an earlier run was stopped")

@@ -101,7 +101,7 @@ TokenSamples = StreamSamples | FixedSamples | BlendedSamples
 def open_samples(recipe: Recipe, split: Split, samples: int) -> TokenSamples:
     """The samples of one split of a recipe's data, at least `samples` of them."""
     named, key, _ = sources_of(recipe, split)
-    sources = _found(named, recipe, key)
+    sources = expand_sources(named, recipe, key)
 
     def opened(prefix: str, wanted: int) -> TokenSamples:
         tokens, bounds = _opened(recipe, split, prefix)
@@ -126,7 +126,7 @@ def sources_of(recipe: Recipe, split: Split) -> tuple[list[Source], str, tuple[f
 
 def check_files(recipe: Recipe, split: Split, sources: list[Source]) -> None:
     """Refuse token files that `open_samples` would refuse; nothing is made of them."""
-    for source in _found(sources, recipe, sources_of(recipe, split)[1]):
+    for source in expand_sources(sources, recipe, sources_of(recipe, split)[1]):
         _opened(recipe, split, source.prefix)
 
 
@@ -152,7 +152,7 @@ def _blended(
     return BlendedSamples(datasets, normalised(weights), sum(parts), order)
 
 
-def _found(sources: list[Source], recipe: Recipe, key: str) -> list[Source]:
+def expand_sources(sources: list[Source], recipe: Recipe, key: str) -> list[Source]:
     """The sources with folders and patterns replaced by the prefixes they stand for, which share the weight."""
     if not sources:
         raise UserError("names no token files to train on", where=recipe.where(key), mend=f"set {key} to a prefix")

@@ -16,6 +16,7 @@ from steelyard import model
 from steelyard.core import units
 from steelyard.core.errors import Fault, UserError
 from steelyard.core.recipe import Recipe
+from steelyard.core.recipe.parallel import Partition
 from steelyard.model import Slice
 from steelyard.sizes.gpus import CATALOGUE, GIB, by_name
 from steelyard.sizes.memory import RESERVED, Memory, memory_of, micro_batches
@@ -69,7 +70,8 @@ def dry_run(recipe: Recipe, world: int | None = None, gpu: str | None = None) ->
     """Build the recipe's model without weights and predict each rank's memory in a world of so many ranks."""
     world = recipe.parallel.least_world if world is None else world
     memory = memory_of(recipe, world)
-    stages = [_stage(recipe, number) for number in range(recipe.parallel.stages)]
+    partition = partition_of(recipe)
+    stages = [_stage(recipe, partition, number) for number in range(recipe.parallel.stages)]
     return DryRun(recipe, world, stages, memory, device_of(recipe, gpu))
 
 
@@ -109,11 +111,13 @@ def refuse_what_does_not_fit(plan: DryRun) -> None:
     )
 
 
-def _stage(recipe: Recipe, number: int) -> Stage:
-    layers = partition_of(recipe).layers_of(number)
+def _stage(recipe: Recipe, partition: Partition, number: int) -> Stage:
+    """A stage, of which one layer is built: all layers are alike, and there may be thousands."""
+    layers = partition.layers_of(number)
     with torch.device("meta"):
-        built = model.build(recipe.model, Slice(layers, number == 0, number == recipe.parallel.stages - 1))
+        built = model.build(recipe.model, Slice(layers[:1], number == 0, number == recipe.parallel.stages - 1))
     counted = sum(parameter.numel() for parameter in built.parameters())
+    counted += sum(parameter.numel() for parameter in built.layers.parameters()) * max(0, len(layers) - 1)
     expected = stage_parameters(recipe, number)
     if counted != expected.total:
         raise AssertionError(f"stage {number} has {counted} parameters, but sizes counts {expected.total}")

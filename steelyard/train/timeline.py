@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from steelyard.core import files
+from steelyard.core.safe_parse import loads
 
 PINGS = 8
 
@@ -99,7 +100,7 @@ def forget_after(folder: Path, step: int) -> None:
 def _is_before(line: str, step: int) -> bool:
     """Whether a span belongs to a step that stays; what a machine that went down left (zeros, halves) does not."""
     try:
-        return bool(json.loads(line)["step"] <= step)
+        return bool(loads(line)["step"] <= step)
     except (ValueError, KeyError, TypeError):
         return False
 

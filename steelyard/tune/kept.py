@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +11,7 @@ from steelyard.core import files, secrets
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import to_toml
 from steelyard.core.recipe.load import written
+from steelyard.core.safe_parse import loads
 from steelyard.tune import storage
 from steelyard.tune.spec import Tune
 
@@ -33,7 +33,7 @@ def remember(tune: Tune, folder: Path, url: str) -> None:
 def opened(folder: Path, given: str | None = None) -> tuple[Tune, Study]:
     """The tune file and the study of a folder."""
     try:
-        kept = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+        kept = loads((folder / SETTINGS).read_text(encoding="utf-8"))
         tune = Tune.model_validate(kept["tune"])
         if tune.recipe is not None:
             tune = tune.model_copy(update={"recipe": str(folder / RECIPE)})

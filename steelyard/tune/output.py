@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from steelyard.core import secrets
+from steelyard.core.safe_parse import loads
 from steelyard.tune.objective import Measured
 
 LOG = "log.txt"
@@ -70,7 +70,7 @@ class Metrics:
         self._at += len(whole) + len(newline)
         for line in whole.splitlines():
             try:
-                record: Any = json.loads(line)
+                record: Any = loads(line)
             except ValueError:
                 continue
             if isinstance(record, dict) and isinstance(record.get("step"), int):

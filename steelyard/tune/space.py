@@ -9,9 +9,9 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat
 
-from steelyard.core.recipe.section import Section
+from steelyard.core.recipe.section import PositiveInt, Section
 from steelyard.tune.expression import Expression
 
 Value = bool | int | float | str

@@ -31,11 +31,11 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, PrivateAttr, ValidationError
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PrivateAttr, ValidationError
 
 from steelyard.core.recipe import Recipe, shipped
 from steelyard.core.recipe.load import COMMAND_LINE, explained
-from steelyard.core.recipe.section import Section
+from steelyard.core.recipe.section import Degree, NonNegativeInt, PositiveInt, Section, Seed
 from steelyard.core.recipe.toml import name_after, place_of, read
 from steelyard.tune import refusals
 from steelyard.tune.objective import Objective
@@ -76,7 +76,7 @@ class Launching(Section):
     site: str | None = None
     sites: str | None = Field(None, description="a file, instead of the user's sites.toml")
     hosts: list[str] | None = Field(None, description="mpi: instead of the site's")
-    ranks_per_node: PositiveInt | None = None
+    ranks_per_node: Degree | None = None
     time: str | None = Field(
         None, description="slurm: a job's time limit; left out: the site's, or the trial's timeout"
     )
@@ -88,7 +88,7 @@ class Tune(Section):
     name: Annotated[str, Field(pattern=NAME, max_length=100)]
     recipe: str | None = None
     command: str | None = None
-    nproc: PositiveInt | None = Field(None, description="left out: 1, or, where jobs are submitted, the layout's")
+    nproc: Degree | None = Field(None, description="left out: 1, or, where jobs are submitted, the layout's")
     overrides: list[str] = Field([])
     drop: list[str] = Field([], description="keys of the recipe that trials leave out")
     cluster: str | None = Field(None, description="a cluster file; left out: this machine")
@@ -96,7 +96,7 @@ class Tune(Section):
     plan: bool = Field(True, description="whether the planner prunes and orders trials")
     storage: str | None = None
     sampler: Literal["tpe", "random", "grid"] = "tpe"
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     constraints: list[str] = Field([])
     space: Annotated[dict[str, Dimension], Field(min_length=1)]
     objectives: list[Objective] = Field([Objective(metric="tokens_per_second")], min_length=1)

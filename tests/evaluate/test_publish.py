@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from steelyard import train
 from steelyard.checkpoint.formats import open_source
 from steelyard.checkpoint.formats.write import Target, convert
+from steelyard.core import sha256sums
 from steelyard.core.errors import Fault, UserError
 from steelyard.core.recipe import load
 from steelyard.evaluate import publish
@@ -63,9 +64,12 @@ def test_what_was_pushed_is_what_is_pulled(hub, folder, tmp_path):
     assert result["name"] == NAME
     hubs.pull(NAME, tmp_path / "back")
     pulled = {path.name: path.read_bytes() for path in (tmp_path / "back").iterdir()}
+    sums = pulled.pop("SHA256SUMS").decode()
     assert {name: content for name, content in pulled.items() if name != "README.md"} == {
         path.name: path.read_bytes() for path in folder.iterdir()
     }
+    assert sorted(line[66:] for line in sums.splitlines()) == sorted(path.name for path in folder.iterdir())
+    assert sha256sums.mismatches(tmp_path / "back", sha256sums.read(tmp_path / "back")) == []
     assert pulled["README.md"].decode().startswith("---\nlicense: unknown\n")
     assert not hub.model(NAME).private
     assert publish.try_out(tmp_path / "back", "once upon") == publish.try_out(folder, "once upon")
@@ -80,7 +84,7 @@ def test_a_second_push_sends_nothing_and_a_changed_file_alone(hub, folder):
     assert hub.model(NAME).commits == commits
     config = json.loads((folder / "generation_config.json").read_text())
     (folder / "generation_config.json").write_text(json.dumps(config | {"temperature": 0.5, "do_sample": True}))
-    assert publish.push(folder, NAME)["sent"] == ["generation_config.json"]
+    assert publish.push(folder, NAME)["sent"] == ["SHA256SUMS", "generation_config.json"]
     assert hub.sent == []
 
 
@@ -88,6 +92,14 @@ def test_a_link_out_of_the_folder_is_not_published(hub, folder, tmp_path):
     (tmp_path / "key").write_text("a private key")
     (folder / "LICENSE").symlink_to(tmp_path / "key")
     with pytest.raises(UserError, match="LICENSE is a link out of its folder"):
+        publish.push(folder, NAME)
+    assert writes(hub) == []
+
+
+def test_a_folder_that_does_not_match_its_own_sums_is_not_published(hub, folder):
+    sha256sums.write(folder)
+    change_weights(folder, lambda tensors: {name: tensor * 0.5 for name, tensor in tensors.items()})
+    with pytest.raises(UserError, match=r"model\.safetensors does not match its SHA-256"):
         publish.push(folder, NAME)
     assert writes(hub) == []
 

@@ -10,6 +10,7 @@ from steelyard import checkpoint
 from steelyard.checkpoint.formats import open_source
 from steelyard.checkpoint.formats.write import Target, convert
 from steelyard.core.errors import UserError
+from steelyard.evaluate.verify import verify_checkpoint
 from steelyard.finetune import peft_format, tuning
 from tests.finetune.conftest import recipe_of
 
@@ -50,6 +51,9 @@ def test_peft_loads_an_adapter_and_computes_what_the_merged_model_does(bases, pl
     torch.testing.assert_close(logits(place / "out", ids), expected, atol=2e-5, rtol=0)
     peft_format.merge(str(bases / family), str(place / "adapter"), place / "merged")
     torch.testing.assert_close(logits(place / "merged", ids), expected, atol=2e-5, rtol=0)
+    for name in ("out", "adapter", "merged"):
+        found = verify_checkpoint(place / name)
+        assert (found.problems, found.without_checksum) == ([], []), name
 
 
 def test_an_adapter_that_peft_trained_is_merged_as_peft_merges_it(bases, place):

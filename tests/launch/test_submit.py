@@ -400,8 +400,8 @@ def test_a_secret_on_the_command_line_reaches_the_job_and_no_file_that_others_ca
     assert "sesame" not in json.dumps(preview(request))
     made = submit.prepare(request)
     submit.note(request, made, ["1"], {"pid": 1, "started": None, "host": "elsewhere"})
-    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "1", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-    subprocess.run(["bash", made.run / "launch" / "job.sh"], env=path, timeout=600, check=True)
+    paths = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    subprocess.run(["bash", made.run / "launch" / "job.sh"], env=paths | {"SLURM_JOB_ID": "1"}, timeout=600, check=True)
     assert (tmp_path / "words").read_text().splitlines()[3:] == words
     holding = [file for file in made.run.rglob("*") if file.is_file() and b"sesame" in file.read_bytes()]
     assert [(file.name, file.stat().st_mode & 0o777) for file in holding] == [("command.json", 0o600)]

@@ -12,7 +12,8 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def test_ranks_that_read_different_recipes_name_what_differs_and_write_nothing(layouts: Layouts):
-    ours, stale = [*FOUR_STEPS, "optim.clip=0.5"], [*FOUR_STEPS, "optim.clip=0.5", "train.micro_batch=2", "train.seed=7"]
+    ours = [*FOUR_STEPS, "optim.clip=0.5"]
+    stale = [*ours, "train.micro_batch=2", "train.seed=7"]
     said = layouts.ranks.do(2, jobs.training_by_another_recipe, [ours, stale], "astray")
     here = socket.gethostname()
     assert said[0].startswith(

@@ -82,3 +82,16 @@ def test_tensor_ranks_share_all_but_norms_positions_and_late_biases():
         recipe = planned(name, 1)
         split = stage_parameters(recipe, 0).total - whole
         assert stage_parameters(recipe, 0, tensor=4).total == split // 4 + whole
+
+
+@pytest.mark.parametrize(("pipeline", "virtual"), [(1, 1), (3, 1), (5, 1), (2, 2), (4, 3)])
+@pytest.mark.parametrize("layers", [1, 4, 13, 30])
+def test_each_layer_goes_to_the_rank_and_the_stage_with_the_least_to_do(pipeline, virtual, layers):
+    recipe = planned("quickstart", pipeline, virtual, f"model.layers={layers}")
+    counts = [0] * recipe.parallel.stages
+    for _ in range(layers):
+        costs = [stage_flops(recipe, stage, count) for stage, count in enumerate(counts)]
+        ranks = [sum(costs[rank::pipeline]) for rank in range(pipeline)]
+        keys = [(ranks[stage % pipeline], cost, -stage) for stage, cost in enumerate(costs)]
+        counts[-min(keys)[2]] += 1
+    assert partition_of(recipe).counts == tuple(counts)

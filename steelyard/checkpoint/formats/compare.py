@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from steelyard import model
-from steelyard.checkpoint.formats.source import TABLES, Source, load_into
+from steelyard.checkpoint.formats.source import TABLES, Source, holds_adapters, load_into, misfits
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.sizes.model import parameters
@@ -19,7 +19,7 @@ PROMPT = "The quick brown fox jumps over the lazy dog."
 
 
 def info(source: Source) -> dict[str, Any]:
-    """What a checkpoint is, without reading its weights."""
+    """What a checkpoint is, without reading its weights, and which of its tensors are not as its model needs them."""
     return {
         "path": str(source.path),
         "format": source.format,
@@ -29,6 +29,7 @@ def info(source: Source) -> dict[str, Any]:
         "dtype": str(source.dtype).removeprefix("torch."),
         "tokenizer": source.tokenizer is not None,
         "model": source.shape.model_dump(exclude_none=True),
+        "problems": [] if holds_adapters(source) else misfits(source, source.shape),
     }
 
 

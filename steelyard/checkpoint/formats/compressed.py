@@ -29,9 +29,10 @@ from steelyard.checkpoint.formats import config as configs
 from steelyard.checkpoint.formats import safetensors
 from steelyard.checkpoint.formats.huggingface import tokenizer_files
 from steelyard.checkpoint.formats.mapped import widest
-from steelyard.checkpoint.formats.source import TABLES, Source, padded, read_json
+from steelyard.checkpoint.formats.source import TABLES, Source, padded
 from steelyard.core.errors import UserError
 from steelyard.core.files import inside
+from steelyard.core.safe_parse import read_json_object
 
 FORMAT, VERSION = "steelyard-2:4", "1"
 VALUES, INDICES, WEIGHT = ".values", ".indices", ".weight"
@@ -55,7 +56,7 @@ class CompressedSource(Source):
     format = "compressed"
 
     def __init__(self, path: Path, files: list[Path]) -> None:
-        config = read_json(path / "config.json")
+        config = read_json_object(inside(path / "config.json"))
         self.path, self.shape = path, configs.shape_of(config, str(path / "config.json"))
         self.places: dict[str, safetensors.Extent] = {}
         for file in files:
@@ -70,7 +71,7 @@ class CompressedSource(Source):
         self.dtype = widest(floats, path)
         self.layout = {"files": len(files), "compressed": len(self.compressed)}
         generation = path / "generation_config.json"
-        self.extra = configs.extra_of(config, read_json(generation) if generation.is_file() else None)
+        self.extra = configs.extra_of(config, read_json_object(inside(generation)) if generation.is_file() else None)
         self.tokenizer_files = tokenizer_files(path)
         self.tokenizer = str(path) if self.tokenizer_files else None
 

@@ -12,7 +12,7 @@ import torch
 from pydantic import ValidationError
 
 from steelyard.checkpoint.formats.extra import DROPOUT, SPECIAL, sound
-from steelyard.checkpoint.formats.source import sane
+from steelyard.checkpoint.formats.source import first_problem
 from steelyard.core.errors import UserError
 from steelyard.core.recipe.model import GptModel, LlamaModel, RopeScaling
 
@@ -41,8 +41,7 @@ def shape_of(config: dict[str, Any], where: str) -> Shape:
     except KeyError as error:
         raise UserError(f"the key {error} is missing", where=where) from None
     except (ValidationError, TypeError, ValueError) as error:
-        raise UserError(f"it describes no model: {_first(error)}", where=where) from None
-    sane(shape, where)
+        raise UserError(f"it describes no model: {first_problem(error)}", where=where) from None
     return shape
 
 
@@ -142,13 +141,6 @@ def _refuse(config: dict[str, Any], where: str, **supported: Any) -> None:
     for key, value in supported.items():
         if config.get(key, value) != value:
             raise UserError(f"{key} is {config[key]}, and only {value} is supported", where=where)
-
-
-def _first(error: Exception) -> str:
-    if isinstance(error, ValidationError):
-        problem = error.errors()[0]
-        return f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
-    return str(error)
 
 
 def config_of(shape: Shape, dtype: torch.dtype, extra: dict[str, Any]) -> dict[str, Any]:

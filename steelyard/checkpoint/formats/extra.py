@@ -19,8 +19,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from steelyard.checkpoint.formats.source import read_json
 from steelyard.core import files
+from steelyard.core.files import inside
+from steelyard.core.safe_parse import read_json_object
 from steelyard.text.tokenizer import Tokenizer
 
 BESIDE_MEGATRON = "steelyard.json"
@@ -57,7 +58,7 @@ def keep(extra: dict[str, Any], folder: Path) -> None:
 def kept(folder: Path) -> dict[str, Any]:
     """What was written beside Megatron's iterations, if it was."""
     path = folder / BESIDE_MEGATRON
-    return sound(read_json(path).get("extra")) if path.is_file() else {}
+    return sound(read_json_object(inside(path)).get("extra")) if path.is_file() else {}
 
 
 def with_tokenizer(extra: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from steelyard.checkpoint.formats import gguf_blocks, gguf_tokenizer
 from steelyard.checkpoint.formats.entries import Entry, gguf_llama
 from steelyard.checkpoint.formats.mapped import Mapped, Store
-from steelyard.checkpoint.formats.source import sane
+from steelyard.checkpoint.formats.source import first_problem
 from steelyard.core.errors import Damaged, UserError
 from steelyard.core.recipe.model import LlamaModel
 from steelyard.text.tokenizer import Tokenizer
@@ -62,7 +62,6 @@ def opened(path: Path) -> GgufSource | None:
         raise Damaged(f"not a GGUF file: {told}", where=str(path))
     settings, tensors = _Reader(path).read()
     shape = _shape(settings, tensors, str(path))
-    sane(shape, str(path))
     store = _File(tensors)
     layout = {"files": 1, "types": sorted({tensor.kind.name for tensor in tensors.values()})}
     entries = gguf_llama(shape, rotated=settings["general.architecture"] == "llama")
@@ -114,7 +113,7 @@ def _shape(settings: dict[str, Any], tensors: dict[str, _Tensor], where: str) ->
             tied="output.weight" not in tensors,
         )
     except (ValueError, TypeError, ZeroDivisionError) as error:
-        raise UserError(f"it describes no model: {str(error).splitlines()[0]}", where=where) from None
+        raise UserError(f"it describes no model: {first_problem(error)}", where=where) from None
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ from steelyard.checkpoint.formats import config as configs
 from steelyard.checkpoint.formats import pickled, safetensors
 from steelyard.checkpoint.formats.entries import Entry, hugging_face
 from steelyard.checkpoint.formats.mapped import Mapped, Store
-from steelyard.checkpoint.formats.source import TABLES, read_json
+from steelyard.checkpoint.formats.source import TABLES
 from steelyard.core.errors import Damaged, UserError
 from steelyard.core.files import inside
+from steelyard.core.safe_parse import read_json_object
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json")
@@ -33,7 +34,7 @@ def opened(path: Path) -> Mapped | None:
         path = path.parent
     if not (path / "config.json").is_file():
         return None
-    config = read_json(path / "config.json")
+    config = read_json_object(inside(path / "config.json"))
     shape = configs.shape_of(config, str(path / "config.json"))
     store = _store(path, shape.tied)
     layout = {
@@ -41,7 +42,7 @@ def opened(path: Path) -> Mapped | None:
     }
     source = Mapped("hf", path, shape, store, hugging_face(shape), layout)
     generation = path / "generation_config.json"
-    source.extra = configs.extra_of(config, read_json(generation) if generation.is_file() else None)
+    source.extra = configs.extra_of(config, read_json_object(inside(generation)) if generation.is_file() else None)
     _refuse_other_rows(source)
     source.tokenizer_files = tokenizer_files(path)
     source.tokenizer = tokenizer_in(path)
@@ -114,7 +115,7 @@ def _files(folder: Path) -> dict[Path, set[str]]:
     if not name.endswith(".index.json"):
         return {inside(folder / name): set()}
     index = folder / name
-    table = read_json(index).get("weight_map")
+    table = read_json_object(inside(index)).get("weight_map")
     if not isinstance(table, dict) or not table:
         raise UserError("it has no weight_map", where=str(index))
     files: dict[Path, set[str]] = {}

@@ -12,7 +12,7 @@ from torch import Tensor
 from steelyard.checkpoint.finite import refuse_nonfinite
 from steelyard.checkpoint.formats.entries import Entry, ours_sizes, taken_apart, theirs_size
 from steelyard.checkpoint.formats.source import DTYPES, TABLES, Lying, Source, padded
-from steelyard.core.errors import UserError
+from steelyard.core.errors import Damaged, UserError
 from steelyard.core.recipe.model import GptModel, LlamaModel
 
 
@@ -68,7 +68,10 @@ class Mapped(Source):
         # Tensors that lie together are asked for one after the other: the last ones are kept.
         if self._last is None or self._last[0] is not entry:
             self._last = None
-            whole = self.store.read(entry)
+            try:
+                whole = self.store.read(entry)
+            except KeyError:
+                raise Damaged(f"{entry.name} is missing", where=str(self.path)) from None
             ours = "" if entry.ours == (entry.name,) else f" (here {', '.join(entry.ours)})"
             refuse_nonfinite({entry.name + ours: whole}, self.path)
             parts = taken_apart(entry, whole, self.shape)

@@ -68,8 +68,9 @@ def opened(path: Path) -> Mapped | None:
 def add_companions(source: Mapped, args: dict[str, Any], parent: Path) -> None:
     """What lies beside the weights: how long texts may be, and what our own writer puts there."""
     source.extra = extras.kept(parent)
-    if args.get("max_position_embeddings"):
-        source.extra["positions"] = int(args["max_position_embeddings"])
+    positions = args.get("max_position_embeddings")
+    if type(positions) is int and positions > 0:
+        source.extra["positions"] = positions
     source.tokenizer_files = tokenizer_files(parent / TOKENIZER)
     source.tokenizer = tokenizer_in(parent / TOKENIZER)
 

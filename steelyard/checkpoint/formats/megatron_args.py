@@ -15,7 +15,7 @@ import torch
 from pydantic import ValidationError
 
 from steelyard.checkpoint.formats.config import positions_of
-from steelyard.checkpoint.formats.source import sane
+from steelyard.checkpoint.formats.source import first_problem
 from steelyard.core.errors import UserError
 from steelyard.core.recipe.model import GptModel, LlamaModel, RopeScaling
 
@@ -89,8 +89,7 @@ def shape_of(args: dict[str, Any], where: str) -> Shape:
     except KeyError as error:
         raise UserError(f"its args lack {error}", where=where) from None
     except (ValidationError, TypeError, ValueError) as error:
-        raise UserError(f"its args describe no model: {str(error).splitlines()[0]}", where=where) from None
-    sane(shape, where)
+        raise UserError(f"its args describe no model: {first_problem(error)}", where=where) from None
     return shape
 
 

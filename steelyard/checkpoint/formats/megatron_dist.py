@@ -21,9 +21,10 @@ from steelyard.checkpoint.formats.entries import Entry, megatron
 from steelyard.checkpoint.formats.mapped import Mapped, Store
 from steelyard.checkpoint.formats.megatron import add_companions
 from steelyard.checkpoint.formats.megatron_args import NOT_WEIGHTS, renamed
-from steelyard.checkpoint.formats.source import read_json
 from steelyard.checkpoint.pieces import Piece
 from steelyard.core.errors import UserError
+from steelyard.core.files import inside
+from steelyard.core.safe_parse import read_json_object
 
 STACKED = re.compile(r"^decoder\.layers\.(?!\d)")
 
@@ -33,7 +34,7 @@ def opened(path: Path) -> Mapped | None:
     folder, parent = megatron_args.iteration_folder(path)
     if not (folder / ".metadata").is_file() or not (folder / "metadata.json").is_file():
         return None
-    backend = read_json(folder / "metadata.json").get("sharded_backend")
+    backend = read_json_object(inside(folder / "metadata.json")).get("sharded_backend")
     if backend != "torch_dist":
         raise UserError(f"{folder} was written by the backend {backend}", mend="torch_dist is what can be read")
     common = pickled.load(folder / "common.pt") if (folder / "common.pt").is_file() else {}

@@ -6,7 +6,6 @@ head have `shape.padded_vocab` rows; those past `shape.vocab` stand for no id, a
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from importlib import import_module
@@ -14,15 +13,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from steelyard import model
 from steelyard.checkpoint import hub
 from steelyard.checkpoint.folder import STATE
 from steelyard.checkpoint.pieces import Piece
-from steelyard.core import files
 from steelyard.core.console import console
-from steelyard.core.errors import Damaged, SteelyardError, UserError
+from steelyard.core.errors import SteelyardError, UserError
 from steelyard.core.recipe.model import GptModel, LlamaModel
 from steelyard.core.run import MANIFEST
 from steelyard.model import LanguageModel
@@ -37,10 +36,6 @@ KNOWN = (
 )
 # Settings that change what weights of the same sizes compute.
 ARITHMETIC = ("heads", "kv_heads", "rope_theta", "rope_scaling", "norm_eps")
-MOST = {
-    "layers": 10_000, "hidden": 10**6, "heads": 10**5, "kv_heads": 10**5, "head_dim": 10**5, "ffn": 10**7,
-    "vocab": 10**8, "vocab_multiple": 10**6, "positions": 10**8,
-}  # fmt: skip
 TABLES = ("embed.weight", "head.weight")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -150,10 +145,23 @@ def load_pieces(source: Source, pieces: Mapping[str, Piece], shape: GptModel | L
 
 def check(source: Source, shape: GptModel | LlamaModel, wanted: Iterable[str] | None = None) -> None:
     """Refuse a source whose tensors are not those of a model of this shape."""
-    if any(name.endswith(".adapter_in") for name in source.names()):
+    if holds_adapters(source):
         raise UserError(
             f"{source.path} holds adapters alone", mend="steelyard adapter merge BASE RUN OUT writes whole weights"
         )
+    wrong = misfits(source, shape, wanted)
+    if wrong:
+        more = [f"and {len(wrong) - 10} more"] if len(wrong) > 10 else []
+        raise UserError(f"{source.path} does not fit the model:\n  " + "\n  ".join(wrong[:10] + more))
+
+
+def holds_adapters(source: Source) -> bool:
+    """Whether a source holds what was learned beside frozen weights, and not those."""
+    return any(name.endswith(".adapter_in") for name in source.names())
+
+
+def misfits(source: Source, shape: GptModel | LlamaModel, wanted: Iterable[str] | None = None) -> list[str]:
+    """The tensors that are missing, unknown or of another size than in a model of this shape, one line each."""
     expected, found = expected_sizes(shape), source.sizes()
     wrong = [f"{name}: unknown" for name in found if name not in expected]
     misfits: dict[Lying, list[str]] = {}  # One of theirs may hold several of ours.
@@ -165,9 +173,7 @@ def check(source: Source, shape: GptModel | LlamaModel, wanted: Iterable[str] | 
         here = "" if ours == [theirs.name] else f" (here {', '.join(ours)})"
         told = "missing" if theirs.found is None else f"{theirs.found} in the checkpoint, {theirs.wanted} wanted"
         wrong.append(f"{theirs.name}{here}: {told}")
-    if wrong:
-        more = [f"and {len(wrong) - 10} more"] if len(wrong) > 10 else []
-        raise UserError(f"{source.path} does not fit the model:\n  " + "\n  ".join(wrong[:10] + more))
+    return wrong
 
 
 def expected_sizes(shape: GptModel | LlamaModel) -> dict[str, tuple[int, ...]]:
@@ -189,22 +195,12 @@ def padded(table: Tensor, shape: GptModel | LlamaModel) -> Tensor:
     return torch.cat([table[: shape.vocab], table.new_zeros(rows - min(len(table), shape.vocab), table.shape[1])])
 
 
-def sane(shape: GptModel | LlamaModel, where: str) -> None:
-    """Refuse sizes that no model has: a stranger's settings must not cost memory before a weight is seen."""
-    for key, most in MOST.items():
-        if getattr(shape, key, 0) > most:
-            raise UserError(f"{key} would be {getattr(shape, key)}, beyond any model", where=where)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON table from a file that somebody else wrote."""
-    try:
-        value = json.loads(files.inside(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise Damaged(f"cannot be read: {error}", where=str(path)) from None
-    if not isinstance(value, dict):
-        raise UserError("is not a JSON table", where=str(path))
-    return value
+def first_problem(error: Exception) -> str:
+    """What is wrong with settings that a stranger wrote, in a line."""
+    if isinstance(error, ValidationError):
+        problem = error.errors()[0]
+        return f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}, not {problem['input']!s:.40}"
+    return str(error)
 
 
 def _may_be_on_the_hub(name: str) -> bool:

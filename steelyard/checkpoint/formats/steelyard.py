@@ -12,7 +12,7 @@ from steelyard.checkpoint import folder
 from steelyard.checkpoint.formats import extra as extras
 from steelyard.checkpoint.formats.huggingface import tokenizer_files, tokenizer_in
 from steelyard.checkpoint.formats.mapped import widest
-from steelyard.checkpoint.formats.source import Source, is_own, sane
+from steelyard.checkpoint.formats.source import Source, first_problem, is_own
 from steelyard.checkpoint.pieces import Piece
 from steelyard.core.errors import UserError
 from steelyard.core.recipe.model import Model
@@ -48,8 +48,9 @@ class SteelyardSource(Source):
             try:
                 self.shape = TypeAdapter(Model).validate_python(saved.state["model"])
             except ValidationError as error:
-                raise UserError(f"its model is not valid: {error}", where=str(saved.path / folder.STATE)) from None
-            sane(self.shape, str(saved.path / folder.STATE))
+                raise UserError(
+                    f"its model is not valid: {first_problem(error)}", where=str(saved.path / folder.STATE)
+                ) from None
             self.extra = extras.sound(saved.state.get("extra"))
             self.tokenizer_files = tokenizer_files(saved.path / TOKENIZER)
             self.tokenizer = tokenizer_in(saved.path / TOKENIZER)

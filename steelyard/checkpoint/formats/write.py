@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,13 +27,12 @@ from steelyard.checkpoint.formats.source import TABLES, Source, check, expected_
 from steelyard.checkpoint.formats.steelyard import PREFIX, TOKENIZER
 from steelyard.checkpoint.formats.write_megatron import Layout
 from steelyard.checkpoint.pieces import Promised
-from steelyard.core import files, units
+from steelyard.core import files, sha256sums, units
 from steelyard.core.console import Progress, console
 from steelyard.core.errors import Fault, UserError
 from steelyard.text import tokenizer as tokenizers
 from steelyard.text.tokenizer import Tokenizer
 
-TARGETS = ("hf", "compressed", "megatron", "megatron-dist", "steelyard")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT)
 SHARD_BYTES = 5_000_000_000
@@ -51,8 +50,10 @@ class Target:
     tokenizer: str | None = None
 
 
-def convert(source: Source, destination: Path, target: Target) -> dict[str, Any]:
-    """Write a checkpoint and say what was written. What can be known to fail is refused before anything is written."""
+def convert(
+    source: Source, destination: Path, target: Target, complete: Callable[[Path], None] | None = None
+) -> dict[str, Any]:
+    """Write a checkpoint, refusing first what would fail; `complete` may change the folder before it gets its sums."""
     refuse_destination(destination)
     check(source, source.shape)
     dtype = target.dtype or source.dtype
@@ -82,6 +83,9 @@ def convert(source: Source, destination: Path, target: Target) -> dict[str, Any]
                 extras.keep(extra, folder)
             beside = folder if target.to in ("hf", "compressed") else folder / TOKENIZER
             _add_tokenizer(source, beside, None if target.tokenizer is None and source.tokenizer_files else tokenizer)
+        if complete is not None:
+            complete(folder)
+        sha256sums.write(folder)
         if destination.is_dir():
             destination.rmdir()
     if target.to == "hf" and not extras.end_ids(extra):

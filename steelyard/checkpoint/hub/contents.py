@@ -17,7 +17,7 @@ from steelyard.core.errors import UserError
 BESIDE = re.compile(
     r"(config|generation_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|chat_template"
     r"|adapter_config|quantize_config|preprocessor_config)\.json"
-    r"|(merges|vocab)\.txt|[\w.-]+\.(model|tiktoken|jinja)|recipe\.toml|(README|LICENSE|NOTICE|USE_POLICY)[\w.-]*"
+    r"|(merges|vocab)\.txt|[\w.-]+\.(model|tiktoken|jinja)|recipe\.toml|SHA256SUMS|(README|LICENSE|NOTICE|USE_POLICY)[\w.-]*"
 )
 # Weights come under several names in one repository; the first kind that is there is the model.
 WEIGHTS = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from steelyard.core.errors import UserError
 from steelyard.core.megatron.draft import DEFAULT, Draft
 from steelyard.core.megatron.given import Left
+from steelyard.core.safe_parse import loads
 from steelyard.core.shell import unknown
 
 # Launchers: flags whose values multiply to the number of ranks.
@@ -198,7 +198,7 @@ def deepspeed(draft: Draft) -> dict[str, Any]:
     if name is None:
         return {}
     try:
-        config = json.loads(Path(name).read_text(encoding="utf-8"))
+        config = loads(Path(name).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         reason = "this file is not here; the flags beside it say the zero stage, the batch and the precision"
         draft.given.carried.pop("--deepspeed_config", None)

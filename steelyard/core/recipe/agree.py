@@ -28,6 +28,13 @@ def steps(train: Train, sequence_length: int) -> int:
 def pipeline(model: GptModel | LlamaModel, parallel: Parallel, train: Train) -> None:
     """The stages hold the model, and the schedule can run them."""
     partition, stages = parallel.partition, parallel.stages
+    most = 2 * model.layers + 64  # Some may be empty; many more are a slip.
+    if stages > most:
+        raise contradiction(
+            "parallel.pipeline",
+            f"most of {stages} stages would hold none of {model.layers} layers",
+            f"make parallel.pipeline x parallel.virtual {most} at most",
+        )
     if partition is not None and partition.stages != stages:
         raise contradiction(
             "parallel.partition",

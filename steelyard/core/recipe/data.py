@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, PositiveFloat, field_validator
 from pydantic_core import PydanticCustomError
 
-from steelyard.core.recipe.section import Section
+from steelyard.core.recipe.section import NonNegativeInt, PositiveInt, Section
 
 
 class Source(Section):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field
 
-from steelyard.core.recipe.section import Section
+from steelyard.core.recipe.section import NonNegativeInt, PositiveInt, Section
 
 
 class Evaluation(Section):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal, get_args
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator
 
-from steelyard.core.recipe.section import Section
+from steelyard.core.recipe.section import Degree, Section
 
 Linear = Literal["query", "key", "value", "output", "gate", "up", "down"]
 
@@ -15,7 +15,7 @@ class Adapter(Section):
     """Small matrices that learn beside frozen weights: W + (alpha / rank) B A, and for DoRA its columns' lengths."""
 
     kind: Literal["lora", "dora"] = "lora"
-    rank: PositiveInt = 16
+    rank: Degree = 16
     alpha: PositiveFloat = 32.0
     targets: list[Linear] = Field(
         list(get_args(Linear)), min_length=1, description="the matrices of a layer that get one"

@@ -6,7 +6,7 @@ import difflib
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.resources import files
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Union, get_args, get_origin
@@ -17,8 +17,10 @@ from pydantic_core import ErrorDetails
 from steelyard.core.errors import UserError
 from steelyard.core.recipe.recipe import Recipe
 from steelyard.core.recipe.toml import leaves, name_after, parse_value, place_of, read
+from steelyard.core.safe_parse import MOST_DEPTH
 
 COMMAND_LINE = "command line"
+MOST_PROBLEMS, LONGEST_KEY, LONGEST_MESSAGE = 20, 200, 1000  # problems, and characters of one
 NAMES_ELSEWHERE = {
     "lr": "optim.learning_rate",
     "min_lr": "optim.min_learning_rate",
@@ -118,11 +120,17 @@ def _override(values: dict[str, Any], places: dict[str, str], override: str, pla
         raise UserError(f"{override!r} is not an override", where=where, mend=mend)
     table = values
     *sections, last = key.strip().split(".")
+    if len(sections) > MOST_DEPTH:
+        raise UserError(f"{key:.40}... is not a key: it has {len(sections) + 1} parts", where=place)
     for section in sections:
         table = table.setdefault(section, {})
         if not isinstance(table, dict):
             raise UserError(f"{section} is not a section", where=place, mend="write section.key=value")
-    table[last] = parse_value(text.strip())
+    try:
+        table[last] = parse_value(text.strip())
+    except UserError as error:
+        error.where = place
+        raise
     places[key.strip()] = place
 
 
@@ -134,12 +142,13 @@ def explained(
     section: type[BaseModel] = Recipe,
 ) -> UserError:
     """One message that names every problem of a file, each with its place and a way out."""
-    problems = [problem for detail in error.errors() for problem in _problems(detail, values, section)]
+    found = (problem for detail in error.errors() for problem in _problems(detail, values, section))
     texts = []
-    for key, message, mend in problems:
+    for key, message, mend in islice(found, MOST_PROBLEMS):
         place = place_of(key, places) or place_of(f"{key}.0", places) or source
-        texts.append(f"{place}: {key}: {message}" + (f"\n  {mend}" if mend else ""))
-    return UserError("\n".join(texts))
+        texts.append(f"{place}: {key:.{LONGEST_KEY}}: {message:.{LONGEST_MESSAGE}}" + (f"\n  {mend}" if mend else ""))
+    more = ["there are more problems"] if next(found, None) else []
+    return UserError("\n".join([*texts, *more]))
 
 
 def _problems(detail: ErrorDetails, values: dict[str, Any], section: type[BaseModel]) -> Iterator[tuple[str, str, str]]:
@@ -174,6 +183,8 @@ def _without_family(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
 
 def nearest(key: str, values: Mapping[str, Any] = MappingProxyType({}), section: type[BaseModel] = Recipe) -> str:
     """The valid name a misspelt key most likely means: the same word elsewhere, or a similar one."""
+    if len(key) > LONGEST_KEY:
+        return ""
     family = values.get("model", {}).get("family") if isinstance(values.get("model"), dict) else None
     valid = [name for name in valid_keys(section) if not _of_another_family(name, family)]
     key = ".".join(part for part in key.split(".") if not part.isdigit())

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
-from steelyard.core.recipe.section import Section, contradiction
+from steelyard.core.recipe.section import NonNegativeInt, PositiveInt, Section, contradiction
 
 Steps = Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]
 

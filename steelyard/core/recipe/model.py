@@ -4,21 +4,28 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, model_validator
 
 from steelyard.core.recipe.section import Section, contradiction
 
 Share = Annotated[float, Field(ge=0, lt=1)]
+# No model is larger. Sizes of any two multiply to what 64 bits hold, and so many layers are built in a few seconds.
+Stretch = Annotated[float, Field(gt=0, le=10**6)]
+Layers = Annotated[int, Field(gt=0, le=4_000)]
+Heads = Annotated[int, Field(gt=0, le=10**5)]
+Width = Annotated[int, Field(gt=0, le=10**6)]
+InnerWidth = Annotated[int, Field(gt=0, le=10**7)]
+Rows = Annotated[int, Field(gt=0, le=10**8)]
 
 
 class Shape(Section):
     """What every family has."""
 
-    layers: PositiveInt
-    hidden: PositiveInt
-    heads: PositiveInt
-    vocab: PositiveInt = Field(description="ids the tokenizer can produce")
-    vocab_multiple: PositiveInt = Field(
+    layers: Layers
+    hidden: Width
+    heads: Heads
+    vocab: Rows = Field(description="ids the tokenizer can produce")
+    vocab_multiple: Width = Field(
         128, description="the embedding is padded to a multiple of this; padding is never predicted nor exported"
     )
     init_std: PositiveFloat = 0.02
@@ -35,8 +42,8 @@ class GptModel(Shape):
     """GPT-2 and GPT-3: learned positions, LayerNorm, GELU, biases."""
 
     family: Literal["gpt"]
-    ffn: PositiveInt = Field(default_factory=lambda data: 4 * data["hidden"])
-    positions: PositiveInt = Field(1024, description="rows of the learned position table")
+    ffn: InnerWidth = Field(default_factory=lambda data: 4 * data["hidden"])
+    positions: Rows = Field(1024, description="rows of the learned position table")
     tied: bool = True
     norm_eps: PositiveFloat = 1e-5
 
@@ -50,19 +57,19 @@ class GptModel(Shape):
 class RopeScaling(Section):
     """Llama 3's stretching of the rotary frequencies for contexts longer than the original."""
 
-    factor: PositiveFloat = 8.0
-    low_freq_factor: PositiveFloat = 1.0
-    high_freq_factor: PositiveFloat = 4.0
-    original_positions: PositiveInt = 8192
+    factor: Stretch = 8.0
+    low_freq_factor: Stretch = 1.0
+    high_freq_factor: Stretch = 4.0
+    original_positions: Rows = 8192
 
 
 class LlamaModel(Shape):
     """Llama and its kin: RMSNorm, SwiGLU, rotary positions, grouped-query attention."""
 
     family: Literal["llama"]
-    ffn: PositiveInt = Field(default_factory=lambda data: _swiglu_width(data["hidden"]))
-    kv_heads: PositiveInt = Field(default_factory=lambda data: data["heads"])
-    head_dim: PositiveInt = Field(default_factory=lambda data: max(1, data["hidden"] // data["heads"]))
+    ffn: InnerWidth = Field(default_factory=lambda data: _swiglu_width(data["hidden"]))
+    kv_heads: Heads = Field(default_factory=lambda data: data["heads"])
+    head_dim: Heads = Field(default_factory=lambda data: max(1, data["hidden"] // data["heads"]))
     rope_theta: PositiveFloat = 10000.0
     rope_scaling: RopeScaling | None = None
     qkv_bias: bool = False

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
-from steelyard.core.recipe.section import Section, contradiction
+from steelyard.core.recipe.section import NonNegativeInt, PositiveInt, Section, contradiction
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 UNITS = ("steps", "samples", "tokens")

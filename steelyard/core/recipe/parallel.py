@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, PlainSerializer, PlainValidator, PositiveFloat, PositiveInt
+from pydantic import Field, PlainSerializer, PlainValidator, PositiveFloat
 from pydantic_core import PydanticCustomError
 
 from steelyard.core.errors import UserError
-from steelyard.core.recipe.section import Section
+from steelyard.core.recipe.section import Degree, NonNegativeInt, Section
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,12 @@ PartitionField = Annotated[Partition, PlainValidator(_partition), PlainSerialize
 class Parallel(Section):
     """Sizes of the mesh and how the model lies on it."""
 
-    tensor: PositiveInt = 1
-    context: PositiveInt = 1
-    pipeline: PositiveInt = 1
-    virtual: PositiveInt = Field(1, description="stages per pipeline rank")
-    data: PositiveInt | None = Field(None, description="left out: the rest of the world")
-    replicate: PositiveInt = Field(1, description="groups of hybrid sharding")
+    tensor: Degree = 1
+    context: Degree = 1
+    pipeline: Degree = 1
+    virtual: Degree = Field(1, description="stages per pipeline rank")
+    data: Degree | None = Field(None, description="left out: the rest of the world")
+    replicate: Degree = Field(1, description="groups of hybrid sharding")
     zero: Literal[0, 1, 2, 3] = Field(
         0, description="shards optimizer state (1), gradients too (2), parameters too (3)"
     )

@@ -1,12 +1,26 @@
-"""What all sections share: unknown keys are refused, types are not bent, and a loaded recipe never changes."""
+"""What all sections share: unknown keys are refused, types are not bent, and a loaded recipe never changes.
+
+Integers are bounded here. A number beyond any use is refused when a file is read, rather than later by an overflow in
+a library or by a loop that never ends.
+"""
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from steelyard.core import secrets
 from steelyard.core.recipe.toml import leaves
+
+# Far beyond any run, and products of four of them still fit where numbers are floats. Sizes have limits of their own.
+LARGEST = 10**15
+PositiveInt = Annotated[int, Field(gt=0, le=LARGEST)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=LARGEST)]
+Degree = Annotated[int, Field(gt=0, le=10**6)]  # of parallelism, or ranks
+Batch = Annotated[int, Field(gt=0, le=10**6)]  # samples of one step
+Seed = Annotated[int, Field(ge=0, lt=2**32)]  # as NumPy takes them
 
 
 class Section(BaseModel):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
-from steelyard.core.recipe.section import Section, contradiction, refuse_secrets
+from steelyard.core.recipe.section import Degree, NonNegativeInt, Section, contradiction, refuse_secrets
 from steelyard.core.secrets import is_secret_name
 
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
@@ -35,8 +35,8 @@ class Mpi(Section):
 
     mpirun: str = "mpirun"
     hosts: list[str] = Field([], description="in rank order; the first has rank 0")
-    slots: PositiveInt | None = Field(None, description="written behind each host; left out: the ranks per node")
-    cpus_per_rank: PositiveInt | None = None
+    slots: Degree | None = Field(None, description="written behind each host; left out: the ranks per node")
+    cpus_per_rank: Degree | None = None
     ssh_port: Port | None = None
     ssh_options: list[str] = Field([], description='like "-o StrictHostKeyChecking=no"')
     options: list[str] = Field([], description="further words for mpirun")
@@ -56,8 +56,8 @@ class Site(Section):
     sbatch: list[str] = Field([], description='further options of sbatch, like "--qos=long"')
     time_limit: str | None = Field(None, description="as Slurm writes it, like 24:00:00")
     memory: str | None = Field(None, description="of each node, like 200G")
-    ranks_per_node: PositiveInt | None = Field(None, description="where the plan names no nodes")
-    cpus_per_rank: PositiveInt | None = Field(None, description="left out: 4 beside a GPU, 1 without")
+    ranks_per_node: Degree | None = Field(None, description="where the plan names no nodes")
+    cpus_per_rank: Degree | None = Field(None, description="left out: 4 beside a GPU, 1 without")
     port: Port | None = Field(None, description="where ranks meet; left out: a free one")
     heterogeneous: Literal["one-job", "several-jobs"] = Field(
         "one-job", description="several-jobs: a master and followers, where a site forbids heterogeneous jobs"

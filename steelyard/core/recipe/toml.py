@@ -1,8 +1,7 @@
 """TOML in and out, with the line of every key.
 
 The standard parser gives values but no positions. A TOML file is a sequence of statements, though, and a statement is
-a whole document by itself: so the file is cut into statements by letting the parser say when one is complete, and
-each key gets the line its statement starts on.
+a whole document by itself: so the file is cut into statements, and each key gets the line its statement starts on.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from steelyard.core.errors import UserError
+from steelyard.core.safe_parse import toml_statements, toml_values
 
 
 def read(path: str | Path, kind: str) -> tuple[dict[str, Any], dict[str, str]]:
@@ -31,19 +31,23 @@ def read(path: str | Path, kind: str) -> tuple[dict[str, Any], dict[str, str]]:
 def parse(text: str, file: str) -> tuple[dict[str, Any], dict[str, str]]:
     """The values of a TOML text, and the place (`file:line`) of each dotted key."""
     try:
-        values = tomllib.loads(text)
+        values = toml_values(text)
     except tomllib.TOMLDecodeError as error:
         message, line = _line_of(str(error), text)
         raise UserError(f"this is not TOML: {message}", where=f"{file}:{line}", mend=_mend_for(message)) from None
+    except ValueError as error:
+        raise UserError(f"this cannot be read: {error}", where=file) from None
     return values, {key: f"{file}:{line}" for key, line in _lines(text)}
 
 
 def parse_value(text: str) -> Any:
     """The value of an override: TOML where it is TOML, otherwise the string itself (`0-2-2-0`, `98,2,0`, a path)."""
     try:
-        parsed = tomllib.loads(f"value = {text}")
+        parsed = toml_values(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
+    except ValueError as error:
+        raise UserError(f"{text:.40}... cannot be read: {error}") from None
     value = parsed.get("value")
     dates = (datetime.date, datetime.time)
     return text if len(parsed) != 1 or isinstance(value, dates) else value
@@ -83,31 +87,21 @@ def leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 
 def _lines(text: str) -> Iterator[tuple[str, int]]:
-    lines = text.splitlines()
     table = ""
-    number = 0
     entries: dict[str, int] = {}
-    while number < len(lines):
-        first = number
-        statement = lines[number]
-        number += 1
-        if not statement.strip() or statement.lstrip().startswith("#"):
+    for line, statement in toml_statements(text.replace("\r\n", "\n")):
+        parsed = _parsed(statement)
+        if not parsed:  # An empty line, or a comment.
             continue
-        is_header = statement.lstrip().startswith("[")
-        while (parsed := _parsed(statement)) is None and number < len(lines) and not is_header:
-            statement += "\n" + lines[number]
-            number += 1
-        if parsed is None:
-            continue
-        if is_header:
+        if statement.lstrip().startswith("["):
             table = _innermost(parsed)
             if statement.lstrip().startswith("[["):  # One more entry of a list of tables: nodes.0, nodes.1, ...
                 entries[table] = entries.get(table, -1) + 1
                 table = f"{table}.{entries[table]}"
-            yield table, first + 1
+            yield table, line
         else:
             for key in _every_key(parsed, f"{table}." if table else ""):
-                yield key, first + 1
+                yield key, line
 
 
 def _parsed(statement: str) -> dict[str, Any] | None:

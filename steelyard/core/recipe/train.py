@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveFloat, field_validator, model_validator
 
-from steelyard.core.recipe.section import Section, contradiction
+from steelyard.core.recipe.section import Batch, NonNegativeInt, PositiveInt, Section, Seed, contradiction
 
 
 class RampUp(Section):
     """The global batch grows from `start` by `increment`, evenly over the first `samples` samples."""
 
-    start: PositiveInt
-    increment: PositiveInt
+    start: Batch
+    increment: Batch
     samples: PositiveInt
 
 
@@ -24,10 +25,10 @@ class Train(Section):
     samples: PositiveInt | None = Field(None, description="length of the run in samples, instead of steps")
     tokens: PositiveInt | None = Field(None, description="length of the run in tokens, instead of steps")
     hours: PositiveFloat | None = Field(None, description="save and stop after so many hours, whatever is left")
-    global_batch: PositiveInt = 32
-    micro_batch: PositiveInt = 1
+    global_batch: Batch = 32
+    micro_batch: Batch = 1
     ramp_up: RampUp | None = Field(None, description="a batch that grows: start, increment and samples")
-    seed: NonNegativeInt = 1234
+    seed: Seed = 1234
     precision: Literal["fp32", "bf16", "fp16", "fp8"] = Field(
         "fp32", description="of matrix products; weights, their gradients' sums and the optimizer stay fp32"
     )
@@ -86,15 +87,30 @@ class Train(Section):
     def samples_in(self, steps: int) -> int:
         """Samples that the first `steps` steps consume."""
         consumed = 0
-        while steps and self.batch_at(consumed) < self.global_batch:
-            consumed += self.batch_at(consumed)
-            steps -= 1
+        for batch, number in self._ramp():
+            taken = min(number, steps)
+            consumed, steps = consumed + taken * batch, steps - taken
+            if not steps:
+                break
         return consumed + steps * self.global_batch
 
     def steps_for(self, samples: int) -> int:
         """Whole steps in `samples` samples, at least one."""
         consumed, steps = 0, 0
-        while consumed < samples and self.batch_at(consumed) < self.global_batch:
-            consumed += self.batch_at(consumed)
-            steps += 1
+        for batch, number in self._ramp():
+            taken = min(number, -(-(samples - consumed) // batch))
+            consumed, steps = consumed + taken * batch, steps + taken
+            if consumed >= samples:
+                break
         return max(1, steps + max(0, samples - consumed) // self.global_batch)
+
+    def _ramp(self) -> Iterator[tuple[int, int]]:
+        """The batches below the full one in their order, each with the number of steps it is used for."""
+        ramp, consumed = self.ramp_up, 0
+        while ramp is not None and (batch := self.batch_at(consumed)) < self.global_batch:
+            increments = (self.global_batch - ramp.start) // ramp.increment
+            following = (batch - ramp.start) // ramp.increment + 1
+            until = -(-following * ramp.samples // increments)  # Where the next batch begins.
+            steps = -(-(until - consumed) // batch)
+            yield batch, steps
+            consumed += steps * batch

@@ -44,6 +44,7 @@ OPERATIONS: dict[str, Callable[[int, int], int]] = {
     "**": lambda a, b: _power(a, b),
 }
 LARGEST_POWER = 64
+LONGEST_NUMBER = 20  # digits; bash has 64 bits
 
 
 def evaluate(text: str, get: Callable[[str], str], set_: Callable[[str, str], None]) -> int:
@@ -130,6 +131,8 @@ class _Sum:
             self.at += 1
             return self._changed(name, 1 if token == "++" else -1)
         if token[:1].isdigit():
+            if len(token) > LONGEST_NUMBER:
+                raise UndecidedError(f"a number of {len(token)} digits")
             return int(token, 16) if token[:2].lower() == "0x" else int(token)
         if token[:1].isidentifier():
             value = self._variable(token)
@@ -146,7 +149,7 @@ class _Sum:
 
     def _variable(self, name: str) -> int:
         text = self.get(name).strip()
-        if not re.fullmatch(r"-?\d+", text):
+        if not re.fullmatch(rf"-?\d{{1,{LONGEST_NUMBER}}}", text):
             raise UndecidedError(name)
         return int(text)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from steelyard.core.pages import charts, page
 from steelyard.core.pages.charts import Line
 from steelyard.core.run import Run
+from steelyard.core.safe_parse import loads
 from steelyard.observe.report.curves import is_number, thinned
 
 MOST_HOSTS, MOST_BYTES, MOST_POINTS = 16, 16 << 20, 600
@@ -59,7 +59,7 @@ def _samples(path: Path) -> list[dict[str, Any]]:
         return []
     for line in lines:
         try:
-            sample = json.loads(line)
+            sample = loads(line)
         except ValueError:  # Torn, or cut by the limit.
             continue
         if isinstance(sample, dict) and is_number(sample.get("time")) and isinstance(sample.get("devices"), list):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy.typing as npt
 
 from steelyard.core import files
 from steelyard.core.errors import UserError
+from steelyard.core.safe_parse import read_json_object
 
 END_OF_DOCUMENT = "<|endoftext|>"
 # What other people's vocabularies call the token that ends a document, likeliest first.
@@ -103,10 +103,4 @@ def as_ids(ids: Any) -> npt.NDArray[np.int32]:
 
 def read_config(path: Path) -> dict[str, Any]:
     """A `tokenizer_config.json`, or nothing where there is none."""
-    try:
-        config: dict[str, Any] = json.loads(files.inside(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise UserError(f"this is not JSON: {error}", where=str(path)) from None
-    return config
+    return read_json_object(files.inside(path)) if path.is_file() else {}

@@ -1,0 +1,132 @@
+"""JSON and TOML that somebody else wrote, parsed within limits.
+
+Text from a stranger may be endless, nested thousands deep, or hold numbers of a hundred thousand digits, to which
+Python's parsers answer with RecursionError, with errors about conversions, or with minutes of work. Here all of that is
+a `ValueError` with one short sentence, and reading a file a `UserError` that names it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from steelyard.core.errors import Damaged, UserError
+
+MOST_DEPTH = 64
+MOST_JSON_BYTES = 256 << 20  # The largest known index of a model's weights has 20 MB.
+MOST_TOML_BYTES = 1 << 20
+LARGEST_IN_JSON = 10**100  # Fits a float. Tokenizers have 10**30 for no limit, so 64 bits are too few.
+LARGEST_IN_TOML = 2**63 - 1
+TOO_DEEP = "it is nested too deeply"
+TOO_LONG = "it holds a number of more than 4300 digits"
+# Strings and comments, in which nothing counts; what opens and closes; and what a key is made of.
+TOML_TOKEN = re.compile(
+    r'"""(?:\\.|[^\\])*?""""{0,2}|\'\'\'.*?\'\'\'\'{0,2}|"(?:\\.|[^"\\\n])*"|\'[^\'\n]*\'|#[^\n]*|[\[\]{}=,.\n]',
+    re.DOTALL,
+)
+
+
+def loads(text: str | bytes) -> Any:
+    """A JSON value, of which only the form is checked: for records that are read by the thousand."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
+    except json.JSONDecodeError:
+        raise
+    except UnicodeDecodeError:
+        raise ValueError("it is not UTF-8") from None
+    except ValueError:
+        raise ValueError(TOO_LONG) from None
+
+
+def json_value(text: str | bytes) -> Any:
+    """A JSON value that is safe to walk through and to compute with."""
+    value = loads(text)
+    _check(value, LARGEST_IN_JSON)
+    return value
+
+
+def read_json(path: str | Path) -> Any:
+    """The JSON value in a file."""
+    try:
+        with open(path, "rb") as file:
+            text = file.read(MOST_JSON_BYTES + 1)
+        if len(text) > MOST_JSON_BYTES:
+            raise ValueError(f"it is larger than {MOST_JSON_BYTES >> 20} MiB")
+        return json_value(text)
+    except OSError as error:
+        raise Damaged(f"cannot be read: {error.strerror}", where=str(path)) from None
+    except ValueError as error:
+        raise Damaged(f"this is not JSON that can be read: {error}", where=str(path)) from None
+
+
+def read_json_object(path: str | Path) -> dict[str, Any]:
+    """The JSON object in a file."""
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise UserError("this is not a JSON object", where=str(path))
+    return value
+
+
+def toml_values(text: str) -> dict[str, Any]:
+    """The values of a TOML text. Raises `tomllib.TOMLDecodeError` for what is not TOML, otherwise `ValueError`."""
+    if len(text) > MOST_TOML_BYTES:
+        raise ValueError(f"it is larger than {MOST_TOML_BYTES >> 20} MiB")
+    for _ in toml_statements(text):  # Before the parser, which would need very long for keys of many parts.
+        pass
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        raise
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
+    except ValueError:
+        raise ValueError(TOO_LONG) from None
+    _check(values, LARGEST_IN_TOML)
+    return values
+
+
+def toml_statements(text: str) -> Iterator[tuple[int, str]]:
+    """The statements of a TOML text, each with the number of its first line. A statement may span several lines."""
+    depth = dots = start = 0
+    line, in_key = 1, True
+    for token in TOML_TOKEN.finditer(text):
+        sign = token[0]
+        depth += (sign in "[{") - (sign in "]}")
+        if sign == ".":
+            dots += in_key
+        elif len(sign) == 1:
+            dots, in_key = 0, sign != "="
+        if depth > MOST_DEPTH or dots > MOST_DEPTH:
+            raise ValueError(TOO_DEEP)
+        if sign == "\n" and depth <= 0:
+            statement = text[start : token.start()]
+            yield line, statement
+            line += statement.count("\n") + 1
+            start, depth = token.end(), 0
+    yield line, text[start:]
+
+
+def _check(value: Any, largest: int) -> None:
+    """Refuse a value that is nested too deeply, and numbers and texts that nothing further on can hold."""
+    level: list[tuple[str, Any]] = [("", value)]
+    for _ in range(3 * MOST_DEPTH):  # A header, a key below it, and a value below that.
+        below: list[tuple[str, Any]] = []
+        for key, each in level:
+            if isinstance(each, dict):
+                below += [(f"{key}.{name}" if key else str(name), inner) for name, inner in each.items()]
+            elif isinstance(each, list):
+                below += [(key, inner) for inner in each]
+            elif isinstance(each, int) and abs(each) > largest:
+                raise ValueError(f"{key or 'the number'} has {each.bit_length()} bits, more than any number may have")
+            elif isinstance(each, str) and "\0" in each:
+                raise ValueError(f"{key or 'the text'} holds a character of code 0")
+        if not below:
+            return
+        level = below
+    raise ValueError(TOO_DEEP)
