@@ -56,6 +56,7 @@ def commands(guide: str) -> list[str]:
     return [line for block in blocks for line in block.split("```")[0].splitlines() if line.startswith("steelyard ")]
 
 
+@pytest.mark.slow
 def test_the_guide_to_data_works_as_written(place):
     lines = commands("guide-data.md")
     assert len(lines) >= 10
@@ -173,6 +174,7 @@ def test_the_guide_to_tuning_settings_works_as_written(place):
     assert Path("studies/script/best.txt").read_text().splitlines()[1].startswith("bash train_70b.sh --tp ")
 
 
+@pytest.mark.slow
 def test_the_guide_to_evaluation_works_as_written(place):
     lines = commands("guide-evaluate.md")
     assert len(lines) >= 8

@@ -340,6 +340,7 @@ def test_training_starts_from_a_foreign_checkpoint(workplace: Workplace):
     assert starts[0] == starts[1] == starts[2]
 
 
+@pytest.mark.slow
 def test_the_command_line_converts_and_tells(workplace: Workplace):
     held = written(workplace.path, "llama-3")
     done = workplace.steelyard(

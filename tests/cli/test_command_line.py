@@ -247,8 +247,9 @@ def test_a_log_has_plain_lines_with_rate_and_time_left(workplace):
     assert "\x1b" not in text
 
 
+@pytest.mark.slow
 def test_ctrl_c_before_training_begins_is_quiet_and_exits_with_130(workplace):
-    (workplace.path / "big.txt").write_text("".join(f"line {n} of the text\n" for n in range(300_000)))
+    (workplace.path / "big.txt").write_text("".join(f"line {n} of the text\n" for n in range(100_000)))
     process = workplace.start("tokenizer", "train", "--input", "big.txt", "--model-prefix", "t", "--vocab-size", "9000")
     time.sleep(1.5)
     process.send_signal(2)

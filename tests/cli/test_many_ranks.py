@@ -151,6 +151,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_training_needs_only_torch_numpy_pydantic_tomlkit_typer_and_rich(workplace: Workplace):
     command = [sys.executable, "-c", ENGINE_ALONE, "train", "tiny.toml", "train.steps=2", "--json"]
     done = subprocess.run(command, cwd=workplace.path, capture_output=True, text=True, timeout=600)

@@ -142,6 +142,7 @@ def test_without_transformers_the_model_is_tried_out_all_the_same(folder, monkey
         publish.try_out(folder, "once upon a time,")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["run", "checkpoint", "earlier checkpoint"])
 def test_a_run_is_published_as_a_hugging_face_model(hub, in_workplace, what, tmp_path):
     from steelyard.checkpoint import hub as hubs

@@ -74,7 +74,7 @@ def judge(result: Result, behaviour: object, sound: object) -> str:
     if result.code not in (0, 1, 2) or INTERNAL.search(result.err):
         return "traceback"
     if result.code:
-        return "detected" if result.err.strip() else "traceback"
+        return "detected" if (result.err + result.out).strip() else "traceback"
     return "unchanged" if behaviour == sound else "silent"
 
 

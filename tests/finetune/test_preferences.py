@@ -50,6 +50,7 @@ def test_the_first_loss_is_that_of_no_preference_and_then_it_falls(bases, place,
     assert run.metrics()[-1]["reward_accuracy"] == 1
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_reference_it_had(bases, place):
     write_jsonl(place / "talks.jsonl", pairs(12))
     words = ["finetune.valid_share=0.3", "eval.every=1"]

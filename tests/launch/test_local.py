@@ -126,6 +126,7 @@ assert total == 3
     assert job.left() == []
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_is_named_and_the_others_do_not_wait(start):
     work = f"if world.rank == 2: time.sleep(1); raise Fault('the disk of rank 2 is full')\n{FOREVER}"
     job = start(work)

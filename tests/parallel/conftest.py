@@ -24,6 +24,37 @@ FOUR_STEPS = [
     "train.steps=4", "log.every=1", "eval.every=2", "checkpoint.every=0", "train.global_batch=8",
     "train.micro_batch=1", "parallel.timeout_minutes=3",
 ]  # fmt: skip
+# Tests on the pool of ranks are slow but for these, a few of every kind, which show most mistakes.
+FAST = """
+    test_a_layout_gives_the_curve_of_one_process[gpt-zero 1 on 2]
+    test_a_layout_gives_the_curve_of_one_process[llama-zero 3 on 2]
+    test_a_layout_gives_the_curve_of_one_process[gpt-tensor]
+    test_a_layout_gives_the_curve_of_one_process[llama-sequence]
+    test_a_layout_gives_the_curve_of_one_process[llama-context]
+    test_a_layout_gives_the_curve_of_one_process[gpt-pipeline 2 1f1b]
+    test_a_layout_gives_the_curve_of_one_process[llama-pipeline 2 interleaved]
+    test_a_layout_gives_the_curve_of_one_process[llama-pipeline 2 zero-bubble]
+    test_a_layout_gives_the_curve_of_one_process[llama-data x tensor zero 3]
+    test_a_setting_means_the_same_on_a_layout[dropout-sequence]
+    test_a_setting_means_the_same_on_a_layout[documents-pipeline]
+    test_a_setting_means_the_same_on_a_layout[ramp-up-data]
+    test_a_setting_means_the_same_on_a_layout[tied-llama-tensor]
+    test_recomputing_changes_nothing[pipeline-selective]
+    test_a_coarse_precision_stays_near_one_process[pipeline-fp16]
+    test_an_extension_changes_model_and_loss_and_adds_to_records
+    test_an_extension_means_the_same_on_a_layout[Gain-pipeline x data]
+    test_a_run_goes_on_where_it_was_on_another_layout[pipeline to zero 1]
+    test_what_is_not_a_weight_comes_along[sgd-sai]
+    test_a_damaged_shard_is_named_and_the_checkpoint_before_it_is_used[flip]
+    test_masks_are_learned_alike_on_a_layout[gpt-tensor]
+    test_tuning_is_alike_on_a_layout[llama-full-pipeline]
+    test_tuning_is_alike_on_a_layout[gpt-lora-tensor]
+    test_a_sample_that_is_not_finite_on_any_device_is_data_where_devices_can_be_compared[zero 0]
+    test_all_ranks_refuse_to_save_what_is_not_finite_on_one[pipeline]
+    test_ranks_that_fail_or_hang_are_told_in_time_and_replaced
+    test_every_rank_of_a_pipeline_tells_what_it_does_when[zero-bubble]
+    test_a_head_whose_rows_lie_on_several_ranks_gives_the_same_loss_and_gradients[100-2]
+""".strip().split("\n    ")
 COMPARED = ("step", "loss", "valid_loss", "grad_norm", "learning_rate", "samples", "global_batch", "skipped")
 
 
@@ -57,6 +88,13 @@ class Layouts:
         if key not in self._alone:
             self._alone[key] = self.run(1, family, *overrides).metrics()
         return self._alone[key]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what runs on the pool of ranks as slow, unless it is among the fast ones."""
+    for item in items:
+        if "layouts" in getattr(item, "fixturenames", ()) and item.name not in FAST:
+            item.add_marker("slow")
 
 
 @pytest.fixture(scope="session")

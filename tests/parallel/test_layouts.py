@@ -58,20 +58,10 @@ LAYOUTS = {
     "eight zero 1": (8, [*parallel(tensor=2, pipeline=2, zero=1), LARGER]),
     "eight zero 3": (8, [*parallel(tensor=2, pipeline=2, zero=3, sequence_parallel="true"), LARGER]),
 }
-# Of each layout one family is fast enough for every commit; these show most in both.
-TWICE = ("zero 3 on 2", "pipeline 2 1f1b", "tensor", "sequence")
 
 
-def cases() -> list:
-    marked = []
-    for number, layout in enumerate(LAYOUTS):
-        for place, family in enumerate(ROUNDING):
-            is_fast = number % 2 == place or layout in TWICE
-            marked.append(pytest.param(family, layout, marks=[] if is_fast else pytest.mark.slow))
-    return marked
-
-
-@pytest.mark.parametrize(("family", "layout"), cases())
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", ROUNDING)
 def test_a_layout_gives_the_curve_of_one_process(layouts: Layouts, family: str, layout: str):
     size, overrides = LAYOUTS[layout]
     curve = layouts.run(size, family, *overrides).metrics()

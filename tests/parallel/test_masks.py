@@ -40,9 +40,6 @@ LAYOUTS = {
     "data x context zero 2": (4, parallel(context=2, zero=2)),
     "all of them": (8, parallel(tensor=2, pipeline=2, zero=1)),
 }
-FAST = {
-    ("llama-bias", "zero 3"), ("gpt", "tensor"), ("llama-bias", "pipeline that computes again"), ("gpt", "context"),
-}  # fmt: skip
 
 
 def learn(layouts: Layouts, size: int, family: str, *overrides: str, path: str | None = None) -> Run:
@@ -74,20 +71,13 @@ def assert_alike(run: Run, other: Run) -> None:
     assert max((ours[name] - theirs[name]).abs().mean().item() for name in ours) < ROUNDING
 
 
-def cases() -> list:
-    return [
-        pytest.param(family, layout, marks=[] if (family, layout) in FAST else pytest.mark.slow)
-        for family in ("gpt", "llama-bias")
-        for layout in LAYOUTS
-    ]
-
-
 @pytest.fixture(scope="session")
 def alone(layouts: Layouts) -> dict[str, Run]:
     return {family: learn(layouts, 1, family) for family in ("gpt", "llama-bias")}
 
 
-@pytest.mark.parametrize(("family", "layout"), cases())
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", ["gpt", "llama-bias"])
 def test_masks_are_learned_alike_on_a_layout(layouts: Layouts, alone: dict[str, Run], family: str, layout: str):
     size, overrides = LAYOUTS[layout]
     run = learn(layouts, size, family, *overrides)
@@ -99,7 +89,6 @@ def test_the_regulariser_is_no_smaller_than_what_layouts_are_held_to(layouts: La
     assert difference(without.metrics(), alone["gpt"].metrics()) > 100 * ROUNDING
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["zero 1", "zero 3", "context"])
 def test_the_dense_model_is_followed_alike_on_a_layout(layouts: Layouts, layout: str):
     size, overrides = LAYOUTS[layout]
@@ -113,17 +102,8 @@ def test_the_dense_model_is_followed_alike_on_a_layout(layouts: Layouts, layout:
 METHODS = {"sr-ste": ["sparsity.decay=0.05"], "fixed": ["sparsity.mask=largest.mask"]}
 
 
-@pytest.mark.parametrize(
-    ("method", "layout"),
-    [
-        ("sr-ste", "context"),
-        *(
-            pytest.param(method, layout, marks=pytest.mark.slow)
-            for method in METHODS
-            for layout in ("zero 3", "tensor", "pipeline", "all of them")
-        ),
-    ],
-)
+@pytest.mark.parametrize("layout", ["zero 3", "tensor", "pipeline", "context", "all of them"])
+@pytest.mark.parametrize("method", METHODS)
 def test_weights_are_trained_under_masks_alike_on_a_layout(layouts: Layouts, method: str, layout: str):
     learn(layouts, 1, "llama-bias")
     source = open_source(layouts.folder / "base-llama-bias")
@@ -138,7 +118,6 @@ def test_weights_are_trained_under_masks_alike_on_a_layout(layouts: Layouts, met
 PRECISIONS = {"bf16": 2e-2, "fp16": 5e-3}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["zero 1", "zero 3", "tensor", "pipeline", "data x tensor zero 3"])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_masks_are_learned_in_half_precision_on_a_layout(layouts: Layouts, layout: str, precision: str):
@@ -152,7 +131,6 @@ def test_masks_are_learned_in_half_precision_on_a_layout(layouts: Layouts, layou
     assert max(apart) < 1e-3
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("first", "second"), [("tensor", "zero 3"), ("all of them", "context")])
 def test_a_run_of_masks_goes_on_on_another_layout(layouts: Layouts, first: str, second: str):
     name = f"moved-{first}-{second}".replace(" ", "-")

@@ -26,8 +26,6 @@ OFFLOAD = ["optim.offload=true"]
 
 SGD_ROUNDING = 1e-6
 
-slow = pytest.mark.slow
-
 
 @pytest.mark.parametrize(
     ("family", "settings", "layout"),
@@ -37,7 +35,7 @@ slow = pytest.mark.slow
         pytest.param("gpt", ALL_DROPOUT, PIPELINE, id="dropout-pipeline"),
         pytest.param("llama", ALL_DROPOUT, ZERO_3, id="dropout-zero"),
         pytest.param("llama", DROPOUT, CONTEXT, id="dropout-context"),
-        pytest.param("llama", DROPOUT, (4, [*CONTEXT[1], *SEQUENCE[1]]), id="dropout-context-sequence", marks=slow),
+        pytest.param("llama", DROPOUT, (4, [*CONTEXT[1], *SEQUENCE[1]]), id="dropout-context-sequence"),
         pytest.param("llama", [*ALL_DROPOUT, "parallel.recompute=full"], PIPELINE, id="dropout-recompute"),
         pytest.param("gpt", DOCUMENTS, CONTEXT, id="documents-context"),
         pytest.param("llama", DOCUMENTS, CONTEXT, id="documents-context-llama"),
@@ -45,7 +43,7 @@ slow = pytest.mark.slow
         pytest.param("gpt", [*DOCUMENTS, *ALL_DROPOUT], SEQUENCE, id="documents-dropout-sequence"),
         pytest.param("llama", SGD_SAI, ZERO_3, id="sgd-sai-zero"),
         pytest.param("gpt", SGD_SAI, TENSOR, id="sgd-sai-tensor"),
-        pytest.param("gpt", SGD_SAI, (4, parallel(zero=3, replicate=2, data=4)), id="sgd-sai-hybrid", marks=slow),
+        pytest.param("gpt", SGD_SAI, (4, parallel(zero=3, replicate=2, data=4)), id="sgd-sai-hybrid"),
         pytest.param("gpt", SGD_SAI, PIPELINE, id="sgd-sai-tied-pipeline"),
         pytest.param("llama", RAMP_UP, ZERO_0, id="ramp-up-data"),
         pytest.param("gpt", RAMP_UP, PIPELINE, id="ramp-up-pipeline"),
@@ -68,7 +66,7 @@ def test_a_setting_means_the_same_on_a_layout(layouts: Layouts, family: str, set
 @pytest.mark.parametrize("recompute", ["selective", "full", 1])
 @pytest.mark.parametrize(
     "layout",
-    [PIPELINE, ZERO_3, pytest.param(SEQUENCE, marks=slow)],
+    [PIPELINE, ZERO_3, SEQUENCE],
     ids=["pipeline", "zero", "sequence"],
 )
 def test_recomputing_changes_nothing(layouts: Layouts, recompute: str | int, layout: tuple):

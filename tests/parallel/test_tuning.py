@@ -36,20 +36,7 @@ LAYOUTS = {
     "data x tensor zero 3": (4, parallel(tensor=2, zero=3)),
     "all of them": (8, parallel(tensor=2, pipeline=2, zero=1)),
 }
-FAST = {
-    ("llama", "full", "zero 3"), ("gpt", "full", "context"), ("llama", "full", "pipeline"), ("gpt", "lora", "tensor"),
-    ("llama", "dora", "data x tensor zero 3"), ("gpt", "noise", "sequence"), ("llama", "dpo", "all of them"),
-}  # fmt: skip
 ROUNDING = {"llama": 2e-5, "gpt": 2e-4}
-
-
-def cases() -> list:
-    return [
-        pytest.param(family, kind, layout, marks=[] if (family, kind, layout) in FAST else pytest.mark.slow)
-        for family in ("llama", "gpt")
-        for kind in KINDS
-        for layout in LAYOUTS
-    ]
 
 
 def tune(layouts: Layouts, bases, size: int, family: str, kind: str, name: str, *overrides: str) -> Run:  # noqa: F811
@@ -64,7 +51,9 @@ def tune(layouts: Layouts, bases, size: int, family: str, kind: str, name: str, 
     return Run.open(layouts.folder / path)
 
 
-@pytest.mark.parametrize(("family", "kind", "layout"), cases())
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", ROUNDING)
 def test_tuning_is_alike_on_a_layout(layouts: Layouts, bases, family: str, kind: str, layout: str):  # noqa: F811
     size, overrides = LAYOUTS[layout]
     alone = tune(layouts, bases, 1, family, kind, "alone")

@@ -234,11 +234,13 @@ def meet(folder: Path, *launcher: str) -> list[str]:
     return sorted(done.stdout.splitlines())
 
 
+@pytest.mark.slow
 def test_ranks_of_torchrun_meet(tmp_path):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
     assert meet(tmp_path, *launcher) == ["torchrun 0/2 3", "torchrun 1/2 3"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="there is no mpirun here")
 def test_ranks_of_mpirun_meet_though_a_port_is_taken(tmp_path):
     assert meet(tmp_path, "mpirun", "-n", "2", "--oversubscribe") == ["mpirun 0/2 3", "mpirun 1/2 3"]

@@ -27,6 +27,7 @@ def learned(place: Place) -> Place:
     return place
 
 
+@pytest.mark.slow
 def test_masks_are_exported_as_a_file_and_as_weights_with_zeros(learned: Place, capsys):
     code, told, _ = answer(capsys, "mask", "export", "masks", "learned.mask")
     assert (code, told["pattern"], told["made_by"]["step"], told["matrices"]) == (0, "2:4", 6, 14)

@@ -197,6 +197,7 @@ def test_a_base_and_its_masks_are_exported_together(folder, monkeypatch, capsys)
     assert run("export-sparse", "base", "alone") == 2
 
 
+@pytest.mark.slow
 def test_a_run_that_learned_masks_is_exported_with_its_base(place):
     place.learn("masks", "train.steps=2")
     assert run("export-sparse", "masks", "out", "--dtype", "fp32") == 0

@@ -161,6 +161,7 @@ def _vector(numbers, dtype, like):
     return tl.core.tensor(TensorHandle(numbers, dtype), tl.core.block_type(dtype, like.type.shape))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "outputs", "inputs", "form"),
     [

@@ -38,6 +38,7 @@ def test_every_token_is_distilled_wherever_it_stands():
     assert seen == [{"labels_BL", "samples_B"}, {"labels_BL"}]
 
 
+@pytest.mark.slow
 def test_distilling_changes_what_is_learned_and_not_what_the_loss_is(place: Place):
     plain = place.learn("plain", "train.steps=8", "log.every=1")
     run = place.learn("distilled", "train.steps=8", *DISTILL)

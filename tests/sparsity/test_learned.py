@@ -59,6 +59,7 @@ def magnitude_masks(place: Place, path: str = "magnitude.mask") -> dict[str, Ten
     return chosen
 
 
+@pytest.mark.slow
 def test_learning_masks_lowers_the_loss_of_the_pruned_model(place: Place):
     run = place.learn("masks", "train.steps=40", "optim.learning_rate=0.02")
     valid = records(run, "valid_loss")
@@ -200,6 +201,7 @@ def test_a_killed_run_learns_the_same_masks_to_the_bit(place: Place):
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_a_layer_computed_again_draws_what_it_drew(place: Place, recompute: str):
     plain = place.learn("plain", "train.steps=3")

@@ -58,6 +58,7 @@ def trained(tmp_path_factory):
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @settings(deadline=None, max_examples=300, suppress_health_check=list(HealthCheck))
 @given(text=ANYTHING)
@@ -70,6 +71,7 @@ def test_an_export_keeps_the_ids_on_any_text(trained, kind, text):
     assert exported(text)["input_ids"] == ours
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
 @given(texts=st.lists(ANYTHING, max_size=4))

@@ -78,6 +78,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_it_goes_on_and_gives_the_same_bytes(corpus):
     tokenize(job(prefix="undisturbed"))
     Path("killed.py").write_text(KILLED.format(job=job()))

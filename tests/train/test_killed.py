@@ -31,6 +31,7 @@ def wait_for_lines(run: Path, wanted: int, is_alive) -> None:
         time.sleep(0.001)
 
 
+@pytest.mark.slow
 def test_a_run_killed_twenty_times_repeats_its_losses_to_the_bit(workplace):
     """Checkpoints are written in the background, so that many a kill falls into a save."""
     context = get_context("forkserver")

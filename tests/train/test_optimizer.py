@@ -89,6 +89,7 @@ def test_state_made_for_loading_moves_nothing_and_has_the_names_of_a_checkpoint(
     assert all(not piece.tensor.any() for piece in theirs.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sgd", "sgd-sai"])
 def test_its_state_is_saved_and_a_continued_run_is_the_same(in_workplace, name):
     settings = [f"optim.name={name}", "optim.schedule=constant", "optim.learning_rate=3e-3", "eval.every=0"]

@@ -172,6 +172,7 @@ def test_wandb_gets_records_and_a_resumed_run_goes_on_under_its_name(wandb, monk
     assert [call for call in calls if call[0] == "finish"] == [["finish", 0]] * 2
 
 
+@pytest.mark.slow
 def test_the_real_wandb_takes_a_run_without_a_network(in_workplace, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")

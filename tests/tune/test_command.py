@@ -186,6 +186,7 @@ def test_nodes_of_several_types_are_chosen_from_the_cluster_file(in_workplace, r
     assert [(group.nodes, group.ranks) for group in found] == nodes
 
 
+@pytest.mark.slow
 def test_jobs_of_slurms_outlive_a_tuner_of_several_workers_that_is_killed(in_workplace):
     """The guide's example: a recipe, a cluster file of two types, two workers; programs of ours stand for Slurm's."""
     place = in_workplace.path

@@ -183,6 +183,7 @@ def test_an_interruption_keeps_what_was_learned(valley):
     assert len(ended(valley / "study", outcome.INTERRUPTED)) == 1
 
 
+@pytest.mark.slow
 def test_a_changed_space_is_refused_and_a_larger_budget_is_not(valley, monkeypatch):
     monkeypatch.chdir(valley)
     search.search(spec.load("valley.toml", {"budget.trials": 2}), Path("study"))
@@ -378,6 +379,7 @@ def test_of_trials_that_are_equal_the_first_is_listed_and_the_others_are_counted
     assert "2 more did just as well: trials 2, 3" in best.as_text(summary)
 
 
+@pytest.mark.slow
 def test_several_objectives_bring_a_frontier(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "two.py").write_text(
