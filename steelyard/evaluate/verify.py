@@ -32,6 +32,7 @@ from steelyard.core.safe_parse import read_json_object
 from steelyard.sparsity.masks import MaskFile, is_mask_file
 
 ADAPTER = "adapter_config.json"
+OF_A_MODEL = {".safetensors", ".bin", ".pt", ".distcp", ".json", ".model", ".jinja"}  # What SHA256SUMS always lists.
 NAMED = 5  # files without a checksum that are listed by name
 
 
@@ -165,7 +166,10 @@ def _check_sums(path: Path, findings: Findings, own: Iterable[str] = ()) -> None
             break
     here = [path / name for name in sha256sums.files_in(path)] if path.is_dir() else [path]
     covered = {*listed, *(path / name for name in own)}
-    findings.without_checksum += [str(file) for file in here if file not in covered and not is_mask_file(file)]
+    unlisted = [file for file in here if file not in covered and not is_mask_file(file)]
+    missing = [file for file in unlisted if listed and file.suffix in OF_A_MODEL]
+    findings.problems += [f"{file} is not listed in {base / sha256sums.NAME}" for file in missing]
+    findings.without_checksum += [str(file) for file in unlisted if file not in missing]
 
 
 def _check_safetensors(file: Path, findings: Findings) -> None:

@@ -17,6 +17,7 @@ import json
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -209,6 +210,13 @@ def _kept_at(paths: list[Path], recipe: Recipe, tokenizer: Tokenizer, template: 
     return paths[0].parent / f".steelyard-{digest}.npz"
 
 
+# What NumPy and zipfile raise for a file that is not as it was written.
+DAMAGE = (
+    OSError, ValueError, KeyError, EOFError, RuntimeError, NotImplementedError, SyntaxError, TokenError,
+    zipfile.BadZipFile,
+)  # fmt: skip
+
+
 def _keep(corpus: Corpus, path: Path) -> None:
     samples, tally = corpus
     with files.atomic_file(path, "wb") as file:
@@ -235,7 +243,7 @@ def _reopened(path: Path) -> Corpus | None:
             path.touch()  # It was used.
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile):
+    except DAMAGE:
         console.warn(f"{path} is damaged and is made anew")
         return None
     ends = np.cumsum(lengths)[:-1]

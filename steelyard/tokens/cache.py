@@ -25,6 +25,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any, Literal
 
 import numpy as np
@@ -108,7 +109,7 @@ def _describes(path: Path, request: Request) -> bool:
 def _loaded(paths: list[Path]) -> IndexMaps | None:
     try:
         return IndexMaps(*(np.load(path, mmap_mode="r", allow_pickle=False) for path in paths))
-    except (OSError, ValueError, EOFError):
+    except (OSError, ValueError, EOFError, SyntaxError, TokenError):  # The last two of a damaged header.
         return None
 
 

@@ -86,7 +86,7 @@ def _write(path: Path, tune: Tune, trial: FrozenTrial) -> None:
     values = ", ".join(f"{objective.label} {value:.6g}" for objective, value in named)
     remark = f"# steelyard tune: trial {trial.number} of the study {tune.name}, {values}".replace("\n", " ")
     text = f"{remark}\n{secrets.scrub(candidate.written(tune, trial.params))}"
-    if not path.is_file() or path.read_text(encoding="utf-8") != text:
+    if not path.is_file() or path.read_bytes() != text.encode():
         files.write_text(path, text)
 
 

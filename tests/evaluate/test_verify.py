@@ -204,3 +204,13 @@ def test_a_torn_last_record_and_token_files_that_are_elsewhere_are_named_and_no_
     assert found.problems == []
     assert any("unfinished" in line for line in found.not_checked)
     assert any("tokens_text_document.idx" in line for line in found.not_checked)
+
+
+def test_a_weight_file_that_the_sums_do_not_list_is_a_problem_and_a_note_is_none(tmp_path, capsys):
+    folder = written(tmp_path, "llama")
+    (folder / "notes.md").write_text("mine")
+    assert command("checkpoint", "verify", folder, capsys=capsys)[0] == 0
+    lines = (folder / "SHA256SUMS").read_text().splitlines(keepends=True)
+    (folder / "SHA256SUMS").write_text("".join(line for line in lines if "safetensors" not in line))
+    code, out = command("checkpoint", "verify", folder, capsys=capsys)
+    assert (code, "model.safetensors is not listed in" in out) == (1, True)

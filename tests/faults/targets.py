@@ -30,6 +30,7 @@ for document in IndexedTokens(sys.argv[1]).documents():
     digest.update(str(document.tolist()).encode())
 print(digest.hexdigest())
 """
+PRINT_METRICS = "from steelyard.core.run import Run; print(Run.open('run').metrics())"
 
 
 @dataclass(frozen=True)
@@ -223,6 +224,22 @@ def _gguf(folder: Path) -> None:
     (folder / "model.gguf").write_bytes(written + bytes(-len(written) % 32) + data)
 
 
+SFT = (
+    "sft", "--model", "model", "--data", "talks.jsonl", "finetune.template=chatml", "data.sequence_length=64",
+    "train.steps=2", "train.device=cpu", "eval.every=0", "log.every=1",
+)  # fmt: skip
+
+
+def _conversations(folder: Path) -> None:
+    """A model with a tokenizer, and conversations that were encoded once."""
+    from tests.finetune.conftest import talks, write_bases, write_jsonl
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (write_bases(folder / "bases") / "llama").rename(folder / "model")
+    write_jsonl(folder / "talks.jsonl", talks(20))
+    _do(folder, (*SFT, "--run", "first"))
+
+
 CLUSTER = '[[nodes]]\ntype = "a"\ncount = 2\ngpu = "a100-80"\ngpus = 2\n[[links]]\nbetween = ["*", "*"]\nGBps = 12.5\n'
 
 
@@ -245,13 +262,14 @@ TARGETS = [
            [("train", "tiny.toml", *SHORT, "--run", "again")], metrics("again")),
     Target("mask file", _masked, ["model.mask"], [("mask", "apply", "model", "model.mask", "applied")],
            files_written("applied/*.safetensors")),
+    Target("encoded conversations", _conversations, [".steelyard-*.npz"], [(*SFT, "--run", "again")], metrics("again")),
     Target("exported model", _model, ["model/*"], [("checkpoint", "verify", "model"), CONVERT], CONVERTED),
     Target("compressed model", _compressed, ["sparse/*"],
            [("checkpoint", "verify", "sparse"), ("checkpoint", "info", "sparse")], printed),
     Target("run folder", _finished, ["run/run.json", "run/recipe.toml"],
            [("run", "verify", "run"), ("checkpoint", "info", "run")], printed, checksum=False),
-    Target("metrics of a run", _finished, ["run/metrics.jsonl"], [("report", "run")],
-           metrics("run"), checksum=False),
+    Target("metrics of a run", _finished, ["run/metrics.jsonl"], [("report", "run"), ("-c", PRINT_METRICS)],
+           lambda _, result: result.out.splitlines()[-1], checksum=False),
     Target("study", _study, ["study/*"], [("tune", "report", "study", "--json")], printed, checksum=False),
     Target("safetensors and config.json", _foreign_model, ["model/*"], [CONVERT], CONVERTED, checksum=False),
     Target("GGUF", _gguf, ["model.gguf"],

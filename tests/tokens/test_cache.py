@@ -32,12 +32,14 @@ def test_old_names_are_written_and_read(in_workplace, monkeypatch, part):
     assert same(opened(), first)
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty", "other"])
+@pytest.mark.parametrize("damage", ["cut", "empty", "header", "other"])
 def test_a_damaged_array_is_built_again(in_workplace, damage):
     first = opened("data.index_cache=cache")
     (path,) = Path("cache").glob("*sample_index.npy")
     if damage == "other":
         np.save(path, np.zeros((3, 2), dtype=np.int32))
+    elif damage == "header":
+        path.write_bytes(path.read_bytes().replace(b")", b"(", 1))
     else:
         path.write_bytes(path.read_bytes()[:100] if damage == "cut" else b"")
     assert same(opened("data.index_cache=cache"), first)
