@@ -106,7 +106,9 @@ def _write_parquet(everything: Iterator[dict[str, Any]], file: IO[bytes]) -> int
             except pyarrow.ArrowException as error:
                 raise UserError(f"documents {count + 1} to {count + len(rows)} do not fit one table: {error}") from None
             if writer is None:
-                writer = stack.enter_context(parquet.ParquetWriter(whole.name, table.schema, compression="zstd"))
+                writer = stack.enter_context(
+                    parquet.ParquetWriter(whole.name, table.schema, compression="zstd", write_page_checksum=True)
+                )
             writer.write_table(table)
             count += len(rows)
         stack.close()

@@ -222,7 +222,7 @@ def _rows(piece: Piece) -> Iterator[dict[str, Any]]:
 
     number = 0
     try:
-        file = parquet.ParquetFile(piece.unpacked)
+        file = parquet.ParquetFile(piece.unpacked, page_checksum_verification=True)
         for batch in file.iter_batches(ROWS_AT_ONCE, row_groups=[piece.start]):
             for row in batch.to_pylist():
                 yield row

@@ -64,7 +64,7 @@ def writing(file: IO[bytes], compression: Compression) -> Iterator[IO[bytes]]:
     elif compression == "zst":
         import zstandard
 
-        with zstandard.ZstdCompressor(level=3).stream_writer(file, closefd=False) as packed:
+        with zstandard.ZstdCompressor(level=3, write_checksum=True).stream_writer(file, closefd=False) as packed:
             yield packed
     else:
         yield file
