@@ -7,6 +7,7 @@ that never comes.
 """
 
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -136,3 +137,4 @@ def serve(wire: Any, folder: Path) -> None:
                 wire.send((True, job(*arguments)))
             except BaseException:
                 wire.send((False, traceback.format_exc(limit=-6)))
+            gc.collect()  # Process groups lie in cycles, and each has threads of its own as long as it lives.
