@@ -42,9 +42,8 @@ def main() -> int:
     for scenario in SCENARIOS:
         if words.only in scenario.name and words.kills and scenario.name not in done.get("kills", {}):
             note("kills", scenario.name, kill(scenario, words.kills // len(SCENARIOS), words.seed))
-    if words.fuzzed and "fuzzed" not in done:
-        for name, tally in fuzz(words.fuzzed, words.seed).items():
-            note("fuzzed", name, tally)
+    for name, tally in fuzz(words.fuzzed, words.seed, skip=done.get("fuzzed", {})) if words.fuzzed else ():
+        note("fuzzed", name, tally)
     for kind, rows in done.items():
         _print_table(kind, rows)
     return int(any(_is_bad(row) for rows in done.values() for row in rows.values()))
