@@ -474,6 +474,7 @@ def test_a_tokenizer_that_is_here_is_counted(place):
         ("--num-experts 8", "mixture of experts"),
         ("--optimizer lion", "there is no optimizer lion"),
         ("--lr fast", "--lr is 'fast', which is not a number"),
+        ("--num-layers " + "9" * 400, "which is not a whole number"),
         ("--tensor-model-parallel-size 3", "8 ranks are not a multiple of tensor x pipeline x context = 3"),
         ("--global-batch-size 10", "train.global_batch"),
         ("--pipeline-model-parallel-size 2 --balance 1-4", "holds 5 layers"),

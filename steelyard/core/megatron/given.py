@@ -122,8 +122,8 @@ class Given:
             value: float = kind(text)
             if not math.isfinite(value):
                 raise ValueError(text)
-        except ValueError:
-            message = f"{self.spelled[name]} is {text!r}, which is not {KINDS[kind]}"
+        except (ValueError, OverflowError):
+            message = f"{self.spelled[name]} is {text!r:.100}, which is not {KINDS[kind]}"
             raise UserError(message, where=self.where, mend="give the script the arguments it needs: -- ARGS") from None
         return value
 
