@@ -35,7 +35,7 @@ for number, (files, words) in enumerate(json.loads(Path(sys.argv[1]).read_text()
         Path(name).write_bytes(bytes.fromhex(text))
     err = io.StringIO()
     print(number, flush=True)
-    with contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stderr(err), contextlib.redirect_stdout(err):
         try:
             main(words)
         except SystemExit as ended:
