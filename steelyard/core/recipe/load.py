@@ -129,7 +129,7 @@ def _override(values: dict[str, Any], places: dict[str, str], override: str, pla
     try:
         table[last] = parse_value(text.strip())
     except UserError as error:
-        error.where = place
+        error.where = f"{place}: {key.strip()}"
         raise
     places[key.strip()] = place
 
