@@ -36,7 +36,6 @@ def test_what_was_printed_is_kept_when_a_measurement_runs_out_of_time_or_fails(o
     assert [found[name]["state"] for name in ("late", "broken", "fine")] == ["out of time", "failed: 3", "done"]
     assert [found[name]["lines"] for name in ("late", "broken", "fine")] == [[{"n": 2}], [{"n": 1}], [{"n": 1}]]
     assert [found[name]["reached"] for name in ("late", "fine")] == [True, False]
-    assert found["late"]["seconds"] < 20
     again = owed.Record(tmp_path / "out.json", "steps")
     assert [again.is_due(each.name, again=False) for each in (late, broken, fine)] == [False, False, False]
     assert [again.is_due(each.name, again=True) for each in (late, broken, fine)] == [True, True, False]
