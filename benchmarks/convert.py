@@ -81,18 +81,18 @@ def generate(folder: Path, layers: int) -> None:
     """Random bits as bf16 weights, written tensor by tensor."""
     import torch
 
-    from steelyard.checkpoint.formats import config, safetensors
-    from steelyard.checkpoint.formats.entries import hugging_face, theirs_size
+    from steelyard.checkpoint.formats import hf_config, safetensors
+    from steelyard.checkpoint.formats.key_mapping import hugging_face, theirs_size
     from steelyard.checkpoint.formats.source import expected_sizes
-    from steelyard.core.recipe import load
+    from steelyard.core.recipe import load_recipe
 
-    shape = load("llama3.1-70b").model.model_copy(update={"layers": layers})
+    shape = load_recipe("llama3.1-70b").model.model_copy(update={"layers": layers})
     sizes = {entry.name: theirs_size(entry, expected_sizes(shape)) for entry in hugging_face(shape)}
     folder.mkdir(parents=True)
     noise = torch.randn(1 << 22).to(torch.bfloat16)
     tensors = (noise.repeat(-(-math.prod(size) // len(noise)))[: math.prod(size)].view(size) for size in sizes.values())
     sum(safetensors.write(folder / "model.safetensors", sizes, torch.bfloat16, tensors))
-    (folder / "config.json").write_text(json.dumps(config.config_of(shape, torch.bfloat16, {})))
+    (folder / "config.json").write_text(json.dumps(hf_config.config_of(shape, torch.bfloat16, {})))
 
 
 def measured(program: str, source: Path, target: Path) -> tuple[float, float]:

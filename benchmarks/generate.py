@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from peers import both
 
-from steelyard.evaluate.generate import Sampling, tokens
+from steelyard.evaluate.generation import Sampling, tokens
 
 
 def main() -> None:

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from steelyard.core.recipe import load
-from steelyard.tokens.assemble import write_index
+from steelyard.core.recipe import load_recipe
+from steelyard.tokens.merge import write_index
 from steelyard.tokens.samples import open_samples
 
 warnings.simplefilter("ignore")
@@ -112,7 +112,7 @@ def steelyards(folder: Path, sources: dict[str, float], samples: int, cache: str
         f"data.index_cache={cache}",
         "data.split=100",
     ]
-    return open_samples(load(folder / "recipe.toml", overrides), "train", samples)
+    return open_samples(load_recipe(folder / "recipe.toml", overrides), "train", samples)
 
 
 def megatrons(sources: dict[str, float], samples: int, cache: str) -> Any:

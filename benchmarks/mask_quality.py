@@ -26,8 +26,8 @@ import torch
 from steelyard import cli, train
 from steelyard.checkpoint.formats import open_source
 from steelyard.checkpoint.formats.write import Target, convert
-from steelyard.core.recipe import load
-from steelyard.sparsity import training
+from steelyard.core.recipe import load_recipe
+from steelyard.sparsity import sparsity_extension
 
 SHARE = 0.85
 DOCS = Path(__file__).parents[1] / "docs"
@@ -61,8 +61,8 @@ def main() -> None:
 
 def shrink(options: argparse.Namespace, folder: Path) -> None:
     """A random model, a tokenizer and a text that a CPU gets through in a minute."""
-    from steelyard.core.recipe.model import LlamaModel
-    from steelyard.text.tokenizer.train import train_byte_bpe
+    from steelyard.core.recipe.model_section import LlamaModel
+    from steelyard.text.tokenizer.train_tokenizer import train_byte_bpe
     from tests.checkpoint.models import Held
 
     pages = [line for page in sorted(DOCS.glob("*.md")) for line in page.read_text().splitlines()][:1500]
@@ -120,9 +120,9 @@ def learned(options: argparse.Namespace, prefix: str, mask: Path, words: list[st
         "log": {"every": max(1, options.steps // 10)},
         "checkpoint": {"every": 0},
     }  # fmt: skip
-    recipe = load(values, words)
+    recipe = load_recipe(values, words)
     begun = time.monotonic()
-    run = train.run(recipe, path, training.extension(recipe))
+    run = train.run(recipe, path, sparsity_extension.extension(recipe))
     return run, time.monotonic() - begun
 
 

@@ -19,9 +19,9 @@ from train_speed import SHAPES, data, memory, profile, timed
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from steelyard.core.recipe import Recipe, load
+from steelyard.core.recipe import Recipe, load_recipe
 from steelyard.parallel import mesh
-from steelyard.sparsity import training
+from steelyard.sparsity import sparsity_extension
 from steelyard.tokens.loader import columns
 from steelyard.train.engine import Engine
 from steelyard.train.extension import Extension
@@ -44,8 +44,8 @@ def main() -> None:
     name, overrides = SHAPES["tiny" if options.tiny else "llama"]
     learning = ['sparsity.method="learned"', 'sparsity.base="random"']
     recipes = {
-        "dense": load(name, [*overrides, *options.overrides]),
-        "masks": load(name, [*overrides, *learning, *options.overrides]),
+        "dense": load_recipe(name, [*overrides, *options.overrides]),
+        "masks": load_recipe(name, [*overrides, *learning, *options.overrides]),
     }
     if options.breaks:
         torch._logging.set_logs(graph_breaks=True, recompiles=True)
@@ -67,7 +67,7 @@ def main() -> None:
 
 def measured(recipe: Recipe, steps: int, profiled: bool) -> tuple[float, float, list[float]]:
     """Median seconds of a step, the memory it took, and its losses."""
-    extension = training.extension(recipe) or Extension()
+    extension = sparsity_extension.extension(recipe) or Extension()
     engine = Engine(recipe, mesh.alone(), DEVICE, extension, None)
     engine.initialise()
     generator = torch.Generator(device=DEVICE).manual_seed(0)

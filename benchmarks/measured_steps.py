@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from steelyard.core.recipe import Recipe
-from steelyard.plan import fit
+from steelyard.plan import memory_fit
 from steelyard.plan.cluster import Cluster
 from steelyard.plan.layout import Layout
 from steelyard.plan.predict import Predictor
 from steelyard.plan.software import DEEPSPEED, EAGER, MEGATRON, TORCHTITAN, Software
-from steelyard.plan.widths import StagedLayout, StagedStep, Width
+from steelyard.plan.tensor_widths import StagedLayout, StagedStep, Width
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Case:
         if self.widths:
             layouts = [replace(staged.at(rank, self.recipe), sequence_parallel=self.layout.sequence_parallel)
                        for rank in range(self.layout.pipeline)]  # fmt: skip
-        ranks = [fit.memories_of(predictor, each, [rank])[0].total for rank, each in enumerate(layouts)]
+        ranks = [memory_fit.memories_of(predictor, each, [rank])[0].total for rank, each in enumerate(layouts)]
         return max(ranks) + (beside(self.cluster) if self.device else 0)
 
     def predicted(self) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from steelyard.checkpoint.formats import open_source
-from steelyard.evaluate.network import loaded
+from steelyard.evaluate.load_model import loaded
 from steelyard.model import LanguageModel
 
 

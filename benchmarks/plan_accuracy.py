@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from measured_steps import Case, cases, fasops_cluster
 
-from steelyard.plan.foreign import megatron
+from steelyard.plan.megatron_memory import megatron
 from steelyard.plan.predict import Predictor
 
 BARS = {

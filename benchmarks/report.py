@@ -21,11 +21,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from steelyard.core.recipe import load
+from steelyard.core.recipe import load_recipe
 from steelyard.core.run import Run, for_training
 from steelyard.observe import report
-from steelyard.plan import pipeline
-from steelyard.plan.pipeline import Times
+from steelyard.plan import pipeline_sim
+from steelyard.plan.pipeline_sim import Times
 
 STAGES, MICRO_BATCHES = 8, 8
 
@@ -33,7 +33,7 @@ STAGES, MICRO_BATCHES = 8, 8
 def make(folder: Path, steps: int, ranks: int) -> Run:
     """A synthetic run folder."""
     data = ranks // STAGES
-    recipe = load(
+    recipe = load_recipe(
         "gpt2-xl",
         [
             "name=synthetic", f"train.steps={steps}", f"train.global_batch={data * MICRO_BATCHES}",
@@ -69,7 +69,7 @@ def _timeline(path: Path, stage: int, rank: int, steps: int, chance: random.Rand
     """A rank's spans by the schedule's own timetable; what is left between passes is receiving."""
     forward = tuple(8e-3 if one in (0, STAGES - 1) else 7e-3 for one in range(STAGES))
     times = Times(forward, tuple(2 * one for one in forward), (0.0,) * STAGES, (4e-4,) * (STAGES - 1))
-    events = pipeline.events(times, "1f1b", STAGES, 1, MICRO_BATCHES)
+    events = pipeline_sim.events(times, "1f1b", STAGES, 1, MICRO_BATCHES)
     mine = sorted((event for event in events if event[0] == stage), key=lambda event: event[4])
     with open(path, "w", encoding="utf-8") as file:
         begin = 1_700_000_000_000_000_000

@@ -24,13 +24,13 @@ from typing import Any
 
 import torch
 
-from steelyard.checkpoint.formats.config import config_of
+from steelyard.checkpoint.formats.hf_config import config_of
 from steelyard.cli.sft import recipe_for
-from steelyard.core.recipe import load
-from steelyard.finetune import tuning
+from steelyard.core.recipe import load_recipe
+from steelyard.finetune import sft
 from steelyard.finetune.templates import NAMED
 from steelyard.model.attention import can_attend_within
-from steelyard.text.tokenizer.train import train_byte_bpe
+from steelyard.text.tokenizer.train_tokenizer import train_byte_bpe
 from steelyard.train import device as devices
 
 WARM_UP = 10
@@ -101,7 +101,7 @@ def a_model(options: argparse.Namespace, folder: Path) -> Path:
     base = folder / "base"
     lines = [json.loads(line)["messages"][0]["content"] for line in (folder / "talks.jsonl").open()][:2000]
     train_byte_bpe(lines, 600, ["<|im_start|>", "<|im_end|>"]).save(base)
-    shape = load(options.shape, [*TINY] if options.tiny else []).model
+    shape = load_recipe(options.shape, [*TINY] if options.tiny else []).model
     (base / "config.json").write_text(json.dumps(config_of(shape, torch.bfloat16, {})))
     config = transformers.AutoConfig.from_pretrained(base)
     with torch.device("cuda" if on_gpu() else "cpu"):
@@ -119,8 +119,8 @@ def ours(base: Path, folder: Path, talks: list[Any], options: argparse.Namespace
         f"train.precision={precision}", "finetune.valid_share=0.0", "eval.every=0", "checkpoint.every=0",
         "checkpoint.at_end=false",
     ]  # fmt: skip
-    prepared = tuning.prepare(recipe_for(None, words, str(base), [str(folder / "talks.jsonl")]))
-    run = tuning.run(prepared, folder / "run")
+    prepared = sft.prepare(recipe_for(None, words, str(base), [str(folder / "talks.jsonl")]))
+    run = sft.run(prepared, folder / "run")
     timed = [record["seconds"] for record in run.metrics() if record.get("step", 0) > WARM_UP and "loss" in record]
     seconds = WARM_UP * sum(timed)
     rows = prepared.training.order[WARM_UP * options.micro_batch :]

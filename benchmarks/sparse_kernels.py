@@ -36,13 +36,13 @@ if not torch.cuda.is_available():  # Kernels are interpreted then; Triton wants 
 from torch import Tensor
 from torch.nn import functional as F
 
-from steelyard.checkpoint.formats.compressed import compress
-from steelyard.sparsity import cores, decode, gumbel, inference, kernels
-from steelyard.sparsity.compressed import Packed, packed
+from steelyard.checkpoint.formats.compressed_tensors import compress
+from steelyard.sparsity import gumbel, masked_kernels, sparse_gemv, sparse_linear, sparse_mma
 from steelyard.sparsity.gumbel import Place
-from steelyard.sparsity.layers import Gram
-from steelyard.sparsity.methods import prune_matrix
+from steelyard.sparsity.layerwise import Gram
+from steelyard.sparsity.one_shot import prune_matrix
 from steelyard.sparsity.patterns import Pattern
+from steelyard.sparsity.semi_structured import Packed, packed
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TWO_OF_FOUR = Pattern.parse("2:4")
@@ -114,7 +114,7 @@ def masked_map(outputs: int, inputs: int, tokens: int) -> None:
         tensor.requires_grad_()
     frozen, fixed = weight.detach(), logits.detach()
 
-    def learned(arithmetic: Callable[..., Tensor] = kernels.masked_weight) -> tuple[Tensor, ...]:
+    def learned(arithmetic: Callable[..., Tensor] = masked_kernels.masked_weight) -> tuple[Tensor, ...]:
         y = F.linear(x, arithmetic(frozen, logits, *rest))
         return torch.autograd.grad(y, (x, logits), grad)
 
@@ -125,12 +125,12 @@ def masked_map(outputs: int, inputs: int, tokens: int) -> None:
     errors = [difference(a, b) for a, b in zip(learned(), learned(gumbel.masked_weight), strict=True)]
     assert max(errors) < 0.02, f"masked: {errors}"
     took = timed(learned)
-    kept = held(lambda: F.linear(x, kernels.masked_weight(frozen, logits, *rest)), frozen)
+    kept = held(lambda: F.linear(x, masked_kernels.masked_weight(frozen, logits, *rest)), frozen)
     row(f"masked {name}", took, trainable, "above 0.74", times_dense=round(took / trainable, 3), errors=errors,
         held_bytes_a_weight=kept)  # fmt: skip
     where = (draw, course, *salt, 0, 0, inputs // 4, False)
-    forward = timed(lambda: kernels._masked_weight(frozen, fixed, *where))
-    backward = timed(lambda: kernels._masked_weight_backward(frozen, frozen, fixed, *where))
+    forward = timed(lambda: masked_kernels._masked_weight(frozen, fixed, *where))
+    backward = timed(lambda: masked_kernels._masked_weight_backward(frozen, frozen, fixed, *where))
     for kind, seconds, bytes_ in (("forward", forward, 10), ("backward", backward, 16)):
         row(f"  kernel {kind} {name}", seconds, tb_per_s=round(bytes_ * frozen.numel() / seconds / 1e9, 2))
     row(f"  plain, not fused {name}", timed(lambda: learned(gumbel.masked_weight), graphed=False), trainable)
@@ -142,7 +142,7 @@ def few_rows(sizes: Sizes, options: argparse.Namespace) -> None:
         copies = -(-CACHE_BYTES // (outputs * inputs * 9 // 8)) if DEVICE.type == "cuda" else 1
         whole = [pruned(outputs, inputs) for _ in range(copies)]
         compressed = [packed(*compress(weight)) for weight in whole]
-        assert torch.equal(decode.expand(compressed[0]), whole[0]), "expand"
+        assert torch.equal(sparse_gemv.expand(compressed[0]), whole[0]), "expand"
         for batch in sizes.batches:
             few_rows_of(random(batch, inputs), whole, compressed, options.all_ways)
 
@@ -155,14 +155,14 @@ def few_rows_of(x: Tensor, whole: list[Tensor], compressed: list[Packed], all_wa
     plain = timed(*[partial(F.linear, x, weight) for weight in whole])
     row(f"dense {name}", plain, tb_per_s=round(outputs * inputs * 2 / plain / 1e9, 2))
     found = {}
-    for way in decode.ways(len(x), compressed[0]):
+    for way in sparse_gemv.ways(len(x), compressed[0]):
         try:
-            error = difference(decode.few_rows(x, compressed[0], way), expected)
+            error = difference(sparse_gemv.few_rows(x, compressed[0], way), expected)
         except Exception as problem:  # A way that this GPU or this Triton cannot go must not hide the others.
             print(f"  {shown(way)} failed: {problem}", flush=True)
             continue
         assert error < 0.02, f"{way}: {error}"
-        found[way] = timed(*[partial(decode.few_rows, x, each, way) for each in compressed])
+        found[way] = timed(*[partial(sparse_gemv.few_rows, x, each, way) for each in compressed])
         if all_ways:
             row(f"  {shown(way)}", found[way], plain, error=error)
     best = min(found, key=found.__getitem__)
@@ -175,7 +175,7 @@ def prefill(sizes: Sizes, options: argparse.Namespace) -> None:
     for outputs, inputs in sizes.prefill:
         whole = pruned(outputs, inputs)
         compressed = packed(*compress(whole))
-        form = inference._cusparselt_form(compressed) if DEVICE.type == "cuda" else None
+        form = sparse_linear._cusparselt_form(compressed) if DEVICE.type == "cuda" else None
         if form is not None:
             shares = torch.equal(form.flatten()[: compressed.values.numel()], compressed.values.flatten())
             print(f"cuSPARSELt's form begins with our values: {shares}", flush=True)
@@ -188,12 +188,12 @@ def many_rows_of(x: Tensor, whole: Tensor, compressed: Packed, form: Tensor | No
     name = f"{len(x)} rows, {whole.shape[0]}x{whole.shape[1]}"
     plain = timed(lambda: F.linear(x, whole))
     row(f"dense {name}", plain)
-    row(f"expand and multiply {name}", timed(lambda: inference._expanded_product(x, compressed)), plain)
+    row(f"expand and multiply {name}", timed(lambda: sparse_linear._expanded_product(x, compressed)), plain)
     if form is None:
         return
     expected = F.linear(x, whole)
     for algorithm in sorted({0, int(torch._cslt_sparse_mm_search(form, x.t(), transpose_result=True))}):
-        product = partial(inference._cusparselt_product, x, form, algorithm)
+        product = partial(sparse_linear._cusparselt_product, x, form, algorithm)
         error = difference(product(), expected)
         row(f"cuSPARSELt, algorithm {algorithm}, {name}", timed(product), plain, "above 1.25", error=error)
         row(f"  the same without a graph, {name}", timed(product, graphed=False), plain)
@@ -261,10 +261,10 @@ def published(weight: Tensor, windows: list[Tensor]) -> Tensor:
     return w.to(weight.dtype)
 
 
-def shown(way: decode.Way | cores.Form) -> str:
+def shown(way: sparse_gemv.Way | sparse_mma.Form) -> str:
     """A way in few words."""
     told = " ".join(f"{field.name} {getattr(way, field.name)}" for field in dataclasses.fields(way))
-    return f"cores {told}" if isinstance(way, cores.Form) else told
+    return f"cores {told}" if isinstance(way, sparse_mma.Form) else told
 
 
 def random(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

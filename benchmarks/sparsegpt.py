@@ -18,8 +18,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from steelyard.sparsity.layers import Gram
-from steelyard.sparsity.methods import Hessian, prune_matrix, reconstruction_error
+from steelyard.sparsity.layerwise import Gram
+from steelyard.sparsity.one_shot import Hessian, prune_matrix, reconstruction_error
 from steelyard.sparsity.patterns import Pattern
 
 

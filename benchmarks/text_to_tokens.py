@@ -86,7 +86,7 @@ def encoding_only(source: str, documents: list[str], repeats: int) -> list[tuple
     """Each library alone, on text in memory."""
     from steelyard.text import tokenizer as tokenizers
 
-    loaded = tokenizers.load(source)
+    loaded = tokenizers.load_tokenizer(source)
     reference = [loaded.encode(document) for document in documents]
     candidates = {}
     if hasattr(loaded, "inner") and hasattr(loaded.inner, "encode_batch_fast"):
@@ -161,7 +161,7 @@ def _load(source: str) -> None:
     global _tokens, _ids
     from steelyard.text import tokenizer as tokenizers
 
-    inner = tokenizers.load(source).inner
+    inner = tokenizers.load_tokenizer(source).inner
     if hasattr(inner, "piece_to_id"):
         _tokens, _ids = inner.encode_as_pieces, inner.piece_to_id
     else:

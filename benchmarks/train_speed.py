@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
-from steelyard.core.recipe import Recipe, load
+from steelyard.core.recipe import Recipe, load_recipe
 from steelyard.parallel import mesh
-from steelyard.sizes.gpus import by_device_name
-from steelyard.sizes.model import flops_per_token
+from steelyard.sizes.gpu_catalogue import by_device_name
+from steelyard.sizes.param_count import flops_per_token
 from steelyard.tokens.loader import columns
 from steelyard.train.engine import Engine
 from steelyard.train.extension import Extension
@@ -48,7 +48,7 @@ def main() -> None:
     options = parser.parse_args()
     name, overrides = SHAPES[options.shape]
     for precision in options.precision:
-        recipe = load(name, [*overrides, f"train.precision={precision}", *options.overrides])
+        recipe = load_recipe(name, [*overrides, f"train.precision={precision}", *options.overrides])
         report(f"steelyard {precision}", recipe, *ours(recipe, options.steps, options.profile))
     if options.floor:
         report("floor", recipe, floor(recipe), 0.0, [])

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from steelyard.tokens.assemble import write_index
-from steelyard.tokens.indexed import bin_path, token_dtype
+from steelyard.tokens.indexed_dataset import bin_path, token_dtype
+from steelyard.tokens.merge import write_index
 from tests import preloaded
 from tests.hub import TOKEN, Hub, serve
 

@@ -15,10 +15,10 @@ import torch
 
 from steelyard.checkpoint.formats.write import Target
 from steelyard.checkpoint.formats.write import convert as to_format
-from steelyard.core.recipe import load
+from steelyard.core.recipe import load_recipe
 from steelyard.core.run import Run
 from steelyard.text import tokenizer as tokenizers
-from steelyard.text.convert import convert
+from steelyard.text.convert_corpus import convert
 from tests import preloaded
 from tests.checkpoint.models import Held
 from tests.conftest import write_documents
@@ -241,7 +241,7 @@ def test_the_page_on_launch_scripts_shows_what_happens(tmp_path):
 @pytest.mark.slow
 def test_the_guide_to_conversion_works_as_written(place):
     """The 70B shape with everything but its depth and width: eight key-value heads, two stages, RoPE scaling."""
-    shape = load("llama3.1-70b").model.model_copy(
+    shape = load_recipe("llama3.1-70b").model.model_copy(
         update={"layers": 2, "hidden": 64, "head_dim": 8, "heads": 16, "ffn": 128, "vocab": 600}
     )
     held = Held(shape, dtype=torch.bfloat16)
@@ -266,7 +266,7 @@ def test_the_guide_to_conversion_works_as_written(place):
 def test_the_guide_to_sparsity_works_as_written(place):
     """Prune, learn, measure, go on with another text, measure, export, load in transformers: the shape of Llama 2."""
     sizes = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 4, "head_dim": 8, "ffn": 64, "vocab": 600}
-    held = Held(load("llama2-7b").model.model_copy(update=sizes))
+    held = Held(load_recipe("llama2-7b").model.model_copy(update=sizes))
     held.tokenizer = "path/to/llama-2-7b"
     to_format(held, Path("models/Llama-2-7b"), Target("hf"))
     convert([Path("botchan.txt")], Path("data/c4.jsonl"))

@@ -7,10 +7,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from steelyard.checkpoint.async_save import Saver
     from steelyard.checkpoint.folder import STATE, Checkpoint, latest, load, save, source
-    from steelyard.checkpoint.history import VALID_LOSS, best
-    from steelyard.checkpoint.pieces import Piece
-    from steelyard.checkpoint.saver import Saver
+    from steelyard.checkpoint.sharded_tensor import Piece
+    from steelyard.checkpoint.step_folders import VALID_LOSS, best
 
 _MODULES = {
     "folder": ("STATE", "Checkpoint", "latest", "load", "save", "source"),

@@ -36,10 +36,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from steelyard.checkpoint import history, state_file
+from steelyard.checkpoint import state_file, step_folders
+from steelyard.checkpoint.dcp_metadata import PortableWriter, SafeReader
 from steelyard.checkpoint.finite import refuse_nonfinite
-from steelyard.checkpoint.metadata import PortableWriter, SafeReader
-from steelyard.checkpoint.pieces import Piece, Promised, ReadingPieces, WritingPieces
+from steelyard.checkpoint.sharded_tensor import Piece, Promised, ReadingPieces, WritingPieces
 from steelyard.core import files
 from steelyard.core.console import console
 from steelyard.core.errors import Damaged, Fault, SteelyardError, UserError
@@ -101,7 +101,7 @@ def save(
     With a group, all its ranks call this together, each with the pieces it holds. Whatever stops one of them is raised
     on all.
     """
-    path = history.path_at(folder, state["step"])
+    path = step_folders.path_at(folder, state["step"])
     pieces = {name: tensor if isinstance(tensor, Piece) else Piece.whole(tensor) for name, tensor in tensors.items()}
     if group is None:
         with _unfinished(path) as unfinished:
@@ -131,7 +131,7 @@ def _remove_old(
     old: list[Path] = []
     if group is None or dist.get_rank(group) == 0:
         try:
-            old = history.removable(folder, newest, keep_last)
+            old = step_folders.removable(folder, newest, keep_last)
         except SteelyardError as error:
             console.warn(f"no old checkpoint is removed: {error.message}")
     is_due = [bool(old)]
@@ -218,7 +218,7 @@ def latest(folder: Path, set_aside: bool = False) -> Checkpoint | None:
     moved to `damaged/`. If all are damaged, that is an error, and they stay where they are.
     """
     passed_over: list[Path] = []
-    for path in reversed(history.by_age(folder)):
+    for path in reversed(step_folders.by_age(folder)):
         try:
             found = _opened(path)
         except Damaged as damage:
@@ -226,9 +226,9 @@ def latest(folder: Path, set_aside: bool = False) -> Checkpoint | None:
             passed_over.append(path)
             continue
         for damaged in passed_over if set_aside else ():
-            history.move_aside(damaged)
+            step_folders.move_aside(damaged)
         return found
-    if passed_over or history.by_age(folder / history.DAMAGED):
+    if passed_over or step_folders.by_age(folder / step_folders.DAMAGED):
         raise Fault(
             f"every checkpoint in {folder} is damaged",
             mend="restore one from a copy, or start from step 0 in a new folder with --resume never",

@@ -25,7 +25,7 @@ import steelyard
 from steelyard.core import files
 from steelyard.core.console import console
 from steelyard.core.errors import Fault, Interrupted, SteelyardError, UserError
-from steelyard.launch import last_words
+from steelyard.launch import error_file
 from steelyard.parallel.world import LostPeer, World, detect
 
 # Every command: the module below `steelyard.cli` that holds it, and its line in the help.
@@ -236,12 +236,12 @@ def _tell(error: BaseException, message: str, code: int) -> int:
     except UserError:
         world = World()
     shared = isinstance(error, Interrupted) or getattr(error, "shared", False)
-    error_file = os.environ.get(last_words.ERROR_FILE)
-    if error_file and world.size > 1:
+    path = os.environ.get(error_file.ERROR_FILE)
+    if path and world.size > 1:
         lost_peer = isinstance(error, LostPeer)
-        words = last_words.LastWords(type(error).__name__, message, code, time.time(), lost_peer, shared)
+        words = error_file.LastWords(type(error).__name__, message, code, time.time(), lost_peer, shared)
         with contextlib.suppress(OSError):
-            last_words.leave(Path(error_file), words)
+            error_file.leave(Path(path), words)
             return code
     if world.size == 1 or (shared and world.is_first):
         console.error(message)

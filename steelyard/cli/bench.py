@@ -49,9 +49,9 @@ def sparse(
 
     Example: steelyard bench sparse compressed
     """
-    from steelyard.evaluate import bench
+    from steelyard.evaluate import sparse_bench
 
     batches = tuple(batch) if batch else (1, 2, 4, 8, 16)
-    request = bench.Request(checkpoint, mask, base, device, dtype, prompt, context, batches, allow_dense)
-    result = bench.sparse(request)
-    print_result(result, json, bench.as_text(result))
+    request = sparse_bench.Request(checkpoint, mask, base, device, dtype, prompt, context, batches, allow_dense)
+    result = sparse_bench.sparse(request)
+    print_result(result, json, sparse_bench.as_text(result))

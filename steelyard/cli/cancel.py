@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from steelyard.cli.options import JsonOption, print_result
-from steelyard.launch import ending, record
+from steelyard.launch import launch_record
+from steelyard.launch.cancel import cancel_run
 
 RunArgument = Annotated[
     str, typer.Argument(metavar="RUN|JOB", help="A run folder, a name under runs/, or the number of a job.")
@@ -28,6 +29,6 @@ def cancel(
 
     Example: steelyard cancel runs/my
     """
-    result = ending.cancel(record.find(run), at_once=now)
+    result = cancel_run(launch_record.find(run), at_once=now)
     verb = "cancelled" if result["cancelled"] else "was over already"
     print_result(result, json, f"{result['run']}  job {', '.join(result['jobs'])} {verb}: {result['state']}")

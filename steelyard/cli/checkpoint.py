@@ -115,7 +115,7 @@ def verify(
 
     Example: steelyard checkpoint verify models/Llama-3.1-8B
     """
-    from steelyard.evaluate.verify import verify_checkpoint
+    from steelyard.evaluate.verify_checkpoint import verify_checkpoint
 
     print_findings(verify_checkpoint(path), json)
 

@@ -43,7 +43,7 @@ def convert(
 
     Example: steelyard data convert train-00000.parquet train-00001.parquet train.jsonl.zst
     """
-    from steelyard.text.convert import convert as run
+    from steelyard.text.convert_corpus import convert as run
 
     if len(files) < 2:
         raise typer.BadParameter("name at least one file to read and one to write")
@@ -76,7 +76,7 @@ def tokenize(
     Example: steelyard data tokenize --input "corpus/*.jsonl.gz" --tokenizer gpt2 --output-prefix data/mine --append-eod
     """
     from steelyard.tokens import preprocess
-    from steelyard.tokens.job import Job
+    from steelyard.tokens.tokenize_job import Job
 
     keys = tuple(key for entry in json_keys or ["text"] for key in entry.split(","))
     job = Job(tuple(input), tokenizer, output_prefix, keys, append_eod, document.value, on_bad_line.value, fixed_length)
@@ -139,7 +139,7 @@ def info(
     if tokenizer is not None:
         from steelyard.text import tokenizer as tokenizers
 
-        decode = tokenizers.load(tokenizer).decode
+        decode = tokenizers.load_tokenizer(tokenizer).decode
     result = describe(prefix, decode)
     lines = [f"{key:12} {value}" for key, value in result.items() if key != "histogram"]
     print_result(result, json, "\n".join([*lines, *histogram_lines(result["histogram"])]))
@@ -173,9 +173,9 @@ def merge(
 
     Example: steelyard data merge data/a_text_document data/b_text_document data/ab_text_document
     """
-    from steelyard.tokens import assemble
+    from steelyard.tokens import merge
 
     if len(prefixes) < 2:
         raise typer.BadParameter("name at least one pair to read and one to write")
-    result = assemble.merge(prefixes[:-1], prefixes[-1])
+    result = merge.merge(prefixes[:-1], prefixes[-1])
     print_result(result, json, f"{result['prefix']}: {result['documents']} documents, {result['tokens']} tokens")

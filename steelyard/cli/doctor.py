@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from steelyard.cli.groups import with_default
+from steelyard.cli.default_command import with_default
 from steelyard.cli.options import JsonOption, print_result
 from steelyard.core.errors import UserError
 from steelyard.core.host import require_linux
@@ -43,7 +43,7 @@ def check(
 
     The word check may be left out. Exits with 1 where a check failed. Example: steelyard doctor --nodes node1,node2
     """
-    from steelyard.doctor import changes, visit
+    from steelyard.doctor import diagnose, undo_log
     from steelyard.doctor.machine import here
 
     require_linux("steelyard doctor", "run it on the machine that will train; steelyard doctor explain works here")
@@ -51,15 +51,15 @@ def check(
         raise UserError("--fix, --undo and --container are three different things", mend="choose one")
     machine = here()
     if undo:
-        taken, left = changes.undo(machine)
+        taken, left = undo_log.undo(machine)
         text = "\n".join([f"taken back: {path}" for path in taken] + [f"left as it is: {path}" for path in left])
         print_result({"taken_back": taken, "left": left}, json, text or "there is nothing to take back")
         raise typer.Exit(1 if left else 0)
     agree = _agree(yes)
     if container is not None:
-        found: visit.Visit | None = visit.examine_image(machine, container, site, agree)
+        found: diagnose.Visit | None = diagnose.examine_image(machine, container, site, agree)
     else:
-        found = visit.examine(machine, nodes, quick, fix, agree, site)
+        found = diagnose.examine(machine, nodes, quick, fix, agree, site)
     if found is not None:
         print_result(found.as_result(), json, found.as_text())
         raise typer.Exit(1 if found.verdict == "fail" else 0)

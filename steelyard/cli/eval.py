@@ -19,7 +19,7 @@ from steelyard.cli.options import (
     TokenizerOption,
     print_result,
 )
-from steelyard.cli.ranks import NprocOption, launch
+from steelyard.cli.relaunch import NprocOption, launch
 from steelyard.core.errors import UserError
 
 
@@ -94,7 +94,7 @@ def tasks(
     Example: steelyard eval tasks runs/mine --tasks hellaswag,piqa --limit 100
     """
     from steelyard.evaluate import tasks as scoring
-    from steelyard.evaluate.generate import writer
+    from steelyard.evaluate.generation import writer
 
     scoring.check_installed()
     options = scoring.TaskOptions(shots, limit, batch, include)

@@ -54,8 +54,8 @@ def export_sparse(
     Example: steelyard export-sparse runs/masks compressed
     """
     from steelyard.checkpoint.formats.write import refuse_destination
-    from steelyard.sparsity.compressed import export
-    from steelyard.sparsity.source import opened
+    from steelyard.sparsity.pruned_source import opened
+    from steelyard.sparsity.semi_structured import export
     from steelyard.train.device import DTYPES
 
     refuse_destination(destination)

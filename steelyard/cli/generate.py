@@ -48,7 +48,7 @@ def generate(
     """
     if stream and json:
         raise UserError("--stream prints text as it comes, and --json one object at the end", mend="choose one of them")
-    from steelyard.evaluate.generate import Sampling, result, writer
+    from steelyard.evaluate.generation import Sampling, result, writer
 
     sampling = Sampling(max_tokens, temperature, top_k, top_p, seed)
     opened = writer(checkpoint, tokenizer, device, dtype, mask, base)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from steelyard.cli.options import JsonOption, print_result
-from steelyard.launch import listing
+from steelyard.launch import run_list
 
 
 def register(root: typer.Typer, name: str, help_: str) -> None:
@@ -24,5 +24,5 @@ def list_(
 
     Example: steelyard list
     """
-    rows = listing.rows(folder)
-    print_result({"runs": rows}, json, listing.as_text(rows, folder))
+    rows = run_list.rows(folder)
+    print_result({"runs": rows}, json, run_list.as_text(rows, folder))

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from steelyard.cli.cancel import RunArgument
-from steelyard.launch import logs, record, scheduler
+from steelyard.launch import launch_record, log_reader, scheduler
 
 
 class Stream(StrEnum):
@@ -38,18 +38,18 @@ def logs_(
 
     Example: steelyard logs runs/my -f --node a1 --stream err
     """
-    folder = record.find(run)
+    folder = launch_record.find(run)
 
     def find() -> list[Path]:
-        return logs.paths(folder, node, stream.value if stream else None)
+        return log_reader.paths(folder, node, stream.value if stream else None)
 
-    ends = logs.sizes(find())
+    ends = log_reader.sizes(find())
     for path in (path for path, end in ends.items() if end):
         print(f"==> {path.name} <==")
-        for line in logs.tail(path, lines, ends[path]):
+        for line in log_reader.tail(path, lines, ends[path]):
             print(line)
     if empty := [path.name for path, end in ends.items() if not end]:
         print(f"empty: {', '.join(empty)}")
     if follow:
-        for path, line in logs.follow(find, lambda: scheduler.is_over(folder), ends):
+        for path, line in log_reader.follow(find, lambda: scheduler.is_over(folder), ends):
             print(f"{path.name}: {line}", flush=True)

@@ -41,7 +41,7 @@ def apply(
 
     Example: steelyard mask apply models/Llama-3.1-8B wanda.mask pruned
     """
-    from steelyard.sparsity import export as exporting
+    from steelyard.sparsity import mask_export as exporting
 
     result = exporting.apply(base, mask, destination, tokenizer)
     print_result(result, json, f"{destination}: hf, {result['dtype']}")
@@ -64,7 +64,7 @@ def export(
 
     Example: steelyard mask export runs/masks learned.mask
     """
-    from steelyard.sparsity.export import as_text, write
+    from steelyard.sparsity.mask_export import as_text, write
 
     result = write(run, destination, format.value, base, tokenizer)
     print_result(result, json, as_text(result))
@@ -75,7 +75,7 @@ def info(mask: MaskArgument, json: JsonOption = False) -> None:
 
     Example: steelyard mask info wanda.mask
     """
-    from steelyard.sparsity.masks import as_text, described
+    from steelyard.sparsity.mask_file import as_text, described
 
     result = described(mask)
     print_result(result, json, as_text(result))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from steelyard.evaluate.verify import Findings
+    from steelyard.evaluate.verify_checkpoint import Findings
 
 
 class DocumentSplit(StrEnum):

@@ -13,13 +13,13 @@ from steelyard.cli.options import JsonOption, print_result
 from steelyard.core import files
 from steelyard.core.console import console
 from steelyard.core.errors import Fault, UserError
-from steelyard.core.recipe import Recipe, load, to_toml
+from steelyard.core.recipe import Recipe, load_recipe, to_toml
 from steelyard.core.run import Run
 
 if TYPE_CHECKING:
     from steelyard.plan.cluster import Cluster
+    from steelyard.plan.measured_layers import Profile
     from steelyard.plan.per_stage import StagedPlan
-    from steelyard.plan.profile import Profile
     from steelyard.plan.software import Software
 
 
@@ -99,14 +99,14 @@ def plan(
             mend="steelyard plan --model RECIPE --cluster CLUSTER.toml, or steelyard plan --help",
         )
     from steelyard.plan import cluster as clusters
-    from steelyard.plan import report
+    from steelyard.plan import plan_report
     from steelyard.plan.search import given as predicted
     from steelyard.plan.search import search
     from steelyard.plan.software import KNOWN
 
     machines = clusters.load(cluster)
     if check is not None:
-        from steelyard.plan import check as checking
+        from steelyard.plan import prediction_check as checking
 
         if model is not None or software is not Program.steelyard:
             mend = "leave --model and --software out"
@@ -114,7 +114,7 @@ def plan(
         layers = [_profile(path, Run.open(check).recipe(), machines) for path in profiles or ()]
         compared = checking.compare(check, machines, layers)
         return print_result(checking.as_result(compared), json, checking.as_text(compared))
-    recipe = load(str(model), set_ or ())
+    recipe = load_recipe(str(model), set_ or ())
     budget = (
         _count(tokens)
         if tokens is not None
@@ -135,7 +135,7 @@ def plan(
             console.warn(f"this layout does not fit: {why}")
     else:
         found = search(recipe, machines, wanted.value, top, None, program, measured)
-    text = report.as_text(recipe, machines, found, budget, excluded, program)
+    text = plan_report.as_text(recipe, machines, found, budget, excluded, program)
     if not found.plans:
         why = f"; one of them: {found.excluded[0][1]}" if found.excluded else ""
         raise Fault(
@@ -143,23 +143,23 @@ def plan(
             mend="use more or larger GPUs, a shorter data.sequence_length, or --set optim.offload=true",
         )
     staged = _staged(recipe, machines, wanted, min(top, 5), program, measured) if per_stage else []
-    result = report.as_result(recipe, machines, found, budget, excluded, program)
+    result = plan_report.as_result(recipe, machines, found, budget, excluded, program)
     if per_stage:
-        text += "\n\n" + report.staged_text(staged, found.plans[0].seconds)
-        result["per_stage"] = report.staged_result(recipe, staged, budget)
+        text += "\n\n" + plan_report.staged_text(staged, found.plans[0].seconds)
+        result["per_stage"] = plan_report.staged_result(recipe, staged, budget)
     if write is not None:
         files.write_text(write, to_toml(found.plans[0].layout.written(recipe).settings()))
         ranks = found.plans[0].layout.world
         console.say(f"wrote {write}: steelyard train {write} --nproc {ranks}, or steelyard submit {write}")
         result["written"] = str(write)
     if explain is not None or pareto is not None:
-        from steelyard.plan import draw
+        from steelyard.plan import plan_pages
 
         if explain is not None:
-            files.write_text(explain, draw.pipeline(recipe, machines, found.plans[0], program, measured))
+            files.write_text(explain, plan_pages.pipeline(recipe, machines, found.plans[0], program, measured))
             result["explained"] = str(explain)
         if pareto is not None:
-            files.write_text(pareto, draw.frontier(recipe, found.plans, budget))
+            files.write_text(pareto, plan_pages.frontier(recipe, found.plans, budget))
             result["frontier"] = str(pareto)
     print_result(result, json, text)
 
@@ -174,7 +174,7 @@ def _staged(
 
 
 def _profile(path: Path, recipe: Recipe, machines: Cluster) -> Profile:
-    from steelyard.plan import profile as measured
+    from steelyard.plan import measured_layers as measured
 
     read = measured.load(path)
     measured.refuse_another(read, recipe, path, machines)
@@ -226,14 +226,14 @@ def cluster(
 
     Example: steelyard plan cluster --from slurm --out cluster.toml
     """
-    from steelyard.plan import slurm
+    from steelyard.plan import slurm_cluster
 
-    found = slurm.nodes(slurm.ask() if source == "slurm" else slurm.read(Path(source)))
-    text = slurm.as_toml(found)
+    found = slurm_cluster.nodes(slurm_cluster.ask() if source == "slurm" else slurm_cluster.read(Path(source)))
+    text = slurm_cluster.as_toml(found)
     if out is not None:
         files.write_text(out, text)
         console.say(f"wrote {out}: fill in links and prices")
-    guessed = slurm.guesses(found)
+    guessed = slurm_cluster.guesses(found)
     for said in guessed:
         console.warn(said)
     result = {"nodes": found, "guesses": guessed, "out": str(out) if out else None}
@@ -253,9 +253,9 @@ def profile(
 
     Example: steelyard plan profile --model llama3.1-8b --tensor 1,2,4 --out h100.toml
     """
-    from steelyard.train.profile import measure
+    from steelyard.train.layer_profile import measure
 
-    recipe = load(model, set_ or ())
+    recipe = load_recipe(model, set_ or ())
     found = measure(recipe, _numbers("--tensor", tensor), _numbers("--micro-batch", micro_batch), links)
     files.write_text(out, to_toml(found))
     rows = [f"tensor {one['tensor']}, micro-batch {one['micro_batch']}: forward {1e3 * one['forward']:.3f} ms, "

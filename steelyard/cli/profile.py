@@ -8,14 +8,14 @@ from typing import Annotated
 
 import typer
 
-from steelyard.cli.groups import with_default
+from steelyard.cli.default_command import with_default
 from steelyard.cli.options import JsonOption, Overrides, RecipeArgument, RunOption, print_result
-from steelyard.cli.ranks import NprocOption
+from steelyard.cli.relaunch import NprocOption
 from steelyard.cli.submit import Backend, SiteOption, SitesOption
 from steelyard.core.console import console
 from steelyard.core.errors import Fault, UserError
-from steelyard.core.recipe import load
-from steelyard.core.steps import steps_in
+from steelyard.core.recipe import load_recipe
+from steelyard.core.step_ranges import steps_in
 
 
 class Tool(StrEnum):
@@ -59,24 +59,24 @@ def run(
     from steelyard.launch import sites
     from steelyard.launch.submit import Request
     from steelyard.observe import report
-    from steelyard.observe.profile import asking, tools
+    from steelyard.observe.profile import nsight_tools, profile_run
 
     chosen = _ranks(ranks)
-    loaded = asking.asked_for(load(recipe, overrides or ()), tool.value, steps_in(steps, "--steps"), chosen)
+    loaded = profile_run.asked_for(load_recipe(recipe, overrides or ()), tool.value, steps_in(steps, "--steps"), chosen)
     site_name, found = sites.find(site, loaded.site, sites_file)
     request = Request(
         on.value, sites.changed(found, hosts, None), loaded, site_name=site_name, cluster=cluster, nodes=nodes,
         ranks_per_node=nproc,
     )  # fmt: skip
-    world = asking.refuse_unfit(request, chosen)
-    if on == Backend.local and tool.value in tools.OUTSIDE:
-        tools.find(tool.value)
-    folder = asking.prepare(loaded, run_)
+    world = profile_run.refuse_unfit(request, chosen)
+    if on == Backend.local and tool.value in nsight_tools.OUTSIDE:
+        nsight_tools.find(tool.value)
+    folder = profile_run.prepare(loaded, run_)
     if on == Backend.local:
-        asking.here(folder, world)
+        profile_run.here(folder, world)
     else:
-        asking.elsewhere(request, folder)
-    seen = asking.seen(folder)
+        profile_run.elsewhere(request, folder)
+    seen = profile_run.seen(folder)
     page = report.write(folder)
     print_result(seen.as_result() | {"report": str(page)}, json, f"{seen.as_text()}\nreport  {page}")
     if not seen.looks:
@@ -91,9 +91,9 @@ def show(
     Example: steelyard profile show runs/my-profile
     """
     from steelyard.core.run import Run
-    from steelyard.observe.profile import asking
+    from steelyard.observe.profile import profile_run
 
-    seen = asking.seen(Run.open(run))
+    seen = profile_run.seen(Run.open(run))
     print_result(seen.as_result(), json, seen.as_text())
     for problem in seen.problems:
         console.warn(problem)

@@ -15,7 +15,7 @@ import typer
 
 from steelyard.cli.options import JsonOption, Overrides, RunOption, print_result
 from steelyard.core.console import console
-from steelyard.core.recipe import Recipe, load
+from steelyard.core.recipe import Recipe, load_recipe
 from steelyard.core.run import place_for_training
 
 PROMPT = "def read(self, "
@@ -39,24 +39,24 @@ def quickstart(overrides: Overrides = None, run: RunOption = None, json: JsonOpt
     Example: steelyard quickstart train.steps=900
     """
     given = list(overrides or ())
-    recipe = load("quickstart", given)
+    recipe = load_recipe("quickstart", given)
     _prepare(recipe)
 
-    from steelyard.evaluate.generate import Sampling, from_checkpoint
+    from steelyard.evaluate.generation import Sampling, from_checkpoint
     from steelyard.observe import report
-    from steelyard.train import loop
+    from steelyard.train import trainer
 
     measured = None
     if not any(override.partition("=")[0].strip() in LENGTHS for override in given):
         steps, measured, run = _sized(recipe, run)
         given.append(f"train.steps={steps}")
-        recipe = load("quickstart", given)
+        recipe = load_recipe("quickstart", given)
     console.say(f"$ steelyard train quickstart {' '.join(given)}")
-    folder = loop.run(recipe, run)
+    folder = trainer.run(recipe, run)
     page = report.write(folder)
     console.say(f'$ steelyard generate {folder.path} --prompt "{PROMPT}"')
     sample = from_checkpoint(folder.path, PROMPT, Sampling(max_tokens=120))
-    result = loop.results(folder) | {"report": str(page), "sample": sample, "seconds_per_step_measured": measured}
+    result = trainer.results(folder) | {"report": str(page), "sample": sample, "seconds_per_step_measured": measured}
     before, after = result["valid_loss_before"], result["valid_loss_after"]
     text = (
         f"\nvalidation loss        {before:.3f} -> {after:.3f} nats\n"
@@ -72,7 +72,7 @@ def _sized(recipe: Recipe, run: Path | None) -> tuple[int, float | None, Path]:
 
     An unfinished run keeps its number, since its learning rates follow from it; nothing is measured then.
     """
-    from steelyard.train import sizing
+    from steelyard.train import time_budget
 
     shortest = recipe.model_copy(update={"train": recipe.train.model_copy(update={"steps": 1})})
     place, unfinished = place_for_training(shortest, run)  # A finished run is never too short for one step.
@@ -80,8 +80,8 @@ def _sized(recipe: Recipe, run: Path | None) -> tuple[int, float | None, Path]:
         steps = unfinished.recipe().train.steps
         console.say(f"{place} is not finished: it goes on to its {steps} steps")
         return steps, None, place
-    per_step = sizing.seconds_per_step(recipe)
-    steps = sizing.steps_within(SECONDS_TO_TRAIN, per_step, recipe, FEWEST_STEPS, MOST_STEPS)
+    per_step = time_budget.seconds_per_step(recipe)
+    steps = time_budget.steps_within(SECONDS_TO_TRAIN, per_step, recipe, FEWEST_STEPS, MOST_STEPS)
     why = {FEWEST_STEPS: " (fewer would show little)", MOST_STEPS: " (more would repeat the text)"}.get(steps, "")
     console.say(f"measured {per_step:.2g} s per step here: training {steps} steps{why}, {_about(steps * per_step)}")
     return steps, per_step, place
@@ -100,7 +100,7 @@ def _prepare(recipe: Recipe) -> None:
     from steelyard.text.corpus import documents
     from steelyard.text.stdlib import write_corpus
     from steelyard.tokens import preprocess
-    from steelyard.tokens.job import Job
+    from steelyard.tokens.tokenize_job import Job
 
     corpus, folder, vocab = Path("quickstart/corpus.jsonl"), Path(str(recipe.data.tokenizer)), recipe.model.vocab
     prefix = recipe.data.train[0].prefix

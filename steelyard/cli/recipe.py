@@ -9,11 +9,12 @@ from typing import Annotated, Any
 
 import typer
 
+from steelyard import megatron
 from steelyard.cli.options import JsonOption, Overrides, RecipeArgument, print_result
-from steelyard.core import files, megatron, units
+from steelyard.core import files, units
 from steelyard.core.console import console
-from steelyard.core.recipe import Recipe, load, shipped, to_toml
-from steelyard.sizes.model import parameters
+from steelyard.core.recipe import Recipe, load_recipe, shipped, to_toml
+from steelyard.sizes.param_count import parameters
 
 
 class Sgd(StrEnum):
@@ -38,7 +39,7 @@ def check(recipe: RecipeArgument, overrides: Overrides = None, json: JsonOption 
 
     Example: steelyard recipe check my.toml train.steps=50
     """
-    loaded = load(recipe, overrides or ())
+    loaded = load_recipe(recipe, overrides or ())
     size = parameters(loaded.model).total
     text = f"{recipe} is sound: {loaded.model.family}, {units.count(size)} parameters, {loaded.train.steps} steps"
     unseen = _files_named(loaded)
@@ -66,7 +67,7 @@ def show(recipe: RecipeArgument, overrides: Overrides = None, json: JsonOption =
 
     Example: steelyard recipe show llama2-7b train.steps=50 > my.toml
     """
-    settings = load(recipe, overrides or ()).settings()
+    settings = load_recipe(recipe, overrides or ()).settings()
     print_result(settings, json, to_toml(settings).rstrip())
 
 
@@ -75,7 +76,7 @@ def list_(json: JsonOption = False) -> None:
 
     Example: steelyard recipe list
     """
-    recipes = {name: load(name) for name in shipped()}
+    recipes = {name: load_recipe(name) for name in shipped()}
     width = max(len(name) for name in recipes)
     lines = [
         f"{name:{width}}  {units.count(parameters(recipe.model).total):>6}  {recipe.description}"
@@ -135,6 +136,6 @@ def _ids_of(tokenizer: str) -> int | None:
     if not all(Path(part).expanduser().exists() for part in tokenizer.split(",")):
         return None
     try:
-        return tokenizers.load(tokenizer).vocab_size
+        return tokenizers.load_tokenizer(tokenizer).vocab_size
     except UserError:
         return None

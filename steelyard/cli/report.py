@@ -40,7 +40,7 @@ def report(
     Example: steelyard report runs/first runs/second -o compared.html
     """  # fmt: skip
     from steelyard.core.run import Run
-    from steelyard.core.steps import steps_in
+    from steelyard.core.step_ranges import steps_in
     from steelyard.observe import report as reports
 
     if output is None and len(runs) > 1:

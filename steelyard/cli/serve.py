@@ -22,6 +22,6 @@ def serve(
 
     Example: steelyard serve runs
     """
-    from steelyard.observe import serve as server
+    from steelyard.observe import web_server as server
 
     server.serve(folder, host, port)

@@ -9,13 +9,13 @@ from typing import Annotated, Any
 
 import typer
 
-from steelyard.cli.groups import with_default
+from steelyard.cli.default_command import with_default
 from steelyard.cli.options import JsonOption, Overrides, RunOption, print_result
-from steelyard.cli.ranks import NprocOption, launch
+from steelyard.cli.relaunch import NprocOption, launch
 from steelyard.cli.train import ResumeOption
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
-from steelyard.core.recipe import Recipe, load
+from steelyard.core.recipe import Recipe, load_recipe
 from steelyard.parallel.world import alike, detect
 
 RecipeOrNone = Annotated[
@@ -68,26 +68,26 @@ def run(
         loaded = recipe_for(recipe, overrides, model, data)
         if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise UserError(f"{out} is there already", mend="name a new folder")
-    from steelyard.finetune import tuning
+    from steelyard.finetune import sft
 
     if nproc is not None and nproc > 1:
         loaded.parallel.data_for(nproc)
-        tuning.prepare(loaded, nproc)  # What is encoded here is found by the ranks, and mistakes are told once.
+        sft.prepare(loaded, nproc)  # What is encoded here is found by the ranks, and mistakes are told once.
         raise typer.Exit(launch(nproc))
     from steelyard.observe import report
-    from steelyard.train import loop
+    from steelyard.train import trainer
 
     with alike(ranks):
-        prepared = tuning.prepare(loaded)
+        prepared = sft.prepare(loaded)
     if ranks.is_first:
         console.say(prepared.described())
-    folder = tuning.run(prepared, run, resume)
+    folder = sft.run(prepared, run, resume)
     if not ranks.is_first:
         return
     if folder.state != "finished":  # The clock ended it: the same command goes on.
         return
-    written = tuning.export(prepared, folder, out)
-    result = loop.results(folder) | {"out": written["path"], "exported_step": written["step"]}
+    written = sft.export(prepared, folder, out)
+    result = trainer.results(folder) | {"out": written["path"], "exported_step": written["step"]}
     report.write(folder)
     print_result(result, json, f"run     {folder.path}\nmodel   {written['path']}, of step {written['step']}")
 
@@ -105,13 +105,13 @@ def preview(
 
     Example: steelyard sft preview my.toml --samples 3 --html preview.html
     """
-    from steelyard.finetune import previewing, tuning
+    from steelyard.finetune import preview, sft
 
-    prepared = tuning.prepare(recipe_for(recipe, overrides, model, data))
-    shown = previewing.preview(prepared, samples)
+    prepared = sft.prepare(recipe_for(recipe, overrides, model, data))
+    shown = preview.preview(prepared, samples)
     if html is not None:
-        previewing.write_html(shown, html)
-    print_result(previewing.as_result(shown), json, previewing.as_text(shown))
+        preview.write_html(shown, html)
+    print_result(preview.as_result(shown), json, preview.as_text(shown))
 
 
 def recipe_for(recipe: str | None, overrides: list[str] | None, model: str | None, data: list[str] | None) -> Recipe:
@@ -135,11 +135,11 @@ def recipe_for(recipe: str | None, overrides: list[str] | None, model: str | Non
             values["model"] = open_source(train["init_from"]).shape.model_dump(exclude_none=True)
 
     if recipe is not None:
-        return load(recipe, words, complete)
+        return load_recipe(recipe, words, complete)
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", f"{Path(str(model)).name}-{Path(str((data or [''])[0])).stem}").strip("-.")
     values: dict[str, Any] = {"name": name or "sft", **{section: dict(keys) for section, keys in DEFAULTS.items()}}
     if any(word.startswith("finetune.adapter") for word in words):
         values["optim"]["learning_rate"] = ADAPTER_RATE
     if any(word.startswith("optim.warmup_") for word in words):
         del values["optim"]["warmup_share"]
-    return load(values, words, complete)
+    return load_recipe(values, words, complete)

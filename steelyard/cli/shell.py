@@ -8,7 +8,7 @@ import typer
 
 from steelyard.cli.options import JsonOption, print_result
 from steelyard.cli.submit import SiteOption, SitesOption
-from steelyard.launch import shell, sites
+from steelyard.launch import site_shell, sites
 
 
 def register(root: typer.Typer, name: str, help_: str) -> None:
@@ -34,8 +34,8 @@ def shell_(
     _, found = sites.find(site, None, sites_file)
     words = command or []
     words = words[1:] if words[:1] == ["--"] else words
-    text = shell.script_for(found, words, reload_container)
+    text = site_shell.script_for(found, words, reload_container)
     if dry_run:
         print_result({"script": text}, json, text)
     else:
-        shell.enter(text)
+        site_shell.enter(text)

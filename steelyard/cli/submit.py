@@ -11,8 +11,8 @@ import typer
 from steelyard.cli import COMMANDS
 from steelyard.cli.options import JsonOption, RunOption, print_result
 from steelyard.core.errors import UserError
-from steelyard.core.recipe import load
-from steelyard.launch import sites, sweeping
+from steelyard.core.recipe import load_recipe
+from steelyard.launch import job_array, sites
 from steelyard.launch.submit import Request, preview, submit, wait
 
 
@@ -87,19 +87,21 @@ def submit_(
     recipe, command = _split(words or [])
     if hosts is not None and on is not Backend.mpi:
         raise UserError("--hosts are mpirun's", mend="add --on mpi, or leave them out")
-    loaded = load(recipe[0], recipe[1:]) if recipe else None
+    loaded = load_recipe(recipe[0], recipe[1:]) if recipe else None
     site_name, found = sites.find(site, loaded.site if loaded else None, sites_file)
     request = Request(
         on.value, sites.changed(found, hosts, port), loaded, command, name, run, site_name, cluster, nodes,
         ranks_per_node, time, job, reload_container, skip_checks,
     )  # fmt: skip
     if array:
-        requests = sweeping.requests(request, array, lambda overrides: load(recipe[0], [*recipe[1:], *overrides]))
+        requests = job_array.requests(
+            request, array, lambda overrides: load_recipe(recipe[0], [*recipe[1:], *overrides])
+        )
         if dry_run:
-            result, text = sweeping.preview(requests)
+            result, text = job_array.preview(requests)
             print_result(result, json, text)
             return
-        results = sweeping.sweep(requests)
+        results = job_array.sweep(requests)
         text = "\n".join(f"{', '.join(each['jobs'])}  {each['run']}" for each in results)
         print_result({"runs": results}, json, text)
         if wait_:

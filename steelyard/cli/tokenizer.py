@@ -90,7 +90,7 @@ def info(
     """
     from steelyard.text import tokenizer as tokenizers
 
-    loaded = tokenizers.load(tokenizer)
+    loaded = tokenizers.load_tokenizer(tokenizer)
     result: dict[str, object] = {
         "kind": loaded.kind,
         "vocab_size": loaded.vocab_size,
@@ -118,11 +118,11 @@ def export(
     from steelyard.text import tokenizer as tokenizers
     from steelyard.text.corpus import documents
 
-    loaded = tokenizers.load(tokenizer)
+    loaded = tokenizers.load_tokenizer(tokenizer)
     texts = (
         list(documents([check])) if check is not None else []
     )  # Before anything is written, in case it cannot be read.
-    tokenizers.export(loaded, folder)
+    tokenizers.export_hf(loaded, folder)
     result: dict[str, object] = {"folder": str(folder), "kind": loaded.kind}
     text = f"{folder}: {loaded.kind}, {loaded.vocab_size} tokens"
     if check is not None:

@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 
 from steelyard.cli.options import JsonOption, Overrides, RecipeArgument, RunOption, print_result
-from steelyard.cli.ranks import NprocOption, launch
+from steelyard.cli.relaunch import NprocOption, launch
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
-from steelyard.core.recipe import Recipe, load
+from steelyard.core.recipe import Recipe, load_recipe
 from steelyard.parallel.world import alike, detect
 
 ResumeOption = Annotated[
@@ -51,7 +51,7 @@ def train(
     """
     ranks = detect(os.environ)
     with alike(ranks):
-        loaded = load(recipe, overrides or ())
+        loaded = load_recipe(recipe, overrides or ())
     if dry_run:
         return _dry_run(loaded, world, gpu, json)
     if world is not None or gpu is not None:
@@ -59,24 +59,24 @@ def train(
     if nproc is not None and nproc > 1:
         loaded.parallel.data_for(nproc)
         raise typer.Exit(launch(nproc))
-    from steelyard.observe.profile import tools
+    from steelyard.observe.profile import nsight_tools
 
     with alike(ranks):
-        tools.go_under(loaded, run, ranks.rank)
+        nsight_tools.go_under(loaded, run, ranks.rank)
     from steelyard.observe import report
-    from steelyard.sparsity import training
-    from steelyard.train import loop
+    from steelyard.sparsity import sparsity_extension
+    from steelyard.train import trainer
 
     with alike(ranks):
-        extension = training.extension(loaded)
-    folder = loop.run(loaded, run, extension, resume)
+        extension = sparsity_extension.extension(loaded)
+    folder = trainer.run(loaded, run, extension, resume)
     if ranks.is_first:
         try:
             page = str(report.write(folder)) if loaded.log.report else None
         except UserError as missing:  # What was trained is not worth less for it.
             page = None
             console.warn(f"no report: {missing.message}")
-        result = loop.results(folder) | {"report": page}
+        result = trainer.results(folder) | {"report": page}
         print_result(result, json, f"run     {folder.path}" + (f"\nreport  {page}" if page else ""))
 
 

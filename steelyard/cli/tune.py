@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from steelyard.cli.groups import with_default
+from steelyard.cli.default_command import with_default
 from steelyard.cli.options import JsonOption, Overrides, print_result
 from steelyard.cli.submit import Backend, SiteOption, SitesOption
 from steelyard.core.errors import UserError
@@ -64,8 +64,8 @@ def run(
     The word run may be left out. Example: steelyard tune my.toml --trials 30 --nproc 4
     Example: steelyard tune my.toml --on slurm --cluster cluster.toml --nproc 16 --workers 4
     """
-    from steelyard.tune import best, search, spec
-    from steelyard.tune import workers as crews
+    from steelyard.tune import best, spec, worker_loop
+    from steelyard.tune import local_workers as crews
     from steelyard.tune.defaults import tune_for
 
     require_linux("steelyard tune", "tune on the machine that will train; steelyard tune report works here")
@@ -85,15 +85,15 @@ def run(
     else:
         tune = tune_for(source, overrides or (), nproc, changes)
     folder, url = study or Path("studies") / tune.name, storage or os.environ.get(STORAGE)
-    search.prepare(tune)
+    worker_loop.prepare(tune)
     if worker is None:
-        search.check_files(tune)
+        worker_loop.check_files(tune)
     if workers > 1 and worker is None:
-        search.opened(tune, folder, url)
+        worker_loop.opened(tune, folder, url)
         crews.run(_same(sys.argv[1:]), workers, tune.launch.on)
         summary = best.of_folder(folder, url)
     else:
-        summary = search.search(tune, folder, url, worker or 0)
+        summary = worker_loop.search(tune, folder, url, worker or 0)
         if worker is not None:
             return
     print_result(summary, json, best.as_text(summary))
@@ -118,7 +118,7 @@ def report(
     Example: steelyard tune report studies/my
     """
     from steelyard.tune import best
-    from steelyard.tune import report as reports
+    from steelyard.tune import study_report as reports
 
     if not study.is_dir():
         raise UserError(f"there is no study folder {study}", mend="steelyard tune makes one under studies/")

@@ -42,12 +42,12 @@ def watch(
 
     Example: steelyard watch runs/gpt2-small
     """
-    from steelyard.observe import find
-    from steelyard.observe import watch as page
+    from steelyard.observe import find_runs
+    from steelyard.observe import terminal as page
 
     if once and follow:
         raise UserError("--once and --follow are opposites", mend="leave one of them out")
-    path = find.find(run, folder)
+    path = find_runs.find(run, folder)
     if follow and not json:
         raise typer.Exit(page.follow(path, every, patience))
     if follow:

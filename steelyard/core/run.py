@@ -28,7 +28,7 @@ from typing import Any
 import steelyard
 from steelyard.core import files
 from steelyard.core.errors import UserError
-from steelyard.core.recipe import Recipe, load, to_toml
+from steelyard.core.recipe import Recipe, load_recipe, to_toml
 from steelyard.core.recipe.toml import leaves
 from steelyard.core.safe_parse import loads
 
@@ -79,7 +79,7 @@ class Run:
 
     def recipe(self) -> Recipe:
         """The resolved recipe this run follows."""
-        return load(self.path / RECIPE)
+        return load_recipe(self.path / RECIPE)
 
     @property
     def name(self) -> str:

@@ -16,13 +16,13 @@ from shlex import join
 from typing import Any
 
 from steelyard.core.errors import Fault, UserError
-from steelyard.doctor import changes, elf, site_profile, sonames
-from steelyard.doctor.ask import image as image_script
-from steelyard.doctor.changes import Change
+from steelyard.doctor import elf, site_profile, sonames, undo_log
 from steelyard.doctor.checks.libraries import package_of
 from steelyard.doctor.finding import Finding
 from steelyard.doctor.machine import Machine
-from steelyard.doctor.places import folder, sites_file
+from steelyard.doctor.paths import folder, sites_file
+from steelyard.doctor.probes import image_libraries as image_script
+from steelyard.doctor.undo_log import Change
 
 TOPIC = "container"
 INSIDE = "/opt/steelyard"
@@ -127,16 +127,16 @@ def prepare(machine: Machine, image: Image, site: str) -> Made:
         made.binds.insert(0, f"{place}:{INSIDE}/links")
         # What a runtime is told replaces the image's own list, so that goes behind.
         made.prepend = [f"{INSIDE}/links", *(entry for entry in said["library_path"].split(":") if entry)]
-        made.changes += changes.folders_to(place)
+        made.changes += undo_log.folders_to(place)
         for link, target in links.items():
-            made.changes += changes.link(place / link, target)
+            made.changes += undo_log.link(place / link, target)
     for bind in made.binds:
         if bind.count(":") != 1 or "," in bind:
             raise UserError(f"{bind.rsplit(':', 1)[0]} cannot be bound: its name has a colon or comma", mend="move it")
     prepend = {"LD_LIBRARY_PATH": made.prepend} if made.prepend else {}
     container = {"kind": image.kind, "image": image.path}
     text = site_profile.edited(sites_file(machine), site, container, made.binds, made.environment, prepend)
-    made.changes += changes.folders_to(sites_file(machine).parent) + changes.file(sites_file(machine), text)
+    made.changes += undo_log.folders_to(sites_file(machine).parent) + undo_log.file(sites_file(machine), text)
     return made
 
 

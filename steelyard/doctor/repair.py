@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from shlex import quote
 
 from steelyard.core.errors import UserError
-from steelyard.doctor import changes
-from steelyard.doctor.changes import Change
+from steelyard.doctor import undo_log
 from steelyard.doctor.finding import Finding
 from steelyard.doctor.machine import Machine
-from steelyard.doctor.places import environment_file, library_folder
+from steelyard.doctor.paths import environment_file, library_folder
+from steelyard.doctor.undo_log import Change
 
 HEAD = "# Written by steelyard doctor --fix, for: source FILE. steelyard doctor --undo takes it away.\n"
 
@@ -27,13 +27,13 @@ def planned(machine: Machine, findings: Sequence[Finding]) -> list[Change]:
         raise UserError(
             f"{folder} has a colon in it, which LD_LIBRARY_PATH cannot hold", mend="set XDG_DATA_HOME to another folder"
         )
-    made = changes.folders_to(folder if links else environment.parent)
+    made = undo_log.folders_to(folder if links else environment.parent)
     for name, target in links.items():
-        made += changes.link(folder / name, target)
+        made += undo_log.link(folder / name, target)
     earlier = environment.read_text(encoding="utf-8") if environment.exists() else ""
     with_links = bool(links) or "LD_LIBRARY_PATH" in earlier
     cleared = dict.fromkeys([*re.findall(r"^unset (\w+)$", earlier, re.MULTILINE), *unset])
-    return made + changes.file(environment, script(str(folder) if with_links else None, list(cleared)))
+    return made + undo_log.file(environment, script(str(folder) if with_links else None, list(cleared)))
 
 
 def script(folder: str | None, unset: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from steelyard.core.errors import UserError
 from steelyard.core.recipe.toml import parse
 from steelyard.core.safe_parse import toml_values
-from steelyard.doctor import changes
+from steelyard.doctor import undo_log
 from steelyard.launch import sites
 
 
@@ -19,7 +19,7 @@ def edited(path: Path, site: str, container: Mapping[str, str], binds: Sequence[
     import tomlkit
     from tomlkit.exceptions import TOMLKitError
 
-    text = changes.text_of(path) if path.exists() else ""
+    text = undo_log.text_of(path) if path.exists() else ""
     mark = "\ufeff" if text.startswith("\ufeff") else ""  # Some editors begin a file with it.
     parse(text.removeprefix(mark), str(path))  # Refuses what the other parser would not survive.
     try:

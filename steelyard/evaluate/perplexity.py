@@ -21,16 +21,16 @@ from steelyard.checkpoint.formats import Source
 from steelyard.core import units
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
-from steelyard.core.recipe.model import GptModel
-from steelyard.evaluate import stream as streams
-from steelyard.evaluate.network import context_of, loaded, mesh_for, tokenizer_for
-from steelyard.evaluate.stream import Stream
+from steelyard.core.recipe.model_section import GptModel
+from steelyard.evaluate import eval_tokens as streams
+from steelyard.evaluate.eval_tokens import Stream
+from steelyard.evaluate.load_model import context_of, loaded, mesh_for, tokenizer_for
 from steelyard.evaluate.windows import Plan, Protocol, Window, plan
 from steelyard.model import LanguageModel
 from steelyard.parallel.mesh import Mesh
 from steelyard.parallel.world import World, alike, everywhere, join
-from steelyard.sizes.model import parameters
-from steelyard.sparsity import source as sparse
+from steelyard.sizes.param_count import parameters
+from steelyard.sparsity import pruned_source as sparse
 from steelyard.train.device import NAMES, device_for, dtype_for
 
 LONGEST = 4096  # the length of windows, where none is asked for and the model sees as much

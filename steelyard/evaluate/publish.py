@@ -14,8 +14,8 @@ from steelyard.core import files, sha256sums
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.core.run import MANIFEST, Run
-from steelyard.evaluate import card, weights
-from steelyard.evaluate.trial import try_out
+from steelyard.evaluate import model_card, weight_stats
+from steelyard.evaluate.smoke_test import try_out
 from steelyard.text import tokenizer as tokenizers
 
 CARD = "README.md"
@@ -39,7 +39,7 @@ def push(
         raise UserError("the test prompt is empty", mend="give the model something to continue")
     if not source.exists():
         raise UserError(f"there is no folder {source}")
-    origin = card.Origin(Run.open(run)) if run is not None else _origin(source)
+    origin = model_card.Origin(Run.open(run)) if run is not None else _origin(source)
     name = _full(name) if not dry_run else name if "/" in name else f"<you>/{name}"
     with _as_hugging_face(source) as folder:
         paths, left_out = _publishable(folder, source)
@@ -49,8 +49,8 @@ def push(
             console.warn(remark)
         contents: dict[str, Path | bytes] = dict(paths)
         if CARD not in paths or new_card:
-            sample = card.Sample(prompt, text)
-            contents[CARD] = card.render(name, folder, weights.measure(folder), origin, sample).encode()
+            sample = model_card.Sample(prompt, text)
+            contents[CARD] = model_card.render(name, folder, weight_stats.measure(folder), origin, sample).encode()
         contents[sha256sums.NAME] = _sums(folder, paths)
         for each in left_out:
             console.say(f"not published: {each}")
@@ -59,16 +59,16 @@ def push(
             return result | {"files": _sizes(contents), "card": _card(contents)}
         # A card that was written by hand on the hub's own page outweighs one that was made here.
         keep = (CARD,) if CARD not in paths and not new_card else ()
-        return result | hub.send(name, contents, private, keep)
+        return result | hub.push(name, contents, private, keep)
 
 
-def _origin(source: Path) -> card.Origin | None:
+def _origin(source: Path) -> model_card.Origin | None:
     """The run that a run folder or a checkpoint inside of one stands for."""
     if (source / MANIFEST).is_file():
-        return card.Origin(Run.open(source))
+        return model_card.Origin(Run.open(source))
     if (source / STATE).is_file() and (source.resolve().parents[1] / MANIFEST).is_file():
         saved = checkpoint.source(source.resolve())
-        return card.Origin(saved.run, saved.step)
+        return model_card.Origin(saved.run, saved.step)
     return None
 
 
@@ -79,7 +79,7 @@ def _as_hugging_face(source: Path) -> Iterator[Path]:
         yield source
         return
     from steelyard.checkpoint.formats.write import Target, convert
-    from steelyard.sparsity.source import opened as opened_under_masks
+    from steelyard.sparsity.pruned_source import opened as opened_under_masks
 
     opened = opened_under_masks(source)
     # Beside the source, where there is room for models.
@@ -91,15 +91,15 @@ def _as_hugging_face(source: Path) -> Iterator[Path]:
 
 def _remarks(folder: Path) -> list[str]:
     """What a reader of the folder will stumble over although the model works."""
-    from steelyard.checkpoint.formats import config, extra
+    from steelyard.checkpoint.formats import hf_config, hf_metadata
     from steelyard.core.safe_parse import read_json_object
 
     generation = folder / "generation_config.json"
-    told = config.extra_of(
+    told = hf_config.extra_of(
         read_json_object(folder / "config.json"), read_json_object(generation) if generation.is_file() else None
     )
     try:
-        remark = extra.disagreement(told, tokenizers.load(folder))
+        remark = hf_metadata.disagreement(told, tokenizers.load_tokenizer(folder))
     except UserError as error:  # transformers has just loaded it, so it is of a kind that is not known here.
         remark = f"the tokenizer was not held against the configuration: {error.message}"
     return [remark] if remark else []

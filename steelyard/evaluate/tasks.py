@@ -10,7 +10,7 @@ from typing import Any
 
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
-from steelyard.evaluate.generate import Writer
+from steelyard.evaluate.generation import Writer
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def run(writer: Writer, names: Sequence[str], options: TaskOptions) -> dict[str,
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    from steelyard.evaluate.harness import Backend
+    from steelyard.evaluate.lm_eval_backend import Backend
 
     broken = _broken(Path(options.include)) if options.include is not None else {}
     manager = TaskManager(include_path=options.include)

@@ -11,8 +11,8 @@ from steelyard.core.errors import Fault, SteelyardError
 from steelyard.core.recipe import Recipe
 from steelyard.core.run import MANIFEST, METRICS, RECIPE, Run
 from steelyard.core.safe_parse import loads
-from steelyard.evaluate.verify import Findings, check_checkpoints, check_one
-from steelyard.sparsity.masks import MaskFile
+from steelyard.evaluate.verify_checkpoint import Findings, check_checkpoints, check_one
+from steelyard.sparsity.mask_file import MaskFile
 from steelyard.tokens import inspect
 from steelyard.tokens.samples import expand_sources
 

@@ -20,17 +20,17 @@ from torch import Tensor
 
 from steelyard import checkpoint
 from steelyard.checkpoint.formats import Source, open_source, safetensors
-from steelyard.checkpoint.formats.entries import Entry, hugging_face
+from steelyard.checkpoint.formats.key_mapping import Entry, hugging_face
 from steelyard.checkpoint.formats.write import Target, convert
 from steelyard.core import files, sha256sums
 from steelyard.core.errors import UserError
-from steelyard.core.recipe.finetune import Adapter
-from steelyard.core.recipe.model import GptModel
+from steelyard.core.recipe.finetune_section import Adapter
+from steelyard.core.recipe.model_section import GptModel
 from steelyard.core.safe_parse import read_json_object
-from steelyard.finetune.adapters import merged
-from steelyard.finetune.adapting import STATE, AdaptedSource
-from steelyard.parallel.tensor import ADAPTER_IN, ADAPTER_OUT, MAGNITUDE
-from steelyard.sparsity import base
+from steelyard.finetune.lora import merged
+from steelyard.finetune.lora_extension import STATE, AdaptedSource
+from steelyard.parallel.tensor_parallel import ADAPTER_IN, ADAPTER_OUT, MAGNITUDE
+from steelyard.sparsity import frozen_base
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 # What a configuration may say that changes the arithmetic, and the one value of it that is known here.
@@ -102,9 +102,9 @@ def of_run(path: Path, origin: Source | None, is_checked: bool = True) -> Adapte
     told = saved.state[STATE]
     adapter = Adapter.model_validate(told["adapter"])
     if origin is None:
-        origin = base.found(told["base"], None, MOVED)
+        origin = frozen_base.found(told["base"], None, MOVED)
     elif is_checked:
-        base.check(told["base"], origin, MOVED)
+        frozen_base.check(told["base"], origin, MOVED)
     return AdaptedSource(open_source(saved.path), origin, adapter, told["keeps_zeros"])
 
 

@@ -27,7 +27,7 @@ from steelyard.core.errors import UserError
 from steelyard.finetune.conversation import BadRow, Conversation
 from steelyard.finetune.template_budget import TooMuchWork, limited
 from steelyard.finetune.template_sandbox import LimitedEnvironment
-from steelyard.finetune.tools import CALLS, THOUGHTS, unsaid
+from steelyard.finetune.tool_calls import CALLS, THOUGHTS, unsaid
 from steelyard.text.tokenizer import Tokenizer
 
 BEGIN, END = "\ufdd0", "\ufdd1"  # Unicode sets these apart: no text contains them.

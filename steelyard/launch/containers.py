@@ -13,9 +13,9 @@ from pathlib import Path
 from shlex import quote
 
 from steelyard.core.errors import UserError
-from steelyard.core.recipe.site import Container, Site
-from steelyard.launch import lifeline
-from steelyard.launch.record import FOLDER
+from steelyard.core.recipe.site_section import Container, Site
+from steelyard.launch import container_watchdog
+from steelyard.launch.launch_record import FOLDER
 
 # What a scheduler or launcher tells a process by its environment; Docker, Podman and Enroot pass on only what is named.
 PASSED_ON = (
@@ -65,7 +65,7 @@ def wrapped(site: Site, command: Sequence[str], workdir: str, run: str | None, g
             return ["bash", "-c", ENROOT, "enroot", *options, name(container), *IN_FOLDER, workdir, *command]
         case "docker" | "podman":
             words = [*_docker(site, binds, workdir, gpus), container.image, *command]
-            return lifeline.kept(words, str(Path(run) / FOLDER)) if run else words
+            return container_watchdog.kept(words, str(Path(run) / FOLDER)) if run else words
         case _:
             return list(command)
 
@@ -92,7 +92,7 @@ def _docker(site: Site, binds: Sequence[str], workdir: str, gpus: bool) -> list[
 def _passed(site: Site) -> list[str]:
     """What goes inside. The host's PATH does not, unless a site sets all of it: it would hide the image's programs."""
     prepended = [name for name in site.prepend if name != "PATH"]
-    return list(dict.fromkeys([*PASSED_ON, lifeline.VARIABLE, *site.environment, *prepended]))
+    return list(dict.fromkeys([*PASSED_ON, container_watchdog.VARIABLE, *site.environment, *prepended]))
 
 
 def srun_options(site: Site, workdir: str, run: str) -> list[str]:

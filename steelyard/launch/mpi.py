@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from steelyard.core.errors import UserError
-from steelyard.core.recipe.site import Site
+from steelyard.core.recipe.site_section import Site
 from steelyard.launch import containers
-from steelyard.launch.groups import Group
-from steelyard.launch.order import Order
-from steelyard.launch.process import HERE
+from steelyard.launch.job_spec import Order
+from steelyard.launch.node_groups import Group
+from steelyard.launch.supervisor import HERE
 
 
 def command(order: Order) -> list[str]:
     """mpirun's whole line."""
-    starter = [order.python, "-P", "-m", "steelyard.launch.node", "--run", str(order.run), "--one-rank"]
+    starter = [order.python, "-P", "-m", "steelyard.launch.node_agent", "--run", str(order.run), "--one-rank"]
     starter += ["--attempt", HERE, *order.command_arguments]
     gpus = any(group.gres for group in order.groups)
     return [*options(order.site, order.groups), *containers.wrapped(

@@ -21,14 +21,14 @@ from steelyard.core import units
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
-from steelyard.launch.groups import Group, world
-from steelyard.plan import fit
-from steelyard.plan.fit import Room
+from steelyard.launch.node_groups import Group, world
+from steelyard.plan import memory_fit
+from steelyard.plan.memory_fit import Room
 from steelyard.sizes.memory import memory_of
-from steelyard.sizes.remedies import remedies
+from steelyard.sizes.memory_hints import remedies
 from steelyard.text import tokenizer as tokenizers
 from steelyard.tokens import samples
-from steelyard.tokens.indexed import idx_path
+from steelyard.tokens.indexed_dataset import idx_path
 
 if TYPE_CHECKING:
     from steelyard.launch.submit import Request
@@ -52,7 +52,9 @@ def check_files(request: Request, run: Path) -> None:
         if recipe.data.valid:
             files.check_tokens("valid")
     for name in (recipe.data.tokenizer or "").split(","):
-        files.check("data.tokenizer", name, lambda path: tokenizers.load(path) if path.suffix != ".txt" else None)
+        files.check(
+            "data.tokenizer", name, lambda path: tokenizers.load_tokenizer(path) if path.suffix != ".txt" else None
+        )
     sparsity = recipe.sparsity
     if not any(run.glob("checkpoints/step-*")):
         opened = _refuse_another_model(recipe) if sparsity is None else None
@@ -167,8 +169,8 @@ def check_memory(recipe: Recipe | None, found: Sequence[Group]) -> None:
             console.warn("memory was not checked: neither --cluster nor gres (gpu:TYPE:COUNT) says which GPUs they are")
             return
         smallest = min(known, key=lambda gpu: gpu.memory or 0)
-        rooms.append(Room(number, memory, fit.usable(smallest.memory or 0), smallest.name))
-    reason = fit.reason(rooms)
+        rooms.append(Room(number, memory, memory_fit.usable(smallest.memory or 0), smallest.name))
+    reason = memory_fit.reason(rooms)
     if reason is not None:
         helpful = remedies(recipe, ranks, min(room.usable for room in rooms))
         tried = "; ".join(f"{change} would need {units.size(size)}" for change, size in helpful)

@@ -18,10 +18,10 @@ from typing import Any
 
 from steelyard.core.run import MANIFEST, Run, now
 from steelyard.core.safe_parse import loads
-from steelyard.launch import process, record
-from steelyard.launch.marks import launched
-from steelyard.launch.questions import ask
-from steelyard.launch.record import Launch
+from steelyard.launch import launch_record, supervisor
+from steelyard.launch.job_tags import launched
+from steelyard.launch.launch_record import Launch
+from steelyard.launch.slurm_cli import ask
 
 RECORDS = "scheduler.jsonl"
 LIVE = (
@@ -110,7 +110,7 @@ def _differs(before: Record | None, after: Record) -> bool:
 
 def _supervised(run: Path, launch: Launch) -> Record:
     """The state of a supervisor on this machine, or of one elsewhere as far as it has said it."""
-    job, ended = launch.jobs[0] if launch.jobs else "0", process.ended(run)
+    job, ended = launch.jobs[0] if launch.jobs else "0", supervisor.ended(run)
     base = {
         "job": job,
         "reason": "",
@@ -124,7 +124,7 @@ def _supervised(run: Path, launch: Launch) -> Record:
     base["nodes"] = str(where.get("host", ""))
     if ended is not None:
         return base | {"state": ended["state"], "exit_code": ended["exit_code"], "elapsed": ended["elapsed"]}
-    alive = process.is_alive(where)
+    alive = supervisor.is_alive(where)
     if alive is None:
         return base | {"state": "RUNNING", "reason": f"supervised on {where.get('host')}, which is not this machine"}
     if alive:
@@ -181,7 +181,7 @@ def queued(text: str) -> list[Record]:
         for name, width in QUEUE_FIELDS.items():
             fields[name] = line[at : at + width].strip()
             at += width
-        if not record.JOB.fullmatch(fields["jobarrayid"]):
+        if not launch_record.JOB.fullmatch(fields["jobarrayid"]):
             continue
         offset = fields["hetjoboffset"]
         is_part = offset.isdigit() and not set("_+") & set(fields["jobarrayid"])  # Newer ones say 123+1 by themselves.
@@ -217,7 +217,7 @@ def accounted(text: str) -> list[Record]:
     newest: dict[str, Record] = {}
     for line in text.splitlines():
         fields = line.split("|")
-        if len(fields) != len(ACCOUNT_FIELDS) or not record.JOB.fullmatch(fields[0]):
+        if len(fields) != len(ACCOUNT_FIELDS) or not launch_record.JOB.fullmatch(fields[0]):
             continue
         job, words, code, elapsed, limit, nodes = fields
         before = newest.get(job)

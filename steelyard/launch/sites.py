@@ -16,7 +16,7 @@
     image = "/images/steelyard.sif"
     binds = ["/data"]
 
-A recipe may carry a `[site]` of its own, which goes before the file's key by key. All keys: `core/recipe/site.py`.
+A recipe may have a `[site]` of its own, whose keys override those of the file. All keys: `core/recipe/site_section.py`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from steelyard.core.errors import UserError
-from steelyard.core.recipe.load import explained
-from steelyard.core.recipe.site import Site
+from steelyard.core.recipe.loader import explained
+from steelyard.core.recipe.site_section import Site
 from steelyard.core.recipe.toml import parse
 
 DEFAULT = "default"

@@ -18,13 +18,13 @@ from shlex import join, quote
 
 from steelyard.core.errors import Fault, Interrupted, UserError
 from steelyard.core.host import die_with_parent
-from steelyard.core.recipe.site import Site
-from steelyard.launch import containers, script, together
-from steelyard.launch.groups import Group, written
-from steelyard.launch.marks import BEGAN, NUMBER
-from steelyard.launch.meeting import STOPPED
-from steelyard.launch.order import Order
-from steelyard.launch.record import FOLDER
+from steelyard.core.recipe.site_section import Site
+from steelyard.launch import containers, job_script, multi_job
+from steelyard.launch.job_spec import Order
+from steelyard.launch.job_tags import BEGAN, NUMBER
+from steelyard.launch.launch_record import FOLDER
+from steelyard.launch.node_groups import Group, written
+from steelyard.launch.rendezvous_file import STOPPED
 
 ATTEMPT = '"$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"'  # For the shell to fill in.
 # In an allocation that is there, nobody but this script can tell the ranks to save and stop: a signal would end bash
@@ -92,7 +92,7 @@ def _cpus(site: Site, group: Group) -> int:
 
 def text(order: Order, group: int | None = None, job: str | None = None) -> str:
     """The script of the job, of one group of several jobs, or for an allocation that is there already."""
-    lines = [script.preamble(order.site, order.workdir)]
+    lines = [job_script.preamble(order.site, order.workdir)]
     if job is None:
         lines.append(f'[ -z "$1" ] || echo {NUMBER} >{quote(str(order.run / FOLDER / BEGAN))}"$1"\n')
     preparation = containers.preparation(order.site.container, order.reload_container)
@@ -103,7 +103,7 @@ def text(order: Order, group: int | None = None, job: str | None = None) -> str:
     if job is not None:
         lines.append(f"{LISTENING}{line} &\n{WAITING}")
     elif group is not None:
-        lines.append(together.looking_after_others(order.run, line))
+        lines.append(multi_job.looking_after_others(order.run, line))
     else:
         lines.append(f"{line}\ncode=$?\n")
     word = quote(str(order.run / FOLDER / STOPPED))
@@ -127,7 +127,7 @@ def _requeueing(order: Order) -> str:
 
 def starter(order: Order) -> list[str]:
     """The starter's words up to its options, inside the site's container."""
-    words = [order.python, "-P", "-m", "steelyard.launch.node", "--run", str(order.run)]
+    words = [order.python, "-P", "-m", "steelyard.launch.node_agent", "--run", str(order.run)]
     gpus = any(group.gres for group in order.groups)
     return containers.wrapped(order.site, words, order.workdir, str(order.run), gpus)
 

@@ -20,12 +20,24 @@ from steelyard.core import files, secrets
 from steelyard.core.errors import UserError
 from steelyard.core.host import require_linux
 from steelyard.core.recipe import Recipe, to_toml
-from steelyard.core.recipe.site import Site
+from steelyard.core.recipe.site_section import Site
 from steelyard.core.run import MANIFEST, for_training, now, place_for_training
-from steelyard.launch import containers, ending, groups, marks, mpi, process, record, scheduler, script, slurm, torchrun
-from steelyard.launch.groups import Group
-from steelyard.launch.order import Order
-from steelyard.launch.record import FOLDER, Launch
+from steelyard.launch import (
+    cancel,
+    containers,
+    job_script,
+    job_tags,
+    launch_record,
+    mpi,
+    node_groups,
+    scheduler,
+    slurm,
+    supervisor,
+    torchrun,
+)
+from steelyard.launch.job_spec import Order
+from steelyard.launch.launch_record import FOLDER, Launch
+from steelyard.launch.node_groups import Group
 from steelyard.plan import cluster as clusters
 
 SECONDS_BETWEEN_QUESTIONS = 5.0
@@ -58,26 +70,26 @@ def submit(request: Request) -> dict[str, Any]:
     run = order.run
     if request.on == "slurm" and request.job is None:
         jobs = _queue(request, order)
-        supervisor = None
+        process = None
     else:
         environment = slurm.environment() if request.on == "slurm" else None
-        supervisor = process.start(run, ["bash", str(run / FOLDER / "job.sh")], environment)
-        jobs = [request.job or str(supervisor["pid"])]
-    return note(request, order, jobs, supervisor)
+        process = supervisor.start(run, ["bash", str(run / FOLDER / "job.sh")], environment)
+        jobs = [request.job or str(process["pid"])]
+    return note(request, order, jobs, process)
 
 
 def _queue(request: Request, order: Order) -> list[str]:
     """Hand each job to Slurm; where one of several is refused, none is left behind to wait for it."""
     jobs: list[str] = []
-    (order.run / FOLDER / record.JOBS).unlink(missing_ok=True)
+    (order.run / FOLDER / launch_record.JOBS).unlink(missing_ok=True)
     with intended({order.run: described(request, order, [], None)}):
         try:
             for group in slurm.jobs(order):
                 jobs.append(slurm.ask(slurm.line(order, group)))
-            marks.write_jobs(order.run, jobs)
+            job_tags.write_jobs(order.run, jobs)
         except BaseException:
             if jobs:
-                ending.scancel(jobs)
+                cancel.scancel(jobs)
             raise
     return jobs
 
@@ -88,17 +100,17 @@ def intended(launches: dict[Path, Launch]) -> Iterator[None]:
 
     After any other end, a controller that does not answer in time, say, there may be a job, and the marks stay.
     """
-    before = {run: record.read(run) for run in launches}
+    before = {run: launch_record.read(run) for run in launches}
     for run, launch in launches.items():
-        record.write(run, launch)
+        launch_record.write(run, launch)
     try:
         yield
     except UserError:
         for run, launch_before in before.items():
             if launch_before is None:
-                (run / record.LAUNCH).unlink(missing_ok=True)
+                (run / launch_record.LAUNCH).unlink(missing_ok=True)
             else:
-                record.write(run, launch_before)
+                launch_record.write(run, launch_before)
         raise
 
 
@@ -106,7 +118,7 @@ def prepare(request: Request) -> Order:
     """Make the run folder with the scripts in it; nothing is started yet."""
     if request.job is not None and request.on != "slurm":
         raise UserError("--job is an allocation of Slurm's", mend="add --on slurm")
-    if request.job is not None and not record.JOB.fullmatch(request.job):
+    if request.job is not None and not launch_record.JOB.fullmatch(request.job):
         raise UserError(f"--job: {request.job!r} is no number of a job", mend="squeue --me shows yours")
     found = groups_of(request)
     _scripts(_order(request, found, _place(request).resolve()), request)  # What they cannot say is refused here.
@@ -122,24 +134,24 @@ def prepare(request: Request) -> Order:
     return order
 
 
-def note(request: Request, order: Order, jobs: list[str], supervisor: dict[str, Any] | None) -> dict[str, Any]:
+def note(request: Request, order: Order, jobs: list[str], process: dict[str, Any] | None) -> dict[str, Any]:
     """Write down what was started, and return it."""
-    launch = described(request, order, jobs, supervisor)
-    record.write(order.run, launch)
+    launch = described(request, order, jobs, process)
+    launch_record.write(order.run, launch)
     records = scheduler.refresh(order.run)
     state = scheduler.state(records, jobs)
     return {"run": str(order.run), "backend": request.on, "jobs": jobs, "state": state, "ranks": launch.ranks}
 
 
-def described(request: Request, order: Order, jobs: list[str], supervisor: dict[str, Any] | None) -> Launch:
+def described(request: Request, order: Order, jobs: list[str], process: dict[str, Any] | None) -> Launch:
     """What `launch.json` says of an order."""
     return Launch(
         backend=request.on, name=order.name, jobs=jobs, command=secrets.redact(order.command),
-        nodes=sum(group.nodes for group in order.groups), ranks=groups.world(order.groups),
+        nodes=sum(group.nodes for group in order.groups), ranks=node_groups.world(order.groups),
         gpus_per_node=order.groups[0].gpus, submitted=order.submitted, site=request.site_name,
         partitions=[group.partition for group in order.groups if group.partition],
         placement=request.recipe.parallel.placement if request.recipe else [],
-        workdir=order.workdir, process=supervisor,
+        workdir=order.workdir, process=process,
         marks=slurm.marks(order) if request.on == "slurm" and request.job is None else [],
     )  # fmt: skip
 
@@ -165,7 +177,7 @@ def planned(request: Request) -> Order:
 
 def wait(run: Path) -> int:
     """Stay until the job is over; returns 0 where it completed."""
-    launch = record.read(run)
+    launch = launch_record.read(run)
     assert launch is not None
     while True:
         records = scheduler.refresh(run)
@@ -181,7 +193,7 @@ def groups_of(request: Request) -> list[Group]:
     if request.time_limit is not None and request.on != "slurm":
         raise UserError(f"--on {request.on} keeps no time limit", mend="use --on slurm, or train.hours in the recipe")
     if request.recipe is None:
-        found = groups.of_command(request.site, request.nodes, request.ranks_per_node)
+        found = node_groups.of_command(request.site, request.nodes, request.ranks_per_node)
     elif request.on == "local":
         if request.nodes not in (None, 1):
             raise UserError("--on local is one node", mend="use --on mpi or --on slurm for several")
@@ -189,10 +201,10 @@ def groups_of(request: Request) -> list[Group]:
         request.recipe.parallel.data_for(world)
         found = [Group(1, world, gres=None if request.recipe.train.device == "cpu" else "gpu")]
     else:
-        found = groups.of_plan(request.recipe, cluster, request.site, request.nodes, request.ranks_per_node)
+        found = node_groups.of_plan(request.recipe, cluster, request.site, request.nodes, request.ranks_per_node)
     if request.on == "mpi":
         mpi.refuse_hosts(request.site, found)
-    if request.on == "local" and groups.world(found) != found[0].ranks:
+    if request.on == "local" and node_groups.world(found) != found[0].ranks:
         raise UserError("--on local is one node", mend="use --on mpi or --on slurm for several")
     return found
 
@@ -208,7 +220,7 @@ def _order(request: Request, found: list[Group], run: Path) -> Order:
         command = [*steelyard, *request.words]
     name = request.name or (request.recipe.name if request.recipe else request.words[0])
     return Order(
-        run, name, site, found, command, workdir, python, now(), marks.next_mark(run), request.time_limit,
+        run, name, site, found, command, workdir, python, now(), job_tags.next_mark(run), request.time_limit,
         request.reload_container,
     )  # fmt: skip
 
@@ -249,7 +261,7 @@ def _place(request: Request) -> Path:
 
 
 def _refuse_live(run: Path) -> None:
-    launch = marks.launched(run)
+    launch = job_tags.launched(run)
     if launch is None:
         return
     state = scheduler.state(scheduler.refresh(run), launch.jobs)
@@ -270,16 +282,16 @@ def _scripts(order: Order, request: Request) -> dict[str, str]:
 
 def _here(order: Order, request: Request) -> str:
     """The script for mpirun, or for ranks on this machine, which torchrun starts; a command alone needs no torch."""
-    site, text = order.site, script.preamble(order.site, order.workdir)
+    site, text = order.site, job_script.preamble(order.site, order.workdir)
     if request.on == "mpi":
         before = mpi.preparation(order)
         text += f"{join(before)} || exit 1\n" if before else ""
-        return text + script.executing(mpi.command(order))
+        return text + job_script.executing(mpi.command(order))
     prepared = containers.preparation(site.container, order.reload_container)
     text += f"bash -c {quote(prepared)} || exit 1\n" if prepared else ""
-    if request.recipe is None and groups.world(order.groups) == 1:
-        return text + script.executing([*slurm.starter(order), *order.command_arguments])
-    return text + script.executing(torchrun.command(order))
+    if request.recipe is None and node_groups.world(order.groups) == 1:
+        return text + job_script.executing([*slurm.starter(order), *order.command_arguments])
+    return text + job_script.executing(torchrun.command(order))
 
 
 def _write(order: Order, request: Request) -> None:

@@ -24,11 +24,11 @@ from tempfile import TemporaryDirectory
 from steelyard.core import secrets
 from steelyard.core.errors import Fault
 from steelyard.core.host import die_with_parent, usable_cpus
-from steelyard.launch import containers, kept, lifeline
-from steelyard.launch.local import SECONDS_TO_END, SECONDS_TO_NOTICE, signals
-from steelyard.launch.node import tell
-from steelyard.launch.order import Order
-from steelyard.launch.streams import Log
+from steelyard.launch import container_watchdog, containers, torchrun_ipc
+from steelyard.launch.job_spec import Order
+from steelyard.launch.log_capture import Log
+from steelyard.launch.node_agent import tell
+from steelyard.launch.spawn import SECONDS_TO_END, SECONDS_TO_NOTICE, signals
 
 SECONDS_BETWEEN_LOOKS = 0.05
 LINES_SHOWN = 20
@@ -39,7 +39,7 @@ def command(order: Order) -> list[str]:
     [group] = order.groups
     python = [order.python, "-P", "-m"]
     keeper = [*python, "steelyard.launch.torchrun", "--run", str(order.run), "--ranks", str(group.ranks), "--"]
-    starter = [*python, "steelyard.launch.node", "--run", str(order.run), "--one-rank", *order.command_arguments]
+    starter = [*python, "steelyard.launch.node_agent", "--run", str(order.run), "--one-rank", *order.command_arguments]
     words = [*keeper, *python, *options(group.ranks, order.site.port), "--no-python", "--", *starter]
     return containers.wrapped(order.site, words, order.workdir, str(order.run), gpus=group.gres is not None)
 
@@ -55,7 +55,7 @@ def options(ranks: int, port: int | None) -> list[str]:
 def main(words: Sequence[str]) -> int:
     """Keep a torchrun until it ends, and return the exit code of the job."""
     given = _given(words)
-    same = lifeline.hold()
+    same = container_watchdog.hold()
     with ExitStack() as stack:
         asked = stack.enter_context(signals(same))
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="steelyard-")))
@@ -87,7 +87,7 @@ def _environment(folder: Path, ranks: int) -> dict[str, str]:
     for name in outer:
         environment.pop(name, None)
     threads = max(1, len(usable_cpus()) // ranks)
-    return {"OMP_NUM_THREADS": str(threads)} | environment | {kept.FOLDER: str(folder)}
+    return {"OMP_NUM_THREADS": str(threads)} | environment | {torchrun_ipc.FOLDER: str(folder)}
 
 
 def _keep(child: subprocess.Popen[bytes], folder: Path, asked: list[int]) -> None:
@@ -96,7 +96,7 @@ def _keep(child: subprocess.Popen[bytes], folder: Path, asked: list[int]) -> Non
     while child.poll() is None and time.monotonic() < deadline:
         if len(asked) > passed_on:
             passed_on = len(asked)
-            (folder / kept.ASKED).write_text("".join(f"{int(number)}\n" for number in asked), encoding="ascii")
+            (folder / torchrun_ipc.ASKED).write_text("".join(f"{int(number)}\n" for number in asked), encoding="ascii")
             if passed_on == 2:
                 deadline = time.monotonic() + 2 * (SECONDS_TO_NOTICE + SECONDS_TO_END)
         time.sleep(SECONDS_BETWEEN_LOOKS)
@@ -106,13 +106,13 @@ def _keep(child: subprocess.Popen[bytes], folder: Path, asked: list[int]) -> Non
 
 
 def _tell(child: subprocess.Popen[bytes], folder: Path, given: argparse.Namespace, was_asked: bool) -> int:
-    left = {rank: kept.found(folder, rank) for rank in range(given.ranks)}
+    left = {rank: torchrun_ipc.found(folder, rank) for rank in range(given.ranks)}
     present = {rank: each for rank, each in left.items() if each is not None}
     log = Log(given.run / "logs" / f"{socket.gethostname()}.err")
     if not present and child.returncode:
         return _tell_of_torchrun(child.returncode, folder, log)
     ends = [each.end for each in present.values()]
-    ends += [kept.killed(rank, time.time()) for rank in left if rank not in present and child.returncode]
+    ends += [torchrun_ipc.killed(rank, time.time()) for rank in left if rank not in present and child.returncode]
     hung = [rank for rank, each in present.items() if each.is_hung]
     return tell(ends, {rank: each.last for rank, each in present.items()}, hung, was_asked, log) if ends else 0
 

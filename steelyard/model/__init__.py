@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from steelyard.core.recipe.model import GptModel, LlamaModel
-from steelyard.model.cache import Cache
+from steelyard.core.recipe.model_section import GptModel, LlamaModel
 from steelyard.model.gpt import Gpt
-from steelyard.model.initialise import initial, initialise
+from steelyard.model.init_weights import initial, initialise
+from steelyard.model.kv_cache import Cache
 from steelyard.model.language_model import LanguageModel, Slice
 from steelyard.model.llama import Llama
 

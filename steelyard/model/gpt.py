@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from steelyard.core.recipe.model import GptModel
+from steelyard.core.recipe.model_section import GptModel
 from steelyard.model.attention import attend, attend_dropping, rows_of
 from steelyard.model.language_model import Context, LanguageModel, Layer, Slice
 from steelyard.model.modules import LayerNorm, Linear

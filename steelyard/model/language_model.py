@@ -15,10 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from steelyard.core.recipe.model import GptModel, LlamaModel
+from steelyard.core.recipe.model_section import GptModel, LlamaModel
 from steelyard.model.attention import Bounds, bounds_of, within_documents
-from steelyard.model.cache import Cache, LayerCache
 from steelyard.model.dropout import Dropout, salt_of
+from steelyard.model.kv_cache import Cache, LayerCache
 from steelyard.model.loss import WholeVocabulary, linear_cross_entropy
 from steelyard.model.modules import Linear, at_places
 

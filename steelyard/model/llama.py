@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from steelyard.core.recipe.model import LlamaModel, RopeScaling
+from steelyard.core.recipe.model_section import LlamaModel, RopeScaling
 from steelyard.model.attention import attend, attend_dropping, rows_of
 from steelyard.model.language_model import Context, LanguageModel, Layer, Slice
 from steelyard.model.modules import Linear, RmsNorm

@@ -81,7 +81,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             weights = None if weights_N is None else weights_N[part]
             logits = x_ND[part] @ head_VD.t()
             if x_ND.is_cuda and type(vocabulary) is WholeVocabulary:
-                from steelyard.model.kernels import fused_cross_entropy
+                from steelyard.model.cross_entropy_kernel import fused_cross_entropy
 
                 losses, grad = fused_cross_entropy(logits, labels_N[part], weights, real_rows, needs_grad)
             elif needs_grad:

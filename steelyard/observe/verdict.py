@@ -8,29 +8,29 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from steelyard.core import units
-from steelyard.observe.rules import LEVELS, Level, Verdict, course, ending, machines
-from steelyard.observe.state import State
-from steelyard.observe.streams import is_number
+from steelyard.observe.host_logs import is_number
+from steelyard.observe.rules import LEVELS, Level, Verdict, exit_rules, machine_rules, progress_rules
+from steelyard.observe.run_state import State
 
 Rule = Callable[[State], Verdict | None]
 # In the order in which verdicts of one level are told: causes before consequences.
 RULES: tuple[Rule, ...] = (
-    course.errors,
-    machines.disk_nearly_full,
-    machines.other_configuration,
-    course.loss_not_finite,
-    ending.scheduler_ended,
-    ending.run_ended,
-    machines.silent_host,
-    machines.frozen,
-    machines.nobody_on_device,
-    course.no_progress,
-    course.loss_spike,
-    machines.slow_rank,
-    machines.hot_device,
-    machines.versions_differ,
-    machines.clocks_differ,
-    ending.not_started,
+    progress_rules.errors,
+    machine_rules.disk_nearly_full,
+    machine_rules.other_configuration,
+    progress_rules.loss_not_finite,
+    exit_rules.scheduler_ended,
+    exit_rules.run_ended,
+    machine_rules.silent_host,
+    machine_rules.frozen,
+    machine_rules.nobody_on_device,
+    progress_rules.no_progress,
+    progress_rules.loss_spike,
+    machine_rules.slow_rank,
+    machine_rules.hot_device,
+    machine_rules.versions_differ,
+    machine_rules.clocks_differ,
+    exit_rules.not_started,
 )
 EXIT_CODES: dict[Level, int] = {"ok": 0, "wrong": 1, "waiting": 3, "warning": 4}
 

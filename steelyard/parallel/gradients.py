@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from steelyard.parallel.mesh import Mesh
-from steelyard.parallel.parts import Part
+from steelyard.parallel.param_shards import Part
 
 
 class Gradients:

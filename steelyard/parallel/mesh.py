@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from steelyard.core.recipe.parallel import Parallel
+from steelyard.core.recipe.parallel_section import Parallel
 
 AXES = ("pipeline", "data", "context", "tensor")
 

@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from steelyard.core.errors import Fault, UserError
-from steelyard.parallel import doors
+from steelyard.parallel import port_discovery
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -65,10 +65,10 @@ def _free(
     from torch.distributed import TCPStore
 
     if rank:
-        port = doors.ask(name, address, timeout.total_seconds())
+        port = port_discovery.ask(name, address, timeout.total_seconds())
         return TCPStore(address, port, size, is_master=False, timeout=timeout, wait_for_workers=False), port
     store = TCPStore(address, 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
-    doors.tell(name, store.port, size - 1, is_one_host)
+    port_discovery.tell(name, store.port, size - 1, is_one_host)
     return store, store.port
 
 

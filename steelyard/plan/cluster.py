@@ -5,7 +5,7 @@ name = "campus"
 [[nodes]]
 type = "a10"               # any name; links and parallel.placement use it
 count = 7
-gpu = "a10"                # of the catalogue (sizes/gpus.py), or of a [[gpus]] table in this file
+gpu = "a10"                # of the catalogue (sizes/gpu_catalogue.py), or of a [[gpus]] table in this file
 gpus = 4                   # in each node
 partition = "gpu2"         # Slurm's names, for whoever submits; the planner only passes them on
 gres = "gpu:a10:4"
@@ -41,10 +41,10 @@ from typing import Annotated
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PrivateAttr, ValidationError
 
 from steelyard.core.errors import UserError
-from steelyard.core.recipe.load import explained
+from steelyard.core.recipe.loader import explained
 from steelyard.core.recipe.section import PositiveInt, Section
 from steelyard.core.recipe.toml import read
-from steelyard.sizes.gpus import CATALOGUE, Gpu, by_name
+from steelyard.sizes.gpu_catalogue import CATALOGUE, Gpu, by_name
 
 NETWORK_GBPS, NETWORK_LATENCY_US = 1.25, 20.0  # 10 Gbit/s Ethernet: what is assumed where no link is described
 # Assumed where a node says nothing, after the standards: a socket with six channels of DDR4-2933, PCI Express 3.0 x16.

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from steelyard.core.recipe import Recipe
-from steelyard.core.recipe.model import GptModel
+from steelyard.core.recipe.model_section import GptModel
 from steelyard.plan.cluster import Nodes
 from steelyard.plan.software import Software
 from steelyard.sizes.activations import FP32, working_bytes
-from steelyard.sizes.gpus import Gpu
+from steelyard.sizes.gpu_catalogue import Gpu
 
 # Rows and columns of a tile, and the share of the sustained rate that it reaches: small ones load more per product.
 TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 64, 0.65))

@@ -8,7 +8,7 @@ from typing import Any
 
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
-from steelyard.core.recipe.parallel import Parallel, Partition
+from steelyard.core.recipe.parallel_section import Parallel, Partition
 from steelyard.plan.cluster import Cluster, Nodes
 
 Placement = tuple[tuple[str, int], ...]
@@ -96,8 +96,8 @@ def of_recipe(recipe: Recipe, cluster: Cluster, short: bool = False) -> Layout:
     `short` allows 1F1B fewer micro-batches than ranks, as Megatron does and PyTorch does not. Of the last node that is
     placed some GPUs may stay idle.
     """
-    from steelyard.sizes.ranks import data_ranks
-    from steelyard.sizes.stages import partition_of
+    from steelyard.sizes.rank_check import data_ranks
+    from steelyard.sizes.stage_layers import partition_of
 
     parallel = recipe.parallel
     placement = tuple(_entry(entry) for entry in parallel.placement) or tuple(

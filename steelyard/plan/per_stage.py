@@ -14,17 +14,17 @@ from functools import partial
 from itertools import combinations, islice, permutations, product
 
 from steelyard.core.recipe import Recipe
-from steelyard.plan import partition, space
+from steelyard.plan import layout_space, partition
 from steelyard.plan.cluster import Cluster
-from steelyard.plan.found import Planned
 from steelyard.plan.layout import Layout, Placement
+from steelyard.plan.layout_space import Limits
+from steelyard.plan.measured_layers import Profile
 from steelyard.plan.predict import Predictor
-from steelyard.plan.profile import Profile
+from steelyard.plan.pricing import price_hour, watts, weight
+from steelyard.plan.results import Planned
 from steelyard.plan.software import STEELYARD, Software, as_run
-from steelyard.plan.space import Limits
 from steelyard.plan.step import least
-from steelyard.plan.widths import StagedLayout, StagedStep, Width
-from steelyard.plan.worth import price_hour, watts, weight
+from steelyard.plan.tensor_widths import StagedLayout, StagedStep, Width
 
 DEALT = 400  # Combinations that are dealt layers, the most promising ones,
 SIMULATED = 40  # and those of them that are refined and simulated.
@@ -56,7 +56,7 @@ def search(
 ) -> list[StagedPlan]:
     """The best plans whose stages differ in width, the best first; empty where there is only one type of node."""
     predictor = Predictor(recipe, cluster, as_run(software, recipe, False), profiles)
-    limits = space.limits_for(cluster)
+    limits = layout_space.limits_for(cluster)
     chosen = sorted(_combinations(predictor, limits, objective), key=lambda entry: entry[0])
     dealt: list[tuple[float, int, StagedLayout, tuple[int, ...]]] = []
     for _, blocks in islice(chosen, DEALT):
@@ -77,13 +77,13 @@ def search(
 def _combinations(predictor: Predictor, limits: Limits, objective: str) -> Iterator[tuple[float, tuple[_Block, ...]]]:
     """Widths for the nodes of two types or more, with a bound for the step."""
     recipe, cluster = predictor.recipe, predictor.cluster
-    batch, layers = space.dealt_batch(recipe), recipe.model.layers
+    batch, layers = layout_space.dealt_batch(recipe), recipe.model.layers
     able = [nodes.type for nodes in cluster.nodes if cluster.gpu_of(nodes).peak(recipe.train.precision) is not None]
     for size in range(2, len(able) + 1):
         for types in combinations(able, size):
             placement = tuple((type_, cluster.nodes_of(type_).count) for type_ in types)
             worth = weight(objective, price_hour(cluster, placement), watts(cluster, placement))
-            for chunk in space.divisors(batch):
+            for chunk in layout_space.divisors(batch):
                 options = [_blocks(predictor, type_, chunk, limits) for type_ in types]
                 for blocks in product(*options):
                     if len({block.width for block in blocks}) == 1:
@@ -100,12 +100,12 @@ def _blocks(predictor: Predictor, type_: str, chunk: int, limits: Limits) -> lis
     recipe, cluster = predictor.recipe, predictor.cluster
     nodes = cluster.nodes_of(type_)
     ranks = nodes.count * nodes.gpus
-    use = space.Use(((type_, nodes.count),), ranks)
+    use = layout_space.Use(((type_, nodes.count),), ranks)
     found = []
-    for tensor in space.tensors(recipe, cluster, use, limits):
-        if not space.agrees(recipe, tensor, 1, 2):
+    for tensor in layout_space.tensors(recipe, cluster, use, limits):
+        if not layout_space.agrees(recipe, tensor, 1, 2):
             continue
-        for data in space.divisors(ranks // tensor):
+        for data in layout_space.divisors(ranks // tensor):
             micro_batch, rest = divmod(chunk, data)
             if rest or micro_batch > limits.micro_batch:
                 continue

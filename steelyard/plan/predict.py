@@ -16,11 +16,11 @@ from steelyard.plan.cluster import Cluster, Nodes
 from steelyard.plan.communication import Ring, group
 from steelyard.plan.compute import Pass, Shape, Work
 from steelyard.plan.layout import Layout, Placement, Seat, Seats
-from steelyard.plan.profile import Profile
+from steelyard.plan.measured_layers import Profile
 from steelyard.plan.software import STEELYARD, Software, as_run
 from steelyard.plan.step import Parts, Split, StageCost, StepCost, stage_seconds
-from steelyard.sizes.gpus import Gpu
-from steelyard.sizes.model import Parameters, parameters
+from steelyard.sizes.gpu_catalogue import Gpu
+from steelyard.sizes.param_count import Parameters, parameters
 
 T = TypeVar("T")
 

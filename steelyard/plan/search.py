@@ -18,16 +18,16 @@ from itertools import count
 
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
-from steelyard.plan import fit, space
+from steelyard.plan import layout_space, memory_fit
+from steelyard.plan.candidates import Mesh, Wholes
 from steelyard.plan.cluster import Cluster
-from steelyard.plan.found import Found, Plan
 from steelyard.plan.layout import Layout, Placement, lacking, of_recipe
+from steelyard.plan.layout_space import Limits, Use
+from steelyard.plan.measured_layers import Profile
 from steelyard.plan.predict import Predictor
-from steelyard.plan.profile import Profile
+from steelyard.plan.pricing import price_hour, watts, weight
+from steelyard.plan.results import Found, Plan
 from steelyard.plan.software import MEGATRON, STEELYARD, Software
-from steelyard.plan.space import Limits, Use
-from steelyard.plan.whole import Mesh, Wholes
-from steelyard.plan.worth import price_hour, watts, weight
 
 QUICK = 96  # Actions of a step up to which its partition is refined at once, not only when it is among the best.
 
@@ -55,7 +55,7 @@ def search(
     _refuse_offload(recipe, software)
     if not any(gpu.peak(recipe.train.precision) for gpu in cluster.gpu_by_type.values()):
         raise lacking(recipe, sorted({gpu.name for gpu in cluster.gpu_by_type.values()}))
-    limits = space.restricted(limits or space.limits_for(cluster, objective), software)
+    limits = layout_space.restricted(limits or layout_space.limits_for(cluster, objective), software)
     wholes = Wholes(recipe, cluster, limits, software, profiles, Found([]))
     found = _Search(wholes, objective, top).run()
     if objective == "pareto" and not found.complete:  # It was cut off among fast plans: cheap ones are found by price.
@@ -70,7 +70,7 @@ def given(recipe: Recipe, cluster: Cluster, software: Software = STEELYARD, prof
     _refuse_offload(recipe, software)
     layout = of_recipe(recipe, cluster, short=software is MEGATRON)
     predictor = Predictor.of_layout(recipe, cluster, layout, software, profiles)
-    why = fit.reason(fit.rooms(predictor, layout))
+    why = memory_fit.reason(memory_fit.rooms(predictor, layout))
     price = price_hour(cluster, layout.placement)
     plan = Plan(layout, predictor.parts(layout), price, watts(cluster, layout.placement))
     return Found([plan], [] if why is None else [(layout, why)], 1)
@@ -97,7 +97,7 @@ class _Search:
         self.ticket = count()
 
     def run(self) -> Found:
-        uses, whole = space.uses(self.cluster, self.limits)
+        uses, whole = layout_space.uses(self.cluster, self.limits)
         opened = sorted((choices for use in uses if self._can_compute(use) and (choices := self._opened(use))), key=min)
         for choices in opened[: self.limits.uses]:
             for bound, _, go_on in choices:
@@ -146,11 +146,11 @@ class _Search:
         """First round: nodes, tensor, context, micro-batch. Bound: all work, spread over all GPUs by their speed."""
         worth = self._weight_of(use.counts)
         choices: list[tuple[float, int, Callable[[], None]]] = []
-        for tensor in space.tensors(self.recipe, self.cluster, use, self.limits):
-            for context in space.contexts(self.recipe, self.limits):
-                if use.ranks % (tensor * context) or not space.agrees(self.recipe, tensor, context, 1):
+        for tensor in layout_space.tensors(self.recipe, self.cluster, use, self.limits):
+            for context in layout_space.contexts(self.recipe, self.limits):
+                if use.ranks % (tensor * context) or not layout_space.agrees(self.recipe, tensor, context, 1):
                     continue
-                for micro_batch in space.micro_batches(self.recipe, self.limits):
+                for micro_batch in layout_space.micro_batches(self.recipe, self.limits):
                     each = {type_: self.wholes.layer(type_, tensor, context, micro_batch) for type_, _ in use.counts}
                     groups = {
                         type_: n * self.cluster.nodes_of(type_).gpus / tensor / context for type_, n in use.counts
@@ -167,13 +167,13 @@ class _Search:
         layers = self.recipe.model.layers
         worth = self._weight_of(use.counts)
         batch = self.recipe.train.global_batch // micro_batch
-        dealt = space.dealt_batch(self.recipe) // micro_batch
-        for pipeline, data in space.meshes(use.ranks // (tensor * context), dealt, layers):
-            if not space.agrees(self.recipe, tensor, context, pipeline):
+        dealt = layout_space.dealt_batch(self.recipe) // micro_batch
+        for pipeline, data in layout_space.meshes(use.ranks // (tensor * context), dealt, layers):
+            if not layout_space.agrees(self.recipe, tensor, context, pipeline):
                 continue
-            schedules = space.schedules(self.recipe, pipeline, batch // data, self.limits)
+            schedules = layout_space.schedules(self.recipe, pipeline, batch // data, self.limits)
             deepest = max((virtual for _, virtual in schedules), default=0)
-            for placement in (space.orders(use) if pipeline > 1 else [use.counts]) if deepest else ():
+            for placement in (layout_space.orders(use) if pipeline > 1 else [use.counts]) if deepest else ():
                 mesh = Mesh(use, tensor, context, micro_batch, placement, pipeline, data, "1f1b", deepest)
                 bound = worth * self.wholes.bound(mesh)
                 if not self._is_beaten(bound, use.counts):

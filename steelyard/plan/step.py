@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from steelyard.plan import compute, pipeline
+from steelyard.plan import compute, pipeline_sim
 from steelyard.plan.communication import Ring
 from steelyard.plan.compute import Work
 from steelyard.plan.layout import Layout, Seat
-from steelyard.plan.pipeline import Times
+from steelyard.plan.pipeline_sim import Times
 from steelyard.sizes.memory import STATES
 
 if TYPE_CHECKING:
@@ -178,13 +178,13 @@ class StepCost:
     def seconds(self, counts: tuple[int, ...], settled: bool = False) -> float:
         """The whole step; `settled` lets a long one go on as it has begun, once it repeats itself (for searching)."""
         times = self.times(counts)
-        ends = pipeline.settled(times, *self.plan) if settled else pipeline.simulate(times, *self.plan).ends
+        ends = pipeline_sim.settled(times, *self.plan) if settled else pipeline_sim.simulate(times, *self.plan).ends
         after = (sum(self.after(counts, times, rank)) for rank in range(len(ends)))
         return max(end + more for end, more in zip(ends, after, strict=True)) + self.predictor.software.step_overhead
 
     def at_least(self, counts: tuple[int, ...]) -> float:
         """A bound from below for the step, without walking through its pipeline."""
-        bound = pipeline.at_least(self.times(counts), self.layout.pipeline, self.micro_batches)
+        bound = pipeline_sim.at_least(self.times(counts), self.layout.pipeline, self.micro_batches)
         return bound + self.predictor.software.step_overhead
 
     def bound(self, layers: int) -> float:
@@ -231,7 +231,7 @@ class StepCost:
     def parts(self, counts: tuple[int, ...]) -> Parts:
         """The step taken apart, as the rank that is done last sees it."""
         times = self.times(counts)
-        table = pipeline.simulate(times, *self.plan)
+        table = pipeline_sim.simulate(times, *self.plan)
         ranks = range(self.layout.pipeline)
         after = [self.after(counts, times, rank) for rank in ranks]
         slowest = max(ranks, key=lambda rank: table.ends[rank] + sum(after[rank]))
@@ -239,7 +239,7 @@ class StepCost:
         layers = sum(counts[slowest :: self.layout.pipeline])
         tensor = min(busy, self.micro_batches * layers * self.costs[slowest].layer.exchange)
         at_once = Times(times.forward, times.backward, times.weights, (0.0,) * len(times.send))
-        bubble = pipeline.simulate(at_once, *self.plan).ends[slowest] - busy
+        bubble = pipeline_sim.simulate(at_once, *self.plan).ends[slowest] - busy
         stages = range(slowest, len(counts), self.layout.pipeline)
         waits = sum(sum(self._waits(stage)) for stage in stages)
         return Parts(

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from steelyard.core.recipe import Recipe
-from steelyard.core.recipe.model import GptModel, LlamaModel
+from steelyard.core.recipe.model_section import GptModel, LlamaModel
 
 FP32 = 4
 INT64 = 8

@@ -13,11 +13,11 @@ from operator import mul
 from steelyard.core.recipe import Recipe
 from steelyard.sizes import activations
 from steelyard.sizes.activations import FP32, working_bytes
-from steelyard.sizes.gpus import GIB
-from steelyard.sizes.model import layer_matrices
-from steelyard.sizes.ranks import data_ranks
-from steelyard.sizes.schedule import fullest
-from steelyard.sizes.stages import stages_parameters
+from steelyard.sizes.gpu_catalogue import GIB
+from steelyard.sizes.in_flight import fullest
+from steelyard.sizes.param_count import layer_matrices
+from steelyard.sizes.rank_check import data_ranks
+from steelyard.sizes.stage_layers import stages_parameters
 
 CHUNK_BYTES = 1 << 31  # of logits, as in model/loss.py
 STATES = {"adamw": 2, "sgd": 1, "sgd-sai": 1}

@@ -19,7 +19,7 @@ from steelyard.core.errors import UserError
 from steelyard.text.corpus import documents, named_files
 from steelyard.text.formats import format_of, reading
 from steelyard.text.tokenizer import Tokenizer
-from steelyard.tokens.indexed import IndexedTokens, idx_path
+from steelyard.tokens.indexed_dataset import IndexedTokens, idx_path
 
 CHARACTERS_A_TOKEN = 16
 FEWEST_CHARACTERS = 4_000_000

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from steelyard.checkpoint.formats import Source
-from steelyard.checkpoint.formats.entries import Entry, taken_apart
-from steelyard.checkpoint.formats.mapped import Mapped
+from steelyard.checkpoint.formats.key_mapping import Entry, taken_apart
+from steelyard.checkpoint.formats.mapped_tensors import Mapped
 from steelyard.checkpoint.formats.megatron import Ranks
 from steelyard.core.errors import UserError
 from steelyard.sparsity.patterns import Pattern

@@ -16,19 +16,19 @@ import torch
 from torch import Tensor
 
 from steelyard.checkpoint.formats import Source, open_source
-from steelyard.checkpoint.formats.config import positions_of
+from steelyard.checkpoint.formats.hf_config import positions_of
 from steelyard.checkpoint.formats.source import check
 from steelyard.checkpoint.formats.write import Target, convert, refuse_destination
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
-from steelyard.core.recipe.model import GptModel
-from steelyard.sparsity import base, masks
+from steelyard.core.recipe.model_section import GptModel
+from steelyard.sparsity import frozen_base, mask_file
 from steelyard.sparsity.calibration import Calibration, Windows, is_prefix, windows
-from steelyard.sparsity.layers import Layer, Task, pruned_layers
-from steelyard.sparsity.methods import Method, method_named
+from steelyard.sparsity.layerwise import Layer, Task, pruned_layers
+from steelyard.sparsity.one_shot import Method, method_named
 from steelyard.sparsity.patterns import Pattern
-from steelyard.sparsity.selection import chosen, maskable
-from steelyard.sparsity.source import BeingPruned
+from steelyard.sparsity.pruned_source import BeingPruned
+from steelyard.sparsity.target_modules import chosen, maskable
 from steelyard.text import tokenizer as tokenizers
 from steelyard.train.device import NAMES, device_for, dtype_for
 
@@ -128,7 +128,7 @@ def _windows(request: Request, source: Source, method: Method) -> Windows | None
         console.warn(f"windows of {length} tokens are longer than the {sees} that the model was made for")
     tokenizer = None
     if not is_prefix(request.calibration) and (request.tokenizer or source.tokenizer):
-        tokenizer = tokenizers.load(request.tokenizer) if request.tokenizer else source.load_tokenizer()
+        tokenizer = tokenizers.load_tokenizer(request.tokenizer) if request.tokenizer else source.load_tokenizer()
     asked = Calibration(request.calibration, request.samples, length, request.seed)
     return windows(asked, tokenizer, source.shape.vocab)
 
@@ -150,7 +150,7 @@ def _write(
     with closing(told()) as layers:
         if request.save == "mask":
             each = ((name, matrix.mask_OI) for layer in layers for name, matrix in layer.matrices.items())
-            masks.write(request.destination, each, task.pattern, base.identity(source), about)
+            mask_file.write(request.destination, each, task.pattern, frozen_base.identity(source), about)
         else:
             convert(
                 BeingPruned(source, layers, task.names), request.destination, Target("hf", tokenizer=request.tokenizer)

@@ -20,7 +20,7 @@ from urllib.parse import unquote, urlsplit
 from steelyard.core import files
 from steelyard.core.console import console
 from steelyard.core.errors import Fault, UserError
-from steelyard.text.convert import convert
+from steelyard.text.convert_corpus import convert
 
 WIKITEXT = ("wikitext-2-v1", "wikitext-2-raw-v1", "wikitext-103-v1", "wikitext-103-raw-v1")
 C4_SHARDS = 1024

@@ -11,7 +11,7 @@ from steelyard.core import units
 from steelyard.core.console import console
 from steelyard.core.errors import Fault, UserError
 from steelyard.tokens import checksums
-from steelyard.tokens.indexed import IndexedTokens, bin_path, idx_path
+from steelyard.tokens.indexed_dataset import IndexedTokens, bin_path, idx_path
 
 SHOWN_TOKENS = 60
 TOKENS_AT_ONCE = 1 << 22

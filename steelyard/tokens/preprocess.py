@@ -38,11 +38,11 @@ from steelyard.text.corpus import (
     text_of,
     where,
 )
-from steelyard.tokens import assemble, workers
-from steelyard.tokens import job as jobs
-from steelyard.tokens.indexed import token_dtype
+from steelyard.tokens import encode_workers, merge
+from steelyard.tokens import tokenize_job as jobs
+from steelyard.tokens.indexed_dataset import token_dtype
 from steelyard.tokens.inspect import summary
-from steelyard.tokens.job import Job
+from steelyard.tokens.tokenize_job import Job
 
 DOCUMENTS_AT_ONCE = 256
 EXAMPLES_SHOWN = 5
@@ -69,7 +69,7 @@ class Tally:
 def tokenize(job: Job, worker_count: int = 1, overwrite: bool = False) -> dict[str, Any]:
     """Do the job, go on with it, or find that it is done; returns what was written."""
     paths = named_files(job.inputs)
-    tokenizer = tokenizers.load(job.tokenizer)
+    tokenizer = tokenizers.load_tokenizer(job.tokenizer)
     if job.append_eod:
         _ = tokenizer.end_of_document  # Refused now rather than in a worker, if there is none.
     made_of = jobs.signature(job, paths, tokenizer.fingerprint)
@@ -79,7 +79,7 @@ def tokenize(job: Job, worker_count: int = 1, overwrite: bool = False) -> dict[s
         shutil.rmtree(job.folder, ignore_errors=True)  # If it was killed between its last two acts.
         return done
     job.folder.mkdir(parents=True, exist_ok=True)
-    with workers.sole_owner(job.folder):
+    with encode_workers.sole_owner(job.folder):
         jobs.begin(job, made_of, overwrite)
         try:
             tally, written = _encode_and_join(job, paths, worker_count, token_dtype(tokenizer.vocab_size))
@@ -103,7 +103,7 @@ def _encode_and_join(
     tally = Tally()
     with contextlib.ExitStack() as stack:
         joiners = {
-            key: stack.enter_context(assemble.joining(job.output(key), dtype, job.fixed_length)) for key in job.keys
+            key: stack.enter_context(merge.joining(job.output(key), dtype, job.fixed_length)) for key in job.keys
         }
         for number, piece_tally in enumerate(_encoded(job, paths, worker_count)):
             tally.add(piece_tally)
@@ -117,7 +117,7 @@ def _encoded(job: Job, paths: list[Path], worker_count: int) -> Iterator[dict[st
     """What became of each piece, in order, so that the first mistake never varies."""
     waiting: deque[tuple[int, dict[str, Any] | Future[dict[str, Any]]]] = deque()
     total, documents = sum(path.stat().st_size for path in paths), 0
-    pool = ProcessPoolExecutor(worker_count, get_context("spawn"), workers.prepare, (job.tokenizer, os.getpid()))
+    pool = ProcessPoolExecutor(worker_count, get_context("spawn"), encode_workers.prepare, (job.tokenizer, os.getpid()))
     try:
         with console.progress("tokenize", total, "B") as progress:
 
@@ -148,7 +148,7 @@ def _encoded(job: Job, paths: list[Path], worker_count: int) -> Iterator[dict[st
 
 def encode_piece(job: Job, number: int, piece: Piece) -> dict[str, Any]:
     """Encode one piece, in a worker, and leave it in the job's folder."""
-    tokenizer = workers.tokenizer()
+    tokenizer = encode_workers.tokenizer()
     dtype = token_dtype(tokenizer.vocab_size)
     end = np.array([tokenizer.end_of_document] if job.append_eod else [], dtype=np.uint32)
     bad: list[BadDocument] | None = [] if job.on_bad_line == "skip" else None

@@ -13,11 +13,11 @@ import numpy.typing as npt
 
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
-from steelyard.core.recipe.data import Source, split_shares
+from steelyard.core.recipe.data_section import Source, split_shares
 from steelyard.core.units import count
-from steelyard.tokens import cache, index_maps
+from steelyard.tokens import index_cache, index_maps
 from steelyard.tokens.blend import Order, blend_order, normalised
-from steelyard.tokens.indexed import IndexedTokens, idx_path
+from steelyard.tokens.indexed_dataset import IndexedTokens, idx_path
 
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")
@@ -107,10 +107,12 @@ def open_samples(recipe: Recipe, split: Split, samples: int) -> TokenSamples:
         tokens, bounds = _opened(recipe, split, prefix)
         if recipe.data.fixed_length:
             return FixedSamples(tokens, bounds, wanted, recipe.train.seed)
-        request = cache.Request(
+        request = index_cache.Request(
             prefix, wanted, split, recipe.train.seed, recipe.data.sequence_length, recipe.data.split
         )
-        maps = cache.index_maps_for(request, tokens.lengths, bounds, recipe.data.index_cache, recipe.data.index_names)
+        maps = index_cache.index_maps_for(
+            request, tokens.lengths, bounds, recipe.data.index_cache, recipe.data.index_names
+        )
         return StreamSamples(tokens, maps)
 
     return _blended(opened, sources, samples, recipe.data.blend_order)

@@ -1,5 +1,5 @@
 """Training: `run` is the one loop that everything else extends."""
 
-from steelyard.train.loop import run
+from steelyard.train.trainer import run
 
 __all__ = ["run"]

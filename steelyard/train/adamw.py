@@ -40,7 +40,7 @@ class AdamW(torch.optim.AdamW):
             parameter.grad = gradient
 
     def _move(self, parameter: Tensor, group: dict[str, Any]) -> bool:
-        from steelyard.train.kernels import move
+        from steelyard.train.adamw_kernel import move
 
         state = self.state[parameter]
         if not state:

@@ -16,12 +16,12 @@ from steelyard import model
 from steelyard.core import units
 from steelyard.core.errors import Fault, UserError
 from steelyard.core.recipe import Recipe
-from steelyard.core.recipe.parallel import Partition
+from steelyard.core.recipe.parallel_section import Partition
 from steelyard.model import Slice
-from steelyard.sizes.gpus import CATALOGUE, GIB, by_name
+from steelyard.sizes.gpu_catalogue import CATALOGUE, GIB, by_name
 from steelyard.sizes.memory import RESERVED, Memory, memory_of, micro_batches
-from steelyard.sizes.remedies import remedies
-from steelyard.sizes.stages import partition_of, stage_parameters
+from steelyard.sizes.memory_hints import remedies
+from steelyard.sizes.stage_layers import partition_of, stage_parameters
 
 
 @dataclass(frozen=True)

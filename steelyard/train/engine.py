@@ -19,10 +19,10 @@ from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
 from steelyard.model import LanguageModel
 from steelyard.model.attention import can_attend_within
-from steelyard.parallel import context, sharding
-from steelyard.parallel.assemble import assemble
+from steelyard.parallel import context_parallel, fsdp
 from steelyard.parallel.gradients import Gradients
 from steelyard.parallel.mesh import Mesh
+from steelyard.parallel.parallelize import assemble
 from steelyard.tokens.loader import Rows, documents_in, learned_in, starts_of
 from steelyard.train import device as devices
 from steelyard.train import fp8
@@ -161,7 +161,7 @@ class Engine:
         model, self.micro_losses = self.assembly.model, []
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for number, micro in enumerate(self.micro_batches(batch, self.recipe.train.micro_batch)):
-            sharding.before_micro_batch(model, self.recipe.parallel.zero, is_last=number == count - 1)
+            fsdp.before_micro_batch(model, self.recipe.parallel.zero, is_last=number == count - 1)
             self.timeline.mark("forward", 0, number)
             loss = model(**micro).sum()
             self.timeline.mark("backward", 0, number)
@@ -213,7 +213,7 @@ class Engine:
             batch["samples_B"] = np.arange(first_sample, first_sample + number)
             batch["places_BL"] = places
         if self.mesh.context.size > 1:
-            here = context.places(length, self.mesh.context).numpy()
+            here = context_parallel.places(length, self.mesh.context).numpy()
             for name in ("inputs", "labels_BL", "weights_BL", "positions_BL", "places_BL"):
                 if name in batch:
                     batch[name] = batch[name][:, here]

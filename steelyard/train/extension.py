@@ -13,9 +13,9 @@ from torch import Tensor
 from steelyard.checkpoint import Piece
 from steelyard.model import LanguageModel
 from steelyard.parallel.mesh import Mesh
-from steelyard.parallel.parts import Part
+from steelyard.parallel.param_shards import Part
 from steelyard.parallel.world import World
-from steelyard.train import starting
+from steelyard.train import initial_weights
 from steelyard.train.optimizer import Pace
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Extension:
 
     def start(self, engine: Engine, world: World) -> str:
         """Give a new run its weights, which are at their initial values; says where they came from."""
-        return starting.from_recipe(engine, world)
+        return initial_weights.from_recipe(engine, world)
 
     def resumed(self, engine: Engine, world: World, state: dict[str, Any]) -> None:
         """Set what a checkpoint does not hold; what it does hold is in place."""

@@ -32,7 +32,7 @@ from steelyard.parallel.world import World
 from steelyard.tokens.loader import read
 from steelyard.tokens.samples import Samples
 from steelyard.train.engine import Engine
-from steelyard.train.tally import Counters
+from steelyard.train.train_state import Counters
 
 DATA_OR_WEIGHTS, TRANSIENT = "data or weights", "transient hardware fault"
 PERSISTENT, UNDETERMINED = "persistent hardware fault", "undetermined"

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from steelyard.checkpoint import Piece
-from steelyard.core.recipe.optim import Optim
-from steelyard.parallel.parts import Part
+from steelyard.core.recipe.optim_section import Optim
+from steelyard.parallel.param_shards import Part
 from steelyard.train.adamw import AdamW
 from steelyard.train.sgd import Sgd, SgdSai
 

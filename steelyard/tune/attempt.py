@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from steelyard.core import files, secrets, units
 from steelyard.core.console import console
 from steelyard.core.errors import Fault, Interrupted, UserError
-from steelyard.tune import candidate, guarded, outcome, submitted, trial
+from steelyard.tune import candidate, local_trial, outcome, submitted_trial, trial
 from steelyard.tune.objective import Measured
 from steelyard.tune.outcome import Ended
-from steelyard.tune.output import LOG, Log
 from steelyard.tune.spec import Tune
 from steelyard.tune.study import RETRIES, Study, folder_of
 from steelyard.tune.trial import RUN, Limits
+from steelyard.tune.trial_output import LOG, Log
 
 if TYPE_CHECKING:
     from optuna.trial import Trial
@@ -34,7 +34,7 @@ def make(study: Study, asked: Trial, folder: Path) -> None:
     watching = (measured, limits, study.behind(measured), lambda: asked.set_user_attr("beat", next(beats)))
     try:
         if tune.launch.on is None:
-            ended = guarded.run(words, place, *watching)
+            ended = local_trial.run(words, place, *watching)
         else:
             ended = _elsewhere(tune, asked, folder, *watching)
     except (Interrupted, Fault) as error:
@@ -70,18 +70,18 @@ def _elsewhere(
     place = folder_of(folder, asked.number)
     before = asked.user_attrs.get("takes_up")
     left = None if before is None else folder_of(folder, int(before)) / RUN
-    if left is not None and submitted.can_be_taken_up(left):
+    if left is not None and submitted_trial.can_be_taken_up(left):
         console.say(f"trial {asked.number} takes up what trial {before} left running")
         (place / RUN).symlink_to(Path("..", left.parent.name, RUN))
     else:
         recipe = candidate.recipe_at(tune, asked.params, is_trial=True)
         try:
-            submitted.start(submitted.request(tune, recipe, place / RUN, asked.number))
+            submitted_trial.start(submitted_trial.request(tune, recipe, place / RUN, asked.number))
         except UserError as refusal:  # More nodes than there are, say: the next point may ask for fewer.
             files.write_text(place / LOG, secrets.scrub(refusal.message) + "\n")
             return Ended(outcome.CRASHED, " ".join(refusal.message.split()), 0.0)
     log = Log(place / LOG, measured)
-    return trial.run(submitted.Submitted(place / RUN, log), log, place, limits, is_behind, beat)
+    return trial.run(submitted_trial.Submitted(place / RUN, log), log, place, limits, is_behind, beat)
 
 
 def _with_numbers(ended: Ended, measured: list[Measured]) -> Ended:

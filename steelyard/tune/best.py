@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from steelyard.core import files, secrets
-from steelyard.tune import candidate, history, kept, outcome, storage
+from steelyard.tune import candidate, outcome, storage, study_folder, trial_history
 from steelyard.tune.spec import Tune
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def front(tune: Tune, trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
 
     Of several that are equal in all of them the first stands for the others (`ties`).
     """
-    done = [trial for trial in trials if history.result_of(trial) == outcome.FINISHED]
+    done = [trial for trial in trials if trial_history.result_of(trial) == outcome.FINISHED]
     first = {tuple(trial.values): trial for trial in reversed(done)}.values()
     unbeaten = [trial for trial in first if not any(_beats(tune, other, trial) for other in first)]
     sign = -1 if tune.objectives[0].direction == "maximize" else 1
@@ -32,7 +32,9 @@ def front(tune: Tune, trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
 
 def ties(trial: FrozenTrial, trials: Sequence[FrozenTrial]) -> list[int]:
     """The numbers of other trials that came out just the same."""
-    done = [other for other in trials if history.result_of(other) == outcome.FINISHED and other.number != trial.number]
+    done = [
+        other for other in trials if trial_history.result_of(other) == outcome.FINISHED and other.number != trial.number
+    ]
     return [other.number for other in done if list(other.values) == list(trial.values)]
 
 
@@ -56,10 +58,10 @@ def write_best(tune: Tune, trials: Sequence[FrozenTrial], folder: Path) -> dict[
     for old in (folder / "best").glob(f"trial-*{Path(name).suffix}"):
         if old.name not in frontier:  # Beaten since.
             old.unlink(missing_ok=True)
-    outcomes = Counter(history.result_of(trial) for trial in trials)
+    outcomes = Counter(trial_history.result_of(trial) for trial in trials)
     return {
         "study": str(folder),
-        "trials": len(history.ran(trials)),
+        "trials": len(trial_history.ran(trials)),
         "outcomes": dict(sorted(outcomes.items())),
         "best": [
             {
@@ -76,7 +78,7 @@ def write_best(tune: Tune, trials: Sequence[FrozenTrial], folder: Path) -> dict[
 
 def of_folder(folder: Path, url: str | None = None) -> dict[str, Any]:
     """The same, from a study's folder."""
-    tune, study = kept.opened(folder, url)
+    tune, study = study_folder.opened(folder, url)
     with storage.faults():
         return write_best(tune, study.get_trials(deepcopy=False), folder)
 
@@ -98,7 +100,7 @@ def tied(numbers: Sequence[int]) -> str:
 
 def as_text(summary: dict[str, Any]) -> str:
     """What was found, for a person."""
-    lines = [f"study  {summary['study']}: {history.counted(summary['trials'])}"]
+    lines = [f"study  {summary['study']}: {trial_history.counted(summary['trials'])}"]
     lines += [f"       {count} {name.replace('_', ' ')}" for name, count in summary["outcomes"].items()]
     for each in summary["best"]:
         values = "  ".join(f"{name} {value:.6g}" for name, value in each["values"].items())

@@ -12,14 +12,14 @@ from typing import Any
 
 from steelyard.core import files
 from steelyard.core.errors import UserError
-from steelyard.core.recipe import Recipe, load, to_toml
+from steelyard.core.recipe import Recipe, load_recipe, to_toml
 from steelyard.plan import cluster as clusters
 from steelyard.plan.cluster import Cluster
 from steelyard.plan.layout import placement_for
 from steelyard.tune import command as commands
-from steelyard.tune.space import Point
+from steelyard.tune.search_space import Point
 from steelyard.tune.spec import Tune
-from steelyard.tune.submitted import abandon
+from steelyard.tune.submitted_trial import abandon
 from steelyard.tune.trial import RUN
 
 RECIPE = "recipe.toml"
@@ -32,7 +32,7 @@ def recipe_at(tune: Tune, point: Point, is_trial: bool) -> Recipe:
     Where jobs run on a cluster with several types of nodes, and the recipe names none, it says on which.
     """
     overrides = [*tune.overrides, *(f"{key}={_toml(value)}" for key, value in point.items())]
-    recipe = load(str(tune.recipe), overrides, _completion(tune, overrides, is_trial), tune.told_by)
+    recipe = load_recipe(str(tune.recipe), overrides, _completion(tune, overrides, is_trial), tune.told_by)
     cluster = _cluster(tune.cluster) if tune.cluster is not None and tune.launch.on is not None else None
     if cluster is None or len(cluster.nodes) == 1 or recipe.parallel.placement:
         return recipe

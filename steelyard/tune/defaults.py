@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from steelyard.core.recipe import Recipe, load
-from steelyard.plan.space import Limits, divisors, micro_batches
+from steelyard.core.recipe import Recipe, load_recipe
+from steelyard.plan.layout_space import Limits, divisors, micro_batches
 from steelyard.tune.spec import Tune, checked
 
 STEPS, WARM_UP = 20, 5
@@ -20,7 +20,7 @@ def tune_for(source: str, overrides: Sequence[str], nproc: int | None, changes: 
 
     Where jobs are submitted and nobody says how many ranks there are, they are those that the recipe's plan needs.
     """
-    recipe = load(source, overrides)
+    recipe = load_recipe(source, overrides)
     nproc = nproc or (recipe.parallel.least_world if changes.get("launch.on") else 1)
     given = {override.partition("=")[0].strip() for override in overrides}
     space, constraints = _space(recipe, nproc, given)

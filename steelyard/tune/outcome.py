@@ -44,7 +44,7 @@ _MEMORY = re.compile(
     r"|can't allocate memory|Cannot allocate memory|NCCL.{0,40}Cuda failure.{0,20}memory",
     re.IGNORECASE,
 )
-# A hint that memory may have run out, not a finding: launch/blame.py asks it of every SIGKILL.
+# A hint that memory may have run out, not a finding: launch/root_cause.py asks it of every SIGKILL.
 _ONLY_ASKED = re.compile(r"out of memory\? see dmesg")
 _ERROR = re.compile(r"^(?:\w*: )?(error: .+|\w*(?:Error|Exception)\b.*)")
 

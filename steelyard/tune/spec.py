@@ -34,12 +34,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PrivateAttr, ValidationError
 
 from steelyard.core.recipe import Recipe, shipped
-from steelyard.core.recipe.load import COMMAND_LINE, explained
+from steelyard.core.recipe.loader import COMMAND_LINE, explained
 from steelyard.core.recipe.section import Degree, NonNegativeInt, PositiveInt, Section, Seed
 from steelyard.core.recipe.toml import name_after, place_of, read
-from steelyard.tune import refusals
+from steelyard.tune import validation
 from steelyard.tune.objective import Objective
-from steelyard.tune.space import Dimension, Space
+from steelyard.tune.search_space import Dimension, Space
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 DIMENSION_KEYS = frozenset(Dimension.model_fields)
@@ -174,7 +174,7 @@ def checked(values: dict[str, Any], places: dict[str, str], source: str, changes
         raise explained(error, values, places, source, Tune) from None
     if "overrides" in places and isinstance(overridden, list):
         tune._told_by = [place_of("overrides", places) or source] * len(overridden)
-    refusals.refuse(tune, places, source)
+    validation.refuse(tune, places, source)
     return tune
 
 

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 from steelyard.core import secrets
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
-from steelyard.core.recipe.load import written
+from steelyard.core.recipe.loader import written
 from steelyard.core.recipe.toml import leaves
-from steelyard.tune import history, outcome, storage
+from steelyard.tune import outcome, storage, trial_history
 from steelyard.tune.best import front
 from steelyard.tune.objective import Measured
 from steelyard.tune.outcome import Ended
-from steelyard.tune.prior import LOOKED_AT, Prior
-from steelyard.tune.space import Point, key
+from steelyard.tune.planner_prior import LOOKED_AT, Prior
+from steelyard.tune.search_space import Point, key
 from steelyard.tune.spec import Tune
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Study:
         """How trials ended that taught something or may still: those that run, and jobs that may be taken up."""
         idle = {*outcome.REJECTED, *outcome.VOID, "waiting"}
         left = {"left running"} if self.left_by_the_lost() else set()
-        return {history.result_of(trial) for trial in self.trials()} - idle | left
+        return {trial_history.result_of(trial) for trial in self.trials()} - idle | left
 
     def _changed(self) -> list[str]:
         """What the study began with and the file no longer says, as lines to read."""
@@ -122,9 +122,9 @@ class Study:
                 return trial
 
     def _ask(self) -> Trial:
-        self.optuna.sampler = self._sampler(history.settled(self.trials()))
+        self.optuna.sampler = self._sampler(trial_history.settled(self.trials()))
         trial = self.optuna.ask(self.distributions)
-        trial.set_user_attr("worker", history.me())
+        trial.set_user_attr("worker", trial_history.me())
         return trial
 
     def _sampler(self, settled: int) -> BaseSampler:
@@ -144,7 +144,7 @@ class Study:
         """Whether a point is to be run; if not, the trial is over, with the reason."""
         trials = [each for each in self.trials() if each.number != trial.number]
         point, foreseen = trial.params, None
-        broken, before = self.space.broken(point), history.tried(trials).get(key(point))
+        broken, before = self.space.broken(point), trial_history.tried(trials).get(key(point))
         if broken is not None:
             ended = (outcome.BREAKS_CONSTRAINT, broken)
         elif before is not None:
@@ -161,15 +161,15 @@ class Study:
     def _left(self) -> Point | None:
         """A point not tried yet that may run: near the best, or, now and then, by the planner's word or anywhere."""
         trials = self.trials()
-        known = history.tried(trials)
-        chance = random.Random(f"{self.tune.seed} {history.settled(trials)}")
+        known = trial_history.tried(trials)
+        chance = random.Random(f"{self.tune.seed} {trial_history.settled(trials)}")
         points = self.space.grid()
         if points is None:
             points = list(self.space.drawn(chance, DRAWN))
         points = [each for each in points if key(each) not in known]
         if self.tune.sampler != "grid":
             chance.shuffle(points)
-            best, turn = front(self.tune, trials), history.settled(trials) % 3
+            best, turn = front(self.tune, trials), trial_history.settled(trials) % 3
             if best and turn:
                 points.sort(key=lambda point: self.space.distance(point, best[0].params))
             elif self.tune.objectives[0].is_speed:
@@ -181,7 +181,7 @@ class Study:
         from optuna.trial import TrialState
 
         told = {"outcome": ended.outcome, "reason": ended.reason, "seconds": round(ended.seconds, 3)}
-        told["at"] = history.now().isoformat()
+        told["at"] = trial_history.now().isoformat()
         curves = {"values": [each.value for each in measured], "curves": [each.short_curve() for each in measured]}
         trial.set_user_attr("ended", told | (curves if measured else {}))
         if ended.outcome == outcome.FINISHED:
@@ -202,7 +202,7 @@ class Study:
     def left_by_the_lost(self) -> list[int]:
         """The lost trials whose jobs nobody has taken up, and nobody will when the study is over."""
         idle = ("waiting", outcome.REPEATED, outcome.SURPLUS, outcome.PRUNED_BY_PLAN)
-        left = [trial for trial in self.trials() if history.result_of(trial) in idle]
+        left = [trial for trial in self.trials() if trial_history.result_of(trial) in idle]
         return [int(each.user_attrs["takes_up"]) for each in left if "takes_up" in each.user_attrs]
 
     def fail_the_lost(self) -> list[int]:
@@ -241,7 +241,7 @@ class Study:
 
     def _is_lost(self, trial: FrozenTrial) -> bool:
         worker = trial.user_attrs.get("worker")
-        if worker is not None and history.is_dead(worker):
+        if worker is not None and trial_history.is_dead(worker):
             return True
         beat, now = (worker, trial.user_attrs.get("beat")), time.monotonic()
         seen = self._beats.get(trial.number)
@@ -250,13 +250,13 @@ class Study:
             return False
         if worker is None:
             return now - seen[1] > SECONDS_TO_SAY_WHO
-        return worker.get("host") != history.me()["host"] and now - seen[1] > SECONDS_OF_GRACE
+        return worker.get("host") != trial_history.me()["host"] and now - seen[1] > SECONDS_OF_GRACE
 
     def is_over(self) -> str | None:
         """Why no further trial is to be started; None while some are."""
         trials, budget = self.trials(), self.tune.budget
-        if budget.trials is not None and history.spent(trials) >= budget.trials:
-            return history.counted(budget.trials)
+        if budget.trials is not None and trial_history.spent(trials) >= budget.trials:
+            return trial_history.counted(budget.trials)
         if self.seconds_left() <= 0:
             return f"{budget.hours:g} hours"
         return None
@@ -266,16 +266,16 @@ class Study:
         hours = self.tune.budget.hours
         if hours is None:
             return float("inf")
-        return 3600 * hours - history.seconds_used(self.trials(), history.now())
+        return 3600 * hours - trial_history.seconds_used(self.trials(), trial_history.now())
 
     def is_surplus(self, trial: Trial) -> bool:
         """Whether other workers have meanwhile begun the last trials of the budget."""
         most = self.tune.budget.trials
-        return most is not None and history.spent([t for t in self.trials() if t.number < trial.number]) >= most
+        return most is not None and trial_history.spent([t for t in self.trials() if t.number < trial.number]) >= most
 
     def behind(self, measured: list[Measured]) -> Callable[[], str | None]:
         """Whether a running trial is far behind those that finished, to be asked again and again."""
-        from steelyard.tune.stopping import Stopping
+        from steelyard.tune.pruner import Stopping
 
         return Stopping(self.tune, self.trials(), measured)
 

@@ -16,7 +16,7 @@ from steelyard.core.run import METRICS
 from steelyard.tune import outcome
 from steelyard.tune.objective import Measured
 from steelyard.tune.outcome import Ended
-from steelyard.tune.output import Log, Metrics
+from steelyard.tune.trial_output import Log, Metrics
 
 RUN = "run"
 SECONDS_BETWEEN_LOOKS = 0.25

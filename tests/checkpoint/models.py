@@ -7,7 +7,7 @@ import torch
 from steelyard import model
 from steelyard.checkpoint.formats import Source
 from steelyard.checkpoint.formats.write import Target, convert
-from steelyard.core.recipe.model import GptModel, LlamaModel, RopeScaling
+from steelyard.core.recipe.model_section import GptModel, LlamaModel, RopeScaling
 
 SIZES = {"vocab": 100, "layers": 4, "hidden": 32, "heads": 4}
 GROUPED = {"family": "llama", "kv_heads": 2, "ffn": 48}
@@ -31,7 +31,7 @@ class Held(Source):
         self.path, self.shape, self.dtype = Path("held"), shape, dtype
         self.layout, self.extra, self.tokenizer_files = {}, {}, []
         self.network = model.build(shape)
-        model.initialise(self.network, 1, std, shape.layers)
+        model.init_weights(self.network, 1, std, shape.layers)
         random = torch.Generator().manual_seed(2)
         self.parameters = {
             name: parameter.data.add_(torch.randn(parameter.shape, generator=random) * 0.1)

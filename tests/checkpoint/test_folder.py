@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from steelyard import checkpoint
 from steelyard.checkpoint import folder as folder_module
 from steelyard.checkpoint import state_file
-from steelyard.checkpoint.metadata import _Unpickler
+from steelyard.checkpoint.dcp_metadata import _Unpickler
 from steelyard.core.errors import Damaged, Fault, UserError
 
 

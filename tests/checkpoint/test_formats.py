@@ -14,7 +14,7 @@ from steelyard.checkpoint.formats import load_into, load_pieces, open_source
 from steelyard.checkpoint.formats.compare import diff, info, logits_difference
 from steelyard.checkpoint.formats.write import Target, convert
 from steelyard.checkpoint.formats.write_megatron import Layout
-from steelyard.checkpoint.pieces import Piece
+from steelyard.checkpoint.sharded_tensor import Piece
 from steelyard.cli import checkpoint as command_line
 from steelyard.core.errors import Fault, UserError
 from tests.checkpoint.models import SHAPES, Held, assert_equal, written

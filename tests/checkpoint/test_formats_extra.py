@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from steelyard.checkpoint.formats import open_source
-from steelyard.checkpoint.formats.extra import BESIDE_MEGATRON, disagreement, sound
+from steelyard.checkpoint.formats.hf_metadata import BESIDE_MEGATRON, disagreement, sound
 from steelyard.checkpoint.formats.write import Target, convert
 from steelyard.core.errors import UserError
-from steelyard.core.recipe.model import LlamaModel
+from steelyard.core.recipe.model_section import LlamaModel
 from steelyard.text import tokenizer as tokenizers
 from tests.checkpoint.models import SHAPES, Held, written
 
@@ -46,7 +46,7 @@ def edited(folder, name="config.json", **change):
 
 @pytest.mark.parametrize("through", [None, "megatron", "megatron-dist", "steelyard"])
 def test_an_export_stops_where_its_tokenizer_does(tmp_path, tokenizer, through):
-    loaded = tokenizers.load(tokenizer)
+    loaded = tokenizers.load_tokenizer(tokenizer)
     source, named = held(), tokenizer
     if through:
         convert(source, tmp_path / "between", Target(through, tokenizer=tokenizer))
@@ -69,7 +69,7 @@ def test_ids_that_come_along_outweigh_the_tokenizer_beside_them_and_yield_to_one
     assert "the configuration ends texts at 11, and the tokenizer at" in capsys.readouterr().err
     convert(open_source(tmp_path / "a"), tmp_path / "c", Target("hf", tokenizer=tokenizer))
     for name in ("config.json", "generation_config.json"):
-        assert config_of(tmp_path / "c", name)["eos_token_id"] == tokenizers.load(tokenizer).end_id
+        assert config_of(tmp_path / "c", name)["eos_token_id"] == tokenizers.load_tokenizer(tokenizer).end_id
     assert "so that its ids are written" in capsys.readouterr().err
 
 
@@ -78,7 +78,7 @@ def test_settings_of_generation_without_an_end_get_one(tmp_path, tokenizer):
     source.extra = {"generation_config": {"temperature": 0.6}}
     convert(source, tmp_path / "hf", Target("hf", tokenizer=tokenizer))
     generation = config_of(tmp_path / "hf", "generation_config.json")
-    assert generation == {"temperature": 0.6, "eos_token_id": tokenizers.load(tokenizer).end_id}
+    assert generation == {"temperature": 0.6, "eos_token_id": tokenizers.load_tokenizer(tokenizer).end_id}
 
 
 def test_that_nothing_names_an_end_is_told(tmp_path, capsys):
@@ -135,7 +135,7 @@ def test_a_damaged_file_beside_megatron_is_named(tmp_path):
 
 
 def test_an_end_among_several_is_no_disagreement(tokenizer):
-    loaded = tokenizers.load(tokenizer)
+    loaded = tokenizers.load_tokenizer(tokenizer)
     assert disagreement({"eos_token_id": [1000, loaded.end_id]}, loaded) is None
     assert "names no end token" in disagreement({}, loaded)
 

@@ -297,7 +297,7 @@ def test_a_check_of_a_recipe_says_which_files_it_did_not_look_at(in_workplace, c
 
 def test_a_text_that_is_cut_to_lines_is_told_of(tmp_path, capsys):
     from steelyard import cli
-    from steelyard.text.tokenizer.train import train_byte_bpe
+    from steelyard.text.tokenizer.train_tokenizer import train_byte_bpe
 
     lines = [f"line {number} of some prose" for number in range(50)]
     train_byte_bpe(lines, 300).save(tmp_path / "tok")

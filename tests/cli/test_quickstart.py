@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from steelyard.cli.quickstart import FEWEST_STEPS, MOST_STEPS, SECONDS_TO_TRAIN
-from steelyard.core.recipe import load
+from steelyard.core.recipe import load_recipe
 from steelyard.core.run import Run, for_training
-from steelyard.train import sizing
+from steelyard.train import time_budget
 from tests.conftest import kill
 
 SMALL = [
@@ -28,12 +28,12 @@ SMALL = [
     ],
 )
 def test_a_run_is_sized_by_the_time_of_a_step(per_step, steps):
-    recipe = load("quickstart")
-    assert sizing.steps_within(SECONDS_TO_TRAIN, per_step, recipe, FEWEST_STEPS, MOST_STEPS) == steps
+    recipe = load_recipe("quickstart")
+    assert time_budget.steps_within(SECONDS_TO_TRAIN, per_step, recipe, FEWEST_STEPS, MOST_STEPS) == steps
 
 
 def test_measuring_steps_leaves_no_run(in_workplace):
-    assert sizing.seconds_per_step(load("tiny.toml")) > 0
+    assert time_budget.seconds_per_step(load_recipe("tiny.toml")) > 0
     assert not Path("runs").exists()
 
 
@@ -42,7 +42,7 @@ def test_an_unfinished_quickstart_keeps_its_steps_and_a_new_one_is_sized(in_work
     Path("quickstart").mkdir()
     text = "\n".join(f"def f{number}(self, x):\n    return x + {number}\n" for number in range(50))
     Path("quickstart/corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for _ in range(40)))
-    for_training(load("quickstart", [*SMALL, "train.steps=12"]))
+    for_training(load_recipe("quickstart", [*SMALL, "train.steps=12"]))
     resumed = in_workplace.steelyard("quickstart", *SMALL, "--json")
     assert resumed.returncode == 0, resumed.stderr
     result = json.loads(resumed.stdout)

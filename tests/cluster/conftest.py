@@ -289,6 +289,6 @@ def rank_on(yard: Yard, run: Path, host: str) -> int:
             inside = (path.parent / "ns/uts").readlink() == here
         except OSError:
             continue
-        if inside and b"train" in words and str(run).encode() in words and b"steelyard.launch.node" not in words:
+        if inside and b"train" in words and str(run).encode() in words and b"steelyard.launch.node_agent" not in words:
             return int(path.parent.name)
     raise AssertionError(f"nobody trains on {host}")

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from steelyard.tune import history, kept, outcome
+from steelyard.tune import outcome, study_folder, trial_history
 from tests.cluster.conftest import OVER_MPI, Yard, everything, metrics
 from tests.conftest import kill
 
@@ -56,7 +56,7 @@ def launches(study):
 
 def outcomes(study):
     """How each trial ended."""
-    return [history.result_of(trial) for trial in kept.opened(study)[1].get_trials()]
+    return [trial_history.result_of(trial) for trial in study_folder.opened(study)[1].get_trials()]
 
 
 def test_a_tuner_killed_twice_has_its_job_taken_up_and_nodes_follow_from_the_layout(yard: Yard):

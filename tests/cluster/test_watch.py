@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from steelyard.observe.state import State
+from steelyard.observe.run_state import State
 from steelyard.observe.verdict import judge
 from tests.cluster.conftest import Yard, everything, losses, rank_on
 

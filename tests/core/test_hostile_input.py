@@ -7,9 +7,9 @@ import pytest
 
 from steelyard.cli import main
 from steelyard.core.errors import UserError
-from steelyard.core.recipe import load
+from steelyard.core.recipe import load_recipe
 from steelyard.core.recipe.toml import parse, parse_value
-from steelyard.core.recipe.train import RampUp, Train
+from steelyard.core.recipe.train_section import RampUp, Train
 from tests.checkpoint.models import written
 
 LONG, DEEP = "9" * 100_000, 5_000
@@ -158,7 +158,7 @@ def test_the_lines_of_a_long_file_are_found_without_parsing_it_again_and_again(m
 def test_a_path_with_many_dots_is_still_a_value():
     assert parse_value("../" * 50 + "data") == "../" * 50 + "data"
     with pytest.raises(UserError, match="more than any number"):
-        load({"name": "x"}, ["train.steps=99999999999999999999"])
+        load_recipe({"name": "x"}, ["train.steps=99999999999999999999"])
 
 
 def test_a_ramp_of_any_length_is_counted_at_once():

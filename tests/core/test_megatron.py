@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from steelyard.core.errors import UserError
-from steelyard.core.megatron import Reading, read, result
-from steelyard.core.megatron.flags import ALIASES, CARRIED, NOT_CARRIED, NOT_NEEDED, RULED
-from steelyard.core.recipe import Recipe, load
+from steelyard.core.recipe import Recipe, load_recipe
+from steelyard.megatron import Reading, read, result
+from steelyard.megatron.flag_table import ALIASES, CARRIED, NOT_CARRIED, NOT_NEEDED, RULED
 
 MASKS = r"""
 . ./blend.sh  # the data
@@ -209,7 +209,7 @@ def meant(*scripts: str, arguments: tuple[str, ...] = (), **options) -> tuple[Re
     reading = read([Path(script) for script in scripts], arguments, **options)
     assert reading.recipe is not None
     Path("recipe.toml").write_text(reading.recipe)
-    return load("recipe.toml"), reading
+    return load_recipe("recipe.toml"), reading
 
 
 def of_flags(flags: str, **options) -> tuple[Recipe, Reading]:

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from steelyard.core.errors import UserError
-from steelyard.core.megatron import read
-from steelyard.core.shell import unknown
-from steelyard.core.shell.follow import follow
+from steelyard.megatron import read
+from steelyard.megatron.shell import symbolic
+from steelyard.megatron.shell.interpreter import follow
 
 SNIPPETS = [
     "show.py plain 'single $X' \"double $0 \\$X\" a\\ b '' \"\"",
@@ -61,7 +61,7 @@ def test_words_become_what_bash_makes_of_them(snippet, tmp_path):
     assert done.returncode == 0, done.stderr
     calls = (tmp_path / "out").read_text().split("END\0")[:-1]
     judged = [call.split("\0")[:-1] for call in calls]
-    read_ = [[unknown.shown(word) for word in words] for words in fields(script, "one", "two words")]
+    read_ = [[symbolic.shown(word) for word in words] for words in fields(script, "one", "two words")]
     assert judged
     assert read_ == judged
 
@@ -84,13 +84,13 @@ def test_what_only_a_running_script_knows_is_kept_as_written(tmp_path):
     script = tmp_path / "run.sh"
     script.write_text("N=$(nvidia-smi -L | wc -l)\nW=$((N * 2))\nshow.py --a $N --b x$W/y --c $MISSING --d $3\n")
     [words] = fields(script)
-    assert [unknown.shown(word) for word in words[1::2]] == [
+    assert [symbolic.shown(word) for word in words[1::2]] == [
         "$(nvidia-smi -L | wc -l)",
         "x$((N * 2))/y",
         "$MISSING",
         "$3",
     ]
-    assert all(unknown.is_unknown(word) for word in words[1::2])
+    assert all(symbolic.is_unknown(word) for word in words[1::2])
 
 
 def test_a_branch_that_cannot_be_decided_is_left_out_and_noted(tmp_path):

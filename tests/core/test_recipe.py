@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from steelyard.core.errors import UserError
-from steelyard.core.recipe import load, shipped, to_toml
+from steelyard.core.recipe import load_recipe, shipped, to_toml
 
 MIXED = Path(__file__).with_name("gpt2-xl-mixed.toml")
 
@@ -18,13 +18,13 @@ def recipe(tmp_path: Path) -> Path:
 
 def refusal(path: Path | str, *overrides: str) -> str:
     with pytest.raises(UserError) as refused:
-        load(path, overrides)
+        load_recipe(path, overrides)
     assert refused.value.exit_code == 2
     return str(refused.value)
 
 
 def test_the_recipe_of_the_design_is_sound():
-    recipe = load(MIXED)
+    recipe = load_recipe(MIXED)
     assert recipe.parallel.partition.counts == (0, 11, 8, 8, 8, 8, 5, 0)
     assert [source.weight for source in recipe.data.train] == [0.7, 0.3]
     assert recipe.model.ffn == 6400
@@ -32,10 +32,10 @@ def test_the_recipe_of_the_design_is_sound():
 
 @pytest.mark.parametrize("name", shipped())
 def test_a_shown_recipe_loads_again_to_the_same_thing(name, tmp_path):
-    recipe = load(name)
+    recipe = load_recipe(name)
     again = tmp_path / "again.toml"
     again.write_text(to_toml(recipe.settings()))
-    assert load(again).settings() == recipe.settings()
+    assert load_recipe(again).settings() == recipe.settings()
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_a_missing_recipe_is_answered_with_the_nearest_shipped_one():
     ],
 )
 def test_an_override_is_toml_or_else_a_string(override, key, value):
-    settings = load(MIXED, [override]).settings()
+    settings = load_recipe(MIXED, [override]).settings()
     for part in key.split("."):
         settings = settings[part]
     assert str(settings) == str(value)
@@ -126,7 +126,7 @@ def test_a_recipe_extends_another_and_blames_the_right_file(tmp_path):
     (tmp_path / "base.toml").write_text(MIXED.read_text())
     child = tmp_path / "child.toml"
     child.write_text('extends = "base.toml"\n[train]\nsteps = 9\n')
-    recipe = load(child)
+    recipe = load_recipe(child)
     assert (recipe.name, recipe.train.steps, recipe.model.layers) == ("child", 9, 48)
     child.write_text('extends = "base.toml"\n[model]\nheads = 9\n')
     assert f"{child}:3: model.heads" in refusal(child)
@@ -165,10 +165,10 @@ def test_a_name_that_would_leave_the_runs_folder_is_refused():
 def test_a_recipe_without_a_name_takes_its_files_as_far_as_a_folder_can_be_called_that(tmp_path, file, name):
     text = MIXED.read_text().replace('name = "gpt2-xl-mixed"', "")
     (tmp_path / file).write_text("\ufeff" + text, encoding="utf-8")
-    assert load(tmp_path / file).name == name
+    assert load_recipe(tmp_path / file).name == name
 
 
 def test_a_secret_in_a_recipe_is_refused_since_recipes_are_copied_everywhere():
     with pytest.raises(UserError, match=r"data\.tokenizer: holds a secret") as error:
-        load("gpt2-xl", ["data.tokenizer=https://me:sesame@hub.example/gpt2"])
+        load_recipe("gpt2-xl", ["data.tokenizer=https://me:sesame@hub.example/gpt2"])
     assert "sesame" not in str(error.value)

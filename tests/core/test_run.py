@@ -6,13 +6,13 @@ import pytest
 
 from steelyard.core import run as runs
 from steelyard.core.errors import UserError
-from steelyard.core.recipe import load
+from steelyard.core.recipe import load_recipe
 from steelyard.core.run import Run, for_training
 from tests import preloaded
 
 
 def test_an_unfinished_run_is_resumed_and_beside_a_finished_one_a_new_one_is_made(in_workplace):
-    recipe = load("tiny.toml")
+    recipe = load_recipe("tiny.toml")
     first = for_training(recipe)
     assert str(first.path) == "runs/tiny"
     assert for_training(recipe).path == first.path
@@ -21,28 +21,28 @@ def test_an_unfinished_run_is_resumed_and_beside_a_finished_one_a_new_one_is_mad
 
 
 def test_a_finished_run_goes_on_when_more_steps_are_asked_for(in_workplace):
-    first = for_training(load("tiny.toml"))
+    first = for_training(load_recipe("tiny.toml"))
     first.update(state="finished")
-    longer = for_training(load("tiny.toml", ["train.steps=40", "log.every=1", "checkpoint.every=7"]))
+    longer = for_training(load_recipe("tiny.toml", ["train.steps=40", "log.every=1", "checkpoint.every=7"]))
     assert longer.path == first.path
     assert longer.recipe().train.steps == 20  # until the run is held and really goes on
 
 
 def test_a_changed_recipe_is_refused_with_the_difference(in_workplace):
-    for_training(load("tiny.toml"))
+    for_training(load_recipe("tiny.toml"))
     with pytest.raises(UserError, match=r"model\.hidden: 32 -> 64"):
-        for_training(load("tiny.toml", ["model.hidden=64"]))
+        for_training(load_recipe("tiny.toml", ["model.hidden=64"]))
 
 
 def test_a_folder_that_is_not_a_run_is_never_written_to(in_workplace):
     (in_workplace.path / "thesis").mkdir()
     (in_workplace.path / "thesis" / "chapter.txt").touch()
     with pytest.raises(UserError, match="not a run folder"):
-        for_training(load("tiny.toml"), in_workplace.path / "thesis")
+        for_training(load_recipe("tiny.toml"), in_workplace.path / "thesis")
 
 
 def test_torn_and_foreign_lines_are_not_records(in_workplace):
-    run = for_training(load("tiny.toml"))
+    run = for_training(load_recipe("tiny.toml"))
     run.append({"step": 1, "loss": 2.5})
     with open(run.path / "metrics.jsonl", "a") as file:
         file.write('not json\n[1]\n{"step": 2, "lo')
@@ -62,7 +62,7 @@ with Run(Path(sys.argv[1])).writing():
 
 
 def test_only_one_process_writes_and_a_killed_one_lets_go(in_workplace):
-    run = for_training(load("tiny.toml"))
+    run = for_training(load_recipe("tiny.toml"))
     run.update(**runs.session(world_size=1))
     holder = preloaded.Popen([sys.executable, "-c", HOLDS_THE_LOCK, str(run.path)], stdout=subprocess.PIPE, text=True)
     try:
@@ -79,7 +79,7 @@ def test_only_one_process_writes_and_a_killed_one_lets_go(in_workplace):
 
 
 def test_the_manifest_says_what_was_run_where(in_workplace):
-    run = for_training(load("tiny.toml"))
+    run = for_training(load_recipe("tiny.toml"))
     run.update(**runs.session(world_size=1))
     manifest = json.loads((run.path / "run.json").read_text())
     assert {"state", "versions", "host", "git_commit", "seed", "world_size"} <= manifest.keys()
@@ -88,7 +88,7 @@ def test_the_manifest_says_what_was_run_where(in_workplace):
 
 @pytest.mark.parametrize("content", ["", "{", "[]x", "[]", "{}"])
 def test_a_manifest_that_is_not_json_is_one_clear_message(in_workplace, content):
-    run = for_training(load("tiny.toml"))
+    run = for_training(load_recipe("tiny.toml"))
     (run.path / "run.json").write_text(content)
     with pytest.raises(UserError, match=r"run\.json"):
         Run.open(run.path)

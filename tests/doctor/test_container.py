@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from steelyard.core.errors import Fault, UserError
-from steelyard.doctor import changes, container, site_profile, visit
-from steelyard.doctor.places import sites_file
+from steelyard.doctor import container, diagnose, site_profile, undo_log
+from steelyard.doctor.paths import sites_file
 from steelyard.launch import sites
 from tests.doctor.conftest import named
 from tests.doctor.test_repair import tree
@@ -81,7 +81,7 @@ def image(bench):
 def test_an_image_is_made_whole_from_outside_and_undo_leaves_no_trace(bench, image):
     machine = bench.machine()
     before = tree(bench.path / "home")
-    found = visit.examine_image(machine, str(image), "campus", lambda question: True)
+    found = diagnose.examine_image(machine, str(image), "campus", lambda question: True)
     assert named(found.findings, "libcudnn.so.8").verdict == "ok"
     assert [finding.verdict for finding in found.after] == ["ok"]
     assert found.after[0].words == "all of 2 libraries load"
@@ -104,15 +104,15 @@ def test_an_image_is_made_whole_from_outside_and_undo_leaves_no_trace(bench, ima
         "libcudnn_ops_infer.so.8": "/opt/steelyard/libraries/0/libcudnn_ops_infer.so.8.9.7",
     }
     assert sites.find("campus", file=sites_file(machine))[1].container.kind == "apptainer"
-    again = visit.examine_image(machine, str(image), "campus", lambda question: pytest.fail("nothing is left to do"))
+    again = diagnose.examine_image(machine, str(image), "campus", lambda question: pytest.fail("nothing is left to do"))
     assert not again.planned
-    changes.undo(machine)
+    undo_log.undo(machine)
     assert tree(bench.path / "home") == before
 
 
 def test_a_library_that_the_host_lacks_too_is_named(bench, image):
     shutil.rmtree(bench.path / "conda")
-    found = visit.examine_image(bench.machine(), str(image), "campus", lambda question: True)
+    found = diagnose.examine_image(bench.machine(), str(image), "campus", lambda question: True)
     finding = named(found.findings, "libcudnn.so.8")
     assert finding.verdict == "fail"
     assert "nvidia-cudnn" in finding.mend
@@ -121,7 +121,7 @@ def test_a_library_that_the_host_lacks_too_is_named(bench, image):
 
 def test_an_image_without_torch_is_left_alone(bench, image):
     shutil.rmtree(image / "packages")
-    found = visit.examine_image(bench.machine(), str(image), "campus", lambda question: True)
+    found = diagnose.examine_image(bench.machine(), str(image), "campus", lambda question: True)
     assert "no torch" in found.findings[0].words
     assert not found.planned
 
@@ -148,7 +148,7 @@ def test_the_runtime_that_has_an_image_is_taken(bench):
 def test_docker_is_told_in_the_line_that_says_why_and_by_hand_as_docker_is_called(bench):
     bench.program("docker", "echo 'docker: no such thing' >&2; echo \"See 'docker run --help'.\" >&2; exit 125")
     with pytest.raises(Fault, match="docker: no such thing") as told:
-        visit.examine_image(bench.machine(), "gone:1", "campus", lambda question: True)
+        diagnose.examine_image(bench.machine(), "gone:1", "campus", lambda question: True)
     assert "docker run --rm" in str(told.value)
 
 
@@ -156,7 +156,7 @@ def test_a_runtime_that_fails_is_told_in_its_own_words(bench):
     bench.program("apptainer", "echo 'FATAL: could not open image' >&2; exit 255")
     (bench.path / "a.sif").write_text("")
     with pytest.raises(Fault, match="could not open image"):
-        visit.examine_image(bench.machine(), str(bench.path / "a.sif"), "campus", lambda question: True)
+        diagnose.examine_image(bench.machine(), str(bench.path / "a.sif"), "campus", lambda question: True)
 
 
 SITES = """# Where we run.

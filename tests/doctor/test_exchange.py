@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from steelyard.doctor.checks import exchange
+from steelyard.doctor.checks import all_reduce
 from steelyard.doctor.machine import Machine
-from steelyard.doctor.seen import Seen
+from steelyard.doctor.python_info import Seen
 
 A100 = ["NVIDIA A100-SXM4-80GB"] * 8
 MEASURED = {
@@ -21,42 +21,42 @@ MEASURED = {
 
 
 def test_an_exchange_is_judged_by_the_links_of_the_gpu():
-    good = exchange.judge(MEASURED, A100)
+    good = all_reduce.judge(MEASURED, A100)
     assert good.verdict == "ok"
     assert "of about 201 GB/s" in good.words
-    slow = exchange.judge(MEASURED | {"bandwidth": 9e9}, A100)
+    slow = all_reduce.judge(MEASURED | {"bandwidth": 9e9}, A100)
     assert slow.verdict == "warn"
     assert "a100-80" in slow.words
-    assert exchange.judge(MEASURED | {"right": False}, A100).verdict == "fail"
-    assert exchange.judge(MEASURED | {"bandwidth": 9e9}, ["NVIDIA Unheard-of"]).verdict == "ok"
-    assert "on 2 machines" in exchange.judge(MEASURED | {"hosts": 2, "bandwidth": 9e9}, A100).words
+    assert all_reduce.judge(MEASURED | {"right": False}, A100).verdict == "fail"
+    assert all_reduce.judge(MEASURED | {"bandwidth": 9e9}, ["NVIDIA Unheard-of"]).verdict == "ok"
+    assert "on 2 machines" in all_reduce.judge(MEASURED | {"hosts": 2, "bandwidth": 9e9}, A100).words
 
 
 def test_ranks_that_do_not_meet_are_told_and_explained(bench):
     machine = bench.machine()
     broken = bench.program("python", "echo 'error: Gloo connectFullMesh failed with timeout' >&2; exit 1")
-    [finding] = exchange.check(Machine(machine.environment, python=str(broken)), Seen({"torch": "2.13.0"}))
+    [finding] = all_reduce.check(Machine(machine.environment, python=str(broken)), Seen({"torch": "2.13.0"}))
     assert finding.verdict == "fail"
     assert "connectFullMesh" in finding.words
     assert "GLOO_SOCKET_IFNAME" in finding.mend
 
 
 def test_variables_of_a_launcher_that_are_set_by_half_are_named(bench):
-    [finding] = exchange.check(bench.machine(RANK="0"), Seen({"torch": "2.13.0"}))
+    [finding] = all_reduce.check(bench.machine(RANK="0"), Seen({"torch": "2.13.0"}))
     assert finding.verdict == "fail"
     assert "RANK is set" in finding.words
     assert "unset RANK" in finding.mend
 
 
 def test_without_torch_no_rank_is_started(bench):
-    [finding] = exchange.check(bench.machine(), Seen())
+    [finding] = all_reduce.check(bench.machine(), Seen())
     assert finding.verdict == "absent"
 
 
 @pytest.mark.slow
 def test_two_ranks_really_sum(tmp_path):
     machine = Machine(dict(os.environ) | {"OMP_NUM_THREADS": "1"}, python=sys.executable, folder=tmp_path)
-    [finding] = exchange.check(machine, Seen({"torch": "2.13.0", "gpus": []}))
+    [finding] = all_reduce.check(machine, Seen({"torch": "2.13.0", "gpus": []}))
     assert finding.verdict == "ok", finding.words
     assert finding.facts["right"]
     assert finding.facts["ranks"] == 2

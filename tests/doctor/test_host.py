@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from steelyard.doctor.checks import host, topology
-from steelyard.doctor.seen import Seen
+from steelyard.doctor.checks import host_limits, topology
+from steelyard.doctor.python_info import Seen
 from tests.doctor.conftest import named
 
 LIMITS = """Limit                     Soft Limit           Hard Limit           Units
@@ -26,7 +26,7 @@ Legend:
 """
 
 
-def found(bench, name, check=host, **environment):
+def found(bench, name, check=host_limits, **environment):
     return named(check.check(bench.machine(**environment), Seen()), name)
 
 
@@ -66,14 +66,14 @@ def test_limits_are_judged_by_what_the_machine_has(bench, files, locked, card, v
 def test_a_disk_that_is_small_or_full_or_read_only_is_named(bench, small_disk):
     machine = bench.machine()
     there = type(machine)(machine.environment, root=bench.root, folder=small_disk)
-    assert named(host.check(there, Seen()), "disk").verdict == "warn"
+    assert named(host_limits.check(there, Seen()), "disk").verdict == "warn"
     with open(small_disk / "full", "wb") as file, pytest.raises(OSError, match="No space"):
         file.write(bytes(3 << 20))
-    full = named(host.check(there, Seen()), "disk")
+    full = named(host_limits.check(there, Seen()), "disk")
     assert full.verdict == "fail"
     assert "No space left" in full.words
     gone = type(machine)(machine.environment, root=bench.root, folder=bench.path / "nowhere")
-    assert named(host.check(gone, Seen()), "disk").verdict == "fail"
+    assert named(host_limits.check(gone, Seen()), "disk").verdict == "fail"
 
 
 def test_a_temporary_folder_that_is_not_there_is_named(bench):
@@ -128,13 +128,13 @@ def test_a_pair_of_gpus_that_does_not_use_its_nvlink_is_named(bench):
 )
 def test_under_wsl_a_folder_on_a_windows_drive_is_warned_of(bench, folder, verdict):
     bench.file("/proc/version", "Linux version 6.6.87.2-microsoft-standard-WSL2 (root@439a258ad544)")
-    findings = host._windows_drive(replace(bench.machine(), folder=Path(folder)))
+    findings = host_limits._windows_drive(replace(bench.machine(), folder=Path(folder)))
     assert [finding.verdict for finding in findings] == [verdict]
 
 
 def test_elsewhere_than_under_wsl_drives_are_not_spoken_of(bench):
     bench.file("/proc/version", "Linux version 6.1.0-37-amd64 (debian-kernel@lists.debian.org)")
-    assert not list(host._windows_drive(replace(bench.machine(), folder=Path("/mnt/c"))))
+    assert not list(host_limits._windows_drive(replace(bench.machine(), folder=Path("/mnt/c"))))
 
 
 def test_programs_of_wsls_driver_are_found_off_the_path(bench):

@@ -2,7 +2,7 @@ import struct
 
 from steelyard.doctor import elf, sonames
 from steelyard.doctor.checks import libraries
-from steelyard.doctor.seen import Seen
+from steelyard.doctor.python_info import Seen
 from tests.doctor.conftest import named
 
 NOTHING = Seen()

@@ -3,16 +3,16 @@ import socket
 import pytest
 
 from steelyard.core.errors import UserError
-from steelyard.core.recipe.site import Site
-from steelyard.doctor.checks import network, nodes
-from steelyard.doctor.seen import Seen
+from steelyard.core.recipe.site_section import Site
+from steelyard.doctor.checks import network_interfaces, nodes
+from steelyard.doctor.python_info import Seen
 from tests.doctor.conftest import named
 
 SEEN = Seen({"python": [3, 11, 7], "torch": "2.13.0"})
 
 
 def found(bench, name, **environment):
-    return named(network.check(bench.machine(**environment), SEEN), name)
+    return named(network_interfaces.check(bench.machine(**environment), SEEN), name)
 
 
 def test_a_port_that_is_taken_is_named(bench):

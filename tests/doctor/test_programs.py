@@ -3,19 +3,19 @@ from pathlib import Path
 
 import pytest
 
-from steelyard.doctor.checks import programs
-from steelyard.doctor.seen import Seen
+from steelyard.doctor.checks import external_programs
+from steelyard.doctor.python_info import Seen
 from tests.doctor.conftest import named
 
 CUDA_12 = Seen({"torch": "2.13.0+cu126", "torch_cuda": "12.6", "prefix": "/venv"})
 
 
 def found(bench, name, **environment):
-    return named(programs.check(bench.machine(**environment), CUDA_12), name)
+    return named(external_programs.check(bench.machine(**environment), CUDA_12), name)
 
 
 def test_nothing_on_path_is_no_failure(bench):
-    assert {finding.verdict for finding in programs.check(bench.machine(), CUDA_12)} == {"absent"}
+    assert {finding.verdict for finding in external_programs.check(bench.machine(), CUDA_12)} == {"absent"}
 
 
 def test_an_nvcc_of_another_cuda_is_named(bench):

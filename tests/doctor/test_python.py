@@ -1,5 +1,5 @@
 from steelyard.doctor.checks import python
-from steelyard.doctor.seen import Seen, ask
+from steelyard.doctor.python_info import Seen, ask
 from tests.doctor.conftest import named
 
 GOOD = Seen({"python": [3, 12, 1], "prefix": "/venv"})

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from steelyard.core.errors import Fault, UserError
-from steelyard.doctor import changes, repair, site_profile, visit
+from steelyard.doctor import diagnose, repair, site_profile, undo_log
 from steelyard.doctor.checks import libraries
 from steelyard.doctor.finding import Finding
-from steelyard.doctor.places import environment_file, library_folder, record_file
-from steelyard.doctor.seen import Seen
+from steelyard.doctor.paths import environment_file, library_folder, record_file
+from steelyard.doctor.python_info import Seen
 from tests.doctor.conftest import named
 
 
@@ -53,7 +53,7 @@ def test_a_missing_soname_is_linked_and_then_loads_and_undo_leaves_no_trace(brok
     machine = broken.machine()
     before = tree(broken.path / "home")
     asked = []
-    found = visit.examine(machine, None, quick=True, fix=True, agree=lambda question: asked.append(question) or True)
+    found = diagnose.examine(machine, None, quick=True, fix=True, agree=lambda question: asked.append(question) or True)
     assert len(asked) == 1
     assert named(found.findings, "cuDNN").verdict == "fail"
     assert named(found.after, "cuDNN").verdict == "ok"
@@ -70,7 +70,7 @@ def test_a_missing_soname_is_linked_and_then_loads_and_undo_leaves_no_trace(brok
         machine, f"{sys.executable} -S -c \"import ctypes; print(ctypes.CDLL('libcudnn.so.8').cudnnGetVersion())\""
     )
     assert loaded == "8907\n"  # By the loader itself, under the name that torch asks for.
-    taken, left = changes.undo(machine)
+    taken, left = undo_log.undo(machine)
     assert not left
     assert str(environment_file(machine)) in taken
     assert tree(broken.path / "home") == before
@@ -79,7 +79,7 @@ def test_a_missing_soname_is_linked_and_then_loads_and_undo_leaves_no_trace(brok
 def test_nothing_is_changed_without_leave(broken):
     machine = broken.machine()
     before = tree(broken.path)
-    found = visit.examine(machine, None, quick=True, fix=True, agree=lambda question: False)
+    found = diagnose.examine(machine, None, quick=True, fix=True, agree=lambda question: False)
     assert found.planned
     assert not found.is_applied
     assert tree(broken.path) == before
@@ -88,7 +88,7 @@ def test_nothing_is_changed_without_leave(broken):
 def test_a_shell_that_has_not_sourced_the_file_is_told_to(broken):
     machine = broken.machine()
     finding = named(libraries.check(machine, Seen()), "cuDNN")
-    changes.apply(machine, repair.planned(machine, [finding]))
+    undo_log.apply(machine, repair.planned(machine, [finding]))
     finding = named(libraries.check(machine, Seen()), "cuDNN")
     assert finding.verdict == "warn"
     assert f"source {environment_file(machine)}" in finding.mend
@@ -96,15 +96,15 @@ def test_a_shell_that_has_not_sourced_the_file_is_told_to(broken):
 
 def test_a_second_fix_keeps_the_first_and_one_undo_takes_both(broken):
     machine = broken.machine()
-    changes.apply(machine, repair.planned(machine, [Finding("a", "a", "warn", "", unset=("CONDA_PREFIX",))]))
+    undo_log.apply(machine, repair.planned(machine, [Finding("a", "a", "warn", "", unset=("CONDA_PREFIX",))]))
     assert "LD_LIBRARY_PATH" not in environment_file(machine).read_text()
-    changes.apply(machine, repair.planned(machine, [Finding("a", "a", "fail", "", links={"libx.so.1": "/x"})]))
+    undo_log.apply(machine, repair.planned(machine, [Finding("a", "a", "fail", "", links={"libx.so.1": "/x"})]))
     text = environment_file(machine).read_text()
     assert "unset CONDA_PREFIX\n" in text
     assert "LD_LIBRARY_PATH" in text
     assert record_file(machine).stat().st_mode & 0o777 == 0o600  # It holds whole files of the user's.
     assert not repair.planned(machine, [Finding("a", "a", "fail", "", links={"libx.so.1": "/x"})])
-    changes.undo(machine)
+    undo_log.undo(machine)
     assert tree(broken.path / "home") == {}
 
 
@@ -114,9 +114,9 @@ def test_a_file_of_the_users_comes_back_with_its_text_and_its_mode(bench):
     place.write_text("# mine\n")
     place.chmod(0o600)
     before = tree(bench.path / "home")
-    changes.apply(machine, changes.file(place, "# theirs\n"))
+    undo_log.apply(machine, undo_log.file(place, "# theirs\n"))
     assert (place.read_text(), place.stat().st_mode & 0o777) == ("# theirs\n", 0o600)
-    changes.undo(machine)
+    undo_log.undo(machine)
     assert tree(bench.path / "home") == before
 
 
@@ -125,9 +125,9 @@ def test_a_file_comes_back_byte_for_byte(bench, text):
     machine, place = bench.machine(), bench.path / "home" / "sites.toml"
     place.write_bytes(text)
     wanted = site_profile.edited(place, "a", {"kind": "docker", "image": "x"}, [], {}, {})
-    changes.apply(machine, changes.file(place, wanted))
+    undo_log.apply(machine, undo_log.file(place, wanted))
     assert place.read_bytes() != text
-    assert changes.undo(machine)[1] == []
+    assert undo_log.undo(machine)[1] == []
     assert place.read_bytes() == text
 
 
@@ -135,34 +135,34 @@ def test_a_file_that_is_no_text_is_refused_and_never_lost(bench):
     machine, home = bench.machine(), bench.path / "home"
     (home / "a").write_bytes(b"\xff\xfe")
     with pytest.raises(UserError, match="not text in UTF-8"):
-        changes.file(home / "a", "x")
-    changes.apply(machine, changes.file(home / "b", "x"))
+        undo_log.file(home / "a", "x")
+    undo_log.apply(machine, undo_log.file(home / "b", "x"))
     (home / "b").write_bytes(b"\xff")
-    assert "was changed since" in changes.undo(machine)[1][0]
+    assert "was changed since" in undo_log.undo(machine)[1][0]
 
 
 def test_what_somebody_changed_since_is_left_and_named(broken):
     machine = broken.machine()
-    changes.apply(
+    undo_log.apply(
         machine, repair.planned(machine, [Finding("a", "a", "fail", "", links={"libx.so.1": "/x"}, unset=("A",))])
     )
     link = library_folder(machine) / "libx.so.1"
     link.unlink()
     link.symlink_to("/mine")
     environment_file(machine).write_text("mine\n")
-    _, left = changes.undo(machine)
+    _, left = undo_log.undo(machine)
     assert f"{link}: leads to /mine by now" in left
     assert any("was changed since" in path for path in left)
     assert str(link.readlink()) == "/mine"
     assert environment_file(machine).read_text() == "mine\n"
     assert not record_file(machine).exists()
-    assert changes.undo(machine) == ([], [])
+    assert undo_log.undo(machine) == ([], [])
 
 
 def test_a_repair_that_was_killed_in_the_middle_is_undone(broken, monkeypatch):
     machine = broken.machine()
     planned = repair.planned(machine, [Finding("a", "a", "fail", "", links={"libx.so.1": "/x", "liby.so.1": "/y"})])
-    real, made = changes._make, []
+    real, made = undo_log._make, []
 
     def dies(change):
         if len(made) == 2:
@@ -170,19 +170,19 @@ def test_a_repair_that_was_killed_in_the_middle_is_undone(broken, monkeypatch):
         made.append(change)
         real(change)
 
-    monkeypatch.setattr(changes, "_make", dies)
+    monkeypatch.setattr(undo_log, "_make", dies)
     with pytest.raises(KeyboardInterrupt):
-        changes.apply(machine, planned)
+        undo_log.apply(machine, planned)
     assert len(json.loads(record_file(machine).read_text())["changes"]) > len(made)  # Noted before it was made.
-    monkeypatch.setattr(changes, "_make", real)
-    changes.undo(machine)
+    monkeypatch.setattr(undo_log, "_make", real)
+    undo_log.undo(machine)
     assert tree(broken.path / "home") == {}
 
 
 def test_a_file_where_a_link_should_go_is_not_replaced(bench):
     (bench.path / "libx.so.1").write_text("mine")
     with pytest.raises(Fault, match="no link is put in its place"):
-        changes.link(bench.path / "libx.so.1", "/x")
+        undo_log.link(bench.path / "libx.so.1", "/x")
 
 
 def test_a_folder_that_the_loader_cannot_be_told_of_is_refused(bench):
@@ -194,7 +194,7 @@ def test_a_folder_that_the_loader_cannot_be_told_of_is_refused(bench):
 def test_names_of_folders_are_words_to_the_shell_that_sources_the_file(bench):
     place = bench.path / "a b$(touch hacked)'\""
     machine = bench.machine(XDG_DATA_HOME=str(place))
-    changes.apply(machine, repair.planned(machine, [Finding("a", "a", "fail", "", links={"libx.so.1": "/x"})]))
+    undo_log.apply(machine, repair.planned(machine, [Finding("a", "a", "fail", "", links={"libx.so.1": "/x"})]))
     done = subprocess.run(
         ["sh", "-c", '. "$1"; echo "$LD_LIBRARY_PATH"', "sh", str(environment_file(machine))],
         env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, check=True, timeout=150, cwd=bench.path,

@@ -1,7 +1,7 @@
 import pytest
 
-from steelyard.doctor.checks import kernels, torch
-from steelyard.doctor.seen import Seen, ask
+from steelyard.doctor.checks import fast_kernels, torch
+from steelyard.doctor.python_info import Seen, ask
 from tests.doctor.conftest import named
 
 A100 = {
@@ -95,7 +95,7 @@ def test_a_torch_that_cannot_be_imported_is_explained(bench):
 
 def test_kernels_that_are_missing_or_broken_are_named(bench):
     def found(name, **change):
-        return named(kernels.check(bench.machine(), Seen(A100 | change)), name)
+        return named(fast_kernels.check(bench.machine(), Seen(A100 | change)), name)
 
     assert found("attention").verdict == "ok"
     assert "without flash" in found("attention", flash=False).words

@@ -11,12 +11,12 @@ from pyarrow import parquet
 
 from steelyard import train
 from steelyard.core.errors import UserError
-from steelyard.core.recipe import load
+from steelyard.core.recipe import load_recipe
 from steelyard.evaluate.perplexity import Request, as_text, perplexity
 from steelyard.evaluate.windows import plan
 from steelyard.text import tokenizer as tokenizers
-from steelyard.tokens.job import Job
 from steelyard.tokens.preprocess import tokenize
+from steelyard.tokens.tokenize_job import Job
 from tests.conftest import write_documents
 from tests.evaluate.conftest import TEXT, steelyard
 
@@ -160,7 +160,7 @@ def test_wikitext2_is_the_raw_test_split_joined_by_two_newlines(models, hub, tmp
             (tmp_path / "test.parquet").read_bytes())  # fmt: skip
     hub.add("datasets", "Salesforce/wikitext", "wikitext-2-raw-v1/train-00000-of-00001.parquet", b"not wanted")
     result = measured(models, data="wikitext2", length=LENGTH)
-    assert result["tokens"] == len(tokenizers.load(models / "llama").encode("\n\n".join(rows)))
+    assert result["tokens"] == len(tokenizers.load_tokenizer(models / "llama").encode("\n\n".join(rows)))
     assert result["protocol"]["joined"] == "102 rows joined by two newlines"
     assert hub.fetched == ["wikitext-2-raw-v1/test-00000-of-00001.parquet"]
 
@@ -172,7 +172,7 @@ def test_a_run_trained_on_the_other_form_is_remarked_on(in_workplace, tokenizer,
     (in_workplace.path / "wikitext-2-raw-v1.test.jsonl").write_text(json.dumps({"text": TEXT}) + "\n")
     tokenize(Job((f"{trained_on}.train.jsonl",), "tok", "wiki"))
     overrides = ["data.tokenizer=tok", "data.train=wiki_text_document", "data.split=1,0,0", "model.vocab=400"]
-    run = train.run(load("tiny.toml", [*overrides, "train.steps=1"]))
+    run = train.run(load_recipe("tiny.toml", [*overrides, "train.steps=1"]))
     result = perplexity(Request(str(run.path), "wikitext-2-raw-v1.test.jsonl"))
     assert ("was trained on the tokenised form" in capsys.readouterr().err) == remarked
     assert ("remark" in result["protocol"]) == remarked

@@ -13,9 +13,9 @@ from steelyard.checkpoint.formats import open_source
 from steelyard.checkpoint.formats.write import Target, convert
 from steelyard.core import sha256sums
 from steelyard.core.errors import Fault, UserError
-from steelyard.core.recipe import load
+from steelyard.core.recipe import load_recipe
 from steelyard.evaluate import publish
-from steelyard.evaluate.weights import measure
+from steelyard.evaluate.weight_stats import measure
 from steelyard.text import tokenizer as tokenizers
 from tests import preloaded
 from tests.hub import TOKEN
@@ -32,7 +32,7 @@ def original(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("original") / "model"
     tokenizer = tokenizers.train_byte_bpe(TEXT, 280)
-    tokenizers.export(tokenizer, folder)
+    tokenizers.export_hf(tokenizer, folder)
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     LlamaForCausalLM(LlamaConfig(vocab_size=280, max_position_embeddings=64, **sizes)).save_pretrained(folder)
@@ -148,7 +148,7 @@ def test_a_run_is_published_as_a_hugging_face_model(hub, in_workplace, what, tmp
     from steelyard.checkpoint import hub as hubs
 
     tokenizers.train_byte_bpe(TEXT, 280).save(tmp_path / "tok")
-    run = train.run(load("tiny.toml", ["data.tokenizer=tok", "model.vocab=280"]))
+    run = train.run(load_recipe("tiny.toml", ["data.tokenizer=tok", "model.vocab=280"]))
     saved = sorted(run.checkpoints.iterdir())
     source = {"run": run.path, "checkpoint": saved[-1], "earlier checkpoint": saved[-2]}[what]
     before = sorted(source.parent.iterdir())
@@ -319,7 +319,7 @@ def test_sparsity_is_measured_in_the_weights(folder):
 
 def test_the_card_tells_the_run_and_no_place_on_this_machine(in_workplace, folder):
     place = in_workplace.path
-    run = train.run(load("tiny.toml", [f"data.train={place}/tokens_text_document"]))
+    run = train.run(load_recipe("tiny.toml", [f"data.train={place}/tokens_text_document"]))
     card = publish.push(folder, NAME, dry_run=True, run=run.path)["card"]
     last = [record for record in run.metrics() if "loss" in record][-1]
     valid = [record for record in run.metrics() if "valid_loss" in record][-1]
@@ -332,7 +332,7 @@ def test_the_card_tells_the_run_and_no_place_on_this_machine(in_workplace, folde
     assert card == publish.push(folder, NAME, dry_run=True, run=run.path)["card"]
     recipe = card.split("```toml\n")[1].split("```")[0]
     (place / "again.toml").write_text(recipe)
-    assert load("again.toml").model == run.recipe().model
+    assert load_recipe("again.toml").model == run.recipe().model
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 
 from steelyard.core.errors import UserError
 from steelyard.evaluate import tasks
-from steelyard.evaluate.generate import Sampling, writer
+from steelyard.evaluate.generation import Sampling, writer
 
 TASK = """
 task: which_word
@@ -31,7 +31,7 @@ def asked(*arguments):
 @pytest.fixture
 def backend(models):
     pytest.importorskip("lm_eval.api.model")
-    from steelyard.evaluate.harness import Backend
+    from steelyard.evaluate.lm_eval_backend import Backend
 
     return Backend(writer(models / "llama"), batch=3)
 

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from steelyard.cli import main
 from steelyard.core import sha256sums
 from steelyard.core.errors import UserError
-from steelyard.evaluate.verify import verify_checkpoint
+from steelyard.evaluate.verify_checkpoint import verify_checkpoint
 from steelyard.evaluate.verify_run import verify_run
-from steelyard.sparsity import masks
+from steelyard.sparsity import mask_file
 from steelyard.sparsity.patterns import Pattern
 from tests.checkpoint.models import written
 
@@ -98,7 +98,7 @@ def test_weights_that_are_not_finite_are_a_problem_even_without_checksums(tmp_pa
 
 def test_a_mask_file_and_a_single_shard_are_verified_alone(tmp_path):
     mask = torch.tensor([[True, False, True, False]] * 4)
-    masks.write(tmp_path / "masks", [("layers.0.mlp.up.weight", mask)], Pattern.parse("2:4"), {})
+    mask_file.write(tmp_path / "masks", [("layers.0.mlp.up.weight", mask)], Pattern.parse("2:4"), {})
     (tmp_path / "masks").rename(tmp_path / "masks.safetensors")
     assert verify_checkpoint(tmp_path / "masks.safetensors").problems == []
     flip(tmp_path / "masks.safetensors", -1)
@@ -140,7 +140,7 @@ def test_verifying_what_is_not_there_is_a_mistake_of_the_user(tmp_path):
 def trained(tmp_path_factory):
     """A run folder with token files, checkpoints and TensorBoard events."""
     from steelyard import train
-    from steelyard.core.recipe import load
+    from steelyard.core.recipe import load_recipe
     from tests.conftest import TINY, write_tokens
 
     place = tmp_path_factory.mktemp("trained")
@@ -149,7 +149,7 @@ def trained(tmp_path_factory):
         "steps = 20", "steps = 4"
     )
     (place / "tiny.toml").write_text(recipe + "tensorboard = true\n")
-    train.run(load(place / "tiny.toml"), place / "run")
+    train.run(load_recipe(place / "tiny.toml"), place / "run")
     return place
 
 

@@ -24,7 +24,7 @@ LEARNED = ("step", "loss", "valid_loss", "grad_norm", "learning_rate")  # Of met
 TEXT = [f"the {word} of a small {word} ends here, number {n}" for n in range(20) for word in ("model", "token", "line")]
 READ_ALL = """
 import hashlib, sys
-from steelyard.tokens.indexed import IndexedTokens
+from steelyard.tokens.indexed_dataset import IndexedTokens
 digest = hashlib.sha256()
 for document in IndexedTokens(sys.argv[1]).documents():
     digest.update(str(document.tolist()).encode())

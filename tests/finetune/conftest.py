@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from steelyard.text.tokenizer.train import train_byte_bpe
+from steelyard.text.tokenizer.train_tokenizer import train_byte_bpe
 
 WORDS = ["red", "blue", "green", "one", "two", "three", "cat", "dog", "fish", "sun", "moon"]
 SPECIALS = ["<|im_start|>", "<|im_end|>"]

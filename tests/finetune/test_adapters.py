@@ -10,8 +10,8 @@ from steelyard import checkpoint
 from steelyard.checkpoint.formats import open_source
 from steelyard.checkpoint.formats.write import Target, convert
 from steelyard.core.errors import UserError
-from steelyard.evaluate.verify import verify_checkpoint
-from steelyard.finetune import peft_format, tuning
+from steelyard.evaluate.verify_checkpoint import verify_checkpoint
+from steelyard.finetune import peft_format, sft
 from tests.finetune.conftest import recipe_of
 
 WORDS = ["train.steps=4", "train.global_batch=4", "optim.learning_rate=0.03", "finetune.adapter.rank=4",
@@ -20,8 +20,8 @@ SOME = "finetune.adapter.targets=['query', 'value', 'down']"
 
 
 def adapt(base, *words, run="run"):
-    prepared = tuning.prepare(recipe_of(base, *WORDS, *words))
-    return prepared, tuning.run(prepared, Path(run))
+    prepared = sft.prepare(recipe_of(base, *WORDS, *words))
+    return prepared, sft.run(prepared, Path(run))
 
 
 def logits(folder, ids):
@@ -40,7 +40,7 @@ def test_peft_loads_an_adapter_and_computes_what_the_merged_model_does(bases, pl
     import transformers
 
     prepared, run = adapt(bases / family, f"finetune.adapter.kind={kind}", *words)
-    tuning.export(prepared, run, place / "out")
+    sft.export(prepared, run, place / "out")
     peft_format.export(run.path, place / "adapter")
     ids = torch.randint(5, 390, (2, 20), generator=torch.Generator().manual_seed(0))
     base = transformers.AutoModelForCausalLM.from_pretrained(bases / family, dtype=torch.float32)
@@ -89,8 +89,8 @@ def test_training_begins_at_the_base_and_another_base_is_refused(bases, place, t
 
     shutil.copytree(bases / "llama", place / "base")
     adapt("base", "train.steps=1", run="run")
-    prepared = tuning.prepare(recipe_of("base", *WORDS[1:], "train.steps=1"))
-    full = tuning.run(prepared, Path("full"))
+    prepared = sft.prepare(recipe_of("base", *WORDS[1:], "train.steps=1"))
+    full = sft.run(prepared, Path("full"))
     first = [json.loads(line)["loss"] for line in (place / "run/metrics.jsonl").open()]
     assert first[0] == pytest.approx(full.metrics()[0]["loss"], rel=1e-6)
     from safetensors.torch import load_file, save_file

@@ -10,7 +10,7 @@ from steelyard.finetune.conversation import Conversation, Message
 from steelyard.finetune.encoding import Encoded, Tally, encode, fitting
 from steelyard.finetune.packing import best_fit, efficiency
 from steelyard.finetune.templates import NAMED, Template
-from steelyard.text.tokenizer.train import SentencePieceOptions, train_byte_bpe, train_sentencepiece
+from steelyard.text.tokenizer.train_tokenizer import SentencePieceOptions, train_byte_bpe, train_sentencepiece
 
 ANSWERS = ("月までは約38万キロです。", "Über 380.000 km — sehr weit 👩‍👩‍👧!", "  spaces  and\ttabs ")
 TEXTS = ["月はどのくらい遠いですか。", "How far is the moon?", "Wie weit?", *ANSWERS] * 30

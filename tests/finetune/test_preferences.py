@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from steelyard.core.errors import UserError
-from steelyard.finetune import previewing, tuning
+from steelyard.finetune import preview, sft
 from steelyard.finetune.templates import NAMED
 from tests.finetune.conftest import recipe_of, talks, write_jsonl
 
@@ -33,7 +33,7 @@ def pairs(number, seed=0):
 
 
 def preferred(base, *words, run="run"):
-    return tuning.run(tuning.prepare(recipe_of(base, *WORDS, *words)), Path(run))
+    return sft.run(sft.prepare(recipe_of(base, *WORDS, *words)), Path(run))
 
 
 def curve(run, *keys):
@@ -65,14 +65,14 @@ def test_a_run_goes_on_with_the_reference_it_had(bases, place):
 
 def test_a_preview_shows_both_answers_and_what_of_them_is_learned(bases, place):
     write_jsonl(place / "talks.jsonl", pairs(NUMBER))
-    shown = previewing.preview(tuning.prepare(recipe_of(bases / "llama", *WORDS)), 1)
+    shown = preview.preview(sft.prepare(recipe_of(bases / "llama", *WORDS)), 1)
     assert shown.titles == ["pair 1, chosen", "pair 1, rejected"]
     row = pairs(1)[0]
     for side, talk in zip(("chosen", "rejected"), shown.talks, strict=True):
         assert [text for text, learned in talk if learned] == [f"{row[side][0]['content']}<|im_end|>"]
     assert (shown.figures["pairs"], shown.figures["rows"]) == (NUMBER, 2 * NUMBER)
-    previewing.write_html(shown, place / "page.html")
-    assert "pair 1, rejected" in previewing.as_text(shown)
+    preview.write_html(shown, place / "page.html")
+    assert "pair 1, rejected" in preview.as_text(shown)
 
 
 @pytest.mark.slow
@@ -106,11 +106,11 @@ def test_preferences_are_learned_as_trl_learns_them(bases, place):
 def test_torn_pairs_and_rows_that_are_none_are_refused(bases, place):
     write_jsonl(place / "talks.jsonl", pairs(NUMBER))
     with pytest.raises(UserError, match="no whole number of pairs"):
-        tuning.prepare(recipe_of(bases / "llama", *WORDS, "train.global_batch=3", "train.micro_batch=1"))
+        sft.prepare(recipe_of(bases / "llama", *WORDS, "train.global_batch=3", "train.micro_batch=1"))
     with pytest.raises(UserError, match="no whole number of pairs for 2"):
-        tuning.prepare(recipe_of(bases / "llama", *WORDS, "train.global_batch=6", "train.micro_batch=1"), ranks=2)
+        sft.prepare(recipe_of(bases / "llama", *WORDS, "train.global_batch=6", "train.micro_batch=1"), ranks=2)
     with pytest.raises(UserError, match="these rows are preferences"):
-        tuning.prepare(recipe_of(bases / "llama"))
+        sft.prepare(recipe_of(bases / "llama"))
     write_jsonl(place / "talks.jsonl", talks(NUMBER))
     with pytest.raises(UserError, match="the keys chosen and rejected"):
-        tuning.prepare(recipe_of(bases / "llama", *WORDS))
+        sft.prepare(recipe_of(bases / "llama", *WORDS))

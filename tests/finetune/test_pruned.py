@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from steelyard.core.errors import UserError
-from steelyard.finetune import peft_format, tuning
+from steelyard.finetune import peft_format, sft
 from tests.finetune.conftest import recipe_of
 
 WORDS = ["train.steps=3", "train.global_batch=4", "optim.learning_rate=0.03", "finetune.valid_share=0.0"]
@@ -29,9 +29,9 @@ def pruned(bases, place):
 
 
 def tuned(base, *words):
-    prepared = tuning.prepare(recipe_of(base, *WORDS, *words))
-    run = tuning.run(prepared, Path("run"))
-    tuning.export(prepared, run, Path("out"))
+    prepared = sft.prepare(recipe_of(base, *WORDS, *words))
+    run = sft.run(prepared, Path("run"))
+    sft.export(prepared, run, Path("out"))
     return run
 
 
@@ -51,8 +51,8 @@ def test_zeros_stay_zeros_and_the_rest_moves(pruned, words):
 
 def test_the_loss_while_adapting_is_that_of_the_merged_model(pruned):
     run = tuned(pruned, FIXED, "finetune.adapter.rank=4", "finetune.valid_share=0.2", "eval.every=0")
-    again = tuning.prepare(recipe_of("out", *WORDS, "finetune.valid_share=0.2", "train.steps=1"))
-    merged = tuning.run(again, Path("again"))
+    again = sft.prepare(recipe_of("out", *WORDS, "finetune.valid_share=0.2", "train.steps=1"))
+    merged = sft.run(again, Path("again"))
     last = [record["valid_loss"] for record in run.metrics() if "valid_loss" in record][-1]
     assert merged.metrics()[0]["valid_loss"] == pytest.approx(last, rel=1e-5)
 

@@ -5,11 +5,11 @@ import json
 import pytest
 
 from steelyard.core.errors import UserError
-from steelyard.core.recipe.finetune import Finetune
+from steelyard.core.recipe.finetune_section import Finetune
 from steelyard.finetune.conversation import BadRow
-from steelyard.finetune.data import conversations
+from steelyard.finetune.dataset_formats import Markers, conversation, preference, shape_of
 from steelyard.finetune.encoding import Tally
-from steelyard.finetune.shapes import Markers, conversation, preference, shape_of
+from steelyard.finetune.sft_dataset import conversations
 from tests.finetune.conftest import write_jsonl
 
 ASKED, SAID = "How far is the moon?", "Far."

@@ -122,7 +122,7 @@ def test_a_template_that_would_leave_something_out_is_refused(lacks, told):
 
 def test_tools_are_written_as_transformers_writes_them(tmp_path):
     transformers = pytest.importorskip("transformers")
-    from steelyard.text.tokenizer.train import train_byte_bpe
+    from steelyard.text.tokenizer.train_tokenizer import train_byte_bpe
 
     train_byte_bpe(["some words"], 300).save(tmp_path)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
@@ -165,7 +165,7 @@ def test_a_template_that_breaks_or_reaches_out_is_a_mistake_told(source, message
 
 def test_the_text_is_what_transformers_writes(tmp_path):
     transformers = pytest.importorskip("transformers")
-    from steelyard.text.tokenizer.train import train_byte_bpe
+    from steelyard.text.tokenizer.train_tokenizer import train_byte_bpe
 
     train_byte_bpe(["some words"], 300).save(tmp_path)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from steelyard.finetune import tuning
+from steelyard.finetune import sft
 from steelyard.finetune.templates import NAMED
 from tests.finetune.conftest import recipe_of, talks, write_jsonl
 
@@ -44,7 +44,7 @@ def theirs(base, rows, folder, **options):
 def ours(base, *words):
     from pathlib import Path
 
-    run = tuning.run(tuning.prepare(recipe_of(base, *WORDS, *words)), Path("ours"))
+    run = sft.run(sft.prepare(recipe_of(base, *WORDS, *words)), Path("ours"))
     return [(record["loss"], record["grad_norm"]) for record in run.metrics() if "loss" in record]
 
 

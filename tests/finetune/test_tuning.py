@@ -8,7 +8,7 @@ import torch
 
 from steelyard.core.errors import UserError
 from steelyard.core.run import Run
-from steelyard.finetune import data, previewing, tuning
+from steelyard.finetune import preview, sft, sft_dataset
 from steelyard.train import engine
 from tests.finetune.conftest import recipe_of, talks, write_jsonl
 
@@ -20,15 +20,15 @@ def records(run: Run, key: str) -> list[float]:
 def tuned(base, *words, run="run"):
     from pathlib import Path
 
-    prepared = tuning.prepare(recipe_of(base, *words))
-    return prepared, tuning.run(prepared, Path(run))
+    prepared = sft.prepare(recipe_of(base, *words))
+    return prepared, sft.run(prepared, Path(run))
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt"])
 def test_packed_rows_give_the_loss_and_gradient_of_single_ones(bases, place, family):
     first = []
     for name, packing in (("packed", "true"), ("single", "false")):
-        prepared = tuning.prepare(recipe_of(bases / family, f"finetune.packing={packing}", "finetune.valid_share=0.0"))
+        prepared = sft.prepare(recipe_of(bases / family, f"finetune.packing={packing}", "finetune.valid_share=0.0"))
         rows = len(prepared.training.rows)
         words = [
             f"finetune.packing={packing}",
@@ -95,7 +95,7 @@ def test_what_comes_out_loads_in_transformers_and_speaks_the_template(bases, pla
     import transformers
 
     prepared, run = tuned(bases / family, "train.steps=3", "train.global_batch=2", "optim.learning_rate=0.01")
-    tuning.export(prepared, run, place / "out")
+    sft.export(prepared, run, place / "out")
     theirs, report = transformers.AutoModelForCausalLM.from_pretrained(place / "out", output_loading_info=True)
     assert not any(report.values())
     assert theirs.config.max_position_embeddings == 256
@@ -111,26 +111,26 @@ def test_what_comes_out_loads_in_transformers_and_speaks_the_template(bases, pla
 
 def test_encoding_is_kept_and_made_anew_when_anything_changes(bases, place):
     recipe = recipe_of(bases / "llama")
-    first = tuning.prepare(recipe).training
+    first = sft.prepare(recipe).training
     [kept] = place.glob(".steelyard-*.npz")
-    again = tuning.prepare(recipe).training
+    again = sft.prepare(recipe).training
     assert all((a.ids == b.ids).all() and (a.learned == b.learned).all()
                for a, b in zip(first.conversations, again.conversations, strict=True))  # fmt: skip
-    tuning.prepare(recipe_of(bases / "llama", "finetune.loss=all"))
+    sft.prepare(recipe_of(bases / "llama", "finetune.loss=all"))
     assert len(list(place.glob(".steelyard-*.npz"))) == 2
     kept.write_bytes(kept.read_bytes()[:100])
-    assert len(tuning.prepare(recipe).training.conversations) == len(first.conversations)
+    assert len(sft.prepare(recipe).training.conversations) == len(first.conversations)
     write_jsonl(place / "talks.jsonl", talks(10))
-    assert len(tuning.prepare(recipe).training.conversations) == 9
+    assert len(sft.prepare(recipe).training.conversations) == 9
 
 
 def test_of_what_was_encoded_before_only_the_newest_few_are_kept(bases, place):
-    for number in range(data.KEEP + 3):
-        tuning.prepare(recipe_of(bases / "llama", f"finetune.system=Be {number}."))
-    kept = set(place.glob(data.KEPT))
-    assert len(kept) == data.KEEP
-    tuning.prepare(recipe_of(bases / "llama", f"finetune.system=Be {data.KEEP + 2}."))
-    assert set(place.glob(data.KEPT)) == kept
+    for number in range(sft_dataset.KEEP + 3):
+        sft.prepare(recipe_of(bases / "llama", f"finetune.system=Be {number}."))
+    kept = set(place.glob(sft_dataset.KEPT))
+    assert len(kept) == sft_dataset.KEEP
+    sft.prepare(recipe_of(bases / "llama", f"finetune.system=Be {sft_dataset.KEEP + 2}."))
+    assert set(place.glob(sft_dataset.KEPT)) == kept
 
 
 def test_a_conversation_that_the_template_has_no_place_for_is_named_or_counted(bases, place):
@@ -139,11 +139,11 @@ def test_a_conversation_that_the_template_has_no_place_for_is_named_or_counted(b
     rows[1]["messages"].append(called)
     write_jsonl(place / "talks.jsonl", rows)
     with pytest.raises(UserError, match="no place for tool_calls") as refused:
-        tuning.prepare(recipe_of(bases / "llama"))
+        sft.prepare(recipe_of(bases / "llama"))
     assert "talks.jsonl:2" in str(refused.value.where)
-    dropped = tuning.prepare(recipe_of(bases / "llama", "finetune.bad_rows=drop", "finetune.valid_share=0.0"))
+    dropped = sft.prepare(recipe_of(bases / "llama", "finetune.bad_rows=drop", "finetune.valid_share=0.0"))
     assert dropped.tally.counts["bad"] == 1
-    assert previewing.preview(dropped, 3).titles == ["conversation 1", "conversation 3"]
+    assert preview.preview(dropped, 3).titles == ["conversation 1", "conversation 3"]
 
 
 @pytest.mark.parametrize(
@@ -156,12 +156,12 @@ def test_a_conversation_that_the_template_has_no_place_for_is_named_or_counted(b
 )
 def test_mistakes_are_told_before_anything_is_trained(bases, place, words, message):
     with pytest.raises(UserError, match=message):
-        tuning.prepare(recipe_of(bases / "llama", *words))
+        sft.prepare(recipe_of(bases / "llama", *words))
 
 
 def test_files_that_are_not_there_are_named(bases, place):
     with pytest.raises(UserError, match=r"there is no file nowhere\.jsonl"):
-        tuning.prepare(recipe_of(bases / "llama", data="nowhere.jsonl"))
+        sft.prepare(recipe_of(bases / "llama", data="nowhere.jsonl"))
 
 
 def test_data_that_changed_is_not_gone_on_with(bases, place):
@@ -173,11 +173,11 @@ def test_data_that_changed_is_not_gone_on_with(bases, place):
 
 def test_a_tuned_model_stops_where_its_answers_end(place, bases, capsys):
     prepared, run = tuned(bases / "llama", "train.steps=1")
-    tuning.export(prepared, run, place / "out")
+    sft.export(prepared, run, place / "out")
     ends = json.loads((place / "out/generation_config.json").read_text())["eos_token_id"]
     assert prepared.tokenizer.encode("<|im_end|>")[0] in ends
     assert "spelled out" not in capsys.readouterr().err
-    tuning.prepare(recipe_of(bases / "llama", "finetune.template=llama3", "data.sequence_length=256"))
+    sft.prepare(recipe_of(bases / "llama", "finetune.template=llama3", "data.sequence_length=256"))
     assert "<|eot_id|>" in capsys.readouterr().err
 
 
@@ -185,7 +185,7 @@ def test_a_list_in_one_json_file_is_read_like_a_row_a_line(place, bases):
     rows = talks(8)
     (place / "rows.json").write_text(json.dumps(rows, indent=1))
     write_jsonl(place / "rows.jsonl", rows)
-    listed, lined = (tuning.prepare(recipe_of(bases / "llama", data=f"rows.{kind}")) for kind in ("json", "jsonl"))
+    listed, lined = (sft.prepare(recipe_of(bases / "llama", data=f"rows.{kind}")) for kind in ("json", "jsonl"))
     assert listed.recipe.finetune.rows == lined.recipe.finetune.rows
 
 
@@ -199,13 +199,13 @@ def test_documents_of_pretraining_do_not_undo_packing(bases, place):
 def test_a_blank_line_is_no_row_and_a_stored_truncation_is_not_obeyed(bases, place, tmp_path):
     import shutil
 
-    before = tuning.prepare(recipe_of(bases / "llama"))
+    before = sft.prepare(recipe_of(bases / "llama"))
     shutil.copytree(bases / "llama", place / "cut")
     stored = json.loads((place / "cut/tokenizer.json").read_text())
     stored["truncation"] = {"direction": "Right", "max_length": 9, "strategy": "LongestFirst", "stride": 0}
     (place / "cut/tokenizer.json").write_text(json.dumps(stored))
     (place / "talks.jsonl").write_text((place / "talks.jsonl").read_text() + "\n\n")
-    after = tuning.prepare(recipe_of(place / "cut"))
+    after = sft.prepare(recipe_of(place / "cut"))
     assert after.recipe.finetune.rows == before.recipe.finetune.rows
 
 
@@ -216,7 +216,7 @@ def test_transformers_reads_the_template_of_a_sentencepiece_model_as_it_was_lear
 
     import transformers
 
-    from steelyard.text.tokenizer.train import SentencePieceOptions, train_sentencepiece
+    from steelyard.text.tokenizer.train_tokenizer import SentencePieceOptions, train_sentencepiece
 
     shutil.copytree(bases / "llama", place / "base", ignore=shutil.ignore_patterns("tokenizer*"))
     options = SentencePieceOptions(kind, byte_fallback=kind == "bpe")
@@ -226,18 +226,18 @@ def test_transformers_reads_the_template_of_a_sentencepiece_model_as_it_was_lear
     write_jsonl(place / "talks.jsonl", talks(4))
     words = ["train.steps=1", "train.global_batch=2", "finetune.valid_share=0.0", "data.sequence_length=200"]
     prepared, run = tuned(place / "base", f"finetune.template={template}", *words)
-    tuning.export(prepared, run)
+    sft.export(prepared, run)
     theirs = transformers.AutoTokenizer.from_pretrained(run.path / "hf")
     for row, ours in zip(talks(4), prepared.training.conversations, strict=True):
         assert theirs.apply_chat_template(row["messages"], return_dict=False) == ours.ids.tolist()
 
 
 def test_a_tokenizer_of_another_vocabulary_is_told_before_the_run(bases, place):
-    from steelyard.text.tokenizer.train import train_byte_bpe
+    from steelyard.text.tokenizer.train_tokenizer import train_byte_bpe
 
     train_byte_bpe([json.dumps(row) for row in talks(40)], 700, [f"<{n}>" for n in range(300)]).save(place / "other")
     with pytest.raises(UserError, match=r"model\.vocab is 400"):
-        tuning.prepare(recipe_of(bases / "llama", "data.tokenizer=other"))
+        sft.prepare(recipe_of(bases / "llama", "data.tokenizer=other"))
     assert not (place / "runs").exists()
 
 
@@ -245,19 +245,19 @@ def test_a_tokenizer_without_a_template_needs_one_named(bases, place):
     from steelyard.cli.sft import recipe_for
 
     with pytest.raises(UserError, match="brings no chat template"):
-        tuning.prepare(recipe_for(None, [], str(bases / "llama"), ["talks.jsonl"]))
+        sft.prepare(recipe_for(None, [], str(bases / "llama"), ["talks.jsonl"]))
 
 
 def test_the_preview_marks_what_is_learned(bases, place):
-    shown = previewing.preview(tuning.prepare(recipe_of(bases / "llama")), 2)
+    shown = preview.preview(sft.prepare(recipe_of(bases / "llama")), 2)
     said = talks(1)[0]["messages"]
     assert [text for text, learned in shown.talks[0] if learned] == [
         f"{message['content']}<|im_end|>" for message in said if message["role"] == "assistant"
     ]
     assert shown.figures["learned"] + shown.figures["masked"] == shown.figures["tokens"]
-    assert "«" in previewing.as_text(shown)
+    assert "«" in preview.as_text(shown)
     write_jsonl(place / "talks.jsonl", [{"prompt": "<b>", "completion": "<script>alert(1)</script>"}])
-    shown = previewing.preview(tuning.prepare(recipe_of(bases / "llama", "finetune.valid_share=0.0")), 1)
-    previewing.write_html(shown, place / "page.html")
+    shown = preview.preview(sft.prepare(recipe_of(bases / "llama", "finetune.valid_share=0.0")), 1)
+    preview.write_html(shown, place / "page.html")
     assert "<script>" not in (place / "page.html").read_text()
-    assert json.dumps(previewing.as_result(shown))
+    assert json.dumps(preview.as_result(shown))

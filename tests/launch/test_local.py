@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from steelyard.core.errors import UserError
-from steelyard.core.recipe import load
-from steelyard.core.recipe.parallel import Parallel
-from steelyard.launch import local
-from steelyard.launch.blame import Ended, blame
-from steelyard.launch.last_words import LastWords
+from steelyard.core.recipe import load_recipe
+from steelyard.core.recipe.parallel_section import Parallel
+from steelyard.launch import spawn
+from steelyard.launch.error_file import LastWords
+from steelyard.launch.root_cause import Ended, blame
 from tests import preloaded
 from tests.conftest import kill
 
@@ -34,7 +34,7 @@ def run(words):
     def command(**_):
         import torch, torch.distributed as dist
         from steelyard.parallel.world import everywhere, join
-        from steelyard.train.stopping import stop_request
+        from steelyard.train.graceful_stop import stop_request
         globals().update(torch=torch, dist=dist, everywhere=everywhere, stop_request=stop_request)
         with join("cpu", {timeout}) as world:
             Path(f"rank-{{world.rank}}.pid").write_text(str(os.getpid()))
@@ -281,15 +281,15 @@ def test_ranks_share_the_cores_unless_told_otherwise(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    assert local._environment(1, 3, 15000)["OMP_NUM_THREADS"] == "2"
-    assert local._environment(1, 99, 15000)["OMP_NUM_THREADS"] == "1"
-    assert "TORCHELASTIC_USE_AGENT_STORE" not in local._environment(0, 2, 15000)
+    assert spawn._environment(1, 3, 15000)["OMP_NUM_THREADS"] == "2"
+    assert spawn._environment(1, 99, 15000)["OMP_NUM_THREADS"] == "1"
+    assert "TORCHELASTIC_USE_AGENT_STORE" not in spawn._environment(0, 2, 15000)
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert local._environment(1, 3, 15000)["OMP_NUM_THREADS"] == "5"
+    assert spawn._environment(1, 3, 15000)["OMP_NUM_THREADS"] == "5"
 
 
 def test_the_launcher_imports_no_torch():
-    code = "import sys, steelyard.launch.local, steelyard.cli.train; assert 'torch' not in sys.modules"
+    code = "import sys, steelyard.launch.spawn, steelyard.cli.train; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], timeout=600).returncode == 0
 
 
@@ -299,7 +299,7 @@ def test_a_plan_says_how_many_ranks_it_runs_on(workplace):
     for world, wrong in ((6, plan), (2, plan), (8, Parallel(tensor=2, data=2)), (1, plan)):
         with pytest.raises(UserError, match=f"not on {world}"):
             wrong.data_for(world)
-    assert load(workplace.recipe).parallel.data_for(7) == 7
+    assert load_recipe(workplace.recipe).parallel.data_for(7) == 7
 
 
 def test_ranks_that_do_not_fit_the_plan_are_refused_before_any_starts(workplace):

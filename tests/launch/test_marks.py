@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from steelyard.core.errors import UserError
-from steelyard.launch import ending, listing, marks, record, scheduler
-from steelyard.launch.record import Launch
+from steelyard.launch import cancel, job_tags, launch_record, run_list, scheduler
+from steelyard.launch.launch_record import Launch
 from steelyard.launch.submit import intended
-from steelyard.observe.schedulers import Asking
-from steelyard.observe.state import State
-from steelyard.tune import submitted
+from steelyard.observe.run_state import State
+from steelyard.observe.scheduler_poll import Asking
+from steelyard.tune import submitted_trial
 
 pytestmark = pytest.mark.timeout(60)
 # In the place of Slurm's: sbatch has the job queued and then loses whoever waits for its number.
@@ -64,30 +64,30 @@ def test_a_submission_killed_behind_sbatch_is_listed_taken_up_and_cancelled(queu
     copy = shutil.copytree(run, tmp_path / "watched" / "lost")  # For watch, which asks as it goes.
     Asking(copy).ask(State(copy))
     assert State(copy).refresh().job_states == {"PENDING"}
-    [row] = listing.rows(tmp_path / "runs")
+    [row] = run_list.rows(tmp_path / "runs")
     assert (row["jobs"], row["state"]) == (["40"], "PENDING")
-    assert submitted.can_be_taken_up(run)
-    assert record.find("40", tmp_path / "runs") == run  # It is written down now.
-    assert ending.cancel(run)["cancelled"]
+    assert submitted_trial.can_be_taken_up(run)
+    assert launch_record.find("40", tmp_path / "runs") == run  # It is written down now.
+    assert cancel.cancel_run(run)["cancelled"]
     assert (tmp_path / "cancelled").read_text() == "40\n"
 
 
 def test_a_submission_killed_before_sbatch_has_no_job(queue: Path, tmp_path: Path):
     run = tmp_path / "runs" / "none"
-    record.write(run, Launch("slurm", "x", [], [], 1, 1, marks=["abc-1"]))
+    launch_record.write(run, Launch("slurm", "x", [], [], 1, 1, marks=["abc-1"]))
     (queue / "39").write_text("/elsewhere/job.sh abc-11\n")
-    assert [(row["jobs"], row["state"]) for row in listing.rows(run.parent)] == [([], "not submitted")]
-    assert not submitted.can_be_taken_up(run)
+    assert [(row["jobs"], row["state"]) for row in run_list.rows(run.parent)] == [([], "not submitted")]
+    assert not submitted_trial.can_be_taken_up(run)
     with pytest.raises(UserError, match="Slurm has no job of"):
-        ending.cancel(run)
+        cancel.cancel_run(run)
 
 
 def test_a_master_without_its_follower_is_cancelled_and_not_taken_up(queue: Path, tmp_path: Path):
     run = tmp_path / "runs" / "half"
-    record.write(run, Launch("slurm", "x", [], [], 1, 1, marks=["abc-1.0", "abc-1.1"]))
+    launch_record.write(run, Launch("slurm", "x", [], [], 1, 1, marks=["abc-1.0", "abc-1.1"]))
     (queue / "7").write_text("/run/launch/job-0.sh abc-1.0\n")
-    assert not submitted.can_be_taken_up(run)
-    submitted.abandon(run)
+    assert not submitted_trial.can_be_taken_up(run)
+    submitted_trial.abandon(run)
     assert (tmp_path / "cancelled").read_text() == "7\n"
 
 
@@ -102,9 +102,9 @@ def test_a_job_that_squeue_has_forgotten_has_left_its_number(queue: Path, tmp_pa
         (f"{mark}_3", {"SLURM_JOB_ID": "79", "SLURM_ARRAY_JOB_ID": "75", "SLURM_ARRAY_TASK_ID": "3"}, "75_3"),
     ):
         subprocess.run(["bash", "-c", script, "job.sh", word], env=os.environ | given, check=True, timeout=150)
-        record.write(run, Launch("slurm", "x", [], [], 1, 1, marks=[word]))
+        launch_record.write(run, Launch("slurm", "x", [], [], 1, 1, marks=[word]))
         (queue / "40").unlink(missing_ok=True)
-        launch = marks.launched(run)
+        launch = job_tags.launched(run)
         assert launch is not None
         assert launch.jobs == [number]
 
@@ -112,21 +112,21 @@ def test_a_job_that_squeue_has_forgotten_has_left_its_number(queue: Path, tmp_pa
 def test_parts_and_tasks_are_found_by_the_mark_of_their_job(tmp_path: Path, monkeypatch):
     lines = ["12+0 x.sh a-1", "12+1 x.sh a-1", "13_0 y.sh b-1", "13_1 y.sh b-1", "9 x.sh a-1"]
     text = "\n".join(line.partition(" ")[0].ljust(40) + line.partition(" ")[2] for line in lines)
-    assert marks.marked(text) == {"a-1": "12", "b-1": "13"}
-    monkeypatch.setattr(marks.questions, "answer", lambda command: text)
-    record.write(tmp_path, Launch("slurm", "x", [], [], 1, 1, marks=["b-1_1"]))
-    assert marks.launched(tmp_path).jobs == ["13_1"]
+    assert job_tags.marked(text) == {"a-1": "12", "b-1": "13"}
+    monkeypatch.setattr(job_tags.questions, "answer", lambda command: text)
+    launch_record.write(tmp_path, Launch("slurm", "x", [], [], 1, 1, marks=["b-1_1"]))
+    assert job_tags.launched(tmp_path).jobs == ["13_1"]
 
 
 def test_every_launch_of_a_folder_has_a_mark_of_its_own_and_what_is_refused_leaves_the_last(tmp_path: Path):
-    first = marks.next_mark(tmp_path)
-    assert first == marks.next_mark(tmp_path)
+    first = job_tags.next_mark(tmp_path)
+    assert first == job_tags.next_mark(tmp_path)
     earlier = Launch("slurm", "x", ["7"], [], 1, 1, marks=[f"{first}.0", f"{first}.1"])
-    record.write(tmp_path, earlier)
-    assert marks.next_mark(tmp_path) == first.replace("-1", "-2")
-    coming = Launch("slurm", "x", [], [], 1, 1, marks=[marks.next_mark(tmp_path)])
+    launch_record.write(tmp_path, earlier)
+    assert job_tags.next_mark(tmp_path) == first.replace("-1", "-2")
+    coming = Launch("slurm", "x", [], [], 1, 1, marks=[job_tags.next_mark(tmp_path)])
     with pytest.raises(UserError), intended({tmp_path: coming}):
-        assert record.read(tmp_path) == coming
+        assert launch_record.read(tmp_path) == coming
         raise UserError("sbatch refuses the job")
-    assert record.read(tmp_path) == earlier
+    assert launch_record.read(tmp_path) == earlier
     assert scheduler.read(tmp_path) == []

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from steelyard.core.recipe.site import Site
-from steelyard.launch import meeting, slurm
-from steelyard.launch.groups import Group
-from steelyard.parallel import doors
+from steelyard.core.recipe.site_section import Site
+from steelyard.launch import rendezvous_file, slurm
+from steelyard.launch.node_groups import Group
+from steelyard.parallel import port_discovery
 from tests import preloaded
 from tests.launch.test_submit import order
 
@@ -24,18 +24,18 @@ pytestmark = pytest.mark.timeout(60)
 
 def test_a_master_meets_the_follower_that_is_there_and_not_one_of_the_past(tmp_path: Path, monkeypatch):
     """A follower lost its power: its word is still there. So is the meeting of the master's last attempt."""
-    monkeypatch.setattr(meeting, "SECONDS_BETWEEN_LOOKS", 0.01)
-    monkeypatch.setattr(meeting, "SECONDS_BETWEEN_LOOKS_OF_FOLLOWERS", 0.01)
+    monkeypatch.setattr(rendezvous_file, "SECONDS_BETWEEN_LOOKS", 0.01)
+    monkeypatch.setattr(rendezvous_file, "SECONDS_BETWEEN_LOOKS_OF_FOLLOWERS", 0.01)
     folder = tmp_path / "launch"
     folder.mkdir()
     (folder / "arrived-1.json").write_text('{"attempt": "8.0"}')
     (folder / "meeting.json").write_text('{"attempt": "7.0", "address": "gone", "followers": ["8.0"]}')
     asked: list[int] = []
     with ExitStack() as stack, ThreadPoolExecutor() as pool:
-        master = pool.submit(meeting.meet, tmp_path, "7.1", 0, 0, 1, asked, stack)
+        master = pool.submit(rendezvous_file.meet, tmp_path, "7.1", 0, 0, 1, asked, stack)
         time.sleep(0.2)
         assert not master.done()
-        follower = pool.submit(meeting.meet, tmp_path, "8.1", 2, 1, 1, asked, stack)
+        follower = pool.submit(rendezvous_file.meet, tmp_path, "8.1", 2, 1, 1, asked, stack)
         where = master.result(timeout=150)
         assert where is not None
         assert where[1] == "7.1"
@@ -59,8 +59,18 @@ with join("cpu", 1) as world:
 def test_ranks_of_a_job_meet_without_a_port_that_was_chosen_before(tmp_path: Path):
     """Somebody sits on the first door of the job, and an outer launcher has set a port that is taken."""
     (tmp_path / "logs").mkdir()
-    with socket.create_server(("", doors.doors(f"{tmp_path} 7.0")[0])), socket.create_server(("", 0)) as taken:
-        words = ["-m", "steelyard.launch.node", "--run", str(tmp_path), "--groups", "1x2", "--attempt", "7.0", "--"]
+    with socket.create_server(("", port_discovery.doors(f"{tmp_path} 7.0")[0])), socket.create_server(("", 0)) as taken:
+        words = [
+            "-m",
+            "steelyard.launch.node_agent",
+            "--run",
+            str(tmp_path),
+            "--groups",
+            "1x2",
+            "--attempt",
+            "7.0",
+            "--",
+        ]
         given = {"PYTHONPATH": str(Path(__file__).parents[2]), "MASTER_PORT": str(taken.getsockname()[1])}
         done = preloaded.run(
             [sys.executable, *words, sys.executable, "-c", MEET],
@@ -142,7 +152,7 @@ def test_a_node_leaves_word_whether_its_ranks_failed_by_themselves(tmp_path: Pat
             json.dumps({"attempt": "6.0", "address": "x", "followers": [attempt]})
         )
         rank = f"import os, sys; open(os.environ['STEELYARD_ERROR_FILE'], 'w').write('{words % lost}'); sys.exit(1)"
-        line = ["-m", "steelyard.launch.node", "--run", str(tmp_path), "--groups", "1x1,1x1", "--group", "1"]
+        line = ["-m", "steelyard.launch.node_agent", "--run", str(tmp_path), "--groups", "1x1,1x1", "--group", "1"]
         environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
         preloaded.run(
             [sys.executable, *line, "--attempt", attempt, "--", sys.executable, "-c", rank],

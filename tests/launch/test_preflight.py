@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from steelyard.core.errors import UserError
-from steelyard.core.recipe import load
-from steelyard.core.recipe.site import Container, Site
+from steelyard.core.recipe import load_recipe
+from steelyard.core.recipe.site_section import Container, Site
 from steelyard.launch import preflight, submit
 from steelyard.launch.submit import Request
 from tests import preloaded
@@ -27,7 +27,7 @@ def queue(in_workplace, monkeypatch):
 
 
 def asked(*overrides: str, **changes) -> Request:
-    return Request("slurm", **({"site": Site(ranks_per_node=1)} | changes), recipe=load("tiny.toml", overrides))
+    return Request("slurm", **({"site": Site(ranks_per_node=1)} | changes), recipe=load_recipe("tiny.toml", overrides))
 
 
 def refused(queue: Path, request: Request, message: str) -> None:
@@ -86,7 +86,7 @@ def test_paths_inside_a_container_are_looked_for_where_they_are_bound_from(queue
 
 def test_a_layout_that_does_not_fit_the_gpus_is_refused_with_what_would_help(queue, capsys):
     data = [f"data.train={Path.cwd()}/tokens_text_document"]
-    large = load("gpt2-xl", [*data, "parallel.pipeline=1", "train.micro_batch=64", "train.global_batch=64"])
+    large = load_recipe("gpt2-xl", [*data, "parallel.pipeline=1", "train.micro_batch=64", "train.global_batch=64"])
     request = Request("slurm", Site(gres="gpu:t4:1"), recipe=large)
     with pytest.raises(UserError, match=r"pipeline rank 0 needs .* and t4 has") as error:
         submit.submit(request)

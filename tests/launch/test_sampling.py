@@ -6,7 +6,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from steelyard.launch.sampling import Sampler
+from steelyard.launch.gpu_monitor import Sampler
 
 
 def test_each_sample_tells_how_long_the_error_log_was_by_then(tmp_path: Path):

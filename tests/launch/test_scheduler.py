@@ -11,8 +11,8 @@ import pytest
 
 from steelyard import cli
 from steelyard.core.errors import Interrupted, UserError
-from steelyard.launch import ending, logs, process, record, scheduler
-from steelyard.launch.record import Launch
+from steelyard.launch import cancel, launch_record, log_reader, scheduler, supervisor
+from steelyard.launch.launch_record import Launch
 from tests import preloaded
 
 WIDTHS = scheduler.QUEUE_FIELDS
@@ -26,7 +26,7 @@ def launched(run: Path, **changes) -> Path:
     run.mkdir(parents=True, exist_ok=True)
     (run / "logs").mkdir(exist_ok=True)
     values = {"backend": "slurm", "name": "x", "jobs": ["7"], "command": [], "nodes": 2, "ranks": 2}
-    record.write(run, Launch(**{**values, **changes}))
+    launch_record.write(run, Launch(**{**values, **changes}))
     return run
 
 
@@ -132,23 +132,23 @@ def test_a_forgotten_job_has_ended_only_where_nobody_could_know_more(tmp_path, m
 def test_a_supervisor_is_known_by_more_than_its_number(tmp_path):
     run = tmp_path / "run"
     (run / "logs").mkdir(parents=True)
-    who = process.start(run, ["sleep", "30"])
+    who = supervisor.start(run, ["sleep", "30"])
     launched(run, backend="local", jobs=[str(who["pid"])], process=who)
     try:
         assert scheduler.refresh(run)[-1]["state"] == "RUNNING"
-        assert process.is_alive(who | {"started": 1}) is False
-        assert process.is_alive(who | {"host": "elsewhere"}) is None
+        assert supervisor.is_alive(who | {"started": 1}) is False
+        assert supervisor.is_alive(who | {"host": "elsewhere"}) is None
     finally:
-        told = ending.cancel(run)
+        told = cancel.cancel_run(run)
     assert told["state"] == "CANCELLED"
-    assert process.is_alive(who) is False
-    assert ending.cancel(run)["cancelled"] is False
+    assert supervisor.is_alive(who) is False
+    assert cancel.cancel_run(run)["cancelled"] is False
 
 
 def test_a_supervisor_that_was_killed_takes_its_ranks_with_it(tmp_path):
     run, mark = tmp_path / "run", tmp_path / "pid"
     (run / "logs").mkdir(parents=True)
-    who = process.start(run, ["bash", "-c", f"echo $$ >{mark}; exec sleep 30"])
+    who = supervisor.start(run, ["bash", "-c", f"echo $$ >{mark}; exec sleep 30"])
     launched(run, backend="local", jobs=[str(who["pid"])], process=who)
     while not mark.exists() or not mark.read_text():
         time.sleep(0.02)
@@ -157,7 +157,7 @@ def test_a_supervisor_that_was_killed_takes_its_ranks_with_it(tmp_path):
     found = scheduler.refresh(run)[-1]
     assert (found["state"], found["reason"]) == ("FAILED", "its supervisor was killed, or the machine went down")
     deadline = time.monotonic() + 5
-    while process.started(int(mark.read_text())) is not None:
+    while supervisor.started(int(mark.read_text())) is not None:
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
@@ -165,18 +165,18 @@ def test_a_supervisor_that_was_killed_takes_its_ranks_with_it(tmp_path):
 def test_a_run_is_found_by_folder_name_and_job(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = launched(Path("runs/mine"), jobs=["12", "13"])
-    assert [record.find(word) for word in ("runs/mine", "mine", "13", "12+1")] == [run] * 4
+    assert [launch_record.find(word) for word in ("runs/mine", "mine", "13", "12+1")] == [run] * 4
     with pytest.raises(UserError, match="no run under runs has the job 14"):
-        record.find("14")
+        launch_record.find("14")
     with pytest.raises(UserError, match="yours is no run"):
-        record.find("yours")
+        launch_record.find("yours")
 
 
 @pytest.mark.parametrize("jobs", [["--user=me"], ["1;x"], None, [7]])
 def test_a_launch_whose_jobs_are_no_numbers_is_not_believed(tmp_path, jobs):
     run = launched(tmp_path, jobs=jobs)
     with pytest.raises(UserError, match="not what a launch writes"):
-        record.read(run)
+        launch_record.read(run)
 
 
 def test_logs_are_shown_as_text_and_samples_as_devices(tmp_path):
@@ -186,23 +186,23 @@ def test_logs_are_shown_as_text_and_samples_as_devices(tmp_path):
     device = {"index": 0, "name": "NVIDIA A10", "temperature": 49, "utilisation": 97, "memory_used": 9 << 30,
               "memory_total": 22 << 30, "power": None, "processes": [{}]}  # fmt: skip
     (folder / "a1.gpu").write_text(json.dumps({"devices": [device]}) + "\n{torn")
-    assert logs.tail(folder / "a1.out", 2) == ["one", "?[2Jtwo"]
-    assert logs.tail(folder / "a1.gpu", 5) == [
+    assert log_reader.tail(folder / "a1.out", 2) == ["one", "?[2Jtwo"]
+    assert log_reader.tail(folder / "a1.gpu", 5) == [
         "[0] NVIDIA A10 |  49 C,  97 % |   9216 /  22528 MiB |    - W | 1 process"
     ]
-    assert logs.devices('{"devices": [7]}') == []
-    assert [path.name for path in logs.paths(tmp_path)] == ["a1.out"]
+    assert log_reader.devices('{"devices": [7]}') == []
+    assert [path.name for path in log_reader.paths(tmp_path)] == ["a1.out"]
     with pytest.raises(UserError, match="hosts: a1"):
-        logs.paths(tmp_path, node="b7")
+        log_reader.paths(tmp_path, node="b7")
     (folder / "launcher.log").write_text("srun: error: no\n")
-    assert [path.name for path in logs.paths(tmp_path, stream="err")] == ["launcher.log"]
+    assert [path.name for path in log_reader.paths(tmp_path, stream="err")] == ["launcher.log"]
     (folder / "a1.err").touch()
-    assert [path.name for path in logs.paths(tmp_path, stream="err")] == ["a1.err"]
+    assert [path.name for path in log_reader.paths(tmp_path, stream="err")] == ["a1.err"]
 
 
 def test_following_shows_what_is_added_and_hosts_that_join(tmp_path, monkeypatch):
-    monkeypatch.setattr(logs, "SECONDS_BETWEEN_LOOKS", 0.0)
-    monkeypatch.setattr(logs, "SECONDS_BETWEEN_QUESTIONS", 0.0)
+    monkeypatch.setattr(log_reader, "SECONDS_BETWEEN_LOOKS", 0.0)
+    monkeypatch.setattr(log_reader, "SECONDS_BETWEEN_QUESTIONS", 0.0)
     folder = tmp_path / "logs"
     folder.mkdir()
     (folder / "a1.out").write_text("old\n")
@@ -216,10 +216,10 @@ def test_following_shows_what_is_added_and_hosts_that_join(tmp_path, monkeypatch
             turn()
         return turn is None
 
-    ends = logs.sizes(logs.paths(tmp_path))
+    ends = log_reader.sizes(log_reader.paths(tmp_path))
     (folder / "a1.out").open("a").write("between\n")
-    assert logs.tail(folder / "a1.out", 5, ends[folder / "a1.out"]) == ["old"]
-    lines = [(path.name, line) for path, line in logs.follow(lambda: logs.paths(tmp_path), is_over, ends)]
+    assert log_reader.tail(folder / "a1.out", 5, ends[folder / "a1.out"]) == ["old"]
+    lines = [(path.name, line) for path, line in log_reader.follow(lambda: log_reader.paths(tmp_path), is_over, ends)]
     assert lines == [("a1.out", "between"), ("a1.out", "new"), ("a2.err", "x"), ("a1.out", "hal")]
 
 
@@ -233,7 +233,7 @@ def test_a_starter_keeps_the_streams_apart_and_hides_secrets(tmp_path, monkeypat
     )
     words = ["--run", str(tmp_path), "--groups", "1x2", "--", sys.executable, "-c", talk]
     done = preloaded.run(
-        [sys.executable, "-P", "-m", "steelyard.launch.node", *words], timeout=600, capture_output=True
+        [sys.executable, "-P", "-m", "steelyard.launch.node_agent", *words], timeout=600, capture_output=True
     )
     assert done.returncode == 3
     [out, err] = (next((tmp_path / "logs").glob(f"*.{kind}")).read_text().splitlines() for kind in ("out", "err"))

@@ -13,11 +13,11 @@ from threading import Timer
 import pytest
 
 from steelyard.core.errors import UserError
-from steelyard.core.recipe import load
-from steelyard.core.recipe.site import Container, Mpi, Site
-from steelyard.launch import containers, groups, meeting, mpi, shell, sites, slurm, submit, sweeping
-from steelyard.launch.groups import Group
-from steelyard.launch.order import Order
+from steelyard.core.recipe import load_recipe
+from steelyard.core.recipe.site_section import Container, Mpi, Site
+from steelyard.launch import containers, job_array, mpi, node_groups, rendezvous_file, site_shell, sites, slurm, submit
+from steelyard.launch.job_spec import Order
+from steelyard.launch.node_groups import Group
 from steelyard.launch.submit import Request, preview
 from steelyard.plan import cluster as clusters
 
@@ -54,14 +54,14 @@ def mixed(tmp_path):
 
 
 def plan(*overrides: str):
-    return load("gpt2-xl", ["parallel.pipeline=8", "train.global_batch=64", *overrides])
+    return load_recipe("gpt2-xl", ["parallel.pipeline=8", "train.global_batch=64", *overrides])
 
 
 def test_nodes_follow_from_the_placement_in_its_order(mixed):
     recipe = plan("parallel.data=8", 'parallel.placement=["a100:1", "a10:7", "a10:8"]')
-    found = groups.of_plan(recipe, mixed, Site(), None, None)
+    found = node_groups.of_plan(recipe, mixed, Site(), None, None)
     assert found == [Group(1, 4, "gpu1", "gpu:a100:4"), Group(15, 4, "gpu2", "gpu:a10:4")]
-    assert groups.written(found) == "1x4,15x4"
+    assert node_groups.written(found) == "1x4,15x4"
 
 
 @pytest.mark.parametrize(
@@ -75,14 +75,14 @@ def test_nodes_follow_from_the_placement_in_its_order(mixed):
 )
 def test_a_placement_that_the_cluster_lacks_is_refused(mixed, placement, message):
     with pytest.raises(UserError, match=message):
-        groups.of_plan(plan(f"parallel.placement={placement}"), mixed, Site(), None, None)
+        node_groups.of_plan(plan(f"parallel.placement={placement}"), mixed, Site(), None, None)
 
 
 def test_a_plan_without_a_placement_fills_nodes_of_the_site():
     recipe = plan("parallel.data=4")
-    assert groups.of_plan(recipe, None, Site(ranks_per_node=4), None, None) == [Group(8, 4, None, "gpu:4")]
+    assert node_groups.of_plan(recipe, None, Site(ranks_per_node=4), None, None) == [Group(8, 4, None, "gpu:4")]
     with pytest.raises(UserError, match="do not fill nodes of 5"):
-        groups.of_plan(recipe, None, Site(ranks_per_node=5), None, None)
+        node_groups.of_plan(recipe, None, Site(ranks_per_node=5), None, None)
 
 
 def test_several_partitions_become_one_heterogeneous_job(tmp_path):
@@ -210,7 +210,7 @@ def test_enroot_is_told_of_binds_as_its_fstab_has_them():
 def test_folders_before_path_leave_the_image_its_own_path(kind):
     """A module's apptainer may need them outside; inside, the host's PATH would hide the image's programs."""
     site = Site(container=Container(kind=kind, image="x"), prepend={"PATH": ["/host/bin"], "LD_LIBRARY_PATH": ["/l"]})
-    text = shell.script_for(site, ["true"])
+    text = site_shell.script_for(site, ["true"])
     assert 'export PATH=/host/bin"${PATH:+:$PATH}"' in text
     assert ("APPTAINERENV_PREPEND_PATH=/host/bin\n" in text) == (kind == "apptainer")
     assert "ENV_PATH=" not in text
@@ -265,11 +265,11 @@ def test_a_refused_follower_takes_the_master_off_the_queue(tmp_path, monkeypatch
 
 
 def test_nodes_of_the_master_wait_for_followers_in_the_queue(tmp_path, monkeypatch):
-    monkeypatch.setattr(meeting, "SECONDS_TO_ARRIVE", 0.0)
+    monkeypatch.setattr(rendezvous_file, "SECONDS_TO_ARRIVE", 0.0)
     asked: list[int] = []
     Timer(0.5, asked.append, [1]).start()
     with ExitStack() as stack:
-        assert meeting.meet(tmp_path, "1.0", 1, 0, 1, asked, stack) is None
+        assert rendezvous_file.meet(tmp_path, "1.0", 1, 0, 1, asked, stack) is None
 
 
 @pytest.mark.parametrize(
@@ -335,14 +335,15 @@ def test_a_shell_has_the_modules_the_environment_and_the_container(tmp_path):
         modules=["apptainer", "cuda/12.4"], environment={"A": "b c"}, prepend={"LD_LIBRARY_PATH": ["/x", "/y"]},
         container=Container(kind="apptainer", image="i.sif"), workdir=str(tmp_path),
     )  # fmt: skip
-    text = shell.script_for(site, [])
+    text = site_shell.script_for(site, [])
     assert "module load apptainer cuda/12.4 || exit 1" in text
     assert "export A='b c'" in text
     assert 'export LD_LIBRARY_PATH=/x:/y"${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"' in text
     assert 'export APPTAINERENV_LD_LIBRARY_PATH="$LD_LIBRARY_PATH"' in text
     assert text.splitlines()[-1].startswith("exec apptainer exec")
+    plain = site.model_copy(update={"modules": [], "container": Container()})
     done = subprocess.run(
-        ["bash", "-c", shell.script_for(site.model_copy(update={"modules": [], "container": Container()}), ["env"])],
+        ["bash", "-c", site_shell.script_for(plain, ["env"])],
         capture_output=True, text=True, env={"PATH": "/usr/bin:/bin", "LD_LIBRARY_PATH": "/z"}, timeout=150,
     )  # fmt: skip
     assert "A=b c\n" in done.stdout
@@ -418,11 +419,11 @@ def test_a_dry_run_writes_nothing(tmp_path, monkeypatch):
 
 
 def test_a_sweep_is_every_combination():
-    found = list(sweeping.combinations(["train.seed=[1, 2]", 'optim.name=["sgd", "adamw"]']))
+    found = list(job_array.combinations(["train.seed=[1, 2]", 'optim.name=["sgd", "adamw"]']))
     assert found[0] == ["train.seed=1", 'optim.name="sgd"']
     assert len(found) == 4
     with pytest.raises(UserError, match="is no list of values"):
-        sweeping.combinations(["train.seed=1"])
+        job_array.combinations(["train.seed=1"])
 
 
 def test_the_tasks_of_an_array_keep_their_logs_apart_and_are_shown_before(tmp_path, monkeypatch):
@@ -431,10 +432,10 @@ def test_the_tasks_of_an_array_keep_their_logs_apart_and_are_shown_before(tmp_pa
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
     base = Request("slurm", PLAIN, plan(), skip_checks=True)
-    wanted = sweeping.requests(base, ["train.seed=[1, 2]"], lambda overrides: plan(*overrides))
-    shown, text = sweeping.preview(wanted)
+    wanted = job_array.requests(base, ["train.seed=[1, 2]"], lambda overrides: plan(*overrides))
+    shown, text = job_array.preview(wanted)
     assert not Path("runs").exists()
-    results = sweeping.sweep(wanted)
+    results = job_array.sweep(wanted)
     assert shown["lines"] == [shlex.join(["sbatch", *Path("words").read_text().splitlines()])]
     assert shown["lines"][0] in text
     assert all(Path(name).read_text() == script for name, script in shown["scripts"].items())

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from steelyard.core.recipe.site import Site
+from steelyard.core.recipe.site_section import Site
 from steelyard.launch import torchrun
-from steelyard.launch.groups import Group
-from steelyard.launch.order import Order
+from steelyard.launch.job_spec import Order
+from steelyard.launch.node_groups import Group
 from steelyard.launch.submit import Request, preview
 from tests import preloaded
 from tests.conftest import kill
@@ -23,7 +23,7 @@ from tests.conftest import kill
 RANK = """
 import os, signal, sys, time
 from pathlib import Path
-from steelyard.launch.last_words import ERROR_FILE, LastWords, leave
+from steelyard.launch.error_file import ERROR_FILE, LastWords, leave
 rank = int(os.environ["RANK"])
 assert os.environ["TORCHELASTIC_RUN_ID"] and os.environ["MASTER_ADDR"] == "127.0.0.1", "not torchrun's"
 def end(kind, message, code, lost=False):
@@ -103,9 +103,9 @@ def start(tmp_path):
 
 def test_the_script_of_a_local_run_is_a_line_of_torchrun(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    from steelyard.core.recipe import load
+    from steelyard.core.recipe import load_recipe
 
-    recipe = load("quickstart", ["parallel.tensor=2"])
+    recipe = load_recipe("quickstart", ["parallel.tensor=2"])
     [script] = preview(Request("local", Site(), recipe))[0]["scripts"].values()
     words = shlex.split(script.splitlines()[-1])
     assert {"torch.distributed.run", "--standalone", "--nproc-per-node=2"} <= set(words)

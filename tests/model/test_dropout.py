@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from steelyard.core.recipe.model import GptModel
-from steelyard.model import build, initialise
+from steelyard.core.recipe.model_section import GptModel
+from steelyard.model import build, init_weights
 from steelyard.model.attention import rows_of
 from steelyard.model.dropout import Dropout, kept, salt_of
 
@@ -87,7 +87,7 @@ def test_every_layer_of_a_model_has_dropouts_of_its_own():
     salts = [module.salt for module in model.modules() if hasattr(module, "salt")]
     assert len(salts) == len(set(salts)) == 1 + 3 * 3
     assert 0 not in salts
-    initialise(model, 1, 0.02, 3)
+    init_weights(model, 1, 0.02, 3)
     tokens = torch.arange(8)[None] % 9
     first, again, other = (model(tokens, samples_B=torch.tensor([number])) for number in (0, 0, 1))
     assert torch.equal(first, again)

@@ -14,7 +14,7 @@ VOCAB, WIDTH = 4990, 5000  # more than a block, and not a multiple of one
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_fused_cross_entropy_is_the_plain_one(dtype, weighted):
-    from steelyard.model.kernels import fused_cross_entropy
+    from steelyard.model.cross_entropy_kernel import fused_cross_entropy
 
     generator = torch.Generator().manual_seed(0)
     logits = (3 * torch.randn(9, WIDTH, generator=generator)).to(DEVICE, dtype)
@@ -30,7 +30,7 @@ def test_the_fused_cross_entropy_is_the_plain_one(dtype, weighted):
 
 
 def test_without_a_gradient_the_losses_are_the_same_and_logits_stay():
-    from steelyard.model.kernels import fused_cross_entropy
+    from steelyard.model.cross_entropy_kernel import fused_cross_entropy
 
     logits = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     labels = torch.arange(5, device=DEVICE)

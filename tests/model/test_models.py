@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from steelyard import model
-from steelyard.core.recipe import load
+from steelyard.core.recipe import load_recipe
 from steelyard.model import attention
 from steelyard.model.llama import scaled
 from steelyard.tokens.loader import learned_in, starts_of
@@ -22,9 +22,9 @@ RECIPES = {"gpt": "gpt2-small", "llama": "llama3.2-1b"}
 
 
 def tiny(family: str, *overrides: str) -> torch.nn.Module:
-    shape = load(RECIPES[family], ["parallel.tensor=1", *TINY[family], *overrides]).model
+    shape = load_recipe(RECIPES[family], ["parallel.tensor=1", *TINY[family], *overrides]).model
     built = model.build(shape)
-    model.initialise(built, 1, shape.init_std, shape.layers)
+    model.init_weights(built, 1, shape.init_std, shape.layers)
     return built
 
 
@@ -137,7 +137,7 @@ def test_gpt_equals_transformers(tied):
 
 
 def test_rope_scaling_keeps_short_waves_and_stretches_long_ones():
-    scaling = load("llama3.1-70b").model.rope_scaling
+    scaling = load_recipe("llama3.1-70b").model.rope_scaling
     frequencies = torch.tensor([1.0, 1e-6])
     torch.testing.assert_close(scaled(frequencies, scaling), torch.tensor([1.0, 1e-6 / 8]))
 

@@ -5,9 +5,9 @@ import torch
 from torch.nn import functional as F
 
 from steelyard import model as models
-from steelyard.core.recipe import load
+from steelyard.core.recipe import load_recipe
 from steelyard.model import modules
-from steelyard.parallel.sharding import materialise
+from steelyard.parallel.fsdp import materialise
 
 
 @pytest.mark.gpu
@@ -33,7 +33,7 @@ def test_compiled_gradients_of_weights_are_summed_in_fp32_and_not_rounded(biased
 
 
 def test_a_tied_matrix_gets_the_gradients_of_both_its_uses():
-    shape = load("smollm2-135m", ["model.layers=1", "model.hidden=32", "model.heads=2", "model.kv_heads=2",
+    shape = load_recipe("smollm2-135m", ["model.layers=1", "model.hidden=32", "model.heads=2", "model.kv_heads=2",
                                   "model.ffn=64", "model.vocab=97"]).model  # fmt: skip
     with torch.device("meta"):
         model = models.build(shape)

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from steelyard.observe.state import State
+from steelyard.observe.run_state import State
 from tests.conftest import TINY
 
 NOW = 1_800_000_000.0

@@ -10,14 +10,14 @@ import pytest
 
 from steelyard import train
 from steelyard.core.errors import UserError
-from steelyard.core.recipe import load
+from steelyard.core.recipe import load_recipe
 from steelyard.core.run import Run, for_training
 from steelyard.observe import report
-from steelyard.observe.profile import asking, nsight, reading, tools, trace
+from steelyard.observe.profile import nsight, nsight_tools, profile_run, trace, trace_cache
 from steelyard.observe.profile.events import Stretch, both, gaps, length, own_time, union
-from steelyard.observe.profile.looking import look
-from steelyard.observe.profile.words import told
-from steelyard.train.profiling import refuse_absent
+from steelyard.observe.profile.summary import told
+from steelyard.observe.profile.trace_analysis import look
+from steelyard.train.profiler import refuse_absent
 
 # One step of 1000 us as a GPU's trace would have it. Computation 0-300 and 400-700, a sum of gradients 600-800, a copy
 # 900-950; the host waits 700-900. So busy is 300 + 400 + 50, communication 200, of which 100 beside computation.
@@ -143,13 +143,13 @@ def test_kernels_that_ncu_measured_are_summed_up_with_what_bounds_them():
 
 
 def test_steps_under_torch_s_profiler_leave_a_trace_that_is_read_into_the_report(in_workplace):
-    recipe = asking.asked_for(load("tiny.toml"), "memory", [3, 4], [])
+    recipe = profile_run.asked_for(load_recipe("tiny.toml"), "memory", [3, 4], [])
     run = train.run(recipe)
     assert run.path.name == "tiny-profile"
     assert [record["step"] for record in run.metrics() if "loss" in record] == [1, 2, 3, 4]
     assert list(run.checkpoints.iterdir()) == []
     assert run.state == "finished"
-    [seen], problems = reading.read(run)
+    [seen], problems = trace_cache.read(run)
     assert problems == []
     assert (seen.device, seen.steps, seen.tool) == ("cpu", 2, "memory")
     assert 0 < seen.busy < seen.seconds
@@ -163,22 +163,22 @@ def test_steps_under_torch_s_profiler_leave_a_trace_that_is_read_into_the_report
 
 
 def test_traces_are_read_once_and_again_when_they_change(in_workplace, monkeypatch):
-    run = for_training(load("tiny.toml"))
-    path = gpu_trace(tools.trace(run.path / tools.PROFILE, "torch", 0))
-    first, _ = reading.read(run)
+    run = for_training(load_recipe("tiny.toml"))
+    path = gpu_trace(nsight_tools.trace(run.path / nsight_tools.PROFILE, "torch", 0))
+    first, _ = trace_cache.read(run)
     with monkeypatch.context() as patched:
-        patched.setattr(reading, "_read", lambda *_: pytest.fail("it was read again"))
-        assert reading.read(run)[0] == first
+        patched.setattr(trace_cache, "_read", lambda *_: pytest.fail("it was read again"))
+        assert trace_cache.read(run)[0] == first
     path.write_bytes(b"not a trace")
-    looks, [problem] = reading.read(run)
+    looks, [problem] = trace_cache.read(run)
     assert looks == []
     assert problem.startswith("torch-rank-00000.json.gz")
     assert "Not read: torch-rank-00000.json.gz" in report.render(run)
 
 
 def test_a_hostile_kernel_name_stays_text(in_workplace):
-    run = for_training(load("tiny.toml"))
-    path = tools.trace(run.path / tools.PROFILE, "torch", 0)
+    run = for_training(load_recipe("tiny.toml"))
+    path = nsight_tools.trace(run.path / nsight_tools.PROFILE, "torch", 0)
     path.parent.mkdir()
     event = {"ph": "X", "cat": "kernel", "name": "<img src=x onerror=alert(1)>", "ts": 1, "dur": 5}
     path.write_bytes(gzip.compress(json.dumps({"traceEvents": [event]}).encode()))
@@ -195,23 +195,23 @@ def test_a_rank_starts_itself_under_nsight_only_where_it_is_meant(in_workplace, 
     started = []
     monkeypatch.setattr(os, "execve", lambda *words: started.append(words))
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "steelyard", "train", "a b.toml"])
-    recipe = asking.asked_for(load("tiny.toml", ["train.device=cuda"]), "nsys", [10, 11], [0, 4])
-    run = asking.prepare(recipe, None)
-    tools.go_under(recipe, run.path, 1)
+    recipe = profile_run.asked_for(load_recipe("tiny.toml", ["train.device=cuda"]), "nsys", [10, 11], [0, 4])
+    run = profile_run.prepare(recipe, None)
+    nsight_tools.go_under(recipe, run.path, 1)
     assert started == []
-    tools.go_under(recipe, run.path, 4)
+    nsight_tools.go_under(recipe, run.path, 4)
     [(name, words, environment)] = started
     assert name == str(program)
     assert words[1:8] == ["profile", "-s", "none", "-t", "nvtx,cuda", "--capture-range=cudaProfilerApi",
                           "--capture-range-end=stop"]  # fmt: skip
     assert words[-5:] == [sys.executable, "-m", "steelyard", "train", "a b.toml"]
     assert words[words.index("-o") + 1] == str((run.path / "profile" / "nsys-rank-00004").resolve())
-    monkeypatch.setenv(tools.UNDER, environment[tools.UNDER])
-    tools.go_under(recipe, run.path, 4)
+    monkeypatch.setenv(nsight_tools.UNDER, environment[nsight_tools.UNDER])
+    nsight_tools.go_under(recipe, run.path, 4)
     assert len(started) == 1
-    monkeypatch.delenv(tools.UNDER)
+    monkeypatch.delenv(nsight_tools.UNDER)
     with pytest.raises(UserError, match="steelyard profile starts"):
-        tools.go_under(recipe, in_workplace.path, 0)
+        nsight_tools.go_under(recipe, in_workplace.path, 0)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_a_profile_that_cannot_be_made_is_refused_before_anything_is_written(
 
 def test_a_run_without_a_profile_says_how_to_make_one(in_workplace):
     with pytest.raises(UserError, match="has no profile"):
-        asking.seen(for_training(load("tiny.toml")))
+        profile_run.seen(for_training(load_recipe("tiny.toml")))
 
 
 @pytest.mark.slow
@@ -271,13 +271,13 @@ def test_two_ranks_are_profiled_by_the_command_and_one_of_them_under_nsight(work
 
 
 def test_steps_that_are_not_taken_are_refused_before_the_run(in_workplace):
-    recipe = load("tiny.toml", ["log.profile=[15, 30]", "log.profile_tool=torch"])
+    recipe = load_recipe("tiny.toml", ["log.profile=[15, 30]", "log.profile_tool=torch"])
     with pytest.raises(UserError, match="the run with step 20"):
         refuse_absent(recipe, 1)
 
 
 def test_a_run_that_is_stopped_inside_the_steps_to_profile_leaves_those_it_took(in_workplace, capsys):
-    run = train.run(load("tiny.toml", ["log.profile=[1, 20]", "log.profile_tool=torch", "train.hours=1e-9"]))
+    run = train.run(load_recipe("tiny.toml", ["log.profile=[1, 20]", "log.profile_tool=torch", "train.hours=1e-9"]))
     assert "the trace holds those that were taken" in capsys.readouterr().err
-    [seen], problems = reading.read(run)
+    [seen], problems = trace_cache.read(run)
     assert (seen.steps, problems) == (1, [])

@@ -9,14 +9,14 @@ import pytest
 from steelyard import train
 from steelyard.cli import main
 from steelyard.core.errors import UserError
-from steelyard.core.recipe import load
+from steelyard.core.recipe import load_recipe
 from steelyard.core.run import Run, for_training
-from steelyard.core.steps import steps_in
-from steelyard.observe import balance, machines, report, spans
-from steelyard.observe.report.curves import MOST_POINTS, points
-from steelyard.observe.report.packing import choose, pack
-from steelyard.plan import pipeline
-from steelyard.plan.pipeline import Times
+from steelyard.core.step_ranges import steps_in
+from steelyard.observe import pipeline_balance, report, run_cluster, spans
+from steelyard.observe.report.curves_section import MOST_POINTS, points
+from steelyard.observe.report.timeline_data import choose, pack
+from steelyard.plan import pipeline_sim
+from steelyard.plan.pipeline_sim import Times
 from steelyard.train.timeline import forget_after
 
 STEP_NS = 10_000_000
@@ -34,7 +34,7 @@ def write_spans(run: Run, rank: int, rows: list[tuple]) -> None:
 def piped(run: Run, steps: int = 3, stages: int = 2, micro_batches: int = 4, forward=(1e-3, 2e-3)) -> None:
     """The timetable of 1F1B with stages that take so long, as ranks would have written it."""
     times = Times(tuple(forward), tuple(2 * one for one in forward), (0.0,) * stages, (0.0,) * (stages - 1))
-    events = pipeline.events(times, "1f1b", stages, 1, micro_batches)
+    events = pipeline_sim.events(times, "1f1b", stages, 1, micro_batches)
     for rank in range(stages):
         rows = []
         for step in range(1, steps + 1):
@@ -49,7 +49,7 @@ def piped(run: Run, steps: int = 3, stages: int = 2, micro_batches: int = 4, for
 @pytest.fixture
 def pipelined(in_workplace) -> Run:
     """A run of two stages whose second takes twice as long, without the training."""
-    run = for_training(load("tiny.toml", ["parallel.pipeline=2", "train.global_batch=8", "train.micro_batch=2"]))
+    run = for_training(load_recipe("tiny.toml", ["parallel.pipeline=2", "train.global_batch=8", "train.micro_batch=2"]))
     run.update(world_size=2, device="cpu")
     piped(run)
     return run
@@ -60,7 +60,7 @@ def array(packed: dict, name: str, dtype: str) -> np.ndarray:
 
 
 def test_the_report_of_a_finished_run_is_one_file_that_needs_no_network(in_workplace):
-    run = train.run(load("tiny.toml", ["log.timeline=[3, 5]"]))
+    run = train.run(load_recipe("tiny.toml", ["log.timeline=[3, 5]"]))
     page = report.write(run).read_text()
     for part in ("Loss", "Throughput", "Recipe", "Validation perplexity", "finished", "sequence_length = 16"):
         assert part in page
@@ -71,7 +71,7 @@ def test_the_report_of_a_finished_run_is_one_file_that_needs_no_network(in_workp
 
 
 def test_a_run_that_has_not_begun_has_a_report_too(in_workplace):
-    run = for_training(load("tiny.toml"))
+    run = for_training(load_recipe("tiny.toml"))
     page = report.render(run)
     assert "Nothing was recorded yet" in page
     assert "kept no timeline" in page
@@ -81,7 +81,7 @@ def test_a_loss_of_preferences_has_no_perplexity(in_workplace):
     tuning = ["finetune.data=['talks.jsonl']", "train.init_from=nowhere"]
     pages = {}
     for name, words in {"answers": [], "preferences": ["finetune.dpo.beta=0.1"]}.items():
-        run = for_training(load("tiny.toml", [*tuning, *words]), in_workplace.path / name)
+        run = for_training(load_recipe("tiny.toml", [*tuning, *words]), in_workplace.path / name)
         run.append({"step": 1, "loss": 0.69, "reward_margin": 0.1, "reward_accuracy": 0.5})
         run.append({"step": 1, "valid_loss": 0.69})
         pages[name] = report.render(run)
@@ -94,7 +94,9 @@ def test_a_loss_of_preferences_has_no_perplexity(in_workplace):
 
 
 def test_hostile_text_stays_text(in_workplace):
-    run = for_training(load("tiny.toml", ["description=<script>alert(1)</script>"]), in_workplace.path / "<b>&run")
+    run = for_training(
+        load_recipe("tiny.toml", ["description=<script>alert(1)</script>"]), in_workplace.path / "<b>&run"
+    )
     run.update(host="<img src=x onerror=alert(1)>")
     (run.path / "logs" / "<i>node.err").write_text("</pre><script>alert(2)</script>\nhf_" + "a" * 30)
     write_spans(run, 0, [(1, "</script><script>alert(3)", 0, 0, 5, 9), (1, "forward", 0, 0, 9, 19)])
@@ -105,7 +107,7 @@ def test_hostile_text_stays_text(in_workplace):
 
 
 def test_odd_records_torn_traces_and_passwords_in_addresses_spoil_no_report(in_workplace):
-    run = for_training(load("tiny.toml"))
+    run = for_training(load_recipe("tiny.toml"))
     run.update(versions=None, state="failed", error="no answer from https://me:hunter2hunter2@example.org/x")
     run.append({"step": 1, "loss": float("nan"), "tokens_per_second": None, "seconds": "x", "peak_memory": True})
     (run.path / "profile").mkdir()
@@ -123,7 +125,7 @@ def test_odd_records_torn_traces_and_passwords_in_addresses_spoil_no_report(in_w
 
 
 def test_what_a_machine_that_went_down_left_of_a_timeline_stops_no_resumed_run(in_workplace):
-    run = for_training(load("tiny.toml"))
+    run = for_training(load_recipe("tiny.toml"))
     write_spans(run, 0, [(1, "forward", 0, 0, 5, 9), (2, "forward", 0, 0, 9, 19)])
     path = run.path / "timeline" / "rank-00000.jsonl"
     path.write_bytes(path.read_bytes() + b"\0\0\xff\0\n[]\n" + b'{"step": 1, "na')
@@ -133,7 +135,9 @@ def test_what_a_machine_that_went_down_left_of_a_timeline_stops_no_resumed_run(i
 
 def test_several_runs_stand_side_by_side_and_what_differs_is_named(in_workplace, capsys):
     runs = [
-        for_training(load("tiny.toml", [f"optim.learning_rate={rate}"]), in_workplace.path / "runs" / name / "run")
+        for_training(
+            load_recipe("tiny.toml", [f"optim.learning_rate={rate}"]), in_workplace.path / "runs" / name / "run"
+        )
         for rate, name in ((0.01, "one"), (0.02, "two"))
     ]
     for number, run in enumerate(runs):
@@ -177,7 +181,7 @@ def test_a_packed_timeline_holds_every_span_of_its_whole_steps_and_the_sums_of_a
 
 
 def test_steps_that_were_asked_for_and_the_slowest_are_carried_whole(in_workplace):
-    run = for_training(load("tiny.toml"))
+    run = for_training(load_recipe("tiny.toml"))
     rows = [(step, "forward", 0, 0, step * STEP_NS, step * STEP_NS + (900 if step == 37 else 100)) for step in
             range(1, 101)]  # fmt: skip
     write_spans(run, 0, rows)
@@ -189,7 +193,7 @@ def test_steps_that_were_asked_for_and_the_slowest_are_carried_whole(in_workplac
 
 
 def test_a_step_longer_than_four_seconds_is_packed_in_coarser_ticks(in_workplace):
-    run = for_training(load("tiny.toml"))
+    run = for_training(load_recipe("tiny.toml"))
     write_spans(run, 0, [(1, "forward", 0, 0, 0, 10**10), (1, "backward", 0, 0, 10**10, 3 * 10**10)])
     packed = json.loads(pack(spans.read(run.path / "timeline"), {0: 0}))
     assert packed["tick"] == 7
@@ -198,9 +202,9 @@ def test_a_step_longer_than_four_seconds_is_packed_in_coarser_ticks(in_workplace
 
 def test_the_bubble_is_that_of_the_timetable_and_the_slow_stage_is_seen(pipelined):
     found = spans.read(pipelined.path / "timeline")
-    measured = balance.measure(found, pipelined.recipe(), 2, machines.of_run(pipelined))
+    measured = pipeline_balance.measure(found, pipelined.recipe(), 2, run_cluster.of_run(pipelined))
     times = Times((1e-3, 2e-3), (2e-3, 4e-3), (0.0, 0.0), (0.0,))
-    table = pipeline.simulate(times, "1f1b", 2, 1, 4)
+    table = pipeline_sim.simulate(times, "1f1b", 2, 1, 4)
     expected = 1 - sum(table.busy) / 2 / table.makespan
     assert measured.bubble == pytest.approx(expected, rel=1e-6)
     assert measured.bubble_stages == pytest.approx(expected, rel=1e-6)
@@ -238,7 +242,7 @@ def test_steps_are_named_with_their_end_left_out():
 
 
 def test_devices_are_drawn_from_the_samples_of_each_host(in_workplace):
-    run = for_training(load("tiny.toml"))
+    run = for_training(load_recipe("tiny.toml"))
     for host, used in (("a1", 30), ("<b>a2", 90)):
         lines = [
             json.dumps({"time": 1000.0 + 5 * number, "devices": [{"utilisation": used, "temperature": 50}]})

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from steelyard.core.pages import charts, page
-from steelyard.core.recipe import load
+from steelyard.core.recipe import load_recipe
 from steelyard.core.run import Run, for_training
 from steelyard.observe import report
 from tests.observe.test_report import piped, write_spans
@@ -49,7 +49,9 @@ def opened(browser):
 def hostile(path: Path) -> Run:
     """A run all of whose names and texts try to be markup."""
     name = "<img src=x onerror=alert(1)>"
-    run = for_training(load("tiny.toml", [f"description={name}", "parallel.pipeline=2", "train.global_batch=8"]), path)
+    run = for_training(
+        load_recipe("tiny.toml", [f"description={name}", "parallel.pipeline=2", "train.global_batch=8"]), path
+    )
     run.update(world_size=2, device="cpu", host=name, state="failed", error="</div><script>alert(2)</script>")
     (run.path / "logs" / "<i>n.err").write_text("</pre><script>alert(3)</script>")
     for step in range(1, 30):
@@ -74,7 +76,7 @@ def test_a_report_opens_without_a_complaint_and_hostile_text_stays_text(in_workp
 
 def test_the_timeline_zooms_moves_tells_and_chooses(in_workplace, opened):
     open_, complaints = opened
-    run = for_training(load("tiny.toml", ["parallel.pipeline=2", "train.global_batch=8"]))
+    run = for_training(load_recipe("tiny.toml", ["parallel.pipeline=2", "train.global_batch=8"]))
     run.update(world_size=2, device="cpu")
     piped(run, steps=6)
     tab = open_(report.write(run))
@@ -136,7 +138,7 @@ def painted(tab, chart: int) -> list[str]:
 
 def test_every_curve_of_a_run_on_gpus_is_drawn_and_a_flat_one_stands_at_its_value(in_workplace, opened):
     open_, complaints = opened
-    run = for_training(load("tiny.toml"))
+    run = for_training(load_recipe("tiny.toml"))
     for step in range(1, 50):
         record = {"step": step, "loss": 3 / step, "tokens": step, "tokens_per_second": 9.0 + step, "seconds": 0.1}
         record |= {"learning_rate": 1e-4, "grad_norm": 2 / step, "tflops": 300 + step, "mfu": 0.3 + step / 1e3}
@@ -152,7 +154,10 @@ def test_every_curve_of_a_run_on_gpus_is_drawn_and_a_flat_one_stands_at_its_valu
 
 def compared(folder: Path) -> list[Run]:
     """Three runs of which the second has no number for a while, and a name that tries to be markup."""
-    runs = [for_training(load("tiny.toml"), folder / name) for name in ("one", "<img src=x onerror=alert(4)>", "three")]
+    runs = [
+        for_training(load_recipe("tiny.toml"), folder / name)
+        for name in ("one", "<img src=x onerror=alert(4)>", "three")
+    ]
     for number, run in enumerate(runs):
         for step in range(1, 101):
             loss = float("nan") if number == 1 and 40 <= step < 60 else 3 + number + 2 / step
@@ -203,7 +208,7 @@ def test_curves_of_several_runs_tell_hide_zoom_and_leave_gaps(in_workplace, open
 
 
 def test_a_report_is_crisp_on_fine_screens_and_readable_in_the_dark(in_workplace, browser):
-    run = for_training(load("tiny.toml", ["parallel.pipeline=2", "train.global_batch=8"]))
+    run = for_training(load_recipe("tiny.toml", ["parallel.pipeline=2", "train.global_batch=8"]))
     run.update(world_size=2, device="cpu")
     piped(run, steps=6)
     for step in range(1, 80):

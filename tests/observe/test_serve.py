@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from steelyard.core.errors import UserError
-from steelyard.observe import serve
+from steelyard.observe import web_server
 from tests.observe.folders import Folder
 
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
@@ -38,8 +38,8 @@ def runs(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def address(runs: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr(serve.Asking, "ask", lambda self, state: None)  # There is no scheduler to be asked.
-    with serve.make_server(runs) as server:
+    monkeypatch.setattr(web_server.Asking, "ask", lambda self, state: None)  # There is no scheduler to be asked.
+    with web_server.make_server(runs) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
         thread.start()
         yield f"http://127.0.0.1:{server.server_address[1]}"
@@ -89,8 +89,8 @@ def test_another_hosts_name_is_refused(address: str):
 def test_a_foreign_name_is_refused_on_every_address_and_the_given_one_never(
     runs: Path, host: str, asked: str, status: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(serve.Asking, "ask", lambda self, state: None)
-    with serve.make_server(runs, host) as server:
+    monkeypatch.setattr(web_server.Asking, "ask", lambda self, state: None)
+    with web_server.make_server(runs, host) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
         thread.start()
         port = server.server_address[1]
@@ -101,9 +101,9 @@ def test_a_foreign_name_is_refused_on_every_address_and_the_given_one_never(
 
 def test_it_listens_on_ipv6_too_and_a_host_that_is_not_there_is_a_mistake(runs: Path):
     if socket.has_ipv6:
-        serve.make_server(runs, "::1").server_close()
+        web_server.make_server(runs, "::1").server_close()
     with pytest.raises(UserError) as caught:
-        serve.make_server(runs, "no-such-host.invalid")
+        web_server.make_server(runs, "no-such-host.invalid")
     assert "--host" in str(caught.value.mend)
 
 
@@ -111,24 +111,24 @@ def test_runs_that_have_ended_are_not_asked_for_again_and_names_are_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     asked: list[Path] = []
-    monkeypatch.setattr(serve.Asking, "ask", lambda self, state: asked.append(self.path))
+    monkeypatch.setattr(web_server.Asking, "ask", lambda self, state: asked.append(self.path))
     for name in (os.fsdecode(b"old-\xff"), "new"):
         folder = Folder(tmp_path / name, time.time())
         if name != "new":
             folder.jobs.append(folder.job("COMPLETED"))
             folder.manifest["state"] = "finished"
         folder.write()
-    listed = serve.Runs(tmp_path).listed()["runs"]
+    listed = web_server.Runs(tmp_path).listed()["runs"]
     assert {run["id"] for run in listed} == {"old-\ufffd", "new"}
     assert asked == [tmp_path / "new"]
     json.dumps(listed, ensure_ascii=False).encode()
 
 
 def test_the_newest_run_stands_first_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(serve.Asking, "ask", lambda self, state: None)
+    monkeypatch.setattr(web_server.Asking, "ask", lambda self, state: None)
     for name, age in (("a", 9000), ("b", 0), ("c", 5000)):
         Folder(tmp_path / name, time.time() - age).write()
-    assert [run["id"] for run in serve.Runs(tmp_path).listed()["runs"]] == ["b", "c", "a"]
+    assert [run["id"] for run in web_server.Runs(tmp_path).listed()["runs"]] == ["b", "c", "a"]
 
 
 @pytest.mark.cluster
@@ -166,7 +166,7 @@ def test_nothing_can_be_changed(address: str, runs: Path):
 def test_a_run_that_appears_is_seen_and_one_that_cannot_be_read_hides_no_other(
     address: str, runs: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(serve, "SECONDS_LISTED", -1.0)
+    monkeypatch.setattr(web_server, "SECONDS_LISTED", -1.0)
     (runs / "broken").mkdir()
     (runs / "broken" / "run.json").write_text("{")
     (runs / "broken" / "metrics.jsonl").write_text('{"step": 1, "loss": NaN, "learning_rate": Infinity}\n')
@@ -177,9 +177,9 @@ def test_a_run_that_appears_is_seen_and_one_that_cannot_be_read_hides_no_other(
 
 def test_a_port_that_is_taken_and_a_folder_that_is_not_there_are_mistakes(address: str, runs: Path):
     with pytest.raises(UserError, match="cannot listen"):
-        serve.make_server(runs, port=int(address.rpartition(":")[2]))
+        web_server.make_server(runs, port=int(address.rpartition(":")[2]))
     with pytest.raises(UserError, match="there is no folder"):
-        serve.make_server(runs / "none")
+        web_server.make_server(runs / "none")
 
 
 @pytest.mark.cluster

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from steelyard.observe import state as states
-from steelyard.observe.complaints import Complaints, clean, is_error
-from steelyard.observe.state import State
+from steelyard.observe import run_state as states
+from steelyard.observe.error_scan import Complaints, clean, is_error
+from steelyard.observe.run_state import State
 from steelyard.observe.tail import Small, Tail
 from tests.observe.folders import NOW, Folder
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from steelyard.core import files
-from steelyard.observe import schedulers
-from steelyard.observe.schedulers import Asking
-from steelyard.observe.state import State
+from steelyard.observe import scheduler_poll
+from steelyard.observe.run_state import State
+from steelyard.observe.run_view import view
+from steelyard.observe.scheduler_poll import Asking
+from steelyard.observe.terminal import plain
 from steelyard.observe.verdict import RULES, exit_code, has_ended, judge
-from steelyard.observe.view import view
-from steelyard.observe.watch import plain
 from tests.observe.folders import NOW, RECIPE, Folder, iso
 
 
@@ -412,7 +412,7 @@ def test_a_rank_that_lost_another_is_told_in_words(folder: Folder):
 def test_what_the_scheduler_says_counts_where_it_cannot_be_written_down(folder: Folder, monkeypatch):
     state = folder.state()
     said = [*folder.jobs, folder.job("FAILED", exit_code=1)]
-    monkeypatch.setattr(schedulers.scheduler, "refresh", lambda path: said)
+    monkeypatch.setattr(scheduler_poll.scheduler, "refresh", lambda path: said)
     Asking(folder.path).ask(state)
     assert state.unwritten == said[1:]
     assert [(verdict.kind, verdict.level) for verdict in judge(state)] == [("failed", "wrong")]

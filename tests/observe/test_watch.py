@@ -13,8 +13,8 @@ import pytest
 
 from steelyard.cli import main
 from steelyard.core.errors import UserError
-from steelyard.observe import find, watch
-from steelyard.observe.view import view
+from steelyard.observe import find_runs, terminal
+from steelyard.observe.run_view import view
 from tests import preloaded
 from tests.conftest import Workplace, kill
 from tests.observe.folders import Folder
@@ -23,8 +23,8 @@ from tests.observe.folders import Folder
 def test_a_narrow_terminal_has_the_whole_verdict_and_the_beginning_of_all_else(tmp_path: Path):
     folder = Folder(tmp_path / "run")
     folder.logs["n0.err"] = "ValueError: " + "a long story " * 12 + "of a-very-long/path-name\n"
-    lines = watch.rendered(view(folder.state()))
-    narrow = [line for line, _ in watch.fitted(lines, 60)]
+    lines = terminal.rendered(view(folder.state()))
+    narrow = [line for line, _ in terminal.fitted(lines, 60)]
     verdict, wide = narrow[1 : narrow.index("")], [line for line, _ in lines[1 : lines.index(("", ""))]]
     assert len(verdict) > len(wide)
     assert all(len(line) <= 60 for line in verdict)
@@ -35,7 +35,7 @@ def test_a_narrow_terminal_has_the_whole_verdict_and_the_beginning_of_all_else(t
 def test_the_page_has_all_there_is_to_see(tmp_path: Path):
     folder = Folder(tmp_path / "run")
     folder.logs["n1.err"] = "UserWarning: careful\n"
-    page = watch.plain(view(folder.state()))
+    page = terminal.plain(view(folder.state()))
     for part in (
         "running well, 11:40 left", "step 300 of 1000 (30%)", "loss 5.0000", "1000.0 ms/step", "64 tokens/s", "job 77",
         "RUNNING", "partition 1-1", "reported", "n0  ranks 0 to 1  NVIDIA H200", "98%", "40.0 GiB of 140 GiB", "60 C",
@@ -47,7 +47,7 @@ def test_the_page_has_all_there_is_to_see(tmp_path: Path):
 def test_what_a_host_reports_otherwise_is_shown(tmp_path: Path):
     folder = Folder(tmp_path / "run")
     folder.hosts["n1"]["layout"]["partition"] = "2-0"
-    page = watch.plain(view(folder.state()))
+    page = terminal.plain(view(folder.state()))
     assert "partition 1-1, but 2-0 on n1" in page
 
 
@@ -74,21 +74,21 @@ def test_a_run_is_found_by_folder_name_job_or_as_the_newest(tmp_path: Path):
     two = Folder(tmp_path / "runs" / "deep" / "two").write()
     os.utime(one / "metrics.jsonl", (time.time() + 60, time.time() + 60))
     runs = tmp_path / "runs"
-    assert find.find(str(two), runs) == two
-    assert find.find("deep/two", runs) == two
-    assert find.find("82", runs) == one
-    assert find.find("77", runs) == two
-    assert find.find(None, runs) == one
+    assert find_runs.find(str(two), runs) == two
+    assert find_runs.find("deep/two", runs) == two
+    assert find_runs.find("82", runs) == one
+    assert find_runs.find("77", runs) == two
+    assert find_runs.find(None, runs) == one
     for unknown in ("99", "three", str(tmp_path)):
         with pytest.raises(UserError):
-            find.find(unknown, runs)
+            find_runs.find(unknown, runs)
 
 
 def test_links_out_of_the_folder_are_not_followed(tmp_path: Path):
     Folder(tmp_path / "elsewhere").write()
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "link").symlink_to(tmp_path / "elsewhere")
-    assert list(find.below(tmp_path / "runs")) == []
+    assert list(find_runs.below(tmp_path / "runs")) == []
 
 
 def test_scripts_are_told_by_exit_codes(workplace: Workplace):
@@ -117,7 +117,7 @@ def test_following_for_a_program_prints_one_object_at_the_end(tmp_path: Path, ca
         (folder.path / "launch.json").unlink()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("steelyard.observe.watch.time.sleep", end)
+        patch.setattr("steelyard.observe.terminal.time.sleep", end)
         with pytest.raises(SystemExit) as ended:
             main(["watch", str(folder.path), "--follow", "--json"])
     assert json.loads(capsys.readouterr().out)["ended"]

@@ -14,15 +14,15 @@ from steelyard import model as models
 from steelyard import train
 from steelyard.core.console import console
 from steelyard.core.errors import SteelyardError, UserError
-from steelyard.core.recipe import load
-from steelyard.finetune import tuning
+from steelyard.core.recipe import load_recipe
+from steelyard.finetune import sft
 from steelyard.model import loss as losses
 from steelyard.model.loss import linear_cross_entropy
-from steelyard.parallel import tensor
+from steelyard.parallel import tensor_parallel
 from steelyard.parallel.mesh import Axis
-from steelyard.parallel.tensor import VocabularyRows
+from steelyard.parallel.tensor_parallel import VocabularyRows
 from steelyard.parallel.world import join
-from steelyard.sparsity import training as sparsity
+from steelyard.sparsity import sparsity_extension as sparsity
 from steelyard.train import engine
 from steelyard.train.extension import Extension
 from tests.finetune.conftest import recipe_of
@@ -34,7 +34,7 @@ def training(overrides: list[str], run: str, extension: Extension | None = None,
     said: list[str] = []
     console.quiet = False
     console._print = lambda message, stream=None: said.append(message)  # type: ignore[method-assign]
-    recipe = load("tiny.toml", overrides)
+    recipe = load_recipe("tiny.toml", overrides)
     if "torch._dynamo" in sys.modules:  # It compiles a function only so often, and this process has many models.
         torch._dynamo.reset()
     train.run(recipe, Path(run), extension or sparsity.extension(recipe), resume)
@@ -54,7 +54,7 @@ def training_by_another_recipe(overrides: list[list[str]], run: str) -> str:
     """Each rank trains by overrides of its own; returns what is said against it."""
     console.quiet = True
     try:
-        train.run(load("tiny.toml", overrides[int(os.environ["RANK"])]), Path(run))
+        train.run(load_recipe("tiny.toml", overrides[int(os.environ["RANK"])]), Path(run))
     except UserError as error:
         return f"{error} {error.shared}"
     return "trained"
@@ -63,8 +63,8 @@ def training_by_another_recipe(overrides: list[list[str]], run: str) -> str:
 def tuned(base: str, overrides: list[str], run: str, data: str) -> None:
     """Tune on the conversations at hand."""
     console.quiet = True
-    prepared = tuning.prepare(recipe_of(base, *overrides, data=data))
-    tuning.run(prepared, Path(run))
+    prepared = sft.prepare(recipe_of(base, *overrides, data=data))
+    sft.run(prepared, Path(run))
 
 
 def tuned_by_starts(base: str, overrides: list[str], run: str, data: str) -> None:
@@ -118,14 +118,14 @@ def training_in(folder: Path, overrides: list[str], run: str) -> None:
 
 def gradients_of_a_compiled_model() -> dict[str, float]:
     """Relative differences of gradients between a model of compiled layers and a plain one, cut over the ranks."""
-    shape = load("tiny.toml", []).model
+    shape = load_recipe("tiny.toml", []).model
     tokens, labels = torch.randint(0, shape.vocab, (2, 2, 8), generator=torch.Generator().manual_seed(0))
     found: list[dict[str, torch.Tensor]] = []
     with join("cpu", 0.5) as world:
         for is_compiled in (False, True):
             model = models.build(shape)
-            models.initialise(model, 0, 0.2, shape.layers)
-            tensor.split(model, Axis(world.rank, world.size, dist.group.WORLD), by_sequence=False)
+            models.init_weights(model, 0, 0.2, shape.layers)
+            tensor_parallel.split(model, Axis(world.rank, world.size, dist.group.WORLD), by_sequence=False)
             for layer in model.layers.values() if is_compiled else ():
                 layer.compile(backend="aot_eager")
             model(tokens, labels_BL=labels).sum().backward()

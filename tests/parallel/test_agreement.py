@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from steelyard.train import agreement
+from steelyard.train import config_check
 from tests.parallel import jobs
 from tests.parallel.conftest import FOUR_STEPS, Layouts
 
@@ -35,7 +35,7 @@ def test_a_copy_of_the_recipe_and_of_its_files_elsewhere_is_the_same_recipe(layo
 def test_many_hosts_are_named_in_few_words():
     ours, stale = {"train.seed": "1"}, {"train.seed": "2", "log.every": "5"}
     everyone = [(f"a{rank // 2}", ours) for rank in range(16)] + [("b1", stale), ("b2", stale)]
-    assert agreement.differences(everyone) == [
+    assert config_check.differences(everyone) == [
         "log.every: unset on a0, a1, a2, a3 and 4 more, 5 on b1 and b2",
         "train.seed: 1 on a0, a1, a2, a3 and 4 more, 2 on b1 and b2",
     ]

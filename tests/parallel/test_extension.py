@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from steelyard.checkpoint.metadata import SafeReader
+from steelyard.checkpoint.dcp_metadata import SafeReader
 from steelyard.model import LanguageModel
-from steelyard.parallel.parts import Part
+from steelyard.parallel.param_shards import Part
 from steelyard.train.extension import Extension
 from tests.parallel.conftest import Layouts, difference
 from tests.parallel.test_layouts import parallel

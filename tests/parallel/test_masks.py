@@ -10,9 +10,9 @@ import torch
 from steelyard import checkpoint
 from steelyard.checkpoint.formats import open_source
 from steelyard.core.run import Run
-from steelyard.sparsity import masks
+from steelyard.sparsity import mask_file
 from steelyard.sparsity.patterns import Pattern
-from steelyard.sparsity.selection import maskable
+from steelyard.sparsity.target_modules import maskable
 from tests.parallel.conftest import Layouts, difference
 from tests.parallel.test_layouts import parallel
 from tests.parallel.test_settings import SGD
@@ -108,7 +108,7 @@ def test_weights_are_trained_under_masks_alike_on_a_layout(layouts: Layouts, met
     learn(layouts, 1, "llama-bias")
     source = open_source(layouts.folder / "base-llama-bias")
     largest = ((name, Pattern(2, 4).keep_best(source.tensor(name).abs())) for name in maskable(source.shape))
-    masks.write(layouts.folder / "largest.mask", largest, Pattern(2, 4), {})
+    mask_file.write(layouts.folder / "largest.mask", largest, Pattern(2, 4), {})
     settings = (f"sparsity.method={method}", *METHODS[method], "train.init_from=base-llama-bias", "train.steps=4", *SGD)
     size, overrides = LAYOUTS[layout]
     one, run = (layouts.run(ranks, "llama-bias", *settings, *more) for ranks, more in ((1, []), (size, overrides)))

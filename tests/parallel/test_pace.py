@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from steelyard.observe.rules.machines import requested
-from steelyard.observe.state import State
+from steelyard.observe.rules.machine_rules import requested
+from steelyard.observe.run_state import State
 from steelyard.train.extension import Extension
 from tests.parallel.conftest import Layouts
 from tests.parallel.test_layouts import parallel

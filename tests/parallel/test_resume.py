@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from steelyard.checkpoint.metadata import SafeReader
+from steelyard.checkpoint.dcp_metadata import SafeReader
 from steelyard.core.run import Run
 from tests.parallel.conftest import Layouts, difference
 from tests.parallel.test_layouts import LARGER, ROUNDING, parallel

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from steelyard.core.errors import Fault, UserError
-from steelyard.parallel import doors, rendezvous, world
+from steelyard.parallel import port_discovery, rendezvous, world
 from steelyard.parallel.world import World, detect, everywhere, join
 from tests import preloaded
 
@@ -124,9 +124,9 @@ def test_all_ranks_work_out_one_meeting_place_and_jobs_keep_apart():
     assert rendezvous.master(STEP | given, "srun", is_one_host=False) == ("b1", 23456)
     assert rendezvous.master({"PMIX_NAMESPACE": "1"}, "mpirun", is_one_host=True)[0] == "127.0.0.1"
     mine, other = (rendezvous.job(STEP | {"SLURM_STEP_ID": step}, "srun") for step in ("0", "1"))
-    assert all(15000 <= door < 30000 for door in doors.doors(mine))
-    assert len(set(doors.doors(mine))) == doors.DOORS
-    assert doors.doors(mine)[0] != doors.doors(other)[0]
+    assert all(15000 <= door < 30000 for door in port_discovery.doors(mine))
+    assert len(set(port_discovery.doors(mine))) == port_discovery.DOORS
+    assert port_discovery.doors(mine)[0] != port_discovery.doors(other)[0]
 
 
 @pytest.mark.timeout(60)
@@ -135,8 +135,8 @@ def test_rank_0_takes_a_free_port_and_the_others_pass_strangers_by(monkeypatch):
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "")
     monkeypatch.setenv("PMIX_NAMESPACE", f"job of {os.getpid()}")
-    monkeypatch.setattr(doors, "SECONDS_AT_A_DOOR", 0.2)
-    silent, talkative, *_ = doors.doors(os.environ["PMIX_NAMESPACE"])
+    monkeypatch.setattr(port_discovery, "SECONDS_AT_A_DOOR", 0.2)
+    silent, talkative, *_ = port_discovery.doors(os.environ["PMIX_NAMESPACE"])
     with socket.create_server(("", silent)), socket.create_server(("", talkative)) as stranger:
 
         def talk():
@@ -195,7 +195,7 @@ import os, signal, socket, time, torch, torch.distributed as dist
 from steelyard.core.errors import UserError
 from steelyard.parallel import doors, rendezvous
 from steelyard.parallel.world import everywhere, join
-from steelyard.train.stopping import stop_request
+from steelyard.train.graceful_stop import stop_request
 
 def wrong():
     raise UserError("wrong", where="here")

@@ -3,7 +3,7 @@
 from steelyard.core.recipe import Recipe
 from steelyard.plan.cluster import Cluster
 from steelyard.plan.layout import Layout
-from steelyard.plan.space import Limits
+from steelyard.plan.layout_space import Limits
 
 FASOP = Limits(tensor=4, recomputes=("none",), zeros=(0,), schedules=("1f1b",), virtual=1, subsets=False)
 

@@ -7,9 +7,9 @@ import pytest
 
 from steelyard.cli.plan import _count
 from steelyard.core.errors import UserError
-from steelyard.core.recipe import load
+from steelyard.core.recipe import load_recipe
 from steelyard.core.run import for_training
-from steelyard.plan import check, slurm
+from steelyard.plan import prediction_check, slurm_cluster
 from steelyard.plan.cluster import load as load_cluster
 
 CLUSTER = """
@@ -64,7 +64,7 @@ def test_the_written_recipe_trains_as_it_is_and_its_run_can_be_checked(planning)
     assert all(rank["total_bytes"] <= rank["usable_bytes"] for rank in answer["memory"])
     assert "<rect" in (planning.path / "plan.html").read_text()
     assert "steelyard.here()" in (planning.path / "front.html").read_text()
-    recipe = load(planning.path / "planned.toml")
+    recipe = load_recipe(planning.path / "planned.toml")
     assert recipe.parallel.data == best["data"]
     assert recipe.train.micro_batch == best["micro_batch"]
     trained = planning.steelyard("train", "planned.toml", "train.steps=4", "--nproc", str(best["world"]))
@@ -85,12 +85,12 @@ def test_the_written_recipe_trains_as_it_is_and_its_run_can_be_checked(planning)
      ("cpu", None, "recorded no memory")],
 )  # fmt: skip
 def test_a_runs_memory_is_held_against_its_prediction(planning, device, peak, said):
-    run = for_training(load(planning.recipe, ["name=told"]), planning.path / "told")
+    run = for_training(load_recipe(planning.recipe, ["name=told"]), planning.path / "told")
     run.update(world_size=1, device=device, memory_before=1 << 20)
     run.append({"step": 1, "loss": 1.0, "seconds": 0.1} | ({"peak_memory": peak} if peak else {}))
-    compared = check.compare(run.path, load_cluster(planning.path / "cluster.toml"))
+    compared = prediction_check.compare(run.path, load_cluster(planning.path / "cluster.toml"))
     assert compared.measured_bytes == (peak - (1 << 20) if peak else None)
-    assert said in check.as_text(compared)
+    assert said in prediction_check.as_text(compared)
     assert "optimizer" in compared.kinds
 
 
@@ -161,7 +161,7 @@ def test_what_is_no_number_of_tokens_is_refused(text):
 
 
 def test_sinfo_becomes_a_cluster_file(tmp_path):
-    found = slurm.nodes(SINFO)
+    found = slurm_cluster.nodes(SINFO)
     assert [(entry["type"], entry["count"], entry["gpus"], entry["partition"]) for entry in found] == [
         ("a10", 2, 4, "gpu2"),
         ("a100", 1, 8, "gpu1"),
@@ -169,9 +169,9 @@ def test_sinfo_becomes_a_cluster_file(tmp_path):
     ]
     assert found[1]["gpu"] == "a100-80"
     path = tmp_path / "cluster.toml"
-    path.write_text(slurm.as_toml(found[:2]))
+    path.write_text(slurm_cluster.as_toml(found[:2]))
     assert load_cluster(path).ranks == 16
-    path.write_text(slurm.as_toml(found))
+    path.write_text(slurm_cluster.as_toml(found))
     assert "wonder9000 is not in the catalogue" in path.read_text()
     with pytest.raises(UserError, match="wonder9000 is not known"):
         load_cluster(path)
@@ -197,18 +197,18 @@ def test_sinfo_becomes_a_cluster_file(tmp_path):
     ],
 )  # fmt: skip
 def test_memory_that_slurm_tells_is_used_and_what_is_guessed_is_said(gres, features, gpu, is_guessed):
-    [entry] = slurm.nodes(f"n1|p|{gres}|{features}|515000\n")
+    [entry] = slurm_cluster.nodes(f"n1|p|{gres}|{features}|515000\n")
     assert entry["gpu"] == gpu
     assert entry["host_gib"] == 502.9
     assert ("guessed" in entry) == is_guessed
-    assert ("a guess: " + entry.get("guessed", "100")) in slurm.as_toml([entry])
-    assert any(entry["type"] in said for said in slurm.guesses([entry])) == is_guessed
+    assert ("a guess: " + entry.get("guessed", "100")) in slurm_cluster.as_toml([entry])
+    assert any(entry["type"] in said for said in slurm_cluster.guesses([entry])) == is_guessed
 
 
 @pytest.mark.parametrize("text", ["", "c001|cpu|(null)\n", "one two three\n"])
 def test_what_is_not_sinfos_output_is_refused(text):
     with pytest.raises(UserError):
-        slurm.nodes(text)
+        slurm_cluster.nodes(text)
 
 
 def test_plan_cluster_reads_a_saved_output(tmp_path, workplace):

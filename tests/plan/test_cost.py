@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from steelyard.core.recipe import Recipe
-from steelyard.plan import communication, compute, fit, foreign
+from steelyard.plan import communication, compute, megatron_memory, memory_fit
 from steelyard.plan.communication import BASE_LATENCY, LINK_SHARE, NETWORK_SHARE, SOCKET_SHARE, Ring, group
 from steelyard.plan.compute import MEMORY_SHARE, RAMP, Shape, Work
 from steelyard.plan.layout import Seats
 from steelyard.plan.predict import Predictor
 from steelyard.plan.software import MEGATRON, STEELYARD
-from steelyard.sizes.gpus import by_name
+from steelyard.sizes.gpu_catalogue import by_name
 from tests.plan.machines import cluster, gpt, gpt2_xl, layout
 
 A100 = by_name("a100-80")
@@ -168,15 +168,15 @@ def test_offloading_frees_the_gpu_costs_time_and_needs_the_hosts_memory():
     machines = cluster(("a10", 1, 4), host_gib=64.0)
     here, there = Predictor(stays, machines), Predictor(goes, machines)
     assert there.parts(chosen).optimizer > 5 * here.parts(chosen).optimizer
-    [kept], [moved] = fit.rooms(here, chosen), fit.rooms(there, chosen)
+    [kept], [moved] = memory_fit.rooms(here, chosen), memory_fit.rooms(there, chosen)
     assert moved.memory.total == kept.memory.total - kept.memory.optimizer
     assert (
         moved.host == 4 * 2 * kept.memory.optimizer
     )  # Four ranks of the node; weights and gradients beside the state.
     assert moved.fits
     tight = cluster(("a10", 1, 4), host_gib=moved.host / 2**30 * 0.9)
-    rooms = fit.rooms(Predictor(goes, tight), chosen)
-    assert "optim.offload needs" in fit.reason(rooms)
+    rooms = memory_fit.rooms(Predictor(goes, tight), chosen)
+    assert "optim.offload needs" in memory_fit.reason(rooms)
     assert not rooms[0].fits
 
 
@@ -190,7 +190,7 @@ def test_more_tokens_take_longer():
 def test_the_memory_of_fasops_clusters_job_is_what_its_log_says():
     # Megatron printed MiB: rank 0 (embedding alone) holds 1,571; rank 24 (five layers) 3,035, 3,869 at its fullest.
     chosen = layout([("a10", 8)], (0, 11, 8, 8, 8, 8, 5, 0), data=4)
-    held = foreign.megatron(Predictor(gpt2_xl(), cluster(("a10", 8, 4)), MEGATRON), chosen)
+    held = megatron_memory.megatron(Predictor(gpt2_xl(), cluster(("a10", 8, 4)), MEGATRON), chosen)
     assert held[0].always / 2**20 == pytest.approx(1571, rel=0.01)
     assert held[6].always / 2**20 == pytest.approx(3035, rel=0.04)
     assert held[6].peak / 2**20 == pytest.approx(3869, rel=0.04)

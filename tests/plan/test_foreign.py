@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from steelyard.core.recipe import Recipe
-from steelyard.plan import compute, fit, foreign, titan
+from steelyard.plan import compute, megatron_memory, memory_fit, torchtitan_memory
 from steelyard.plan.compute import Shape, Work
 from steelyard.plan.predict import Predictor
 from steelyard.plan.software import DEEPSPEED, MEGATRON, STEELYARD, TORCHTITAN
-from steelyard.sizes.gpus import by_name
+from steelyard.sizes.gpu_catalogue import by_name
 from tests.plan.machines import cluster, gpt, layout
 
 STREAM = 1024 * 1024  # numbers of a micro-batch of one sequence: 1,024 tokens, 1,024 wide
@@ -24,7 +24,7 @@ def held(software, counts, precision="fp32", data=1, model=None, **more):
         recipe = Recipe.model_validate(recipe.settings() | {"model": recipe.settings()["model"] | model})
     chosen = layout([("a100-80", 4)], counts, data=data, **more)
     predictor = Predictor(recipe, cluster(("a100-80", 4, 4)), software)
-    return fit.memories_of(predictor, chosen, range(len(counts)))
+    return memory_fit.memories_of(predictor, chosen, range(len(counts)))
 
 
 def test_a_layer_in_fp32_keeps_twice_what_it_keeps_in_16_bits_but_for_the_masks():
@@ -66,7 +66,7 @@ def test_relu_keeps_one_tensor_of_the_mlp_where_gelu_keeps_two():
 
 def test_both_ends_of_a_short_pipeline_are_asked_for_room():
     recipe, chosen = gpt(layers=8), layout([("a100-80", 1)], (4, 4), data=2)
-    assert fit.telling(Predictor(recipe, cluster(("a100-80", 1, 4))), chosen) == [0, 1]
+    assert memory_fit.telling(Predictor(recipe, cluster(("a100-80", 1, 4))), chosen) == [0, 1]
 
 
 def test_sequence_parallelism_gathers_the_inputs_of_two_products_again():
@@ -143,14 +143,14 @@ def test_torchtitan_keeps_every_second_product_of_a_layer():
     chosen = layout([("h100", 1)], (32,), data=8, zero=3, recompute="selective")
     recipe = chosen.applied(llama_8b(16, 8192))
     # Its input, attention's outcome and a number for each head; of the products query, values, gate and the last.
-    assert titan.layer_kept(recipe) == 2 * (4096 + 4096) + 4 * 32 + 2 * (4096 + 1024 + 14336 + 4096)
-    assert titan.layer_kept(replace(chosen, recompute="full").applied(llama_8b(16, 8192))) == 2 * 4096
+    assert torchtitan_memory.layer_kept(recipe) == 2 * (4096 + 4096) + 4 * 32 + 2 * (4096 + 1024 + 14336 + 4096)
+    assert torchtitan_memory.layer_kept(replace(chosen, recompute="full").applied(llama_8b(16, 8192))) == 2 * 4096
 
 
 def test_torchtitans_fullest_moment_is_the_loss_over_all_logits():
     chosen = layout([("h100", 1)], (32,), data=8, zero=3, micro_batch=2, recompute="selective")
     predictor = Predictor(llama_8b(16, 8192), cluster(("h100", 1, 8)), TORCHTITAN)
-    [memory] = fit.memories_of(predictor, chosen, [0])
+    [memory] = memory_fit.memories_of(predictor, chosen, [0])
     parameters, table, tokens = 8_030_261_248, 128256 * 4096, 2 * 8192
     gaps = 1.08
     assert memory.weights == int(4 * parameters / 8 * gaps)
@@ -166,7 +166,7 @@ def test_torchtitans_fullest_moment_is_the_loss_over_all_logits():
 def test_in_torchtitans_pipeline_weights_stay_gathered_and_gradients_are_summed_whole():
     chosen = layout([("h100", 4)], (16, 16), data=16, zero=3, recompute="full")
     predictor = Predictor(llama_8b(32, 8192), cluster(("h100", 4, 8)), TORCHTITAN)
-    first, _ = fit.memories_of(predictor, chosen, [0, 1])
+    first, _ = memory_fit.memories_of(predictor, chosen, [0, 1])
     held = 16 * 218_112_000 + 128256 * 4096
     assert first.working_copies == int(2 * held * 1.08)
     assert first.gradients == int(4 * held * 1.08)
@@ -175,8 +175,8 @@ def test_in_torchtitans_pipeline_weights_stay_gathered_and_gradients_are_summed_
 def test_the_peak_that_is_told_is_the_sum_of_its_kinds():
     recipe, machines = gpt(layers=8, batch=8), cluster(("a100-80", 4, 4))
     predictor, chosen = Predictor(recipe, machines, MEGATRON), layout([("a100-80", 4)], (4, 4))
-    told = foreign.megatron(predictor, chosen)
-    assert [each.peak for each in told] == [each.total for each in fit.memories_of(predictor, chosen, [0, 1])]
+    told = megatron_memory.megatron(predictor, chosen)
+    assert [each.peak for each in told] == [each.total for each in memory_fit.memories_of(predictor, chosen, [0, 1])]
 
 
 def test_the_engine_itself_does_not_compute_a_layers_last_product_again():
@@ -184,7 +184,7 @@ def test_the_engine_itself_does_not_compute_a_layers_last_product_again():
     from torch import nn
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from steelyard.parallel.recompute import _wrap
+    from steelyard.parallel.activation_checkpoint import _wrap
 
     shapes = []
 

@@ -12,9 +12,9 @@ The table has 50,304 h = 51,511,296, the positions 1,024 h = 1,048,576: the embe
 
 import pytest
 
-from steelyard.plan import fit, worth
+from steelyard.plan import memory_fit, pricing
 from steelyard.plan.cluster import Cluster
-from steelyard.plan.pipeline import Times
+from steelyard.plan.pipeline_sim import Times
 from steelyard.plan.predict import Predictor
 from tests.plan.machines import gpt, layout
 
@@ -116,7 +116,7 @@ def test_the_time_of_the_head():
 def test_the_memory_of_the_embedding_and_of_the_head():
     # Partition 0-4-4-0: the first rank has the embedding alone, the last the final norm and a copy of the table,
     # 51,513,344 parameters. Weights and gradients take 4 bytes each, AdamW's two moments 8.
-    rooms = fit.rooms(predictor(), one_node((0, 4, 4, 0)))
+    rooms = memory_fit.rooms(predictor(), one_node((0, 4, 4, 0)))
     first, last = rooms[0].memory, rooms[3].memory
     assert (first.weights, first.gradients, first.optimizer) == (210_239_488, 210_239_488, 420_478_976)
     assert (last.weights, last.gradients, last.optimizer) == (206_053_376, 206_053_376, 412_106_752)
@@ -154,7 +154,9 @@ def test_what_stages_send_with_sequence_parallelism_off_and_on():
 def test_the_memory_of_activations_with_sequence_parallelism_off_and_on():
     # Two tensor ranks. Each of two norms of a layer keeps 2 x 1,024 + 8 = 2,056 bytes a token, the final norm
     # 4 x 1,024 + 8 = 4,104; on half of that: 8 x 2 x 1,028 + 2,052 = 18,500 bytes less for each of 1,024 tokens.
-    whole, cut = (fit.rooms(predictor(), one_node(tensor=2, sequence_parallel=on))[0].memory for on in (False, True))
+    whole, cut = (
+        memory_fit.rooms(predictor(), one_node(tensor=2, sequence_parallel=on))[0].memory for on in (False, True)
+    )
     assert whole.activations - cut.activations == 18_944_000
 
 
@@ -185,7 +187,7 @@ def test_the_rate_of_products_in_fp8_and_the_power_of_nodes():
     fp8 = Predictor(gpt(precision="fp8"), machines)
     assert fp8.costs(one_node())[0].work.rate == close(150e12)
     placement = (("round", 2),)
-    assert worth.watts(machines, placement) == 2 * (100 + 4 * 300)
-    assert worth.price_hour(machines, placement) == 18
-    assert worth.weight("cost", 18.0, 2600.0) == close(0.005)  # dollars a second
-    assert worth.weight("energy", 18.0, 2600.0) == 2600  # joules
+    assert pricing.watts(machines, placement) == 2 * (100 + 4 * 300)
+    assert pricing.price_hour(machines, placement) == 18
+    assert pricing.weight("cost", 18.0, 2600.0) == close(0.005)  # dollars a second
+    assert pricing.weight("energy", 18.0, 2600.0) == 2600  # joules

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steelyard.plan import dealing, fit, partition, space
+from steelyard.plan import layer_assignment, layout_space, memory_fit, partition
 from steelyard.plan.cluster import Cluster
 from steelyard.plan.layout import Layout
 from steelyard.plan.predict import Predictor
@@ -56,9 +56,9 @@ def test_a_partition_that_does_not_fit_is_dealt_again_within_memory():
     predictor = Predictor(recipe, machines)
     nodes = (("a10", 7), ("a100", 1))
     chosen = Layout(1, 1, 32, 1, 1, 0, False, "gpipe", 2, "none", (0,) * 31 + (LAYERS,), nodes)
-    assert not fit.fits(predictor, chosen)
-    mended = dealing.refined(predictor, chosen, LAYERS)
-    assert fit.fits(predictor, mended)
+    assert not memory_fit.fits(predictor, chosen)
+    mended = layer_assignment.refined(predictor, chosen, LAYERS)
+    assert memory_fit.fits(predictor, mended)
     assert sum(mended.partition) == LAYERS
 
 
@@ -78,11 +78,13 @@ def small_cluster() -> Cluster:
 def candidates(machines):
     """FASOP's candidates that have a pipeline, under gpipe and, where it can run them, under 1F1B."""
     recipe = gpt2_xl()
-    [use], _ = space.uses(machines, FASOP)
-    for tensor, micro_batch in product(space.tensors(recipe, machines, use, FASOP), space.micro_batches(recipe, FASOP)):
-        for pipeline, data in space.meshes(use.ranks // tensor, BATCH // micro_batch, LAYERS):
+    [use], _ = layout_space.uses(machines, FASOP)
+    for tensor, micro_batch in product(
+        layout_space.tensors(recipe, machines, use, FASOP), layout_space.micro_batches(recipe, FASOP)
+    ):
+        for pipeline, data in layout_space.meshes(use.ranks // tensor, BATCH // micro_batch, LAYERS):
             rounds = BATCH // micro_batch // data
-            for placement, schedule in product(space.orders(use), ("1f1b", "gpipe")):
+            for placement, schedule in product(layout_space.orders(use), ("1f1b", "gpipe")):
                 if pipeline > 1 and (schedule == "gpipe" or rounds >= pipeline):
                     yield Layout(
                         tensor, 1, pipeline, 1, data, 0, tensor > 1, schedule, micro_batch, "none", (), placement
@@ -95,7 +97,7 @@ def most_layers(predictor, chosen, rank):
     def overflows(count):
         counts = [0] * chosen.pipeline
         counts[rank] = count
-        return not fit.rooms(predictor, chosen.with_partition(tuple(counts)), [rank])[0].fits
+        return not memory_fit.rooms(predictor, chosen.with_partition(tuple(counts)), [rank])[0].fits
 
     return bisect_left(range(LAYERS + 1), True, key=overflows) - 1
 
@@ -167,15 +169,15 @@ def behind(machines, every):
         each, extra = step.per_layer()
         limits = [most_layers(predictor, chosen, rank) for rank in range(chosen.pipeline)]
         free = slowest_least(each, extra, [LAYERS] * chosen.pipeline)
-        ours = dealing.refined(predictor, chosen.with_partition(free), LAYERS)
+        ours = layer_assignment.refined(predictor, chosen.with_partition(free), LAYERS)
         known = slowest_least(each, extra, limits)
         theirs = [known, way_least(each, extra, limits, step.micro_batches, known)] if known else []
         tried += 1
-        binding += not fit.fits(predictor, chosen.with_partition(free))
-        assert fit.fits(predictor, ours) == any(theirs), chosen
+        binding += not memory_fit.fits(predictor, chosen.with_partition(free))
+        assert memory_fit.fits(predictor, ours) == any(theirs), chosen
         if not any(theirs):
             continue
-        assert all(fit.fits(predictor, chosen.with_partition(counts)) for counts in theirs)
+        assert all(memory_fit.fits(predictor, chosen.with_partition(counts)) for counts in theirs)
         assert sum(ours.partition) == LAYERS
         best = min(theirs, key=step.seconds)
         if step.seconds(ours.partition) > step.seconds(best) * (1 + 1e-9):

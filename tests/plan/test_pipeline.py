@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steelyard.core.recipe.parallel import Parallel
-from steelyard.plan import pipeline as pipeline_module
-from steelyard.plan.pipeline import Times, at_least, events, settled, simulate
-from steelyard.sizes.schedule import actions
+from steelyard.core.recipe.parallel_section import Parallel
+from steelyard.plan import pipeline_sim as pipeline_module
+from steelyard.plan.pipeline_sim import Times, at_least, events, settled, simulate
+from steelyard.sizes.in_flight import actions
 
 
 def times(forward, backward, send=None, weights=None):

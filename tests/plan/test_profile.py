@@ -6,16 +6,16 @@ import pytest
 
 from steelyard import model as models
 from steelyard.core.errors import UserError
-from steelyard.core.recipe import load, to_toml
-from steelyard.plan import profile as profiles
+from steelyard.core.recipe import load_recipe, to_toml
+from steelyard.plan import measured_layers as profiles
 from steelyard.plan.predict import Predictor
-from steelyard.train.profile import cut, measure
+from steelyard.train.layer_profile import cut, measure
 from tests.plan.machines import cluster, layout
 
 
 @pytest.fixture
 def recipe(in_workplace):
-    return load(in_workplace.recipe)
+    return load_recipe(in_workplace.recipe)
 
 
 def test_a_layer_is_measured_here_and_the_planner_believes_it(recipe, tmp_path):
@@ -37,7 +37,7 @@ def test_a_layer_is_measured_here_and_the_planner_believes_it(recipe, tmp_path):
 
 
 def test_gpts_layers_are_measured_with_the_widths_of_a_tensor_rank(in_workplace):
-    recipe = load(in_workplace.recipe, ["model={family='gpt', layers=2, hidden=32, heads=8, vocab=97}"])
+    recipe = load_recipe(in_workplace.recipe, ["model={family='gpt', layers=2, hidden=32, heads=8, vocab=97}"])
     layer = models.build(recipe.model).layers["0"]
     cut(layer, recipe.model, 4)
     sizes = {name: tuple(weight.shape) for name, weight in layer.named_parameters() if weight.ndim == 2}
@@ -92,6 +92,6 @@ def test_a_profile_of_another_model_or_with_a_mistake_is_refused(recipe, tmp_pat
 
 
 def test_a_degree_that_does_not_divide_is_refused_before_anything_is_measured(recipe, monkeypatch):
-    monkeypatch.setattr("steelyard.train.profile._layer", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr("steelyard.train.layer_profile._layer", lambda *_: pytest.fail("measured"))
     with pytest.raises(UserError, match="do not divide among 3"):
         measure(recipe, [1, 3], [1])

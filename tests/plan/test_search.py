@@ -9,17 +9,17 @@ from hypothesis import strategies as st
 
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
-from steelyard.plan import draw, fit, partition, space
+from steelyard.plan import layout_space, memory_fit, partition, plan_pages
 from steelyard.plan.cluster import Cluster
 from steelyard.plan.layout import Layout
+from steelyard.plan.layout_space import Limits
+from steelyard.plan.plan_report import shown
 from steelyard.plan.predict import Predictor
-from steelyard.plan.report import shown
+from steelyard.plan.pricing import price_hour, watts, weight
 from steelyard.plan.search import given as predicted
 from steelyard.plan.search import search
 from steelyard.plan.software import EAGER, MEGATRON, STEELYARD, as_run
-from steelyard.plan.space import Limits
-from steelyard.plan.worth import price_hour, watts, weight
-from steelyard.sizes.ranks import data_ranks
+from steelyard.sizes.rank_check import data_ranks
 from tests.plan.machines import FASOP, cluster, fasops_cluster, gpt, gpt2_xl
 
 
@@ -35,16 +35,16 @@ def compositions(layers, stages):
 def exhaustive(recipe, machines, limits, objective="time"):
     """Every layout of the space, every partition, the best that fits."""
     best = float("inf")
-    for use in space.uses(machines, limits)[0]:
-        tensors = space.tensors(recipe, machines, use, limits)
-        for tensor, micro_batch in product(tensors, space.micro_batches(recipe, limits)):
+    for use in layout_space.uses(machines, limits)[0]:
+        tensors = layout_space.tensors(recipe, machines, use, limits)
+        for tensor, micro_batch in product(tensors, layout_space.micro_batches(recipe, limits)):
             batch = recipe.train.global_batch // micro_batch
-            for pipeline, data in space.meshes(use.ranks // tensor, batch, recipe.model.layers):
-                schedules = space.schedules(recipe, pipeline, batch // data, limits)
-                zeros = space.zeros(pipeline, data, limits)
-                orders = space.orders(use) if pipeline > 1 else [use.counts]
+            for pipeline, data in layout_space.meshes(use.ranks // tensor, batch, recipe.model.layers):
+                schedules = layout_space.schedules(recipe, pipeline, batch // data, limits)
+                zeros = layout_space.zeros(pipeline, data, limits)
+                orders = layout_space.orders(use) if pipeline > 1 else [use.counts]
                 for (schedule, virtual), zero, recompute, placement, sequence in product(
-                    schedules, zeros, limits.recomputes, orders, space.sequences(recipe, tensor, 1, limits)
+                    schedules, zeros, limits.recomputes, orders, layout_space.sequences(recipe, tensor, 1, limits)
                 ):
                     predictor = Predictor(recipe, machines)
                     if schedule == "zero-bubble":
@@ -58,7 +58,7 @@ def exhaustive(recipe, machines, limits, objective="time"):
                     for counts in compositions(recipe.model.layers, pipeline):
                         seconds = step.seconds(partition.spread(counts, virtual)) * worth
                         whole = chosen.with_partition(partition.spread(counts, virtual))
-                        if seconds < best and fit.fits(predictor, whole):
+                        if seconds < best and memory_fit.fits(predictor, whole):
                             best = seconds
     return best
 
@@ -110,7 +110,7 @@ def test_sequence_parallelism_is_off_where_only_that_fits():
         gpu = {"name": "mine", "memory_gib": memory, "fp16": 100.0, "bandwidth_gb": 800.0}
         return Cluster.model_validate({"nodes": nodes, "gpus": [gpu]})
 
-    needs = [fit.rooms(Predictor(recipe, machines(80)), each)[0].memory.total / 2**30 for each in chosen]
+    needs = [memory_fit.rooms(Predictor(recipe, machines(80)), each)[0].memory.total / 2**30 for each in chosen]
     assert needs[1] < needs[0]
     between = machines(sum(needs) / 2 + 2)
     limits = Limits(recomputes=("selective",), zeros=(0,), subsets=False, micro_batch=8, schedules=("1f1b",), virtual=1)
@@ -122,9 +122,9 @@ def test_sequence_parallelism_is_off_where_only_that_fits():
 
 def test_a_sequence_that_does_not_divide_is_not_cut():
     recipe = gpt(layers=2, length=1022, batch=4)
-    assert space.sequences(recipe, 4, 1, Limits()) == [False]
-    assert space.sequences(recipe, 2, 1, Limits()) == [True, False]
-    assert space.sequences(recipe, 1, 1, Limits()) == [False]
+    assert layout_space.sequences(recipe, 4, 1, Limits()) == [False]
+    assert layout_space.sequences(recipe, 2, 1, Limits()) == [True, False]
+    assert layout_space.sequences(recipe, 1, 1, Limits()) == [False]
 
 
 @settings(max_examples=60, deadline=None)
@@ -152,18 +152,18 @@ def test_all_plans_for_fasops_cluster_fit():
     found = search(recipe, machines, limits=Limits(schedules=("1f1b",), virtual=1))
     assert len(found.plans) == 10
     for plan in found.plans:
-        assert fit.fits(Predictor(recipe, machines), plan.layout)
+        assert memory_fit.fits(Predictor(recipe, machines), plan.layout)
     assert [plan.seconds for plan in found.plans] == sorted(plan.seconds for plan in found.plans)
 
 
 def test_fasops_candidates_are_all_in_the_space():
     recipe, machines = gpt2_xl(), fasops_cluster()
     candidates = 0
-    for use in space.uses(machines, FASOP)[0]:
-        for tensor in space.tensors(recipe, machines, use, FASOP):
-            for micro_batch in space.micro_batches(recipe, FASOP):
-                meshes = list(space.meshes(use.ranks // tensor, 64 // micro_batch, 48))
-                candidates += sum(len(space.orders(use)) for _ in meshes)
+    for use in layout_space.uses(machines, FASOP)[0]:
+        for tensor in layout_space.tensors(recipe, machines, use, FASOP):
+            for micro_batch in layout_space.micro_batches(recipe, FASOP):
+                meshes = list(layout_space.meshes(use.ranks // tensor, 64 // micro_batch, 48))
+                candidates += sum(len(layout_space.orders(use)) for _ in meshes)
     assert candidates >= 592
 
 
@@ -259,7 +259,7 @@ def test_a_pipeline_is_drawn_as_it_was_predicted():
     for software in (STEELYARD, MEGATRON):
         found = search(recipe, machines, limits=limits, software=software).plans
         plan = next(plan for plan in found if plan.layout.pipeline == 2)
-        page = draw.pipeline(recipe, machines, plan, software)
+        page = plan_pages.pipeline(recipe, machines, plan, software)
         drawn = float(page.split(" ms from left to right")[0].rsplit(" ", 1)[1]) / 1e3
         parts = plan.parts
         assert drawn == pytest.approx(parts.compute + parts.tensor + parts.bubble + parts.pipeline, rel=0.02)
@@ -302,10 +302,10 @@ def test_nodes_that_a_given_layout_leaves_idle_are_not_paid_for():
 
 def test_any_number_of_nodes_is_tried_and_an_answer_is_only_called_complete_if_all_were():
     few, many = cluster(("a10", 7, 1)), cluster(("a10", 40, 1), ("t4", 40, 1))
-    uses, whole = space.uses(few, Limits())
+    uses, whole = layout_space.uses(few, Limits())
     assert whole
     assert [use.ranks for use in uses] == [7, 6, 5, 4, 3, 2, 1]
-    uses, whole = space.uses(many, Limits())
+    uses, whole = layout_space.uses(many, Limits())
     assert not whole
     assert {use.ranks for use in uses if len(use.counts) == 1} == {40, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1}
     assert not search(gpt(layers=2), many, "time", 1, Limits(tensor=1, micro_batch=1, virtual=1, meshes=1)).complete
@@ -327,7 +327,7 @@ def test_layouts_that_megatron_lacks_are_not_ranked_for_it():
         assert layout.schedule in ("1f1b", "interleaved")
         assert (layout.context, layout.zero < 2) == (1, True)
         assert len(set(layout.partition)) == 1
-        held = fit.rooms(Predictor(long, machines, MEGATRON), layout)
+        held = memory_fit.rooms(Predictor(long, machines, MEGATRON), layout)
         assert all(room.fits for room in held)
 
 
@@ -337,7 +337,7 @@ def test_the_distributed_optimizer_deals_out_what_megatron_keeps_in_fp32():
     held = predictor.step(chosen := Layout(1, 1, 1, 1, 4, 0, False, "1f1b", 1, "none", (8,), (("a10", 1),))).held(
         (8,), 0
     )
-    [whole], [dealt] = (fit.rooms(predictor, replace(chosen, zero=zero)) for zero in (0, 1))
+    [whole], [dealt] = (memory_fit.rooms(predictor, replace(chosen, zero=zero)) for zero in (0, 1))
     assert whole.memory.optimizer == 16 * held
     assert dealt.memory.optimizer == 4 * held
     assert whole.memory.weights + whole.memory.gradients == 4 * held
@@ -380,10 +380,12 @@ def test_power_that_is_not_known_is_not_counted_as_none():
 
 @pytest.mark.slow
 def test_a_thousand_gpus_of_three_types_are_planned():
-    from steelyard.core.recipe import load
+    from steelyard.core.recipe import load_recipe
 
-    recipe = load("llama3.1-70b", ["train.global_batch=960", "train.precision=bf16", "data.sequence_length=4096"])
+    recipe = load_recipe(
+        "llama3.1-70b", ["train.global_batch=960", "train.precision=bf16", "data.sequence_length=4096"]
+    )
     machines = cluster(("a100-80", 50, 8), ("h100-80", 25, 8), ("a40", 50, 8), network=100.0)
     found = search(recipe, machines)
     assert len(found.plans) == 10
-    assert all(fit.fits(Predictor(recipe, machines), plan.layout) for plan in found.plans)
+    assert all(memory_fit.fits(Predictor(recipe, machines), plan.layout) for plan in found.plans)

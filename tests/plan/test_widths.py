@@ -8,7 +8,7 @@ from steelyard.plan import per_stage
 from steelyard.plan.communication import LINK_SHARE, NETWORK_SHARE
 from steelyard.plan.predict import Predictor
 from steelyard.plan.software import MEGATRON, STEELYARD
-from steelyard.plan.widths import StagedLayout, StagedStep, Width
+from steelyard.plan.tensor_widths import StagedLayout, StagedStep, Width
 from tests.plan.machines import cluster, gpt, layout
 
 

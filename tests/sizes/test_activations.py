@@ -11,12 +11,12 @@ import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from steelyard import model
-from steelyard.core.recipe import load
+from steelyard.core.recipe import load_recipe
 from steelyard.model.language_model import Context
-from steelyard.parallel.recompute import _policy
+from steelyard.parallel.activation_checkpoint import _policy
 from steelyard.sizes import activations
 from steelyard.sizes.activations import working_bytes
-from steelyard.sizes.model import parameters
+from steelyard.sizes.param_count import parameters
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_GPU])]
@@ -34,7 +34,7 @@ FAMILIES = {
 
 def recipe_of(family, *overrides):
     name, shape = FAMILIES[family]
-    return load(name, [*shape, *overrides])
+    return load_recipe(name, [*shape, *overrides])
 
 
 class Layers:
@@ -44,7 +44,7 @@ class Layers:
         dtype = TYPES[recipe.train.precision]
         with torch.device(device):
             self.model = model.build(recipe.model)
-            model.initialise(self.model, 0, 0.02, LAYERS)
+            model.init_weights(self.model, 0, 0.02, LAYERS)
             self.stream = torch.randn(BATCH, LENGTH, recipe.model.hidden, dtype=dtype, requires_grad=True)
             self.context = Context(self.model.rotation(torch.arange(LENGTH)[None]))
             if recipe.model.dropout:
@@ -139,9 +139,9 @@ def test_dropout_keeps_its_choice():
 
 
 def test_tensor_and_sequence_parallelism_divide_what_they_split():
-    whole = activations.widths(load("llama3.1-70b", ["parallel.tensor=1"]))
-    split = activations.widths(load("llama3.1-70b", ["parallel.tensor=8", "parallel.sequence_parallel=false"]))
-    both = activations.widths(load("llama3.1-70b", ["parallel.tensor=8", "parallel.sequence_parallel=true"]))
+    whole = activations.widths(load_recipe("llama3.1-70b", ["parallel.tensor=1"]))
+    split = activations.widths(load_recipe("llama3.1-70b", ["parallel.tensor=8", "parallel.sequence_parallel=false"]))
+    both = activations.widths(load_recipe("llama3.1-70b", ["parallel.tensor=8", "parallel.sequence_parallel=true"]))
     assert split.query * 8 == both.query * 8 == whole.query
     assert split.stream == whole.stream == both.stream * 8
     assert both.gathered == whole.gathered
@@ -149,5 +149,5 @@ def test_tensor_and_sequence_parallelism_divide_what_they_split():
 
 def test_selective_keeps_less_than_none_and_more_than_full():
     for name in ("gpt2-small", "llama3.1-8b"):
-        recipe = load(name)
+        recipe = load_recipe(name)
         assert activations.full_layer(recipe) < activations.selective_layer(recipe) < activations.layer(recipe)

@@ -1,6 +1,6 @@
 import pytest
 
-from steelyard.sizes.gpus import ALIASES, CATALOGUE, by_device_name, by_name
+from steelyard.sizes.gpu_catalogue import ALIASES, CATALOGUE, by_device_name, by_name
 
 REPORTED = {
     "NVIDIA H200": "h200",

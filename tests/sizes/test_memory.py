@@ -1,22 +1,22 @@
 import pytest
 
 from steelyard.core.errors import UserError
-from steelyard.core.recipe import load
+from steelyard.core.recipe import load_recipe
 from steelyard.sizes import activations
 from steelyard.sizes.memory import memory_of
-from steelyard.sizes.ranks import data_ranks
-from steelyard.sizes.remedies import remedies
-from steelyard.sizes.stages import stage_parameters
+from steelyard.sizes.memory_hints import remedies
+from steelyard.sizes.rank_check import data_ranks
+from steelyard.sizes.stage_layers import stage_parameters
 
 GIB = 1 << 30
 
 
 def memory(name, world, *overrides):
-    return memory_of(load(name, list(overrides)), world)
+    return memory_of(load_recipe(name, list(overrides)), world)
 
 
 def test_a_lone_rank_holds_sixteen_bytes_per_parameter_and_16_bit_copies_of_its_layers():
-    recipe = load("gpt2-small")
+    recipe = load_recipe("gpt2-small")
     alone = memory_of(recipe, 1)[0]
     held = stage_parameters(recipe, 0)
     assert alone.weights + alone.gradients + alone.optimizer == 16 * held.total
@@ -36,16 +36,20 @@ def test_each_degree_of_zero_shards_one_more_kind():
 
 
 def test_learned_masks_have_state_and_gradients_for_their_logits_and_none_for_weights():
-    recipe = load("llama3.2-1b", ["sparsity.method=learned", "sparsity.base=here"])
+    recipe = load_recipe("llama3.2-1b", ["sparsity.method=learned", "sparsity.base=here"])
     alone = memory_of(recipe, 1)[0]
     matrices = 16 * (2048 * 2048 * 2 + 2 * 2048 * 512 + 3 * 2048 * 8192)
     logits = matrices * 6 // 4
     assert alone.optimizer == 2 * alone.gradients == 2 * 4 * logits
     assert alone.weights == 2 * stage_parameters(recipe, 0).total + 4 * logits
     assert alone.working_copies == 2 * matrices
-    one_of_four = memory_of(load("llama3.2-1b", ["sparsity={method='learned', base='here', pattern='1:4'}"]), 1)[0]
+    one_of_four = memory_of(load_recipe("llama3.2-1b", ["sparsity={method='learned', base='here', pattern='1:4'}"]), 1)[
+        0
+    ]
     assert one_of_four.optimizer * 6 == alone.optimizer * 4
-    sharded = memory_of(load("llama3.2-1b", ["sparsity={method='learned', base='here'}", "parallel.zero=3"]), 8)[0]
+    sharded = memory_of(load_recipe("llama3.2-1b", ["sparsity={method='learned', base='here'}", "parallel.zero=3"]), 8)[
+        0
+    ]
     assert sharded.optimizer * 8 == alone.optimizer
     assert sharded.weights * 8 == pytest.approx(alone.weights, rel=1e-6)
 
@@ -86,7 +90,7 @@ def test_activations_follow_the_schedule():
 
 
 def test_an_interleaved_rank_holds_its_warm_up():
-    recipe = load(
+    recipe = load_recipe(
         "llama3.2-1b",
         ["parallel.pipeline=2", "parallel.virtual=2", "parallel.schedule=interleaved", "parallel.partition=4-4-4-4"],
     )
@@ -110,7 +114,7 @@ def test_a_70b_does_not_fit_two_boxes_of_80_gib_and_zero_mends_it_on_eight():
 
 
 def test_remedies_fit_or_help_most():
-    recipe = load("llama3.2-1b", ["train.micro_batch=4", "train.global_batch=64"])
+    recipe = load_recipe("llama3.2-1b", ["train.micro_batch=4", "train.global_batch=64"])
     needed = memory_of(recipe, 1)[0].total
     found = remedies(recipe, 1, int(0.9 * needed))
     assert found
@@ -133,4 +137,4 @@ def test_remedies_fit_or_help_most():
 )
 def test_a_world_that_the_plan_cannot_fill_is_refused(world, overrides, message):
     with pytest.raises(UserError, match=message):
-        data_ranks(load("llama3.1-70b", overrides), world)
+        data_ranks(load_recipe("llama3.1-70b", overrides), world)

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from steelyard import model
-from steelyard.core.recipe import load
-from steelyard.sizes.model import flops_per_token, parameters
+from steelyard.core.recipe import load_recipe
+from steelyard.sizes.param_count import flops_per_token, parameters
 
 PUBLISHED = {
     "gpt2-small": 124_439_808,
@@ -24,18 +24,18 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_are_those_of_the_published_model(name):
-    assert parameters(load(name).model).total == PUBLISHED[name]
+    assert parameters(load_recipe(name).model).total == PUBLISHED[name]
 
 
 @pytest.mark.parametrize("name", [*PUBLISHED, "quickstart"])
 def test_parameters_are_those_of_the_built_model(name):
-    shape = load(name, ["model.vocab_multiple=1"]).model
+    shape = load_recipe(name, ["model.vocab_multiple=1"]).model
     with torch.device("meta"):
         built = model.build(shape)
     assert parameters(shape).total == sum(parameter.numel() for parameter in built.parameters())
 
 
 def test_flops_are_six_per_parameter_and_half_of_full_attention():
-    shape = load("llama3.2-1b").model
+    shape = load_recipe("llama3.2-1b").model
     # 6N plus 12 x layers x hidden x length, halved for causal masks: the figure behind the usual MFU.
     assert flops_per_token(shape, 4096) == 6 * PUBLISHED["llama3.2-1b"] + 6 * 16 * 2048 * 4096

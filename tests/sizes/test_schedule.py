@@ -3,8 +3,8 @@ from collections import Counter
 import pytest
 from torch.distributed.pipelining import schedules
 
-from steelyard.core.recipe.parallel import Parallel
-from steelyard.sizes.schedule import actions, in_flight
+from steelyard.core.recipe.parallel_section import Parallel
+from steelyard.sizes.in_flight import actions, in_flight
 
 KINDS = {"FORWARD": "forward", "FULL_BACKWARD": "backward", "BACKWARD_INPUT": "backward", "BACKWARD_WEIGHT": "weights"}
 

@@ -2,15 +2,15 @@ from itertools import product
 
 import pytest
 
-from steelyard.core.recipe import load
-from steelyard.sizes.model import parameters
-from steelyard.sizes.stages import partition_of, stage_flops, stage_parameters
+from steelyard.core.recipe import load_recipe
+from steelyard.sizes.param_count import parameters
+from steelyard.sizes.stage_layers import partition_of, stage_flops, stage_parameters
 
 
 def planned(name, pipeline, virtual=1, *overrides):
     schedule = "interleaved" if virtual > 1 else "1f1b"
     plan = [f"parallel.pipeline={pipeline}", f"parallel.virtual={virtual}", f"parallel.schedule={schedule}"]
-    return load(name, [*plan, "parallel.sequence_parallel=false", *overrides])
+    return load_recipe(name, [*plan, "parallel.sequence_parallel=false", *overrides])
 
 
 def busiest(recipe, counts):
@@ -24,7 +24,7 @@ def evenly(layers, stages):
 
 
 def test_the_recipes_own_partition_is_kept():
-    recipe = load("gpt2-small", ["parallel.pipeline=4", "parallel.partition=0-6-6-0"])
+    recipe = load_recipe("gpt2-small", ["parallel.pipeline=4", "parallel.partition=0-6-6-0"])
     assert str(partition_of(recipe)) == "0-6-6-0"
 
 

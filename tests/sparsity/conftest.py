@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from steelyard import train
-from steelyard.core.recipe import load
+from steelyard.core.recipe import load_recipe
 from steelyard.core.run import Run
-from steelyard.sparsity import training
+from steelyard.sparsity import sparsity_extension
 from tests.conftest import TINY, Workplace, write_tokens
 
 LEARN = ["sparsity.method=learned", "optim.warmup_steps=0", "eval.every=0", "checkpoint.every=0"]
@@ -18,8 +18,8 @@ class Place(Workplace):
 
     def train(self, run: str, *overrides: str, resume: str = "auto") -> Run:
         """Train in this process."""
-        recipe = load(self.recipe, overrides)
-        return train.run(recipe, self.path / run, training.extension(recipe), resume)
+        recipe = load_recipe(self.recipe, overrides)
+        return train.run(recipe, self.path / run, sparsity_extension.extension(recipe), resume)
 
     def learn(self, run: str, *overrides: str, resume: str = "auto") -> Run:
         """Learn masks for the base."""

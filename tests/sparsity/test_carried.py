@@ -7,12 +7,12 @@ import torch
 
 from steelyard import checkpoint
 from steelyard.checkpoint.formats import open_source
-from steelyard.checkpoint.formats.steelyard import SteelyardSource
+from steelyard.checkpoint.formats.native import SteelyardSource
 from steelyard.checkpoint.formats.write import Target, convert
 from steelyard.core.errors import UserError
-from steelyard.core.recipe import load
-from steelyard.sparsity import gumbel, source
-from steelyard.sparsity.masks import MaskFile
+from steelyard.core.recipe import load_recipe
+from steelyard.sparsity import gumbel, pruned_source
+from steelyard.sparsity.mask_file import MaskFile
 from steelyard.sparsity.patterns import Pattern
 from steelyard.text import tokenizer as tokenizers
 from tests.conftest import write_documents
@@ -66,12 +66,12 @@ def test_a_moved_base_is_asked_for_and_another_refused(learned: Place, capsys):
     state = checkpoint.source("masks").state["sparsity"]["base"]
     assert state["path"].startswith(str(original.resolve()))
     shutil.copytree(original, learned.path / "copy")
-    assert source.opened("masks", moved_to="copy").step == 6
+    assert pruned_source.opened("masks", moved_to="copy").step == 6
     learned.train("other", "train.steps=1")
     with pytest.raises(UserError, match="other weights"):
-        source.opened("masks", moved_to="other")
+        pruned_source.opened("masks", moved_to="other")
     with pytest.raises(UserError, match="not at nowhere") as asked:
-        source.opened("masks", moved_to="nowhere")
+        pruned_source.opened("masks", moved_to="nowhere")
     assert "--base PATH" in str(asked.value)
 
 
@@ -80,23 +80,23 @@ def test_a_run_brings_the_tokenizer_it_learned_with_where_its_base_has_none(plac
     tokenizer = tokenizers.train_byte_bpe(text.splitlines(), 280)
     tokenizer.save(place.path / "words")
     shape = ["model.vocab=280", "data.tokenizer=words"]
-    convert(Held(load("tiny.toml", shape).model), place.path / "plain", Target("hf"))
+    convert(Held(load_recipe("tiny.toml", shape).model), place.path / "plain", Target("hf"))
     documents = [tokenizer.encode_batch([text])[0]] * 20
     write_documents(place.path / "words_text_document", documents, 280)
     place.learn("own", "train.init_from=plain", "train.steps=1", 'data.train=["words_text_document"]', *shape)
-    seen = source.opened("own")
-    assert seen.load_tokenizer().fingerprint == tokenizers.load("words").fingerprint
+    seen = pruned_source.opened("own")
+    assert seen.load_tokenizer().fingerprint == tokenizers.load_tokenizer("words").fingerprint
     capsys.readouterr()
     code, _, said = answer(capsys, "mask", "export", "own", "with-words", "--format", "hf")
     assert (code, "without a tokenizer" in said) == (0, False)
-    assert tokenizers.load("with-words").fingerprint == tokenizer.fingerprint
+    assert tokenizers.load_tokenizer("with-words").fingerprint == tokenizer.fingerprint
     code, told, _ = answer(capsys, "generate", "own", "--prompt", "the weights", "--max-tokens", "2")
     assert (code, told["prompt"]) == (0, "the weights")
 
 
 def test_a_tokenizer_can_be_named_for_weights_that_come_without(place: Place, capsys):
     tokenizers.train_byte_bpe(["stay or go"], 260).save(place.path / "words")
-    convert(Held(load("tiny.toml", ["model.vocab=280"]).model), place.path / "plain", Target("hf"))
+    convert(Held(load_recipe("tiny.toml", ["model.vocab=280"]).model), place.path / "plain", Target("hf"))
     place.learn("masks", "train.init_from=plain", "train.steps=1", "model.vocab=280")
     assert answer(capsys, "mask", "export", "masks", "learned.mask")[0] == 0
     for command in (
@@ -106,7 +106,7 @@ def test_a_tokenizer_can_be_named_for_weights_that_come_without(place: Place, ca
     ):
         code, told, said = answer(capsys, *command, "--tokenizer", "words")
         assert (code, "without a tokenizer" in said) == (0, False), said
-        assert tokenizers.load(told["path"]).vocab_size == 260
+        assert tokenizers.load_tokenizer(told["path"]).vocab_size == 260
 
 
 def test_a_place_that_is_taken_is_refused_before_a_weight_is_read(learned: Place, capsys, monkeypatch):
@@ -118,7 +118,7 @@ def test_a_place_that_is_taken_is_refused_before_a_weight_is_read(learned: Place
 
 
 def _refuse_reading(monkeypatch) -> None:
-    for each in (SteelyardSource, source.Masked):
+    for each in (SteelyardSource, pruned_source.Masked):
         monkeypatch.setattr(each, "tensor", lambda *_: pytest.fail("a weight was read"))
 
 

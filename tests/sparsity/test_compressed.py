@@ -7,16 +7,16 @@ import torch
 
 from steelyard import model
 from steelyard.checkpoint.formats import load_into, open_source, safetensors
-from steelyard.checkpoint.formats.compressed import compress
+from steelyard.checkpoint.formats.compressed_tensors import compress
 from steelyard.checkpoint.formats.write import Target, convert
 from steelyard.core.errors import UserError
-from steelyard.evaluate.network import loaded
-from steelyard.sparsity import base as bases
-from steelyard.sparsity import inference, masks
-from steelyard.sparsity.compressed import compressible, export, packed
+from steelyard.evaluate.load_model import loaded
+from steelyard.sparsity import frozen_base as bases
+from steelyard.sparsity import mask_file, sparse_linear
 from steelyard.sparsity.patterns import Pattern
-from steelyard.sparsity.selection import maskable
-from steelyard.sparsity.source import opened
+from steelyard.sparsity.pruned_source import opened
+from steelyard.sparsity.semi_structured import compressible, export, packed
+from steelyard.sparsity.target_modules import maskable
 from tests.checkpoint.models import SHAPES, Held, assert_equal
 
 PATTERN = Pattern.parse("2:4")
@@ -106,7 +106,7 @@ def test_maps_that_keep_their_weights_compressed_compute_the_same(name):
     device = torch.device("cpu")
     dense, sparse = (loaded(source, device, torch.float32, sparse=kept) for kept in (False, True))
     kinds = [type(module) for module in sparse.modules()]
-    assert kinds.count(inference.SparseLinear) == len(source.compressed)
+    assert kinds.count(sparse_linear.SparseLinear) == len(source.compressed)
     tokens = torch.arange(24).view(2, 12)
     with torch.inference_mode():
         assert torch.equal(sparse(tokens), dense(tokens))
@@ -141,19 +141,19 @@ def test_the_fastest_way_that_is_right_is_chosen_and_remembered(monkeypatch, cap
         measured.append(product.args[-1])
         return milliseconds[product.args[-1]]
 
-    monkeypatch.setattr(inference, "CHOICES", inference.Choices())
-    monkeypatch.setattr(inference, "candidates", lambda *_: ["slow", "broken", "wrong", "fast", None])
-    monkeypatch.setattr(inference, "multiplied", multiplied)
-    monkeypatch.setattr(inference, "_milliseconds", timed)
-    assert inference.choose(x, held, nothing) == "fast"
+    monkeypatch.setattr(sparse_linear, "CHOICES", sparse_linear.Choices())
+    monkeypatch.setattr(sparse_linear, "candidates", lambda *_: ["slow", "broken", "wrong", "fast", None])
+    monkeypatch.setattr(sparse_linear, "multiplied", multiplied)
+    monkeypatch.setattr(sparse_linear, "_milliseconds", timed)
+    assert sparse_linear.choose(x, held, nothing) == "fast"
     told = capsys.readouterr().err
     assert "out of resources" in told
     assert "wrong by 0.1" in told
-    key = inference._key(torch.ones(4, 8), held)
-    assert inference.CHOICES.found[key] == "fast"  # Three and four rows share a measurement,
-    assert inference._key(torch.ones(5, 8), held) not in inference.CHOICES.found  # five have their own,
-    with inference.for_graphs():
-        assert inference._key(x, held) not in inference.CHOICES.found  # and so has what is recorded.
+    key = sparse_linear._key(torch.ones(4, 8), held)
+    assert sparse_linear.CHOICES.found[key] == "fast"  # Three and four rows share a measurement,
+    assert sparse_linear._key(torch.ones(5, 8), held) not in sparse_linear.CHOICES.found  # five have their own,
+    with sparse_linear.for_graphs():
+        assert sparse_linear._key(x, held) not in sparse_linear.CHOICES.found  # and so has what is recorded.
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +191,7 @@ def test_a_base_and_its_masks_are_exported_together(folder, monkeypatch, capsys)
     convert(Held(SHAPES["qwen2"]), folder / "base", Target("hf", dtype=torch.bfloat16))
     base = open_source(folder / "base")
     each = ((name, PATTERN.keep_best(base.tensor(name).float().abs())) for name in maskable(base.shape))
-    masks.write(folder / "magnitude.mask", each, PATTERN, bases.identity(base))
+    mask_file.write(folder / "magnitude.mask", each, PATTERN, bases.identity(base))
     assert run("export-sparse", "base", "together", "--mask", "magnitude.mask") == 0
     assert_equal(open_source(folder / "together"), opened(folder / "base", "magnitude.mask"))
     assert run("export-sparse", "base", "alone") == 2

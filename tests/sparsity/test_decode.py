@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from steelyard.checkpoint.formats.compressed import compress, expanded
-from steelyard.sparsity.compressed import dense, packed
+from steelyard.checkpoint.formats.compressed_tensors import compress, expanded
 from steelyard.sparsity.patterns import Pattern
+from steelyard.sparsity.semi_structured import dense, packed
 
 pytestmark = pytest.mark.gpu
 tl = pytest.importorskip("triton.language")
@@ -47,10 +47,10 @@ def test_the_words_of_a_gpus_kernels_hold_the_same_matrix():
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(16, 1024), (7, 12), (33, 1028), (20, 2304)])
 def test_a_kernel_gives_the_dense_matrix_back(outputs, inputs):
-    from steelyard.sparsity import decode
+    from steelyard.sparsity import sparse_gemv
 
     weight = matrix(outputs, inputs)
-    assert torch.equal(decode.expand(compressed(weight)), weight)
+    assert torch.equal(sparse_gemv.expand(compressed(weight)), weight)
 
 
 # Whole blocks, less than one, more than two, and rows that fill no program.
@@ -61,11 +61,11 @@ KINDS = [(*shape, torch.bfloat16) for shape in SHAPES] + [(17, 1028, torch.float
 @pytest.mark.parametrize(("outputs", "inputs", "dtype"), KINDS)
 @pytest.mark.parametrize("rows", [1, 2, 16])
 def test_few_rows_are_multiplied_as_the_dense_matrix_does(rows, outputs, inputs, dtype):
-    from steelyard.sparsity import decode
+    from steelyard.sparsity import sparse_gemv
 
     weight = matrix(outputs, inputs, dtype)
     x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
-    y = decode.few_rows(x, compressed(weight), decode.VECTORS[0] if rows == 1 else decode.TILES[0])
+    y = sparse_gemv.few_rows(x, compressed(weight), sparse_gemv.VECTORS[0] if rows == 1 else sparse_gemv.TILES[0])
     assert y.dtype == dtype
     expected = x.double() @ weight.double().t()
     torch.testing.assert_close(y.double(), expected, rtol=1e-2, atol=0.02 * expected.std().item())
@@ -73,12 +73,12 @@ def test_few_rows_are_multiplied_as_the_dense_matrix_does(rows, outputs, inputs,
 
 @pytest.mark.parametrize(("rows", "kind"), [(1, "VECTORS"), (3, "TILES")])
 def test_inputs_divided_among_programs_add_up_to_the_whole_every_time(rows, kind):
-    from steelyard.sparsity import decode
+    from steelyard.sparsity import sparse_gemv
 
     weight = matrix(16, 3 * 1024)
     x = torch.randn(rows, 3 * 1024, generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.bfloat16)
-    way = replace(getattr(decode, kind)[0], parts=2)
-    first, second = (decode.few_rows(x, compressed(weight), way) for _ in range(2))
+    way = replace(getattr(sparse_gemv, kind)[0], parts=2)
+    first, second = (sparse_gemv.few_rows(x, compressed(weight), way) for _ in range(2))
     assert torch.equal(first, second)
     expected = x.double() @ weight.double().t()
     torch.testing.assert_close(first.double(), expected, rtol=1e-2, atol=0.02 * expected.std().item())
@@ -87,27 +87,27 @@ def test_inputs_divided_among_programs_add_up_to_the_whole_every_time(rows, kind
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 5])
 def test_every_way_gives_the_same_product(rows):
-    from steelyard.sparsity import decode
+    from steelyard.sparsity import sparse_gemv
 
     for outputs, inputs in ((40, 1024), (9, 1500)):  # Blocks, programs and parts come out even, and not.
         weight = matrix(outputs, inputs)
         x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.bfloat16)
         expected = x.double() @ weight.double().t()
-        for form in decode.VECTORS if rows == 1 else decode.TILES:
+        for form in sparse_gemv.VECTORS if rows == 1 else sparse_gemv.TILES:
             for parts in (1, 2):
-                y = decode.few_rows(x, compressed(weight), replace(form, parts=parts))
+                y = sparse_gemv.few_rows(x, compressed(weight), replace(form, parts=parts))
                 torch.testing.assert_close(y.double(), expected, rtol=1e-2, atol=0.02 * expected.std().item())
 
 
 def test_ways_divide_the_inputs_where_rows_are_too_few_and_not_where_they_are_many():
-    from steelyard.sparsity import decode
-    from steelyard.sparsity.compressed import Packed
+    from steelyard.sparsity import sparse_gemv
+    from steelyard.sparsity.semi_structured import Packed
 
     def parts(outputs, inputs, rows):
         held = Packed(
             torch.empty(outputs, inputs // 2, device="meta"), torch.empty(outputs, inputs // 32, device="meta")
         )
-        return {way.parts for way in decode.ways(rows, held) if way.rows == 64}
+        return {way.parts for way in sparse_gemv.ways(rows, held) if way.rows == 64}
 
     assert parts(4096, 14336, 16) == {2, 4, 7}
     assert parts(14336, 4096, 16) == {1, 2, 4}
@@ -174,33 +174,33 @@ def _vector(numbers, dtype, like):
     ],
 )
 def test_the_instruction_for_sparse_matrices_is_given_what_it_wants(monkeypatch, rows, outputs, inputs, form):
-    from steelyard.sparsity import cores
+    from steelyard.sparsity import sparse_mma
 
     if DEVICE == "cpu":
-        monkeypatch.setattr(cores, "_four", loaded)
-        monkeypatch.setattr(cores, "_four_once", loaded)
-        monkeypatch.setattr(cores, "_multiply", multiplied)
+        monkeypatch.setattr(sparse_mma, "_four", loaded)
+        monkeypatch.setattr(sparse_mma, "_four_once", loaded)
+        monkeypatch.setattr(sparse_mma, "_multiply", multiplied)
     weight = matrix(outputs, inputs)
     x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.bfloat16)
     for _ in range(2):  # Counters are at zero again after the first.
-        y = cores.few_rows(x, compressed(weight), cores.Form(*form))
+        y = sparse_mma.few_rows(x, compressed(weight), sparse_mma.Form(*form))
         expected = x.double() @ weight.double().t()
         torch.testing.assert_close(y.double(), expected, rtol=1e-2, atol=0.02 * expected.std().item())
 
 
 def test_tiles_are_tried_too_where_no_form_divides_a_matrix_well(monkeypatch):
-    from steelyard.sparsity import cores, decode
-    from steelyard.sparsity.compressed import Packed
+    from steelyard.sparsity import sparse_gemv, sparse_mma
+    from steelyard.sparsity.semi_structured import Packed
 
-    monkeypatch.setattr(decode, "_INTERPRETED", False)
+    monkeypatch.setattr(sparse_gemv, "_INTERPRETED", False)
 
     def kinds(outputs, inputs, rows):
         values, words = (
             torch.empty(outputs, inputs // 2, device="meta"),
             torch.empty(outputs, inputs // 32, device="meta"),
         )
-        ways = decode.ways(rows, Packed(values, words, places=words))
-        return [sum(isinstance(way, kind) for way in ways) for kind in (cores.Form, decode.Way)]
+        ways = sparse_gemv.ways(rows, Packed(values, words, places=words))
+        return [sum(isinstance(way, kind) for way in ways) for kind in (sparse_mma.Form, sparse_gemv.Way)]
 
     assert kinds(14336, 4096, 8) == [6, 1]  # The one is for GPUs without the instruction.
     few, many = kinds(3584, 18944, 8)
@@ -209,14 +209,14 @@ def test_tiles_are_tried_too_where_no_form_divides_a_matrix_well(monkeypatch):
 
 
 def test_the_tensor_cores_are_given_forms_that_divide_a_matrix_evenly():
-    from steelyard.sparsity import cores
-    from steelyard.sparsity.compressed import Packed
+    from steelyard.sparsity import sparse_mma
+    from steelyard.sparsity.semi_structured import Packed
 
     def found(outputs, inputs):
-        return cores.forms(Packed(torch.empty(outputs, inputs // 2, device="meta"), torch.empty(0, device="meta")))
+        return sparse_mma.forms(Packed(torch.empty(outputs, inputs // 2, device="meta"), torch.empty(0, device="meta")))
 
-    assert found(14336, 4096)[0] == cores.Form(2, 1, 4)
-    assert found(4096, 14336)[0] == cores.Form(1, 4, 2, parts=4)
+    assert found(14336, 4096)[0] == sparse_mma.Form(2, 1, 4)
+    assert found(4096, 14336)[0] == sparse_mma.Form(1, 4, 2, parts=4)
     for outputs, inputs in ((16, 512), (48, 1536), (14336, 4096)):
         for form in found(outputs, inputs):
             assert outputs // 16 % (form.tiles * form.across) == 0

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from steelyard.sparsity import distill
+from steelyard.sparsity import distillation
 from tests.sparsity.conftest import Place
 from tests.sparsity.test_learned import records
 
@@ -14,7 +14,7 @@ DISTILL = ("sparsity.distill=1.0", "sparsity.distill_temperature=2.0", "log.ever
 
 @pytest.mark.parametrize("rows_at_once", [2, 100])
 def test_the_divergence_and_its_gradient_are_those_of_the_formula(monkeypatch, rows_at_once: int):
-    monkeypatch.setattr(distill, "CHUNK_BYTES", rows_at_once * 4 * 11)
+    monkeypatch.setattr(distillation, "CHUNK_BYTES", rows_at_once * 4 * 11)
     torch.manual_seed(0)
     x, dense, head = (torch.randn(*size, dtype=torch.float64) for size in ((1, 7, 5), (1, 7, 5), (16, 5)))
     x.requires_grad_()
@@ -22,7 +22,7 @@ def test_the_divergence_and_its_gradient_are_those_of_the_formula(monkeypatch, r
     expected = 4 * torch.nn.functional.kl_div(ours, theirs, log_target=True, reduction="sum")
     expected.backward()
     mine = x.detach().float().requires_grad_()
-    found = distill.divergence(mine, dense.float(), head.float(), vocab=11, temperature=2.0)
+    found = distillation.divergence(mine, dense.float(), head.float(), vocab=11, temperature=2.0)
     found.backward()
     assert found.item() == pytest.approx(expected.item(), rel=1e-5)
     assert torch.allclose(mine.grad.double(), x.grad, atol=1e-5)
@@ -32,7 +32,7 @@ def test_every_token_is_distilled_wherever_it_stands():
     seen = []
     model = SimpleNamespace(training=True, forward=lambda inputs, **others: seen.append(set(others)) or torch.zeros(1))
     course = SimpleNamespace(candidates_CM=torch.zeros(6, 4), dense=False)
-    distill.Distilling(model, course, 1.0, 1.0)(
+    distillation.Distilling(model, course, 1.0, 1.0)(
         torch.zeros(2, 3), labels_BL=torch.zeros(2, 3), learned_BK=torch.zeros(2, 1)
     )
     assert seen == [{"labels_BL", "samples_B"}, {"labels_BL"}]

@@ -7,8 +7,8 @@ import torch
 
 from steelyard.checkpoint.formats import open_source
 from steelyard.core.errors import UserError
-from steelyard.sparsity import base, masks, source
-from steelyard.sparsity.kept import _Largest
+from steelyard.sparsity import frozen_base, mask_file, pruned_source
+from steelyard.sparsity.masked_training import _Largest
 from steelyard.sparsity.patterns import Pattern
 from tests.sparsity.conftest import Place
 from tests.sparsity.test_learned import magnitude_masks, records
@@ -30,11 +30,11 @@ def test_n_of_m_training_learns_and_is_seen_through_its_masks(place: Place):
     run = place.train("sparse", *settings, "eval.every=0", "checkpoint.every=0", "optim.learning_rate=3e-3")
     valid = records(run, "valid_loss")
     assert valid[-1] < valid[0] - 0.1
-    seen = source.opened(run.path)
+    seen = pruned_source.opened(run.path)
     for name in seen.masks.names():
         tensor = seen.tensor(name)
         assert (tensor.reshape(-1, 8).count_nonzero(1) <= 2).all()
-    dense = source.opened(run.path, mask="none")
+    dense = pruned_source.opened(run.path, mask="none")
     assert dense.tensor("layers.0.mlp.up.weight").count_nonzero() > 0.9 * dense.tensor("layers.0.mlp.up.weight").numel()
 
 
@@ -56,7 +56,7 @@ def test_the_zeros_of_a_mask_file_stay_under_any_optimizer(place: Place, optimiz
 def test_learned_masks_are_kept_while_their_weights_are_tuned(place: Place):
     learned = place.learn("masks", "train.steps=2")
     run = place.train("tuned", "sparsity.method=fixed", "train.init_from=masks", *QUICK)
-    seen, after = source.opened(learned.path), open_source(run.path)
+    seen, after = pruned_source.opened(learned.path), open_source(run.path)
     assert all(torch.equal(after.tensor(name) != 0, seen.tensor(name) != 0) for name in seen.masks.names())
 
 
@@ -68,8 +68,11 @@ def test_dense_weights_have_no_zeros_to_keep(place: Place):
 def test_a_mask_file_that_was_found_for_other_weights_is_refused(place: Place):
     chosen = magnitude_masks(place)
     settings = ("sparsity.method=fixed", "train.init_from=base", *QUICK, "train.steps=1")
-    for name, known in (("own", base.identity(open_source("base"))), ("other", {"path": "x", "sha256": "0" * 64})):
-        masks.write(place.path / f"{name}.mask", chosen.items(), Pattern(2, 4), known)
+    for name, known in (
+        ("own", frozen_base.identity(open_source("base"))),
+        ("other", {"path": "x", "sha256": "0" * 64}),
+    ):
+        mask_file.write(place.path / f"{name}.mask", chosen.items(), Pattern(2, 4), known)
     place.train("tuned", *settings, "sparsity.mask=own.mask")
     with pytest.raises(UserError, match="belong to other weights"):
         place.train("refused", *settings, "sparsity.mask=other.mask")
@@ -91,6 +94,6 @@ def test_a_base_that_was_moved_is_asked_for_where_its_masks_are_kept(place: Plac
 
 
 def test_masks_of_another_model_are_refused(place: Place):
-    masks.write(place.path / "other.mask", [("layers.0.mlp.up.weight", torch.eye(4).bool())], Pattern(1, 4), {})
+    mask_file.write(place.path / "other.mask", [("layers.0.mlp.up.weight", torch.eye(4).bool())], Pattern(1, 4), {})
     with pytest.raises(UserError, match=r"has no mask for layers\.0\.attention\.query\.weight"):
         place.learn("masks", "sparsity.prior=other.mask")

@@ -14,12 +14,12 @@ from steelyard import checkpoint, model
 from steelyard.checkpoint.formats import open_source
 from steelyard.checkpoint.formats.write_megatron import Layout
 from steelyard.core.errors import UserError
-from steelyard.core.recipe.model import LlamaModel
-from steelyard.core.recipe.sparsity import Sparsity
+from steelyard.core.recipe.model_section import LlamaModel
+from steelyard.core.recipe.sparsity_section import Sparsity
 from steelyard.core.run import Run
-from steelyard.sparsity import gumbel, learned, masks
+from steelyard.sparsity import gumbel, mask_file, masked_linear
 from steelyard.sparsity.patterns import Pattern
-from steelyard.sparsity.selection import maskable
+from steelyard.sparsity.target_modules import maskable
 from tests.sparsity.conftest import LEARN, Place
 from tests.sparsity.test_maskllm import maskllm
 
@@ -55,7 +55,7 @@ def magnitude_masks(place: Place, path: str = "magnitude.mask") -> dict[str, Ten
         for name in source.names()
         if name.startswith("layers.") and len(source.sizes()[name]) == 2
     }
-    masks.write(place.path / path, chosen.items(), TWO_OF_FOUR, {})
+    mask_file.write(place.path / path, chosen.items(), TWO_OF_FOUR, {})
     return chosen
 
 
@@ -214,10 +214,10 @@ def test_compiled_layers_share_their_graphs():
     """The first layer has an input without gradient; all others are alike. A graph for each would end in none."""
     shape = LlamaModel(family="llama", layers=10, hidden=32, heads=4, vocab=97)
     network = model.build(shape)
-    model.initialise(network, seed=1, std=0.02, layers=10)
-    learned.freeze(network)
-    course = learned.course_of(Sparsity(method="learned"), torch.device("cpu"))
-    learned.put_masks(network, maskable(shape), 1, course)
+    model.init_weights(network, seed=1, std=0.02, layers=10)
+    masked_linear.freeze(network)
+    course = masked_linear.course_of(Sparsity(method="learned"), torch.device("cpu"))
+    masked_linear.put_masks(network, maskable(shape), 1, course)
     torch._dynamo.reset()
     graphs = CompileCounter()
     for layer in network.layers.values():

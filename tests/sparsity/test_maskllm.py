@@ -9,12 +9,12 @@ from steelyard.checkpoint.formats import open_source
 from steelyard.checkpoint.formats.write import Target, convert
 from steelyard.checkpoint.formats.write_megatron import Layout
 from steelyard.core.errors import UserError
-from steelyard.sparsity.export import write
+from steelyard.sparsity.mask_export import write
+from steelyard.sparsity.mask_file import MaskFile
 from steelyard.sparsity.maskllm import masks_in
-from steelyard.sparsity.masks import MaskFile
 from steelyard.sparsity.patterns import Pattern
-from steelyard.sparsity.selection import maskable
-from steelyard.sparsity.source import opened
+from steelyard.sparsity.pruned_source import opened
+from steelyard.sparsity.target_modules import maskable
 from tests.sparsity.small import SHAPES, Held
 
 OLD_NAMES = {

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from steelyard.core.errors import Fault, UserError
-from steelyard.sparsity import methods
-from steelyard.sparsity.methods import Hessian, method_named, prune_matrix, reconstruction_error
+from steelyard.sparsity import one_shot
+from steelyard.sparsity.one_shot import Hessian, method_named, prune_matrix, reconstruction_error
 from steelyard.sparsity.patterns import Pattern
 from tests.sparsity import published
 
@@ -56,7 +56,7 @@ def test_hessian_is_the_published_score(pattern):
 @pytest.mark.parametrize("at_once", [128, 24])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_sparsegpt_is_the_published_one_whatever_the_blocks(pattern, at_once, monkeypatch):
-    monkeypatch.setattr(methods, "COLUMNS_AT_ONCE", at_once)
+    monkeypatch.setattr(one_shot, "COLUMNS_AT_ONCE", at_once)
     weight, inputs = problem()
     chosen = Pattern.parse(pattern)
     mask, updated = published.sparsegpt(weight, inputs, chosen.keep, chosen.group)
@@ -69,7 +69,7 @@ def test_sparsegpt_is_the_published_one_whatever_the_blocks(pattern, at_once, mo
 
 
 def test_sparsegpt_without_groups_takes_the_share_from_each_block_of_columns(monkeypatch):
-    monkeypatch.setattr(methods, "COLUMNS_AT_ONCE", 16)
+    monkeypatch.setattr(one_shot, "COLUMNS_AT_ONCE", 16)
     weight, inputs = problem()
     mask, updated = published.sparsegpt(weight, inputs, 0, 0, share=0.5, block=16)
     pruned = prune_matrix(weight, Hessian(gram(inputs)), Pattern.parse("0.5"), "sparsegpt", update=True)
@@ -142,10 +142,10 @@ def test_a_dead_input_is_pruned_first_and_counted():
 
 def test_an_h_that_cannot_be_factored_is_damped_step_by_step():
     matrix = gram(problem()[1])
-    assert methods.inverse_factor(matrix)[1] == 0.01
+    assert one_shot.inverse_factor(matrix)[1] == 0.01
     lowest = torch.linalg.eigvalsh(matrix)[0]
     spoilt = matrix - torch.eye(48) * (lowest + 0.05 * matrix.diagonal().mean())  # Not positive until damped by 0.1.
-    factor, damping = methods.inverse_factor(spoilt)
+    factor, damping = one_shot.inverse_factor(spoilt)
     assert damping == pytest.approx(0.1)
     damped = spoilt + torch.eye(48) * damping * spoilt.diagonal().mean()
     torch.testing.assert_close(factor.t() @ factor @ damped, torch.eye(48), rtol=0.0, atol=1e-2)
@@ -153,13 +153,13 @@ def test_an_h_that_cannot_be_factored_is_damped_step_by_step():
 
 def test_an_h_of_no_numbers_is_given_up_with_a_reason():
     with pytest.raises(Fault, match="no usable H"):
-        methods.inverse_factor(torch.full((4, 4), float("nan")))
+        one_shot.inverse_factor(torch.full((4, 4), float("nan")))
 
 
 def test_a_weight_keeps_its_dtype_and_its_kept_values_to_the_bit():
     weight, inputs = problem()
     weight = weight.bfloat16()
-    for method in methods.METHODS:
+    for method in one_shot.METHODS:
         pruned = prune_matrix(weight, Hessian(gram(inputs)), Pattern.parse("2:4"), method)
         assert pruned.weight_OI.dtype == torch.bfloat16
         assert torch.equal(pruned.weight_OI[pruned.mask_OI], weight[pruned.mask_OI])

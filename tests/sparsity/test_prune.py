@@ -11,12 +11,12 @@ import torch
 from steelyard.checkpoint.formats import open_source
 from steelyard.checkpoint.formats.write_megatron import Layout
 from steelyard.core.errors import UserError
-from steelyard.sparsity import layers as layering
+from steelyard.sparsity import layerwise as layering
 from steelyard.sparsity.calibration import Calibration, windows
-from steelyard.sparsity.masks import MaskFile
+from steelyard.sparsity.mask_file import MaskFile
 from steelyard.sparsity.patterns import Pattern
 from steelyard.sparsity.prune import Request, as_text, prune
-from steelyard.sparsity.selection import maskable
+from steelyard.sparsity.target_modules import maskable
 from tests.conftest import kill
 from tests.sparsity import published
 from tests.sparsity.small import LENGTH, SAMPLES, SHAPES, answer, inputs_of, linears, loaded, write_text, written

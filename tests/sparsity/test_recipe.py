@@ -3,7 +3,7 @@
 import pytest
 
 from steelyard.core.errors import UserError
-from steelyard.core.recipe import load, to_toml
+from steelyard.core.recipe import load_recipe, to_toml
 from tests.conftest import TINY
 
 LEARNED = "sparsity={method='learned', base='here'}"
@@ -41,14 +41,14 @@ def recipe(tmp_path):
 )
 def test_what_cannot_be_is_refused_with_its_key(recipe, overrides, told):
     with pytest.raises(UserError) as refused:
-        load(recipe, overrides)
+        load_recipe(recipe, overrides)
     assert refused.value.exit_code == 2
     assert told in str(refused.value)
 
 
 def test_a_resolved_recipe_loads_again(recipe, tmp_path):
     for overrides in ([LEARNED], ["sparsity.method=sr-ste"], ["sparsity={method='fixed'}", "train.init_from=x"]):
-        resolved = load(recipe, overrides)
+        resolved = load_recipe(recipe, overrides)
         again = tmp_path / "again.toml"
         again.write_text(to_toml(resolved.settings()))
-        assert load(again).settings() == resolved.settings()
+        assert load_recipe(again).settings() == resolved.settings()

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from steelyard.core.errors import UserError
 from steelyard.text import corpus
-from steelyard.text.convert import convert
+from steelyard.text.convert_corpus import convert
 from steelyard.text.corpus import documents, pieces, records
 from steelyard.text.stdlib import write_corpus
 
@@ -46,7 +46,7 @@ def test_a_key_that_only_some_objects_have_is_kept_or_refused_never_dropped(tmp_
     convert([tmp_path / "b.parquet"], tmp_path / "c.jsonl")
     lines = [json.loads(line) for line in (tmp_path / "c.jsonl").read_text().splitlines()]
     assert lines == [{"text": "a", "extra": None}, {"text": "b", "extra": 5}]
-    monkeypatch.setattr("steelyard.text.convert.ROWS_AT_ONCE", 1)
+    monkeypatch.setattr("steelyard.text.convert_corpus.ROWS_AT_ONCE", 1)
     with pytest.raises(UserError, match="'extra' appears first after document 1"):
         convert([tmp_path / "a.jsonl"], tmp_path / "d.parquet")
     with pytest.raises(UserError, match="read and written at once"):

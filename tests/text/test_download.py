@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from steelyard.core.errors import Fault, UserError
-from steelyard.text.convert import convert
+from steelyard.text.convert_corpus import convert
 from steelyard.text.corpus import documents
 from steelyard.text.download import download, rows_on_the_hub
 

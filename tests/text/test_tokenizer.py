@@ -53,7 +53,7 @@ def trained(tmp_path_factory):
     for name, make in KINDS.items():
         tokenizer = make()
         folder = tmp_path_factory.mktemp(name)
-        tokenizers.export(tokenizer, folder)
+        tokenizers.export_hf(tokenizer, folder)
         made[name] = tokenizer, transformers.AutoTokenizer.from_pretrained(str(folder)), folder
     return made
 
@@ -79,7 +79,7 @@ def test_the_fast_way_gives_the_same_ids(trained, kind, texts):
     tokenizer, _, folder = trained[kind]
     expected = [tokenizer.encode(text) for text in texts]
     assert [ids.tolist() for ids in tokenizer.encode_batch(texts)] == expected
-    assert [ids.tolist() for ids in tokenizers.load(folder).encode_batch(texts)] == expected
+    assert [ids.tolist() for ids in tokenizers.load_tokenizer(folder).encode_batch(texts)] == expected
 
 
 @pytest.mark.parametrize("kind", ["byte-bpe", "bpe-bytes-spaces"])
@@ -121,15 +121,15 @@ def test_every_form_of_a_tokenizer_loads(trained, gpt2_pair, tmp_path):
     expected = tokenizer.encode(text)
     pair = f"{gpt2_pair / 'vocab.json'},{gpt2_pair / 'merges.txt'}"
     for source in (folder, folder / "tokenizer.json", gpt2_pair, pair):
-        loaded = tokenizers.load(source)
+        loaded = tokenizers.load_tokenizer(source)
         assert loaded.encode(text) == expected
         assert loaded.end_of_document == tokenizer.end_of_document
     sp = trained["unigram"][0]
     sp.write(tmp_path / "mine")
     for source in (tmp_path / "mine.model", trained["unigram"][2], tmp_path):
         if source != tmp_path:
-            assert tokenizers.load(source).encode(text) == sp.encode(text)
-    assert tokenizers.load(tmp_path / "mine.model").end_of_document == 2
+            assert tokenizers.load_tokenizer(source).encode(text) == sp.encode(text)
+    assert tokenizers.load_tokenizer(tmp_path / "mine.model").end_of_document == 2
     lines = (tmp_path / "mine.vocab").read_text().splitlines()
     assert len(lines) == 800
     assert lines[0].split("\t")[0] == "<unk>"
@@ -139,7 +139,7 @@ def test_a_tokenizer_of_the_hub_loads_by_name(trained, hub, monkeypatch):
     folder = trained["byte-bpe"][2]
     for file in folder.iterdir():
         hub.add("models", "someone/words", file.name, file.read_bytes())
-    assert tokenizers.load("someone/words").encode("The fox") == trained["byte-bpe"][0].encode("The fox")
+    assert tokenizers.load_tokenizer("someone/words").encode("The fox") == trained["byte-bpe"][0].encode("The fox")
 
 
 def test_symbols_are_tokens_of_their_own(trained):
@@ -178,17 +178,17 @@ def test_a_vocabulary_of_the_wrong_size_is_refused():
 def test_garbage_for_a_tokenizer_is_one_clear_message(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError):
-        tokenizers.load(tmp_path / name)
+        tokenizers.load_tokenizer(tmp_path / name)
 
 
 def test_a_folder_without_a_tokenizer_says_so(tmp_path):
     with pytest.raises(UserError, match="no tokenizer in"):
-        tokenizers.load(tmp_path)
+        tokenizers.load_tokenizer(tmp_path)
     with pytest.raises(UserError, match=r"merges\.txt"):
-        tokenizers.load(f"{tmp_path}/vocab.json,{tmp_path}/merges.txt")
+        tokenizers.load_tokenizer(f"{tmp_path}/vocab.json,{tmp_path}/merges.txt")
 
 
 def test_an_export_does_not_write_over_anything(trained, tmp_path):
     Path(tmp_path / "thesis.txt").touch()
     with pytest.raises(UserError, match="not empty"):
-        tokenizers.export(trained["unigram"][0], tmp_path)
+        tokenizers.export_hf(trained["unigram"][0], tmp_path)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from steelyard.core.errors import UserError
-from steelyard.core.recipe import load
+from steelyard.core.recipe import load_recipe
 from steelyard.core.run import for_training
 from steelyard.tokens import fma
 from steelyard.tokens.blend import blend_order, normalised
@@ -140,16 +140,16 @@ def test_a_run_reads_its_blend_in_the_order_of_its_recipe(in_workplace):
     sources = ", ".join(f"{{prefix='{p}', weight={number + 1}}}" for number, p in enumerate(prefixes))
     for order in CONTRACTION:
         samples = open_samples(
-            load("tiny.toml", [f"data.train=[{sources}]", f"data.blend_order={order}"]), "train", 500
+            load_recipe("tiny.toml", [f"data.train=[{sources}]", f"data.blend_order={order}"]), "train", 500
         )
         shares = normalised(normalised(range(1, 21)))
         assert np.array_equal(samples.dataset_index, blend_order(shares, len(samples), order)[0])
 
 
 def test_a_run_does_not_go_on_in_another_order(in_workplace):
-    for_training(load("tiny.toml"))
+    for_training(load_recipe("tiny.toml"))
     with pytest.raises(UserError, match=r"data\.blend_order: standard -> fma"):
-        for_training(load("tiny.toml", ["data.blend_order=fma"]))
+        for_training(load_recipe("tiny.toml", ["data.blend_order=fma"]))
 
 
 def test_the_c_library_agrees_about_one_rounding():

@@ -5,12 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from steelyard.core.recipe import load
+from steelyard.core.recipe import load_recipe
 from steelyard.tokens.samples import open_samples
 
 
 def opened(*overrides: str, split: str = "train"):
-    return open_samples(load("tiny.toml", overrides), split, 300)
+    return open_samples(load_recipe("tiny.toml", overrides), split, 300)
 
 
 def same(a, b) -> bool:

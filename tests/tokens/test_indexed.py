@@ -6,7 +6,7 @@ import pytest
 
 from steelyard.core.errors import Fault, UserError
 from steelyard.tokens import checksums
-from steelyard.tokens.indexed import IndexedTokens, token_dtype
+from steelyard.tokens.indexed_dataset import IndexedTokens, token_dtype
 from steelyard.tokens.inspect import verify
 from tests.conftest import write_documents
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from steelyard.core.errors import Fault, UserError
-from steelyard.tokens.assemble import merge
-from steelyard.tokens.indexed import IndexedTokens
+from steelyard.tokens.indexed_dataset import IndexedTokens
 from steelyard.tokens.inspect import describe, histogram_lines, verify
+from steelyard.tokens.merge import merge
 from tests.conftest import write_documents
 
 

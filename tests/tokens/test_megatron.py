@@ -7,9 +7,9 @@ import warnings
 import numpy as np
 import pytest
 
-from steelyard.core.recipe import load
+from steelyard.core.recipe import load_recipe
 from steelyard.tokens.blend import blend_order, normalised
-from steelyard.tokens.indexed import IndexedTokens
+from steelyard.tokens.indexed_dataset import IndexedTokens
 from steelyard.tokens.samples import open_samples
 from tests.conftest import write_documents, write_tokens
 
@@ -99,7 +99,7 @@ def test_index_maps_are_megatrons(in_workplace, tmp_path, samples, split, length
         seed=seed,
         path_to_cache=str(tmp_path / "theirs"),
     )
-    recipe = load(
+    recipe = load_recipe(
         "tiny.toml",
         [f"data.split={split}", f"data.sequence_length={length}", f"train.seed={seed}", "data.index_cache=ours"],
     )
@@ -116,7 +116,7 @@ def test_index_maps_are_megatrons(in_workplace, tmp_path, samples, split, length
 def test_megatrons_cache_is_used_and_its_arrays_are_not_built_again(in_workplace, tmp_path, monkeypatch):
     megatrons([200, 0, 0], tmp_path, blend=(["tokens_text_document"], None), path_to_cache=str(tmp_path / "cache"))
     monkeypatch.setattr("steelyard.tokens.index_maps.build", None)
-    samples = open_samples(load("tiny.toml", [f"data.index_cache={tmp_path / 'cache'}"]), "train", 200)
+    samples = open_samples(load_recipe("tiny.toml", [f"data.index_cache={tmp_path / 'cache'}"]), "train", 200)
     assert len(samples) >= 200
 
 
@@ -127,7 +127,7 @@ def test_a_blend_gives_megatrons_order(in_workplace, tmp_path):
         write_tokens(in_workplace.path / prefix, documents=30 + number, seed=number)
     train, valid, _ = megatrons([500, 40, 0], tmp_path, blend=(prefixes, weights))
     sources = ", ".join(f"{{prefix='{p}', weight={w}}}" for p, w in zip(prefixes, weights, strict=True))
-    recipe = load("tiny.toml", [f"data.train=[{sources}]", f"data.blend_order={installed_order()}"])
+    recipe = load_recipe("tiny.toml", [f"data.train=[{sources}]", f"data.blend_order={installed_order()}"])
     for name, theirs, wanted in (("train", train, 500), ("valid", valid, 40)):
         ours = open_samples(recipe, name, wanted)
         assert np.array_equal(ours.dataset_index, theirs.dataset_index)

@@ -12,10 +12,10 @@ import pytest
 from steelyard.core import files
 from steelyard.core.errors import UserError
 from steelyard.text import tokenizer as tokenizers
-from steelyard.tokens.indexed import IndexedTokens
+from steelyard.tokens.indexed_dataset import IndexedTokens
 from steelyard.tokens.inspect import verify
-from steelyard.tokens.job import Job
 from steelyard.tokens.preprocess import tokenize
+from steelyard.tokens.tokenize_job import Job
 from tests import preloaded
 from tests.conftest import kill
 
@@ -43,7 +43,7 @@ def output(prefix: str = "out_text_document") -> tuple[bytes, bytes]:
 
 def test_every_document_is_there_in_order_and_empty_ones_keep_their_entry(corpus):
     result = tokenize(job(append_eod=True))
-    tokenizer = tokenizers.load("tok")
+    tokenizer = tokenizers.load_tokenizer("tok")
     texts = [json.loads(line)["text"] for line in Path("corpus.jsonl").read_text().splitlines()]
     expected = [[*tokenizer.encode(text), tokenizer.end_of_document] if text else [] for text in texts]
     assert any(not ids for ids in expected)
@@ -65,7 +65,7 @@ def test_the_result_does_not_depend_on_workers_pieces_or_packing(corpus):
 
 def test_each_key_has_its_own_pair(corpus):
     tokenize(job(keys=("text", "title")))
-    tokenizer = tokenizers.load("tok")
+    tokenizer = tokenizers.load_tokenizer("tok")
     titles = IndexedTokens("out_title_document")
     assert tokenizer.decode(next(titles.documents())) == "第0章"
     assert len(IndexedTokens("out_text_document").document_index) == len(titles.document_index) == 2001
@@ -199,7 +199,7 @@ def test_patterns_name_many_files_and_a_missing_one_is_refused(corpus):
     Path("a1.txt").write_text("word1\nword2\n")
     Path("a2.txt").write_text("word3\n")
     tokenize(job(inputs=("a*.txt",)))
-    tokenizer = tokenizers.load("tok")
+    tokenizer = tokenizers.load_tokenizer("tok")
     texts = [tokenizer.decode(ids) for ids in IndexedTokens("out_text_document").documents()]
     assert texts == ["word1", "word2", "word3"]
     with pytest.raises(UserError, match=r"b\*\.txt"):

@@ -2,10 +2,10 @@ import numpy as np
 import pytest
 
 from steelyard.core.errors import UserError
-from steelyard.core.recipe import load
+from steelyard.core.recipe import load_recipe
 from steelyard.tokens import index_maps
 from steelyard.tokens.blend import blend_order
-from steelyard.tokens.indexed import IndexedTokens
+from steelyard.tokens.indexed_dataset import IndexedTokens
 from steelyard.tokens.samples import open_samples
 
 
@@ -31,7 +31,7 @@ def test_cuts_equal_a_walk_along_the_stream(seed, block, monkeypatch):
 
 
 def test_samples_cover_an_epoch_once_and_share_their_border_token(in_workplace):
-    recipe = load("tiny.toml", ["data.split=100", "data.sequence_length=8"])
+    recipe = load_recipe("tiny.toml", ["data.split=100", "data.sequence_length=8"])
     tokens = IndexedTokens("tokens_text_document")
     per_epoch = (int(tokens.lengths.sum()) - 1) // 8
     samples = open_samples(recipe, "train", per_epoch)
@@ -53,9 +53,9 @@ def test_a_blend_keeps_its_shares_at_every_moment(weights):
 
 def test_data_that_cannot_fill_one_sequence_is_refused(in_workplace):
     with pytest.raises(UserError, match="too few"):
-        open_samples(load("tiny.toml", ["data.split=100,0,0"]), "valid", 1)
+        open_samples(load_recipe("tiny.toml", ["data.split=100,0,0"]), "valid", 1)
 
 
 def test_ids_beyond_the_vocabulary_are_refused(in_workplace):
     with pytest.raises(UserError, match=r"model\.vocab"):
-        open_samples(load("tiny.toml", ["model.vocab=50"]), "train", 1)
+        open_samples(load_recipe("tiny.toml", ["model.vocab=50"]), "train", 1)

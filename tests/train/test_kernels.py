@@ -10,7 +10,7 @@ RATE, BETAS, EPS, DECAY = 1e-2, (0.9, 0.95), 1e-8, 0.1
 
 
 def test_the_kernel_moves_a_tensor_as_torchs_fused_adamw_does_and_skips_what_overflowed():
-    from steelyard.train.kernels import move
+    from steelyard.train.adamw_kernel import move
 
     generator = torch.Generator().manual_seed(0)
     ours = torch.randn(5001, generator=generator).to(DEVICE)

@@ -13,15 +13,15 @@ from steelyard import checkpoint, train
 from steelyard.checkpoint.formats import open_source
 from steelyard.checkpoint.formats.write import Target, convert
 from steelyard.core.errors import Fault, UserError
-from steelyard.core.recipe import load
-from steelyard.core.recipe.model import LlamaModel
+from steelyard.core.recipe import load_recipe
+from steelyard.core.recipe.model_section import LlamaModel
 from steelyard.core.run import Run
 from steelyard.evaluate import perplexity
 from steelyard.text import tokenizer as tokenizers
 from steelyard.train import nonfinite
 from steelyard.train.extension import Extension
 from steelyard.train.nonfinite import Findings, classify
-from steelyard.train.tally import Tally
+from steelyard.train.train_state import Tally
 from tests.checkpoint.models import SHAPES, Held
 
 QUICK = ["eval.every=0", "checkpoint.every=0", "log.every=1", "optim.schedule=constant"]
@@ -80,7 +80,7 @@ def warnings(capsys) -> str:
 
 
 def test_a_skipped_step_is_attributed_to_parameter_micro_batch_and_rank(in_workplace, capsys):
-    run = train.run(load("tiny.toml", [*QUICK, "train.steps=4"]), extension=Faulty(sample=10))
+    run = train.run(load_recipe("tiny.toml", [*QUICK, "train.steps=4"]), extension=Faulty(sample=10))
     told = warnings(capsys)
     assert "step 3 was skipped: non-finite gradient of model.embed.weight, model.layers.0." in told
     assert f"from micro-batch 1 (samples 10 to 11) on {HERE}. Cause: data or weights (computed again" in told
@@ -88,27 +88,27 @@ def test_a_skipped_step_is_attributed_to_parameter_micro_batch_and_rank(in_workp
 
 
 def test_a_fault_that_does_not_repeat_is_transient_and_changes_nothing_else(in_workplace, capsys):
-    run = train.run(load("tiny.toml", [*QUICK, "train.steps=5"]), extension=Faulty(sample=10, times=1))
+    run = train.run(load_recipe("tiny.toml", [*QUICK, "train.steps=5"]), extension=Faulty(sample=10, times=1))
     assert f"(samples 10 to 11) on {HERE}. Cause: transient hardware fault (computed again" in warnings(capsys)
     kept = [record["loss"] for record in run.metrics() if "loss" in record]
-    again = train.run(load("tiny.toml", [*QUICK, "train.steps=5", "name=again"]), extension=Faulty(sample=10))
+    again = train.run(load_recipe("tiny.toml", [*QUICK, "train.steps=5", "name=again"]), extension=Faulty(sample=10))
     assert kept == [record["loss"] for record in again.metrics() if "loss" in record]
 
 
 def test_a_fault_that_repeats_only_once_is_transient(in_workplace, capsys):
-    train.run(load("tiny.toml", [*QUICK, "train.steps=3"]), extension=Faulty(sample=10, times=2))
+    train.run(load_recipe("tiny.toml", [*QUICK, "train.steps=3"]), extension=Faulty(sample=10, times=2))
     assert "Cause: transient hardware fault (computed twice on the same device" in warnings(capsys)
 
 
 def test_a_gradient_that_alone_is_not_finite_is_named_with_its_micro_batch(in_workplace, capsys):
-    train.run(load("tiny.toml", [*QUICK, "train.steps=4"]), extension=FaultyGradient())
+    train.run(load_recipe("tiny.toml", [*QUICK, "train.steps=4"]), extension=FaultyGradient())
     told = warnings(capsys)
     assert f"non-finite gradient of model.layers.0.mlp.down.weight, from micro-batch 1 on {HERE}" in told
     assert "data or weights" in told
 
 
 def test_weights_that_became_nan_are_not_saved_and_the_checkpoint_before_stays(in_workplace):
-    recipe = load("tiny.toml", ["eval.every=0", "train.nonfinite_limit=20"])
+    recipe = load_recipe("tiny.toml", ["eval.every=0", "train.nonfinite_limit=20"])
     with pytest.raises(Fault, match=r"step 6 is not saved: NaN or infinite values in model.layers.1.mlp.up.weight"):
         train.run(recipe, extension=FaultyWeight())
     assert [path.name for path in Run.open("runs/tiny").checkpoints.iterdir()] == ["step-00000003"]
@@ -117,7 +117,7 @@ def test_weights_that_became_nan_are_not_saved_and_the_checkpoint_before_stays(i
 def test_the_error_of_a_limit_names_parameter_and_cause(in_workplace):
     settings = [*QUICK, "train.nonfinite_limit=1"]
     with pytest.raises(Fault, match=r"by step 5, the last 2 of which were skipped: non-finite gradient of") as fault:
-        train.run(load("tiny.toml", settings), extension=FaultyWeight())
+        train.run(load_recipe("tiny.toml", settings), extension=FaultyWeight())
     assert "micro-batch 0 (samples 16 to 17)" in str(fault.value)
     assert "Cause: data or weights" in str(fault.value)
 
@@ -134,19 +134,19 @@ def skipping(tally: Tally, steps: int, is_skipped) -> int | None:
 
 
 def test_a_run_that_skips_83_of_396_steps_is_stopped(in_workplace):
-    tally = Tally(load("tiny.toml", []), torch.device("cpu"))
+    tally = Tally(load_recipe("tiny.toml", []), torch.device("cpu"))
     stopped = skipping(tally, 396, lambda step: step * 83 // 396 > (step - 1) * 83 // 396)
     assert stopped == 53
     assert tally.exceeded() == (
         "11 of the last 53 steps were skipped by step 53: train.max_skipped_fraction = 0.1 allows 10 of 100"
     )
-    assert skipping(Tally(load("tiny.toml", []), torch.device("cpu")), 396, lambda step: step % 10 == 0) is None
-    unlimited = Tally(load("tiny.toml", ["train.max_skipped_fraction=1"]), torch.device("cpu"))
+    assert skipping(Tally(load_recipe("tiny.toml", []), torch.device("cpu")), 396, lambda step: step % 10 == 0) is None
+    unlimited = Tally(load_recipe("tiny.toml", ["train.max_skipped_fraction=1"]), torch.device("cpu"))
     assert skipping(unlimited, 396, lambda step: step % 4 == 0) is None
 
 
 def test_fp16_steps_count_toward_the_fraction_only_at_the_smallest_scale(in_workplace):
-    recipe = load("tiny.toml", ["train.precision=fp16", "train.nonfinite_limit=50"])
+    recipe = load_recipe("tiny.toml", ["train.precision=fp16", "train.nonfinite_limit=50"])
     tally = Tally(recipe, torch.device("cpu"))
     assert skipping(tally, 40, lambda step: step <= 16) is None
     assert (tally.loss_scale.scale, tally.counters.skipped, tally.counters.recent_skips) == (1.0, 16, [])
@@ -154,9 +154,9 @@ def test_fp16_steps_count_toward_the_fraction_only_at_the_smallest_scale(in_work
 
 
 def test_the_fraction_is_remembered_over_a_restart(in_workplace):
-    tally = Tally(load("tiny.toml", []), torch.device("cpu"))
+    tally = Tally(load_recipe("tiny.toml", []), torch.device("cpu"))
     assert skipping(tally, 40, lambda step: step % 4 == 0) is None
-    resumed = Tally(load("tiny.toml", []), torch.device("cpu"))
+    resumed = Tally(load_recipe("tiny.toml", []), torch.device("cpu"))
     resumed.restore(tally.state())
     assert skipping(resumed, 40, lambda step: step % 4 == 0) == 4
 
@@ -199,14 +199,14 @@ def poisoned_checkpoint(folder: Path, name: str = "model.layers.1.mlp.up.weight"
 
 
 def test_a_checkpoint_with_a_nan_is_refused_by_the_parameters_name(in_workplace):
-    run = train.run(load("tiny.toml", [*QUICK, "train.steps=2"]))
+    run = train.run(load_recipe("tiny.toml", [*QUICK, "train.steps=2"]))
     path = poisoned_checkpoint(run.checkpoints)
     named = "NaN or infinite values in model.layers.1.mlp.up.weight"
     with pytest.raises(UserError, match=named) as error:
-        train.run(load("tiny.toml", [*QUICK, "train.steps=3"]))
+        train.run(load_recipe("tiny.toml", [*QUICK, "train.steps=3"]))
     assert path.name in str(error.value)
     with pytest.raises(UserError, match=named):
-        train.run(load("tiny.toml", [*QUICK, "name=other", f"train.init_from={run.path}"]))
+        train.run(load_recipe("tiny.toml", [*QUICK, "name=other", f"train.init_from={run.path}"]))
     with pytest.raises(UserError, match=named):
         convert(open_source(run.path), Path("converted"), Target("hf"))
     assert not Path("converted").exists()
@@ -229,7 +229,7 @@ def test_a_hugging_face_model_with_an_infinite_weight_is_refused_by_every_comman
         perplexity.perplexity(perplexity.Request("model", "tokens_text_document"))
     settings = ["model={family='llama', layers=2, hidden=32, heads=4, vocab=260}", "train.init_from=model"]
     with pytest.raises(UserError, match=re.escape(named)):
-        train.run(load("tiny.toml", settings))
+        train.run(load_recipe("tiny.toml", settings))
 
 
 def test_a_weight_too_large_for_fp16_is_not_converted_to_infinity(tmp_path):

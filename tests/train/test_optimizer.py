@@ -2,9 +2,9 @@ import pytest
 import torch
 
 from steelyard import train
-from steelyard.core.recipe import load
-from steelyard.core.recipe.optim import Optim
-from steelyard.parallel.parts import Part
+from steelyard.core.recipe import load_recipe
+from steelyard.core.recipe.optim_section import Optim
+from steelyard.parallel.param_shards import Part
 from steelyard.train.optimizer import Optimizer
 from steelyard.train.sgd import Sgd, SgdSai
 
@@ -93,9 +93,9 @@ def test_state_made_for_loading_moves_nothing_and_has_the_names_of_a_checkpoint(
 @pytest.mark.parametrize("name", ["sgd", "sgd-sai"])
 def test_its_state_is_saved_and_a_continued_run_is_the_same(in_workplace, name):
     settings = [f"optim.name={name}", "optim.schedule=constant", "optim.learning_rate=3e-3", "eval.every=0"]
-    whole = train.run(load("tiny.toml", [*settings, "train.steps=20", "name=whole"]))
-    train.run(load("tiny.toml", [*settings, "train.steps=8", "name=parts"]))
-    parts = train.run(load("tiny.toml", [*settings, "train.steps=20", "name=parts"]))
+    whole = train.run(load_recipe("tiny.toml", [*settings, "train.steps=20", "name=whole"]))
+    train.run(load_recipe("tiny.toml", [*settings, "train.steps=8", "name=parts"]))
+    parts = train.run(load_recipe("tiny.toml", [*settings, "train.steps=20", "name=parts"]))
     losses = [[r["loss"] for r in run.metrics() if "loss" in r] for run in (whole, parts)]
     assert losses[0] == losses[1]
     assert losses[0][-1] < losses[0][0]

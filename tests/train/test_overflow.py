@@ -8,11 +8,11 @@ import pytest
 
 from steelyard import train
 from steelyard.core.errors import Fault
-from steelyard.core.recipe import load
+from steelyard.core.recipe import load_recipe
 from steelyard.core.run import Run
 from steelyard.observe import report
 from steelyard.train.extension import Extension
-from steelyard.train.scaling import LossScale
+from steelyard.train.loss_scaler import LossScale
 
 FP16 = ["train.precision=fp16", "log.every=1", "eval.every=0", "checkpoint.every=0"]
 
@@ -36,7 +36,7 @@ class Poison(Extension):
 
 def test_a_scale_that_overflows_is_halved_until_it_works(in_workplace):
     settings = ["train.loss_scale=1e8", "train.nonfinite_limit=50", "optim.warmup_steps=4", "optim.schedule=constant"]
-    recorded = steps(train.run(load("tiny.toml", [*FP16, *settings])))
+    recorded = steps(train.run(load_recipe("tiny.toml", [*FP16, *settings])))
     skipped = [record["skipped"] for record in recorded]
     assert skipped[:4] == [1, 2, 3, 4]
     assert skipped[-1] < 15
@@ -54,9 +54,9 @@ def test_a_scale_that_overflows_is_halved_until_it_works(in_workplace):
 
 
 def test_a_good_scale_changes_nothing_and_grows_after_its_window(in_workplace):
-    steady = steps(train.run(load("tiny.toml", [*FP16, "name=steady", "train.loss_scale=1024"])))
+    steady = steps(train.run(load_recipe("tiny.toml", [*FP16, "name=steady", "train.loss_scale=1024"])))
     growing = steps(
-        train.run(load("tiny.toml", [*FP16, "name=growing", "train.loss_scale=8", "train.loss_scale_window=3"]))
+        train.run(load_recipe("tiny.toml", [*FP16, "name=growing", "train.loss_scale=8", "train.loss_scale_window=3"]))
     )
     assert [record["loss_scale"] for record in growing[:7]] == [8, 8, 16, 16, 16, 32, 32]
     assert {record["loss_scale"] for record in steady} == {1024}
@@ -82,10 +82,10 @@ def test_a_scale_never_falls_below_one():
 def test_a_resumed_run_keeps_its_scale_and_counts(in_workplace):
     settings = [*FP16, "train.loss_scale=1e12", "train.loss_scale_window=4", "train.nonfinite_limit=50"]
     settings += ["optim.horizon_steps=20"]
-    whole = train.run(load("tiny.toml", [*settings, "name=whole"]))
-    train.run(load("tiny.toml", [*settings, "name=parts", "train.steps=3"]))
-    train.run(load("tiny.toml", [*settings, "name=parts", "train.steps=13"]))
-    parts = train.run(load("tiny.toml", [*settings, "name=parts"]))
+    whole = train.run(load_recipe("tiny.toml", [*settings, "name=whole"]))
+    train.run(load_recipe("tiny.toml", [*settings, "name=parts", "train.steps=3"]))
+    train.run(load_recipe("tiny.toml", [*settings, "name=parts", "train.steps=13"]))
+    parts = train.run(load_recipe("tiny.toml", [*settings, "name=parts"]))
     assert steps(parts)[-1]["skipped"] > 3
     assert (
         steps(parts)[-1].items()
@@ -96,7 +96,7 @@ def test_a_resumed_run_keeps_its_scale_and_counts(in_workplace):
 
 def test_a_step_whose_gradient_is_no_number_is_skipped_and_counted(in_workplace):
     settings = ["log.every=1", "eval.every=0", "optim.schedule=constant", "train.steps=8"]
-    recorded = steps(train.run(load("tiny.toml", settings), extension=Poison(3, 4, 6)))
+    recorded = steps(train.run(load_recipe("tiny.toml", settings), extension=Poison(3, 4, 6)))
     assert [record["nonfinite"] for record in recorded] == [0, 0, 1, 2, 2, 3, 3, 3]
     assert recorded[-1]["skipped"] == 0
     assert [record["grad_norm"] is None for record in recorded] == [step in (3, 4, 6) for step in range(1, 9)]
@@ -106,7 +106,7 @@ def test_a_step_whose_gradient_is_no_number_is_skipped_and_counted(in_workplace)
 
 def test_skipped_steps_move_no_weight(in_workplace):
     settings = ["log.every=1", "eval.every=1", "checkpoint.every=0", "train.steps=4", "optim.schedule=constant"]
-    run = train.run(load("tiny.toml", settings), extension=Poison(2, 3))
+    run = train.run(load_recipe("tiny.toml", settings), extension=Poison(2, 3))
     valid = [record["valid_loss"] for record in run.metrics() if "valid_loss" in record]
     assert valid[1] == valid[2] == valid[3]
     assert valid[0] != valid[1] != valid[4]
@@ -114,11 +114,11 @@ def test_skipped_steps_move_no_weight(in_workplace):
 
 def test_too_many_in_a_row_end_the_run_with_one_clear_fault(in_workplace):
     settings = ["train.nonfinite_limit=2", "checkpoint.every=2", "log.every=1"]
-    train.run(load("tiny.toml", [*settings, "name=enough"]), extension=Poison(3, 4, 6, 7, 10, 11))
+    train.run(load_recipe("tiny.toml", [*settings, "name=enough"]), extension=Poison(3, 4, 6, 7, 10, 11))
     with pytest.raises(
         Fault, match="the gradient norm became nan by step 7, the last 3 of which were skipped"
     ) as fault:
-        train.run(load("tiny.toml", settings), extension=Poison(3, 5, 6, 7, 8, 9))
+        train.run(load_recipe("tiny.toml", settings), extension=Poison(3, 5, 6, 7, 8, 9))
     assert "step 6 is saved" in str(fault.value)
     assert Run.open("runs/tiny").state == "failed"
     assert Run.open("runs/tiny").metrics()[-1]["step"] <= 7
@@ -126,13 +126,13 @@ def test_too_many_in_a_row_end_the_run_with_one_clear_fault(in_workplace):
 
 def test_a_streak_is_remembered_over_a_restart(in_workplace):
     settings = ["train.nonfinite_limit=2", "eval.every=0"]
-    train.run(load("tiny.toml", [*settings, "train.steps=5"]), extension=Poison(4, 5))
+    train.run(load_recipe("tiny.toml", [*settings, "train.steps=5"]), extension=Poison(4, 5))
     with pytest.raises(Fault, match="by step 6, the last 3"):
-        train.run(load("tiny.toml", settings), extension=Poison(6, 7, 8))
+        train.run(load_recipe("tiny.toml", settings), extension=Poison(6, 7, 8))
 
 
 def test_records_stay_json_and_the_report_can_show_them(in_workplace):
-    run = train.run(load("tiny.toml", ["train.steps=3", "log.every=1"]), extension=Poison(2, 3))
+    run = train.run(load_recipe("tiny.toml", ["train.steps=3", "log.every=1"]), extension=Poison(2, 3))
     for line in (run.path / "metrics.jsonl").read_text().splitlines():
         json.dumps(json.loads(line), allow_nan=False)
     run.append({"step": 4, "loss": None, "grad_norm": None, "tokens": 4, "tokens_per_second": 1.0})

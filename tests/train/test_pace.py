@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from steelyard.parallel.mesh import Axis, alone
-from steelyard.train.pace import Pace, shared_out
+from steelyard.train.straggler import Pace, shared_out
 
 
 def test_a_step_is_as_long_as_the_slowest_device_needs():

@@ -15,8 +15,8 @@ import torch
 from steelyard import train
 from steelyard.core import host
 from steelyard.core.errors import UserError
-from steelyard.core.recipe import load
-from steelyard.train import memory
+from steelyard.core.recipe import load_recipe
+from steelyard.train import peak_memory
 from steelyard.train.engine import Engine
 from steelyard.train.extension import Extension
 
@@ -32,7 +32,7 @@ LINE = re.compile(
 
 
 def test_a_line_of_the_log_has_what_megatrons_has(in_workplace, capsys):
-    run = train.run(load("tiny.toml"))
+    run = train.run(load_recipe("tiny.toml"))
     told = capsys.readouterr().err
     lines = [found for line in told.splitlines() if (found := LINE.fullmatch(line))]
     records = [record for record in run.metrics() if "loss" in record]
@@ -51,7 +51,7 @@ def test_a_line_of_the_log_has_what_megatrons_has(in_workplace, capsys):
 def test_a_record_tells_the_memory_of_this_run_and_not_of_the_process_before_it(in_workplace):
     can_reset = system_can_reset_the_peak()
     before = peak_with_a_filler()
-    run = train.run(load("tiny.toml", ["train.steps=2"]))
+    run = train.run(load_recipe("tiny.toml", ["train.steps=2"]))
     manifest, [record] = run.manifest(), [record for record in run.metrics() if "loss" in record]
     slack = 1 << 20  # Linux counts the pages of a process with several threads by and by.
     assert 0 < manifest["memory_before"] < record["peak_memory"] + slack
@@ -62,12 +62,12 @@ def system_can_reset_the_peak() -> bool:
     """Some containers accept the write to clear_refs and keep the peak: only trying shows it."""
     before = peak_with_a_filler()
     host.reset_peak()
-    return memory.peak(torch.device("cpu")) < before - FILLER // 2
+    return peak_memory.peak(torch.device("cpu")) < before - FILLER // 2
 
 
 def peak_with_a_filler() -> int:
     filler = bytearray(FILLER)
-    peak = memory.peak(torch.device("cpu"))
+    peak = peak_memory.peak(torch.device("cpu"))
     assert peak > len(filler)
     return peak
 
@@ -75,8 +75,8 @@ def peak_with_a_filler() -> int:
 def test_time_for_validation_and_checkpoints_is_not_a_steps(in_workplace, monkeypatch):
     hour, hours, clock = 3600.0, [], time.perf_counter
     monkeypatch.setattr("steelyard.train.metrics.time.perf_counter", lambda: clock() + hour * len(hours))
-    monkeypatch.setattr("steelyard.train.loop.units.perplexity", lambda loss: hours.append(1) or "1")
-    run = train.run(load("tiny.toml", ["eval.every=2", "train.steps=6"]))
+    monkeypatch.setattr("steelyard.train.trainer.units.perplexity", lambda loss: hours.append(1) or "1")
+    run = train.run(load_recipe("tiny.toml", ["eval.every=2", "train.steps=6"]))
     records = [record for record in run.metrics() if "loss" in record]
     assert len(hours) == len(records) == 3
     assert all(record["seconds"] < hour / 2 for record in records)
@@ -105,7 +105,7 @@ def test_tensorboard_gets_what_the_records_hold(in_workplace, monkeypatch):
     stub = types.ModuleType("torch.utils.tensorboard")
     stub.SummaryWriter = Board
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", stub)
-    run = train.run(load("tiny.toml", ["log.tensorboard=true", "train.steps=4"]), extension=Extra())
+    run = train.run(load_recipe("tiny.toml", ["log.tensorboard=true", "train.steps=4"]), extension=Extra())
     expected = [
         (key, value, record["step"])
         for record in run.metrics()
@@ -123,7 +123,7 @@ def test_what_is_not_installed_is_refused_before_anything_is_made(in_workplace, 
     for name in ("torch.utils.tensorboard", "tensorboard", "wandb"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UserError, match="is not installed") as refused:
-        train.run(load("tiny.toml", [key]))
+        train.run(load_recipe("tiny.toml", [key]))
     assert refused.value.mend.startswith("pip install")
     assert refused.value.where.endswith(key.partition("=")[0])
     assert not (in_workplace.path / "runs").exists()
@@ -169,7 +169,7 @@ def wandb(in_workplace, monkeypatch):
 
 def test_without_a_key_wandb_is_refused_before_training_and_nobody_is_asked(wandb):
     with pytest.raises(UserError, match="W&B has no key") as refused:
-        train.run(load("tiny.toml", ["log.wandb=project"]))
+        train.run(load_recipe("tiny.toml", ["log.wandb=project"]))
     assert "WANDB_MODE=offline" in refused.value.mend
     assert not wandb.exists()
     assert not (wandb.parent / "runs").exists()
@@ -179,8 +179,8 @@ def test_without_a_key_wandb_is_refused_before_training_and_nobody_is_asked(wand
 def test_wandb_gets_records_and_a_resumed_run_goes_on_under_its_name(wandb, monkeypatch, how):
     monkeypatch.setenv(*how)
     settings = ["log.wandb=project", "optim.horizon_steps=4"]
-    run = train.run(load("tiny.toml", [*settings, "train.steps=2"]))
-    train.run(load("tiny.toml", [*settings, "train.steps=4"]))
+    run = train.run(load_recipe("tiny.toml", [*settings, "train.steps=2"]))
+    train.run(load_recipe("tiny.toml", [*settings, "train.steps=4"]))
     calls = [json.loads(line) for line in wandb.read_text().splitlines()]
     begun = [call[1] for call in calls if call[0] == "init"]
     identity = run.manifest()["wandb_id"]
@@ -195,7 +195,7 @@ def test_wandb_gets_records_and_a_resumed_run_goes_on_under_its_name(wandb, monk
 def test_the_real_wandb_takes_a_run_without_a_network(in_workplace, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    run = train.run(load("tiny.toml", ["log.wandb=project", "train.steps=2"]))
+    run = train.run(load_recipe("tiny.toml", ["log.wandb=project", "train.steps=2"]))
     assert list(run.path.glob("wandb/offline-run-*"))
 
 

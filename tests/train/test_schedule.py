@@ -1,10 +1,10 @@
 import pytest
 
 from steelyard.core.errors import UserError
-from steelyard.core.recipe import load
-from steelyard.core.recipe.optim import Optim
-from steelyard.core.recipe.train import RampUp, Train
-from steelyard.train.schedule import Progress, learning_rate
+from steelyard.core.recipe import load_recipe
+from steelyard.core.recipe.optim_section import Optim
+from steelyard.core.recipe.train_section import RampUp, Train
+from steelyard.train.lr_schedule import Progress, learning_rate
 
 BATCH, LENGTH = 4, 16
 
@@ -69,9 +69,9 @@ def test_a_climb_in_samples_takes_more_steps_while_the_batch_is_small():
 def test_a_run_may_be_measured_in_samples_or_tokens(workplace, unit, length):
     text = workplace.recipe.read_text()
     workplace.recipe.write_text(text.replace("steps = 20\n", f"{unit} = {length}\n"))
-    assert load(workplace.recipe).train.steps == 25
+    assert load_recipe(workplace.recipe).train.steps == 25
     with pytest.raises(UserError, match=f"give steps or {unit}, not both"):
-        load(workplace.recipe, ["train.steps=20"])
+        load_recipe(workplace.recipe, ["train.steps=20"])
 
 
 def test_a_growing_batch_makes_more_steps_of_the_same_samples():

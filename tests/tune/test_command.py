@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from steelyard.core.errors import UserError
-from steelyard.core.recipe import load, to_toml
+from steelyard.core.recipe import load_recipe, to_toml
 from steelyard.launch import submit
-from steelyard.tune import history, kept, outcome, search, submitted
+from steelyard.tune import outcome, study_folder, submitted_trial, trial_history, worker_loop
 from steelyard.tune.candidate import recipe_at
 from steelyard.tune.defaults import tune_for
-from steelyard.tune.prior import Prior
+from steelyard.tune.planner_prior import Prior
 from steelyard.tune.spec import load as load_tune
 from tests import preloaded
 from tests.conftest import kill
@@ -72,12 +72,12 @@ def test_the_known_best_learning_rate_is_found_by_real_training_runs(workplace):
     assert found.returncode == 0, found.stderr
     summary = json.loads(found.stdout)
     assert summary["best"][0]["settings"] == {"optim.learning_rate": BEST_RATE}
-    recipe = load(workplace.path / "studies/rates/best.toml")
+    recipe = load_recipe(workplace.path / "studies/rates/best.toml")
     assert recipe.optim.learning_rate == BEST_RATE
     assert recipe.train.steps == 20
     assert recipe.checkpoint.at_end
-    _, study = kept.opened(workplace.path / "studies/rates")
-    ended = [history.result_of(trial) for trial in study.get_trials()]
+    _, study = study_folder.opened(workplace.path / "studies/rates")
+    ended = [trial_history.result_of(trial) for trial in study.get_trials()]
     assert ended.count(outcome.FINISHED) >= 3
     assert not list((workplace.path / "studies/rates/trials").glob("*/run/checkpoints/*"))
     workplace.recipe.unlink()  # A study tells its story by itself.
@@ -111,7 +111,7 @@ def test_the_planner_prunes_what_cannot_run_or_fit_and_orders_the_rest(in_workpl
 @pytest.fixture
 def of_a_cpu(in_workplace):
     """A tune file with a profile of tiny.toml's layer, which is a thousand times slower at one of two micro-batches."""
-    recipe = load("tiny.toml")
+    recipe = load_recipe("tiny.toml")
     model, rows = recipe.model, [(1, 1e-3), (4, 4.0)]
     known = {"gpu": "cpu", "device": "cpu", "precision": recipe.train.precision, "hidden": model.hidden}
     known |= {"sequence_length": recipe.data.sequence_length, "date": "2026-01-01", "versions": {}, "host": {}}
@@ -137,7 +137,7 @@ def test_a_profile_of_other_layers_or_devices_is_refused(of_a_cpu):
     assert (done.returncode, "cpu.toml: this profile has hidden" in done.stderr) == (2, True), done.stderr
     (of_a_cpu.path / "small.toml").write_text(SMALL)
     with pytest.raises(UserError, match=r"cpu.toml: this profile is of cpu, and the cluster has mine"):
-        search.prepare(load_tune("profiled.toml", {"cluster": "small.toml"}))
+        worker_loop.prepare(load_tune("profiled.toml", {"cluster": "small.toml"}))
 
 
 def test_nodes_that_a_layout_cannot_fill_are_known_before_anything_is_submitted(in_workplace):
@@ -182,7 +182,7 @@ def test_nodes_of_several_types_are_chosen_from_the_cluster_file(in_workplace, r
     assert Prior(tune).of(point).why_not is None
     recipe = recipe_at(tune, point, is_trial=True)
     assert recipe.parallel.placement == placement
-    found = submit.groups_of(submitted.request(tune, recipe, Path("run")))
+    found = submit.groups_of(submitted_trial.request(tune, recipe, Path("run")))
     assert [(group.nodes, group.ranks) for group in found] == nodes
 
 
@@ -203,19 +203,19 @@ def test_jobs_of_slurms_outlive_a_tuner_of_several_workers_that_is_killed(in_wor
     )
     try:
         wait_for(lambda: len(list((place / "queue").iterdir())) == 2)
-        trials = kept.opened(place / "studies" / "tiny")[1].get_trials()
+        trials = study_folder.opened(place / "studies" / "tiny")[1].get_trials()
         owners = [trial.user_attrs["worker"] for trial in trials if trial.state.name == "RUNNING"]
     finally:
         kill(tuner)
     assert len(owners) == 2
-    wait_for(lambda: all(history.is_dead(owner) for owner in owners))
+    wait_for(lambda: all(trial_history.is_dead(owner) for owner in owners))
     assert not (place / "cancelled").exists()
 
 
 def test_a_space_without_a_point_that_runs_is_the_users_mistake(in_workplace):
     (in_workplace.path / "none.toml").write_text('recipe = "tiny.toml"\nspace.model.heads = [3, 5]\n')
     with pytest.raises(UserError, match=r"no point of the space can run: .*heads"):
-        search.search(load_tune("none.toml"), Path("study"))
+        worker_loop.search(load_tune("none.toml"), Path("study"))
 
 
 def test_what_is_no_study_is_refused(workplace):

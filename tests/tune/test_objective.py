@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from steelyard.tune.objective import Measured, Objective, at_step
+from steelyard.tune.pruner import Stopping
 from steelyard.tune.spec import EarlyStopping
-from steelyard.tune.stopping import Stopping
 
 
 @pytest.mark.parametrize(

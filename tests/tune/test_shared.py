@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from steelyard.tune import history, kept, outcome
+from steelyard.tune import outcome, study_folder, trial_history
 from tests import preloaded
 from tests.conftest import free_port
 
@@ -106,14 +106,14 @@ def test_two_workers_share_a_study_on_postgresql(database, tmp_path):
     workers = [start(tmp_path, database, "--study", name, "--json") for name in ("here", "there")]
     told = [worker.communicate(timeout=150) for worker in workers]
     assert [worker.returncode for worker in workers] == [0, 0], told
-    tune, study = kept.opened(tmp_path / "here", database)
+    tune, study = study_folder.opened(tmp_path / "here", database)
     trials = study.get_trials()
-    ran = history.ran(trials)
+    ran = trial_history.ran(trials)
     assert len(ran) == tune.budget.trials == 12
     assert len({trial.params["x"] for trial in ran}) == 12
     processes = {trial.user_attrs["worker"]["process"] for trial in ran}
     assert processes == {worker.pid for worker in workers}
-    assert {history.result_of(trial) for trial in ran} == {outcome.FINISHED}
+    assert {trial_history.result_of(trial) for trial in ran} == {outcome.FINISHED}
     assert json.loads(told[0][0])["trials"] >= 11
     for file in [*tmp_path.glob("*here/**/*"), *tmp_path.glob("there/**/*")]:
         assert not file.is_file() or SECRET not in file.read_text(errors="replace"), file

@@ -6,10 +6,10 @@ import re
 import pytest
 
 from steelyard.core.errors import UserError
-from steelyard.tune import command, search, spec
+from steelyard.tune import command, spec, worker_loop
 from steelyard.tune.defaults import tune_for
 from steelyard.tune.expression import Expression, Refused
-from steelyard.tune.space import Dimension, Space
+from steelyard.tune.search_space import Dimension, Space
 
 GOOD = """
 recipe = "tiny.toml"
@@ -139,10 +139,10 @@ def test_overrides_of_the_command_line_come_after_those_of_the_file(in_workplace
 def test_an_override_of_the_file_is_told_by_its_line_and_one_of_the_command_line_as_such(in_workplace, override, said):
     (in_workplace.path / "bad.toml").write_text(f'\noverrides = ["train.seed=1", "{override}"]' + GOOD)
     with pytest.raises(UserError, match=rf"bad.toml:2: {re.escape(said)}"):
-        search.prepare(spec.load("bad.toml"))
+        worker_loop.prepare(spec.load("bad.toml"))
     (in_workplace.path / "good.toml").write_text('\noverrides = ["train.seed=1"]' + GOOD)
     with pytest.raises(UserError, match=r"command line: train.stepz: unknown key"):
-        search.prepare(spec.load("good.toml", {"overrides": ["train.stepz=3"]}))
+        worker_loop.prepare(spec.load("good.toml", {"overrides": ["train.stepz=3"]}))
 
 
 @pytest.mark.parametrize(

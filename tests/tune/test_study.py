@@ -15,10 +15,20 @@ from types import SimpleNamespace
 import pytest
 
 from steelyard.core.errors import Fault, UserError
-from steelyard.launch import process, record, scheduler
-from steelyard.tune import best, history, kept, outcome, search, spec, storage, submitted, workers
-from steelyard.tune.machine import named_gpus
+from steelyard.launch import launch_record, scheduler, supervisor
+from steelyard.tune import (
+    best,
+    local_workers,
+    outcome,
+    spec,
+    storage,
+    study_folder,
+    submitted_trial,
+    trial_history,
+    worker_loop,
+)
 from steelyard.tune.study import Study, folder_of
+from steelyard.tune.this_machine import named_gpus
 from tests import preloaded
 from tests.conftest import kill
 from tests.tune.test_trial import is_alive
@@ -119,8 +129,8 @@ def wait_for(condition, seconds=300):
 
 def ended(folder, *outcomes):
     """Settings and values of the trials with these outcomes, in the order in which they ended."""
-    _, study = kept.opened(folder)
-    trials = [trial for trial in study.get_trials() if history.result_of(trial) in outcomes]
+    _, study = study_folder.opened(folder)
+    trials = [trial for trial in study.get_trials() if trial_history.result_of(trial) in outcomes]
     return [(trial.params, trial.values) for trial in sorted(trials, key=lambda trial: trial.datetime_complete)]
 
 
@@ -139,7 +149,7 @@ def test_the_best_of_a_real_training_problem_is_found_within_twenty_trials(tmp_p
     }
     space = "\n".join(f"{name} = {values}" for name, values in SPACE.items())
     (tmp_path / "tune.toml").write_text(TUNE.format(python=sys.executable, space=space, trials=20))
-    found = search.search(spec.load("tune.toml"), Path("study"))
+    found = worker_loop.search(spec.load("tune.toml"), Path("study"))
     best = found["best"][0]
     assert found["trials"] == 20
     assert best["values"]["loss"] == pytest.approx(min(losses.values()))
@@ -186,11 +196,11 @@ def test_an_interruption_keeps_what_was_learned(valley):
 @pytest.mark.slow
 def test_a_changed_space_is_refused_and_a_larger_budget_is_not(valley, monkeypatch):
     monkeypatch.chdir(valley)
-    search.search(spec.load("valley.toml", {"budget.trials": 2}), Path("study"))
-    assert search.search(spec.load("valley.toml", {"budget.trials": 3}), Path("study"))["trials"] == 3
+    worker_loop.search(spec.load("valley.toml", {"budget.trials": 2}), Path("study"))
+    assert worker_loop.search(spec.load("valley.toml", {"budget.trials": 3}), Path("study"))["trials"] == 3
     (valley / "valley.toml").write_text((valley / "valley.toml").read_text().replace("high = 20 }", "high = 30 }", 1))
     with pytest.raises(UserError, match=r"began with another file:\n  space\.x\.high: 20 -> 30\n"):
-        search.search(spec.load("valley.toml"), Path("study"))
+        worker_loop.search(spec.load("valley.toml"), Path("study"))
 
 
 def test_a_secret_in_the_command_that_is_tuned_is_in_no_file_of_the_study(valley, monkeypatch):
@@ -199,10 +209,10 @@ def test_a_secret_in_the_command_that_is_tuned_is_in_no_file_of_the_study(valley
     text = text.replace(f' {valley}"', f' {valley} --password sesame --url http://me:sesame@host"')
     (valley / "valley.toml").write_text(text.replace("trials = 8", "trials = 1"))
     tuned = spec.load("valley.toml")
-    search.search(tuned, Path("secret"))
+    worker_loop.search(tuned, Path("secret"))
     assert runs(valley) == 1
     assert not [file for file in Path("secret").rglob("*") if file.is_file() and b"sesame" in file.read_bytes()]
-    assert search.search(tuned, Path("secret"))["trials"] == 1
+    assert worker_loop.search(tuned, Path("secret"))["trials"] == 1
 
 
 def test_a_trial_whose_worker_died_elsewhere_is_given_up_after_a_while(valley, monkeypatch):
@@ -220,7 +230,7 @@ def test_a_trial_whose_worker_died_elsewhere_is_given_up_after_a_while(valley, m
     assert study.fail_the_lost() == [asked.number]
     again = study.next()
     assert again.params == asked.params
-    again.set_user_attr("worker", history.me() | {"began": "before"})
+    again.set_user_attr("worker", trial_history.me() | {"began": "before"})
     assert study.fail_the_lost() == [again.number]
     assert study.next().params != asked.params  # Twice is enough: the point may be what kills its workers.
 
@@ -237,15 +247,15 @@ def test_hours_count_only_while_trials_run():
         return SimpleNamespace(state=state, user_attrs=told, datetime_start=naive, datetime_complete=end and naive)
 
     trials = [at(0, 10), at(5, 15), at(6, 7), at(30, 31, "cut_short"), at(33, 40, "lost"), at(41, None)]
-    assert history.seconds_used(trials, datetime(2026, 1, 1, 0, 43, tzinfo=UTC)) == 60 * (15 + 1 + 2)
+    assert trial_history.seconds_used(trials, datetime(2026, 1, 1, 0, 43, tzinfo=UTC)) == 60 * (15 + 1 + 2)
 
 
 def test_workers_without_gpus_have_equal_shares_of_the_cores(monkeypatch):
-    monkeypatch.setattr("steelyard.tune.workers.visible_gpus", list)
+    monkeypatch.setattr("steelyard.tune.local_workers.visible_gpus", list)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 4, 5, 6})
-    assert [share.cores for share in workers.shares(2)] == [[0, 1], [4, 5]]
-    assert [share.cores for share in workers.shares(6)] == [[0], [1], [4], [5], [6], [0]]
+    assert [share.cores for share in local_workers.shares(2)] == [[0, 1], [4, 5]]
+    assert [share.cores for share in local_workers.shares(6)] == [[0], [1], [4], [5], [6], [0]]
 
 
 def test_workers_run_on_their_own_cores(monkeypatch, capfd):
@@ -254,10 +264,10 @@ def test_workers_run_on_their_own_cores(monkeypatch, capfd):
     if len(before) < 2:
         pytest.skip("one core cannot be shared out")
     show = "import os; print('cores', *sorted(os.sched_getaffinity(0)))"
-    monkeypatch.setattr("steelyard.tune.workers.steelyard", lambda *words: [sys.executable, "-c", show])
-    monkeypatch.setattr("steelyard.tune.workers.visible_gpus", list)
+    monkeypatch.setattr("steelyard.tune.local_workers.steelyard", lambda *words: [sys.executable, "-c", show])
+    monkeypatch.setattr("steelyard.tune.local_workers.visible_gpus", list)
     monkeypatch.setattr(sys, "stderr", sys.__stderr__)
-    workers.run([], 2)
+    local_workers.run([], 2)
     told = [set(line.split()[1:]) for line in capfd.readouterr().err.splitlines() if line.startswith("cores")]
     assert [len(each) for each in told] == [len(before) // 2] * 2
     assert not told[0] & told[1]
@@ -273,11 +283,11 @@ def test_hidden_gpus_are_not_shared_out():
 def test_a_trial_that_the_hours_cut_short_is_tried_again_when_there_are_more(valley, monkeypatch):
     monkeypatch.chdir(valley)
     monkeypatch.setenv("PAUSE", "30")
-    summary = search.search(spec.load("valley.toml", {"budget.hours": 0.6 / 3600}), Path("study"))
+    summary = worker_loop.search(spec.load("valley.toml", {"budget.hours": 0.6 / 3600}), Path("study"))
     assert (summary["trials"], summary["outcomes"]["cut_short"]) == (0, 1)
     monkeypatch.setenv("PAUSE", "0")
-    search.search(spec.load("valley.toml", {"budget.trials": 1}), Path("study"))
-    _, study = kept.opened(Path("study"))
+    worker_loop.search(spec.load("valley.toml", {"budget.trials": 1}), Path("study"))
+    _, study = study_folder.opened(Path("study"))
     first, second = (trial.params for trial in study.get_trials())
     assert first == second
 
@@ -286,14 +296,14 @@ def test_a_study_whose_trials_all_crash_ends_and_says_why(valley, monkeypatch):
     monkeypatch.chdir(valley)
     (valley / "valley.py").write_text("raise ValueError('no such thing')")
     with pytest.raises(Fault, match="first 3 trials all crashed, the last with: ValueError: no such thing"):
-        search.search(spec.load("valley.toml"), Path("study"))
+        worker_loop.search(spec.load("valley.toml"), Path("study"))
 
 
 def test_a_study_of_one_trial_that_crashed_has_failed(valley, monkeypatch):
     monkeypatch.chdir(valley)
     (valley / "valley.py").write_text("raise ValueError('no such thing')")
     with pytest.raises(Fault, match="the only trial crashed with: ValueError"):
-        search.search(spec.load("valley.toml", {"budget.trials": 1}), Path("study"))
+        worker_loop.search(spec.load("valley.toml", {"budget.trials": 1}), Path("study"))
 
 
 def test_a_study_that_only_crashed_begins_anew_with_what_was_mended(valley, monkeypatch):
@@ -301,9 +311,11 @@ def test_a_study_that_only_crashed_begins_anew_with_what_was_mended(valley, monk
     good = (valley / "valley.toml").read_text()
     (valley / "valley.toml").write_text(good.replace("value: (.+)", "valu.*"))
     with pytest.raises(Fault, match=r"value matched 'value: \d+', which is no number: put a group"):
-        search.search(spec.load("valley.toml"), Path("study"))
+        worker_loop.search(spec.load("valley.toml"), Path("study"))
     (valley / "valley.toml").write_text(good)
-    assert search.search(spec.load("valley.toml", {"budget.trials": 2}), Path("study"))["outcomes"] == {"finished": 2}
+    assert worker_loop.search(spec.load("valley.toml", {"budget.trials": 2}), Path("study"))["outcomes"] == {
+        "finished": 2
+    }
 
 
 def test_a_study_in_which_no_trial_ran_begins_anew_with_an_edited_file(valley, monkeypatch):
@@ -311,9 +323,11 @@ def test_a_study_in_which_no_trial_ran_begins_anew_with_an_edited_file(valley, m
     good = (valley / "valley.toml").read_text()
     (valley / "valley.toml").write_text(good.replace("seed = 3", 'seed = 3\nconstraints = ["x > 100"]'))
     with pytest.raises(UserError, match="no point of the space can run"):
-        search.search(spec.load("valley.toml"), Path("study"))
+        worker_loop.search(spec.load("valley.toml"), Path("study"))
     (valley / "valley.toml").write_text(good.replace("high = 20", "high = 10"))
-    assert search.search(spec.load("valley.toml", {"budget.trials": 1}), Path("study"))["outcomes"] == {"finished": 1}
+    assert worker_loop.search(spec.load("valley.toml", {"budget.trials": 1}), Path("study"))["outcomes"] == {
+        "finished": 1
+    }
 
 
 def test_an_edited_file_is_refused_while_a_job_of_the_study_may_be_taken_up(valley, monkeypatch):
@@ -330,14 +344,14 @@ def test_an_edited_file_is_refused_while_a_job_of_the_study_may_be_taken_up(vall
 
 def test_a_database_that_is_gone_is_told(valley, monkeypatch, capsys):
     monkeypatch.chdir(valley)
-    search.search(spec.load("valley.toml", {"budget.trials": 1}), Path("study"))
+    worker_loop.search(spec.load("valley.toml", {"budget.trials": 1}), Path("study"))
     Path("study/study.db").unlink()
     with pytest.raises(UserError, match=r"study.db is gone\n  each trial's trial.json still says"):
-        kept.opened(Path("study"))
+        study_folder.opened(Path("study"))
     assert not Path("study/study.db").exists()
     (valley / "valley.py").write_text(f"import os; os.unlink({str(valley / 'study/study.db')!r}); print('value: 1')")
     with pytest.raises(Fault, match=r"study.db is gone"):
-        search.search(spec.load("valley.toml", {"budget.trials": 1}), Path("study"))
+        worker_loop.search(spec.load("valley.toml", {"budget.trials": 1}), Path("study"))
     assert "study.db is gone: the study begins anew" in capsys.readouterr().err
 
 
@@ -399,7 +413,7 @@ regex = 'memory: (\\d+)'
 goal = "minimize"
 """
     (tmp_path / "two.toml").write_text(text)
-    found = search.search(spec.load("two.toml"), Path("study"))
+    found = worker_loop.search(spec.load("two.toml"), Path("study"))
     assert found["trials"] == 10
     assert [each["settings"]["x"] for each in found["best"]] == [4, 3, 2, 1, 0]
     assert len(list((tmp_path / "study" / "best").iterdir())) == 5
@@ -412,13 +426,15 @@ def test_a_job_that_a_killed_tuner_left_is_cancelled_where_nobody_may_take_it_up
     folder = Path("study")
     folder.mkdir()
     lost = Study(loaded, storage.url_of(folder, None)).next()
-    lost.set_user_attr("worker", history.me() | {"began": "before"})
+    lost.set_user_attr("worker", trial_history.me() | {"began": "before"})
     run = folder_of(folder, lost.number) / "run"
     (run / "logs").mkdir(parents=True)
-    supervisor = process.start(run, ["sleep", "600"])
-    record.write(run, record.Launch("local", "x", [str(supervisor["pid"])], ["sleep"], 1, 1, process=supervisor))
-    assert submitted.can_be_taken_up(run)
+    process = supervisor.start(run, ["sleep", "600"])
+    launch_record.write(
+        run, launch_record.Launch("local", "x", [str(process["pid"])], ["sleep"], 1, 1, process=process)
+    )
+    assert submitted_trial.can_be_taken_up(run)
     monkeypatch.setattr(Study, "seconds_left", lambda study: 0.0)
-    search.search(spec.load("jobs.toml", {"budget.hours": 1.0}), folder)
-    assert not process.is_alive(supervisor)
+    worker_loop.search(spec.load("jobs.toml", {"budget.hours": 1.0}), folder)
+    assert not supervisor.is_alive(process)
     assert [each["state"] for each in scheduler.read(run)][-1] == "CANCELLED"

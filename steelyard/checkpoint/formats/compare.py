@@ -11,7 +11,7 @@ from steelyard import model
 from steelyard.checkpoint.formats.source import TABLES, Source, holds_adapters, load_into, misfits
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
-from steelyard.sizes.model import parameters
+from steelyard.sizes.param_count import parameters
 
 # Settings that weights compute the same with.
 OF_TRAINING = ("dropout", "attention_dropout", "init_std", "vocab_multiple")

@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
-from steelyard.checkpoint.formats import megatron_args, pickled
-from steelyard.checkpoint.formats.entries import megatron
-from steelyard.checkpoint.formats.mapped import Mapped
+from steelyard.checkpoint.formats import megatron_args, safe_unpickle
+from steelyard.checkpoint.formats.key_mapping import megatron
+from steelyard.checkpoint.formats.mapped_tensors import Mapped
 from steelyard.checkpoint.formats.megatron import Pieces, Ranks, add_companions, weights
 from steelyard.checkpoint.formats.megatron_args import NOT_WEIGHTS
 from steelyard.core.errors import UserError
@@ -33,8 +33,8 @@ def opened(path: Path) -> Mapped | None:
     ranks = _numbered(folder, RANK_FILE)
     if not ranks:
         return None
-    states = [pickled.load(file) for _, file in sorted(ranks.items())]
-    args = pickled.settings_of(states[0].get("args") if isinstance(states[0], dict) else None)
+    states = [safe_unpickle.load(file) for _, file in sorted(ranks.items())]
+    args = safe_unpickle.settings_of(states[0].get("args") if isinstance(states[0], dict) else None)
     shape = megatron_args.shape_of(args, str(folder))
     layers = _numbered(folder, LAYER_FILE)
     pieces = _from_layers(layers) if layers else _from_ranks(states)
@@ -74,7 +74,7 @@ def _from_layers(files: dict[tuple[int, ...], Path]) -> Pieces:
     pieces: Pieces = {}
     layer = 0
     for number in sorted({number for number, _ in files}):
-        ranks = [pickled.tensors_in(pickled.load(files[key])) for key in sorted(files) if key[0] == number]
+        ranks = [safe_unpickle.tensors_in(safe_unpickle.load(files[key])) for key in sorted(files) if key[0] == number]
         prefix = _place_of(ranks[0], layer)
         if prefix is None:
             raise UserError(

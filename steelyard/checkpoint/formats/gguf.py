@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from steelyard.checkpoint.formats import gguf_blocks, gguf_tokenizer
-from steelyard.checkpoint.formats.entries import Entry, gguf_llama
-from steelyard.checkpoint.formats.mapped import Mapped, Store
+from steelyard.checkpoint.formats.key_mapping import Entry, gguf_llama
+from steelyard.checkpoint.formats.mapped_tensors import Mapped, Store
 from steelyard.checkpoint.formats.source import first_problem
 from steelyard.core.errors import Damaged, UserError
-from steelyard.core.recipe.model import LlamaModel
+from steelyard.core.recipe.model_section import LlamaModel
 from steelyard.text.tokenizer import Tokenizer
 
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}

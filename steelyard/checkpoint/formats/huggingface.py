@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steelyard.checkpoint.formats import config as configs
-from steelyard.checkpoint.formats import pickled, safetensors
-from steelyard.checkpoint.formats.entries import Entry, hugging_face
-from steelyard.checkpoint.formats.mapped import Mapped, Store
+from steelyard.checkpoint.formats import hf_config as configs
+from steelyard.checkpoint.formats import safe_unpickle, safetensors
+from steelyard.checkpoint.formats.key_mapping import Entry, hugging_face
+from steelyard.checkpoint.formats.mapped_tensors import Mapped, Store
 from steelyard.checkpoint.formats.source import TABLES
 from steelyard.core.errors import Damaged, UserError
 from steelyard.core.files import inside
@@ -131,4 +131,4 @@ def _files(folder: Path) -> dict[Path, set[str]]:
 
 
 def _mapped(file: Path) -> dict[str, Tensor]:
-    return pickled.tensors_in(pickled.load(file))
+    return safe_unpickle.tensors_in(safe_unpickle.load(file))

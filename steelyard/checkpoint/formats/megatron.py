@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steelyard.checkpoint.formats import extra as extras
-from steelyard.checkpoint.formats import megatron_args, pickled
-from steelyard.checkpoint.formats.entries import Entry, megatron
+from steelyard.checkpoint.formats import hf_metadata as extras
+from steelyard.checkpoint.formats import megatron_args, safe_unpickle
 from steelyard.checkpoint.formats.huggingface import tokenizer_files, tokenizer_in
-from steelyard.checkpoint.formats.mapped import Mapped, Store
+from steelyard.checkpoint.formats.key_mapping import Entry, megatron
+from steelyard.checkpoint.formats.mapped_tensors import Mapped, Store
 from steelyard.checkpoint.formats.megatron_args import NOT_WEIGHTS, renamed
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
-from steelyard.core.recipe.model import GptModel, LlamaModel
+from steelyard.core.recipe.model_section import GptModel, LlamaModel
 
 RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
 FILES = ("model_optim_rng.pt", "model_rng.pt")
@@ -48,7 +48,7 @@ def opened(path: Path) -> Mapped | None:
         raise UserError(f"{folder} lacks the file of tensor rank {lacking[0][0]}, pipeline rank {lacking[0][1]}")
     states = {rank: _state(file) for rank, file in sorted(files.items())}
     first = states[0, 0]
-    args = pickled.settings_of(first.get("args"))
+    args = safe_unpickle.settings_of(first.get("args"))
     shape = megatron_args.shape_of(args, str(files[0, 0]))
     version = first.get("checkpoint_version", 0)
     pieces = _joined_stages([[states[tp, pp] for tp in range(tensor)] for pp in range(pipeline)])
@@ -87,7 +87,7 @@ def _files(folder: Path) -> dict[tuple[int, int], Path]:
 
 
 def _state(file: Path) -> dict[str, Any]:
-    state = pickled.load(file)
+    state = safe_unpickle.load(file)
     if not isinstance(state, dict) or not any(re.fullmatch(r"model\d*", str(key)) for key in state):
         raise UserError("it has no model", where=str(file))
     return state
@@ -117,7 +117,7 @@ def _joined_stages(stages: list[list[dict[str, Any]]]) -> Pieces:
 
 def weights(model: Any) -> dict[str, Tensor]:
     """The weights of one saved model, by the names of today."""
-    found = {renamed(name): tensor for name, tensor in pickled.tensors_in(model).items()}
+    found = {renamed(name): tensor for name, tensor in safe_unpickle.tensors_in(model).items()}
     return {name: tensor for name, tensor in found.items() if not NOT_WEIGHTS.search(name)}
 
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from steelyard.checkpoint.formats.config import positions_of
+from steelyard.checkpoint.formats.hf_config import positions_of
 from steelyard.checkpoint.formats.source import first_problem
 from steelyard.core.errors import UserError
-from steelyard.core.recipe.model import GptModel, LlamaModel, RopeScaling
+from steelyard.core.recipe.model_section import GptModel, LlamaModel, RopeScaling
 
 Shape = GptModel | LlamaModel
 LATEST = "latest_checkpointed_iteration.txt"

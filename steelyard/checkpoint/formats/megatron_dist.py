@@ -16,12 +16,12 @@ from torch import Tensor
 
 from steelyard.checkpoint import folder as folders
 from steelyard.checkpoint.folder import Checkpoint
-from steelyard.checkpoint.formats import megatron_args, pickled
-from steelyard.checkpoint.formats.entries import Entry, megatron
-from steelyard.checkpoint.formats.mapped import Mapped, Store
+from steelyard.checkpoint.formats import megatron_args, safe_unpickle
+from steelyard.checkpoint.formats.key_mapping import Entry, megatron
+from steelyard.checkpoint.formats.mapped_tensors import Mapped, Store
 from steelyard.checkpoint.formats.megatron import add_companions
 from steelyard.checkpoint.formats.megatron_args import NOT_WEIGHTS, renamed
-from steelyard.checkpoint.pieces import Piece
+from steelyard.checkpoint.sharded_tensor import Piece
 from steelyard.core.errors import UserError
 from steelyard.core.files import inside
 from steelyard.core.safe_parse import read_json_object
@@ -37,8 +37,8 @@ def opened(path: Path) -> Mapped | None:
     backend = read_json_object(inside(folder / "metadata.json")).get("sharded_backend")
     if backend != "torch_dist":
         raise UserError(f"{folder} was written by the backend {backend}", mend="torch_dist is what can be read")
-    common = pickled.load(folder / "common.pt") if (folder / "common.pt").is_file() else {}
-    args = pickled.settings_of(common.get("args") if isinstance(common, dict) else None)
+    common = safe_unpickle.load(folder / "common.pt") if (folder / "common.pt").is_file() else {}
+    args = safe_unpickle.settings_of(common.get("args") if isinstance(common, dict) else None)
     shape = megatron_args.shape_of(args, str(folder / "common.pt"))
     source = Mapped("megatron-dist", folder, shape, Stacked(folder, shape.tied), megatron(shape), _layout(folder))
     iteration = common.get("iteration")

@@ -19,10 +19,10 @@ from torch import Tensor
 from steelyard import model
 from steelyard.checkpoint import hub
 from steelyard.checkpoint.folder import STATE
-from steelyard.checkpoint.pieces import Piece
+from steelyard.checkpoint.sharded_tensor import Piece
 from steelyard.core.console import console
 from steelyard.core.errors import SteelyardError, UserError
-from steelyard.core.recipe.model import GptModel, LlamaModel
+from steelyard.core.recipe.model_section import GptModel, LlamaModel
 from steelyard.core.run import MANIFEST
 from steelyard.model import LanguageModel
 from steelyard.text import tokenizer as tokenizers
@@ -89,7 +89,7 @@ class Source(ABC):
         """The tokenizer that belongs to the model."""
         if self.tokenizer is None:
             raise UserError(f"{self.path} comes without a tokenizer", mend="name one")
-        return tokenizers.load(self.tokenizer)
+        return tokenizers.load_tokenizer(self.tokenizer)
 
 
 def open_source(path: str | Path) -> Source:

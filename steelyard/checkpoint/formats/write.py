@@ -19,14 +19,14 @@ from torch import Tensor
 
 from steelyard.checkpoint import folder as folders
 from steelyard.checkpoint.finite import refuse_nonfinite
-from steelyard.checkpoint.formats import compressed, safetensors, write_megatron
-from steelyard.checkpoint.formats import config as configs
-from steelyard.checkpoint.formats import extra as extras
-from steelyard.checkpoint.formats.entries import Entry, hugging_face, joined, theirs_size
+from steelyard.checkpoint.formats import compressed_tensors, safetensors, write_megatron
+from steelyard.checkpoint.formats import hf_config as configs
+from steelyard.checkpoint.formats import hf_metadata as extras
+from steelyard.checkpoint.formats.key_mapping import Entry, hugging_face, joined, theirs_size
+from steelyard.checkpoint.formats.native import PREFIX, TOKENIZER
 from steelyard.checkpoint.formats.source import TABLES, Source, check, expected_sizes
-from steelyard.checkpoint.formats.steelyard import PREFIX, TOKENIZER
 from steelyard.checkpoint.formats.write_megatron import Layout
-from steelyard.checkpoint.pieces import Promised
+from steelyard.checkpoint.sharded_tensor import Promised
 from steelyard.core import files, sha256sums, units
 from steelyard.core.console import Progress, console
 from steelyard.core.errors import Fault, UserError
@@ -102,7 +102,7 @@ def _tokenizer(source: Source, named: str | None) -> Tokenizer | None:
         console.warn(f"{source.path} comes without a tokenizer, so none is written; --tokenizer names one")
         return None
     try:
-        found = tokenizers.load(named) if named is not None else source.load_tokenizer()
+        found = tokenizers.load_tokenizer(named) if named is not None else source.load_tokenizer()
     except UserError as error:
         if named is None:
             error.message = f"the tokenizer that comes along cannot be used: {error.message}"
@@ -248,8 +248,8 @@ def _write_compressed(supply: Supply, folder: Path, shard_bytes: int) -> None:
     dtypes: dict[str, torch.dtype] = {}
     for name, size in supply.sizes.items():
         if name in whole:
-            values, indices = compressed.parts_of(name)
-            sizes |= {values: (size[0], size[1] // 2), indices: (size[0], compressed.indices_of_row(size[1]))}
+            values, indices = compressed_tensors.parts_of(name)
+            sizes |= {values: (size[0], size[1] // 2), indices: (size[0], compressed_tensors.indices_of_row(size[1]))}
             dtypes |= {values: supply.dtype, indices: torch.uint8}
         else:
             sizes[name], dtypes[name] = size, supply.dtype
@@ -261,7 +261,7 @@ def _write_compressed(supply: Supply, folder: Path, shard_bytes: int) -> None:
             shards.append([])
             filled = math.prod(size) * dtypes[name].itemsize
         shards[-1].append(name)
-    about = {"format": compressed.FORMAT, "version": compressed.VERSION}
+    about = {"format": compressed_tensors.FORMAT, "version": compressed_tensors.VERSION}
     for number, shard in enumerate(shards, start=1):
         file = "sparse.safetensors" if len(shards) == 1 else f"sparse-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors = (supply.tensor(name)[: sizes[name][0]] for name in shard)

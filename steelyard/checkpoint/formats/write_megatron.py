@@ -18,13 +18,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from steelyard.checkpoint import folder as folders
-from steelyard.checkpoint.formats.entries import Entry, groups_of, joined, megatron
+from steelyard.checkpoint.formats.key_mapping import Entry, groups_of, joined, megatron
 from steelyard.checkpoint.formats.megatron_args import LATEST, args_of, padded_rows
 from steelyard.checkpoint.formats.safetensors import write_tensor
-from steelyard.checkpoint.pieces import Promised
+from steelyard.checkpoint.sharded_tensor import Promised
 from steelyard.core import files
 from steelyard.core.errors import UserError
-from steelyard.core.recipe.model import GptModel, LlamaModel
+from steelyard.core.recipe.model_section import GptModel, LlamaModel
 
 if TYPE_CHECKING:
     from steelyard.checkpoint.formats.write import Supply

@@ -4,9 +4,9 @@
 printed holds a token.
 """
 
-from steelyard.checkpoint.hub.contents import fetch, is_name, model_files
 from steelyard.checkpoint.hub.pull import pull
-from steelyard.checkpoint.hub.send import send
+from steelyard.checkpoint.hub.push import push
+from steelyard.checkpoint.hub.repo_files import fetch, is_name, model_files
 from steelyard.checkpoint.hub.session import login, read_token, talking, token, whoami
 
 __all__ = [
@@ -15,8 +15,8 @@ __all__ = [
     "login",
     "model_files",
     "pull",
+    "push",
     "read_token",
-    "send",
     "talking",
     "token",
     "whoami",

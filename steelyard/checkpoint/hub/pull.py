@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from steelyard.checkpoint.hub.contents import RemoteFile, is_name, listing, model_files
+from steelyard.checkpoint.hub.repo_files import RemoteFile, is_name, listing, model_files
 from steelyard.checkpoint.hub.session import talking
 from steelyard.core import files, units
 from steelyard.core.console import Progress, console

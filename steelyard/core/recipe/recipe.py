@@ -6,19 +6,19 @@ from typing import Annotated, Any
 
 from pydantic import Field, PrivateAttr, model_validator
 
-from steelyard.core.recipe import agree
-from steelyard.core.recipe.checkpoint import Checkpoint
-from steelyard.core.recipe.data import Data
-from steelyard.core.recipe.evaluation import Evaluation
-from steelyard.core.recipe.finetune import Finetune
-from steelyard.core.recipe.log import Log
-from steelyard.core.recipe.model import Model
-from steelyard.core.recipe.optim import Optim
-from steelyard.core.recipe.parallel import Parallel
+from steelyard.core.recipe import validators
+from steelyard.core.recipe.checkpoint_section import Checkpoint
+from steelyard.core.recipe.data_section import Data
+from steelyard.core.recipe.eval_section import Evaluation
+from steelyard.core.recipe.finetune_section import Finetune
+from steelyard.core.recipe.log_section import Log
+from steelyard.core.recipe.model_section import Model
+from steelyard.core.recipe.optim_section import Optim
+from steelyard.core.recipe.parallel_section import Parallel
 from steelyard.core.recipe.section import Section, refuse_secrets
-from steelyard.core.recipe.site import Site
-from steelyard.core.recipe.sparsity import Sparsity
-from steelyard.core.recipe.train import Train
+from steelyard.core.recipe.site_section import Site
+from steelyard.core.recipe.sparsity_section import Sparsity
+from steelyard.core.recipe.train_section import Train
 
 
 class Recipe(Section):
@@ -51,14 +51,14 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Recipe:
-        steps = agree.steps(self.train, self.data.sequence_length)
+        steps = validators.steps(self.train, self.data.sequence_length)
         if steps != self.train.steps:
             self.__dict__["train"] = self.train.model_copy(update={"steps": steps})
-        agree.pipeline(self.model, self.parallel, self.train)
-        agree.tensor(self.model, self.parallel, self.data.sequence_length)
-        agree.batch(self.train, self.parallel)
-        agree.sequence(self.model, self.data.sequence_length)
+        validators.pipeline(self.model, self.parallel, self.train)
+        validators.tensor(self.model, self.parallel, self.data.sequence_length)
+        validators.batch(self.train, self.parallel)
+        validators.sequence(self.model, self.data.sequence_length)
         if self.sparsity is not None:
-            agree.sparsity(self.model, self.sparsity, self.parallel, self.train)
+            validators.sparsity(self.model, self.sparsity, self.parallel, self.train)
         refuse_secrets(self)
         return self

@@ -10,8 +10,8 @@ from typing import Any
 from steelyard.doctor import elf, sonames
 from steelyard.doctor.finding import Finding
 from steelyard.doctor.machine import Machine, dotted
-from steelyard.doctor.places import environment_file, library_folder
-from steelyard.doctor.seen import Seen, installed_torch, load_library
+from steelyard.doctor.paths import environment_file, library_folder
+from steelyard.doctor.python_info import Seen, installed_torch, load_library
 from steelyard.doctor.sonames import FAMILIES, Wanted
 
 TOPIC = "libraries"

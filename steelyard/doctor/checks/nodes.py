@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from steelyard.core.errors import UserError
-from steelyard.core.recipe.site import Site
+from steelyard.core.recipe.site_section import Site
 from steelyard.doctor.finding import Finding
 from steelyard.doctor.machine import Machine, dotted
-from steelyard.doctor.seen import Seen, installed_torch
+from steelyard.doctor.python_info import Seen, installed_torch
 
 TOPIC = "nodes"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]*")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from steelyard.doctor.finding import Finding
 from steelyard.doctor.machine import Machine, dotted, version_in
-from steelyard.doctor.seen import Seen
+from steelyard.doctor.python_info import Seen
 
 TOPIC = "python"
 PYTHONS = ((3, 11), (3, 12), (3, 13), (3, 14))

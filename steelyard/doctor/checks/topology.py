@@ -9,8 +9,8 @@ from pathlib import Path
 from steelyard.doctor.checks.torch import driver
 from steelyard.doctor.finding import Finding
 from steelyard.doctor.machine import Machine
-from steelyard.doctor.seen import Seen
-from steelyard.sizes.gpus import by_device_name
+from steelyard.doctor.python_info import Seen
+from steelyard.sizes.gpu_catalogue import by_device_name
 
 TOPIC = "topology"
 NVLINK_GB = 100.0  # The slowest NVLink board of the catalogue sends more, the fastest slot less.

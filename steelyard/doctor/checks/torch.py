@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from steelyard.doctor import known
+from steelyard.doctor import known_errors
 from steelyard.doctor.finding import Finding
 from steelyard.doctor.machine import Machine, dotted, version_in
-from steelyard.doctor.seen import Seen, installed_torch
+from steelyard.doctor.python_info import Seen, installed_torch
 
 TOPIC = "torch and driver"
 OLDEST, NEWEST = (2, 11), (2, 13)
@@ -71,7 +71,7 @@ def _torch(machine: Machine, seen: Seen) -> Finding:
         error = seen.error("import_torch") or seen.problem
         if disk is None and "No module named 'torch'" in error:
             return Finding(TOPIC, "torch", "fail", "it is not installed", f"{INDEX}auto installs the build that fits")
-        meaning = known.explain_line(error)
+        meaning = known_errors.explain_line(error)
         mend = meaning.mend if meaning else "reinstall it: make setup"
         return Finding(TOPIC, "torch", "fail", f"it cannot be imported: {error}", mend)
     version = version_in(seen.torch) or ()
@@ -155,7 +155,7 @@ def _used(kernel: Driver, seen: Seen) -> Finding:
             )
     if seen.error("sum_on_gpu"):
         error = seen.error("sum_on_gpu") or ""
-        meaning = known.explain_line(error)
+        meaning = known_errors.explain_line(error)
         return Finding(TOPIC, name, "fail", f"a sum on the GPU fails: {error}", meaning.mend if meaning else "")
     return Finding(
         TOPIC, name, "ok", f"{len(seen.gpus)} x {seen.gpus[0]}, and a sum on one is right", facts={"gpus": seen.gpus}

@@ -15,9 +15,9 @@ from typing import Any
 
 from steelyard.core.errors import Fault
 from steelyard.observe.profile.events import Events, Stretch
-from steelyard.observe.profile.looking import MOST_KERNELS, Look, Named, most_of
-from steelyard.observe.profile.tools import find
+from steelyard.observe.profile.nsight_tools import find
 from steelyard.observe.profile.trace import OWN_RANGES
+from steelyard.observe.profile.trace_analysis import MOST_KERNELS, Look, Named, most_of
 
 DURATION = "gpu__time_duration.sum"
 SPEEDS = {  # in percent of what the GPU can

@@ -1,9 +1,9 @@
 """Tokenizers of every kind behind one face: load one, train one, export one to a Hugging Face folder."""
 
-from steelyard.text.tokenizer.base import END_OF_DOCUMENT, Tokenizer
-from steelyard.text.tokenizer.export import Difference, differences, export
-from steelyard.text.tokenizer.load import load
-from steelyard.text.tokenizer.train import SentencePieceOptions, train_byte_bpe, train_sentencepiece
+from steelyard.text.tokenizer.find_tokenizer import load_tokenizer
+from steelyard.text.tokenizer.hf_export import Difference, differences, export_hf
+from steelyard.text.tokenizer.tokenizer import END_OF_DOCUMENT, Tokenizer
+from steelyard.text.tokenizer.train_tokenizer import SentencePieceOptions, train_byte_bpe, train_sentencepiece
 
 __all__ = [
     "END_OF_DOCUMENT",
@@ -11,8 +11,8 @@ __all__ = [
     "SentencePieceOptions",
     "Tokenizer",
     "differences",
-    "export",
-    "load",
+    "export_hf",
+    "load_tokenizer",
     "train_byte_bpe",
     "train_sentencepiece",
 ]

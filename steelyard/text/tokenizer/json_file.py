@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from steelyard.core import files
 from steelyard.core.errors import UserError
-from steelyard.text.tokenizer.base import END_NAMES, Tokenizer, read_config, template_in
+from steelyard.text.tokenizer.tokenizer import END_NAMES, Tokenizer, read_config, template_in
 
 if TYPE_CHECKING:
     import tokenizers

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from steelyard.core import files
 from steelyard.core.errors import UserError
-from steelyard.text.tokenizer.base import Tokenizer, as_ids, read_config, template_in
+from steelyard.text.tokenizer.tokenizer import Tokenizer, as_ids, read_config, template_in
 
 UNIGRAM, BPE = 1, 2  # types of model
 NORMAL, CONTROL, USER_DEFINED, BYTE = 1, 3, 4, 6  # types of piece
@@ -126,7 +126,7 @@ class SentencePieceTokenizer(Tokenizer):
             **{key: self.inner.id_to_piece(number) if number >= 0 else None for key, number in named.items()},
         }
         if self.has_bytes and self.kind == "SentencePiece BPE" and not self.normalizer[0] and not self.has_symbols:
-            from steelyard.text.tokenizer.rebuild import rebuilt
+            from steelyard.text.tokenizer.sentencepiece_to_json import rebuilt
 
             copy = rebuilt(self)
             copy.config = config

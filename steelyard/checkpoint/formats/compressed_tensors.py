@@ -1,0 +1,185 @@
+"""Compressed 2:4 weights: half of them, and two bits for each that say which half.
+
+A folder with `config.json` and a tokenizer as Hugging Face has them, and `sparse.safetensors` (or, where it is large,
+`sparse-00001-of-00007.safetensors` and so on) instead of `model.safetensors`, so that no other program takes it for
+dense weights. Tensors have Steelyard's names. A matrix `layers.N.<...>.weight` of [out, in] that is compressed is two:
+
+    layers.N.<...>.values     [out, in / 2], bf16, fp16 or fp32: of every four neighbours of a row the two that stay,
+                              in their order
+    layers.N.<...>.indices    [out, in / 8], U8: the place, 0 to 3, of each of those two, the first one's always the
+                              lower; two bits each, those of a group of four the lower or the upper half of a byte, the
+                              first of each pair the lower
+
+That is 9/16 of the matrix in bf16. A group with more than two zeros has a zero among its values. Where in is an odd
+multiple of four, a row of indices ends in half a byte of zeros. All other tensors are as they are. The metadata of each
+file has `format` "steelyard-2:4" and `version` "1".
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from steelyard.checkpoint.finite import refuse_nonfinite
+from steelyard.checkpoint.formats import hf_config as configs
+from steelyard.checkpoint.formats import safetensors
+from steelyard.checkpoint.formats.huggingface import tokenizer_files
+from steelyard.checkpoint.formats.mapped_tensors import widest
+from steelyard.checkpoint.formats.source import TABLES, Source, padded
+from steelyard.core.errors import UserError
+from steelyard.core.files import inside
+from steelyard.core.safe_parse import read_json_object
+
+FORMAT, VERSION = "steelyard-2:4", "1"
+VALUES, INDICES, WEIGHT = ".values", ".indices", ".weight"
+GROUP, KEPT = 4, 2
+AGAIN = "export or copy it again"
+
+
+def opened(path: Path) -> CompressedSource | None:
+    """The model of a folder, if it is a compressed one."""
+    if path.is_file() and path.name.startswith("sparse"):
+        path = path.parent
+    files = sorted(map(inside, path.glob("sparse*.safetensors"))) if path.is_dir() else []
+    if not files or not (path / "config.json").is_file():
+        return None
+    return CompressedSource(path, files)
+
+
+class CompressedSource(Source):
+    """Compressed weights, which come out dense, or, asked for as values and indices, as they lie there."""
+
+    format = "compressed"
+
+    def __init__(self, path: Path, files: list[Path]) -> None:
+        config = read_json_object(inside(path / "config.json"))
+        self.path, self.shape = path, configs.shape_of(config, str(path / "config.json"))
+        self.places: dict[str, safetensors.Extent] = {}
+        for file in files:
+            about = safetensors.metadata(file)
+            if (about.get("format"), about.get("version")) != (FORMAT, VERSION):
+                raise UserError("this is no file of compressed 2:4 weights", where=str(file), mend=AGAIN)
+            self.places |= safetensors.extents(file)
+        self.compressed = [name.removesuffix(VALUES) + WEIGHT for name in self.places if name.endswith(VALUES)]
+        for name in self.compressed:
+            self._check(name)
+        floats = {place.dtype for name, place in self.places.items() if not name.endswith(INDICES)}
+        self.dtype = widest(floats, path)
+        self.layout = {"files": len(files), "compressed": len(self.compressed)}
+        generation = path / "generation_config.json"
+        self.extra = configs.extra_of(config, read_json_object(inside(generation)) if generation.is_file() else None)
+        self.tokenizer_files = tokenizer_files(path)
+        self.tokenizer = str(path) if self.tokenizer_files else None
+
+    def _check(self, name: str) -> None:
+        values, indices = (self.places.get(part) for part in parts_of(name))
+        if values is None or indices is None or len(values.size) != 2 or indices.dtype != torch.uint8:
+            fits = False
+        else:
+            fits = values.size[1] % KEPT == 0 and indices.size == (values.size[0], indices_of_row(2 * values.size[1]))
+        if not fits:
+            raise UserError(f"the indices of {name} do not fit its values", where=str(self.path), mend=AGAIN)
+
+    def names(self) -> list[str]:
+        dense = [name for name in self.places if not name.endswith((VALUES, INDICES))]
+        return dense + self.compressed
+
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        sizes = {name: self.places[name].size for name in self.places if not name.endswith((VALUES, INDICES))}
+        for name in self.compressed:
+            rows, kept = self.places[parts_of(name)[0]].size
+            sizes[name] = (rows, 2 * kept)
+        return sizes
+
+    def tensor(self, name: str) -> Tensor:
+        if name in self.places:
+            whole = self.places[name].read()
+            refuse_nonfinite({name: whole}, self.path)
+            return padded(whole, self.shape) if name in TABLES else whole
+        values, indices = (self.places[part].read() for part in parts_of(name))
+        refuse_nonfinite({name: values}, self.path)
+        return expanded(values, indices, f"{self.path}: {name}")
+
+
+def parts_of(name: str) -> tuple[str, str]:
+    """The names of a compressed matrix's values and indices."""
+    stem = name.removesuffix(WEIGHT)
+    return stem + VALUES, stem + INDICES
+
+
+def codes_of(indices: Tensor, groups: int) -> Tensor:
+    """The two places of each group, (out, groups), four bits each."""
+    return torch.stack([indices & 15, indices >> 4], dim=-1).flatten(1)[:, :groups]
+
+
+def masks_of(indices: Tensor, groups: int) -> Tensor:
+    """Which of four stay in each group, (out, groups), as bits: the first is the lowest."""
+    return MASK_OF_CODE.to(indices.device)[codes_of(indices, groups).int()]
+
+
+def expanded(values: Tensor, indices: Tensor, where: str = "") -> Tensor:
+    """The matrix with its zeros."""
+    groups = values.shape[1] // KEPT
+    masks = masks_of(indices, groups)
+    if not bool(masks.all()):
+        raise UserError("its indices are not in order", where=where, mend=AGAIN)
+    whole = values.new_zeros(values.shape[0], groups, GROUP)
+    whole[_members(masks)] = values.flatten()
+    return whole.flatten(1)
+
+
+def matrices(sizes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """The weights of a model that may be compressed: the matrices of its layers."""
+    return [name for name, size in sizes.items() if name.startswith("layers.") and len(size) == 2]
+
+
+def indices_of_row(inputs: int) -> int:
+    """How many bytes the indices of a row take."""
+    return -(-inputs // (2 * GROUP))
+
+
+def crowded(weight: Tensor) -> str | None:
+    """Why a matrix is not 2:4, if it is not."""
+    if weight.shape[1] % GROUP:
+        return f"it has {weight.shape[1]} inputs, which are no multiple of {GROUP}"
+    kept = weight.unflatten(1, (-1, GROUP)).count_nonzero(2)
+    too_many = int((kept > KEPT).sum())
+    return f"{too_many} of its {kept.numel()} groups of four have more than two weights" if too_many else None
+
+
+def compress(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Values and indices of a matrix that is 2:4."""
+    groups = weight.unflatten(1, (-1, GROUP))
+    filled = (groups != 0).to(torch.uint8)
+    bits = filled[..., 0] | filled[..., 1] << 1 | filled[..., 2] << 2 | filled[..., 3] << 3
+    codes = CODE_OF_FILLED.to(weight.device)[bits.int()]
+    values = groups[_members(MASK_OF_CODE.to(weight.device)[codes.int()])].view(len(weight), -1)
+    if codes.shape[1] % 2:
+        codes = torch.cat([codes, codes.new_zeros(len(codes), 1)], dim=1)
+    return values, codes[:, ::2] | codes[:, 1::2] << 4
+
+
+def _members(masks: Tensor) -> Tensor:
+    return torch.stack([masks & 1 << place != 0 for place in range(GROUP)], dim=-1)
+
+
+def _tables() -> tuple[Tensor, Tensor]:
+    """The mask of each pair of places, 0 where they are no pair, and the pair that holds what of a group is not zero.
+
+    A group with fewer than two weights keeps its first zeros beside them.
+    """
+    masks, codes = torch.zeros(16, dtype=torch.uint8), torch.zeros(16, dtype=torch.uint8)
+    for first, second in itertools.combinations(range(GROUP), KEPT):
+        masks[first + 4 * second] = (1 << first) + (1 << second)
+    for filled in range(16):
+        ordered = sorted(range(GROUP), key=lambda place, filled=filled: (not filled >> place & 1, place))  # type: ignore[misc]
+        first, second = sorted(ordered[:KEPT])
+        codes[filled] = first + 4 * second
+    return masks, codes
+
+
+MASK_OF_CODE, CODE_OF_FILLED = _tables()

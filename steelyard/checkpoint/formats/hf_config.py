@@ -1,0 +1,196 @@
+"""Hugging Face's config.json, both ways: the shape it means, and the config that a shape is written as.
+
+What our families do not compute (sliding windows, other activations, other stretchings of the rotary frequencies) is
+refused by name: a model that loads and gives other logits is worse than one that does not load.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from steelyard.checkpoint.formats.hf_metadata import DROPOUT, SPECIAL, sound
+from steelyard.checkpoint.formats.source import first_problem
+from steelyard.core.errors import UserError
+from steelyard.core.recipe.model_section import GptModel, LlamaModel, RopeScaling
+
+Shape = GptModel | LlamaModel
+LLAMAS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
+MISTRAL = LLAMAS[1]
+GPTS = ("GPT2LMHeadModel",)
+TANH_GELU = ("gelu_new", "gelu_pytorch_tanh")
+LLAMA3 = {
+    "factor": "factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor",
+    "original_positions": "original_max_position_embeddings",
+}  # fmt: skip
+
+
+def shape_of(config: dict[str, Any], where: str) -> Shape:
+    """The shape of the model a config describes."""
+    name = _architecture(config)
+    if name not in (*LLAMAS, *GPTS):
+        raise UserError(
+            f"the architecture {name or 'unnamed'} is not known",
+            where=where,
+            mend=f"known are {', '.join((*LLAMAS, *GPTS))}",
+        )
+    try:
+        shape = _gpt(config, where) if name in GPTS else _llama(config, name, where)
+    except KeyError as error:
+        raise UserError(f"the key {error} is missing", where=where) from None
+    except (ValidationError, TypeError, ValueError) as error:
+        raise UserError(f"it describes no model: {first_problem(error)}", where=where) from None
+    return shape
+
+
+def _architecture(config: dict[str, Any]) -> str | None:
+    architectures = config.get("architectures") or [
+        {"llama": LLAMAS[0], "gpt2": GPTS[0]}.get(str(config.get("model_type")))
+    ]
+    return architectures[0] if isinstance(architectures, list) and architectures else None
+
+
+def extra_of(config: dict[str, Any], generation: dict[str, Any] | None) -> dict[str, Any]:
+    """What a config says that a shape does not."""
+    named = _architecture(config)
+    usual = dict.fromkeys(DROPOUT[:3], 0.1) if named in GPTS else {}  # What transformers takes where it is left out.
+    return sound(
+        {
+            **config,
+            "positions": config.get("max_position_embeddings"),
+            "generation_config": generation,
+            "architecture": named if named == MISTRAL else None,
+            "dropout": {key: config.get(key, usual.get(key)) for key in DROPOUT},
+        }
+    )
+
+
+def _llama(config: dict[str, Any], architecture: str, where: str) -> LlamaModel:
+    _refuse(config, where, hidden_act="silu", mlp_bias=False)
+    if architecture != "Qwen2ForCausalLM":
+        _refuse(config, where, attention_bias=False)
+    window = config.get("sliding_window")
+    if window and config.get("use_sliding_window", True) and window < config.get("max_position_embeddings", 0):
+        raise UserError(f"its attention looks only {window} tokens back, which is not supported", where=where)
+    rope = {**_table(config, "rope_scaling", where), **_table(config, "rope_parameters", where)}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "llama3"):
+        raise UserError(
+            f"rope_scaling: rotary positions of the type {kind} are not supported",
+            where=where,
+            mend="default and llama3 are",
+        )
+    theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
+    heads = config["num_attention_heads"]
+    return LlamaModel(
+        family="llama",
+        layers=config["num_hidden_layers"],
+        hidden=config["hidden_size"],
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        ffn=config["intermediate_size"],
+        vocab=config["vocab_size"],
+        rope_theta=float(theta),
+        rope_scaling=_llama3(rope, where) if kind == "llama3" else None,
+        qkv_bias=architecture == "Qwen2ForCausalLM",
+        tied=config.get("tie_word_embeddings", False),
+        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        init_std=float(config.get("initializer_range", 0.02)),
+    )
+
+
+def _table(config: dict[str, Any], key: str, where: str) -> dict[str, Any]:
+    value = config.get(key) or {}
+    if not isinstance(value, dict):
+        raise UserError(f"{key} is {value!r}, and should be a table", where=where)
+    return value
+
+
+def _llama3(rope: dict[str, Any], where: str) -> RopeScaling:
+    for theirs in LLAMA3.values():
+        if type(rope.get(theirs)) not in (int, float) or rope[theirs] <= 0:
+            told = f"is {rope[theirs]!r}" if theirs in rope else "is missing"
+            raise UserError(f"rope_scaling.{theirs} {told}, and should be a number above 0", where=where)
+    values = {ours: rope[theirs] for ours, theirs in LLAMA3.items()}
+    scale = {key: float(value) for key, value in values.items() if key != "original_positions"}
+    return RopeScaling(original_positions=values["original_positions"], **scale)
+
+
+def _gpt(config: dict[str, Any], where: str) -> GptModel:
+    if config.get("activation_function", TANH_GELU[0]) not in TANH_GELU:
+        _refuse(config, where, activation_function=TANH_GELU[0])
+    _refuse(config, where, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
+    return GptModel(
+        family="gpt",
+        layers=config["n_layer"],
+        hidden=config["n_embd"],
+        heads=config["n_head"],
+        ffn=config.get("n_inner") or 4 * config["n_embd"],
+        positions=config["n_positions"],
+        vocab=config["vocab_size"],
+        tied=config.get("tie_word_embeddings", True),
+        norm_eps=float(config.get("layer_norm_epsilon", 1e-5)),
+        init_std=float(config.get("initializer_range", 0.02)),
+    )
+
+
+def _refuse(config: dict[str, Any], where: str, **supported: Any) -> None:
+    for key, value in supported.items():
+        if config.get(key, value) != value:
+            raise UserError(f"{key} is {config[key]}, and only {value} is supported", where=where)
+
+
+def config_of(shape: Shape, dtype: torch.dtype, extra: dict[str, Any]) -> dict[str, Any]:
+    """The config of a shape. `extra` has what a shape does not say: positions, special tokens, dropout, a class."""
+    special = {key: extra[key] for key in SPECIAL if extra.get(key) is not None}
+    dropout = extra.get("dropout") or {}
+    common = {
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "vocab_size": shape.vocab,
+        "tie_word_embeddings": shape.tied,
+        "initializer_range": shape.init_std,
+        "use_cache": True,
+        # Left out, transformers would assume ids of its own.
+        **{key: special.get(key) for key in SPECIAL},
+    }
+    if isinstance(shape, GptModel):
+        return {
+            "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": shape.hidden, "n_layer": shape.layers,
+            "n_head": shape.heads, "n_inner": shape.ffn, "n_positions": shape.positions, "n_ctx": shape.positions,
+            "activation_function": "gelu_new", "layer_norm_epsilon": shape.norm_eps,
+            "attn_pdrop": shape.attention_dropout, "embd_pdrop": shape.dropout, "resid_pdrop": shape.dropout, **common,
+        } | {key: value for key, value in dropout.items() if key != "attention_dropout"}  # fmt: skip
+    is_mistral = extra.get("architecture") == MISTRAL and not shape.qkv_bias
+    architecture, kind = ("Qwen2ForCausalLM", "qwen2") if shape.qkv_bias else ("LlamaForCausalLM", "llama")
+    if is_mistral:
+        architecture, kind = MISTRAL, "mistral"
+    config = {
+        "architectures": [architecture], "model_type": kind, "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim, "intermediate_size": shape.ffn, "hidden_act": "silu",
+        "max_position_embeddings": positions_of(shape, extra), "rms_norm_eps": shape.norm_eps,
+        "rope_theta": shape.rope_theta, "rope_scaling": _rope_scaling(shape),
+        "attention_dropout": dropout.get("attention_dropout", shape.attention_dropout), **common,
+    }  # fmt: skip
+    if is_mistral:
+        return config | {"sliding_window": None}
+    return config | ({"use_sliding_window": False} if shape.qkv_bias else {"attention_bias": False, "mlp_bias": False})
+
+
+def positions_of(shape: Shape, extra: dict[str, Any]) -> int:
+    """How long a text the model is meant for."""
+    if isinstance(shape, GptModel):
+        return shape.positions
+    if extra.get("positions"):
+        return int(extra["positions"])
+    scaling = shape.rope_scaling
+    return int(scaling.factor * scaling.original_positions) if scaling else 2048
+
+
+def _rope_scaling(shape: LlamaModel) -> dict[str, Any] | None:
+    if shape.rope_scaling is None:
+        return None
+    return {"rope_type": "llama3", **{theirs: getattr(shape.rope_scaling, ours) for ours, theirs in LLAMA3.items()}}

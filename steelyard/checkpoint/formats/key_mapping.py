@@ -1,0 +1,198 @@
+"""Which of our tensors lie in which of theirs, as data: read one way to open a format, the other way to write it.
+
+An entry is one tensor of theirs and the tensors of ours that it holds, joined in one of a few ways:
+
+    rows       one after the other (a single one: as it is)
+    turned     the same, transposed: GPT-2's Conv1D
+    groups     query, key and value of each key-value group together: Megatron's linear_qkv
+    rotated    its pairs (i, i + half) lie side by side in each head: llama.cpp's rotary layout
+
+`cut` is the dimension along which tensor parallelism divides it, if it does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from steelyard.core.recipe.model_section import GptModel, LlamaModel
+
+Shape = GptModel | LlamaModel
+Join = Literal["rows", "turned", "groups", "rotated"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of another format."""
+
+    name: str
+    ours: tuple[str, ...]
+    join: Join = "rows"
+    cut: int | None = None
+    layer: int | None = None
+
+
+def joined(entry: Entry, parts: list[Tensor], shape: Shape) -> Tensor:
+    """Their tensor, from ours."""
+    if entry.join == "groups":
+        groups, head = groups_of(shape), _head_dim(shape)
+        rows = [part.unflatten(0, (groups, -1, head)) for part in parts]
+        return torch.cat(rows, dim=1).flatten(0, 2)
+    if entry.join == "rotated":
+        pairs: Tensor = parts[0].unflatten(0, (-1, 2, _head_dim(shape) // 2)).transpose(1, 2)
+        return pairs.flatten(0, 2)
+    whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return whole.t() if entry.join == "turned" and whole.ndim == 2 else whole
+
+
+def taken_apart(entry: Entry, whole: Tensor, shape: Shape) -> list[Tensor]:
+    """Our tensors, from theirs."""
+    if entry.join == "groups":
+        groups, head = groups_of(shape), _head_dim(shape)
+        by_group = whole.unflatten(0, (groups, -1, head))
+        sizes = [shape.heads // groups, 1, 1]
+        return [part.flatten(0, 2) for part in by_group.split(sizes, dim=1)]
+    if entry.join == "rotated":
+        return [whole.unflatten(0, (-1, _head_dim(shape) // 2, 2)).transpose(1, 2).flatten(0, 2)]
+    if entry.join == "turned" and whole.ndim == 2:
+        whole = whole.t()
+    return list(whole.chunk(len(entry.ours))) if len(entry.ours) > 1 else [whole]
+
+
+def theirs_size(entry: Entry, sizes: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """The size of their tensor, from those of ours."""
+    first, *rest = (sizes[name] for name in entry.ours)
+    whole = (first[0] + sum(size[0] for size in rest), *first[1:])
+    return whole[::-1] if entry.join == "turned" else whole
+
+
+def ours_sizes(entry: Entry, size: tuple[int, ...], shape: Shape) -> list[tuple[int, ...]]:
+    """The sizes of our tensors, from that of theirs, whether or not it is as it should be."""
+    if entry.join == "turned":
+        size = size[::-1]
+    if len(entry.ours) == 1 or not size:
+        return [size] * len(entry.ours)
+    shares = [1] * len(entry.ours)
+    if len(entry.ours) == 3:
+        shares[0] = shape.heads // groups_of(shape)
+    # What does not divide is told as it is, so that the check against the model's own sizes fails by name.
+    if size[0] % sum(shares):
+        return [size] * len(entry.ours)
+    return [(size[0] // sum(shares) * share, *size[1:]) for share in shares]
+
+
+def groups_of(shape: Shape) -> int:
+    """Key-value heads, each of which serves a group of queries."""
+    return shape.heads if isinstance(shape, GptModel) else shape.kv_heads
+
+
+def _head_dim(shape: Shape) -> int:
+    return shape.hidden // shape.heads if isinstance(shape, GptModel) else shape.head_dim
+
+
+ATTENTION = ("query", "key", "value")
+# What a layer holds, ours on the left.
+HF_LLAMA = {
+    "attention_norm": "input_layernorm", "attention.query": "self_attn.q_proj", "attention.key": "self_attn.k_proj",
+    "attention.value": "self_attn.v_proj", "attention.output": "self_attn.o_proj",
+    "mlp_norm": "post_attention_layernorm", "mlp.gate": "mlp.gate_proj", "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+}  # fmt: skip
+GGUF_LLAMA = {
+    "attention_norm": "attn_norm", "attention.query": "attn_q", "attention.key": "attn_k", "attention.value": "attn_v",
+    "attention.output": "attn_output", "mlp_norm": "ffn_norm", "mlp.gate": "ffn_gate", "mlp.up": "ffn_up",
+    "mlp.down": "ffn_down",
+}  # fmt: skip
+
+
+def hugging_face(shape: Shape) -> list[Entry]:
+    """The tensors of `LlamaForCausalLM` and its kin, or of `GPT2LMHeadModel`."""
+    return _gpt2(shape) if isinstance(shape, GptModel) else _llama(shape, HF_LLAMA, "model.layers.{}.", "model.")
+
+
+def _llama(shape: LlamaModel, table: dict[str, str], layer_prefix: str, prefix: str) -> list[Entry]:
+    entries = [Entry(f"{prefix}embed_tokens.weight", ("embed.weight",))]
+    for number in range(shape.layers):
+        for ours, theirs in table.items():
+            kinds = (
+                ("weight", "bias") if shape.qkv_bias and ours.removeprefix("attention.") in ATTENTION else ("weight",)
+            )
+            entries += [
+                Entry(
+                    f"{layer_prefix.format(number)}{theirs}.{kind}", (f"layers.{number}.{ours}.{kind}",), layer=number
+                )
+                for kind in kinds
+            ]
+    entries.append(Entry(f"{prefix}norm.weight", ("norm.weight",)))
+    return entries + ([] if shape.tied else [Entry("lm_head.weight", ("head.weight",))])
+
+
+def gguf_llama(shape: LlamaModel, rotated: bool) -> list[Entry]:
+    """llama.cpp's names; its `llama` architecture holds queries and keys in another rotary layout."""
+    names = {
+        "model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight",
+        "lm_head.weight": "output.weight",
+    }  # fmt: skip
+    turned = (".attn_q.", ".attn_k.") if rotated else ()
+    return [
+        replace(
+            entry,
+            name=names.get(entry.name, entry.name),
+            join="rotated" if any(part in entry.name for part in turned) else "rows",
+        )
+        for entry in _llama(shape, GGUF_LLAMA, "blk.{}.", "model.")
+    ]
+
+
+def _gpt2(shape: GptModel) -> list[Entry]:
+    entries = [
+        Entry("transformer.wte.weight", ("embed.weight",)),
+        Entry("transformer.wpe.weight", ("positions.weight",)),
+    ]
+    for number in range(shape.layers):
+        ours, theirs = f"layers.{number}.", f"transformer.h.{number}."
+        for kind in ("weight", "bias"):
+            fused = tuple(f"{ours}attention.{part}.{kind}" for part in ATTENTION)
+            entries += [
+                Entry(f"{theirs}ln_1.{kind}", (f"{ours}attention_norm.{kind}",), layer=number),
+                Entry(f"{theirs}attn.c_attn.{kind}", fused, "turned", layer=number),
+                Entry(f"{theirs}attn.c_proj.{kind}", (f"{ours}attention.output.{kind}",), "turned", layer=number),
+                Entry(f"{theirs}ln_2.{kind}", (f"{ours}mlp_norm.{kind}",), layer=number),
+                Entry(f"{theirs}mlp.c_fc.{kind}", (f"{ours}mlp.up.{kind}",), "turned", layer=number),
+                Entry(f"{theirs}mlp.c_proj.{kind}", (f"{ours}mlp.down.{kind}",), "turned", layer=number),
+            ]
+    entries += [Entry(f"transformer.ln_f.{kind}", (f"norm.{kind}",)) for kind in ("weight", "bias")]
+    return entries + ([] if shape.tied else [Entry("lm_head.weight", ("head.weight",))])
+
+
+def megatron(shape: Shape) -> list[Entry]:
+    """The tensors of megatron-core's `GPTModel`, by the names of its local layers."""
+    is_gpt = isinstance(shape, GptModel)
+    has_qkv_bias = isinstance(shape, GptModel) or shape.qkv_bias
+    kinds = ("weight", "bias") if is_gpt else ("weight",)
+    qkv_kinds = ("weight", "bias") if has_qkv_bias else ("weight",)
+    entries = [Entry("embedding.word_embeddings.weight", ("embed.weight",), cut=0)]
+    if is_gpt:
+        entries.append(Entry("embedding.position_embeddings.weight", ("positions.weight",)))
+    for n in range(shape.layers):
+        ours, theirs = f"layers.{n}.", f"decoder.layers.{n}."
+        for kind in qkv_kinds:
+            qkv = tuple(f"{ours}attention.{part}.{kind}" for part in ATTENTION)
+            entries.append(Entry(f"{theirs}self_attention.linear_qkv.{kind}", qkv, "groups", 0, n))
+        for kind in kinds:
+            fc1 = tuple(f"{ours}mlp.{part}.{kind}" for part in (("up",) if is_gpt else ("gate", "up")))
+            across = 1 if kind == "weight" else None
+            entries += [
+                Entry(f"{theirs}input_layernorm.{kind}", (f"{ours}attention_norm.{kind}",), layer=n),
+                Entry(
+                    f"{theirs}self_attention.linear_proj.{kind}", (f"{ours}attention.output.{kind}",), "rows", across, n
+                ),
+                Entry(f"{theirs}pre_mlp_layernorm.{kind}", (f"{ours}mlp_norm.{kind}",), layer=n),
+                Entry(f"{theirs}mlp.linear_fc1.{kind}", fc1, "rows", 0, n),
+                Entry(f"{theirs}mlp.linear_fc2.{kind}", (f"{ours}mlp.down.{kind}",), "rows", across, n),
+            ]
+    entries += [Entry(f"decoder.final_layernorm.{kind}", (f"norm.{kind}",)) for kind in kinds]
+    return entries + ([] if shape.tied else [Entry("output_layer.weight", ("head.weight",), cut=0)])

@@ -1,0 +1,97 @@
+"""A source whose tensors lie in another format's files under other names."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steelyard.checkpoint.finite import refuse_nonfinite
+from steelyard.checkpoint.formats.key_mapping import Entry, ours_sizes, taken_apart, theirs_size
+from steelyard.checkpoint.formats.source import DTYPES, TABLES, Lying, Source, padded
+from steelyard.core.errors import Damaged, UserError
+from steelyard.core.recipe.model_section import GptModel, LlamaModel
+
+
+class Store(ABC):
+    """Tensors by another format's names."""
+
+    @abstractmethod
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """The size of each whole tensor."""
+
+    @abstractmethod
+    def dtypes(self) -> set[torch.dtype]:
+        """The dtypes that occur."""
+
+    @abstractmethod
+    def read(self, entry: Entry) -> Tensor:
+        """A whole tensor."""
+
+
+class Mapped(Source):
+    """A store and the entries that say what its tensors mean."""
+
+    def __init__(
+        self, format_: str, path: Path, shape: GptModel | LlamaModel, store: Store, entries: list[Entry],
+        layout: dict[str, Any],
+    ) -> None:  # fmt: skip
+        self.format, self.path, self.shape, self.layout = format_, path, shape, layout
+        self.store, self.entries = store, entries
+        self.dtype = widest(store.dtypes(), path)
+        self.extra, self.tokenizer_files = {}, []
+        self._entry_of = {name: entry for entry in entries for name in entry.ours}
+        self._last: tuple[Entry, list[Tensor]] | None = None
+
+    def names(self) -> list[str]:
+        return list(self._entry_of)
+
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        found = dict(self.store.sizes())
+        sizes: dict[str, tuple[int, ...]] = {}
+        for entry in self.entries:
+            if entry.name in found:
+                sizes.update(zip(entry.ours, ours_sizes(entry, found.pop(entry.name), self.shape), strict=True))
+        return sizes | found
+
+    def in_files(self, name: str, expected: dict[str, tuple[int, ...]]) -> Lying:
+        entry = self._entry_of.get(name)
+        if entry is None:
+            return super().in_files(name, expected)
+        return Lying(entry.name, self.store.sizes().get(entry.name), theirs_size(entry, expected))
+
+    def tensor(self, name: str) -> Tensor:
+        entry = self._entry_of[name]
+        # Tensors that lie together are asked for one after the other: the last ones are kept.
+        if self._last is None or self._last[0] is not entry:
+            self._last = None
+            try:
+                whole = self.store.read(entry)
+            except KeyError:
+                raise Damaged(f"{entry.name} is missing", where=str(self.path)) from None
+            ours = "" if entry.ours == (entry.name,) else f" (here {', '.join(entry.ours)})"
+            refuse_nonfinite({entry.name + ours: whole}, self.path)
+            parts = taken_apart(entry, whole, self.shape)
+            if len(parts) == 1:
+                return padded(parts[0], self.shape) if name in TABLES else parts[0]
+            self._last = entry, parts
+        return self._last[1][entry.ours.index(name)]
+
+
+def widest(dtypes: set[torch.dtype], path: Path) -> torch.dtype:
+    """The narrowest dtype that holds all of these exactly."""
+    strange = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes if dtype not in DTYPES)
+    if strange:
+        raise UserError(
+            f"{path} has tensors of the dtype {', '.join(strange)}", mend="known are fp64, fp32, fp16 and bf16"
+        )
+    if not dtypes:
+        raise UserError(f"{path} has no tensors")
+    found = sorted(dtypes, key=str)
+    dtype = found[0]
+    for other in found[1:]:
+        dtype = torch.promote_types(dtype, other)
+    return dtype

@@ -1,0 +1,78 @@
+"""Steelyard's own checkpoints: of a run, or a folder by itself that says in its state.json what the model is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+from torch import Tensor
+
+from steelyard.checkpoint import folder
+from steelyard.checkpoint.formats import hf_metadata as extras
+from steelyard.checkpoint.formats.huggingface import tokenizer_files, tokenizer_in
+from steelyard.checkpoint.formats.mapped_tensors import widest
+from steelyard.checkpoint.formats.source import Source, first_problem, is_own
+from steelyard.checkpoint.sharded_tensor import Piece
+from steelyard.core.errors import UserError
+from steelyard.core.recipe.model_section import Model
+
+PREFIX = "model."
+TOKENIZER = "tokenizer"
+
+
+def opened(path: Path) -> Source | None:
+    """The checkpoint, or the newest of a run."""
+    return SteelyardSource(folder.source(path)) if is_own(path) else None
+
+
+class SteelyardSource(Source):
+    """A checkpoint of ours, of any layout."""
+
+    format = "steelyard"
+
+    def __init__(self, saved: folder.Checkpoint) -> None:
+        self.saved, self.path, self.step = saved, saved.path, saved.step
+        self.extra, self.tokenizer_files = {}, []
+        if saved.state.get("sparsity", {}).get("method") == "learned":
+            raise UserError(
+                f"{saved.path} holds masks, and the weights they belong to are elsewhere",
+                mend="steelyard mask export --format hf writes the weights under the masks",
+            )
+        if saved.state.get("sparsity", {}).get("method") == "sr-ste":
+            self.remark = (
+                f"{saved.path} was trained to compute with the largest weights of each group, and these are all of "
+                "them, dense; steelyard mask export --format hf writes the model as it computes"
+            )
+        if "model" in saved.state:
+            try:
+                self.shape = TypeAdapter(Model).validate_python(saved.state["model"])
+            except ValidationError as error:
+                raise UserError(
+                    f"its model is not valid: {first_problem(error)}", where=str(saved.path / folder.STATE)
+                ) from None
+            self.extra = extras.sound(saved.state.get("extra"))
+            self.tokenizer_files = tokenizer_files(saved.path / TOKENIZER)
+            self.tokenizer = tokenizer_in(saved.path / TOKENIZER)
+        else:
+            recipe = saved.run.recipe()
+            self.shape, self.tokenizer = recipe.model, recipe.data.tokenizer
+            self.extra = {"positions": recipe.data.sequence_length}
+        saved_tensors = saved.tensors()
+        self._sizes = {
+            name.removeprefix(PREFIX): size for name, (size, _) in saved_tensors.items() if name.startswith(PREFIX)
+        }
+        self.dtype = widest({dtype for name, (_, dtype) in saved_tensors.items() if name.startswith(PREFIX)}, self.path)
+        self.layout = {"files": len(list(saved.path.glob("*.distcp")))}
+
+    def names(self) -> list[str]:
+        return list(self._sizes)
+
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        return dict(self._sizes)
+
+    def tensor(self, name: str) -> Tensor:
+        dtype = self.saved.tensors()[PREFIX + name][1]
+        tensor = torch.empty(self._sizes[name], dtype=dtype)
+        folder.load(self.saved, {PREFIX + name: Piece.whole(tensor)})
+        return tensor

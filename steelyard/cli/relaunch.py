@@ -1,0 +1,35 @@
+"""Starting a command again as several ranks of itself."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from steelyard.core.errors import UserError
+from steelyard.core.host import require_linux
+from steelyard.launch import spawn
+from steelyard.parallel.world import detect
+
+NprocOption = Annotated[
+    int | None, typer.Option("--nproc", min=1, metavar="N", help="Work with N ranks on this machine.")
+]
+
+
+def launch(nproc: int) -> int:
+    """The same command again, as so many ranks; returns the exit code of the job."""
+    require_linux(f"--nproc {nproc}", "leave it out: one process works here")
+    world = detect(os.environ)
+    if world.size > 1:
+        raise UserError(
+            f"--nproc {nproc} starts ranks, and {world.launcher} has already started {world.size}",
+            mend="drop --nproc, or start a single process",
+        )
+    return spawn.run([sys.executable, *_without(sys.orig_argv[1:], "--nproc")], nproc)
+
+
+def _without(words: list[str], option: str) -> list[str]:
+    kept = [word for word in words if not word.startswith(f"{option}=")]
+    return [word for before, word in zip(["", *kept], kept, strict=False) if option not in (before, word)]

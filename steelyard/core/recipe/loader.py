@@ -1,0 +1,234 @@
+"""From a file or a shipped name, what it extends, and overrides, to a checked `Recipe`."""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.resources import files
+from itertools import islice, zip_longest
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from steelyard.core.errors import UserError
+from steelyard.core.recipe.recipe import Recipe
+from steelyard.core.recipe.toml import leaves, name_after, parse_value, place_of, read
+from steelyard.core.safe_parse import MOST_DEPTH
+
+COMMAND_LINE = "command line"
+MOST_PROBLEMS, LONGEST_KEY, LONGEST_MESSAGE = 20, 200, 1000  # problems, and characters of one
+NAMES_ELSEWHERE = {
+    "lr": "optim.learning_rate",
+    "min_lr": "optim.min_learning_rate",
+    "train_iters": "train.steps",
+    "max_steps": "train.steps",
+    "batch_size": "train.global_batch",
+    "num_layers": "model.layers",
+    "hidden_size": "model.hidden",
+    "intermediate_size": "model.ffn",
+    "num_attention_heads": "model.heads",
+    "num_key_value_heads": "model.kv_heads",
+    "vocab_size": "model.vocab",
+    "seq_length": "data.sequence_length",
+}
+
+
+def load_recipe(
+    source: str | Path | dict[str, Any],
+    overrides: Sequence[str] = (),
+    complete: Callable[[Any], None] | None = None,
+    told_by: Sequence[str] = (),
+) -> Recipe:
+    """Load a recipe by path or shipped name, or take its values, and apply overrides such as `train.steps=50`.
+
+    `complete` may add to the values what follows from others, before they are checked. `told_by` are the places of the
+    first overrides, where another file makes them; the others are the command line's.
+    """
+    values, places = (source, {}) if isinstance(source, dict) else _read(str(source), ())
+    for override, place in zip_longest(overrides, told_by[: len(overrides)], fillvalue=COMMAND_LINE):
+        _override(values, places, override, place)
+    if not isinstance(source, dict):
+        values.setdefault("name", name_after(source, "recipe"))
+    if complete is not None:
+        complete(values)
+    try:
+        recipe = Recipe.model_validate(values)
+    except ValidationError as error:
+        raise explained(error, values, places, COMMAND_LINE if isinstance(source, dict) else str(source)) from None
+    recipe._places = places
+    return recipe
+
+
+def written(source: str | Path) -> dict[str, Any]:
+    """What a recipe's file and those it extends say, and nothing that follows from it: to be kept elsewhere."""
+    values, _ = _read(str(source), ())
+    return values | {"name": values.get("name", name_after(source, "recipe"))}
+
+
+def shipped() -> dict[str, Path]:
+    """The recipes that come with the package, by name."""
+    folder = Path(str(files("steelyard") / "recipes"))
+    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+
+
+def _read(source: str, below: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, str]]:
+    path = _find(source, below[-1] if below else None)
+    if str(path) in below:
+        raise UserError("recipes extend each other in a circle", where=str(path), mend=" -> ".join([*below, str(path)]))
+    values, places = read(path, "a recipe")
+    parent = values.pop("extends", None)
+    if parent is None:
+        return values, places
+    if not isinstance(parent, str):
+        raise UserError("extends takes one name or path", where=places.get("extends"))
+    inherited, inherited_places = _read(parent, (*below, str(path)))
+    inherited.pop("name", None)
+    return _merged(inherited, values), inherited_places | places
+
+
+def _find(source: str, extended_by: str | None) -> Path:
+    path = Path(source).expanduser()
+    beside = Path(extended_by).parent / path if extended_by else path
+    if beside.is_file():
+        return beside
+    known = shipped()
+    if source in known:
+        return known[source]
+    near = difflib.get_close_matches(source, known, n=1)
+    hint = f"did you mean the shipped recipe {near[0]}?" if near else f"shipped recipes: {', '.join(known)}"
+    what = "is a folder, not a recipe" if beside.is_dir() else "there is no such file or shipped recipe"
+    raise UserError(f"{source}: {what}", where=extended_by, mend=hint)
+
+
+def _merged(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
+    both = dict(base)
+    for key, value in top.items():
+        below = base.get(key)
+        both[key] = _merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return both
+
+
+def _override(values: dict[str, Any], places: dict[str, str], override: str, place: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        where = None if place == COMMAND_LINE else place
+        mend = "write section.key=value, like train.steps=50"
+        raise UserError(f"{override!r} is not an override", where=where, mend=mend)
+    table = values
+    *sections, last = key.strip().split(".")
+    if len(sections) > MOST_DEPTH:
+        raise UserError(f"{key:.40}... is not a key: it has {len(sections) + 1} parts", where=place)
+    for section in sections:
+        table = table.setdefault(section, {})
+        if not isinstance(table, dict):
+            raise UserError(f"{section} is not a section", where=place, mend="write section.key=value")
+    try:
+        table[last] = parse_value(text.strip())
+    except UserError as error:
+        error.where = f"{place}: {key.strip()}"
+        raise
+    places[key.strip()] = place
+
+
+def explained(
+    error: ValidationError,
+    values: dict[str, Any],
+    places: dict[str, str],
+    source: str,
+    section: type[BaseModel] = Recipe,
+) -> UserError:
+    """One message that names every problem of a file, each with its place and a way out."""
+    found = (problem for detail in error.errors() for problem in _problems(detail, values, section))
+    texts = []
+    for key, message, mend in islice(found, MOST_PROBLEMS):
+        place = place_of(key, places) or place_of(f"{key}.0", places) or source
+        texts.append(f"{place}: {key:.{LONGEST_KEY}}: {message:.{LONGEST_MESSAGE}}" + (f"\n  {mend}" if mend else ""))
+    more = ["there are more problems"] if next(found, None) else []
+    return UserError("\n".join([*texts, *more]))
+
+
+def _problems(detail: ErrorDetails, values: dict[str, Any], section: type[BaseModel]) -> Iterator[tuple[str, str, str]]:
+    kind, context = detail["type"], detail.get("ctx", {})
+    key = ".".join(str(part) for part in _without_family(detail["loc"]))
+    if kind == "contradiction":
+        yield context["key"], context["message"], context["mend"]
+    elif kind == "default_factory_not_called":
+        return  # The key it would follow from is wrong itself, and already named.
+    elif kind == "extra_forbidden":
+        table = detail["input"]
+        unknown = [f"{key}.{leaf}" for leaf, _ in leaves(table)] if isinstance(table, dict) and table else [key]
+        yield from ((name, "unknown key", nearest(name, values, section)) for name in unknown)
+    elif kind == "missing":
+        needs = "a model needs at least family, layers, hidden, heads and vocab" if key.startswith("model") else ""
+        yield key, "is missing", needs
+    elif kind in ("union_tag_invalid", "union_tag_not_found"):
+        yield f"{key}.family", "must be one of gpt, llama", ""
+    elif kind in ("model_type", "model_attributes_type"):
+        yield key, f"is a section with keys of its own, not {_shown(detail['input'])}", ""
+    elif kind == "string_pattern_mismatch":
+        yield key, f"{detail['input']!r} may hold only letters, digits, dots, dashes and underscores", ""
+    else:
+        message = detail["msg"].removeprefix("Value error, ").replace("Input should be", "should be")
+        yield key, f"{message}, not {_shown(detail['input'])}", ""
+
+
+def _without_family(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """pydantic names the family between `model` and its key; the file does not."""
+    return (location[0], *location[2:]) if location[:1] == ("model",) and len(location) > 1 else location
+
+
+def nearest(key: str, values: Mapping[str, Any] = MappingProxyType({}), section: type[BaseModel] = Recipe) -> str:
+    """The valid name a misspelt key most likely means: the same word elsewhere, or a similar one."""
+    if len(key) > LONGEST_KEY:
+        return ""
+    family = values.get("model", {}).get("family") if isinstance(values.get("model"), dict) else None
+    valid = [name for name in valid_keys(section) if not _of_another_family(name, family)]
+    key = ".".join(part for part in key.split(".") if not part.isdigit())
+    word = key.rpartition(".")[2]
+    same_word = [name for name in valid if name.rpartition(".")[2] == word]
+    if word in NAMES_ELSEWHERE and not same_word:
+        return f"did you mean {NAMES_ELSEWHERE[word]}?"
+    near = difflib.get_close_matches(key, same_word or valid, n=1, cutoff=0.5) or same_word[:1]
+    if not near and section is not Recipe:
+        return f"keys here are {', '.join(valid)}"
+    return f"did you mean {near[0]}?" if near else "steelyard recipe show prints every valid key"
+
+
+def valid_keys(section: Any, prefix: str = "") -> Iterator[str]:
+    """Every dotted key that a section and those inside it have."""
+    for name, field in section.model_fields.items():
+        inner = [option for option in _options(field.annotation) if _is_section(option)]
+        if inner:
+            for option in inner:
+                yield from valid_keys(option, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def _options(annotation: Any) -> Iterator[Any]:
+    if get_origin(annotation) in (Union, types.UnionType, list):
+        for option in get_args(annotation):
+            yield from _options(option)
+    else:
+        yield annotation
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def _of_another_family(name: str, family: Any) -> bool:
+    from steelyard.core.recipe.model_section import GptModel, LlamaModel
+
+    fields = {"gpt": set(GptModel.model_fields), "llama": set(LlamaModel.model_fields)}.get(family)
+    section, _, key = name.partition(".")
+    return section == "model" and fields is not None and key.partition(".")[0] not in fields
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

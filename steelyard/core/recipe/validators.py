@@ -1,0 +1,162 @@
+"""Contradictions that only show between sections: each function looks at one kind and raises `contradiction`."""
+
+from __future__ import annotations
+
+from steelyard.core.recipe.model_section import GptModel, LlamaModel
+from steelyard.core.recipe.parallel_section import Parallel
+from steelyard.core.recipe.section import contradiction
+from steelyard.core.recipe.sparsity_section import Sparsity
+from steelyard.core.recipe.train_section import Train
+
+
+def steps(train: Train, sequence_length: int) -> int:
+    """The steps of a run, which follow from its samples or tokens where those are given."""
+    samples = train.samples if train.tokens is None else train.tokens // sequence_length
+    if samples is None:
+        return train.steps
+    wanted = train.steps_for(samples)
+    unit = "samples" if train.tokens is None else "tokens"
+    if "steps" in train.model_fields_set and train.steps != wanted:
+        raise contradiction(
+            "train.steps",
+            f"{train.steps} steps are not what train.{unit} = {getattr(train, unit)} makes: {wanted}",
+            f"give steps or {unit}, not both",
+        )
+    return wanted
+
+
+def pipeline(model: GptModel | LlamaModel, parallel: Parallel, train: Train) -> None:
+    """The stages hold the model, and the schedule can run them."""
+    partition, stages = parallel.partition, parallel.stages
+    most = 2 * model.layers + 64  # Some may be empty; many more are a slip.
+    if stages > most:
+        raise contradiction(
+            "parallel.pipeline",
+            f"most of {stages} stages would hold none of {model.layers} layers",
+            f"make parallel.pipeline x parallel.virtual {most} at most",
+        )
+    if partition is not None and partition.stages != stages:
+        raise contradiction(
+            "parallel.partition",
+            f"{partition} has {partition.stages} stages, but parallel.pipeline x parallel.virtual is {stages}",
+            f"give {stages} numbers, or set parallel.pipeline to {partition.stages}",
+        )
+    if partition is not None and partition.total != model.layers:
+        raise contradiction(
+            "parallel.partition",
+            f"{partition} holds {partition.total} layers, but model.layers is {model.layers}",
+            f"make the numbers sum to {model.layers}, or drop the key and let the layers be balanced by cost",
+        )
+    if parallel.virtual > 1 and parallel.schedule not in ("interleaved", "zero-bubble"):
+        raise contradiction(
+            "parallel.virtual",
+            f"{parallel.schedule} runs one stage per rank, not {parallel.virtual}",
+            'set parallel.schedule to "interleaved" or "zero-bubble", or parallel.virtual to 1',
+        )
+    if parallel.schedule == "zero-bubble" and parallel.pipeline > 1:
+        if parallel.zero == 3:
+            raise contradiction(
+                "parallel.zero",
+                "zero bubble computes gradients of weights later, when zero 3 has given the weights away again",
+                "use zero 2 or less, or another schedule",
+            )
+        if train.compile:
+            raise contradiction(
+                "train.compile",
+                "zero bubble splits the backward pass in two, and a compiled layer would run all of it twice",
+                "leave train.compile out, or use another schedule",
+            )
+
+
+def tensor(model: GptModel | LlamaModel, parallel: Parallel, sequence_length: int) -> None:
+    """Heads, widths and sequences divide among the ranks that share them."""
+    tensor_ranks = f"{parallel.tensor} ranks"
+    shares = [
+        ("parallel.tensor", tensor_ranks, name, size, parallel.tensor)
+        for name, size in (
+            ("model.heads", model.heads),
+            ("model.kv_heads", getattr(model, "kv_heads", model.heads)),
+            ("model.ffn", model.ffn),
+            ("the padded vocabulary", model.padded_vocab),
+        )
+    ]
+    if parallel.context > 1:
+        pieces = 2 * parallel.context
+        what = f"{pieces} pieces, two for each of {parallel.context} ranks,"
+        shares.append(("parallel.context", what, "data.sequence_length", sequence_length, pieces))
+    if parallel.sequence_parallel:
+        ranks = parallel.tensor * parallel.context
+        shares.append(("parallel.sequence_parallel", f"{ranks} ranks", "data.sequence_length", sequence_length, ranks))
+    for key, who, name, size, parts in shares:
+        if size % parts:
+            raise contradiction(key, f"{who} cannot share {name} = {size} evenly", f"choose a divisor of {size}")
+    if parallel.context > 1 and model.attention_dropout:
+        raise contradiction(
+            "model.attention_dropout", "is not available with context parallelism", "set parallel.context to 1"
+        )
+
+
+def batch(train: Train, parallel: Parallel) -> None:
+    """Every data-parallel rank gets whole micro-batches, and hybrid sharding whole groups."""
+    per_step = train.micro_batch * (parallel.data or 1)
+    sizes = {"train.global_batch": train.global_batch}
+    if train.ramp_up is not None:
+        sizes |= {"train.ramp_up.start": train.ramp_up.start, "train.ramp_up.increment": train.ramp_up.increment}
+    for key, size in sizes.items():
+        if size % per_step:
+            raise contradiction(
+                key,
+                f"{size} is not a multiple of train.micro_batch x parallel.data = {per_step}",
+                f"choose a multiple of {per_step}",
+            )
+    if parallel.replicate > 1 and (parallel.zero == 0 or (parallel.data or 0) % parallel.replicate):
+        raise contradiction(
+            "parallel.replicate",
+            f"{parallel.replicate} groups need a zero stage and parallel.data as a multiple of them",
+            "set parallel.zero to 1, 2 or 3 and parallel.data to a multiple of parallel.replicate",
+        )
+
+
+def sequence(model: GptModel | LlamaModel, sequence_length: int) -> None:
+    """Learned positions reach as far as the sequences."""
+    if isinstance(model, GptModel) and sequence_length > model.positions:
+        raise contradiction(
+            "data.sequence_length",
+            f"{sequence_length} is longer than model.positions = {model.positions}",
+            "shorten the sequences or give the model more positions",
+        )
+
+
+def sparsity(model: GptModel | LlamaModel, sparsity: Sparsity, parallel: Parallel, train: Train) -> None:
+    """Groups of weights divide the inputs of every matrix, on every rank, and the method has what it starts from."""
+    _, group = sparsity.kept_and_group
+    inner = model.heads * model.head_dim if isinstance(model, LlamaModel) else model.hidden
+    # Attention's output and the MLP's second projection are cut along their inputs.
+    widths = [("model.hidden", model.hidden, 1), ("the heads' width", inner, parallel.tensor)]
+    for name, width, ranks in [*widths, ("model.ffn", model.ffn, parallel.tensor)]:
+        if width % (group * ranks):
+            among = f" on each of {ranks} ranks" if ranks > 1 else ""
+            raise contradiction(
+                "sparsity.pattern" if width % group else "parallel.tensor",
+                f"groups of {group} do not divide {name} = {width}{among}",
+                f"{name} must be a multiple of {group * ranks}",
+            )
+    if sparsity.method == "learned":
+        if train.init_from is None and sparsity.base is None:
+            raise contradiction(
+                "sparsity.base",
+                "masks are learned for weights that exist",
+                "name them in sparsity.base or train.init_from",
+            )
+        if sparsity.distill and (parallel.pipeline > 1 or parallel.tensor > 1):
+            raise contradiction(
+                "sparsity.distill",
+                "the dense model's predictions are compared on one rank, which must hold the whole model",
+                "set parallel.pipeline and parallel.tensor to 1, or sparsity.distill to 0",
+            )
+    if sparsity.method == "fixed" and train.init_from is None:
+        raise contradiction(
+            "train.init_from", "zeros are kept in weights that have some", "name the pruned weights in train.init_from"
+        )
+    if train.precision == "fp8":
+        raise contradiction("train.precision", "masked products have no fp8 arithmetic", 'use "bf16"')

@@ -1,0 +1,187 @@
+"""Programs that launch, compile and wrap: each with its version, and what it would be needed for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from steelyard.doctor.finding import Finding
+from steelyard.doctor.machine import Machine, dotted, version_in
+from steelyard.doctor.python_info import Seen, installed_torch
+
+TOPIC = "programs"
+OLDEST_SLURM = (20, 11)
+RUNTIMES = ("apptainer", "singularity", "enroot", "docker", "podman")
+# A client without its daemon runs nothing, and says so only when it is asked for more than its version.
+ASKED = {"docker": "info", "podman": "info", "enroot": "version"}
+
+
+def check(machine: Machine, seen: Seen) -> Iterator[Finding]:
+    """All of them."""
+    yield _nvcc(machine, seen)
+    yield _torchrun(machine, seen)
+    yield _mpirun(machine)
+    yield _ssh(machine)
+    yield _slurm(machine)
+    yield _container(machine)
+
+
+def _nvcc(machine: Machine, seen: Seen) -> Finding:
+    for name in ("CUDA_HOME", "CUDA_PATH", "CUDA_ROOT"):
+        home = machine.environment.get(name)
+        if home and not (Path(home) / "bin" / "nvcc").exists():
+            real = machine.which("nvcc")
+            words = f"{name} is {home}, where there is no bin/nvcc: whatever compiles will fail with FileNotFoundError"
+            mend = (
+                f"set it to {Path(real).resolve().parent.parent}"
+                if real
+                else f"unset {name}, or in a container: steelyard doctor --container IMAGE"
+            )
+            return Finding(TOPIC, "nvcc", "warn", words, mend, unset=() if real else (name,))
+    path = machine.which("nvcc")
+    if path is None:
+        return Finding(TOPIC, "nvcc", "absent", "not here, and not needed: Steelyard compiles nothing with it")
+    answer = machine.run(["nvcc", "--version"])
+    version = version_in(answer.out) if answer and answer.is_good else None
+    if version is None:
+        return Finding(
+            TOPIC, "nvcc", "warn", f"{path} does not answer: {answer.gist if answer else ''}", "take it off PATH"
+        )
+    disk = installed_torch(machine)
+    cuda = seen.torch_cuda or (disk.cuda if disk else None)
+    facts = {"version": dotted(version), "path": path}
+    if cuda and cuda[0] != version[0]:
+        words = f"{dotted(version)} at {path}, and torch is built for CUDA {dotted(cuda)}: extensions will not build"
+        return Finding(TOPIC, "nvcc", "warn", words, f"only for building extensions: load CUDA {cuda[0]}.x", facts)
+    return Finding(TOPIC, "nvcc", "ok", f"{dotted(version)}, {path}", facts=facts)
+
+
+def _torchrun(machine: Machine, seen: Seen) -> Finding:
+    path = machine.which("torchrun")
+    if path is None:
+        words = "not on PATH; steelyard --nproc and steelyard submit do without"
+        return Finding(
+            TOPIC,
+            "torchrun",
+            "absent",
+            words,
+            f"{machine.python} -m torch.distributed.run is the same" if seen.torch else "",
+        )
+    prefix = seen.answers.get("prefix")
+    if prefix and Path(path).resolve().parent != (Path(prefix) / "bin").resolve():
+        words = f"{path} belongs to another Python than {machine.python}: its ranks would use another torch"
+        return Finding(TOPIC, "torchrun", "warn", words, f"call {machine.python} -m torch.distributed.run instead")
+    return Finding(TOPIC, "torchrun", "ok", path)
+
+
+def _mpirun(machine: Machine) -> Finding:
+    path = machine.which("mpirun")
+    if path is None:
+        return Finding(
+            TOPIC,
+            "mpirun",
+            "absent",
+            "not on PATH; needed only for submit --on mpi",
+            "load your site's MPI module, or name its path in the site profile",
+        )
+    answer = machine.run(["mpirun", "--version"])
+    if answer is None or not answer.is_good:
+        return Finding(
+            TOPIC,
+            "mpirun",
+            "warn",
+            f"{path} does not run: {answer.gist if answer else ''}",
+            "load the whole MPI module, not its bin folder alone",
+        )
+    return Finding(
+        TOPIC,
+        "mpirun",
+        "ok",
+        f"{answer.out.strip().splitlines()[0] if answer.out.strip() else path}",
+        facts={"path": path},
+    )
+
+
+def _ssh(machine: Machine) -> Finding:
+    path = machine.which("ssh")
+    if path is None:
+        return Finding(
+            TOPIC, "ssh", "absent", "not on PATH; mpirun over several machines needs it", "install openssh-client"
+        )
+    return Finding(TOPIC, "ssh", "ok", f"{path}; --nodes a,b tries it between machines")
+
+
+def _slurm(machine: Machine) -> Finding:
+    path = machine.which("sbatch")
+    if path is None:
+        return Finding(
+            TOPIC,
+            "Slurm",
+            "absent",
+            "no sbatch on PATH; needed only for submit --on slurm",
+            "log in to the cluster's head node, or load its module",
+        )
+    asked = machine.run(["sbatch", "--version"])
+    version = version_in(asked.out) if asked and asked.is_good else None
+    if version is None:
+        words = f"{path} does not say its version: {asked.gist if asked else ''}"
+        return Finding(TOPIC, "Slurm", "warn", words, "its slurm.conf or libraries are missing here")
+    facts = {"version": dotted(version)}
+    if version[:2] < OLDEST_SLURM:
+        words = f"{dotted(version)}: {dotted(OLDEST_SLURM)} is the oldest that is supported"
+        return Finding(TOPIC, "Slurm", "warn", words, "submit may still work; heterogeneous jobs may not", facts)
+    answer = machine.run(["sinfo", "--noheader", "--format=%P|%D|%t"], seconds=10)
+    if answer is None or not answer.is_good:
+        words = f"{dotted(version)}, but no controller answers: {answer.gist if answer else 'there is no sinfo'}"
+        return Finding(TOPIC, "Slurm", "warn", words, "is this a node of the cluster, and is munge running?", facts)
+    return Finding(TOPIC, "Slurm", "ok", f"{dotted(version)}, {_partitions(answer.out)}", facts=facts)
+
+
+def _partitions(text: str) -> str:
+    names = dict.fromkeys(line.split("|")[0].rstrip("*") for line in text.splitlines() if line.strip())
+    return f"partitions {', '.join(names)}" if names else "no partition"
+
+
+def _container(machine: Machine) -> Finding:
+    there = [name for name in RUNTIMES if machine.which(name)]
+    if not there:
+        return Finding(
+            TOPIC,
+            "containers",
+            "absent",
+            f"none of {', '.join(RUNTIMES)}; needed only where a site profile names an image",
+            "often: module load apptainer",
+        )
+    answers = {name: machine.run([name, ASKED.get(name, "--version")], seconds=10) for name in there}
+    works = [name for name, answer in answers.items() if answer and answer.is_good]
+    broken = [f"{name}: {answer.gist}" for name, answer in answers.items() if answer and not answer.is_good]
+    if not works:
+        return Finding(
+            TOPIC,
+            "containers",
+            "warn",
+            f"there, but not working: {'; '.join(broken)}",
+            "start its daemon, or load apptainer, which needs none",
+        )
+    if works == ["podman"] and not _has_init(machine):
+        words = "podman has no init (catatonit) to start ranks under"
+        return Finding(TOPIC, "containers", "warn", words, "install the package catatonit", {"works": works})
+    return Finding(
+        TOPIC,
+        "containers",
+        "ok",
+        ", ".join(works) + (f" (not working: {'; '.join(broken)})" if broken else ""),
+        facts={"works": works},
+    )
+
+
+def _has_init(machine: Machine) -> bool:
+    """Whether podman's init is where podman looks for it."""
+    places = (
+        "/usr/libexec/podman",
+        "/usr/local/libexec/podman",
+        "/usr/local/lib/podman",
+        "/usr/lib/podman",
+        "/usr/bin",
+    )
+    return any((machine.at(place) / "catatonit").exists() for place in places)

@@ -1,0 +1,104 @@
+"""What the machine's Python says of itself and of torch, asked once in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from steelyard.doctor.machine import Machine, version_in
+from steelyard.doctor.probes import library, torch_facts
+
+SECONDS_TO_IMPORT = 180  # A cold torch on a network filesystem.
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The answers; empty where the Python did not answer."""
+
+    answers: dict[str, Any] = field(default_factory=dict)
+    problem: str = ""
+    """Why there are no answers."""
+
+    @property
+    def python(self) -> tuple[int, ...] | None:
+        """The interpreter's version."""
+        version = self.answers.get("python")
+        return None if version is None else tuple(version)
+
+    @property
+    def torch(self) -> str | None:
+        """torch's version; None where it is missing or cannot be imported."""
+        return self.answers.get("torch")
+
+    @property
+    def torch_cuda(self) -> tuple[int, ...] | None:
+        """The CUDA that torch was built for; None for a build for processors."""
+        return version_in(self.answers.get("torch_cuda") or "")
+
+    @property
+    def gpus(self) -> list[str]:
+        """The names of the GPUs that torch sees."""
+        return self.answers.get("gpus") or []
+
+    def error(self, name: str) -> str | None:
+        """Why a question had no answer."""
+        errors: dict[str, str] = self.answers.get("errors", {})
+        return errors.get(name)
+
+    def package(self, name: str) -> str | None:
+        """The version of a package beside torch."""
+        versions: dict[str, Any] = self.answers.get("packages") or {}
+        return versions.get(name)
+
+
+def ask(machine: Machine) -> Seen:
+    """Ask the machine's Python."""
+    # Silence what packages print while they are imported: the answer is the last line.
+    command = [machine.python, _script(torch_facts.__file__)]
+    answer = machine.run(command, seconds=SECONDS_TO_IMPORT, extra={"PYTHONWARNINGS": "ignore"})
+    if answer is None:
+        return Seen(problem=f"{machine.python} is not there")
+    try:
+        return Seen(json.loads(answer.out.strip().splitlines()[-1]))
+    except (ValueError, IndexError):
+        return Seen(problem=answer.gist)
+
+
+def load_library(machine: Machine, path: str, family: str) -> dict[str, Any]:
+    """Whether the loader takes a library, and the version it says it is; a crash is an answer too."""
+    answer = machine.run([machine.python, "-S", _script(library.__file__), path, family])
+    try:
+        found: dict[str, Any] = json.loads(answer.out) if answer else {"loads": False, "error": "no Python to ask"}
+    except ValueError:
+        assert answer is not None
+        return {"loads": False, "error": f"loading it ended the process: {answer.gist}"}
+    return found
+
+
+def _script(path: str | None) -> str:
+    assert path is not None
+    return path
+
+
+@dataclass(frozen=True)
+class Installed:
+    """torch as it lies on the disk, read without running any of it."""
+
+    folder: Path
+    version: str
+    cuda: tuple[int, ...] | None
+
+
+def installed_torch(machine: Machine) -> Installed | None:
+    """The torch that the machine's Python would import."""
+    for packages in machine.packages:
+        text = packages / "torch" / "version.py"
+        if text.is_file():
+            said = text.read_text(encoding="utf-8", errors="replace")
+            version = re.search(r"^__version__\s*=\s*['\"]([^'\"]+)", said, re.MULTILINE)
+            cuda = re.search(r"^cuda\b[^=\n]*=\s*['\"]([\d.]+)", said, re.MULTILINE)
+            return Installed(text.parent, version[1] if version else "unknown", version_in(cuda[1]) if cuda else None)
+    return None

@@ -1,0 +1,125 @@
+"""The tokens that a perplexity is measured on, from whatever the user names, and in words how they came about."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from steelyard.checkpoint.formats import Source
+from steelyard.checkpoint.formats.native import SteelyardSource
+from steelyard.core.errors import UserError
+from steelyard.core.run import MANIFEST
+from steelyard.core.safe_parse import read_json_object
+from steelyard.sparsity.pruned_source import Seen
+from steelyard.text import download
+from steelyard.text.corpus import documents, named_files
+from steelyard.text.formats import format_of
+from steelyard.text.tokenizer import Tokenizer
+from steelyard.tokens.indexed_dataset import IndexedTokens, idx_path
+
+# `wikitext2` is the text as it was. The other form has <unk> for rare words, which makes it easier to predict.
+WIKITEXT = {"wikitext2": "wikitext-2-raw-v1", "wikitext103": "wikitext-103-raw-v1"}
+FORM = re.compile(r"wikitext-(?:2|103)(-raw)?-v1")
+JOIN = "\n\n"
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Tokens in a row, and where they are from."""
+
+    tokens: npt.NDArray[Any]
+    described: dict[str, str]
+
+
+def is_prefix(data: str) -> bool:
+    """Whether a name stands for a pair of token files."""
+    return data.endswith((".idx", ".bin")) or idx_path(data).is_file()
+
+
+def from_token_files(prefix: str) -> Stream:
+    """All tokens of a pair of files, in their order."""
+    files = IndexedTokens(prefix)
+    total = int(files.lengths.sum(dtype=np.int64))
+    described = {
+        "text": f"token files {files.prefix}, {len(files.document_index) - 1} documents in their order",
+        "joined": "as the files have them: end-of-document tokens stand where they were written",
+        "special tokens": "none added",
+    }
+    return Stream(files.stream(0, total), described)
+
+
+def from_text(data: str, tokenizer: Tokenizer) -> Stream:
+    """The tokens of a file, or of the raw test split of WikiText, encoded in one go."""
+    if data in WIKITEXT:
+        name = f"{WIKITEXT[data]}, test split"
+        paths = download.wikitext_split(WIKITEXT[data], "test")
+        whole = False
+    else:
+        name, paths = data, named_files([data])
+        whole = all(format_of(path).base == "txt" for path in paths)
+    rows = list(documents(paths, mode="file" if whole else "line"))
+    tokens = np.asarray(tokenizer.framed(JOIN.join(rows)), dtype=np.int32)
+    described = {
+        "text": name,
+        "joined": "taken whole" if whole and len(rows) == 1 else f"{len(rows)} rows joined by two newlines",
+        "special tokens": _frame(tokenizer),
+    }
+    return Stream(tokens, described)
+
+
+def _frame(tokenizer: Tokenizer) -> str:
+    """What the tokenizer adds, in words."""
+    plain, framed = tokenizer.encode("a"), tokenizer.framed("a")
+    if plain == framed:
+        return "none: the tokenizer adds none, so the text has no BOS"
+    first = next((place for place in range(len(framed)) if framed[place : place + len(plain)] == plain), 0)
+    return f"as the tokenizer adds them, once: {framed[:first]} in front, {framed[first + len(plain) :]} behind"
+
+
+def other_form(data: str, source: Source) -> str | None:
+    """A remark, where the model was trained on the other form of WikiText than the one it is measured on."""
+    measured = _forms([WIKITEXT.get(data, data)])
+    trained = _forms(_trained_on(source))
+    others = trained - measured
+    if not measured or not others or trained & measured:
+        return None
+    return (
+        f"the model was trained on {', '.join(sorted(others))} and is measured on {', '.join(sorted(measured))}: "
+        "one form has <unk> for rare words and the other the text as it was, so this perplexity says little"
+    )
+
+
+def _forms(names: Iterable[str]) -> set[str]:
+    matches = (FORM.search(name) for name in names)
+    return {"the raw form (-raw-v1)" if match.group(1) else "the tokenised form (-v1)" for match in matches if match}
+
+
+def _trained_on(source: Source) -> list[str]:
+    """The names of a run's token files and of the texts they were made of, as far as they are known."""
+    while isinstance(source, Seen):
+        source = source.source
+    if not isinstance(source, SteelyardSource) or not (source.path.parent.parent / MANIFEST).is_file():
+        return []
+    names = []
+    for entry in source.saved.run.recipe().data.train:
+        names.append(entry.prefix)
+        record = Path(re.sub(r"_[^_/]+_document$", "", entry.prefix) + ".tokenize.json")
+        if record.is_file():
+            names += read_json_object(record)["made_of"]["inputs"]
+    return names
+
+
+def check_ids(stream: Stream, vocab: int) -> None:
+    """Refuse tokens that the model has no row for."""
+    largest = int(stream.tokens.max()) if len(stream.tokens) else 0
+    if largest >= vocab:
+        raise UserError(
+            f"the text holds the id {largest}, but the model knows {vocab}",
+            mend="use the tokenizer that the model was trained with",
+        )

@@ -1,0 +1,178 @@
+"""Letting a model write: a token at a time, each from the keys and values of those before it.
+
+A model sees at most `context` tokens. When the text grows beyond that, the oldest tokens are forgotten and the rest is
+read again: as many are kept as leave room for what is still to be written, and at least half of the context.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steelyard.checkpoint.formats import Source
+from steelyard.checkpoint.formats.hf_metadata import end_ids
+from steelyard.core.console import console
+from steelyard.core.errors import UserError
+from steelyard.evaluate.load_model import context_of, loaded, tokenizer_for
+from steelyard.model import Cache, LanguageModel
+from steelyard.sparsity import pruned_source as sparse
+from steelyard.text.tokenizer import Tokenizer
+from steelyard.train.device import device_for, dtype_for
+
+UNFINISHED = "\ufffd"  # What a tokenizer shows for bytes that are not yet a character.
+TOKENS_TO_LOOK_BACK = 6
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen: temperature 0 takes the likeliest; top_k 0 and top_p 1 leave all in."""
+
+    max_tokens: int = 100
+    temperature: float = 0.8
+    top_k: int = 50
+    top_p: float = 1.0
+    seed: int = 0
+
+
+class Writer:
+    """A model, its tokenizer, and what it needs to know to write."""
+
+    def __init__(self, network: LanguageModel, tokenizer: Tokenizer, context: int, ends: Collection[int]) -> None:
+        self.network, self.tokenizer, self.context, self.ends = network, tokenizer, context, frozenset(ends)
+        self.written = 0
+
+    def text(self, prompt: str, sampling: Sampling) -> str:
+        """The prompt and what the model makes of it, up to the end of the document."""
+        return prompt + "".join(self.stream(prompt, sampling))
+
+    def stream(self, prompt: str, sampling: Sampling) -> Iterator[str]:
+        """What the model adds to the prompt, as it comes."""
+        ids = self.tokenizer.framed(prompt) or [self.tokenizer.end_of_document]
+        if len(ids) > self.context:
+            seen = _kept(len(ids), sampling.max_tokens, self.context)
+            told = f"the prompt has {len(ids)} tokens, the model sees {self.context} at once"
+            console.warn(f"{told}: only the last {seen} are read")
+        self.written = 0
+        return text_of(self._counted(tokens(self.network, ids, sampling, self.context, self.ends)), self.tokenizer, ids)
+
+    def _counted(self, chosen: Iterable[int]) -> Iterator[int]:
+        for token in chosen:
+            self.written += 1
+            yield token
+
+
+def writer(
+    path: str | Path,
+    tokenizer: str | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    mask: str | None = None,
+    base: str | None = None,
+) -> Writer:
+    """Load a checkpoint of any format to write with, seen through a mask where there is one."""
+    source = sparse.opened(path, mask, base)
+    vocabulary = tokenizer_for(source, tokenizer)
+    if vocabulary.vocab_size > source.shape.padded_vocab:
+        raise UserError(
+            f"the tokenizer {vocabulary.source} has {vocabulary.vocab_size} ids, the model {source.shape.vocab}",
+            mend="name the model's own with --tokenizer",
+        )
+    where = device_for(device)
+    network = loaded(source, where, dtype_for(dtype, source, where))
+    return Writer(network, vocabulary, context_of(source), ends_of(source, vocabulary))
+
+
+def from_checkpoint(path: str | Path, prompt: str, sampling: Sampling) -> str:
+    """Load a checkpoint and continue the prompt."""
+    return writer(path).text(prompt, sampling)
+
+
+def result(writer: Writer, prompt: str, sampling: Sampling) -> dict[str, Any]:
+    """The text and how it came about."""
+    begun = time.monotonic()
+    text = writer.text(prompt, sampling)
+    seconds = time.monotonic() - begun
+    return {
+        "prompt": prompt,
+        "text": text,
+        "tokens": writer.written,
+        "tokens_per_second": round(writer.written / seconds, 2),
+    }
+
+
+def ends_of(source: Source, tokenizer: Tokenizer) -> set[int]:
+    """The ids that end a text: those that the checkpoint names, else the tokenizer's."""
+    return set(end_ids(source.extra)) or ({tokenizer.end_id} if tokenizer.end_id is not None else set())
+
+
+def tokens(
+    network: LanguageModel, prompt: Sequence[int], sampling: Sampling, context: int, ends: Collection[int]
+) -> Iterator[int]:
+    """The tokens that the model adds to those of the prompt, without the one that ends the text."""
+    generator = torch.Generator().manual_seed(sampling.seed)
+    ids = list(prompt)
+    cache = Cache(min(context, len(ids) + sampling.max_tokens))
+    new = ids
+    for left in range(sampling.max_tokens, 0, -1):
+        if cache.length + len(new) > context:
+            cache.forget()
+            new = ids[-_kept(len(ids), left, context) :]
+        chosen = _choose(_next_logits(network, new, cache), sampling, generator)
+        if chosen in ends:
+            return
+        ids.append(chosen)
+        new = [chosen]
+        yield chosen
+
+
+def _kept(length: int, left: int, context: int) -> int:
+    """How many of the last tokens are read again when they do not all fit; the last one written is never read."""
+    return min(length, max(context - left + 1, context // 2, 1))
+
+
+@torch.inference_mode()
+def _next_logits(network: LanguageModel, new: Sequence[int], cache: Cache) -> Tensor:
+    device = next(network.parameters()).device
+    logits_BLV: Tensor = network(torch.tensor([new], device=device), cache=cache, last=1)
+    return logits_BLV[0, -1].float().cpu()  # One generator, so that a seed means the same on every device.
+
+
+def _choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    if sampling.temperature == 0:
+        return int(logits_V.argmax())
+    logits_V, ids_V = logits_V.sort(descending=True, stable=True)
+    if 0 < sampling.top_k < len(logits_V):
+        logits_V = logits_V[: sampling.top_k]
+    chances_V = torch.softmax(logits_V / sampling.temperature, dim=-1)
+    if sampling.top_p < 1:
+        # The likeliest always stays; the others while those before them leave something of the share.
+        chances_V = chances_V.where(chances_V.cumsum(dim=0) - chances_V < sampling.top_p, 0.0)
+        chances_V[0] = chances_V[0].clamp(min=torch.finfo(chances_V.dtype).tiny)
+    return int(ids_V[torch.multinomial(chances_V, 1, generator=generator)])
+
+
+def text_of(chosen: Iterable[int], tokenizer: Tokenizer, before: Sequence[int]) -> Iterator[str]:
+    """The text of tokens as they come, each piece when its characters are whole.
+
+    A piece is what the tokens of it add to the text of a few tokens before: alone they may look different, since some
+    tokenizers drop a space at the beginning.
+    """
+    ids = list(before[-TOKENS_TO_LOOK_BACK:])
+    first, shown = 0, len(ids)
+    told = tokenizer.decode(ids)
+    for token in chosen:
+        ids.append(token)
+        text = tokenizer.decode(ids[first:])
+        if len(text) > len(told) and not text.endswith(UNFINISHED):
+            yield text[len(told) :]
+            first, shown = shown, len(ids)
+            told = tokenizer.decode(ids[first:])
+    rest = tokenizer.decode(ids[first:])[len(told) :]
+    if rest:
+        yield rest

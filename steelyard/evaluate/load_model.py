@@ -1,0 +1,108 @@
+"""From a checkpoint of any format to a model that computes here, whole or cut over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from pydantic import ValidationError
+from torch import nn
+
+from steelyard.checkpoint.formats import Source
+from steelyard.checkpoint.formats.compressed_tensors import CompressedSource
+from steelyard.checkpoint.formats.hf_config import positions_of
+from steelyard.checkpoint.formats.source import check
+from steelyard.core.errors import UserError
+from steelyard.core.recipe import Recipe
+from steelyard.core.recipe.data_section import Data
+from steelyard.core.recipe.parallel_section import Parallel
+from steelyard.model import LanguageModel
+from steelyard.parallel import mesh as meshes
+from steelyard.parallel.mesh import Mesh
+from steelyard.parallel.parallelize import assemble
+from steelyard.parallel.param_shards import Part
+from steelyard.sparsity import sparse_linear
+from steelyard.sparsity.semi_structured import Compressing
+from steelyard.text import tokenizer as tokenizers
+from steelyard.text.tokenizer import Tokenizer
+
+Precision = Literal["auto", "fp32", "bf16", "fp16"]
+COMPRESSED = (CompressedSource, Compressing)
+
+
+def tokenizer_for(source: Source, named: str | None) -> Tokenizer:
+    """The tokenizer that was named, or the checkpoint's own."""
+    if named is not None:
+        return tokenizers.load_tokenizer(named)
+    if source.tokenizer is None:
+        raise UserError(
+            f"{source.path} comes without a tokenizer",
+            mend="name one with --tokenizer, or in the recipe's data.tokenizer",
+        )
+    return source.load_tokenizer()
+
+
+def context_of(source: Source) -> int:
+    """How many tokens the model is meant to see at once."""
+    return positions_of(source.shape, source.extra)
+
+
+def mesh_for(tensor: int, device: torch.device) -> Mesh:
+    """Ranks side by side, each with whole copies of its part of the model: nothing is gathered, only text is shared."""
+    return replace(meshes.make(Parallel(tensor=tensor), device.type), sharding=None)
+
+
+def loaded(
+    source: Source,
+    device: torch.device,
+    dtype: torch.dtype,
+    mesh: Mesh | None = None,
+    compiled: bool = False,
+    sparse: bool | None = None,
+) -> LanguageModel:
+    """This rank's part of the model with the checkpoint's weights in it, ready to compute and never to train.
+
+    Compressed weights stay so on a GPU that holds the whole model; a CPU, and ranks that share it, hold them dense,
+    unless `sparse` decides.
+    """
+    mesh = mesh or meshes.alone()
+    check(source, source.shape)
+    recipe = _recipe(source, mesh.tensor.size)
+    if sparse is None:
+        sparse = device.type == "cuda" and mesh.tensor.size == 1 and dtype in sparse_linear.DTYPES
+    compressed = source.compressed if isinstance(source, COMPRESSED) and sparse else []
+
+    def transform(model: LanguageModel) -> None:
+        _cast(model, dtype)
+        sparse_linear.put(model, compressed, dtype)
+
+    assembly = assemble(recipe, mesh, device, dtype, compiled, transform)
+    _fill(assembly.parts, source)
+    sparse_linear.prepare(assembly.model)
+    return assembly.model.requires_grad_(False).eval()
+
+
+def _recipe(source: Source, tensor: int) -> Recipe:
+    try:
+        return Recipe(
+            name="evaluation", model=source.shape, parallel=Parallel(tensor=tensor), data=Data(sequence_length=1)
+        )
+    except ValidationError as error:
+        raise UserError(error.errors()[0]["msg"], where="--tensor", mend="choose another number of ranks") from None
+
+
+def _cast(network: LanguageModel, dtype: torch.dtype) -> None:
+    """Keep matrices in the precision they are used in; norms stay fp32, which is what they compute in."""
+    for module in network.modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            module.to(dtype)
+
+
+def _fill(parts: list[Part], source: Source) -> None:
+    with torch.no_grad():
+        for part in parts:
+            values = source.tensor(part.name)
+            for dim, (first, length) in enumerate(zip(part.offset, part.tensor.shape, strict=True)):
+                values = values.narrow(dim, first, length)
+            part.tensor.copy_(values)

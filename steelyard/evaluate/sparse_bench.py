@@ -1,0 +1,163 @@
+"""How fast a 2:4 model runs compressed and dense, side by side: reading a prompt, writing tokens, and its memory.
+
+On a GPU a step is recorded as a CUDA graph and replayed, both ways, so that what is compared is the GPU's work and not
+how long the host takes to ask for it. Writing is timed at one place of the text, after `context` tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steelyard.core import units
+from steelyard.core.errors import UserError
+from steelyard.evaluate.load_model import context_of, loaded
+from steelyard.model import Cache, LanguageModel
+from steelyard.sparsity import sparse_linear
+from steelyard.sparsity.pruned_source import opened
+from steelyard.sparsity.semi_structured import compressible
+from steelyard.train.device import NAMES, device_for, dtype_for
+
+ROUNDS = {"cuda": 20, "cpu": 3}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to measure."""
+
+    checkpoint: str
+    mask: str | None = None
+    base: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    prompt: int = 4096
+    context: int = 512
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16)
+    allow_dense: bool = False
+
+
+def sparse(request: Request) -> dict[str, Any]:
+    """Measure a checkpoint dense and compressed."""
+    if request.device != "cpu" and not torch.cuda.is_available():
+        raise UserError(
+            "compressed weights are fast on a GPU alone, and there is none here",
+            where="--device",
+            mend="--device cpu runs the plain versions, which shows that they work and nothing about speed",
+        )
+    device = device_for(request.device)
+    source = compressible(opened(request.checkpoint, request.mask, request.base), request.allow_dense)
+    dtype = dtype_for(request.dtype, source, device)
+    if device.type == "cuda" and dtype not in sparse_linear.DTYPES:
+        dtype = torch.bfloat16
+    prompt, context = min(request.prompt, context_of(source)), min(request.context, context_of(source) - 1)
+    sides = {}
+    for side in ("dense", "sparse"):
+        network = loaded(source, device, dtype, sparse=side == "sparse")
+        with torch.inference_mode(), sparse_linear.for_graphs():
+            sides[side] = _side(network, prompt, context, request.batches, device)
+        del network
+    chosen = {f"{held[2]}x{4 * held[3]}, up to {1 << held[4]} rows": str(way) for held, way in _ways()}
+    return {
+        "checkpoint": str(source.path),
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu, plain versions",
+        "dtype": NAMES[dtype],
+        "prompt": prompt,
+        "context": context,
+        "rows": _rows(sides["dense"], sides["sparse"]),
+        "ways": chosen,
+    }
+
+
+def _side(
+    network: LanguageModel, prompt: int, context: int, batches: tuple[int, ...], device: torch.device
+) -> dict[str, float]:
+    found: dict[str, float] = {"memory": float(_bytes(network))}
+    tokens_BL = torch.randint(0, network.shape.vocab, (1, prompt), device=device)
+    found[f"prefill {prompt}"] = prompt / _seconds(lambda: network(tokens_BL, last=1), device)
+    for batch in batches:
+        cache = Cache(context + 1)
+        network(torch.randint(0, network.shape.vocab, (batch, context), device=device), cache=cache, last=1)
+        found[f"decode {batch}"] = batch / _seconds(_writing(network, cache, batch, context, device), device)
+        del cache
+    return found
+
+
+def _writing(
+    network: LanguageModel, cache: Cache, batch: int, context: int, device: torch.device
+) -> Callable[[], Tensor]:
+    token_B1 = torch.randint(0, network.shape.vocab, (batch, 1), device=device)
+
+    def step() -> Tensor:
+        cache.forget(context)
+        logits: Tensor = network(token_B1, cache=cache, last=1)
+        return logits
+
+    return step
+
+
+def _seconds(step: Callable[[], Tensor], device: torch.device) -> float:
+    """The median time of a step; on a GPU of its recording."""
+    if device.type != "cuda":
+        step()
+        return statistics.median(_clocked(step) for _ in range(ROUNDS["cpu"]))
+    for _ in range(3):  # Compiles, and measures which ways are the fastest.
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(ROUNDS["cuda"] + 1)]
+    graph.replay()
+    marks[0].record()
+    for mark in marks[1:]:
+        graph.replay()
+        mark.record()
+    marks[-1].synchronize()
+    return statistics.median(float(before.elapsed_time(after)) / 1000 for before, after in itertools.pairwise(marks))
+
+
+def _clocked(step: Callable[[], Tensor]) -> float:
+    begun = time.perf_counter()
+    step()
+    return time.perf_counter() - begun
+
+
+def _bytes(network: LanguageModel) -> int:
+    """What all weights take; what shares memory is counted once."""
+    tensors = [*network.parameters(), *network.buffers()]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def _rows(dense: dict[str, float], sparse: dict[str, float]) -> list[dict[str, Any]]:
+    rows = []
+    for what, value in dense.items():
+        is_memory = what == "memory"
+        gain = value / sparse[what] if is_memory else sparse[what] / value
+        unit = "bytes" if is_memory else "tokens/s"
+        rows.append({"what": what, "unit": unit, "dense": value, "sparse": sparse[what], "gain": round(gain, 3)})
+    return rows
+
+
+def _ways() -> list[tuple[Any, Any]]:
+    return [(key, way) for key, way in sparse_linear.CHOICES.found.items() if key[5]]
+
+
+def as_text(result: dict[str, Any]) -> str:
+    """A table for a person."""
+    lines = [f"{result['checkpoint']} on {result['device']}, {result['dtype']}", ""]
+    lines.append(f"{'':16} {'dense':>14} {'sparse':>14} {'gain':>7}")
+    for row in result["rows"]:
+        shown = [
+            units.size(row[side]) if row["unit"] == "bytes" else f"{units.count(row[side])} tok/s"
+            for side in ("dense", "sparse")
+        ]
+        lines.append(f"{row['what']:16} {shown[0]:>14} {shown[1]:>14} {row['gain']:>6.2f}x")
+    return "\n".join(lines)

@@ -1,0 +1,220 @@
+"""What runs on each node of a job: it starts the ranks, keeps their logs, samples the devices, passes signals on.
+
+    python -m steelyard.launch.node_agent --run RUN --groups 1x4,7x8 --attempt 123.0 -- python -m steelyard train ...
+
+`--groups 1x4,7x8` is one node with four ranks and then seven with eight, in the order of the ranks; `srun` starts this
+once on each node, and SLURM_PROCID says which of them it is. Under mpirun and torchrun (`--one-rank`) it is started
+once for each rank, whose number they have already set; under torchrun it leaves word of the rank's end for the one who
+keeps torchrun (`torchrun.py`). The node of rank 0 tells where it is by `launch/meeting.json` in the run folder, which
+all nodes share; `--attempt` keeps a requeued job from meeting its own past.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from steelyard.core import secrets
+from steelyard.core.console import LOGGED, console
+from steelyard.core.errors import Interrupted, SteelyardError
+from steelyard.core.host import die_with_parent, usable_cpus
+from steelyard.launch import container_watchdog, local_ranks, rendezvous_file, torchrun_ipc
+from steelyard.launch.error_file import ERROR_FILE
+from steelyard.launch.gpu_monitor import Sampler
+from steelyard.launch.log_capture import Log, Stream
+from steelyard.launch.root_cause import Ended, blame, only_noticed
+from steelyard.launch.spawn import Rank, signals, watch
+from steelyard.parallel.rendezvous import MEETING
+
+
+@dataclass(frozen=True)
+class Place:
+    """The ranks of this node among all."""
+
+    first: int
+    count: int
+    world: int
+
+    @classmethod
+    def of(cls, groups: str, node: int) -> Place:
+        """Where the ranks of the node with this number begin."""
+        pairs = [tuple(map(int, group.split("x"))) for group in groups.split(",")]
+        counts = [ranks for nodes, ranks in pairs for _ in range(nodes)]
+        return cls(sum(counts[:node]), counts[node], sum(counts))
+
+
+class LoggedRank(Rank):
+    """A rank whose output goes into the logs of the host."""
+
+    streams: list[Stream]
+
+    def __init__(
+        self, command: Sequence[str], rank: int, environment: dict[str, str], folder: Path, logs: tuple[Log, Log]
+    ) -> None:
+        self._logs = logs
+        super().__init__(command, rank, environment, folder, keep_output=False)
+
+    def _started(self, command: Sequence[str], environment: dict[str, str], output: Any) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            command,
+            env=environment | {ERROR_FILE: str(self.error_file), LOGGED: "1", "PYTHONUNBUFFERED": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=die_with_parent(),
+        )
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self.streams = [Stream(process.stdout, self._logs[0]), Stream(process.stderr, self._logs[1])]
+        return process
+
+
+def main(words: Sequence[str]) -> int:
+    """Start this node's ranks and return their exit code."""
+    options = _options(words)
+    same = container_watchdog.hold()
+    if torchrun_ipc.is_kept():
+        torchrun_ipc.end_with_torchrun()
+    elif options.one_rank:
+        torchrun_ipc.end_with_parent()
+    run, host = Path(options.run), socket.gethostname()
+    logs = (Log(run / "logs" / f"{host}.out"), Log(run / "logs" / f"{host}.err"))
+    try:
+        with ExitStack() as stack:
+            asked, failed = torchrun_ipc.requests(stack.enter_context(signals(same)), stack)
+            folder = Path(stack.enter_context(TemporaryDirectory(prefix="steelyard-")))
+            environments = _one_rank() if options.one_rank else _ranks(options, run, asked, stack)
+            if not environments:  # Asked to stop while it waited for the others.
+                return Interrupted.exit_code
+            ranks = []
+            for rank, environment in environments:
+                ranks.append(LoggedRank(options.command, rank, environment, folder, logs))
+                stack.callback(ranks[-1].kill)
+            if not options.one_rank or _is_first_here():
+                own = [rank.process.pid for rank in ranks]
+                stack.enter_context(Sampler(run, local_ranks.ranks if options.one_rank else lambda: own, host))
+            hung = watch(list(ranks), asked, failed)
+            return _end(options, run, ranks, hung, bool(asked), logs[1])
+    except SteelyardError as error:
+        console.error(str(error))
+        logs[1].add(f"error: {error}")
+        return error.exit_code
+
+
+def _end(
+    options: argparse.Namespace, run: Path, ranks: list[LoggedRank], hung: list[int], was_asked: bool, log: Log
+) -> int:
+    """Tell how the ranks ended, or leave that to whoever keeps torchrun; returns what to exit with."""
+    for rank in ranks:
+        rank.kill()
+        for stream in rank.streams:
+            stream.finish()
+    ends = [rank.ended() for rank in ranks]
+    last = {rank.rank: list(rank.streams[1].last) for rank in ranks}
+    if torchrun_ipc.is_kept():
+        return torchrun_ipc.leave(ends[0], bool(hung), last[ends[0].rank])
+    code = tell(ends, last, hung, was_asked, log)
+    if options.group is not None and code not in (0, Interrupted.exit_code):
+        rendezvous_file.failed(run, options.attempt, only_noticed(ends))
+    return rendezvous_file.stopped(run, options.attempt) if code == Interrupted.exit_code and options.attempt else code
+
+
+def _options(words: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m steelyard.launch.node_agent", description=__doc__)
+    parser.add_argument("--run", required=True)
+    parser.add_argument("--groups", default="1x1")
+    parser.add_argument("--attempt", default="")
+    parser.add_argument("--group", type=int, help="this job's group, where each is a job of its own")
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--one-rank", action="store_true")
+    parser.add_argument("--command-file", type=Path, help="the command as JSON, where it holds a secret")
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    options = parser.parse_args(words)
+    if options.command_file is not None:
+        options.command = json.loads(options.command_file.read_text(encoding="utf-8"))
+    options.command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    return options
+
+
+def _one_rank() -> list[tuple[int, dict[str, str]]]:
+    """mpirun or torchrun has said who this rank is, and where the ranks meet."""
+    names = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+    rank = next((os.environ[name] for name in names if name in os.environ), "0")
+    return [(int(rank), {name: value for name, value in os.environ.items() if name != torchrun_ipc.FOLDER})]
+
+
+def _is_first_here() -> bool:
+    names = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
+    return next((os.environ[name] for name in names if name in os.environ), "0") == "0"
+
+
+def _ranks(
+    options: argparse.Namespace, run: Path, asked: list[int], stack: ExitStack
+) -> list[tuple[int, dict[str, str]]]:
+    """The environment of each of this node's ranks, once it is known where they meet."""
+    node = int(os.environ.get("SLURM_PROCID", "0"))
+    if options.group is not None:  # Nodes of the groups before are in other jobs.
+        node += sum(int(group.partition("x")[0]) for group in options.groups.split(",")[: options.group])
+    place = Place.of(options.groups, node)
+    if place.count == place.world:
+        found: tuple[str, str] | None = "127.0.0.1", options.attempt or f"process {os.getpid()}"
+    else:
+        followers = len(options.groups.split(",")) - 1 if options.group is not None else 0
+        found = rendezvous_file.meet(run, options.attempt, node, options.group, followers, asked, stack)
+    if found is None:
+        return []
+    where = {"MASTER_ADDR": found[0], MEETING: f"{run} {found[1]}"}
+    where |= {"MASTER_PORT": str(options.port)} if options.port else {}
+    return [(rank, _environment(place, rank, where)) for rank in range(place.first, place.first + place.count)]
+
+
+def _environment(place: Place, rank: int, where: dict[str, str]) -> dict[str, str]:
+    """What torchrun would set, but for a port that nobody set; nothing of an outer launcher may shine through."""
+    outer = ("TORCHELASTIC_", "MASTER_PORT")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
+    threads = max(1, len(usable_cpus()) // place.count)
+    return {"OMP_NUM_THREADS": str(threads)} | kept | {
+        "RANK": str(rank), "WORLD_SIZE": str(place.world),
+        "LOCAL_RANK": str(rank - place.first), "LOCAL_WORLD_SIZE": str(place.count),
+    } | where  # fmt: skip
+
+
+def tell(ends: list[Ended], last: dict[int, list[str]], hung: list[int], was_asked: bool, log: Log) -> int:
+    """Say why the ranks here ended, in the host's log too; what all nodes would say, the first one says.
+
+    `last` are the last lines of each rank.
+    """
+    cause = blame(ends, hung, was_asked)
+    if cause is None:
+        return 0
+    end = next((each for each in ends if each.rank == cause.rank), ends[0])
+    is_elsewhere_too = end.words is not None and end.words.shared and ends[0].rank > 0
+    only_noticed = end.code != 0 and not end.is_stopped and end.only_noticed
+    said = last.get(end.rank, [])
+    has_spoken = any(line.startswith("error: ") for line in said) and not cause.has_words
+    if not is_elsewhere_too and not has_spoken:
+        kind = "note" if only_noticed or cause.exit_code == Interrupted.exit_code else "error"
+        lines = [f"{kind}: {cause.message}"]
+        if not cause.has_words and said:
+            lines += ["  its last lines:", *(f"  | {line}" for line in said)]
+        for line in map(secrets.scrub, lines):
+            log.add(line)
+            sys.stderr.write(line + "\n")
+    return cause.exit_code
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # A warning that comes before anyone listens.
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,95 @@
+"""The runs under a folder, and how they stand."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from steelyard.core.errors import SteelyardError, UserError
+from steelyard.core.run import MANIFEST, Run
+from steelyard.core.safe_parse import loads
+from steelyard.launch import launch_record, log_reader, scheduler
+from steelyard.launch.job_tags import launched
+
+COLUMNS = ("name", "state", "backend", "jobs", "nodes", "step", "submitted", "started")
+SHOWN = ("name", "state", "backend", "jobs", "nodes", "step", "since")
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """One row for each run, oldest first."""
+    if not folder.is_dir():
+        raise UserError(f"there is no folder {folder}", mend="steelyard train and steelyard submit make runs/")
+    return [_row(path) for path in launch_record.runs(folder)]
+
+
+def _row(path: Path) -> dict[str, Any]:
+    try:
+        launch = launched(path)
+        state = scheduler.state(scheduler.refresh(path), launch.jobs) if launch else _own_state(path)
+    except (SteelyardError, OSError) as error:
+        return dict.fromkeys(COLUMNS) | {"name": path.name, "run": str(path), "state": f"unreadable: {error}"}
+    return {
+        "name": path.name,
+        "run": str(path),
+        "state": state or ("not submitted" if launch and not launch.jobs else "unknown"),
+        "backend": launch.backend if launch else None,
+        "jobs": launch.jobs if launch else [],
+        "nodes": launch.nodes if launch else None,
+        "step": _step(path),
+        "submitted": launch.submitted if launch else None,
+        "started": _started(path),
+    }
+
+
+def _own_state(path: Path) -> str:
+    return Run(path).state if (path / MANIFEST).is_file() else "unknown"
+
+
+def _started(path: Path) -> str | None:
+    try:
+        started = loads((path / MANIFEST).read_text(encoding="utf-8")).get("started")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return started if isinstance(started, str) else None
+
+
+def _step(path: Path) -> int | None:
+    """The last step that was logged, from the end of the metrics alone."""
+    try:
+        for line in reversed(log_reader.tail(path / "metrics.jsonl", 5)):
+            value = loads(line)
+            if isinstance(value, dict) and isinstance(value.get("step"), int):
+                return int(value["step"])
+    except (OSError, ValueError):
+        return None
+    return None
+
+
+def as_text(rows_: list[dict[str, Any]], folder: Path) -> str:
+    """A table."""
+    if not rows_:
+        return f"no runs under {folder}"
+    cells = [list(SHOWN), *(_cells(row) for row in rows_)]
+    widths = [max(len(row[number]) for row in cells) for number in range(len(SHOWN))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    return "\n".join(log_reader.clean(line) for line in lines)
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    since = row | {"since": _when(row["submitted"] or row["started"])}
+    return [_cell(since[column]) for column in SHOWN]
+
+
+def _when(moment: str | None) -> str | None:
+    """A moment as the clock on the wall here shows it."""
+    try:
+        return datetime.fromisoformat(moment).astimezone().strftime("%Y-%m-%d %H:%M") if moment else None
+    except ValueError:
+        return moment
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "-"
+    return "-" if value is None else str(value)

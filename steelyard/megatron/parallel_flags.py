@@ -1,0 +1,255 @@
+"""`[parallel]` and the batch: how many ranks there are, and how the model lies on them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from steelyard.core.errors import UserError
+from steelyard.core.safe_parse import loads
+from steelyard.megatron.cli_args import Left
+from steelyard.megatron.recipe_draft import DEFAULT, Draft
+from steelyard.megatron.shell import symbolic
+
+# Launchers: flags whose values multiply to the number of ranks.
+PER_NODE = {"--nproc_per_node", "--nproc-per-node", "--num_gpus", "--ntasks-per-node", "--gpus-per-node"}
+NODES = {"--nnodes", "--num_nodes", "--nodes", "-N"}
+RANKS = {"-np", "-n", "--np", "--ntasks", "--num_processes"}
+VARIABLES = (("NPROC_PER_NODE", "NNODES"), ("GPUS_PER_NODE", "NUM_NODES"), ("GPUS_PER_NODE", "NNODES"))
+TORCH = re.compile(r"torchrun$|torch\.distributed\.(launch|run)$|^deepspeed$|/deepspeed$|^accelerate$")
+
+
+def world(launchers: list[list[str]], variables: Mapping[str, object]) -> int | None:
+    """Ranks in all, from the innermost launcher that says so, or from the variables scripts call it by."""
+    batch = next((words for words in launchers if words[:1] == ["sbatch"]), [])
+    for words in reversed(launchers):
+        name = words[0].rpartition("/")[2] if words else ""
+        if any(TORCH.search(word) for word in words):
+            per_node, nodes = _option(words, PER_NODE), _option(words, NODES)
+            ranks = _option(words, {"--num_processes"})
+            if ranks or per_node:
+                return ranks or (per_node or 1) * (nodes or 1)
+        elif name in ("mpirun", "mpiexec", "mpirun.openmpi"):
+            if found := _option(words, RANKS) or _by_hosts(words):
+                return found
+        elif name == "srun":
+            found = _option(words, RANKS) or _option(batch, RANKS)
+            per_node = _option(words, {"--ntasks-per-node"}) or _option(batch, {"--ntasks-per-node"})
+            nodes = _option(words, NODES) or _option(batch, NODES)
+            if found or (per_node and nodes):
+                return found or (per_node or 1) * (nodes or 1)
+    return _from_variables(variables)
+
+
+def account(launchers: list[list[str]], left: list[Left], carried: dict[str, str]) -> None:
+    """Say of every flag of the launchers too what became of it."""
+    for words in launchers:
+        for at, word in enumerate(words):
+            name, equals, value = word.partition("=")
+            if name in PER_NODE | NODES | RANKS | {"--host", "-host", "-H", "--map-by"}:
+                carried[name] = "parallel.data"
+            elif word.startswith("-") and word != "-m" and " " not in word:
+                following = "".join(words[at + 1 : at + 2])
+                value = value if equals or following.startswith("-") else following
+                left.append(
+                    Left(name, symbolic.shown(value), "the launcher's; starting processes is not in a recipe", False)
+                )
+
+
+def _option(words: list[str], names: set[str]) -> int | None:
+    for at, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name in names:
+            text = value if equals else "".join(words[at + 1 : at + 2])
+            return int(text) if text.isdigit() and int(text) > 0 else None
+    return None
+
+
+def _by_hosts(words: list[str]) -> int | None:
+    """`--map-by ppr:8:node` on every host of `--host a:8,b:8`, or the slots of the hosts."""
+    values = {word: "".join(words[at + 1 : at + 2]) for at, word in enumerate(words)}
+    hosts = (values.get("--host") or values.get("-host") or values.get("-H") or "").split(",")
+    if not hosts[0]:
+        return None
+    each = re.match(r"ppr:(\d+):node", values.get("--map-by", "") or values.get("-map-by", ""))
+    if each:
+        return int(each.group(1)) * len(hosts)
+    slots = [host.partition(":")[2] or "1" for host in hosts]
+    return sum(int(slot) for slot in slots) if all(slot.isdigit() for slot in slots) else None
+
+
+def _from_variables(variables: Mapping[str, object]) -> int | None:
+    def whole(name: str) -> int | None:
+        value = variables.get(name)
+        return int(value) if isinstance(value, str) and value.isdigit() and int(value) > 0 else None
+
+    if found := whole("WORLD_SIZE"):
+        return found
+    for per_node, nodes in VARIABLES:
+        if whole(per_node) and whole(nodes):
+            return (whole(per_node) or 1) * (whole(nodes) or 1)
+    return None if names_nodes(variables) else whole("GPUS_PER_NODE") or whole("NPROC_PER_NODE")
+
+
+def names_nodes(variables: Mapping[str, object]) -> bool:
+    """Whether a script's variables speak of nodes; where they do not, there is one."""
+    return any(nodes in variables for _, nodes in VARIABLES)
+
+
+def parallel(draft: Draft, ranks: int | None, config: dict[str, Any]) -> None:
+    """The mesh, the stages, sharding and recomputation. `model.layers` and the sizes of the mesh are known."""
+    _data(draft, ranks)
+    _stages(draft)
+    _zero(draft, config)
+    _recompute(draft)
+    tensor, wanted = draft.get("parallel.tensor"), draft.given.has("--sequence-parallel")
+    if wanted and tensor == 1:
+        draft.given.leave("--sequence-parallel", "nothing to share with parallel.tensor = 1", matters=False)
+    else:
+        draft.put_or(
+            "parallel.sequence_parallel",
+            draft.given.switch("--sequence-parallel", "parallel.sequence_parallel") or None,
+            False,
+        )
+
+
+def _data(draft: Draft, ranks: int | None) -> None:
+    for key in ("parallel.tensor", "parallel.pipeline", "parallel.context"):
+        if draft.get(key) < 1:
+            raise UserError(f"{key} would be {draft.get(key)}, which is no size", where=draft.given.where)
+    copy = draft.get("parallel.tensor") * draft.get("parallel.pipeline") * draft.get("parallel.context")
+    if ranks is None:
+        draft.ask("how many ranks will there be? parallel.data is left out, so it is the rest of the world")
+        return
+    if ranks % copy:
+        message = f"{ranks} ranks are not a multiple of tensor x pipeline x context = {copy}"
+        raise UserError(
+            message, where=draft.given.where, mend="set the number of nodes and GPUs in the script to the real one"
+        )
+    draft.put("parallel.data", ranks // copy, f"{ranks} ranks / {copy}")
+
+
+def _stages(draft: Draft) -> None:
+    given, layers, pipeline = draft.given, draft.get("model.layers"), draft.get("parallel.pipeline")
+    partition = given.text("--balance", "parallel.partition")
+    per_stage = given.whole("--num-layers-per-virtual-pipeline-stage", "parallel.virtual")
+    virtual = given.whole("--num-virtual-stages-per-pipeline-rank", "parallel.virtual")
+    first = given.whole("--decoder-first-pipeline-num-layers", "parallel.partition")
+    last = given.whole("--decoder-last-pipeline-num-layers", "parallel.partition")
+    if per_stage:
+        virtual = layers // pipeline // per_stage
+    if virtual and virtual > 1:
+        draft.put("parallel.virtual", virtual)
+        draft.put("parallel.schedule", "interleaved")
+    elif pipeline > 1:
+        draft.put("parallel.schedule", "1f1b", DEFAULT)
+    if partition:
+        draft.put("parallel.partition", partition)
+    elif pipeline > 1:
+        _even(draft, layers, pipeline, virtual or 1, first, last)
+
+
+def _even(draft: Draft, layers: int, pipeline: int, virtual: int, first: int | None, last: int | None) -> None:
+    """Megatron gives every stage as many layers; without the key they would be balanced by cost here."""
+    ends = [count for count in (first, last) if count is not None]
+    rest = pipeline * virtual - len(ends)
+    if rest and (layers - sum(ends)) % rest:
+        draft.ask(f"{layers} layers do not lie evenly on {pipeline * virtual} stages: parallel.partition is left out")
+        return
+    middle = [(layers - sum(ends)) // rest] * rest if rest else []
+    counts = [*([] if first is None else [first]), *middle, *([] if last is None else [last])]
+    draft.put("parallel.partition", "-".join(map(str, counts)), "" if ends else DEFAULT)
+
+
+def _zero(draft: Draft, config: dict[str, Any]) -> None:
+    given = draft.given
+    stage = given.whole("--zero-stage", "parallel.zero")
+    strategy = given.text("--data-parallel-sharding-strategy", "parallel.zero")
+    shards = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}.get(strategy or "")
+    fully = 3 if given.switch("--use-torch-fsdp2", "parallel.zero") else None
+    optimizer = 1 if given.switch("--use-distributed-optimizer", "parallel.zero") else None
+    configured = config.get("zero_optimization", {}).get("stage")
+    for value in (stage, shards, fully, optimizer, configured):
+        if value is not None:
+            draft.put("parallel.zero", value)
+            return
+    draft.put("parallel.zero", 0, "no --use-distributed-optimizer in the script")
+
+
+def _recompute(draft: Draft) -> None:
+    given, key = draft.given, "parallel.recompute"
+    how = given.text("--recompute-granularity", key)
+    if given.switch("--recompute-activations", key):
+        how = how or "selective"
+    if given.switch("--deepspeed-activation-checkpointing", key):
+        how = "full"
+    method = given.text("--recompute-method", key)
+    count = given.whole("--recompute-num-layers", key) if how == "full" and method == "block" else None
+    given.leave("--recompute-num-layers", "every layer is kept apart; this only changes memory", matters=False)
+    given.leave("--checkpoint-num-layers", "every layer is kept apart; this only changes memory", matters=False)
+    draft.put_or(key, count if count is not None else how, "none")
+
+
+def deepspeed(draft: Draft) -> dict[str, Any]:
+    """The DeepSpeed file that a flag names, where it is here; what it alone says is added to the flags."""
+    name = draft.given.text("--deepspeed_config", "parallel.zero")
+    if name is None:
+        return {}
+    try:
+        config = loads(Path(name).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        reason = "this file is not here; the flags beside it say the zero stage, the batch and the precision"
+        draft.given.carried.pop("--deepspeed_config", None)
+        draft.given.leave("--deepspeed_config", reason)
+        return {}
+    if not isinstance(config, dict):
+        raise UserError("this DeepSpeed file is not a JSON object", where=name)
+    known = {
+        "zero_optimization",
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "fp16",
+        "bf16",
+        "gradient_clipping",
+    }
+    for entry in sorted(set(config) - known - {"steps_per_print"}):
+        draft.given.note(f"{entry} in {name}", "DeepSpeed's own setting")
+    return _only_here(draft, config)
+
+
+def _only_here(draft: Draft, config: dict[str, Any]) -> dict[str, Any]:
+    """Settings for which Megatron-DeepSpeed takes the file's word where the flags are silent."""
+    given = draft.given
+    for entry, flag in (
+        ("train_batch_size", "--global-batch-size"),
+        ("train_micro_batch_size_per_gpu", "--micro-batch-size"),
+    ):
+        if isinstance(config.get(entry), int) and not given.has(flag):
+            given.add([flag, str(config[entry])])
+    for entry in ("fp16", "bf16"):
+        if isinstance(config.get(entry), dict) and config[entry].get("enabled") and not given.has(f"--{entry}"):
+            given.add([f"--{entry}"])
+    if isinstance(config.get("gradient_clipping"), float | int) and not given.has("--clip-grad"):
+        given.add(["--clip-grad", str(config["gradient_clipping"])])
+    return config
+
+
+def batch(draft: Draft) -> None:
+    """`train.micro_batch`, `train.global_batch` and a batch that grows."""
+    given, data = draft.given, draft.get("parallel.data")
+    micro = given.whole("--micro-batch-size", "train.micro_batch")
+    if micro is None:
+        draft.ask("--micro-batch-size is nowhere given: train.micro_batch is set to 1")
+    micro = micro or 1
+    draft.put("train.micro_batch", micro)
+    whole = given.whole("--global-batch-size", "train.global_batch")
+    if whole is None and data is None:
+        draft.ask(f"Megatron's global batch is micro-batch x data ranks: train.global_batch = {micro} is for one rank")
+    draft.put_or("train.global_batch", whole, micro * (data or 1))
+    ramp = given.texts("--rampup-batch-size", "train.ramp_up")
+    if len(ramp) == 3 and all(text.isdigit() for text in ramp):
+        draft.put("train.ramp_up", dict(zip(("start", "increment", "samples"), map(int, ramp), strict=True)))
+    elif ramp:
+        raise UserError(f"--rampup-batch-size is {' '.join(ramp)}, not start, increment and samples", where=given.where)

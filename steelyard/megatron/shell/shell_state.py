@@ -1,0 +1,88 @@
+"""Where a script stands: its variables, arguments and functions, and what it has brought out so far."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from steelyard.core.errors import UserError
+from steelyard.megatron.shell import symbolic
+from steelyard.megatron.shell.syntax import Body
+
+LONGEST = 1_000_000
+MOST_STATEMENTS = 50_000
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command with its words expanded, and the launchers around it (`mpirun ... run.sh`), outermost first."""
+
+    words: list[str]
+    where: str
+    launchers: list[list[str]] = field(default_factory=list)
+
+
+@dataclass
+class State:
+    """One script's view. What is collected is shared by all that a reading follows."""
+
+    file: str
+    script: str
+    arguments: list[str]
+    variables: dict[str, str | list[str]] = field(default_factory=dict)
+    exported: set[str] = field(default_factory=set)
+    functions: dict[str, Body] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    launchers: list[list[str]] = field(default_factory=list)
+    commands: list[Command] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    line: int = 1
+    depth: int = 0
+    said: str = ""
+    open_question: str = ""
+    spent: list[int] = field(default_factory=lambda: [0])
+
+    @property
+    def where(self) -> str:
+        """The place of the statement being read."""
+        return f"{self.file}:{self.line}"
+
+    def refuse(self, message: str, mend: str | None = None) -> UserError:
+        """The error for a script that cannot be followed."""
+        return UserError(message, where=self.where, mend=mend)
+
+    def note(self, message: str) -> None:
+        """Keep something that the reader of the recipe should know."""
+        note = f"{self.where}: {symbolic.shown(message)}"
+        if note not in self.notes:
+            self.notes.append(note)
+
+    def get(self, name: str) -> str | list[str] | None:
+        """A variable, or what the surrounding environment has under that name."""
+        return self.variables[name] if name in self.variables else self.environment.get(name)
+
+    def set(self, name: str, value: str | list[str]) -> None:
+        """Set a variable."""
+        if len(value) > LONGEST:
+            raise self.refuse(f"{name} grows without end")
+        self.variables[name] = value
+
+    def spend(self) -> None:
+        """Count one statement, so that no script can be followed for ever."""
+        self.spent[0] += 1
+        if self.spent[0] > MOST_STATEMENTS:
+            raise self.refuse("this script goes on without end")
+
+    def argument(self, number: int) -> str | None:
+        """`$0`, `$1`, ...; None where it was not given."""
+        if number == 0:
+            return self.script
+        return self.arguments[number - 1] if number <= len(self.arguments) else None
+
+    def child(self, file: str, arguments: list[str]) -> State:
+        """The view of a script that this one starts as a process of its own: it sees what was exported."""
+        inherited = {name: value for name, value in self.variables.items() if name in self.exported}
+        return State(
+            file, file, arguments, inherited, set(self.exported), {}, self.environment, self.launchers,
+            self.commands, self.notes, depth=self.depth, spent=self.spent,
+        )  # fmt: skip

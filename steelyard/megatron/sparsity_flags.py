@@ -1,0 +1,65 @@
+"""MaskLLM's flags: `[sparsity]`, where any of them is given."""
+
+from __future__ import annotations
+
+from steelyard.core.errors import UserError
+from steelyard.megatron.recipe_draft import Draft
+
+LEARNING = ("--gumbel-temperature-range", "--gumbel-scale-range", "--mask-only", "--weight-reg", "--prior-strength",
+            "--lr-mult")  # fmt: skip
+DEFAULT = "MaskLLM's default"
+TEMPERATURE, SCALE, STRENGTH, MULTIPLE = [4.0, 0.05], [1e2, 5e2], 3.0, 10.0
+
+
+def sparsity(draft: Draft) -> None:
+    """Which pattern is learned, and how."""
+    given = draft.given
+    if not any(given.has(flag) for flag in LEARNING):
+        return
+    draft.put("sparsity.method", "learned")
+    frozen = given.switch("--mask-only", "sparsity.method")
+    kept, group = given.whole("--N", "sparsity.pattern"), given.whole("--M", "sparsity.pattern")
+    draft.put_or("sparsity.pattern", None if kept is None and group is None else f"{kept or 2}:{group or 4}", "2:4")
+    for flag, key, default in (
+        ("--gumbel-temperature-range", "sparsity.temperature", TEMPERATURE),
+        ("--gumbel-scale-range", "sparsity.scale", SCALE),
+    ):
+        ends = _numbers(draft, flag, key)
+        if ends and len(ends) != 2:
+            raise UserError(f"{flag} is not a first and a last value", where=given.where)
+        draft.put(key, ends or default, "" if ends else DEFAULT)
+    weight_reg = _numbers(draft, "--weight-reg", "sparsity.weight_reg")
+    # MaskLLM lets it fall to nothing; its continued runs give both ends.
+    draft.put(
+        "sparsity.weight_reg", [*weight_reg, 0.0][:2] if weight_reg else [0.0, 0.0], "" if weight_reg else DEFAULT
+    )
+    for flag, key, assumed in (
+        ("--prior-strength", "sparsity.prior_strength", STRENGTH),
+        ("--lr-mult", "sparsity.learning_rate_multiplier", MULTIPLE),
+    ):
+        value = given.real(flag, key)
+        draft.put(key, assumed if value is None else value, DEFAULT if value is None else "")
+    if given.switch("--hard", "sparsity.hard"):
+        draft.put("sparsity.hard", True)
+    _ask(draft, frozen)
+
+
+def _numbers(draft: Draft, flag: str, key: str) -> list[float]:
+    given = draft.given
+    return [given.number(flag, word) for text in given.texts(flag, key) for word in text.replace(",", " ").split()]
+
+
+def _ask(draft: Draft, frozen: bool) -> None:
+    source = draft.get("train.init_from")
+    if source is None:
+        draft.put("sparsity.base", "BASE", "not known")
+        draft.ask("nothing names the weights that masks are learned for: set sparsity.base to their checkpoint")
+    if not frozen:
+        draft.ask("without --mask-only MaskLLM trains the weights too; here they stay frozen while masks are learned")
+    if source and draft.get("sparsity.prior_strength"):
+        draft.ask(
+            f"MaskLLM begins near the masks that {source} holds: unless it holds learned logits, which are continued, "
+            f"write them with steelyard mask export {source} prior.mask and set sparsity.prior"
+        )
+    if draft.get("optim.weight_decay"):
+        draft.ask("MaskLLM's weight decay pulls on the logits; here they have none unless sparsity.weight_decay is set")

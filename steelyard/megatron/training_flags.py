@@ -1,0 +1,237 @@
+"""What is read, how long, how it learns and how it is watched: all sections but `[model]` and `[parallel]`."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from steelyard.core.errors import UserError
+from steelyard.megatron.flag_table import CARRIED
+from steelyard.megatron.recipe_draft import DEFAULT, Draft
+
+SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "WSD": "wsd"}
+NUMBER = re.compile(r"[0-9]*\.?[0-9]+(?:[eE][-+]?\d+)?")
+DEFAULT_SPLIT = "969,30,1"
+
+
+def plain(draft: Draft) -> None:
+    """Every flag that is one key of the recipe by itself, and Megatron's default where it is not given."""
+    for flag, (key, kind, default) in CARRIED.items():
+        if key in ("model.layers", "model.hidden", "model.heads"):
+            continue
+        read: Any = {int: draft.given.whole, float: draft.given.real, str: draft.given.text}[kind]
+        draft.put_or(key, read(flag, key), default)
+    if draft.get("optim.learning_rate") is None:
+        draft.ask("--lr is nowhere given: set optim.learning_rate")
+
+
+def data(draft: Draft) -> None:
+    """The token files and their shares."""
+    given = draft.given
+    for flag, key in (
+        ("--data-path", "train"),
+        ("--train-data-path", "train"),
+        ("--valid-data-path", "valid"),
+        ("--test-data-path", "test"),
+    ):
+        if sources := _sources(draft, given.texts(flag, f"data.{key}")):
+            draft.put(f"data.{key}", sources)
+    if draft.get("data.train") is None:
+        draft.ask("no token files are named: set data.train")
+    split = given.text("--split", "data.split")
+    draft.put_or("data.split", split and split.replace(" ", ""), DEFAULT_SPLIT)
+    for flag, key in (
+        ("--reset-position-ids", "data.reset_positions"),
+        ("--reset-attention-mask", "data.mask_documents"),
+    ):
+        if given.switch(flag, key):
+            draft.put(key, True)
+
+
+def _sources(draft: Draft, words: list[str]) -> list[dict[str, Any]]:
+    """`weight prefix weight prefix ...`, or prefixes alone."""
+    words = [word for text in words for word in text.split()]
+    if len(words) > 1 and len(words) % 2 == 0 and all(NUMBER.fullmatch(word) for word in words[::2]):
+        return [
+            {"prefix": prefix, "weight": float(weight)} for weight, prefix in zip(words[::2], words[1::2], strict=True)
+        ]
+    if len(words) > 1:
+        draft.ask("several token files without weights: here each counts the same, in newer Megatrons by its size")
+    return [{"prefix": word} for word in words]
+
+
+def train(draft: Draft) -> None:
+    """How long, and in which precision."""
+    given = draft.given
+    _length(draft)
+    minutes = given.real("--exit-duration-in-mins", "train.hours")
+    if minutes:
+        draft.put("train.hours", round(minutes / 60, 4))
+    half, brain = given.switch("--fp16", "train.precision"), given.switch("--bf16", "train.precision")
+    eight = given.text("--fp8-format", "train.precision") or given.switch("--fp8-hybrid", "train.precision")
+    precision = "fp8" if eight else "bf16" if brain else "fp16" if half else None
+    draft.put_or("train.precision", precision, "fp32")
+    scale, window = (
+        given.real("--initial-loss-scale", "train.loss_scale"),
+        given.whole("--loss-scale-window", "train.loss_scale_window"),
+    )
+    if half:
+        draft.put_or("train.loss_scale", scale, float(2**32))
+        draft.put_or("train.loss_scale_window", window, 1000)
+
+
+def _length(draft: Draft) -> None:
+    """Steps, samples or tokens: the recipe takes one, Megatron-DeepSpeed stops at whichever comes first."""
+    given = draft.given
+    steps = given.whole("--train-iters", "train.steps")
+    samples = given.whole("--train-samples", "train.samples")
+    tokens = given.whole("--train-tokens", "train.tokens")
+    ends: list[tuple[float, str, str, int]] = []
+    per_sample, per_step = draft.get("data.sequence_length"), draft.get("train.global_batch")
+    if steps:
+        ends.append((steps * per_step * per_sample, "train.steps", "--train-iters", steps))
+    if samples:
+        ends.append((samples * per_sample, "train.samples", "--train-samples", samples))
+    if tokens:
+        ends.append((tokens, "train.tokens", "--train-tokens", tokens))
+    if not ends:
+        draft.ask("nothing says how long to train: set train.steps")
+        return
+    _, key, _, value = min(ends)
+    draft.put(key, value)
+    for _, _, flag, _ in sorted(ends)[1:]:
+        given.carried.pop(flag, None)
+        given.leave(flag, f"{key} comes first", matters=False)
+
+
+def optim(draft: Draft, sgd: str | None) -> None:
+    """The optimizer and the course of its learning rate."""
+    given = draft.given
+    name = given.text("--optimizer", "optim.name") or "adam"
+    if name not in ("adam", "sgd"):
+        raise UserError(f"there is no optimizer {name} here", where=given.where, mend="optimizers: adamw, sgd, sgd-sai")
+    betas = [given.real("--adam-beta1", "optim.betas"), given.real("--adam-beta2", "optim.betas")]
+    eps, momentum = given.real("--adam-eps", "optim.eps"), given.real("--sgd-momentum", "optim.momentum")
+    if name == "adam":
+        draft.put("optim.name", "adamw", "" if given.has("--optimizer") else DEFAULT)
+        whole = [0.9 if betas[0] is None else betas[0], 0.999 if betas[1] is None else betas[1]]
+        draft.put("optim.betas", whole, "" if None not in betas else DEFAULT)
+        draft.put_or("optim.eps", eps, 1e-8)
+    else:
+        _sgd(draft, sgd)
+        draft.put_or("optim.momentum", momentum, 0.9)
+        for flag in ("--adam-beta1", "--adam-beta2", "--adam-eps"):
+            given.carried.pop(flag, None)
+            given.leave(flag, "this optimizer has none", matters=False)
+    _schedule(draft)
+
+
+def _sgd(draft: Draft, settled: str | None) -> None:
+    draft.put("optim.name", settled or "sgd")
+    if settled is None:
+        draft.ask(
+            "which SGD is meant? Megatron's own sgd is momentum SGD; patched ones exist in which it is "
+            'SGD-SaI: then set optim.name = "sgd-sai", or give --sgd sgd-sai'
+        )
+    if (settled or "sgd") == "sgd" and draft.get("optim.weight_decay"):
+        draft.ask("Megatron's sgd adds weight decay to the gradient, here it is decoupled from it: is that meant?")
+
+
+def _schedule(draft: Draft) -> None:
+    given = draft.given
+    style = given.text("--lr-decay-style", "optim.schedule")
+    if style is not None and style not in SCHEDULES:
+        given.carried.pop("--lr-decay-style")
+        given.leave("--lr-decay-style", "there is no such schedule; optim.schedule is constant until another is chosen")
+        style = "constant"
+    draft.put_or("optim.schedule", style and SCHEDULES[style], "linear")
+    horizon: tuple[str, int] | None = None
+    for unit, flag in (
+        ("steps", "--lr-decay-iters"),
+        ("samples", "--lr-decay-samples"),
+        ("tokens", "--lr-decay-tokens"),
+    ):
+        value = given.whole(flag, f"optim.horizon_{unit}")
+        if value:
+            horizon = (unit, value)
+            draft.put(f"optim.horizon_{unit}", value)
+    _warmup(draft, horizon)
+    fall = given.whole("--lr-wsd-decay-iters", "optim.decline") or given.whole(
+        "--lr-wsd-decay-samples", "optim.decline"
+    )
+    end = horizon[1] if horizon else draft.get("train.steps") or draft.get("train.samples")
+    if fall and end and style == "WSD":
+        draft.put("optim.decline", round(fall / end, 6))
+        if given.text("--lr-wsd-decay-style", "optim.schedule") not in ("linear",):
+            draft.ask(
+                "Megatron's WSD falls exponentially unless told otherwise; here it falls linearly: is that meant?"
+            )
+
+
+def _warmup(draft: Draft, horizon: tuple[str, int] | None) -> None:
+    """A fraction is a fraction of the schedule's horizon, which is the run where it is not given."""
+    given = draft.given
+    fraction = given.real("--lr-warmup-fraction", "optim.warmup_steps")
+    if fraction:
+        lengths = [(unit, draft.get(f"train.{unit}")) for unit in ("steps", "samples", "tokens")]
+        unit, end = horizon or next(((unit, value) for unit, value in lengths if value), ("steps", 0))
+        if end:
+            given.carry("--lr-warmup-fraction", f"optim.warmup_{unit}")
+            draft.put(f"optim.warmup_{unit}", round(fraction * end), f"{fraction} of {end}")
+            return
+        draft.ask(f"--lr-warmup-fraction {fraction} is of a length that is not known: set optim.warmup_steps")
+    for unit, flag in (
+        ("steps", "--lr-warmup-iters"),
+        ("samples", "--lr-warmup-samples"),
+        ("tokens", "--lr-warmup-tokens"),
+    ):
+        value = given.whole(flag, f"optim.warmup_{unit}")
+        if value:
+            draft.put(f"optim.warmup_{unit}", value)
+            return
+    draft.put("optim.warmup_steps", 0, "" if given.has("--lr-warmup-iters") else DEFAULT)
+
+
+def checkpoint(draft: Draft) -> None:
+    """Where weights come from, and where the run goes."""
+    given = draft.given
+    save, load = given.flags.get("--save"), given.flags.get("--load")
+    finetune = given.switch("--finetune", "train.init_from")
+    if load is not None and load == save and not finetune:
+        given.leave("--load", "an unfinished run is resumed by the same command", matters=False)
+    else:
+        source = given.text("--pretrained-checkpoint", "train.init_from") or given.text("--load", "train.init_from")
+        if source:
+            draft.put("train.init_from", source)
+            draft.ask(
+                f"{source} is a Megatron checkpoint: the run starts from its weights"
+                + ("" if finetune else ", not from its optimizer and step")
+                + "; if it must be converted first, see steelyard checkpoint convert"
+            )
+    given.leave("--save", "the run folder is named where training starts: steelyard train RECIPE --run DIR")
+
+
+def watching(draft: Draft) -> None:
+    """Validation, TensorBoard and profiles."""
+    given = draft.given
+    batches = given.whole("--eval-iters", "eval.batches")
+    if batches == 0:
+        draft.put("eval.every", 0)
+        given.carried.pop("--eval-iters")
+        given.leave("--eval-iters", "validation is left to the first and the last step: eval.every = 0")
+    else:
+        draft.put_or("eval.batches", batches, 100)
+    if draft.get("log.every") == 0:
+        draft.put("log.every", 100, DEFAULT)
+    if given.has("--tensorboard-dir"):
+        draft.put("log.tensorboard", True)
+        given.leave("--tensorboard-dir", "log.tensorboard = true; the files are in the run folder", matters=False)
+    start, end = given.whole("--profile-step-start", "log.profile"), given.whole("--profile-step-end", "log.profile")
+    if given.switch("--profile", "log.profile"):  # Megatron counts the steps done before, this recipe the steps.
+        draft.put("log.profile", [(10 if start is None else start) + 1, 12 if end is None else end])
+        ranks = given.texts("--profile-ranks", "log.profile_ranks") or ["0"]  # Megatron's default.
+        draft.put("log.profile_ranks", [int(given.number("--profile-ranks", rank, int)) for rank in ranks])
+        if given.switch("--use-pytorch-profiler", "log.profile_tool"):
+            draft.put("log.profile_tool", "torch")
+    for flag in ("--use-pytorch-profiler", "--profile-ranks"):
+        given.leave(flag, "without --profile it means nothing", matters=False)

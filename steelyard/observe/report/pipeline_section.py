@@ -1,0 +1,103 @@
+"""The sections that a timeline gives: who did what when, and how well the pipeline was filled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from steelyard.core.pages import charts, page
+from steelyard.core.pages.charts import Bar
+from steelyard.core.run import Run
+from steelyard.observe import pipeline_balance, run_cluster, spans
+from steelyard.observe.pipeline_balance import Balance
+from steelyard.observe.report.timeline_data import pack
+from steelyard.observe.spans import KINDS, UNKNOWN
+
+Sections = dict[str, tuple[str, list[str]]]
+
+
+def pipeline_sections(run: Run, cluster: Path | None, steps: Iterable[int], budget: int, number: int) -> Sections:
+    """The timeline of a run as a canvas, and its balance; or how to have one. `number` tells canvases apart."""
+    found = spans.read(run.path / "timeline")
+    if found is None:
+        hint = "The run kept no timeline. log.timeline = [10, 12] in the recipe has every rank time those steps."
+        return {"timeline": ("Timeline", [page.paragraph(hint, "note")])}
+    recipe, world = run.recipe(), max(int(run.manifest().get("world_size", 1) or 1), len(found.ranks))
+    packed = pack(found, pipeline_balance.pipeline_ranks(recipe, world), steps, budget)
+    measured = pipeline_balance.measure(found, recipe, world, run_cluster.of_run(run, cluster))
+    told = [
+        f"{len(found.steps)} steps on {len(found.ranks)} ranks, in ms on rank 0's clock. Three lanes for each rank: "
+        "compute; communication; data and optimizer. Shades tell micro-batches apart. The wheel zooms, dragging moves, "
+        "shift and the wheel go through the ranks, a double click shows all; + - and arrows do the same."
+    ]
+    if found.dropped:
+        told.append(f"{found.dropped} lines of the timeline could not be read and are left out.")
+    if len(found.ranks) < world:
+        told.append(f"{world - len(found.ranks)} of {world} ranks left no timeline.")
+    canvas = [
+        page.paragraph(" ".join(told), "note"),
+        f'<div id="lanes-{number}"></div>',
+        f'<script type="application/json" id="spans-{number}">{packed}</script>',
+        f"<script>window.timelines=window.timelines||[];window.timelines.push(steelyardTimeline(document.getElementById"
+        f'("lanes-{number}"),JSON.parse(document.getElementById("spans-{number}").textContent)));</script>',
+    ]
+    return {
+        "timeline": ("Timeline", canvas),
+        "balance": ("Bubble and balance", [_table(measured), *_note(measured), *_bars(measured)]),
+    }
+
+
+def _table(measured: Balance) -> str:
+    def share(value: float | None) -> str:
+        return "" if value is None else f"{100 * value:.1f}%"
+
+    def seconds(value: float | None) -> str:
+        return "" if value is None else f"{1e3 * value:.2f} ms"
+
+    rows = [
+        ["A step", seconds(measured.step_seconds), seconds(measured.predicted_seconds)],
+        ["Bubble: ranks not computing during the passes", share(measured.bubble), share(measured.predicted_bubble)],
+        ["Bubble of the schedule with these stages and instant sends", share(measured.bubble_stages), ""],
+        ["Bubble of the schedule with equal stages", share(measured.bubble_even), ""],
+        [
+            "Imbalance: the slowest stage against the mean",
+            share(measured.imbalance),
+            share(measured.predicted_imbalance),
+        ],
+    ]
+    return page.table(
+        [row for row in rows if any(row[1:])], head=["", "measured", "the plan's prediction"], numbers=True
+    )
+
+
+def _note(measured: Balance) -> list[str]:
+    if measured.why_no_prediction is None:
+        return []
+    return [page.paragraph(f"No prediction: {measured.why_no_prediction}.", "note")]
+
+
+def _bars(measured: Balance) -> list[str]:
+    """Per stage: passes of a micro-batch, measured and predicted; per pipeline rank: where a step goes."""
+    drawn = []
+    if measured.stages:
+        passes = []
+        for name in ("forward", "backward"):
+            actual = [getattr(one, name) for one in measured.stages]
+            expected = [getattr(one, f"predicted_{name}") for one in measured.stages]
+            passes.append(Bar(name, _ms(actual), KINDS[name][1], stack="measured"))
+            if any(value is not None for value in expected):
+                passes.append(Bar(f"{name}, predicted", _ms(expected), KINDS[name][1], stack="predicted", faded=True))
+        at = [f"stage {one.stage}" for one in measured.stages]
+        drawn.append(charts.titled("Passes of each stage", charts.bars(at, passes, "ms for a micro-batch")))
+    parts = [
+        Bar(name, _ms([parts[name] for parts in measured.parts.values()]), KINDS.get(name, UNKNOWN)[1])
+        for name in next(iter(measured.parts.values()), {})
+    ]
+    at = [f"pipeline rank {place}" for place in measured.parts]
+    drawn.append(charts.titled("Where a step goes", charts.bars(at, parts, "ms of a step")))
+    return [charts.side_by_side(drawn)]
+
+
+def _ms(values: list[Any]) -> list[float | None]:
+    return [None if value is None else 1e3 * value for value in values]

@@ -1,0 +1,27 @@
+"""What is to be thought of a run, as `steelyard watch` would say it."""
+
+from __future__ import annotations
+
+import html
+
+from steelyard.core import secrets
+from steelyard.core.run import Run
+from steelyard.observe.run_state import State
+from steelyard.observe.run_view import told_of
+from steelyard.observe.verdict import judge
+
+SECONDS_SEARCHED = 5.0  # in the error logs, which may be very long, for their first error
+STYLES = {"ok": "good", "waiting": "warning", "warning": "warning", "wrong": "bad"}
+
+
+def verdict(run: Run, name: str) -> str:
+    """A box for each thing that is to be said: how the run stands, and what to do about it."""
+    boxes = []
+    state = State(run.path).refresh().search(SECONDS_SEARCHED)
+    for found in judge(state):
+        told = told_of(found, state)
+        advice = "" if found.level == "ok" else f"\nTo do: {told['what_to_do']}"  # Whoever reads this has the report.
+        words = secrets.scrub(told["message"] + advice)
+        kind = STYLES.get(found.level, "warning")
+        boxes.append(f'<div class="verdict {kind}"><b>{html.escape(name)}</b>: {html.escape(words)}</div>')
+    return "".join(boxes)

@@ -1,0 +1,276 @@
+"""Whether the machines are fit: devices that nobody uses, ranks that lag, disks, clocks and versions that differ."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+from typing import Any
+
+from steelyard.core import units
+from steelyard.observe.host_logs import is_number
+from steelyard.observe.rules import Verdict
+from steelyard.observe.rules.progress_rules import BYTES_SAVED
+from steelyard.observe.run_state import State
+from steelyard.sizes.param_count import parameters
+from steelyard.sizes.stage_layers import partition_of
+
+STARTING = 300.0  # seconds in which a job loads its container and imports before it touches a GPU
+EMPTY_FOR = 30.0  # seconds without a process before that means something
+SILENT_FOR = 90.0  # seconds without a sample, while other hosts send theirs
+BARE_MEMORY = 1 << 30  # what a driver holds of a GPU that nobody uses
+SLOWER, RECORDS_SLOW, SECONDS_SLOW = 1.25, 3, 30.0
+DISK_SHARE, DISK_BYTES, DISK_LAST = 0.05, 50 << 30, 0.005
+CLOCKS_APART = 2.0  # seconds
+HOT = 90  # degrees Celsius
+LAYOUT_KEYS = ("tensor", "context", "pipeline", "virtual", "zero", "schedule", "sequence_parallel")
+
+
+def frozen(state: State) -> Verdict | None:
+    """A process was stopped with SIGSTOP, and all others wait for it."""
+    if not state.is_live:
+        return None
+    found: list[tuple[str, int]] = []
+    for host, samples in state.devices.items():
+        if state.now - samples.heard > EMPTY_FOR:
+            continue
+        found += [
+            (host, each["pid"])
+            for device in samples.last.get("devices") or []
+            for each in device.get("processes") or []
+            if isinstance(each, dict) and each.get("stopped") is True and type(each.get("pid")) is int
+        ]
+    if not found:
+        return None
+    found = list(dict.fromkeys(found))  # A process may be on several GPUs.
+    named = [f"{_rank_of(state, host, pid)} on {host}" for host, pid in found]
+    host, pid = found[0]
+    what = f"let it go on: kill -CONT {pid} on {host}" + (", and so with the others" if len(found) > 1 else "")
+    return Verdict("frozen", "wrong", f"stopped by a signal (SIGSTOP): {_some(named)}", what)
+
+
+def _rank_of(state: State, host: str, pid: int) -> str:
+    told = state.hosts.get(host, {})
+    pids, ranks = told.get("process ids"), told.get("ranks") or []
+    if isinstance(pids, list) and pid in pids and len(pids) == len(ranks):
+        return f"rank {ranks[pids.index(pid)]}, process {pid},"
+    return f"process {pid}"
+
+
+def nobody_on_device(state: State) -> Verdict | None:
+    """The job runs, but no process is on a GPU. A container may hide processes from the driver, not their memory."""
+    if not state.is_live:
+        return None
+    since = state.now - (state.began or state.now)
+    empty: list[str] = []
+    partly: list[str] = []
+    for host, samples in state.devices.items():
+        if state.now - samples.heard > 2 * EMPTY_FOR:
+            continue
+        # Among themselves samples are compared by the host's own clock, which may be hours from ours.
+        recent = [each for each in samples.samples if samples.last["time"] - each["time"] <= 2 * EMPTY_FOR]
+        if not recent or recent[-1]["time"] - recent[0]["time"] < EMPTY_FOR or not recent[-1].get("devices"):
+            continue
+        if since < STARTING and (state.progressed or 0.0) < (state.began or 0.0):
+            continue
+        unused = [index for index in range(len(recent[-1]["devices"])) if all(_is_unused(s, index) for s in recent)]
+        if len(unused) == len(recent[-1]["devices"]):
+            empty.append(host)
+        elif unused:
+            partly.append(f"{len(unused)} of {len(recent[-1]['devices'])} on {host}")
+    if empty:
+        message = f"running, but no process is on a GPU of {_some(empty)}"
+        if any(state.devices[host].last.get("kind") == "cpu" for host in empty):
+            message = f"running, but no process of the run is on {_some(empty)}"
+        what = "see the last lines of the error log there; if the ranks have died, steelyard cancel and submit again"
+        return Verdict("no-process", "wrong", message, what)
+    if partly:
+        what = "start as many ranks as there are GPUs, or ask for fewer GPUs"
+        return Verdict("idle-gpus", "warning", f"GPUs that no process uses: {_some(partly)}", what)
+    return None
+
+
+def _is_unused(sample: dict[str, Any], index: int) -> bool:
+    devices = sample.get("devices") or []
+    device = devices[index] if index < len(devices) and isinstance(devices[index], dict) else {}
+    if device.get("processes"):
+        return False
+    used = device.get("memory_used")
+    return sample.get("kind") == "cpu" or not is_number(used) or used < BARE_MEMORY
+
+
+def silent_host(state: State) -> Verdict | None:
+    """A host that sends nothing while the others do: powered off, cut off, or frozen."""
+    if not state.is_live or len(state.devices) < 2:
+        return None
+    last = {host: samples.heard for host, samples in state.devices.items() if samples.samples}
+    begun = state.began or 0.0
+    last = {host: at for host, at in last.items() if host in state.hosts or at >= begun}
+    if not last or state.now - max(last.values()) > SILENT_FOR / 2:
+        return None
+    silent = {host: at for host, at in last.items() if max(last.values()) - at > SILENT_FOR}
+    if not silent:
+        return None
+    host, at = min(silent.items(), key=lambda item: item[1])
+    message = f"nothing was heard from {_some(list(silent))} for {units.duration(state.now - at)}"
+    what = f"see whether it lives: ping {host}, sinfo -n {host}; the scheduler will requeue the job if it does not"
+    return Verdict("silent-host", "wrong", message, what)
+
+
+def other_configuration(state: State) -> Verdict | None:
+    """What the ranks say of their layout is not what was asked for, or they do not say the same."""
+    if state.is_waiting or not state.hosts:
+        return None
+    differences: list[str] = []
+    asked = requested(state)
+    for host, reported in state.hosts.items():
+        layout = reported.get("layout")
+        if not isinstance(layout, dict):
+            continue
+        for key, wanted in asked.items():
+            if key in layout and layout[key] != wanted:
+                differences.append(f"{host} has {key} {layout[key]} where {wanted} was asked for")
+    ranks = sorted(rank for host in state.hosts.values() for rank in host.get("ranks") or [] if is_number(rank))
+    worlds = {host["layout"].get("world") for host in state.hosts.values() if isinstance(host.get("layout"), dict)}
+    if len(worlds) == 1 and None not in worlds and ranks != list(range(next(iter(worlds)))):
+        differences.append(f"of {next(iter(worlds))} ranks {len(ranks)} are told of in hosts/")
+    if not differences:
+        return None
+    more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
+    what = "cancel it; have every node read the same recipe and start the ranks that the plan names; submit again"
+    return Verdict("other-configuration", "wrong", differences[0] + more, what)
+
+
+def requested(state: State) -> dict[str, Any]:
+    """The layout as the recipe and the launch ask for it, in the words in which ranks report theirs."""
+    wanted: dict[str, Any] = {}
+    if is_number(state.launch.get("ranks")) and not state.is_superseded:
+        wanted["world"] = state.launch["ranks"]
+    recipe = (None if state.is_superseded else state.submitted) or state.recipe
+    if recipe is None:
+        return wanted
+    wanted |= {key: getattr(recipe.parallel, key) for key in LAYOUT_KEYS}
+    wanted["partition"] = str(partition_of(recipe))
+    wanted |= {"global_batch": recipe.train.global_batch, "micro_batch": recipe.train.micro_batch}
+    wanted |= {"precision": recipe.train.precision, "steps": recipe.train.steps}
+    data, left = divmod(wanted.get("world", recipe.parallel.least_world), recipe.parallel.model_ranks)
+    if recipe.parallel.data is not None or ("world" in wanted and not left):
+        wanted["data"] = recipe.parallel.data or data
+    return wanted
+
+
+def slow_rank(state: State) -> Verdict | None:
+    """One rank, or one host's ranks, computes longer than others do for the same, record after record."""
+    if not state.is_live:
+        return None
+    records = [record for record in state.trained if isinstance(record.get("rank_seconds"), dict)]
+    newest = state.trained[-1].get("time", 0.0) if records else 0.0
+    recent = [record for record in records if newest - record.get("time", 0.0) <= SECONDS_SLOW]
+    # Steps may be so short that a few records are a moment: what lasts so long is no accident of the scheduler's.
+    records = recent if len(recent) > RECORDS_SLOW else records[-RECORDS_SLOW:]
+    lasted = records[-1].get("time", 0.0) - records[0].get("time", 0.0) if records else 0.0
+    told = [record["rank_seconds"] for record in records]
+    if len(told) < RECORDS_SLOW or lasted < SECONDS_SLOW / 2 or not all(_lags(each) for each in told):
+        return None
+    ranks = [each["slowest"] for each in told]
+    hosts = [state.host_of(rank) for rank in ranks]
+    rank, times = Counter(ranks).most_common(1)[0]
+    host, on_host = Counter(hosts).most_common(1)[0]
+    times_slower = min(each["seconds"] / each["median"] for each in told)
+    if times == len(told):
+        who = f"rank {rank}" + (f" on {host}" if host else "")
+    elif on_host == len(told) and host and len(state.hosts) > 1:
+        who = f"{host}"
+    else:
+        return None
+    devices = {name: each.get("device") for name, each in state.hosts.items()}
+    if host and devices.get(host) not in (None, Counter(devices.values()).most_common(1)[0][0]):
+        who += f" ({devices[host]})"
+    message = f"{who} computes {times_slower:.1f} times as long as others do for the same, and all wait for it"
+    what = (
+        "look for another process, heat or a slow clock there (nvidia-smi -q -d PERFORMANCE, top); "
+        "leave the host out, or give it fewer layers (steelyard plan)"
+    )
+    return Verdict("slow-rank", "warning", message, what)
+
+
+def _lags(told: dict[str, Any]) -> bool:
+    seconds, usual = told.get("seconds"), told.get("median")
+    if not isinstance(told.get("slowest"), int):
+        return False
+    return is_number(seconds) and is_number(usual) and usual > 0 and seconds / usual > SLOWER
+
+
+def disk_nearly_full(state: State) -> Verdict | None:
+    """The disk that the run writes to has little room: for the next checkpoint, or at all."""
+    ended_well = state.manifest.get("state") in ("finished", "stopped")
+    if state.is_waiting or ended_well or state.disk is None:
+        return None
+    disks = {"the run folder's disk": state.disk}
+    for host, samples in state.devices.items():
+        disk = samples.last.get("disk")
+        if isinstance(disk, dict) and is_number(disk.get("free")) and is_number(disk.get("total")):
+            disks[f"the disk of {host}"] = disk["free"], disk["total"]
+    where, (free, total) = min(disks.items(), key=lambda item: item[1][0])
+    needed = 0
+    if state.recipe is not None:
+        needed = BYTES_SAVED * parameters(state.recipe.model).total
+    what = (
+        "make room, or lower checkpoint.keep_last; a run whose disk is full fails, and goes on from its last checkpoint"
+    )
+    has = f"{where} has {units.size(free)} of {units.size(total)} left"
+    if free < total * DISK_LAST:
+        return Verdict("disk-full", "wrong", f"the disk is full: {has}", what)
+    if free < needed:
+        return Verdict("disk-full", "warning", f"{has}; a checkpoint takes about {units.size(needed)}", what)
+    if free < min(total * DISK_SHARE, DISK_BYTES):
+        return Verdict("disk-full", "warning", f"the disk is nearly full: {has}", what)
+    return None
+
+
+def clocks_differ(state: State) -> Verdict | None:
+    """Hosts that met at one moment call it by different times."""
+    clocks = sorted((host["clock"], name) for name, host in state.hosts.items() if is_number(host.get("clock")))
+    if state.is_waiting or len(clocks) < 2 or clocks[-1][0] - clocks[0][0] <= CLOCKS_APART:
+        return None
+    _, before = max((b[0] - a[0], number) for number, (a, b) in enumerate(pairwise(clocks)))
+    few = clocks[: before + 1] if before + 1 <= len(clocks) // 2 else clocks[before + 1 :]
+    apart = clocks[-1][0] - clocks[0][0]
+    message = f"the clocks of the hosts differ by {apart:.1f} s: {_some([name for _, name in few])} stands apart"
+    what = "have the hosts' clocks set (chrony, timedatectl); logs and file times cannot be compared until then"
+    return Verdict("clocks-differ", "warning", message, what)
+
+
+def versions_differ(state: State) -> Verdict | None:
+    """Hosts run different versions of what computes."""
+    versions = {name: host["versions"] for name, host in state.hosts.items() if isinstance(host.get("versions"), dict)}
+    if state.is_waiting:
+        return None
+    for library in sorted({library for each in versions.values() for library in each}):
+        by_version: dict[str, list[str]] = {}
+        for host, each in versions.items():
+            by_version.setdefault(str(each.get(library, "none")), []).append(host)
+        if len(by_version) > 1:
+            told = ", ".join(f"{version} on {_some(hosts)}" for version, hosts in by_version.items())
+            what = "install the same versions everywhere, or start the ranks in one container image"
+            return Verdict("versions-differ", "warning", f"{library} differs between hosts: {told}", what)
+    return None
+
+
+def hot_device(state: State) -> Verdict | None:
+    """A GPU so hot that it slows itself down."""
+    if not state.is_live:
+        return None
+    hot = [
+        f"GPU {device.get('index')} of {host} at {device['temperature']:.0f} degrees"
+        for host, samples in state.devices.items()
+        if samples.last.get("kind") == "gpu"
+        for device in samples.last.get("devices") or []
+        if is_number(device.get("temperature")) and device["temperature"] >= HOT
+    ]
+    what = "tell whoever keeps the machines; a hot GPU lowers its clock, and all ranks wait for it"
+    return Verdict("hot-gpu", "warning", f"too hot: {_some(hot)}", what) if hot else None
+
+
+def _some(names: list[str], most: int = 4) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -1,0 +1,296 @@
+"""What is known of a run at this moment, from its folder alone.
+
+A `State` is refreshed again and again; each time it reads only what is new (`observe/tail.py`), so that following 64
+ranks costs next to nothing and a log of a gigabyte costs what its last lines cost. Nothing here writes, and nothing
+here judges: rules do (`observe/verdict.py`).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import re
+import shutil
+import time
+from collections import deque
+from datetime import datetime
+from pathlib import Path
+from statistics import median_low
+from typing import Any
+
+from steelyard.core.errors import UserError
+from steelyard.core.recipe import Recipe, load_recipe
+from steelyard.core.run import LOCK, MANIFEST, METRICS, RECIPE
+from steelyard.observe.error_scan import Complaints
+from steelyard.observe.host_logs import Log, Samples, is_number
+from steelyard.observe.run_files import listed
+from steelyard.observe.tail import Small, Tail, records
+
+LAUNCH, SCHEDULER, HOSTS, LOGS = "launch.json", "scheduler.jsonl", "hosts", "logs"
+LAUNCHED = "launch"  # the folder in which a launch keeps the recipe that was submitted
+KEPT_RECORDS = 1024
+PATIENCE = 60.0  # seconds without a step that are no reason to worry: a filesystem may keep a record from us so long
+FIRST_METRICS, FIRST_LINES = 512 << 10, 16 << 10
+MOST_METRICS, MOST_LINES = 4 << 20, 16 << 10
+FIRST_OF_ONE = 1 << 20
+# Bytes of error logs that a look goes through, at first and later, shared by all hosts; no less than so many of each.
+FIRST_ERRORS, MOST_ERRORS, LEAST_ERRORS = 4 << 20, 1 << 20, 16 << 10
+MOST_EARLIER = 2 << 20  # what a look reads of them altogether where there is something to make up for
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL",
+         "DEADLINE", "REVOKED")  # fmt: skip
+WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "CONFIGURING", "SUSPENDED",
+           "RESV_DEL_HOLD", "STOPPED")  # fmt: skip
+
+
+class State:
+    """One run, as its files tell it."""
+
+    def __init__(self, path: Path, patience: float = PATIENCE) -> None:
+        self.path, self.patience = path, patience
+        self.now = 0.0
+        self.manifest: dict[str, Any] = {}
+        self.launch: dict[str, Any] = {}
+        self.scheduler: list[dict[str, Any]] = []
+        self.unwritten: list[dict[str, Any]] = []
+        """What the scheduler said and nobody could note in the folder."""
+        self.metrics: deque[dict[str, Any]] = deque(maxlen=KEPT_RECORDS)
+        self.hosts: dict[str, dict[str, Any]] = {}
+        self.out: dict[str, Log] = {}
+        self.err: dict[str, Log] = {}
+        self.devices: dict[str, Samples] = {}
+        self.recipe: Recipe | None = None
+        """What the run follows, as its ranks read it."""
+        self.submitted: Recipe | None = None
+        """What was submitted, where somebody submitted it."""
+        self.is_held = False
+        self.disk: tuple[int, int] | None = None
+        self._manifest, self._launch = Small(path / MANIFEST), Small(path / LAUNCH)
+        self._hosts: dict[str, Small] = {}
+        self._metrics = Tail(path / METRICS, FIRST_METRICS, MOST_METRICS)
+        self._scheduler = Tail(path / SCHEDULER, MOST_METRICS, MOST_METRICS)
+        self._recipes: dict[Path, tuple[int, Recipe]] = {}
+
+    def refresh(self, now: float | None = None) -> State:
+        """Read what is new. `now` is the present, unless a test says otherwise."""
+        self.now = time.time() if now is None else now
+        self.manifest, self.launch = self._manifest.read(), self._launch.read()
+        self._refresh_recipes()
+        lines, is_new = self._metrics.lines()
+        if is_new:
+            self.metrics.clear()
+        self.metrics.extend(record for record in records(lines) if isinstance(record.get("step"), int))
+        lines, is_new = self._scheduler.lines()
+        if is_new:
+            self.scheduler.clear()
+        self.scheduler.extend(records(lines))
+        self._refresh_hosts()
+        self._refresh_logs()
+        self.is_held = is_held(self.path / LOCK)
+        try:
+            usage = shutil.disk_usage(self.path)
+            self.disk = usage.free, usage.total
+        except OSError:
+            self.disk = None
+        return self
+
+    @property
+    def trained(self) -> list[dict[str, Any]]:
+        """Records of training steps."""
+        return [record for record in self.metrics if "loss" in record]
+
+    @property
+    def is_superseded(self) -> bool:
+        """Whether the jobs of the last launch have ended and somebody else goes on with the run: by hand, perhaps."""
+        launched = list(self._launched().values())
+        if not launched or not {_word(record["state"]) for record in launched} <= set(ENDED):
+            return False
+        told = max(seconds_of(record.get("time")) or 0.0 for record in launched)
+        met_since = any(is_number(host.get("clock")) and host["clock"] > told for host in self.hosts.values())
+        return met_since or (self.is_held and self.manifest.get("state") == "running")
+
+    @property
+    def jobs(self) -> dict[str, dict[str, Any]]:
+        """The last word of the scheduler on each job that the run is in the hands of."""
+        return {} if self.is_superseded else self._launched()
+
+    def _launched(self) -> dict[str, dict[str, Any]]:
+        jobs = self.launch.get("jobs")
+        own = {str(job) for job in jobs} if isinstance(jobs, list) else set()  # An earlier launch had others.
+        return {
+            job: record
+            for record in [*self.scheduler, *self.unwritten]
+            if record.get("state")
+            and ((job := str(record.get("job"))) in own or re.split(r"[+_]", job)[0] in own or not own)
+        }
+
+    @property
+    def job_states(self) -> set[str]:
+        """Slurm's words for the jobs; what it adds to them (`CANCELLED by 1000`, `FAILED+`) is left out."""
+        return {_word(record["state"]) for record in self.jobs.values()}
+
+    @property
+    def is_live(self) -> bool:
+        """Whether somebody works on the run now: the scheduler is asked first, since locks may not reach this host."""
+        states = self.job_states
+        if states:
+            return not states <= {*ENDED, *WAITING}
+        return self.manifest.get("state") == "running" and self.is_held
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the scheduler has not started the run, or is about to start it again."""
+        states = self.job_states
+        return bool(states & set(WAITING)) and states <= {*WAITING, *ENDED}
+
+    @property
+    def began(self) -> float | None:
+        """When the ranks of the present attempt met; before that, when the job last began to run, or the run did."""
+        clocks: list[float] = [host["clock"] for host in self.hosts.values() if is_number(host.get("clock"))]
+        running = [record for record in self.scheduler if _word(record.get("state")) == "RUNNING"]
+        starts = [
+            at - (span_of(record.get("elapsed")) or 0.0)
+            for record in running[-1:]
+            if (at := seconds_of(record.get("time"))) is not None
+        ]
+        known = [*starts, *([median_low(clocks)] if clocks else [])]
+        return max(known) if known else seconds_of(self.manifest.get("started"))
+
+    @property
+    def progressed(self) -> float | None:
+        """When the last record was written."""
+        last = self.metrics[-1].get("time") if self.metrics else None
+        if not is_number(last):
+            return self._metrics.changed if self.metrics else None
+        writer = self.devices.get(self.host_of(0) or "")  # Its clock is the one that records are timed by.
+        return float(last) + (writer.behind if writer is not None and self.is_live else 0.0)
+
+    def errors_of(self, host: str) -> list[tuple[int, str]]:
+        """What a host complained of since its ranks met, and where; before that an earlier attempt may have spoken."""
+        return self.err[host].errors(self._met(host))
+
+    def written(self, host: str, place: int) -> float:
+        """When a part of a host's error log was there at the latest.
+
+        A log has no times in it, and its own is that of its last line. The samples tell how long it was at theirs.
+        """
+        log, samples = self.err[host], self.devices.get(host)
+        sampled = None if samples is None else samples.when_logged(place)
+        if samples is None or sampled is None:
+            return log.complained
+        return min(sampled + (samples.behind if self.is_live else 0.0), log.complained)
+
+    def search(self, seconds: float) -> State:
+        """Go on through what was left out of the error logs, from the beginning, for so long."""
+        until = time.monotonic() + seconds
+        while self._search(MOST_EARLIER) and time.monotonic() < until:
+            pass
+        return self
+
+    def _search(self, most: int) -> int:
+        """The same for so many bytes of all hosts together; returns how many it were."""
+        behind = [host for host, log in self.err.items() if log.unread(self._met(host))]
+        share = max(LEAST_ERRORS, most // max(1, len(behind)))
+        return sum(self.err[host].catch_up(self._met(host), share) for host in behind)
+
+    def _met(self, host: str) -> int:
+        """How long a host's error log was when its ranks met."""
+        met = self.hosts.get(host, {}).get("logged", 0)
+        return int(met) if is_number(met) and met <= self.err[host].tail.offset else 0
+
+    def unread(self, host: str) -> int:
+        """Bytes of the present attempt's error log of a host that nobody has looked through yet."""
+        return self.err[host].unread(self._met(host)) if host in self.err else 0
+
+    def host_of(self, rank: int) -> str | None:
+        """Where a rank runs."""
+        return next((name for name, host in self.hosts.items() if rank in (host.get("ranks") or [])), None)
+
+    def _refresh_recipes(self) -> None:
+        for path in (self.path / RECIPE, self.path / LAUNCHED / RECIPE):
+            try:
+                seen = path.stat().st_mtime_ns
+                if self._recipes.get(path, (0, None))[0] != seen:
+                    self._recipes[path] = seen, load_recipe(path)
+            except (OSError, UserError):
+                self._recipes.pop(path, None)
+        self.recipe = self._recipes.get(self.path / RECIPE, (0, None))[1]
+        self.submitted = self._recipes.get(self.path / LAUNCHED / RECIPE, (0, None))[1]
+
+    def _refresh_hosts(self) -> None:
+        found = {path.stem: path for path in listed(self.path / HOSTS, ".json")}
+        self._hosts = {name: self._hosts.get(name) or Small(path) for name, path in found.items()}
+        self.hosts = {name: _host(value) for name, small in sorted(self._hosts.items()) if (value := small.read())}
+
+    def _refresh_logs(self) -> None:
+        found = listed(self.path / LOGS, ".out", ".err", ".gpu")
+        if not any(path.suffix == ".err" for path in found):
+            found = [
+                *found,
+                *listed(self.path / LOGS, ".log"),
+            ]  # All there is of a job that ended before its ranks began.
+        share = max(1, sum(path.suffix == ".err" for path in found))
+        for path in found:
+            host, kind = path.stem, path.suffix
+            if kind == ".gpu" and host not in self.devices:
+                self.devices[host] = Samples(Tail(path, FIRST_LINES * 4, MOST_LINES * 4))
+            elif kind in (".err", ".log") and host not in self.err:
+                first = max(LEAST_ERRORS, min(FIRST_ERRORS // share, FIRST_OF_ONE))
+                most = max(LEAST_ERRORS, MOST_ERRORS // share)
+                self.err[host] = Log(Tail(path, first, most), Complaints())
+            elif kind == ".out" and host not in self.out:
+                self.out[host] = Log(Tail(path, FIRST_LINES, MOST_LINES), None)
+        for log in self.out.values():
+            log.refresh()
+        read = sum(log.refresh() for log in self.err.values())
+        for samples in self.devices.values():
+            samples.refresh()
+        self._search(max(0, MOST_EARLIER - read))
+
+
+def is_held(path: Path) -> bool:
+    """Whether somebody holds a lock file. A shared lock is asked for, so that the question needs no right to write."""
+    try:
+        with open(path, "rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+
+
+def seconds_of(value: Any) -> float | None:
+    """A time as files write it, ISO or seconds, as seconds since 1970."""
+    if is_number(value):
+        return float(value)
+    try:
+        return datetime.fromisoformat(str(value)).timestamp()
+    except ValueError:
+        return None
+
+
+def span_of(value: Any) -> float | None:
+    """A length of time as Slurm writes it (`1-02:03:04`, `02:03:04`, `03:04`), or in seconds, as seconds."""
+    if is_number(value):
+        return float(value)
+    days, _, clock = str(value or "").rpartition("-")
+    try:
+        parts: list[float] = [float(part) for part in clock.split(":")]
+        span = 86400.0 * int(days or 0) + sum(part * 60.0**place for place, part in enumerate(reversed(parts)))
+        return span if is_number(span) else None
+    except (ValueError, OverflowError):
+        return None
+
+
+def _word(state: Any) -> str:
+    return str(state or "").split()[0].rstrip("+").upper() if str(state or "").strip() else ""
+
+
+def _host(told: dict[str, Any]) -> dict[str, Any]:
+    """What the ranks of a host say, with fields that are what they should be, or not there."""
+    ranks = told["ranks"] if isinstance(told.get("ranks"), list) else []
+    ranks = [rank for rank in ranks if type(rank) is int]
+    layout = told["layout"] if isinstance(told.get("layout"), dict) else {}
+    layout = {key: value for key, value in layout.items() if isinstance(value, str | int | float)}
+    if type(layout.get("world")) is not int:
+        layout.pop("world", None)
+    return told | {"ranks": ranks, "layout": layout}

@@ -1,0 +1,170 @@
+"""A run as a page shows it: one JSON object, the same for the terminal, `--json` and the browser.
+
+Text from logs is cleaned of what could act on a terminal and scrubbed of secrets here, once, for all readers.
+"""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import asdict
+from typing import Any
+
+from steelyard.core import secrets
+from steelyard.observe.error_scan import clean
+from steelyard.observe.host_logs import is_number
+from steelyard.observe.rules import Verdict
+from steelyard.observe.rules.machine_rules import requested
+from steelyard.observe.run_state import State
+from steelyard.observe.verdict import exit_code, has_ended, judge, seconds_left
+
+SHOWN_LINES, SHOWN_POINTS, LONGEST_LINE = 6, 200, 2000
+SPEED = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "seconds", "tflops", "mfu", "peak_memory", "tokens")
+
+
+def summary(state: State) -> dict[str, Any]:
+    """One line of a list of runs."""
+    verdicts = judge(state)
+    told = {
+        "name": _text(state.path.resolve().name),
+        "state": _text(_state(state)),
+        "verdict": told_of(verdicts[0], state),
+        "progress": _progress(state),
+        "loss": _plain(state.trained[-1].get("loss")) if state.trained else None,
+    }
+    return _scrubbed(told)
+
+
+def view(state: State) -> dict[str, Any]:
+    """All that a page shows."""
+    verdicts = judge(state)
+    last = state.trained[-1] if state.trained else {}
+    told = {
+        "name": _text(state.path.resolve().name),
+        "path": _text(str(state.path)),
+        "time": state.now,
+        "state": _text(_state(state)),
+        "ended": has_ended(state),
+        "exit_code": exit_code(verdicts),
+        "verdicts": [told_of(verdict, state) for verdict in verdicts],
+        "scheduler": [_plain(record) for record in state.jobs.values()],
+        "backend": _text(str(state.launch.get("backend") or state.manifest.get("launcher") or "")),
+        "configuration": _configuration(state),
+        "progress": _progress(state),
+        "now": {key: last[key] if is_number(last[key]) else None for key in SPEED if key in last},
+        "slowest": _plain(last["rank_seconds"]) if isinstance(last.get("rank_seconds"), dict) else None,
+        "curve": _curve(state),
+        "hosts": [_host(state, name) for name in _names(state)],
+        "disk": {"free": state.disk[0], "total": state.disk[1]} if state.disk else None,
+    }
+    return _scrubbed(told)
+
+
+def _state(state: State) -> str:
+    known = str(state.manifest.get("state") or "")
+    if state.job_states and (known != "finished"):
+        return ", ".join(sorted(state.job_states)).lower()
+    if known == "running" and not state.is_held:
+        return "killed"
+    return known or "submitted"
+
+
+def told_of(verdict: Verdict, state: State) -> dict[str, str]:
+    """A verdict whose advice can be copied: `RUN` is the run's own path, quoted for a shell."""
+    told = {key: _text(value) for key, value in asdict(verdict).items()}
+    return told | {"what_to_do": told["what_to_do"].replace(" RUN", f" {shlex.quote(_text(str(state.path)))}")}
+
+
+def _progress(state: State) -> dict[str, Any]:
+    step = state.metrics[-1].get("step", 0) if state.metrics else 0
+    left = seconds_left(state) if state.is_live else None
+    return {"step": step, "steps": state.recipe.train.steps if state.recipe else None, "seconds_left": left}
+
+
+def _configuration(state: State) -> dict[str, dict[str, Any]]:
+    """What was asked for, and what the ranks of each host report, key by key."""
+    asked = requested(state)
+    reported: dict[str, Any] = {}
+    for host, told in state.hosts.items():
+        layout = told.get("layout")
+        for key, value in layout.items() if isinstance(layout, dict) else ():
+            if key in reported and reported[key] != value:
+                value = f"{reported[key]}, but {value} on {host}"
+            reported[key] = value
+    return {"requested": _plain(asked), "reported": _plain(reported)}
+
+
+def _curve(state: State) -> dict[str, list[Any]]:
+    """The loss by step; one that is no number is none, which is a gap."""
+    kept = state.trained[:: max(1, len(state.trained) // SHOWN_POINTS)]
+    losses = [record["loss"] if is_number(record["loss"]) else None for record in kept]
+    return {"step": [record["step"] for record in kept], "loss": losses}
+
+
+def _names(state: State) -> list[str]:
+    """Of the hosts; a launcher that has nothing to say is none."""
+    said = {name for logs in (state.out, state.err) for name, log in logs.items() if log.raw}
+    return sorted({*state.hosts, *state.devices, *said})
+
+
+def _host(state: State, name: str) -> dict[str, Any]:
+    sample = state.devices[name].last if name in state.devices else {}
+    told = state.hosts.get(name, {})
+    fields = ("index", "name", "temperature", "utilisation", "memory_used", "memory_total", "power")
+    devices = [each for each in sample.get("devices") or [] if isinstance(each, dict)]
+    return {
+        "host": _text(name),
+        "ranks": _plain(told.get("ranks") or []),
+        "device": _text(str(told.get("device") or "")),
+        "age": round(state.now - state.devices[name].heard, 1) if sample else None,
+        "devices": [
+            {key: _plain(device[key]) for key in fields if key in device}
+            | {"processes": len(device.get("processes") or [])}
+            for device in devices
+        ],
+        "out": _lines(state, name, "out"),
+        "err": _lines(state, name, "err"),
+        "unread": state.unread(name),
+    }
+
+
+def _lines(state: State, name: str, stream: str) -> list[str]:
+    log = (state.out if stream == "out" else state.err).get(name)
+    return [] if log is None else [line[:LONGEST_LINE] for line in log.last(SHOWN_LINES)]
+
+
+def _text(text: str) -> str:
+    return clean(text.replace("\n", " ")[: 2 * LONGEST_LINE])[:LONGEST_LINE]
+
+
+def _scrubbed(value: dict[str, Any]) -> dict[str, Any]:
+    """The same without secrets. All texts are scrubbed as one: asking for each what is secret would cost the most."""
+    texts: list[str] = []
+
+    def take(each: Any) -> Any:
+        if isinstance(each, str):
+            texts.append(each)
+        for part in each.values() if isinstance(each, dict) else each if isinstance(each, list) else ():
+            take(part)
+
+    def put(each: Any) -> Any:
+        if isinstance(each, str):
+            return next(scrubbed).strip("\n")
+        if isinstance(each, dict):
+            return {key: put(part) for key, part in each.items()}
+        return [put(part) for part in each] if isinstance(each, list) else each
+
+    take(value)
+    scrubbed = iter(secrets.scrub("\n\x1e\n".join(texts)).split("\x1e"))
+    whole: dict[str, Any] = put(value)
+    return whole
+
+
+def _plain(value: Any) -> Any:
+    """What somebody else's JSON holds, with every text in it made harmless."""
+    if isinstance(value, dict):
+        return {_text(str(key)): _plain(each) for key, each in list(value.items())[:100]}
+    if isinstance(value, list):
+        return [_plain(each) for each in value[:1000]]
+    if isinstance(value, float) and not is_number(value):
+        return None
+    return _text(value) if isinstance(value, str) else value

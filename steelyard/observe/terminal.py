@@ -1,0 +1,201 @@
+"""`steelyard watch`: a run's page on a terminal, or as plain text.
+
+A terminal has a page that renews itself until the run ends; anything else gets the page once, or, with `follow`, a line
+for each change until the run ends. The exit code is the verdict's (`observe/verdict.py`).
+"""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from steelyard.core import units
+from steelyard.observe.run_state import PATIENCE, State, span_of
+from steelyard.observe.run_view import view
+from steelyard.observe.scheduler_poll import Asking
+
+COLOURS = {"ok": "green", "waiting": "cyan", "warning": "yellow", "wrong": "bold red"}
+SECONDS_BETWEEN_LINES = 30.0
+SECONDS_FRESH = 30.0
+MOST_HOSTS = 16
+INDENT = 9  # of what a verdict says, behind its level
+
+
+def once(path: Path, patience: float = PATIENCE) -> dict[str, Any]:
+    """Look at a run once, after asking the scheduler."""
+    state = State(path, patience)
+    Asking(path).ask(state)
+    return view(state.refresh())
+
+
+def looks(path: Path, seconds: float, patience: float = PATIENCE) -> Iterator[dict[str, Any]]:
+    """Look at a run every so often until it has ended."""
+    state, asking = State(path, patience), Asking(path)
+    while True:
+        asking.ask(state)
+        seen = view(state.refresh())
+        yield seen
+        if seen["ended"]:
+            return
+        time.sleep(seconds)
+
+
+def live(path: Path, seconds: float, patience: float = PATIENCE) -> int:
+    """Show the page on a terminal until the run has ended; returns the exit code."""
+    from rich.console import Console, Group
+    from rich.live import Live
+    from rich.text import Text
+
+    console = Console()
+    seen: dict[str, Any] = {}
+    with Live(console=console, auto_refresh=False, vertical_overflow="crop", redirect_stderr=False) as page:
+        for seen in looks(path, seconds, patience):
+            room = max(10, console.height - 1)
+            shown = fitted(rendered(seen), console.width)
+            lines = [Text(line, style=style, no_wrap=True, overflow="ellipsis") for line, style in shown]
+            page.update(Group(*lines[:room]), refresh=True)
+    return int(seen["exit_code"])
+
+
+def follow(path: Path, seconds: float, patience: float = PATIENCE) -> int:
+    """Print a line whenever the verdict changes, and now and then how far the run is, until it has ended."""
+    told: list[dict[str, str]] = []
+    last_line = -SECONDS_BETWEEN_LINES
+    seen: dict[str, Any] = {}
+    for seen in looks(path, seconds, patience):
+        kinds = [verdict for verdict in seen["verdicts"] if (verdict["kind"], verdict["level"]) not in _kinds(told)]
+        now = time.monotonic()
+        if kinds or now - last_line >= SECONDS_BETWEEN_LINES:
+            last_line = now
+            print_line(f"{time.strftime('%H:%M:%S')}  {progress_line(seen)}")
+        for verdict in kinds:
+            print_line(f"  {verdict['level']}: {verdict['message']}\n    {verdict['what_to_do']}")
+        told = seen["verdicts"]
+    return int(seen["exit_code"])
+
+
+def _kinds(told: list[dict[str, str]]) -> set[tuple[str, str]]:
+    return {(verdict["kind"], verdict["level"]) for verdict in told}
+
+
+def print_line(line: str) -> None:
+    """Print at once, so that whoever reads through a pipe is never behind."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def plain(seen: dict[str, Any]) -> str:
+    """The page as plain text."""
+    return "\n".join(line for line, _ in rendered(seen))
+
+
+def rendered(seen: dict[str, Any]) -> list[tuple[str, str]]:
+    """The lines of the page, each with its style: what matters first, since a small terminal shows only the top."""
+    lines = [(f"{seen['name']}  {seen['state']}  {seen['path']}", "bold")]
+    for verdict in seen["verdicts"]:
+        lines.append((f"{verdict['level'].upper():{INDENT - 1}} {verdict['message']}", COLOURS[verdict["level"]]))
+        if verdict["what_to_do"] != "nothing":
+            lines.append((f"{'':{INDENT}}{verdict['what_to_do']}", "dim"))
+    lines.append(("", ""))
+    if seen["progress"]["steps"] or seen["progress"]["step"]:
+        lines.append((progress_line(seen), ""))
+    lines += [(_job(record), "") for record in seen["scheduler"]]
+    lines += _configuration(seen["configuration"])
+    for host in seen["hosts"][:MOST_HOSTS]:
+        lines += _host(host, few=len(seen["hosts"]) > 4, ended=seen["ended"])
+    if len(seen["hosts"]) > MOST_HOSTS:
+        lines.append((f"and {len(seen['hosts']) - MOST_HOSTS} more hosts", "dim"))
+    return lines
+
+
+def fitted(lines: list[tuple[str, str]], width: int) -> list[tuple[str, str]]:
+    """The page for a terminal of this width: verdicts and advice go on below, all else is cut at the edge."""
+    verdicts = lines.index(("", "")) if ("", "") in lines else 0
+    told: list[tuple[str, str]] = []
+    for line, style in lines[1:verdicts]:
+        parts = textwrap.wrap(line, max(40, width), subsequent_indent=" " * INDENT, break_on_hyphens=False)
+        told += [(part, style) for part in parts]
+    return [*lines[:1], *told, *lines[max(1, verdicts) :]]
+
+
+def progress_line(seen: dict[str, Any]) -> str:
+    """How far the run is, how fast, and what it has learned."""
+    progress, now = seen["progress"], seen["now"]
+    fields = [f"step {progress['step']}" + (f" of {progress['steps']}" if progress["steps"] else "")]
+    if progress["steps"]:
+        fields[0] += f" ({100 * progress['step'] / progress['steps']:.0f}%)"
+    if progress["seconds_left"] is not None:
+        fields.append(f"{units.duration(progress['seconds_left'])} left")
+    if "loss" in now:
+        fields.append("loss none" if now["loss"] is None else f"loss {now['loss']:.4f}")
+    if now.get("seconds") is not None:
+        fields.append(f"{1000 * now['seconds']:.1f} ms/step")
+    if now.get("tokens_per_second") is not None:
+        fields.append(f"{units.count(now['tokens_per_second'])} tokens/s")
+    if now.get("mfu") is not None:
+        fields.append(f"MFU {now['mfu']:.3f}")
+    if now.get("peak_memory") is not None:
+        fields.append(f"{units.size(now['peak_memory'])} at most")
+    if slowest := seen["slowest"]:
+        fields.append(f"slowest rank {slowest.get('slowest')}")
+    return "  ".join(fields)
+
+
+def _job(record: dict[str, Any]) -> str:
+    fields = [f"job {record.get('job')}", str(record.get("state"))]
+    if record.get("nodes"):
+        fields.append(f"on {record['nodes']}")
+    if limit := span_of(record.get("time_limit")):
+        fields.append(f"limit {units.duration(limit)}")
+    if record.get("restarts"):
+        fields.append(f"restarted {record['restarts']} times")
+    if record.get("reason") not in (None, "", "None"):
+        fields.append(f"({record['reason']})")
+    return "  ".join(fields)
+
+
+def _configuration(told: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
+    asked, reported = told["requested"], told["reported"]
+    keys = [key for key in asked if asked[key] not in (1, False, 0) or reported.get(key, asked[key]) != asked[key]]
+    if not keys:
+        return []
+    if reported and all(reported.get(key) == asked[key] for key in keys):
+        return [("asked for and reported  " + "  ".join(f"{key} {asked[key]}" for key in keys), "")]
+    lines = [("asked for  " + "  ".join(f"{key} {asked[key]}" for key in keys), "")]
+    if reported:
+        lines.append(("reported   " + "  ".join(f"{key} {reported.get(key, '?')}" for key in keys), ""))
+    return lines
+
+
+def _host(host: dict[str, Any], few: bool, ended: bool) -> list[tuple[str, str]]:
+    ranks = host["ranks"]
+    which = f"ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}" if ranks else ""
+    title = "  ".join(filter(None, [host["host"], which, host["device"]]))
+    lines = [("", ""), (title, "bold")]
+    old = f"  ({units.duration(host['age'])} ago)" if (host["age"] or 0.0) > SECONDS_FRESH else ""
+    if not ended:  # What devices did last tells nothing of what they do now.
+        lines += [(f"  {_device(device)}{old}", "dim" if old else "") for device in host["devices"]]
+    for stream, style in (("out", "dim"), ("err", "magenta")):
+        shown = host[stream][-1:] if few else host[stream]
+        lines += [(f"  {stream}| {line}", style) for line in shown]
+    if host["unread"] > 0:
+        lines.append((f"  err: {units.size(host['unread'])} before that are not looked through yet", "dim"))
+    return lines
+
+
+def _device(device: dict[str, Any]) -> str:
+    fields = [f"{device.get('index', '')} {device.get('name', '')}".strip()]
+    if device.get("utilisation") is not None:
+        fields.append(f"{device['utilisation']:3.0f}%")
+    if device.get("memory_used") is not None and device.get("memory_total"):
+        fields.append(f"{units.size(device['memory_used'])} of {units.size(device['memory_total'])}")
+    if device.get("temperature") is not None:
+        fields.append(f"{device['temperature']:.0f} C")
+    if device.get("power") is not None:
+        fields.append(f"{device['power']:.0f} W")
+    fields.append(f"{device['processes']} process{'' if device['processes'] == 1 else 'es'}")
+    return "  ".join(fields)

@@ -1,0 +1,77 @@
+"""Context parallelism: each rank holds a part of every sequence and attends to the keys and values of all of it.
+
+A sequence is cut into two pieces per rank, and rank i holds pieces i and (2n - 1 - i): under a causal mask early pieces
+have little to attend to and late ones much, and so every rank has the same to do. Keys and values are gathered whole;
+their gradients are summed and scattered back.
+
+Tensor suffixes: B batch, L length, H heads, K key-value heads, E head width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
+
+from steelyard.model import LanguageModel
+from steelyard.parallel.collectives import gathered
+from steelyard.parallel.mesh import Axis
+
+
+def split(model: LanguageModel, axis: Axis) -> None:
+    """Have a model attend across the ranks of an axis."""
+    across = AttentionAcross(axis)
+    model.mask_of = across.mask_of
+    for layer in model.layers.values():
+        attention: Any = layer.attention
+        attention.attend = across
+
+
+def places(length: int, axis: Axis) -> Tensor:
+    """The places in a sequence of `length` that this rank holds."""
+    pieces = torch.arange(length).chunk(2 * axis.size)
+    return torch.cat([pieces[axis.index], pieces[2 * axis.size - 1 - axis.index]])
+
+
+class AttentionAcross:
+    """Attention of this rank's two pieces to all that came before each of them."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+        order = [piece for index in range(axis.size) for piece in (index, 2 * axis.size - 1 - index)]
+        self.natural_order = [order.index(piece) for piece in range(2 * axis.size)]
+
+    def __call__(self, query_BHLE: Tensor, key_BKLE: Tensor, value_BKLE: Tensor, mask: Tensor | None) -> Tensor:
+        key_BKLE, value_BKLE = self._whole(key_BKLE), self._whole(value_BKLE)
+        grouped = query_BHLE.shape[1] != key_BKLE.shape[1]
+        outputs = []
+        first, second = self.axis.index, 2 * self.axis.size - 1 - self.axis.index
+        for number, (piece, query) in enumerate(zip((first, second), query_BHLE.chunk(2, dim=2), strict=True)):
+            length = query.shape[2]
+            seen = (piece + 1) * length
+            bias = (
+                causal_lower_right(length, seen)
+                if mask is None
+                else mask[:, :, number * length : (number + 1) * length, :seen]
+            )
+            outputs.append(
+                F.scaled_dot_product_attention(
+                    query, key_BKLE[:, :, :seen], value_BKLE[:, :, :seen], attn_mask=bias, enable_gqa=grouped
+                )
+            )
+        return torch.cat(outputs, dim=2)
+
+    def mask_of(self, documents_BL: Tensor) -> Tensor:
+        """True where one of this rank's tokens may look, given the documents of the whole row: (B, 1, part, L)."""
+        whole = torch.arange(documents_BL.shape[1], device=documents_BL.device)
+        here = places(documents_BL.shape[1], self.axis).to(documents_BL.device)
+        same = documents_BL[:, here, None] == documents_BL[:, None, :]
+        return (same & (here[:, None] >= whole))[:, None]
+
+    def _whole(self, x_BKLE: Tensor) -> Tensor:
+        """All ranks' pieces in the order of the sequence."""
+        pieces = gathered(x_BKLE, 2, self.axis).chunk(2 * self.axis.size, dim=2)
+        return torch.cat([pieces[place] for place in self.natural_order], dim=2)

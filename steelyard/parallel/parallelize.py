@@ -1,0 +1,73 @@
+"""From a recipe and a mesh to a model that computes on it. The order in which things are applied is all here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from steelyard import model as models
+from steelyard.core.recipe import Recipe
+from steelyard.model import LanguageModel
+from steelyard.parallel import activation_checkpoint, context_parallel, fsdp, tensor_parallel
+from steelyard.parallel.mesh import Mesh
+from steelyard.parallel.param_shards import Part, parts_of
+from steelyard.parallel.pipeline_parallel import Pipeline, slices
+from steelyard.sizes.stage_layers import partition_of
+
+# The sizes of the compiler's own kernels are measured, not guessed. What each brings: docs/finetune.md.
+COMPILING: dict[str, Any] = {
+    "max_autotune_pointwise": True,
+    "triton.mix_order_reduction_autotune_split_size": True,
+}
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """A rank's share of a model, ready to compute; its weights are not set yet."""
+
+    stages: dict[int, LanguageModel]
+    parts: list[Part]
+    pipeline: Pipeline | None
+
+    @property
+    def model(self) -> LanguageModel:
+        """The model, where it is not cut into stages."""
+        assert self.pipeline is None
+        return next(iter(self.stages.values()))
+
+
+def assemble(
+    recipe: Recipe,
+    mesh: Mesh,
+    device: torch.device,
+    dtype: torch.dtype,
+    compiled: bool,
+    transform: Callable[[LanguageModel], None] | None = None,
+) -> Assembly:
+    """Build this rank's share. `transform` may change the model while it is still whole and without weights."""
+    parallel = recipe.parallel
+    by_sequence = parallel.sequence_parallel and mesh.tensor.size > 1
+    stages: dict[int, LanguageModel] = {}
+    parts: list[Part] = []
+    for number, part in slices(partition_of(recipe), parallel, mesh.pipeline).items():
+        with torch.device("meta"):
+            model = models.build(recipe.model, part)
+        model.dtype = dtype
+        model.seed_dropout(recipe.train.seed)
+        if transform is not None:
+            transform(model)
+        cuts = tensor_parallel.split(model, mesh.tensor, by_sequence) if mesh.tensor.size > 1 else {}
+        if mesh.context.size > 1:
+            context_parallel.split(model, mesh.context)
+        activation_checkpoint.apply(model, parallel.recompute)
+        if compiled:
+            for layer in model.layers.values():
+                layer.compile(options=COMPILING)
+        fsdp.materialise(model, device, mesh.sharding, parallel.zero)
+        stages[number] = model
+        parts += parts_of(model, mesh, cuts, by_sequence)
+    pipeline = Pipeline(stages, parallel, mesh.pipeline, device) if mesh.pipeline.size > 1 else None
+    return Assembly(stages, parts, pipeline)

@@ -1,0 +1,200 @@
+"""Pipeline parallelism: a rank holds one or several slices of the model, and micro-batches flow through them.
+
+Schedules and point-to-point exchange are PyTorch's. The fused head and loss run inside the last stage's forward, so
+what a schedule calls the loss is the stage's output, only scaled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+
+from steelyard.core.recipe.parallel_section import Parallel, Partition
+from steelyard.model import LanguageModel, Slice
+from steelyard.parallel.mesh import Axis
+
+SCHEDULES = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero-bubble": ScheduleInterleavedZeroBubble,
+}
+ONE_STAGE = ("gpipe", "1f1b")
+
+
+class Timers(Protocol):
+    """Something that wants to know what a rank does: each mark ends what went before it."""
+
+    def mark(self, name: str, stage: int, micro_batch: int) -> None:
+        """From now on the rank does this."""
+
+
+def slices(partition: Partition, parallel: Parallel, axis: Axis) -> dict[int, Slice]:
+    """The slices that this rank holds, by stage.
+
+    The embedding belongs to the first stage, the final norm and head to the last; a stage may hold no layer at all,
+    which is how a slow GPU can carry the embedding alone.
+    """
+    last = partition.stages - 1
+    return {
+        stage: Slice(partition.layers_of(stage), first=stage == 0, last=stage == last)
+        for stage in range(axis.index, partition.stages, parallel.pipeline)
+    }
+
+
+class Stage(PipelineStage):
+    """A stage that says what it is doing.
+
+    Zero bubble computes the gradients of weights later. In torch 2.11 nothing keeps the graph node of a
+    `torch.autograd.Function` until then, and the fused head and loss is one; so the stage holds the nodes that its
+    outputs come from.
+    """
+
+    timers: Timers | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._held: dict[int, list[Any]] = {}
+
+    def _mark(self, name: str, micro_batch: int) -> None:
+        if self.timers is not None:
+            self.timers.mark(name, self.stage_index, micro_batch)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Called when the schedule asks for a micro-batch's activations."""
+        self._mark("receive", fwd_chunk_id)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Called when the schedule asks for a micro-batch's gradients."""
+        self._mark("receive", bwd_chunk_id)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Called when the schedule sends a micro-batch on."""
+        self._mark("send", fwd_chunk_id)
+        return super().get_fwd_send_ops(fwd_chunk_id)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Called when the schedule sends a micro-batch's gradients back."""
+        self._mark("send", bwd_chunk_id)
+        return super().get_bwd_send_ops(bwd_chunk_id)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Called for each micro-batch's forward pass."""
+        self._mark("forward", fwd_chunk_id)
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        self._mark("receive", fwd_chunk_id)
+        return output
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Called for each micro-batch's backward pass."""
+        self._mark("backward", bwd_chunk_id)
+        if not kwargs.get("full_backward", True):
+            self._held[bwd_chunk_id] = [output.grad_fn for output in self.fwd_cache[bwd_chunk_id][0]]
+        result = super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        self._mark("receive", bwd_chunk_id)
+        return result
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Called for the part of a backward pass that zero bubble does later."""
+        self._mark("backward", bwd_chunk_id)
+        result = super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+        self._held.pop(bwd_chunk_id, None)
+        self._mark("receive", bwd_chunk_id)
+        return result
+
+    def perform_reduce_grad(self, *args: Any, **kwargs: Any) -> Any:
+        """Called when all micro-batches of a stage are done."""
+        self._mark("gradients", -1)
+        return super().perform_reduce_grad(*args, **kwargs)
+
+
+class Pipeline:
+    """The stages of this rank, ready to run whole steps."""
+
+    def __init__(self, models: dict[int, LanguageModel], parallel: Parallel, axis: Axis, device: torch.device) -> None:
+        self.models, self.parallel, self.axis, self.device = models, parallel, axis, device
+        self.scale = torch.ones((), device=device)
+        self.losses: list[Tensor] = []
+        self.timers: Timers | None = None
+        self._schedules: dict[tuple[int, torch.Size], Any] = {}
+
+    def train(self, batch: dict[str, Tensor], micro_batches: int, scale: Tensor) -> Tensor:
+        """Forward and backward of a rank's part of a step; the loss is multiplied by `scale` for its gradient.
+
+        Returns the sum of the losses, which is zero but on the last stage.
+        """
+        self.scale, self.losses = scale, []
+        schedule = self._schedule(batch, micro_batches)
+        inputs = (batch["inputs"],) if 0 in self.models else ()
+        others = {name: value for name, value in batch.items() if name != "inputs"}
+        schedule.step(*inputs, target=batch["labels_BL"], losses=[], **others)
+        return torch.stack(self.losses).sum() if self.losses else torch.zeros((), device=self.device)
+
+    def evaluate(self, batches: Iterable[dict[str, Tensor]]) -> list[Tensor]:
+        """The loss of each batch, forward only, stage after stage; zero but on the last stage."""
+        losses = []
+        for batch in batches:
+            losses.append(torch.zeros((), dtype=torch.float64, device=self.device))
+            others = {name: value for name, value in batch.items() if name != "inputs"}
+            for stage, model in self.models.items():
+                x = batch["inputs"]
+                if stage > 0:
+                    x = torch.empty(self._boundary(model, batch), dtype=model.dtype, device=self.device)
+                    dist.recv(x, group=self.axis.group, group_src=(stage - 1) % self.axis.size)
+                y = model(x, **others)
+                if model.part.last:
+                    losses[-1] += y.double().sum()
+                else:
+                    dist.send(y.contiguous(), group=self.axis.group, group_dst=(stage + 1) % self.axis.size)
+        return losses
+
+    def _schedule(self, batch: dict[str, Tensor], micro_batches: int) -> Any:
+        """The schedule for so many micro-batches, made when first asked for."""
+        key = micro_batches, batch["inputs"].shape
+        if key not in self._schedules:
+            micro = {name: value[: len(value) // micro_batches] for name, value in batch.items()}
+            stages: Any = [self._stage(number, model, micro) for number, model in self.models.items()]
+            kind = SCHEDULES[self.parallel.schedule]
+            self._schedules[key] = kind(
+                stages[0] if self.parallel.schedule in ONE_STAGE else stages,
+                micro_batches,
+                loss_fn=self._loss,
+                scale_grads=False,
+            )
+        for stage in self._stages_of(self._schedules[key]):
+            stage.timers = self.timers
+        return self._schedules[key]
+
+    def _stage(self, number: int, model: LanguageModel, micro: dict[str, Tensor]) -> Stage:
+        """One stage, told what comes in and goes out so that it need not try."""
+        boundary = torch.empty(self._boundary(model, micro), dtype=model.dtype, device="meta", requires_grad=True)
+        inputs = micro["inputs"].to("meta") if model.part.first else boundary
+        outputs = torch.empty(1, device="meta") if model.part.last else boundary
+        return Stage(model, number, self.parallel.stages, self.device, inputs, outputs, group=self.axis.group)
+
+    def _boundary(self, model: LanguageModel, batch: dict[str, Tensor]) -> tuple[int, ...]:
+        """The shape of the stream between stages."""
+        rows, length = batch["inputs"].shape
+        pieces = self.parallel.tensor if self.parallel.sequence_parallel else 1
+        return rows, length // pieces, model.shape.hidden
+
+    def _loss(self, output: Tensor, target: Tensor) -> Tensor:
+        self.losses.append(output.detach().sum())
+        return output.sum() * self.scale
+
+    @staticmethod
+    def _stages_of(schedule: Any) -> list[Stage]:
+        return [schedule._stage] if hasattr(schedule, "_stage") else list(schedule._stages)

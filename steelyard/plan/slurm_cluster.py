@@ -1,0 +1,166 @@
+"""A cluster file from what Slurm knows: `sinfo` gives partitions, nodes and their GPUs; links and prices it does not.
+
+Read is the output of `sinfo --noheader --Node --format "%N|%P|%G|%f|%m"`: node, partition, generic resources such as
+`gpu:a10:4(S:0-1)`, features such as `a100_80gb`, and megabytes of memory; the last two may be left out. A node that is
+in several partitions is counted once, in the first that is named. Administrators name a GPU as they like, and often
+without its memory: what had to be guessed is said, in the file and to whoever asks.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from steelyard.core.errors import Fault, UserError
+from steelyard.sizes.gpu_catalogue import by_name
+
+COMMAND = ["sinfo", "--noheader", "--Node", "--format", "%N|%P|%G|%f|%m"]
+GRES = re.compile(r"gpu:(?:([A-Za-z0-9_.-]+):)?(\d+)")
+MAKER = re.compile(r"^(?:nvidia|tesla|geforce|quadro)[-_ ]+|[-_ ](?:sxm\d?|hbm\w*|nvl)(?=[-_ ]|$)")
+SIZE = re.compile(r"(?:^|[^0-9.])(\d{1,3})\s*g(?:i?b)?$")
+SLICE = re.compile(r"\dg\.\d+gb")  # A part of a GPU, as NVIDIA cuts it.
+# GPUs that are sold with more than one memory, the one that is taken for granted first.
+MEMORIES = {
+    "a100": {80: "a100-80", 40: "a100-40"},
+    "v100": {32: "v100-32", 16: "v100-16"},
+    "v100s": {32: "v100-32"},
+    "gh200": {96: "gh200-96", 144: "gh200-144"},
+    "h100": {80: "h100-80"},
+    "3090": {24: "rtx3090"},
+    "4090": {24: "rtx4090"},
+}
+
+
+def ask() -> str:
+    """The output of sinfo on this machine."""
+    try:
+        return subprocess.run(COMMAND, capture_output=True, text=True, timeout=60, check=True).stdout
+    except FileNotFoundError:
+        raise Fault(
+            "sinfo is not installed here", mend=f"run {' '.join(COMMAND)!r} on the cluster, and name the file"
+        ) from None
+    except subprocess.CalledProcessError as error:
+        raise Fault(f"sinfo failed: {str(error.stderr).strip() or error}") from None
+    except subprocess.SubprocessError as error:
+        raise Fault(f"sinfo failed: {error}") from None
+
+
+def read(path: Path) -> str:
+    """The output of sinfo, saved to a file."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot be read: {error}", where=str(path)) from None
+
+
+def nodes(text: str) -> list[dict[str, Any]]:
+    """The `[[nodes]]` of a cluster, one for each partition and kind of GPU; `guessed` says what is not certain."""
+    seen: set[str] = set()
+    found: dict[tuple[object, ...], dict[str, Any]] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        fields = line.strip().split("|")
+        if len(fields) not in (3, 5):
+            raise UserError(
+                f"line {number} is not what sinfo prints: {line.strip()[:60]}",
+                mend=f"save the output of {' '.join(COMMAND)}",
+            )
+        name, partition, gres = fields[:3]
+        features, memory = fields[3:] if len(fields) == 5 else ("", "")
+        for kind, count in GRES.findall(gres):
+            if name in seen:
+                continue
+            seen.add(name)
+            gpu, guessed = _gpu(kind or "gpu", features)
+            key = (partition.rstrip("*"), kind or "gpu", gpu, int(count))
+            entry = found.setdefault(key, _entry(partition.rstrip("*"), kind or "gpu", gpu, int(count), guessed))
+            entry["count"] += 1
+            if memory.rstrip("+").isdigit():
+                host = round(int(memory.rstrip("+")) / 1024, 1)
+                entry["host_gib"] = min(host, entry.get("host_gib", host))
+    if not found:
+        raise UserError("no node with GPUs is in this output", mend="are GPUs configured as gres? see sinfo -o '%N %G'")
+    types = [entry["type"] for entry in found.values()]
+    for entry in found.values():
+        if types.count(entry["type"]) > 1:
+            entry["type"] = f"{entry['type']}-{entry['partition']}-{entry['gpus']}"
+    names = [entry["type"] for entry in found.values()]
+    for number, entry in enumerate(found.values()):  # The same even so: told apart by what they are, then by number.
+        if names.count(entry["type"]) > 1:
+            entry["type"] = f"{entry['type']}-{entry['gpu']}-{number}"
+    return list(found.values())
+
+
+def _gpu(kind: str, features: str) -> tuple[str, str | None]:
+    """The catalogue's name for what an administrator calls a GPU, or that name again; and what was guessed of it."""
+    name, hints = kind.lower(), [hint.lower() for hint in re.split(r"[,&|]", features)]
+    if SLICE.search(name):
+        return name, f"{kind} is a part of a GPU, which runs of several ranks cannot use together"
+    bare = MAKER.sub("", MAKER.sub("", name))
+    family = re.split(r"[-_. ]", bare)[0]
+    if "h100" in (family, bare) and any("pcie" in hint for hint in (name, *hints)):
+        return "h100-pcie", None
+    sizes = [int(size) for hint in (bare, *hints) if (size := "".join(SIZE.findall(hint)))]
+    choices = MEMORIES.get(family)
+    if choices is None:
+        spellings = (bare.replace("_", "-"), bare, re.sub(r"[-_ ]", "", bare), family)
+        known = next((gpu for spelling in spellings if (gpu := by_name(spelling)) is not None), None)
+        return (known.name if known else name), None
+    told = next((choices[size] for size in sizes if size in choices), None)
+    if told is not None or len(choices) == 1:
+        return told or next(iter(choices.values())), None
+    guess = next(iter(choices.values()))
+    others = ", ".join(other for other in choices.values() if other != guess)
+    return guess, f"Slurm says {kind} and not with how much memory: taken for {guess}; if it is not, write {others}"
+
+
+def _entry(partition: str, kind: str, gpu: str, gpus: int, guessed: str | None) -> dict[str, Any]:
+    entry: dict[str, Any] = {
+        "type": re.sub(r"[^A-Za-z0-9._-]+", "-", kind.lower()),
+        "count": 0,
+        "gpu": gpu,
+        "gpus": gpus,
+        "partition": partition,
+        "gres": f"gpu:{kind}:{gpus}" if kind != "gpu" else f"gpu:{gpus}",
+    }
+    return entry | ({"guessed": guessed} if guessed else {})
+
+
+def guesses(found: list[dict[str, Any]]) -> list[str]:
+    """What of a cluster file must be looked at before it is believed."""
+    said = [f"nodes {entry['type']}: {entry['guessed']}" for entry in found if "guessed" in entry]
+    unknown = [entry for entry in found if by_name(entry["gpu"]) is None]
+    said += [
+        f"nodes {entry['type']}: {entry['gpu']} is not in the catalogue; describe it in a [[gpus]] table, or write "
+        "what the catalogue calls it"
+        for entry in unknown
+    ]
+    return [*said, "links: 12.5 GB/s and 5 us between all nodes is a guess; Slurm does not know the network"]
+
+
+def as_toml(found: list[dict[str, Any]]) -> str:
+    """A cluster file to fill in."""
+    import tomlkit
+
+    document = tomlkit.document()
+    document.add(tomlkit.comment("From sinfo. Fill in what it does not know: price_hour, intra_GBps, and the links."))
+    tables = tomlkit.aot()
+    for entry in found:
+        table = tomlkit.table()
+        table.update({key: value for key, value in entry.items() if key != "guessed"})
+        if by_name(entry["gpu"]) is None:
+            table.add(tomlkit.comment(f"{entry['gpu']} is not in the catalogue: describe it in a [[gpus]] table"))
+        if "guessed" in entry:
+            table.add(tomlkit.comment(f"a guess: {entry['guessed']}"))
+        tables.append(table)
+    document.add("nodes", tables)
+    links = tomlkit.aot()
+    link = tomlkit.table()
+    link.update({"between": ["*", "*"], "GBps": 12.5, "latency_us": 5.0})
+    link.add(tomlkit.comment("a guess: 100 Gbit/s InfiniBand, per node and direction"))
+    links.append(link)
+    document.add("links", links)
+    return tomlkit.dumps(document)

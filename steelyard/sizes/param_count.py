@@ -1,0 +1,82 @@
+"""How many parameters a model has, how many bytes they take, and how much arithmetic a token costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from steelyard.core.recipe.model_section import GptModel, LlamaModel
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Parameters by part; `layer` is one of `layers` that are all alike. A tied head counts where it is a copy."""
+
+    embedding: int
+    layer: int
+    layers: int
+    final_norm: int
+    head: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.embedding + self.layer * self.layers + self.final_norm + self.head
+
+    def bytes(self, each: int) -> dict[str, int]:
+        """What each part takes when a parameter takes `each` bytes."""
+        return {
+            "embedding": each * self.embedding,
+            "layers": each * self.layer * self.layers,
+            "final_norm": each * self.final_norm,
+            "head": each * self.head,
+        }
+
+
+def parameters(model: GptModel | LlamaModel, tensor: int = 1, padded: bool = False) -> Parameters:
+    """Count the parameters of a model, or those that one of `tensor` ranks holds of it.
+
+    Published counts leave out the rows that only pad the vocabulary; `padded` counts them, as memory does. Tensor
+    parallelism splits heads, the width of the MLP and the vocabulary; norms and positions are on every rank, and so are
+    counted the biases that are added after the ranks' sum, though only the first rank has them.
+    """
+    rows = model.padded_vocab if padded or tensor > 1 else model.vocab
+    table = rows * model.hidden // tensor
+    head = 0 if model.tied else table
+    split = layer_matrices(model)
+    if isinstance(model, GptModel):
+        split += 3 * model.hidden + model.ffn
+        norm = 2 * model.hidden
+        whole = 2 * model.hidden + 2 * norm
+        table += model.positions * model.hidden
+    else:
+        split += (model.heads + 2 * model.kv_heads) * model.head_dim if model.qkv_bias else 0
+        norm = model.hidden
+        whole = 2 * norm
+    return Parameters(table, split // tensor + whole, model.layers, norm, head)
+
+
+def layer_matrices(model: GptModel | LlamaModel) -> int:
+    """Parameters of one layer that lie in matrices: those that can be masked."""
+    if isinstance(model, GptModel):
+        return 4 * model.hidden * model.hidden + 2 * model.hidden * model.ffn
+    query, key_value = model.heads * model.head_dim, 2 * model.kv_heads * model.head_dim
+    return model.hidden * (query + key_value) + query * model.hidden + 3 * model.hidden * model.ffn
+
+
+def flops_per_token(model: GptModel | LlamaModel, sequence_length: int) -> float:
+    """Floating-point operations to train on one token: 6 per multiplying parameter, and causal attention counted half.
+
+    The embedding is a look-up and costs nothing; the head multiplies whether it is tied or not.
+    """
+    return float(model.layers * layer_flops(model, sequence_length) + head_flops(model))
+
+
+def layer_flops(model: GptModel | LlamaModel, sequence_length: int) -> int:
+    """The share of one transformer layer in `flops_per_token`."""
+    head_dim = model.head_dim if isinstance(model, LlamaModel) else model.hidden // model.heads
+    return 6 * parameters(model).layer + 6 * model.heads * head_dim * sequence_length
+
+
+def head_flops(model: GptModel | LlamaModel) -> int:
+    """The share of the final norm and the head in `flops_per_token`."""
+    return 6 * (parameters(model).final_norm + model.vocab * model.hidden)

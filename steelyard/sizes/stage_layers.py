@@ -1,0 +1,82 @@
+"""Which layers a pipeline stage holds when the recipe does not say, and how many parameters that makes.
+
+All layers of a model are alike, so a balanced partition is a question of how many each stage gets, and giving one layer
+at a time to whoever would be least busy with it is exact. What is evened out is the work of ranks (the slowest sets the
+pace), then of stages, for where a rank has several they take turns with those of others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from heapq import heapify, heapreplace
+
+from steelyard.core.recipe import Recipe
+from steelyard.core.recipe.parallel_section import Partition
+from steelyard.sizes.param_count import Parameters, head_flops, layer_flops, parameters
+
+
+def partition_of(recipe: Recipe) -> Partition:
+    """The recipe's partition, or layers balanced by cost.
+
+    Between equals the later stage gets the layer: earlier ones keep more micro-batches in memory.
+    """
+    parallel = recipe.parallel
+    if parallel.partition is not None:
+        return parallel.partition
+    layer = layer_flops(recipe.model, recipe.data.sequence_length)
+    ends = _embedding_flops(recipe), head_flops(recipe.model)
+    return _balanced(recipe.model.layers, parallel.pipeline, parallel.stages, layer, ends)
+
+
+@lru_cache(maxsize=128)
+def _balanced(layers: int, pipeline: int, stages: int, layer: int, ends: tuple[int, int]) -> Partition:
+    """Give each layer to the rank with the least to do, and there to the stage with the least."""
+    counts, costs = [0] * stages, [0] * stages
+    costs[0] += ends[0]
+    costs[-1] += ends[1]
+
+    def key(rank: int) -> tuple[int, int, int]:
+        stage = min(range(rank, stages, pipeline), key=lambda stage: (costs[stage], -stage))
+        return sum(costs[rank::pipeline]), costs[stage], -stage
+
+    waiting = [key(rank) for rank in range(pipeline)]
+    heapify(waiting)
+    for _ in range(layers):
+        chosen = -waiting[0][2]
+        counts[chosen] += 1
+        costs[chosen] += layer
+        heapreplace(waiting, key(chosen % pipeline))
+    return Partition(tuple(counts))
+
+
+def _embedding_flops(recipe: Recipe) -> int:
+    return 2 * recipe.model.hidden
+
+
+def stage_flops(recipe: Recipe, stage: int, layers: int) -> int:
+    """Floating-point operations per token of a stage with so many layers, its embedding and head included.
+
+    The embedding's look-up counts one operation for each number of the stream, forward and backward: next to nothing,
+    but enough that of two stages the one without it gets the odd layer.
+    """
+    cost = layers * layer_flops(recipe.model, recipe.data.sequence_length)
+    cost += _embedding_flops(recipe) if stage == 0 else 0
+    cost += head_flops(recipe.model) if stage == recipe.parallel.stages - 1 else 0
+    return cost
+
+
+def stage_parameters(recipe: Recipe, stage: int, tensor: int = 1) -> Parameters:
+    """What a stage holds, padding of the vocabulary included, or the share of one of `tensor` ranks."""
+    return stages_parameters(recipe, tensor)[stage]
+
+
+def stages_parameters(recipe: Recipe, tensor: int = 1) -> list[Parameters]:
+    """The same of all stages. A tied head that is not on the embedding's stage is a second copy of the table."""
+    sizes, counts = parameters(recipe.model, tensor, padded=True), partition_of(recipe).counts
+    table = recipe.model.padded_vocab * recipe.model.hidden // tensor
+    head = table if recipe.model.tied and len(counts) > 1 else sizes.head
+    stages = [Parameters(0, sizes.layer, layers, 0, 0) for layers in counts]
+    stages[0] = replace(stages[0], embedding=sizes.embedding)
+    stages[-1] = replace(stages[-1], final_norm=sizes.final_norm, head=head)
+    return stages

@@ -1,0 +1,101 @@
+"""Learning from the dense model: beside the text's next token, the masked model follows what its own weights predict.
+
+The dense model is the same frozen weights without masks: one more forward pass, and no more memory than its last
+hidden states. The divergence sum_v p(v) (log p(v) - log q(v)), p the dense model's predictions and q the masked one's,
+both at a temperature T and the whole times T^2, is computed in chunks together with its gradient, so that full logits
+never exist. Its value stays out of the loss that records show, which remains that of the text.
+
+Tensor suffixes: N tokens, D hidden, V rows of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from steelyard.model import LanguageModel
+from steelyard.model.loss import WholeVocabulary, linear_cross_entropy
+from steelyard.sparsity.masked_linear import Course
+
+CHUNK_BYTES = 1 << 28  # of logits in fp32
+
+
+class Distilling:
+    """A model's forward that asks the dense model first."""
+
+    def __init__(self, model: LanguageModel, course: Course, weight: float, temperature: float) -> None:
+        self.model, self.course, self.weight, self.temperature = model, course, weight, temperature
+        self.forward: Callable[..., Tensor] = model.forward
+        self.dense_BLD: Tensor | None = None
+        self.sums_2 = torch.zeros(2, dtype=torch.float64, device=course.candidates_CM.device)
+        """Divergence and tokens since the last record."""
+
+    def __call__(self, inputs: Tensor, **others: Any) -> Tensor:
+        """The dense model's last hidden states, which are kept for the loss, and then what the model gives."""
+        if not self.model.training or others.get("labels_BL") is None:
+            return self.forward(inputs, **others)
+        others.pop("learned_BK", None)  # The divergence knows no weights: a token counts wherever it stands.
+        self.course.dense, self.model.loss = True, self._remember
+        try:
+            with torch.no_grad():
+                self.forward(inputs, **{**others, "samples_B": None})  # and so nothing is dropped
+        finally:
+            self.course.dense, self.model.loss = False, self._both
+        try:
+            return self.forward(inputs, **others)
+        finally:
+            self.model.loss, self.dense_BLD = linear_cross_entropy, None
+
+    def _remember(self, x_BLD: Tensor, *others: Any) -> Tensor:
+        self.dense_BLD = x_BLD
+        return x_BLD.new_zeros(())
+
+    def _both(
+        self,
+        x_BLD: Tensor,
+        weight_VD: Tensor,
+        labels_BL: Tensor,
+        weights_BL: Tensor | None,
+        vocab: int,
+        vocabulary: WholeVocabulary,
+    ) -> Tensor:
+        assert self.dense_BLD is not None
+        loss = linear_cross_entropy(x_BLD, weight_VD, labels_BL, weights_BL, vocab, vocabulary)
+        apart = divergence(x_BLD, self.dense_BLD, weight_VD, vocab, self.temperature)
+        self.sums_2 += torch.stack([apart.detach().double(), torch.full_like(apart, labels_BL.numel()).double()])
+        return loss + self.weight * (apart - apart.detach())
+
+
+def divergence(x_BLD: Tensor, dense_BLD: Tensor, head_VD: Tensor, vocab: int, temperature: float) -> Tensor:
+    """How far the predictions lie from the dense model's, summed over tokens, in nats."""
+    found: Tensor = _Divergence.apply(  # type: ignore[no-untyped-call]
+        x_BLD.flatten(0, 1), dense_BLD.flatten(0, 1), head_VD, vocab, temperature
+    )
+    return found
+
+
+class _Divergence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, dense_ND: Tensor, head_VD: Tensor, vocab: int, temperature: float) -> Tensor:
+        head = head_VD[:vocab].to(x_ND.dtype)
+        total = torch.zeros((), dtype=torch.float32, device=x_ND.device)
+        grad_x = torch.empty_like(x_ND)
+        rows = max(1, CHUNK_BYTES // (4 * vocab))
+        for first in range(0, len(x_ND), rows):
+            part = slice(first, first + rows)
+            ours = F.log_softmax((x_ND[part] @ head.t()).float() / temperature, dim=1)
+            theirs = F.log_softmax((dense_ND[part] @ head.t()).float() / temperature, dim=1)
+            chances = theirs.exp()
+            total += temperature**2 * (chances * (theirs - ours)).sum()
+            torch.mm((temperature * (ours.exp() - chances)).to(x_ND.dtype), head, out=grad_x[part])
+        ctx.save_for_backward(grad_x)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_x,) = ctx.saved_tensors
+        return grad_x * grad.to(grad_x.dtype), None, None, None, None

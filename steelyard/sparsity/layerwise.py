@@ -1,0 +1,232 @@
+"""Pruning a model layer by layer, with one layer on the device at a time.
+
+The windows of the calibration text are embedded once. Then each layer is loaded, shown the windows while the inputs of
+its matrices are summed into x x^T, pruned, and shown them again: what comes out is the input of the next layer. So a
+layer is pruned for what the pruned layers before it hand on. With `dense_inputs` the outputs of the first showing go
+on, as if nothing had been pruned. The stream of windows stays on the device where it takes a quarter of what is free
+there, else in the host's memory.
+
+Matrices that have the same input (query, key and value; gate and up) share one sum.
+
+Tensor suffixes: B windows, L length, D hidden, O outputs, I inputs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from steelyard import model
+from steelyard.checkpoint.formats import Source
+from steelyard.core.console import console
+from steelyard.model import LanguageModel, Slice
+from steelyard.model.modules import Linear
+from steelyard.sparsity.one_shot import DAMPING, Hessian, Method, Pruned, prune_matrix, reconstruction_error
+from steelyard.sparsity.patterns import Pattern
+
+CPU = torch.device("cpu")
+TOKENS_AT_ONCE = {"cpu": 4096, "cuda": 16384}
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to do to which matrices, and where to compute."""
+
+    method: Method
+    pattern: Pattern
+    names: list[str]
+    update: bool = False
+    dense_inputs: bool = False
+    device: torch.device = CPU
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A pruned layer: its matrices, on the CPU and in the source's dtype, and the report's rows about them."""
+
+    number: int
+    matrices: dict[str, Pruned]
+    seconds: float
+    rows: list[dict[str, Any]]
+
+    def pruned(self) -> int:
+        """How many weights went."""
+        return sum(row["pruned"] for row in self.rows)
+
+    def elements(self) -> int:
+        """How many weights its matrices have."""
+        return sum(row["elements"] for row in self.rows)
+
+    def summary(self) -> dict[str, Any]:
+        """The layer in one row: sparsity, the relative error of the outputs of its matrices together, time."""
+        known = [row for row in self.rows if row["squared_output"]]
+        error = (
+            sum(row["squared_error"] for row in known) / sum(row["squared_output"] for row in known) if known else None
+        )
+        return {
+            "layer": self.number,
+            "sparsity": self.pruned() / self.elements(),
+            "error": error,
+            "seconds": round(self.seconds, 3),
+            "matrices": [_shown(row) for row in self.rows],
+        }
+
+
+def _shown(row: dict[str, Any]) -> dict[str, Any]:
+    error = row["squared_error"] / row["squared_output"] if row["squared_output"] else None
+    shown = {"name": row["name"], "sparsity": row["pruned"] / row["elements"], "error": error}
+    return shown | {key: row[key] for key in ("damping", "dead")}
+
+
+def pruned_layers(source: Source, task: Task, tokens_BL: Tensor | None) -> Generator[Layer, None, None]:
+    """Prune the layers that hold one of the task's matrices, in order. Without tokens, by the weights alone."""
+    by_layer: dict[int, list[str]] = {}
+    for name in task.names:
+        by_layer.setdefault(int(name.split(".")[1]), []).append(name)
+    stream = None if tokens_BL is None else _embedded(source, task, tokens_BL)
+    with console.progress("prune", len(by_layer), "layers", lines=False) as progress:
+        for number in range(max(by_layer) + 1):
+            names = by_layer.get(number, [])
+            begun = time.monotonic()
+            grams: dict[str, Gram] = {}
+            stage = None  # The last layer goes before this one comes.
+            if stream is not None:
+                stage = _stage(source, task, Slice(range(number, number + 1), first=False, last=False))
+                grams = _shown_windows(stage, stream, names, keep=task.dense_inputs or not names)
+            matrices, rows = {}, []
+            for name in names:
+                matrices[name], row = _prune(source.tensor(name), name, grams.pop(name, None), task)
+                rows.append(row)
+                if stage is not None:
+                    with torch.no_grad():
+                        stage.get_parameter(name).copy_(matrices[name].weight_OI)
+            if stage is not None and stream is not None and names and not task.dense_inputs and number < max(by_layer):
+                _shown_windows(stage, stream, [], keep=True)
+            if names:
+                layer = Layer(number, matrices, time.monotonic() - begun, rows)
+                progress.advance(1)
+                yield layer
+
+
+def _prune(weight_OI: Tensor, name: str, gram: Gram | None, task: Task) -> tuple[Pruned, dict[str, Any]]:
+    weight_OI = weight_OI.to(task.device)
+    hessian = None if gram is None else gram.hessian
+    pruned = prune_matrix(weight_OI, hessian, task.pattern, task.method, task.update)
+    if pruned.damping is not None and pruned.damping > DAMPING:
+        console.warn(f"{name}: H could be factored only with a damping of {pruned.damping:g} of its mean diagonal")
+    if pruned.dead:
+        console.say(f"{name}: {pruned.dead} inputs are zero in every token; their weights go first")
+    lost, whole = (
+        (0.0, 0.0) if hessian is None else reconstruction_error(weight_OI, pruned.weight_OI, hessian.matrix_II)
+    )
+    row = {
+        "name": name.removesuffix(".weight"),
+        "elements": weight_OI.numel(),
+        "pruned": weight_OI.numel() - int(pruned.mask_OI.sum()),
+        "squared_error": lost,
+        "squared_output": whole,
+        "damping": pruned.damping,
+        "dead": pruned.dead,
+    }
+    return Pruned(pruned.mask_OI.cpu(), pruned.weight_OI.cpu(), pruned.damping, pruned.dead), row
+
+
+class Gram:
+    """The sum of x x^T over all tokens seen, in fp32."""
+
+    def __init__(self, inputs: int, device: torch.device) -> None:
+        self.sum_II = torch.zeros(inputs, inputs, device=device)
+        self.tokens = 0
+
+    def add(self, x: Tensor) -> None:
+        """See more inputs, whose last dimension are the channels."""
+        rows = x.flatten(0, -2)
+        self.tokens += len(rows)
+        if rows.dtype == torch.float32 or rows.device.type != "cuda":
+            rows = rows.float()
+            self.sum_II.addmm_(rows.t(), rows)
+        else:  # Products of bf16 numbers are exact in fp32, and are summed there.
+            self.sum_II += torch.mm(rows.t(), rows, out_dtype=torch.float32)
+
+    @cached_property
+    def hessian(self) -> Hessian:
+        """(2/n) sum x x^T, when all tokens were seen: the sum is scaled where it lies."""
+        return Hessian(self.sum_II.mul_(2 / self.tokens))
+
+
+class Stream:
+    """The hidden states of all windows, kept where there is room."""
+
+    def __init__(self, windows: list[Tensor], device: torch.device) -> None:
+        self.device = device
+        self.batches = windows
+
+    def put(self, number: int, batch_BLD: Tensor) -> None:
+        """Replace a batch by what a layer made of it."""
+        self.batches[number] = batch_BLD.to(self.batches[number].device)
+
+
+def _embedded(source: Source, task: Task, tokens_BL: Tensor) -> Stream:
+    first = _stage(source, task, Slice(range(0), first=True, last=False))
+    at_once = max(1, TOKENS_AT_ONCE[task.device.type] // tokens_BL.shape[1])
+    home = _home(task, tokens_BL.numel() * source.shape.hidden * task.dtype.itemsize)
+    with torch.no_grad():
+        batches = [first(batch.to(task.device)).to(home) for batch in tokens_BL.split(at_once)]
+    return Stream(batches, task.device)
+
+
+def _home(task: Task, needed: int) -> torch.device:
+    if task.device.type == "cuda" and needed > torch.cuda.mem_get_info(task.device)[0] // 4:
+        return torch.device("cpu")
+    return task.device
+
+
+def _stage(source: Source, task: Task, part: Slice) -> LanguageModel:
+    """A slice of the model on the device: products in the precision to compute in, norms in fp32."""
+    with torch.device("meta"):
+        stage = model.build(source.shape, part)
+    for module in stage.modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            module.to(task.dtype)
+    stage.to_empty(device=task.device)
+    stage.dtype = task.dtype
+    with torch.no_grad():
+        for name, parameter in stage.named_parameters():
+            parameter.copy_(source.tensor(name))
+    return stage.requires_grad_(False).eval()
+
+
+def _shown_windows(stage: LanguageModel, stream: Stream, names: list[str], keep: bool) -> dict[str, Gram]:
+    """Show a layer all windows; gives the sums of the named matrices' inputs. `keep` lets its outputs go on."""
+    grams: dict[str, Gram] = {}
+    last: list[tuple[Tensor, str]] = []
+    owner: dict[str, str] = {}
+
+    def watch(name: str, linear: Linear) -> Any:
+        def see(module: nn.Module, inputs: tuple[Tensor]) -> None:
+            if last and last[0][0] is inputs[0]:
+                owner[name] = last[0][1]
+                return
+            last[:] = [(inputs[0], name)]
+            grams.setdefault(name, Gram(linear.in_features, inputs[0].device)).add(inputs[0])
+
+        return linear.register_forward_pre_hook(see)
+
+    modules = dict(stage.named_modules())
+    handles = [watch(name, modules[name.removesuffix(".weight")]) for name in names]
+    if names or keep:
+        with torch.no_grad():
+            for number, batch_BLD in enumerate(stream.batches):
+                output_BLD = stage(batch_BLD.to(stream.device))
+                if keep:
+                    stream.put(number, output_BLD)
+    for handle in handles:
+        handle.remove()
+    return {name: grams[owner.get(name, name)] for name in names}

@@ -1,0 +1,83 @@
+"""The mask that learning begins near: from whatever brings masks, or where the weights themselves are not zero."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from steelyard.core.console import console
+from steelyard.core.errors import UserError
+from steelyard.core.recipe import Recipe
+from steelyard.parallel.mesh import Mesh
+from steelyard.parallel.param_shards import Part
+from steelyard.sparsity.mask_sources import Masks
+from steelyard.sparsity.masked_linear import masked_sizes
+
+
+class Prior:
+    """A mask for every masked weight."""
+
+    def __init__(self, masks: Masks | None, base: dict[str, str], recipe: Recipe) -> None:
+        self.masks, self.recipe = masks, recipe
+        self.zeros = 0.0
+        if masks is None:
+            return
+        if masks.base.get("sha256", base["sha256"]) != base["sha256"]:
+            console.warn(f"the masks of {masks.path} were found for other weights than those of {base['path']}")
+        check_masks(masks, recipe, "sparsity.prior")
+
+    def mask(self, weight: Part) -> Tensor:
+        """True where the prior keeps a weight, of the part that this rank holds."""
+        mask = weight.tensor != 0 if self.masks is None else held(self.masks.mask(weight.name), weight)
+        self.zeros += (mask.numel() - int(mask.sum())) / weight.copies
+        return mask
+
+    def refuse_if_empty(self, mesh: Mesh) -> None:
+        """A prior that drops nothing says nothing: the user believes to have pruned weights and has not."""
+        zeros = torch.tensor(self.zeros, dtype=torch.float64)
+        if mesh.world.size > 1:
+            zeros = zeros.to("cuda" if dist.get_backend() == "nccl" else "cpu")
+            dist.all_reduce(zeros)
+        if not zeros.item():
+            raise UserError(
+                "the prior is to come from the zeros of the weights, and they have none",
+                where=self.recipe.where("sparsity.prior"),
+                mend="name a mask file (steelyard prune --save mask writes one), or pruned weights as the base",
+            )
+
+
+def check_masks(masks: Masks, recipe: Recipe, key: str) -> None:
+    """Refuse masks that are not there for every matrix that the recipe chooses."""
+    known = set(masks.names())
+    for name, size in masked_sizes(recipe).items():
+        found = masks.shape(name) if name in known else None
+        if found != size:
+            what = "no mask" if found is None else f"a mask of {found}"
+            raise UserError(
+                f"{masks.path} has {what} for {name}, which is {size}",
+                where=recipe.where(key),
+                mend="name masks of this model, or leave such weights out with sparsity.exclude",
+            )
+
+
+def refuse_fewer(masks: Masks, chosen: Container[str], recipe: Recipe) -> None:
+    """Refuse to go on from masks of which the recipe chooses only some: the others' weights would be dense again."""
+    dropped = [name for name in masks.names() if name not in chosen]
+    if dropped:
+        key = "sparsity.include" if recipe.sparsity is not None and recipe.sparsity.include else "sparsity.exclude"
+        raise UserError(
+            f"{masks.path} has masks that the recipe leaves out, {dropped[0].removesuffix('.weight')} and "
+            f"{len(dropped) - 1} more: those matrices would be dense again",
+            where=recipe.where(key),
+            mend="choose the matrices that it chose",
+        )
+
+
+def held(whole: Tensor, part: Part) -> Tensor:
+    """What this rank holds of a tensor that lies like a parameter."""
+    for dim, (first, length) in enumerate(zip(part.offset, part.tensor.shape, strict=True)):
+        whole = whole.narrow(dim, first, length)
+    return whole

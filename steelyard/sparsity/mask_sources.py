@@ -1,0 +1,153 @@
+"""Masks that something brings: a mask file, a run that learned them or trains under them, MaskLLM's checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from steelyard import checkpoint
+from steelyard.checkpoint.formats import Source, is_own, open_source
+from steelyard.core.errors import UserError
+from steelyard.sparsity import frozen_base, gumbel, maskllm
+from steelyard.sparsity.mask_file import MaskFile, is_mask_file
+from steelyard.sparsity.patterns import Pattern
+from steelyard.sparsity.target_modules import chosen, maskable
+
+MOVED = "say where they are now with --base PATH"
+LOGITS = "mask_logits"
+SPARSITY = "sparsity"  # what a checkpoint's state calls the masks of its run
+
+
+class Masks(Protocol):
+    """Masks of whole matrices, by Steelyard's names, wherever they lie."""
+
+    path: Path
+    pattern: Pattern
+    base: dict[str, Any]
+    """Path and hash of the weights that they were found for, where these are known."""
+
+    def names(self) -> list[str]:
+        """The matrices that have masks."""
+
+    def shape(self, name: str) -> tuple[int, int]:
+        """The shape of a matrix, [out, in]."""
+
+    def mask(self, name: str) -> Tensor:
+        """True where a weight stays."""
+
+
+@dataclass(frozen=True)
+class Carried:
+    """Masks and the weights they belong to."""
+
+    masks: Masks
+    base: Source
+    step: int | None
+    tokenizer: str | None
+    identity: dict[str, str] | None
+    """Path and hash of the weights, where they are known already."""
+    how: str
+    """How the masks came about, in a word or two."""
+
+
+class RunMasks:
+    """The masks that a run has learned so far, from a checkpoint of any layout."""
+
+    def __init__(self, saved: checkpoint.Checkpoint) -> None:
+        self.saved, self.path = saved, saved.path
+        self.about: dict[str, Any] = saved.state[SPARSITY]
+        self.pattern = Pattern.parse(str(self.about["pattern"]), where=str(saved.path))
+        self.base: dict[str, Any] = self.about["base"]
+        self._sizes = {
+            name.removeprefix("model.").removesuffix(LOGITS) + "weight": size
+            for name, size in saved.shapes().items()
+            if name.startswith("model.") and name.endswith(LOGITS)
+        }
+
+    def names(self) -> list[str]:
+        """The matrices that have masks."""
+        return list(self._sizes)
+
+    def shape(self, name: str) -> tuple[int, int]:
+        """The shape of a matrix, [out, in]."""
+        rows, groups, _ = self._sizes[name]
+        return rows, groups * self.pattern.group
+
+    def logits(self, name: str) -> Tensor:
+        """The logits of a matrix, [out, in / 4, candidates], in fp32."""
+        tensor = torch.empty(self._sizes[name])
+        checkpoint.load(self.saved, {f"model.{name.removesuffix('weight')}{LOGITS}": tensor})
+        return tensor
+
+    def mask(self, name: str) -> Tensor:
+        """True where a weight stays: the candidate of the largest logit."""
+        return gumbel.argmax_mask(self.logits(name), self.pattern.candidates())
+
+
+class LargestWeights:
+    """The masks under which a run of N:M training computes: the largest weights of each group."""
+
+    def __init__(self, source: Source, about: dict[str, Any]) -> None:
+        self.source, self.path = source, source.path
+        self.base: dict[str, Any] = {}  # its own weights, which go on changing
+        self.pattern = Pattern.parse(str(about["pattern"]), where=str(source.path))
+        self._sizes = maskable(source.shape)
+        self._names = chosen(self._sizes, about.get("include", []), about.get("exclude", []))
+
+    def names(self) -> list[str]:
+        """The matrices that have masks."""
+        return list(self._names)
+
+    def shape(self, name: str) -> tuple[int, int]:
+        """The shape of a matrix, [out, in]."""
+        return self._sizes[name]
+
+    def mask(self, name: str) -> Tensor:
+        """True where a weight stays."""
+        return self.pattern.keep_best(self.source.tensor(name).abs())
+
+
+def carried(path: str | Path, moved_to: str | None = None, checks: bool = True, mend: str = MOVED) -> Carried | None:
+    """The masks that a run or a checkpoint brings along, and its weights; none where it brings no masks.
+
+    Without `checks` the weights are taken to be those that the masks belong to. `mend` says how a place that they were
+    moved to is named.
+    """
+    if not is_own(path):
+        source = open_source(path)
+        own = maskllm.masks_in(source)
+        if own is None:
+            return None
+        return Carried(own, source, source.step, source.tokenizer, None, "learned masks" if own.learned else "masks")
+    saved = checkpoint.source(path)
+    about = saved.state.get(SPARSITY, {})
+    if about.get("method") == "sr-ste":
+        source = open_source(path)
+        return Carried(LargestWeights(source, about), source, source.step, source.tokenizer, None, "N:M masks")
+    if about.get("method") != "learned":
+        return None
+    source = frozen_base.found(about["base"], moved_to, mend, checks)
+    tokenizer = saved.run.recipe().data.tokenizer or source.tokenizer
+    identity = {"path": str(Path(source.path).resolve()), "sha256": str(about["base"]["sha256"])}
+    return Carried(RunMasks(saved), source, saved.step, tokenizer, identity, "learned masks")
+
+
+def masks_of(path: str) -> Masks:
+    """The masks of a mask file, or those that a run or a checkpoint brings; its weights are not looked at."""
+    if is_mask_file(path):
+        return MaskFile(path)
+    if is_own(path):
+        saved = checkpoint.source(path)
+        if saved.state.get(SPARSITY, {}).get("method") == "learned":
+            return RunMasks(saved)
+    found = carried(path) if Path(path).is_dir() else MaskFile(path)
+    if found is None:
+        raise UserError(
+            f"{path} brings no masks",
+            mend="name a mask file, a run with a [sparsity] section, or a checkpoint of MaskLLM's",
+        )
+    return found.masks if isinstance(found, Carried) else found

@@ -1,0 +1,306 @@
+"""Products of few rows with a 2:4 matrix, straight from its compressed form, and the way back to the dense matrix.
+
+With 1 to 16 rows a product only waits for the weights to come out of memory. Dense they are 2 bytes each, compressed
+9/8: at most 1.78 times faster. What is needed for that is every load wide and every one of them used.
+
+The kept weights lie as in the file: a row after the other, two to a group of four, so a group is one 32-bit word, and
+neighbouring threads take neighbouring 16 bytes. Which two of the four they are is, here, not two indices but the mask
+of the group, also four bits: a bit is tested where it lies, and an index would have to be taken out first. Eight masks
+make a word: not those of neighbours, whose word one thread would have to hand to others, but those of groups that are
+16 apart:
+
+    word c of block k of a row has, in bits 4s to 4s + 3, the mask of group 128 k + 16 s + c        (c < 16, s < 8)
+
+So a thread that holds words c to c + 3 needs them for its own groups in eight steps, each 16 bytes of weights, and no
+word moves between threads. A block is 512 inputs; the last one is filled up with empty masks.
+
+Two kernels multiply. `_vectors` takes one row of inputs and adds up in fp32: x is read as 64-bit words, one of a group,
+and each weight's x is chosen by the mask's bits. Compiled for Hopper that is 16 to 20 instructions a group, 8 to 10
+microseconds at 14336x4096 where memory takes 16. `_tiles` takes up to 16 rows: the words of a group's weights become
+four tiles, one for each member, with zeros where the mask has none, and go through the tensor cores; 18 to 24
+instructions, whatever the number of rows. Where rows of the matrix are too few to occupy the GPU (4096x14336), the
+inputs are divided among programs too (`parts`); whichever finishes last adds up, always in the same order, so results
+repeat to the bit. Where a matrix has whole tiles and blocks only, `cores.py` does
+what `_tiles` does, and faster wherever its forms divide the matrix well.
+
+Tried for `_tiles`, by what it compiles to, and left: masks in words of 16 or 8 bits, for smaller steps (each test of a
+bit takes two instructions); parts of a word's steps at a time, shifted by a number known at run time (the compiler then
+moves every tile through fast memory); tiles of two members (no packing, but every tile through fast memory).
+
+`compressed.dense` and a plain product are the twin. This module is imported only where there is a GPU.
+"""
+
+# Kernels have no types that mypy could check.
+# mypy: disallow-untyped-defs=false, disallow-untyped-decorators=false, disallow-incomplete-defs=false
+# mypy: disallow-untyped-calls=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from steelyard.sparsity import sparse_mma
+from steelyard.sparsity.semi_structured import BLOCK_GROUPS, BLOCK_WORDS, Packed
+
+_WORDS, _GROUPS = tl.constexpr(BLOCK_WORDS), tl.constexpr(BLOCK_GROUPS)
+_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run a product: which kernel, rows of the matrix and blocks of inputs at once, and how divided."""
+
+    kernel: Literal["vectors", "tiles"]
+    rows: int
+    blocks: int = 1
+    """Side by side; more than one in `_vectors` alone."""
+    warps: int = 4
+    stages: int = 1
+    """From 2 on, loads wait in fast memory; from 3 on, one is under way while another is computed with."""
+    parts: int = 1
+    """Into how many the inputs are divided."""
+
+
+# What is measured where a shape is met for the first time, undivided and divided. Of `_tiles` a program takes
+# (stages - 1) * (576 * rows + 16384) bytes of a multiprocessor's fast memory, of which Hopper has 227 KiB.
+VECTORS = (
+    Way("vectors", 32), Way("vectors", 16, blocks=2), Way("vectors", 64), Way("vectors", 8, blocks=4),
+    Way("vectors", 16, warps=2), Way("vectors", 32, stages=3),
+)  # fmt: skip
+TILES = (
+    Way("tiles", 64, stages=3), Way("tiles", 64, stages=2), Way("tiles", 32, warps=2, stages=3),
+    Way("tiles", 32, warps=2, stages=2), Way("tiles", 128, warps=8, stages=3), Way("tiles", 128, stages=2),
+)  # fmt: skip
+PARTS = (1, 2, 4, 7)
+PROGRAMS = (100, 1200)  # of a product: fewer leave multiprocessors idle, more only add up more parts
+
+
+def ways(rows: int, packed: Packed) -> list[Way | sparse_mma.Form]:
+    """The ways that suit so many rows of inputs and such a matrix; the first is a good guess."""
+    in_cores = [] if packed.places is None or _INTERPRETED else sparse_mma.forms(packed)
+    blocks = packed.words.shape[1] // BLOCK_WORDS
+    fewest, most = PROGRAMS
+    found: list[tuple[int, Way]] = []
+    for form in {1: VECTORS, 2: (*TILES, *VECTORS[:3])}.get(rows, TILES):
+        programs = triton.cdiv(packed.outputs, form.rows) * (rows if form.kernel == "vectors" else 1)
+        for parts in PARTS:
+            # More parts than one only where blocks and programs suffice for them.
+            if parts == 1 or (parts * form.blocks <= blocks and programs * parts <= min(most, sparse_mma.COUNTERS)):
+                found.append((programs * parts, replace(form, parts=parts)))
+    enough = [way for programs, way in found if programs >= fewest] or [way for _, way in found]
+    # Where a form fits the matrix well, the others are there only in case that this GPU has no such instruction.
+    is_enough = rows > 1 and bool(in_cores) and sparse_mma.warps(in_cores[0], packed) >= sparse_mma.WARPS // 2
+    return [*in_cores, *(enough[:1] if is_enough else enough)]
+
+
+def few_rows(x_BI: Tensor, packed: Packed, way: Way | sparse_mma.Form) -> Tensor:
+    """The product of 1 to 16 rows, by one of the ways."""
+    if isinstance(way, sparse_mma.Form):
+        return sparse_mma.few_rows(x_BI, packed, way)
+    batch, inputs = x_BI.shape
+    outputs, words = packed.words.shape
+    y_BO = x_BI.new_empty(batch, outputs)
+    x = x_BI.contiguous().view(torch.int64)
+    steps = triton.cdiv(words, way.blocks * BLOCK_WORDS * way.parts)
+    # No mask is needed where blocks, parts and rows all come out even.
+    even = (
+        words == steps * way.parts * way.blocks * BLOCK_WORDS
+        and inputs == 4 * BLOCK_GROUPS // BLOCK_WORDS * words
+        and outputs % way.rows == 0
+    )
+    programs = triton.cdiv(outputs, way.rows)
+    repeats = batch if way.kernel == "vectors" else 1
+    sums, done = y_BO, y_BO
+    if way.parts > 1:
+        assert programs * repeats <= sparse_mma.COUNTERS, f"{outputs} outputs are too many to divide the inputs as well"
+        sums = torch.empty(way.parts, batch, outputs, dtype=torch.float32, device=x_BI.device)
+        done = sparse_mma.counters(x_BI.device)
+    kernel = _tiles if way.kernel == "tiles" else _vectors
+    kernel[(programs, repeats, way.parts)](
+        x, packed.values.view(torch.int32), packed.words, y_BO, sums, done, batch, outputs, inputs // 4, words, steps,
+        way.parts, sparse_mma.KINDS[x_BI.dtype], way.rows, way.blocks, even, way.stages, way.parts > 1,
+        num_warps=way.warps, num_stages=way.stages,
+    )  # fmt: skip
+    return y_BO
+
+
+def expand(packed: Packed) -> Tensor:
+    """The dense matrix, written by a kernel."""
+    whole = packed.values.new_empty(packed.outputs, packed.groups * 4)
+    rows = 32
+    words = packed.words.shape[1]
+    _expand[(triton.cdiv(packed.outputs, rows), words // BLOCK_WORDS)](
+        packed.values.view(torch.int32), packed.words, whole.view(torch.int64), packed.outputs, packed.groups, words,
+        rows, num_warps=4,
+    )  # fmt: skip
+    return whole
+
+
+@triton.jit
+def _low(word, kind: tl.constexpr):
+    return word.to(tl.int16).to(kind, bitcast=True)
+
+
+@triton.jit
+def _high(word, kind: tl.constexpr):
+    return (word >> 16).to(tl.int16).to(kind, bitcast=True)
+
+
+@triton.jit
+def _low_wide(word, kind: tl.constexpr):
+    """The lower half in fp32; bf16 is the upper half of it already."""
+    return (word << 16).to(tl.float32, bitcast=True) if kind == tl.bfloat16 else _low(word, kind).to(tl.float32)
+
+
+@triton.jit
+def _high_wide(word, kind: tl.constexpr):
+    return (word & -65536).to(tl.float32, bitcast=True) if kind == tl.bfloat16 else _high(word, kind).to(tl.float32)
+
+
+@triton.jit
+def _bit(words, place: tl.constexpr):
+    bit: tl.constexpr = 1 << place if place < 31 else -(1 << 31)
+    return (words & bit) != 0
+
+
+@triton.jit
+def _dot(a, b, total):
+    if _INTERPRETED:  # which would multiply the bits of bf16 as whole numbers
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), total)
+    return tl.dot(a, b, total)
+
+
+@triton.jit(do_not_specialize=["batch", "steps", "parts"])
+def _vectors(
+    x, pairs, words, y, sums, done, batch, outputs, groups, word_count, steps, parts,
+    kind: tl.constexpr, rows: tl.constexpr, blocks: tl.constexpr, even: tl.constexpr, stages: tl.constexpr,
+    divided: tl.constexpr,
+):  # fmt: skip
+    columns: tl.constexpr = _WORDS * blocks
+    row = tl.program_id(0) * rows + tl.arange(0, rows)
+    safe = row if even else tl.minimum(row, outputs - 1)
+    words += safe.to(tl.int64)[:, None] * word_count
+    pairs += safe.to(tl.int64)[:, None] * groups
+    x += tl.program_id(1).to(tl.int64) * groups
+    total = tl.zeros((rows, columns), tl.float32)
+    first = tl.program_id(2) * steps * columns
+    for step in tl.range(0, steps, num_stages=stages):
+        word = first + step * columns + tl.arange(0, columns)
+        group = word // _WORDS * _GROUPS + word % _WORDS
+        if even:
+            masks = tl.load(words + word[None, :], eviction_policy="evict_first")
+        else:
+            masks = tl.load(words + word[None, :], mask=(word < word_count)[None, :], other=0)
+        for s in tl.static_range(8):
+            at = group + _WORDS * s
+            if even:
+                pair = tl.load(pairs + at[None, :], eviction_policy="evict_first")
+            else:
+                pair = tl.load(pairs + at[None, :], mask=(at < groups)[None, :], other=0)
+            if blocks > 2:  # One load for each row costs less than moving one load's words to all threads.
+                wide = at[None, :] + 0 * row[:, None]
+                four = tl.load(x + wide) if even else tl.load(x + wide, mask=wide < groups, other=0)
+            else:
+                one = tl.load(x + at) if even else tl.load(x + at, mask=at < groups, other=0)
+                four = one[None, :]
+            front, back = four.to(tl.int32), (four >> 32).to(tl.int32)
+            x0, x1, x2, x3 = (_low_wide(front, kind), _high_wide(front, kind),
+                              _low_wide(back, kind), _high_wide(back, kind))  # fmt: skip
+            of_first = tl.where(_bit(masks, 4 * s), x0, tl.where(_bit(masks, 4 * s + 1), x1, x2))
+            of_second = tl.where(_bit(masks, 4 * s + 3), x3, tl.where(_bit(masks, 4 * s + 2), x2, x1))
+            total += _low_wide(pair, kind) * of_first
+            total += _high_wide(pair, kind) * of_second
+    place = tl.program_id(1).to(tl.int64) * outputs + row
+    counter = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    _settle(tl.sum(total, 1), place, row < outputs, y, sums, done + counter, batch * outputs, parts, divided)
+
+
+@triton.jit(do_not_specialize=["batch", "steps", "parts"])
+def _tiles(
+    x, pairs, words, y, sums, done, batch, outputs, groups, word_count, steps, parts,
+    kind: tl.constexpr, rows: tl.constexpr, blocks: tl.constexpr, even: tl.constexpr, stages: tl.constexpr,
+    divided: tl.constexpr,
+):  # fmt: skip
+    columns: tl.constexpr = _WORDS * blocks
+    row = tl.program_id(0) * rows + tl.arange(0, rows)
+    safe = row if even else tl.minimum(row, outputs - 1)
+    words += safe.to(tl.int64)[:, None] * word_count
+    pairs += safe.to(tl.int64)[:, None] * groups
+    sample = tl.arange(0, 16)
+    is_sample = (sample < batch)[:, None]
+    x += sample.to(tl.int64)[:, None] * groups
+    total = tl.zeros((16, rows), tl.float32)
+    first = tl.program_id(2) * steps * columns
+    for step in tl.range(0, steps, num_stages=stages):
+        word = first + step * columns + tl.arange(0, columns)
+        group = word // _WORDS * _GROUPS + word % _WORDS
+        if even:
+            masks = tl.load(words + word[None, :], eviction_policy="evict_first")
+        else:
+            masks = tl.load(words + word[None, :], mask=(word < word_count)[None, :], other=0)
+        for s in tl.static_range(8):
+            at = group + _WORDS * s
+            if even:
+                pair = tl.load(pairs + at[None, :], eviction_policy="evict_first")
+                four = tl.load(x + at[None, :], mask=is_sample, other=0)
+            else:
+                pair = tl.load(pairs + at[None, :], mask=(at < groups)[None, :], other=0)
+                four = tl.load(x + at[None, :], mask=is_sample & (at < groups)[None, :], other=0)
+            front, back = _spread(pair, masks, s)
+            x_front, x_back = four.to(tl.int32), (four >> 32).to(tl.int32)
+            total = _dot(_low(x_front, kind), tl.trans(_low(front, kind)), total)
+            total = _dot(_high(x_front, kind), tl.trans(_high(front, kind)), total)
+            total = _dot(_low(x_back, kind), tl.trans(_low(back, kind)), total)
+            total = _dot(_high(x_back, kind), tl.trans(_high(back, kind)), total)
+    place = sample.to(tl.int64)[:, None] * outputs + row[None, :]
+    here = is_sample & (row < outputs)[None, :]
+    _settle(total, place, here, y, sums, done + tl.program_id(0), batch * outputs, parts, divided)
+
+
+@triton.jit
+def _spread(pair, masks, s: tl.constexpr):
+    """A group's two weights at their places among four, as two words of two."""
+    front = tl.where(_bit(masks, 4 * s), pair, pair << 16)
+    front = tl.where(_bit(masks, 4 * s + 1), front, front & 0xFFFF)
+    upper = (pair.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)
+    back = tl.where(_bit(masks, 4 * s + 3), pair, upper)
+    back = tl.where(_bit(masks, 4 * s + 2), back, back & -65536)
+    return front, back
+
+
+@triton.jit
+def _settle(total, place, here, y, sums, counter, size, parts, divided: tl.constexpr):
+    """Write a product, or a part of it; who comes last adds the parts up and leaves the counter at zero."""
+    if not divided:
+        tl.store(y + place, total.to(y.dtype.element_ty), mask=here)
+    else:
+        part = tl.program_id(2).to(tl.int64)
+        tl.store(sums + part * size + place, total, mask=here, cache_modifier=".cg")
+        tl.debug_barrier()  # The counter is moved by one thread, and must not be before the others have written.
+        if tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
+            whole = tl.zeros_like(total)
+            for number in range(parts):
+                whole += tl.load(sums + number * size + place, mask=here, other=0.0, cache_modifier=".cg")
+            tl.store(y + place, whole.to(y.dtype.element_ty), mask=here)
+            tl.store(counter, 0)
+
+
+@triton.jit
+def _expand(pairs, words, whole, outputs, groups, word_count, rows: tl.constexpr):
+    row = tl.program_id(0) * rows + tl.arange(0, rows)
+    here = (row < outputs)[:, None]
+    word = tl.program_id(1) * _WORDS + tl.arange(0, _WORDS)
+    masks = tl.load(words + row.to(tl.int64)[:, None] * word_count + word[None, :], mask=here, other=0)
+    first = row.to(tl.int64)[:, None] * groups
+    for s in tl.static_range(8):
+        group = tl.program_id(1) * _GROUPS + s * _WORDS + tl.arange(0, _WORDS)
+        there = here & (group < groups)[None, :]
+        pair = tl.load(pairs + first + group[None, :], mask=there, other=0)
+        front, back = _spread(pair, masks, s)
+        both = (back.to(tl.int64) << 32) | (front.to(tl.int64) & 0xFFFFFFFF)
+        tl.store(whole + first + group[None, :], both, mask=there)

@@ -1,0 +1,298 @@
+"""Few rows with a 2:4 matrix through the tensor cores' own instruction for such matrices.
+
+`mma.sp` multiplies 16 rows of a compressed matrix by 8 rows of inputs, 8 groups of four at a time: each thread hands in
+the words of its groups as they lie in memory, so nothing is spread out and a product takes few instructions a group,
+whatever the number of rows. Triton has no word for the instruction. It is written here as assembler, between vectors
+that have one element for each thread: element i of such a vector is thread i's.
+
+What the instruction wants (PTX ISA, "mma.sp", m16n8k32). Of a thread, `g` is its number in the warp divided by 4, `q`
+the remainder. Of eight groups, its slots 0 to 7, thread (g, q) hands in
+
+    the pair of slot q of row g, that of row g + 8, those of slot q + 4 of both rows                        four words
+    of the inputs of row g: half q % 2 of slots q / 2, q / 2 + 2, + 4 and + 6                               four words
+    places: slots 0 to 3 (q even) or 4 to 7 (q odd) of rows g and g + 8, two bits a weight                  one word
+
+and the last from threads with q < 2, or with q > 1: the instruction says which. Which groups are called slots is free,
+if weights and inputs agree. Here slot s is group 32 t + 4 s + i of a piece of 64, for t from 0 to 1 and i from 0 to 3
+one after the other: so a thread's words for the four i are 16 bytes in a row, and those of its neighbours follow.
+Places are kept as the instruction wants them (`compressed.places_of`): for each 16 rows and each piece, four words of a
+thread.
+
+Weights are read once and past the first cache, which is left to the inputs. These come from as many places as there are
+rows, and each thread reads twice what it needs: up to 8 rows that is hidden behind the weights. More rows are first put
+in order by `arrange`, a kernel of one to two microseconds, and are then read like the weights.
+
+The twin is that of `decode.py`; the interpreter knows no assembler, so tests put a model of it in the place of `_four`,
+`_four_once` and `_multiply`.
+"""
+
+# Kernels have no types that mypy could check.
+# mypy: disallow-untyped-defs=false, disallow-untyped-decorators=false, disallow-incomplete-defs=false
+# mypy: disallow-untyped-calls=false
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from steelyard.sparsity.semi_structured import TILE, Packed
+
+KINDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+COUNTERS = 1 << 16
+PIECE = 64  # groups
+PIECE_WORDS = 1024  # of 8 rows of inputs
+HALF = 8  # rows of inputs that the instruction takes
+ARRANGED_AT_ONCE = 512
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a product is divided: who takes which tiles of the matrix's rows, and which pieces of its inputs."""
+
+    tiles: int
+    """Of a warp, one or two: what it has read of the inputs serves them all."""
+    across: int
+    """Warps of a program that take other tiles."""
+    along: int
+    """Warps of a program that take other pieces; their sums are added up at the end, in one order."""
+    parts: int = 1
+    """Programs that take other pieces; whichever finishes last adds up, always in one order."""
+
+
+FORMS = (Form(2, 1, 4), Form(1, 4, 2), Form(1, 2, 4), Form(1, 2, 8), Form(1, 1, 4), Form(2, 2, 2))
+PARTS = (1, 2, 4, 7)
+WARPS = 2048  # of a product: what was fastest on an H200 had 1,800 to 3,600
+TRIED = 6
+
+
+def forms(packed: Packed) -> list[Form]:
+    """The forms that suit a matrix, the most promising first."""
+    tiles, pieces = packed.outputs // TILE, packed.groups // PIECE
+    found = []
+    for form in (replace(form, parts=parts) for form in FORMS for parts in PARTS):
+        programs, left = divmod(tiles, form.tiles * form.across)
+        if left == 0 and pieces % (form.along * form.parts) == 0 and (form.parts == 1 or programs <= COUNTERS):
+            found.append(form)
+    return sorted(found, key=lambda form: abs(math.log2(warps(form, packed) / WARPS)))[:TRIED]
+
+
+def warps(form: Form, packed: Packed) -> int:
+    """How many warps work on a product."""
+    return packed.outputs // (TILE * form.tiles) * form.along * form.parts
+
+
+def few_rows(x_BI: Tensor, packed: Packed, form: Form) -> Tensor:
+    """The product of 1 to 16 rows."""
+    assert packed.places is not None
+    batch, inputs = x_BI.shape
+    outputs, pieces = packed.outputs, packed.groups // PIECE
+    more = batch > HALF
+    x = x_BI.contiguous().view(torch.int32)
+    if more:
+        arranged = torch.empty(pieces * 2 * PIECE_WORDS, dtype=torch.int32, device=x.device)
+        arrange[(len(arranged) // ARRANGED_AT_ONCE,)](x, arranged, batch, inputs // 2, ARRANGED_AT_ONCE)
+        x = arranged
+    y_BO = x_BI.new_empty(batch, outputs)
+    sums, done = y_BO, y_BO
+    if form.parts > 1:
+        sums = torch.empty(form.parts, batch, outputs, dtype=torch.float32, device=x.device)
+        done = counters(x.device)
+    multiply_few[(outputs // (TILE * form.tiles * form.across), form.parts)](
+        x, packed.values.view(torch.int32), packed.places, y_BO, sums, done, batch, outputs, packed.groups, pieces,
+        pieces // (form.along * form.parts), form.parts, KINDS[x_BI.dtype], more, form.tiles, form.across, form.along,
+        form.parts > 1, num_warps=form.across * form.along,
+    )  # fmt: skip
+    return y_BO
+
+
+@cache
+def counters(device: torch.device) -> Tensor:
+    """Counters at zero, and left there by every product. Products on one stream follow each other, and share them."""
+    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+
+
+@triton.jit
+def _four(address):
+    """Sixteen bytes, as four words."""
+    return tl.inline_asm_elementwise(
+        "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,l", [address],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _four_once(address):
+    """The same, where nobody will ask for them again."""
+    return tl.inline_asm_elementwise(
+        "ld.global.nc.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,l", [address],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _multiply(t0, t1, t2, t3, a0, a1, a2, a3, b0, b1, b2, b3, places, late: tl.constexpr, kind: tl.constexpr):
+    """Totals plus the product; `late` says that the places are those of threads with q > 1."""
+    name: tl.constexpr = "bf16" if kind == tl.bfloat16 else "f16"
+    return tl.inline_asm_elementwise(
+        "mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32." + name + "." + name + ".f32 "
+        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9, $10, $11}, {$12, $13, $14, $15}, $16, "
+        + ("0x1;" if late else "0x0;"),
+        "=f,=f,=f,=f,r,r,r,r,r,r,r,r,f,f,f,f,r",
+        [a0, a1, a2, a3, b0, b1, b2, b3, t0, t1, t2, t3, places],
+        dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _weights(address, row_bytes):
+    """A thread's words of a tile: slots q and q + 4 of row g and of row g + 8, for the four i."""
+    below = address + 8 * row_bytes
+    return _four_once(address), _four_once(below), _four_once(address + 64), _four_once(below + 64)
+
+
+@triton.jit
+def _inputs(address, odd, arranged: tl.constexpr):
+    """A thread's halves of the inputs of its four slots, for the four i."""
+    if arranged:
+        a, b, c, d = _four(address), _four(address + 512), _four(address + 1024), _four(address + 1536)
+        return (a[0], b[0], c[0], d[0]), (a[1], b[1], c[1], d[1]), (a[2], b[2], c[2], d[2]), (a[3], b[3], c[3], d[3])
+    else:
+        return (
+            _halves(address, odd),
+            _halves(address + 64, odd),
+            _halves(address + 128, odd),
+            _halves(address + 192, odd),
+        )
+
+
+@triton.jit
+def _halves(address, odd):
+    w0, w1, w2, w3 = _four(address)
+    w4, w5, w6, w7 = _four(address + 16)
+    return tl.where(odd, w1, w0), tl.where(odd, w3, w2), tl.where(odd, w5, w4), tl.where(odd, w7, w6)
+
+
+@triton.jit
+def _four_times(total, w, x, early, late, kind: tl.constexpr):
+    """The products for the four i; two of them share a word of places, the first with the threads of q < 2."""
+    t0, t1, t2, t3 = total
+    t0, t1, t2, t3 = _multiply(t0, t1, t2, t3, w[0][0], w[1][0], w[2][0], w[3][0], x[0][0], x[1][0], x[2][0], x[3][0],
+                               early, False, kind)  # fmt: skip
+    t0, t1, t2, t3 = _multiply(t0, t1, t2, t3, w[0][1], w[1][1], w[2][1], w[3][1], x[0][1], x[1][1], x[2][1], x[3][1],
+                               early, True, kind)  # fmt: skip
+    t0, t1, t2, t3 = _multiply(t0, t1, t2, t3, w[0][2], w[1][2], w[2][2], w[3][2], x[0][2], x[1][2], x[2][2], x[3][2],
+                               late, False, kind)  # fmt: skip
+    t0, t1, t2, t3 = _multiply(t0, t1, t2, t3, w[0][3], w[1][3], w[2][3], w[3][3], x[0][3], x[1][3], x[2][3], x[3][3],
+                               late, True, kind)  # fmt: skip
+    return t0, t1, t2, t3
+
+
+@triton.jit
+def arrange(x, arranged, batch, words_of_row, at_once: tl.constexpr):
+    """Put 16 rows of inputs in the order in which threads hand them in: piece, t, half of the rows, i, thread, slot.
+
+    Rows that are not there repeat the last one: what becomes of them is not written.
+    """
+    place = tl.program_id(0) * at_once + tl.arange(0, at_once)
+    slot, q, g, i = place % 4, place // 4 % 4, place // 16 % 8, place // 128 % 4
+    row = tl.minimum(8 * (place // 512 % 2) + g, batch - 1)
+    group = place // 1024 * 32 + 4 * (2 * slot + q // 2) + i
+    tl.store(arranged + place, tl.load(x + row.to(tl.int64) * words_of_row + 2 * group + q % 2))
+
+
+@triton.jit(do_not_specialize=["batch", "steps", "parts"])
+def multiply_few(
+    x, pairs, places, y, sums, done, batch, outputs, groups, pieces, steps, parts,
+    kind: tl.constexpr, more: tl.constexpr, tiles: tl.constexpr, across: tl.constexpr, along: tl.constexpr,
+    divided: tl.constexpr,
+):  # fmt: skip
+    """A program's part of a product; `more` than 8 rows of inputs are arranged, and take a second instruction."""
+    thread = tl.arange(0, 32 * across * along)
+    g, q = thread % 32 // 4, thread % 4
+    odd = q % 2 == 1
+    first_tile = tl.program_id(0) * (tiles * across)
+    tile = first_tile + thread // 32 % across * tiles
+    row_bytes = 4 * groups.to(tl.int64)
+    weights_at = (pairs + (tile * 16 + g).to(tl.int64) * groups + 4 * q).to(tl.int64)
+    places_at = (places + tile.to(tl.int64) * pieces * 128 + thread % 32 * 4).to(tl.int64)
+    if more:
+        inputs_at = (x + thread % 32 * 4).to(tl.int64)
+    else:
+        inputs_at = (x + tl.minimum(g, batch - 1).to(tl.int64) * (2 * groups) + 8 * (q // 2)).to(tl.int64)
+    bytes_of_t: tl.constexpr = 4096 if more else 256
+    zero = tl.zeros((32 * across * along,), tl.float32)
+    upper = (zero, zero, zero, zero)
+    lower, upper_more, lower_more = upper, upper, upper
+    first = tl.program_id(1) * steps * along + thread // 32 // across
+    for step in range(steps):
+        piece = (first + step * along).to(tl.int64)
+        e = _four_once(places_at + 512 * piece)
+        if tiles > 1:
+            f = _four_once(places_at + 512 * pieces + 512 * piece)
+        for t in tl.static_range(2):
+            w = _weights(weights_at + 256 * piece + 128 * t, row_bytes)
+            if tiles > 1:
+                v = _weights(weights_at + 16 * row_bytes + 256 * piece + 128 * t, row_bytes)
+            at = inputs_at + bytes_of_t * (2 * piece + t)
+            inputs = _inputs(at, odd, more)
+            upper = _four_times(upper, w, inputs, e[2 * t], e[2 * t + 1], kind)
+            if tiles > 1:
+                lower = _four_times(lower, v, inputs, f[2 * t], f[2 * t + 1], kind)
+            if more:
+                inputs = _inputs(at + 2048, odd, more)
+                upper_more = _four_times(upper_more, w, inputs, e[2 * t], e[2 * t + 1], kind)
+                if tiles > 1:
+                    lower_more = _four_times(lower_more, v, inputs, f[2 * t], f[2 * t + 1], kind)
+    whole = sums + tl.program_id(1).to(tl.int64) * batch * outputs if divided else y
+    _write(upper, first_tile, 0, whole, batch, outputs, tiles, across, along)
+    if tiles > 1:
+        _write(lower, first_tile + 1, 0, whole, batch, outputs, tiles, across, along)
+    if more:
+        _write(upper_more, first_tile, 8, whole, batch, outputs, tiles, across, along)
+        if tiles > 1:
+            _write(lower_more, first_tile + 1, 8, whole, batch, outputs, tiles, across, along)
+    if divided:
+        tl.debug_barrier()  # The counter is moved by one thread, and must not be before the others have written.
+        if tl.atomic_add(done + tl.program_id(0), 1, sem="acq_rel") == parts - 1:
+            _add_up(sums, y, first_tile * 16, batch, outputs, parts, 16 if more else 8, 16 * tiles * across)
+            tl.store(done + tl.program_id(0), 0)
+
+
+@triton.jit
+def _write(
+    total, tile, first: tl.constexpr, y, batch, outputs, tiles: tl.constexpr, across: tl.constexpr, along: tl.constexpr
+):
+    """Add up the sums of warps that share a tile, and put 16 rows of 8 where they belong."""
+    threads: tl.constexpr = 32 * across
+    by_warp = (tl.reshape(total[0], (along, threads)), tl.reshape(total[1], (along, threads)),
+               tl.reshape(total[2], (along, threads)), tl.reshape(total[3], (along, threads)))  # fmt: skip
+    whole = tl.reduce(by_warp, 0, _added)
+    thread = tl.arange(0, threads)
+    row = (tile + thread // 32 * tiles) * 16 + thread % 32 // 4
+    for number in tl.static_range(4):
+        sample = first + 2 * (thread % 4) + number % 2
+        place = sample.to(tl.int64) * outputs + row + 8 * (number // 2)
+        tl.store(y + place, whole[number].to(y.dtype.element_ty), mask=sample < batch, cache_modifier=".cg")
+
+
+@triton.jit
+def _added(a0, a1, a2, a3, b0, b1, b2, b3):
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3
+
+
+@triton.jit
+def _add_up(sums, y, first_row, batch, outputs, parts, samples: tl.constexpr, rows: tl.constexpr):
+    """Make one of the sums of all parts."""
+    sample = tl.arange(0, samples)[:, None]
+    place = sample.to(tl.int64) * outputs + first_row + tl.arange(0, rows)[None, :]
+    whole = tl.zeros((samples, rows), tl.float32)
+    for _ in range(parts):
+        whole += tl.load(sums + place, mask=sample < batch, other=0.0, cache_modifier=".cg")
+        sums += batch * outputs
+    tl.store(y + place, whole.to(y.dtype.element_ty), mask=sample < batch)

@@ -1,0 +1,45 @@
+"""Exporting a tokenizer to a Hugging Face folder, and counting where its ids would change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from steelyard.core.errors import UserError
+from steelyard.text.tokenizer.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A text whose ids changed, cut to the part around the first change."""
+
+    text: str
+    before: list[int]
+    after: list[int]
+
+
+def export_hf(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write the folder; it must be free."""
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file", mend="name a new folder")
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError(f"{folder} is not empty", mend="name a new folder")
+    tokenizer.save(folder)
+
+
+def differences(tokenizer: Tokenizer, folder: Path, texts: Iterable[str]) -> tuple[int, list[Difference]]:
+    """Count texts, and those whose ids differ between the tokenizer and the folder as `transformers` loads it."""
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise UserError("comparing needs transformers", mend="pip install transformers") from None
+    exported: Any = AutoTokenizer.from_pretrained(str(folder))
+    count, found = 0, []
+    for text in texts:
+        count += 1
+        before, after = tokenizer.encode(text), exported(text, add_special_tokens=False)["input_ids"]
+        if before != after:
+            found.append(Difference(text, before, after))
+    return count, found

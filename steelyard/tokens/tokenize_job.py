@@ -1,0 +1,102 @@
+"""A tokenizing job: what is asked for, and how it is known again.
+
+While it runs, `<prefix>.tokenize/` holds its finished pieces and what they are made of; when it is done,
+`<prefix>.tokenize.json` remembers the latter. A job that was begun or finished with another input, tokenizer or
+option is never mistaken for this one.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from steelyard.core import files
+from steelyard.core.console import console
+from steelyard.core.errors import UserError
+from steelyard.core.safe_parse import loads
+from steelyard.text.corpus import PIECE_BYTES, DocumentMode
+from steelyard.tokens.indexed_dataset import bin_path, idx_path
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is asked for."""
+
+    inputs: tuple[str, ...]
+    tokenizer: str
+    prefix: str
+    keys: tuple[str, ...] = ("text",)
+    append_eod: bool = False
+    document: DocumentMode = "line"
+    on_bad_line: Literal["stop", "skip"] = "stop"
+    fixed_length: int | None = None
+    piece_bytes: int = PIECE_BYTES
+
+    @property
+    def folder(self) -> Path:
+        """Where finished pieces wait."""
+        return Path(f"{self.prefix}.tokenize")
+
+    @property
+    def record(self) -> Path:
+        """What remembers a finished job."""
+        return Path(f"{self.prefix}.tokenize.json")
+
+    def output(self, key: str) -> str:
+        """The prefix of one key's pair of files."""
+        return f"{self.prefix}_{key}_document"
+
+
+def signature(job: Job, paths: list[Path], fingerprint: str) -> dict[str, Any]:
+    """What the result depends on."""
+    inputs = {str(path): [path.stat().st_size, path.stat().st_mtime_ns] for path in paths}
+    options = {k: v for k, v in asdict(job).items() if k not in ("inputs", "tokenizer", "prefix")}
+    return json.loads(json.dumps({"inputs": inputs, "tokenizer": fingerprint, **options}))  # type: ignore[no-any-return]
+
+
+def finished(job: Job, signature: dict[str, Any], overwrite: bool) -> dict[str, Any] | None:
+    """The result of an earlier run of the same job; another job's files are not overwritten unasked."""
+    outputs = [path(job.output(key)) for key in job.keys for path in (bin_path, idx_path)]
+    there = [path for path in outputs if path.exists()]
+    if not there or overwrite:
+        return None
+    if not job.record.is_file():
+        if (job.folder / "job.json").is_file():
+            return None  # Killed while joining or just after: the pieces are there, and are joined again.
+        raise UserError(f"{there[0]} is there already, made by something else", mend="pass --overwrite to replace it")
+    record = loads(job.record.read_text(encoding="utf-8"))
+    if record["made_of"] != signature:
+        raise UserError(_changes(job, record["made_of"], signature), mend="pass --overwrite to make it anew")
+    result: dict[str, Any] = record["result"]
+    return result if len(there) == len(outputs) else None
+
+
+def begin(job: Job, signature: dict[str, Any], overwrite: bool) -> None:
+    """Start a job, or go on with one that made the same pieces."""
+    path = job.folder / "job.json"
+    if path.is_file() and not overwrite:
+        earlier = loads(path.read_text(encoding="utf-8"))
+        if earlier != signature:
+            raise UserError(_changes(job, earlier, signature), mend="pass --overwrite to start over")
+        console.say(f"{job.prefix}: going on where an earlier run was stopped")
+        return
+    for leftover in job.folder.glob("0*"):
+        leftover.unlink()
+    job.record.unlink(missing_ok=True)
+    files.write_json(path, signature)
+
+
+def _changes(job: Job, before: dict[str, Any], now: dict[str, Any]) -> str:
+    changed = [key for key in now if before.get(key) != now[key]]
+    names = [
+        f"{key} {path}" if key == "inputs" else key
+        for key in changed
+        for path in (sorted(_different(before.get(key, {}), now[key])) if key == "inputs" else [""])
+    ]
+    return f"{job.prefix} was begun with something else; changed since: {', '.join(names)}"
+
+
+def _different(before: dict[str, Any], now: dict[str, Any]) -> set[str]:
+    return {path for path in before.keys() | now.keys() if before.get(path) != now.get(path)}

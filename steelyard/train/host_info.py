@@ -1,0 +1,89 @@
+"""`hosts/<host>.json`: what the ranks of each host say of themselves once they have met.
+
+    {"host": "a1", "ranks": [0, 1], "process ids": [311, 312], "device": "NVIDIA H200", "clock": 1700000000.0,
+     "logged": 0, "versions": {"torch": ...}, "layout": {"world": 4, "tensor": 1, "pipeline": 2, ...}}
+
+`clock` is the host's own time right after a barrier, so that clocks can be compared; `layout` is what the ranks really
+do, so that it can be compared with what was asked for; `logged` is how long `logs/<host>.err` was by then, since what
+stands before did not stop these ranks. Watchers read these files.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from steelyard.core import files
+from steelyard.core.recipe import Recipe
+from steelyard.core.run import Run, versions
+from steelyard.parallel.mesh import Mesh
+from steelyard.parallel.world import World
+from steelyard.sizes.stage_layers import partition_of
+
+HOSTS = "hosts"
+
+
+def report(folder: Run, recipe: Recipe, mesh: Mesh, world: World, device: torch.device) -> None:
+    """Have the first rank of each host write its file. All ranks call this together."""
+    if world.is_first:
+        shutil.rmtree(folder.path / HOSTS, ignore_errors=True)  # An earlier attempt may have had other hosts.
+    if world.size > 1:
+        dist.barrier()
+    own = _own(recipe, mesh, world, device)
+    everyone: list[dict[str, Any]] = [own] * world.size
+    if world.size > 1:
+        dist.all_gather_object(everyone, own)
+    here = [each for each in everyone if each["host"] == own["host"]]
+    if here[0]["rank"] == world.rank:
+        told = {key: value for key, value in own.items() if key not in ("rank", "process id")}
+        told["logged"] = _size(folder.path / "logs" / f"{own['host']}.err")
+        told |= {"ranks": [each["rank"] for each in here], "process ids": [each["process id"] for each in here]}
+        files.write_json(folder.path / HOSTS / f"{own['host']}.json", told)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _own(recipe: Recipe, mesh: Mesh, world: World, device: torch.device) -> dict[str, Any]:
+    clock = time.time()
+    return {
+        "host": socket.gethostname(),
+        "rank": world.rank,
+        "process id": os.getpid(),
+        "clock": clock,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu {platform.machine()}",
+        "versions": versions() | ({"cuda": str(torch.version.cuda)} if device.type == "cuda" else {}),
+        "layout": _layout(recipe, mesh, world),
+    }
+
+
+def _layout(recipe: Recipe, mesh: Mesh, world: World) -> dict[str, Any]:
+    parallel, train = recipe.parallel, recipe.train
+    return {
+        "world": world.size,
+        "tensor": mesh.tensor.size,
+        "context": mesh.context.size,
+        "pipeline": mesh.pipeline.size,
+        "data": mesh.data.size,
+        "virtual": parallel.virtual,
+        "zero": parallel.zero,
+        "schedule": parallel.schedule,
+        "sequence_parallel": parallel.sequence_parallel,
+        "partition": str(partition_of(recipe)),
+        "global_batch": train.global_batch,
+        "micro_batch": train.micro_batch,
+        "precision": train.precision,
+        "steps": train.steps,
+    }

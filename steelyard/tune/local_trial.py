@@ -1,0 +1,90 @@
+"""A trial beside the tuner: a command under guard, whose output is read line by line, freed of secrets and kept."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from steelyard.launch import subreaper
+from steelyard.tune import outcome, trial
+from steelyard.tune.command import STORAGE
+from steelyard.tune.objective import Measured
+from steelyard.tune.outcome import Ended
+from steelyard.tune.trial import Limits
+from steelyard.tune.trial_output import LOG, Log
+
+SECONDS_TO_END = 0.02  # between a closed output and a process that is gone
+
+
+class Guarded:
+    """A command that runs under guard."""
+
+    settling = 0.0
+
+    def __init__(self, command: Sequence[str], log: Log) -> None:
+        self.log, self._kills = log, outcome.kills_by_memory()
+        self._reading, writing = os.pipe()
+        try:
+            kept = {name: os.environ[name] for name in os.environ if name != STORAGE}
+            self._guarded = subreaper.start(command, writing, kept)
+        finally:
+            os.close(writing)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._reading, selectors.EVENT_READ)
+
+    def look(self, seconds: float) -> bool:
+        """Take what it says, within so long."""
+        if not self._selector.get_map():
+            time.sleep(SECONDS_TO_END)
+            return False
+        if not self._selector.select(seconds):
+            return False
+        data = os.read(self._reading, 1 << 16)
+        if not data:
+            self._selector.unregister(self._reading)
+        self.log.feed(data)
+        return True
+
+    def is_waiting(self) -> bool:
+        """It began at once."""
+        return False
+
+    def is_over(self) -> bool:
+        """Whether it has ended, and all that it started."""
+        return self._guarded.code is not None
+
+    def stop(self) -> None:
+        """End it, and take what is still in the pipe; nobody writes any more."""
+        try:
+            self._guarded.stop()
+        finally:
+            self._selector.close()
+            os.set_blocking(self._reading, False)
+            try:
+                while data := os.read(self._reading, 1 << 16):
+                    self.log.feed(data)
+            except BlockingIOError:
+                pass
+            finally:
+                os.close(self._reading)
+
+    def failure(self) -> tuple[str, str] | None:
+        """Outcome and reason of an exit that was no good one."""
+        code = self._guarded.code or 0
+        return outcome.of_exit(code, self.log.tail, outcome.kills_by_memory() > self._kills) if code else None
+
+
+def run(
+    command: Sequence[str],
+    folder: Path,
+    measured: Sequence[Measured],
+    limits: Limits,
+    is_behind: Callable[[], str | None] = lambda: None,
+    beat: Callable[[], None] = lambda: None,
+) -> Ended:
+    """Run a command to its end, or end it, and say how it ended."""
+    log = Log(folder / LOG, measured)
+    return trial.run(Guarded(command, log), log, folder, limits, is_behind, beat)

@@ -1,0 +1,170 @@
+"""What the planner knows before a trial runs: which points cannot run or fit, and which promise the most."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from steelyard.core.errors import UserError
+from steelyard.core.recipe import Recipe
+from steelyard.core.recipe.loader import COMMAND_LINE
+from steelyard.plan import cluster as clusters
+from steelyard.plan import measured_layers as profiles
+from steelyard.plan import memory_fit
+from steelyard.plan.cluster import Cluster
+from steelyard.plan.layout import of_recipe
+from steelyard.plan.measured_layers import Profile
+from steelyard.plan.predict import Predictor
+from steelyard.sizes.param_count import flops_per_token
+from steelyard.sizes.rank_check import data_ranks
+from steelyard.tune import this_machine
+from steelyard.tune.candidate import recipe_at
+from steelyard.tune.search_space import Point, Space, key
+from steelyard.tune.spec import Tune
+from steelyard.tune.submitted_trial import world_of
+
+LOOKED_AT = 400  # Points that are predicted to find the first ones.
+METRICS = ("seconds", "tokens_per_second", "tflops")
+FEWEST, MOST = 1, 8  # first trials in the planner's order
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """What is known of a point: why it cannot run, or what it should measure, by the names of metrics."""
+
+    why_not: str | None
+    predicted: dict[str, float]
+
+
+class Prior:
+    """The planner's word on points of a recipe's space. Of a foreign command it knows nothing."""
+
+    def __init__(self, tune: Tune) -> None:
+        self.tune = tune
+        self._known: dict[str, Foreseen] = {}
+        self.cluster: Cluster | None = None
+        self.profiles: list[Profile] = []
+        if tune.recipe is None or not tune.plan:
+            return
+        if tune.cluster is not None:
+            self.cluster = clusters.load(tune.cluster)
+            if self.cluster.ranks < (tune.ranks or 1):
+                raise UserError(f"trials have {tune.ranks} ranks, and {tune.cluster} {self.cluster.ranks} GPUs")
+        self.profiles = [self._profile(Path(path)) for path in tune.profile]
+
+    def _profile(self, path: Path) -> Profile:
+        """A profile, which must be of the recipe's layers and of a device that trials run on."""
+        profile, recipe = profiles.load(path), recipe_at(self.tune, {}, is_trial=True)
+        cluster = self._machines(recipe, self.tune.ranks or 1)
+        if cluster is None:
+            raise UserError(
+                "nothing says which machines the planner should use this profile for", where=str(path),
+                mend="give a cluster file: cluster = ..., or --cluster",
+            )  # fmt: skip
+        profile = _named_here(profile, cluster)
+        if not any(_changes_layers(name) for name in self.tune.space):  # Else it is of some points' layers.
+            profiles.refuse_another(profile, recipe, path, cluster)
+        return profile
+
+    def _machines(self, recipe: Recipe, world: int) -> Cluster | None:
+        """What trials run on: the cluster file's nodes, or this machine, unless others start them."""
+        if self.cluster is not None or not self.tune.plan or self.tune.launch.on in ("mpi", "slurm"):
+            return self.cluster
+        return this_machine.here(recipe, world)
+
+    def of(self, point: Point) -> Foreseen:
+        """What is known of a point."""
+        word = key(point)
+        if word not in self._known:
+            self._known[word] = Foreseen(None, {}) if self.tune.recipe is None else self._foreseen(point)
+        return self._known[word]
+
+    def _foreseen(self, point: Point) -> Foreseen:
+        try:
+            recipe = recipe_at(self.tune, point, is_trial=True)
+            world = world_of(self.tune, recipe)
+            data_ranks(recipe, world)
+        except UserError as mistake:  # Sizes that do not divide: the trial would say the same, later.
+            return Foreseen(_in_a_line(mistake), {})
+        cluster = self._machines(recipe, world)
+        if cluster is None:
+            return Foreseen(None, {})
+        try:
+            measured = [each for each in self.profiles if _is_of(each, recipe)]
+            return _planned(_on(recipe, world), cluster, world, measured)
+        except UserError:  # A precision whose peak is not known, say. Nothing foretold is no reason not to try.
+            return Foreseen(None, {})
+
+    def first(self, space: Space, trials: int | None) -> list[Point]:
+        """The points to begin with, the most promising first; none where speed is not what is wanted."""
+        if self.tune.recipe is None or not self.tune.plan or not self.tune.objectives[0].is_speed:
+            return []
+        chance = random.Random(self.tune.seed)
+        points = space.grid()
+        if points is None:
+            points = list(space.drawn(chance, LOOKED_AT))
+        if len(points) > LOOKED_AT:
+            points = chance.sample(points, LOOKED_AT)
+        return self.ordered(points)[: max(FEWEST, min(MOST, (trials or MOST) // 4))]
+
+    def ordered(self, points: Sequence[Point]) -> list[Point]:
+        """Those that can run and are predicted, the most promising first."""
+        known = [(self.of(point).predicted, number) for number, point in enumerate(points)]
+        goal = self.tune.objectives[0]
+        metric = goal.metric if goal.metric in METRICS else "tokens_per_second"
+        sign = -1 if metric != goal.metric or goal.direction == "maximize" else 1
+        return [points[n] for _, n in sorted((sign * each[metric], n) for each, n in known if each)]
+
+
+def _on(recipe: Recipe, world: int) -> Recipe:
+    """The recipe with the data degree that so many ranks give it."""
+    parallel = recipe.parallel.model_copy(update={"data": recipe.parallel.data_for(world)})
+    return recipe.model_copy(update={"parallel": parallel})
+
+
+def _named_here(profile: Profile, cluster: Cluster) -> Profile:
+    """A profile by the name of this machine's devices, where they are the ones that it was measured on."""
+    if cluster.name != this_machine.HERE or profile.gpu not in this_machine.names():
+        return profile
+    return profile.model_copy(update={"gpu": this_machine.HERE})
+
+
+def _changes_layers(name: str) -> bool:
+    return name.startswith("model.") or name in ("data.sequence_length", "train.precision")
+
+
+def _is_of(profile: Profile, recipe: Recipe) -> bool:
+    try:
+        profiles.refuse_another(profile, recipe, "")
+    except UserError:
+        return False
+    return True
+
+
+def _planned(recipe: Recipe, cluster: Cluster, world: int, measured: Sequence[Profile] = ()) -> Foreseen:
+    layout = of_recipe(recipe, cluster)
+    predictor = Predictor.of_layout(recipe, cluster, layout, profiles=measured)
+    rooms = memory_fit.rooms(predictor, layout)
+    why_not = memory_fit.reason(rooms)
+    if why_not is not None:
+        return Foreseen(why_not, {})
+    seconds = predictor.parts(layout).total
+    tokens = recipe.train.global_batch * recipe.data.sequence_length / seconds
+    flops = flops_per_token(recipe.model, recipe.data.sequence_length)
+    return Foreseen(
+        None,
+        {
+            "seconds": seconds,
+            "tokens_per_second": tokens,
+            "tflops": tokens * flops / world / 1e12,
+            "peak_memory": float(max(room.memory.total for room in rooms)),
+        },
+    )
+
+
+def _in_a_line(mistake: UserError) -> str:
+    text = f"{mistake.message}; {mistake.mend}" if mistake.mend else mistake.message
+    place = f"{mistake.where}: " if mistake.where and mistake.where != COMMAND_LINE else ""
+    return " ".join(f"{place}{text}".split()).removeprefix(f"{COMMAND_LINE}: ")[:300]

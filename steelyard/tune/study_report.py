@@ -1,0 +1,102 @@
+"""A study's story as one HTML file that opens without a network."""
+
+from __future__ import annotations
+
+import html
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from steelyard.core import files, secrets, units
+from steelyard.core.pages import page
+from steelyard.tune import candidate, outcome, storage, study_charts, study_folder, trial_history
+from steelyard.tune.best import front, tied, ties
+from steelyard.tune.spec import Tune
+
+if TYPE_CHECKING:
+    from optuna.study import Study
+    from optuna.trial import FrozenTrial
+
+UNLISTED = (outcome.REPEATED, outcome.BREAKS_CONSTRAINT)
+
+
+def write(folder: Path, url: str | None = None, path: Path | None = None) -> Path:
+    """Write the report of a study, finished or not, and return where it lies."""
+    tune, study = study_folder.opened(folder, url)
+    path = path or folder / "report.html"
+    with storage.faults():
+        files.write_text(path, render(tune, study))
+    return path
+
+
+def render(tune: Tune, study: Study) -> str:
+    """The report. Whatever comes from the study is escaped."""
+    trials = study.get_trials(deepcopy=False)
+    best = front(tune, trials)
+    body = [
+        _rows(_summary(tune, trials)),
+        *_best(tune, best, trials),
+        *study_charts.all_of(tune, study, trials),
+        "<h2>Trials</h2>",
+        _trials(tune, trials),
+    ]
+    return page.page(tune.name, body, study_charts.SCRIPTS)
+
+
+def _summary(tune: Tune, trials: Sequence[FrozenTrial]) -> list[tuple[str, str]]:
+    told = Counter(trial_history.result_of(trial) for trial in trials)
+    seconds = sum(float(trial_history.told(trial, "seconds", 0.0)) for trial in trials)
+    objectives = "; ".join(f"{each.direction} {each.label} ({each.picked})" for each in tune.objectives)
+    return [
+        ("Of", secrets.scrub(tune.command or f"the recipe {tune.name}")),
+        ("Objectives", objectives),
+        ("Trials", f"{len(trial_history.ran(trials))}, {units.duration(seconds)} of runs"),
+        ("Outcomes", ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in sorted(told.items()))),
+    ]
+
+
+def _best(tune: Tune, best: Sequence[FrozenTrial], trials: Sequence[FrozenTrial]) -> list[str]:
+    if not best:
+        return ["<p>No trial has finished yet.</p>"]
+    first = best[0]
+    shown = ", ".join(f"{each.label} {value:.6g}" for each, value in zip(tune.objectives, first.values, strict=True))
+    title = f"<h2>Best settings: trial {first.number}, {html.escape(shown)}</h2>"
+    several = f"<p>{len(best)} trials are beaten by none in every objective; this is the best in the first.</p>"
+    whole = secrets.scrub(candidate.written(tune, first.params))
+    what = "The whole recipe (best.toml)" if tune.recipe is not None else "The whole command (best.txt)"
+    equal = ties(first, trials)
+    remarks = [several if len(tune.objectives) > 1 else "", f"<p>{tied(equal)}.</p>" if equal else ""]
+    return [title, *remarks, _rows(list(first.params.items())), page.folded(what, whole)]
+
+
+def _trials(tune: Tune, trials: Sequence[FrozenTrial]) -> str:
+    head = ["trial", *tune.space, *(each.label for each in tune.objectives), "outcome", "seconds", "why"]
+    rows = []
+    unlisted = 0
+    for trial in trials:
+        if trial_history.result_of(trial) in UNLISTED:
+            unlisted += 1
+            continue
+        values: Sequence[Any] = trial.values or trial_history.told(trial, "values") or [None] * len(tune.objectives)
+        cells = [
+            trial.number,
+            *(trial.params.get(name, "") for name in tune.space),
+            *values,
+            trial_history.result_of(trial).replace("_", " "),
+            trial_history.told(trial, "seconds", ""),
+            trial_history.told(trial, "reason", ""),
+        ]
+        rows.append([_cell(cell) for cell in cells])
+    remark = f"<p>{unlisted} proposals are not listed: repeated, or against a constraint.</p>" if unlisted else ""
+    return f"<div class='scroll'>{page.table(rows, head)}</div>{remark}"
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return secrets.scrub(f"{value:.6g}" if isinstance(value, float) else str(value))
+
+
+def _rows(rows: Sequence[tuple[str, Any]]) -> str:
+    return page.pairs({key: _cell(value) for key, value in rows})

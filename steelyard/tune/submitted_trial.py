@@ -1,0 +1,209 @@
+"""A trial that was submitted: to mpirun, to Slurm, or to a supervisor on this machine, as `steelyard submit` does it.
+
+The tuner follows the run folder, as everybody does who observes a run: its logs, its records and what the scheduler
+says. Such a job outlives a tuner that is killed; whoever goes on with the study takes it up where it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from steelyard.core.console import console
+from steelyard.core.errors import Fault, SteelyardError, UserError
+from steelyard.core.recipe import Recipe
+from steelyard.core.recipe.site_section import Site
+from steelyard.launch import cancel, launch_record, node_groups, scheduler, sites
+from steelyard.launch.job_tags import launched
+from steelyard.launch.submit import Request, groups_of, submit
+from steelyard.tune import outcome
+from steelyard.tune.command import STORAGE
+from steelyard.tune.spec import Tune
+from steelyard.tune.trial_output import Log
+
+FIRST_QUESTION, LAST_QUESTION = 0.5, 10.0  # seconds between questions to the scheduler: rarer, the longer it takes
+SECONDS_TO_CANCEL = 30.0  # before it is killed at once, and again before it is left alone
+RUNNING = ("RUNNING", "COMPLETING", "SIGNALING", "STAGE_OUT")
+# Why Slurm leaves a job waiting that can never start as it is.
+NEVER = re.compile(
+    r"Partition(Time|Node)Limit|BadConstraints|DependencyNeverSatisfied|Invalid(Account|QOS)"
+    r"|(Account|QOS|Association|Partition)NotAllowed|(Assoc|QOS)Max\w*PerJob"
+)
+
+
+def site_of(tune: Tune, recipe: Recipe) -> tuple[str | None, Site]:
+    """Where a trial runs. A trial that is queued again would be measured with its waiting, so none is."""
+    launch = tune.launch
+    name, site = sites.find(launch.site, recipe.site, Path(launch.sites) if launch.sites else None)
+    site = sites.changed(site, ",".join(launch.hosts) if launch.hosts else None, None)
+    return name, site.model_copy(update={"requeue": False, "warning_seconds": 0})
+
+
+def request(tune: Tune, recipe: Recipe, run: Path, number: int = 0) -> Request:
+    """What is asked of the launch layer for a trial. Ranks and nodes follow from its layout."""
+    launch = tune.launch
+    name, site = site_of(tune, recipe)
+    if tune.nproc is not None:
+        data = recipe.parallel.data_for(tune.nproc)
+        recipe = recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={"data": data})})
+    limit = launch.time or site.time_limit or str(math.ceil(tune.trial.timeout_minutes))
+    return Request(
+        on=str(launch.on),
+        site=site,
+        recipe=recipe,
+        name=f"{tune.name}-{number:05d}",
+        run=run,
+        site_name=name,
+        cluster=Path(tune.cluster) if tune.cluster else None,
+        ranks_per_node=launch.ranks_per_node if launch.on != "local" else None,
+        time_limit=limit if launch.on == "slurm" else None,
+        skip_checks=True,
+    )
+
+
+def world_of(tune: Tune, recipe: Recipe) -> int:
+    """Ranks of a trial; a layout for which there are no nodes is refused."""
+    if tune.launch.on is None:
+        return tune.ranks or 1
+    return node_groups.world(groups_of(request(tune, recipe, Path())))
+
+
+def start(asked: Request) -> Path:
+    """Submit it, and return its run folder. Where the study is, with a password perhaps, is no business of a job's."""
+    with _without(STORAGE):
+        told = submit(asked)
+    ranks = f"{told['ranks']} ranks" if told["ranks"] > 1 else "one rank"
+    console.say(f"{asked.name} is job {', '.join(told['jobs'])}, {ranks}")
+    return Path(told["run"])
+
+
+@contextlib.contextmanager
+def _without(name: str) -> Iterator[None]:
+    kept = os.environ.pop(name, None)
+    try:
+        yield
+    finally:
+        if kept is not None:
+            os.environ[name] = kept
+
+
+class Submitted:
+    """A job that a scheduler runs, seen through its run folder."""
+
+    settling = 10.0
+
+    def __init__(self, run: Path, log: Log) -> None:
+        self.run, self.log = run, log
+        launch = launched(run)
+        if launch is None:
+            raise Fault(f"{run} has no {launch_record.LAUNCH}")
+        self._launch, self._began, self._asked = launch, time.monotonic(), -math.inf
+        self._read: dict[Path, int] = {}
+        self._now: list[dict[str, Any]] = []
+        self._never: str | None = None
+        self._ask()
+
+    def look(self, seconds: float) -> bool:
+        """Take what its logs say after so long, and ask the scheduler now and then."""
+        time.sleep(seconds)
+        now, before = time.monotonic(), self.state
+        if now - self._asked > min(max((now - self._began) / 10, FIRST_QUESTION), LAST_QUESTION):
+            self._ask()
+        return self._take_logs() or self.state != before
+
+    def _ask(self) -> None:
+        self._asked = time.monotonic()
+        self._now = scheduler.current(scheduler.refresh(self.run), self._launch.jobs)
+        reasons = [str(each.get("reason") or "") for each in self._now if each["state"] == "PENDING"]
+        self._never = self._never or next((reason for reason in reasons if NEVER.search(reason)), None)
+
+    @property
+    def state(self) -> str | None:
+        """The scheduler's word for it."""
+        return scheduler.state(self._now, self._launch.jobs)
+
+    def _take_logs(self) -> bool:
+        heard = False
+        for path in sorted((self.run / "logs").glob("*")):
+            if path.suffix not in (".out", ".err", ".log"):
+                continue
+            try:
+                with open(path, "rb") as file:
+                    file.seek(self._read.get(path, 0))
+                    data = file.read()
+            except OSError:
+                continue
+            self._read[path] = self._read.get(path, 0) + len(data)
+            if data:
+                heard = True
+                self.log.feed(data, path.name)
+        return heard
+
+    def is_waiting(self) -> bool:
+        """Whether it is queued, or suspended."""
+        return self._is_live() and self.state not in RUNNING
+
+    def _is_live(self) -> bool:
+        return self.state is None or self.state in scheduler.LIVE
+
+    def is_over(self) -> bool:
+        """Whether the scheduler is done with it, or will never begin."""
+        return not self._is_live() or self._never is not None
+
+    def stop(self) -> None:
+        """Cancel what is left of it, first gently; a scheduler that does not answer is told about and left."""
+        try:
+            self._cancel()
+        except SteelyardError as error:
+            console.warn(f"job {', '.join(self._launch.jobs)} could not be cancelled: {error}")
+        self._take_logs()
+
+    def _cancel(self) -> None:
+        for at_once in (False, True):
+            if not self._is_live():
+                return
+            cancel.cancel_run(self.run, at_once)
+            deadline = time.monotonic() + SECONDS_TO_CANCEL
+            while self._is_live() and time.monotonic() < deadline:
+                self._ask()
+                time.sleep(FIRST_QUESTION)
+
+    def failure(self) -> tuple[str, str] | None:
+        """Outcome and reason, by the scheduler's words and by what the ranks said."""
+        if self._never is not None:
+            return outcome.CRASHED, f"Slurm will never start it: {self._never}"
+        bad = [each for each in self._now if each["state"] == self.state]
+        code = next((each["exit_code"] for each in bad if each.get("exit_code")), None)
+        return None if self._is_live() else outcome.of_state(str(self.state), code, self.log.tail)
+
+
+def can_be_taken_up(run: Path) -> bool:
+    """Whether a killed tuner has left a job here that still runs, or that has ended well since."""
+    try:
+        launch = launched(run)
+        if launch is None or len(launch.jobs) < len(launch.marks):  # A follower is missing, and will not come.
+            return False
+        state = scheduler.state(scheduler.refresh(run), launch.jobs)
+    except UserError:
+        return False
+    return state is not None and (state in scheduler.LIVE or state == "COMPLETED")
+
+
+def abandon(run: Path) -> None:
+    """End a job that nobody will follow any more."""
+    try:
+        launch = launched(run)
+        if launch is None or not launch.jobs:
+            return
+        told = cancel.cancel_run(run)
+    except SteelyardError as error:
+        console.warn(f"what runs in {run} could not be cancelled: {error}")
+        return
+    if told["cancelled"]:
+        console.say(f"job {', '.join(told['jobs'])} of {run} is cancelled: nobody follows it any more")

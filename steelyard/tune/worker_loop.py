@@ -1,0 +1,161 @@
+"""A worker of a study: trial after trial until the budget is spent, and never more lost than the one that runs.
+
+STUDY/tune.json      the tune file as understood, and where the study's database is
+STUDY/recipe.toml    the recipe that is tuned, as it was written
+STUDY/study.db       the study, unless another database was named
+STUDY/trials/00007/  recipe.toml, log.txt, trial.json, and the run's folder
+STUDY/best.toml      the best settings so far as a recipe (best.txt: as a command), replaced when beaten
+STUDY/report.html
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from steelyard.core.console import console
+from steelyard.core.errors import Fault, Interrupted, UserError
+from steelyard.tune import attempt, candidate, outcome, storage, study_folder, submitted_trial, trial_history
+from steelyard.tune.best import write_best
+from steelyard.tune.outcome import Ended
+from steelyard.tune.planner_prior import Prior
+from steelyard.tune.spec import Tune
+from steelyard.tune.study import Study, folder_of
+from steelyard.tune.trial import RUN
+from steelyard.tune.trial_output import LOG
+
+SECONDS_TO_TELL = 0.05
+CRASHES_AT_FIRST = 3  # alike and nothing else, after which a study gives up
+
+
+def search(tune: Tune, folder: Path, storage_url: str | None = None, worker: int = 0) -> dict[str, Any]:
+    """Run trials until the budget is spent, the space is used up, or someone interrupts; returns what was learned."""
+    prepare(tune)
+    study, file = opened(tune, folder, storage_url, worker)
+    with storage.faults(file), _asked_to_end():
+        study.begin()
+        known = trial_history.ran(study.trials())
+        if known:
+            console.say(f"{folder}: goes on after {trial_history.counted(len(known))}")
+        try:
+            why = _search(study, folder)
+        except Interrupted:
+            summary = write_best(study.tune, study.trials(), folder)
+            kept_now = f"{trial_history.counted(summary['trials'])} kept"
+            raise Interrupted(f"{kept_now} in {folder}; the same command goes on") from None
+        console.say(f"{folder}: done after {why}")
+        return write_best(study.tune, study.trials(), folder)
+
+
+def opened(tune: Tune, folder: Path, storage_url: str | None = None, worker: int = 0) -> tuple[Study, Path | None]:
+    """The study in its folder, begun anew where nothing was learned; and the file of its database, if it is one.
+
+    Who starts several workers calls this before, so that none of them finds the study that another one replaces.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    url = storage.url_of(folder, storage_url or tune.storage)
+    file = storage.own_file(url)
+    if file is not None and not file.is_file() and (folder / study_folder.SETTINGS).is_file() and not worker:
+        console.warn(f"{file} is gone: the study begins anew, and its trials replace those in {folder}")
+    with storage.faults(file):
+        study = Study(tune, url, worker)
+        study_folder.remember(tune, folder, url)
+    return study, file
+
+
+@contextlib.contextmanager
+def _asked_to_end() -> Iterator[None]:
+    """A scheduler's SIGTERM is as good a reason as a Ctrl-C: what runs is ended and what was learned is kept."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise Interrupted
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def prepare(tune: Tune) -> None:
+    """Refuse what no trial could run with."""
+    if tune.recipe is None:
+        return
+    candidate.refuse_recipe(tune)
+    Prior(tune)
+    if tune.launch.on is not None:
+        submitted_trial.site_of(tune, candidate.recipe_at(tune, {}, is_trial=True))
+    if tune.launch.on == "slurm" and shutil.which("sbatch") is None:
+        raise UserError("sbatch is not installed here", mend="tune from a login node of the cluster, or with --on mpi")
+
+
+def check_files(tune: Tune) -> None:
+    """Refuse files that no trial could open, once for all of them; memory is the planner's to judge, point by point."""
+    if tune.recipe is not None and tune.launch.on is not None:
+        from steelyard.launch import preflight
+        from steelyard.launch.submit import Request
+
+        recipe = candidate.recipe_at(tune, {}, is_trial=True)
+        preflight.check_files(Request(tune.launch.on, submitted_trial.site_of(tune, recipe)[1], recipe), Path(RUN))
+
+
+def _search(study: Study, folder: Path) -> str:
+    while True:
+        for number in study.fail_the_lost():
+            what = "was cut short" if study.tune.launch.on is None else "was left alone"
+            console.say(f"trial {number} {what} when its worker was killed; its point is tried again")
+        if study.has_nameless():
+            time.sleep(SECONDS_TO_TELL)  # A worker that is alive says its name at once.
+            continue
+        why = study.is_over()
+        asked = study.next() if why is None else None
+        if asked is None:
+            for number in study.left_by_the_lost():
+                submitted_trial.abandon(folder_of(folder, number) / RUN)
+            if why is None:
+                _refuse_nothing_to_run(study)
+            _refuse_only_crashes(study, folder, at_least=1)
+            return why or "every point that can run"
+        if study.is_surplus(asked):
+            study.end(asked, Ended(outcome.SURPLUS, "the budget was spent meanwhile", 0.0), [])
+            continue
+        attempt.make(study, asked, folder)
+        write_best(study.tune, study.trials(), folder)
+        _refuse_only_crashes(study, folder)
+
+
+def _refuse_only_crashes(study: Study, folder: Path, at_least: int = CRASHES_AT_FIRST) -> None:
+    """A study whose first trials all crash would go on doing so."""
+    ran = trial_history.ran(study.trials())
+    if len(ran) >= at_least and all(trial_history.result_of(each) == outcome.CRASHED for each in ran):
+        last = ran[-1]
+        which = "the only trial crashed" if len(ran) == 1 else f"the first {len(ran)} trials all crashed, the last"
+        raise Fault(
+            f"{which} with: {trial_history.told(last, 'reason')}",
+            mend=f"see {folder_of(folder, last.number) / LOG}; the same command goes on once it is mended",
+        )
+
+
+def _refuse_nothing_to_run(study: Study) -> None:
+    """A space without a single point that can run is a mistake."""
+    trials = study.trials()
+    if any(trial_history.result_of(each) in (*outcome.RAN, "running", "waiting") for each in trials):
+        return
+    kinds = (outcome.PRUNED_BY_PLAN, outcome.BREAKS_CONSTRAINT)
+    reasons = [
+        trial_history.told(each, "reason") for kind in kinds for each in trials if trial_history.result_of(each) == kind
+    ]
+    raise UserError(
+        f"no point of the space can run: {(reasons or ['none keeps the constraints'])[0]}",
+        mend="widen [space], or relax constraints",
+    )
