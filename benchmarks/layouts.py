@@ -18,7 +18,7 @@ import torch
 
 from steelyard.core.recipe import Recipe
 from steelyard.parallel import mesh as meshes
-from steelyard.parallel.world import join
+from steelyard.parallel.world import init_distributed
 from steelyard.tokens.loader import columns
 from steelyard.train.engine import Engine
 from steelyard.train.extension import Extension
@@ -80,7 +80,7 @@ def rank(what: str) -> None:
             "parallel": LAYOUTS[what],
         }
     )
-    with join("cpu", 10.0) as world:
+    with init_distributed("cpu", 10.0) as world:
         mesh = meshes.make(recipe.parallel, "cpu")
         engine = Engine(recipe, mesh, torch.device("cpu"), Extension(), None)
         engine.initialise()

@@ -61,7 +61,7 @@ def main() -> None:
 
 def shrink(options: argparse.Namespace, folder: Path) -> None:
     """A random model, a tokenizer and a text that a CPU gets through in a minute."""
-    from steelyard.core.recipe.model_section import LlamaModel
+    from steelyard.core.recipe.model_section import LlamaConfig
     from steelyard.text.tokenizer.train_tokenizer import train_byte_bpe
     from tests.checkpoint.models import Held
 
@@ -69,7 +69,7 @@ def shrink(options: argparse.Namespace, folder: Path) -> None:
     options.text, options.more = folder / "pages.txt", []
     options.text.write_text("\n".join(pages) + "\n")
     train_byte_bpe(pages, 600).save(folder / "tokenizer")
-    held = Held(LlamaModel(family="llama", layers=2, hidden=32, heads=4, ffn=64, vocab=600, tied=True))
+    held = Held(LlamaConfig(family="llama", layers=2, hidden=32, heads=4, ffn=64, vocab=600, tied=True))
     convert(held, folder / "model", Target("hf", tokenizer=str(folder / "tokenizer")))
     options.model, options.steps, options.length, options.samples = str(folder / "model"), 3, 64, 4
 

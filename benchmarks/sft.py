@@ -29,7 +29,7 @@ from steelyard.cli.sft import recipe_for
 from steelyard.core.recipe import load_recipe
 from steelyard.finetune import sft
 from steelyard.finetune.templates import NAMED
-from steelyard.model.attention import can_attend_within
+from steelyard.model.attention import has_varlen_attention
 from steelyard.text.tokenizer.train_tokenizer import train_byte_bpe
 from steelyard.train import device as devices
 
@@ -126,7 +126,7 @@ def ours(base: Path, folder: Path, talks: list[Any], options: argparse.Namespace
     rows = prepared.training.order[WARM_UP * options.micro_batch :]
     tokens = sum(prepared.training.conversations[i].places for row in rows for i in prepared.training.rows[row])
     shape, device = prepared.recipe.model, devices.choose(prepared.recipe)
-    is_flash = can_attend_within(device, devices.DTYPES[precision], shape.head_dim)
+    is_flash = has_varlen_attention(device, devices.DTYPES[precision], shape.head_dim)
     return {
         "tokens_per_second": round(tokens / seconds),
         "precision": precision,

@@ -38,7 +38,7 @@ from torch.nn import functional as F
 
 from steelyard.checkpoint.formats.compressed_tensors import compress
 from steelyard.sparsity import gumbel, masked_kernels, sparse_gemv, sparse_linear, sparse_mma
-from steelyard.sparsity.gumbel import Place
+from steelyard.sparsity.gumbel import GroupOffset
 from steelyard.sparsity.layerwise import Gram
 from steelyard.sparsity.one_shot import prune_matrix
 from steelyard.sparsity.patterns import Pattern
@@ -106,7 +106,7 @@ def masked_map(outputs: int, inputs: int, tokens: int) -> None:
     """One of them."""
     weight, x, grad = (random(*size) for size in ((outputs, inputs), (tokens, inputs), (tokens, outputs)))
     logits = 0.01 * random(outputs, inputs // 4, 6, dtype=torch.float32)
-    place, salt = Place(0, 0, inputs // 4), gumbel.salt_of(0, "benchmark")
+    place, salt = GroupOffset(0, 0, inputs // 4), gumbel.salt_of(0, "benchmark")
     draw = gumbel.draw_of(torch.tensor([1], device=DEVICE))
     course = torch.tensor([100.0, 4.0, 1e-5], device=DEVICE)
     rest = (TWO_OF_FOUR.candidates().to(DEVICE), draw, course, salt, place, False)

@@ -8,8 +8,8 @@ import tempfile
 from pathlib import Path
 
 from steelyard.tune import spec
-from steelyard.tune.objective import Measured
-from steelyard.tune.outcome import FINISHED, Ended
+from steelyard.tune.objective import ObjectiveValues
+from steelyard.tune.outcome import FINISHED, TrialEnd
 from steelyard.tune.study import Study
 from tests.tune.test_study import SPACE, TRAIN, TUNE
 
@@ -32,9 +32,9 @@ def main() -> None:
             tune = spec.load(file, {"seed": seed, "name": f"seed-{seed}"})
             study, found = Study(tune, f"sqlite:///{folder}/{seed}.db"), []
             for _ in range(20):
-                trial, measured = study.next(), Measured(tune.objectives[0])
+                trial, measured = study.next(), ObjectiveValues(tune.objectives[0])
                 measured.line(f"loss: {losses[tuple(trial.params.values())]}")
-                study.end(trial, Ended(FINISHED, "", 1.0), [measured])
+                study.end(trial, TrialEnd(FINISHED, "", 1.0), [measured])
                 found.append(measured.value)
             print(f"seed {seed}: place {order.index(min(found)) + 1}, trial {found.index(min(found)) + 1}", flush=True)
 

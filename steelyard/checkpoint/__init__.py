@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from steelyard.checkpoint.async_save import Saver
     from steelyard.checkpoint.folder import STATE, Checkpoint, latest, load, save, source
-    from steelyard.checkpoint.sharded_tensor import Piece
+    from steelyard.checkpoint.sharded_tensor import TensorShard
     from steelyard.checkpoint.step_folders import VALID_LOSS, best
 
 _MODULES = {
     "folder": ("STATE", "Checkpoint", "latest", "load", "save", "source"),
     "history": ("VALID_LOSS", "best"),
-    "pieces": ("Piece",),
+    "pieces": ("TensorShard",),
     "saver": ("Saver",),
 }
 
-__all__ = ["STATE", "VALID_LOSS", "Checkpoint", "Piece", "Saver", "best", "latest", "load", "save", "source"]
+__all__ = ["STATE", "VALID_LOSS", "Checkpoint", "Saver", "TensorShard", "best", "latest", "load", "save", "source"]
 
 
 def __getattr__(name: str) -> Any:

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from steelyard.checkpoint.finite import listed, nonfinite
 from steelyard.checkpoint.folder import save
-from steelyard.checkpoint.sharded_tensor import Piece
-from steelyard.core.errors import Fault
+from steelyard.checkpoint.sharded_tensor import TensorShard
+from steelyard.core.errors import RuntimeFailure
 
 
 class Saver:
@@ -25,7 +25,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
-    def save(self, pieces: dict[str, Piece], state: dict[str, Any]) -> None:
+    def save(self, pieces: dict[str, TensorShard], state: dict[str, Any]) -> None:
         """Save these pieces as they are now, after an earlier save has ended; never values that are not finite."""
         self.wait()
         self._refuse_nonfinite(pieces, state["step"])
@@ -36,7 +36,7 @@ class Saver:
         self._thread = threading.Thread(target=self._write, args=(copies, state), name="checkpoint")
         self._thread.start()
 
-    def _refuse_nonfinite(self, pieces: dict[str, Piece], step: int) -> None:
+    def _refuse_nonfinite(self, pieces: dict[str, TensorShard], step: int) -> None:
         """Check the pieces where they lie, before they are copied; all ranks raise the same error."""
         found = nonfinite({name: piece.tensor for name, piece in pieces.items()})
         if self._group is not None:
@@ -44,7 +44,7 @@ class Saver:
             dist.all_gather_object(everyones, found, group=self._group)
             found = list(dict.fromkeys(name for each in everyones for name in each))
         if found:
-            fault = Fault(
+            fault = RuntimeFailure(
                 f"step {step} is not saved: NaN or infinite values in {listed(found)}",
                 mend="lower optim.learning_rate",
             )
@@ -65,7 +65,7 @@ class Saver:
         with contextlib.suppress(Exception):
             self.wait()
 
-    def _write(self, pieces: dict[str, Piece], state: dict[str, Any]) -> None:
+    def _write(self, pieces: dict[str, TensorShard], state: dict[str, Any]) -> None:
         try:
             save(self.folder, pieces, state, self.keep_last, self._group)
         except BaseException as error:

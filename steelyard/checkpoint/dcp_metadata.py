@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from steelyard.core.errors import Damaged, UserError
+from steelyard.core.errors import CorruptFileError, UserError
 
 ALLOWED = {
     "torch.distributed.checkpoint.metadata": {
@@ -62,9 +62,9 @@ class SafeReader(dcp.FileSystemReader):
             sizes = {file.name: file.stat().st_size for file in path.parent.iterdir() if file.is_file()}
             _check(metadata, sizes)
         except UserError as error:
-            raise Damaged(f"{path} is not sound: {error.message}") from None
+            raise CorruptFileError(f"{path} is not sound: {error.message}") from None
         except Exception as error:  # A hostile or damaged pickle can fail in any way.
-            raise Damaged(f"{path} cannot be read: {error}") from None
+            raise CorruptFileError(f"{path} cannot be read: {error}") from None
         return metadata
 
 

@@ -39,17 +39,17 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from steelyard.checkpoint import state_file, step_folders
 from steelyard.checkpoint.dcp_metadata import PortableWriter, SafeReader
 from steelyard.checkpoint.finite import refuse_nonfinite
-from steelyard.checkpoint.sharded_tensor import Piece, Promised, ReadingPieces, WritingPieces
+from steelyard.checkpoint.sharded_tensor import Promised, ReadingPieces, TensorShard, WritingPieces
 from steelyard.core import files
 from steelyard.core.console import console
-from steelyard.core.errors import Damaged, Fault, SteelyardError, UserError
+from steelyard.core.errors import CorruptFileError, RuntimeFailure, SteelyardError, UserError
 from steelyard.core.run import MANIFEST, Run
 
 STATE = state_file.NAME
 TORCH_STREAM = "NoCloseWriter"  # What torch.distributed.checkpoint writes a file through.
 
 
-class NotWritten(Fault):
+class NotWritten(RuntimeFailure):
     """What torch could not write, mostly for want of room."""
 
 
@@ -88,9 +88,9 @@ class Checkpoint:
         return {name: size for name, (size, _) in self.tensors().items()}
 
 
-Tensors = Mapping[str, Tensor | Piece]
+Tensors = Mapping[str, Tensor | TensorShard]
 # What a writer of other programs' checkpoints has beside pieces: tensors it has yet to make, and nothing, in a list.
-Holdings = Mapping[str, Piece | Promised | list[None]]
+Holdings = Mapping[str, TensorShard | Promised | list[None]]
 
 
 def save(
@@ -102,7 +102,10 @@ def save(
     on all.
     """
     path = step_folders.path_at(folder, state["step"])
-    pieces = {name: tensor if isinstance(tensor, Piece) else Piece.whole(tensor) for name, tensor in tensors.items()}
+    pieces = {
+        name: tensor if isinstance(tensor, TensorShard) else TensorShard.whole(tensor)
+        for name, tensor in tensors.items()
+    }
     if group is None:
         with _unfinished(path) as unfinished:
             mine = _written(pieces, unfinished, path, None)
@@ -143,7 +146,7 @@ def _remove_old(
     if group is not None:
         wrong = list(_gathered(dict.fromkeys(wrong, ""), group))
     if wrong:
-        raise Fault(
+        raise RuntimeFailure(
             f"checkpoint {newest} is not what was written to it: {wrong[0]} does not match its checksum",
             mend="check the disk and the memory of this machine; no older checkpoint was removed",
         )
@@ -157,7 +160,7 @@ def _not_as_written(path: Path, mine: dict[str, str]) -> list[str]:
     if ".metadata" in mine:  # The first rank's, which wrote the state too.
         try:
             state_file.read(path)
-        except Damaged:
+        except CorruptFileError:
             wrong.append(STATE)
     return wrong
 
@@ -221,7 +224,7 @@ def latest(folder: Path, set_aside: bool = False) -> Checkpoint | None:
     for path in reversed(step_folders.by_age(folder)):
         try:
             found = _opened(path)
-        except Damaged as damage:
+        except CorruptFileError as damage:
             console.warn(f"{damage.message}; trying the checkpoint before it")
             passed_over.append(path)
             continue
@@ -229,7 +232,7 @@ def latest(folder: Path, set_aside: bool = False) -> Checkpoint | None:
             step_folders.move_aside(damaged)
         return found
     if passed_over or step_folders.by_age(folder / step_folders.DAMAGED):
-        raise Fault(
+        raise RuntimeFailure(
             f"every checkpoint in {folder} is damaged",
             mend="restore one from a copy, or start from step 0 in a new folder with --resume never",
         )
@@ -255,7 +258,10 @@ def load(checkpoint: Checkpoint, tensors: Tensors) -> None:
     NaN and infinite values are refused by the parameter's name, on the ranks that read them.
     """
     saved = checkpoint.shapes()
-    pieces = {name: tensor if isinstance(tensor, Piece) else Piece.whole(tensor) for name, tensor in tensors.items()}
+    pieces = {
+        name: tensor if isinstance(tensor, TensorShard) else TensorShard.whole(tensor)
+        for name, tensor in tensors.items()
+    }
     wrong = [
         f"{name}: {saved.get(name, 'missing')} in the checkpoint, {piece.shape} wanted"
         for name, piece in pieces.items()
@@ -268,7 +274,7 @@ def load(checkpoint: Checkpoint, tensors: Tensors) -> None:
         try:
             dcp.load(dict(pieces), storage_reader=reader, planner=ReadingPieces(), no_dist=True)
         except CheckpointException as error:
-            raise Damaged(f"{checkpoint.path} cannot be read: {_reason(error)}") from error
+            raise CorruptFileError(f"{checkpoint.path} cannot be read: {_reason(error)}") from error
     hint = "use an earlier checkpoint; to resume the run from the one before, move this folder away"
     refuse_nonfinite({name: piece.tensor for name, piece in pieces.items()}, checkpoint.path, hint)
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorShard:
     """A tensor, and where in the whole of the given shape it lies."""
 
     tensor: Tensor
@@ -26,7 +26,7 @@ class Piece:
     offset: tuple[int, ...]
 
     @classmethod
-    def whole(cls, tensor: Tensor) -> Piece:
+    def whole(cls, tensor: Tensor) -> TensorShard:
         """A tensor that is not divided."""
         return cls(tensor, tuple(tensor.shape), (0,) * tensor.ndim)
 
@@ -34,9 +34,9 @@ class Piece:
         """The tensor that begins at a place of the whole."""
         return self.tensor
 
-    def copied(self) -> Piece:
+    def copied(self) -> TensorShard:
         """The same in memory of its own, on the host."""
-        return Piece(self.tensor.detach().to("cpu", copy=True), self.shape, self.offset)
+        return TensorShard(self.tensor.detach().to("cpu", copy=True), self.shape, self.offset)
 
     def _chunk(self) -> ChunkStorageMetadata:
         return ChunkStorageMetadata(offsets=torch.Size(self.offset), sizes=self.tensor.size())
@@ -103,5 +103,5 @@ class ReadingPieces(DefaultLoadPlanner):
 
 def _tensor(pieces: dict[str, Any], index: MetadataIndex) -> Tensor:
     held = pieces[index.fqn]
-    tensor: Tensor = held.at(index.offset) if isinstance(held, (Piece, Promised)) else held
+    tensor: Tensor = held.at(index.offset) if isinstance(held, (TensorShard, Promised)) else held
     return tensor

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from steelyard import __version__
 from steelyard.core import files
-from steelyard.core.errors import Damaged, Fault, UserError
+from steelyard.core.errors import CorruptFileError, RuntimeFailure, UserError
 
 NAME = "state.json"
 FORMAT = 2
@@ -68,9 +68,9 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
     return content, sums
 
 
-def damaged(folder: Path, why: str) -> Damaged:
+def damaged(folder: Path, why: str) -> CorruptFileError:
     """The error for a checkpoint that is not as it was written."""
-    return Damaged(f"checkpoint {folder} is damaged: {why}")
+    return CorruptFileError(f"checkpoint {folder} is damaged: {why}")
 
 
 def retried(path: Path, action: Callable[[], Result]) -> Result:
@@ -82,7 +82,7 @@ def retried(path: Path, action: Callable[[], Result]) -> Result:
             raise damaged(path.parent, f"{path.name} is missing") from None
         except OSError as error:
             if seconds is None or isinstance(error, PermissionError):
-                raise Fault(
+                raise RuntimeFailure(
                     f"{path} cannot be read: {error.strerror or error}",
                     mend="check the disk, the network and the permissions, then run the same command again",
                 ) from error

@@ -24,7 +24,7 @@ import typer
 import steelyard
 from steelyard.core import files
 from steelyard.core.console import console
-from steelyard.core.errors import Fault, Interrupted, SteelyardError, UserError
+from steelyard.core.errors import Interrupted, RuntimeFailure, SteelyardError, UserError
 from steelyard.launch import error_file
 from steelyard.parallel.world import LostPeer, World, detect
 
@@ -215,14 +215,14 @@ def _explain(error: Exception, debug: bool) -> int:
     if isinstance(error, OSError):
         name = files.final(str(error.filename)) if error.filename else ""
         is_wrong = isinstance(error, WRONG_PATH) or error.errno in WRONG_PATH_CODES
-        code = UserError.exit_code if is_wrong else Fault.exit_code
+        code = UserError.exit_code if is_wrong else RuntimeFailure.exit_code
         name = name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..."
         return _tell(error, f"{error.strerror or error}" + (f": {name}" if name else ""), code)
     if isinstance(error, RecursionError) or str(error).startswith(TOO_MANY_DIGITS):
         told = "is nested too deeply" if isinstance(error, RecursionError) else "holds a number of thousands of digits"
         return _tell(error, f"what was given {told}\n  --debug shows where it was read", UserError.exit_code)
     hint = "" if debug else "\n  this is a bug in steelyard; --debug shows where"
-    return _tell(error, f"{type(error).__name__}: {error}{hint}", Fault.exit_code)
+    return _tell(error, f"{type(error).__name__}: {error}{hint}", RuntimeFailure.exit_code)
 
 
 def _tell(error: BaseException, message: str, code: int) -> int:
@@ -239,7 +239,7 @@ def _tell(error: BaseException, message: str, code: int) -> int:
     path = os.environ.get(error_file.ERROR_FILE)
     if path and world.size > 1:
         lost_peer = isinstance(error, LostPeer)
-        words = error_file.LastWords(type(error).__name__, message, code, time.time(), lost_peer, shared)
+        words = error_file.ErrorRecord(type(error).__name__, message, code, time.time(), lost_peer, shared)
         with contextlib.suppress(OSError):
             error_file.leave(Path(path), words)
             return code

@@ -9,9 +9,9 @@ import typer
 from steelyard.cli.options import (
     BaseOption,
     CheckpointArgument,
-    Device,
+    DeviceChoice,
     DeviceOption,
-    Dtype,
+    DtypeChoice,
     DtypeOption,
     JsonOption,
     MaskOption,
@@ -41,8 +41,8 @@ def sparse(
     allow_dense: Annotated[
         bool, typer.Option("--allow-dense", help="Leave matrices that do not follow 2:4 dense.")
     ] = False,
-    device: DeviceOption = Device.auto,
-    dtype: DtypeOption = Dtype.auto,
+    device: DeviceOption = DeviceChoice.auto,
+    dtype: DtypeOption = DtypeChoice.auto,
     json: JsonOption = False,
 ) -> None:
     """Run a 2:4 model dense and compressed, and compare tokens per second and memory.
@@ -52,6 +52,6 @@ def sparse(
     from steelyard.evaluate import sparse_bench
 
     batches = tuple(batch) if batch else (1, 2, 4, 8, 16)
-    request = sparse_bench.Request(checkpoint, mask, base, device, dtype, prompt, context, batches, allow_dense)
+    request = sparse_bench.BenchRequest(checkpoint, mask, base, device, dtype, prompt, context, batches, allow_dense)
     result = sparse_bench.sparse(request)
     print_result(result, json, sparse_bench.as_text(result))

@@ -22,7 +22,7 @@ SourceArgument = Annotated[
 ]
 
 
-class Format(StrEnum):
+class CheckpointFormat(StrEnum):
     """Formats that can be written."""
 
     hf = "hf"
@@ -31,7 +31,7 @@ class Format(StrEnum):
     steelyard = "steelyard"
 
 
-class Dtype(StrEnum):
+class StoredDtype(StrEnum):
     """Number formats that can be written."""
 
     fp32 = "fp32"
@@ -57,14 +57,14 @@ def register(root: typer.Typer, name: str, help_: str) -> None:
 def convert(
     source: SourceArgument,
     destination: Annotated[Path, typer.Argument(metavar="DST", help="The folder to write.")],
-    to: Annotated[Format, typer.Option(help="What to write.")],
+    to: Annotated[CheckpointFormat, typer.Option(help="What to write.")],
     tensor: Annotated[int, typer.Option(min=1, help="Tensor ranks of a megatron checkpoint.")] = 1,
     pipeline: Annotated[int, typer.Option(min=1, help="Pipeline ranks of a megatron checkpoint.")] = 1,
     partition: Annotated[
         str | None, typer.Option(help="Layers of each pipeline rank, such as 11-13.", show_default=False)
     ] = None,
     layers: Annotated[Layers, typer.Option(help="Whose names the norms of a megatron checkpoint get.")] = Layers.local,
-    dtype: Annotated[Dtype | None, typer.Option(help="Left out: that of the source.", show_default=False)] = None,
+    dtype: Annotated[StoredDtype | None, typer.Option(help="Left out: that of the source.", show_default=False)] = None,
     shard_size: Annotated[str, typer.Option(help="Above this, hf weights are written in several files.")] = "5GB",
     tokenizer: Annotated[
         str | None, typer.Option(help="The tokenizer, where the source has none.", show_default=False)
@@ -78,10 +78,10 @@ def convert(
     from steelyard.checkpoint.formats import open_source
     from steelyard.checkpoint.formats.write import DTYPES, Target
     from steelyard.checkpoint.formats.write import convert as write
-    from steelyard.checkpoint.formats.write_megatron import Layout
+    from steelyard.checkpoint.formats.write_megatron import MegatronLayout
 
     engine = layers is Layers.transformer_engine
-    layout = Layout(tensor, pipeline, _counts(partition) if partition else None, engine)
+    layout = MegatronLayout(tensor, pipeline, _counts(partition) if partition else None, engine)
     target = Target(to.value, layout, DTYPES[dtype.value] if dtype else None, _bytes(shard_size), tokenizer)
     result = write(open_source(source), destination, target)
     print_result(result, json, f"{destination}: {to.value}, {result['dtype']}, {units.size(result['bytes'])}")

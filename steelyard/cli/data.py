@@ -76,10 +76,12 @@ def tokenize(
     Example: steelyard data tokenize --input "corpus/*.jsonl.gz" --tokenizer gpt2 --output-prefix data/mine --append-eod
     """
     from steelyard.tokens import preprocess
-    from steelyard.tokens.tokenize_job import Job
+    from steelyard.tokens.tokenize_job import TokenizeJob
 
     keys = tuple(key for entry in json_keys or ["text"] for key in entry.split(","))
-    job = Job(tuple(input), tokenizer, output_prefix, keys, append_eod, document.value, on_bad_line.value, fixed_length)
+    job = TokenizeJob(
+        tuple(input), tokenizer, output_prefix, keys, append_eod, document.value, on_bad_line.value, fixed_length
+    )
     result = preprocess.tokenize(job, workers or len(usable_cpus()), overwrite)
     for example in result["examples"]:
         console.warn(f"skipped {example}")

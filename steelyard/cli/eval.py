@@ -10,9 +10,9 @@ import typer
 from steelyard.cli.options import (
     BaseOption,
     CheckpointArgument,
-    Device,
+    DeviceChoice,
     DeviceOption,
-    Dtype,
+    DtypeChoice,
     DtypeOption,
     JsonOption,
     MaskOption,
@@ -53,8 +53,8 @@ def ppl(
     tokenizer: TokenizerOption = None,
     mask: MaskOption = None,
     base: BaseOption = None,
-    device: DeviceOption = Device.auto,
-    dtype: DtypeOption = Dtype.auto,
+    device: DeviceOption = DeviceChoice.auto,
+    dtype: DtypeOption = DtypeChoice.auto,
     json: JsonOption = False,
 ) -> None:
     """Measure a model's perplexity on a text, and say exactly how.
@@ -67,7 +67,7 @@ def ppl(
         raise typer.Exit(launch(nproc))
     from steelyard.evaluate import perplexity
 
-    request = perplexity.Request(
+    request = perplexity.PerplexityRequest(
         checkpoint, data, sequence_length, stride, protocol.value, tensor, tokenizer, device, dtype, mask, base
     )
     result = perplexity.perplexity(request)
@@ -85,8 +85,8 @@ def tasks(
     tokenizer: TokenizerOption = None,
     mask: MaskOption = None,
     base: BaseOption = None,
-    device: DeviceOption = Device.auto,
-    dtype: DtypeOption = Dtype.auto,
+    device: DeviceOption = DeviceChoice.auto,
+    dtype: DtypeOption = DtypeChoice.auto,
     json: JsonOption = False,
 ) -> None:
     """Score a model on tasks of lm-eval (pip install 'steelyard[eval]').

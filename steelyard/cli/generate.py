@@ -9,9 +9,9 @@ import typer
 from steelyard.cli.options import (
     BaseOption,
     CheckpointArgument,
-    Device,
+    DeviceChoice,
     DeviceOption,
-    Dtype,
+    DtypeChoice,
     DtypeOption,
     JsonOption,
     MaskOption,
@@ -38,8 +38,8 @@ def generate(
     tokenizer: TokenizerOption = None,
     mask: MaskOption = None,
     base: BaseOption = None,
-    device: DeviceOption = Device.auto,
-    dtype: DtypeOption = Dtype.auto,
+    device: DeviceOption = DeviceChoice.auto,
+    dtype: DtypeOption = DtypeChoice.auto,
     json: JsonOption = False,
 ) -> None:
     """Let a trained model continue a prompt.

@@ -12,7 +12,7 @@ from steelyard.cli.cancel import RunArgument
 from steelyard.launch import launch_record, log_reader, scheduler
 
 
-class Stream(StrEnum):
+class LogStream(StrEnum):
     """Which log of a node."""
 
     out = "out"
@@ -30,7 +30,7 @@ def logs_(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run is over.")] = False,
     node: Annotated[str | None, typer.Option(metavar="HOST", help="Only this node.")] = None,
     stream: Annotated[
-        Stream | None, typer.Option(help="out, err, or gpu: what its devices did.  [default: out and err]")
+        LogStream | None, typer.Option(help="out, err, or gpu: what its devices did.  [default: out and err]")
     ] = None,
     lines: Annotated[int, typer.Option(min=0, help="So many from the end of each.")] = 20,
 ) -> None:

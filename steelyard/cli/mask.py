@@ -13,7 +13,7 @@ from steelyard.cli.options import BaseOption, JsonOption, TokenizerOption, print
 MaskArgument = Annotated[Path, typer.Argument(metavar="MASK", help="A mask file.", show_default=False)]
 
 
-class Format(StrEnum):
+class MaskFormat(StrEnum):
     """How masks are written."""
 
     packed = "packed"
@@ -54,8 +54,8 @@ def export(
     ],
     destination: Annotated[Path, typer.Argument(metavar="OUT", help="The file or folder to write.")],
     format: Annotated[
-        Format, typer.Option(help="packed: the masks alone. hf: the weights, with zeros where the masks have them.")
-    ] = Format.packed,
+        MaskFormat, typer.Option(help="packed: the masks alone. hf: the weights, with zeros where the masks have them.")
+    ] = MaskFormat.packed,
     base: BaseOption = None,
     tokenizer: TokenizerOption = None,
     json: JsonOption = False,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from steelyard.evaluate.verify_checkpoint import Findings
+    from steelyard.evaluate.verify_checkpoint import VerifyFindings
 
 
 class DocumentSplit(StrEnum):
@@ -21,7 +21,7 @@ class DocumentSplit(StrEnum):
     file = "file"
 
 
-class Device(StrEnum):
+class DeviceChoice(StrEnum):
     """Where to compute."""
 
     auto = "auto"
@@ -29,7 +29,7 @@ class Device(StrEnum):
     cuda = "cuda"
 
 
-class Dtype(StrEnum):
+class DtypeChoice(StrEnum):
     """What to compute in."""
 
     auto = "auto"
@@ -60,8 +60,10 @@ CheckpointArgument = Annotated[
 TokenizerOption = Annotated[
     str | None, typer.Option(metavar="PATH", help="The tokenizer, where the checkpoint's own is not meant.")
 ]
-DeviceOption = Annotated[Device, typer.Option(help="Where to compute; auto is a GPU where there is one.")]
-DtypeOption = Annotated[Dtype, typer.Option(help="Precision; auto is fp32 on a CPU and the checkpoint's own on a GPU.")]
+DeviceOption = Annotated[DeviceChoice, typer.Option(help="Where to compute; auto is a GPU where there is one.")]
+DtypeOption = Annotated[
+    DtypeChoice, typer.Option(help="Precision; auto is fp32 on a CPU and the checkpoint's own on a GPU.")
+]
 MaskOption = Annotated[
     str | None,
     typer.Option(
@@ -84,7 +86,7 @@ def print_result(result: dict[str, Any], as_json: bool, text: str) -> None:
     print(json.dumps(result, ensure_ascii=False) if as_json else text)
 
 
-def print_findings(findings: Findings, as_json: bool) -> None:
+def print_findings(findings: VerifyFindings, as_json: bool) -> None:
     """Print what a verification found, and exit with 1 if anything is wrong."""
     print_result(findings.as_dict(), as_json, findings.as_text())
     if findings.problems:

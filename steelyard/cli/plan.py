@@ -12,7 +12,7 @@ import typer
 from steelyard.cli.options import JsonOption, print_result
 from steelyard.core import files
 from steelyard.core.console import console
-from steelyard.core.errors import Fault, UserError
+from steelyard.core.errors import RuntimeFailure, UserError
 from steelyard.core.recipe import Recipe, load_recipe, to_toml
 from steelyard.core.run import Run
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from steelyard.plan.software import Software
 
 
-class Objective(StrEnum):
+class PlanObjective(StrEnum):
     """What a plan is ranked by."""
 
     time = "time"
@@ -63,8 +63,8 @@ def plan(
     cluster: ClusterOption = None,
     set_: SetOption = None,
     objective: Annotated[
-        Objective, typer.Option(help="What to make small; pareto: time against price.")
-    ] = Objective.time,
+        PlanObjective, typer.Option(help="What to make small; pareto: time against price.")
+    ] = PlanObjective.time,
     top: Annotated[int, typer.Option(min=1, help="How many plans to show; of a frontier all are.")] = 10,
     write: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the recipe under the best plan.")] = None,
     excluded: Annotated[bool, typer.Option("--excluded", help="List plans that do not fit, and why.")] = False,
@@ -120,12 +120,12 @@ def plan(
         if tokens is not None
         else recipe.train.samples_in(recipe.train.steps) * recipe.data.sequence_length
     )
-    if pareto is not None and objective not in (Objective.time, Objective.pareto):
+    if pareto is not None and objective not in (PlanObjective.time, PlanObjective.pareto):
         raise UserError(f"--pareto weighs time against price, not {objective.value}", mend="leave --objective out")
-    wanted = Objective.pareto if pareto is not None else objective
-    if wanted in (Objective.cost, Objective.pareto):
+    wanted = PlanObjective.pareto if pareto is not None else objective
+    if wanted in (PlanObjective.cost, PlanObjective.pareto):
         _refuse_without_prices(machines, cluster)
-    if wanted == Objective.energy:
+    if wanted == PlanObjective.energy:
         _refuse_without_watts(machines, cluster)
     program = KNOWN[software.value]
     measured = [_profile(path, recipe, machines) for path in profiles or ()]
@@ -138,7 +138,7 @@ def plan(
     text = plan_report.as_text(recipe, machines, found, budget, excluded, program)
     if not found.plans:
         why = f"; one of them: {found.excluded[0][1]}" if found.excluded else ""
-        raise Fault(
+        raise RuntimeFailure(
             f"no layout of {recipe.name} fits {cluster}: {found.looked_at} were tried{why}",
             mend="use more or larger GPUs, a shorter data.sequence_length, or --set optim.offload=true",
         )
@@ -165,11 +165,11 @@ def plan(
 
 
 def _staged(
-    recipe: Recipe, machines: Cluster, wanted: Objective, top: int, program: Software, measured: list[Profile]
+    recipe: Recipe, machines: Cluster, wanted: PlanObjective, top: int, program: Software, measured: list[Profile]
 ) -> list[StagedPlan]:
     from steelyard.plan import per_stage
 
-    objective = Objective.time if wanted == Objective.pareto else wanted
+    objective = PlanObjective.time if wanted == PlanObjective.pareto else wanted
     return per_stage.search(recipe, machines, objective.value, top, program, measured)
 
 

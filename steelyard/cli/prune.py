@@ -10,9 +10,9 @@ import typer
 
 from steelyard.cli.options import (
     CheckpointArgument,
-    Device,
+    DeviceChoice,
     DeviceOption,
-    Dtype,
+    DtypeChoice,
     DtypeOption,
     JsonOption,
     TokenizerOption,
@@ -62,8 +62,8 @@ def prune(
     ] = None,
     exclude: Annotated[list[str] | None, typer.Option(help="All but these.")] = None,
     tokenizer: TokenizerOption = None,
-    device: DeviceOption = Device.auto,
-    dtype: DtypeOption = Dtype.auto,
+    device: DeviceOption = DeviceChoice.auto,
+    dtype: DtypeOption = DtypeChoice.auto,
     json: JsonOption = False,
 ) -> None:
     """Prune a checkpoint in one shot, layer by layer: one layer is in memory at a time.
@@ -72,7 +72,7 @@ def prune(
     """
     from steelyard.sparsity import prune as pruning
 
-    request = pruning.Request(
+    request = pruning.PruneRequest(
         checkpoint, destination, method, pattern, update_weights, calibration, samples, sequence_length, seed,
         save.value, dense_inputs, _split(include), _split(exclude), tokenizer, device.value, dtype.value,
     )  # fmt: skip

@@ -100,7 +100,7 @@ def _prepare(recipe: Recipe) -> None:
     from steelyard.text.corpus import documents
     from steelyard.text.stdlib import write_corpus
     from steelyard.tokens import preprocess
-    from steelyard.tokens.tokenize_job import Job
+    from steelyard.tokens.tokenize_job import TokenizeJob
 
     corpus, folder, vocab = Path("quickstart/corpus.jsonl"), Path(str(recipe.data.tokenizer)), recipe.model.vocab
     prefix = recipe.data.train[0].prefix
@@ -110,7 +110,7 @@ def _prepare(recipe: Recipe) -> None:
         tokenizers.train_byte_bpe(documents([corpus]), vocab).save(folder)
 
     def tokenize() -> None:
-        preprocess.tokenize(Job((str(corpus),), str(folder), short, append_eod=True))
+        preprocess.tokenize(TokenizeJob((str(corpus),), str(folder), short, append_eod=True))
 
     _step(f"the source of Python's standard library -> {corpus}", corpus, lambda: write_corpus(corpus))
     _step(

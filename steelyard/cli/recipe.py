@@ -17,7 +17,7 @@ from steelyard.core.recipe import Recipe, load_recipe, shipped, to_toml
 from steelyard.sizes.param_count import parameters
 
 
-class Sgd(StrEnum):
+class SgdChoice(StrEnum):
     """Which optimizer a script's `--optimizer sgd` is."""
 
     sgd = "sgd"
@@ -95,7 +95,9 @@ def from_megatron(
         typer.Argument(metavar="SCRIPT... [-- ARGS]", help="Launch scripts, and what they would be started with."),
     ],
     out: Annotated[Path | None, typer.Option(help="Write the recipe to this file.", show_default=False)] = None,
-    sgd: Annotated[Sgd | None, typer.Option(help="Which optimizer --optimizer sgd is.", show_default=False)] = None,
+    sgd: Annotated[
+        SgdChoice | None, typer.Option(help="Which optimizer --optimizer sgd is.", show_default=False)
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Write the recipe that a Megatron launch script means. The script is read, never run.

@@ -16,7 +16,7 @@ from steelyard.cli.train import ResumeOption
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe, load_recipe
-from steelyard.parallel.world import alike, detect
+from steelyard.parallel.world import detect, raise_on_all_ranks
 
 RecipeOrNone = Annotated[
     str | None,
@@ -64,7 +64,7 @@ def run(
     The word run may be left out. Example: steelyard sft --model models/base --data talks.jsonl --out models/tuned
     """
     ranks = detect(os.environ)
-    with alike(ranks):
+    with raise_on_all_ranks(ranks):
         loaded = recipe_for(recipe, overrides, model, data)
         if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise UserError(f"{out} is there already", mend="name a new folder")
@@ -77,7 +77,7 @@ def run(
     from steelyard.observe import report
     from steelyard.train import trainer
 
-    with alike(ranks):
+    with raise_on_all_ranks(ranks):
         prepared = sft.prepare(loaded)
     if ranks.is_first:
         console.say(prepared.described())

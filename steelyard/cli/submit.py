@@ -13,10 +13,10 @@ from steelyard.cli.options import JsonOption, RunOption, print_result
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import load_recipe
 from steelyard.launch import job_array, sites
-from steelyard.launch.submit import Request, preview, submit, wait
+from steelyard.launch.submit import SubmitRequest, preview, submit, wait
 
 
-class Backend(StrEnum):
+class BackendChoice(StrEnum):
     """Who starts the ranks."""
 
     local = "local"
@@ -47,7 +47,7 @@ def register(root: typer.Typer, name: str, help_: str) -> None:
 
 def submit_(
     words: Words = None,
-    on: Annotated[Backend, typer.Option(help="Who starts the ranks.")] = Backend.local,
+    on: Annotated[BackendChoice, typer.Option(help="Who starts the ranks.")] = BackendChoice.local,
     site: SiteOption = None,
     sites_file: SitesOption = None,
     cluster: Annotated[
@@ -85,11 +85,11 @@ def submit_(
     Example: steelyard submit --on slurm --ranks-per-node 4 -- eval ppl runs/my
     """
     recipe, command = _split(words or [])
-    if hosts is not None and on is not Backend.mpi:
+    if hosts is not None and on is not BackendChoice.mpi:
         raise UserError("--hosts are mpirun's", mend="add --on mpi, or leave them out")
     loaded = load_recipe(recipe[0], recipe[1:]) if recipe else None
     site_name, found = sites.find(site, loaded.site if loaded else None, sites_file)
-    request = Request(
+    request = SubmitRequest(
         on.value, sites.changed(found, hosts, port), loaded, command, name, run, site_name, cluster, nodes,
         ranks_per_node, time, job, reload_container, skip_checks,
     )  # fmt: skip

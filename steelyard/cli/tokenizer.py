@@ -20,7 +20,7 @@ TokenizerArgument = Annotated[
 ]
 
 
-class Kind(StrEnum):
+class TokenizerKind(StrEnum):
     """Kinds of vocabulary that can be learned."""
 
     unigram = "unigram"
@@ -40,7 +40,9 @@ def train(
     input: Annotated[list[str], typer.Option(help="Files or patterns: .txt, .jsonl, .parquet, also .gz or .zst.")],
     model_prefix: Annotated[Path, typer.Option(help="PREFIX.model and .vocab, or for byte-bpe the folder to write.")],
     vocab_size: Annotated[int, typer.Option(min=1, help="How many tokens to learn.")],
-    type: Annotated[Kind, typer.Option(help="SentencePiece unigram or bpe, or byte-level BPE.")] = Kind.unigram,
+    type: Annotated[
+        TokenizerKind, typer.Option(help="SentencePiece unigram or bpe, or byte-level BPE.")
+    ] = TokenizerKind.unigram,
     character_coverage: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of characters kept.")] = 0.9995,
     sample: Annotated[int, typer.Option(min=0, help="Learn from so many random lines; 0 from all.")] = 0,
     byte_fallback: Annotated[bool, typer.Option("--byte-fallback", help="Unknown characters become bytes.")] = False,
@@ -61,7 +63,7 @@ def train(
     from steelyard.text.corpus import documents, named_files
 
     texts = documents(named_files(input), json_key, document.value)
-    if type is Kind.byte_bpe:
+    if type is TokenizerKind.byte_bpe:
         trained: tokenizers.Tokenizer = tokenizers.train_byte_bpe(texts, vocab_size, symbols or ())
         if trained.vocab_size < vocab_size:
             console.warn(

@@ -12,7 +12,7 @@ from steelyard.cli.relaunch import NprocOption, launch
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe, load_recipe
-from steelyard.parallel.world import alike, detect
+from steelyard.parallel.world import detect, raise_on_all_ranks
 
 ResumeOption = Annotated[
     str,
@@ -50,7 +50,7 @@ def train(
     Example: steelyard train my.toml train.steps=50 --nproc 4
     """
     ranks = detect(os.environ)
-    with alike(ranks):
+    with raise_on_all_ranks(ranks):
         loaded = load_recipe(recipe, overrides or ())
     if dry_run:
         return _dry_run(loaded, world, gpu, json)
@@ -61,13 +61,13 @@ def train(
         raise typer.Exit(launch(nproc))
     from steelyard.observe.profile import nsight_tools
 
-    with alike(ranks):
+    with raise_on_all_ranks(ranks):
         nsight_tools.go_under(loaded, run, ranks.rank)
     from steelyard.observe import report
     from steelyard.sparsity import sparsity_extension
     from steelyard.train import trainer
 
-    with alike(ranks):
+    with raise_on_all_ranks(ranks):
         extension = sparsity_extension.extension(loaded)
     folder = trainer.run(loaded, run, extension, resume)
     if ranks.is_first:

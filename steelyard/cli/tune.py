@@ -11,7 +11,7 @@ import typer
 
 from steelyard.cli.default_command import with_default
 from steelyard.cli.options import JsonOption, Overrides, print_result
-from steelyard.cli.submit import Backend, SiteOption, SitesOption
+from steelyard.cli.submit import BackendChoice, SiteOption, SitesOption
 from steelyard.core.errors import UserError
 from steelyard.core.host import require_linux
 from steelyard.tune.command import STORAGE
@@ -42,7 +42,7 @@ def run(
         typer.Option(metavar="FILE", help="Measured layers, for the planner: `steelyard plan profile`."),
     ] = None,
     on: Annotated[
-        Backend | None, typer.Option(help="Submit each trial as a job.  [default: run it under the tuner, here]")
+        BackendChoice | None, typer.Option(help="Submit each trial as a job.  [default: run it under the tuner, here]")
     ] = None,
     site: SiteOption = None,
     sites_file: SitesOption = None,

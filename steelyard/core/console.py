@@ -69,12 +69,14 @@ class Console:
             print(message, file=stream or sys.stderr, flush=True)
 
     @contextmanager
-    def progress(self, task: str, total: float, unit: str, done: float = 0, lines: bool = True) -> Iterator[Progress]:
+    def progress(
+        self, task: str, total: float, unit: str, done: float = 0, lines: bool = True
+    ) -> Iterator[ProgressBar]:
         """Show how far some work is, how fast it goes and how long it will take; `done` is what an earlier run did.
 
         Work that prints lines of its own needs none in a log (`lines=False`).
         """
-        progress = Progress(self, task, total, unit, done, lines)
+        progress = ProgressBar(self, task, total, unit, done, lines)
         if self.quiet or self._bar is not None or not sys.stderr.isatty():
             yield progress
             return
@@ -86,7 +88,7 @@ class Console:
             self._bar = None
 
 
-class Progress:
+class ProgressBar:
     """One piece of long work: `advance` it, and it shows itself."""
 
     def __init__(self, console: Console, task: str, total: float, unit: str, done: float, lines: bool) -> None:

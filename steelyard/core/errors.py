@@ -31,14 +31,14 @@ class UserError(SteelyardError):
     exit_code = 2
 
 
-class Damaged(UserError):
+class CorruptFileError(UserError):
     """A file that is not as its writer left it. The user's, since only another copy of it will help."""
 
     def __init__(self, message: str, *, where: str | None = None, mend: str = "copy or download it again") -> None:
         super().__init__(message, where=where, mend=mend)
 
 
-class Fault(SteelyardError):
+class RuntimeFailure(SteelyardError):
     """A fault of the machine or of the work itself."""
 
     exit_code = 1

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from steelyard.core.errors import Damaged, UserError
+from steelyard.core.errors import CorruptFileError, UserError
 
 MOST_DEPTH = 64
 MOST_JSON_BYTES = 256 << 20  # The largest known index of a model's weights has 20 MB.
@@ -60,9 +60,9 @@ def read_json(path: str | Path) -> Any:
             raise ValueError(f"it is larger than {MOST_JSON_BYTES >> 20} MiB")
         return json_value(text)
     except OSError as error:
-        raise Damaged(f"cannot be read: {error.strerror}", where=str(path)) from None
+        raise CorruptFileError(f"cannot be read: {error.strerror}", where=str(path)) from None
     except ValueError as error:
-        raise Damaged(f"this is not JSON that can be read: {error}", where=str(path)) from None
+        raise CorruptFileError(f"this is not JSON that can be read: {error}", where=str(path)) from None
 
 
 def read_json_object(path: str | Path) -> dict[str, Any]:

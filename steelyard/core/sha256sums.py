@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 
 from steelyard.core import files
 from steelyard.core.console import console
-from steelyard.core.errors import Damaged
+from steelyard.core.errors import CorruptFileError
 
 NAME = "SHA256SUMS"
 LINE = re.compile(r"([0-9a-f]{64}) [ *]([^\\\r\n]+)")
@@ -66,12 +66,14 @@ def read(folder: Path) -> dict[str, str] | None:
     if not path.is_file():
         return None
     if path.stat().st_size > MOST_BYTES:
-        raise Damaged(f"it is larger than {MOST_BYTES >> 20} MiB", where=str(path))
+        raise CorruptFileError(f"it is larger than {MOST_BYTES >> 20} MiB", where=str(path))
     sums: dict[str, str] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
         match = LINE.fullmatch(line)
         if match is None or PurePosixPath(match[2]).is_absolute() or ".." in PurePosixPath(match[2]).parts:
-            raise Damaged(f"line {number} is not a SHA-256 and the name of a file of this folder", where=str(path))
+            raise CorruptFileError(
+                f"line {number} is not a SHA-256 and the name of a file of this folder", where=str(path)
+            )
         sums[str(PurePosixPath(match[2]))] = match[1]
     return sums
 

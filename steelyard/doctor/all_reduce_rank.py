@@ -34,9 +34,9 @@ def measure(device: str) -> dict[str, object] | None:
     import torch
     import torch.distributed as dist
 
-    from steelyard.parallel.world import join
+    from steelyard.parallel.world import init_distributed
 
-    with join(device, MINUTES) as world:
+    with init_distributed(device, MINUTES) as world:
         here = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
         data = torch.full((BYTES[device] // 4,), float(world.rank + 1), device=here)
         dist.all_reduce(data)

@@ -15,7 +15,7 @@ from pathlib import Path
 from shlex import join
 from typing import Any
 
-from steelyard.core.errors import Fault, UserError
+from steelyard.core.errors import RuntimeFailure, UserError
 from steelyard.doctor import elf, site_profile, sonames, undo_log
 from steelyard.doctor.checks.libraries import package_of
 from steelyard.doctor.finding import Finding
@@ -81,7 +81,9 @@ def choose(machine: Machine, image: str) -> Image:
     kinds = ["enroot"] if image.endswith(".sqsh") else ["apptainer", "singularity"] if is_file else ["docker", "podman"]
     there = [name for name in kinds if machine.which(name)]
     if not there:
-        raise Fault(f"{image} needs {' or '.join(kinds)}, which is not on PATH", mend=f"often: module load {kinds[0]}")
+        raise RuntimeFailure(
+            f"{image} needs {' or '.join(kinds)}, which is not on PATH", mend=f"often: module load {kinds[0]}"
+        )
     kind = next((name for name in there if not is_file and _has(machine, name, image)), there[0])
     return Image(str(Path(image).resolve()) if is_file else image, kind)
 
@@ -102,12 +104,12 @@ def look(
     answer = machine.run(image.words(["python3", "-c", source], binds, env), seconds=SECONDS)
     if answer is None or not answer.is_good:
         by_hand = join(image.words(["python3", "--version"]))
-        raise Fault(f"{image.kind} could not run python3 in {image.path}: {answer.gist if answer else ''}",
+        raise RuntimeFailure(f"{image.kind} could not run python3 in {image.path}: {answer.gist if answer else ''}",
                     mend=f"try it by hand: {by_hand}")  # fmt: skip
     try:
         said: dict[str, Any] = json.loads(answer.out.strip().splitlines()[-1])
     except (ValueError, IndexError):
-        raise Fault(f"python3 in {image.path} answered {answer.out.strip()[:100]!r}") from None
+        raise RuntimeFailure(f"python3 in {image.path} answered {answer.out.strip()[:100]!r}") from None
     return said
 
 

@@ -15,7 +15,7 @@ SECONDS_TO_IMPORT = 180  # A cold torch on a network filesystem.
 
 
 @dataclass(frozen=True)
-class Seen:
+class PythonInfo:
     """The answers; empty where the Python did not answer."""
 
     answers: dict[str, Any] = field(default_factory=dict)
@@ -54,17 +54,17 @@ class Seen:
         return versions.get(name)
 
 
-def ask(machine: Machine) -> Seen:
+def ask(machine: Machine) -> PythonInfo:
     """Ask the machine's Python."""
     # Silence what packages print while they are imported: the answer is the last line.
     command = [machine.python, _script(torch_facts.__file__)]
     answer = machine.run(command, seconds=SECONDS_TO_IMPORT, extra={"PYTHONWARNINGS": "ignore"})
     if answer is None:
-        return Seen(problem=f"{machine.python} is not there")
+        return PythonInfo(problem=f"{machine.python} is not there")
     try:
-        return Seen(json.loads(answer.out.strip().splitlines()[-1]))
+        return PythonInfo(json.loads(answer.out.strip().splitlines()[-1]))
     except (ValueError, IndexError):
-        return Seen(problem=answer.gist)
+        return PythonInfo(problem=answer.gist)
 
 
 def load_library(machine: Machine, path: str, family: str) -> dict[str, Any]:

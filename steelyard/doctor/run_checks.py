@@ -20,9 +20,9 @@ from steelyard.doctor.checks import (
 )
 from steelyard.doctor.finding import Finding
 from steelyard.doctor.machine import Machine
-from steelyard.doctor.python_info import Seen, ask
+from steelyard.doctor.python_info import PythonInfo, ask
 
-Check = Callable[[Machine, Seen], Iterator[Finding]]
+Check = Callable[[Machine, PythonInfo], Iterator[Finding]]
 CHECKS: tuple[tuple[str, Check], ...] = (
     (python.TOPIC, python.check),
     (torch.TOPIC, torch.check),

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from steelyard.core import files
-from steelyard.core.errors import Fault, UserError
+from steelyard.core.errors import RuntimeFailure, UserError
 from steelyard.core.safe_parse import loads
 from steelyard.doctor.machine import Machine
 from steelyard.doctor.paths import record_file
@@ -56,7 +56,7 @@ def link(path: Path, target: str) -> list[Change]:
     """A link of this name, unless it is there."""
     before = str(path.readlink()) if path.is_symlink() else None
     if before is None and path.exists():
-        raise Fault(f"{path} is a file, and no link is put in its place", mend="move it away")
+        raise RuntimeFailure(f"{path} is a file, and no link is put in its place", mend="move it away")
     return [] if before == target else [Change("link", str(path), target=target, before=before)]
 
 
@@ -180,7 +180,7 @@ def _noted(record: Path) -> list[Change]:
         noted: list[dict[str, Any]] = loads(text)["changes"]
         return [Change(**one) for one in noted]
     except (ValueError, KeyError, TypeError):
-        raise Fault(
+        raise RuntimeFailure(
             f"{record} cannot be read", mend="it says what was changed: look at it before you remove it"
         ) from None
 

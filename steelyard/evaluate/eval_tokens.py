@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from steelyard.checkpoint.formats import Source
+from steelyard.checkpoint.formats import CheckpointSource
 from steelyard.checkpoint.formats.native import SteelyardSource
 from steelyard.core.errors import UserError
 from steelyard.core.run import MANIFEST
 from steelyard.core.safe_parse import read_json_object
-from steelyard.sparsity.pruned_source import Seen
+from steelyard.sparsity.pruned_source import SourceView
 from steelyard.text import download
 from steelyard.text.corpus import documents, named_files
 from steelyard.text.formats import format_of
@@ -30,7 +30,7 @@ JOIN = "\n\n"
 
 
 @dataclass(frozen=True)
-class Stream:
+class TokenStream:
     """Tokens in a row, and where they are from."""
 
     tokens: npt.NDArray[Any]
@@ -42,7 +42,7 @@ def is_prefix(data: str) -> bool:
     return data.endswith((".idx", ".bin")) or idx_path(data).is_file()
 
 
-def from_token_files(prefix: str) -> Stream:
+def from_token_files(prefix: str) -> TokenStream:
     """All tokens of a pair of files, in their order."""
     files = IndexedTokens(prefix)
     total = int(files.lengths.sum(dtype=np.int64))
@@ -51,10 +51,10 @@ def from_token_files(prefix: str) -> Stream:
         "joined": "as the files have them: end-of-document tokens stand where they were written",
         "special tokens": "none added",
     }
-    return Stream(files.stream(0, total), described)
+    return TokenStream(files.stream(0, total), described)
 
 
-def from_text(data: str, tokenizer: Tokenizer) -> Stream:
+def from_text(data: str, tokenizer: Tokenizer) -> TokenStream:
     """The tokens of a file, or of the raw test split of WikiText, encoded in one go."""
     if data in WIKITEXT:
         name = f"{WIKITEXT[data]}, test split"
@@ -70,7 +70,7 @@ def from_text(data: str, tokenizer: Tokenizer) -> Stream:
         "joined": "taken whole" if whole and len(rows) == 1 else f"{len(rows)} rows joined by two newlines",
         "special tokens": _frame(tokenizer),
     }
-    return Stream(tokens, described)
+    return TokenStream(tokens, described)
 
 
 def _frame(tokenizer: Tokenizer) -> str:
@@ -82,7 +82,7 @@ def _frame(tokenizer: Tokenizer) -> str:
     return f"as the tokenizer adds them, once: {framed[:first]} in front, {framed[first + len(plain) :]} behind"
 
 
-def other_form(data: str, source: Source) -> str | None:
+def other_form(data: str, source: CheckpointSource) -> str | None:
     """A remark, where the model was trained on the other form of WikiText than the one it is measured on."""
     measured = _forms([WIKITEXT.get(data, data)])
     trained = _forms(_trained_on(source))
@@ -100,9 +100,9 @@ def _forms(names: Iterable[str]) -> set[str]:
     return {"the raw form (-raw-v1)" if match.group(1) else "the tokenised form (-v1)" for match in matches if match}
 
 
-def _trained_on(source: Source) -> list[str]:
+def _trained_on(source: CheckpointSource) -> list[str]:
     """The names of a run's token files and of the texts they were made of, as far as they are known."""
-    while isinstance(source, Seen):
+    while isinstance(source, SourceView):
         source = source.source
     if not isinstance(source, SteelyardSource) or not (source.path.parent.parent / MANIFEST).is_file():
         return []
@@ -115,7 +115,7 @@ def _trained_on(source: Source) -> list[str]:
     return names
 
 
-def check_ids(stream: Stream, vocab: int) -> None:
+def check_ids(stream: TokenStream, vocab: int) -> None:
     """Refuse tokens that the model has no row for."""
     largest = int(stream.tokens.max()) if len(stream.tokens) else 0
     if largest >= vocab:

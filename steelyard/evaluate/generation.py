@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steelyard.checkpoint.formats import Source
+from steelyard.checkpoint.formats import CheckpointSource
 from steelyard.checkpoint.formats.hf_metadata import end_ids
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
@@ -106,7 +106,7 @@ def result(writer: Writer, prompt: str, sampling: Sampling) -> dict[str, Any]:
     }
 
 
-def ends_of(source: Source, tokenizer: Tokenizer) -> set[int]:
+def ends_of(source: CheckpointSource, tokenizer: Tokenizer) -> set[int]:
     """The ids that end a text: those that the checkpoint names, else the tokenizer's."""
     return set(end_ids(source.extra)) or ({tokenizer.end_id} if tokenizer.end_id is not None else set())
 

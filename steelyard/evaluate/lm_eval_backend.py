@@ -20,7 +20,7 @@ from steelyard.evaluate.generation import Sampling, Writer, text_of, tokens
 Pair = tuple[list[int], list[int]]
 
 
-class Backend(LM):  # type: ignore[misc]
+class LmEvalModel(LM):  # type: ignore[misc]
     """Our model as one of lm-eval's."""
 
     def __init__(self, writer: Writer, batch: int) -> None:

@@ -9,19 +9,19 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from steelyard.checkpoint.formats import Source
+from steelyard.checkpoint.formats import CheckpointSource
 from steelyard.checkpoint.formats.compressed_tensors import CompressedSource
 from steelyard.checkpoint.formats.hf_config import positions_of
 from steelyard.checkpoint.formats.source import check
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
-from steelyard.core.recipe.data_section import Data
-from steelyard.core.recipe.parallel_section import Parallel
+from steelyard.core.recipe.data_section import DataSection
+from steelyard.core.recipe.parallel_section import ParallelSection
 from steelyard.model import LanguageModel
 from steelyard.parallel import mesh as meshes
 from steelyard.parallel.mesh import Mesh
 from steelyard.parallel.parallelize import assemble
-from steelyard.parallel.param_shards import Part
+from steelyard.parallel.param_shards import ParamShard
 from steelyard.sparsity import sparse_linear
 from steelyard.sparsity.semi_structured import Compressing
 from steelyard.text import tokenizer as tokenizers
@@ -31,7 +31,7 @@ Precision = Literal["auto", "fp32", "bf16", "fp16"]
 COMPRESSED = (CompressedSource, Compressing)
 
 
-def tokenizer_for(source: Source, named: str | None) -> Tokenizer:
+def tokenizer_for(source: CheckpointSource, named: str | None) -> Tokenizer:
     """The tokenizer that was named, or the checkpoint's own."""
     if named is not None:
         return tokenizers.load_tokenizer(named)
@@ -43,18 +43,18 @@ def tokenizer_for(source: Source, named: str | None) -> Tokenizer:
     return source.load_tokenizer()
 
 
-def context_of(source: Source) -> int:
+def context_of(source: CheckpointSource) -> int:
     """How many tokens the model is meant to see at once."""
     return positions_of(source.shape, source.extra)
 
 
 def mesh_for(tensor: int, device: torch.device) -> Mesh:
     """Ranks side by side, each with whole copies of its part of the model: nothing is gathered, only text is shared."""
-    return replace(meshes.make(Parallel(tensor=tensor), device.type), sharding=None)
+    return replace(meshes.make(ParallelSection(tensor=tensor), device.type), sharding=None)
 
 
 def loaded(
-    source: Source,
+    source: CheckpointSource,
     device: torch.device,
     dtype: torch.dtype,
     mesh: Mesh | None = None,
@@ -83,10 +83,13 @@ def loaded(
     return assembly.model.requires_grad_(False).eval()
 
 
-def _recipe(source: Source, tensor: int) -> Recipe:
+def _recipe(source: CheckpointSource, tensor: int) -> Recipe:
     try:
         return Recipe(
-            name="evaluation", model=source.shape, parallel=Parallel(tensor=tensor), data=Data(sequence_length=1)
+            name="evaluation",
+            model=source.shape,
+            parallel=ParallelSection(tensor=tensor),
+            data=DataSection(sequence_length=1),
         )
     except ValidationError as error:
         raise UserError(error.errors()[0]["msg"], where="--tensor", mend="choose another number of ranks") from None
@@ -99,7 +102,7 @@ def _cast(network: LanguageModel, dtype: torch.dtype) -> None:
             module.to(dtype)
 
 
-def _fill(parts: list[Part], source: Source) -> None:
+def _fill(parts: list[ParamShard], source: CheckpointSource) -> None:
     with torch.no_grad():
         for part in parts:
             values = source.tensor(part.name)

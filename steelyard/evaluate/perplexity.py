@@ -17,18 +17,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from steelyard.checkpoint.formats import Source
+from steelyard.checkpoint.formats import CheckpointSource
 from steelyard.core import units
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
-from steelyard.core.recipe.model_section import GptModel
+from steelyard.core.recipe.model_section import GptConfig
 from steelyard.evaluate import eval_tokens as streams
-from steelyard.evaluate.eval_tokens import Stream
+from steelyard.evaluate.eval_tokens import TokenStream
 from steelyard.evaluate.load_model import context_of, loaded, mesh_for, tokenizer_for
-from steelyard.evaluate.windows import Plan, Protocol, Window, plan
+from steelyard.evaluate.windows import Protocol, Window, WindowPlan, plan
 from steelyard.model import LanguageModel
 from steelyard.parallel.mesh import Mesh
-from steelyard.parallel.world import World, alike, everywhere, join
+from steelyard.parallel.world import World, init_distributed, raise_on_all_ranks, run_on_rank0
 from steelyard.sizes.param_count import parameters
 from steelyard.sparsity import pruned_source as sparse
 from steelyard.train.device import NAMES, device_for, dtype_for
@@ -39,7 +39,7 @@ TIMEOUT_MINUTES = 30.0
 
 
 @dataclass(frozen=True)
-class Request:
+class PerplexityRequest:
     """What to measure, and how."""
 
     checkpoint: str
@@ -55,22 +55,22 @@ class Request:
     base: str | None = None
 
 
-def perplexity(request: Request) -> dict[str, Any] | None:
+def perplexity(request: PerplexityRequest) -> dict[str, Any] | None:
     """Measure, on all ranks together; the first one gets the result."""
     device = device_for(request.device)
-    with join(device.type, TIMEOUT_MINUTES) as world:
+    with init_distributed(device.type, TIMEOUT_MINUTES) as world:
         console.quiet = console.quiet or not world.is_first
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
-        with alike(world):
+        with raise_on_all_ranks(world):
             if world.size % request.tensor:
                 raise UserError(f"{world.size} ranks are no multiple of --tensor {request.tensor}", where="--nproc")
         source = _opened(request, world)
-        with alike(world):
+        with raise_on_all_ranks(world):
             length = _length(request, source)
         stream = _stream(request, source, world)
         dtype = dtype_for(request.dtype, source, device)
-        with alike(world):
+        with raise_on_all_ranks(world):
             streams.check_ids(stream, source.shape.vocab)
             cut = plan(len(stream.tokens), length, request.stride, request.protocol)
             mesh = mesh_for(request.tensor, device)
@@ -136,23 +136,23 @@ def _over_ranks(
     return total.item()
 
 
-def _opened(request: Request, world: World) -> Source:
+def _opened(request: PerplexityRequest, world: World) -> CheckpointSource:
     """The checkpoint, seen through its masks. The first rank checks that these belong to it, and all open it."""
 
     def look() -> None:
         sparse.opened(request.checkpoint, request.mask, request.base)
 
     if world.size > 1:
-        everywhere(world, look)
-    with alike(world):
+        run_on_rank0(world, look)
+    with raise_on_all_ranks(world):
         return sparse.opened(request.checkpoint, request.mask, request.base, checks=world.size == 1)
 
 
-def _length(request: Request, source: Source) -> int:
+def _length(request: PerplexityRequest, source: CheckpointSource) -> int:
     """The length of windows; learned positions end somewhere, others only become unfamiliar."""
     sees = context_of(source)
     length = request.length or min(LONGEST, sees)
-    if length > sees and isinstance(source.shape, GptModel):
+    if length > sees and isinstance(source.shape, GptConfig):
         raise UserError(
             f"windows of {length} tokens are longer than the model's {sees} positions", where="--sequence-length",
             mend=f"use {sees} or less",
@@ -162,22 +162,22 @@ def _length(request: Request, source: Source) -> int:
     return length
 
 
-def _stream(request: Request, source: Source, world: World) -> Stream:
+def _stream(request: PerplexityRequest, source: CheckpointSource, world: World) -> TokenStream:
     """The tokens, encoded by the first rank for all; token files are opened by each."""
     remark = streams.other_form(request.data, source)
     if remark and world.is_first:
         console.warn(remark)
     if streams.is_prefix(request.data):
-        with alike(world):
+        with raise_on_all_ranks(world):
             return streams.from_token_files(request.data)
-    return everywhere(world, lambda: streams.from_text(request.data, tokenizer_for(source, request.tokenizer)))
+    return run_on_rank0(world, lambda: streams.from_text(request.data, tokenizer_for(source, request.tokenizer)))
 
 
 def _result(
-    request: Request,
-    source: Source,
-    stream: Stream,
-    cut: Plan,
+    request: PerplexityRequest,
+    source: CheckpointSource,
+    stream: TokenStream,
+    cut: WindowPlan,
     total: float,
     dtype: torch.dtype,
     device: torch.device,

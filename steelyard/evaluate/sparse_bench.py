@@ -29,7 +29,7 @@ ROUNDS = {"cuda": 20, "cpu": 3}
 
 
 @dataclass(frozen=True)
-class Request:
+class BenchRequest:
     """What to measure."""
 
     checkpoint: str
@@ -43,7 +43,7 @@ class Request:
     allow_dense: bool = False
 
 
-def sparse(request: Request) -> dict[str, Any]:
+def sparse(request: BenchRequest) -> dict[str, Any]:
     """Measure a checkpoint dense and compressed."""
     if request.device != "cpu" and not torch.cuda.is_available():
         raise UserError(

@@ -39,7 +39,7 @@ def run(writer: Writer, names: Sequence[str], options: TaskOptions) -> dict[str,
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    from steelyard.evaluate.lm_eval_backend import Backend
+    from steelyard.evaluate.lm_eval_backend import LmEvalModel
 
     broken = _broken(Path(options.include)) if options.include is not None else {}
     manager = TaskManager(include_path=options.include)
@@ -52,7 +52,7 @@ def run(writer: Writer, names: Sequence[str], options: TaskOptions) -> dict[str,
     for path, reason in broken.items():
         console.warn(f"{path}: {reason}; its task is left out")
     found = simple_evaluate(
-        model=Backend(writer, options.batch),
+        model=LmEvalModel(writer, options.batch),
         tasks=list(names),
         num_fewshot=options.shots,
         limit=options.limit,

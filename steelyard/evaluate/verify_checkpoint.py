@@ -22,8 +22,8 @@ from steelyard.checkpoint import folder as folders
 from steelyard.checkpoint import state_file, step_folders
 from steelyard.checkpoint.formats import open_source, safetensors
 from steelyard.checkpoint.formats.native import SteelyardSource
-from steelyard.checkpoint.formats.source import Source, holds_adapters, misfits
-from steelyard.checkpoint.sharded_tensor import Piece
+from steelyard.checkpoint.formats.source import CheckpointSource, holds_adapters, misfits
+from steelyard.checkpoint.sharded_tensor import TensorShard
 from steelyard.core import sha256sums
 from steelyard.core.console import console
 from steelyard.core.errors import SteelyardError, UserError
@@ -37,7 +37,7 @@ NAMED = 5  # files without a checksum that are listed by name
 
 
 @dataclass
-class Findings:
+class VerifyFindings:
     """What a verification found."""
 
     path: Path
@@ -82,9 +82,9 @@ class Findings:
         return "\n".join([*lines, *(f"not checked: {line}" for line in self.not_checked)])
 
 
-def verify_checkpoint(path: Path) -> Findings:
+def verify_checkpoint(path: Path) -> VerifyFindings:
     """Check a checkpoint, all checkpoints of a run, or a single file of weights or masks."""
-    findings = Findings(path)
+    findings = VerifyFindings(path)
     if not path.exists():
         raise UserError(f"there is no file or folder {path}")
     if (path / MANIFEST).is_file():
@@ -94,7 +94,7 @@ def verify_checkpoint(path: Path) -> Findings:
     return findings
 
 
-def check_checkpoints(folder: Path, findings: Findings) -> None:
+def check_checkpoints(folder: Path, findings: VerifyFindings) -> None:
     """Check all checkpoints of a run."""
     for path in step_folders.by_age(folder):
         check_one(path, findings)
@@ -102,7 +102,7 @@ def check_checkpoints(folder: Path, findings: Findings) -> None:
         findings.not_checked.append(f"{path}, which was found damaged before")
 
 
-def check_one(path: Path, findings: Findings) -> None:
+def check_one(path: Path, findings: VerifyFindings) -> None:
     """Check one checkpoint, or one file."""
     if (path / folders.STATE).is_file():
         _check_own(path, findings)
@@ -122,7 +122,7 @@ def check_one(path: Path, findings: Findings) -> None:
             findings.checked["tokenizers"] += 1
 
 
-def _check_own(path: Path, findings: Findings) -> None:
+def _check_own(path: Path, findings: VerifyFindings) -> None:
     """A checkpoint of ours, whose state.json has checksums of itself and of the other files."""
     with findings.attempt():
         state, sums = state_file.read(path)
@@ -147,11 +147,11 @@ def _check_own(path: Path, findings: Findings) -> None:
 def _loaded(saved: folders.Checkpoint, name: str) -> Tensor:
     size, dtype = saved.tensors()[name]
     tensor = torch.empty(size, dtype=dtype)
-    folders.load(saved, {name: Piece.whole(tensor)})
+    folders.load(saved, {name: TensorShard.whole(tensor)})
     return tensor
 
 
-def _check_sums(path: Path, findings: Findings, own: Iterable[str] = ()) -> None:
+def _check_sums(path: Path, findings: VerifyFindings, own: Iterable[str] = ()) -> None:
     """Compare with SHA256SUMS, of the folder or of the one around it; files in `own` have another checksum."""
     listed: dict[Path, str] = {}
     for base in (path, path.parent) if path.is_dir() else (path.parent,):
@@ -172,7 +172,7 @@ def _check_sums(path: Path, findings: Findings, own: Iterable[str] = ()) -> None
     findings.without_checksum += [str(file) for file in unlisted if file not in missing]
 
 
-def _check_safetensors(file: Path, findings: Findings) -> None:
+def _check_safetensors(file: Path, findings: VerifyFindings) -> None:
     if is_mask_file(file):
         findings.checked["masks by checksum"] += len(MaskFile(file).names())
         return
@@ -180,19 +180,19 @@ def _check_safetensors(file: Path, findings: Findings) -> None:
     _check_values(extents, lambda name: extents[name].read(), file, findings)
 
 
-def _check_source(source: Source, findings: Findings) -> None:
+def _check_source(source: CheckpointSource, findings: VerifyFindings) -> None:
     if _check_names(source, findings):
         _check_values(source.names(), source.tensor, source.path, findings)
 
 
-def _check_names(source: Source, findings: Findings) -> bool:
+def _check_names(source: CheckpointSource, findings: VerifyFindings) -> bool:
     """Whether all tensors of the model are there, and no others."""
     wrong = [] if holds_adapters(source) else misfits(source, source.shape)
     findings.problems += [f"{source.path}: {line}" for line in wrong]
     return not wrong
 
 
-def _check_values(names: Iterable[str], read: Callable[[str], Tensor], path: Path, findings: Findings) -> None:
+def _check_values(names: Iterable[str], read: Callable[[str], Tensor], path: Path, findings: VerifyFindings) -> None:
     names = list(names)
     with console.progress("values", len(names), "tensors") as progress:
         for name in names:

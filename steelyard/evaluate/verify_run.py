@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from steelyard.core import files
-from steelyard.core.errors import Fault, SteelyardError
+from steelyard.core.errors import RuntimeFailure, SteelyardError
 from steelyard.core.recipe import Recipe
 from steelyard.core.run import MANIFEST, METRICS, RECIPE, Run
 from steelyard.core.safe_parse import loads
-from steelyard.evaluate.verify_checkpoint import Findings, check_checkpoints, check_one
+from steelyard.evaluate.verify_checkpoint import VerifyFindings, check_checkpoints, check_one
 from steelyard.sparsity.mask_file import MaskFile
 from steelyard.tokens import inspect
 from steelyard.tokens.samples import expand_sources
@@ -21,9 +21,9 @@ RECORDS = (METRICS, "scheduler.jsonl", "timeline/*.jsonl", "logs/*.gpu")
 EVENTS = "events.out.tfevents.*"
 
 
-def verify_run(path: Path) -> Findings:
+def verify_run(path: Path) -> VerifyFindings:
     """Check a run folder."""
-    run, findings = Run.open(path), Findings(path)
+    run, findings = Run.open(path), VerifyFindings(path)
     findings.without_checksum += [str(path / name) for name in (MANIFEST, RECIPE) if (path / name).is_file()]
     findings.checked["files by their form"] += 1  # The manifest, which was read when the run was opened.
     for pattern in OBJECTS:
@@ -51,7 +51,7 @@ def verify_run(path: Path) -> Findings:
     return findings
 
 
-def _check_records(file: Path, findings: Findings) -> None:
+def _check_records(file: Path, findings: VerifyFindings) -> None:
     """Every line is a JSON object. A last line without its end was being written when the writer was killed."""
     with open(file, "rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -67,7 +67,7 @@ def _check_records(file: Path, findings: Findings) -> None:
                 findings.not_checked.append(f"{file}: line {number}, which a killed writer left unfinished")
 
 
-def _check_events(file: Path, findings: Findings) -> None:
+def _check_events(file: Path, findings: VerifyFindings) -> None:
     """Compare TensorBoard's records with their checksums: u64 length, its masked CRC-32C, the record, the record's."""
     try:
         from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c  # type: ignore[import-untyped]
@@ -89,12 +89,12 @@ def _check_events(file: Path, findings: Findings) -> None:
             findings.checked["events by checksum"] += 1
 
 
-def _check_token_files(recipe: Recipe, findings: Findings) -> None:
+def _check_token_files(recipe: Recipe, findings: VerifyFindings) -> None:
     for prefix in _prefixes(recipe, findings):
         with findings.attempt(prefix):
             try:
                 found = inspect.verify(prefix, recipe.model.vocab)
-            except Fault:
+            except RuntimeFailure:
                 raise
             except SteelyardError as error:  # One of the two files is not here.
                 findings.not_checked.append(f"{prefix}: {error.message}")
@@ -104,7 +104,7 @@ def _check_token_files(recipe: Recipe, findings: Findings) -> None:
                 findings.without_checksum.append(prefix)
 
 
-def _prefixes(recipe: Recipe, findings: Findings) -> Iterator[str]:
+def _prefixes(recipe: Recipe, findings: VerifyFindings) -> Iterator[str]:
     """The token files that a recipe names. They may lie on another machine, which is no fault of the run."""
     for key in ("train", "valid", "test"):
         sources = getattr(recipe.data, key)
@@ -114,7 +114,7 @@ def _prefixes(recipe: Recipe, findings: Findings) -> Iterator[str]:
             findings.not_checked.append(f"data.{key}: {error.message}")
 
 
-def _check_masks(recipe: Recipe, findings: Findings) -> None:
+def _check_masks(recipe: Recipe, findings: VerifyFindings) -> None:
     sparsity = recipe.sparsity
     for name in (sparsity.mask, sparsity.prior) if sparsity else ():
         if name is None or name == "weights":

@@ -29,7 +29,7 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Plan:
+class WindowPlan:
     """All windows of a text, and the words for how they were chosen."""
 
     windows: list[Window]
@@ -38,7 +38,7 @@ class Plan:
     described: dict[str, str]
 
 
-def plan(tokens: int, length: int, stride: int | None, protocol: Protocol) -> Plan:
+def plan(tokens: int, length: int, stride: int | None, protocol: Protocol) -> WindowPlan:
     """Cut a text of so many tokens into windows of `length`."""
     if stride is not None and not 0 < stride <= length:
         raise UserError(f"a stride of {stride} over windows of {length} would leave tokens out", where="--stride",
@@ -49,7 +49,7 @@ def plan(tokens: int, length: int, stride: int | None, protocol: Protocol) -> Pl
     return _side_by_side(tokens, length) if stride is None else _overlapping(tokens, length, stride)
 
 
-def _side_by_side(tokens: int, length: int) -> Plan:
+def _side_by_side(tokens: int, length: int) -> WindowPlan:
     count = tokens // length
     if not count or length < 2:
         raise UserError(
@@ -65,10 +65,10 @@ def _side_by_side(tokens: int, length: int) -> Plan:
         "divided": f"each window's sum by {length - 1}, then the sum of these means by {count}",
         "dropped tail": f"{dropped} tokens that do not fill a window",
     }
-    return Plan(windows, count * (length - 1), dropped, described)
+    return WindowPlan(windows, count * (length - 1), dropped, described)
 
 
-def _overlapping(tokens: int, length: int, stride: int) -> Plan:
+def _overlapping(tokens: int, length: int, stride: int) -> WindowPlan:
     windows = list(_every(stride, tokens, length))
     predictions = sum(window.counted for window in windows)
     if not predictions:
@@ -80,7 +80,7 @@ def _overlapping(tokens: int, length: int, stride: int) -> Plan:
         "divided": f"the sum over all predictions by their number, {predictions}",
         "dropped tail": "nothing; the last window is shorter",
     }
-    return Plan(windows, predictions, 0, described)
+    return WindowPlan(windows, predictions, 0, described)
 
 
 def _every(stride: int, tokens: int, length: int) -> Iterator[Window]:
@@ -94,7 +94,7 @@ def _every(stride: int, tokens: int, length: int) -> Iterator[Window]:
             return
 
 
-def _megatron(tokens: int, length: int, stride: int) -> Plan:
+def _megatron(tokens: int, length: int, stride: int) -> WindowPlan:
     labels = tokens - 1
     if labels < 1:
         raise UserError(f"the text has {tokens} tokens: there is nothing to predict")
@@ -111,4 +111,4 @@ def _megatron(tokens: int, length: int, stride: int) -> Plan:
         "divided": f"the sum over all predictions by the tokens less one, {labels}",
         "dropped tail": f"nothing; {length - (last.end - last.start)} places of the last window are masked",
     }
-    return Plan(windows, labels, 0, described)
+    return WindowPlan(windows, labels, 0, described)

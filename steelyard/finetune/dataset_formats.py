@@ -34,7 +34,7 @@ class Markers:
 
 
 @dataclass(frozen=True)
-class Shape:
+class DatasetFormat:
     """One way to write conversations down."""
 
     name: str
@@ -97,12 +97,14 @@ def _tree(row: Row, _: Markers) -> list[Message]:
 SHAPES = {
     shape.name: shape
     for shape in (
-        Shape("messages", lambda row: isinstance(row.get("messages"), list), _messages),
-        Shape("sharegpt", lambda row: isinstance(row.get("conversations"), list), _sharegpt),
-        Shape("tree", lambda row: isinstance(row.get("prompt"), dict) and "replies" in row["prompt"], _tree),
-        Shape("completion", lambda row: {"prompt", "completion"} <= row.keys(), _completion),
-        Shape("instruction", lambda row: "instruction" in row and any(key in row for key in OUTPUTS), _instruction),
-        Shape("marked", lambda row: isinstance(row.get("text"), str), _marked),
+        DatasetFormat("messages", lambda row: isinstance(row.get("messages"), list), _messages),
+        DatasetFormat("sharegpt", lambda row: isinstance(row.get("conversations"), list), _sharegpt),
+        DatasetFormat("tree", lambda row: isinstance(row.get("prompt"), dict) and "replies" in row["prompt"], _tree),
+        DatasetFormat("completion", lambda row: {"prompt", "completion"} <= row.keys(), _completion),
+        DatasetFormat(
+            "instruction", lambda row: "instruction" in row and any(key in row for key in OUTPUTS), _instruction
+        ),
+        DatasetFormat("marked", lambda row: isinstance(row.get("text"), str), _marked),
     )
 }
 # Shapes whose conversations are spread over rows, or that hold two answers.

@@ -21,12 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from steelyard.checkpoint import Piece
+from steelyard.checkpoint import TensorShard
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.finetune.encoding import Encoded
 from steelyard.finetune.packed_samples import Row, row_of
-from steelyard.parallel.mesh import Axis
+from steelyard.parallel.mesh import MeshAxis
 from steelyard.parallel.world import World
 from steelyard.tokens.loader import Rows, read
 from steelyard.train.engine import Engine
@@ -90,7 +90,7 @@ class Preferring(Extension):
     def __init__(self, inner: Extension, beta: float, samples: list[PairSamples]) -> None:
         self.beta, self.samples = beta, samples
         self.margin = torch.zeros(3, dtype=torch.float64)
-        self.data: Axis | None = None
+        self.data: MeshAxis | None = None
         for name in ("transform", "assembled", "initial_std", "pace", "begin_step", "loss", "saves", "state"):
             setattr(self, name, getattr(inner, name))
         self.inner = inner
@@ -108,9 +108,9 @@ class Preferring(Extension):
         """What the reference said is in the checkpoint."""
         self.inner.resumed(engine, world, state)
 
-    def pieces(self) -> dict[str, Piece]:
+    def pieces(self) -> dict[str, TensorShard]:
         """What the reference said."""
-        own = {f"reference.{n}": Piece.whole(samples.reference) for n, samples in enumerate(self.samples)}
+        own = {f"reference.{n}": TensorShard.whole(samples.reference) for n, samples in enumerate(self.samples)}
         return self.inner.pieces() | own
 
     def weigh(self, engine: Engine, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor | None]:

@@ -32,7 +32,7 @@ class Encoded:
 
 
 @dataclass
-class Tally:
+class EncodeStats:
     """What became of the conversations."""
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -74,7 +74,7 @@ def _touches(first: npt.NDArray[np.int64], end: npt.NDArray[np.int64], span: Spa
 
 
 def fitting(
-    encoded: Iterable[tuple[Encoded, str]], length: int, overlong: str, untrained: str, tally: Tally
+    encoded: Iterable[tuple[Encoded, str]], length: int, overlong: str, untrained: str, tally: EncodeStats
 ) -> Iterator[Encoded]:
     """What can be trained on: cut to rows of `length`, with something to learn. The rest is counted or refused."""
     for sample, where in encoded:

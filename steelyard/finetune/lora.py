@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from steelyard.core.errors import UserError
-from steelyard.core.recipe.finetune_section import Adapter
+from steelyard.core.recipe.finetune_section import AdapterSection
 from steelyard.core.recipe.finetune_section import Linear as Target
 from steelyard.model import LanguageModel
 from steelyard.model.modules import Linear, product
-from steelyard.parallel.mesh import Axis
+from steelyard.parallel.mesh import MeshAxis
 from steelyard.parallel.tensor_parallel import ADAPTER_IN, ADAPTER_OUT, MAGNITUDE
 
 NAMES = (ADAPTER_IN, ADAPTER_OUT, MAGNITUDE)
@@ -29,10 +29,10 @@ NAMES = (ADAPTER_IN, ADAPTER_OUT, MAGNITUDE)
 class AdaptedLinear(Linear):
     """A frozen product and what is learned on top of it."""
 
-    axis: Axis | None = None
+    axis: MeshAxis | None = None
     """The ranks that hold the other pieces of it."""
 
-    def __init__(self, linear: Linear, adapter: Adapter, keeps_zeros: bool) -> None:
+    def __init__(self, linear: Linear, adapter: AdapterSection, keeps_zeros: bool) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
@@ -68,7 +68,7 @@ class AdaptedLinear(Linear):
         return self.weight.float() + self.scale * (self.adapter_out.float() @ self.adapter_in.float())
 
 
-def put_adapters(model: LanguageModel, adapter: Adapter, keeps_zeros: bool = False) -> None:
+def put_adapters(model: LanguageModel, adapter: AdapterSection, keeps_zeros: bool = False) -> None:
     """Freeze a model and give its layers' matrices adapters, which may leave zeros as they are."""
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):

@@ -8,17 +8,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from steelyard.checkpoint import Piece, formats
-from steelyard.checkpoint.formats import Source
+from steelyard.checkpoint import TensorShard, formats
+from steelyard.checkpoint.formats import CheckpointSource
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
-from steelyard.core.recipe.finetune_section import Adapter
+from steelyard.core.recipe.finetune_section import AdapterSection
 from steelyard.finetune.lora import NAMES, is_adapter, merged, put_adapters
 from steelyard.model import LanguageModel
 from steelyard.parallel.mesh import Mesh, alone
-from steelyard.parallel.param_shards import Part
+from steelyard.parallel.param_shards import ParamShard
 from steelyard.parallel.tensor_parallel import ADAPTER_IN, MAGNITUDE
-from steelyard.parallel.world import World, everywhere, gather_errors
+from steelyard.parallel.world import World, gather_errors, run_on_rank0
 from steelyard.sparsity import frozen_base
 from steelyard.train.engine import Engine
 from steelyard.train.extension import Extension
@@ -50,11 +50,11 @@ class Adapting(Extension):
         """Freeze the model and add adapters."""
         put_adapters(model, self.adapter, self.keeps_zeros)
 
-    def assembled(self, stages: dict[int, LanguageModel], parts: list[Part], mesh: Mesh) -> None:
+    def assembled(self, stages: dict[int, LanguageModel], parts: list[ParamShard], mesh: Mesh) -> None:
         """Know the ranks that share a matrix."""
         self.mesh = mesh
 
-    def initial_std(self, part: Part) -> float | None:
+    def initial_std(self, part: ParamShard) -> float | None:
         """The way in is random, with the deviation that PEFT's has; the way out is zero."""
         return (3 * part.shape[1]) ** -0.5 if part.name.endswith(ADAPTER_IN) else 0.0
 
@@ -68,7 +68,7 @@ class Adapting(Extension):
         """Weights from the base that the checkpoint names."""
         self._load_base(state.get(STATE, {}).get("base", {}), engine, world)
 
-    def saves(self, part: Part) -> bool:
+    def saves(self, part: ParamShard) -> bool:
         """Frozen weights are in the base already."""
         return part.parameter.requires_grad
 
@@ -86,9 +86,9 @@ class Adapting(Extension):
                 return {"path": str(source.path.resolve()), "sha256": str(recorded["sha256"])}
             return frozen_base.identity(source)
 
-        self.base = everywhere(world, identified)
+        self.base = run_on_rank0(world, identified)
         frozen = {
-            f"model.{part.name}": Piece(part.tensor, part.shape, part.offset)
+            f"model.{part.name}": TensorShard(part.tensor, part.shape, part.offset)
             for part in engine.parts
             if part.tensor.numel() and not part.parameter.requires_grad
         }
@@ -108,12 +108,14 @@ class Adapting(Extension):
             part.tensor.copy_(squares.sqrt())
 
 
-class AdaptedSource(Source):
+class AdaptedSource(CheckpointSource):
     """A base with the adapters of a run folded in."""
 
     format = "steelyard"
 
-    def __init__(self, adapters: Source, origin: Source, adapter: Adapter, keeps_zeros: bool) -> None:
+    def __init__(
+        self, adapters: CheckpointSource, origin: CheckpointSource, adapter: AdapterSection, keeps_zeros: bool
+    ) -> None:
         self.adapters, self.origin, self.adapter, self.keeps_zeros = adapters, origin, adapter, keeps_zeros
         self.path, self.step, self.shape, self.dtype = adapters.path, adapters.step, origin.shape, torch.float32
         self.layout, self.extra, self.tokenizer_files = adapters.layout, dict(origin.extra), origin.tokenizer_files

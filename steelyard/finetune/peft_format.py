@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from steelyard import checkpoint
-from steelyard.checkpoint.formats import Source, open_source, safetensors
+from steelyard.checkpoint.formats import CheckpointSource, open_source, safetensors
 from steelyard.checkpoint.formats.key_mapping import Entry, hugging_face
 from steelyard.checkpoint.formats.write import Target, convert
 from steelyard.core import files, sha256sums
 from steelyard.core.errors import UserError
-from steelyard.core.recipe.finetune_section import Adapter
-from steelyard.core.recipe.model_section import GptModel
+from steelyard.core.recipe.finetune_section import AdapterSection
+from steelyard.core.recipe.model_section import GptConfig
 from steelyard.core.safe_parse import read_json_object
 from steelyard.finetune.lora import merged
 from steelyard.finetune.lora_extension import STATE, AdaptedSource
@@ -72,7 +72,7 @@ def export(run: Path, out: Path) -> dict[str, Any]:
         "rank_pattern": other,
         "alpha_pattern": {target: adapter.alpha * rank / adapter.rank for target, rank in other.items()},
         "use_dora": adapter.kind == "dora",
-        "fan_in_fan_out": isinstance(shape, GptModel),
+        "fan_in_fan_out": isinstance(shape, GptConfig),
         "inference_mode": True,
     }
     if out.exists():
@@ -94,13 +94,13 @@ def merge(model: str, adapter: str, out: Path) -> dict[str, Any]:
     return convert(source, out, Target("hf", dtype=origin.dtype)) | {"adapted": len(source.adapted)}
 
 
-def of_run(path: Path, origin: Source | None, is_checked: bool = True) -> AdaptedSource:
+def of_run(path: Path, origin: CheckpointSource | None, is_checked: bool = True) -> AdaptedSource:
     """The adapters of a run, or of one of its checkpoints, over the base they belong to and no other."""
     saved = checkpoint.source(_best(path))
     if STATE not in saved.state:
         raise UserError(f"{path} tuned no adapter", mend="name a run with [finetune.adapter], or a folder of PEFT's")
     told = saved.state[STATE]
-    adapter = Adapter.model_validate(told["adapter"])
+    adapter = AdapterSection.model_validate(told["adapter"])
     if origin is None:
         origin = frozen_base.found(told["base"], None, MOVED)
     elif is_checked:
@@ -112,7 +112,7 @@ def _best(path: Path) -> Path:
     return checkpoint.best(path / "checkpoints") or path
 
 
-def _matrices(origin: Source) -> list[Entry]:
+def _matrices(origin: CheckpointSource) -> list[Entry]:
     """The tensors of `transformers` that adapters may belong to."""
     return [entry for entry in hugging_face(origin.shape) if entry.layer is not None and entry.name.endswith(".weight")]
 
@@ -149,12 +149,12 @@ class _Theirs:
     rows: slice
 
 
-class PeftSource(Source):
+class PeftSource(CheckpointSource):
     """A base with an adapter of PEFT's folded in."""
 
     format = "hf"
 
-    def __init__(self, origin: Source, folder: Path) -> None:
+    def __init__(self, origin: CheckpointSource, folder: Path) -> None:
         self.origin, self.path, self.shape, self.dtype = origin, folder, origin.shape, torch.float32
         self.layout, self.extra, self.tokenizer_files = origin.layout, dict(origin.extra), origin.tokenizer_files
         self.config = _config(folder / CONFIG)

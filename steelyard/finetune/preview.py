@@ -16,7 +16,7 @@ import numpy as np
 from steelyard.core import files
 from steelyard.finetune.conversation import BadRow, Conversation
 from steelyard.finetune.dpo import PairSamples
-from steelyard.finetune.encoding import Loss, Tally, located
+from steelyard.finetune.encoding import EncodeStats, Loss, located
 from steelyard.finetune.sft import Tuning
 from steelyard.finetune.sft_dataset import conversations, paths_of, preferences
 
@@ -79,12 +79,12 @@ def _talks(tuning: Tuning) -> Iterator[tuple[str, Talk]]:
     assert tune is not None
     paths = paths_of(tune.data)
     if isinstance(tuning.training, PairSamples):
-        for number, pair in enumerate(preferences(paths, tune, Tally()), start=1):
+        for number, pair in enumerate(preferences(paths, tune, EncodeStats()), start=1):
             with contextlib.suppress(BadRow):
                 both = [runs(each, tuning, "completion") for each in (pair.chosen, pair.rejected)]
                 yield from zip((f"pair {number}, chosen", f"pair {number}, rejected"), both, strict=True)
     else:
-        for number, each in enumerate(conversations(paths, tune, Tally()), start=1):
+        for number, each in enumerate(conversations(paths, tune, EncodeStats()), start=1):
             with contextlib.suppress(BadRow):
                 yield f"conversation {number}", runs(each, tuning, tune.loss)
 

@@ -17,19 +17,19 @@ from typing import Any
 import numpy as np
 
 from steelyard import checkpoint, train
-from steelyard.checkpoint.formats import Source, open_source
+from steelyard.checkpoint.formats import CheckpointSource, open_source
 from steelyard.checkpoint.formats.hf_metadata import end_ids
 from steelyard.checkpoint.formats.write import Target, convert
 from steelyard.core import files, units
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
-from steelyard.core.recipe.finetune_section import Finetune
-from steelyard.core.recipe.sparsity_section import Sparsity
+from steelyard.core.recipe.finetune_section import FinetuneSection
+from steelyard.core.recipe.sparsity_section import SparsitySection
 from steelyard.core.run import Run
 from steelyard.finetune import dpo, templates
 from steelyard.finetune.dpo import PairSamples, Preferring
-from steelyard.finetune.encoding import Encoded, Tally
+from steelyard.finetune.encoding import Encoded, EncodeStats
 from steelyard.finetune.lora_extension import Adapting
 from steelyard.finetune.neftune import add_noise
 from steelyard.finetune.packed_samples import PackedSamples
@@ -57,7 +57,7 @@ class Tuning:
     recipe: Recipe
     tokenizer: Tokenizer
     template: Template
-    tally: Tally
+    tally: EncodeStats
     training: Rows
     validation: Rows | None
 
@@ -95,7 +95,7 @@ def prepare(recipe: Recipe, ranks: int | None = None) -> Tuning:
     template = templates.load(tune.template, tokenizer)
     _warn_of_split_marks(template, tokenizer)
     length, batch = recipe.data.sequence_length, recipe.train.global_batch
-    opened: Callable[..., tuple[list[Any], Tally]] = open_corpus
+    opened: Callable[..., tuple[list[Any], EncodeStats]] = open_corpus
     made: Callable[..., Rows] = partial(PackedSamples, length=length, packing=tune.packing)
     if tune.dpo is not None:
         world = detect(os.environ).size if ranks is None else ranks
@@ -150,7 +150,7 @@ def run(tuning: Tuning, path: Path | None, resume: str = "auto") -> Run:
     return train.run(recipe, path, extension, resume, tuning.open_data)
 
 
-def keeping_zeros(recipe: Recipe, tune: Finetune) -> Recipe:
+def keeping_zeros(recipe: Recipe, tune: FinetuneSection) -> Recipe:
     """A pruned model stays pruned unless the recipe says otherwise; one of its matrices is looked at."""
     if recipe.sparsity is not None or not tune.keep_zeros:
         return recipe
@@ -165,7 +165,7 @@ def keeping_zeros(recipe: Recipe, tune: Finetune) -> Recipe:
             mend="use lora, tune in full, or say finetune.keep_zeros = false",
         )
     console.say(f"{zeros:.0%} of a matrix of {source.path} are zero and stay so; finetune.keep_zeros=false fills them")
-    return recipe.model_copy(update={"sparsity": Sparsity(method="fixed")})
+    return recipe.model_copy(update={"sparsity": SparsitySection(method="fixed")})
 
 
 def export(tuning: Tuning, run: Run, out: Path | None = None) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def export(tuning: Tuning, run: Run, out: Path | None = None) -> dict[str, Any]:
     _warn_if_worse(run)
     assert tuning.recipe.finetune is not None
     if tuning.recipe.finetune.adapter is not None:
-        source: Source = of_run(best or run.path, origin, is_checked=False)
+        source: CheckpointSource = of_run(best or run.path, origin, is_checked=False)
     else:
         source = opened_under_masks(best or run.path)  # As it computes.
     take_along(source, origin)
@@ -199,7 +199,7 @@ def export(tuning: Tuning, run: Run, out: Path | None = None) -> dict[str, Any]:
     return written | {"step": source.step}
 
 
-def _end_where_answers_end(source: Source, tuning: Tuning) -> None:
+def _end_where_answers_end(source: CheckpointSource, tuning: Tuning) -> None:
     """Have whoever writes with the model stop at the special token that closed most answers it learned."""
     shown = tuning.training.pairs if isinstance(tuning.training, PairSamples) else tuning.training.conversations
     closing = Counter(int(each.ids[np.flatnonzero(each.learned)[-1]]) for each in _flat(shown))
@@ -221,7 +221,7 @@ def _warn_if_worse(run: Run) -> None:
         )
 
 
-def take_along(tuned: Source, origin: Source) -> None:
+def take_along(tuned: CheckpointSource, origin: CheckpointSource) -> None:
     """Have a tuned model keep what its origin says beside the weights: positions, special tokens, the tokenizer."""
     tuned.extra = dict(origin.extra)
     tuned.tokenizer, tuned.tokenizer_files = origin.tokenizer, list(origin.tokenizer_files)

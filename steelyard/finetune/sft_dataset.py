@@ -26,11 +26,11 @@ from steelyard.core import files
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
-from steelyard.core.recipe.finetune_section import Finetune
+from steelyard.core.recipe.finetune_section import FinetuneSection
 from steelyard.core.safe_parse import loads
 from steelyard.finetune import dataset_formats, templates
 from steelyard.finetune.conversation import BadRow, Conversation, Preference, Row
-from steelyard.finetune.encoding import Encoded, Tally, encode, fitting
+from steelyard.finetune.encoding import Encoded, EncodeStats, encode, fitting
 from steelyard.finetune.templates import Template
 from steelyard.text import download
 from steelyard.text.corpus import BadDocument, named_files, pieces, records, where
@@ -41,7 +41,7 @@ KEPT, KEEP = ".steelyard-*.npz", 8  # files in a folder: training and validation
 EMPTY = "the line is empty"
 
 
-Corpus = tuple[list[Encoded], Tally]
+Corpus = tuple[list[Encoded], EncodeStats]
 
 
 def open_corpus(recipe: Recipe, names: Sequence[str], tokenizer: Tokenizer) -> Corpus:
@@ -53,7 +53,7 @@ def open_corpus(recipe: Recipe, names: Sequence[str], tokenizer: Tokenizer) -> C
     found = _reopened(kept)
     if found is not None:
         return found
-    tally = Tally()
+    tally = EncodeStats()
     encoded = _encoded(conversations(paths, tune, tally), template, tokenizer, tune, tally)
     length = recipe.data.sequence_length
     corpus = list(fitting(encoded, length, tune.overlong, tune.untrained, tally)), tally
@@ -63,7 +63,7 @@ def open_corpus(recipe: Recipe, names: Sequence[str], tokenizer: Tokenizer) -> C
     return corpus
 
 
-def conversations(paths: Sequence[Path], tune: Finetune, tally: Tally) -> Iterator[Conversation]:
+def conversations(paths: Sequence[Path], tune: FinetuneSection, tally: EncodeStats) -> Iterator[Conversation]:
     """The conversations of files, in order. A row that cannot be read is refused, or left out and counted."""
     shape = tune.shape
     if shape is not None and shape not in dataset_formats.NAMES:
@@ -88,7 +88,7 @@ def conversations(paths: Sequence[Path], tune: Finetune, tally: Tally) -> Iterat
             _complain(error, place, tune, tally)
 
 
-def preferences(paths: Sequence[Path], tune: Finetune, tally: Tally) -> Iterator[Preference]:
+def preferences(paths: Sequence[Path], tune: FinetuneSection, tally: EncodeStats) -> Iterator[Preference]:
     """The pairs of answers of files, in order; as for conversations."""
     for row, place in _rows(paths, tune, tally):
         try:
@@ -101,9 +101,9 @@ def preferences(paths: Sequence[Path], tune: Finetune, tally: Tally) -> Iterator
 
 def open_pairs(
     recipe: Recipe, names: Sequence[str], tokenizer: Tokenizer
-) -> tuple[list[tuple[Encoded, Encoded]], Tally]:
+) -> tuple[list[tuple[Encoded, Encoded]], EncodeStats]:
     """Read and encode pairs of answers, of which the last is learned. A pair that does not fit is cut on both sides."""
-    tune, tally = _section(recipe), Tally()
+    tune, tally = _section(recipe), EncodeStats()
     template, length = templates.load(tune.template, tokenizer), recipe.data.sequence_length
     pairs: list[tuple[Encoded, Encoded]] = []
     for found in preferences(paths_of(names), tune, tally):
@@ -121,7 +121,7 @@ def open_pairs(
 
 
 def _encoded(
-    found: Iterable[Conversation], template: Template, tokenizer: Tokenizer, tune: Finetune, tally: Tally
+    found: Iterable[Conversation], template: Template, tokenizer: Tokenizer, tune: FinetuneSection, tally: EncodeStats
 ) -> Iterator[tuple[Encoded, str]]:
     for each in found:
         try:
@@ -130,12 +130,12 @@ def _encoded(
             _complain(error, each.where, tune, tally)
 
 
-def _refuse_empty(found: Sequence[Any], names: Sequence[str], tally: Tally) -> None:
+def _refuse_empty(found: Sequence[Any], names: Sequence[str], tally: EncodeStats) -> None:
     if not found:
         raise UserError(f"nothing in {', '.join(names)} can be learned from", mend="; ".join(tally.lines()) or None)
 
 
-def _rows(paths: Sequence[Path], tune: Finetune, tally: Tally) -> Iterator[tuple[Row, str]]:
+def _rows(paths: Sequence[Path], tune: FinetuneSection, tally: EncodeStats) -> Iterator[tuple[Row, str]]:
     for path in paths:
         if path.suffix == ".json" and _starts_with(path, b"["):
             yield from _listed(path, tune, tally)
@@ -161,7 +161,7 @@ def _starts_with(path: Path, sign: bytes) -> bool:
         return file.read(4096).lstrip().startswith(sign)
 
 
-def _listed(path: Path, tune: Finetune, tally: Tally) -> Iterator[tuple[Row, str]]:
+def _listed(path: Path, tune: FinetuneSection, tally: EncodeStats) -> Iterator[tuple[Row, str]]:
     """The rows of a file that is one JSON list, as Alpaca's is."""
     try:
         rows = loads(path.read_text(encoding="utf-8"))
@@ -174,7 +174,7 @@ def _listed(path: Path, tune: Finetune, tally: Tally) -> Iterator[tuple[Row, str
             _complain(BadRow("a row must be an object"), f"{path}:{number}", tune, tally)
 
 
-def _complain(error: BadRow | BadDocument, place: str, tune: Finetune, tally: Tally) -> None:
+def _complain(error: BadRow | BadDocument, place: str, tune: FinetuneSection, tally: EncodeStats) -> None:
     reason = error.reason if isinstance(error, BadDocument) else str(error)
     if tune.bad_rows == "refuse":
         raise UserError(reason, where=place, mend='finetune.bad_rows = "drop" leaves such rows out and counts them')
@@ -195,7 +195,7 @@ def paths_of(names: Sequence[str]) -> list[Path]:
     return found
 
 
-def _section(recipe: Recipe) -> Finetune:
+def _section(recipe: Recipe) -> FinetuneSection:
     if recipe.finetune is None:
         raise UserError(f"the recipe {recipe.name} has no [finetune]", mend="say there what to learn from")
     return recipe.finetune
@@ -239,7 +239,7 @@ def _reopened(path: Path) -> Corpus | None:
         with np.load(path, allow_pickle=False) as kept:
             ids, lengths = kept["ids"], kept["lengths"]
             learned = np.unpackbits(kept["learned"], count=len(ids)).astype(np.bool_)
-            tally = Tally()
+            tally = EncodeStats()
             tally.counts.update(loads(kept["counts"].tobytes()))
         with contextlib.suppress(OSError):
             path.touch()  # It was used.

@@ -31,7 +31,7 @@ class TooMuchWork(Exception):
     """A template that would go on for too long, or write too much."""
 
 
-class Budget:
+class RenderBudget:
     """What one render may still do."""
 
     def __init__(self, size: int) -> None:
@@ -78,22 +78,22 @@ class Budget:
             yield value
 
 
-_current: ContextVar[Budget | None] = ContextVar("budget of a template", default=None)
+_current: ContextVar[RenderBudget | None] = ContextVar("budget of a template", default=None)
 
 
 @contextmanager
 def limited(size: int) -> Iterator[None]:
     """Have a render of a conversation of so many characters pay for what it does."""
-    token = _current.set(Budget(size))
+    token = _current.set(RenderBudget(size))
     try:
         yield
     finally:
         _current.reset(token)
 
 
-def budget_of_render() -> Budget:
+def budget_of_render() -> RenderBudget:
     """The budget of the render, or, while constants are computed at compilation, one of its own."""
-    return _current.get() or Budget(0)
+    return _current.get() or RenderBudget(0)
 
 
 def refuse(is_too_much: bool) -> None:
@@ -102,7 +102,7 @@ def refuse(is_too_much: bool) -> None:
         raise TooMuchWork("it computes a number or fills up a text beyond any use")
 
 
-def pay_for_product(budget: Budget, left: Any, right: Any) -> None:
+def pay_for_product(budget: RenderBudget, left: Any, right: Any) -> None:
     """Pay for a product of numbers, or for a text or a list repeated."""
     if isinstance(left, int) and isinstance(right, int):
         refuse(left.bit_length() + right.bit_length() > MOST_BITS)
@@ -111,7 +111,7 @@ def pay_for_product(budget: Budget, left: Any, right: Any) -> None:
             budget.pay(budget.weight(whole) * max(0, times))
 
 
-def pay_for_format(budget: Budget, text: str | bytes, values: Any) -> None:
+def pay_for_format(budget: RenderBudget, text: str | bytes, values: Any) -> None:
     """Pay for `text % values`."""
     refuse(len(text) > LONGEST_FORMAT)
     shown = text if isinstance(text, str) else text.decode("latin-1")
@@ -121,7 +121,7 @@ def pay_for_format(budget: Budget, text: str | bytes, values: Any) -> None:
 
 
 def pay_for_method(
-    budget: Budget, owner: Any, name: str, arguments: tuple[Any, ...], named: dict[str, Any]
+    budget: RenderBudget, owner: Any, name: str, arguments: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[Any, ...]:
     """Pay for a method of a text, a number or a container before it is called."""
     given = [*arguments, *named.values()]
@@ -153,7 +153,7 @@ def _replaced(text: Any, old: Any, new: Any) -> int:
     return (text.count(old) if old else len(text) + 1) * len(new)
 
 
-def pay_for_growth(budget: Budget, name: str, value: Any, given: list[Any]) -> None:
+def pay_for_growth(budget: RenderBudget, name: str, value: Any, given: list[Any]) -> None:
     """Pay for what a filter adds to what it is given."""
     texts = [len(each) for each in given if isinstance(each, str)]
     numbers = [each for each in given if isinstance(each, int)]

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from steelyard.core.errors import Fault, UserError
+from steelyard.core.errors import RuntimeFailure, UserError
 from steelyard.launch import launch_record, scheduler, slurm, slurm_cli, supervisor
 from steelyard.launch.job_tags import launched
 from steelyard.launch.launch_record import Launch
@@ -82,6 +82,6 @@ def scancel(jobs: list[str], at_once: bool = False) -> None:
     try:
         answer = subprocess.run(words, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.SubprocessError) as error:
-        raise Fault(f"scancel failed: {error}") from None
+        raise RuntimeFailure(f"scancel failed: {error}") from None
     if answer.returncode:
-        raise Fault(f"scancel failed: {answer.stderr.strip()}")
+        raise RuntimeFailure(f"scancel failed: {answer.stderr.strip()}")

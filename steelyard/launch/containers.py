@@ -13,7 +13,7 @@ from pathlib import Path
 from shlex import quote
 
 from steelyard.core.errors import UserError
-from steelyard.core.recipe.site_section import Container, Site
+from steelyard.core.recipe.site_section import ContainerSection, SiteSection
 from steelyard.launch import container_watchdog
 from steelyard.launch.launch_record import FOLDER
 
@@ -46,7 +46,7 @@ REFUSING = """refuse_others() {
 IN_FOLDER = [SHELL, "-c", 'cd "$0" && exec "$@"']
 
 
-def wrapped(site: Site, command: Sequence[str], workdir: str, run: str | None, gpus: bool) -> list[str]:
+def wrapped(site: SiteSection, command: Sequence[str], workdir: str, run: str | None, gpus: bool) -> list[str]:
     """The command with the runtime before it; pyxis has no words of its own here, but options of srun.
 
     A command of a run's ends with whoever waits for it, however that one ends (`lifeline.py`).
@@ -70,7 +70,7 @@ def wrapped(site: Site, command: Sequence[str], workdir: str, run: str | None, g
             return list(command)
 
 
-def _docker(site: Site, binds: Sequence[str], workdir: str, gpus: bool) -> list[str]:
+def _docker(site: SiteSection, binds: Sequence[str], workdir: str, gpus: bool) -> list[str]:
     kind = site.container.kind
     words = [kind, "run", "--rm", "--init", "--network=host", "--ipc=host"]
     if kind == "docker":
@@ -89,13 +89,13 @@ def _docker(site: Site, binds: Sequence[str], workdir: str, gpus: bool) -> list[
     ]
 
 
-def _passed(site: Site) -> list[str]:
+def _passed(site: SiteSection) -> list[str]:
     """What goes inside. The host's PATH does not, unless a site sets all of it: it would hide the image's programs."""
     prepended = [name for name in site.prepend if name != "PATH"]
     return list(dict.fromkeys([*PASSED_ON, container_watchdog.VARIABLE, *site.environment, *prepended]))
 
 
-def srun_options(site: Site, workdir: str, run: str) -> list[str]:
+def srun_options(site: SiteSection, workdir: str, run: str) -> list[str]:
     """What pyxis adds to srun's line."""
     container = site.container
     if container.kind != "pyxis":
@@ -107,7 +107,7 @@ def srun_options(site: Site, workdir: str, run: str) -> list[str]:
     ]  # fmt: skip
 
 
-def _binds(container: Container, folders: Sequence[str]) -> list[str]:
+def _binds(container: ContainerSection, folders: Sequence[str]) -> list[str]:
     for folder in folders:
         if ":" in folder or "," in folder:
             raise UserError(
@@ -130,22 +130,22 @@ def _for_enroot(bind: str, kind: str) -> str:
     return bind
 
 
-def python(site: Site, otherwise: str) -> str:
+def python(site: SiteSection, otherwise: str) -> str:
     """The Python that runs ranks."""
     return site.python or otherwise if site.container.kind == "none" else site.container.python
 
 
-def name(container: Container) -> str:
+def name(container: ContainerSection) -> str:
     """What an unpacked image is called on a node: the same image, the same name."""
     return f"steelyard-{hashlib.sha256(container.image.encode()).hexdigest()[:12]}"
 
 
-def unpacked(container: Container) -> str:
+def unpacked(container: ContainerSection) -> str:
     """Where an image lies unpacked on a node."""
     return str(Path(container.unpack or "/tmp") / f"{name(container)}-{os.getuid()}" / "image")
 
 
-def preparation(container: Container, reload: bool) -> str | None:
+def preparation(container: ContainerSection, reload: bool) -> str | None:
     """A script for each node, run before the ranks: unpack the image, unless it is there already. None: not needed."""
     image, called = quote(container.image), quote(name(container))
     match container.kind:
@@ -164,7 +164,7 @@ def preparation(container: Container, reload: bool) -> str | None:
             return None
 
 
-def _unpacking(container: Container, reload: bool) -> str:
+def _unpacking(container: ContainerSection, reload: bool) -> str:
     """Two jobs may come to a node at once: one unpacks, the other waits; a killed one leaves nothing that counts.
 
     The name of the folder can be guessed, and on many nodes everybody may write beside it.

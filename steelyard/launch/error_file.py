@@ -18,7 +18,7 @@ ERROR_FILE = "STEELYARD_ERROR_FILE"
 
 
 @dataclass(frozen=True)
-class LastWords:
+class ErrorRecord:
     """Why a rank ended."""
 
     kind: str
@@ -29,14 +29,14 @@ class LastWords:
     shared: bool = False
 
 
-def leave(path: Path, words: LastWords) -> None:
+def leave(path: Path, words: ErrorRecord) -> None:
     """Write them down, whole or not at all."""
     files.write_json(path, asdict(words))
 
 
-def find(path: Path) -> LastWords | None:
+def find(path: Path) -> ErrorRecord | None:
     """What a rank left, if it left anything."""
     try:
-        return LastWords(**loads(path.read_text(encoding="utf-8")))
+        return ErrorRecord(**loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None

@@ -15,12 +15,12 @@ from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.toml import parse_value
 from steelyard.launch import job_script, slurm
-from steelyard.launch.job_spec import Order
+from steelyard.launch.job_spec import JobSpec
 from steelyard.launch.launch_record import FOLDER, Launch
-from steelyard.launch.submit import Request, described, groups_of, intended, note, planned, prepare
+from steelyard.launch.submit import SubmitRequest, described, groups_of, intended, note, planned, prepare
 
 
-def requests(base: Request, array: Sequence[str], load: Callable[[list[str]], Recipe]) -> list[Request]:
+def requests(base: SubmitRequest, array: Sequence[str], load: Callable[[list[str]], Recipe]) -> list[SubmitRequest]:
     """One request for each combination of values, with a name of its own."""
     if base.recipe is None or base.on != "slurm" or base.job is not None:
         raise UserError("--array is for recipes on Slurm", mend="use --on slurm, or steelyard tune for searches")
@@ -48,7 +48,7 @@ def combinations(array: Sequence[str]) -> Iterator[list[str]]:
     return (list(choice) for choice in itertools.product(*axes))
 
 
-def preview(all_: list[Request]) -> tuple[dict[str, Any], str]:
+def preview(all_: list[SubmitRequest]) -> tuple[dict[str, Any], str]:
     """What would be run, exactly; nothing is written or started."""
     _refuse_shapes(all_)
     orders = [planned(request) for request in all_]
@@ -59,7 +59,7 @@ def preview(all_: list[Request]) -> tuple[dict[str, Any], str]:
     return result, "\n".join([line, "", *(f"# {name}\n{text}" for name, text in scripts.items())])
 
 
-def _refuse_shapes(all_: list[Request]) -> None:
+def _refuse_shapes(all_: list[SubmitRequest]) -> None:
     shapes = {tuple(groups_of(request)) for request in all_}
     if len(shapes) > 1 or any(len(shape) > 1 for shape in shapes):
         raise UserError(
@@ -67,7 +67,7 @@ def _refuse_shapes(all_: list[Request]) -> None:
         )
 
 
-def sweep(all_: list[Request]) -> list[dict[str, Any]]:
+def sweep(all_: list[SubmitRequest]) -> list[dict[str, Any]]:
     """Hand all of them to Slurm as one array, each with a run folder of its own."""
     _refuse_shapes(all_)
     orders = [prepare(request) for request in all_]
@@ -83,23 +83,23 @@ def sweep(all_: list[Request]) -> list[dict[str, Any]]:
     return [note(request, order, [f"{job}_{number}"], None) for number, (request, order) in pairs]
 
 
-def _path(orders: list[Order]) -> Path:
+def _path(orders: list[JobSpec]) -> Path:
     return orders[0].run / FOLDER / "array.sh"
 
 
-def _line(orders: list[Order]) -> list[str]:
+def _line(orders: list[JobSpec]) -> list[str]:
     """sbatch's line. Slurm's own words about a task belong to its run: `task-%a` leads there."""
     folder = str(orders[0].run / FOLDER).replace("%", "%%")
     output = f"--output={folder}/task-%a/logs/slurm-%j.log"
     return [*slurm.sbatch(orders[0]), output, f"--array=0-{len(orders) - 1}", str(_path(orders)), orders[0].mark]
 
 
-def _task(launch: Launch, orders: list[Order], number: int) -> Launch:
+def _task(launch: Launch, orders: list[JobSpec], number: int) -> Launch:
     """The launch of one task, which is known by the mark of all."""
     return replace(launch, marks=[f"{orders[0].mark}_{number}"])
 
 
-def _script(orders: list[Order]) -> str:
+def _script(orders: list[JobSpec]) -> str:
     """Which task runs which script."""
     cases = "".join(
         f'{number}) exec bash {quote(str(order.run / FOLDER / slurm.script_name(None)))} "$1_{number}" ;;\n'

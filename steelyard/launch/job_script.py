@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from shlex import join, quote
 
-from steelyard.core.recipe.site_section import Site
+from steelyard.core.recipe.site_section import SiteSection
 from steelyard.launch.containers import CLEARED
 
 HEAD = "#!/bin/bash\n# Written by steelyard submit; changes are lost with the next one.\n"
@@ -17,7 +17,7 @@ fi
 """
 
 
-def preamble(site: Site, workdir: str) -> str:
+def preamble(site: SiteSection, workdir: str) -> str:
     """What a place needs before a command: modules, environment, and the folder to work in."""
     lines = [HEAD]
     if site.modules:
@@ -34,7 +34,7 @@ def preamble(site: Site, workdir: str) -> str:
     return "".join(lines)
 
 
-def _exported(site: Site, name: str, value: str) -> str:
+def _exported(site: SiteSection, name: str, value: str) -> str:
     """A variable; apptainer takes some, like LD_LIBRARY_PATH, only under a name of its own."""
     lines = f"export {name}={value}\n"
     if site.container.kind in ("apptainer", "singularity"):
@@ -42,7 +42,7 @@ def _exported(site: Site, name: str, value: str) -> str:
     return lines
 
 
-def _exported_path(site: Site, folders: str) -> str:
+def _exported_path(site: SiteSection, folders: str) -> str:
     """PATH, which inside an image is the image's own: the host's would hide its programs."""
     lines = f'export PATH={folders}"${{PATH:+:$PATH}}"\n'
     if site.container.kind in ("apptainer", "singularity"):

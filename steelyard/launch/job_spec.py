@@ -6,21 +6,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from steelyard.core import secrets
-from steelyard.core.recipe.site_section import Site
+from steelyard.core.recipe.site_section import SiteSection
 from steelyard.launch.launch_record import FOLDER
-from steelyard.launch.node_groups import Group
+from steelyard.launch.node_groups import NodeGroup
 
 COMMAND = "command.json"
 
 
 @dataclass(frozen=True)
-class Order:
+class JobSpec:
     """A job that has been thought through and not started yet."""
 
     run: Path
     name: str
-    site: Site
-    groups: list[Group]
+    site: SiteSection
+    groups: list[NodeGroup]
     command: list[str]
     workdir: str
     python: str

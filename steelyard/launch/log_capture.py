@@ -19,7 +19,7 @@ LINES_KEPT = 20
 LONGEST_LINE = 1 << 16
 
 
-class Log:
+class LogFile:
     """One file that several ranks write to, line by line."""
 
     def __init__(self, path: Path) -> None:
@@ -41,10 +41,10 @@ class Log:
                 self.lost += 1
 
 
-class Stream:
+class PipeReader:
     """A thread that carries one rank's output into a log."""
 
-    def __init__(self, source: IO[bytes], log: Log) -> None:
+    def __init__(self, source: IO[bytes], log: LogFile) -> None:
         self.last: deque[str] = deque(maxlen=LINES_KEPT)
         self._source, self._log = source, log
         self._thread = threading.Thread(target=self._work, daemon=True)

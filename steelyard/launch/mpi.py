@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from steelyard.core.errors import UserError
-from steelyard.core.recipe.site_section import Site
+from steelyard.core.recipe.site_section import SiteSection
 from steelyard.launch import containers
-from steelyard.launch.job_spec import Order
-from steelyard.launch.node_groups import Group
+from steelyard.launch.job_spec import JobSpec
+from steelyard.launch.node_groups import NodeGroup
 from steelyard.launch.supervisor import HERE
 
 
-def command(order: Order) -> list[str]:
+def command(order: JobSpec) -> list[str]:
     """mpirun's whole line."""
     starter = [order.python, "-P", "-m", "steelyard.launch.node_agent", "--run", str(order.run), "--one-rank"]
     starter += ["--attempt", HERE, *order.command_arguments]
@@ -26,7 +26,7 @@ def command(order: Order) -> list[str]:
     )]  # fmt: skip
 
 
-def options(site: Site, groups: Sequence[Group]) -> list[str]:
+def options(site: SiteSection, groups: Sequence[NodeGroup]) -> list[str]:
     """mpirun and its options, up to the command."""
     mpi, group = site.mpi, _only(groups)
     hosts = mpi.hosts[: group.nodes]
@@ -45,16 +45,16 @@ def options(site: Site, groups: Sequence[Group]) -> list[str]:
     return [*words, *mpi.options]
 
 
-def preparation(order: Order) -> list[str] | None:
+def preparation(order: JobSpec) -> list[str] | None:
     """mpirun's line for what each host must do before: unpack an image."""
     text = containers.preparation(order.site.container, order.reload_container)
     if text is None:
         return None
-    once = [Group(group.nodes, 1) for group in order.groups]
+    once = [NodeGroup(group.nodes, 1) for group in order.groups]
     return [*options(order.site, once), "bash", "-c", text]
 
 
-def _only(groups: Sequence[Group]) -> Group:
+def _only(groups: Sequence[NodeGroup]) -> NodeGroup:
     if len(groups) > 1:
         raise UserError(
             "mpirun starts the same number of ranks on every host, and the plan has several types of nodes",
@@ -63,7 +63,7 @@ def _only(groups: Sequence[Group]) -> Group:
     return groups[0]
 
 
-def refuse_hosts(site: Site, groups: Sequence[Group]) -> None:
+def refuse_hosts(site: SiteSection, groups: Sequence[NodeGroup]) -> None:
     """Say what is missing before anything starts."""
     hosts, needed = site.mpi.hosts, _only(groups).nodes
     if needed > max(len(hosts), 1):

@@ -32,14 +32,14 @@ from steelyard.core.host import die_with_parent, usable_cpus
 from steelyard.launch import container_watchdog, local_ranks, rendezvous_file, torchrun_ipc
 from steelyard.launch.error_file import ERROR_FILE
 from steelyard.launch.gpu_monitor import Sampler
-from steelyard.launch.log_capture import Log, Stream
-from steelyard.launch.root_cause import Ended, blame, only_noticed
+from steelyard.launch.log_capture import LogFile, PipeReader
+from steelyard.launch.root_cause import RankExit, blame, only_noticed
 from steelyard.launch.spawn import Rank, signals, watch
 from steelyard.parallel.rendezvous import MEETING
 
 
 @dataclass(frozen=True)
-class Place:
+class NodeRanks:
     """The ranks of this node among all."""
 
     first: int
@@ -47,7 +47,7 @@ class Place:
     world: int
 
     @classmethod
-    def of(cls, groups: str, node: int) -> Place:
+    def of(cls, groups: str, node: int) -> NodeRanks:
         """Where the ranks of the node with this number begin."""
         pairs = [tuple(map(int, group.split("x"))) for group in groups.split(",")]
         counts = [ranks for nodes, ranks in pairs for _ in range(nodes)]
@@ -57,10 +57,15 @@ class Place:
 class LoggedRank(Rank):
     """A rank whose output goes into the logs of the host."""
 
-    streams: list[Stream]
+    streams: list[PipeReader]
 
     def __init__(
-        self, command: Sequence[str], rank: int, environment: dict[str, str], folder: Path, logs: tuple[Log, Log]
+        self,
+        command: Sequence[str],
+        rank: int,
+        environment: dict[str, str],
+        folder: Path,
+        logs: tuple[LogFile, LogFile],
     ) -> None:
         self._logs = logs
         super().__init__(command, rank, environment, folder, keep_output=False)
@@ -77,7 +82,7 @@ class LoggedRank(Rank):
         )
         assert process.stdout is not None
         assert process.stderr is not None
-        self.streams = [Stream(process.stdout, self._logs[0]), Stream(process.stderr, self._logs[1])]
+        self.streams = [PipeReader(process.stdout, self._logs[0]), PipeReader(process.stderr, self._logs[1])]
         return process
 
 
@@ -90,7 +95,7 @@ def main(words: Sequence[str]) -> int:
     elif options.one_rank:
         torchrun_ipc.end_with_parent()
     run, host = Path(options.run), socket.gethostname()
-    logs = (Log(run / "logs" / f"{host}.out"), Log(run / "logs" / f"{host}.err"))
+    logs = (LogFile(run / "logs" / f"{host}.out"), LogFile(run / "logs" / f"{host}.err"))
     try:
         with ExitStack() as stack:
             asked, failed = torchrun_ipc.requests(stack.enter_context(signals(same)), stack)
@@ -114,7 +119,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _end(
-    options: argparse.Namespace, run: Path, ranks: list[LoggedRank], hung: list[int], was_asked: bool, log: Log
+    options: argparse.Namespace, run: Path, ranks: list[LoggedRank], hung: list[int], was_asked: bool, log: LogFile
 ) -> int:
     """Tell how the ranks ended, or leave that to whoever keeps torchrun; returns what to exit with."""
     for rank in ranks:
@@ -167,7 +172,7 @@ def _ranks(
     node = int(os.environ.get("SLURM_PROCID", "0"))
     if options.group is not None:  # Nodes of the groups before are in other jobs.
         node += sum(int(group.partition("x")[0]) for group in options.groups.split(",")[: options.group])
-    place = Place.of(options.groups, node)
+    place = NodeRanks.of(options.groups, node)
     if place.count == place.world:
         found: tuple[str, str] | None = "127.0.0.1", options.attempt or f"process {os.getpid()}"
     else:
@@ -180,7 +185,7 @@ def _ranks(
     return [(rank, _environment(place, rank, where)) for rank in range(place.first, place.first + place.count)]
 
 
-def _environment(place: Place, rank: int, where: dict[str, str]) -> dict[str, str]:
+def _environment(place: NodeRanks, rank: int, where: dict[str, str]) -> dict[str, str]:
     """What torchrun would set, but for a port that nobody set; nothing of an outer launcher may shine through."""
     outer = ("TORCHELASTIC_", "MASTER_PORT")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
@@ -191,7 +196,7 @@ def _environment(place: Place, rank: int, where: dict[str, str]) -> dict[str, st
     } | where  # fmt: skip
 
 
-def tell(ends: list[Ended], last: dict[int, list[str]], hung: list[int], was_asked: bool, log: Log) -> int:
+def tell(ends: list[RankExit], last: dict[int, list[str]], hung: list[int], was_asked: bool, log: LogFile) -> int:
     """Say why the ranks here ended, in the host's log too; what all nodes would say, the first one says.
 
     `last` are the last lines of each rank.

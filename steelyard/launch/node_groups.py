@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, replace
 
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
-from steelyard.core.recipe.site_section import Site
+from steelyard.core.recipe.site_section import SiteSection
 from steelyard.plan.cluster import Cluster, Nodes
 from steelyard.sizes.gpu_catalogue import Gpu, by_name
 
 
 @dataclass(frozen=True)
-class Group:
+class NodeGroup:
     """Nodes that are alike and stand side by side in the order of the ranks."""
 
     nodes: int
@@ -34,8 +34,8 @@ class Group:
 
 
 def of_plan(
-    recipe: Recipe, cluster: Cluster | None, site: Site, nodes: int | None, per_node: int | None
-) -> list[Group]:
+    recipe: Recipe, cluster: Cluster | None, site: SiteSection, nodes: int | None, per_node: int | None
+) -> list[NodeGroup]:
     """The groups for a recipe's plan."""
     placement = recipe.parallel.placement
     if placement and cluster is not None:
@@ -56,22 +56,22 @@ def of_plan(
     return [_without_gpus(group) for group in groups] if recipe.train.device == "cpu" and cluster is None else groups
 
 
-def of_command(site: Site, nodes: int | None, per_node: int | None) -> list[Group]:
+def of_command(site: SiteSection, nodes: int | None, per_node: int | None) -> list[NodeGroup]:
     """The groups for a command that has no plan: one rank on one node, unless told otherwise."""
-    return [Group(nodes or 1, per_node or 1, site.partition, site.gres)]
+    return [NodeGroup(nodes or 1, per_node or 1, site.partition, site.gres)]
 
 
-def world(groups: Sequence[Group]) -> int:
+def world(groups: Sequence[NodeGroup]) -> int:
     """Ranks in all."""
     return sum(group.nodes * group.ranks for group in groups)
 
 
-def written(groups: Sequence[Group]) -> str:
+def written(groups: Sequence[NodeGroup]) -> str:
     """As the starter on a node reads them: `1x4,7x8`."""
     return ",".join(f"{group.nodes}x{group.ranks}" for group in groups)
 
 
-def _placed(recipe: Recipe, cluster: Cluster, entry: str) -> Group:
+def _placed(recipe: Recipe, cluster: Cluster, entry: str) -> NodeGroup:
     type_, _, count = entry.rpartition(":")
     if type_ not in cluster.by_type or not count.isdigit():
         raise UserError(
@@ -86,10 +86,12 @@ def _placed(recipe: Recipe, cluster: Cluster, entry: str) -> Group:
             where=recipe.where("parallel.placement"),
             mend="plan again with this cluster file",
         )
-    return Group(int(count), described.gpus, described.partition, described.gres, cluster.gpu_of(described))
+    return NodeGroup(int(count), described.gpus, described.partition, described.gres, cluster.gpu_of(described))
 
 
-def _alike(recipe: Recipe, cluster: Cluster | None, site: Site, nodes: int | None, per_node: int | None) -> Group:
+def _alike(
+    recipe: Recipe, cluster: Cluster | None, site: SiteSection, nodes: int | None, per_node: int | None
+) -> NodeGroup:
     """Nodes that are all alike: those of the cluster's only type, or of the site."""
     described = _only_type(recipe, cluster)
     ranks = per_node or (described.gpus if described else None) or site.ranks_per_node
@@ -107,7 +109,7 @@ def _alike(recipe: Recipe, cluster: Cluster | None, site: Site, nodes: int | Non
     partition = (described.partition if described else None) or site.partition
     gres = (described.gres if described else None) or site.gres or f"gpu:{ranks}"
     gpu = cluster.gpu_of(described) if cluster is not None and described is not None else _named_in(gres)
-    return Group(nodes, ranks, partition, gres, gpu)
+    return NodeGroup(nodes, ranks, partition, gres, gpu)
 
 
 def _named_in(gres: str) -> Gpu | None:
@@ -135,9 +137,9 @@ def _only_type(recipe: Recipe, cluster: Cluster | None) -> Nodes | None:
     return cluster.nodes[0]
 
 
-def _merged(groups: list[Group]) -> list[Group]:
+def _merged(groups: list[NodeGroup]) -> list[NodeGroup]:
     """Neighbours that are alike are one group."""
-    merged: list[Group] = []
+    merged: list[NodeGroup] = []
     for group in groups:
         if merged and replace(merged[-1], nodes=group.nodes) == group:
             merged[-1] = replace(group, nodes=merged[-1].nodes + group.nodes)
@@ -146,5 +148,5 @@ def _merged(groups: list[Group]) -> list[Group]:
     return merged
 
 
-def _without_gpus(group: Group) -> Group:
+def _without_gpus(group: NodeGroup) -> NodeGroup:
     return replace(group, gres=None)

@@ -21,7 +21,7 @@ from steelyard.core import units
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
-from steelyard.launch.node_groups import Group, world
+from steelyard.launch.node_groups import NodeGroup, world
 from steelyard.plan import memory_fit
 from steelyard.plan.memory_fit import Room
 from steelyard.sizes.memory import memory_of
@@ -31,14 +31,14 @@ from steelyard.tokens import samples
 from steelyard.tokens.indexed_dataset import idx_path
 
 if TYPE_CHECKING:
-    from steelyard.launch.submit import Request
+    from steelyard.launch.submit import SubmitRequest
 
 ON_THE_HUB = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 SECONDS_TO_OPEN = 600  # a checkpoint, which imports torch
 SAME = ("family", "layers", "hidden", "heads", "kv_heads", "ffn")  # of a checkpoint and the recipe
 
 
-def check_files(request: Request, run: Path) -> None:
+def check_files(request: SubmitRequest, run: Path) -> None:
     """Refuse files that training would refuse; warn of those that cannot be seen from this machine.
 
     A run that goes on from a checkpoint of its own reads no other.
@@ -68,7 +68,7 @@ def check_files(request: Request, run: Path) -> None:
 class _Files:
     """The files of a job as the machine that submits it sees them."""
 
-    def __init__(self, request: Request, recipe: Recipe) -> None:
+    def __init__(self, request: SubmitRequest, recipe: Recipe) -> None:
         site, self.recipe, self.is_here = request.site, recipe, request.on == "local"
         self.workdir = Path(site.workdir).expanduser() if site.workdir else Path.cwd()
         self.shown: list[tuple[Path, Path]] | None = None  # inside a container, and outside
@@ -155,7 +155,7 @@ def _model_in(path: str) -> dict[str, Any]:
     return model
 
 
-def check_memory(recipe: Recipe | None, found: Sequence[Group]) -> None:
+def check_memory(recipe: Recipe | None, found: Sequence[NodeGroup]) -> None:
     """Refuse a layout that is predicted not to fit the GPUs that its ranks lie on."""
     if recipe is None or recipe.train.device == "cpu" or not any(group.gres for group in found):
         return

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from steelyard.core import files
-from steelyard.core.errors import Fault
+from steelyard.core.errors import RuntimeFailure
 from steelyard.core.safe_parse import loads
 from steelyard.launch.launch_record import FOLDER
 
@@ -103,7 +103,7 @@ def _await_meeting(
         if found and attempt in (found["attempt"], *found["followers"]):
             return found
         if not is_patient and time.monotonic() > deadline:
-            raise Fault(
+            raise RuntimeFailure(
                 f"the node of rank 0 did not say where to meet within {SECONDS_TO_ARRIVE:.0f} s",
                 mend=f"see its log, and whether all nodes see {folder}",
             )

@@ -6,19 +6,19 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from steelyard.core.errors import Fault, Interrupted
-from steelyard.launch.error_file import LastWords
+from steelyard.core.errors import Interrupted, RuntimeFailure
+from steelyard.launch.error_file import ErrorRecord
 
 
 @dataclass(frozen=True)
-class Ended:
+class RankExit:
     """How one rank ended: `code` is negative for a signal, `sent` are the signals it had from the launcher."""
 
     rank: int
     code: int
     at: float
     sent: frozenset[int]
-    words: LastWords | None
+    words: ErrorRecord | None
 
     @property
     def is_stopped(self) -> bool:
@@ -34,7 +34,7 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Cause:
+class RootCause:
     """What a person is told, and what the job exits with."""
 
     rank: int
@@ -43,7 +43,7 @@ class Cause:
     has_words: bool
 
 
-def blame(ends: Sequence[Ended], hung: Sequence[int], was_asked: bool) -> Cause | None:
+def blame(ends: Sequence[RankExit], hung: Sequence[int], was_asked: bool) -> RootCause | None:
     """The cause of a job's end; None when nothing failed."""
     failed = [end for end in ends if end.code and not end.is_stopped]
     causes = [end for end in failed if not end.only_noticed]
@@ -52,35 +52,37 @@ def blame(ends: Sequence[Ended], hung: Sequence[int], was_asked: bool) -> Cause 
     stopped = [end for end in ends if end.is_stopped]
     if was_asked and stopped:
         told = next((end.words.message for end in stopped if end.words), "interrupted")
-        return Cause(0, told, Interrupted.exit_code, has_words=True)
+        return RootCause(0, told, Interrupted.exit_code, has_words=True)
     if hung:
         who = f"rank {hung[0]}" if len(hung) == 1 else f"ranks {', '.join(map(str, hung))}"
         message = f"{who} stopped answering, and the others gave up waiting"
-        return Cause(hung[0], message, Fault.exit_code, has_words=False)
+        return RootCause(hung[0], message, RuntimeFailure.exit_code, has_words=False)
     return _cause(min(failed, key=_order)) if failed else None
 
 
-def only_noticed(ends: Sequence[Ended]) -> bool:
+def only_noticed(ends: Sequence[RankExit]) -> bool:
     """Whether ranks failed, and none of them for a reason of its own."""
     failed = [end for end in ends if end.code and not end.is_stopped]
     return bool(failed) and all(end.only_noticed for end in failed)
 
 
-def _order(end: Ended) -> tuple[bool, float, int]:
+def _order(end: RankExit) -> tuple[bool, float, int]:
     """A shared error is told by rank 0, who found it; others by who was first."""
     if end.words is None:
         return False, end.at, end.rank
     return end.words.shared, 0.0 if end.words.shared else end.words.time, end.rank
 
 
-def _cause(end: Ended) -> Cause:
+def _cause(end: RankExit) -> RootCause:
     words = end.words
     if words is not None:
         alone = words.shared or words.kind == Interrupted.__name__
         message = words.message if alone else f"rank {end.rank}: {words.message}"
-        return Cause(end.rank, message, words.exit_code, has_words=True)
+        return RootCause(end.rank, message, words.exit_code, has_words=True)
     if end.code < 0:
         name = signal.Signals(-end.code).name
         hint = "\n  out of memory? see dmesg" if -end.code == signal.SIGKILL else ""
-        return Cause(end.rank, f"rank {end.rank} was killed by {name}{hint}", Fault.exit_code, has_words=False)
-    return Cause(end.rank, f"rank {end.rank} ended with exit code {end.code}", end.code, has_words=False)
+        return RootCause(
+            end.rank, f"rank {end.rank} was killed by {name}{hint}", RuntimeFailure.exit_code, has_words=False
+        )
+    return RootCause(end.rank, f"rank {end.rank} ended with exit code {end.code}", end.code, has_words=False)

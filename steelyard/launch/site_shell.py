@@ -8,13 +8,13 @@ from pathlib import Path
 from shlex import quote
 from typing import NoReturn
 
-from steelyard.core.recipe.site_section import Site
+from steelyard.core.recipe.site_section import SiteSection
 from steelyard.launch import containers, job_script
 
 INTERACTIVE = {"docker": ["--interactive", "--tty"], "podman": ["--interactive", "--tty"]}
 
 
-def script_for(site: Site, command: Sequence[str], reload: bool = False) -> str:
+def script_for(site: SiteSection, command: Sequence[str], reload: bool = False) -> str:
     """What bash is to run: the preparation, then the command or a shell in its place."""
     workdir = str(Path(site.workdir).expanduser() if site.workdir else Path.cwd())
     container = site.container

@@ -30,7 +30,7 @@ from pydantic import ValidationError
 
 from steelyard.core.errors import UserError
 from steelyard.core.recipe.loader import explained
-from steelyard.core.recipe.site_section import Site
+from steelyard.core.recipe.site_section import SiteSection
 from steelyard.core.recipe.toml import parse
 
 DEFAULT = "default"
@@ -42,7 +42,7 @@ def path() -> Path:
     return Path(home) / "steelyard" / "sites.toml"
 
 
-def find(name: str | None, own: Site | None = None, file: Path | None = None) -> tuple[str | None, Site]:
+def find(name: str | None, own: SiteSection | None = None, file: Path | None = None) -> tuple[str | None, SiteSection]:
     """The site of this name, or the default one, with the recipe's own keys on top; and what it is called."""
     tables, places, where = _read(file)
     wanted = name if name is not None else tables.get(DEFAULT)
@@ -50,17 +50,17 @@ def find(name: str | None, own: Site | None = None, file: Path | None = None) ->
         raise _unknown(wanted, tables, where)
     values: dict[str, Any] = tables[wanted] if wanted is not None else {}
     try:
-        site = Site.model_validate(values)
+        site = SiteSection.model_validate(values)
     except ValidationError as error:
         prefix = f"{wanted}."
         inside = {key.removeprefix(prefix): place for key, place in places.items() if key.startswith(prefix)}
-        raise explained(error, values, inside, str(where), Site) from None
+        raise explained(error, values, inside, str(where), SiteSection) from None
     if own is not None:
-        site = Site.model_validate(_merged(site.model_dump(), own.model_dump(exclude_unset=True)))
+        site = SiteSection.model_validate(_merged(site.model_dump(), own.model_dump(exclude_unset=True)))
     return wanted, site
 
 
-def changed(site: Site, hosts: str | None, port: int | None) -> Site:
+def changed(site: SiteSection, hosts: str | None, port: int | None) -> SiteSection:
     """The site with what the command line says instead."""
     if hosts is not None:
         names = [host.strip() for host in hosts.split(",")]

@@ -16,14 +16,14 @@ import subprocess
 from collections.abc import Sequence
 from shlex import join, quote
 
-from steelyard.core.errors import Fault, Interrupted, UserError
+from steelyard.core.errors import Interrupted, RuntimeFailure, UserError
 from steelyard.core.host import die_with_parent
-from steelyard.core.recipe.site_section import Site
+from steelyard.core.recipe.site_section import SiteSection
 from steelyard.launch import containers, job_script, multi_job
-from steelyard.launch.job_spec import Order
+from steelyard.launch.job_spec import JobSpec
 from steelyard.launch.job_tags import BEGAN, NUMBER
 from steelyard.launch.launch_record import FOLDER
-from steelyard.launch.node_groups import Group, written
+from steelyard.launch.node_groups import NodeGroup, written
 from steelyard.launch.rendezvous_file import STOPPED
 
 ATTEMPT = '"$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"'  # For the shell to fill in.
@@ -45,7 +45,7 @@ done
 KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT")
 
 
-def sbatch(order: Order, group: int | None = None) -> list[str]:
+def sbatch(order: JobSpec, group: int | None = None) -> list[str]:
     """sbatch's line, but for the script: one part for each group, or that of one group of several jobs."""
     wanted = order.groups if group is None else [order.groups[group]]
     suffix = "" if group in (None, 0) else f"-follower-{group}"
@@ -66,14 +66,14 @@ def step_name(name: str, submitted: str) -> str:
     return f"{job_name(name)[:60]}-{re.sub(r'[^0-9]', '', submitted)}"
 
 
-def _once(order: Order) -> list[str]:
+def _once(order: JobSpec) -> list[str]:
     """What is said once for all parts. A `%` in a path would stand for something."""
     logs = str(order.run / "logs").replace("%", "%%")
     words = [f"--output={logs}/slurm-%j.log", "--open-mode=append", f"--chdir={order.workdir}"]
     return [*words, "--requeue" if order.site.requeue else "--no-requeue"]
 
 
-def _options(order: Order, group: Group) -> list[str]:
+def _options(order: JobSpec, group: NodeGroup) -> list[str]:
     """What each part of a heterogeneous job needs for itself."""
     site, limit = order.site, order.time_limit or order.site.time_limit
     words = [f"--nodes={group.nodes}", "--ntasks-per-node=1", f"--cpus-per-task={_cpus(site, group)}"]
@@ -86,11 +86,11 @@ def _options(order: Order, group: Group) -> list[str]:
     return [*words, *site.sbatch]
 
 
-def _cpus(site: Site, group: Group) -> int:
+def _cpus(site: SiteSection, group: NodeGroup) -> int:
     return group.ranks * (site.cpus_per_rank or (4 if group.gres else 1))
 
 
-def text(order: Order, group: int | None = None, job: str | None = None) -> str:
+def text(order: JobSpec, group: int | None = None, job: str | None = None) -> str:
     """The script of the job, of one group of several jobs, or for an allocation that is there already."""
     lines = [job_script.preamble(order.site, order.workdir)]
     if job is None:
@@ -114,7 +114,7 @@ def text(order: Order, group: int | None = None, job: str | None = None) -> str:
     return "".join([*lines, "exit $code\n"])
 
 
-def _requeueing(order: Order) -> str:
+def _requeueing(order: JobSpec) -> str:
     return (
         f"if [ $code = {Interrupted.exit_code} ] &&\n"
         f'    [ "${{SLURM_RESTART_COUNT:-0}}" -lt {order.site.max_restarts} ] &&\n'
@@ -125,26 +125,26 @@ def _requeueing(order: Order) -> str:
     )
 
 
-def starter(order: Order) -> list[str]:
+def starter(order: JobSpec) -> list[str]:
     """The starter's words up to its options, inside the site's container."""
     words = [order.python, "-P", "-m", "steelyard.launch.node_agent", "--run", str(order.run)]
     gpus = any(group.gres for group in order.groups)
     return containers.wrapped(order.site, words, order.workdir, str(order.run), gpus)
 
 
-def _starter_options(order: Order, group: int | None, job: str | None) -> str:
+def _starter_options(order: JobSpec, group: int | None, job: str | None) -> str:
     options = ["--groups", written(order.groups)]
     options += ["--group", str(group)] if group is not None else []
     options += ["--port", str(order.site.port)] if order.site.port else []
     return f" {join(options)} --attempt {_attempt(order, job)} {join(order.command_arguments)}"
 
 
-def _attempt(order: Order, job: str | None) -> str:
+def _attempt(order: JobSpec, job: str | None) -> str:
     return ATTEMPT if job is None else quote(f"{job}.{order.submitted}")
 
 
 def _srun(
-    order: Order, words: Sequence[str], tail: str, group: int | None, job: str | None, inside: bool = True
+    order: JobSpec, words: Sequence[str], tail: str, group: int | None, job: str | None, inside: bool = True
 ) -> str:
     """srun's line: the same command on every node of every group."""
     wanted = order.groups if group is None else [order.groups[group]]
@@ -178,14 +178,16 @@ def ask(command: Sequence[str]) -> str:
             "sbatch is not installed here", mend="submit from a login node of the cluster, or use --on local or mpi"
         ) from None
     except subprocess.TimeoutExpired:
-        raise Fault("sbatch did not answer within 120 s", mend="see whether Slurm's controller is up: sinfo") from None
+        raise RuntimeFailure(
+            "sbatch did not answer within 120 s", mend="see whether Slurm's controller is up: sinfo"
+        ) from None
     if answer.returncode:
         reason = answer.stderr.strip().removeprefix("sbatch: error: ") or f"exit code {answer.returncode}"
         raise UserError(f"sbatch refuses the job: {reason}", mend="--dry-run shows what was asked for")
     return answer.stdout.strip().splitlines()[-1].partition(";")[0]
 
 
-def jobs(order: Order) -> list[int | None]:
+def jobs(order: JobSpec) -> list[int | None]:
     """The jobs an order becomes: one for all groups (None), or one for each."""
     is_several = len(order.groups) > 1 and order.site.heterogeneous == "several-jobs"
     return list(range(len(order.groups))) if is_several else [None]
@@ -196,16 +198,16 @@ def script_name(group: int | None) -> str:
     return "job.sh" if group is None else f"job-{group}.sh"
 
 
-def line(order: Order, group: int | None) -> list[str]:
+def line(order: JobSpec, group: int | None) -> list[str]:
     """sbatch's whole line; the last word is for whoever looks for the job."""
     return [*sbatch(order, group), str(order.run / FOLDER / script_name(group)), mark(order, group)]
 
 
-def mark(order: Order, group: int | None) -> str:
+def mark(order: JobSpec, group: int | None) -> str:
     """By what a job is known whose number nobody has."""
     return order.mark if group is None else f"{order.mark}.{group}"
 
 
-def marks(order: Order) -> list[str]:
+def marks(order: JobSpec) -> list[str]:
     """The marks of all jobs of an order."""
     return [mark(order, group) for group in jobs(order)]

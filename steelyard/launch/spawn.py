@@ -24,7 +24,7 @@ from typing import Any
 from steelyard.core.console import console
 from steelyard.core.host import die_with_parent, usable_cpus
 from steelyard.launch.error_file import ERROR_FILE, find
-from steelyard.launch.root_cause import Ended, blame
+from steelyard.launch.root_cause import RankExit, blame
 from steelyard.parallel.rendezvous import MEETING
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -101,9 +101,9 @@ class Rank:
             os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
             self.is_running()
 
-    def ended(self) -> Ended:
+    def ended(self) -> RankExit:
         """How it ended, for blame."""
-        return Ended(self.rank, self.code or 0, self.ended_at, frozenset(self.sent), find(self.error_file))
+        return RankExit(self.rank, self.code or 0, self.ended_at, frozenset(self.sent), find(self.error_file))
 
 
 def watch(ranks: list[Rank], asked: list[int], failed_elsewhere: Sequence[int] = ()) -> list[int]:

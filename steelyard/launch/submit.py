@@ -20,7 +20,7 @@ from steelyard.core import files, secrets
 from steelyard.core.errors import UserError
 from steelyard.core.host import require_linux
 from steelyard.core.recipe import Recipe, to_toml
-from steelyard.core.recipe.site_section import Site
+from steelyard.core.recipe.site_section import SiteSection
 from steelyard.core.run import MANIFEST, for_training, now, place_for_training
 from steelyard.launch import (
     cancel,
@@ -35,20 +35,20 @@ from steelyard.launch import (
     supervisor,
     torchrun,
 )
-from steelyard.launch.job_spec import Order
+from steelyard.launch.job_spec import JobSpec
 from steelyard.launch.launch_record import FOLDER, Launch
-from steelyard.launch.node_groups import Group
+from steelyard.launch.node_groups import NodeGroup
 from steelyard.plan import cluster as clusters
 
 SECONDS_BETWEEN_QUESTIONS = 5.0
 
 
 @dataclass(frozen=True)
-class Request:
+class SubmitRequest:
     """What a person asks for. Either a recipe to train or the words of another command."""
 
     on: str
-    site: Site
+    site: SiteSection
     recipe: Recipe | None = None
     words: list[str] = field(default_factory=list)
     name: str | None = None
@@ -63,7 +63,7 @@ class Request:
     skip_checks: bool = False
 
 
-def submit(request: Request) -> dict[str, Any]:
+def submit(request: SubmitRequest) -> dict[str, Any]:
     """Start the job, or have it queued, and say where it is."""
     require_linux(f"starting a job (--on {request.on})", "steelyard train works here, in one process; --dry-run too")
     order = prepare(request)
@@ -78,7 +78,7 @@ def submit(request: Request) -> dict[str, Any]:
     return note(request, order, jobs, process)
 
 
-def _queue(request: Request, order: Order) -> list[str]:
+def _queue(request: SubmitRequest, order: JobSpec) -> list[str]:
     """Hand each job to Slurm; where one of several is refused, none is left behind to wait for it."""
     jobs: list[str] = []
     (order.run / FOLDER / launch_record.JOBS).unlink(missing_ok=True)
@@ -114,7 +114,7 @@ def intended(launches: dict[Path, Launch]) -> Iterator[None]:
         raise
 
 
-def prepare(request: Request) -> Order:
+def prepare(request: SubmitRequest) -> JobSpec:
     """Make the run folder with the scripts in it; nothing is started yet."""
     if request.job is not None and request.on != "slurm":
         raise UserError("--job is an allocation of Slurm's", mend="add --on slurm")
@@ -134,7 +134,7 @@ def prepare(request: Request) -> Order:
     return order
 
 
-def note(request: Request, order: Order, jobs: list[str], process: dict[str, Any] | None) -> dict[str, Any]:
+def note(request: SubmitRequest, order: JobSpec, jobs: list[str], process: dict[str, Any] | None) -> dict[str, Any]:
     """Write down what was started, and return it."""
     launch = described(request, order, jobs, process)
     launch_record.write(order.run, launch)
@@ -143,7 +143,7 @@ def note(request: Request, order: Order, jobs: list[str], process: dict[str, Any
     return {"run": str(order.run), "backend": request.on, "jobs": jobs, "state": state, "ranks": launch.ranks}
 
 
-def described(request: Request, order: Order, jobs: list[str], process: dict[str, Any] | None) -> Launch:
+def described(request: SubmitRequest, order: JobSpec, jobs: list[str], process: dict[str, Any] | None) -> Launch:
     """What `launch.json` says of an order."""
     return Launch(
         backend=request.on, name=order.name, jobs=jobs, command=secrets.redact(order.command),
@@ -156,7 +156,7 @@ def described(request: Request, order: Order, jobs: list[str], process: dict[str
     )  # fmt: skip
 
 
-def preview(request: Request) -> tuple[dict[str, Any], str]:
+def preview(request: SubmitRequest) -> tuple[dict[str, Any], str]:
     """What would be run, exactly; nothing is written or started."""
     order = planned(request)
     pages, lines = [], []
@@ -170,7 +170,7 @@ def preview(request: Request) -> tuple[dict[str, Any], str]:
     return result, "\n".join([*lines, "", *pages])
 
 
-def planned(request: Request) -> Order:
+def planned(request: SubmitRequest) -> JobSpec:
     """The order as it would be; nothing is written."""
     return _order(request, groups_of(request), _place(request).resolve())
 
@@ -187,7 +187,7 @@ def wait(run: Path) -> int:
         time.sleep(SECONDS_BETWEEN_QUESTIONS if launch.process is None else 0.2)
 
 
-def groups_of(request: Request) -> list[Group]:
+def groups_of(request: SubmitRequest) -> list[NodeGroup]:
     """The nodes a request needs; mistakes in it are found here, before anything is written."""
     cluster = clusters.load(request.cluster) if request.cluster else None
     if request.time_limit is not None and request.on != "slurm":
@@ -199,7 +199,7 @@ def groups_of(request: Request) -> list[Group]:
             raise UserError("--on local is one node", mend="use --on mpi or --on slurm for several")
         world = request.ranks_per_node or request.recipe.parallel.least_world
         request.recipe.parallel.data_for(world)
-        found = [Group(1, world, gres=None if request.recipe.train.device == "cpu" else "gpu")]
+        found = [NodeGroup(1, world, gres=None if request.recipe.train.device == "cpu" else "gpu")]
     else:
         found = node_groups.of_plan(request.recipe, cluster, request.site, request.nodes, request.ranks_per_node)
     if request.on == "mpi":
@@ -209,7 +209,7 @@ def groups_of(request: Request) -> list[Group]:
     return found
 
 
-def _order(request: Request, found: list[Group], run: Path) -> Order:
+def _order(request: SubmitRequest, found: list[NodeGroup], run: Path) -> JobSpec:
     site = request.site
     workdir = str(Path(site.workdir).expanduser() if site.workdir else Path.cwd())
     python = containers.python(site, sys.executable)
@@ -219,7 +219,7 @@ def _order(request: Request, found: list[Group], run: Path) -> Order:
     else:
         command = [*steelyard, *request.words]
     name = request.name or (request.recipe.name if request.recipe else request.words[0])
-    return Order(
+    return JobSpec(
         run, name, site, found, command, workdir, python, now(), job_tags.next_mark(run), request.time_limit,
         request.reload_container,
     )  # fmt: skip
@@ -230,12 +230,12 @@ def folder_name(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:100] or "run"
 
 
-def _where(request: Request) -> Path:
+def _where(request: SubmitRequest) -> Path:
     name = request.name or (request.recipe.name if request.recipe else request.words[0])
     return request.run or Path("runs") / folder_name(name)
 
 
-def _folder(request: Request) -> Path:
+def _folder(request: SubmitRequest) -> Path:
     """The run folder, made where it is not there yet."""
     found = _place(request)
     if request.recipe is not None:
@@ -248,7 +248,7 @@ def _folder(request: Request) -> Path:
     return found.resolve()
 
 
-def _place(request: Request) -> Path:
+def _place(request: SubmitRequest) -> Path:
     """Where the run folder is or will be: for training as `train` would choose it, for other commands a new one."""
     wanted = _where(request)
     if request.recipe is not None:
@@ -272,7 +272,7 @@ def _refuse_live(run: Path) -> None:
         )
 
 
-def _scripts(order: Order, request: Request) -> dict[str, str]:
+def _scripts(order: JobSpec, request: SubmitRequest) -> dict[str, str]:
     if request.on == "slurm" and request.job is None:
         return {slurm.script_name(group): slurm.text(order, group) for group in slurm.jobs(order)}
     if request.on == "slurm":
@@ -280,7 +280,7 @@ def _scripts(order: Order, request: Request) -> dict[str, str]:
     return {"job.sh": _here(order, request)}
 
 
-def _here(order: Order, request: Request) -> str:
+def _here(order: JobSpec, request: SubmitRequest) -> str:
     """The script for mpirun, or for ranks on this machine, which torchrun starts; a command alone needs no torch."""
     site, text = order.site, job_script.preamble(order.site, order.workdir)
     if request.on == "mpi":
@@ -294,7 +294,7 @@ def _here(order: Order, request: Request) -> str:
     return text + job_script.executing(torchrun.command(order))
 
 
-def _write(order: Order, request: Request) -> None:
+def _write(order: JobSpec, request: SubmitRequest) -> None:
     folder = order.run / FOLDER
     if request.recipe is not None:
         files.write_text(folder / "recipe.toml", to_toml(request.recipe.settings()))

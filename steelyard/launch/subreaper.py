@@ -25,10 +25,10 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 NOT_STARTED = 127
 
 
-def start(command: Sequence[str], output: int | IO[Any], environment: dict[str, str] | None = None) -> Guarded:
+def start(command: Sequence[str], output: int | IO[Any], environment: dict[str, str] | None = None) -> ProcessTree:
     """Start a command under a guard; both streams go to `output`."""
     guard = [sys.executable, "-P", str(Path(__file__)), str(os.getpid()), *command]
-    return Guarded(
+    return ProcessTree(
         subprocess.Popen(
             guard, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment,
             start_new_session=True,
@@ -36,7 +36,7 @@ def start(command: Sequence[str], output: int | IO[Any], environment: dict[str, 
     )  # fmt: skip
 
 
-class Guarded:
+class ProcessTree:
     """A command under guard, seen from outside."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:

@@ -22,11 +22,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from steelyard.core import secrets
-from steelyard.core.errors import Fault
+from steelyard.core.errors import RuntimeFailure
 from steelyard.core.host import die_with_parent, usable_cpus
 from steelyard.launch import container_watchdog, containers, torchrun_ipc
-from steelyard.launch.job_spec import Order
-from steelyard.launch.log_capture import Log
+from steelyard.launch.job_spec import JobSpec
+from steelyard.launch.log_capture import LogFile
 from steelyard.launch.node_agent import tell
 from steelyard.launch.spawn import SECONDS_TO_END, SECONDS_TO_NOTICE, signals
 
@@ -34,7 +34,7 @@ SECONDS_BETWEEN_LOOKS = 0.05
 LINES_SHOWN = 20
 
 
-def command(order: Order) -> list[str]:
+def command(order: JobSpec) -> list[str]:
     """The whole line: the keeper, torchrun, and what torchrun starts, inside the site's container."""
     [group] = order.groups
     python = [order.python, "-P", "-m"]
@@ -108,7 +108,7 @@ def _keep(child: subprocess.Popen[bytes], folder: Path, asked: list[int]) -> Non
 def _tell(child: subprocess.Popen[bytes], folder: Path, given: argparse.Namespace, was_asked: bool) -> int:
     left = {rank: torchrun_ipc.found(folder, rank) for rank in range(given.ranks)}
     present = {rank: each for rank, each in left.items() if each is not None}
-    log = Log(given.run / "logs" / f"{socket.gethostname()}.err")
+    log = LogFile(given.run / "logs" / f"{socket.gethostname()}.err")
     if not present and child.returncode:
         return _tell_of_torchrun(child.returncode, folder, log)
     ends = [each.end for each in present.values()]
@@ -117,14 +117,14 @@ def _tell(child: subprocess.Popen[bytes], folder: Path, given: argparse.Namespac
     return tell(ends, {rank: each.last for rank, each in present.items()}, hung, was_asked, log) if ends else 0
 
 
-def _tell_of_torchrun(code: int, folder: Path, log: Log) -> int:
+def _tell_of_torchrun(code: int, folder: Path, log: LogFile) -> int:
     """It came to no rank: what torchrun said is all there is."""
     last = (folder / "torchrun.log").read_text(encoding="utf-8", errors="replace").splitlines()[-LINES_SHOWN:]
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     for line in map(secrets.scrub, (f"error: torchrun {how} before any rank did", *(f"  | {line}" for line in last))):
         log.add(line)
         sys.stderr.write(line + "\n")
-    return Fault.exit_code
+    return RuntimeFailure.exit_code
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ from steelyard.core import files
 from steelyard.core.errors import Interrupted
 from steelyard.core.host import die_with_parent
 from steelyard.core.safe_parse import loads
-from steelyard.launch.error_file import LastWords
-from steelyard.launch.root_cause import Ended
+from steelyard.launch.error_file import ErrorRecord
+from steelyard.launch.root_cause import RankExit
 
 FOLDER = "STEELYARD_KEPT"  # the variable that names it
 ASKED = "asked"
@@ -32,10 +32,10 @@ SECONDS_BETWEEN_PARENTS = 1.0
 
 
 @dataclass(frozen=True)
-class Left:
+class RankReport:
     """What a starter left."""
 
-    end: Ended
+    end: RankExit
     is_hung: bool
     last: list[str]
 
@@ -68,7 +68,7 @@ def _listen(asked: list[int], is_over: threading.Event) -> None:
         asked.extend(int(line) for line in lines[len(asked) :])
 
 
-def leave(end: Ended, is_hung: bool, last: list[str]) -> int:
+def leave(end: RankExit, is_hung: bool, last: list[str]) -> int:
     """Leave word of a rank's end; returns what its starter exits with.
 
     A rank that saved and stopped has not failed: torchrun would end the others, which may still be writing.
@@ -81,15 +81,15 @@ def leave(end: Ended, is_hung: bool, last: list[str]) -> int:
     return 0 if has_stopped and not is_hung else int(end.code != 0)
 
 
-def found(folder: Path, rank: int) -> Left | None:
+def found(folder: Path, rank: int) -> RankReport | None:
     """What the starter of a rank left; None where it had no time to."""
     try:
         value = loads((folder / f"end-{rank}.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    words = None if value["words"] is None else LastWords(**value["words"])
-    end = Ended(value["rank"], value["code"], value["at"], frozenset(value["sent"]), words)
-    return Left(end, value["hung"], value["last"])
+    words = None if value["words"] is None else ErrorRecord(**value["words"])
+    end = RankExit(value["rank"], value["code"], value["at"], frozenset(value["sent"]), words)
+    return RankReport(end, value["hung"], value["last"])
 
 
 def end_with_torchrun() -> None:
@@ -114,6 +114,6 @@ def end_with_parent() -> None:
     threading.Thread(target=look, daemon=True).start()
 
 
-def killed(rank: int, at: float) -> Ended:
+def killed(rank: int, at: float) -> RankExit:
     """A rank whose starter left no word."""
-    return Ended(rank, -signal.SIGKILL, at, frozenset(), None)
+    return RankExit(rank, -signal.SIGKILL, at, frozenset(), None)

@@ -19,7 +19,7 @@ KINDS = {int: "a whole number", float: "a number"}
 
 
 @dataclass(frozen=True)
-class Left:
+class DroppedFlag:
     """Something that is not in the recipe, and why; `matters` is false where nothing is lost."""
 
     flag: str
@@ -36,7 +36,7 @@ class Given:
     flags: dict[str, list[str]] = field(default_factory=dict)
     spelled: dict[str, str] = field(default_factory=dict)
     carried: dict[str, str] = field(default_factory=dict)
-    left: list[Left] = field(default_factory=list)
+    left: list[DroppedFlag] = field(default_factory=list)
 
     def add(self, words: list[str]) -> None:
         """Take the words of a command line."""
@@ -64,10 +64,10 @@ class Given:
 
     def _stray(self, word: str) -> None:
         reason = "not set, and so nothing" if symbolic.is_unset(word) else "belongs to no flag"
-        self.left.append(Left(symbolic.shown(word), "", reason, not symbolic.is_unset(word)))
+        self.left.append(DroppedFlag(symbolic.shown(word), "", reason, not symbolic.is_unset(word)))
 
     def _leave(self, flag: str, values: list[str], reason: str, matters: bool = True) -> None:
-        self.left.append(Left(flag, symbolic.shown(" ".join(values)), reason, matters))
+        self.left.append(DroppedFlag(flag, symbolic.shown(" ".join(values)), reason, matters))
 
     def has(self, name: str) -> bool:
         """Whether a flag is there."""
@@ -80,7 +80,7 @@ class Given:
 
     def note(self, what: str, reason: str) -> None:
         """Keep something that is no flag, and is not carried over either."""
-        self.left.append(Left(what, "", reason))
+        self.left.append(DroppedFlag(what, "", reason))
 
     def carry(self, name: str, key: str) -> None:
         """Say which key a flag has become part of."""

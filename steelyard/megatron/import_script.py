@@ -12,11 +12,11 @@ from typing import Any
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import load_recipe
 from steelyard.megatron import model_flags, parallel_flags, sparsity_flags, tool_commands, training_flags
-from steelyard.megatron.cli_args import Given, Left
+from steelyard.megatron.cli_args import DroppedFlag, Given
 from steelyard.megatron.flag_table import SHAPES, VARIABLES
 from steelyard.megatron.recipe_draft import Draft
 from steelyard.megatron.shell import interpreter, symbolic
-from steelyard.megatron.shell.shell_state import Command, State
+from steelyard.megatron.shell.shell_state import Command, ShellState
 
 TRAINING = {"--num-layers", "--hidden-size", "--micro-batch-size", "--train-iters", "--train-samples", "--seq-length"}
 
@@ -29,7 +29,7 @@ class Reading:
     written: dict[str, Any] | None = None
     commands: list[str] = field(default_factory=list)
     carried: dict[str, str] = field(default_factory=dict)
-    left: list[Left] = field(default_factory=list)
+    left: list[DroppedFlag] = field(default_factory=list)
     questions: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -55,7 +55,7 @@ def read(
             or TRAINING & {word.partition("=")[0] for word in flags}
             or (tool == "" and not before and flags[0][:2] == "--")
         ):
-            trainings.append(Training(command.where, tool, [*command.launchers, before], flags))
+            trainings.append(TrainingCommand(command.where, tool, [*command.launchers, before], flags))
     training = _chosen(state, trainings)
     if training is None and not reading.commands:
         raise _nothing(state, scripts)
@@ -82,7 +82,7 @@ def _tool(reading: Reading, command: Command, tool: str, words: list[str]) -> No
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingCommand:
     """One command that trains, or flags without one; `program` is empty then."""
 
     where: str
@@ -90,7 +90,7 @@ class Training:
     launchers: list[list[str]]
     flags: list[str]
 
-    def given(self, state: State) -> Given:
+    def given(self, state: ShellState) -> Given:
         """Its flags; those of a configuration file are its variables."""
         given = Given(self.where)
         given.add(self.flags)
@@ -99,7 +99,7 @@ class Training:
         return given
 
 
-def _chosen(state: State, trainings: list[Training]) -> Training | None:
+def _chosen(state: ShellState, trainings: list[TrainingCommand]) -> TrainingCommand | None:
     """The first command that trains, or all lines of flags together, or what arrays and variables hold."""
     started = [training for training in trainings if training.program]
     for other in started[1:]:
@@ -109,10 +109,10 @@ def _chosen(state: State, trainings: list[Training]) -> Training | None:
         return started[0]
     if trainings:
         flags = [flag for training in trainings for flag in training.flags]
-        return Training(trainings[0].where, "", trainings[0].launchers, flags)
+        return TrainingCommand(trainings[0].where, "", trainings[0].launchers, flags)
     arrays = [flag for value in state.variables.values() for flag in _flags_in(value)]
     named = set(VARIABLES) & set(state.variables)
-    return Training(state.file, "", state.launchers, arrays) if named or TRAINING & set(arrays) else None
+    return TrainingCommand(state.file, "", state.launchers, arrays) if named or TRAINING & set(arrays) else None
 
 
 def _flags_in(value: str | list[str]) -> list[str]:
@@ -120,7 +120,7 @@ def _flags_in(value: str | list[str]) -> list[str]:
     return words if words and words[0].startswith("--") else []
 
 
-def _variables(state: State, given: Given) -> None:
+def _variables(state: ShellState, given: Given) -> None:
     """A configuration file without a command: its variables by their usual names, and all others left."""
     known = {name: value for name, value in state.variables.items() if isinstance(value, str) and not _flags_in(value)}
     named = {VARIABLES[name]: value for name, value in known.items() if name in VARIABLES and value}
@@ -139,7 +139,7 @@ def _variables(state: State, given: Given) -> None:
     counted = {name for pair in parallel_flags.VARIABLES for name in pair} | {"WORLD_SIZE", "DP_SIZE", *VARIABLES}
     for name, value in known.items():
         if name not in counted and not (name == "MODEL" and model):
-            given.left.append(Left(name, symbolic.shown(value), "a variable that names no flag here"))
+            given.left.append(DroppedFlag(name, symbolic.shown(value), "a variable that names no flag here"))
 
 
 def _write(draft: Draft, program: str, ranks: int | None, sgd: str | None, count: model_flags.Count) -> None:
@@ -178,7 +178,7 @@ def _finish(reading: Reading, draft: Draft, scripts: Sequence[Path]) -> None:
             raise UserError(f"what these flags say is no sound recipe\n{problem}", where=draft.given.where) from None
 
 
-def _nothing(state: State, scripts: Sequence[Path]) -> UserError:
+def _nothing(state: ShellState, scripts: Sequence[Path]) -> UserError:
     notes = "\n  ".join(state.notes)
     return UserError(
         "there is no Megatron command with its flags in here" + (f"\n  {notes}" if notes else ""),

@@ -9,7 +9,7 @@ from typing import Any
 
 from steelyard.core.errors import UserError
 from steelyard.core.safe_parse import loads
-from steelyard.megatron.cli_args import Left
+from steelyard.megatron.cli_args import DroppedFlag
 from steelyard.megatron.recipe_draft import DEFAULT, Draft
 from steelyard.megatron.shell import symbolic
 
@@ -43,7 +43,7 @@ def world(launchers: list[list[str]], variables: Mapping[str, object]) -> int | 
     return _from_variables(variables)
 
 
-def account(launchers: list[list[str]], left: list[Left], carried: dict[str, str]) -> None:
+def account(launchers: list[list[str]], left: list[DroppedFlag], carried: dict[str, str]) -> None:
     """Say of every flag of the launchers too what became of it."""
     for words in launchers:
         for at, word in enumerate(words):
@@ -54,7 +54,9 @@ def account(launchers: list[list[str]], left: list[Left], carried: dict[str, str
                 following = "".join(words[at + 1 : at + 2])
                 value = value if equals or following.startswith("-") else following
                 left.append(
-                    Left(name, symbolic.shown(value), "the launcher's; starting processes is not in a recipe", False)
+                    DroppedFlag(
+                        name, symbolic.shown(value), "the launcher's; starting processes is not in a recipe", False
+                    )
                 )
 
 

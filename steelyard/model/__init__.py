@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from steelyard.core.recipe.model_section import GptModel, LlamaModel
+from steelyard.core.recipe.model_section import GptConfig, LlamaConfig
 from steelyard.model.gpt import Gpt
 from steelyard.model.init_weights import initial, initialise
 from steelyard.model.kv_cache import Cache
-from steelyard.model.language_model import LanguageModel, Slice
+from steelyard.model.language_model import LanguageModel, StageSpec
 from steelyard.model.llama import Llama
 
-__all__ = ["Cache", "Gpt", "LanguageModel", "Llama", "Slice", "build", "initial", "initialise"]
+__all__ = ["Cache", "Gpt", "LanguageModel", "Llama", "StageSpec", "build", "initial", "initialise"]
 
 
-def build(shape: GptModel | LlamaModel, part: Slice | None = None) -> LanguageModel:
+def build(shape: GptConfig | LlamaConfig, part: StageSpec | None = None) -> LanguageModel:
     """The model of a recipe or a slice of it, its weights not yet set."""
-    return Gpt(shape, part) if isinstance(shape, GptModel) else Llama(shape, part)
+    return Gpt(shape, part) if isinstance(shape, GptConfig) else Llama(shape, part)

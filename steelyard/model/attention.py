@@ -19,7 +19,7 @@ from torch.nn.attention.bias import causal_lower_right
 from steelyard.model.dropout import FACTORS, kept, mixed
 
 
-class Bounds(NamedTuple):
+class CuSeqlens(NamedTuple):
     """The documents of all rows, one row after the other."""
 
     places: Tensor
@@ -28,13 +28,13 @@ class Bounds(NamedTuple):
     """A power of two that none is longer than: kernels begin work for as many tokens of every document."""
 
 
-def attend(query_BHLE: Tensor, key_BKLE: Tensor, value_BKLE: Tensor, mask: Tensor | Bounds | None) -> Tensor:
+def attend(query_BHLE: Tensor, key_BKLE: Tensor, value_BKLE: Tensor, mask: Tensor | CuSeqlens | None) -> Tensor:
     """Mix the values by attention; without a mask a token sees itself and everything before it.
 
     Where there are more keys than queries, the queries are the last tokens.
     """
-    if isinstance(mask, Bounds):
-        return attend_within(query_BHLE, key_BKLE, value_BKLE, mask)
+    if isinstance(mask, CuSeqlens):
+        return varlen_attention(query_BHLE, key_BKLE, value_BKLE, mask)
     grouped = query_BHLE.shape[1] != key_BKLE.shape[1]
     length, seen = query_BHLE.shape[2], key_BKLE.shape[2]
     if mask is None and 1 < length < seen:
@@ -45,7 +45,7 @@ def attend(query_BHLE: Tensor, key_BKLE: Tensor, value_BKLE: Tensor, mask: Tenso
     )
 
 
-def attend_within(query_BHLE: Tensor, key_BKLE: Tensor, value_BKLE: Tensor, bounds: Bounds) -> Tensor:
+def varlen_attention(query_BHLE: Tensor, key_BKLE: Tensor, value_BKLE: Tensor, bounds: CuSeqlens) -> Tensor:
     """The same within documents: on a GPU by flash attention, to which each document is a sequence of its own."""
     rows, _, length, _ = query_BHLE.shape
     if not query_BHLE.is_cuda:
@@ -59,7 +59,7 @@ def attend_within(query_BHLE: Tensor, key_BKLE: Tensor, value_BKLE: Tensor, boun
     return mixed_BLHE.transpose(1, 2)
 
 
-def bounds_of(starts_BN: Tensor, length: int, device: torch.device) -> Bounds:
+def cu_seqlens_of(starts_BN: Tensor, length: int, device: torch.device) -> CuSeqlens:
     """The bounds of documents, from where those of each row begin; what begins at a row's end is none.
 
     On the host it is known what to leave out and how long the others are. On a GPU, to which FSDP brings whatever a
@@ -75,17 +75,17 @@ def bounds_of(starts_BN: Tensor, length: int, device: torch.device) -> Bounds:
         places = places if places.is_cuda else places.pin_memory().to(device, non_blocking=True)
         # So layers are compiled once for any number of documents; a second length still compiles them once more.
         torch._dynamo.maybe_mark_dynamic(places, 0)
-    return Bounds(places, 1 << (longest - 1).bit_length())
+    return CuSeqlens(places, 1 << (longest - 1).bit_length())
 
 
-def dense_mask(bounds: Bounds, rows: int, length: int) -> Tensor:
+def dense_mask(bounds: CuSeqlens, rows: int, length: int) -> Tensor:
     """What bounds mean: True where a token may look. Shape (B, 1, L, L)."""
     tokens = torch.arange(rows * length, dtype=torch.int32, device=bounds.places.device)
     return within_documents(torch.searchsorted(bounds.places, tokens, right=True).view(rows, length))
 
 
 @functools.cache
-def can_attend_within(device: torch.device, dtype: torch.dtype, width: int) -> bool:
+def has_varlen_attention(device: torch.device, dtype: torch.dtype, width: int) -> bool:
     """Whether the kernel for bounds is there, found out by asking: it must give what the dense mask gives."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or width % 8 or width > 256:
         return False
@@ -94,7 +94,7 @@ def can_attend_within(device: torch.device, dtype: torch.dtype, width: int) -> b
         torch.randn(2, heads, 128, width, dtype=dtype, device=device, generator=generator).requires_grad_()
         for heads in (4, 2, 2)
     )
-    bounds = bounds_of(torch.tensor([[0, 7, 100, 128], [0, 64, 128, 128]], dtype=torch.int32), 128, device)
+    bounds = cu_seqlens_of(torch.tensor([[0, 7, 100, 128], [0, 64, 128, 128]], dtype=torch.int32), 128, device)
     answers = []
     for mask in (dense_mask(bounds, 2, 128), bounds):
         try:
@@ -109,12 +109,12 @@ def attend_dropping(
     query_BHLE: Tensor,
     key_BKLE: Tensor,
     value_BKLE: Tensor,
-    mask: Tensor | Bounds | None,
+    mask: Tensor | CuSeqlens | None,
     rows_BHL: Tensor,
     share: float,
 ) -> Tensor:
     """The same with a share of the weights dropped, spelled out because no kernel takes our choice of them."""
-    assert not isinstance(mask, Bounds), "what drops weights cannot use bounds"
+    assert not isinstance(mask, CuSeqlens), "what drops weights cannot use bounds"
     groups = query_BHLE.shape[1] // key_BKLE.shape[1]
     key_BHLE, value_BHLE = (x.repeat_interleave(groups, dim=1) for x in (key_BKLE, value_BKLE))
     length = query_BHLE.shape[2]

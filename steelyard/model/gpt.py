@@ -8,23 +8,23 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from steelyard.core.recipe.model_section import GptModel
+from steelyard.core.recipe.model_section import GptConfig
 from steelyard.model.attention import attend, attend_dropping, rows_of
-from steelyard.model.language_model import Context, LanguageModel, Layer, Slice
+from steelyard.model.language_model import Context, LanguageModel, StageSpec, TransformerLayer
 from steelyard.model.modules import LayerNorm, Linear
 
 
 class Gpt(LanguageModel):
     """Token ids in, logits out."""
 
-    shape: GptModel
+    shape: GptConfig
 
-    def __init__(self, shape: GptModel, part: Slice | None = None) -> None:
+    def __init__(self, shape: GptConfig, part: StageSpec | None = None) -> None:
         super().__init__(shape, part)
         self.positions = nn.Embedding(shape.positions, shape.hidden) if self.part.first else None
 
     def make_layer(self) -> nn.Module:
-        return Layer(Attention(self.shape), Mlp(self.shape), self.make_norm, self.shape.dropout)
+        return TransformerLayer(GptAttention(self.shape), GptMlp(self.shape), self.make_norm, self.shape.dropout)
 
     def make_norm(self) -> nn.Module:
         return LayerNorm(self.shape.hidden, self.shape.norm_eps)
@@ -35,10 +35,10 @@ class Gpt(LanguageModel):
         return super().embedded(tokens_BL, positions_BL) + positions_BLD
 
 
-class Attention(nn.Module):
+class GptAttention(nn.Module):
     """Causal attention, every head with its own key and value."""
 
-    def __init__(self, shape: GptModel) -> None:
+    def __init__(self, shape: GptConfig) -> None:
         super().__init__()
         self.head_dim = shape.hidden // shape.heads
         self.heads = range(shape.heads)
@@ -65,10 +65,10 @@ class Attention(nn.Module):
         return output
 
 
-class Mlp(nn.Module):
+class GptMlp(nn.Module):
     """Two projections with GPT-2's approximation of GELU between them."""
 
-    def __init__(self, shape: GptModel) -> None:
+    def __init__(self, shape: GptConfig) -> None:
         super().__init__()
         self.up = Linear(shape.hidden, shape.ffn)
         self.down = Linear(shape.ffn, shape.hidden)

@@ -15,16 +15,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from steelyard.core.recipe.model_section import GptModel, LlamaModel
-from steelyard.model.attention import Bounds, bounds_of, within_documents
+from steelyard.core.recipe.model_section import GptConfig, LlamaConfig
+from steelyard.model.attention import CuSeqlens, cu_seqlens_of, within_documents
 from steelyard.model.dropout import Dropout, salt_of
 from steelyard.model.kv_cache import Cache, LayerCache
-from steelyard.model.loss import WholeVocabulary, linear_cross_entropy
+from steelyard.model.loss import VocabHead, linear_cross_entropy
 from steelyard.model.modules import Linear, at_places
 
 
 @dataclass(frozen=True)
-class Slice:
+class StageSpec:
     """Which layers of a model to build, and whether it begins with the embedding and ends with norm and head."""
 
     layers: range
@@ -36,7 +36,7 @@ class Context(NamedTuple):
     """What every layer needs beside the stream: the same for all layers of a forward pass, but where that is said."""
 
     rotation: tuple[Tensor, Tensor] | None = None
-    mask: Tensor | Bounds | None = None
+    mask: Tensor | CuSeqlens | None = None
     samples_B: Tensor | None = None
     places_BL: Tensor | None = None
     cache: LayerCache | None = None
@@ -45,7 +45,7 @@ class Context(NamedTuple):
     """For the last layer only: the places that the loss looks at; beyond attention no other need be computed."""
 
 
-class Layer(nn.Module):
+class TransformerLayer(nn.Module):
     """Attention and MLP, each behind a norm and added to the stream."""
 
     def __init__(self, attention: nn.Module, mlp: nn.Module, make_norm: Callable[[], nn.Module], drop: float) -> None:
@@ -72,13 +72,13 @@ class LanguageModel(nn.Module):
     embed: nn.Embedding | None
     head: Linear | None
 
-    def __init__(self, shape: GptModel | LlamaModel, part: Slice | None) -> None:
+    def __init__(self, shape: GptConfig | LlamaConfig, part: StageSpec | None) -> None:
         super().__init__()
         self.shape = shape
-        self.part = part or Slice(range(shape.layers))
+        self.part = part or StageSpec(range(shape.layers))
         self.dtype = torch.float32
         self.mask_of: Callable[[Tensor], Tensor] = within_documents
-        self.vocabulary = WholeVocabulary()
+        self.vocabulary = VocabHead()
         self.loss: Callable[..., Tensor] = linear_cross_entropy
         self.embed_dropout = Dropout(shape.dropout)
         self.embed = nn.Embedding(shape.padded_vocab, shape.hidden) if self.part.first else None
@@ -135,9 +135,9 @@ class LanguageModel(nn.Module):
             positions_BL = torch.arange(seen, seen + inputs.shape[1], device=inputs.device)[None]
         if places_BL is None and samples_B is not None:
             places_BL = torch.arange(positions_BL.shape[1], device=inputs.device)[None]
-        mask: Tensor | Bounds | None = None if documents_BL is None else self.mask_of(documents_BL)
+        mask: Tensor | CuSeqlens | None = None if documents_BL is None else self.mask_of(documents_BL)
         if starts_BN is not None:  # The same documents by where they begin, for kernels that want that.
-            mask = bounds_of(starts_BN, positions_BL.shape[1], inputs.device)
+            mask = cu_seqlens_of(starts_BN, positions_BL.shape[1], inputs.device)
         context = Context(self.rotation(positions_BL), mask, samples_B, places_BL)
         x_BLD = inputs
         if self.embed is not None:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from steelyard.core.recipe.model_section import LlamaModel, RopeScaling
+from steelyard.core.recipe.model_section import LlamaConfig, RopeScaling
 from steelyard.model.attention import attend, attend_dropping, rows_of
-from steelyard.model.language_model import Context, LanguageModel, Layer, Slice
+from steelyard.model.language_model import Context, LanguageModel, StageSpec, TransformerLayer
 from steelyard.model.modules import Linear, RmsNorm
 
 Rotation = tuple[Tensor, Tensor]
@@ -22,25 +22,25 @@ Rotation = tuple[Tensor, Tensor]
 class Llama(LanguageModel):
     """Token ids in, logits out."""
 
-    shape: LlamaModel
+    shape: LlamaConfig
 
-    def __init__(self, shape: LlamaModel, part: Slice | None = None) -> None:
+    def __init__(self, shape: LlamaConfig, part: StageSpec | None = None) -> None:
         super().__init__(shape, part)
 
     def make_layer(self) -> nn.Module:
-        return Layer(Attention(self.shape), Mlp(self.shape), self.make_norm, self.shape.dropout)
+        return TransformerLayer(LlamaAttention(self.shape), LlamaMlp(self.shape), self.make_norm, self.shape.dropout)
 
     def make_norm(self) -> nn.Module:
         return RmsNorm(self.shape.hidden, self.shape.norm_eps)
 
     def rotation(self, positions_BL: Tensor) -> Rotation:
-        return rotations(self.shape, positions_BL)
+        return rope_cos_sin(self.shape, positions_BL)
 
 
-class Attention(nn.Module):
+class LlamaAttention(nn.Module):
     """Causal attention in which groups of query heads share one key and value head."""
 
-    def __init__(self, shape: LlamaModel) -> None:
+    def __init__(self, shape: LlamaConfig) -> None:
         super().__init__()
         self.head_dim = shape.head_dim
         self.heads = range(shape.heads)
@@ -57,7 +57,7 @@ class Attention(nn.Module):
             projection(x_BLD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.query, self.key, self.value)
         )
-        query_BHLE, key_BKLE = rotate(query_BHLE, context.rotation), rotate(key_BKLE, context.rotation)
+        query_BHLE, key_BKLE = apply_rope(query_BHLE, context.rotation), apply_rope(key_BKLE, context.rotation)
         if context.cache is not None:
             key_BKLE, value_BKLE = context.cache.extended(key_BKLE, value_BKLE)
         if self.dropout and self.training and context.samples_B is not None and context.places_BL is not None:
@@ -69,10 +69,10 @@ class Attention(nn.Module):
         return output
 
 
-class Mlp(nn.Module):
+class LlamaMlp(nn.Module):
     """SwiGLU: one projection gates the other."""
 
-    def __init__(self, shape: LlamaModel) -> None:
+    def __init__(self, shape: LlamaConfig) -> None:
         super().__init__()
         self.gate = Linear(shape.hidden, shape.ffn, bias=False)
         self.up = Linear(shape.hidden, shape.ffn, bias=False)
@@ -83,7 +83,7 @@ class Mlp(nn.Module):
         return output
 
 
-def rotations(shape: LlamaModel, positions_BL: Tensor) -> Rotation:
+def rope_cos_sin(shape: LlamaConfig, positions_BL: Tensor) -> Rotation:
     """Cosine and sine of each position's angles, one for all heads, in fp32 whatever the model computes in."""
     exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32, device=positions_BL.device) / shape.head_dim
     frequencies = shape.rope_theta**-exponents
@@ -101,7 +101,7 @@ def scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     return frequencies * (kept + (1 - kept) / scaling.factor)
 
 
-def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+def apply_rope(x: Tensor, rotation: Rotation) -> Tensor:
     """Turn the pairs (i, i + half) of each head by its position's angles."""
     cosine, sine = rotation
     first, second = x.float().chunk(2, dim=-1)

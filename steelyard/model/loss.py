@@ -18,7 +18,7 @@ CHUNK_BYTES = 1 << 31  # of logits
 CACHE_BYTES = 1 << 24
 
 
-class WholeVocabulary:
+class VocabHead:
     """The usual case: this process holds all rows of the head. With tensor parallelism others hold some."""
 
     first_row = 0
@@ -44,7 +44,7 @@ def linear_cross_entropy(
     labels_BL: Tensor,
     weights_BL: Tensor | None,
     vocab: int,
-    vocabulary: WholeVocabulary,
+    vocabulary: VocabHead,
 ) -> Tensor:
     """The sum over all tokens of weight x cross entropy, in fp32. Rows beyond `vocab` only pad and are left out."""
     weights_N = None if weights_BL is None else weights_BL.flatten()
@@ -63,7 +63,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels_N: Tensor,
         weights_N: Tensor | None,
         vocab: int,
-        vocabulary: WholeVocabulary,
+        vocabulary: VocabHead,
     ) -> Tensor:
         # Rows that pad the vocabulary are multiplied, which round sizes make faster, and then left out.
         real_rows = min(max(vocab - vocabulary.first_row, 0), weight_VD.shape[0])
@@ -80,7 +80,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             part = slice(first, first + rows)
             weights = None if weights_N is None else weights_N[part]
             logits = x_ND[part] @ head_VD.t()
-            if x_ND.is_cuda and type(vocabulary) is WholeVocabulary:
+            if x_ND.is_cuda and type(vocabulary) is VocabHead:
                 from steelyard.model.cross_entropy_kernel import fused_cross_entropy
 
                 losses, grad = fused_cross_entropy(logits, labels_N[part], weights, real_rows, needs_grad)
@@ -109,7 +109,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def cross_entropy(
-    logits_NV: Tensor, labels_N: Tensor, weights_N: Tensor | None, real_rows: int, vocabulary: WholeVocabulary
+    logits_NV: Tensor, labels_N: Tensor, weights_N: Tensor | None, real_rows: int, vocabulary: VocabHead
 ) -> tuple[Tensor, Tensor]:
     """The weighted loss of each token, and the gradient of its logits. Only `real_rows` of the rows stand for an id."""
     dtype = logits_NV.dtype
@@ -123,7 +123,7 @@ def cross_entropy(
 
 
 def cross_entropy_alone(
-    logits_NV: Tensor, labels_N: Tensor, weights_N: Tensor | None, real_rows: int, vocabulary: WholeVocabulary
+    logits_NV: Tensor, labels_N: Tensor, weights_N: Tensor | None, real_rows: int, vocabulary: VocabHead
 ) -> Tensor:
     """The weighted loss of each token, and no gradient."""
     losses_N, *_ = _parted(logits_NV, labels_N, real_rows, vocabulary)
@@ -131,7 +131,7 @@ def cross_entropy_alone(
 
 
 def _parted(
-    logits_NV: Tensor, labels_N: Tensor, real_rows: int, vocabulary: WholeVocabulary
+    logits_NV: Tensor, labels_N: Tensor, real_rows: int, vocabulary: VocabHead
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The loss of each token, and the parts of its softmax and of its label that a gradient is made of."""
     logits_NV = logits_NV.float()

@@ -29,12 +29,12 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     is_mixed = x.is_cuda and weight.dtype == torch.float32 != x.dtype and weight.requires_grad
     # Zero bubble, which is not compiled, wants the two gradients one without the other: autograd's own product can.
     if is_mixed and torch.compiler.is_compiling():
-        y: Tensor = _Product.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+        y: Tensor = _LinearFunction.apply(x, weight, bias)  # type: ignore[no-untyped-call]
         return y
     return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
-class _Product(torch.autograd.Function):
+class _LinearFunction(torch.autograd.Function):
     """The same, but the gradients of weight and bias leave their sums in fp32, without a rounding to 16 bits between.
 
     That saves reading and writing them once more.

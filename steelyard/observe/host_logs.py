@@ -15,7 +15,7 @@ NUMBERS = ("temperature", "utilisation", "memory_used", "memory_total", "power")
 
 
 @dataclass
-class Log:
+class HostLog:
     """One host's stream: its last lines, and for standard error what it complained of.
 
     The end is read first, since it tells how the run stands. What a look leaves out is made up for piece by piece, from
@@ -71,7 +71,7 @@ class Log:
 
 
 @dataclass
-class Samples:
+class GpuSamples:
     """What one host says of its devices, newest last."""
 
     tail: Tail

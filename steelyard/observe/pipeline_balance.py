@@ -24,7 +24,7 @@ from steelyard.plan.predict import Predictor
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageBalance:
     """Mean seconds of a stage's passes for one micro-batch; predicted ones where there is a prediction."""
 
     stage: int
@@ -46,7 +46,7 @@ class Balance:
     predicted_bubble: float | None
     imbalance: float
     predicted_imbalance: float | None
-    stages: list[Stage]
+    stages: list[StageBalance]
     parts: dict[int, dict[str, float]]
     """Seconds a step by pipeline rank and kind of span, as the mean over steps and the ranks there."""
     why_no_prediction: str | None
@@ -74,7 +74,7 @@ def measure(spans: Spans, recipe: Recipe, world: int, cluster: Cluster | None) -
     times, seconds, predicted_bubble = predicted or (None, None, None)
     if times is not None:
         stages = [
-            Stage(one.stage, one.forward, one.backward, times.forward[one.stage],
+            StageBalance(one.stage, one.forward, one.backward, times.forward[one.stage],
                   times.backward[one.stage] + times.weights[one.stage])
             for one in stages
             if one.stage < len(times.forward)
@@ -102,7 +102,7 @@ def pipeline_ranks(recipe: Recipe, world: int) -> dict[int, int]:
     return {rank: min(rank // each, recipe.parallel.pipeline - 1) for rank in range(world)}
 
 
-def _stages(spans: Spans) -> list[Stage]:
+def _stages(spans: Spans) -> list[StageBalance]:
     """Mean seconds of each stage's passes; a backward pass in two halves counts as one."""
     totals: dict[tuple[int, bool], list[float]] = {}
     number = {name: place for place, name in enumerate(spans.names)}
@@ -121,7 +121,7 @@ def _stages(spans: Spans) -> list[Stage]:
         seconds, count = totals.get((stage, ahead), (0.0, 0))
         return seconds / max(1, count)
 
-    return [Stage(stage, mean(stage, True), mean(stage, False)) for stage in found]
+    return [StageBalance(stage, mean(stage, True), mean(stage, False)) for stage in found]
 
 
 def _micro_batches(spans: Spans) -> int:

@@ -21,7 +21,7 @@ from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe, load_recipe
 from steelyard.core.run import LOCK, MANIFEST, METRICS, RECIPE
 from steelyard.observe.error_scan import Complaints
-from steelyard.observe.host_logs import Log, Samples, is_number
+from steelyard.observe.host_logs import GpuSamples, HostLog, is_number
 from steelyard.observe.run_files import listed
 from steelyard.observe.tail import Small, Tail, records
 
@@ -41,7 +41,7 @@ WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT",
            "RESV_DEL_HOLD", "STOPPED")  # fmt: skip
 
 
-class State:
+class RunState:
     """One run, as its files tell it."""
 
     def __init__(self, path: Path, patience: float = PATIENCE) -> None:
@@ -54,9 +54,9 @@ class State:
         """What the scheduler said and nobody could note in the folder."""
         self.metrics: deque[dict[str, Any]] = deque(maxlen=KEPT_RECORDS)
         self.hosts: dict[str, dict[str, Any]] = {}
-        self.out: dict[str, Log] = {}
-        self.err: dict[str, Log] = {}
-        self.devices: dict[str, Samples] = {}
+        self.out: dict[str, HostLog] = {}
+        self.err: dict[str, HostLog] = {}
+        self.devices: dict[str, GpuSamples] = {}
         self.recipe: Recipe | None = None
         """What the run follows, as its ranks read it."""
         self.submitted: Recipe | None = None
@@ -69,7 +69,7 @@ class State:
         self._scheduler = Tail(path / SCHEDULER, MOST_METRICS, MOST_METRICS)
         self._recipes: dict[Path, tuple[int, Recipe]] = {}
 
-    def refresh(self, now: float | None = None) -> State:
+    def refresh(self, now: float | None = None) -> RunState:
         """Read what is new. `now` is the present, unless a test says otherwise."""
         self.now = time.time() if now is None else now
         self.manifest, self.launch = self._manifest.read(), self._launch.read()
@@ -178,7 +178,7 @@ class State:
             return log.complained
         return min(sampled + (samples.behind if self.is_live else 0.0), log.complained)
 
-    def search(self, seconds: float) -> State:
+    def search(self, seconds: float) -> RunState:
         """Go on through what was left out of the error logs, from the beginning, for so long."""
         until = time.monotonic() + seconds
         while self._search(MOST_EARLIER) and time.monotonic() < until:
@@ -231,13 +231,13 @@ class State:
         for path in found:
             host, kind = path.stem, path.suffix
             if kind == ".gpu" and host not in self.devices:
-                self.devices[host] = Samples(Tail(path, FIRST_LINES * 4, MOST_LINES * 4))
+                self.devices[host] = GpuSamples(Tail(path, FIRST_LINES * 4, MOST_LINES * 4))
             elif kind in (".err", ".log") and host not in self.err:
                 first = max(LEAST_ERRORS, min(FIRST_ERRORS // share, FIRST_OF_ONE))
                 most = max(LEAST_ERRORS, MOST_ERRORS // share)
-                self.err[host] = Log(Tail(path, first, most), Complaints())
+                self.err[host] = HostLog(Tail(path, first, most), Complaints())
             elif kind == ".out" and host not in self.out:
-                self.out[host] = Log(Tail(path, FIRST_LINES, MOST_LINES), None)
+                self.out[host] = HostLog(Tail(path, FIRST_LINES, MOST_LINES), None)
         for log in self.out.values():
             log.refresh()
         read = sum(log.refresh() for log in self.err.values())

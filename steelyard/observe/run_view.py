@@ -14,14 +14,14 @@ from steelyard.observe.error_scan import clean
 from steelyard.observe.host_logs import is_number
 from steelyard.observe.rules import Verdict
 from steelyard.observe.rules.machine_rules import requested
-from steelyard.observe.run_state import State
+from steelyard.observe.run_state import RunState
 from steelyard.observe.verdict import exit_code, has_ended, judge, seconds_left
 
 SHOWN_LINES, SHOWN_POINTS, LONGEST_LINE = 6, 200, 2000
 SPEED = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "seconds", "tflops", "mfu", "peak_memory", "tokens")
 
 
-def summary(state: State) -> dict[str, Any]:
+def summary(state: RunState) -> dict[str, Any]:
     """One line of a list of runs."""
     verdicts = judge(state)
     told = {
@@ -34,7 +34,7 @@ def summary(state: State) -> dict[str, Any]:
     return _scrubbed(told)
 
 
-def view(state: State) -> dict[str, Any]:
+def view(state: RunState) -> dict[str, Any]:
     """All that a page shows."""
     verdicts = judge(state)
     last = state.trained[-1] if state.trained else {}
@@ -59,7 +59,7 @@ def view(state: State) -> dict[str, Any]:
     return _scrubbed(told)
 
 
-def _state(state: State) -> str:
+def _state(state: RunState) -> str:
     known = str(state.manifest.get("state") or "")
     if state.job_states and (known != "finished"):
         return ", ".join(sorted(state.job_states)).lower()
@@ -68,19 +68,19 @@ def _state(state: State) -> str:
     return known or "submitted"
 
 
-def told_of(verdict: Verdict, state: State) -> dict[str, str]:
+def told_of(verdict: Verdict, state: RunState) -> dict[str, str]:
     """A verdict whose advice can be copied: `RUN` is the run's own path, quoted for a shell."""
     told = {key: _text(value) for key, value in asdict(verdict).items()}
     return told | {"what_to_do": told["what_to_do"].replace(" RUN", f" {shlex.quote(_text(str(state.path)))}")}
 
 
-def _progress(state: State) -> dict[str, Any]:
+def _progress(state: RunState) -> dict[str, Any]:
     step = state.metrics[-1].get("step", 0) if state.metrics else 0
     left = seconds_left(state) if state.is_live else None
     return {"step": step, "steps": state.recipe.train.steps if state.recipe else None, "seconds_left": left}
 
 
-def _configuration(state: State) -> dict[str, dict[str, Any]]:
+def _configuration(state: RunState) -> dict[str, dict[str, Any]]:
     """What was asked for, and what the ranks of each host report, key by key."""
     asked = requested(state)
     reported: dict[str, Any] = {}
@@ -93,20 +93,20 @@ def _configuration(state: State) -> dict[str, dict[str, Any]]:
     return {"requested": _plain(asked), "reported": _plain(reported)}
 
 
-def _curve(state: State) -> dict[str, list[Any]]:
+def _curve(state: RunState) -> dict[str, list[Any]]:
     """The loss by step; one that is no number is none, which is a gap."""
     kept = state.trained[:: max(1, len(state.trained) // SHOWN_POINTS)]
     losses = [record["loss"] if is_number(record["loss"]) else None for record in kept]
     return {"step": [record["step"] for record in kept], "loss": losses}
 
 
-def _names(state: State) -> list[str]:
+def _names(state: RunState) -> list[str]:
     """Of the hosts; a launcher that has nothing to say is none."""
     said = {name for logs in (state.out, state.err) for name, log in logs.items() if log.raw}
     return sorted({*state.hosts, *state.devices, *said})
 
 
-def _host(state: State, name: str) -> dict[str, Any]:
+def _host(state: RunState, name: str) -> dict[str, Any]:
     sample = state.devices[name].last if name in state.devices else {}
     told = state.hosts.get(name, {})
     fields = ("index", "name", "temperature", "utilisation", "memory_used", "memory_total", "power")
@@ -127,7 +127,7 @@ def _host(state: State, name: str) -> dict[str, Any]:
     }
 
 
-def _lines(state: State, name: str, stream: str) -> list[str]:
+def _lines(state: RunState, name: str, stream: str) -> list[str]:
     log = (state.out if stream == "out" else state.err).get(name)
     return [] if log is None else [line[:LONGEST_LINE] for line in log.last(SHOWN_LINES)]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from steelyard.core.console import console
 from steelyard.core.errors import SteelyardError
 from steelyard.launch import scheduler
-from steelyard.observe.run_state import LAUNCH, State
+from steelyard.observe.run_state import LAUNCH, RunState
 
 SECONDS_BETWEEN = 10.0
 
@@ -21,7 +21,7 @@ class Asking:
         self._asked: float | None = None
         self._has_told = False
 
-    def ask(self, state: State) -> None:
+    def ask(self, state: RunState) -> None:
         """Ask, if it is time. A state is told what could not be written down: the folder may only be read, perhaps."""
         now = time.monotonic()
         if self._asked is not None and now - self._asked < SECONDS_BETWEEN:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from steelyard.core import units
-from steelyard.observe.run_state import PATIENCE, State, span_of
+from steelyard.observe.run_state import PATIENCE, RunState, span_of
 from steelyard.observe.run_view import view
 from steelyard.observe.scheduler_poll import Asking
 
@@ -27,14 +27,14 @@ INDENT = 9  # of what a verdict says, behind its level
 
 def once(path: Path, patience: float = PATIENCE) -> dict[str, Any]:
     """Look at a run once, after asking the scheduler."""
-    state = State(path, patience)
+    state = RunState(path, patience)
     Asking(path).ask(state)
     return view(state.refresh())
 
 
 def looks(path: Path, seconds: float, patience: float = PATIENCE) -> Iterator[dict[str, Any]]:
     """Look at a run every so often until it has ended."""
-    state, asking = State(path, patience), Asking(path)
+    state, asking = RunState(path, patience), Asking(path)
     while True:
         asking.ask(state)
         seen = view(state.refresh())

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from steelyard.core import units
 from steelyard.observe.host_logs import is_number
 from steelyard.observe.rules import LEVELS, Level, Verdict, exit_rules, machine_rules, progress_rules
-from steelyard.observe.run_state import State
+from steelyard.observe.run_state import RunState
 
-Rule = Callable[[State], Verdict | None]
+Rule = Callable[[RunState], Verdict | None]
 # In the order in which verdicts of one level are told: causes before consequences.
 RULES: tuple[Rule, ...] = (
     progress_rules.errors,
@@ -35,7 +35,7 @@ RULES: tuple[Rule, ...] = (
 EXIT_CODES: dict[Level, int] = {"ok": 0, "wrong": 1, "waiting": 3, "warning": 4}
 
 
-def judge(state: State) -> list[Verdict]:
+def judge(state: RunState) -> list[Verdict]:
     """All that there is to say about a run, the worst first; never nothing."""
     found = [verdict for rule in RULES if (verdict := rule(state)) is not None]
     if not found:
@@ -48,14 +48,14 @@ def exit_code(verdicts: list[Verdict]) -> int:
     return EXIT_CODES[verdicts[0].level]
 
 
-def has_ended(state: State) -> bool:
+def has_ended(state: RunState) -> bool:
     """Whether nothing more will happen by itself."""
     if state.is_live or state.is_waiting:
         return False
     return bool(state.job_states) or state.manifest.get("state", "created") != "created"
 
 
-def seconds_left(state: State) -> float | None:
+def seconds_left(state: RunState) -> float | None:
     """How long the steps that are left will take at the present pace."""
     seconds = state.trained[-1].get("seconds") if state.trained else None
     if state.recipe is None or not is_number(seconds):
@@ -64,6 +64,6 @@ def seconds_left(state: State) -> float | None:
     return left if is_number(left) else None
 
 
-def _pace(state: State) -> str:
+def _pace(state: RunState) -> str:
     left = seconds_left(state)
     return "" if left is None else f", {units.duration(left)} left"

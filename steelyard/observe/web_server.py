@@ -31,7 +31,7 @@ from urllib.parse import parse_qs, urlsplit
 from steelyard.core.console import console
 from steelyard.core.errors import Interrupted, UserError
 from steelyard.observe import find_runs
-from steelyard.observe.run_state import State
+from steelyard.observe.run_state import RunState
 from steelyard.observe.run_view import summary, view
 from steelyard.observe.scheduler_poll import Asking
 from steelyard.observe.verdict import has_ended
@@ -62,10 +62,10 @@ class Followed:
     """One run, looked at when somebody asks and it was not just looked at."""
 
     def __init__(self, path: Path) -> None:
-        self.state, self.asking, self.lock = State(path), Asking(path), threading.Lock()
+        self.state, self.asking, self.lock = RunState(path), Asking(path), threading.Lock()
         self._answers: dict[str, tuple[float, dict[str, Any]]] = {}
 
-    def answer(self, make: Callable[[State], dict[str, Any]], fresh: float) -> dict[str, Any]:
+    def answer(self, make: Callable[[RunState], dict[str, Any]], fresh: float) -> dict[str, Any]:
         """What `make` says of the run, at most `fresh` seconds old."""
         with self.lock:
             at, known = self._answers.get(make.__name__, (float("-inf"), {}))
@@ -211,7 +211,7 @@ def _is_address(name: str) -> bool:
     return True
 
 
-def _moved(state: State) -> float:
+def _moved(state: RunState) -> float:
     """When something last happened in a run."""
     return max(state.progressed or 0.0, state.began or 0.0)
 

@@ -1,7 +1,7 @@
-"""Exchanges along an axis of the mesh that gradients can pass through.
+"""Differentiable collectives along an axis of the mesh.
 
-Each comes with the exchange its gradient needs: what is copied to all ranks forward is summed backward, what is
-gathered forward is scattered backward, and the reverse.
+The backward of each is the collective that its gradient needs: `copy_to_tp` is the identity forward and all-reduces
+backward, `all_reduce` is the reverse; `all_gather` forward is `reduce_scatter` backward, and the reverse.
 """
 
 from __future__ import annotations
@@ -11,63 +11,58 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import (
-    AsyncCollectiveTensor,
-    all_gather_tensor,
-    all_reduce,
-    reduce_scatter_tensor,
-)
+from torch.distributed import _functional_collectives as functional
 
-from steelyard.parallel.mesh import Axis
+from steelyard.parallel.mesh import MeshAxis
 
 
-def copied(x: Tensor, axis: Axis) -> Tensor:
-    """The same on every rank; gradients are summed."""
-    result: Tensor = _Copied.apply(x, axis.group)  # type: ignore[no-untyped-call]
+def copy_to_tp(x: Tensor, axis: MeshAxis) -> Tensor:
+    """Return the input; all-reduce its gradient."""
+    result: Tensor = _CopyToTp.apply(x, axis.group)  # type: ignore[no-untyped-call]
     return result
 
 
-def summed(x: Tensor, axis: Axis) -> Tensor:
-    """The sum over ranks; every rank has the same gradient."""
-    result: Tensor = _Summed.apply(x, axis.group)  # type: ignore[no-untyped-call]
+def all_reduce(x: Tensor, axis: MeshAxis) -> Tensor:
+    """Sum over ranks; the gradient passes unchanged."""
+    result: Tensor = _AllReduce.apply(x, axis.group)  # type: ignore[no-untyped-call]
     return result
 
 
-def gathered(x: Tensor, dim: int, axis: Axis) -> Tensor:
-    """The parts of all ranks, one behind the other; gradients are summed and scattered."""
-    result: Tensor = _Gathered.apply(x, dim, axis.group)  # type: ignore[no-untyped-call]
+def all_gather(x: Tensor, dim: int, axis: MeshAxis) -> Tensor:
+    """Concatenate the shards of all ranks; reduce-scatter the gradient."""
+    result: Tensor = _AllGather.apply(x, dim, axis.group)  # type: ignore[no-untyped-call]
     return result
 
 
-def scattered(x: Tensor, dim: int, axis: Axis) -> Tensor:
-    """This rank's part of the sum over ranks; gradients are gathered."""
-    result: Tensor = _Scattered.apply(x, dim, axis.group)  # type: ignore[no-untyped-call]
+def reduce_scatter(x: Tensor, dim: int, axis: MeshAxis) -> Tensor:
+    """Return this rank's shard of the sum over ranks; all-gather the gradient."""
+    result: Tensor = _ReduceScatter.apply(x, dim, axis.group)  # type: ignore[no-untyped-call]
     return result
 
 
 def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return _waited_for(all_reduce(x, "sum", group))
+    return _wait(functional.all_reduce(x, "sum", group))
 
 
 def _gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    return _waited_for(all_gather_tensor(x.contiguous(), dim, group))
+    return _wait(functional.all_gather_tensor(x.contiguous(), dim, group))
 
 
 def _scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    return _waited_for(reduce_scatter_tensor(x.contiguous(), "sum", dim, group))
+    return _wait(functional.reduce_scatter_tensor(x.contiguous(), "sum", dim, group))
 
 
-def _waited_for(x: Tensor) -> Tensor:
+def _wait(x: Tensor) -> Tensor:
     """A plain tensor in place of the one that waits at its first use.
 
     A compiled layer that takes in such a tensor gives a wrong gradient for it (torch 2.13). Waiting here costs nothing:
     what comes next uses the result, and on a GPU only its stream waits.
     """
-    result: Tensor = x.wait() if isinstance(x, AsyncCollectiveTensor) else x
+    result: Tensor = x.wait() if isinstance(x, functional.AsyncCollectiveTensor) else x
     return result
 
 
-class _Copied(torch.autograd.Function):
+class _CopyToTp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
@@ -78,7 +73,7 @@ class _Copied(torch.autograd.Function):
         return _sum(grad, ctx.group), None
 
 
-class _Summed(torch.autograd.Function):
+class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         return _sum(x, group)
@@ -88,7 +83,7 @@ class _Summed(torch.autograd.Function):
         return grad, None
 
 
-class _Gathered(torch.autograd.Function):
+class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
@@ -99,7 +94,7 @@ class _Gathered(torch.autograd.Function):
         return _scatter(grad, ctx.dim, ctx.group), None, None
 
 
-class _Scattered(torch.autograd.Function):
+class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group

@@ -17,11 +17,11 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from steelyard.model import LanguageModel
-from steelyard.parallel.collectives import gathered
-from steelyard.parallel.mesh import Axis
+from steelyard.parallel.collectives import all_gather
+from steelyard.parallel.mesh import MeshAxis
 
 
-def split(model: LanguageModel, axis: Axis) -> None:
+def split(model: LanguageModel, axis: MeshAxis) -> None:
     """Have a model attend across the ranks of an axis."""
     across = AttentionAcross(axis)
     model.mask_of = across.mask_of
@@ -30,7 +30,7 @@ def split(model: LanguageModel, axis: Axis) -> None:
         attention.attend = across
 
 
-def places(length: int, axis: Axis) -> Tensor:
+def places(length: int, axis: MeshAxis) -> Tensor:
     """The places in a sequence of `length` that this rank holds."""
     pieces = torch.arange(length).chunk(2 * axis.size)
     return torch.cat([pieces[axis.index], pieces[2 * axis.size - 1 - axis.index]])
@@ -39,7 +39,7 @@ def places(length: int, axis: Axis) -> Tensor:
 class AttentionAcross:
     """Attention of this rank's two pieces to all that came before each of them."""
 
-    def __init__(self, axis: Axis) -> None:
+    def __init__(self, axis: MeshAxis) -> None:
         self.axis = axis
         order = [piece for index in range(axis.size) for piece in (index, 2 * axis.size - 1 - index)]
         self.natural_order = [order.index(piece) for piece in range(2 * axis.size)]
@@ -73,5 +73,5 @@ class AttentionAcross:
 
     def _whole(self, x_BKLE: Tensor) -> Tensor:
         """All ranks' pieces in the order of the sequence."""
-        pieces = gathered(x_BKLE, 2, self.axis).chunk(2 * self.axis.size, dim=2)
+        pieces = all_gather(x_BKLE, 2, self.axis).chunk(2 * self.axis.size, dim=2)
         return torch.cat([pieces[place] for place in self.natural_order], dim=2)

@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from steelyard.parallel.mesh import Mesh
-from steelyard.parallel.param_shards import Part
+from steelyard.parallel.param_shards import ParamShard
 
 
 class Gradients:
     """The gradients of a rank's parts."""
 
-    def __init__(self, parts: list[Part], mesh: Mesh, device: torch.device) -> None:
+    def __init__(self, parts: list[ParamShard], mesh: Mesh, device: torch.device) -> None:
         self.parts, self.mesh, self.device = parts, mesh, device
         self.counted = [part for part in parts if part.parameter.requires_grad and not part.is_twin]
         self.norms = torch.zeros(len(self.counted), device=device)
@@ -48,7 +48,7 @@ class Gradients:
             dist.all_reduce(sums)
         return sums[0].sqrt(), sums[1:]
 
-    def signal_to_noise(self, grad_scale: Tensor, eps: float) -> dict[Part, Tensor]:
+    def signal_to_noise(self, grad_scale: Tensor, eps: float) -> dict[ParamShard, Tensor]:
         """||g|| / (std(g) + eps) of each whole parameter, wherever its parts lie, for SGD-SaI."""
         sums = torch.zeros(len(self.parts), 2, dtype=torch.float64, device=self.device)
         for row, part in zip(sums, self.parts, strict=True):

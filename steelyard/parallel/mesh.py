@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from steelyard.core.recipe.parallel_section import Parallel
+from steelyard.core.recipe.parallel_section import ParallelSection
 
 AXES = ("pipeline", "data", "context", "tensor")
 
 
 @dataclass(frozen=True)
-class Axis:
+class MeshAxis:
     """This rank's place along one axis of the mesh."""
 
     index: int
@@ -31,11 +31,11 @@ class Axis:
 class Mesh:
     """This rank's place in the world. With one rank there are no process groups at all."""
 
-    pipeline: Axis
-    data: Axis
-    context: Axis
-    tensor: Axis
-    world: Axis
+    pipeline: MeshAxis
+    data: MeshAxis
+    context: MeshAxis
+    tensor: MeshAxis
+    world: MeshAxis
     sharding: DeviceMesh | None
     """(replicate, shard) or (shard,) over data and context; none when they are one rank."""
     replicate: int
@@ -48,11 +48,11 @@ class Mesh:
 
 def alone() -> Mesh:
     """The mesh of a single process."""
-    one = Axis(0, 1, None)
+    one = MeshAxis(0, 1, None)
     return Mesh(one, one, one, one, one, None, 1, 1, 0, None)
 
 
-def make(parallel: Parallel, device_type: str) -> Mesh:
+def make(parallel: ParallelSection, device_type: str) -> Mesh:
     """The mesh of a plan over all ranks of the default process group."""
     if not dist.is_initialized():
         return alone()
@@ -61,7 +61,7 @@ def make(parallel: Parallel, device_type: str) -> Mesh:
     sizes = (parallel.pipeline, data, parallel.context, parallel.tensor)
     mesh = init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
     axes = {
-        name: Axis(mesh.get_local_rank(name), size, mesh.get_group(name))
+        name: MeshAxis(mesh.get_local_rank(name), size, mesh.get_group(name))
         for name, size in zip(AXES, sizes, strict=True)
     }
     columns = data * parallel.context
@@ -80,6 +80,6 @@ def make(parallel: Parallel, device_type: str) -> Mesh:
         width = world // parallel.pipeline
         pairs = [[column, world - width + column] for column in range(width)]
         ends, _ = dist.new_subgroups_by_enumeration(pairs)
-    everyone = Axis(dist.get_rank(), world, dist.group.WORLD)
+    everyone = MeshAxis(dist.get_rank(), world, dist.group.WORLD)
     return Mesh(**axes, world=everyone, sharding=sharding, replicate=replicate, shard=shard, shard_index=shard_index,
                 ends=ends)  # fmt: skip

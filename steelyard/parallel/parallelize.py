@@ -13,7 +13,7 @@ from steelyard.core.recipe import Recipe
 from steelyard.model import LanguageModel
 from steelyard.parallel import activation_checkpoint, context_parallel, fsdp, tensor_parallel
 from steelyard.parallel.mesh import Mesh
-from steelyard.parallel.param_shards import Part, parts_of
+from steelyard.parallel.param_shards import ParamShard, parts_of
 from steelyard.parallel.pipeline_parallel import Pipeline, slices
 from steelyard.sizes.stage_layers import partition_of
 
@@ -29,7 +29,7 @@ class Assembly:
     """A rank's share of a model, ready to compute; its weights are not set yet."""
 
     stages: dict[int, LanguageModel]
-    parts: list[Part]
+    parts: list[ParamShard]
     pipeline: Pipeline | None
 
     @property
@@ -51,7 +51,7 @@ def assemble(
     parallel = recipe.parallel
     by_sequence = parallel.sequence_parallel and mesh.tensor.size > 1
     stages: dict[int, LanguageModel] = {}
-    parts: list[Part] = []
+    parts: list[ParamShard] = []
     for number, part in slices(partition_of(recipe), parallel, mesh.pipeline).items():
         with torch.device("meta"):
             model = models.build(recipe.model, part)

@@ -19,7 +19,7 @@ EMBEDDING, HEAD = "embed.weight", "head.weight"
 
 
 @dataclass(eq=False)
-class Part:
+class ParamShard:
     """The part of one parameter that this rank holds."""
 
     name: str
@@ -56,7 +56,7 @@ def local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def parts_of(model: LanguageModel, mesh: Mesh, cuts: dict[str, Cut], by_sequence: bool) -> list[Part]:
+def parts_of(model: LanguageModel, mesh: Mesh, cuts: dict[str, Cut], by_sequence: bool) -> list[ParamShard]:
     """All parts of a model or of a stage of it. Where rows are few, some ranks hold none: their part is empty."""
     return [
         _part(name, parameter, model, mesh, cuts.get(name), by_sequence) for name, parameter in model.named_parameters()
@@ -69,7 +69,7 @@ def _is_adapter(name: str) -> bool:
 
 def _part(
     name: str, parameter: nn.Parameter, model: LanguageModel, mesh: Mesh, cut: Cut | None, by_sequence: bool
-) -> Part:
+) -> ParamShard:
     shape, offset = list(parameter.shape), [0] * parameter.ndim
     if isinstance(parameter, DTensor):
         # fully_shard gives each rank an equal number of rows, the last ones fewer or none.
@@ -80,7 +80,7 @@ def _part(
         shape[cut.dim] *= cut.pieces
     is_tied = model.shape.tied and mesh.pipeline.size > 1 and name in (EMBEDDING, HEAD)
     is_twin = is_tied and name == HEAD
-    return Part(
+    return ParamShard(
         name=EMBEDDING if is_twin else name,
         parameter=parameter,
         tensor=local(parameter.data),

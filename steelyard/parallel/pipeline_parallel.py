@@ -20,9 +20,9 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
 )
 
-from steelyard.core.recipe.parallel_section import Parallel, Partition
-from steelyard.model import LanguageModel, Slice
-from steelyard.parallel.mesh import Axis
+from steelyard.core.recipe.parallel_section import ParallelSection, Partition
+from steelyard.model import LanguageModel, StageSpec
+from steelyard.parallel.mesh import MeshAxis
 
 SCHEDULES = {
     "gpipe": ScheduleGPipe,
@@ -40,7 +40,7 @@ class Timers(Protocol):
         """From now on the rank does this."""
 
 
-def slices(partition: Partition, parallel: Parallel, axis: Axis) -> dict[int, Slice]:
+def slices(partition: Partition, parallel: ParallelSection, axis: MeshAxis) -> dict[int, StageSpec]:
     """The slices that this rank holds, by stage.
 
     The embedding belongs to the first stage, the final norm and head to the last; a stage may hold no layer at all,
@@ -48,7 +48,7 @@ def slices(partition: Partition, parallel: Parallel, axis: Axis) -> dict[int, Sl
     """
     last = partition.stages - 1
     return {
-        stage: Slice(partition.layers_of(stage), first=stage == 0, last=stage == last)
+        stage: StageSpec(partition.layers_of(stage), first=stage == 0, last=stage == last)
         for stage in range(axis.index, partition.stages, parallel.pipeline)
     }
 
@@ -124,7 +124,9 @@ class Stage(PipelineStage):
 class Pipeline:
     """The stages of this rank, ready to run whole steps."""
 
-    def __init__(self, models: dict[int, LanguageModel], parallel: Parallel, axis: Axis, device: torch.device) -> None:
+    def __init__(
+        self, models: dict[int, LanguageModel], parallel: ParallelSection, axis: MeshAxis, device: torch.device
+    ) -> None:
         self.models, self.parallel, self.axis, self.device = models, parallel, axis, device
         self.scale = torch.ones((), device=device)
         self.losses: list[Tensor] = []

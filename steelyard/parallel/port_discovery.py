@@ -15,7 +15,7 @@ import time
 import zlib
 from contextlib import suppress
 
-from steelyard.core.errors import Fault
+from steelyard.core.errors import RuntimeFailure
 
 # Below the ports that systems hand out to whoever asks for any.
 FIRST_PORT, PORTS = 15000, 15000
@@ -35,7 +35,7 @@ def tell(job: str, port: int, askers: int, is_one_host: bool) -> None:
     """Open a door, and go on answering behind it until all have asked."""
     server = next((opened for door in doors(job) if (opened := _opened(door, is_one_host)) is not None), None)
     if server is None:
-        raise Fault(
+        raise RuntimeFailure(
             f"none of the ports {', '.join(map(str, doors(job)))} is free for ranks to ask at",
             mend="set MASTER_PORT to a free port, the same for all ranks",
         )

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from steelyard.core.errors import Fault, UserError
+from steelyard.core.errors import RuntimeFailure, UserError
 from steelyard.parallel import port_discovery
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def _given(port: int, rank: int, size: int, timeout: timedelta) -> Store:
     except DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
-        raise Fault(
+        raise RuntimeFailure(
             f"port {port} of this machine, where the ranks should meet, is taken",
             mend="start again; if you set the port, set another, or none: then a free one is taken",
         ) from None

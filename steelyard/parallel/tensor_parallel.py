@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from steelyard.model import LanguageModel
 from steelyard.model.dropout import Dropout
-from steelyard.model.loss import WholeVocabulary
-from steelyard.parallel.collectives import copied, gathered, scattered, summed
-from steelyard.parallel.mesh import Axis
+from steelyard.model.loss import VocabHead
+from steelyard.parallel.collectives import all_gather, all_reduce, copy_to_tp, reduce_scatter
+from steelyard.parallel.mesh import MeshAxis
 
 SEQUENCE = 1  # the dimension of the stream that sequence parallelism cuts
 BY_ROWS = ("query", "key", "value", "gate", "up")
@@ -41,7 +41,7 @@ class Cut:
     pieces: int
 
 
-def split(model: LanguageModel, axis: Axis, by_sequence: bool) -> dict[str, Cut]:
+def split(model: LanguageModel, axis: MeshAxis, by_sequence: bool) -> dict[str, Cut]:
     """Cut a model over the ranks of an axis and return what was cut, by parameter name."""
     cuts: dict[str, Cut] = {}
     for number, layer in model.layers.items():
@@ -63,7 +63,7 @@ def split(model: LanguageModel, axis: Axis, by_sequence: bool) -> dict[str, Cut]
     return cuts
 
 
-def _cut_linear(linear: Any, name: str, path: str, axis: Axis, cuts: dict[str, Cut]) -> None:
+def _cut_linear(linear: Any, name: str, path: str, axis: MeshAxis, cuts: dict[str, Cut]) -> None:
     dim = 0 if name in BY_ROWS else 1
     assert name in BY_ROWS + BY_COLUMNS, f"no rule for cutting {path}"
     linear.part = (dim, axis.index, axis.size)
@@ -85,14 +85,14 @@ def _cut_linear(linear: Any, name: str, path: str, axis: Axis, cuts: dict[str, C
         cuts[f"{path}.bias"] = Cut(0, 0, 1)
 
 
-def _cut(module: nn.Module, name: str, dim: int, path: str, axis: Axis, cuts: dict[str, Cut]) -> None:
+def _cut(module: nn.Module, name: str, dim: int, path: str, axis: MeshAxis, cuts: dict[str, Cut]) -> None:
     whole: nn.Parameter = getattr(module, name)
     piece = whole.detach().chunk(axis.size, dim)[axis.index].clone()
     setattr(module, name, nn.Parameter(piece, whole.requires_grad))
     cuts[path] = Cut(dim, axis.index, axis.size)
 
 
-def _cut_ends(model: LanguageModel, axis: Axis, by_sequence: bool, cuts: dict[str, Cut]) -> None:
+def _cut_ends(model: LanguageModel, axis: MeshAxis, by_sequence: bool, cuts: dict[str, Cut]) -> None:
     if model.embed is not None:
         _cut(model.embed, "weight", 0, "embed.weight", axis, cuts)
         model.embed.forward = _VocabularyLookup(model.embed, axis, by_sequence)  # type: ignore[assignment, method-assign]
@@ -101,11 +101,11 @@ def _cut_ends(model: LanguageModel, axis: Axis, by_sequence: bool, cuts: dict[st
             positions.register_forward_hook(_TakingPart(axis))
     if model.head is not None:
         _cut(model.head, "weight", 0, "head.weight", axis, cuts)
-        model.vocabulary = VocabularyRows(axis, model.head.weight.shape[0], by_sequence)
+        model.vocabulary = VocabParallelHead(axis, model.head.weight.shape[0], by_sequence)
     model.tie()
 
 
-def _piece(whole: range, axis: Axis) -> range:
+def _piece(whole: range, axis: MeshAxis) -> range:
     length = len(whole) // axis.size
     return whole[axis.index * length : (axis.index + 1) * length]
 
@@ -113,29 +113,29 @@ def _piece(whole: range, axis: Axis) -> range:
 class _Entering:
     """All of the stream comes in; its gradient leaves as the sum over ranks."""
 
-    def __init__(self, axis: Axis, by_sequence: bool) -> None:
+    def __init__(self, axis: MeshAxis, by_sequence: bool) -> None:
         self.axis, self.by_sequence = axis, by_sequence
 
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         x, *others = inputs
-        x = gathered(x, SEQUENCE, self.axis) if self.by_sequence else copied(x, self.axis)
+        x = all_gather(x, SEQUENCE, self.axis) if self.by_sequence else copy_to_tp(x, self.axis)
         return (x, *others)
 
 
 class _Leaving:
     """The sum over ranks goes out."""
 
-    def __init__(self, axis: Axis, by_sequence: bool) -> None:
+    def __init__(self, axis: MeshAxis, by_sequence: bool) -> None:
         self.axis, self.by_sequence = axis, by_sequence
 
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-        return scattered(output, SEQUENCE, self.axis) if self.by_sequence else summed(output, self.axis)
+        return reduce_scatter(output, SEQUENCE, self.axis) if self.by_sequence else all_reduce(output, self.axis)
 
 
 class _TakingPart:
     """Of something that every rank has whole, this rank's part of the sequence goes on."""
 
-    def __init__(self, axis: Axis) -> None:
+    def __init__(self, axis: MeshAxis) -> None:
         self.axis = axis
 
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ class _TakingPart:
 class _VocabularyLookup:
     """An embedding whose rows lie on several ranks: each looks up what it has, and the sum is the whole."""
 
-    def __init__(self, embed: nn.Embedding, axis: Axis, by_sequence: bool) -> None:
+    def __init__(self, embed: nn.Embedding, axis: MeshAxis, by_sequence: bool) -> None:
         self.embed, self.axis, self.by_sequence = embed, axis, by_sequence
 
     def __call__(self, tokens_BL: Tensor) -> Tensor:
@@ -154,18 +154,18 @@ class _VocabularyLookup:
         is_here_BL = (place_BL >= 0) & (place_BL < weight.shape[0])
         found_BLD = nn.functional.embedding(place_BL.where(is_here_BL, 0), weight)
         found_BLD = found_BLD.where(is_here_BL[..., None], 0.0)
-        return scattered(found_BLD, SEQUENCE, self.axis) if self.by_sequence else summed(found_BLD, self.axis)
+        return reduce_scatter(found_BLD, SEQUENCE, self.axis) if self.by_sequence else all_reduce(found_BLD, self.axis)
 
 
-class VocabularyRows(WholeVocabulary):
+class VocabParallelHead(VocabHead):
     """Some rows of the head, the others being held by the other ranks of the axis."""
 
-    def __init__(self, axis: Axis, rows: int, by_sequence: bool) -> None:
+    def __init__(self, axis: MeshAxis, rows: int, by_sequence: bool) -> None:
         self.axis, self.by_sequence = axis, by_sequence
         self.first_row = axis.index * rows
 
     def enter(self, x_BLD: Tensor) -> Tensor:
-        return gathered(x_BLD, SEQUENCE, self.axis) if self.by_sequence else copied(x_BLD, self.axis)
+        return all_gather(x_BLD, SEQUENCE, self.axis) if self.by_sequence else copy_to_tp(x_BLD, self.axis)
 
     def largest(self, value_N: Tensor) -> Tensor:
         value_N = value_N.clone()

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
-from steelyard.core.errors import Fault, Interrupted, SteelyardError, UserError
+from steelyard.core.errors import Interrupted, RuntimeFailure, SteelyardError, UserError
 from steelyard.parallel import rendezvous
 
 Launcher = Literal["alone", "torchrun", "mpirun", "srun"]
@@ -51,7 +51,7 @@ class World:
         return self.rank == 0
 
 
-class LostPeer(Fault):
+class LostPeer(RuntimeFailure):
     """Another rank went away or stopped answering. It is the consequence of an error, never the cause."""
 
 
@@ -128,7 +128,7 @@ def _mend(name: str) -> str:
 
 
 @contextmanager
-def join(device_type: str, timeout_minutes: float) -> Iterator[World]:
+def init_distributed(device_type: str, timeout_minutes: float) -> Iterator[World]:
     """Meet the other ranks for the length of the block; a process that is alone initialises nothing.
 
     After an error the block ends without waiting for ranks that may be gone, and an error that only says so becomes a
@@ -199,7 +199,7 @@ def _gist(error: BaseException) -> str:
     return re.sub(r"^\[[^]]*\] *", "", str(error).strip()).splitlines()[0].split(". ")[0]
 
 
-def everywhere(world: World, function: Callable[[], T]) -> T:
+def run_on_rank0(world: World, function: Callable[[], T]) -> T:
     """Call the function on rank 0 and hand its result, or its error, to all ranks.
 
     The error is raised on every rank and marked `shared`, so that rank 0 tells it and the others end in silence.
@@ -253,7 +253,7 @@ def gather_errors(world: World) -> Iterator[None]:
 def _from_words(words: tuple[str, str, str | None, str | None]) -> SteelyardError:
     """The error of another rank, marked as shared."""
     kind, message, where, mend = words
-    told = (UserError if kind == "UserError" else Fault)(message, where=where, mend=mend)
+    told = (UserError if kind == "UserError" else RuntimeFailure)(message, where=where, mend=mend)
     told.shared = True
     return told
 
@@ -266,7 +266,7 @@ def _in_words(error: Exception) -> tuple[str, str, str | None, str | None]:
 
 
 @contextmanager
-def alike(world: World) -> Iterator[None]:
+def raise_on_all_ranks(world: World) -> Iterator[None]:
     """Mark mistakes in the block as shared: every rank reads the same recipe and finds the same mistake in it."""
     try:
         yield

@@ -17,7 +17,7 @@ from steelyard.core.recipe import Recipe
 from steelyard.plan import layer_assignment, layout_space, memory_fit
 from steelyard.plan.cluster import Cluster
 from steelyard.plan.layout import Layout, Placement
-from steelyard.plan.layout_space import Limits, Use, Variant
+from steelyard.plan.layout_space import SearchLimits, Use, Variant
 from steelyard.plan.measured_layers import Profile
 from steelyard.plan.predict import Predictor
 from steelyard.plan.pricing import price_hour, watts
@@ -27,7 +27,7 @@ from steelyard.plan.step import StepCost, least
 
 
 @dataclass(frozen=True)
-class Mesh:
+class MeshCandidate:
     """Everything but recomputation, sharding, sequence parallelism and layers per stage."""
 
     use: Use
@@ -76,7 +76,7 @@ class Wholes:
         self,
         recipe: Recipe,
         cluster: Cluster,
-        limits: Limits,
+        limits: SearchLimits,
         software: Software,
         profiles: Sequence[Profile],
         found: Found,
@@ -86,7 +86,7 @@ class Wholes:
             splits: Predictor(recipe, cluster, as_run(software, recipe, splits), profiles) for splits in (False, True)
         }
         self.layers: dict[tuple[str, int, int, int, bool], float] = {}
-        self.bounds: dict[Mesh, float] = {}
+        self.bounds: dict[MeshCandidate, float] = {}
 
     def predictor(self, layout: Layout) -> Predictor:
         """That of the software as it runs the layout."""
@@ -113,11 +113,11 @@ class Wholes:
         price = price_hour(self.cluster, layout.placement)
         return Plan(layout, self.predictor(layout).parts(layout), price, watts(self.cluster, layout.placement))
 
-    def sequences(self, mesh: Mesh) -> list[bool]:
+    def sequences(self, mesh: MeshCandidate) -> list[bool]:
         """Whether sequence parallelism may be on and off, on first."""
         return layout_space.sequences(self.recipe, mesh.tensor, mesh.context, self.limits)
 
-    def bounding(self, mesh: Mesh) -> list[bool]:
+    def bounding(self, mesh: MeshCandidate) -> list[bool]:
         """The same, less those that need no bound of their own: off where no node's layers are faster with it off.
 
         Then nothing is but the starts of two collectives at the ends of the model, a few microseconds of a step, and
@@ -139,15 +139,15 @@ class Wholes:
         key = (type_, tensor, context, micro_batch, sequence)
         if key not in self.layers:
             nodes = -(-tensor * context // self.cluster.nodes_of(type_).gpus)
-            mesh = Mesh(Use((), 0), tensor, context, micro_batch, ((type_, nodes),), 1, 1, "1f1b", 1)
+            mesh = MeshCandidate(Use((), 0), tensor, context, micro_batch, ((type_, nodes),), 1, 1, "1f1b", 1)
             self.layers[key] = least(self.step(mesh.layout(Variant("none", 0, sequence))).costs[0].layer)
         return self.layers[key]
 
-    def zeros(self, mesh: Mesh) -> list[int]:
+    def zeros(self, mesh: MeshCandidate) -> list[int]:
         """Degrees of sharding that differ on this mesh."""
         return layout_space.zeros(mesh.pipeline, mesh.data * mesh.context, self.limits)
 
-    def bound(self, mesh: Mesh) -> float:
+    def bound(self, mesh: MeshCandidate) -> float:
         """A bound for all partitions, nothing recomputed, with sequence parallelism or without. Kept: a frontier's two
         searches, by time and by price, ask for the same ones.
         """
@@ -156,18 +156,18 @@ class Wholes:
             self.bounds[mesh] = min(self.step(layout).bound(self.recipe.model.layers) for layout in layouts)
         return self.bounds[mesh]
 
-    def at_least(self, mesh: Mesh, recompute: str) -> float:
+    def at_least(self, mesh: MeshCandidate, recompute: str) -> float:
         """Seconds that layers dealt out by time take at the least, with the better choice of sequence parallelism."""
         layouts = [mesh.layout(Variant(recompute, 0, sequence)) for sequence in self.bounding(mesh)]
         return min(self.step(layout).at_least(self.dealt(layout)) for layout in layouts)
 
-    def may_fit(self, mesh: Mesh) -> bool:
+    def may_fit(self, mesh: MeshCandidate) -> bool:
         """Whether the mesh fits at its most frugal; if it does not, nothing of it does."""
         frugal = self.zeros(mesh)[-1:]
         return bool(self.fitting(mesh, self.limits.recomputes[-1], self.sequences(mesh), frugal).layouts)
 
     def fitting(
-        self, mesh: Mesh, recompute: str, sequences: Sequence[bool], zeros: Sequence[int] | None = None
+        self, mesh: MeshCandidate, recompute: str, sequences: Sequence[bool], zeros: Sequence[int] | None = None
     ) -> Fitting:
         """Of each choice of sequence parallelism the layout that fits and has the fastest sharding that does."""
         found = Fitting([], [], False)

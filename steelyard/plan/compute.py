@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from steelyard.core.recipe import Recipe
-from steelyard.core.recipe.model_section import GptModel
+from steelyard.core.recipe.model_section import GptConfig
 from steelyard.plan.cluster import Nodes
 from steelyard.plan.software import Software
 from steelyard.sizes.activations import FP32, working_bytes
@@ -30,7 +30,7 @@ OVERLAP = 4.5  # Host and GPU run side by side, but wait for each other now and 
 
 
 @dataclass(frozen=True)
-class Shape:
+class LayerDims:
     """A model's widths, whatever its family."""
 
     hidden: int
@@ -47,12 +47,12 @@ class Shape:
     dropout: bool
 
     @classmethod
-    def of(cls, recipe: Recipe) -> Shape:
+    def of(cls, recipe: Recipe) -> LayerDims:
         """Read off the recipe."""
         model = recipe.model
-        gpt = isinstance(model, GptModel)
-        head_dim = model.hidden // model.heads if isinstance(model, GptModel) else model.head_dim
-        kv_heads = model.heads if isinstance(model, GptModel) else model.kv_heads
+        gpt = isinstance(model, GptConfig)
+        head_dim = model.hidden // model.heads if isinstance(model, GptConfig) else model.head_dim
+        kv_heads = model.heads if isinstance(model, GptConfig) else model.kv_heads
         return cls(
             hidden=model.hidden,
             query=model.heads * head_dim,
@@ -142,7 +142,7 @@ def linear(work: Work, tokens: int, inputs: int, outputs: int) -> tuple[float, f
 
 
 @lru_cache(maxsize=65536)
-def layer(work: Work, shape: Shape) -> Pass:
+def layer(work: Work, shape: LayerDims) -> Pass:
     """One transformer layer."""
     software, t = work.software, work.tensor
     tokens = work.micro_batch * shape.sequence // work.context
@@ -173,7 +173,7 @@ def layer(work: Work, shape: Shape) -> Pass:
     )
 
 
-def _attention(work: Work, shape: Shape, tokens: int) -> tuple[float, float]:
+def _attention(work: Work, shape: LayerDims, tokens: int) -> tuple[float, float]:
     """Seconds of the products with scores, and of what is done to the scores between."""
     heads = shape.heads // work.tensor
     rows = shape.sequence // work.context
@@ -195,7 +195,7 @@ def _split(work: Work) -> int:
     return 1 if work.precision == "fp32" else work.software.split_softmax
 
 
-def _softmax_is_one(work: Work, shape: Shape) -> bool:
+def _softmax_is_one(work: Work, shape: LayerDims) -> bool:
     """Whether mask and softmax are one kernel: Megatron has it for 16 bits and multiples of four heads.
 
     Else the mask is a pass of its own, and in 16 bits casts to fp32 and back are another.
@@ -206,7 +206,7 @@ def _softmax_is_one(work: Work, shape: Shape) -> bool:
 
 
 @lru_cache(maxsize=65536)
-def embedding(work: Work, shape: Shape) -> Pass:
+def embedding(work: Work, shape: LayerDims) -> Pass:
     """The look-up of tokens, and the scattered sum of its gradients."""
     tokens = work.micro_batch * shape.sequence // work.context
     forward = 6 * work.each * tokens * shape.hidden / work.bandwidth
@@ -215,7 +215,7 @@ def embedding(work: Work, shape: Shape) -> Pass:
 
 
 @lru_cache(maxsize=65536)
-def head(work: Work, shape: Shape) -> Pass:
+def head(work: Work, shape: LayerDims) -> Pass:
     """Final norm, logits and loss."""
     tokens = work.micro_batch * shape.sequence // work.context
     rows = shape.rows // work.tensor

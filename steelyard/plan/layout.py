@@ -8,7 +8,7 @@ from typing import Any
 
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
-from steelyard.core.recipe.parallel_section import Parallel, Partition
+from steelyard.core.recipe.parallel_section import ParallelSection, Partition
 from steelyard.plan.cluster import Cluster, Nodes
 
 Placement = tuple[tuple[str, int], ...]
@@ -70,7 +70,7 @@ class Layout:
     def applied(self, recipe: Recipe) -> Recipe:
         """The recipe under this layout, not checked again: for reckoning with, by the thousand."""
         settings = self.settings() | {"partition": Partition(self.partition)}
-        parallel = Parallel.model_construct(**(recipe.parallel.model_dump() | settings))
+        parallel = ParallelSection.model_construct(**(recipe.parallel.model_dump() | settings))
         train = recipe.train.model_copy(update={"micro_batch": self.micro_batch})
         return recipe.model_copy(update={"parallel": parallel, "train": train})
 

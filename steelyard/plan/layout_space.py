@@ -12,8 +12,8 @@ from typing import NamedTuple
 from pydantic_core import PydanticCustomError
 
 from steelyard.core.recipe import Recipe, validators
-from steelyard.core.recipe.model_section import LlamaModel
-from steelyard.core.recipe.parallel_section import Parallel
+from steelyard.core.recipe.model_section import LlamaConfig
+from steelyard.core.recipe.parallel_section import ParallelSection
 from steelyard.plan.cluster import Cluster
 from steelyard.plan.layout import Placement
 from steelyard.plan.software import MEGATRON, Software
@@ -24,7 +24,7 @@ LEAST_CONTEXT = 2048  # Tokens of a sequence that a context rank should keep; wi
 
 
 @dataclass(frozen=True)
-class Limits:
+class SearchLimits:
     """How far to look."""
 
     tensor: int = 16
@@ -48,18 +48,18 @@ class Limits:
     """Meshes to take to the end, the most promising ones."""
 
 
-def limits_for(cluster: Cluster, objective: str = "time") -> Limits:
+def limits_for(cluster: Cluster, objective: str = "time") -> SearchLimits:
     """All of it on clusters of up to 256 GPUs; beyond, only what promises the most.
 
     Sets of nodes of all sizes promise nearly the same price, so that more must be looked at for it than for time. A
     frontier takes two searches.
     """
     if cluster.ranks <= 256:
-        return Limits()
-    return Limits(micro_batch=8, virtual=2, meshes={"time": 300, "pareto": 120}.get(objective, 350))
+        return SearchLimits()
+    return SearchLimits(micro_batch=8, virtual=2, meshes={"time": 300, "pareto": 120}.get(objective, 350))
 
 
-def restricted(limits: Limits, software: Software) -> Limits:
+def restricted(limits: SearchLimits, software: Software) -> SearchLimits:
     """What is left for a program that lacks some of it.
 
     Megatron-LM of 2021 to 2023 has 1F1B, plain (of any number of micro-batches) and interleaved, equal stages, and a
@@ -93,7 +93,7 @@ class Variant(NamedTuple):
     sequence_parallel: bool
 
 
-def uses(cluster: Cluster, limits: Limits) -> tuple[list[Use], bool]:
+def uses(cluster: Cluster, limits: SearchLimits) -> tuple[list[Use], bool]:
     """Sets of nodes to try, and whether these are all there are.
 
     Any number of each type may be used while that makes few sets; where it makes many, all, none and round numbers.
@@ -157,16 +157,16 @@ def _blocks(line: tuple[str, ...]) -> Placement:
     return tuple(blocks)
 
 
-def tensors(recipe: Recipe, cluster: Cluster, use: Use, limits: Limits) -> list[int]:
+def tensors(recipe: Recipe, cluster: Cluster, use: Use, limits: SearchLimits) -> list[int]:
     """Tensor degrees that divide the model and every node."""
     model = recipe.model
     shared = [model.heads, model.ffn, model.padded_vocab, *(cluster.nodes_of(type_).gpus for type_, _ in use.counts)]
-    if isinstance(model, LlamaModel):
+    if isinstance(model, LlamaConfig):
         shared.append(model.kv_heads)
     return [n for n in divisors(min(shared)) if n <= limits.tensor and all(size % n == 0 for size in shared)]
 
 
-def contexts(recipe: Recipe, limits: Limits) -> list[int]:
+def contexts(recipe: Recipe, limits: SearchLimits) -> list[int]:
     """Context degrees that cut the sequence into pieces worth their exchange."""
     length = recipe.data.sequence_length
     return [n for n in limits.contexts if n == 1 or (length % (2 * n) == 0 and length // n >= LEAST_CONTEXT)]
@@ -174,7 +174,7 @@ def contexts(recipe: Recipe, limits: Limits) -> list[int]:
 
 def agrees(recipe: Recipe, tensor: int, context: int, pipeline: int) -> bool:
     """Whether the recipe's own rules allow such a mesh: dropout, distilling and groups of weights forbid some."""
-    parallel = Parallel(tensor=tensor, context=context, pipeline=pipeline)
+    parallel = ParallelSection(tensor=tensor, context=context, pipeline=pipeline)
     try:
         validators.tensor(recipe.model, parallel, recipe.data.sequence_length)
         if recipe.sparsity is not None:
@@ -197,7 +197,7 @@ def dealt_batch(recipe: Recipe) -> int:
     return gcd(recipe.train.global_batch, *((ramp.start, ramp.increment) if ramp else ()))
 
 
-def micro_batches(recipe: Recipe, limits: Limits) -> list[int]:
+def micro_batches(recipe: Recipe, limits: SearchLimits) -> list[int]:
     """Micro-batches that divide the batch: powers of two, and the recipe's own."""
     batch = dealt_batch(recipe)
     sizes = {2**power for power in range(limits.micro_batch.bit_length())} | {recipe.train.micro_batch}
@@ -212,20 +212,20 @@ def meshes(ranks: int, batch: int, layers: int) -> Iterator[tuple[int, int]]:
             yield pipeline, data
 
 
-def zeros(pipeline: int, columns: int, limits: Limits) -> list[int]:
+def zeros(pipeline: int, columns: int, limits: SearchLimits) -> list[int]:
     """Degrees of sharding that differ: `columns` ranks share weights, and a pipeline sums gradients once per step."""
     if columns == 1:
         return [0]
     return [zero for zero in limits.zeros if pipeline == 1 or zero < 2]
 
 
-def sequences(recipe: Recipe, tensor: int, context: int, limits: Limits) -> list[bool]:
+def sequences(recipe: Recipe, tensor: int, context: int, limits: SearchLimits) -> list[bool]:
     """Whether sequence parallelism may be on and off: on where it has something to cut and its pieces are equal."""
     able = tensor > 1 and recipe.data.sequence_length % (tensor * context) == 0
     return [on for on in limits.sequences if able or not on] or [False]
 
 
-def schedules(recipe: Recipe, pipeline: int, rounds: int, limits: Limits) -> list[tuple[str, int]]:
+def schedules(recipe: Recipe, pipeline: int, rounds: int, limits: SearchLimits) -> list[tuple[str, int]]:
     """Schedules that can run `rounds` micro-batches, with their stages per rank."""
     if pipeline == 1:
         return [("1f1b", 1)]

@@ -22,7 +22,7 @@ from steelyard.core.recipe.toml import read
 from steelyard.plan.cluster import Cluster
 
 
-class Measured(Section):
+class MeasuredLayer(Section):
     """One layer's two passes."""
 
     tensor: PositiveInt
@@ -47,9 +47,9 @@ class Profile(Section):
     versions: dict[str, str]
     host: dict[str, str | int]
     rates: dict[str, float]
-    layers: Annotated[list[Measured], Field(min_length=1)]
+    layers: Annotated[list[MeasuredLayer], Field(min_length=1)]
 
-    def nearest(self, tensor: int, micro_batch: int) -> Measured:
+    def nearest(self, tensor: int, micro_batch: int) -> MeasuredLayer:
         """The measurement that is most like this one."""
         return min(
             self.layers,

@@ -17,7 +17,7 @@ from steelyard.core.recipe import Recipe
 from steelyard.plan import layout_space, partition
 from steelyard.plan.cluster import Cluster
 from steelyard.plan.layout import Layout, Placement
-from steelyard.plan.layout_space import Limits
+from steelyard.plan.layout_space import SearchLimits
 from steelyard.plan.measured_layers import Profile
 from steelyard.plan.predict import Predictor
 from steelyard.plan.pricing import price_hour, watts, weight
@@ -74,7 +74,9 @@ def search(
     return sorted(plans, key=lambda plan: plan.value(objective))[:top]
 
 
-def _combinations(predictor: Predictor, limits: Limits, objective: str) -> Iterator[tuple[float, tuple[_Block, ...]]]:
+def _combinations(
+    predictor: Predictor, limits: SearchLimits, objective: str
+) -> Iterator[tuple[float, tuple[_Block, ...]]]:
     """Widths for the nodes of two types or more, with a bound for the step."""
     recipe, cluster = predictor.recipe, predictor.cluster
     batch, layers = layout_space.dealt_batch(recipe), recipe.model.layers
@@ -95,7 +97,7 @@ def _combinations(predictor: Predictor, limits: Limits, objective: str) -> Itera
                     yield worth * (recipe.train.global_batch // chunk) * layers / speed, blocks
 
 
-def _blocks(predictor: Predictor, type_: str, chunk: int, limits: Limits) -> list[_Block]:
+def _blocks(predictor: Predictor, type_: str, chunk: int, limits: SearchLimits) -> list[_Block]:
     """How a type's nodes can be cut into stages that take `chunk` samples at a time."""
     recipe, cluster = predictor.recipe, predictor.cluster
     nodes = cluster.nodes_of(type_)
@@ -131,7 +133,9 @@ def _base(placement: Placement, pipeline: int, schedule: str = "1f1b") -> Layout
     return Layout(1, 1, pipeline, 1, 1, 0, False, schedule, 1, "none", (), placement)
 
 
-def _finished(predictor: Predictor, staged: StagedLayout, counts: tuple[int, ...], limits: Limits) -> StagedPlan | None:
+def _finished(
+    predictor: Predictor, staged: StagedLayout, counts: tuple[int, ...], limits: SearchLimits
+) -> StagedPlan | None:
     """The least recomputation, and sharding of the optimizer only where it is needed, that fit; None if none do."""
     for recompute in limits.recomputes:
         for zero in (0, 1):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from steelyard.core.recipe.parallel_section import Parallel
+from steelyard.core.recipe.parallel_section import ParallelSection
 from steelyard.sizes.in_flight import actions
 
 FORWARD, BACKWARD, WEIGHTS = 0, 1, 2
@@ -22,7 +22,7 @@ SHORT = 4000  # Passes up to which a step is always walked through to its end.
 KINDS = {"forward": FORWARD, "backward": BACKWARD, "weights": WEIGHTS}
 
 
-class Step(NamedTuple):
+class PipelineAction(NamedTuple):
     """One action: who does it, what (kind x stages + stage), and which earlier action it waits for (-1: none)."""
 
     rank: int
@@ -62,15 +62,15 @@ class Timetable(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def order(schedule: str, pipeline: int, virtual: int, micro_batches: int) -> tuple[Step, ...]:
+def order(schedule: str, pipeline: int, virtual: int, micro_batches: int) -> tuple[PipelineAction, ...]:
     """All actions of all ranks in an order in which each comes after what it waits for."""
-    parallel = Parallel().model_copy(update={"schedule": schedule, "pipeline": pipeline, "virtual": virtual})
+    parallel = ParallelSection().model_copy(update={"schedule": schedule, "pipeline": pipeline, "virtual": virtual})
     stages = pipeline * virtual
     queues = [_numbered(parallel, micro_batches, rank) for rank in range(pipeline)]
     size = stages * micro_batches
     done = [-1] * (3 * size)  # The number of the step that did it, by kind, stage and micro-batch.
     waiting = [-1] * (3 * size)  # The rank that waits for it.
-    steps: list[Step] = []
+    steps: list[PipelineAction] = []
     position = [0] * pipeline
     todo = list(range(pipeline))
     while todo:
@@ -83,7 +83,7 @@ def order(schedule: str, pipeline: int, virtual: int, micro_batches: int) -> tup
             if needed >= 0 and done[needed] < 0:
                 waiting[needed] = rank
                 break
-            steps.append(Step(rank, kind * stages + stage, done[needed] if needed >= 0 else -1, micro_batch))
+            steps.append(PipelineAction(rank, kind * stages + stage, done[needed] if needed >= 0 else -1, micro_batch))
             done[this] = len(steps) - 1
             place += 1
             if waiting[this] >= 0:
@@ -94,7 +94,7 @@ def order(schedule: str, pipeline: int, virtual: int, micro_batches: int) -> tup
     return tuple(steps)
 
 
-def _numbered(parallel: Parallel, micro_batches: int, rank: int) -> list[tuple[int, int, int]]:
+def _numbered(parallel: ParallelSection, micro_batches: int, rank: int) -> list[tuple[int, int, int]]:
     counts: dict[tuple[str, int], int] = {}
     queue = []
     for kind, local in actions(parallel, micro_batches, rank):

@@ -14,7 +14,7 @@ from steelyard.core.recipe import Recipe
 from steelyard.plan import communication, compute
 from steelyard.plan.cluster import Cluster, Nodes
 from steelyard.plan.communication import Ring, group
-from steelyard.plan.compute import Pass, Shape, Work
+from steelyard.plan.compute import LayerDims, Pass, Work
 from steelyard.plan.layout import Layout, Placement, Seat, Seats
 from steelyard.plan.measured_layers import Profile
 from steelyard.plan.software import STEELYARD, Software, as_run
@@ -46,7 +46,7 @@ class Predictor:
     ) -> None:
         self.profiles = {profile.gpu: profile for profile in profiles}
         self.recipe, self.cluster, self.software = recipe, linked(cluster, self.profiles), software
-        self.shape = Shape.of(recipe)
+        self.shape = LayerDims.of(recipe)
         self.each = 4 if recipe.train.precision == "fp32" else 2
         self._costs: dict[tuple[object, ...], dict[int, StageCost]] = {}
         self._costs_on: dict[tuple[object, ...], StageCost] = {}

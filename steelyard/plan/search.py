@@ -19,10 +19,10 @@ from itertools import count
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
 from steelyard.plan import layout_space, memory_fit
-from steelyard.plan.candidates import Mesh, Wholes
+from steelyard.plan.candidates import MeshCandidate, Wholes
 from steelyard.plan.cluster import Cluster
 from steelyard.plan.layout import Layout, Placement, lacking, of_recipe
-from steelyard.plan.layout_space import Limits, Use
+from steelyard.plan.layout_space import SearchLimits, Use
 from steelyard.plan.measured_layers import Profile
 from steelyard.plan.predict import Predictor
 from steelyard.plan.pricing import price_hour, watts, weight
@@ -41,7 +41,7 @@ def search(
     cluster: Cluster,
     objective: str = "time",
     top: int = 10,
-    limits: Limits | None = None,
+    limits: SearchLimits | None = None,
     software: Software = STEELYARD,
     profiles: Sequence[Profile] = (),
 ) -> Found:
@@ -174,12 +174,12 @@ class _Search:
             schedules = layout_space.schedules(self.recipe, pipeline, batch // data, self.limits)
             deepest = max((virtual for _, virtual in schedules), default=0)
             for placement in (layout_space.orders(use) if pipeline > 1 else [use.counts]) if deepest else ():
-                mesh = Mesh(use, tensor, context, micro_batch, placement, pipeline, data, "1f1b", deepest)
+                mesh = MeshCandidate(use, tensor, context, micro_batch, placement, pipeline, data, "1f1b", deepest)
                 bound = worth * self.wholes.bound(mesh)
                 if not self._is_beaten(bound, use.counts):
                     self._push(bound, partial(self._schedule, mesh, schedules))
 
-    def _schedule(self, mesh: Mesh, schedules: list[tuple[str, int]]) -> None:
+    def _schedule(self, mesh: MeshCandidate, schedules: list[tuple[str, int]]) -> None:
         """The schedules of a mesh, each with its own bound."""
         if self.objective == "pareto" and self._is_beaten(self.wholes.bound(mesh), mesh.use.counts):
             return
@@ -189,7 +189,7 @@ class _Search:
             if not self._is_beaten(bound, mesh.use.counts):
                 self._push(bound, partial(self._deal, chosen, bound))
 
-    def _deal(self, mesh: Mesh, bound: float) -> None:
+    def _deal(self, mesh: MeshCandidate, bound: float) -> None:
         """Layers dealt out, which tells more of a step than any bound: those of a long one wait for their turn again.
 
         A short step's partition is refined before it is compared, so it has no other bound than that of all partitions.
@@ -201,7 +201,7 @@ class _Search:
         if not self._is_beaten(dealt, mesh.use.counts):
             self._push(max(bound, dealt), partial(self._finish, mesh, False))
 
-    def _finish(self, mesh: Mesh, quick: bool) -> None:
+    def _finish(self, mesh: MeshCandidate, quick: bool) -> None:
         """Third round: the least recomputation that fits, with and without sequence parallelism; then simulate."""
         left = self.wholes.sequences(mesh)
         self.found.space += len(self.wholes.zeros(mesh)) * len(self.limits.recomputes) * len(left)
@@ -220,7 +220,7 @@ class _Search:
             if squeezed and not left:
                 self.finished -= 1 - UNFIT
 
-    def _keep(self, mesh: Mesh, layout: Layout, quick: bool) -> None:
+    def _keep(self, mesh: MeshCandidate, layout: Layout, quick: bool) -> None:
         if quick:
             layout = self.wholes.refined(layout)
         seconds = self.wholes.step(layout).seconds(layout.partition, settled=True)

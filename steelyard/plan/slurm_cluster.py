@@ -13,7 +13,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from steelyard.core.errors import Fault, UserError
+from steelyard.core.errors import RuntimeFailure, UserError
 from steelyard.sizes.gpu_catalogue import by_name
 
 COMMAND = ["sinfo", "--noheader", "--Node", "--format", "%N|%P|%G|%f|%m"]
@@ -38,13 +38,13 @@ def ask() -> str:
     try:
         return subprocess.run(COMMAND, capture_output=True, text=True, timeout=60, check=True).stdout
     except FileNotFoundError:
-        raise Fault(
+        raise RuntimeFailure(
             "sinfo is not installed here", mend=f"run {' '.join(COMMAND)!r} on the cluster, and name the file"
         ) from None
     except subprocess.CalledProcessError as error:
-        raise Fault(f"sinfo failed: {str(error.stderr).strip() or error}") from None
+        raise RuntimeFailure(f"sinfo failed: {str(error.stderr).strip() or error}") from None
     except subprocess.SubprocessError as error:
-        raise Fault(f"sinfo failed: {error}") from None
+        raise RuntimeFailure(f"sinfo failed: {error}") from None
 
 
 def read(path: Path) -> str:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from steelyard.core.recipe import Recipe
-from steelyard.core.recipe.model_section import GptModel
+from steelyard.core.recipe.model_section import GptConfig
 from steelyard.plan.layout import Layout
 from steelyard.plan.predict import Predictor
 from steelyard.sizes import activations
@@ -96,7 +96,7 @@ def layer_kept(recipe: Recipe) -> int:
         return of.stream
     if how != "selective":
         return activations.layer(recipe)
-    if isinstance(recipe.model, GptModel):
+    if isinstance(recipe.model, GptConfig):
         products = [of.query + 2 * of.key, of.gathered, of.ffn, of.gathered]
     else:
         products = [of.query, of.key, of.key, of.gathered, of.ffn, of.ffn, of.gathered]

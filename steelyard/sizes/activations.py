@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from steelyard.core.recipe import Recipe
-from steelyard.core.recipe.model_section import GptModel, LlamaModel
+from steelyard.core.recipe.model_section import GptConfig, LlamaConfig
 
 FP32 = 4
 INT64 = 8
@@ -47,9 +47,9 @@ def widths(recipe: Recipe, fused_norm: bool = True) -> Widths:
     """The widths of a recipe's tensors. PyTorch has no fused RMSNorm for CPUs; the plain one keeps two copies."""
     model, tensor, each = recipe.model, recipe.parallel.tensor, working_bytes(recipe)
     ranks = tensor if recipe.parallel.sequence_parallel else 1
-    gpt = isinstance(model, GptModel)
-    head_dim = model.hidden // model.heads if isinstance(model, GptModel) else model.head_dim
-    kv_heads = model.heads if isinstance(model, GptModel) else model.kv_heads
+    gpt = isinstance(model, GptConfig)
+    head_dim = model.hidden // model.heads if isinstance(model, GptConfig) else model.head_dim
+    kv_heads = model.heads if isinstance(model, GptConfig) else model.kv_heads
     copies = each if is_compiled(recipe) else FP32 if fused_norm or gpt else 2 * FP32
     return Widths(
         stream=each * model.hidden // ranks,
@@ -67,7 +67,7 @@ def layer(recipe: Recipe, fused_norm: bool = True) -> int:
     """Bytes per token that a layer keeps when nothing is computed again."""
     of = widths(recipe, fused_norm)
     silu_again = is_compiled(recipe)
-    kept_by_mlp = 2 if isinstance(recipe.model, GptModel) else 4 - silu_again
+    kept_by_mlp = 2 if isinstance(recipe.model, GptConfig) else 4 - silu_again
     masks = 2 * of.stream // working_bytes(recipe) if recipe.model.dropout else 0
     return 2 * (of.norm + of.gathered) + _attention(recipe, of) + kept_by_mlp * of.ffn + masks
 
@@ -87,7 +87,7 @@ def _attention(recipe: Recipe, of: Widths) -> int:
 def selective_layer(recipe: Recipe) -> int:
     """Bytes per token of a layer that keeps what products, attention and exchanges give out, and its input."""
     of, parallel = widths(recipe), recipe.parallel
-    projections = 1 if isinstance(recipe.model, GptModel) else 2
+    projections = 1 if isinstance(recipe.model, GptConfig) else 2
     products = 2 * of.query + 2 * of.key + of.log_sum + projections * of.ffn + 2 * of.gathered
     exchanged = 2 * of.stream if parallel.tensor > 1 else 0
     exchanged += 2 * of.gathered if parallel.tensor > 1 and parallel.sequence_parallel else 0
@@ -103,7 +103,7 @@ def full_layer(recipe: Recipe) -> int:
 def weight_gradient_inputs(recipe: Recipe) -> int:
     """Bytes per token of the gradients that a layer's matrix products wait with, until the weights' turn comes."""
     of = widths(recipe)
-    projections = 1 if isinstance(recipe.model, GptModel) else 2
+    projections = 1 if isinstance(recipe.model, GptConfig) else 2
     return 2 * of.gathered + of.query + 2 * of.key + projections * of.ffn
 
 
@@ -115,7 +115,7 @@ def temporaries(recipe: Recipe) -> int:
     """
     of, each = widths(recipe), working_bytes(recipe)
     widest = 2 * of.ffn
-    if isinstance(recipe.model, LlamaModel):
+    if isinstance(recipe.model, LlamaConfig):
         widest = max(3 * of.ffn, 5 * FP32 * of.query // each)
     if recipe.model.dropout and not is_compiled(recipe):
         widest += 4 * INT64 * of.stream // each
@@ -133,7 +133,7 @@ def head(recipe: Recipe) -> int:
 
 def rotation(recipe: Recipe) -> int:
     """Bytes per token of the cosines and sines that all layers of a micro-batch share."""
-    return 2 * FP32 * recipe.model.head_dim if isinstance(recipe.model, LlamaModel) else 0
+    return 2 * FP32 * recipe.model.head_dim if isinstance(recipe.model, LlamaConfig) else 0
 
 
 def layers_kept(recipe: Recipe, layers: int) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from steelyard.core.recipe.parallel_section import Parallel
+from steelyard.core.recipe.parallel_section import ParallelSection
 
 Kind = Literal["forward", "backward", "weights"]
 
@@ -24,7 +24,7 @@ class Action(NamedTuple):
     local: int
 
 
-def actions(parallel: Parallel, micro_batches: int, rank: int) -> Iterator[Action]:
+def actions(parallel: ParallelSection, micro_batches: int, rank: int) -> Iterator[Action]:
     """What one pipeline rank does in a step, in order. `weights` follows `backward` where the two are apart."""
     total = micro_batches * parallel.virtual
     late = parallel.schedule == "zero-bubble"
@@ -61,7 +61,7 @@ class InFlight(NamedTuple):
     held: tuple[int, ...]
 
 
-def in_flight(parallel: Parallel, micro_batches: int, rank: int) -> set[InFlight]:
+def in_flight(parallel: ParallelSection, micro_batches: int, rank: int) -> set[InFlight]:
     """Every state that the memory of a pipeline rank passes through in a step."""
     waiting, held = [0] * parallel.virtual, [0] * parallel.virtual
     late = parallel.schedule == "zero-bubble" and parallel.stages > 1
@@ -87,7 +87,7 @@ def fullest(schedule: str, pipeline: int, virtual: int, micro_batches: int, rank
     if virtual == 1 and (pipeline == 1 or schedule in ("gpipe", "1f1b")):
         waiting = 1 if pipeline == 1 else micro_batches if schedule == "gpipe" else min(micro_batches, pipeline - rank)
         return ((waiting, 0),)
-    parallel = Parallel().model_copy(update={"schedule": schedule, "pipeline": pipeline, "virtual": virtual})
+    parallel = ParallelSection().model_copy(update={"schedule": schedule, "pipeline": pipeline, "virtual": virtual})
     states = sorted({state.waiting + state.held for state in in_flight(parallel, micro_batches, rank)}, reverse=True)
     # A state right after a forward pass exceeds the one before it: of neighbours in this order the larger is enough.
     return tuple(
@@ -97,6 +97,6 @@ def fullest(schedule: str, pipeline: int, virtual: int, micro_batches: int, rank
     )
 
 
-def _round(parallel: Parallel, micro_batches: int) -> int:
+def _round(parallel: ParallelSection, micro_batches: int) -> int:
     """Micro-batches that pass through one stage of a rank before its next stage has its turn."""
     return micro_batches // max(1, micro_batches // parallel.pipeline)

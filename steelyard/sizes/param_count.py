@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from steelyard.core.recipe.model_section import GptModel, LlamaModel
+from steelyard.core.recipe.model_section import GptConfig, LlamaConfig
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Parameters:
         }
 
 
-def parameters(model: GptModel | LlamaModel, tensor: int = 1, padded: bool = False) -> Parameters:
+def parameters(model: GptConfig | LlamaConfig, tensor: int = 1, padded: bool = False) -> Parameters:
     """Count the parameters of a model, or those that one of `tensor` ranks holds of it.
 
     Published counts leave out the rows that only pad the vocabulary; `padded` counts them, as memory does. Tensor
@@ -43,7 +43,7 @@ def parameters(model: GptModel | LlamaModel, tensor: int = 1, padded: bool = Fal
     table = rows * model.hidden // tensor
     head = 0 if model.tied else table
     split = layer_matrices(model)
-    if isinstance(model, GptModel):
+    if isinstance(model, GptConfig):
         split += 3 * model.hidden + model.ffn
         norm = 2 * model.hidden
         whole = 2 * model.hidden + 2 * norm
@@ -55,15 +55,15 @@ def parameters(model: GptModel | LlamaModel, tensor: int = 1, padded: bool = Fal
     return Parameters(table, split // tensor + whole, model.layers, norm, head)
 
 
-def layer_matrices(model: GptModel | LlamaModel) -> int:
+def layer_matrices(model: GptConfig | LlamaConfig) -> int:
     """Parameters of one layer that lie in matrices: those that can be masked."""
-    if isinstance(model, GptModel):
+    if isinstance(model, GptConfig):
         return 4 * model.hidden * model.hidden + 2 * model.hidden * model.ffn
     query, key_value = model.heads * model.head_dim, 2 * model.kv_heads * model.head_dim
     return model.hidden * (query + key_value) + query * model.hidden + 3 * model.hidden * model.ffn
 
 
-def flops_per_token(model: GptModel | LlamaModel, sequence_length: int) -> float:
+def flops_per_token(model: GptConfig | LlamaConfig, sequence_length: int) -> float:
     """Floating-point operations to train on one token: 6 per multiplying parameter, and causal attention counted half.
 
     The embedding is a look-up and costs nothing; the head multiplies whether it is tied or not.
@@ -71,12 +71,12 @@ def flops_per_token(model: GptModel | LlamaModel, sequence_length: int) -> float
     return float(model.layers * layer_flops(model, sequence_length) + head_flops(model))
 
 
-def layer_flops(model: GptModel | LlamaModel, sequence_length: int) -> int:
+def layer_flops(model: GptConfig | LlamaConfig, sequence_length: int) -> int:
     """The share of one transformer layer in `flops_per_token`."""
-    head_dim = model.head_dim if isinstance(model, LlamaModel) else model.hidden // model.heads
+    head_dim = model.head_dim if isinstance(model, LlamaConfig) else model.hidden // model.heads
     return 6 * parameters(model).layer + 6 * model.heads * head_dim * sequence_length
 
 
-def head_flops(model: GptModel | LlamaModel) -> int:
+def head_flops(model: GptConfig | LlamaConfig) -> int:
     """The share of the final norm and the head in `flops_per_token`."""
     return 6 * (parameters(model).final_norm + model.vocab * model.hidden)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from steelyard.model import LanguageModel
-from steelyard.model.loss import WholeVocabulary, linear_cross_entropy
+from steelyard.model.loss import VocabHead, linear_cross_entropy
 from steelyard.sparsity.masked_linear import Course
 
 CHUNK_BYTES = 1 << 28  # of logits in fp32
@@ -61,7 +61,7 @@ class Distilling:
         labels_BL: Tensor,
         weights_BL: Tensor | None,
         vocab: int,
-        vocabulary: WholeVocabulary,
+        vocabulary: VocabHead,
     ) -> Tensor:
         assert self.dense_BLD is not None
         loss = linear_cross_entropy(x_BLD, weight_VD, labels_BL, weights_BL, vocab, vocabulary)

@@ -24,26 +24,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from steelyard.checkpoint.formats import Source, open_source
+from steelyard.checkpoint.formats import CheckpointSource, open_source
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
-from steelyard.parallel.world import World, alike, gather_errors
+from steelyard.parallel.world import World, gather_errors, raise_on_all_ranks
 
 THREADS = 8
 VOCABULARY = ("embed.weight", "head.weight")
 
 
-def identity(source: Source) -> dict[str, str]:
+def identity(source: CheckpointSource) -> dict[str, str]:
     """Path and hash of a checkpoint, as a mask file and a checkpoint of a learned run hold them."""
     return {"path": str(Path(source.path).resolve()), "sha256": fingerprint(source)}
 
 
-def fingerprint(source: Source) -> str:
+def fingerprint(source: CheckpointSource) -> str:
     """A hash of all weights. Every one of them is read."""
     return joined(digests(source, source.names()))
 
 
-def digests(source: Source, names: list[str]) -> list[list[Any]]:
+def digests(source: CheckpointSource, names: list[str]) -> list[list[Any]]:
     """What a hash of all weights is made of, for some of them."""
     entries: list[list[Any]] = []
     waiting: deque[tuple[str, Tensor, Future[str]]] = deque()
@@ -73,7 +73,7 @@ def joined(entries: list[list[Any]]) -> str:
 
 def identity_by_all(path: str, world: World) -> dict[str, str]:
     """Path and hash of a checkpoint, each rank of the world reading its share of the tensors."""
-    with alike(world):
+    with raise_on_all_ranks(world):
         source = open_source(path)
     with gather_errors(world):
         entries = digests(source, source.names()[world.rank :: world.size])
@@ -84,7 +84,7 @@ def identity_by_all(path: str, world: World) -> dict[str, str]:
     return {"path": str(Path(source.path).resolve()), "sha256": joined(entries)}
 
 
-def found(recorded: dict[str, Any], moved_to: str | None, mend: str, checks: bool = True) -> Source:
+def found(recorded: dict[str, Any], moved_to: str | None, mend: str, checks: bool = True) -> CheckpointSource:
     """The base that masks belong to, opened and checked; `mend` says how to name the place it was moved to.
 
     Of many ranks one `checks`, which costs reading everything, and the others may do without.
@@ -103,7 +103,7 @@ def place(recorded: dict[str, Any], moved_to: str | None, mend: str) -> str:
     return path
 
 
-def check(recorded: dict[str, Any], source: Source, mend: str) -> None:
+def check(recorded: dict[str, Any], source: CheckpointSource, mend: str) -> None:
     """Refuse weights that are not those the masks were found for."""
     refuse_others(recorded, {"path": str(source.path), "sha256": fingerprint(source)}, mend)
 

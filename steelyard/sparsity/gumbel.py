@@ -34,7 +34,7 @@ UNIFORM_BITS = 23  # and a half more, so that neither 0 nor 1 is ever drawn in f
 
 
 @dataclass(frozen=True)
-class Place:
+class GroupOffset:
     """Where a rank's part of a parameter lies: its first row, its first group in a row, and groups of a whole row."""
 
     first_row: int
@@ -57,7 +57,7 @@ def draw_of(samples_B: Tensor) -> Tensor:
     return torch.cat([first, first * FACTORS[1] + (first >> 32)]).to(torch.int32)
 
 
-def noise(draw_2: Tensor, salt: tuple[int, int], shape: tuple[int, int, int], place: Place) -> Tensor:
+def noise(draw_2: Tensor, salt: tuple[int, int], shape: tuple[int, int, int], place: GroupOffset) -> Tensor:
     """Standard Gumbel noise for a part of so many rows, groups of a row and candidates, in fp32.
 
     All integers are of 32 bits and wrap around; shifts fill with zeros.
@@ -120,7 +120,7 @@ def masked_weight(
     draw_2: Tensor,
     course_3: Tensor,
     salt: tuple[int, int],
-    place: Place,
+    place: GroupOffset,
     hard: bool,
 ) -> Tensor:
     """weight * mask in the weight's dtype; its gradient reaches the logits alone.
@@ -157,7 +157,7 @@ class _MaskedWeight(torch.autograd.Function):
         draw_2: Tensor,
         course_3: Tensor,
         salt: tuple[int, int],
-        place: Place,
+        place: GroupOffset,
         hard: bool,
     ) -> Tensor:
         ctx.save_for_backward(weight_OI, logits_OGC, candidates_CM, draw_2, course_3)
@@ -179,7 +179,7 @@ def _drawn(
     draw_2: Tensor,
     course_3: Tensor,
     salt: tuple[int, int],
-    place: Place,
+    place: GroupOffset,
     hard: bool,
 ) -> tuple[Tensor, Tensor]:
     rows, groups, candidates = logits_OGC.shape

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from steelyard import model
-from steelyard.checkpoint.formats import Source
+from steelyard.checkpoint.formats import CheckpointSource
 from steelyard.core.console import console
-from steelyard.model import LanguageModel, Slice
+from steelyard.model import LanguageModel, StageSpec
 from steelyard.model.modules import Linear
 from steelyard.sparsity.one_shot import DAMPING, Hessian, Method, Pruned, prune_matrix, reconstruction_error
 from steelyard.sparsity.patterns import Pattern
@@ -48,7 +48,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerOnDevice:
     """A pruned layer: its matrices, on the CPU and in the source's dtype, and the report's rows about them."""
 
     number: int
@@ -85,7 +85,9 @@ def _shown(row: dict[str, Any]) -> dict[str, Any]:
     return shown | {key: row[key] for key in ("damping", "dead")}
 
 
-def pruned_layers(source: Source, task: Task, tokens_BL: Tensor | None) -> Generator[Layer, None, None]:
+def pruned_layers(
+    source: CheckpointSource, task: Task, tokens_BL: Tensor | None
+) -> Generator[LayerOnDevice, None, None]:
     """Prune the layers that hold one of the task's matrices, in order. Without tokens, by the weights alone."""
     by_layer: dict[int, list[str]] = {}
     for name in task.names:
@@ -98,7 +100,7 @@ def pruned_layers(source: Source, task: Task, tokens_BL: Tensor | None) -> Gener
             grams: dict[str, Gram] = {}
             stage = None  # The last layer goes before this one comes.
             if stream is not None:
-                stage = _stage(source, task, Slice(range(number, number + 1), first=False, last=False))
+                stage = _stage(source, task, StageSpec(range(number, number + 1), first=False, last=False))
                 grams = _shown_windows(stage, stream, names, keep=task.dense_inputs or not names)
             matrices, rows = {}, []
             for name in names:
@@ -110,7 +112,7 @@ def pruned_layers(source: Source, task: Task, tokens_BL: Tensor | None) -> Gener
             if stage is not None and stream is not None and names and not task.dense_inputs and number < max(by_layer):
                 _shown_windows(stage, stream, [], keep=True)
             if names:
-                layer = Layer(number, matrices, time.monotonic() - begun, rows)
+                layer = LayerOnDevice(number, matrices, time.monotonic() - begun, rows)
                 progress.advance(1)
                 yield layer
 
@@ -161,7 +163,7 @@ class Gram:
         return Hessian(self.sum_II.mul_(2 / self.tokens))
 
 
-class Stream:
+class HiddenStates:
     """The hidden states of all windows, kept where there is room."""
 
     def __init__(self, windows: list[Tensor], device: torch.device) -> None:
@@ -173,13 +175,13 @@ class Stream:
         self.batches[number] = batch_BLD.to(self.batches[number].device)
 
 
-def _embedded(source: Source, task: Task, tokens_BL: Tensor) -> Stream:
-    first = _stage(source, task, Slice(range(0), first=True, last=False))
+def _embedded(source: CheckpointSource, task: Task, tokens_BL: Tensor) -> HiddenStates:
+    first = _stage(source, task, StageSpec(range(0), first=True, last=False))
     at_once = max(1, TOKENS_AT_ONCE[task.device.type] // tokens_BL.shape[1])
     home = _home(task, tokens_BL.numel() * source.shape.hidden * task.dtype.itemsize)
     with torch.no_grad():
         batches = [first(batch.to(task.device)).to(home) for batch in tokens_BL.split(at_once)]
-    return Stream(batches, task.device)
+    return HiddenStates(batches, task.device)
 
 
 def _home(task: Task, needed: int) -> torch.device:
@@ -188,7 +190,7 @@ def _home(task: Task, needed: int) -> torch.device:
     return task.device
 
 
-def _stage(source: Source, task: Task, part: Slice) -> LanguageModel:
+def _stage(source: CheckpointSource, task: Task, part: StageSpec) -> LanguageModel:
     """A slice of the model on the device: products in the precision to compute in, norms in fp32."""
     with torch.device("meta"):
         stage = model.build(source.shape, part)
@@ -203,7 +205,7 @@ def _stage(source: Source, task: Task, part: Slice) -> LanguageModel:
     return stage.requires_grad_(False).eval()
 
 
-def _shown_windows(stage: LanguageModel, stream: Stream, names: list[str], keep: bool) -> dict[str, Gram]:
+def _shown_windows(stage: LanguageModel, stream: HiddenStates, names: list[str], keep: bool) -> dict[str, Gram]:
     """Show a layer all windows; gives the sums of the named matrices' inputs. `keep` lets its outputs go on."""
     grams: dict[str, Gram] = {}
     last: list[tuple[Tensor, str]] = []

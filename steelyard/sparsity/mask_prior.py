@@ -12,12 +12,12 @@ from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
 from steelyard.parallel.mesh import Mesh
-from steelyard.parallel.param_shards import Part
+from steelyard.parallel.param_shards import ParamShard
 from steelyard.sparsity.mask_sources import Masks
 from steelyard.sparsity.masked_linear import masked_sizes
 
 
-class Prior:
+class MaskPrior:
     """A mask for every masked weight."""
 
     def __init__(self, masks: Masks | None, base: dict[str, str], recipe: Recipe) -> None:
@@ -29,7 +29,7 @@ class Prior:
             console.warn(f"the masks of {masks.path} were found for other weights than those of {base['path']}")
         check_masks(masks, recipe, "sparsity.prior")
 
-    def mask(self, weight: Part) -> Tensor:
+    def mask(self, weight: ParamShard) -> Tensor:
         """True where the prior keeps a weight, of the part that this rank holds."""
         mask = weight.tensor != 0 if self.masks is None else held(self.masks.mask(weight.name), weight)
         self.zeros += (mask.numel() - int(mask.sum())) / weight.copies
@@ -76,7 +76,7 @@ def refuse_fewer(masks: Masks, chosen: Container[str], recipe: Recipe) -> None:
         )
 
 
-def held(whole: Tensor, part: Part) -> Tensor:
+def held(whole: Tensor, part: ParamShard) -> Tensor:
     """What this rank holds of a tensor that lies like a parameter."""
     for dim, (first, length) in enumerate(zip(part.offset, part.tensor.shape, strict=True)):
         whole = whole.narrow(dim, first, length)

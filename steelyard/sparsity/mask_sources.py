@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from steelyard import checkpoint
-from steelyard.checkpoint.formats import Source, is_own, open_source
+from steelyard.checkpoint.formats import CheckpointSource, is_own, open_source
 from steelyard.core.errors import UserError
 from steelyard.sparsity import frozen_base, gumbel, maskllm
 from steelyard.sparsity.mask_file import MaskFile, is_mask_file
@@ -45,7 +45,7 @@ class Carried:
     """Masks and the weights they belong to."""
 
     masks: Masks
-    base: Source
+    base: CheckpointSource
     step: int | None
     tokenizer: str | None
     identity: dict[str, str] | None
@@ -88,10 +88,10 @@ class RunMasks:
         return gumbel.argmax_mask(self.logits(name), self.pattern.candidates())
 
 
-class LargestWeights:
+class MagnitudeMasks:
     """The masks under which a run of N:M training computes: the largest weights of each group."""
 
-    def __init__(self, source: Source, about: dict[str, Any]) -> None:
+    def __init__(self, source: CheckpointSource, about: dict[str, Any]) -> None:
         self.source, self.path = source, source.path
         self.base: dict[str, Any] = {}  # its own weights, which go on changing
         self.pattern = Pattern.parse(str(about["pattern"]), where=str(source.path))
@@ -127,7 +127,7 @@ def carried(path: str | Path, moved_to: str | None = None, checks: bool = True, 
     about = saved.state.get(SPARSITY, {})
     if about.get("method") == "sr-ste":
         source = open_source(path)
-        return Carried(LargestWeights(source, about), source, source.step, source.tokenizer, None, "N:M masks")
+        return Carried(MagnitudeMasks(source, about), source, source.step, source.tokenizer, None, "N:M masks")
     if about.get("method") != "learned":
         return None
     source = frozen_base.found(about["base"], moved_to, mend, checks)

@@ -34,7 +34,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from steelyard.sparsity.gumbel import CANDIDATE_STEP, FACTORS, GROUP_STEP, WORD, Place
+from steelyard.sparsity.gumbel import CANDIDATE_STEP, FACTORS, GROUP_STEP, WORD, GroupOffset
 
 BLOCK, WARPS = 256, 8  # pairs of groups of a program, and its warps: a pair for each thread
 GROUP = 4
@@ -63,7 +63,7 @@ def masked_weight(
     draw_2: Tensor,
     course_3: Tensor,
     salt: tuple[int, int],
-    place: Place,
+    place: GroupOffset,
     hard: bool,
 ) -> Tensor:
     """weight * mask, as `gumbel.masked_weight` gives it; its gradient reaches the logits alone."""

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from steelyard.core.recipe import Recipe
-from steelyard.core.recipe.sparsity_section import Sparsity
+from steelyard.core.recipe.sparsity_section import SparsitySection
 from steelyard.model import LanguageModel
 from steelyard.model.language_model import Context
 from steelyard.model.modules import Linear
 from steelyard.sparsity import gumbel
-from steelyard.sparsity.gumbel import Place
+from steelyard.sparsity.gumbel import GroupOffset
 from steelyard.sparsity.patterns import Pattern
 from steelyard.sparsity.target_modules import chosen, maskable
 
@@ -55,11 +55,11 @@ class MaskedLinear(Linear):
         self.course = course
 
     @property
-    def place(self) -> Place:
+    def place(self) -> GroupOffset:
         """Where this rank's part of the weight lies in the whole."""
         dim, index, _ = self.part
         rows, groups, _ = self.mask_logits.shape
-        return Place(index * rows, 0, self.groups) if dim == 0 else Place(0, index * groups, self.groups)
+        return GroupOffset(index * rows, 0, self.groups) if dim == 0 else GroupOffset(0, index * groups, self.groups)
 
     def forward(self, x: Tensor) -> Tensor:
         """The product with the masked weight."""
@@ -111,7 +111,7 @@ def put_masks(model: LanguageModel, names: Container[str], seed: int, course: Co
             layer.forward = _Drawing(layer, layer.forward, list(masked.values()), salts_N2)
 
 
-def course_of(sparsity: Sparsity, device: torch.device) -> Course:
+def course_of(sparsity: SparsitySection, device: torch.device) -> Course:
     """What the masked maps of a run share, before its first step."""
     candidates = Pattern.parse(sparsity.pattern).candidates().to(device)
     return Course(candidates, torch.ones(3, device=device), sparsity.hard)

@@ -19,8 +19,8 @@ from steelyard.core.recipe import Recipe
 from steelyard.model import LanguageModel
 from steelyard.model.modules import Linear
 from steelyard.parallel.mesh import Mesh, alone
-from steelyard.parallel.param_shards import Part
-from steelyard.parallel.world import World, alike, everywhere, gather_errors
+from steelyard.parallel.param_shards import ParamShard
+from steelyard.parallel.world import World, gather_errors, raise_on_all_ranks, run_on_rank0
 from steelyard.sparsity import frozen_base
 from steelyard.sparsity.mask_prior import check_masks, held, refuse_fewer
 from steelyard.sparsity.mask_sources import SPARSITY, Carried, Masks, carried, masks_of
@@ -45,9 +45,9 @@ class _OnMatrices(Extension):
         self.recipe, self.sparsity = recipe, recipe.sparsity
         self.names = masked_sizes(recipe)
         self.mesh: Mesh = alone()
-        self.parts: list[Part] = []
+        self.parts: list[ParamShard] = []
 
-    def assembled(self, stages: dict[int, LanguageModel], parts: list[Part], mesh: Mesh) -> None:
+    def assembled(self, stages: dict[int, LanguageModel], parts: list[ParamShard], mesh: Mesh) -> None:
         """Find the masked weights among the parts."""
         self.mesh, self.parts = mesh, [part for part in parts if part.name in self.names]
 
@@ -64,7 +64,7 @@ class _OnMatrices(Extension):
         return float(count / weights)
 
 
-class LargestWeights(_OnMatrices):
+class SrSte(_OnMatrices):
     """SR-STE: weights are trained, and the largest of each group count."""
 
     decay_1: Tensor | None = None
@@ -112,7 +112,7 @@ class FixedZeros(_OnMatrices):
                 how = self._start_under_masks(brought, engine)
         else:
             how = super().start(engine, world)
-        with alike(world):
+        with raise_on_all_ranks(world):
             if masks is not None:
                 for part in self.parts:
                     part.tensor.mul_(held(masks.mask(part.name), part).to(part.tensor.device))
@@ -128,8 +128,8 @@ class FixedZeros(_OnMatrices):
     def _brought(self, origin: str, world: World) -> Carried | None:
         """The masks that a run or a checkpoint brings, and their weights, which the first rank checks."""
         moved_to = self.sparsity.base
-        brings = everywhere(world, lambda: carried(origin, moved_to, mend=MOVED) is not None)
-        with alike(world):
+        brings = run_on_rank0(world, lambda: carried(origin, moved_to, mend=MOVED) is not None)
+        with raise_on_all_ranks(world):
             brought = carried(origin, moved_to, checks=False, mend=MOVED) if brings else None
             if moved_to is not None and (brought is None or brought.identity is None):
                 raise UserError(
@@ -143,12 +143,12 @@ class FixedZeros(_OnMatrices):
         """The masks that the recipe names, which must have been found for these weights, if it is known for which."""
         if self.sparsity.mask is None:
             return None
-        with alike(world):
+        with raise_on_all_ranks(world):
             masks = masks_of(self.sparsity.mask)
             check_masks(masks, self.recipe, "sparsity.mask")
         if "sha256" in masks.base:
             found = frozen_base.identity_by_all(weights, world)
-            with alike(world):
+            with raise_on_all_ranks(world):
                 frozen_base.refuse_others(masks.base, found, OTHERS)
         return masks
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steelyard.checkpoint.formats import Source
+from steelyard.checkpoint.formats import CheckpointSource
 from steelyard.checkpoint.formats.key_mapping import Entry, taken_apart
 from steelyard.checkpoint.formats.mapped_tensors import Mapped
 from steelyard.checkpoint.formats.megatron import Ranks
@@ -27,7 +27,7 @@ GATE, OPTIONS, MASK = ".diff_mask.gate", ".diff_mask.mask_options", ".mask"
 PATTERNS = {6: Pattern(2, 4), 4: Pattern(1, 4)}  # by the number of candidates
 
 
-def masks_in(source: Source) -> MaskLlm | None:
+def masks_in(source: CheckpointSource) -> MaskLlm | None:
     """The masks that a checkpoint of MaskLLM's carries, or None where it is none."""
     if isinstance(source, Mapped) and isinstance(source.store, Ranks) and source.store.masks:
         return MaskLlm(source, source.store)

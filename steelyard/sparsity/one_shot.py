@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from steelyard.core.errors import Fault, UserError
+from steelyard.core.errors import RuntimeFailure, UserError
 from steelyard.sparsity.patterns import Pattern
 
 Method = Literal["magnitude", "wanda", "sparsegpt", "hessian"]
@@ -117,7 +117,7 @@ def inverse_factor(hessian_II: Tensor) -> tuple[Tensor, float]:
         if not failed.item() and factor.isfinite().all():
             return factor, damping
         damping *= 10
-    raise Fault(
+    raise RuntimeFailure(
         f"the inputs of a matrix give no usable H, even with {MOST_DAMPING:g} times its mean diagonal added",
         mend="look for infinite or missing numbers in the checkpoint's weights",
     )

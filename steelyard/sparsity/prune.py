@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steelyard.checkpoint.formats import Source, open_source
+from steelyard.checkpoint.formats import CheckpointSource, open_source
 from steelyard.checkpoint.formats.hf_config import positions_of
 from steelyard.checkpoint.formats.source import check
 from steelyard.checkpoint.formats.write import Target, convert, refuse_destination
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
-from steelyard.core.recipe.model_section import GptModel
+from steelyard.core.recipe.model_section import GptConfig
 from steelyard.sparsity import frozen_base, mask_file
 from steelyard.sparsity.calibration import Calibration, Windows, is_prefix, windows
-from steelyard.sparsity.layerwise import Layer, Task, pruned_layers
+from steelyard.sparsity.layerwise import LayerOnDevice, Task, pruned_layers
 from steelyard.sparsity.one_shot import Method, method_named
 from steelyard.sparsity.patterns import Pattern
 from steelyard.sparsity.pruned_source import BeingPruned
@@ -36,7 +36,7 @@ LONGEST = 4096  # the length of windows, where none is asked for and the model s
 
 
 @dataclass(frozen=True)
-class Request:
+class PruneRequest:
     """What to prune, and how."""
 
     checkpoint: str
@@ -58,7 +58,7 @@ class Request:
     dtype: str = "auto"
 
 
-def prune(request: Request) -> dict[str, Any]:
+def prune(request: PruneRequest) -> dict[str, Any]:
     """Prune a checkpoint; gives the report."""
     method, pattern = method_named(request.method), Pattern.parse(request.pattern)
     update = _update(request, method)
@@ -98,7 +98,7 @@ def prune(request: Request) -> dict[str, Any]:
     }
 
 
-def _update(request: Request, method: Method) -> bool:
+def _update(request: PruneRequest, method: Method) -> bool:
     if request.update and method != "sparsegpt":
         raise UserError(f"{method} changes no weights", where="--update-weights", mend="sparsegpt does")
     if request.update and request.save == "mask":
@@ -110,7 +110,7 @@ def _update(request: Request, method: Method) -> bool:
     return method == "sparsegpt" and request.save == "weights" if request.update is None else request.update
 
 
-def _windows(request: Request, source: Source, method: Method) -> Windows | None:
+def _windows(request: PruneRequest, source: CheckpointSource, method: Method) -> Windows | None:
     """The calibration's tokens; magnitude alone can do without."""
     if request.calibration is None:
         if method != "magnitude":
@@ -119,7 +119,7 @@ def _windows(request: Request, source: Source, method: Method) -> Windows | None
     sees = positions_of(source.shape, source.extra)
     length = request.length or min(LONGEST, sees)
     if length > sees:
-        if isinstance(source.shape, GptModel):
+        if isinstance(source.shape, GptConfig):
             raise UserError(
                 f"windows of {length} tokens are longer than the model's {sees} positions",
                 where="--sequence-length",
@@ -134,12 +134,12 @@ def _windows(request: Request, source: Source, method: Method) -> Windows | None
 
 
 def _write(
-    request: Request, source: Source, task: Task, tokens_BL: Tensor | None, about: dict[str, Any]
+    request: PruneRequest, source: CheckpointSource, task: Task, tokens_BL: Tensor | None, about: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """Write the result while it comes about; gives a row for each layer."""
     rows: list[dict[str, Any]] = []
 
-    def told() -> Generator[Layer, None, None]:
+    def told() -> Generator[LayerOnDevice, None, None]:
         with closing(pruned_layers(source, task, tokens_BL)) as layers:
             for layer in layers:
                 row = layer.summary()

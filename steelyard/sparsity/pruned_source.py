@@ -7,12 +7,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from steelyard.checkpoint.formats import Source, open_source
+from steelyard.checkpoint.formats import CheckpointSource, open_source
 from steelyard.checkpoint.formats.huggingface import tokenizer_files, tokenizer_in
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.sparsity import frozen_base
-from steelyard.sparsity.layerwise import Layer
+from steelyard.sparsity.layerwise import LayerOnDevice
 from steelyard.sparsity.mask_file import MaskFile
 from steelyard.sparsity.mask_sources import Carried, Masks, carried
 from steelyard.text.tokenizer import Tokenizer
@@ -20,10 +20,10 @@ from steelyard.text.tokenizer import Tokenizer
 DENSE = "none"  # What `--mask` is called where a model is to be seen without its masks.
 
 
-class Seen(Source):
+class SourceView(CheckpointSource):
     """Another source, unchanged."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: CheckpointSource) -> None:
         self.source = source
         self.format, self.path, self.shape, self.dtype = source.format, source.path, source.shape, source.dtype
         self.step, self.layout, self.extra = source.step, source.layout, source.extra
@@ -47,10 +47,10 @@ class Seen(Source):
         return super().load_tokenizer() if is_set else self.source.load_tokenizer()
 
 
-class Masked(Seen):
+class MaskedSource(SourceView):
     """A source of which only the weights that masks keep are left."""
 
-    def __init__(self, source: Source, masks: Masks) -> None:
+    def __init__(self, source: CheckpointSource, masks: Masks) -> None:
         super().__init__(source)
         self.masks, self._masked = masks, frozenset(masks.names())
         sizes = source.sizes()
@@ -68,13 +68,13 @@ class Masked(Seen):
         return whole.masked_fill(~self.masks.mask(name), 0) if name in self._masked else whole
 
 
-class BeingPruned(Seen):
+class BeingPruned(SourceView):
     """A source whose layers are pruned as they are asked for, in their order: one is held at a time."""
 
-    def __init__(self, source: Source, layers: Iterator[Layer], names: list[str]) -> None:
+    def __init__(self, source: CheckpointSource, layers: Iterator[LayerOnDevice], names: list[str]) -> None:
         super().__init__(source)
         self.layers, self.wanted = layers, frozenset(names)
-        self.current: Layer | None = None
+        self.current: LayerOnDevice | None = None
 
     def tensor(self, name: str) -> Tensor:
         """The other's, or what pruning made of it."""
@@ -86,18 +86,18 @@ class BeingPruned(Seen):
         return self.current.matrices[name].weight_OI
 
 
-def masked(source: Source, mask: str | Path, checks: bool = True) -> Source:
+def masked(source: CheckpointSource, mask: str | Path, checks: bool = True) -> CheckpointSource:
     """A checkpoint seen through a mask file that was made for it."""
     masks = MaskFile(mask)
-    seen = Masked(source, masks)
+    seen = MaskedSource(source, masks)
     if checks:
         frozen_base.check(masks.base, source, "use the masks with the checkpoint that they were made for")
     return seen
 
 
-def through(brought: Carried) -> Source:
+def through(brought: Carried) -> CheckpointSource:
     """Weights seen through the masks that something brings for them."""
-    seen = Masked(brought.base, brought.masks)
+    seen = MaskedSource(brought.base, brought.masks)
     seen.path, seen.step = brought.masks.path, brought.step
     if brought.tokenizer != brought.base.tokenizer:  # A run may have learned with one of its own.
         seen.tokenizer = brought.tokenizer
@@ -106,7 +106,9 @@ def through(brought: Carried) -> Source:
     return seen
 
 
-def opened(path: str | Path, mask: str | None = None, moved_to: str | None = None, checks: bool = True) -> Source:
+def opened(
+    path: str | Path, mask: str | None = None, moved_to: str | None = None, checks: bool = True
+) -> CheckpointSource:
     """A checkpoint of any kind, seen through a mask file, through the masks it brings itself, or dense (`none`).
 
     Where masks were learned, the weights are those of the base, which may have `moved_to` another place. That weights

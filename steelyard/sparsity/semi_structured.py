@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steelyard.checkpoint.formats import Source
+from steelyard.checkpoint.formats import CheckpointSource
 from steelyard.checkpoint.formats.compressed_tensors import (
     INDICES,
     KEPT,
@@ -27,7 +27,7 @@ from steelyard.checkpoint.formats.compressed_tensors import (
 from steelyard.checkpoint.formats.write import Target, convert
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
-from steelyard.sparsity.pruned_source import Seen
+from steelyard.sparsity.pruned_source import SourceView
 
 BLOCK_WORDS, BLOCK_GROUPS = 16, 128
 TILE = 16  # rows of a matrix that the tensor cores' instruction takes
@@ -99,10 +99,10 @@ def dense(held: Packed) -> Tensor:
     return whole.flatten(1)
 
 
-class Compressing(Seen):
+class Compressing(SourceView):
     """A checkpoint whose 2:4 matrices can be had compressed, as `CompressedSource` has them."""
 
-    def __init__(self, source: Source, compressed: list[str]) -> None:
+    def __init__(self, source: CheckpointSource, compressed: list[str]) -> None:
         super().__init__(source)
         self.compressed = compressed
         self._last: tuple[str, tuple[Tensor, Tensor]] | None = None
@@ -117,7 +117,7 @@ class Compressing(Seen):
         return self._last[1][kind == INDICES[1:]]
 
 
-def compressible(source: Source, allow_dense: bool) -> CompressedSource | Compressing:
+def compressible(source: CheckpointSource, allow_dense: bool) -> CompressedSource | Compressing:
     """A checkpoint with the list of its 2:4 matrices. Where others are not allowed, they are refused by name."""
     if isinstance(source, CompressedSource):
         return source
@@ -141,7 +141,11 @@ def compressible(source: Source, allow_dense: bool) -> CompressedSource | Compre
 
 
 def export(
-    source: Source, destination: Path, dtype: torch.dtype | None, allow_dense: bool, tokenizer: str | None = None
+    source: CheckpointSource,
+    destination: Path,
+    dtype: torch.dtype | None,
+    allow_dense: bool,
+    tokenizer: str | None = None,
 ) -> dict[str, Any]:
     """Write a 2:4 checkpoint compressed and say what was written."""
     seen = compressible(source, allow_dense)

@@ -10,24 +10,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from steelyard import checkpoint
-from steelyard.checkpoint import Piece, formats
+from steelyard.checkpoint import TensorShard, formats
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
-from steelyard.core.recipe.sparsity_section import Sparsity
+from steelyard.core.recipe.sparsity_section import SparsitySection
 from steelyard.model import LanguageModel
 from steelyard.parallel.mesh import Mesh, alone
-from steelyard.parallel.param_shards import Part
-from steelyard.parallel.world import World, alike, everywhere, gather_errors
+from steelyard.parallel.param_shards import ParamShard
+from steelyard.parallel.world import World, gather_errors, raise_on_all_ranks, run_on_rank0
 from steelyard.sparsity import frozen_base, gumbel, masked_linear
 from steelyard.sparsity.distillation import Distilling
-from steelyard.sparsity.mask_prior import Prior, held, refuse_fewer
+from steelyard.sparsity.mask_prior import MaskPrior, held, refuse_fewer
 from steelyard.sparsity.mask_sources import LOGITS, SPARSITY, RunMasks, masks_of
-from steelyard.sparsity.masked_training import MOVED, FixedZeros, LargestWeights
+from steelyard.sparsity.masked_training import MOVED, FixedZeros, SrSte
 from steelyard.sparsity.maskllm import MaskLlm, masks_in
 from steelyard.train import device as devices
 from steelyard.train.engine import Engine
 from steelyard.train.extension import Extension
-from steelyard.train.optimizer import Pace
+from steelyard.train.optimizer import ParamGroupOptions
 
 FROM_WEIGHTS = "weights"
 
@@ -38,7 +38,7 @@ def extension(recipe: Recipe) -> Extension | None:
         return None
     if recipe.sparsity.method == "learned":
         return LearnedMasks(recipe, recipe.sparsity)
-    return LargestWeights(recipe) if recipe.sparsity.method == "sr-ste" else FixedZeros(recipe)
+    return SrSte(recipe) if recipe.sparsity.method == "sr-ste" else FixedZeros(recipe)
 
 
 class LearnedMasks(Extension):
@@ -46,14 +46,14 @@ class LearnedMasks(Extension):
 
     needs_samples = True
 
-    def __init__(self, recipe: Recipe, sparsity: Sparsity) -> None:
+    def __init__(self, recipe: Recipe, sparsity: SparsitySection) -> None:
         self.recipe, self.sparsity = recipe, sparsity
         self.names = masked_linear.masked_sizes(recipe)
         self.base: dict[str, str] = {}
         self.mesh: Mesh = alone()
         self.course: masked_linear.Course | None = None
         self.numbers = (1.0, 1.0, 0.0)
-        self.masked: list[Masked] = []
+        self.masked: list[LogitsShard] = []
         self.distilling: Distilling | None = None
 
     def transform(self, model: LanguageModel) -> None:
@@ -67,37 +67,39 @@ class LearnedMasks(Extension):
             self.distilling = Distilling(model, self.course, weight, temperature)
             model.forward = self.distilling  # type: ignore[assignment, method-assign]
 
-    def assembled(self, stages: dict[int, LanguageModel], parts: list[Part], mesh: Mesh) -> None:
+    def assembled(self, stages: dict[int, LanguageModel], parts: list[ParamShard], mesh: Mesh) -> None:
         """Find the logits among the parts, each with the weight it belongs to."""
         self.mesh = mesh
         by_name = {part.name: part for part in parts}
-        self.masked = [Masked(part, by_name[_weight_of(part.name)]) for part in parts if part.name.endswith(LOGITS)]
+        self.masked = [
+            LogitsShard(part, by_name[_weight_of(part.name)]) for part in parts if part.name.endswith(LOGITS)
+        ]
 
-    def initial_std(self, part: Part) -> float | None:
+    def initial_std(self, part: ParamShard) -> float | None:
         """Logits begin near zero."""
         return self.sparsity.std
 
-    def pace(self, part: Part) -> Pace:
+    def pace(self, part: ParamShard) -> ParamGroupOptions:
         """Logits have a learning rate and a decay of their own."""
         own, usual = self.sparsity.learning_rate, self.recipe.optim.learning_rate
         rate = self.sparsity.learning_rate_multiplier if own is None else own / usual
-        return Pace(rate, self.sparsity.weight_decay)
+        return ParamGroupOptions(rate, self.sparsity.weight_decay)
 
     def start(self, engine: Engine, world: World) -> str:
         """Weights from the base; logits from an earlier run of masks, or from the prior."""
         origin = self.recipe.train.init_from
-        saved = None if origin is None else everywhere(world, lambda: learned_checkpoint(origin))
+        saved = None if origin is None else run_on_rank0(world, lambda: learned_checkpoint(origin))
         theirs = _maskllm_logits(origin) if origin is not None and saved is None else None
         if theirs is not None:
             self._load_base(self.sparsity.base or str(origin), None, engine, world)
-            with alike(world):
+            with raise_on_all_ranks(world):
                 self._take_logits(theirs)
             return f"new run that goes on from MaskLLM's masks of {origin}"
         if saved is None:
-            with alike(world):
+            with raise_on_all_ranks(world):
                 path = self._only_base()
             self._load_base(path, None, engine, world)
-            with alike(world):
+            with raise_on_all_ranks(world):
                 begun = self._add_prior(world)
             return f"new run that learns masks for {self.base['path']}, {begun}"
         with gather_errors(world):
@@ -152,11 +154,11 @@ class LearnedMasks(Extension):
             "weight_reg": weight_reg,
         }
 
-    def saves(self, part: Part) -> bool:
+    def saves(self, part: ParamShard) -> bool:
         """Frozen weights are in the base already."""
         return part.parameter.requires_grad
 
-    def pieces(self) -> dict[str, Piece]:
+    def pieces(self) -> dict[str, TensorShard]:
         """Each group's choice at the last record, and the prior's: what records compare with."""
         return {name: piece for masked in self.masked for name, piece in masked.pieces().items()}
 
@@ -195,13 +197,13 @@ class LearnedMasks(Extension):
             if recorded is not None:
                 frozen_base.place(recorded, path, MOVED)
 
-        everywhere(world, look)
+        run_on_rank0(world, look)
         self.base = frozen_base.identity_by_all(path, world)
         if recorded is not None:
-            with alike(world):
+            with raise_on_all_ranks(world):
                 frozen_base.refuse_others(recorded, self.base, MOVED)
         pieces = {
-            f"model.{part.name}": Piece(part.tensor, part.shape, part.offset)
+            f"model.{part.name}": TensorShard(part.tensor, part.shape, part.offset)
             for part in engine.parts
             if part.tensor.numel() and not part.parameter.requires_grad
         }
@@ -230,7 +232,7 @@ class LearnedMasks(Extension):
         named, candidates = self.sparsity.prior or _masks_alone(self.recipe.train.init_from), self.course.candidates_CM
         prior = None
         if named is not None:
-            prior = Prior(None if named == FROM_WEIGHTS else masks_of(named), self.base, self.recipe)
+            prior = MaskPrior(None if named == FROM_WEIGHTS else masks_of(named), self.base, self.recipe)
         for masked in self.masked:
             masked.begin(prior, candidates, self.sparsity)
         if prior is not None:
@@ -238,10 +240,10 @@ class LearnedMasks(Extension):
         return "with no prior" if named is None else f"near the masks of {named}"
 
 
-class Masked:
+class LogitsShard:
     """The logits of one weight on this rank, and the choices that records compare with."""
 
-    def __init__(self, logits: Part, weight: Part) -> None:
+    def __init__(self, logits: ParamShard, weight: ParamShard) -> None:
         self.logits, self.weight = logits, weight
         self.name = weight.name
         groups = logits.tensor.shape[:-1]
@@ -253,7 +255,7 @@ class Masked:
         """Where the logits lie."""
         return self.last.device
 
-    def begin(self, prior: Prior | None, candidates: Tensor, sparsity: Sparsity) -> None:
+    def begin(self, prior: MaskPrior | None, candidates: Tensor, sparsity: SparsitySection) -> None:
         """Add the prior to the initial logits. Without one, what is compared with is how they began."""
         if not self.logits.tensor.numel():
             return
@@ -280,14 +282,14 @@ class Masked:
         groups = torch.full_like(certain, choice.numel())
         return torch.stack([certain, changed.double(), away.double(), groups]) / self.logits.copies
 
-    def pieces(self) -> dict[str, Piece]:
+    def pieces(self) -> dict[str, TensorShard]:
         """The choices, as pieces of the whole."""
         if not self.last.numel():
             return {}
         shape, offset = self.logits.shape[:-1], self.logits.offset[:-1]
         return {
-            f"masks.{self.name}.last": Piece(self.last, shape, offset),
-            f"masks.{self.name}.prior": Piece(self.prior, shape, offset),
+            f"masks.{self.name}.last": TensorShard(self.last, shape, offset),
+            f"masks.{self.name}.prior": TensorShard(self.prior, shape, offset),
         }
 
 

@@ -15,13 +15,13 @@ import torch
 
 from steelyard import model
 from steelyard.core.errors import UserError
-from steelyard.core.recipe.model_section import GptModel, LlamaModel
+from steelyard.core.recipe.model_section import GptConfig, LlamaConfig
 from steelyard.model.modules import Linear
 
 LAYERS = re.compile(r"(\d+)(?:-(\d+))?")
 
 
-def maskable(shape: GptModel | LlamaModel) -> dict[str, tuple[int, int]]:
+def maskable(shape: GptConfig | LlamaConfig) -> dict[str, tuple[int, int]]:
     """The matrices that may be masked and their sizes, [out, in], in the order of the layers."""
     with torch.device("meta"):
         network = model.build(shape)

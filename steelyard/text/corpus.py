@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from steelyard.core.errors import UserError
-from steelyard.text.formats import Format, format_of, on_disk, reading
+from steelyard.text.formats import CorpusFormat, format_of, on_disk, reading
 
 DocumentMode = Literal["line", "blank", "file"]
 PIECE_BYTES = 16 << 20
@@ -25,11 +25,11 @@ ROWS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True)
-class Piece:
+class CorpusChunk:
     """Some whole documents of one file. `start` and `end` are bytes of the unpacked text, or row groups."""
 
     path: Path
-    format: Format
+    format: CorpusFormat
     mode: DocumentMode
     start: int
     end: int
@@ -60,7 +60,7 @@ def named_files(names: Iterable[str]) -> list[Path]:
     return paths
 
 
-def pieces(path: Path, mode: DocumentMode = "line", size: int = PIECE_BYTES) -> Iterator[Piece]:
+def pieces(path: Path, mode: DocumentMode = "line", size: int = PIECE_BYTES) -> Iterator[CorpusChunk]:
     """Cut a file into pieces."""
     format_ = format_of(path)
     if format_.base == "parquet":
@@ -71,18 +71,18 @@ def pieces(path: Path, mode: DocumentMode = "line", size: int = PIECE_BYTES) -> 
         if format_.compression or mode == "file":
             start = 0
             while data := _next_block(file, mode, size):
-                yield Piece(path, format_, mode, start, start + len(data), data)
+                yield CorpusChunk(path, format_, mode, start, start + len(data), data)
                 start += len(data)
         else:
             total, start = path.stat().st_size, 0
             while start < total:
                 file.seek(min(start + size, total) - 1)
                 end = file.tell() + len(_to_next_document(file, mode))
-                yield Piece(path, format_, mode, start, end)
+                yield CorpusChunk(path, format_, mode, start, end)
                 start = end
 
 
-def records(piece: Piece, bad: list[BadDocument] | None = None) -> Iterator[dict[str, Any]]:
+def records(piece: CorpusChunk, bad: list[BadDocument] | None = None) -> Iterator[dict[str, Any]]:
     """The documents of a piece as objects; plain text stands under `text`.
 
     A document that cannot be read raises `BadDocument`, or goes into the list `bad` if there is one.
@@ -119,12 +119,12 @@ def documents(paths: Iterable[Path], key: str = "text", mode: DocumentMode = "li
                 raise complaint(piece, error) from None
 
 
-def complaint(piece: Piece, error: BadDocument, mend: str | None = None) -> UserError:
+def complaint(piece: CorpusChunk, error: BadDocument, mend: str | None = None) -> UserError:
     """What to tell the user about a bad document: its file, line, and what is wrong with it."""
     return UserError(error.reason, where=where(piece, error.number), mend=mend)
 
 
-def where(piece: Piece, number: int) -> str:
+def where(piece: CorpusChunk, number: int) -> str:
     """File and line of a document of a piece; only now are the lines before it counted."""
     if piece.format.base == "parquet":
         return f"{piece.path}: row group {piece.start}, row {number}"
@@ -156,7 +156,7 @@ def _to_next_document(file: IO[bytes], mode: DocumentMode, before: bytes = b"") 
     return b"".join([*lines, line])
 
 
-def _texts(piece: Piece) -> Iterator[bytes]:
+def _texts(piece: CorpusChunk) -> Iterator[bytes]:
     if piece.mode == "file":
         return iter([piece.data or b""])
     lines = _lines(piece.path, piece.start, piece.end) if piece.data is None else iter(io.BytesIO(piece.data))
@@ -185,7 +185,7 @@ def _paragraphs(lines: Iterable[bytes]) -> Iterator[bytes]:
             run = []
 
 
-def _parsed(raw: bytes, format_: Format, number: int, whole: bool) -> dict[str, Any]:
+def _parsed(raw: bytes, format_: CorpusFormat, number: int, whole: bool) -> dict[str, Any]:
     if format_.base == "txt":
         try:
             return {"text": (raw if whole else raw.removesuffix(b"\n").removesuffix(b"\r")).decode("utf-8")}
@@ -203,7 +203,7 @@ def _parsed(raw: bytes, format_: Format, number: int, whole: bool) -> dict[str, 
     return record
 
 
-def _row_groups(path: Path, format_: Format) -> Iterator[Piece]:
+def _row_groups(path: Path, format_: CorpusFormat) -> Iterator[CorpusChunk]:
     import pyarrow
     from pyarrow import parquet
 
@@ -213,10 +213,10 @@ def _row_groups(path: Path, format_: Format) -> Iterator[Piece]:
         except (pyarrow.ArrowException, OSError) as error:
             raise UserError(f"this is not a parquet file: {error}", where=str(path)) from None
         for group in range(groups):
-            yield Piece(path, format_, "line", group, group + 1, unpacked=unpacked)
+            yield CorpusChunk(path, format_, "line", group, group + 1, unpacked=unpacked)
 
 
-def _rows(piece: Piece) -> Iterator[dict[str, Any]]:
+def _rows(piece: CorpusChunk) -> Iterator[dict[str, Any]]:
     import pyarrow
     from pyarrow import parquet
 

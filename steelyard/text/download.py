@@ -19,7 +19,7 @@ from urllib.parse import unquote, urlsplit
 
 from steelyard.core import files
 from steelyard.core.console import console
-from steelyard.core.errors import Fault, UserError
+from steelyard.core.errors import RuntimeFailure, UserError
 from steelyard.text.convert_corpus import convert
 
 WIKITEXT = ("wikitext-2-v1", "wikitext-2-raw-v1", "wikitext-103-v1", "wikitext-103-raw-v1")
@@ -59,7 +59,7 @@ def _wikitext(name: str, out: Path) -> list[Path]:
         for split, path in targets.items():
             parts = sorted(folder.glob(f"{split}-*.parquet"))
             if not parts:
-                raise Fault(f"the hub's copy of {name} has no file for the {split} split")
+                raise RuntimeFailure(f"the hub's copy of {name} has no file for the {split} split")
             if not path.is_file():
                 convert(parts, path)
     return list(targets.values())
@@ -70,7 +70,7 @@ def wikitext_split(name: str, split: str) -> list[Path]:
     folder = _from_hub("Salesforce/wikitext", [f"{name}/{split}-*.parquet"]) / name
     parts = sorted(folder.glob(f"{split}-*.parquet"))
     if not parts:
-        raise Fault(f"the hub's copy of {name} has no file for the {split} split")
+        raise RuntimeFailure(f"the hub's copy of {name} has no file for the {split} split")
     return parts
 
 
@@ -128,7 +128,7 @@ def _from_hub(repository: str, patterns: list[str]) -> Path:
         return Path(snapshot_download(repository, repo_type="dataset", allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).splitlines()[0]
-        raise Fault(
+        raise RuntimeFailure(
             f"{repository} could not be fetched from the hub: {reason}", mend="the same command tries again"
         ) from None
 
@@ -144,7 +144,7 @@ def _through_datasets(name: str, out: Path) -> list[Path]:
     try:
         loaded: Any = datasets.load_dataset(repository, config)
     except Exception as error:
-        raise Fault(f"{name} could not be loaded: {str(error).splitlines()[0]}") from None
+        raise RuntimeFailure(f"{name} could not be loaded: {str(error).splitlines()[0]}") from None
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(name).name if local else name)
     paths = []
     for split, rows in loaded.items():
@@ -185,12 +185,14 @@ def _fetch(url: str, out: Path) -> Path:
                     progress.advance(len(block))
     except urllib.error.HTTPError as error:
         if error.code != 416:  # 416: there is nothing behind what we have.
-            raise Fault(f"{url}: the server answered {error.code} {error.reason}") from None
+            raise RuntimeFailure(f"{url}: the server answered {error.code} {error.reason}") from None
         total = done
     except (urllib.error.URLError, OSError) as error:
-        raise Fault(f"{url}: {error}", mend="what has come is kept; the same command goes on from there") from None
+        raise RuntimeFailure(
+            f"{url}: {error}", mend="what has come is kept; the same command goes on from there"
+        ) from None
     if total and part.stat().st_size != total:
         have = part.stat().st_size
-        raise Fault(f"{url}: ended after {have} of {total} bytes", mend="the same command goes on from there")
+        raise RuntimeFailure(f"{url}: ended after {have} of {total} bytes", mend="the same command goes on from there")
     os.replace(part, path)
     return path

@@ -22,14 +22,14 @@ COMPRESSIONS: dict[str, Compression] = {".gz": "gz", ".zst": "zst"}
 
 
 @dataclass(frozen=True)
-class Format:
+class CorpusFormat:
     """How a file holds its documents."""
 
     base: Base
     compression: Compression
 
 
-def format_of(path: Path) -> Format:
+def format_of(path: Path) -> CorpusFormat:
     """The format that a file's name tells."""
     compression = COMPRESSIONS.get(path.suffix, "")
     name = path.with_suffix("") if compression else path
@@ -38,7 +38,7 @@ def format_of(path: Path) -> Format:
             f"{path}: what this file holds cannot be told from its name",
             mend="use .txt, .jsonl or .parquet, also with .gz or .zst",
         )
-    return Format(BASES[name.suffix], compression)
+    return CorpusFormat(BASES[name.suffix], compression)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from typing import Any
 
 from steelyard.core import files
 from steelyard.core.console import console
-from steelyard.core.errors import Damaged, UserError
+from steelyard.core.errors import CorruptFileError, UserError
 
 FORMAT = 1
 SMALLEST_BLOCK = 1 << 20  # bytes
@@ -83,16 +83,18 @@ def _read(path: Path) -> dict[str, Any]:
         content: dict[str, Any] = json.loads(path.read_bytes())
         checksum = content.pop("checksum")
         if checksum != _own(content):
-            raise Damaged("this file of checksums does not match its own checksum", where=str(path), mend=_hint(path))
+            raise CorruptFileError(
+                "this file of checksums does not match its own checksum", where=str(path), mend=_hint(path)
+            )
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
-        raise Damaged("this is not a file of checksums", where=str(path), mend=_hint(path)) from None
+        raise CorruptFileError("this is not a file of checksums", where=str(path), mend=_hint(path)) from None
     if content["format"] != FORMAT:
         raise UserError(f"format {content['format']} of checksums is not known", where=str(path), mend=_hint(path))
     return content
 
 
-def _mismatch(file: Path, sums: Path, place: str = "") -> Damaged:
-    return Damaged(f"{file} does not match its checksum{place}", mend=_hint(sums))
+def _mismatch(file: Path, sums: Path, place: str = "") -> CorruptFileError:
+    return CorruptFileError(f"{file} does not match its checksum{place}", mend=_hint(sums))
 
 
 def _hint(sums: Path) -> str:

@@ -43,7 +43,7 @@ OLD_PARTS = ("doc_idx", "sample_idx", "shuffle_idx")
 
 
 @dataclass(frozen=True)
-class Request:
+class IndexRequest:
     """Everything that determines index maps, by Megatron's names."""
 
     dataset_path: str
@@ -59,7 +59,7 @@ class Request:
 
 
 def index_maps_for(
-    request: Request, lengths: npt.NDArray[np.int32], bounds: tuple[int, int], folder: str | None, names: Names
+    request: IndexRequest, lengths: npt.NDArray[np.int32], bounds: tuple[int, int], folder: str | None, names: Names
 ) -> IndexMaps:
     """The maps from the cache, or built and put there."""
     expected = index_maps.plan(lengths, bounds, request.num_samples, request.sequence_length)
@@ -84,7 +84,7 @@ def index_maps_for(
         return index_maps.build(lengths, bounds, expected, request.random_seed)
 
 
-def _find(request: Request, folder: str | None, fits: Callable[[IndexMaps], bool]) -> IndexMaps | None:
+def _find(request: IndexRequest, folder: str | None, fits: Callable[[IndexMaps], bool]) -> IndexMaps | None:
     stem = _old_stem(request, folder)
     candidates = [[stem.with_name(f"{stem.name}_{part}.npy") for part in OLD_PARTS]]
     for description in sorted(_new_folder(request, folder).glob(f"*-GPTDataset-{request.index_split}-description.txt")):
@@ -98,7 +98,7 @@ def _find(request: Request, folder: str | None, fits: Callable[[IndexMaps], bool
     return None
 
 
-def _describes(path: Path, request: Request) -> bool:
+def _describes(path: Path, request: IndexRequest) -> bool:
     try:
         written = loads(path.read_text(encoding="utf-8"))
         return all(written.get(key) == value for key, value in asdict(request).items())
@@ -113,7 +113,7 @@ def _loaded(paths: list[Path]) -> IndexMaps | None:
         return None
 
 
-def _write(request: Request, folder: str | None, names: Names, maps: IndexMaps) -> IndexMaps:
+def _write(request: IndexRequest, folder: str | None, names: Names, maps: IndexMaps) -> IndexMaps:
     arrays: tuple[npt.NDArray[Any], ...] = (maps.document_index, maps.sample_index, maps.shuffle_index)
     if names == "old":
         stem = _old_stem(request, folder)
@@ -139,11 +139,11 @@ def _one_builder(folder: Path) -> Iterator[None]:
         yield
 
 
-def _new_folder(request: Request, folder: str | None) -> Path:
+def _new_folder(request: IndexRequest, folder: str | None) -> Path:
     return Path(folder) if folder else Path(request.dataset_path) / "cache" / "GPTDataset_indices"
 
 
-def _old_stem(request: Request, folder: str | None) -> Path:
+def _old_stem(request: IndexRequest, folder: str | None) -> Path:
     prefix = Path(request.dataset_path)
     name = (
         f"{prefix.name}_{request.index_split}_indexmap_{request.num_samples}ns"

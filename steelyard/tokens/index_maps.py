@@ -33,7 +33,7 @@ class IndexMaps:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SamplePlan:
     """How many epochs and samples there will be, before anything is built."""
 
     documents: int
@@ -63,13 +63,13 @@ class Plan:
         )
 
 
-def plan(lengths: npt.NDArray[np.int32], bounds: tuple[int, int], samples: int, sequence_length: int) -> Plan:
+def plan(lengths: npt.NDArray[np.int32], bounds: tuple[int, int], samples: int, sequence_length: int) -> SamplePlan:
     """Plan the maps for at least `samples` samples of the sequences within `bounds`."""
     tokens = int(np.sum(lengths[bounds[0] : bounds[1]], dtype=np.int64))
     epochs = -(-(samples * sequence_length + 1) // tokens)
     before_last = ((epochs - 1) * tokens - 1) // sequence_length if epochs > 1 else 0
     per_epoch = (tokens - 1) // sequence_length
-    return Plan(
+    return SamplePlan(
         documents=bounds[1] - bounds[0],
         sequence_length=sequence_length,
         epochs=epochs,
@@ -88,7 +88,7 @@ def _each_occurs(values: npt.NDArray[Any], first: int, end: int, times: int) -> 
     return bool((np.bincount(values.astype(np.int64) - first) == times).all())
 
 
-def build(lengths: npt.NDArray[np.int32], bounds: tuple[int, int], plan: Plan, seed: int) -> IndexMaps:
+def build(lengths: npt.NDArray[np.int32], bounds: tuple[int, int], plan: SamplePlan, seed: int) -> IndexMaps:
     """Build the maps."""
     lengths = np.require(lengths, requirements="A")  # In a file they lie askew, which is slow.
     sequences = np.arange(*bounds, dtype=np.int32)

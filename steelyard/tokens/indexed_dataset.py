@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from steelyard.core.errors import Damaged, UserError
+from steelyard.core.errors import CorruptFileError, UserError
 from steelyard.tokens import checksums
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -89,7 +89,9 @@ class IndexedTokens:
         if (prefix, size, stamp) not in _verified:  # A process opens a pair for each split.
             problem = next(_problems(self, size), None)
             if problem is not None:
-                raise Damaged(problem, where=str(path), mend="copy the pair again, or write an index without gaps")
+                raise CorruptFileError(
+                    problem, where=str(path), mend="copy the pair again, or write an index without gaps"
+                )
             checksums.check(prefix)
             _verified.add((prefix, size, stamp))
         empty = np.empty(0, dtype=self.dtype)

@@ -9,7 +9,7 @@ import numpy as np
 
 from steelyard.core import units
 from steelyard.core.console import console
-from steelyard.core.errors import Fault, UserError
+from steelyard.core.errors import RuntimeFailure, UserError
 from steelyard.tokens import checksums
 from steelyard.tokens.indexed_dataset import IndexedTokens, bin_path, idx_path
 
@@ -58,15 +58,15 @@ def verify(prefix: str, vocab_size: int | None = None) -> dict[str, Any]:
     except UserError as error:
         pair = prefix.removesuffix(".idx").removesuffix(".bin")
         there = all(path(pair).exists() for path in (bin_path, idx_path))
-        raise Fault(error.message, where=error.where, mend=error.mend) if there else error from None
+        raise RuntimeFailure(error.message, where=error.where, mend=error.mend) if there else error from None
     total = int(tokens.lengths.sum(dtype=np.int64))
     try:
         has_checksums = checksums.check(tokens.prefix, everything=True)
     except UserError as error:
-        raise Fault(error.message, where=error.where, mend=error.mend) from None
+        raise RuntimeFailure(error.message, where=error.where, mend=error.mend) from None
     outside = [] if vocab_size is None else _ids_outside(tokens, total, vocab_size)
     if outside:
-        raise Fault("; ".join(outside), where=prefix)
+        raise RuntimeFailure("; ".join(outside), where=prefix)
     documents = len(tokens.document_index) - 1
     return {"prefix": prefix, "sound": True, "documents": documents, "tokens": total, "checksums": has_checksums}
 

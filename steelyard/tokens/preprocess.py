@@ -25,12 +25,12 @@ import numpy as np
 
 from steelyard.core import files
 from steelyard.core.console import console
-from steelyard.core.errors import Fault, Interrupted, UserError
+from steelyard.core.errors import Interrupted, RuntimeFailure, UserError
 from steelyard.core.units import count
 from steelyard.text import tokenizer as tokenizers
 from steelyard.text.corpus import (
     BadDocument,
-    Piece,
+    CorpusChunk,
     complaint,
     named_files,
     pieces,
@@ -42,14 +42,14 @@ from steelyard.tokens import encode_workers, merge
 from steelyard.tokens import tokenize_job as jobs
 from steelyard.tokens.indexed_dataset import token_dtype
 from steelyard.tokens.inspect import summary
-from steelyard.tokens.tokenize_job import Job
+from steelyard.tokens.tokenize_job import TokenizeJob
 
 DOCUMENTS_AT_ONCE = 256
 EXAMPLES_SHOWN = 5
 
 
 @dataclass
-class Tally:
+class TokenizeStats:
     """What became of documents. `examples` names the first bad ones."""
 
     documents: int = 0
@@ -66,7 +66,7 @@ class Tally:
             self.tokens[key] = self.tokens.get(key, 0) + tokens
 
 
-def tokenize(job: Job, worker_count: int = 1, overwrite: bool = False) -> dict[str, Any]:
+def tokenize(job: TokenizeJob, worker_count: int = 1, overwrite: bool = False) -> dict[str, Any]:
     """Do the job, go on with it, or find that it is done; returns what was written."""
     paths = named_files(job.inputs)
     tokenizer = tokenizers.load_tokenizer(job.tokenizer)
@@ -97,10 +97,10 @@ def tokenize(job: Job, worker_count: int = 1, overwrite: bool = False) -> dict[s
 
 
 def _encode_and_join(
-    job: Job, paths: list[Path], worker_count: int, dtype: np.dtype[Any]
-) -> tuple[Tally, dict[str, dict[str, Any]]]:
+    job: TokenizeJob, paths: list[Path], worker_count: int, dtype: np.dtype[Any]
+) -> tuple[TokenizeStats, dict[str, dict[str, Any]]]:
     """Have every missing piece encoded, and join the pieces in order while others are still being encoded."""
-    tally = Tally()
+    tally = TokenizeStats()
     with contextlib.ExitStack() as stack:
         joiners = {
             key: stack.enter_context(merge.joining(job.output(key), dtype, job.fixed_length)) for key in job.keys
@@ -113,7 +113,7 @@ def _encode_and_join(
     return tally, written
 
 
-def _encoded(job: Job, paths: list[Path], worker_count: int) -> Iterator[dict[str, Any]]:
+def _encoded(job: TokenizeJob, paths: list[Path], worker_count: int) -> Iterator[dict[str, Any]]:
     """What became of each piece, in order, so that the first mistake never varies."""
     waiting: deque[tuple[int, dict[str, Any] | Future[dict[str, Any]]]] = deque()
     total, documents = sum(path.stat().st_size for path in paths), 0
@@ -138,7 +138,7 @@ def _encoded(job: Job, paths: list[Path], worker_count: int) -> Iterator[dict[st
             while waiting:
                 yield first()
     except BrokenExecutor:
-        raise Fault(
+        raise RuntimeFailure(
             "a worker was killed, perhaps for want of memory",
             mend=f"finished pieces are kept in {job.folder}; the same command goes on from there",
         ) from None
@@ -146,7 +146,7 @@ def _encoded(job: Job, paths: list[Path], worker_count: int) -> Iterator[dict[st
         pool.shutdown(cancel_futures=True)
 
 
-def encode_piece(job: Job, number: int, piece: Piece) -> dict[str, Any]:
+def encode_piece(job: TokenizeJob, number: int, piece: CorpusChunk) -> dict[str, Any]:
     """Encode one piece, in a worker, and leave it in the job's folder."""
     tokenizer = encode_workers.tokenizer()
     dtype = token_dtype(tokenizer.vocab_size)
@@ -180,12 +180,12 @@ def encode_piece(job: Job, number: int, piece: Piece) -> dict[str, Any]:
                 file.write(sizes.tobytes())
         os.replace(_part(job.folder, number, key, "unfinished"), _part(job.folder, number, key, "tokens"))
     examples = [f"{where(piece, error.number)}: {error.reason}" for error in (bad or [])[:EXAMPLES_SHOWN]]
-    tally = Tally(documents, len(bad or []), tokens, examples)
+    tally = TokenizeStats(documents, len(bad or []), tokens, examples)
     files.write_json(job.folder / f"{number:08d}.json", asdict(tally))
     return asdict(tally)
 
 
-def _texts(piece: Piece, keys: tuple[str, ...], bad: list[BadDocument] | None) -> Iterator[list[str]]:
+def _texts(piece: CorpusChunk, keys: tuple[str, ...], bad: list[BadDocument] | None) -> Iterator[list[str]]:
     try:
         for number, record in enumerate(records(piece, bad)):
             try:
@@ -198,11 +198,11 @@ def _texts(piece: Piece, keys: tuple[str, ...], bad: list[BadDocument] | None) -
         raise complaint(piece, error, "mend it, or pass --on-bad-line skip") from None
 
 
-def _all_pieces(job: Job, paths: list[Path]) -> Iterator[tuple[Piece, int]]:
+def _all_pieces(job: TokenizeJob, paths: list[Path]) -> Iterator[tuple[CorpusChunk, int]]:
     """All pieces in order, each with the bytes of input it stands for."""
     for path in paths:
         size, seen = path.stat().st_size, 0
-        held: Piece | None = None
+        held: CorpusChunk | None = None
         for piece in pieces(path, job.document, job.piece_bytes):
             if held is not None:
                 weight = held.end - held.start if held.data is None and held.unpacked is None else 0
@@ -217,7 +217,7 @@ def _part(folder: Path, number: int, key: str, kind: str) -> Path:
     return folder / f"{number:08d}.{key}.{kind}"
 
 
-def _kept(job: Job, number: int) -> dict[str, Any] | None:
+def _kept(job: TokenizeJob, number: int) -> dict[str, Any] | None:
     try:
         kept: dict[str, Any] = json.loads((job.folder / f"{number:08d}.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
-from steelyard.core.recipe.data_section import Source, split_shares
+from steelyard.core.recipe.data_section import DataSource, split_shares
 from steelyard.core.units import count
 from steelyard.tokens import index_cache, index_maps
 from steelyard.tokens.blend import Order, blend_order, normalised
@@ -107,7 +107,7 @@ def open_samples(recipe: Recipe, split: Split, samples: int) -> TokenSamples:
         tokens, bounds = _opened(recipe, split, prefix)
         if recipe.data.fixed_length:
             return FixedSamples(tokens, bounds, wanted, recipe.train.seed)
-        request = index_cache.Request(
+        request = index_cache.IndexRequest(
             prefix, wanted, split, recipe.train.seed, recipe.data.sequence_length, recipe.data.split
         )
         maps = index_cache.index_maps_for(
@@ -118,7 +118,7 @@ def open_samples(recipe: Recipe, split: Split, samples: int) -> TokenSamples:
     return _blended(opened, sources, samples, recipe.data.blend_order)
 
 
-def sources_of(recipe: Recipe, split: Split) -> tuple[list[Source], str, tuple[float, float]]:
+def sources_of(recipe: Recipe, split: Split) -> tuple[list[DataSource], str, tuple[float, float]]:
     """What a split is read from as the recipe names it, the key that does, and the share of the documents it has."""
     own = {"train": [], "valid": recipe.data.valid, "test": recipe.data.test}[split]
     if own:
@@ -126,7 +126,7 @@ def sources_of(recipe: Recipe, split: Split) -> tuple[list[Source], str, tuple[f
     return recipe.data.train, "data.train", _share(recipe.data.split, split)
 
 
-def check_files(recipe: Recipe, split: Split, sources: list[Source]) -> None:
+def check_files(recipe: Recipe, split: Split, sources: list[DataSource]) -> None:
     """Refuse token files that `open_samples` would refuse; nothing is made of them."""
     for source in expand_sources(sources, recipe, sources_of(recipe, split)[1]):
         _opened(recipe, split, source.prefix)
@@ -141,7 +141,7 @@ def _opened(recipe: Recipe, split: Split, prefix: str) -> tuple[IndexedTokens, t
 
 
 def _blended(
-    opened: Callable[[str, int], TokenSamples], sources: list[Source], samples: int, order: Order
+    opened: Callable[[str, int], TokenSamples], sources: list[DataSource], samples: int, order: Order
 ) -> TokenSamples:
     if len(sources) == 1:
         return opened(sources[0].prefix, samples)
@@ -154,11 +154,11 @@ def _blended(
     return BlendedSamples(datasets, normalised(weights), sum(parts), order)
 
 
-def expand_sources(sources: list[Source], recipe: Recipe, key: str) -> list[Source]:
+def expand_sources(sources: list[DataSource], recipe: Recipe, key: str) -> list[DataSource]:
     """The sources with folders and patterns replaced by the prefixes they stand for, which share the weight."""
     if not sources:
         raise UserError("names no token files to train on", where=recipe.where(key), mend=f"set {key} to a prefix")
-    found: list[Source] = []
+    found: list[DataSource] = []
     for source in sources:
         pattern = source.prefix
         if idx_path(pattern).is_file():
@@ -177,7 +177,7 @@ def expand_sources(sources: list[Source], recipe: Recipe, key: str) -> list[Sour
     return found
 
 
-def _one_of(source: Source, prefix: str, of: int) -> Source:
+def _one_of(source: DataSource, prefix: str, of: int) -> DataSource:
     return source.model_copy(update={"prefix": prefix, "weight": source.weight / of})
 
 

@@ -21,7 +21,7 @@ from steelyard.tokens.indexed_dataset import bin_path, idx_path
 
 
 @dataclass(frozen=True)
-class Job:
+class TokenizeJob:
     """What is asked for."""
 
     inputs: tuple[str, ...]
@@ -49,14 +49,14 @@ class Job:
         return f"{self.prefix}_{key}_document"
 
 
-def signature(job: Job, paths: list[Path], fingerprint: str) -> dict[str, Any]:
+def signature(job: TokenizeJob, paths: list[Path], fingerprint: str) -> dict[str, Any]:
     """What the result depends on."""
     inputs = {str(path): [path.stat().st_size, path.stat().st_mtime_ns] for path in paths}
     options = {k: v for k, v in asdict(job).items() if k not in ("inputs", "tokenizer", "prefix")}
     return json.loads(json.dumps({"inputs": inputs, "tokenizer": fingerprint, **options}))  # type: ignore[no-any-return]
 
 
-def finished(job: Job, signature: dict[str, Any], overwrite: bool) -> dict[str, Any] | None:
+def finished(job: TokenizeJob, signature: dict[str, Any], overwrite: bool) -> dict[str, Any] | None:
     """The result of an earlier run of the same job; another job's files are not overwritten unasked."""
     outputs = [path(job.output(key)) for key in job.keys for path in (bin_path, idx_path)]
     there = [path for path in outputs if path.exists()]
@@ -73,7 +73,7 @@ def finished(job: Job, signature: dict[str, Any], overwrite: bool) -> dict[str, 
     return result if len(there) == len(outputs) else None
 
 
-def begin(job: Job, signature: dict[str, Any], overwrite: bool) -> None:
+def begin(job: TokenizeJob, signature: dict[str, Any], overwrite: bool) -> None:
     """Start a job, or go on with one that made the same pieces."""
     path = job.folder / "job.json"
     if path.is_file() and not overwrite:
@@ -88,7 +88,7 @@ def begin(job: Job, signature: dict[str, Any], overwrite: bool) -> None:
     files.write_json(path, signature)
 
 
-def _changes(job: Job, before: dict[str, Any], now: dict[str, Any]) -> str:
+def _changes(job: TokenizeJob, before: dict[str, Any], now: dict[str, Any]) -> str:
     changed = [key for key in now if before.get(key) != now[key]]
     names = [
         f"{key} {path}" if key == "inputs" else key

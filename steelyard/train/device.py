@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from steelyard.checkpoint.formats import Source
+from steelyard.checkpoint.formats import CheckpointSource
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
 
@@ -42,7 +42,7 @@ def device_for(name: str) -> torch.device:
     return torch.device("cuda" if name == "cuda" or (name == "auto" and has_gpu) else "cpu")
 
 
-def dtype_for(name: str, source: Source, device: torch.device) -> torch.dtype:
+def dtype_for(name: str, source: CheckpointSource, device: torch.device) -> torch.dtype:
     """The precision to compute in; `auto` is fp32 on a CPU and the checkpoint's own on a GPU."""
     if name != "auto":
         return DTYPES[name]

@@ -14,10 +14,10 @@ import torch
 
 from steelyard import model
 from steelyard.core import units
-from steelyard.core.errors import Fault, UserError
+from steelyard.core.errors import RuntimeFailure, UserError
 from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.parallel_section import Partition
-from steelyard.model import Slice
+from steelyard.model import StageSpec
 from steelyard.sizes.gpu_catalogue import CATALOGUE, GIB, by_name
 from steelyard.sizes.memory import RESERVED, Memory, memory_of, micro_batches
 from steelyard.sizes.memory_hints import remedies
@@ -25,7 +25,7 @@ from steelyard.sizes.stage_layers import partition_of, stage_parameters
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageParams:
     """One pipeline stage: its layers, and its parameters in all and on each tensor rank."""
 
     number: int
@@ -36,7 +36,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceMemory:
     """What a rank's memory is held against: a name to show and its bytes."""
 
     name: str
@@ -54,9 +54,9 @@ class DryRun:
 
     recipe: Recipe
     world: int
-    stages: list[Stage]
+    stages: list[StageParams]
     memory: list[Memory]
-    device: Device | None
+    device: DeviceMemory | None
 
     @property
     def too_full(self) -> list[int]:
@@ -75,22 +75,22 @@ def dry_run(recipe: Recipe, world: int | None = None, gpu: str | None = None) ->
     return DryRun(recipe, world, stages, memory, device_of(recipe, gpu))
 
 
-def device_of(recipe: Recipe, gpu: str | None) -> Device | None:
+def device_of(recipe: Recipe, gpu: str | None) -> DeviceMemory | None:
     """The device that `--gpu` names, by the catalogue or as bare memory (`80`, `24GiB`), or else the GPU at hand."""
     if gpu is None:
         if recipe.train.device == "cpu" or not torch.cuda.is_available():
             return None
         properties = torch.cuda.get_device_properties(0)
-        return Device(properties.name, properties.total_memory)
+        return DeviceMemory(properties.name, properties.total_memory)
     known = by_name(gpu)
     if known is not None and known.memory is not None:
-        return Device(known.name, known.memory)
+        return DeviceMemory(known.name, known.memory)
     written = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GiB|GB|G)?", gpu, re.IGNORECASE)
     if written is None:
         names = ", ".join(entry.name for entry in CATALOGUE if entry.memory is not None)
         raise UserError(f"--gpu: {gpu} is not known", mend=f"give its memory, like 80GiB, or one of {names}")
     unit = 10**9 if (written[2] or "").upper() == "GB" else GIB
-    return Device(f"{gpu} of memory", int(float(written[1]) * unit))
+    return DeviceMemory(f"{gpu} of memory", int(float(written[1]) * unit))
 
 
 def refuse_what_does_not_fit(plan: DryRun) -> None:
@@ -103,7 +103,7 @@ def refuse_what_does_not_fit(plan: DryRun) -> None:
     largest = sorted(memory.by_kind().items(), key=lambda item: -item[1])[:2]
     helpful = remedies(plan.recipe, plan.world, plan.device.usable)
     tried = "; ".join(f"{change} would need {units.size(size)}" for change, size in helpful)
-    raise Fault(
+    raise RuntimeFailure(
         f"stage {stages} needs {units.size(memory.total)} on each rank and {plan.device.name} has "
         f"{units.size(plan.device.usable)} for it, most of it "
         + " and ".join(f"{kind.replace('_', ' ')} ({units.size(size)})" for kind, size in largest),
@@ -111,17 +111,17 @@ def refuse_what_does_not_fit(plan: DryRun) -> None:
     )
 
 
-def _stage(recipe: Recipe, partition: Partition, number: int) -> Stage:
+def _stage(recipe: Recipe, partition: Partition, number: int) -> StageParams:
     """A stage, of which one layer is built: all layers are alike, and there may be thousands."""
     layers = partition.layers_of(number)
     with torch.device("meta"):
-        built = model.build(recipe.model, Slice(layers[:1], number == 0, number == recipe.parallel.stages - 1))
+        built = model.build(recipe.model, StageSpec(layers[:1], number == 0, number == recipe.parallel.stages - 1))
     counted = sum(parameter.numel() for parameter in built.parameters())
     counted += sum(parameter.numel() for parameter in built.layers.parameters()) * max(0, len(layers) - 1)
     expected = stage_parameters(recipe, number)
     if counted != expected.total:
         raise AssertionError(f"stage {number} has {counted} parameters, but sizes counts {expected.total}")
-    return Stage(
+    return StageParams(
         number=number,
         pipeline_rank=number % recipe.parallel.pipeline,
         layers=layers,

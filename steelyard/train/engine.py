@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from steelyard import model as models
-from steelyard.checkpoint import Piece
+from steelyard.checkpoint import TensorShard
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
 from steelyard.model import LanguageModel
-from steelyard.model.attention import can_attend_within
+from steelyard.model.attention import has_varlen_attention
 from steelyard.parallel import context_parallel, fsdp
 from steelyard.parallel.gradients import Gradients
 from steelyard.parallel.mesh import Mesh
@@ -74,10 +74,10 @@ class Engine:
                 part.tensor.copy_(rows)
         self.optimizer.take_weights()
 
-    def pieces(self, for_saving: bool, with_optimizer: bool = True) -> dict[str, Piece]:
+    def pieces(self, for_saving: bool, with_optimizer: bool = True) -> dict[str, TensorShard]:
         """Weights and optimizer state of this rank for a checkpoint, by name."""
         weights = {
-            f"model.{part.name}": Piece(part.tensor, part.shape, part.offset)
+            f"model.{part.name}": TensorShard(part.tensor, part.shape, part.offset)
             for part in self.parts
             if part.tensor.numel() and self.extension.saves(part) and not (for_saving and part.is_twin)
         }
@@ -232,7 +232,7 @@ class Engine:
         if self.mesh.context.size > 1 or shape.attention_dropout:
             return False
         dtype = devices.DTYPES[self.recipe.train.precision]
-        return can_attend_within(self.device, dtype, getattr(shape, "head_dim", shape.hidden // shape.heads))
+        return has_varlen_attention(self.device, dtype, getattr(shape, "head_dim", shape.hidden // shape.heads))
 
     def _to_device(self, array: npt.NDArray[Any]) -> Tensor:
         tensor = torch.from_numpy(np.require(array, requirements=("C", "W")))  # torch warns about read-only arrays.

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from steelyard.checkpoint import Piece
+from steelyard.checkpoint import TensorShard
 from steelyard.model import LanguageModel
 from steelyard.parallel.mesh import Mesh
-from steelyard.parallel.param_shards import Part
+from steelyard.parallel.param_shards import ParamShard
 from steelyard.parallel.world import World
 from steelyard.train import initial_weights
-from steelyard.train.optimizer import Pace
+from steelyard.train.optimizer import ParamGroupOptions
 
 if TYPE_CHECKING:
     from steelyard.train.engine import Engine
@@ -34,16 +34,16 @@ class Extension:
     def transform(self, model: LanguageModel) -> None:
         """Change a model, or a stage of it, before it is cut and sharded; it has no weights yet."""
 
-    def assembled(self, stages: dict[int, LanguageModel], parts: list[Part], mesh: Mesh) -> None:
+    def assembled(self, stages: dict[int, LanguageModel], parts: list[ParamShard], mesh: Mesh) -> None:
         """Know what this rank holds, and its place among the others."""
 
-    def initial_std(self, part: Part) -> float | None:
+    def initial_std(self, part: ParamShard) -> float | None:
         """The deviation of a parameter's initial values, where it is not the model's."""
         return None
 
-    def pace(self, part: Part) -> Pace:
+    def pace(self, part: ParamShard) -> ParamGroupOptions:
         """How a parameter moves beside the others."""
-        return Pace()
+        return ParamGroupOptions()
 
     def start(self, engine: Engine, world: World) -> str:
         """Give a new run its weights, which are at their initial values; says where they came from."""
@@ -74,11 +74,11 @@ class Extension:
         """What to add to each record. All ranks ask at the same steps."""
         return {}
 
-    def saves(self, part: Part) -> bool:
+    def saves(self, part: ParamShard) -> bool:
         """Whether a checkpoint holds this parameter."""
         return True
 
-    def pieces(self) -> dict[str, Piece]:
+    def pieces(self) -> dict[str, TensorShard]:
         """What a checkpoint holds beside parameters and optimizer."""
         return {}
 

@@ -28,7 +28,7 @@ def convert(model: LanguageModel) -> None:
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x @ weight.T + bias with both factors rounded to fp8."""
-    rows: Tensor = _Product.apply(x.flatten(0, -2), weight)  # type: ignore[no-untyped-call]
+    rows: Tensor = _Fp8Function.apply(x.flatten(0, -2), weight)  # type: ignore[no-untyped-call]
     y = rows.view(*x.shape[:-1], weight.shape[0])
     return y if bias is None else y + bias.to(y.dtype)
 
@@ -40,7 +40,7 @@ def scaled(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return (x.float() * factor).clamp(-largest, largest).to(dtype), factor.reciprocal()
 
 
-class _Product(torch.autograd.Function):
+class _Fp8Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, weight_OD: Tensor) -> Tensor:
         x, of_x = scaled(x_ND, FORWARD)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from steelyard import checkpoint
-from steelyard.checkpoint import Piece, formats
-from steelyard.parallel.world import World, everywhere, gather_errors
+from steelyard.checkpoint import TensorShard, formats
+from steelyard.parallel.world import World, gather_errors, run_on_rank0
 
 if TYPE_CHECKING:
     from steelyard.core.recipe import Recipe
@@ -22,10 +22,10 @@ def from_recipe(engine: Engine, world: World) -> str:
     return f"new run from the weights of {origin}"
 
 
-def load(origin: str, pieces: dict[str, Piece], recipe: Recipe, world: World) -> None:
+def load(origin: str, pieces: dict[str, TensorShard], recipe: Recipe, world: World) -> None:
     """Fill pieces of the model from a checkpoint of any format."""
     if formats.is_own(origin):  # The first rank checks the sums, and each reads only what it needs.
-        saved = everywhere(world, lambda: checkpoint.source(origin))
+        saved = run_on_rank0(world, lambda: checkpoint.source(origin))
         with gather_errors(world):
             checkpoint.load(saved, pieces)
     else:

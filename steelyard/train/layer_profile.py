@@ -19,9 +19,9 @@ import steelyard
 from steelyard import model as models
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
-from steelyard.core.recipe.model_section import GptModel, LlamaModel
+from steelyard.core.recipe.model_section import GptConfig, LlamaConfig
 from steelyard.core.run import now
-from steelyard.model import Slice
+from steelyard.model import StageSpec
 from steelyard.model.modules import Linear
 from steelyard.parallel.parallelize import COMPILING
 from steelyard.sizes.gpu_catalogue import by_device_name
@@ -66,7 +66,7 @@ def measure(recipe: Recipe, tensors: list[int], micro_batches: list[int], with_l
     }  # fmt: skip
 
 
-def _shape(model: GptModel | LlamaModel, tensor: int) -> GptModel | LlamaModel:
+def _shape(model: GptConfig | LlamaConfig, tensor: int) -> GptConfig | LlamaConfig:
     """One layer with the widths of a tensor rank."""
     one = {"layers": 1, "dropout": 0.0, "attention_dropout": 0.0}
     if model.heads % tensor or model.ffn % tensor or getattr(model, "kv_heads", tensor) % tensor:
@@ -75,13 +75,13 @@ def _shape(model: GptModel | LlamaModel, tensor: int) -> GptModel | LlamaModel:
             f"do not divide among {tensor} tensor ranks",
             mend="measure other --tensor degrees; the planner scales by the nearest",
         )
-    if isinstance(model, GptModel):  # Its heads' width follows from their number, so the layer itself is cut.
+    if isinstance(model, GptConfig):  # Its heads' width follows from their number, so the layer itself is cut.
         return model.model_copy(update=one)
     cut = {"heads": model.heads // tensor, "kv_heads": model.kv_heads // tensor, "ffn": model.ffn // tensor}
     return model.model_copy(update=one | cut)
 
 
-def cut(layer: Any, model: GptModel, tensor: int) -> None:
+def cut(layer: Any, model: GptConfig, tensor: int) -> None:
     """A GPT layer's maps cut as tensor parallelism does: by heads, and by columns of the MLP."""
     attention, mlp, width, ffn = layer.attention, layer.mlp, model.hidden // tensor, model.ffn // tensor
     attention.query, attention.key, attention.value = (Linear(model.hidden, width) for _ in range(3))
@@ -92,8 +92,8 @@ def cut(layer: Any, model: GptModel, tensor: int) -> None:
 def _layer(recipe: Recipe, device: torch.device, tensor: int, micro_batch: int) -> dict[str, float]:
     """Seconds of a layer's forward and backward pass."""
     dtype = devices.DTYPES[recipe.train.precision]
-    built = models.build(_shape(recipe.model, tensor), Slice(range(1), first=False, last=False))
-    if isinstance(recipe.model, GptModel) and tensor > 1:
+    built = models.build(_shape(recipe.model, tensor), StageSpec(range(1), first=False, last=False))
+    if isinstance(recipe.model, GptConfig) and tensor > 1:
         cut(built.layers["0"], recipe.model, tensor)
     built = built.to(device)
     built.dtype = dtype

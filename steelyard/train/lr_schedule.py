@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from steelyard.core.recipe.optim_section import UNITS, Optim
+from steelyard.core.recipe.optim_section import UNITS, OptimSection
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainProgress:
     """How far a schedule is, in every unit it may be measured in."""
 
     steps: int
@@ -17,7 +17,7 @@ class Progress:
     tokens: int
 
 
-def learning_rate(optim: Optim, at: Progress, end: Progress) -> float:
+def learning_rate(optim: OptimSection, at: TrainProgress, end: TrainProgress) -> float:
     """The rate of the step that ends at `at`, in a run that ends at `end`: a climb, then down to the minimum.
 
     The schedule ends at its horizon, or with the run; behind its end the rate stays at the minimum.
@@ -33,7 +33,7 @@ def learning_rate(optim: Optim, at: Progress, end: Progress) -> float:
     return floor + (top - floor) * _remaining(optim, done, passed / horizon)
 
 
-def _measured(optim: Optim, length: str, at: Progress) -> tuple[int, int] | None:
+def _measured(optim: OptimSection, length: str, at: TrainProgress) -> tuple[int, int] | None:
     """A length that the recipe gives, and how much of it has passed, in the recipe's unit."""
     for unit in UNITS:
         given = getattr(optim, f"{length}_{unit}")
@@ -42,7 +42,7 @@ def _measured(optim: Optim, length: str, at: Progress) -> tuple[int, int] | None
     return None
 
 
-def _remaining(optim: Optim, done: float, passed: float) -> float:
+def _remaining(optim: OptimSection, done: float, passed: float) -> float:
     """How much of the way from the minimum to the top is left: 1 at the end of the climb."""
     if optim.schedule == "constant":
         return 1.0

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from steelyard.checkpoint.finite import listed, nonfinite
 from steelyard.core.console import console
-from steelyard.core.errors import Fault
+from steelyard.core.errors import RuntimeFailure
 from steelyard.parallel.world import World
 from steelyard.tokens.loader import read
 from steelyard.tokens.samples import Samples
@@ -45,7 +45,7 @@ HINTS = {
 NOT_ONE = -1  # Instead of a micro-batch: the whole step, or the loss that an extension takes from weights.
 
 
-class Step(NamedTuple):
+class SkippedStep(NamedTuple):
     """What is needed to compute a step again. `first` and `rows` are the samples of this rank."""
 
     number: int
@@ -57,7 +57,7 @@ class Step(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Findings:
+class NonfiniteFindings:
     """Where one rank found values that are not finite when it computed a step."""
 
     data: int
@@ -68,7 +68,7 @@ class Findings:
     """Micro-batch and parameter of each gradient that is not finite, after the sum over data-parallel ranks."""
 
 
-class Cause(NamedTuple):
+class NonfiniteCause(NamedTuple):
     """What recomputing says about a step that was not finite."""
 
     kind: str
@@ -80,13 +80,13 @@ class SkippedSteps:
 
     def __init__(self, engine: Engine, samples: Samples, world: World) -> None:
         self.engine, self.samples, self.world = engine, samples, world
-        self._steps: dict[int, Step] = {}  # Those since the last check.
+        self._steps: dict[int, SkippedStep] = {}  # Those since the last check.
         self._is_reported = False
         # Of the last skipped step: its number, the first micro-batch whose loss is not finite, the gradients' norms.
         size = 2 + len(engine.gradients.counted)
         self._noted = torch.full((size,), -1.0, dtype=torch.float64, device=engine.device)
 
-    def note(self, step: Step, skipped: Tensor) -> None:
+    def note(self, step: SkippedStep, skipped: Tensor) -> None:
         """Remember a step on the device if it was skipped; the host does not wait to know."""
         self._steps[step.number] = step
         first = torch.full((1,), NOT_ONE, device=self.engine.device)
@@ -108,19 +108,21 @@ class SkippedSteps:
             if step is not None:
                 told, hint = self._attributed(step, int(micro_batch), norms, is_latest=step.number == counters.step)
             if exceeded is not None:
-                fault = Fault(exceeded + told, mend=hint)
+                fault = RuntimeFailure(exceeded + told, mend=hint)
                 fault.shared = self.world.size > 1
                 raise fault
             if self.world.is_first:
                 console.warn(f"step {int(number)} was skipped{told}")
         self._steps.clear()
 
-    def _attributed(self, step: Step, micro_batch: int, norms: list[float], is_latest: bool) -> tuple[str, str]:
+    def _attributed(self, step: SkippedStep, micro_batch: int, norms: list[float], is_latest: bool) -> tuple[str, str]:
         """What is known about a skipped step, in words, and what to do about it."""
         data = self.engine.mesh.data
         parts = zip(self.engine.gradients.counted, norms, strict=True)
         gradients = tuple((NOT_ONE, f"model.{part.name}") for part, norm in parts if not math.isfinite(norm))
-        noted = self._gathered(Findings(data.index, () if micro_batch == NOT_ONE else (micro_batch,), gradients))
+        noted = self._gathered(
+            NonfiniteFindings(data.index, () if micro_batch == NOT_ONE else (micro_batch,), gradients)
+        )
         try:
             with deterministic_kernels():
                 first, second = self._recomputed(step), self._recomputed(step)
@@ -130,7 +132,10 @@ class SkippedSteps:
         except torch.OutOfMemoryError:
             if self.world.size > 1:  # The other ranks wait for this one.
                 raise
-            first, cause = [], Cause(UNDETERMINED, "the device has not enough memory to compute the step again")
+            first, cause = (
+                [],
+                NonfiniteCause(UNDETERMINED, "the device has not enough memory to compute the step again"),
+            )
         finally:
             self.engine.drop_gradients()
             last = self._steps[max(self._steps)]
@@ -138,7 +143,7 @@ class SkippedSteps:
         where = located(noted, first, self._hosts(), step, data.index, self.engine.recipe.train.micro_batch)
         return f": {where}. Cause: {cause.kind} ({cause.reason})", HINTS[cause.kind]
 
-    def _recomputed(self, step: Step, shift: int = 0) -> list[Findings]:
+    def _recomputed(self, step: SkippedStep, shift: int = 0) -> list[NonfiniteFindings]:
         """What every rank finds in the step, from the rows of the data-parallel rank `shift` places behind it."""
         engine, data = self.engine, self.engine.mesh.data
         first = step.first + ((data.index + shift) % data.size - data.index) * step.rows
@@ -160,7 +165,7 @@ class SkippedSteps:
         bad = nonfinite({f"{number}": value for number, value in enumerate(losses)})
         bad += nonfinite({f"{number}": value for number, value in enumerate(streams)})
         micro_batches = tuple(sorted({int(number) for number in bad}))
-        return self._gathered(Findings(data.index, micro_batches, tuple(gradients)))
+        return self._gathered(NonfiniteFindings(data.index, micro_batches, tuple(gradients)))
 
     def _nonfinite_gradients(self, micro_batch: int) -> list[tuple[int, str]]:
         found = {f"model.{part.name}": part.gradient for part in self.engine.parts}
@@ -168,7 +173,7 @@ class SkippedSteps:
         self.engine.drop_gradients()
         return [(micro_batch, name) for name in names]
 
-    def _gathered(self, findings: Findings) -> list[Findings]:
+    def _gathered(self, findings: NonfiniteFindings) -> list[NonfiniteFindings]:
         everyones = [findings] * self.world.size
         if self.world.size > 1:
             dist.all_gather_object(everyones, findings)
@@ -216,46 +221,53 @@ def _embedding_gradients(engine: Engine) -> Iterator[list[Tensor]]:
             handle.remove()
 
 
-def is_bad(findings: Findings) -> bool:
+def is_bad(findings: NonfiniteFindings) -> bool:
     """Whether a rank found anything."""
     return bool(findings.micro_batches or findings.gradients)
 
 
 def classify(
-    first: list[Findings], second: list[Findings], swapped: list[Findings] | None, same_weights: bool
-) -> Cause:
+    first: list[NonfiniteFindings],
+    second: list[NonfiniteFindings],
+    swapped: list[NonfiniteFindings] | None,
+    same_weights: bool,
+) -> NonfiniteCause:
     """Why a step was not finite, from what all ranks found when they computed it again, twice and with others' rows.
 
     `swapped` is of a pass in which each data-parallel rank had the rows of the next one. `same_weights` says whether no
     step has moved the weights since.
     """
     if first != second:
-        return Cause(TRANSIENT, "computed twice on the same device, the non-finite values differ")
+        return NonfiniteCause(TRANSIENT, "computed twice on the same device, the non-finite values differ")
     if not any(map(is_bad, first)):
         if same_weights:
-            return Cause(TRANSIENT, "computed again on the same device with deterministic kernels, all is finite")
-        return Cause(
+            return NonfiniteCause(
+                TRANSIENT, "computed again on the same device with deterministic kernels, all is finite"
+            )
+        return NonfiniteCause(
             UNDETERMINED, "computed again all is finite, but the weights have moved since; log.every = 1 helps"
         )
     if len(first) == 1:
-        return Cause(DATA_OR_WEIGHTS, "computed again on the only device, the same values are non-finite")
+        return NonfiniteCause(DATA_OR_WEIGHTS, "computed again on the only device, the same values are non-finite")
     if swapped is None:
-        return Cause(
+        return NonfiniteCause(
             UNDETERMINED, "the same values are non-finite again, and no other rank holds this part of the model"
         )
     ranks = 1 + max(findings.data for findings in first)
     own, others = _by_device(first, ranks), _by_device(swapped, ranks)
     if not any(own):
-        return Cause(UNDETERMINED, "the same gradients are non-finite again, but only after their sum over ranks")
+        return NonfiniteCause(
+            UNDETERMINED, "the same gradients are non-finite again, but only after their sum over ranks"
+        )
     elsewhere = [others[(device - 1) % ranks] for device in range(ranks)]  # The same rows, computed by another rank.
     if elsewhere == own:
-        return Cause(DATA_OR_WEIGHTS, "the same values are non-finite again, on another device too")
+        return NonfiniteCause(DATA_OR_WEIGHTS, "the same values are non-finite again, on another device too")
     if not any(here and there for here, there in zip(own, elsewhere, strict=True)):
-        return Cause(PERSISTENT, "non-finite again on the same device, finite on another one")
-    return Cause(UNDETERMINED, "on another device some of the values are finite, but not all")
+        return NonfiniteCause(PERSISTENT, "non-finite again on the same device, finite on another one")
+    return NonfiniteCause(UNDETERMINED, "on another device some of the values are finite, but not all")
 
 
-def _by_device(everyones: list[Findings], ranks: int) -> list[set[int]]:
+def _by_device(everyones: list[NonfiniteFindings], ranks: int) -> list[set[int]]:
     """The micro-batches that were not finite, by the index along the data axis of the ranks that computed them."""
     found: list[set[int]] = [set() for _ in range(ranks)]
     for findings in everyones:
@@ -264,7 +276,12 @@ def _by_device(everyones: list[Findings], ranks: int) -> list[set[int]]:
 
 
 def located(
-    noted: list[Findings], again: list[Findings], hosts: list[str], step: Step, data: int, micro_batch: int
+    noted: list[NonfiniteFindings],
+    again: list[NonfiniteFindings],
+    hosts: list[str],
+    step: SkippedStep,
+    data: int,
+    micro_batch: int,
 ) -> str:
     """The parameters, the rank and the micro-batch, from what was noted in the step, or else found in it again."""
     names = list(dict.fromkeys(name for each in (*noted, *again) for _, name in each.gradients))

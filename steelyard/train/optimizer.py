@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from steelyard.checkpoint import Piece
-from steelyard.core.recipe.optim_section import Optim
-from steelyard.parallel.param_shards import Part
+from steelyard.checkpoint import TensorShard
+from steelyard.core.recipe.optim_section import OptimSection
+from steelyard.parallel.param_shards import ParamShard
 from steelyard.train.adamw import AdamW
 from steelyard.train.sgd import Sgd, SgdSai
 
 
-class Pace(NamedTuple):
+class ParamGroupOptions(NamedTuple):
     """How a part moves, beside the others: its learning rate against theirs, and a weight decay of its own."""
 
     rate: float = 1.0
@@ -31,14 +31,18 @@ class Optimizer:
     """
 
     def __init__(
-        self, parts: list[Part], optim: Optim, on_host: bool, pace_of: Callable[[Part], Pace] = lambda part: Pace()
+        self,
+        parts: list[ParamShard],
+        optim: OptimSection,
+        on_host: bool,
+        pace_of: Callable[[ParamShard], ParamGroupOptions] = lambda part: ParamGroupOptions(),
     ) -> None:
         self.parts = [part for part in parts if part.tensor.numel() and part.parameter.requires_grad]
         self.on_host = on_host
         self.tensors = [_host_copy(part.tensor) if on_host else part.tensor for part in self.parts]
         self.torch = _build(self.parts, self.tensors, optim, pace_of) if self.parts else None
 
-    def step(self, rate: float, grad_scale: Tensor, found_inf: Tensor, ratios: dict[Part, Tensor] | None) -> None:
+    def step(self, rate: float, grad_scale: Tensor, found_inf: Tensor, ratios: dict[ParamShard, Tensor] | None) -> None:
         """One step with gradients divided by `grad_scale`; none where `found_inf` is 1. Gradients are let go."""
         if self.torch is None:
             return
@@ -79,7 +83,7 @@ class Optimizer:
         for tensor in self.tensors:
             tensor.grad = None
 
-    def pieces(self, for_saving: bool, saves: Callable[[Part], bool]) -> dict[str, Piece]:
+    def pieces(self, for_saving: bool, saves: Callable[[ParamShard], bool]) -> dict[str, TensorShard]:
         """The state as `optimizer.<parameter>.<entry>`. The copy of a tied parameter is loaded but not saved."""
         if self.torch is None:
             return {}
@@ -98,7 +102,10 @@ class Optimizer:
 
 
 def _build(
-    parts: list[Part], tensors: list[Tensor], optim: Optim, pace_of: Callable[[Part], Pace]
+    parts: list[ParamShard],
+    tensors: list[Tensor],
+    optim: OptimSection,
+    pace_of: Callable[[ParamShard], ParamGroupOptions],
 ) -> torch.optim.Optimizer:
     """The recipe's optimizer, with decay on matrices and none on norms, biases and what the recipe exempts."""
     by_pace: dict[tuple[float, float], list[Tensor]] = {}
@@ -122,5 +129,5 @@ def _host_copy(tensor: Tensor) -> Tensor:
     return tensor.to("cpu", copy=True)
 
 
-def _piece(part: Part, value: Tensor) -> Piece:
-    return Piece(value, part.shape, part.offset) if value.shape == part.tensor.shape else Piece.whole(value)
+def _piece(part: ParamShard, value: Tensor) -> TensorShard:
+    return TensorShard(value, part.shape, part.offset) if value.shape == part.tensor.shape else TensorShard.whole(value)

@@ -24,7 +24,7 @@ from steelyard.core import files
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
-from steelyard.core.recipe.log_section import Log
+from steelyard.core.recipe.log_section import LogSection
 from steelyard.train.timeline import Timeline
 
 PROFILE = "profile"
@@ -39,7 +39,7 @@ class Profiler:
     """Starts and stops what was asked to look. Time in `paused` is not a step's."""
 
     def __init__(
-        self, log: Log, folder: Path, device: torch.device, rank: int, timeline: Timeline, paused: Pause
+        self, log: LogSection, folder: Path, device: torch.device, rank: int, timeline: Timeline, paused: Pause
     ) -> None:
         self.log, self.folder, self.device, self.rank, self.timeline = log, folder, device, rank, timeline
         self._paused = paused

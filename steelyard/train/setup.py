@@ -5,7 +5,7 @@ from __future__ import annotations
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
-from steelyard.parallel.world import World, alike, everywhere
+from steelyard.parallel.world import World, raise_on_all_ranks, run_on_rank0
 from steelyard.sizes.rank_check import data_ranks
 from steelyard.text import tokenizer as tokenizers
 from steelyard.tokens.samples import Samples, open_samples
@@ -33,9 +33,9 @@ def open_data(recipe: Recipe, world: World) -> tuple[Samples, Samples | None]:
     def look() -> None:
         opened()
 
-    everywhere(world, look)
+    run_on_rank0(world, look)
     console_was, console.quiet = console.quiet, True
-    with alike(world):
+    with raise_on_all_ranks(world):
         samples = opened()
     console.quiet = console_was
     return samples

@@ -34,7 +34,7 @@ SECONDS_BETWEEN_PROBES = 10.0
 REMEMBERED = 20
 
 
-class Pace:
+class StepTimer:
     """One rank's own time. All ranks call `told` at the same steps."""
 
     def __init__(self, mesh: Mesh, device: torch.device) -> None:

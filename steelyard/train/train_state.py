@@ -19,7 +19,7 @@ from torch import Tensor
 
 from steelyard.core.recipe import Recipe
 from steelyard.train.loss_scaler import SMALLEST, LossScale
-from steelyard.train.lr_schedule import Progress
+from steelyard.train.lr_schedule import TrainProgress
 
 WINDOW = 100
 
@@ -45,13 +45,13 @@ class Counters:
     """Which of the last `WINDOW` steps were skipped, as far as they count toward the fraction."""
     loss_scale: dict[str, float] = field(default_factory=dict)
 
-    def progress_after(self, batch: int, sequence_length: int) -> Progress:
+    def progress_after(self, batch: int, sequence_length: int) -> TrainProgress:
         """Where the learning rate's schedule is after one more step."""
         samples = self.schedule_samples + batch
-        return Progress(self.schedule_steps + 1, samples, samples * sequence_length)
+        return TrainProgress(self.schedule_steps + 1, samples, samples * sequence_length)
 
 
-class Tally:
+class TrainState:
     """Counts the steps of a run."""
 
     def __init__(self, recipe: Recipe, device: torch.device) -> None:

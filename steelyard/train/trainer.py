@@ -21,11 +21,11 @@ import torch
 from steelyard import checkpoint
 from steelyard.core import units
 from steelyard.core.console import LOGGED, console
-from steelyard.core.errors import Fault, Interrupted, UserError
+from steelyard.core.errors import Interrupted, RuntimeFailure, UserError
 from steelyard.core.recipe import Recipe
 from steelyard.core.run import Run, for_training, now, session
 from steelyard.parallel import mesh as meshes
-from steelyard.parallel.world import World, alike, everywhere, gather_errors, join
+from steelyard.parallel.world import World, gather_errors, init_distributed, raise_on_all_ranks, run_on_rank0
 from steelyard.sizes.param_count import flops_per_token, parameters
 from steelyard.tokens.loader import Loader, labels_in, read
 from steelyard.tokens.samples import Samples
@@ -35,13 +35,13 @@ from steelyard.train.config_check import refuse_other_recipes
 from steelyard.train.engine import Engine
 from steelyard.train.extension import Extension
 from steelyard.train.graceful_stop import StopRequest, stop_request
-from steelyard.train.lr_schedule import Progress, learning_rate
+from steelyard.train.lr_schedule import TrainProgress, learning_rate
 from steelyard.train.metrics import Recorder, line
-from steelyard.train.nonfinite import SkippedSteps, Step
+from steelyard.train.nonfinite import SkippedStep, SkippedSteps
 from steelyard.train.profiler import PROFILE, Profiler
-from steelyard.train.straggler import Pace
+from steelyard.train.straggler import StepTimer
 from steelyard.train.throughput import Speed
-from steelyard.train.train_state import Tally
+from steelyard.train.train_state import TrainState
 
 STEPS_BEFORE_MEMORY_REPORT = 2
 TIMELINE = "timeline"
@@ -63,21 +63,21 @@ def run(
     `open_data` gives the samples to train and validate on, where they are not those of `[data]`.
     """
     device = devices.choose(recipe)
-    with join(device.type, recipe.parallel.timeout_minutes) as world:
+    with init_distributed(device.type, recipe.parallel.timeout_minutes) as world:
         console.quiet = console.quiet or not world.is_first
-        with alike(world):
+        with raise_on_all_ranks(world):
             refuse_other_recipes(recipe, world)
             setup.refuse_unfit(recipe, world)
             end_of_document = setup.end_of_document(recipe)
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
         training, validation = open_data(recipe, world)
-        folder = everywhere(world, lambda: for_training(recipe, path, fresh=resume == "never"))
+        folder = run_on_rank0(world, lambda: for_training(recipe, path, fresh=resume == "never"))
         with _writing(folder, world):
             begin_at = None if resume in ("auto", "never") else resume
             assert extension is not None or recipe.sparsity is None, "[sparsity] needs its extension"
             extension = extension or Extension()
-            training_run = Training(
+            training_run = Trainer(
                 recipe, folder, device, world, training, validation, end_of_document, extension, begin_at
             )
             try:
@@ -94,7 +94,7 @@ def run(
     return folder
 
 
-class Training:
+class Trainer:
     """A run under way: the engine, the data, the records, the checkpoints."""
 
     def __init__(
@@ -115,12 +115,12 @@ class Training:
         self.mesh = meshes.make(recipe.parallel, device.type)
         memory_before = peak_memory.begin(device)
         self.engine = Engine(recipe, self.mesh, device, extension, end_of_document)
-        self.tally = Tally(recipe, device)
+        self.tally = TrainState(recipe, device)
         self.skipped_steps = SkippedSteps(self.engine, training, world)
         self.saver = checkpoint.Saver(folder.checkpoints, recipe.checkpoint.keep_last, recipe.checkpoint.background)
         self.recorder = Recorder(recipe, folder, writes=world.is_first)
         self.speed = Speed(recipe, device, world.size)
-        self.pace = Pace(self.mesh, device)
+        self.pace = StepTimer(self.mesh, device)
         traces, timers = folder.path / PROFILE, self.engine.timeline
         self.profiler = Profiler(recipe.log, traces, device, world.rank, timers, self.recorder.paused)
         self._start_or_resume(begin_at)
@@ -186,7 +186,7 @@ class Training:
             outcome = self.engine.step(rows.rows, rows.first, rate, rows.labels, self.tally.loss_scale.scale)
         if is_timed:
             timeline.end(step, self.folder.path / TIMELINE, self.world.rank)
-        given = Step(step, rows.first, len(rows.rows["inputs"]), batch, rows.labels, self.tally.loss_scale.scale)
+        given = SkippedStep(step, rows.first, len(rows.rows["inputs"]), batch, rows.labels, self.tally.loss_scale.scale)
         self.skipped_steps.note(given, outcome[2])
         self.tally.add(*outcome, batch, rows.labels)
         self.recorder.step_done()
@@ -214,7 +214,7 @@ class Training:
         """The learning rate of the coming step."""
         train, length = self.recipe.train, self.recipe.data.sequence_length
         samples = train.samples_in(train.steps)
-        end = Progress(train.steps, samples, samples * length)
+        end = TrainProgress(train.steps, samples, samples * length)
         return learning_rate(self.recipe.optim, self.tally.counters.progress_after(batch, length), end)
 
     def _record(self, rate: float, batch: int) -> None:
@@ -307,7 +307,7 @@ class Training:
             losses = [math.inf if loss is None else loss for loss in told]  # None was no finite number.
             return saved, is_own, losses
 
-        saved, is_own, self.valid_losses = everywhere(self.world, newest)
+        saved, is_own, self.valid_losses = run_on_rank0(self.world, newest)
         if saved is None:
             self.engine.initialise()
             how = self.extension.start(self.engine, self.world)
@@ -338,7 +338,7 @@ class Training:
 def _writing(folder: Run, world: World) -> Iterator[None]:
     """Hold the folder, if this is the first rank; copy what is said to the log of the host."""
     with contextlib.ExitStack() as stack:
-        everywhere(world, lambda: stack.enter_context(folder.writing()))
+        run_on_rank0(world, lambda: stack.enter_context(folder.writing()))
         if world.local_rank == 0 and LOGGED not in os.environ:  # Else the launcher keeps what is printed.
             stack.enter_context(console.copied_to(folder.path / "logs" / f"{socket.gethostname()}.out"))
         yield
@@ -360,16 +360,16 @@ def _failed(folder: Run, world: World, error: Exception) -> Exception:
     # On a full disk the manifest goes on saying running, which readers take for killed.
     with contextlib.suppress(OSError):
         folder.update(state="failed", ended=now(), error=str(error)[:1000])
-    if not isinstance(error, (Fault, OSError)):
+    if not isinstance(error, (RuntimeFailure, OSError)):
         return error
     try:
         saved = checkpoint.latest(folder.checkpoints)
         kept = f"step {saved.step} is saved; the same command goes on from there" if saved else "no step was saved"
-    except (Fault, UserError) as problem:
+    except (RuntimeFailure, UserError) as problem:
         kept = problem.message
     advice = getattr(error, "mend", None)
     mend = f"{advice}; {kept}" if advice else kept
-    kind = type(error) if isinstance(error, Fault) else Fault
+    kind = type(error) if isinstance(error, RuntimeFailure) else RuntimeFailure
     return kind(getattr(error, "message", str(error)), mend=mend)
 
 

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from steelyard.core import files, secrets, units
 from steelyard.core.console import console
-from steelyard.core.errors import Fault, Interrupted, UserError
+from steelyard.core.errors import Interrupted, RuntimeFailure, UserError
 from steelyard.tune import candidate, local_trial, outcome, submitted_trial, trial
-from steelyard.tune.objective import Measured
-from steelyard.tune.outcome import Ended
+from steelyard.tune.objective import ObjectiveValues
+from steelyard.tune.outcome import TrialEnd
 from steelyard.tune.spec import Tune
 from steelyard.tune.study import RETRIES, Study, folder_of
-from steelyard.tune.trial import RUN, Limits
-from steelyard.tune.trial_output import LOG, Log
+from steelyard.tune.trial import RUN, TrialLimits
+from steelyard.tune.trial_output import LOG, TrialLog
 
 if TYPE_CHECKING:
     from optuna.trial import Trial
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 def make(study: Study, asked: Trial, folder: Path) -> None:
     """One trial, from its folder to what is learned from it."""
     tune, place, began = study.tune, folder_of(folder, asked.number), time.monotonic()
-    measured = [Measured(objective) for objective in tune.objectives]
+    measured = [ObjectiveValues(objective) for objective in tune.objectives]
     retries = int(asked.user_attrs.get("retries", 0))
     words = candidate.prepare(tune, asked.params, place, asked.number)
-    limits = Limits(60 * tune.trial.timeout_minutes, 60 * tune.trial.hang_minutes, began + study.seconds_left())
+    limits = TrialLimits(60 * tune.trial.timeout_minutes, 60 * tune.trial.hang_minutes, began + study.seconds_left())
     beats = iter(range(1, 1 << 62))
     watching = (measured, limits, study.behind(measured), lambda: asked.set_user_attr("beat", next(beats)))
     try:
@@ -37,13 +37,13 @@ def make(study: Study, asked: Trial, folder: Path) -> None:
             ended = local_trial.run(words, place, *watching)
         else:
             ended = _elsewhere(tune, asked, folder, *watching)
-    except (Interrupted, Fault) as error:
+    except (Interrupted, RuntimeFailure) as error:
         why = "interrupted" if isinstance(error, Interrupted) else error.message
-        study.end(asked, Ended(outcome.INTERRUPTED, why, time.monotonic() - began), [])
+        study.end(asked, TrialEnd(outcome.INTERRUPTED, why, time.monotonic() - began), [])
         study.again(asked, retries)
         raise
     if ended.outcome == outcome.LOST and retries >= RETRIES:
-        ended = Ended(outcome.CRASHED, f"{ended.reason}, as before", ended.seconds)
+        ended = TrialEnd(outcome.CRASHED, f"{ended.reason}, as before", ended.seconds)
     if ended.outcome == outcome.LOST:
         study.again(asked, retries + 1)
     if ended.outcome == outcome.CUT_SHORT:  # It says nothing about the point, which is first when more hours are given.
@@ -61,11 +61,11 @@ def _elsewhere(
     tune: Tune,
     asked: Trial,
     folder: Path,
-    measured: list[Measured],
-    limits: Limits,
+    measured: list[ObjectiveValues],
+    limits: TrialLimits,
     is_behind: Callable[[], str | None],
     beat: Callable[[], None],
-) -> Ended:
+) -> TrialEnd:
     """Submit a trial and follow it, or take up the job that a killed worker left behind for the same point."""
     place = folder_of(folder, asked.number)
     before = asked.user_attrs.get("takes_up")
@@ -79,24 +79,24 @@ def _elsewhere(
             submitted_trial.start(submitted_trial.request(tune, recipe, place / RUN, asked.number))
         except UserError as refusal:  # More nodes than there are, say: the next point may ask for fewer.
             files.write_text(place / LOG, secrets.scrub(refusal.message) + "\n")
-            return Ended(outcome.CRASHED, " ".join(refusal.message.split()), 0.0)
-    log = Log(place / LOG, measured)
+            return TrialEnd(outcome.CRASHED, " ".join(refusal.message.split()), 0.0)
+    log = TrialLog(place / LOG, measured)
     return trial.run(submitted_trial.Submitted(place / RUN, log), log, place, limits, is_behind, beat)
 
 
-def _with_numbers(ended: Ended, measured: list[Measured]) -> Ended:
+def _with_numbers(ended: TrialEnd, measured: list[ObjectiveValues]) -> TrialEnd:
     """A trial that ended well with a loss that is no number did not."""
     wrong = next((each.objective.label for each in measured if not _is_number(each.value)), None)
     if ended.outcome != outcome.FINISHED or wrong is None:
         return ended
-    return Ended(outcome.CRASHED, f"{wrong} is no number", ended.seconds)
+    return TrialEnd(outcome.CRASHED, f"{wrong} is no number", ended.seconds)
 
 
 def _is_number(value: float | None) -> bool:
     return value is not None and abs(value) < float("inf")
 
 
-def _line(number: int, point: dict[str, Any], ended: Ended, measured: list[Measured]) -> str:
+def _line(number: int, point: dict[str, Any], ended: TrialEnd, measured: list[ObjectiveValues]) -> str:
     settings = "  ".join(f"{name}={_value(value)}" for name, value in point.items())
     told = "  ".join(
         f"{each.objective.label} {each.value:.6g}" if each.value is not None else "" for each in measured

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from steelyard.core.recipe import Recipe, load_recipe
-from steelyard.plan.layout_space import Limits, divisors, micro_batches
+from steelyard.plan.layout_space import SearchLimits, divisors, micro_batches
 from steelyard.tune.spec import Tune, checked
 
 STEPS, WARM_UP = 20, 5
@@ -44,7 +44,7 @@ def _space(recipe: Recipe, nproc: int, given: set[str]) -> tuple[dict[str, list[
     tensors = [degree for degree in degrees if _divides(recipe, degree)]
     pipelines = [degree for degree in degrees if degree <= recipe.model.layers + 2]
     space: dict[str, list[Any]] = {
-        "train.micro_batch": micro_batches(recipe, Limits()),
+        "train.micro_batch": micro_batches(recipe, SearchLimits()),
         "parallel.recompute": ["none", "selective", "full"],
         "parallel.tensor": tensors,
         "parallel.pipeline": pipelines,

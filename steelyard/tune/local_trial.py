@@ -11,20 +11,20 @@ from pathlib import Path
 from steelyard.launch import subreaper
 from steelyard.tune import outcome, trial
 from steelyard.tune.command import STORAGE
-from steelyard.tune.objective import Measured
-from steelyard.tune.outcome import Ended
-from steelyard.tune.trial import Limits
-from steelyard.tune.trial_output import LOG, Log
+from steelyard.tune.objective import ObjectiveValues
+from steelyard.tune.outcome import TrialEnd
+from steelyard.tune.trial import TrialLimits
+from steelyard.tune.trial_output import LOG, TrialLog
 
 SECONDS_TO_END = 0.02  # between a closed output and a process that is gone
 
 
-class Guarded:
+class LocalJob:
     """A command that runs under guard."""
 
     settling = 0.0
 
-    def __init__(self, command: Sequence[str], log: Log) -> None:
+    def __init__(self, command: Sequence[str], log: TrialLog) -> None:
         self.log, self._kills = log, outcome.kills_by_memory()
         self._reading, writing = os.pipe()
         try:
@@ -80,11 +80,11 @@ class Guarded:
 def run(
     command: Sequence[str],
     folder: Path,
-    measured: Sequence[Measured],
-    limits: Limits,
+    measured: Sequence[ObjectiveValues],
+    limits: TrialLimits,
     is_behind: Callable[[], str | None] = lambda: None,
     beat: Callable[[], None] = lambda: None,
-) -> Ended:
+) -> TrialEnd:
     """Run a command to its end, or end it, and say how it ended."""
-    log = Log(folder / LOG, measured)
-    return trial.run(Guarded(command, log), log, folder, limits, is_behind, beat)
+    log = TrialLog(folder / LOG, measured)
+    return trial.run(LocalJob(command, log), log, folder, limits, is_behind, beat)

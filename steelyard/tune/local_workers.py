@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from steelyard.core.console import console
-from steelyard.core.errors import Fault, Interrupted, UserError
+from steelyard.core.errors import Interrupted, RuntimeFailure, UserError
 from steelyard.core.host import die_with_parent, usable_cpus
 from steelyard.launch import subreaper
 from steelyard.tune.command import steelyard
@@ -26,7 +26,7 @@ def run(arguments: Sequence[str], workers: int, on: str | None = None) -> None:
 
     Where trials run elsewhere (`on` mpi or slurm), there is nothing here to share out.
     """
-    running: list[subreaper.Guarded] = []
+    running: list[subreaper.ProcessTree] = []
     alone = Share(usable_cpus(), {})
     try:
         for worker, share in enumerate([alone] * workers if on in ("mpi", "slurm") else shares(workers)):
@@ -47,12 +47,12 @@ def run(arguments: Sequence[str], workers: int, on: str | None = None) -> None:
             each.stop()
     codes = [each.code or 0 for each in running]
     if any(codes):
-        kind = UserError if all(code == UserError.exit_code for code in codes) else Fault
+        kind = UserError if all(code == UserError.exit_code for code in codes) else RuntimeFailure
         wrong = sum(code != 0 for code in codes)
         raise kind(f"{wrong} of {workers} workers failed", mend="what they said stands above; trials are kept")
 
 
-def _started(command: Sequence[str], environment: dict[str, str], are_jobs: bool) -> subreaper.Guarded:
+def _started(command: Sequence[str], environment: dict[str, str], are_jobs: bool) -> subreaper.ProcessTree:
     """A worker, which dies with this process.
 
     A guard would ask it to stop first, and end all that it started: its trial, which is right, unless that is a job.
@@ -60,7 +60,7 @@ def _started(command: Sequence[str], environment: dict[str, str], are_jobs: bool
     """
     if not are_jobs:
         return subreaper.start(command, sys.stderr, environment)
-    return subreaper.Guarded(
+    return subreaper.ProcessTree(
         subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=sys.stderr, stderr=sys.stderr, env=environment,
             start_new_session=True, preexec_fn=die_with_parent(),

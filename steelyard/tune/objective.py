@@ -91,7 +91,7 @@ class Objective(Section):
         return one > other if self.direction == "maximize" else one < other
 
 
-class Measured:
+class ObjectiveValues:
     """The numbers of one objective as a trial brings them."""
 
     def __init__(self, objective: Objective) -> None:

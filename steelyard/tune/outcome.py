@@ -50,7 +50,7 @@ _ERROR = re.compile(r"^(?:\w*: )?(error: .+|\w*(?:Error|Exception)\b.*)")
 
 
 @dataclass(frozen=True)
-class Ended:
+class TrialEnd:
     """How a trial ended, why in a line, and after how many seconds."""
 
     outcome: str

@@ -38,7 +38,7 @@ class Foreseen:
     predicted: dict[str, float]
 
 
-class Prior:
+class PlannerPrior:
     """The planner's word on points of a recipe's space. Of a foreign command it knows nothing."""
 
     def __init__(self, tune: Tune) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from steelyard.tune import outcome
-from steelyard.tune.objective import Measured, at_step
+from steelyard.tune.objective import ObjectiveValues, at_step
 from steelyard.tune.spec import Tune
 from steelyard.tune.trial_history import result_of, told
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Stopping:
     """The rule for one trial; calling it gives the reason to stop, or None."""
 
-    def __init__(self, tune: Tune, trials: Sequence[FrozenTrial], measured: Sequence[Measured]) -> None:
+    def __init__(self, tune: Tune, trials: Sequence[FrozenTrial], measured: Sequence[ObjectiveValues]) -> None:
         self.rule, self.measured = tune.early_stopping, measured
         done = [told(trial, "curves", []) for trial in trials if result_of(trial) == outcome.FINISHED]
         self.curves = [curves for curves in done if len(curves) == len(measured)]
@@ -39,7 +39,7 @@ class Stopping:
         reasons = [self._behind(index, each) for index, each in enumerate(self.measured)]
         return None if None in reasons else reasons[0]
 
-    def _behind(self, index: int, measured: Measured) -> str | None:
+    def _behind(self, index: int, measured: ObjectiveValues) -> str | None:
         step, value = measured.curve[-1]
         others = [at for curves in self.curves if (at := at_step(curves[index], step)) is not None]
         if len(others) < self.rule.trials:

@@ -45,7 +45,7 @@ NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 DIMENSION_KEYS = frozenset(Dimension.model_fields)
 
 
-class Budget(Section):
+class TuneBudget(Section):
     """When a study is done: so many trials, or so many hours in which trials ran, whichever comes first."""
 
     trials: PositiveInt | None = None
@@ -100,7 +100,7 @@ class Tune(Section):
     constraints: list[str] = Field([])
     space: Annotated[dict[str, Dimension], Field(min_length=1)]
     objectives: list[Objective] = Field([Objective(metric="tokens_per_second")], min_length=1)
-    budget: Budget = Budget(trials=30)
+    budget: TuneBudget = TuneBudget(trials=30)
     trial: TrialLimits = TrialLimits()
     early_stopping: EarlyStopping = EarlyStopping()
     launch: Launching = Launching()

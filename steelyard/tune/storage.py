@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from steelyard.core import secrets
-from steelyard.core.errors import Fault, UserError
+from steelyard.core.errors import RuntimeFailure, UserError
 from steelyard.tune.objective import Goal
 
 if TYPE_CHECKING:
@@ -69,8 +69,10 @@ def faults(file: Path | None = None) -> Iterator[None]:
         first = str(getattr(cause, "orig", None) or cause).strip().splitlines()[0]
         if file is not None and not file.is_file():  # SQLite calls that read-only.
             mend = "each trial's trial.json still says what it measured; the same command begins anew"
-            raise Fault(f"the study's database {file} is gone", mend=mend) from None
-        raise Fault(f"the study's database: {first}", mend="trials that ended are kept; see that it answers") from None
+            raise RuntimeFailure(f"the study's database {file} is gone", mend=mend) from None
+        raise RuntimeFailure(
+            f"the study's database: {first}", mend="trials that ended are kept; see that it answers"
+        ) from None
 
 
 def quiet() -> None:

@@ -21,9 +21,9 @@ from steelyard.core.recipe.loader import written
 from steelyard.core.recipe.toml import leaves
 from steelyard.tune import outcome, storage, trial_history
 from steelyard.tune.best import front
-from steelyard.tune.objective import Measured
-from steelyard.tune.outcome import Ended
-from steelyard.tune.planner_prior import LOOKED_AT, Prior
+from steelyard.tune.objective import ObjectiveValues
+from steelyard.tune.outcome import TrialEnd
+from steelyard.tune.planner_prior import LOOKED_AT, PlannerPrior
 from steelyard.tune.search_space import Point, key
 from steelyard.tune.spec import Tune
 
@@ -43,7 +43,7 @@ class Study:
 
     def __init__(self, tune: Tune, url: str, worker: int = 0) -> None:
         self.tune, self.worker = tune, worker
-        self.space, self.prior = tune.searched(), Prior(tune)
+        self.space, self.prior = tune.searched(), PlannerPrior(tune)
         self.distributions = self.space.distributions()
         goals = [each.direction for each in tune.objectives]
         self.optuna = storage.open_study(url, tune.name, goals)
@@ -155,7 +155,7 @@ class Study:
         if foreseen is not None and foreseen.why_not is None:
             trial.set_user_attr("predicted", foreseen.predicted)
             return True
-        self.end(trial, Ended(*ended, 0.0), [])
+        self.end(trial, TrialEnd(*ended, 0.0), [])
         return False
 
     def _left(self) -> Point | None:
@@ -176,7 +176,7 @@ class Study:
                 points = self.prior.ordered(points[:LOOKED_AT]) or points
         return next((point for point in points if self.prior.of(point).why_not is None), None)
 
-    def end(self, trial: Trial, ended: Ended, measured: list[Measured]) -> None:
+    def end(self, trial: Trial, ended: TrialEnd, measured: list[ObjectiveValues]) -> None:
         """Write down how a trial ended, for the sampler and for people."""
         from optuna.trial import TrialState
 
@@ -273,7 +273,7 @@ class Study:
         most = self.tune.budget.trials
         return most is not None and trial_history.spent([t for t in self.trials() if t.number < trial.number]) >= most
 
-    def behind(self, measured: list[Measured]) -> Callable[[], str | None]:
+    def behind(self, measured: list[ObjectiveValues]) -> Callable[[], str | None]:
         """Whether a running trial is far behind those that finished, to be asked again and again."""
         from steelyard.tune.pruner import Stopping
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from steelyard.core import secrets
 from steelyard.core.pages import charts
-from steelyard.core.pages.charts import Axis, Line
+from steelyard.core.pages.charts import ChartAxis, Line
 from steelyard.tune import outcome, trial_history
 from steelyard.tune.objective import Objective
 from steelyard.tune.spec import Tune
@@ -91,24 +91,24 @@ def _shares(importances: dict[str, float]) -> str:
 
 def _coordinates(tune: Tune, objective: Objective, index: int, done: Sequence[FrozenTrial]) -> str:
     axes = [_axis(name, tune, done) for name in tune.space]
-    axes.append(Axis(objective.label, [trial.values[index] for trial in done]))
+    axes.append(ChartAxis(objective.label, [trial.values[index] for trial in done]))
     names = [f"trial {trial.number}" for trial in done]
     return charts.coordinates(axes, names, less=objective.direction != "maximize")
 
 
-def _axis(name: str, tune: Tune, done: Sequence[FrozenTrial]) -> Axis:
+def _axis(name: str, tune: Tune, done: Sequence[FrozenTrial]) -> ChartAxis:
     dimension = tune.space[name]
     if dimension.choice is not None:
         places = {repr(value): number for number, value in enumerate(dimension.choice)}
         marks = [(float(number), secrets.scrub(str(value))) for number, value in enumerate(dimension.choice)]
         found = [places.get(repr(trial.params[name]), 0) for trial in done]
-        return Axis(name, found, marks, [marks[place][1] for place in found])
+        return ChartAxis(name, found, marks, [marks[place][1] for place in found])
     numbers = [float(trial.params[name]) for trial in done]
     if not dimension.log:
-        return Axis(name, numbers)
+        return ChartAxis(name, numbers)
     low, high = math.log10(float(dimension.low or 1)), math.log10(float(dimension.high or 1))
     marks = [(mark, f"{10**mark:.2g}") for mark in (low, (low + high) / 2, high)]
-    return Axis(name, [math.log10(number) for number in numbers], marks, [f"{number:.4g}" for number in numbers])
+    return ChartAxis(name, [math.log10(number) for number in numbers], marks, [f"{number:.4g}" for number in numbers])
 
 
 def _compared(objective: Objective, index: int, done: Sequence[FrozenTrial]) -> str | None:

@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from steelyard.core.console import console
-from steelyard.core.errors import Fault, SteelyardError, UserError
+from steelyard.core.errors import RuntimeFailure, SteelyardError, UserError
 from steelyard.core.recipe import Recipe
-from steelyard.core.recipe.site_section import Site
+from steelyard.core.recipe.site_section import SiteSection
 from steelyard.launch import cancel, launch_record, node_groups, scheduler, sites
 from steelyard.launch.job_tags import launched
-from steelyard.launch.submit import Request, groups_of, submit
+from steelyard.launch.submit import SubmitRequest, groups_of, submit
 from steelyard.tune import outcome
 from steelyard.tune.command import STORAGE
 from steelyard.tune.spec import Tune
-from steelyard.tune.trial_output import Log
+from steelyard.tune.trial_output import TrialLog
 
 FIRST_QUESTION, LAST_QUESTION = 0.5, 10.0  # seconds between questions to the scheduler: rarer, the longer it takes
 SECONDS_TO_CANCEL = 30.0  # before it is killed at once, and again before it is left alone
@@ -37,7 +37,7 @@ NEVER = re.compile(
 )
 
 
-def site_of(tune: Tune, recipe: Recipe) -> tuple[str | None, Site]:
+def site_of(tune: Tune, recipe: Recipe) -> tuple[str | None, SiteSection]:
     """Where a trial runs. A trial that is queued again would be measured with its waiting, so none is."""
     launch = tune.launch
     name, site = sites.find(launch.site, recipe.site, Path(launch.sites) if launch.sites else None)
@@ -45,7 +45,7 @@ def site_of(tune: Tune, recipe: Recipe) -> tuple[str | None, Site]:
     return name, site.model_copy(update={"requeue": False, "warning_seconds": 0})
 
 
-def request(tune: Tune, recipe: Recipe, run: Path, number: int = 0) -> Request:
+def request(tune: Tune, recipe: Recipe, run: Path, number: int = 0) -> SubmitRequest:
     """What is asked of the launch layer for a trial. Ranks and nodes follow from its layout."""
     launch = tune.launch
     name, site = site_of(tune, recipe)
@@ -53,7 +53,7 @@ def request(tune: Tune, recipe: Recipe, run: Path, number: int = 0) -> Request:
         data = recipe.parallel.data_for(tune.nproc)
         recipe = recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={"data": data})})
     limit = launch.time or site.time_limit or str(math.ceil(tune.trial.timeout_minutes))
-    return Request(
+    return SubmitRequest(
         on=str(launch.on),
         site=site,
         recipe=recipe,
@@ -74,7 +74,7 @@ def world_of(tune: Tune, recipe: Recipe) -> int:
     return node_groups.world(groups_of(request(tune, recipe, Path())))
 
 
-def start(asked: Request) -> Path:
+def start(asked: SubmitRequest) -> Path:
     """Submit it, and return its run folder. Where the study is, with a password perhaps, is no business of a job's."""
     with _without(STORAGE):
         told = submit(asked)
@@ -98,11 +98,11 @@ class Submitted:
 
     settling = 10.0
 
-    def __init__(self, run: Path, log: Log) -> None:
+    def __init__(self, run: Path, log: TrialLog) -> None:
         self.run, self.log = run, log
         launch = launched(run)
         if launch is None:
-            raise Fault(f"{run} has no {launch_record.LAUNCH}")
+            raise RuntimeFailure(f"{run} has no {launch_record.LAUNCH}")
         self._launch, self._began, self._asked = launch, time.monotonic(), -math.inf
         self._read: dict[Path, int] = {}
         self._now: list[dict[str, Any]] = []

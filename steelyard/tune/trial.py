@@ -14,9 +14,9 @@ from typing import Protocol
 
 from steelyard.core.run import METRICS
 from steelyard.tune import outcome
-from steelyard.tune.objective import Measured
-from steelyard.tune.outcome import Ended
-from steelyard.tune.trial_output import Log, Metrics
+from steelyard.tune.objective import ObjectiveValues
+from steelyard.tune.outcome import TrialEnd
+from steelyard.tune.trial_output import Metrics, TrialLog
 
 RUN = "run"
 SECONDS_BETWEEN_LOOKS = 0.25
@@ -24,7 +24,7 @@ SECONDS_BETWEEN_BEATS = 5.0
 
 
 @dataclass(frozen=True)
-class Limits:
+class TrialLimits:
     """Seconds that a trial may take, and may say nothing."""
 
     timeout: float
@@ -44,7 +44,7 @@ class Limits:
         return None
 
 
-class Job(Protocol):
+class TrialJob(Protocol):
     """What runs, and writes what it says to a log."""
 
     settling: float
@@ -67,13 +67,13 @@ class Job(Protocol):
 
 
 def run(
-    job: Job,
-    log: Log,
+    job: TrialJob,
+    log: TrialLog,
     folder: Path,
-    limits: Limits,
+    limits: TrialLimits,
     is_behind: Callable[[], str | None] = lambda: None,
     beat: Callable[[], None] = lambda: None,
-) -> Ended:
+) -> TrialEnd:
     """Watch a job to its end, or end it, and say how it ended. An interruption ends it too, and goes on."""
     metrics = Metrics(folder / RUN / METRICS, log.measured)
     clock = Clock()
@@ -89,7 +89,7 @@ def run(
     missing = next((why for each in log.measured if (why := each.missing()) is not None), None)
     if verdict is None and missing is not None:
         verdict = outcome.of_silence(missing, log.tail)
-    return Ended(*(verdict or (outcome.FINISHED, "")), clock.seconds)
+    return TrialEnd(*(verdict or (outcome.FINISHED, "")), clock.seconds)
 
 
 class Clock:
@@ -111,9 +111,9 @@ class Clock:
 
 
 def _watch(
-    job: Job,
+    job: TrialJob,
     metrics: Metrics,
-    limits: Limits,
+    limits: TrialLimits,
     clock: Clock,
     is_behind: Callable[[], str | None],
     beat: Callable[[], None],
@@ -137,7 +137,7 @@ def _watch(
     return None
 
 
-def _settle(job: Job, metrics: Metrics, measured: Sequence[Measured]) -> None:
+def _settle(job: TrialJob, metrics: Metrics, measured: Sequence[ObjectiveValues]) -> None:
     """Wait for the last records of a job elsewhere."""
     deadline = time.monotonic() + job.settling
     metrics.look()

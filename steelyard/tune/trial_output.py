@@ -9,17 +9,17 @@ from typing import IO, Any
 
 from steelyard.core import secrets
 from steelyard.core.safe_parse import loads
-from steelyard.tune.objective import Measured
+from steelyard.tune.objective import ObjectiveValues
 
 LOG = "log.txt"
 LONGEST_LINE = 1 << 20
 TAIL = 200
 
 
-class Log:
+class TrialLog:
     """The output of a trial: lines without secrets, to a file and to the objectives."""
 
-    def __init__(self, path: Path, measured: Sequence[Measured]) -> None:
+    def __init__(self, path: Path, measured: Sequence[ObjectiveValues]) -> None:
         self.file: IO[str] = open(path, "w", encoding="utf-8")  # noqa: SIM115 (closed by close)
         self.measured = measured
         self.tail: deque[str] = deque(maxlen=TAIL)
@@ -55,7 +55,7 @@ class Log:
 class Metrics:
     """A run's metrics.jsonl, read as it grows."""
 
-    def __init__(self, path: Path, measured: Sequence[Measured]) -> None:
+    def __init__(self, path: Path, measured: Sequence[ObjectiveValues]) -> None:
         self.path, self.measured = path, measured
         self._at = 0
 

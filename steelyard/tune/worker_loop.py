@@ -21,11 +21,11 @@ from types import FrameType
 from typing import Any
 
 from steelyard.core.console import console
-from steelyard.core.errors import Fault, Interrupted, UserError
+from steelyard.core.errors import Interrupted, RuntimeFailure, UserError
 from steelyard.tune import attempt, candidate, outcome, storage, study_folder, submitted_trial, trial_history
 from steelyard.tune.best import write_best
-from steelyard.tune.outcome import Ended
-from steelyard.tune.planner_prior import Prior
+from steelyard.tune.outcome import TrialEnd
+from steelyard.tune.planner_prior import PlannerPrior
 from steelyard.tune.spec import Tune
 from steelyard.tune.study import Study, folder_of
 from steelyard.tune.trial import RUN
@@ -92,7 +92,7 @@ def prepare(tune: Tune) -> None:
     if tune.recipe is None:
         return
     candidate.refuse_recipe(tune)
-    Prior(tune)
+    PlannerPrior(tune)
     if tune.launch.on is not None:
         submitted_trial.site_of(tune, candidate.recipe_at(tune, {}, is_trial=True))
     if tune.launch.on == "slurm" and shutil.which("sbatch") is None:
@@ -103,10 +103,12 @@ def check_files(tune: Tune) -> None:
     """Refuse files that no trial could open, once for all of them; memory is the planner's to judge, point by point."""
     if tune.recipe is not None and tune.launch.on is not None:
         from steelyard.launch import preflight
-        from steelyard.launch.submit import Request
+        from steelyard.launch.submit import SubmitRequest
 
         recipe = candidate.recipe_at(tune, {}, is_trial=True)
-        preflight.check_files(Request(tune.launch.on, submitted_trial.site_of(tune, recipe)[1], recipe), Path(RUN))
+        preflight.check_files(
+            SubmitRequest(tune.launch.on, submitted_trial.site_of(tune, recipe)[1], recipe), Path(RUN)
+        )
 
 
 def _search(study: Study, folder: Path) -> str:
@@ -127,7 +129,7 @@ def _search(study: Study, folder: Path) -> str:
             _refuse_only_crashes(study, folder, at_least=1)
             return why or "every point that can run"
         if study.is_surplus(asked):
-            study.end(asked, Ended(outcome.SURPLUS, "the budget was spent meanwhile", 0.0), [])
+            study.end(asked, TrialEnd(outcome.SURPLUS, "the budget was spent meanwhile", 0.0), [])
             continue
         attempt.make(study, asked, folder)
         write_best(study.tune, study.trials(), folder)
@@ -140,7 +142,7 @@ def _refuse_only_crashes(study: Study, folder: Path, at_least: int = CRASHES_AT_
     if len(ran) >= at_least and all(trial_history.result_of(each) == outcome.CRASHED for each in ran):
         last = ran[-1]
         which = "the only trial crashed" if len(ran) == 1 else f"the first {len(ran)} trials all crashed, the last"
-        raise Fault(
+        raise RuntimeFailure(
             f"{which} with: {trial_history.told(last, 'reason')}",
             mend=f"see {folder_of(folder, last.number) / LOG}; the same command goes on once it is mended",
         )

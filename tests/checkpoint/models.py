@@ -5,24 +5,24 @@ from pathlib import Path
 import torch
 
 from steelyard import model
-from steelyard.checkpoint.formats import Source
+from steelyard.checkpoint.formats import CheckpointSource
 from steelyard.checkpoint.formats.write import Target, convert
-from steelyard.core.recipe.model_section import GptModel, LlamaModel, RopeScaling
+from steelyard.core.recipe.model_section import GptConfig, LlamaConfig, RopeScaling
 
 SIZES = {"vocab": 100, "layers": 4, "hidden": 32, "heads": 4}
 GROUPED = {"family": "llama", "kv_heads": 2, "ffn": 48}
 SHAPES = {
-    "gpt": GptModel(family="gpt", positions=64, **SIZES),
-    "gpt-untied": GptModel(family="gpt", positions=64, tied=False, **SIZES),
-    "llama": LlamaModel(family="llama", ffn=48, **SIZES),
-    "llama-tied": LlamaModel(**GROUPED, tied=True, **SIZES),
-    "llama-3": LlamaModel(**GROUPED, rope_theta=500000.0, rope_scaling=RopeScaling(), **SIZES),
-    "llama-wide-heads": LlamaModel(**GROUPED, head_dim=16, norm_eps=1e-6, **SIZES),
-    "qwen2": LlamaModel(**GROUPED, qkv_bias=True, **SIZES),
+    "gpt": GptConfig(family="gpt", positions=64, **SIZES),
+    "gpt-untied": GptConfig(family="gpt", positions=64, tied=False, **SIZES),
+    "llama": LlamaConfig(family="llama", ffn=48, **SIZES),
+    "llama-tied": LlamaConfig(**GROUPED, tied=True, **SIZES),
+    "llama-3": LlamaConfig(**GROUPED, rope_theta=500000.0, rope_scaling=RopeScaling(), **SIZES),
+    "llama-wide-heads": LlamaConfig(**GROUPED, head_dim=16, norm_eps=1e-6, **SIZES),
+    "qwen2": LlamaConfig(**GROUPED, qkv_bias=True, **SIZES),
 }
 
 
-class Held(Source):
+class Held(CheckpointSource):
     """A model in memory."""
 
     format = "held"
@@ -57,7 +57,7 @@ def written(tmp_path, name: str, to: str = "hf", **options) -> Path:
     return folder
 
 
-def assert_equal(a: Source, b: Source) -> None:
+def assert_equal(a: CheckpointSource, b: CheckpointSource) -> None:
     """Hold two sources to the same weights, bit for bit. Padding of the vocabulary is nobody's."""
     assert a.shape == b.shape
     assert set(a.names()) == set(b.names())

@@ -14,7 +14,7 @@ from steelyard import checkpoint
 from steelyard.checkpoint import folder as folder_module
 from steelyard.checkpoint import state_file
 from steelyard.checkpoint.dcp_metadata import _Unpickler
-from steelyard.core.errors import Damaged, Fault, UserError
+from steelyard.core.errors import CorruptFileError, RuntimeFailure, UserError
 
 
 def save(folder, step, value=0.0):
@@ -65,7 +65,7 @@ def test_no_flipped_bit_of_the_state_is_accepted(tmp_path):
         try:
             assert state_file.read(path.parent) == known
             accepted.append(bit // 8)
-        except Damaged:
+        except CorruptFileError:
             pass
         path.write_bytes(whole)
     assert all(whole[place : place + 1].isspace() for place in accepted)
@@ -87,7 +87,7 @@ def test_no_flipped_bit_of_the_state_is_accepted(tmp_path):
 )
 def test_a_state_that_makes_no_sense_is_damage(tmp_path, content, why):
     (tmp_path / "state.json").write_text(content)
-    with pytest.raises(Damaged, match=why):
+    with pytest.raises(CorruptFileError, match=why):
         state_file.read(tmp_path)
 
 
@@ -110,7 +110,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_again(tmp_path):
     for step in (1, 2):
         flip(save(tmp_path, step) / "__0_0.distcp", 999)
     for _ in range(2):
-        with pytest.raises(Fault, match=r"every checkpoint in .* is damaged") as refused:
+        with pytest.raises(RuntimeFailure, match=r"every checkpoint in .* is damaged") as refused:
             checkpoint.latest(tmp_path, set_aside=True)
         assert "--resume never" in refused.value.mend
     assert len(list(tmp_path.glob("step-*"))) == 2
@@ -144,7 +144,7 @@ def test_nothing_is_deleted_before_the_new_checkpoint_was_read_back(tmp_path, mo
     monkeypatch.setattr(
         folder_module, "_finish", lambda path, *rest: (finish(path, *rest), flip(path / "__0_0.distcp", 999))
     )
-    with pytest.raises(Fault, match="step-00000004 is not what was written"):
+    with pytest.raises(RuntimeFailure, match="step-00000004 is not what was written"):
         save(tmp_path, 4)
     assert len(list(tmp_path.glob("step-*"))) == 4
 
@@ -166,7 +166,7 @@ def test_an_error_of_the_disk_is_no_damage(tmp_path, monkeypatch, number, times)
     if times == 1 and number != errno.EACCES:
         assert loaded(checkpoint.latest(tmp_path)) == 2
     else:
-        with pytest.raises(Fault, match=f"state.json cannot be read: {os.strerror(number)}"):
+        with pytest.raises(RuntimeFailure, match=f"state.json cannot be read: {os.strerror(number)}"):
             checkpoint.latest(tmp_path)
     assert len(list(tmp_path.glob("step-*"))) == 2
 

@@ -13,20 +13,20 @@ from steelyard import checkpoint, model
 from steelyard.checkpoint.formats import load_into, load_pieces, open_source
 from steelyard.checkpoint.formats.compare import diff, info, logits_difference
 from steelyard.checkpoint.formats.write import Target, convert
-from steelyard.checkpoint.formats.write_megatron import Layout
-from steelyard.checkpoint.sharded_tensor import Piece
+from steelyard.checkpoint.formats.write_megatron import MegatronLayout
+from steelyard.checkpoint.sharded_tensor import TensorShard
 from steelyard.cli import checkpoint as command_line
-from steelyard.core.errors import Fault, UserError
+from steelyard.core.errors import RuntimeFailure, UserError
 from tests.checkpoint.models import SHAPES, Held, assert_equal, written
 from tests.conftest import Workplace
 
 ROADS = [
-    ("hf", Layout()),
-    ("megatron", Layout()),
-    ("megatron", Layout(2, 2)),
-    ("megatron", Layout(1, 3, (0, 1, 3), engine=True)),
-    ("megatron-dist", Layout()),
-    ("steelyard", Layout()),
+    ("hf", MegatronLayout()),
+    ("megatron", MegatronLayout()),
+    ("megatron", MegatronLayout(2, 2)),
+    ("megatron", MegatronLayout(1, 3, (0, 1, 3), engine=True)),
+    ("megatron-dist", MegatronLayout()),
+    ("steelyard", MegatronLayout()),
 ]
 
 
@@ -87,7 +87,7 @@ def test_a_folder_that_transformers_wrote_is_read(tmp_path):
 @pytest.mark.parametrize("name", ["gpt", "llama-3"])
 def test_a_global_step_of_megatron_deepspeed_is_read(tmp_path, name, is_pipeline):
     """Built from a `torch` checkpoint of two tensor ranks, under the names of that generation."""
-    folder = written(tmp_path, name, "megatron", layout=Layout(2))
+    folder = written(tmp_path, name, "megatron", layout=MegatronLayout(2))
     step = tmp_path / "deepspeed" / "global_step1000"
     step.mkdir(parents=True)
     (step.parent / "latest").write_text("global_step1000")
@@ -217,7 +217,7 @@ def test_a_missing_tensor_is_told_by_the_name_it_has_in_the_files_and_by_ours(tm
 @pytest.mark.parametrize("to", ["hf", "megatron", "megatron-dist", "steelyard"])
 def test_what_a_disk_has_no_room_for_is_refused_with_the_size_and_leaves_nothing(small_disk, tmp_path, to):
     shape = SHAPES["llama"].model_copy(update={"vocab": 20_000})
-    with pytest.raises(Fault, match=r"disk/new/out would take .* MiB, and .* MiB are free"):
+    with pytest.raises(RuntimeFailure, match=r"disk/new/out would take .* MiB, and .* MiB are free"):
         convert(Held(shape), small_disk / "new" / "out", Target(to))
     assert not [path for path in small_disk.rglob("*") if path.is_file()]
 
@@ -226,7 +226,7 @@ def test_what_a_disk_has_no_room_for_is_refused_with_the_size_and_leaves_nothing
 def test_a_disk_that_fills_up_meanwhile_is_named_and_nothing_is_left(small_disk, monkeypatch, to):
     monkeypatch.setattr("steelyard.core.files.free_space", lambda path: 1 << 40)
     shape = SHAPES["llama"].model_copy(update={"vocab": 20_000})
-    with pytest.raises(Fault, match="No space left on device") as told:
+    with pytest.raises(RuntimeFailure, match="No space left on device") as told:
         convert(Held(shape), small_disk / "out", Target(to))
     assert str(small_disk / "out") in str(told.value)
     assert ".tmp-" not in str(told.value)
@@ -235,7 +235,7 @@ def test_a_disk_that_fills_up_meanwhile_is_named_and_nothing_is_left(small_disk,
 
 def test_the_room_a_divided_checkpoint_takes_is_known_beforehand(tmp_path):
     for name in ("gpt", "llama-tied"):
-        result = convert(Held(SHAPES[name]), tmp_path / name, Target("megatron", Layout(2, 2)))
+        result = convert(Held(SHAPES[name]), tmp_path / name, Target("megatron", MegatronLayout(2, 2)))
         taken = sum(file.stat().st_size for file in (tmp_path / name).rglob("*.pt"))
         assert result["bytes"] <= taken < result["bytes"] + 4 * 60_000, name
 
@@ -250,7 +250,11 @@ def test_an_impossible_destination_is_named(tmp_path, monkeypatch, place):
 
 @pytest.mark.parametrize(
     ("layout", "complaint"),
-    [(Layout(3), "do not divide"), (Layout(1, 3), "equal stages"), (Layout(1, 2, (1, 2)), "1-2 cannot hold")],
+    [
+        (MegatronLayout(3), "do not divide"),
+        (MegatronLayout(1, 3), "equal stages"),
+        (MegatronLayout(1, 2, (1, 2)), "1-2 cannot hold"),
+    ],
 )
 def test_a_layout_that_does_not_fit_leaves_nothing(tmp_path, layout, complaint):
     with pytest.raises(UserError, match=complaint):
@@ -274,8 +278,8 @@ def test_pieces_of_any_layout_are_filled_from_any_format(tmp_path):
     load_pieces(
         source,
         {
-            "model.layers.1.mlp.down.weight": Piece(part, (32, 48), (16, 32)),
-            "model.embed.weight": Piece(table, (105, 32), (98, 0)),
+            "model.layers.1.mlp.down.weight": TensorShard(part, (32, 48), (16, 32)),
+            "model.embed.weight": TensorShard(table, (105, 32), (98, 0)),
         },
         shape,
     )

@@ -9,7 +9,7 @@ from steelyard.checkpoint.formats import open_source
 from steelyard.checkpoint.formats.hf_metadata import BESIDE_MEGATRON, disagreement, sound
 from steelyard.checkpoint.formats.write import Target, convert
 from steelyard.core.errors import UserError
-from steelyard.core.recipe.model_section import LlamaModel
+from steelyard.core.recipe.model_section import LlamaConfig
 from steelyard.text import tokenizer as tokenizers
 from tests.checkpoint.models import SHAPES, Held, written
 
@@ -32,7 +32,7 @@ def tokenizer(request, tmp_path_factory):
 
 
 def held(vocab: int = 320) -> Held:
-    return Held(LlamaModel(family="llama", vocab=vocab, layers=1, hidden=32, heads=4, ffn=48))
+    return Held(LlamaConfig(family="llama", vocab=vocab, layers=1, hidden=32, heads=4, ffn=48))
 
 
 def config_of(folder, name="config.json"):

@@ -10,7 +10,7 @@ import torch
 
 from steelyard.checkpoint.formats import open_source
 from steelyard.checkpoint.formats.write import Target, convert
-from steelyard.checkpoint.formats.write_megatron import Layout
+from steelyard.checkpoint.formats.write_megatron import MegatronLayout
 from tests import preloaded
 from tests.checkpoint.gpt_model import TOKENS
 from tests.checkpoint.models import SHAPES, Held, written
@@ -60,7 +60,7 @@ def logits_of_transformers(tmp_path: Path, name: str) -> torch.Tensor:
 @pytest.mark.parametrize("tensor", [1, 2])
 @pytest.mark.parametrize("name", ["gpt", "llama-tied", "llama-3", "qwen2"])
 def test_a_gptmodel_gives_the_logits_of_transformers(tmp_path, name, tensor):
-    folder = written(tmp_path, name, "megatron", layout=Layout(tensor))
+    folder = written(tmp_path, name, "megatron", layout=MegatronLayout(tensor))
     expected = logits_of_transformers(tmp_path, name)
     torch.testing.assert_close(logits_of_megatron(folder, tensor), expected, atol=1e-4, rtol=0)
 
@@ -80,7 +80,7 @@ def test_torch_dist_is_loaded_by_megatron_at_any_degree(tmp_path, name, tensor):
 
 
 def test_the_padding_of_the_vocabulary_repeats_the_last_row(tmp_path):
-    convert(Held(SHAPES["llama"]), tmp_path / "m", Target("megatron", Layout(2)))
+    convert(Held(SHAPES["llama"]), tmp_path / "m", Target("megatron", MegatronLayout(2)))
     rank = torch.load(tmp_path / "m/iter_0000001/mp_rank_01/model_optim_rng.pt", weights_only=False)
     table = rank["model"]["embedding.word_embeddings.weight"]
     assert table.shape == (128, 32)

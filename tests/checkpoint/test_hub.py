@@ -5,7 +5,7 @@ import subprocess
 import pytest
 
 from steelyard.checkpoint import hub as hubs
-from steelyard.core.errors import Fault, SteelyardError, UserError
+from steelyard.core.errors import RuntimeFailure, SteelyardError, UserError
 from tests.hub import TOKEN, USER
 from tests.hub import Fault as Trouble
 
@@ -89,7 +89,7 @@ def test_a_pull_that_failed_goes_on_in_the_next_command(stocked, tmp_path):
         Trouble("GET .*model.safetensors", cut_after=100_000),
         Trouble("GET .*model.safetensors", status=500),
     ]
-    with pytest.raises(Fault, match="500") as caught:
+    with pytest.raises(RuntimeFailure, match="500") as caught:
         hubs.pull(NAME, tmp_path / "model")
     assert "goes on from there" in caught.value.mend
     assert not (tmp_path / "model" / "model.safetensors").exists()
@@ -100,7 +100,7 @@ def test_a_pull_that_failed_goes_on_in_the_next_command(stocked, tmp_path):
 
 
 def test_what_arrives_damaged_is_refused_and_fetched_anew(stocked, tmp_path):
-    with pytest.raises(Fault):
+    with pytest.raises(RuntimeFailure):
         stocked.faults = [
             Trouble("GET .*model.safetensors", cut_after=100_000),
             Trouble("GET .*model.safetensors", status=500),
@@ -108,7 +108,7 @@ def test_what_arrives_damaged_is_refused_and_fetched_anew(stocked, tmp_path):
         hubs.pull(NAME, tmp_path / "model")
     [part] = (tmp_path / "model").glob(".tmp-*model.safetensors")
     part.write_bytes(b"y" * part.stat().st_size)
-    with pytest.raises(Fault, match="did not arrive as it lies"):
+    with pytest.raises(RuntimeFailure, match="did not arrive as it lies"):
         hubs.pull(NAME, tmp_path / "model")
     hubs.pull(NAME, tmp_path / "model")
     assert contents(tmp_path / "model") == MODEL
@@ -119,7 +119,7 @@ def test_two_pulls_into_one_folder_do_not_mix(stocked, tmp_path):
         Trouble("GET .*model.safetensors", cut_after=100),
         Trouble("GET .*model.safetensors", status=500),
     ]
-    with pytest.raises(Fault):
+    with pytest.raises(RuntimeFailure):
         hubs.pull(NAME, tmp_path / "model")
     [part] = (tmp_path / "model").glob(".tmp-*model.safetensors")
     with open(part, "ab") as held:
@@ -131,13 +131,13 @@ def test_two_pulls_into_one_folder_do_not_mix(stocked, tmp_path):
 @pytest.mark.parametrize("name", ["../outside.json", "/etc/outside.json", "a/../../outside.json"])
 def test_a_name_that_leads_outside_of_the_folder_is_refused(stocked, tmp_path, name):
     stocked.add("models", NAME, name, b"x")
-    with pytest.raises(Fault, match="outside of itself"):
+    with pytest.raises(RuntimeFailure, match="outside of itself"):
         hubs.pull(NAME, tmp_path / "model", include=["*"])
     assert not (tmp_path / "model").exists()
 
 
 def test_a_model_that_has_no_room_is_refused_before_it_comes(stocked, small_disk):
-    with pytest.raises(Fault, match="has room for"):
+    with pytest.raises(RuntimeFailure, match="has room for"):
         stocked.add("models", NAME, "model.safetensors", b"x" * (3 << 20))
         hubs.pull(NAME, small_disk / "model")
     assert stocked.fetched == []
@@ -146,7 +146,7 @@ def test_a_model_that_has_no_room_is_refused_before_it_comes(stocked, small_disk
 def test_a_disk_that_fills_up_keeps_what_has_come(stocked, small_disk, monkeypatch):
     stocked.add("models", NAME, "model.safetensors", os.urandom(3 << 20))
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1 << 40}))  # Filled meanwhile.
-    with pytest.raises(Fault, match="No space left on device"):
+    with pytest.raises(RuntimeFailure, match="No space left on device"):
         hubs.pull(NAME, small_disk / "model")
     subprocess.run(["mount", "-o", "remount,size=64m", small_disk], check=True)
     hubs.pull(NAME, small_disk / "model")
@@ -159,8 +159,8 @@ def test_a_disk_that_fills_up_keeps_what_has_come(stocked, small_disk, monkeypat
         (401, UserError, "does not accept the token"),
         (403, UserError, "does not allow this"),
         (404, UserError, "is not on"),
-        (429, Fault, "429"),
-        (500, Fault, "the hub answered 500"),
+        (429, RuntimeFailure, "429"),
+        (500, RuntimeFailure, "the hub answered 500"),
     ],
 )
 def test_an_answer_of_the_hub_becomes_one_error_without_the_token(stocked, tmp_path, capsys, status, kind, told):
@@ -174,7 +174,7 @@ def test_a_hub_that_is_not_there_is_one_error(stocked, tmp_path, monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(Fault, match=r"the hub at http://127\.0\.0\.1:9 did not answer"):
+    with pytest.raises(RuntimeFailure, match=r"the hub at http://127\.0\.0\.1:9 did not answer"):
         hubs.pull(NAME, tmp_path / "model")
 
 
@@ -235,7 +235,7 @@ def test_where_nothing_was_fetched_nothing_is_said_to_be_kept(stocked, monkeypat
     from huggingface_hub import constants
 
     stocked.faults = [Trouble("/api/models/", status=500, times=99)]
-    with pytest.raises(Fault) as told:
+    with pytest.raises(RuntimeFailure) as told:
         hubs.fetch(NAME)
     assert "kept" not in str(told.value)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from steelyard.observe.run_state import State
+from steelyard.observe.run_state import RunState
 from steelyard.observe.verdict import judge
 from tests.cluster.conftest import Yard, everything, losses, rank_on
 
@@ -41,7 +41,7 @@ def until_watched(yard: Yard, kind: str, named: str, *options: str, code: int, s
 def until(holds: Callable[[], bool], run: Path, seconds: float = 400) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
-        assert time.monotonic() < deadline, f"{judge(State(run).refresh())}\n{everything(run)}"
+        assert time.monotonic() < deadline, f"{judge(RunState(run).refresh())}\n{everything(run)}"
         time.sleep(1)
 
 
@@ -54,7 +54,7 @@ def test_a_live_job_is_healthy_then_stands_still_then_goes_on_and_then_is_cancel
     yard.until_step(run, 30)
     job = json.loads((run / "launch.json").read_text())["jobs"][0]
     assert list(watched(yard, job, 0)) == ["healthy"]  # by its number
-    state = State(run).refresh()
+    state = RunState(run).refresh()
     assert sorted(state.hosts) == sorted(state.devices) == ["a1", "a2"]
     assert [host["ranks"] for host in state.hosts.values()] == [[0], [1]]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from steelyard.core.errors import Fault, UserError
+from steelyard.core.errors import RuntimeFailure, UserError
 from steelyard.doctor import container, diagnose, site_profile, undo_log
 from steelyard.doctor.paths import sites_file
 from steelyard.launch import sites
@@ -131,7 +131,7 @@ def test_an_image_that_is_not_there_or_has_no_runtime_is_told(bench):
     with pytest.raises(UserError, match="there is no image"):
         container.choose(machine, "gone.sif")
     (bench.path / "a.sqsh").write_text("")
-    with pytest.raises(Fault, match="needs enroot"):
+    with pytest.raises(RuntimeFailure, match="needs enroot"):
         container.choose(machine, str(bench.path / "a.sqsh"))
     with pytest.raises(UserError, match="is no image"):
         container.choose(machine, "--privileged")
@@ -147,7 +147,7 @@ def test_the_runtime_that_has_an_image_is_taken(bench):
 
 def test_docker_is_told_in_the_line_that_says_why_and_by_hand_as_docker_is_called(bench):
     bench.program("docker", "echo 'docker: no such thing' >&2; echo \"See 'docker run --help'.\" >&2; exit 125")
-    with pytest.raises(Fault, match="docker: no such thing") as told:
+    with pytest.raises(RuntimeFailure, match="docker: no such thing") as told:
         diagnose.examine_image(bench.machine(), "gone:1", "campus", lambda question: True)
     assert "docker run --rm" in str(told.value)
 
@@ -155,7 +155,7 @@ def test_docker_is_told_in_the_line_that_says_why_and_by_hand_as_docker_is_calle
 def test_a_runtime_that_fails_is_told_in_its_own_words(bench):
     bench.program("apptainer", "echo 'FATAL: could not open image' >&2; exit 255")
     (bench.path / "a.sif").write_text("")
-    with pytest.raises(Fault, match="could not open image"):
+    with pytest.raises(RuntimeFailure, match="could not open image"):
         diagnose.examine_image(bench.machine(), str(bench.path / "a.sif"), "campus", lambda question: True)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from steelyard.doctor.checks import host_limits, topology
-from steelyard.doctor.python_info import Seen
+from steelyard.doctor.python_info import PythonInfo
 from tests.doctor.conftest import named
 
 LIMITS = """Limit                     Soft Limit           Hard Limit           Units
@@ -27,7 +27,7 @@ Legend:
 
 
 def found(bench, name, check=host_limits, **environment):
-    return named(check.check(bench.machine(**environment), Seen()), name)
+    return named(check.check(bench.machine(**environment), PythonInfo()), name)
 
 
 def infiniband(bench, state="4: ACTIVE"):
@@ -66,14 +66,14 @@ def test_limits_are_judged_by_what_the_machine_has(bench, files, locked, card, v
 def test_a_disk_that_is_small_or_full_or_read_only_is_named(bench, small_disk):
     machine = bench.machine()
     there = type(machine)(machine.environment, root=bench.root, folder=small_disk)
-    assert named(host_limits.check(there, Seen()), "disk").verdict == "warn"
+    assert named(host_limits.check(there, PythonInfo()), "disk").verdict == "warn"
     with open(small_disk / "full", "wb") as file, pytest.raises(OSError, match="No space"):
         file.write(bytes(3 << 20))
-    full = named(host_limits.check(there, Seen()), "disk")
+    full = named(host_limits.check(there, PythonInfo()), "disk")
     assert full.verdict == "fail"
     assert "No space left" in full.words
     gone = type(machine)(machine.environment, root=bench.root, folder=bench.path / "nowhere")
-    assert named(host_limits.check(gone, Seen()), "disk").verdict == "fail"
+    assert named(host_limits.check(gone, PythonInfo()), "disk").verdict == "fail"
 
 
 def test_a_temporary_folder_that_is_not_there_is_named(bench):

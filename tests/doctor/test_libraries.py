@@ -2,10 +2,10 @@ import struct
 
 from steelyard.doctor import elf, sonames
 from steelyard.doctor.checks import libraries
-from steelyard.doctor.python_info import Seen
+from steelyard.doctor.python_info import PythonInfo
 from tests.doctor.conftest import named
 
-NOTHING = Seen()
+NOTHING = PythonInfo()
 
 
 def found(bench, name, seen=NOTHING, **environment):
@@ -116,7 +116,7 @@ def test_an_older_nccl_that_comes_first_is_named(bench):
     bench.torch("libnccl.so.2")
     folder = bench.path / "lib"
     bench.versioned(folder / "libnccl.so.2", "libnccl.so.2", 21904)
-    finding = found(bench, "NCCL", Seen({"nccl": [2, 27, 3]}), LD_LIBRARY_PATH=str(folder))
+    finding = found(bench, "NCCL", PythonInfo({"nccl": [2, 27, 3]}), LD_LIBRARY_PATH=str(folder))
     assert finding.verdict == "warn"
     assert "2.19.4" in finding.words
     assert str(folder) in finding.mend
@@ -128,7 +128,7 @@ def test_what_torch_has_loaded_is_not_called_missing(bench):
     stub = bench.library(bench.path / "gone" / "libmissing.so.1", "libmissing.so.1")
     bench.library(bench.path / "lib" / "libnccl.so.2", "libnccl.so.2", needed=[stub])
     stub.unlink()
-    works = Seen({"torch": "2.13.0+cu126", "torch_cuda": "12.6"})
+    works = PythonInfo({"torch": "2.13.0+cu126", "torch_cuda": "12.6"})
     assert found(bench, "NCCL", works, LD_LIBRARY_PATH=str(bench.path / "lib")).verdict == "ok"
     assert found(bench, "cuDNN", works).verdict == "ok"
 

@@ -3,12 +3,12 @@ import socket
 import pytest
 
 from steelyard.core.errors import UserError
-from steelyard.core.recipe.site_section import Site
+from steelyard.core.recipe.site_section import SiteSection
 from steelyard.doctor.checks import network_interfaces, nodes
-from steelyard.doctor.python_info import Seen
+from steelyard.doctor.python_info import PythonInfo
 from tests.doctor.conftest import named
 
-SEEN = Seen({"python": [3, 11, 7], "torch": "2.13.0"})
+SEEN = PythonInfo({"python": [3, 11, 7], "torch": "2.13.0"})
 
 
 def found(bench, name, **environment):
@@ -105,7 +105,7 @@ def test_a_node_that_cannot_be_reached_is_named_with_the_way_out(bench, message,
 
 def test_the_port_and_options_of_the_site_are_used(bench):
     bench.program("ssh", f'echo "$*" >> {bench.path}/said; exit 255')
-    options = nodes.options_of(Site(mpi={"ssh_port": 53412, "ssh_options": ["-o StrictHostKeyChecking=no"]}))
+    options = nodes.options_of(SiteSection(mpi={"ssh_port": 53412, "ssh_options": ["-o StrictHostKeyChecking=no"]}))
     list(nodes.check(bench.machine(), SEEN, ["a"], options))
     assert " -p 53412 -o StrictHostKeyChecking=no -- a " in (bench.path / "said").read_text()
 

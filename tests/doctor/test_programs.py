@@ -4,10 +4,10 @@ from pathlib import Path
 import pytest
 
 from steelyard.doctor.checks import external_programs
-from steelyard.doctor.python_info import Seen
+from steelyard.doctor.python_info import PythonInfo
 from tests.doctor.conftest import named
 
-CUDA_12 = Seen({"torch": "2.13.0+cu126", "torch_cuda": "12.6", "prefix": "/venv"})
+CUDA_12 = PythonInfo({"torch": "2.13.0+cu126", "torch_cuda": "12.6", "prefix": "/venv"})
 
 
 def found(bench, name, **environment):

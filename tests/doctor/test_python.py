@@ -1,8 +1,8 @@
 from steelyard.doctor.checks import python
-from steelyard.doctor.python_info import Seen, ask
+from steelyard.doctor.python_info import PythonInfo, ask
 from tests.doctor.conftest import named
 
-GOOD = Seen({"python": [3, 12, 1], "prefix": "/venv"})
+GOOD = PythonInfo({"python": [3, 12, 1], "prefix": "/venv"})
 
 
 def test_a_python_that_is_too_old_is_named_with_the_container_that_helps(bench):
@@ -16,7 +16,7 @@ def test_a_python_that_is_too_old_is_named_with_the_container_that_helps(bench):
 
 
 def test_a_python_newer_than_those_tested_is_a_warning(bench):
-    finding = named(python.check(bench.machine(), Seen({"python": [3, 15, 0], "prefix": "/venv"})), "Python")
+    finding = named(python.check(bench.machine(), PythonInfo({"python": [3, 15, 0], "prefix": "/venv"})), "Python")
     assert finding.verdict == "warn"
     assert "3.11 to 3.14" in finding.words
 
@@ -44,7 +44,7 @@ def test_a_conda_that_another_python_runs_under_is_to_be_cleared(bench):
     finding = named(python.check(machine, GOOD), "environment")
     assert finding.verdict == "warn"
     assert finding.unset == ("CONDA_PREFIX", "CONDA_SHLVL")
-    own = Seen({"python": [3, 12, 1], "prefix": "/opt/conda/envs/a"})
+    own = PythonInfo({"python": [3, 12, 1], "prefix": "/opt/conda/envs/a"})
     assert named(python.check(machine, own), "environment").verdict == "ok"
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from steelyard.core.errors import Fault, UserError
+from steelyard.core.errors import RuntimeFailure, UserError
 from steelyard.doctor import diagnose, repair, site_profile, undo_log
 from steelyard.doctor.checks import libraries
 from steelyard.doctor.finding import Finding
 from steelyard.doctor.paths import environment_file, library_folder, record_file
-from steelyard.doctor.python_info import Seen
+from steelyard.doctor.python_info import PythonInfo
 from tests.doctor.conftest import named
 
 
@@ -87,9 +87,9 @@ def test_nothing_is_changed_without_leave(broken):
 
 def test_a_shell_that_has_not_sourced_the_file_is_told_to(broken):
     machine = broken.machine()
-    finding = named(libraries.check(machine, Seen()), "cuDNN")
+    finding = named(libraries.check(machine, PythonInfo()), "cuDNN")
     undo_log.apply(machine, repair.planned(machine, [finding]))
-    finding = named(libraries.check(machine, Seen()), "cuDNN")
+    finding = named(libraries.check(machine, PythonInfo()), "cuDNN")
     assert finding.verdict == "warn"
     assert f"source {environment_file(machine)}" in finding.mend
 
@@ -181,7 +181,7 @@ def test_a_repair_that_was_killed_in_the_middle_is_undone(broken, monkeypatch):
 
 def test_a_file_where_a_link_should_go_is_not_replaced(bench):
     (bench.path / "libx.so.1").write_text("mine")
-    with pytest.raises(Fault, match="no link is put in its place"):
+    with pytest.raises(RuntimeFailure, match="no link is put in its place"):
         undo_log.link(bench.path / "libx.so.1", "/x")
 
 

@@ -1,7 +1,7 @@
 import pytest
 
 from steelyard.doctor.checks import fast_kernels, torch
-from steelyard.doctor.python_info import Seen, ask
+from steelyard.doctor.python_info import PythonInfo, ask
 from tests.doctor.conftest import named
 
 A100 = {
@@ -14,12 +14,12 @@ A100 = {
 
 def test_torch_on_a_good_machine_is_good(bench):
     bench.gpus()
-    found = list(torch.check(bench.machine(), Seen(A100)))
+    found = list(torch.check(bench.machine(), PythonInfo(A100)))
     assert [(finding.name, finding.verdict) for finding in found] == [
         ("torch", "ok"), ("driver", "ok"), ("torch on this driver", "warn"), ("GPUs in torch", "ok"),
     ]  # fmt: skip
     bench.gpus(driver="560.28.03", cuda="12.6")
-    assert named(torch.check(bench.machine(), Seen(A100)), "torch on this driver").verdict == "ok"
+    assert named(torch.check(bench.machine(), PythonInfo(A100)), "torch on this driver").verdict == "ok"
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_torch_on_a_good_machine_is_good(bench):
 )
 def test_a_driver_that_is_too_old_is_named_with_the_build_that_fits(bench, driver, served, cuda, mend):
     bench.gpus(driver=driver, cuda=served)
-    seen = Seen(A100 | {"torch": f"2.13.0+cu{cuda.replace('.', '')}", "torch_cuda": cuda})
+    seen = PythonInfo(A100 | {"torch": f"2.13.0+cu{cuda.replace('.', '')}", "torch_cuda": cuda})
     finding = named(torch.check(bench.machine(), seen), "torch on this driver")
     assert finding.verdict == "fail"
     assert driver in finding.words
@@ -43,14 +43,14 @@ def test_the_driver_is_found_in_the_kernels_files_where_there_is_no_nvidia_smi(b
     line = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  450.51.06  Sun Jul 19 20:02:54 UTC 2020\n"
     bench.file("/proc/driver/nvidia/version", line)
     bench.file("/proc/driver/nvidia/gpus/0000:00:04.0/information", "Model: \t\t Tesla V100-SXM2-16GB\nIRQ: 10\n")
-    found = list(torch.check(bench.machine(), Seen(A100)))
+    found = list(torch.check(bench.machine(), PythonInfo(A100)))
     assert "Tesla V100-SXM2-16GB" in named(found, "driver").words
     assert named(found, "torch on this driver").verdict == "fail"
 
 
 def test_an_nvidia_smi_that_fails_is_told_in_its_own_words(bench):
     bench.says("nvidia-smi", "Failed to initialize NVML: Driver/library version mismatch\n", code=18)
-    finding = named(torch.check(bench.machine(), Seen(A100)), "driver")
+    finding = named(torch.check(bench.machine(), PythonInfo(A100)), "driver")
     assert finding.verdict == "fail"
     assert "Driver/library version mismatch" in finding.words
 
@@ -67,7 +67,7 @@ def test_an_nvidia_smi_that_fails_is_told_in_its_own_words(bench):
 )
 def test_a_torch_that_cannot_use_the_gpu_is_named(bench, change, name, words):
     bench.gpus()
-    finding = named(torch.check(bench.machine(), Seen(A100 | change)), name)
+    finding = named(torch.check(bench.machine(), PythonInfo(A100 | change)), name)
     assert finding.verdict == "fail"
     assert words in finding.words
     assert finding.mend
@@ -76,7 +76,7 @@ def test_a_torch_that_cannot_use_the_gpu_is_named(bench, change, name, words):
 def test_code_for_an_older_minor_version_and_ptx_both_run(bench):
     bench.gpus(name="NVIDIA A10", driver="570.86.10", cuda="12.8")
     for built in (["sm_80"], ["compute_70"], ["sm_86"]):
-        seen = Seen(A100 | {"gpus": ["NVIDIA A10"], "capabilities": [[8, 6]], "built_for": built})
+        seen = PythonInfo(A100 | {"gpus": ["NVIDIA A10"], "capabilities": [[8, 6]], "built_for": built})
         assert named(torch.check(bench.machine(), seen), "GPUs in torch").verdict == "ok", built
 
 
@@ -95,7 +95,7 @@ def test_a_torch_that_cannot_be_imported_is_explained(bench):
 
 def test_kernels_that_are_missing_or_broken_are_named(bench):
     def found(name, **change):
-        return named(fast_kernels.check(bench.machine(), Seen(A100 | change)), name)
+        return named(fast_kernels.check(bench.machine(), PythonInfo(A100 | change)), name)
 
     assert found("attention").verdict == "ok"
     assert "without flash" in found("attention", flash=False).words

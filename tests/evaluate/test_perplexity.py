@@ -12,11 +12,11 @@ from pyarrow import parquet
 from steelyard import train
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import load_recipe
-from steelyard.evaluate.perplexity import Request, as_text, perplexity
+from steelyard.evaluate.perplexity import PerplexityRequest, as_text, perplexity
 from steelyard.evaluate.windows import plan
 from steelyard.text import tokenizer as tokenizers
 from steelyard.tokens.preprocess import tokenize
-from steelyard.tokens.tokenize_job import Job
+from steelyard.tokens.tokenize_job import TokenizeJob
 from tests.conftest import write_documents
 from tests.evaluate.conftest import TEXT, steelyard
 
@@ -40,7 +40,7 @@ def losses_of(model, ids):
 
 
 def measured(models, *, family="llama", data=None, **options):
-    return perplexity(Request(str(models / family), str(data or models / "text.txt"), **options))
+    return perplexity(PerplexityRequest(str(models / family), str(data or models / "text.txt"), **options))
 
 
 def by_windows(model, ids, length):
@@ -170,10 +170,10 @@ def test_a_run_trained_on_the_other_form_is_remarked_on(in_workplace, tokenizer,
     tokenizer.save(in_workplace.path / "tok")
     (in_workplace.path / f"{trained_on}.train.jsonl").write_text(json.dumps({"text": TEXT}) + "\n")
     (in_workplace.path / "wikitext-2-raw-v1.test.jsonl").write_text(json.dumps({"text": TEXT}) + "\n")
-    tokenize(Job((f"{trained_on}.train.jsonl",), "tok", "wiki"))
+    tokenize(TokenizeJob((f"{trained_on}.train.jsonl",), "tok", "wiki"))
     overrides = ["data.tokenizer=tok", "data.train=wiki_text_document", "data.split=1,0,0", "model.vocab=400"]
     run = train.run(load_recipe("tiny.toml", [*overrides, "train.steps=1"]))
-    result = perplexity(Request(str(run.path), "wikitext-2-raw-v1.test.jsonl"))
+    result = perplexity(PerplexityRequest(str(run.path), "wikitext-2-raw-v1.test.jsonl"))
     assert ("was trained on the tokenised form" in capsys.readouterr().err) == remarked
     assert ("remark" in result["protocol"]) == remarked
 
@@ -191,6 +191,6 @@ def test_the_real_model_scores_what_transformers_says(smollm2, tmp_path):
     )
     vocabulary = transformers.AutoTokenizer.from_pretrained(smollm2.parent, gguf_file=smollm2.name)
     ids = torch.tensor(vocabulary(text)["input_ids"])
-    result = perplexity(Request(str(smollm2), str(tmp_path / "text.txt"), length=512))
+    result = perplexity(PerplexityRequest(str(smollm2), str(tmp_path / "text.txt"), length=512))
     assert result["tokens"] == len(ids)
     assert result["perplexity"] == pytest.approx(by_windows(model, ids, 512), rel=1e-3)

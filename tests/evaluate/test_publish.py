@@ -12,7 +12,7 @@ from steelyard import train
 from steelyard.checkpoint.formats import open_source
 from steelyard.checkpoint.formats.write import Target, convert
 from steelyard.core import sha256sums
-from steelyard.core.errors import Fault, UserError
+from steelyard.core.errors import RuntimeFailure, UserError
 from steelyard.core.recipe import load_recipe
 from steelyard.evaluate import publish
 from steelyard.evaluate.weight_stats import measure
@@ -127,7 +127,7 @@ def test_a_public_model_is_not_taken_for_a_private_one(hub, folder):
 )
 def test_a_model_that_does_not_work_is_not_uploaded(hub, folder, damage, told):
     change_weights(folder, damage)
-    with pytest.raises(Fault, match=told):
+    with pytest.raises(RuntimeFailure, match=told):
         publish.push(folder, NAME)
     assert writes(hub) == []
     assert hub.repositories == {}
@@ -166,7 +166,7 @@ def test_a_tokenizer_beyond_the_embedding_is_found_out(hub, folder):
     tokenizers.train_byte_bpe(TEXT * 3, 300).save(folder.with_name("larger"))
     larger = folder.with_name("larger")
     (folder / "tokenizer.json").write_bytes((larger / "tokenizer.json").read_bytes())
-    with pytest.raises(Fault, match="does not work"):
+    with pytest.raises(RuntimeFailure, match="does not work"):
         publish.push(folder, NAME, prompt=" ".join(TEXT))
     assert writes(hub) == []
 
@@ -175,7 +175,7 @@ def test_a_tokenizer_beyond_the_embedding_is_found_out(hub, folder):
 def test_a_damaged_file_is_found_out(hub, folder, file):
     content = (folder / file).read_bytes()
     (folder / file).write_bytes(content[: len(content) // 2])
-    with pytest.raises((Fault, UserError)):
+    with pytest.raises((RuntimeFailure, UserError)):
         publish.push(folder, NAME)
     assert writes(hub) == []
 
@@ -209,7 +209,7 @@ def test_an_upload_that_broke_off_sends_only_what_is_missing(hub, folder):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     assert config["num_hidden_layers"] == 2
     hub.faults = [Trouble("POST .*/commit/", status=500)]
-    with pytest.raises(Fault, match="500") as caught:
+    with pytest.raises(RuntimeFailure, match="500") as caught:
         publish.push(folder, NAME)
     assert "model-00001-of-00002.safetensors, model-00002-of-00002.safetensors arrived" in caught.value.mend
     assert hub.model(NAME).commits == []
@@ -233,7 +233,7 @@ def test_weights_of_an_earlier_version_under_other_names_go(hub, folder):
 def test_an_error_on_any_way_up_is_told_without_the_token(hub, folder, capsys, monkeypatch, status, place):
     monkeypatch.setattr(publish, "try_out", lambda folder, prompt: "tried out elsewhere")
     hub.faults = [Trouble(place, status=status, times=99)]
-    with pytest.raises((Fault, UserError)) as caught:
+    with pytest.raises((RuntimeFailure, UserError)) as caught:
         publish.push(folder, NAME)
     assert caught.value.exit_code == (1 if status >= 500 else 2)
     assert TOKEN not in f"{caught.value!r} {caught.value} {capsys.readouterr()}"

@@ -31,9 +31,9 @@ def asked(*arguments):
 @pytest.fixture
 def backend(models):
     pytest.importorskip("lm_eval.api.model")
-    from steelyard.evaluate.lm_eval_backend import Backend
+    from steelyard.evaluate.lm_eval_backend import LmEvalModel
 
-    return Backend(writer(models / "llama"), batch=3)
+    return LmEvalModel(writer(models / "llama"), batch=3)
 
 
 def plain(backend, before, after):

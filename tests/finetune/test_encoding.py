@@ -7,7 +7,7 @@ import pytest
 
 from steelyard.core.errors import UserError
 from steelyard.finetune.conversation import Conversation, Message
-from steelyard.finetune.encoding import Encoded, Tally, encode, fitting
+from steelyard.finetune.encoding import Encoded, EncodeStats, encode, fitting
 from steelyard.finetune.packing import best_fit, efficiency
 from steelyard.finetune.templates import NAMED, Template
 from steelyard.text.tokenizer.train_tokenizer import SentencePieceOptions, train_byte_bpe, train_sentencepiece
@@ -70,24 +70,24 @@ def sample(size, learned):
 
 def test_what_does_not_fit_or_teaches_nothing_is_counted_or_refused():
     given = [(sample(5, 2), "a:1"), (sample(30, 2), "a:2"), (sample(30, 25), "a:3"), (sample(9, 0), "a:4")]
-    tally = Tally()
+    tally = EncodeStats()
     kept = list(fitting(given, 10, "truncate", "drop", tally))
     assert [len(each.ids) for each in kept] == [5, 11]
     assert dict(tally.counts) == {"kept": 2, "truncated": 2, "untrained": 2}
     assert len(tally.lines()) == 2
-    tally = Tally()
+    tally = EncodeStats()
     assert len(list(fitting(given, 10, "drop", "drop", tally))) == 1
     assert (tally.counts["overlong"], tally.counts["untrained"]) == (2, 1)
     with pytest.raises(UserError, match=r"a:2: .*30 tokens"):
-        list(fitting(given, 10, "refuse", "drop", Tally()))
+        list(fitting(given, 10, "refuse", "drop", EncodeStats()))
     with pytest.raises(UserError, match="a:2: no token"):
-        list(fitting(given, 10, "truncate", "refuse", Tally()))
+        list(fitting(given, 10, "truncate", "refuse", EncodeStats()))
 
 
 def test_a_first_token_alone_teaches_nothing():
     only_first = Encoded(np.arange(4, dtype=np.int32), np.array([True, False, False, False]))
     with pytest.raises(UserError, match="no token"):
-        list(fitting([(only_first, "a:1")], 10, "truncate", "refuse", Tally()))
+        list(fitting([(only_first, "a:1")], 10, "truncate", "refuse", EncodeStats()))
 
 
 @pytest.mark.parametrize("seed", range(5))

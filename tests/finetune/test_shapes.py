@@ -5,10 +5,10 @@ import json
 import pytest
 
 from steelyard.core.errors import UserError
-from steelyard.core.recipe.finetune_section import Finetune
+from steelyard.core.recipe.finetune_section import FinetuneSection
 from steelyard.finetune.conversation import BadRow
 from steelyard.finetune.dataset_formats import Markers, conversation, preference, shape_of
-from steelyard.finetune.encoding import Tally
+from steelyard.finetune.encoding import EncodeStats
 from steelyard.finetune.sft_dataset import conversations
 from tests.finetune.conftest import write_jsonl
 
@@ -74,16 +74,16 @@ def test_threads_of_single_messages_are_joined(tmp_path):
         {"message_id": "d", "parent_id": "c", "text": "Thanks.", "role": "prompter", "rank": None},
     ]
     write_jsonl(tmp_path / "oasst.jsonl", rows)
-    tune = Finetune(data=["oasst.jsonl"])
-    [found] = conversations([tmp_path / "oasst.jsonl"], tune, Tally())
+    tune = FinetuneSection(data=["oasst.jsonl"])
+    [found] = conversations([tmp_path / "oasst.jsonl"], tune, EncodeStats())
     assert [message.content for message in found.messages] == [ASKED, SAID, "Thanks."]
     rows[1]["role"] = "wizard"
     write_jsonl(tmp_path / "oasst.jsonl", rows)
     with pytest.raises(UserError, match=r"oasst.jsonl:2: 'wizard'"):
-        list(conversations([tmp_path / "oasst.jsonl"], tune, Tally()))
+        list(conversations([tmp_path / "oasst.jsonl"], tune, EncodeStats()))
     with pytest.raises(UserError, match="not of the shape flat-tree"):
         write_jsonl(tmp_path / "other.jsonl", [ROWS["messages"]])
-        list(conversations([tmp_path / "other.jsonl"], Finetune(data=["x"], shape="flat-tree"), Tally()))
+        list(conversations([tmp_path / "other.jsonl"], FinetuneSection(data=["x"], shape="flat-tree"), EncodeStats()))
 
 
 @pytest.mark.parametrize(
@@ -107,10 +107,10 @@ def test_a_row_that_breaks_its_promise_is_named(row, reason, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(ROWS["messages"]) + "\n" + json.dumps(row) + "\n{oops\n")
     with pytest.raises(UserError) as caught:
-        list(conversations([path], Finetune(data=["x"]), Tally()))
+        list(conversations([path], FinetuneSection(data=["x"]), EncodeStats()))
     assert f"{path}:2" in str(caught.value)
-    tally = Tally()
-    kept = list(conversations([path], Finetune(data=["x"], bad_rows="drop"), tally))
+    tally = EncodeStats()
+    kept = list(conversations([path], FinetuneSection(data=["x"], bad_rows="drop"), tally))
     assert len(kept) == 1
     assert tally.counts["bad"] == 2
 

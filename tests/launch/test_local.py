@@ -11,10 +11,10 @@ import pytest
 
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import load_recipe
-from steelyard.core.recipe.parallel_section import Parallel
+from steelyard.core.recipe.parallel_section import ParallelSection
 from steelyard.launch import spawn
-from steelyard.launch.error_file import LastWords
-from steelyard.launch.root_cause import Ended, blame
+from steelyard.launch.error_file import ErrorRecord
+from steelyard.launch.root_cause import RankExit, blame
 from tests import preloaded
 from tests.conftest import kill
 
@@ -240,12 +240,12 @@ def test_what_a_dead_rank_started_is_ended_with_it(start):
     assert "rank 1 ended with exit code 3" in job.end()
 
 
-def words(kind="Fault", lost=False, shared=False, at=0.0, code=1) -> LastWords:
-    return LastWords(kind, f"{kind} at {at}", code, at, lost, shared)
+def words(kind="Fault", lost=False, shared=False, at=0.0, code=1) -> ErrorRecord:
+    return ErrorRecord(kind, f"{kind} at {at}", code, at, lost, shared)
 
 
-def ended(rank, code, said=None, sent=(), at=9.0) -> Ended:
-    return Ended(rank, code, at, frozenset(sent), said)
+def ended(rank, code, said=None, sent=(), at=9.0) -> RankExit:
+    return RankExit(rank, code, at, frozenset(sent), said)
 
 
 @pytest.mark.parametrize(
@@ -294,9 +294,9 @@ def test_the_launcher_imports_no_torch():
 
 
 def test_a_plan_says_how_many_ranks_it_runs_on(workplace):
-    plan = Parallel(tensor=2, pipeline=2)
+    plan = ParallelSection(tensor=2, pipeline=2)
     assert (plan.data_for(4), plan.data_for(12)) == (1, 3)
-    for world, wrong in ((6, plan), (2, plan), (8, Parallel(tensor=2, data=2)), (1, plan)):
+    for world, wrong in ((6, plan), (2, plan), (8, ParallelSection(tensor=2, data=2)), (1, plan)):
         with pytest.raises(UserError, match=f"not on {world}"):
             wrong.data_for(world)
     assert load_recipe(workplace.recipe).parallel.data_for(7) == 7

@@ -14,7 +14,7 @@ from steelyard.core.errors import UserError
 from steelyard.launch import cancel, job_tags, launch_record, run_list, scheduler
 from steelyard.launch.launch_record import Launch
 from steelyard.launch.submit import intended
-from steelyard.observe.run_state import State
+from steelyard.observe.run_state import RunState
 from steelyard.observe.scheduler_poll import Asking
 from steelyard.tune import submitted_trial
 
@@ -62,8 +62,8 @@ def test_a_submission_killed_behind_sbatch_is_listed_taken_up_and_cancelled(queu
     run = tmp_path / "runs" / "lost"
     assert json.loads((run / "launch.json").read_text())["jobs"] == []
     copy = shutil.copytree(run, tmp_path / "watched" / "lost")  # For watch, which asks as it goes.
-    Asking(copy).ask(State(copy))
-    assert State(copy).refresh().job_states == {"PENDING"}
+    Asking(copy).ask(RunState(copy))
+    assert RunState(copy).refresh().job_states == {"PENDING"}
     [row] = run_list.rows(tmp_path / "runs")
     assert (row["jobs"], row["state"]) == (["40"], "PENDING")
     assert submitted_trial.can_be_taken_up(run)

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from steelyard.core.recipe.site_section import Site
+from steelyard.core.recipe.site_section import SiteSection
 from steelyard.launch import rendezvous_file, slurm
-from steelyard.launch.node_groups import Group
+from steelyard.launch.node_groups import NodeGroup
 from steelyard.parallel import port_discovery
 from tests import preloaded
 from tests.launch.test_submit import order
@@ -119,7 +119,7 @@ def test_a_job_follows_what_becomes_of_the_other_job_of_its_run(tmp_path: Path, 
         (tmp_path / "bin").mkdir(exist_ok=True)
         (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / "bin" / name).chmod(0o755)
-    two = order(tmp_path, Site(heterogeneous="several-jobs"), groups=[Group(1, 1), Group(1, 2)])
+    two = order(tmp_path, SiteSection(heterogeneous="several-jobs"), groups=[NodeGroup(1, 1), NodeGroup(1, 2)])
     given = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
     done = subprocess.run(
         ["bash", "-c", slurm.text(two, 0)], env=given, cwd=tmp_path, capture_output=True, text=True, timeout=150
@@ -128,7 +128,9 @@ def test_a_job_follows_what_becomes_of_the_other_job_of_its_run(tmp_path: Path, 
 
 
 def test_before_they_met_a_job_waits_for_one_in_the_queue(tmp_path: Path):
-    text = slurm.text(order(tmp_path, Site(heterogeneous="several-jobs"), groups=[Group(1, 1), Group(1, 2)]), 0)
+    text = slurm.text(
+        order(tmp_path, SiteSection(heterogeneous="several-jobs"), groups=[NodeGroup(1, 1), NodeGroup(1, 2)]), 0
+    )
     (tmp_path / "launch").mkdir()
     (tmp_path / "launch" / "jobs").write_text("7\n8\n")
     functions = text.split("attempt=$SLURM_JOB_ID")[0].partition("how_others_are")[2]

@@ -8,9 +8,9 @@ import pytest
 
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import load_recipe
-from steelyard.core.recipe.site_section import Container, Site
+from steelyard.core.recipe.site_section import ContainerSection, SiteSection
 from steelyard.launch import preflight, submit
-from steelyard.launch.submit import Request
+from steelyard.launch.submit import SubmitRequest
 from tests import preloaded
 
 
@@ -26,11 +26,13 @@ def queue(in_workplace, monkeypatch):
     return in_workplace.path / "queued"
 
 
-def asked(*overrides: str, **changes) -> Request:
-    return Request("slurm", **({"site": Site(ranks_per_node=1)} | changes), recipe=load_recipe("tiny.toml", overrides))
+def asked(*overrides: str, **changes) -> SubmitRequest:
+    return SubmitRequest(
+        "slurm", **({"site": SiteSection(ranks_per_node=1)} | changes), recipe=load_recipe("tiny.toml", overrides)
+    )
 
 
-def refused(queue: Path, request: Request, message: str) -> None:
+def refused(queue: Path, request: SubmitRequest, message: str) -> None:
     with pytest.raises(UserError, match=message):
         submit.submit(request)
     assert not queue.exists()
@@ -75,8 +77,8 @@ def test_paths_inside_a_container_are_looked_for_where_they_are_bound_from(queue
     Path("elsewhere").mkdir()
     for name in ("tokens_text_document.idx", "tokens_text_document.bin"):
         shutil.move(name, f"elsewhere/{name}")
-    container = Container(kind="docker", image="x", binds=[f"{Path.cwd()}/elsewhere:/data"])
-    bound = Site(ranks_per_node=1, container=container)
+    container = ContainerSection(kind="docker", image="x", binds=[f"{Path.cwd()}/elsewhere:/data"])
+    bound = SiteSection(ranks_per_node=1, container=container)
     refused(queue, asked("data.train=/data/other", site=bound), "there is no token file /data/other.idx")
     submit.submit(asked("data.train=/data/tokens_text_document", "train.device=cpu", site=bound))
     assert "warning" not in capsys.readouterr().err
@@ -87,12 +89,12 @@ def test_paths_inside_a_container_are_looked_for_where_they_are_bound_from(queue
 def test_a_layout_that_does_not_fit_the_gpus_is_refused_with_what_would_help(queue, capsys):
     data = [f"data.train={Path.cwd()}/tokens_text_document"]
     large = load_recipe("gpt2-xl", [*data, "parallel.pipeline=1", "train.micro_batch=64", "train.global_batch=64"])
-    request = Request("slurm", Site(gres="gpu:t4:1"), recipe=large)
+    request = SubmitRequest("slurm", SiteSection(gres="gpu:t4:1"), recipe=large)
     with pytest.raises(UserError, match=r"pipeline rank 0 needs .* and t4 has") as error:
         submit.submit(request)
     assert "would need" in str(error.value.mend)
     assert not queue.exists()
-    submit.submit(asked("train.device=auto", site=Site(gres="gpu:1")))
+    submit.submit(asked("train.device=auto", site=SiteSection(gres="gpu:1")))
     assert "memory was not checked" in capsys.readouterr().err
 
 

@@ -14,15 +14,15 @@ import pytest
 
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import load_recipe
-from steelyard.core.recipe.site_section import Container, Mpi, Site
+from steelyard.core.recipe.site_section import ContainerSection, MpiSection, SiteSection
 from steelyard.launch import containers, job_array, mpi, node_groups, rendezvous_file, site_shell, sites, slurm, submit
-from steelyard.launch.job_spec import Order
-from steelyard.launch.node_groups import Group
-from steelyard.launch.submit import Request, preview
+from steelyard.launch.job_spec import JobSpec
+from steelyard.launch.node_groups import NodeGroup
+from steelyard.launch.submit import SubmitRequest, preview
 from steelyard.plan import cluster as clusters
 
 HOSTILE = "a b'\"$(touch pwned)`touch pwned`\n;touch pwned #"
-PLAIN = Site()
+PLAIN = SiteSection()
 CLUSTER = """
 [[nodes]]
 type = "a10"
@@ -42,9 +42,9 @@ gres = "gpu:a100:4"
 """
 
 
-def order(run: Path, site: Site = PLAIN, **changes) -> Order:
-    values = {"groups": [Group(1, 1)], "command": ["true"], "name": "x", "python": "python3", "workdir": str(run)}
-    return Order(run=run, site=site, submitted="now", **{**values, **changes})
+def order(run: Path, site: SiteSection = PLAIN, **changes) -> JobSpec:
+    values = {"groups": [NodeGroup(1, 1)], "command": ["true"], "name": "x", "python": "python3", "workdir": str(run)}
+    return JobSpec(run=run, site=site, submitted="now", **{**values, **changes})
 
 
 @pytest.fixture
@@ -59,8 +59,8 @@ def plan(*overrides: str):
 
 def test_nodes_follow_from_the_placement_in_its_order(mixed):
     recipe = plan("parallel.data=8", 'parallel.placement=["a100:1", "a10:7", "a10:8"]')
-    found = node_groups.of_plan(recipe, mixed, Site(), None, None)
-    assert found == [Group(1, 4, "gpu1", "gpu:a100:4"), Group(15, 4, "gpu2", "gpu:a10:4")]
+    found = node_groups.of_plan(recipe, mixed, SiteSection(), None, None)
+    assert found == [NodeGroup(1, 4, "gpu1", "gpu:a100:4"), NodeGroup(15, 4, "gpu2", "gpu:a10:4")]
     assert node_groups.written(found) == "1x4,15x4"
 
 
@@ -75,19 +75,21 @@ def test_nodes_follow_from_the_placement_in_its_order(mixed):
 )
 def test_a_placement_that_the_cluster_lacks_is_refused(mixed, placement, message):
     with pytest.raises(UserError, match=message):
-        node_groups.of_plan(plan(f"parallel.placement={placement}"), mixed, Site(), None, None)
+        node_groups.of_plan(plan(f"parallel.placement={placement}"), mixed, SiteSection(), None, None)
 
 
 def test_a_plan_without_a_placement_fills_nodes_of_the_site():
     recipe = plan("parallel.data=4")
-    assert node_groups.of_plan(recipe, None, Site(ranks_per_node=4), None, None) == [Group(8, 4, None, "gpu:4")]
+    assert node_groups.of_plan(recipe, None, SiteSection(ranks_per_node=4), None, None) == [
+        NodeGroup(8, 4, None, "gpu:4")
+    ]
     with pytest.raises(UserError, match="do not fill nodes of 5"):
-        node_groups.of_plan(recipe, None, Site(ranks_per_node=5), None, None)
+        node_groups.of_plan(recipe, None, SiteSection(ranks_per_node=5), None, None)
 
 
 def test_several_partitions_become_one_heterogeneous_job(tmp_path):
-    two = [Group(1, 4, "gpu1", "gpu:a100:4"), Group(7, 4, "gpu2", "gpu:a10:4")]
-    made = order(tmp_path, Site(account="nlp", sbatch=["--qos=long"]), groups=two, time_limit="24:00:00")
+    two = [NodeGroup(1, 4, "gpu1", "gpu:a100:4"), NodeGroup(7, 4, "gpu2", "gpu:a10:4")]
+    made = order(tmp_path, SiteSection(account="nlp", sbatch=["--qos=long"]), groups=two, time_limit="24:00:00")
     words = slurm.sbatch(made)
     first, second = words[: words.index(":")], words[words.index(":") + 1 :]
     assert {"--nodes=1", "--partition=gpu1", "--gres=gpu:a100:4", "--cpus-per-task=16", "--qos=long"} <= set(first)
@@ -99,8 +101,8 @@ def test_several_partitions_become_one_heterogeneous_job(tmp_path):
 
 
 def test_where_they_are_forbidden_each_partition_is_a_job_that_knows_its_place(tmp_path):
-    two = [Group(1, 4, "gpu1"), Group(7, 4, "gpu2")]
-    made = order(tmp_path, Site(heterogeneous="several-jobs"), groups=two)
+    two = [NodeGroup(1, 4, "gpu1"), NodeGroup(7, 4, "gpu2")]
+    made = order(tmp_path, SiteSection(heterogeneous="several-jobs"), groups=two)
     assert slurm.jobs(made) == [0, 1]
     assert ":" not in slurm.sbatch(made, 1)
     assert "--group 1" in slurm.text(made, 1)
@@ -116,8 +118,8 @@ def test_every_word_of_a_person_stays_one_word(tmp_path, monkeypatch):
     programs.mkdir()
     (programs / "srun").write_text('#!/bin/bash\nprintf "%s\\0" "$@" >"$SEEN"\nprintf "%s\\0" "$HOSTILE" >>"$SEEN"\n')
     (programs / "srun").chmod(0o755)
-    site = Site(
-        environment={"HOSTILE": HOSTILE}, container=Container(kind="apptainer", image=HOSTILE, options=[HOSTILE])
+    site = SiteSection(
+        environment={"HOSTILE": HOSTILE}, container=ContainerSection(kind="apptainer", image=HOSTILE, options=[HOSTILE])
     )
     made = order(place, site, name=HOSTILE, command=["python3", HOSTILE], workdir=str(place))
     seen = tmp_path / "seen"
@@ -140,25 +142,25 @@ def _nothing():
 
 
 def test_mpirun_can_be_asked_for_the_line_of_a_megatron_script(tmp_path):
-    site = Site(
-        mpi=Mpi(
+    site = SiteSection(
+        mpi=MpiSection(
             mpirun="/opt/openmpi/bin/mpirun", hosts=["192.168.1.1", "192.168.1.2"], slots=120, cpus_per_rank=15,
             ssh_port=53412, ssh_options=["-o StrictHostKeyChecking=no"],
         )
     )  # fmt: skip
-    line = shlex.join(mpi.options(site, [Group(2, 8)]))
+    line = shlex.join(mpi.options(site, [NodeGroup(2, 8)]))
     assert line == (
         "/opt/openmpi/bin/mpirun -x MASTER_ADDR=192.168.1.1 --host 192.168.1.1:120,192.168.1.2:120 "
         "--map-by ppr:8:node --cpus-per-rank 15 --mca plm_rsh_args '-o StrictHostKeyChecking=no -p 53412'"
     )
-    words = mpi.command(order(tmp_path, site, groups=[Group(2, 8)], command=["steelyard", "train", "my.toml"]))
+    words = mpi.command(order(tmp_path, site, groups=[NodeGroup(2, 8)], command=["steelyard", "train", "my.toml"]))
     assert words[-4:] == ["--", "steelyard", "train", "my.toml"]
     with pytest.raises(UserError, match="needs 3 hosts"):
-        mpi.refuse_hosts(site, [Group(3, 8)])
-    mpi.refuse_hosts(site, [Group(2, 8)])
+        mpi.refuse_hosts(site, [NodeGroup(3, 8)])
+    mpi.refuse_hosts(site, [NodeGroup(2, 8)])
     site.mpi.ssh_options.append("-o X=$(touch pwned)")
     with pytest.raises(UserError, match="read by a shell"):
-        mpi.refuse_hosts(site, [Group(2, 8)])
+        mpi.refuse_hosts(site, [NodeGroup(2, 8)])
 
 
 @pytest.mark.parametrize(
@@ -173,7 +175,7 @@ def test_mpirun_can_be_asked_for_the_line_of_a_megatron_script(tmp_path):
 )
 def test_a_container_is_words_before_the_command(kind, expected):
     image = "" if kind == "none" else "image"
-    site = Site(container=Container(kind=kind, image=image, binds=["/data"]))
+    site = SiteSection(container=ContainerSection(kind=kind, image=image, binds=["/data"]))
     words = containers.wrapped(site, ["python3"], "/work", None, gpus=True)
     assert words[: len(expected)] == expected
     assert words[-1] == "python3"
@@ -181,7 +183,7 @@ def test_a_container_is_words_before_the_command(kind, expected):
 
 def test_enroot_keeps_what_is_set_and_the_folder(tmp_path):
     """A program of ours in the place of enroot clears the environment and goes elsewhere, as enroot does."""
-    fake, image = tmp_path / "enroot", Container(kind="enroot", image="x.sqsh", binds=["/data"])
+    fake, image = tmp_path / "enroot", ContainerSection(kind="enroot", image="x.sqsh", binds=["/data"])
     fake.write_text("""#!/bin/bash
         shift; kept=()
         while [[ $1 == --* ]]; do
@@ -192,7 +194,7 @@ def test_enroot_keeps_what_is_set_and_the_folder(tmp_path):
     fake.chmod(0o755)
     command = ["sh", "-c", 'echo "$PWD|$SLURM_PROCID|$MINE|${CUDA_VISIBLE_DEVICES-unset}"']
     words = containers.wrapped(
-        Site(container=image, environment={"MINE": "x"}), command, str(tmp_path), None, gpus=True
+        SiteSection(container=image, environment={"MINE": "x"}), command, str(tmp_path), None, gpus=True
     )
     there = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_PROCID": "3", "MINE": "two words"}
     done = subprocess.run(words, env=there, capture_output=True, text=True, timeout=150)
@@ -200,7 +202,7 @@ def test_enroot_keeps_what_is_set_and_the_folder(tmp_path):
 
 
 def test_enroot_is_told_of_binds_as_its_fstab_has_them():
-    site = Site(container=Container(kind="enroot", image="x.sqsh", binds=["/data:/mnt:ro"]))
+    site = SiteSection(container=ContainerSection(kind="enroot", image="x.sqsh", binds=["/data:/mnt:ro"]))
     assert "/data:/mnt:rbind,x-create=auto,ro" in containers.wrapped(site, ["true"], "/work", None, gpus=False)
     with pytest.raises(UserError, match="holds a space"):
         containers.wrapped(site, ["true"], "/my work", None, gpus=False)
@@ -209,7 +211,9 @@ def test_enroot_is_told_of_binds_as_its_fstab_has_them():
 @pytest.mark.parametrize("kind", ["apptainer", "docker", "podman", "enroot"])
 def test_folders_before_path_leave_the_image_its_own_path(kind):
     """A module's apptainer may need them outside; inside, the host's PATH would hide the image's programs."""
-    site = Site(container=Container(kind=kind, image="x"), prepend={"PATH": ["/host/bin"], "LD_LIBRARY_PATH": ["/l"]})
+    site = SiteSection(
+        container=ContainerSection(kind=kind, image="x"), prepend={"PATH": ["/host/bin"], "LD_LIBRARY_PATH": ["/l"]}
+    )
     text = site_shell.script_for(site, ["true"])
     assert 'export PATH=/host/bin"${PATH:+:$PATH}"' in text
     assert ("APPTAINERENV_PREPEND_PATH=/host/bin\n" in text) == (kind == "apptainer")
@@ -220,14 +224,14 @@ def test_folders_before_path_leave_the_image_its_own_path(kind):
 
 
 def test_pyxis_is_options_of_srun(tmp_path):
-    site = Site(container=Container(kind="pyxis", image="repo/image:1", binds=["/data:/mnt"]))
+    site = SiteSection(container=ContainerSection(kind="pyxis", image="repo/image:1", binds=["/data:/mnt"]))
     text = slurm.text(order(tmp_path, site))
     assert "--container-image=repo/image:1" in text
     assert "--container-mounts=/data:/mnt" in text
 
 
 def test_pyxis_reloads_an_image_outside_of_it(tmp_path):
-    site = Site(container=Container(kind="pyxis", image="x.sqsh"))
+    site = SiteSection(container=ContainerSection(kind="pyxis", image="x.sqsh"))
     first = slurm.text(order(tmp_path, site, reload_container=True)).split("enroot remove")[0]
     assert "--container-" not in first
 
@@ -257,9 +261,9 @@ def test_a_refused_follower_takes_the_master_off_the_queue(tmp_path, monkeypatch
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
-    two = order(tmp_path, Site(heterogeneous="several-jobs"), groups=[Group(1, 1), Group(1, 2)])
+    two = order(tmp_path, SiteSection(heterogeneous="several-jobs"), groups=[NodeGroup(1, 1), NodeGroup(1, 2)])
     with pytest.raises(UserError, match="refuses"):
-        submit._queue(Request("slurm", PLAIN), two)
+        submit._queue(SubmitRequest("slurm", PLAIN), two)
     assert (tmp_path / "cancelled").read_text() == "41\n"
     assert not (tmp_path / "launch.json").exists()  # Nothing was handed over.
 
@@ -275,9 +279,9 @@ def test_nodes_of_the_master_wait_for_followers_in_the_queue(tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        (Request("local", PLAIN, plan(), nodes=2), "one node"),
-        (Request("slurm", PLAIN, plan(), job="7;x"), "no number of a job"),
-        (Request("local", PLAIN, plan(), time_limit="1:00:00"), "no time limit"),
+        (SubmitRequest("local", PLAIN, plan(), nodes=2), "one node"),
+        (SubmitRequest("slurm", PLAIN, plan(), job="7;x"), "no number of a job"),
+        (SubmitRequest("local", PLAIN, plan(), time_limit="1:00:00"), "no time limit"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_before_anything_is_written(tmp_path, monkeypatch, request_, message):
@@ -293,7 +297,7 @@ def test_an_unpacked_image_is_reused_until_it_is_reloaded(tmp_path):
     fake.parent.mkdir()
     fake.write_text(f'#!/bin/bash\necho "$@" >>{tmp_path}/calls\nmkdir -p "$3"\n')
     fake.chmod(0o755)
-    container = Container(kind="apptainer", image="my image.sif", unpack=str(tmp_path / "place"))
+    container = ContainerSection(kind="apptainer", image="my image.sif", unpack=str(tmp_path / "place"))
     for reload in (False, False, True):
         script = containers.preparation(container, reload)
         subprocess.run(["bash", "-c", script], env={"PATH": f"{fake.parent}:/usr/bin:/bin"}, check=True, timeout=150)
@@ -307,7 +311,7 @@ def test_an_unpacked_image_is_reused_until_it_is_reloaded(tmp_path):
     "trap", ["a link", "another user's folder", "a folder others write to", "a parent others write to"]
 )
 def test_an_image_is_not_unpacked_where_others_could_change_it(tmp_path, trap):
-    container = Container(kind="apptainer", image="x.sif", unpack=str(tmp_path / "shared"))
+    container = ContainerSection(kind="apptainer", image="x.sif", unpack=str(tmp_path / "shared"))
     place = Path(containers.unpacked(container)).parent
     place.parent.mkdir()
     match trap:
@@ -331,9 +335,9 @@ def test_an_image_is_not_unpacked_where_others_could_change_it(tmp_path, trap):
 
 
 def test_a_shell_has_the_modules_the_environment_and_the_container(tmp_path):
-    site = Site(
+    site = SiteSection(
         modules=["apptainer", "cuda/12.4"], environment={"A": "b c"}, prepend={"LD_LIBRARY_PATH": ["/x", "/y"]},
-        container=Container(kind="apptainer", image="i.sif"), workdir=str(tmp_path),
+        container=ContainerSection(kind="apptainer", image="i.sif"), workdir=str(tmp_path),
     )  # fmt: skip
     text = site_shell.script_for(site, [])
     assert "module load apptainer cuda/12.4 || exit 1" in text
@@ -341,7 +345,7 @@ def test_a_shell_has_the_modules_the_environment_and_the_container(tmp_path):
     assert 'export LD_LIBRARY_PATH=/x:/y"${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"' in text
     assert 'export APPTAINERENV_LD_LIBRARY_PATH="$LD_LIBRARY_PATH"' in text
     assert text.splitlines()[-1].startswith("exec apptainer exec")
-    plain = site.model_copy(update={"modules": [], "container": Container()})
+    plain = site.model_copy(update={"modules": [], "container": ContainerSection()})
     done = subprocess.run(
         ["bash", "-c", site_shell.script_for(plain, ["env"])],
         capture_output=True, text=True, env={"PATH": "/usr/bin:/bin", "LD_LIBRARY_PATH": "/z"}, timeout=150,
@@ -354,7 +358,7 @@ def test_a_site_is_found_by_name_and_the_recipe_goes_before_it(tmp_path):
     file = tmp_path / "sites.toml"
     file.write_text('default = "one"\n[one]\naccount = "a"\npartition = "p"\n[two]\n')
     assert sites.find(None, None, file)[0] == "one"
-    name, site = sites.find("one", Site(partition="q"), file)
+    name, site = sites.find("one", SiteSection(partition="q"), file)
     assert (name, site.account, site.partition) == ("one", "a", "q")
     assert sites.find("two", None, file)[1].account is None
     with pytest.raises(UserError, match="there is no site tow") as error:
@@ -397,7 +401,7 @@ def test_a_secret_on_the_command_line_reaches_the_job_and_no_file_that_others_ca
     for program in ("python", "srun", "mpirun"):
         (tmp_path / program).chmod(0o755)
     words = ["tune", "my.toml", "--storage", url]
-    request = Request(on, Site(python=str(stand_in)), words=words)
+    request = SubmitRequest(on, SiteSection(python=str(stand_in)), words=words)
     assert "sesame" not in json.dumps(preview(request))
     made = submit.prepare(request)
     submit.note(request, made, ["1"], {"pid": 1, "started": None, "host": "elsewhere"})
@@ -410,7 +414,7 @@ def test_a_secret_on_the_command_line_reaches_the_job_and_no_file_that_others_ca
 
 def test_a_dry_run_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    request = Request("slurm", Site(ranks_per_node=4), plan("parallel.data=4"), time_limit="1:00:00")
+    request = SubmitRequest("slurm", SiteSection(ranks_per_node=4), plan("parallel.data=4"), time_limit="1:00:00")
     result, text = preview(request)
     assert not list(tmp_path.iterdir())
     assert "--nodes=8" in result["lines"][0]
@@ -431,7 +435,7 @@ def test_the_tasks_of_an_array_keep_their_logs_apart_and_are_shown_before(tmp_pa
     (tmp_path / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
-    base = Request("slurm", PLAIN, plan(), skip_checks=True)
+    base = SubmitRequest("slurm", PLAIN, plan(), skip_checks=True)
     wanted = job_array.requests(base, ["train.seed=[1, 2]"], lambda overrides: plan(*overrides))
     shown, text = job_array.preview(wanted)
     assert not Path("runs").exists()
@@ -455,7 +459,7 @@ def test_an_allocation_is_used_without_the_words_of_the_step_one_sits_in(monkeyp
 
 def test_a_dry_run_names_the_folder_that_the_run_will_have(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    request = Request("local", PLAIN, words=["doctor"], name="twice")
+    request = SubmitRequest("local", PLAIN, words=["doctor"], name="twice")
     for name in ("twice", "twice-2"):
         assert submit.preview(request)[0]["run"] == str(tmp_path / "runs" / name)
         assert submit.prepare(request).run == tmp_path / "runs" / name

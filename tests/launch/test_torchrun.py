@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from steelyard.core.recipe.site_section import Site
+from steelyard.core.recipe.site_section import SiteSection
 from steelyard.launch import torchrun
-from steelyard.launch.job_spec import Order
-from steelyard.launch.node_groups import Group
-from steelyard.launch.submit import Request, preview
+from steelyard.launch.job_spec import JobSpec
+from steelyard.launch.node_groups import NodeGroup
+from steelyard.launch.submit import SubmitRequest, preview
 from tests import preloaded
 from tests.conftest import kill
 
@@ -46,8 +46,8 @@ class Job:
         self.folder = folder
         (folder / "logs").mkdir()
         (folder / "rank.py").write_text(RANK + work)
-        order = Order(
-            run=folder, name="x", site=Site(), groups=[Group(1, 2)], command=[sys.executable, "rank.py"],
+        order = JobSpec(
+            run=folder, name="x", site=SiteSection(), groups=[NodeGroup(1, 2)], command=[sys.executable, "rank.py"],
             workdir=str(folder), python=sys.executable, submitted="now",
         )  # fmt: skip
         source = {"PYTHONPATH": str(Path(torchrun.__file__).parents[2])}
@@ -106,12 +106,12 @@ def test_the_script_of_a_local_run_is_a_line_of_torchrun(tmp_path, monkeypatch):
     from steelyard.core.recipe import load_recipe
 
     recipe = load_recipe("quickstart", ["parallel.tensor=2"])
-    [script] = preview(Request("local", Site(), recipe))[0]["scripts"].values()
+    [script] = preview(SubmitRequest("local", SiteSection(), recipe))[0]["scripts"].values()
     words = shlex.split(script.splitlines()[-1])
     assert {"torch.distributed.run", "--standalone", "--nproc-per-node=2"} <= set(words)
-    [script] = preview(Request("local", Site(port=23456), recipe))[0]["scripts"].values()
+    [script] = preview(SubmitRequest("local", SiteSection(port=23456), recipe))[0]["scripts"].values()
     assert "--master-port=23456" in shlex.split(script.splitlines()[-1])
-    [script] = preview(Request("local", Site(), words=["doctor"]))[0]["scripts"].values()
+    [script] = preview(SubmitRequest("local", SiteSection(), words=["doctor"]))[0]["scripts"].values()
     assert "torch" not in script  # Doctor runs where there is none.
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from steelyard.core.recipe.model_section import GptModel
+from steelyard.core.recipe.model_section import GptConfig
 from steelyard.model import build, init_weights
 from steelyard.model.attention import rows_of
 from steelyard.model.dropout import Dropout, kept, salt_of
@@ -82,7 +82,7 @@ def test_attention_drops_its_share_in_every_head_and_some_heads_alone_drop_the_s
 
 
 def test_every_layer_of_a_model_has_dropouts_of_its_own():
-    model = build(GptModel(family="gpt", layers=3, hidden=8, heads=2, vocab=9, dropout=0.1, attention_dropout=0.1))
+    model = build(GptConfig(family="gpt", layers=3, hidden=8, heads=2, vocab=9, dropout=0.1, attention_dropout=0.1))
     model.seed_dropout(7)
     salts = [module.salt for module in model.modules() if hasattr(module, "salt")]
     assert len(salts) == len(set(salts)) == 1 + 3 * 3

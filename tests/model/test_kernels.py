@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from steelyard.model.loss import WholeVocabulary, cross_entropy
+from steelyard.model.loss import VocabHead, cross_entropy
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("triton")
@@ -21,7 +21,7 @@ def test_the_fused_cross_entropy_is_the_plain_one(dtype, weighted):
     labels = torch.randint(0, VOCAB, (9,), generator=generator).to(DEVICE)
     labels[0] = VOCAB - 1
     weights = torch.rand(9, generator=generator).to(DEVICE) if weighted else None
-    losses, gradient = cross_entropy(logits.clone(), labels, weights, VOCAB, WholeVocabulary())
+    losses, gradient = cross_entropy(logits.clone(), labels, weights, VOCAB, VocabHead())
     fused_losses, fused_gradient = fused_cross_entropy(logits, labels, weights, VOCAB)
     torch.testing.assert_close(fused_losses, losses, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(fused_gradient, gradient, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from steelyard.model import loss as losses
-from steelyard.model.loss import WholeVocabulary, linear_cross_entropy
+from steelyard.model.loss import VocabHead, linear_cross_entropy
 
 BATCH, LENGTH, HIDDEN, VOCAB, PADDED = 3, 7, 16, 97, 128
 
@@ -34,7 +34,7 @@ def test_value_and_gradients_are_those_of_cross_entropy(monkeypatch, rows_at_onc
     weights = weights if weighted else None
     expected = plain(x, weight, labels, weights)
     wanted = torch.autograd.grad(expected * 3, (x, weight))
-    found = linear_cross_entropy(x, weight, labels, weights, VOCAB, WholeVocabulary())
+    found = linear_cross_entropy(x, weight, labels, weights, VOCAB, VocabHead())
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(torch.autograd.grad(found * 3, (x, weight)), wanted)
 
@@ -43,7 +43,7 @@ def test_rows_that_pad_get_no_gradient_and_no_share_of_the_probability():
     x, weight, labels, _ = drawn()
     with torch.no_grad():
         weight[VOCAB:] = 1e4
-    found = linear_cross_entropy(x, weight, labels, None, VOCAB, WholeVocabulary())
+    found = linear_cross_entropy(x, weight, labels, None, VOCAB, VocabHead())
     torch.testing.assert_close(found, plain(x, weight, labels, None))
     found.backward()
     assert not weight.grad[VOCAB:].any()
@@ -52,7 +52,7 @@ def test_rows_that_pad_get_no_gradient_and_no_share_of_the_probability():
 
 def test_large_logits_do_not_overflow():
     x, weight, labels, _ = drawn()
-    found = linear_cross_entropy(x * 1e3, weight * 1e2, labels, None, VOCAB, WholeVocabulary())
+    found = linear_cross_entropy(x * 1e3, weight * 1e2, labels, None, VOCAB, VocabHead())
     torch.testing.assert_close(found, plain(x * 1e3, weight * 1e2, labels, None))
 
 
@@ -61,7 +61,7 @@ def test_a_coarse_stream_still_sums_its_loss_in_fp32(dtype):
     x, weight, labels, _ = drawn(dtype)
     expected = plain(x, weight, labels, None)
     wanted = torch.autograd.grad(expected, (x, weight))
-    found = linear_cross_entropy(x, weight, labels, None, VOCAB, WholeVocabulary())
+    found = linear_cross_entropy(x, weight, labels, None, VOCAB, VocabHead())
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=0)
     gradients = torch.autograd.grad(found, (x, weight))
@@ -73,6 +73,6 @@ def test_a_coarse_stream_still_sums_its_loss_in_fp32(dtype):
 def test_without_gradients_only_the_value_is_computed():
     x, weight, labels, _ = drawn()
     with torch.no_grad():
-        found = linear_cross_entropy(x, weight, labels, None, VOCAB, WholeVocabulary())
+        found = linear_cross_entropy(x, weight, labels, None, VOCAB, VocabHead())
     assert not found.requires_grad
     torch.testing.assert_close(found, plain(x, weight, labels, None).detach())

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from steelyard.observe.run_state import State
+from steelyard.observe.run_state import RunState
 from tests.conftest import TINY
 
 NOW = 1_800_000_000.0
@@ -94,9 +94,9 @@ class Folder:
             os.utime(self.path / "logs" / f"{host}.gpu", (came, came))
         return self.path
 
-    def state(self) -> State:
+    def state(self) -> RunState:
         self.write()
-        state = State(self.path).refresh(self.now)
+        state = RunState(self.path).refresh(self.now)
         state.disk = (1 << 40, 4 << 40)  # Not this machine's own.
         return state
 

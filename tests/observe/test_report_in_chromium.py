@@ -246,8 +246,8 @@ def test_points_tell_their_texts_and_parallel_coordinates_keep_what_is_dragged_o
     name = "<img src=x onerror=alert(5)>"
     line = charts.Line(name, [3.0, 1.0, 2.0], [30.0, 10.0, None], marks="only", texts=["a <b>third</b>", "one", "two"])
     axes = [
-        charts.Axis(name, [0, 1, 1], [(0, "low"), (1, "<i>high")], ["low", "<i>high", "<i>high"]),
-        charts.Axis("loss", [1.0, 2.0, 3.0]),
+        charts.ChartAxis(name, [0, 1, 1], [(0, "low"), (1, "<i>high")], ["low", "<i>high", "<i>high"]),
+        charts.ChartAxis("loss", [1.0, 2.0, 3.0]),
     ]
     body = [
         charts.lines([line], name, "loss", points=True),

@@ -8,7 +8,7 @@ import pytest
 
 from steelyard.observe import run_state as states
 from steelyard.observe.error_scan import Complaints, clean, is_error
-from steelyard.observe.run_state import State
+from steelyard.observe.run_state import RunState
 from steelyard.observe.tail import Small, Tail
 from tests.observe.folders import NOW, Folder
 
@@ -79,12 +79,12 @@ def test_a_state_that_grew_with_the_run_is_the_one_that_met_it_late(tmp_path: Pa
     final = {name: (folder.write() / name).read_bytes() for name in ("metrics.jsonl", "logs/n1.err", "logs/n1.gpu")}
     for name in final:
         (folder.path / name).write_bytes(b"")
-    growing = State(folder.path).refresh(NOW)
+    growing = RunState(folder.path).refresh(NOW)
     for share in range(1, 8):
         for name, whole in final.items():
             append(folder.path / name, whole[(share - 1) * len(whole) // 7 : share * len(whole) // 7])
         growing.refresh(NOW)
-    late = State(folder.path).refresh(NOW)
+    late = RunState(folder.path).refresh(NOW)
     assert list(growing.metrics) == list(late.metrics) == folder.records
     assert growing.errors_of("n1") == late.errors_of("n1") == [(0, "ValueError: first")]
     assert growing.err["n1"].last(5) == late.err["n1"].last(5)
@@ -131,7 +131,7 @@ def test_of_a_long_log_the_end_is_read_first_and_then_the_rest_from_the_beginnin
     assert state.errors_of("n0") == [
         (whole.index("mine.Trouble"), "mine.Trouble: in the middle"), (whole.index("ValueError"), "ValueError: last")
     ]  # fmt: skip
-    assert State(folder.path).refresh(NOW).search(60).errors_of("n0") == state.errors_of("n0")
+    assert RunState(folder.path).refresh(NOW).search(60).errors_of("n0") == state.errors_of("n0")
     (folder.path / "logs" / "n0.err").write_text("KeyError: another file\n")
     assert [text for _, text in state.refresh(NOW).errors_of("n0")] == ["KeyError: another file"]
 
@@ -166,9 +166,9 @@ def test_an_error_is_an_error(line: str):
 def test_of_a_traceback_the_error_is_named_even_if_it_comes_in_pieces():
     found = Complaints()
     for piece in ("[rank1]: Traceback (most recent call last):\n", '[rank1]:   File "x.py"\n[rank1]:     f(x)\n',
-                  "[rank1]: steelyard.core.errors.Fault: the disk is gone\n", "step 4\n"):  # fmt: skip
+                  "[rank1]: steelyard.core.errors.RuntimeFailure: the disk is gone\n", "step 4\n"):  # fmt: skip
         found.look(piece.encode())
-    assert [text for _, text in found.found] == ["steelyard.core.errors.Fault: the disk is gone"]
+    assert [text for _, text in found.found] == ["steelyard.core.errors.RuntimeFailure: the disk is gone"]
 
 
 def test_harmless_lines_are_no_errors():

@@ -10,7 +10,7 @@ import pytest
 
 from steelyard.core import files
 from steelyard.observe import scheduler_poll
-from steelyard.observe.run_state import State
+from steelyard.observe.run_state import RunState
 from steelyard.observe.run_view import view
 from steelyard.observe.scheduler_poll import Asking
 from steelyard.observe.terminal import plain
@@ -531,13 +531,13 @@ def test_a_pause_is_measured_by_the_runs_own_pace_and_by_the_watchers_patience(f
     path = folder.write()
 
     def kinds(patience: float) -> list[str]:
-        state = State(path, patience).refresh(NOW)
+        state = RunState(path, patience).refresh(NOW)
         state.disk = (1 << 40, 4 << 40)
         return [verdict.kind for verdict in judge(state)]
 
     assert kinds(60.0) == kinds(55.0) == ["healthy"]
     assert kinds(0.0) == kinds(42.0) == ["no-progress"]
-    assert "0:48 would be much already" in judge(State(path, 0.0).refresh(NOW))[0].message
+    assert "0:48 would be much already" in judge(RunState(path, 0.0).refresh(NOW))[0].message
 
 
 def test_the_device_that_stands_still_while_others_wait_is_named(folder: Folder):
@@ -590,7 +590,7 @@ def test_files_that_hold_nonsense_do_no_harm(folder: Folder):
     )
     (path / "logs" / "n0.gpu").write_text('{"time": 1, "devices": [3, {"utilisation": "x"}]}\n{"time": "x"}\n')
     (path / "scheduler.jsonl").write_text(json.dumps({"state": 3}) + "\n")
-    assert judge(State(path).refresh(NOW))
+    assert judge(RunState(path).refresh(NOW))
 
 
 @pytest.mark.parametrize("junk", [3.5, "x", True, [None], {"a": 1}, float("nan"), "\ud800"])

@@ -19,9 +19,9 @@ from steelyard.finetune import sft
 from steelyard.model import loss as losses
 from steelyard.model.loss import linear_cross_entropy
 from steelyard.parallel import tensor_parallel
-from steelyard.parallel.mesh import Axis
-from steelyard.parallel.tensor_parallel import VocabularyRows
-from steelyard.parallel.world import join
+from steelyard.parallel.mesh import MeshAxis
+from steelyard.parallel.tensor_parallel import VocabParallelHead
+from steelyard.parallel.world import init_distributed
 from steelyard.sparsity import sparsity_extension as sparsity
 from steelyard.train import engine
 from steelyard.train.extension import Extension
@@ -98,10 +98,10 @@ def hanging() -> None:
 def loss_over_the_vocabulary(rows_at_once: int) -> dict[str, Any]:
     """The fused loss with the head's rows on several ranks, and its gradients: this rank's rows, the whole stream."""
     x, weight, labels, weights = drawn()
-    with join("cpu", 0.5) as world:
-        axis = Axis(world.rank, world.size, dist.group.WORLD)
+    with init_distributed("cpu", 0.5) as world:
+        axis = MeshAxis(world.rank, world.size, dist.group.WORLD)
         mine = weight.detach().chunk(world.size)[world.rank].clone().requires_grad_()
-        vocabulary = VocabularyRows(axis, len(mine), by_sequence=False)
+        vocabulary = VocabParallelHead(axis, len(mine), by_sequence=False)
         losses.CHUNK_BYTES = 4 * len(mine) * rows_at_once
         found = linear_cross_entropy(vocabulary.enter(x), mine, labels, weights, VOCAB, vocabulary)
         found.backward()
@@ -121,11 +121,11 @@ def gradients_of_a_compiled_model() -> dict[str, float]:
     shape = load_recipe("tiny.toml", []).model
     tokens, labels = torch.randint(0, shape.vocab, (2, 2, 8), generator=torch.Generator().manual_seed(0))
     found: list[dict[str, torch.Tensor]] = []
-    with join("cpu", 0.5) as world:
+    with init_distributed("cpu", 0.5) as world:
         for is_compiled in (False, True):
             model = models.build(shape)
             models.init_weights(model, 0, 0.2, shape.layers)
-            tensor_parallel.split(model, Axis(world.rank, world.size, dist.group.WORLD), by_sequence=False)
+            tensor_parallel.split(model, MeshAxis(world.rank, world.size, dist.group.WORLD), by_sequence=False)
             for layer in model.layers.values() if is_compiled else ():
                 layer.compile(backend="aot_eager")
             model(tokens, labels_BL=labels).sum().backward()

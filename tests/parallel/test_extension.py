@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from steelyard.checkpoint.dcp_metadata import SafeReader
 from steelyard.model import LanguageModel
-from steelyard.parallel.param_shards import Part
+from steelyard.parallel.param_shards import ParamShard
 from steelyard.train.extension import Extension
 from tests.parallel.conftest import Layouts, difference
 from tests.parallel.test_layouts import parallel
@@ -40,7 +40,7 @@ class Gain(Extension):
     def metrics(self) -> dict[str, float]:
         return {"strength": self.strength}
 
-    def saves(self, part: Part) -> bool:
+    def saves(self, part: ParamShard) -> bool:
         return not part.name.endswith("gain")
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from steelyard.observe.rules.machine_rules import requested
-from steelyard.observe.run_state import State
+from steelyard.observe.run_state import RunState
 from steelyard.train.extension import Extension
 from tests.parallel.conftest import Layouts
 from tests.parallel.test_layouts import parallel
@@ -60,7 +60,7 @@ def test_the_ranks_of_a_host_say_who_they_are_and_what_they_do(layouts: Layouts)
     assert len(set(told["process ids"])) == 4
     assert began <= told["clock"] <= time.time()
     assert {"torch", "steelyard", "python"} <= told["versions"].keys()
-    state = State(run.path).refresh()
+    state = RunState(run.path).refresh()
     assert told["layout"] == {**requested(state), "world": 4, "data": 2}
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from steelyard.core.errors import Fault, UserError
+from steelyard.core.errors import RuntimeFailure, UserError
 from steelyard.parallel import port_discovery, rendezvous, world
-from steelyard.parallel.world import World, detect, everywhere, join
+from steelyard.parallel.world import World, detect, init_distributed, run_on_rank0
 from tests import preloaded
 
 
@@ -159,7 +159,7 @@ def test_a_port_that_was_set_and_is_taken_is_named(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     with socket.create_server(("", 0)) as taken:
         monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
-        with pytest.raises(Fault, match="is taken"):
+        with pytest.raises(RuntimeFailure, match="is taken"):
             rendezvous.meet(0, 2, 2, "torchrun", timedelta(seconds=5))
 
 
@@ -182,11 +182,11 @@ def test_a_process_that_is_alone_initialises_nothing(monkeypatch):
     for name in [name for name in os.environ if name in TORCHRUN or name.startswith(("SLURM", "OMPI", "PMI"))]:
         monkeypatch.delenv(name)
     before = dict(os.environ)
-    with join("cpu", 1) as alone:
+    with init_distributed("cpu", 1) as alone:
         import torch.distributed as dist
 
         assert not dist.is_initialized()
-        assert everywhere(alone, lambda: 7) == 7
+        assert run_on_rank0(alone, lambda: 7) == 7
     assert (alone, dict(os.environ)) == (World(), before)
 
 

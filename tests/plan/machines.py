@@ -3,9 +3,9 @@
 from steelyard.core.recipe import Recipe
 from steelyard.plan.cluster import Cluster
 from steelyard.plan.layout import Layout
-from steelyard.plan.layout_space import Limits
+from steelyard.plan.layout_space import SearchLimits
 
-FASOP = Limits(tensor=4, recomputes=("none",), zeros=(0,), schedules=("1f1b",), virtual=1, subsets=False)
+FASOP = SearchLimits(tensor=4, recomputes=("none",), zeros=(0,), schedules=("1f1b",), virtual=1, subsets=False)
 
 
 def cluster(*nodes: tuple[str, int, int], network: float = 12.5, latency: float = 5.0, **more) -> Cluster:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from steelyard.core.recipe import Recipe
 from steelyard.plan import communication, compute, megatron_memory, memory_fit
 from steelyard.plan.communication import BASE_LATENCY, LINK_SHARE, NETWORK_SHARE, SOCKET_SHARE, Ring, group
-from steelyard.plan.compute import MEMORY_SHARE, RAMP, Shape, Work
+from steelyard.plan.compute import MEMORY_SHARE, RAMP, LayerDims, Work
 from steelyard.plan.layout import Seats
 from steelyard.plan.predict import Predictor
 from steelyard.plan.software import MEGATRON, STEELYARD
@@ -49,19 +49,19 @@ def test_the_host_sets_the_pace_of_small_layers_and_the_gpu_of_large_ones():
     assert compute.together(1.0, 0.1) == pytest.approx(1.0, rel=1e-3)
     assert compute.together(0.1, 1.0) == pytest.approx(1.0, rel=1e-3)
     assert 1.0 < compute.together(1.0, 1.0) < 1.3
-    small = compute.layer(work(software=MEGATRON), Shape.of(gpt(hidden=256, heads=4)))
+    small = compute.layer(work(software=MEGATRON), LayerDims.of(gpt(hidden=256, heads=4)))
     assert small.host_forward > 5 * small.forward
 
 
 def test_a_softmax_that_cannot_be_fused_costs_the_host_more():
-    shape = Shape.of(gpt())
+    shape = LayerDims.of(gpt())
     fused = compute.layer(work(software=MEGATRON, tensor=4), shape)
     split = compute.layer(work(software=MEGATRON, tensor=8), shape)  # Two heads, one sequence: not a multiple of four.
     assert split.host_forward - fused.host_forward == pytest.approx(MEGATRON.split_softmax * MEGATRON.launch)
 
 
 def test_megatron_adds_bf16_gradients_to_sums_in_fp32_after_every_micro_batch():
-    shape = Shape.of(gpt())
+    shape = LayerDims.of(gpt())
     half, wide = (compute.layer(work(software=MEGATRON, precision=name), shape) for name in ("fp16", "bf16"))
     # 12 x 1024^2 weights, 10 bytes each: the sum read and written in fp32, the gradient read in bf16.
     assert wide.backward - half.backward == pytest.approx(10 * 12 * 1024**2 / (2039e9 * MEMORY_SHARE))
@@ -71,7 +71,7 @@ def test_megatron_adds_bf16_gradients_to_sums_in_fp32_after_every_micro_batch():
 def test_fp8_speeds_up_products_but_not_attention():
     recipe = gpt()
     h100 = replace(work(precision="bf16"), gpu=by_name("h100"))
-    shape = Shape.of(recipe)
+    shape = LayerDims.of(recipe)
     wide, narrow = compute.layer(h100, shape), compute.layer(replace(h100, precision="fp8"), shape)
     assert wide.forward / 2 < narrow.forward < wide.forward
     assert narrow.selective == wide.selective

@@ -6,7 +6,7 @@ import pytest
 
 from steelyard.core.recipe import Recipe
 from steelyard.plan import compute, megatron_memory, memory_fit, torchtitan_memory
-from steelyard.plan.compute import Shape, Work
+from steelyard.plan.compute import LayerDims, Work
 from steelyard.plan.predict import Predictor
 from steelyard.plan.software import DEEPSPEED, MEGATRON, STEELYARD, TORCHTITAN
 from steelyard.sizes.gpu_catalogue import by_name
@@ -106,7 +106,7 @@ def test_a_rank_that_sends_in_turn_spends_the_time_of_its_sends():
 
 def test_computing_a_layer_again_stops_before_its_last_product_but_under_megatron():
     recipe, gpu = gpt(precision="bf16"), by_name("a100-80")
-    shape = Shape.of(recipe)
+    shape = LayerDims.of(recipe)
     ours, theirs = (Work.of(recipe, gpu, each, 1, (1, 1, False)) for each in (STEELYARD, MEGATRON))
     last = compute.product(ours, 1024, 1024, 4096)
     assert compute.layer(ours, shape).recompute == pytest.approx(compute.layer(ours, shape).forward - last)
@@ -128,7 +128,7 @@ def test_softmax_in_fp32_is_two_passes_where_megatrons_kernel_is_one():
         work = Work.of(recipe, gpu, MEGATRON, 1, (1, 1, False))
         products = [compute.product(work, *one, batch=16, share=compute.BATCHED_SHARE)
                     for one in ((1024, 1024, 64), (1024, 64, 1024))]  # fmt: skip
-        seconds[precision] = compute._attention(work, Shape.of(recipe), 1024)[0] - sum(products)
+        seconds[precision] = compute._attention(work, LayerDims.of(recipe), 1024)[0] - sum(products)
     assert seconds["fp32"] == pytest.approx(16 * SCORES / (2039e9 * 0.92))
     assert seconds["fp16"] == pytest.approx(4 * SCORES / (2039e9 * 0.92))
 

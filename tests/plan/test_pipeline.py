@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steelyard.core.recipe.parallel_section import Parallel
+from steelyard.core.recipe.parallel_section import ParallelSection
 from steelyard.plan import pipeline_sim as pipeline_module
 from steelyard.plan.pipeline_sim import Times, at_least, events, settled, simulate
 from steelyard.sizes.in_flight import actions
@@ -67,7 +67,7 @@ def pipelines(draw):
 
 def relaxed(schedule, pipeline, virtual, micro_batches, given_times):
     """Another way to the same timetable: raise start times until no action starts too early."""
-    parallel = Parallel().model_copy(update={"schedule": schedule, "pipeline": pipeline, "virtual": virtual})
+    parallel = ParallelSection().model_copy(update={"schedule": schedule, "pipeline": pipeline, "virtual": virtual})
     queues, ends = [], {}
     for rank in range(pipeline):
         counts, queue = {}, []

@@ -12,7 +12,7 @@ from steelyard.core.recipe import Recipe
 from steelyard.plan import layout_space, memory_fit, partition, plan_pages
 from steelyard.plan.cluster import Cluster
 from steelyard.plan.layout import Layout
-from steelyard.plan.layout_space import Limits
+from steelyard.plan.layout_space import SearchLimits
 from steelyard.plan.plan_report import shown
 from steelyard.plan.predict import Predictor
 from steelyard.plan.pricing import price_hour, watts, weight
@@ -68,7 +68,7 @@ def exhaustive(recipe, machines, limits, objective="time"):
 @pytest.mark.parametrize("objective", ["time", "cost", "energy"])
 def test_looking_at_every_plan_finds_nothing_better(nodes, hidden, objective):
     recipe, machines = gpt(layers=3, hidden=hidden, heads=8, batch=4, length=512), cluster(*nodes, price_hour=2.0)
-    limits = Limits(micro_batch=2, schedules=("1f1b", "gpipe"), recomputes=("none", "full"), zeros=(0, 1))
+    limits = SearchLimits(micro_batch=2, schedules=("1f1b", "gpipe"), recomputes=("none", "full"), zeros=(0, 1))
     found = search(recipe, machines, objective, limits=limits, top=3)
     assert found.complete
     assert found.plans[0].value(objective) <= exhaustive(recipe, machines, limits, objective) * (1 + 1e-9)
@@ -76,13 +76,13 @@ def test_looking_at_every_plan_finds_nothing_better(nodes, hidden, objective):
 
 def test_nothing_better_is_missed_where_the_first_guess_of_a_partition_ranks_wrongly():
     recipe, machines = gpt(layers=6, hidden=4096, batch=8), cluster(("t4", 2, 1), ("a10", 1, 1), network=1.0)
-    limits = Limits(micro_batch=1, schedules=("1f1b", "gpipe"), recomputes=("none",), zeros=(0,))
+    limits = SearchLimits(micro_batch=1, schedules=("1f1b", "gpipe"), recomputes=("none",), zeros=(0,))
     best = search(recipe, machines, limits=limits, top=1).plans[0]
     assert best.seconds <= exhaustive(recipe, machines, limits) * (1 + 1e-9)
 
 
 def best_with(recipe, machines, sequences, **more):
-    limits = Limits(virtual=1, schedules=("1f1b",), subsets=False, sequences=sequences, **more)
+    limits = SearchLimits(virtual=1, schedules=("1f1b",), subsets=False, sequences=sequences, **more)
     plans = search(recipe, machines, top=20, limits=limits).plans
     return min((plan for plan in plans if plan.layout.tensor > 1), key=lambda plan: plan.seconds)
 
@@ -113,7 +113,9 @@ def test_sequence_parallelism_is_off_where_only_that_fits():
     needs = [memory_fit.rooms(Predictor(recipe, machines(80)), each)[0].memory.total / 2**30 for each in chosen]
     assert needs[1] < needs[0]
     between = machines(sum(needs) / 2 + 2)
-    limits = Limits(recomputes=("selective",), zeros=(0,), subsets=False, micro_batch=8, schedules=("1f1b",), virtual=1)
+    limits = SearchLimits(
+        recomputes=("selective",), zeros=(0,), subsets=False, micro_batch=8, schedules=("1f1b",), virtual=1
+    )
     for sequences in ((True, False), (True,)):
         plans = search(recipe, between, top=20, limits=replace(limits, sequences=sequences)).plans
         kept = [plan.layout for plan in plans if (plan.layout.tensor, plan.layout.micro_batch) == (2, 8)]
@@ -122,9 +124,9 @@ def test_sequence_parallelism_is_off_where_only_that_fits():
 
 def test_a_sequence_that_does_not_divide_is_not_cut():
     recipe = gpt(layers=2, length=1022, batch=4)
-    assert layout_space.sequences(recipe, 4, 1, Limits()) == [False]
-    assert layout_space.sequences(recipe, 2, 1, Limits()) == [True, False]
-    assert layout_space.sequences(recipe, 1, 1, Limits()) == [False]
+    assert layout_space.sequences(recipe, 4, 1, SearchLimits()) == [False]
+    assert layout_space.sequences(recipe, 2, 1, SearchLimits()) == [True, False]
+    assert layout_space.sequences(recipe, 1, 1, SearchLimits()) == [False]
 
 
 @settings(max_examples=60, deadline=None)
@@ -149,7 +151,7 @@ def test_no_partition_beats_the_bound_of_all_of_them(
 
 def test_all_plans_for_fasops_cluster_fit():
     recipe, machines = gpt2_xl(), fasops_cluster()
-    found = search(recipe, machines, limits=Limits(schedules=("1f1b",), virtual=1))
+    found = search(recipe, machines, limits=SearchLimits(schedules=("1f1b",), virtual=1))
     assert len(found.plans) == 10
     for plan in found.plans:
         assert memory_fit.fits(Predictor(recipe, machines), plan.layout)
@@ -174,7 +176,7 @@ def test_more_memory_never_excludes_a_plan(gigabytes, factor):
         gpu = {"name": "mine", "memory_gib": memory, "fp16": 100.0, "bandwidth_gb": 800.0}
         nodes = [{"type": "mine", "count": 1, "gpu": "mine", "gpus": 4}]
         machines = Cluster.model_validate({"nodes": nodes, "gpus": [gpu]})
-        return search(gpt(layers=4), machines, top=1, limits=Limits(micro_batch=2, virtual=1)).plans
+        return search(gpt(layers=4), machines, top=1, limits=SearchLimits(micro_batch=2, virtual=1)).plans
 
     small, large = found(gigabytes), found(gigabytes * factor)
     assert len(large) >= len(small)
@@ -190,7 +192,7 @@ def test_a_gpu_without_the_precision_is_left_out():
 
 def test_cost_and_energy_choose_fewer_nodes_than_time():
     recipe, machines = gpt(layers=24, hidden=2048, batch=32), fasops_cluster()
-    limits = Limits(micro_batch=4, virtual=1, schedules=("1f1b",))
+    limits = SearchLimits(micro_batch=4, virtual=1, schedules=("1f1b",))
     fastest, cheapest, coolest = (
         search(recipe, machines, objective, 1, limits).plans[0] for objective in ("time", "cost", "energy")
     )
@@ -201,7 +203,7 @@ def test_cost_and_energy_choose_fewer_nodes_than_time():
 
 
 def test_the_frontier_holds_no_plan_that_another_beats_in_both():
-    limits = Limits(micro_batch=4, virtual=1, schedules=("1f1b",))
+    limits = SearchLimits(micro_batch=4, virtual=1, schedules=("1f1b",))
     plans = search(gpt(layers=24, hidden=2048, batch=32), fasops_cluster(), "pareto", 10, limits).plans
     points = sorted((plan.seconds, plan.value("cost")) for plan in plans)
     assert len(points) > 1
@@ -212,7 +214,7 @@ def test_the_frontier_holds_no_plan_that_another_beats_in_both():
 
 @pytest.mark.slow
 def test_a_frontier_is_one_after_its_partitions_were_refined():
-    limits = Limits(micro_batch=4, virtual=2, schedules=("1f1b", "interleaved"))
+    limits = SearchLimits(micro_batch=4, virtual=2, schedules=("1f1b", "interleaved"))
     plans = search(gpt2_xl(), fasops_cluster(), "pareto", limits=limits).plans
     points = [(plan.seconds, plan.value("cost")) for plan in plans]
     assert len(points) > 1
@@ -221,7 +223,7 @@ def test_a_frontier_is_one_after_its_partitions_were_refined():
 
 def test_a_frontier_that_was_cut_off_among_fast_plans_holds_the_cheap_ones_too():
     recipe, machines = gpt(layers=24, hidden=2048, batch=32), fasops_cluster()
-    limits = Limits(micro_batch=4, virtual=1, schedules=("1f1b",), meshes=4)
+    limits = SearchLimits(micro_batch=4, virtual=1, schedules=("1f1b",), meshes=4)
     cheapest = search(recipe, machines, "cost", 1, limits).plans[0]
     plans = search(recipe, machines, "pareto", 10, limits).plans
     assert plans[-1].value("cost") == pytest.approx(cheapest.value("cost"))
@@ -247,7 +249,7 @@ def test_the_recipes_own_layout_is_predicted_as_the_search_does():
     for more in ({"compile": False}, {}):
         recipe = gpt(layers=8, **more)
         schedule = "1f1b" if more else "zero-bubble"
-        limits = Limits(tensor=1, micro_batch=1, schedules=(schedule,), subsets=False, virtual=1)
+        limits = SearchLimits(tensor=1, micro_batch=1, schedules=(schedule,), subsets=False, virtual=1)
         best = search(recipe, machines, top=1, limits=limits).plans[0]
         again = predicted(best.layout.written(recipe), machines).plans[0]
         assert again.seconds == pytest.approx(best.seconds)
@@ -255,7 +257,7 @@ def test_the_recipes_own_layout_is_predicted_as_the_search_does():
 
 def test_a_pipeline_is_drawn_as_it_was_predicted():
     recipe, machines = gpt(layers=8), cluster(("a10", 1, 2))
-    limits = Limits(tensor=1, micro_batch=1, schedules=("1f1b",), virtual=1, subsets=False)
+    limits = SearchLimits(tensor=1, micro_batch=1, schedules=("1f1b",), virtual=1, subsets=False)
     for software in (STEELYARD, MEGATRON):
         found = search(recipe, machines, limits=limits, software=software).plans
         plan = next(plan for plan in found if plan.layout.pipeline == 2)
@@ -278,7 +280,7 @@ def test_every_plan_can_be_written(changes):
     for section, keys in changes.items():
         values[section] = values.get(section, {}) | keys
     recipe = Recipe.model_validate(values)
-    plans = search(recipe, cluster(("a100-80", 1, 8)), top=40, limits=Limits(micro_batch=4)).plans
+    plans = search(recipe, cluster(("a100-80", 1, 8)), top=40, limits=SearchLimits(micro_batch=4)).plans
     assert plans
     for plan in plans:
         assert data_ranks(plan.layout.written(recipe), plan.layout.world) == plan.layout.data
@@ -302,13 +304,15 @@ def test_nodes_that_a_given_layout_leaves_idle_are_not_paid_for():
 
 def test_any_number_of_nodes_is_tried_and_an_answer_is_only_called_complete_if_all_were():
     few, many = cluster(("a10", 7, 1)), cluster(("a10", 40, 1), ("t4", 40, 1))
-    uses, whole = layout_space.uses(few, Limits())
+    uses, whole = layout_space.uses(few, SearchLimits())
     assert whole
     assert [use.ranks for use in uses] == [7, 6, 5, 4, 3, 2, 1]
-    uses, whole = layout_space.uses(many, Limits())
+    uses, whole = layout_space.uses(many, SearchLimits())
     assert not whole
     assert {use.ranks for use in uses if len(use.counts) == 1} == {40, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1}
-    assert not search(gpt(layers=2), many, "time", 1, Limits(tensor=1, micro_batch=1, virtual=1, meshes=1)).complete
+    assert not search(
+        gpt(layers=2), many, "time", 1, SearchLimits(tensor=1, micro_batch=1, virtual=1, meshes=1)
+    ).complete
 
 
 def test_one_node_is_found_where_it_is_the_cheapest():

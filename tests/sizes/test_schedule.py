@@ -3,7 +3,7 @@ from collections import Counter
 import pytest
 from torch.distributed.pipelining import schedules
 
-from steelyard.core.recipe.parallel_section import Parallel
+from steelyard.core.recipe.parallel_section import ParallelSection
 from steelyard.sizes.in_flight import actions, in_flight
 
 KINDS = {"FORWARD": "forward", "FULL_BACKWARD": "backward", "BACKWARD_INPUT": "backward", "BACKWARD_WEIGHT": "weights"}
@@ -30,7 +30,7 @@ def torchs_actions(plan, micro_batches, rank):
     ("pipeline", "virtual", "micro_batches"), [(2, 1, 4), (4, 1, 8), (2, 2, 4), (4, 3, 12), (4, 2, 3)]
 )
 def test_the_order_is_that_of_pytorch(schedule, pipeline, virtual, micro_batches):
-    plan = Parallel(pipeline=pipeline, virtual=virtual, schedule=schedule)
+    plan = ParallelSection(pipeline=pipeline, virtual=virtual, schedule=schedule)
     for rank in range(pipeline):
         assert list(actions(plan, micro_batches, rank)) == torchs_actions(plan, micro_batches, rank)
 
@@ -40,7 +40,7 @@ def test_the_order_is_that_of_pytorch(schedule, pipeline, virtual, micro_batches
     [("gpipe", 1), ("1f1b", 1), ("interleaved", 1), ("interleaved", 2), ("zero-bubble", 1), ("zero-bubble", 2)],
 )
 def test_every_forward_pass_has_its_backward_pass_and_nothing_is_left(schedule, virtual):
-    plan = Parallel(pipeline=4, virtual=virtual, schedule=schedule)
+    plan = ParallelSection(pipeline=4, virtual=virtual, schedule=schedule)
     for rank in range(4):
         count = Counter(action.kind for action in actions(plan, 8, rank))
         assert count["forward"] == count["backward"] == 8 * virtual
@@ -48,7 +48,7 @@ def test_every_forward_pass_has_its_backward_pass_and_nothing_is_left(schedule, 
 
 
 def most(schedule, rank, micro_batches, pipeline=4, virtual=1):
-    plan = Parallel(pipeline=pipeline, virtual=virtual, schedule=schedule)
+    plan = ParallelSection(pipeline=pipeline, virtual=virtual, schedule=schedule)
     return max(sum(state.waiting) + sum(state.held) for state in in_flight(plan, micro_batches, rank))
 
 

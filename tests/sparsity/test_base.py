@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from steelyard.checkpoint.formats import open_source
-from steelyard.checkpoint.formats.write_megatron import Layout
+from steelyard.checkpoint.formats.write_megatron import MegatronLayout
 from steelyard.core.errors import UserError
 from steelyard.sparsity import frozen_base
 from tests.checkpoint.models import SHAPES, Held, written
@@ -19,7 +19,7 @@ def test_a_base_is_the_same_in_every_format_and_place(tmp_path: Path, name: str)
     known = frozen_base.identity(source)
     assert known["sha256"] == frozen_base.fingerprint(Held(SHAPES[name]))
     assert known["sha256"] == frozen_base.fingerprint(
-        open_source(written(tmp_path, name, "megatron", layout=Layout(2)))
+        open_source(written(tmp_path, name, "megatron", layout=MegatronLayout(2)))
     )
     moved = shutil.move(source.path, tmp_path / "elsewhere")
     with pytest.raises(UserError, match=r"not at .*hf") as asked:

@@ -118,7 +118,7 @@ def test_a_place_that_is_taken_is_refused_before_a_weight_is_read(learned: Place
 
 
 def _refuse_reading(monkeypatch) -> None:
-    for each in (SteelyardSource, pruned_source.Masked):
+    for each in (SteelyardSource, pruned_source.MaskedSource):
         monkeypatch.setattr(each, "tensor", lambda *_: pytest.fail("a weight was read"))
 
 

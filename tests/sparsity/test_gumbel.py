@@ -8,16 +8,18 @@ import torch
 from torch import Tensor
 
 from steelyard.sparsity import gumbel
-from steelyard.sparsity.gumbel import Place
+from steelyard.sparsity.gumbel import GroupOffset
 
 TWO_OF_FOUR = torch.tensor(
     [mask for mask in itertools.product((1.0, 0.0), repeat=4) if sum(mask) == 2]  # 1100, 1010, 1001, 0110, 0101, 0011
 )
-WHOLE = Place(0, 0, 8)
+WHOLE = GroupOffset(0, 0, 8)
 
 
 def drawn(sample: int, name: str = "layers.0.mlp.up.weight", shape: tuple[int, int, int] = (16, 8, 6)) -> Tensor:
-    return gumbel.noise(gumbel.draw_of(torch.tensor([sample])), gumbel.salt_of(1, name), shape, Place(0, 0, shape[1]))
+    return gumbel.noise(
+        gumbel.draw_of(torch.tensor([sample])), gumbel.salt_of(1, name), shape, GroupOffset(0, 0, shape[1])
+    )
 
 
 def test_noise_follows_gumbels_distribution():
@@ -47,8 +49,8 @@ def test_noise_of_neighbours_samples_and_parameters_is_unrelated():
 def test_a_part_draws_its_part_of_the_whole():
     whole = drawn(5)
     draw, salt = gumbel.draw_of(torch.tensor([5, 6])), gumbel.salt_of(1, "layers.0.mlp.up.weight")
-    assert torch.equal(gumbel.noise(draw, salt, (4, 8, 6), Place(8, 0, 8)), whole[8:12])
-    assert torch.equal(gumbel.noise(draw, salt, (16, 4, 6), Place(0, 4, 8)), whole[:, 4:])
+    assert torch.equal(gumbel.noise(draw, salt, (4, 8, 6), GroupOffset(8, 0, 8)), whole[8:12])
+    assert torch.equal(gumbel.noise(draw, salt, (16, 4, 6), GroupOffset(0, 4, 8)), whole[:, 4:])
 
 
 def test_noise_is_what_the_written_formula_gives():
@@ -61,7 +63,7 @@ def test_noise_is_what_the_written_formula_gives():
         x = (x ^ (x >> 13)) * 0xC2B2AE35 % (1 << 32)
         return x ^ (x >> 16)
 
-    place, rows, groups = Place(70_000, 3, 40_000), 3, 5  # an index beyond 31 bits
+    place, rows, groups = GroupOffset(70_000, 3, 40_000), 3, 5  # an index beyond 31 bits
     found = gumbel.noise(torch.tensor([5, -9], dtype=torch.int32), (-7, 11), (rows, groups, 4), place)
     keys = [mix((5 - 7) % (1 << 32)), mix(-9 + 11)]
     for row, group, candidate in itertools.product(range(rows), range(groups), range(4)):

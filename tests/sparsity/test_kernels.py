@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from steelyard.sparsity import gumbel
-from steelyard.sparsity.gumbel import Place
+from steelyard.sparsity.gumbel import GroupOffset
 from steelyard.sparsity.patterns import Pattern
 
 pytestmark = pytest.mark.gpu
@@ -37,7 +37,7 @@ def test_the_kernels_mask_and_differentiate_as_the_plain_functions_do(pattern, h
     from steelyard.sparsity import masked_kernels
 
     given = parts(pattern, 6, 344)  # 258 pairs of groups: more than a block, and not a multiple of one
-    place = Place(0, 0, 86)
+    place = GroupOffset(0, 0, 86)
     product, gradient = both_ways(gumbel.masked_weight, *given, course, place, hard)
     fused_product, fused_gradient = both_ways(masked_kernels.masked_weight, *given, course, place, hard)
     torch.testing.assert_close(fused_product, product, rtol=1e-4, atol=1e-5)
@@ -49,7 +49,7 @@ def test_in_bf16_the_kernels_round_only_what_they_write():
     from steelyard.sparsity import masked_kernels
 
     given = parts("2:4", 4, 64, torch.bfloat16)
-    course, place = (100.0, 2.0, 1e-3), Place(0, 0, 16)
+    course, place = (100.0, 2.0, 1e-3), GroupOffset(0, 0, 16)
     product, gradient = both_ways(gumbel.masked_weight, *given, course, place, False)
     fused_product, fused_gradient = both_ways(masked_kernels.masked_weight, *given, course, place, False)
     assert fused_product.dtype == torch.bfloat16
@@ -64,11 +64,11 @@ def test_a_part_of_a_weight_draws_what_the_whole_draws_there(cut):
     candidates, weight, logits, gradient = parts("2:4", 8, 64)
     course = (100.0, 4.0, 0.0)
     whole, of_whole = both_ways(
-        masked_kernels.masked_weight, candidates, weight, logits, gradient, course, Place(0, 0, 16), False
+        masked_kernels.masked_weight, candidates, weight, logits, gradient, course, GroupOffset(0, 0, 16), False
     )
     rows, columns, groups = (slice(4, 8), slice(None), slice(None)) if cut == "rows" else (
         slice(None), slice(24, 64), slice(6, 16))  # fmt: skip
-    place = Place(4, 0, 16) if cut == "rows" else Place(0, 6, 16)
+    place = GroupOffset(4, 0, 16) if cut == "rows" else GroupOffset(0, 6, 16)
     part, of_part = both_ways(
         masked_kernels.masked_weight, candidates, weight[rows, columns].contiguous(), logits[rows, groups].contiguous(),
         gradient[rows, columns].contiguous(), course, place, False,
@@ -77,14 +77,14 @@ def test_a_part_of_a_weight_draws_what_the_whole_draws_there(cut):
     assert torch.equal(of_part, of_whole[rows, groups])
     assert not torch.equal(part, both_ways(
         masked_kernels.masked_weight, candidates, weight[rows, columns].contiguous(), logits[rows, groups].contiguous(),
-        gradient[rows, columns].contiguous(), course, Place(0, 0, 16), False,
+        gradient[rows, columns].contiguous(), course, GroupOffset(0, 0, 16), False,
     )[0])  # fmt: skip
 
 
 def test_another_micro_batch_draws_other_noise_without_a_new_kernel():
     from steelyard.sparsity import masked_kernels
 
-    given, course, place = parts("2:4", 4, 64), (100.0, 4.0, 0.0), Place(0, 0, 16)
+    given, course, place = parts("2:4", 4, 64), (100.0, 4.0, 0.0), GroupOffset(0, 0, 16)
     first, _ = both_ways(masked_kernels.masked_weight, *given, course, place, False, draw=1)
     again, _ = both_ways(masked_kernels.masked_weight, *given, course, place, False, draw=1)
     second, _ = both_ways(masked_kernels.masked_weight, *given, course, place, False, draw=2)
@@ -103,7 +103,9 @@ def test_between_the_passes_only_the_product_is_kept():
     with torch.autograd.graph.saved_tensors_hooks(
         lambda tensor: (kept.append(tensor), tensor)[1], lambda tensor: tensor
     ):
-        product = masked_kernels.masked_weight(weight, logits, candidates, draw, course, SALT, Place(0, 0, 16), False)
+        product = masked_kernels.masked_weight(
+            weight, logits, candidates, draw, course, SALT, GroupOffset(0, 0, 16), False
+        )
         torch.nn.functional.linear(x, product)
     known = {tensor.untyped_storage().data_ptr() for tensor in (weight, logits, x)}
     others = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
@@ -119,7 +121,9 @@ def test_a_compiled_layer_computed_again_learns_the_same():
     draw, course = gumbel.draw_of(torch.tensor([3], device=DEVICE)), torch.tensor([1e2, 4.0, 1e-3], device=DEVICE)
 
     def layer(x, logits):
-        product = masked_kernels.masked_weight(weight, logits, candidates, draw, course, SALT, Place(0, 0, 4), False)
+        product = masked_kernels.masked_weight(
+            weight, logits, candidates, draw, course, SALT, GroupOffset(0, 0, 4), False
+        )
         return torch.nn.functional.silu(torch.nn.functional.linear(x, product))
 
     x = torch.randn(5, 16, device=DEVICE)

@@ -12,10 +12,10 @@ from torch._dynamo.testing import CompileCounter
 
 from steelyard import checkpoint, model
 from steelyard.checkpoint.formats import open_source
-from steelyard.checkpoint.formats.write_megatron import Layout
+from steelyard.checkpoint.formats.write_megatron import MegatronLayout
 from steelyard.core.errors import UserError
-from steelyard.core.recipe.model_section import LlamaModel
-from steelyard.core.recipe.sparsity_section import Sparsity
+from steelyard.core.recipe.model_section import LlamaConfig
+from steelyard.core.recipe.sparsity_section import SparsitySection
 from steelyard.core.run import Run
 from steelyard.sparsity import gumbel, mask_file, masked_linear
 from steelyard.sparsity.patterns import Pattern
@@ -114,7 +114,7 @@ def test_going_on_from_learned_masks_adds_no_prior(place: Place):
 
 
 def test_maskllms_logits_are_gone_on_from(place: Place):
-    _, logits, _ = maskllm(place.path / "theirs", "llama", Layout(2))
+    _, logits, _ = maskllm(place.path / "theirs", "llama", MegatronLayout(2))
     model = "model={family='llama', layers=4, hidden=32, heads=4, ffn=48, vocab=100}"
     steps = ("train.steps=1", "optim.learning_rate=1e-9", "train.init_from=theirs")
     run = place.train("ours", *LEARN, model, *steps, "sparsity.prior=weights")
@@ -128,7 +128,7 @@ def test_maskllms_logits_are_gone_on_from(place: Place):
 
 
 def test_maskllms_masks_without_logits_are_begun_near(place: Place):
-    maskllm(place.path / "theirs", "llama", Layout(2), with_gates=False)
+    maskllm(place.path / "theirs", "llama", MegatronLayout(2), with_gates=False)
     model = "model={family='llama', layers=4, hidden=32, heads=4, ffn=48, vocab=100}"
     run = place.train("ours", *LEARN, model, "train.steps=1", "optim.learning_rate=1e-9", "train.init_from=theirs")
     assert 0 < records(run, "mask_from_prior")[0] < 0.1
@@ -212,11 +212,11 @@ def test_a_layer_computed_again_draws_what_it_drew(place: Place, recompute: str)
 @pytest.mark.slow
 def test_compiled_layers_share_their_graphs():
     """The first layer has an input without gradient; all others are alike. A graph for each would end in none."""
-    shape = LlamaModel(family="llama", layers=10, hidden=32, heads=4, vocab=97)
+    shape = LlamaConfig(family="llama", layers=10, hidden=32, heads=4, vocab=97)
     network = model.build(shape)
     model.init_weights(network, seed=1, std=0.02, layers=10)
     masked_linear.freeze(network)
-    course = masked_linear.course_of(Sparsity(method="learned"), torch.device("cpu"))
+    course = masked_linear.course_of(SparsitySection(method="learned"), torch.device("cpu"))
     masked_linear.put_masks(network, maskable(shape), 1, course)
     torch._dynamo.reset()
     graphs = CompileCounter()

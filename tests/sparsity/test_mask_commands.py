@@ -5,8 +5,8 @@ import torch
 
 from steelyard.checkpoint.formats import open_source
 from steelyard.checkpoint.formats.write import Target, convert
-from steelyard.checkpoint.formats.write_megatron import Layout
-from steelyard.core.recipe.model_section import LlamaModel
+from steelyard.checkpoint.formats.write_megatron import MegatronLayout
+from steelyard.core.recipe.model_section import LlamaConfig
 from steelyard.text import tokenizer as tokenizers
 from tests.checkpoint.models import assert_equal
 from tests.sparsity.small import LENGTH, SAMPLES, Held, answer, write_text, written
@@ -33,7 +33,7 @@ def test_masks_applied_to_their_base_are_the_pruned_weights(place, capsys):
 
 
 def test_a_base_in_another_format_is_the_same_base(place, capsys):
-    convert(open_source(place / "qwen2-hf"), place / "moved", Target("megatron", Layout(2)))
+    convert(open_source(place / "qwen2-hf"), place / "moved", Target("megatron", MegatronLayout(2)))
     assert answer(capsys, "mask", "apply", place / "moved", place / "wanda.mask", place / "applied")[0] == 0
     assert_equal(open_source(place / "applied"), open_source(place / "pruned"))
 
@@ -75,7 +75,7 @@ def test_perplexity_through_a_mask_is_that_of_the_pruned_weights(place, capsys):
 
 def test_a_checkpoint_of_maskllms_is_measured_through_its_masks(tmp_path, capsys):
     write_text(tmp_path)
-    held, _, masks = maskllm(tmp_path / "ckpt", "llama", Layout(2))
+    held, _, masks = maskllm(tmp_path / "ckpt", "llama", MegatronLayout(2))
     for name, tensor in held.parameters.items():
         if name in masks:
             tensor.mul_(masks[name])
@@ -89,7 +89,7 @@ def test_generate_writes_through_a_mask(tmp_path, capsys):
     (tmp_path / "text.txt").write_text(text)
     tokenizer = tokenizers.train_byte_bpe(text.splitlines(), 300)
     tokenizer.save(tmp_path / "tokenizer")
-    shape = LlamaModel(family="llama", layers=2, hidden=32, heads=4, ffn=48, vocab=tokenizer.vocab_size)
+    shape = LlamaConfig(family="llama", layers=2, hidden=32, heads=4, ffn=48, vocab=tokenizer.vocab_size)
     source = tmp_path / "model"
     convert(Held(shape, std=0.4), source, Target("hf", tokenizer=str(tmp_path / "tokenizer")))
     words = ("--method", "sparsegpt", "--no-update-weights", "--calibration", tmp_path / "text.txt", *SHOWN)

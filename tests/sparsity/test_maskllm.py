@@ -7,7 +7,7 @@ import torch
 
 from steelyard.checkpoint.formats import open_source
 from steelyard.checkpoint.formats.write import Target, convert
-from steelyard.checkpoint.formats.write_megatron import Layout
+from steelyard.checkpoint.formats.write_megatron import MegatronLayout
 from steelyard.core.errors import UserError
 from steelyard.sparsity.mask_export import write
 from steelyard.sparsity.mask_file import MaskFile
@@ -52,7 +52,7 @@ def old_name(name: str) -> str:
     return name
 
 
-def maskllm(path, kind: str, layout: Layout, candidates: int = 6, with_gates: bool = True):
+def maskllm(path, kind: str, layout: MegatronLayout, candidates: int = 6, with_gates: bool = True):
     """A checkpoint as MaskLLM saves it, and the logits by our names that it should give."""
     held, places = numbered(kind)
     random = torch.Generator().manual_seed(5)
@@ -98,7 +98,7 @@ def maskllm(path, kind: str, layout: Layout, candidates: int = 6, with_gates: bo
     return held, logits, masks
 
 
-LAYOUTS = [Layout(), Layout(2), Layout(2, 2)]
+LAYOUTS = [MegatronLayout(), MegatronLayout(2), MegatronLayout(2, 2)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -120,14 +120,14 @@ def test_logits_come_back_under_our_names_from_any_cut(tmp_path, kind, layout):
 
 
 def test_one_of_four_is_known_by_its_four_candidates(tmp_path):
-    _, _, masks = maskllm(tmp_path / "ckpt", "llama", Layout(2), candidates=4)
+    _, _, masks = maskllm(tmp_path / "ckpt", "llama", MegatronLayout(2), candidates=4)
     found = masks_in(open_source(tmp_path / "ckpt"))
     assert str(found.pattern) == "1:4"
     assert all(torch.equal(found.mask(name), masks[name].bool()) for name in masks)
 
 
 def test_masks_without_logits_are_those_of_one_shot_pruning(tmp_path):
-    _, _, masks = maskllm(tmp_path / "ckpt", "llama", Layout(2), with_gates=False)
+    _, _, masks = maskllm(tmp_path / "ckpt", "llama", MegatronLayout(2), with_gates=False)
     found = masks_in(open_source(tmp_path / "ckpt"))
     assert not found.learned
     assert all(torch.equal(found.mask(name), masks[name].bool()) for name in masks)
@@ -147,7 +147,7 @@ def test_other_checkpoints_carry_no_masks(tmp_path):
     ],
 )
 def test_logits_that_do_not_fit_are_refused(tmp_path, change, complaint):
-    maskllm(tmp_path / "ckpt", "llama", Layout())
+    maskllm(tmp_path / "ckpt", "llama", MegatronLayout())
     file = next((tmp_path / "ckpt").rglob("*.pt"))
     with torch.serialization.safe_globals([__import__("argparse").Namespace]):
         state = torch.load(file)
@@ -162,7 +162,7 @@ def test_logits_that_do_not_fit_are_refused(tmp_path, change, complaint):
 
 
 def test_masks_of_maskllm_are_written_as_a_mask_file_of_less_than_a_bit(tmp_path):
-    _, _, masks = maskllm(tmp_path / "ckpt", "llama", Layout(2))
+    _, _, masks = maskllm(tmp_path / "ckpt", "llama", MegatronLayout(2))
     write(str(tmp_path / "ckpt"), tmp_path / "m.mask", "packed", None)
     found = MaskFile(tmp_path / "m.mask")
     assert found.names() == list(masks)

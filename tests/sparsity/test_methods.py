@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from steelyard.core.errors import Fault, UserError
+from steelyard.core.errors import RuntimeFailure, UserError
 from steelyard.sparsity import one_shot
 from steelyard.sparsity.one_shot import Hessian, method_named, prune_matrix, reconstruction_error
 from steelyard.sparsity.patterns import Pattern
@@ -152,7 +152,7 @@ def test_an_h_that_cannot_be_factored_is_damped_step_by_step():
 
 
 def test_an_h_of_no_numbers_is_given_up_with_a_reason():
-    with pytest.raises(Fault, match="no usable H"):
+    with pytest.raises(RuntimeFailure, match="no usable H"):
         one_shot.inverse_factor(torch.full((4, 4), float("nan")))
 
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from steelyard.checkpoint.formats import open_source
-from steelyard.checkpoint.formats.write_megatron import Layout
+from steelyard.checkpoint.formats.write_megatron import MegatronLayout
 from steelyard.core.errors import UserError
 from steelyard.sparsity import layerwise as layering
 from steelyard.sparsity.calibration import Calibration, windows
 from steelyard.sparsity.mask_file import MaskFile
 from steelyard.sparsity.patterns import Pattern
-from steelyard.sparsity.prune import Request, as_text, prune
+from steelyard.sparsity.prune import PruneRequest, as_text, prune
 from steelyard.sparsity.target_modules import maskable
 from tests.conftest import kill
 from tests.sparsity import published
@@ -26,7 +26,7 @@ METHODS = ["magnitude", "wanda", "hessian", "sparsegpt"]
 
 def pruned(source, out, method="wanda", **options):
     calibration = options.pop("calibration", None) or write_text(out.parent)
-    request = Request(str(source), out, method, calibration=calibration, samples=SAMPLES, length=LENGTH, **options)
+    request = PruneRequest(str(source), out, method, calibration=calibration, samples=SAMPLES, length=LENGTH, **options)
     return prune(request)
 
 
@@ -102,7 +102,12 @@ def test_the_reported_error_is_that_of_the_layers_outputs(tmp_path):
 def test_masks_do_not_depend_on_how_the_checkpoint_was_cut(tmp_path, method):
     text = write_text(tmp_path)
     found = []
-    for to, layout in (("hf", {}), ("megatron", {}), ("megatron", {"layout": Layout(2, 2)}), ("megatron-dist", {})):
+    for to, layout in (
+        ("hf", {}),
+        ("megatron", {}),
+        ("megatron", {"layout": MegatronLayout(2, 2)}),
+        ("megatron-dist", {}),
+    ):
         place = tmp_path / f"{len(found)}"
         place.mkdir()
         source = written(place, "qwen2", to, **layout)

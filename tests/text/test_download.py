@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from steelyard.core.errors import Fault, UserError
+from steelyard.core.errors import RuntimeFailure, UserError
 from steelyard.text.convert_corpus import convert
 from steelyard.text.corpus import documents
 from steelyard.text.download import download, rows_on_the_hub
@@ -46,7 +46,7 @@ def test_shards_of_c4_come_by_number(hub, tmp_path):
 
 
 def test_what_the_hub_does_not_have_is_a_fault_with_its_name(hub, tmp_path):
-    with pytest.raises(Fault, match="Salesforce/wikitext"):
+    with pytest.raises(RuntimeFailure, match="Salesforce/wikitext"):
         download("wikitext-103-v1", tmp_path)
 
 
@@ -112,7 +112,7 @@ def server():
 
 def test_a_broken_download_goes_on_where_it_was(server, tmp_path):
     url, handler = server
-    with pytest.raises(Fault, match="goes on from there"):
+    with pytest.raises(RuntimeFailure, match="goes on from there"):
         download(f"{url}/data.bin", tmp_path)
     assert not (tmp_path / "data.bin").exists()
     (path,) = download(f"{url}/data.bin", tmp_path)
@@ -123,7 +123,7 @@ def test_a_broken_download_goes_on_where_it_was(server, tmp_path):
 
 
 def test_a_missing_page_and_an_unknown_name_are_clear(server, tmp_path):
-    with pytest.raises(Fault, match="404"):
+    with pytest.raises(RuntimeFailure, match="404"):
         download(f"{server[0]}/nothing.bin", tmp_path)
     with pytest.raises(UserError, match="wikitext-2-raw-v1"):
         download("wikipedia", tmp_path)

@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from steelyard.core.errors import Fault, UserError
+from steelyard.core.errors import RuntimeFailure, UserError
 from steelyard.tokens import checksums
 from steelyard.tokens.indexed_dataset import IndexedTokens, token_dtype
 from steelyard.tokens.inspect import verify
@@ -101,7 +101,7 @@ def test_a_flipped_bit_between_the_blocks_that_opening_reads_is_found_by_verify(
         for name, look in (("opening", IndexedTokens), ("verify", verify)):
             try:
                 look(str(tmp_path / "large"))
-            except (UserError, Fault):
+            except (UserError, RuntimeFailure):
                 found[name] += 1
     assert 0 < found["opening"] < found["verify"] == len(range(0, len(whole), 61))
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from steelyard.core.errors import Fault, UserError
+from steelyard.core.errors import RuntimeFailure, UserError
 from steelyard.tokens.indexed_dataset import IndexedTokens
 from steelyard.tokens.inspect import describe, histogram_lines, verify
 from steelyard.tokens.merge import merge
@@ -48,15 +48,15 @@ KINDS += ["odd tokens", "more tokens", "fewer tokens"]
 def test_damage_is_found_and_never_merged(pair, tmp_path, kind):
     assert verify(pair)["tokens"] == 24
     damage(pair, kind)
-    with pytest.raises(Fault):
+    with pytest.raises(RuntimeFailure):
         verify(pair)
-    with pytest.raises(Fault):
+    with pytest.raises(RuntimeFailure):
         merge([pair, pair], str(tmp_path / "merged"))
     assert not (tmp_path / "merged.idx").exists()
 
 
 def test_an_id_outside_the_vocabulary_is_found_with_its_place(pair):
-    with pytest.raises(Fault, match="token 23 has the id 19"):
+    with pytest.raises(RuntimeFailure, match="token 23 has the id 19"):
         verify(pair, vocab_size=19)
 
 

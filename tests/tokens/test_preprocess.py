@@ -15,7 +15,7 @@ from steelyard.text import tokenizer as tokenizers
 from steelyard.tokens.indexed_dataset import IndexedTokens
 from steelyard.tokens.inspect import verify
 from steelyard.tokens.preprocess import tokenize
-from steelyard.tokens.tokenize_job import Job
+from steelyard.tokens.tokenize_job import TokenizeJob
 from tests import preloaded
 from tests.conftest import kill
 
@@ -33,8 +33,10 @@ def corpus(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def job(**options) -> Job:
-    return Job(**({"inputs": ("corpus.jsonl",), "tokenizer": "tok", "prefix": "out", "piece_bytes": 20_000} | options))
+def job(**options) -> TokenizeJob:
+    return TokenizeJob(
+        **({"inputs": ("corpus.jsonl",), "tokenizer": "tok", "prefix": "out", "piece_bytes": 20_000} | options)
+    )
 
 
 def output(prefix: str = "out_text_document") -> tuple[bytes, bytes]:

@@ -1,6 +1,6 @@
 import pytest
 
-from steelyard.core.errors import Fault, UserError
+from steelyard.core.errors import RuntimeFailure, UserError
 from steelyard.core.recipe import load_recipe
 from steelyard.sizes.param_count import parameters
 from steelyard.train.dry_run import as_result, as_text, dry_run, refuse_what_does_not_fit
@@ -25,7 +25,7 @@ def test_a_70b_is_counted_without_its_weights():
 
 def test_what_does_not_fit_is_named_with_what_would_help():
     plan = dry_run(load_recipe("llama3.2-1b"), gpu="24GiB")
-    with pytest.raises(Fault) as refused:
+    with pytest.raises(RuntimeFailure) as refused:
         refuse_what_does_not_fit(plan)
     assert "stage 0 needs" in refused.value.message
     assert "parallel.recompute=full would need" in refused.value.mend

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from steelyard import train
-from steelyard.core.errors import Fault, UserError
+from steelyard.core.errors import RuntimeFailure, UserError
 from steelyard.core.recipe import load_recipe
 from steelyard.core.run import Run
 
@@ -80,7 +80,7 @@ def test_asked_to_stop_a_run_saves_and_the_same_command_goes_on(workplace, numbe
 
 
 def test_a_loss_that_is_no_number_ends_the_run_and_says_what_is_saved(in_workplace):
-    with pytest.raises(Fault, match=r"became (nan|inf)") as fault:
+    with pytest.raises(RuntimeFailure, match=r"became (nan|inf)") as fault:
         train.run(load_recipe("tiny.toml", ["optim.learning_rate=1e12", "optim.warmup_steps=0", "optim.clip=0"]))
     assert "saved" in str(fault.value)
     assert Run.open("runs/tiny").state == "failed"

@@ -12,16 +12,16 @@ from safetensors.torch import load_file, save_file
 from steelyard import checkpoint, train
 from steelyard.checkpoint.formats import open_source
 from steelyard.checkpoint.formats.write import Target, convert
-from steelyard.core.errors import Fault, UserError
+from steelyard.core.errors import RuntimeFailure, UserError
 from steelyard.core.recipe import load_recipe
-from steelyard.core.recipe.model_section import LlamaModel
+from steelyard.core.recipe.model_section import LlamaConfig
 from steelyard.core.run import Run
 from steelyard.evaluate import perplexity
 from steelyard.text import tokenizer as tokenizers
 from steelyard.train import nonfinite
 from steelyard.train.extension import Extension
-from steelyard.train.nonfinite import Findings, classify
-from steelyard.train.train_state import Tally
+from steelyard.train.nonfinite import NonfiniteFindings, classify
+from steelyard.train.train_state import TrainState
 from tests.checkpoint.models import SHAPES, Held
 
 QUICK = ["eval.every=0", "checkpoint.every=0", "log.every=1", "optim.schedule=constant"]
@@ -109,20 +109,24 @@ def test_a_gradient_that_alone_is_not_finite_is_named_with_its_micro_batch(in_wo
 
 def test_weights_that_became_nan_are_not_saved_and_the_checkpoint_before_stays(in_workplace):
     recipe = load_recipe("tiny.toml", ["eval.every=0", "train.nonfinite_limit=20"])
-    with pytest.raises(Fault, match=r"step 6 is not saved: NaN or infinite values in model.layers.1.mlp.up.weight"):
+    with pytest.raises(
+        RuntimeFailure, match=r"step 6 is not saved: NaN or infinite values in model.layers.1.mlp.up.weight"
+    ):
         train.run(recipe, extension=FaultyWeight())
     assert [path.name for path in Run.open("runs/tiny").checkpoints.iterdir()] == ["step-00000003"]
 
 
 def test_the_error_of_a_limit_names_parameter_and_cause(in_workplace):
     settings = [*QUICK, "train.nonfinite_limit=1"]
-    with pytest.raises(Fault, match=r"by step 5, the last 2 of which were skipped: non-finite gradient of") as fault:
+    with pytest.raises(
+        RuntimeFailure, match=r"by step 5, the last 2 of which were skipped: non-finite gradient of"
+    ) as fault:
         train.run(load_recipe("tiny.toml", settings), extension=FaultyWeight())
     assert "micro-batch 0 (samples 16 to 17)" in str(fault.value)
     assert "Cause: data or weights" in str(fault.value)
 
 
-def skipping(tally: Tally, steps: int, is_skipped) -> int | None:
+def skipping(tally: TrainState, steps: int, is_skipped) -> int | None:
     """Count steps of which some are skipped; the one that exceeds a limit."""
     for step in range(1, steps + 1):
         norm = torch.tensor(math.nan if is_skipped(step) else 1.0)
@@ -134,35 +138,38 @@ def skipping(tally: Tally, steps: int, is_skipped) -> int | None:
 
 
 def test_a_run_that_skips_83_of_396_steps_is_stopped(in_workplace):
-    tally = Tally(load_recipe("tiny.toml", []), torch.device("cpu"))
+    tally = TrainState(load_recipe("tiny.toml", []), torch.device("cpu"))
     stopped = skipping(tally, 396, lambda step: step * 83 // 396 > (step - 1) * 83 // 396)
     assert stopped == 53
     assert tally.exceeded() == (
         "11 of the last 53 steps were skipped by step 53: train.max_skipped_fraction = 0.1 allows 10 of 100"
     )
-    assert skipping(Tally(load_recipe("tiny.toml", []), torch.device("cpu")), 396, lambda step: step % 10 == 0) is None
-    unlimited = Tally(load_recipe("tiny.toml", ["train.max_skipped_fraction=1"]), torch.device("cpu"))
+    assert (
+        skipping(TrainState(load_recipe("tiny.toml", []), torch.device("cpu")), 396, lambda step: step % 10 == 0)
+        is None
+    )
+    unlimited = TrainState(load_recipe("tiny.toml", ["train.max_skipped_fraction=1"]), torch.device("cpu"))
     assert skipping(unlimited, 396, lambda step: step % 4 == 0) is None
 
 
 def test_fp16_steps_count_toward_the_fraction_only_at_the_smallest_scale(in_workplace):
     recipe = load_recipe("tiny.toml", ["train.precision=fp16", "train.nonfinite_limit=50"])
-    tally = Tally(recipe, torch.device("cpu"))
+    tally = TrainState(recipe, torch.device("cpu"))
     assert skipping(tally, 40, lambda step: step <= 16) is None
     assert (tally.loss_scale.scale, tally.counters.skipped, tally.counters.recent_skips) == (1.0, 16, [])
     assert skipping(tally, 40, lambda step: step % 2 == 0) == 22
 
 
 def test_the_fraction_is_remembered_over_a_restart(in_workplace):
-    tally = Tally(load_recipe("tiny.toml", []), torch.device("cpu"))
+    tally = TrainState(load_recipe("tiny.toml", []), torch.device("cpu"))
     assert skipping(tally, 40, lambda step: step % 4 == 0) is None
-    resumed = Tally(load_recipe("tiny.toml", []), torch.device("cpu"))
+    resumed = TrainState(load_recipe("tiny.toml", []), torch.device("cpu"))
     resumed.restore(tally.state())
     assert skipping(resumed, 40, lambda step: step % 4 == 0) == 4
 
 
-def found(data: int = 0, *micro_batches: int, gradients: bool = True) -> Findings:
-    return Findings(data, micro_batches, ((0, "model.norm.weight"),) if gradients else ())
+def found(data: int = 0, *micro_batches: int, gradients: bool = True) -> NonfiniteFindings:
+    return NonfiniteFindings(data, micro_batches, ((0, "model.norm.weight"),) if gradients else ())
 
 
 CLEAN = found(gradients=False)
@@ -214,7 +221,7 @@ def test_a_checkpoint_with_a_nan_is_refused_by_the_parameters_name(in_workplace)
 
 def test_a_hugging_face_model_with_an_infinite_weight_is_refused_by_every_command(in_workplace):
     tokenizers.train_byte_bpe(["once upon a time"], 260).save(Path("tokenizer"))
-    shape = LlamaModel(family="llama", layers=2, hidden=32, heads=4, vocab=260)
+    shape = LlamaConfig(family="llama", layers=2, hidden=32, heads=4, vocab=260)
     convert(Held(shape), Path("model"), Target("hf", tokenizer="tokenizer"))
     tensors = load_file("model/model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = math.inf
@@ -226,7 +233,7 @@ def test_a_hugging_face_model_with_an_infinite_weight_is_refused_by_every_comman
         convert(open_source("model"), Path("copy"), Target("steelyard"))
     assert not Path("copy").exists()
     with pytest.raises(UserError, match=re.escape(named)):
-        perplexity.perplexity(perplexity.Request("model", "tokens_text_document"))
+        perplexity.perplexity(perplexity.PerplexityRequest("model", "tokens_text_document"))
     settings = ["model={family='llama', layers=2, hidden=32, heads=4, vocab=260}", "train.init_from=model"]
     with pytest.raises(UserError, match=re.escape(named)):
         train.run(load_recipe("tiny.toml", settings))

@@ -3,8 +3,8 @@ import torch
 
 from steelyard import train
 from steelyard.core.recipe import load_recipe
-from steelyard.core.recipe.optim_section import Optim
-from steelyard.parallel.param_shards import Part
+from steelyard.core.recipe.optim_section import OptimSection
+from steelyard.parallel.param_shards import ParamShard
 from steelyard.train.optimizer import Optimizer
 from steelyard.train.sgd import Sgd, SgdSai
 
@@ -47,15 +47,15 @@ def test_sgd_sai_follows_its_definition():
     torch.testing.assert_close(moved, expected)
 
 
-def part(name: str, size: int) -> Part:
+def part(name: str, size: int) -> ParamShard:
     parameter = torch.nn.Parameter(torch.ones(size, size))
-    return Part(name, parameter, parameter.detach(), (size, size), (0, 0), 1, False, False, False, False)
+    return ParamShard(name, parameter, parameter.detach(), (size, size), (0, 0), 1, False, False, False, False)
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "sgd-sai"])
 @pytest.mark.parametrize("on_host", [False, True])
 def test_gradients_are_divided_by_their_scale_and_a_step_that_overflowed_moves_nothing(name, on_host):
-    optim = Optim(name=name, learning_rate=0.1)
+    optim = OptimSection(name=name, learning_rate=0.1)
     steps = [gradient.view(3, 3) for gradient in gradients(3, 9)]
     plain, scaled = part("a.weight", 3), part("a.weight", 3)
     ratios = torch.tensor(2.0)
@@ -78,7 +78,7 @@ def test_gradients_are_divided_by_their_scale_and_a_step_that_overflowed_moves_n
 @pytest.mark.parametrize("name", ["adamw", "sgd", "sgd-sai"])
 def test_state_made_for_loading_moves_nothing_and_has_the_names_of_a_checkpoint(name):
     own, loaded = part("a.weight", 3), part("a.weight", 3)
-    stepped, made = (Optimizer([each], Optim(name=name), False) for each in (own, loaded))
+    stepped, made = (Optimizer([each], OptimSection(name=name), False) for each in (own, loaded))
     own.parameter.grad = torch.ones(3, 3)
     stepped.step(0.1, torch.ones(()), torch.tensor(False), {own: torch.ones(())} if name == "sgd-sai" else None)
     made.make_state()

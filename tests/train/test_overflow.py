@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from steelyard import train
-from steelyard.core.errors import Fault
+from steelyard.core.errors import RuntimeFailure
 from steelyard.core.recipe import load_recipe
 from steelyard.core.run import Run
 from steelyard.observe import report
@@ -116,7 +116,7 @@ def test_too_many_in_a_row_end_the_run_with_one_clear_fault(in_workplace):
     settings = ["train.nonfinite_limit=2", "checkpoint.every=2", "log.every=1"]
     train.run(load_recipe("tiny.toml", [*settings, "name=enough"]), extension=Poison(3, 4, 6, 7, 10, 11))
     with pytest.raises(
-        Fault, match="the gradient norm became nan by step 7, the last 3 of which were skipped"
+        RuntimeFailure, match="the gradient norm became nan by step 7, the last 3 of which were skipped"
     ) as fault:
         train.run(load_recipe("tiny.toml", settings), extension=Poison(3, 5, 6, 7, 8, 9))
     assert "step 6 is saved" in str(fault.value)
@@ -127,7 +127,7 @@ def test_too_many_in_a_row_end_the_run_with_one_clear_fault(in_workplace):
 def test_a_streak_is_remembered_over_a_restart(in_workplace):
     settings = ["train.nonfinite_limit=2", "eval.every=0"]
     train.run(load_recipe("tiny.toml", [*settings, "train.steps=5"]), extension=Poison(4, 5))
-    with pytest.raises(Fault, match="by step 6, the last 3"):
+    with pytest.raises(RuntimeFailure, match="by step 6, the last 3"):
         train.run(load_recipe("tiny.toml", settings), extension=Poison(6, 7, 8))
 
 

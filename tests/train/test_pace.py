@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from steelyard.parallel.mesh import Axis, alone
-from steelyard.train.straggler import Pace, shared_out
+from steelyard.parallel.mesh import MeshAxis, alone
+from steelyard.train.straggler import StepTimer, shared_out
 
 
 def test_a_step_is_as_long_as_the_slowest_device_needs():
@@ -23,23 +23,23 @@ def test_a_step_is_as_long_as_the_slowest_device_needs():
     ],
 )
 def test_ranks_are_compared_with_those_of_their_stage(times: list[float], slowest: int, usual: float):
-    mesh = replace(alone(), pipeline=Axis(0, 2, None), world=Axis(0, 6, None))
-    told = Pace(mesh, torch.device("cpu"))._slowest(times)
+    mesh = replace(alone(), pipeline=MeshAxis(0, 2, None), world=MeshAxis(0, 6, None))
+    told = StepTimer(mesh, torch.device("cpu"))._slowest(times)
     assert told == {"slowest": slowest, "seconds": times[slowest], "median": usual}
 
 
 def test_a_stage_with_one_rank_is_compared_with_its_past():
-    mesh = replace(alone(), pipeline=Axis(0, 2, None), world=Axis(0, 2, None))
-    pace = Pace(mesh, torch.device("cpu"))
+    mesh = replace(alone(), pipeline=MeshAxis(0, 2, None), world=MeshAxis(0, 2, None))
+    pace = StepTimer(mesh, torch.device("cpu"))
     for _ in range(5):
         assert pace._slowest([1.0, 3.0])["median"] in (1.0, 3.0)
     assert pace._slowest([1.5, 3.0]) == {"slowest": 0, "seconds": 1.5, "median": 1.0}
 
 
 def test_a_device_without_room_for_the_measure_stops_no_run(monkeypatch: pytest.MonkeyPatch):
-    def full(self: Pace) -> float:
+    def full(self: StepTimer) -> float:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    pace = Pace(alone(), torch.device("cpu"))
-    monkeypatch.setattr(Pace, "_measured", full)
+    pace = StepTimer(alone(), torch.device("cpu"))
+    monkeypatch.setattr(StepTimer, "_measured", full)
     assert pace._probed_time() == 0.0

@@ -2,23 +2,23 @@ import pytest
 
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import load_recipe
-from steelyard.core.recipe.optim_section import Optim
-from steelyard.core.recipe.train_section import RampUp, Train
-from steelyard.train.lr_schedule import Progress, learning_rate
+from steelyard.core.recipe.optim_section import OptimSection
+from steelyard.core.recipe.train_section import BatchRamp, TrainSection
+from steelyard.train.lr_schedule import TrainProgress, learning_rate
 
 BATCH, LENGTH = 4, 16
 
 
-def progress(steps: int) -> Progress:
-    return Progress(steps, steps * BATCH, steps * BATCH * LENGTH)
+def progress(steps: int) -> TrainProgress:
+    return TrainProgress(steps, steps * BATCH, steps * BATCH * LENGTH)
 
 
-def rate(optim: Optim, step: int, steps: int) -> float:
+def rate(optim: OptimSection, step: int, steps: int) -> float:
     return learning_rate(optim, progress(step), progress(steps))
 
 
 def test_schedules_climb_and_fall():
-    optim = Optim(learning_rate=1.0, min_learning_rate=0.1, warmup_steps=10)
+    optim = OptimSection(learning_rate=1.0, min_learning_rate=0.1, warmup_steps=10)
     assert rate(optim, 1, 110) == pytest.approx(0.1)
     assert rate(optim, 10, 110) == 1.0
     assert rate(optim, 60, 110) == pytest.approx(0.55)
@@ -33,16 +33,16 @@ def test_schedules_climb_and_fall():
 
 
 def test_a_climb_may_be_a_share_of_the_run():
-    optim = Optim(learning_rate=1.0, warmup_share=0.1)
-    in_steps = Optim(learning_rate=1.0, warmup_steps=11)
+    optim = OptimSection(learning_rate=1.0, warmup_share=0.1)
+    in_steps = OptimSection(learning_rate=1.0, warmup_steps=11)
     assert [rate(optim, step, 110) for step in range(111)] == [rate(in_steps, step, 110) for step in range(111)]
-    assert rate(optim, 1, 5) == rate(Optim(learning_rate=1.0, warmup_steps=1), 1, 5)
+    assert rate(optim, 1, 5) == rate(OptimSection(learning_rate=1.0, warmup_steps=1), 1, 5)
 
 
 def test_a_schedule_may_end_before_or_behind_the_run():
-    optim = Optim(learning_rate=1.0, min_learning_rate=0.1, warmup_steps=3200, horizon_steps=320_000)
+    optim = OptimSection(learning_rate=1.0, min_learning_rate=0.1, warmup_steps=3200, horizon_steps=320_000)
     assert rate(optim, 50, 50) == pytest.approx(50 / 3200)
-    short = Optim(learning_rate=1.0, min_learning_rate=0.1, horizon_steps=100)
+    short = OptimSection(learning_rate=1.0, min_learning_rate=0.1, horizon_steps=100)
     assert rate(short, 100, 500) == rate(short, 400, 500) == pytest.approx(0.1)
 
 
@@ -52,17 +52,19 @@ def test_a_schedule_may_end_before_or_behind_the_run():
 def test_steps_samples_and_tokens_give_the_same_rates(schedule, warmup, horizon):
     unit = {"steps": 1, "samples": BATCH, "tokens": BATCH * LENGTH}
     settings = {"learning_rate": 1.0, "min_learning_rate": 0.1, "schedule": schedule}
-    in_steps = Optim(warmup_steps=7, horizon_steps=60, **settings)
-    other = Optim(**{f"warmup_{warmup}": 7 * unit[warmup], f"horizon_{horizon}": 60 * unit[horizon]}, **settings)
+    in_steps = OptimSection(warmup_steps=7, horizon_steps=60, **settings)
+    other = OptimSection(**{f"warmup_{warmup}": 7 * unit[warmup], f"horizon_{horizon}": 60 * unit[horizon]}, **settings)
     ours, theirs = ([rate(optim, step, 80) for step in range(1, 81)] for optim in (in_steps, other))
     assert ours == pytest.approx(theirs)
     assert min(ours) == pytest.approx(0.1 if schedule != "constant" else 1 / 7)
 
 
 def test_a_climb_in_samples_takes_more_steps_while_the_batch_is_small():
-    optim = Optim(learning_rate=1.0, warmup_samples=400)
-    assert learning_rate(optim, Progress(50, 200, 3200), progress(1000)) == pytest.approx(0.5)
-    assert learning_rate(optim, Progress(100, 400, 6400), Progress(100_000, 400_000, 6_400_000)) == pytest.approx(1.0)
+    optim = OptimSection(learning_rate=1.0, warmup_samples=400)
+    assert learning_rate(optim, TrainProgress(50, 200, 3200), progress(1000)) == pytest.approx(0.5)
+    assert learning_rate(
+        optim, TrainProgress(100, 400, 6400), TrainProgress(100_000, 400_000, 6_400_000)
+    ) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(("unit", "length"), [("samples", 100), ("samples", 102), ("tokens", 1600)])
@@ -75,7 +77,7 @@ def test_a_run_may_be_measured_in_samples_or_tokens(workplace, unit, length):
 
 
 def test_a_growing_batch_makes_more_steps_of_the_same_samples():
-    train = Train(global_batch=16, ramp_up=RampUp(start=4, increment=4, samples=36))
+    train = TrainSection(global_batch=16, ramp_up=BatchRamp(start=4, increment=4, samples=36))
     sizes, consumed = [], 0
     while consumed < 36 + 32:
         sizes.append(train.batch_at(consumed))

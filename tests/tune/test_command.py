@@ -15,7 +15,7 @@ from steelyard.launch import submit
 from steelyard.tune import outcome, study_folder, submitted_trial, trial_history, worker_loop
 from steelyard.tune.candidate import recipe_at
 from steelyard.tune.defaults import tune_for
-from steelyard.tune.planner_prior import Prior
+from steelyard.tune.planner_prior import PlannerPrior
 from steelyard.tune.spec import load as load_tune
 from tests import preloaded
 from tests.conftest import kill
@@ -94,7 +94,7 @@ def test_the_planner_prunes_what_cannot_run_or_fit_and_orders_the_rest(in_workpl
     (in_workplace.path / "crowded.toml").write_text(CROWDED)
     (in_workplace.path / "small.toml").write_text(SMALL)
     tune = load_tune("crowded.toml")
-    prior, base = Prior(tune), {"train.global_batch": 64, "parallel.tensor": 1}
+    prior, base = PlannerPrior(tune), {"train.global_batch": 64, "parallel.tensor": 1}
     fits = prior.of(base | {"train.micro_batch": 4, "data.sequence_length": 16})
     assert fits.why_not is None
     assert fits.predicted["tokens_per_second"] == pytest.approx(64 * 16 / fits.predicted["seconds"])
@@ -124,12 +124,12 @@ def of_a_cpu(in_workplace):
 
 def test_the_planner_orders_trials_by_what_was_measured(of_a_cpu):
     tune = load_tune("profiled.toml", {"overrides": ["train.device=cpu"]})
-    first = Prior(tune).first(tune.searched(), 30)
+    first = PlannerPrior(tune).first(tune.searched(), 30)
     assert first[0] == {"train.micro_batch": 1}
-    slow, fast = (Prior(tune).of({"train.micro_batch": size}).predicted["seconds"] for size in (4, 1))
+    slow, fast = (PlannerPrior(tune).of({"train.micro_batch": size}).predicted["seconds"] for size in (4, 1))
     assert slow > 100 * fast
     without = load_tune("profiled.toml", {"overrides": ["train.device=cpu"], "profile": []})
-    assert Prior(without).first(tune.searched(), 30)[0] == {"train.micro_batch": 4}
+    assert PlannerPrior(without).first(tune.searched(), 30)[0] == {"train.micro_batch": 4}
 
 
 def test_a_profile_of_other_layers_or_devices_is_refused(of_a_cpu):
@@ -145,7 +145,7 @@ def test_nodes_that_a_layout_cannot_fill_are_known_before_anything_is_submitted(
         'recipe = "tiny.toml"\nspace.parallel.data = [2, 3, 4]\nlaunch = { on = "slurm", ranks_per_node = 2 }\n'
         'overrides = ["train.global_batch=24", "train.micro_batch=1"]\n'
     )
-    prior = Prior(load_tune("jobs.toml"))
+    prior = PlannerPrior(load_tune("jobs.toml"))
     told = {data: prior.of({"parallel.data": data}).why_not for data in (2, 3, 4)}
     assert (told[2], told[4]) == (None, None)
     assert "the plan has 3 ranks, which do not fill nodes of 2" in told[3]
@@ -179,7 +179,7 @@ def test_nodes_of_several_types_are_chosen_from_the_cluster_file(in_workplace, r
     changes = {"launch.on": "slurm", "cluster": "two.toml"}
     tune = tune_for("tiny.toml", ["train.global_batch=24", "train.device=auto"], ranks, changes)
     point = {"train.micro_batch": 1, "parallel.recompute": "none"}
-    assert Prior(tune).of(point).why_not is None
+    assert PlannerPrior(tune).of(point).why_not is None
     recipe = recipe_at(tune, point, is_trial=True)
     assert recipe.parallel.placement == placement
     found = submit.groups_of(submitted_trial.request(tune, recipe, Path("run")))

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from steelyard.tune.objective import Measured, Objective, at_step
+from steelyard.tune.objective import Objective, ObjectiveValues, at_step
 from steelyard.tune.pruner import Stopping
 from steelyard.tune.spec import EarlyStopping
 
@@ -15,7 +15,7 @@ from steelyard.tune.spec import EarlyStopping
     [("first", 4), ("last", 2), ("min", 1), ("max", 4), ("mean", 7 / 3), ("median", 2), ("harmonic_mean", 12 / 7)],
 )
 def test_records_past_the_warm_up_become_one_number(pick, value):
-    measured = Measured(Objective(metric="speed", goal="maximize", pick=pick, skip=2))
+    measured = ObjectiveValues(Objective(metric="speed", goal="maximize", pick=pick, skip=2))
     for step, speed in enumerate([900.0, None, 4.0, 1.0, 2.0], start=1):
         measured.record({"step": step, "speed": speed})
         measured.record({"step": step, "valid_loss": 1.0})
@@ -24,7 +24,7 @@ def test_records_past_the_warm_up_become_one_number(pick, value):
 
 
 def test_a_regular_expression_finds_numbers_in_lines():
-    measured = Measured(Objective(regex=r"iteration \(ms\): ([\d,.]+)", goal="minimize", pick="mean", skip=1))
+    measured = ObjectiveValues(Objective(regex=r"iteration \(ms\): ([\d,.]+)", goal="minimize", pick="mean", skip=1))
     for line in (
         "iteration (ms): 9,000.5",
         "nothing",
@@ -38,7 +38,7 @@ def test_a_regular_expression_finds_numbers_in_lines():
 
 @pytest.mark.parametrize("pick", ["min", "max", "mean", "median", "harmonic_mean", "last"])
 def test_one_number_that_is_none_spoils_what_is_made_of_all(pick):
-    measured = Measured(Objective(metric="loss", pick=pick))
+    measured = ObjectiveValues(Objective(metric="loss", pick=pick))
     for step, value in enumerate([3.0, math.nan, 1.0], start=1):
         measured.record({"step": step, "loss": value})
     assert measured.value == 1.0 if pick == "last" else math.isnan(measured.value)
@@ -55,14 +55,14 @@ def test_one_number_that_is_none_spoils_what_is_made_of_all(pick):
     ],
 )
 def test_why_nothing_was_measured_is_told(regex, skip, why):
-    measured = Measured(Objective(name="time", regex=regex, goal="minimize", skip=skip))
+    measured = ObjectiveValues(Objective(name="time", regex=regex, goal="minimize", skip=skip))
     for line in ("lap 3", "lap 4"):
         measured.line(line)
     assert measured.missing() == why
 
 
 def test_many_matches_take_no_longer_than_their_trial():
-    measured = Measured(Objective(regex=r"ms (\d+)", pick="harmonic_mean", goal="minimize"))
+    measured = ObjectiveValues(Objective(regex=r"ms (\d+)", pick="harmonic_mean", goal="minimize"))
     for number in range(5_000):
         measured.line(f"ms {number % 7 + 1}")
     assert 150 <= len(measured.curve) <= 1_000  # Each place of it has looked at all numbers before.
@@ -94,7 +94,7 @@ def _others(*curves):
 )
 def test_a_trial_far_behind_is_stopped(goal, others, mine, stops):
     objective = Objective(metric="m", goal=goal)
-    measured = Measured(objective)
+    measured = ObjectiveValues(objective)
     tune = SimpleNamespace(early_stopping=EarlyStopping(after=2, margin=0.3))
     rule = Stopping(tune, _others(*[[(step, float(value)) for step in (1, 2, 3)] for value in others]), [measured])
     for step in (1, 2):

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from steelyard.core.errors import Fault, UserError
+from steelyard.core.errors import RuntimeFailure, UserError
 from steelyard.launch import launch_record, scheduler, supervisor
 from steelyard.tune import (
     best,
@@ -295,14 +295,14 @@ def test_a_trial_that_the_hours_cut_short_is_tried_again_when_there_are_more(val
 def test_a_study_whose_trials_all_crash_ends_and_says_why(valley, monkeypatch):
     monkeypatch.chdir(valley)
     (valley / "valley.py").write_text("raise ValueError('no such thing')")
-    with pytest.raises(Fault, match="first 3 trials all crashed, the last with: ValueError: no such thing"):
+    with pytest.raises(RuntimeFailure, match="first 3 trials all crashed, the last with: ValueError: no such thing"):
         worker_loop.search(spec.load("valley.toml"), Path("study"))
 
 
 def test_a_study_of_one_trial_that_crashed_has_failed(valley, monkeypatch):
     monkeypatch.chdir(valley)
     (valley / "valley.py").write_text("raise ValueError('no such thing')")
-    with pytest.raises(Fault, match="the only trial crashed with: ValueError"):
+    with pytest.raises(RuntimeFailure, match="the only trial crashed with: ValueError"):
         worker_loop.search(spec.load("valley.toml", {"budget.trials": 1}), Path("study"))
 
 
@@ -310,7 +310,7 @@ def test_a_study_that_only_crashed_begins_anew_with_what_was_mended(valley, monk
     monkeypatch.chdir(valley)
     good = (valley / "valley.toml").read_text()
     (valley / "valley.toml").write_text(good.replace("value: (.+)", "valu.*"))
-    with pytest.raises(Fault, match=r"value matched 'value: \d+', which is no number: put a group"):
+    with pytest.raises(RuntimeFailure, match=r"value matched 'value: \d+', which is no number: put a group"):
         worker_loop.search(spec.load("valley.toml"), Path("study"))
     (valley / "valley.toml").write_text(good)
     assert worker_loop.search(spec.load("valley.toml", {"budget.trials": 2}), Path("study"))["outcomes"] == {
@@ -350,7 +350,7 @@ def test_a_database_that_is_gone_is_told(valley, monkeypatch, capsys):
         study_folder.opened(Path("study"))
     assert not Path("study/study.db").exists()
     (valley / "valley.py").write_text(f"import os; os.unlink({str(valley / 'study/study.db')!r}); print('value: 1')")
-    with pytest.raises(Fault, match=r"study.db is gone"):
+    with pytest.raises(RuntimeFailure, match=r"study.db is gone"):
         worker_loop.search(spec.load("valley.toml", {"budget.trials": 1}), Path("study"))
     assert "study.db is gone: the study begins anew" in capsys.readouterr().err
 

@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 
 from steelyard.core.errors import Interrupted
-from steelyard.core.recipe.site_section import Site
-from steelyard.launch.submit import Request
+from steelyard.core.recipe.site_section import SiteSection
+from steelyard.launch.submit import SubmitRequest
 from steelyard.tune import local_trial, outcome, storage, submitted_trial, trial
 from steelyard.tune.command import STORAGE
-from steelyard.tune.objective import Measured, Objective
+from steelyard.tune.objective import Objective, ObjectiveValues
 from steelyard.tune.trial_output import LOG
 
 SCORE = Objective(name="score", regex=r"score: ([\d.]+)", goal="maximize")
 
 
 def run(folder: Path, code: str, timeout=20.0, hang=20.0, **options):
-    measured = [Measured(SCORE)]
-    limits = trial.Limits(timeout, hang, **options.pop("limits", {}))
+    measured = [ObjectiveValues(SCORE)]
+    limits = trial.TrialLimits(timeout, hang, **options.pop("limits", {}))
     ended = local_trial.run([sys.executable, "-c", code], folder, measured, limits, **options)
     return ended, measured[0]
 
@@ -98,7 +98,7 @@ def test_a_silent_trial_is_hung_and_a_long_one_timed_out(tmp_path):
 
 
 def test_a_command_that_is_not_there_crashes(tmp_path):
-    told = local_trial.run(["/no/such/program"], tmp_path, [Measured(SCORE)], trial.Limits(20, 20))
+    told = local_trial.run(["/no/such/program"], tmp_path, [ObjectiveValues(SCORE)], trial.TrialLimits(20, 20))
     assert told.outcome == outcome.CRASHED
     assert "could not be started" in told.reason
 
@@ -132,7 +132,7 @@ def test_where_the_study_is_reaches_no_job(tmp_path, monkeypatch):
         return {"jobs": ["7"], "ranks": 1, "run": str(tmp_path)}
 
     monkeypatch.setattr(submitted_trial, "submit", submit)
-    submitted_trial.start(Request("slurm", Site()))
+    submitted_trial.start(SubmitRequest("slurm", SiteSection()))
     assert (STORAGE in seen, STORAGE in os.environ) == (False, True)
 
 
@@ -172,7 +172,7 @@ for step in range(1, 1000):
         file.write(json.dumps({{"step": step, "loss": 5.0}}) + "\\n" + "torn")
     time.sleep(0.05)
 """
-    measured = [Measured(Objective(metric="loss"))]
+    measured = [ObjectiveValues(Objective(metric="loss"))]
     behind = lambda: "far behind" if len(measured[0].curve) >= 1 else None  # noqa: E731
-    told = local_trial.run([sys.executable, "-c", code], tmp_path, measured, trial.Limits(30, 30), behind)
+    told = local_trial.run([sys.executable, "-c", code], tmp_path, measured, trial.TrialLimits(30, 30), behind)
     assert (told.outcome, told.reason) == (outcome.STOPPED_EARLY, "far behind")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from steelyard import model
-from steelyard.checkpoint.formats.source import TABLES, Source, holds_adapters, load_into, misfits
+from steelyard.checkpoint.formats.source import TABLES, CheckpointSource, holds_adapters, load_into, misfits
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.sizes.param_count import parameters
@@ -18,7 +18,7 @@ OF_TRAINING = ("dropout", "attention_dropout", "init_std", "vocab_multiple")
 PROMPT = "The quick brown fox jumps over the lazy dog."
 
 
-def info(source: Source) -> dict[str, Any]:
+def info(source: CheckpointSource) -> dict[str, Any]:
     """What a checkpoint is, without reading its weights, and which of its tensors are not as its model needs them."""
     return {
         "path": str(source.path),
@@ -33,7 +33,7 @@ def info(source: Source) -> dict[str, Any]:
     }
 
 
-def diff(a: Source, b: Source) -> dict[str, Any]:
+def diff(a: CheckpointSource, b: CheckpointSource) -> dict[str, Any]:
     """What two checkpoints do not share: settings, names, sizes, and the largest difference of a weight.
 
     They `differ` if a weight does, or a setting that changes what weights compute. Settings of training (dropout, the
@@ -76,7 +76,7 @@ def diff(a: Source, b: Source) -> dict[str, Any]:
     }
 
 
-def _comparable(source: Source) -> dict[str, tuple[int, ...]]:
+def _comparable(source: CheckpointSource) -> dict[str, tuple[int, ...]]:
     sizes = source.sizes()
     named = {name: sizes[name] for name in source.names() if name in sizes}
     return {name: (source.shape.vocab, *size[1:]) if name in TABLES else size for name, size in named.items()}
@@ -89,7 +89,7 @@ def _largest_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     return math.inf if math.isnan(largest) else largest
 
 
-def logits_difference(a: Source, b: Source, prompt: str) -> float:
+def logits_difference(a: CheckpointSource, b: CheckpointSource, prompt: str) -> float:
     """The largest difference between the logits of two models on a prompt, both computed in fp32."""
     teller = next((source for source in (a, b) if source.tokenizer is not None), None)
     if teller is not None:
@@ -106,7 +106,7 @@ def logits_difference(a: Source, b: Source, prompt: str) -> float:
     return _largest_difference(logits[0][..., :common], logits[1][..., :common])
 
 
-def _logits(source: Source, ids: list[int]) -> torch.Tensor:
+def _logits(source: CheckpointSource, ids: list[int]) -> torch.Tensor:
     network = model.build(source.shape)
     load_into(source, network)
     network.eval()

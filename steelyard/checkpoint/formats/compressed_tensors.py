@@ -29,7 +29,7 @@ from steelyard.checkpoint.formats import hf_config as configs
 from steelyard.checkpoint.formats import safetensors
 from steelyard.checkpoint.formats.huggingface import tokenizer_files
 from steelyard.checkpoint.formats.mapped_tensors import widest
-from steelyard.checkpoint.formats.source import TABLES, Source, padded
+from steelyard.checkpoint.formats.source import TABLES, CheckpointSource, padded
 from steelyard.core.errors import UserError
 from steelyard.core.files import inside
 from steelyard.core.safe_parse import read_json_object
@@ -50,7 +50,7 @@ def opened(path: Path) -> CompressedSource | None:
     return CompressedSource(path, files)
 
 
-class CompressedSource(Source):
+class CompressedSource(CheckpointSource):
     """Compressed weights, which come out dense, or, asked for as values and indices, as they lie there."""
 
     format = "compressed"

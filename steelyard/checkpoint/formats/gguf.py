@@ -24,8 +24,8 @@ from steelyard.checkpoint.formats import gguf_blocks, gguf_tokenizer
 from steelyard.checkpoint.formats.key_mapping import Entry, gguf_llama
 from steelyard.checkpoint.formats.mapped_tensors import Mapped, Store
 from steelyard.checkpoint.formats.source import first_problem
-from steelyard.core.errors import Damaged, UserError
-from steelyard.core.recipe.model_section import LlamaModel
+from steelyard.core.errors import CorruptFileError, UserError
+from steelyard.core.recipe.model_section import LlamaConfig
 from steelyard.text.tokenizer import Tokenizer
 
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -59,7 +59,7 @@ def opened(path: Path) -> GgufSource | None:
         if path.suffix != ".gguf":
             return None
         told = "it is empty" if not begins else f"it begins with {begins!r} where b'GGUF' belongs"
-        raise Damaged(f"not a GGUF file: {told}", where=str(path))
+        raise CorruptFileError(f"not a GGUF file: {told}", where=str(path))
     settings, tensors = _Reader(path).read()
     shape = _shape(settings, tensors, str(path))
     store = _File(tensors)
@@ -77,7 +77,7 @@ def opened(path: Path) -> GgufSource | None:
     return source
 
 
-def _shape(settings: dict[str, Any], tensors: dict[str, _Tensor], where: str) -> LlamaModel:
+def _shape(settings: dict[str, Any], tensors: dict[str, _Tensor], where: str) -> LlamaConfig:
     name = settings.get("general.architecture")
     if name not in ("llama", "qwen2"):
         raise UserError(f"the architecture {name} is not known", where=where, mend="known are llama and qwen2")
@@ -97,7 +97,7 @@ def _shape(settings: dict[str, Any], tensors: dict[str, _Tensor], where: str) ->
     heads, hidden = setting("attention.head_count"), setting("embedding_length")
     vocab = setting("vocab_size", len(settings.get("tokenizer.ggml.tokens", ())) or None)
     try:
-        return LlamaModel(
+        return LlamaConfig(
             family="llama",
             layers=setting("block_count"),
             hidden=hidden,
@@ -120,7 +120,7 @@ def _shape(settings: dict[str, Any], tensors: dict[str, _Tensor], where: str) ->
 class _Tensor:
     path: Path
     offset: int
-    kind: gguf_blocks.Kind
+    kind: gguf_blocks.QuantType
     size: tuple[int, ...]
 
     def read(self) -> Tensor:
@@ -208,5 +208,5 @@ class _Reader:
             raise self.broken(f"{count} bytes are announced where {self.length - self.file.tell()} are left")
         return self.file.read(count)
 
-    def broken(self, reason: str) -> Damaged:
-        return Damaged(f"not a whole GGUF file: {reason}", where=str(self.path))
+    def broken(self, reason: str) -> CorruptFileError:
+        return CorruptFileError(f"not a whole GGUF file: {reason}", where=str(self.path))

@@ -20,7 +20,7 @@ Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
-class Kind:
+class QuantType:
     """A number format."""
 
     name: str
@@ -76,12 +76,12 @@ def _bf16(blocks: Array) -> Array:
 
 
 KINDS = {
-    0: Kind("F32", 1, 4, lambda blocks: blocks.view("<f4")),
-    1: Kind("F16", 1, 2, lambda blocks: blocks.view("<f2")),
-    2: Kind("Q4_0", 32, 18, _q4_0),
-    3: Kind("Q4_1", 32, 20, _q4_1),
-    6: Kind("Q5_0", 32, 22, _q5_0),
-    7: Kind("Q5_1", 32, 24, _q5_1),
-    8: Kind("Q8_0", 32, 34, _q8_0),
-    30: Kind("BF16", 1, 2, _bf16),
+    0: QuantType("F32", 1, 4, lambda blocks: blocks.view("<f4")),
+    1: QuantType("F16", 1, 2, lambda blocks: blocks.view("<f2")),
+    2: QuantType("Q4_0", 32, 18, _q4_0),
+    3: QuantType("Q4_1", 32, 20, _q4_1),
+    6: QuantType("Q5_0", 32, 22, _q5_0),
+    7: QuantType("Q5_1", 32, 24, _q5_1),
+    8: QuantType("Q8_0", 32, 34, _q8_0),
+    30: QuantType("BF16", 1, 2, _bf16),
 }

@@ -14,9 +14,9 @@ from pydantic import ValidationError
 from steelyard.checkpoint.formats.hf_metadata import DROPOUT, SPECIAL, sound
 from steelyard.checkpoint.formats.source import first_problem
 from steelyard.core.errors import UserError
-from steelyard.core.recipe.model_section import GptModel, LlamaModel, RopeScaling
+from steelyard.core.recipe.model_section import GptConfig, LlamaConfig, RopeScaling
 
-Shape = GptModel | LlamaModel
+Shape = GptConfig | LlamaConfig
 LLAMAS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
 MISTRAL = LLAMAS[1]
 GPTS = ("GPT2LMHeadModel",)
@@ -67,7 +67,7 @@ def extra_of(config: dict[str, Any], generation: dict[str, Any] | None) -> dict[
     )
 
 
-def _llama(config: dict[str, Any], architecture: str, where: str) -> LlamaModel:
+def _llama(config: dict[str, Any], architecture: str, where: str) -> LlamaConfig:
     _refuse(config, where, hidden_act="silu", mlp_bias=False)
     if architecture != "Qwen2ForCausalLM":
         _refuse(config, where, attention_bias=False)
@@ -84,7 +84,7 @@ def _llama(config: dict[str, Any], architecture: str, where: str) -> LlamaModel:
         )
     theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
     heads = config["num_attention_heads"]
-    return LlamaModel(
+    return LlamaConfig(
         family="llama",
         layers=config["num_hidden_layers"],
         hidden=config["hidden_size"],
@@ -119,11 +119,11 @@ def _llama3(rope: dict[str, Any], where: str) -> RopeScaling:
     return RopeScaling(original_positions=values["original_positions"], **scale)
 
 
-def _gpt(config: dict[str, Any], where: str) -> GptModel:
+def _gpt(config: dict[str, Any], where: str) -> GptConfig:
     if config.get("activation_function", TANH_GELU[0]) not in TANH_GELU:
         _refuse(config, where, activation_function=TANH_GELU[0])
     _refuse(config, where, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
-    return GptModel(
+    return GptConfig(
         family="gpt",
         layers=config["n_layer"],
         hidden=config["n_embd"],
@@ -156,7 +156,7 @@ def config_of(shape: Shape, dtype: torch.dtype, extra: dict[str, Any]) -> dict[s
         # Left out, transformers would assume ids of its own.
         **{key: special.get(key) for key in SPECIAL},
     }
-    if isinstance(shape, GptModel):
+    if isinstance(shape, GptConfig):
         return {
             "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": shape.hidden, "n_layer": shape.layers,
             "n_head": shape.heads, "n_inner": shape.ffn, "n_positions": shape.positions, "n_ctx": shape.positions,
@@ -182,7 +182,7 @@ def config_of(shape: Shape, dtype: torch.dtype, extra: dict[str, Any]) -> dict[s
 
 def positions_of(shape: Shape, extra: dict[str, Any]) -> int:
     """How long a text the model is meant for."""
-    if isinstance(shape, GptModel):
+    if isinstance(shape, GptConfig):
         return shape.positions
     if extra.get("positions"):
         return int(extra["positions"])
@@ -190,7 +190,7 @@ def positions_of(shape: Shape, extra: dict[str, Any]) -> int:
     return int(scaling.factor * scaling.original_positions) if scaling else 2048
 
 
-def _rope_scaling(shape: LlamaModel) -> dict[str, Any] | None:
+def _rope_scaling(shape: LlamaConfig) -> dict[str, Any] | None:
     if shape.rope_scaling is None:
         return None
     return {"rope_type": "llama3", **{theirs: getattr(shape.rope_scaling, ours) for ours, theirs in LLAMA3.items()}}

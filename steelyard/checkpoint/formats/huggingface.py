@@ -14,7 +14,7 @@ from steelyard.checkpoint.formats import safe_unpickle, safetensors
 from steelyard.checkpoint.formats.key_mapping import Entry, hugging_face
 from steelyard.checkpoint.formats.mapped_tensors import Mapped, Store
 from steelyard.checkpoint.formats.source import TABLES
-from steelyard.core.errors import Damaged, UserError
+from steelyard.core.errors import CorruptFileError, UserError
 from steelyard.core.files import inside
 from steelyard.core.safe_parse import read_json_object
 
@@ -97,7 +97,7 @@ def _store(folder: Path, tied: bool) -> _Folder:
         found: dict[str, Any] = safetensors.extents(file) if file.suffix == ".safetensors" else _mapped(file)
         lacking = expected - found.keys()
         if lacking:
-            raise Damaged(f"it lacks {sorted(lacking)[0]}, which the index says it has", where=str(file))
+            raise CorruptFileError(f"it lacks {sorted(lacking)[0]}, which the index says it has", where=str(file))
         places.update(found)
     places = {name: place for name, place in places.items() if not CONSTANTS.search(name)}
     if any(name.startswith("h.0.") for name in places):  # GPT-2 as it was first published.
@@ -126,7 +126,7 @@ def _files(folder: Path) -> dict[Path, set[str]]:
         files.setdefault(folder / file, set()).add(tensor)
     for file in files:
         if not inside(file).is_file():
-            raise Damaged(f"the shard {file.name} is missing", where=str(index))
+            raise CorruptFileError(f"the shard {file.name} is missing", where=str(index))
     return files
 
 

@@ -18,9 +18,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from steelyard.core.recipe.model_section import GptModel, LlamaModel
+from steelyard.core.recipe.model_section import GptConfig, LlamaConfig
 
-Shape = GptModel | LlamaModel
+Shape = GptConfig | LlamaConfig
 Join = Literal["rows", "turned", "groups", "rotated"]
 
 
@@ -86,11 +86,11 @@ def ours_sizes(entry: Entry, size: tuple[int, ...], shape: Shape) -> list[tuple[
 
 def groups_of(shape: Shape) -> int:
     """Key-value heads, each of which serves a group of queries."""
-    return shape.heads if isinstance(shape, GptModel) else shape.kv_heads
+    return shape.heads if isinstance(shape, GptConfig) else shape.kv_heads
 
 
 def _head_dim(shape: Shape) -> int:
-    return shape.hidden // shape.heads if isinstance(shape, GptModel) else shape.head_dim
+    return shape.hidden // shape.heads if isinstance(shape, GptConfig) else shape.head_dim
 
 
 ATTENTION = ("query", "key", "value")
@@ -110,10 +110,10 @@ GGUF_LLAMA = {
 
 def hugging_face(shape: Shape) -> list[Entry]:
     """The tensors of `LlamaForCausalLM` and its kin, or of `GPT2LMHeadModel`."""
-    return _gpt2(shape) if isinstance(shape, GptModel) else _llama(shape, HF_LLAMA, "model.layers.{}.", "model.")
+    return _gpt2(shape) if isinstance(shape, GptConfig) else _llama(shape, HF_LLAMA, "model.layers.{}.", "model.")
 
 
-def _llama(shape: LlamaModel, table: dict[str, str], layer_prefix: str, prefix: str) -> list[Entry]:
+def _llama(shape: LlamaConfig, table: dict[str, str], layer_prefix: str, prefix: str) -> list[Entry]:
     entries = [Entry(f"{prefix}embed_tokens.weight", ("embed.weight",))]
     for number in range(shape.layers):
         for ours, theirs in table.items():
@@ -130,7 +130,7 @@ def _llama(shape: LlamaModel, table: dict[str, str], layer_prefix: str, prefix: 
     return entries + ([] if shape.tied else [Entry("lm_head.weight", ("head.weight",))])
 
 
-def gguf_llama(shape: LlamaModel, rotated: bool) -> list[Entry]:
+def gguf_llama(shape: LlamaConfig, rotated: bool) -> list[Entry]:
     """llama.cpp's names; its `llama` architecture holds queries and keys in another rotary layout."""
     names = {
         "model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight",
@@ -147,7 +147,7 @@ def gguf_llama(shape: LlamaModel, rotated: bool) -> list[Entry]:
     ]
 
 
-def _gpt2(shape: GptModel) -> list[Entry]:
+def _gpt2(shape: GptConfig) -> list[Entry]:
     entries = [
         Entry("transformer.wte.weight", ("embed.weight",)),
         Entry("transformer.wpe.weight", ("positions.weight",)),
@@ -170,8 +170,8 @@ def _gpt2(shape: GptModel) -> list[Entry]:
 
 def megatron(shape: Shape) -> list[Entry]:
     """The tensors of megatron-core's `GPTModel`, by the names of its local layers."""
-    is_gpt = isinstance(shape, GptModel)
-    has_qkv_bias = isinstance(shape, GptModel) or shape.qkv_bias
+    is_gpt = isinstance(shape, GptConfig)
+    has_qkv_bias = isinstance(shape, GptConfig) or shape.qkv_bias
     kinds = ("weight", "bias") if is_gpt else ("weight",)
     qkv_kinds = ("weight", "bias") if has_qkv_bias else ("weight",)
     entries = [Entry("embedding.word_embeddings.weight", ("embed.weight",), cut=0)]

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from steelyard.checkpoint.finite import refuse_nonfinite
 from steelyard.checkpoint.formats.key_mapping import Entry, ours_sizes, taken_apart, theirs_size
-from steelyard.checkpoint.formats.source import DTYPES, TABLES, Lying, Source, padded
-from steelyard.core.errors import Damaged, UserError
-from steelyard.core.recipe.model_section import GptModel, LlamaModel
+from steelyard.checkpoint.formats.source import DTYPES, TABLES, CheckpointSource, Lying, padded
+from steelyard.core.errors import CorruptFileError, UserError
+from steelyard.core.recipe.model_section import GptConfig, LlamaConfig
 
 
 class Store(ABC):
@@ -32,11 +32,11 @@ class Store(ABC):
         """A whole tensor."""
 
 
-class Mapped(Source):
+class Mapped(CheckpointSource):
     """A store and the entries that say what its tensors mean."""
 
     def __init__(
-        self, format_: str, path: Path, shape: GptModel | LlamaModel, store: Store, entries: list[Entry],
+        self, format_: str, path: Path, shape: GptConfig | LlamaConfig, store: Store, entries: list[Entry],
         layout: dict[str, Any],
     ) -> None:  # fmt: skip
         self.format, self.path, self.shape, self.layout = format_, path, shape, layout
@@ -71,7 +71,7 @@ class Mapped(Source):
             try:
                 whole = self.store.read(entry)
             except KeyError:
-                raise Damaged(f"{entry.name} is missing", where=str(self.path)) from None
+                raise CorruptFileError(f"{entry.name} is missing", where=str(self.path)) from None
             ours = "" if entry.ours == (entry.name,) else f" (here {', '.join(entry.ours)})"
             refuse_nonfinite({entry.name + ours: whole}, self.path)
             parts = taken_apart(entry, whole, self.shape)

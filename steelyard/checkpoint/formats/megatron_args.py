@@ -17,9 +17,9 @@ from pydantic import ValidationError
 from steelyard.checkpoint.formats.hf_config import positions_of
 from steelyard.checkpoint.formats.source import first_problem
 from steelyard.core.errors import UserError
-from steelyard.core.recipe.model_section import GptModel, LlamaModel, RopeScaling
+from steelyard.core.recipe.model_section import GptConfig, LlamaConfig, RopeScaling
 
-Shape = GptModel | LlamaModel
+Shape = GptConfig | LlamaConfig
 LATEST = "latest_checkpointed_iteration.txt"
 # Oldest first; each is applied in turn. Transformer Engine keeps the norms inside the products they precede.
 RENAMED = (
@@ -108,11 +108,11 @@ def _common(args: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _gpt(args: dict[str, Any]) -> GptModel:
-    return GptModel(family="gpt", positions=args["max_position_embeddings"], **_common(args))
+def _gpt(args: dict[str, Any]) -> GptConfig:
+    return GptConfig(family="gpt", positions=args["max_position_embeddings"], **_common(args))
 
 
-def _llama(args: dict[str, Any]) -> LlamaModel:
+def _llama(args: dict[str, Any]) -> LlamaConfig:
     heads = args["num_attention_heads"]
     grouped = args.get("group_query_attention") or args.get("num_key_value_heads")
     scaling = None
@@ -124,7 +124,7 @@ def _llama(args: dict[str, Any]) -> LlamaModel:
             high_freq_factor=float(args.get("rope_high_freq_factor") or 4.0),
             original_positions=int(args.get("rope_original_max_position_embeddings") or 8192),
         )
-    return LlamaModel(
+    return LlamaConfig(
         family="llama",
         kv_heads=(args.get("num_query_groups") or args.get("num_key_value_heads") or heads) if grouped else heads,
         head_dim=args.get("kv_channels") or args["hidden_size"] // heads,
@@ -159,7 +159,7 @@ def args_of(
         "virtual_pipeline_model_parallel_size": None, "consumed_train_samples": 0, "consumed_valid_samples": 0,
         "iteration": 1,
     }  # fmt: skip
-    if isinstance(shape, GptModel):
+    if isinstance(shape, GptConfig):
         args |= {
             "position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "swiglu": False,
             "add_bias_linear": True, "add_qkv_bias": True, "kv_channels": shape.hidden // shape.heads,

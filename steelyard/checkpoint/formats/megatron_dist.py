@@ -21,7 +21,7 @@ from steelyard.checkpoint.formats.key_mapping import Entry, megatron
 from steelyard.checkpoint.formats.mapped_tensors import Mapped, Store
 from steelyard.checkpoint.formats.megatron import add_companions
 from steelyard.checkpoint.formats.megatron_args import NOT_WEIGHTS, renamed
-from steelyard.checkpoint.sharded_tensor import Piece
+from steelyard.checkpoint.sharded_tensor import TensorShard
 from steelyard.core.errors import UserError
 from steelyard.core.files import inside
 from steelyard.core.safe_parse import read_json_object
@@ -86,5 +86,5 @@ class Stacked(Store):
             folders.load(self.saved, {name: tensor})
             return tensor
         tensor = torch.empty((1, *size[1:]), dtype=dtype)
-        folders.load(self.saved, {name: Piece(tensor, size, (layer, *[0] * (len(size) - 1)))})
+        folders.load(self.saved, {name: TensorShard(tensor, size, (layer, *[0] * (len(size) - 1)))})
         return tensor[0]

@@ -12,8 +12,8 @@ from steelyard.checkpoint import folder
 from steelyard.checkpoint.formats import hf_metadata as extras
 from steelyard.checkpoint.formats.huggingface import tokenizer_files, tokenizer_in
 from steelyard.checkpoint.formats.mapped_tensors import widest
-from steelyard.checkpoint.formats.source import Source, first_problem, is_own
-from steelyard.checkpoint.sharded_tensor import Piece
+from steelyard.checkpoint.formats.source import CheckpointSource, first_problem, is_own
+from steelyard.checkpoint.sharded_tensor import TensorShard
 from steelyard.core.errors import UserError
 from steelyard.core.recipe.model_section import Model
 
@@ -21,12 +21,12 @@ PREFIX = "model."
 TOKENIZER = "tokenizer"
 
 
-def opened(path: Path) -> Source | None:
+def opened(path: Path) -> CheckpointSource | None:
     """The checkpoint, or the newest of a run."""
     return SteelyardSource(folder.source(path)) if is_own(path) else None
 
 
-class SteelyardSource(Source):
+class SteelyardSource(CheckpointSource):
     """A checkpoint of ours, of any layout."""
 
     format = "steelyard"
@@ -74,5 +74,5 @@ class SteelyardSource(Source):
     def tensor(self, name: str) -> Tensor:
         dtype = self.saved.tensors()[PREFIX + name][1]
         tensor = torch.empty(self._sizes[name], dtype=dtype)
-        folder.load(self.saved, {PREFIX + name: Piece.whole(tensor)})
+        folder.load(self.saved, {PREFIX + name: TensorShard.whole(tensor)})
         return tensor

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steelyard.core.errors import Damaged, UserError
+from steelyard.core.errors import CorruptFileError, UserError
 
 # Classes of settings and of random states, by the beginning of their full names.
 INERT = (
@@ -53,7 +53,7 @@ def load(path: Path) -> Any:
     except UserError:
         raise
     except Exception as error:  # A hostile or damaged file can make the reader fail in any way; none of them is a bug.
-        raise Damaged(f"cannot be read: {_reason(error)}", where=str(path)) from None
+        raise CorruptFileError(f"cannot be read: {_reason(error)}", where=str(path)) from None
 
 
 def _reason(error: Exception) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steelyard.core.errors import Damaged, UserError
+from steelyard.core.errors import CorruptFileError, UserError
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8,
@@ -47,7 +47,7 @@ class Extent:
             with open(self.path, "rb") as file:
                 mapped = mmap.mmap(file.fileno(), self.offset - start + length, access=mmap.ACCESS_COPY, offset=start)
         except ValueError:
-            raise Damaged(f"{self.path} ends too early: it was cut after it was opened") from None
+            raise CorruptFileError(f"{self.path} ends too early: it was cut after it was opened") from None
         mapped.madvise(mmap.MADV_WILLNEED)
         flat = torch.frombuffer(mapped, dtype=torch.uint8, count=length, offset=self.offset - start)
         if self.offset % self.dtype.itemsize:  # A header of an odd length: bytes must be moved to be numbers.
@@ -102,8 +102,8 @@ def _extent(path: Path, name: str, entry: Any, start: int, length: int) -> Exten
     return Extent(path, start + first, dtype, tuple(size))
 
 
-def _broken(path: Path, reason: str) -> Damaged:
-    return Damaged(f"not a whole safetensors file: {reason}", where=str(path))
+def _broken(path: Path, reason: str) -> CorruptFileError:
+    return CorruptFileError(f"not a whole safetensors file: {reason}", where=str(path))
 
 
 def write(

@@ -19,10 +19,10 @@ from torch import Tensor
 from steelyard import model
 from steelyard.checkpoint import hub
 from steelyard.checkpoint.folder import STATE
-from steelyard.checkpoint.sharded_tensor import Piece
+from steelyard.checkpoint.sharded_tensor import TensorShard
 from steelyard.core.console import console
 from steelyard.core.errors import SteelyardError, UserError
-from steelyard.core.recipe.model_section import GptModel, LlamaModel
+from steelyard.core.recipe.model_section import GptConfig, LlamaConfig
 from steelyard.core.run import MANIFEST
 from steelyard.model import LanguageModel
 from steelyard.text import tokenizer as tokenizers
@@ -48,13 +48,13 @@ class Lying(NamedTuple):
     wanted: tuple[int, ...]
 
 
-class Source(ABC):
+class CheckpointSource(ABC):
     """A checkpoint on disk."""
 
     format: str
     """hf, gguf, megatron, megatron-dist, deepspeed, compressed or steelyard."""
     path: Path
-    shape: GptModel | LlamaModel
+    shape: GptConfig | LlamaConfig
     dtype: torch.dtype
     """The narrowest that holds every tensor exactly."""
     step: int | None = None
@@ -92,7 +92,7 @@ class Source(ABC):
         return tokenizers.load_tokenizer(self.tokenizer)
 
 
-def open_source(path: str | Path) -> Source:
+def open_source(path: str | Path) -> CheckpointSource:
     """Open whatever a user means by a path, or say what can be opened. Nothing of the weights is read yet."""
     found = Path(path).expanduser()
     if not found.exists():
@@ -104,7 +104,7 @@ def open_source(path: str | Path) -> Source:
             error.message = f"there is no file or folder {path}, and {error.message}"
             raise
     for name in FORMATS:
-        source: Source | None = import_module(f"steelyard.checkpoint.formats.{name}").opened(found)
+        source: CheckpointSource | None = import_module(f"steelyard.checkpoint.formats.{name}").opened(found)
         if source is not None:
             return source
     raise UserError(f"{path} is no checkpoint of a known kind", mend=f"a checkpoint is {KNOWN}")
@@ -115,7 +115,7 @@ def is_own(path: str | Path) -> bool:
     return any((Path(path) / name).is_file() for name in (STATE, MANIFEST))
 
 
-def load_into(source: Source, network: LanguageModel) -> None:
+def load_into(source: CheckpointSource, network: LanguageModel) -> None:
     """Fill a whole model. What is missing, unknown or of another size is listed by name, before anything is read."""
     parameters = dict(network.named_parameters())
     check(source, network.shape, parameters)
@@ -124,7 +124,7 @@ def load_into(source: Source, network: LanguageModel) -> None:
             parameter.copy_(source.tensor(name))
 
 
-def load_pieces(source: Source, pieces: Mapping[str, Piece], shape: GptModel | LlamaModel) -> None:
+def load_pieces(source: CheckpointSource, pieces: Mapping[str, TensorShard], shape: GptConfig | LlamaConfig) -> None:
     """Fill a rank's pieces of a model of the given shape, which are named `model.<name>`."""
     check(source, shape)
     for key, value in source.shape.model_dump().items():
@@ -143,7 +143,7 @@ def load_pieces(source: Source, pieces: Mapping[str, Piece], shape: GptModel | L
         piece.tensor.copy_(whole)
 
 
-def check(source: Source, shape: GptModel | LlamaModel, wanted: Iterable[str] | None = None) -> None:
+def check(source: CheckpointSource, shape: GptConfig | LlamaConfig, wanted: Iterable[str] | None = None) -> None:
     """Refuse a source whose tensors are not those of a model of this shape."""
     if holds_adapters(source):
         raise UserError(
@@ -155,12 +155,12 @@ def check(source: Source, shape: GptModel | LlamaModel, wanted: Iterable[str] | 
         raise UserError(f"{source.path} does not fit the model:\n  " + "\n  ".join(wrong[:10] + more))
 
 
-def holds_adapters(source: Source) -> bool:
+def holds_adapters(source: CheckpointSource) -> bool:
     """Whether a source holds what was learned beside frozen weights, and not those."""
     return any(name.endswith(".adapter_in") for name in source.names())
 
 
-def misfits(source: Source, shape: GptModel | LlamaModel, wanted: Iterable[str] | None = None) -> list[str]:
+def misfits(source: CheckpointSource, shape: GptConfig | LlamaConfig, wanted: Iterable[str] | None = None) -> list[str]:
     """The tensors that are missing, unknown or of another size than in a model of this shape, one line each."""
     expected, found = expected_sizes(shape), source.sizes()
     wrong = [f"{name}: unknown" for name in found if name not in expected]
@@ -176,18 +176,18 @@ def misfits(source: Source, shape: GptModel | LlamaModel, wanted: Iterable[str] 
     return wrong
 
 
-def expected_sizes(shape: GptModel | LlamaModel) -> dict[str, tuple[int, ...]]:
+def expected_sizes(shape: GptConfig | LlamaConfig) -> dict[str, tuple[int, ...]]:
     """The parameters of a model of this shape, by name."""
     with torch.device("meta"):
         return {name: tuple(parameter.shape) for name, parameter in model.build(shape).named_parameters()}
 
 
-def _is_padded(found: tuple[int, ...] | None, size: tuple[int, ...], shape: GptModel | LlamaModel) -> bool:
+def _is_padded(found: tuple[int, ...] | None, size: tuple[int, ...], shape: GptConfig | LlamaConfig) -> bool:
     """Whether this is a table of the vocabulary that is padded more, or less, than ours."""
     return found is not None and size[0] == shape.padded_vocab and found[1:] == size[1:] and found[0] >= shape.vocab
 
 
-def padded(table: Tensor, shape: GptModel | LlamaModel) -> Tensor:
+def padded(table: Tensor, shape: GptConfig | LlamaConfig) -> Tensor:
     """An embedding or a head with as many rows as Steelyard's."""
     rows = shape.padded_vocab
     if len(table) >= rows:

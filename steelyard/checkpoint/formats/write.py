@@ -24,19 +24,19 @@ from steelyard.checkpoint.formats import hf_config as configs
 from steelyard.checkpoint.formats import hf_metadata as extras
 from steelyard.checkpoint.formats.key_mapping import Entry, hugging_face, joined, theirs_size
 from steelyard.checkpoint.formats.native import PREFIX, TOKENIZER
-from steelyard.checkpoint.formats.source import TABLES, Source, check, expected_sizes
-from steelyard.checkpoint.formats.write_megatron import Layout
+from steelyard.checkpoint.formats.source import TABLES, CheckpointSource, check, expected_sizes
+from steelyard.checkpoint.formats.write_megatron import MegatronLayout
 from steelyard.checkpoint.sharded_tensor import Promised
 from steelyard.core import files, sha256sums, units
-from steelyard.core.console import Progress, console
-from steelyard.core.errors import Fault, UserError
+from steelyard.core.console import ProgressBar, console
+from steelyard.core.errors import RuntimeFailure, UserError
 from steelyard.text import tokenizer as tokenizers
 from steelyard.text.tokenizer import Tokenizer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT)
 SHARD_BYTES = 5_000_000_000
-WHOLE = Layout()
+WHOLE = MegatronLayout()
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,14 @@ class Target:
     """What to write. The layout matters to Megatron alone."""
 
     to: str
-    layout: Layout = WHOLE
+    layout: MegatronLayout = WHOLE
     dtype: torch.dtype | None = None
     shard_bytes: int = SHARD_BYTES
     tokenizer: str | None = None
 
 
 def convert(
-    source: Source, destination: Path, target: Target, complete: Callable[[Path], None] | None = None
+    source: CheckpointSource, destination: Path, target: Target, complete: Callable[[Path], None] | None = None
 ) -> dict[str, Any]:
     """Write a checkpoint, refusing first what would fail; `complete` may change the folder before it gets its sums."""
     refuse_destination(destination)
@@ -96,7 +96,7 @@ def convert(
     return {"path": str(destination), "format": target.to, "dtype": str(dtype).removeprefix("torch."), "bytes": needed}
 
 
-def _tokenizer(source: Source, named: str | None) -> Tokenizer | None:
+def _tokenizer(source: CheckpointSource, named: str | None) -> Tokenizer | None:
     """The tokenizer that goes along, seen to load: a damaged one would be found out only by whoever needs it."""
     if named is None and source.tokenizer is None:
         console.warn(f"{source.path} comes without a tokenizer, so none is written; --tokenizer names one")
@@ -116,7 +116,7 @@ def _tokenizer(source: Source, named: str | None) -> Tokenizer | None:
     return found
 
 
-def _extra(source: Source, tokenizer: Tokenizer | None, is_named: bool) -> dict[str, Any]:
+def _extra(source: CheckpointSource, tokenizer: Tokenizer | None, is_named: bool) -> dict[str, Any]:
     """What the source says beside its weights, with the tokenizer's ids.
 
     What came along with a tokenizer outweighs it, since models may end texts at ids of their own; a tokenizer that was
@@ -157,23 +157,25 @@ def _room(destination: Path, needed: int) -> Iterator[None]:
     mend = "make room, or name a folder on another disk; nothing was kept"
     free = files.free_space(destination)
     if needed > free:
-        raise Fault(f"{destination} would take {units.size(needed)}, and {units.size(free)} are free", mend=mend)
+        raise RuntimeFailure(
+            f"{destination} would take {units.size(needed)}, and {units.size(free)} are free", mend=mend
+        )
     try:
         yield
     except OSError as error:
         if error.errno not in OF_THE_DISK:
             raise
-        raise Fault(f"{destination} takes {units.size(needed)}: {error.strerror}", mend=mend) from None
+        raise RuntimeFailure(f"{destination} takes {units.size(needed)}: {error.strerror}", mend=mend) from None
     except folders.NotWritten as error:
-        raise Fault(f"{destination} takes {units.size(needed)}: {error.message}", mend=mend) from None
+        raise RuntimeFailure(f"{destination} takes {units.size(needed)}: {error.message}", mend=mend) from None
 
 
 class Supply:
     """Their tensors, made from a source's."""
 
-    progress: Progress
+    progress: ProgressBar
 
-    def __init__(self, source: Source, dtype: torch.dtype) -> None:
+    def __init__(self, source: CheckpointSource, dtype: torch.dtype) -> None:
         self.source, self.shape, self.dtype = source, source.shape, dtype
         self.sizes = expected_sizes(source.shape)
         # Padding of the vocabulary is ours alone.
@@ -271,7 +273,7 @@ def _write_compressed(supply: Supply, folder: Path, shard_bytes: int) -> None:
             supply.progress.advance(size_written)
 
 
-def _write_configs(source: Source, folder: Path, dtype: torch.dtype, extra: dict[str, Any]) -> None:
+def _write_configs(source: CheckpointSource, folder: Path, dtype: torch.dtype, extra: dict[str, Any]) -> None:
     files.write_json(folder / "config.json", configs.config_of(source.shape, dtype, extra))
     special = {key: extra[key] for key in extras.SPECIAL if extra.get(key) is not None}
     generation = dict(extra.get("generation_config") or {"_from_model_config": True, **special})
@@ -298,7 +300,7 @@ def _write_steelyard(supply: Supply, folder: Path, extra: dict[str, Any]) -> Non
     folders.fill(folder, {f"{PREFIX}{name}": made(name) for name in source.names()}, state)
 
 
-def _add_tokenizer(source: Source, folder: Path, tokenizer: Tokenizer | None) -> None:
+def _add_tokenizer(source: CheckpointSource, folder: Path, tokenizer: Tokenizer | None) -> None:
     """Put the tokenizer beside the weights: this one as Hugging Face's, or the source's own files as they are."""
     if tokenizer is not None:
         folder.mkdir(exist_ok=True)

@@ -24,7 +24,7 @@ from steelyard.checkpoint.formats.safetensors import write_tensor
 from steelyard.checkpoint.sharded_tensor import Promised
 from steelyard.core import files
 from steelyard.core.errors import UserError
-from steelyard.core.recipe.model_section import GptModel, LlamaModel
+from steelyard.core.recipe.model_section import GptConfig, LlamaConfig
 
 if TYPE_CHECKING:
     from steelyard.checkpoint.formats.write import Supply
@@ -39,7 +39,7 @@ PRODUCTS = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.line
 
 
 @dataclass(frozen=True)
-class Layout:
+class MegatronLayout:
     """Over how many ranks to divide a model; `partition` gives each pipeline stage its number of layers."""
 
     tensor: int = 1
@@ -47,7 +47,7 @@ class Layout:
     partition: tuple[int, ...] | None = None
     engine: bool = False
 
-    def stages(self, shape: GptModel | LlamaModel) -> list[range]:
+    def stages(self, shape: GptConfig | LlamaConfig) -> list[range]:
         """The layers of each pipeline stage."""
         counts = self.partition or (shape.layers // self.pipeline,) * self.pipeline
         if len(counts) != self.pipeline or sum(counts) != shape.layers:
@@ -59,7 +59,7 @@ class Layout:
         starts = [sum(counts[:stage]) for stage in range(self.pipeline)]
         return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
 
-    def check(self, shape: GptModel | LlamaModel) -> None:
+    def check(self, shape: GptConfig | LlamaConfig) -> None:
         """Refuse a tensor degree that does not divide the model."""
         groups = groups_of(shape)
         for what, number in (("key-value heads", groups), ("heads", shape.heads), ("ffn", shape.ffn)):
@@ -69,7 +69,7 @@ class Layout:
                 )
 
 
-def bytes_of(supply: Supply, layout: Layout) -> int:
+def bytes_of(supply: Supply, layout: MegatronLayout) -> int:
     """What a `torch` checkpoint takes: what is not cut is written for every rank, a tied table by both ends."""
     layout.check(supply.shape)
     stages = layout.stages(supply.shape)
@@ -81,7 +81,7 @@ def bytes_of(supply: Supply, layout: Layout) -> int:
     return sum(elements) * supply.dtype.itemsize
 
 
-def torch_files(supply: Supply, folder: Path, layout: Layout) -> None:
+def torch_files(supply: Supply, folder: Path, layout: MegatronLayout) -> None:
     """Write a `torch` checkpoint."""
     stages = layout.stages(supply.shape)
     entries = [(entry, _names(entry, stages, supply.shape.tied)) for entry in megatron(supply.shape)]
@@ -140,7 +140,7 @@ def with_padding(table: Tensor, rows: int) -> Tensor:
 class _RankFile:
     """The file of one rank: laid out when it is entered, then filled."""
 
-    def __init__(self, path: Path, supply: Supply, layout: Layout, entries: list[tuple[Entry, str]]) -> None:
+    def __init__(self, path: Path, supply: Supply, layout: MegatronLayout, entries: list[tuple[Entry, str]]) -> None:
         self.path, self.places = path, {}
         path.parent.mkdir(parents=True)
         args = args_of(supply.shape, supply.dtype, supply.source.extra, layout.tensor, layout.pipeline, layout.engine)
@@ -182,7 +182,7 @@ def _padded_size(entry: Entry, supply: Supply, ranks: int) -> tuple[int, ...]:
     return size
 
 
-def torch_dist(supply: Supply, folder: Path, layout: Layout) -> None:
+def torch_dist(supply: Supply, folder: Path, layout: MegatronLayout) -> None:
     """Write a `torch_dist` checkpoint, which any layout can load."""
     iteration = folder / f"iter_{ITERATION:07d}"
     iteration.mkdir()

@@ -19,8 +19,8 @@ from typing import Any
 from steelyard.checkpoint.hub.repo_files import RemoteFile, is_name, listing, model_files
 from steelyard.checkpoint.hub.session import talking
 from steelyard.core import files, units
-from steelyard.core.console import Progress, console
-from steelyard.core.errors import Fault, Interrupted, UserError
+from steelyard.core.console import ProgressBar, console
+from steelyard.core.errors import Interrupted, RuntimeFailure, UserError
 
 STREAMS = 4  # Files under way at once.
 KEPT = "what has come is kept; the same command goes on from there"
@@ -91,7 +91,7 @@ class _Pull:
                 self._complete(file, part)
                 if not file.is_same(part):
                     part.unlink()
-                    raise Fault(
+                    raise RuntimeFailure(
                         f"{file.name} did not arrive as it lies on the hub", mend="the same command tries again"
                     )
                 files.sync_file(part)
@@ -134,7 +134,7 @@ class _Watched(io.BufferedWriter):
         if self.pull.stop.is_set():
             raise _Stopped
         with self.pull.lock:
-            progress: Progress = self.pull.progress
+            progress: ProgressBar = self.pull.progress
             progress.advance(len(data))
         return super().write(data)
 
@@ -149,7 +149,7 @@ def _chosen(name: str, remote: dict[str, RemoteFile], include: Sequence[str]) ->
     for each in chosen:
         path = PurePosixPath(each)
         if path.is_absolute() or ".." in path.parts or "\\" in each:
-            raise Fault(f"{name} lists a file outside of itself: {each!r}; nothing was fetched")
+            raise RuntimeFailure(f"{name} lists a file outside of itself: {each!r}; nothing was fetched")
     return chosen
 
 
@@ -172,4 +172,4 @@ def _refuse_what_has_no_room(folder: Path, missing: list[RemoteFile]) -> None:
     need, free = sum(file.size for file in missing) - came, files.free_space(folder)
     if need > free:
         mend = "make room, or name a folder on another disk"
-        raise Fault(f"{folder} has room for {units.size(free)}, and {units.size(need)} are to come", mend=mend)
+        raise RuntimeFailure(f"{folder} has room for {units.size(free)}, and {units.size(need)} are to come", mend=mend)

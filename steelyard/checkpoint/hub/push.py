@@ -14,7 +14,7 @@ from steelyard.checkpoint.hub.repo_files import WEIGHTS, RemoteFile, listing
 from steelyard.checkpoint.hub.session import talking
 from steelyard.core import units
 from steelyard.core.console import console
-from steelyard.core.errors import Fault, Interrupted, UserError
+from steelyard.core.errors import Interrupted, RuntimeFailure, UserError
 
 LARGE = 1 << 20
 Contents = Mapping[str, Path | bytes]
@@ -36,7 +36,7 @@ def push(name: str, contents: Contents, private: bool = False, keep: tuple[str, 
             stale = _stale(contents, remote)
             if changed or stale:
                 commit = _commit(name, changed, stale, arrived)
-    except (Fault, Interrupted) as trouble:
+    except (RuntimeFailure, Interrupted) as trouble:
         told = f"{', '.join(arrived)} arrived" if arrived else "nothing was sent"
         told += "; nothing is published yet; the same command sends only what is missing"
         if isinstance(trouble, Interrupted):

@@ -14,7 +14,7 @@ from typing import Any
 
 from steelyard.core import secrets
 from steelyard.core.console import console
-from steelyard.core.errors import Fault, SteelyardError, UserError
+from steelyard.core.errors import RuntimeFailure, SteelyardError, UserError
 
 LOG_IN = "steelyard hub login, or set HF_TOKEN"
 AGAIN = "the same command tries again"
@@ -109,9 +109,9 @@ def _explained(error: Exception, about: str, mend: str) -> SteelyardError:
             return UserError(f"{about} is no name on the hub", mend="a name is user/model: letters, digits, - _ .")
         if isinstance(cause, OSError) and cause.errno in OF_THE_DISK:
             place = f": {cause.filename}" if cause.filename else ""
-            return Fault(secrets.scrub(f"{about}: {cause.strerror}{place}"), mend=mend)
+            return RuntimeFailure(secrets.scrub(f"{about}: {cause.strerror}{place}"), mend=mend)
     reason = _first_line(str(chain[-1])) or type(chain[-1]).__name__
-    return Fault(secrets.scrub(f"{about}: the hub at {_endpoint()} did not answer well: {reason}"), mend=mend)
+    return RuntimeFailure(secrets.scrub(f"{about}: the hub at {_endpoint()} did not answer well: {reason}"), mend=mend)
 
 
 def _answered(error: Any, about: str, mend: str) -> SteelyardError:
@@ -130,7 +130,7 @@ def _answered(error: Any, about: str, mend: str) -> SteelyardError:
         return UserError(f"{about}: the hub does not accept the token", mend=LOG_IN)
     if status == 403:
         return UserError(f"{about}: the token does not allow this: {said}", mend=f"use one that does: {LOG_IN}")
-    return Fault(f"{about}: the hub answered {status}: {said}", mend=mend)
+    return RuntimeFailure(f"{about}: the hub answered {status}: {said}", mend=mend)
 
 
 def _chain(error: BaseException) -> list[BaseException]:

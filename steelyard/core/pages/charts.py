@@ -49,7 +49,7 @@ class Bar:
 
 
 @dataclass
-class Axis:
+class ChartAxis:
     """An axis of parallel coordinates: `marks` and `texts` where the numbers would not say what they stand for."""
 
     label: str
@@ -87,7 +87,7 @@ def bars(at: Sequence[str], shown: Sequence[Bar], y: str, height: int = 300) -> 
     return _chart({"kind": "bars", "at": list(at), "y": y, "bars": told}, height)
 
 
-def coordinates(axes: Sequence[Axis], names: Sequence[str], *, less: bool, height: int = 340) -> str:
+def coordinates(axes: Sequence[ChartAxis], names: Sequence[str], *, less: bool, height: int = 340) -> str:
     """Parallel coordinates, coloured by the last axis; with `less` the lowest there are the strongest."""
     told = [{key: value for key, value in vars(axis).items() if value is not None} for axis in axes]
     return _chart({"kind": "coordinates", "axes": told, "names": list(names), "less": less}, height)

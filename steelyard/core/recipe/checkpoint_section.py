@@ -7,7 +7,7 @@ from pydantic import Field
 from steelyard.core.recipe.section import NonNegativeInt, PositiveInt, Section
 
 
-class Checkpoint(Section):
+class CheckpointSection(Section):
     """What is saved. A run saves at its end and when it is asked to stop, unless `at_end` is false."""
 
     every: NonNegativeInt = 1000

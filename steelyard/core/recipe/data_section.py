@@ -10,22 +10,22 @@ from pydantic_core import PydanticCustomError
 from steelyard.core.recipe.section import NonNegativeInt, PositiveInt, Section
 
 
-class Source(Section):
+class DataSource(Section):
     """One pair of token files, `<prefix>.bin` and `<prefix>.idx`, and its share of the blend."""
 
     prefix: str
     weight: PositiveFloat = 1.0
 
 
-class Data(Section):
+class DataSection(Section):
     """What is read."""
 
     tokenizer: str | None = Field(None, description="folder of the tokenizer, for sampling and checks")
-    train: list[Source] = Field(
+    train: list[DataSource] = Field(
         [], description="prefixes, folders or patterns of token files, each alone or as a table with prefix and weight"
     )
-    valid: list[Source] = Field([], description="files for validation alone; left out: a share of data.train")
-    test: list[Source] = Field([], description="files for testing alone; left out: a share of data.train")
+    valid: list[DataSource] = Field([], description="files for validation alone; left out: a share of data.train")
+    test: list[DataSource] = Field([], description="files for testing alone; left out: a share of data.train")
     split: str = Field("98,2,0", description="shares of the documents of data.train for training, validation and test")
     sequence_length: PositiveInt = 1024
     fixed_length: bool = Field(

@@ -7,7 +7,7 @@ from pydantic import Field
 from steelyard.core.recipe.section import NonNegativeInt, PositiveInt, Section
 
 
-class Evaluation(Section):
+class EvalSection(Section):
     """How often to measure the loss on the validation share of the data. 0 leaves only the first and the last step."""
 
     every: NonNegativeInt = 1000

@@ -11,7 +11,7 @@ from steelyard.core.recipe.section import Degree, Section
 Linear = Literal["query", "key", "value", "output", "gate", "up", "down"]
 
 
-class Adapter(Section):
+class AdapterSection(Section):
     """Small matrices that learn beside frozen weights: W + (alpha / rank) B A, and for DoRA its columns' lengths."""
 
     kind: Literal["lora", "dora"] = "lora"
@@ -22,13 +22,13 @@ class Adapter(Section):
     )
 
 
-class Dpo(Section):
+class DpoSection(Section):
     """Preferences instead of answers: direct preference optimization."""
 
     beta: PositiveFloat = Field(0.1, description="how dearly distance from the reference model is paid for")
 
 
-class Finetune(Section):
+class FinetuneSection(Section):
     """What to learn from, how it is written out, and what of it is learned."""
 
     data: list[str] = Field(min_length=1, description="jsonl or parquet files, patterns, or a name on the hub")
@@ -56,9 +56,9 @@ class Finetune(Section):
     keep_zeros: bool = Field(
         True, description="a model that was pruned keeps its zeros, as sparsity.method = fixed does"
     )
-    adapter: Adapter | None = None
+    adapter: AdapterSection | None = None
     neftune: NonNegativeFloat = Field(0.0, description="strength of NEFTune's noise on embeddings; 0 is none")
-    dpo: Dpo | None = None
+    dpo: DpoSection | None = None
     rows: str | None = Field(
         None, description="a digest of what is learned from, which sft writes: data must not change"
     )

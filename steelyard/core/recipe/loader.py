@@ -222,9 +222,9 @@ def _is_section(annotation: Any) -> bool:
 
 
 def _of_another_family(name: str, family: Any) -> bool:
-    from steelyard.core.recipe.model_section import GptModel, LlamaModel
+    from steelyard.core.recipe.model_section import GptConfig, LlamaConfig
 
-    fields = {"gpt": set(GptModel.model_fields), "llama": set(LlamaModel.model_fields)}.get(family)
+    fields = {"gpt": set(GptConfig.model_fields), "llama": set(LlamaConfig.model_fields)}.get(family)
     section, _, key = name.partition(".")
     return section == "model" and fields is not None and key.partition(".")[0] not in fields
 

@@ -11,7 +11,7 @@ from steelyard.core.recipe.section import NonNegativeInt, PositiveInt, Section, 
 Steps = Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]
 
 
-class Log(Section):
+class LogSection(Section):
     """metrics.jsonl is always written."""
 
     every: PositiveInt = 10
@@ -26,7 +26,7 @@ class Log(Section):
     profile_ranks: list[NonNegativeInt] = Field([], description="whose steps are looked at; none named: all ranks'")
 
     @model_validator(mode="after")
-    def _first_before_last(self) -> Log:
+    def _first_before_last(self) -> LogSection:
         for name in ("timeline", "profile"):
             steps = getattr(self, name)
             if steps is not None and steps[0] > steps[1]:

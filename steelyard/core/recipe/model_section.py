@@ -18,7 +18,7 @@ InnerWidth = Annotated[int, Field(gt=0, le=10**7)]
 Rows = Annotated[int, Field(gt=0, le=10**8)]
 
 
-class Shape(Section):
+class ModelConfig(Section):
     """What every family has."""
 
     layers: Layers
@@ -38,7 +38,7 @@ class Shape(Section):
         return -(-self.vocab // self.vocab_multiple) * self.vocab_multiple
 
 
-class GptModel(Shape):
+class GptConfig(ModelConfig):
     """GPT-2 and GPT-3: learned positions, LayerNorm, GELU, biases."""
 
     family: Literal["gpt"]
@@ -48,7 +48,7 @@ class GptModel(Shape):
     norm_eps: PositiveFloat = 1e-5
 
     @model_validator(mode="after")
-    def _divides(self) -> GptModel:
+    def _divides(self) -> GptConfig:
         if self.hidden % self.heads:
             raise _uneven("model.heads", f"{self.heads} heads", "model.hidden", self.hidden)
         return self
@@ -63,7 +63,7 @@ class RopeScaling(Section):
     original_positions: Rows = 8192
 
 
-class LlamaModel(Shape):
+class LlamaConfig(ModelConfig):
     """Llama and its kin: RMSNorm, SwiGLU, rotary positions, grouped-query attention."""
 
     family: Literal["llama"]
@@ -86,7 +86,7 @@ class LlamaModel(Shape):
         return data
 
     @model_validator(mode="after")
-    def _divides(self) -> LlamaModel:
+    def _divides(self) -> LlamaConfig:
         if self.heads % self.kv_heads:
             raise _uneven("model.kv_heads", f"{self.kv_heads} key-value heads", "model.heads", self.heads)
         if self.head_dim % 2:
@@ -98,7 +98,7 @@ class LlamaModel(Shape):
         return self
 
 
-Model = Annotated[GptModel | LlamaModel, Field(discriminator="family")]
+Model = Annotated[GptConfig | LlamaConfig, Field(discriminator="family")]
 
 
 def _swiglu_width(hidden: int) -> int:

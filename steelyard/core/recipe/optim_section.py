@@ -12,7 +12,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 UNITS = ("steps", "samples", "tokens")
 
 
-class Optim(Section):
+class OptimSection(Section):
     """How weights follow gradients."""
 
     name: Literal["adamw", "sgd", "sgd-sai"] = "adamw"
@@ -36,7 +36,7 @@ class Optim(Section):
     offload: bool = Field(False, description="keep optimizer state in the host's memory and step there")
 
     @model_validator(mode="after")
-    def _floor_below_ceiling(self) -> Optim:
+    def _floor_below_ceiling(self) -> OptimSection:
         if self.min_learning_rate > self.learning_rate:
             raise contradiction(
                 "optim.min_learning_rate",

@@ -60,7 +60,7 @@ def _partition(value: Any) -> Partition:
 PartitionField = Annotated[Partition, PlainValidator(_partition), PlainSerializer(str)]
 
 
-class Parallel(Section):
+class ParallelSection(Section):
     """Sizes of the mesh and how the model lies on it."""
 
     tensor: Degree = 1

@@ -7,18 +7,18 @@ from typing import Annotated, Any
 from pydantic import Field, PrivateAttr, model_validator
 
 from steelyard.core.recipe import validators
-from steelyard.core.recipe.checkpoint_section import Checkpoint
-from steelyard.core.recipe.data_section import Data
-from steelyard.core.recipe.eval_section import Evaluation
-from steelyard.core.recipe.finetune_section import Finetune
-from steelyard.core.recipe.log_section import Log
+from steelyard.core.recipe.checkpoint_section import CheckpointSection
+from steelyard.core.recipe.data_section import DataSection
+from steelyard.core.recipe.eval_section import EvalSection
+from steelyard.core.recipe.finetune_section import FinetuneSection
+from steelyard.core.recipe.log_section import LogSection
 from steelyard.core.recipe.model_section import Model
-from steelyard.core.recipe.optim_section import Optim
-from steelyard.core.recipe.parallel_section import Parallel
+from steelyard.core.recipe.optim_section import OptimSection
+from steelyard.core.recipe.parallel_section import ParallelSection
 from steelyard.core.recipe.section import Section, refuse_secrets
-from steelyard.core.recipe.site_section import Site
-from steelyard.core.recipe.sparsity_section import Sparsity
-from steelyard.core.recipe.train_section import Train
+from steelyard.core.recipe.site_section import SiteSection
+from steelyard.core.recipe.sparsity_section import SparsitySection
+from steelyard.core.recipe.train_section import TrainSection
 
 
 class Recipe(Section):
@@ -27,16 +27,16 @@ class Recipe(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
     description: str = ""
     model: Model
-    data: Data = Data()
-    train: Train = Train()
-    optim: Optim = Optim()
-    parallel: Parallel = Parallel()
-    checkpoint: Checkpoint = Checkpoint()
-    eval: Evaluation = Evaluation()
-    log: Log = Log()
-    sparsity: Sparsity | None = None
-    finetune: Finetune | None = None
-    site: Site | None = None
+    data: DataSection = DataSection()
+    train: TrainSection = TrainSection()
+    optim: OptimSection = OptimSection()
+    parallel: ParallelSection = ParallelSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    eval: EvalSection = EvalSection()
+    log: LogSection = LogSection()
+    sparsity: SparsitySection | None = None
+    finetune: FinetuneSection | None = None
+    site: SiteSection | None = None
 
     _places: dict[str, str] = PrivateAttr(default_factory=dict)
 

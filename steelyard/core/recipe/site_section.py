@@ -13,7 +13,7 @@ Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Port = Annotated[int, Field(gt=0, lt=65536)]
 
 
-class Container(Section):
+class ContainerSection(Section):
     """What the ranks run inside."""
 
     kind: Literal["none", "apptainer", "singularity", "enroot", "pyxis", "docker", "podman"] = "none"
@@ -24,13 +24,13 @@ class Container(Section):
     unpack: str | None = Field(None, description="a folder on each node where the image is unpacked once and reused")
 
     @model_validator(mode="after")
-    def _has_image(self) -> Container:
+    def _has_image(self) -> ContainerSection:
         if self.kind != "none" and not self.image:
             raise contradiction("container.image", f"{self.kind} needs an image", "name a file or an image")
         return self
 
 
-class Mpi(Section):
+class MpiSection(Section):
     """How mpirun reaches the hosts."""
 
     mpirun: str = "mpirun"
@@ -42,7 +42,7 @@ class Mpi(Section):
     options: list[str] = Field([], description="further words for mpirun")
 
 
-class Site(Section):
+class SiteSection(Section):
     """What a place needs, said once."""
 
     modules: list[str] = Field([], description="environment modules to load")
@@ -65,11 +65,11 @@ class Site(Section):
     requeue: bool = Field(True, description="go on after a time limit, a pre-emption or a lost node")
     warning_seconds: NonNegativeInt = Field(120, description="before the time limit, for saving")
     max_restarts: NonNegativeInt = 100
-    container: Container = Container()
-    mpi: Mpi = Mpi()
+    container: ContainerSection = ContainerSection()
+    mpi: MpiSection = MpiSection()
 
     @model_validator(mode="after")
-    def _holds_no_secret(self) -> Site:
+    def _holds_no_secret(self) -> SiteSection:
         for name in self.environment:
             if is_secret_name(name):
                 raise contradiction(

@@ -19,7 +19,7 @@ OF_LEARNED = (
 )  # fmt: skip
 
 
-class Sparsity(Section):
+class SparsitySection(Section):
     """How a mask comes about, or is kept.
 
     `learned`: weights are frozen, and which of them stay is learned. `sr-ste`: weights are trained, the largest of each
@@ -67,7 +67,7 @@ class Sparsity(Section):
         return int(kept), int(group)
 
     @model_validator(mode="after")
-    def _of_one_method(self) -> Sparsity:
+    def _of_one_method(self) -> SparsitySection:
         foreign: dict[str, tuple[str, ...]] = {
             "learned": ("mask", "decay"),
             "sr-ste": (*OF_LEARNED, "base", "mask"),

@@ -10,7 +10,7 @@ from pydantic import Field, PositiveFloat, field_validator, model_validator
 from steelyard.core.recipe.section import Batch, NonNegativeInt, PositiveInt, Section, Seed, contradiction
 
 
-class RampUp(Section):
+class BatchRamp(Section):
     """The global batch grows from `start` by `increment`, evenly over the first `samples` samples."""
 
     start: Batch
@@ -18,7 +18,7 @@ class RampUp(Section):
     samples: PositiveInt
 
 
-class Train(Section):
+class TrainSection(Section):
     """The course of the run."""
 
     steps: PositiveInt = Field(1000, description="optimizer steps; follows from samples or tokens where those are set")
@@ -27,7 +27,7 @@ class Train(Section):
     hours: PositiveFloat | None = Field(None, description="save and stop after so many hours, whatever is left")
     global_batch: Batch = 32
     micro_batch: Batch = 1
-    ramp_up: RampUp | None = Field(None, description="a batch that grows: start, increment and samples")
+    ramp_up: BatchRamp | None = Field(None, description="a batch that grows: start, increment and samples")
     seed: Seed = 1234
     precision: Literal["fp32", "bf16", "fp16", "fp8"] = Field(
         "fp32", description="of matrix products; weights, their gradients' sums and the optimizer stay fp32"
@@ -56,7 +56,7 @@ class Train(Section):
         return device
 
     @model_validator(mode="after")
-    def _whole_micro_batches(self) -> Train:
+    def _whole_micro_batches(self) -> TrainSection:
         if self.global_batch % self.micro_batch:
             raise contradiction(
                 "train.micro_batch",

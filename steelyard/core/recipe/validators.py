@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from steelyard.core.recipe.model_section import GptModel, LlamaModel
-from steelyard.core.recipe.parallel_section import Parallel
+from steelyard.core.recipe.model_section import GptConfig, LlamaConfig
+from steelyard.core.recipe.parallel_section import ParallelSection
 from steelyard.core.recipe.section import contradiction
-from steelyard.core.recipe.sparsity_section import Sparsity
-from steelyard.core.recipe.train_section import Train
+from steelyard.core.recipe.sparsity_section import SparsitySection
+from steelyard.core.recipe.train_section import TrainSection
 
 
-def steps(train: Train, sequence_length: int) -> int:
+def steps(train: TrainSection, sequence_length: int) -> int:
     """The steps of a run, which follow from its samples or tokens where those are given."""
     samples = train.samples if train.tokens is None else train.tokens // sequence_length
     if samples is None:
@@ -25,7 +25,7 @@ def steps(train: Train, sequence_length: int) -> int:
     return wanted
 
 
-def pipeline(model: GptModel | LlamaModel, parallel: Parallel, train: Train) -> None:
+def pipeline(model: GptConfig | LlamaConfig, parallel: ParallelSection, train: TrainSection) -> None:
     """The stages hold the model, and the schedule can run them."""
     partition, stages = parallel.partition, parallel.stages
     most = 2 * model.layers + 64  # Some may be empty; many more are a slip.
@@ -68,7 +68,7 @@ def pipeline(model: GptModel | LlamaModel, parallel: Parallel, train: Train) -> 
             )
 
 
-def tensor(model: GptModel | LlamaModel, parallel: Parallel, sequence_length: int) -> None:
+def tensor(model: GptConfig | LlamaConfig, parallel: ParallelSection, sequence_length: int) -> None:
     """Heads, widths and sequences divide among the ranks that share them."""
     tensor_ranks = f"{parallel.tensor} ranks"
     shares = [
@@ -96,7 +96,7 @@ def tensor(model: GptModel | LlamaModel, parallel: Parallel, sequence_length: in
         )
 
 
-def batch(train: Train, parallel: Parallel) -> None:
+def batch(train: TrainSection, parallel: ParallelSection) -> None:
     """Every data-parallel rank gets whole micro-batches, and hybrid sharding whole groups."""
     per_step = train.micro_batch * (parallel.data or 1)
     sizes = {"train.global_batch": train.global_batch}
@@ -117,9 +117,9 @@ def batch(train: Train, parallel: Parallel) -> None:
         )
 
 
-def sequence(model: GptModel | LlamaModel, sequence_length: int) -> None:
+def sequence(model: GptConfig | LlamaConfig, sequence_length: int) -> None:
     """Learned positions reach as far as the sequences."""
-    if isinstance(model, GptModel) and sequence_length > model.positions:
+    if isinstance(model, GptConfig) and sequence_length > model.positions:
         raise contradiction(
             "data.sequence_length",
             f"{sequence_length} is longer than model.positions = {model.positions}",
@@ -127,10 +127,12 @@ def sequence(model: GptModel | LlamaModel, sequence_length: int) -> None:
         )
 
 
-def sparsity(model: GptModel | LlamaModel, sparsity: Sparsity, parallel: Parallel, train: Train) -> None:
+def sparsity(
+    model: GptConfig | LlamaConfig, sparsity: SparsitySection, parallel: ParallelSection, train: TrainSection
+) -> None:
     """Groups of weights divide the inputs of every matrix, on every rank, and the method has what it starts from."""
     _, group = sparsity.kept_and_group
-    inner = model.heads * model.head_dim if isinstance(model, LlamaModel) else model.hidden
+    inner = model.heads * model.head_dim if isinstance(model, LlamaConfig) else model.hidden
     # Attention's output and the MLP's second projection are cut along their inputs.
     widths = [("model.hidden", model.hidden, 1), ("the heads' width", inner, parallel.tensor)]
     for name, width, ranks in [*widths, ("model.ffn", model.ffn, parallel.tensor)]:

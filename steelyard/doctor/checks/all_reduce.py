@@ -13,7 +13,7 @@ from steelyard.core.errors import UserError
 from steelyard.doctor import known_errors
 from steelyard.doctor.finding import Finding
 from steelyard.doctor.machine import Answer, Machine
-from steelyard.doctor.python_info import Seen
+from steelyard.doctor.python_info import PythonInfo
 from steelyard.parallel.world import World, detect
 from steelyard.plan.communication import LINK_SHARE
 from steelyard.sizes.gpu_catalogue import by_device_name
@@ -23,7 +23,7 @@ SECONDS = 240
 LOW = 0.5  # Below this share of what is expected, something else than noise is at work.
 
 
-def check(machine: Machine, seen: Seen) -> Iterator[Finding]:
+def check(machine: Machine, seen: PythonInfo) -> Iterator[Finding]:
     """Between the ranks of the job, or between ranks that are started here."""
     if seen.torch is None:
         yield Finding(TOPIC, TOPIC, "absent", "torch was not seen, so no rank can be started")
@@ -45,7 +45,7 @@ def check(machine: Machine, seen: Seen) -> Iterator[Finding]:
     yield judge(measured, seen.gpus)
 
 
-def exchange(machine: Machine, seen: Seen, world: World) -> tuple[Answer | None, str]:
+def exchange(machine: Machine, seen: PythonInfo, world: World) -> tuple[Answer | None, str]:
     """Run it: as one rank of the launcher's, or with a rank for each GPU, or with two on processors."""
     many = len(seen.gpus) > 1 or (world.size > 1 and bool(seen.gpus))
     device = "cuda" if many and seen.answers.get("available") else "cpu"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from steelyard.doctor.finding import Finding
 from steelyard.doctor.machine import Machine, dotted, version_in
-from steelyard.doctor.python_info import Seen, installed_torch
+from steelyard.doctor.python_info import PythonInfo, installed_torch
 
 TOPIC = "programs"
 OLDEST_SLURM = (20, 11)
@@ -16,7 +16,7 @@ RUNTIMES = ("apptainer", "singularity", "enroot", "docker", "podman")
 ASKED = {"docker": "info", "podman": "info", "enroot": "version"}
 
 
-def check(machine: Machine, seen: Seen) -> Iterator[Finding]:
+def check(machine: Machine, seen: PythonInfo) -> Iterator[Finding]:
     """All of them."""
     yield _nvcc(machine, seen)
     yield _torchrun(machine, seen)
@@ -26,7 +26,7 @@ def check(machine: Machine, seen: Seen) -> Iterator[Finding]:
     yield _container(machine)
 
 
-def _nvcc(machine: Machine, seen: Seen) -> Finding:
+def _nvcc(machine: Machine, seen: PythonInfo) -> Finding:
     for name in ("CUDA_HOME", "CUDA_PATH", "CUDA_ROOT"):
         home = machine.environment.get(name)
         if home and not (Path(home) / "bin" / "nvcc").exists():
@@ -56,7 +56,7 @@ def _nvcc(machine: Machine, seen: Seen) -> Finding:
     return Finding(TOPIC, "nvcc", "ok", f"{dotted(version)}, {path}", facts=facts)
 
 
-def _torchrun(machine: Machine, seen: Seen) -> Finding:
+def _torchrun(machine: Machine, seen: PythonInfo) -> Finding:
     path = machine.which("torchrun")
     if path is None:
         words = "not on PATH; steelyard --nproc and steelyard submit do without"

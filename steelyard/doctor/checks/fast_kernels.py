@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from steelyard.doctor import known_errors
 from steelyard.doctor.finding import Finding
 from steelyard.doctor.machine import Machine
-from steelyard.doctor.python_info import Seen
+from steelyard.doctor.python_info import PythonInfo
 
 TOPIC = "kernels"
 OLDEST_FLASH = (8, 0)
 
 
-def check(machine: Machine, seen: Seen) -> Iterator[Finding]:
+def check(machine: Machine, seen: PythonInfo) -> Iterator[Finding]:
     """Attention, Triton, and packages that other projects bring."""
     if seen.torch is None:
         yield Finding(TOPIC, "attention", "absent", "torch was not seen, so neither were its kernels")
@@ -25,7 +25,7 @@ def check(machine: Machine, seen: Seen) -> Iterator[Finding]:
     yield _package(seen, "transformer_engine", "Transformer Engine", "fp8 is done by torch's own products")
 
 
-def _attention(seen: Seen) -> Finding:
+def _attention(seen: PythonInfo) -> Finding:
     if seen.torch_cuda is None or not seen.gpus:
         return Finding(TOPIC, "attention", "ok", "no GPU: torch's attention for processors")
     backends = {
@@ -46,7 +46,7 @@ def _attention(seen: Seen) -> Finding:
     return Finding(TOPIC, "attention", "ok", ", ".join(there), facts=backends)
 
 
-def _triton(machine: Machine, seen: Seen) -> Finding:
+def _triton(machine: Machine, seen: PythonInfo) -> Finding:
     version, error = seen.package("triton"), seen.error("import_triton")
     has_gpu = bool(seen.gpus)
     if version is None:
@@ -63,7 +63,7 @@ def _triton(machine: Machine, seen: Seen) -> Finding:
     return Finding(TOPIC, "Triton", "ok", version)
 
 
-def _package(seen: Seen, module: str, name: str, instead: str) -> Finding:
+def _package(seen: PythonInfo, module: str, name: str, instead: str) -> Finding:
     """A package that need not be there, but must work if it is: torch and others import it when they find it."""
     version, error = seen.package(module), seen.error(f"import_{module}")
     if version is None:

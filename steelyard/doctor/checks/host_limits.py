@@ -14,7 +14,7 @@ from steelyard.core import units
 from steelyard.doctor.finding import Finding
 from steelyard.doctor.machine import Machine
 from steelyard.doctor.paths import home
-from steelyard.doctor.python_info import Seen
+from steelyard.doctor.python_info import PythonInfo
 
 TOPIC = "machine"
 GIB = 1 << 30
@@ -25,7 +25,7 @@ FILE_CLOCK_SECONDS = 5.0
 WINDOWS_DRIVE = re.compile(r"/mnt/[a-z](/|$)")  # Where WSL mounts them unless /etc/wsl.conf says otherwise.
 
 
-def check(machine: Machine, seen: Seen) -> Iterator[Finding]:
+def check(machine: Machine, seen: PythonInfo) -> Iterator[Finding]:
     """All of it."""
     yield _shared_memory(machine)
     yield _limits(machine)

@@ -11,14 +11,14 @@ from steelyard.doctor import elf, sonames
 from steelyard.doctor.finding import Finding
 from steelyard.doctor.machine import Machine, dotted
 from steelyard.doctor.paths import environment_file, library_folder
-from steelyard.doctor.python_info import Seen, installed_torch, load_library
+from steelyard.doctor.python_info import PythonInfo, installed_torch, load_library
 from steelyard.doctor.sonames import FAMILIES, Wanted
 
 TOPIC = "libraries"
 PACKAGES = {"nccl": "nvidia-nccl", "cupti": "nvidia-cuda-cupti"}
 
 
-def check(machine: Machine, seen: Seen) -> Iterator[Finding]:
+def check(machine: Machine, seen: PythonInfo) -> Iterator[Finding]:
     """A finding per family."""
     torch = installed_torch(machine)
     if torch is None:
@@ -52,7 +52,7 @@ def _together(name: str, found: Sequence[Finding]) -> Finding:
     return replace(worst, name=name, words=words, links=links)
 
 
-def _one(machine: Machine, want: Wanted, name: str, seen: Seen, cuda: Sequence[int] | None) -> Finding:
+def _one(machine: Machine, want: Wanted, name: str, seen: PythonInfo, cuda: Sequence[int] | None) -> Finding:
     facts: dict[str, Any] = {"soname": want.soname, "asked_by": want.by}
     path = sonames.resolve(machine, want)
     if path is None and seen.torch_cuda is not None:
@@ -137,7 +137,7 @@ def _mend_load(error: str) -> str:
 
 
 def _by_version(
-    want: Wanted, name: str, path: Path, loaded: dict[str, Any], seen: Seen, facts: dict[str, Any]
+    want: Wanted, name: str, path: Path, loaded: dict[str, Any], seen: PythonInfo, facts: dict[str, Any]
 ) -> Finding:
     """Whether what loads is at least what torch was built with, where both are known."""
     version = loaded.get("version")

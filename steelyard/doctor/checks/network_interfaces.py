@@ -9,14 +9,14 @@ from contextlib import suppress
 
 from steelyard.doctor.finding import Finding
 from steelyard.doctor.machine import Machine
-from steelyard.doctor.python_info import Seen
+from steelyard.doctor.python_info import PythonInfo
 
 TOPIC = "network"
 PORTS = range(15000, 30000)  # Those that Steelyard's launchers choose from.
 INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 
-def check(machine: Machine, seen: Seen) -> Iterator[Finding]:
+def check(machine: Machine, seen: PythonInfo) -> Iterator[Finding]:
     """Whether ranks can meet here."""
     yield _port(machine)
     yield _hostname(machine)

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from steelyard.core.errors import UserError
-from steelyard.core.recipe.site_section import Site
+from steelyard.core.recipe.site_section import SiteSection
 from steelyard.doctor.finding import Finding
 from steelyard.doctor.machine import Machine, dotted
-from steelyard.doctor.python_info import Seen, installed_torch
+from steelyard.doctor.python_info import PythonInfo, installed_torch
 
 TOPIC = "nodes"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]*")
@@ -53,13 +53,13 @@ def names(text: str) -> list[str]:
     return given
 
 
-def options_of(site: Site) -> list[str]:
+def options_of(site: SiteSection) -> list[str]:
     """The port and options that a site's mpirun gives to ssh."""
     port = ["-p", str(site.mpi.ssh_port)] if site.mpi.ssh_port else []
     return port + [word for option in site.mpi.ssh_options for word in shlex.split(option)]
 
 
-def check(machine: Machine, seen: Seen, nodes: Sequence[str], options: Sequence[str] = ()) -> Iterator[Finding]:
+def check(machine: Machine, seen: PythonInfo, nodes: Sequence[str], options: Sequence[str] = ()) -> Iterator[Finding]:
     """Each node from here, then each pair, then what differs among them."""
     if machine.which("ssh") is None:
         yield Finding(TOPIC, "ssh", "fail", "there is no ssh on PATH", "install openssh-client")
@@ -140,7 +140,7 @@ def _clocks(replies: Sequence[Reply]) -> Finding:
     return Finding(TOPIC, "clocks", "ok", f"within {CLOCK_SECONDS:.0f} s of each other", facts=offsets)
 
 
-def _versions(machine: Machine, seen: Seen, replies: Sequence[Reply]) -> Finding:
+def _versions(machine: Machine, seen: PythonInfo, replies: Sequence[Reply]) -> Finding:
     disk = installed_torch(machine)
     here = (list(seen.python) if seen.python else None, seen.torch or (disk.version if disk else None))
     for reply in replies:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from steelyard.doctor.finding import Finding
 from steelyard.doctor.machine import Machine, dotted, version_in
-from steelyard.doctor.python_info import Seen
+from steelyard.doctor.python_info import PythonInfo
 
 TOPIC = "python"
 PYTHONS = ((3, 11), (3, 12), (3, 13), (3, 14))
@@ -22,14 +22,14 @@ CONDA_VARIABLES = (
 )  # fmt: skip
 
 
-def check(machine: Machine, seen: Seen) -> Iterator[Finding]:
+def check(machine: Machine, seen: PythonInfo) -> Iterator[Finding]:
     """Python, the C library, and what the environment does to them."""
     yield _interpreter(machine, seen)
     yield _c_library(machine)
     yield _conda(machine, seen)
 
 
-def _interpreter(machine: Machine, seen: Seen) -> Finding:
+def _interpreter(machine: Machine, seen: PythonInfo) -> Finding:
     if seen.python is None:
         return Finding(TOPIC, "Python", "fail", f"{machine.python} does not run: {seen.problem}", "name another Python")
     version = dotted(seen.python)
@@ -58,7 +58,7 @@ def _c_library(machine: Machine) -> Finding:
     return Finding(TOPIC, "C library", "ok", f"glibc {dotted(version)}", facts=facts)
 
 
-def _conda(machine: Machine, seen: Seen) -> Finding:
+def _conda(machine: Machine, seen: PythonInfo) -> Finding:
     """A conda environment that is switched on while another Python runs mixes two sets of modules and libraries."""
     environment = machine.environment
     wrong_home = environment.get("PYTHONHOME")

@@ -9,7 +9,7 @@ from pathlib import Path
 from steelyard.doctor.checks.torch import driver
 from steelyard.doctor.finding import Finding
 from steelyard.doctor.machine import Machine
-from steelyard.doctor.python_info import Seen
+from steelyard.doctor.python_info import PythonInfo
 from steelyard.sizes.gpu_catalogue import by_device_name
 
 TOPIC = "topology"
@@ -24,7 +24,7 @@ KINDS = {
 }
 
 
-def check(machine: Machine, seen: Seen) -> Iterator[Finding]:
+def check(machine: Machine, seen: PythonInfo) -> Iterator[Finding]:
     """Between machines, and inside this one."""
     yield _infiniband(machine)
     yield _nvlink(machine)

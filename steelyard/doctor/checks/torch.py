@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from steelyard.doctor import known_errors
 from steelyard.doctor.finding import Finding
 from steelyard.doctor.machine import Machine, dotted, version_in
-from steelyard.doctor.python_info import Seen, installed_torch
+from steelyard.doctor.python_info import PythonInfo, installed_torch
 
 TOPIC = "torch and driver"
 OLDEST, NEWEST = (2, 11), (2, 13)
@@ -53,7 +53,7 @@ def driver(machine: Machine) -> Driver | None:
     return Driver(version[1], None, tuple(name[1].strip() for name in names if name))
 
 
-def check(machine: Machine, seen: Seen) -> Iterator[Finding]:
+def check(machine: Machine, seen: PythonInfo) -> Iterator[Finding]:
     """Whether torch is here, of a version that was tried, and can use the GPUs."""
     kernel = driver(machine)
     yield _torch(machine, seen)
@@ -65,7 +65,7 @@ def check(machine: Machine, seen: Seen) -> Iterator[Finding]:
             yield _used(kernel, seen)
 
 
-def _torch(machine: Machine, seen: Seen) -> Finding:
+def _torch(machine: Machine, seen: PythonInfo) -> Finding:
     disk = installed_torch(machine)
     if seen.torch is None:
         error = seen.error("import_torch") or seen.problem
@@ -139,7 +139,7 @@ def _for_old_driver(kernel: Driver) -> str:
     )
 
 
-def _used(kernel: Driver, seen: Seen) -> Finding:
+def _used(kernel: Driver, seen: PythonInfo) -> Finding:
     name = "GPUs in torch"
     if not seen.answers.get("available"):
         words = f"the driver has {len(kernel.gpus)} GPUs, and torch sees none"

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from steelyard.core.errors import UserError
 from steelyard.megatron.shell import conditions, parser, symbolic
-from steelyard.megatron.shell.shell_state import Command, State
+from steelyard.megatron.shell.shell_state import Command, ShellState
 from steelyard.megatron.shell.symbolic import UndecidedError
 from steelyard.megatron.shell.syntax import Body, Text
 
-Run = Callable[[State, Body], bool | None]
+Run = Callable[[ShellState, Body], bool | None]
 DEEPEST = 30
 SHELLS = {"bash", "sh", "zsh", "dash"}
 SCRIPT_ENDS = (".sh", ".bash", ".sbatch", ".slurm", ".job")
@@ -36,7 +36,7 @@ class LeaveError(Exception):
         self.kind = kind
 
 
-def read_script(state: State, path: Path, run: Run) -> None:
+def read_script(state: ShellState, path: Path, run: Run) -> None:
     """Follow one file in the given view."""
     text = read_text(path)
     if directives := [word for line in SBATCH.findall(text) for word in line.split()]:
@@ -66,7 +66,7 @@ def read_text(path: Path) -> str:
     return symbolic.without_marks(text)
 
 
-def invoke(state: State, words: list[str], run: Run) -> bool | None:
+def invoke(state: ShellState, words: list[str], run: Run) -> bool | None:
     """Follow one command."""
     name, arguments = words[0], words[1:]
     if name in state.functions:
@@ -92,7 +92,7 @@ def _plain(item: str) -> str | tuple[Text, ...]:
     return item if item in ("!", "(", ")", "-a", "-o") or item.startswith("-") else (Text(item, True),)
 
 
-def _function(state: State, name: str, arguments: list[str], run: Run) -> bool | None:
+def _function(state: ShellState, name: str, arguments: list[str], run: Run) -> bool | None:
     _deeper(state)
     before, state.arguments = state.arguments, arguments
     try:
@@ -106,13 +106,13 @@ def _function(state: State, name: str, arguments: list[str], run: Run) -> bool |
         state.depth -= 1
 
 
-def _deeper(state: State) -> None:
+def _deeper(state: ShellState) -> None:
     state.depth += 1
     if state.depth > DEEPEST:
         raise state.refuse("scripts or functions call each other in a circle")
 
 
-def _source(state: State, arguments: list[str], run: Run) -> bool | None:
+def _source(state: ShellState, arguments: list[str], run: Run) -> bool | None:
     if not arguments:
         return True
     path = _found(state, arguments[0])
@@ -141,7 +141,7 @@ def _source(state: State, arguments: list[str], run: Run) -> bool | None:
     return True
 
 
-def _found(state: State, name: str) -> Path | None:
+def _found(state: ShellState, name: str) -> Path | None:
     """A file named in a script: beside it, or where the command was started."""
     if symbolic.is_unknown(name):
         return None
@@ -151,7 +151,7 @@ def _found(state: State, name: str) -> Path | None:
     return None
 
 
-def _started(state: State, words: list[str], run: Run) -> bool | None:
+def _started(state: ShellState, words: list[str], run: Run) -> bool | None:
     """A program: a script is read on as a process of its own, everything else is kept.
 
     A wrapper that is not here (`bash in_container.sh train.sh 0`) is passed over for the script behind it.
@@ -177,7 +177,7 @@ def _started(state: State, words: list[str], run: Run) -> bool | None:
     return None
 
 
-def _inline(state: State, words: list[str], at: int, run: Run) -> bool:
+def _inline(state: ShellState, words: list[str], at: int, run: Run) -> bool:
     """`bash -c "..."`, perhaps behind a launcher."""
     _deeper(state)
     child = state.child(state.file, words[at + 4 :])
@@ -189,7 +189,7 @@ def _inline(state: State, words: list[str], at: int, run: Run) -> bool:
     return True
 
 
-def _script(state: State, words: list[str], at: int, path: Path, run: Run) -> bool:
+def _script(state: ShellState, words: list[str], at: int, path: Path, run: Run) -> bool:
     _deeper(state)
     child = state.child(str(path), words[at + 1 :])
     launcher = [word for word in words[:at] if word.rpartition("/")[2] not in SHELLS]
@@ -199,33 +199,33 @@ def _script(state: State, words: list[str], at: int, path: Path, run: Run) -> bo
     return True
 
 
-def _shift(state: State, arguments: list[str], run: Run) -> bool:
+def _shift(state: ShellState, arguments: list[str], run: Run) -> bool:
     count = int(arguments[0]) if arguments and arguments[0].isdigit() else 1
     enough = count <= len(state.arguments)
     state.arguments = state.arguments[count:] if enough else state.arguments
     return enough
 
 
-def _set(state: State, arguments: list[str], run: Run) -> bool:
+def _set(state: ShellState, arguments: list[str], run: Run) -> bool:
     if "--" in arguments:
         state.arguments = arguments[arguments.index("--") + 1 :]
     return True
 
 
-def _unset(state: State, arguments: list[str], run: Run) -> bool:
+def _unset(state: ShellState, arguments: list[str], run: Run) -> bool:
     for name in arguments:
         state.variables.pop(name, None)
     return True
 
 
-def _read(state: State, arguments: list[str], run: Run) -> bool:
+def _read(state: ShellState, arguments: list[str], run: Run) -> bool:
     for name in arguments:
         if not name.startswith("-"):
             state.set(name, symbolic.computed(f"${name}"))
     return True
 
 
-def _eval(state: State, arguments: list[str], run: Run) -> bool | None:
+def _eval(state: ShellState, arguments: list[str], run: Run) -> bool | None:
     """Bash's eval: the text is read as a script, like all others without being run."""
     _deeper(state)
     outcome = run(state, parser.parse(symbolic.shown(" ".join(arguments)), state.file, state.line))
@@ -233,14 +233,14 @@ def _eval(state: State, arguments: list[str], run: Run) -> bool | None:
     return outcome
 
 
-def _leave(kind: str) -> Callable[[State, list[str], Run], bool | None]:
-    def leave(state: State, arguments: list[str], run: Run) -> bool | None:
+def _leave(kind: str) -> Callable[[ShellState, list[str], Run], bool | None]:
+    def leave(state: ShellState, arguments: list[str], run: Run) -> bool | None:
         raise LeaveError(kind)
 
     return leave
 
 
-BUILTINS: dict[str, Callable[[State, list[str], Run], bool | None]] = {
+BUILTINS: dict[str, Callable[[ShellState, list[str], Run], bool | None]] = {
     "true": lambda state, arguments, run: True,
     ":": lambda state, arguments, run: True,
     "false": lambda state, arguments, run: False,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from steelyard.megatron.shell import expansion, symbolic
-from steelyard.megatron.shell.shell_state import State
+from steelyard.megatron.shell.shell_state import ShellState
 from steelyard.megatron.shell.symbolic import UndecidedError
 from steelyard.megatron.shell.syntax import Word
 
@@ -32,7 +32,7 @@ SAME = ("=", "==", "!=", "=~")
 JOINED = {"-a": "&&", "-o": "||"}
 
 
-def holds(state: State, items: Sequence[Word | str], patterns: bool) -> bool:
+def holds(state: ShellState, items: Sequence[Word | str], patterns: bool) -> bool:
     """Whether a test is true; `patterns` is for `[[ ]]`, where the right side may hold `*`."""
     test = _Test(state, list(items), patterns)
     value = test.either()
@@ -44,7 +44,7 @@ def holds(state: State, items: Sequence[Word | str], patterns: bool) -> bool:
 class _Test:
     """A test being read from left to right. Both sides of `&&` are read, and undecided ones may not matter."""
 
-    def __init__(self, state: State, items: list[Word | str], patterns: bool) -> None:
+    def __init__(self, state: ShellState, items: list[Word | str], patterns: bool) -> None:
         self.state, self.items, self.patterns = state, items, patterns
 
     def _peek(self) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import PurePosixPath
 
 from steelyard.megatron.shell import arithmetic, parser, symbolic, syntax
-from steelyard.megatron.shell.shell_state import State
+from steelyard.megatron.shell.shell_state import ShellState
 from steelyard.megatron.shell.symbolic import UndecidedError
 from steelyard.megatron.shell.syntax import Arithmetic, Parameter, Substitution, Text, Word
 
@@ -16,12 +16,12 @@ WHOLE = ("@", "*")
 DEEPEST = 40
 
 
-def words(state: State, all_words: list[Word]) -> list[str]:
+def words(state: ShellState, all_words: list[Word]) -> list[str]:
     """Every field of several words, as a command or an array gets them."""
     return [text for word in all_words for text in fields(state, word)]
 
 
-def fields(state: State, word: Word) -> list[str]:
+def fields(state: ShellState, word: Word) -> list[str]:
     """One word's fields: what is unquoted is split at blanks, and `"${A[@]}"` is one field per entry."""
     done: list[str] = []
     current: str | None = None
@@ -49,7 +49,7 @@ def fields(state: State, word: Word) -> list[str]:
     return done if current is None else [*done, current]
 
 
-def text(state: State, word: Word) -> str:
+def text(state: ShellState, word: Word) -> str:
     """One word as one string, as an assignment gets it."""
     return "".join(
         _home(state, part) if isinstance(part, Text) and number == 0 else _one(state, part)
@@ -57,7 +57,7 @@ def text(state: State, word: Word) -> str:
     )
 
 
-def pattern(state: State, word: Word) -> re.Pattern[str]:
+def pattern(state: ShellState, word: Word) -> re.Pattern[str]:
     """A word as a pattern: what is quoted stands for itself."""
     pieces = []
     for part in word:
@@ -69,7 +69,7 @@ def pattern(state: State, word: Word) -> re.Pattern[str]:
     return re.compile("".join(pieces), re.DOTALL)
 
 
-def number(state: State, expression: Word) -> int:
+def number(state: ShellState, expression: Word) -> int:
     """The value of `(( expression ))`."""
 
     def get(name: str) -> str:
@@ -81,21 +81,21 @@ def number(state: State, expression: Word) -> int:
     return arithmetic.evaluate(written, get, state.set)
 
 
-def _home(state: State, part: Text) -> str:
+def _home(state: ShellState, part: Text) -> str:
     home = state.get("HOME")
     if part.quoted or not isinstance(home, str) or not re.match(r"~(/|$)", part.value):
         return part.value
     return home + part.value[1:]
 
 
-def _one(state: State, part: syntax.Part) -> str:
+def _one(state: ShellState, part: syntax.Part) -> str:
     if isinstance(part, Text):
         return part.value
     value = _values(state, part)
     return value if isinstance(value, str) else " ".join(value)
 
 
-def _values(state: State, part: Parameter | Arithmetic | Substitution) -> str | list[str]:
+def _values(state: ShellState, part: Parameter | Arithmetic | Substitution) -> str | list[str]:
     state.depth += 1
     if state.depth > DEEPEST:
         raise state.refuse("expansions are nested too deeply")
@@ -111,7 +111,7 @@ def _values(state: State, part: Parameter | Arithmetic | Substitution) -> str | 
         state.depth -= 1
 
 
-def _parameter(state: State, part: Parameter) -> str | list[str]:
+def _parameter(state: ShellState, part: Parameter) -> str | list[str]:
     value = _looked_up(state, part)
     if part.length:
         if isinstance(value, list):
@@ -126,7 +126,7 @@ def _parameter(state: State, part: Parameter) -> str | list[str]:
     return symbolic.unset(part.source) if value is None else value
 
 
-def _looked_up(state: State, part: Parameter) -> str | list[str] | None:
+def _looked_up(state: ShellState, part: Parameter) -> str | list[str] | None:
     if part.name in ("@", "*"):
         return list(state.arguments)
     if part.name == "#":
@@ -150,7 +150,7 @@ def _looked_up(state: State, part: Parameter) -> str | list[str] | None:
     return entries[at] if -len(entries) <= at < len(entries) else None
 
 
-def _operated(state: State, part: Parameter, value: str | list[str] | None) -> str | list[str]:
+def _operated(state: ShellState, part: Parameter, value: str | list[str] | None) -> str | list[str]:
     kind = part.operator.removeprefix(":") if part.operator in (":-", ":=", ":+", ":?") else part.operator
     if kind in ("-", "=", "+", "?"):
         empty = value is None or (isinstance(value, str) and symbolic.is_unset(value))
@@ -175,7 +175,7 @@ def _operated(state: State, part: Parameter, value: str | list[str] | None) -> s
     return symbolic.unset(part.source) if value is None else _cut(state, part, value)
 
 
-def _cut(state: State, part: Parameter, value: str) -> str:
+def _cut(state: ShellState, part: Parameter, value: str) -> str:
     """`#`, `##`, `%`, `%%`, `/`, `//`, `^`, `,` and `:` on one value."""
     kind = part.operator
     if kind in ("^", "^^", ",", ",,"):
@@ -197,7 +197,7 @@ def _cut(state: State, part: Parameter, value: str) -> str:
     return value[: cuts[0]] if cuts else value
 
 
-def _answer(state: State, part: Substitution) -> str:
+def _answer(state: ShellState, part: Substitution) -> str:
     """The output of a command where it follows from the command alone; nothing is run."""
     body = parser.parse(part.script, state.file, part.line)
     while len(body) == 1 and isinstance(body[0], syntax.Chain) and body[0].operator == "&&":
@@ -217,7 +217,7 @@ def _answer(state: State, part: Substitution) -> str:
     raise UndecidedError(part.source)
 
 
-def _folder_after(state: State, before: syntax.Body) -> str:
+def _folder_after(state: ShellState, before: syntax.Body) -> str:
     """What `pwd` says after `cd`s: the folder as it was named, since paths in a recipe may be relative too."""
     folder = "."
     for step in before:
@@ -234,12 +234,12 @@ def _only(arguments: list[str]) -> PurePosixPath:
     return PurePosixPath(arguments[0])
 
 
-def _basename(state: State, arguments: list[str]) -> str:
+def _basename(state: ShellState, arguments: list[str]) -> str:
     name = _only(arguments).name
     return name.removesuffix(arguments[1]) if len(arguments) > 1 else name
 
 
-ANSWERS: dict[str, Callable[[State, list[str]], str]] = {
+ANSWERS: dict[str, Callable[[ShellState, list[str]], str]] = {
     "echo": lambda state, arguments: " ".join(arguments),
     "dirname": lambda state, arguments: str(_only(arguments).parent),
     "basename": _basename,

@@ -13,16 +13,16 @@ from pathlib import Path
 
 from steelyard.megatron.shell import commands, conditions, expansion, parser, symbolic, syntax
 from steelyard.megatron.shell.commands import LeaveError
-from steelyard.megatron.shell.shell_state import State
+from steelyard.megatron.shell.shell_state import ShellState
 from steelyard.megatron.shell.symbolic import UndecidedError
 from steelyard.megatron.shell.syntax import Body, Statement
 
 MOST_TURNS = 500
 
 
-def follow(scripts: Sequence[Path], arguments: Sequence[str], environment: Mapping[str, str]) -> State:
+def follow(scripts: Sequence[Path], arguments: Sequence[str], environment: Mapping[str, str]) -> ShellState:
     """Read scripts in turn, as if one sourced the next, each with the same arguments."""
-    state = State(str(scripts[0]), str(scripts[0]), list(arguments), environment=environment)
+    state = ShellState(str(scripts[0]), str(scripts[0]), list(arguments), environment=environment)
     for script in scripts:
         state.file = state.script = str(script)
         state.arguments = list(arguments)
@@ -33,7 +33,7 @@ def follow(scripts: Sequence[Path], arguments: Sequence[str], environment: Mappi
     return state
 
 
-def run(state: State, body: Body) -> bool | None:
+def run(state: ShellState, body: Body) -> bool | None:
     """Follow statements; the outcome is the last one's."""
     outcome: bool | None = True
     for statement in body:
@@ -41,7 +41,7 @@ def run(state: State, body: Body) -> bool | None:
     return outcome
 
 
-def _statement(state: State, statement: Statement) -> bool | None:
+def _statement(state: ShellState, statement: Statement) -> bool | None:
     state.spend()
     state.line = getattr(statement, "line", state.line)
     match statement:
@@ -56,7 +56,7 @@ def _statement(state: State, statement: Statement) -> bool | None:
         case syntax.Pipe():
             outcomes = [_statement(state, command) for command in statement.commands]
             return not outcomes[-1] if statement.negated and outcomes[-1] is not None else outcomes[-1]
-        case syntax.Group():
+        case syntax.CommandGroup():
             return _group(state, statement)
         case syntax.If():
             return _if(state, statement)
@@ -69,7 +69,7 @@ def _statement(state: State, statement: Statement) -> bool | None:
             return _loop(state, statement)
 
 
-def _decided(state: State, question: Callable[[], object]) -> bool | None:
+def _decided(state: ShellState, question: Callable[[], object]) -> bool | None:
     try:
         return bool(question())
     except UndecidedError as error:
@@ -77,14 +77,14 @@ def _decided(state: State, question: Callable[[], object]) -> bool | None:
         return None
 
 
-def _chain(state: State, chain: syntax.Chain) -> bool | None:
+def _chain(state: ShellState, chain: syntax.Chain) -> bool | None:
     """A command's outcome is not known, and is taken to be success, as its author hoped."""
     left = _statement(state, chain.left)
     goes_on = left is not False if chain.operator == "&&" else left is False
     return _statement(state, chain.right) if goes_on else left
 
 
-def _group(state: State, group: syntax.Group) -> bool | None:
+def _group(state: ShellState, group: syntax.CommandGroup) -> bool | None:
     if not group.inside:
         return run(state, group.body)
     before = dict(state.variables)
@@ -94,7 +94,7 @@ def _group(state: State, group: syntax.Group) -> bool | None:
         state.variables = before
 
 
-def _if(state: State, statement: syntax.If) -> bool | None:
+def _if(state: ShellState, statement: syntax.If) -> bool | None:
     for condition, body in statement.branches:
         line = state.line
         outcome = run(state, condition)
@@ -106,7 +106,7 @@ def _if(state: State, statement: syntax.If) -> bool | None:
     return run(state, statement.otherwise)
 
 
-def _case(state: State, case: syntax.Case) -> bool | None:
+def _case(state: ShellState, case: syntax.Case) -> bool | None:
     try:
         value = symbolic.decided(expansion.text(state, case.word))
     except UndecidedError as error:
@@ -119,7 +119,7 @@ def _case(state: State, case: syntax.Case) -> bool | None:
     return True
 
 
-def _loop(state: State, loop: syntax.For | syntax.Count | syntax.While) -> bool | None:
+def _loop(state: ShellState, loop: syntax.For | syntax.Count | syntax.While) -> bool | None:
     if isinstance(loop, syntax.For):
         values = state.arguments if loop.words is None else expansion.words(state, loop.words)
         for value in [value for value in values if not symbolic.is_unset(value)]:
@@ -144,14 +144,14 @@ def _loop(state: State, loop: syntax.For | syntax.Count | syntax.While) -> bool 
     return None
 
 
-def _goes_on(state: State, loop: syntax.Count | syntax.While) -> bool | None:
+def _goes_on(state: ShellState, loop: syntax.Count | syntax.While) -> bool | None:
     if isinstance(loop, syntax.Count):
         return _decided(state, lambda: expansion.number(state, loop.condition) != 0)
     outcome = run(state, loop.condition)
     return None if outcome is None else outcome == loop.wanted
 
 
-def _left_out(state: State, what: str) -> None:
+def _left_out(state: ShellState, what: str) -> None:
     """Note why a way was not taken."""
     reason = state.open_question or "the outcome of a program"
     state.open_question = ""
@@ -159,7 +159,7 @@ def _left_out(state: State, what: str) -> None:
     state.note(f"this {what} depends on {reason}{given}, which is not known here; it was left out")
 
 
-def _turn(state: State, body: Body) -> bool:
+def _turn(state: ShellState, body: Body) -> bool:
     """One turn of a loop; false when it was the last."""
     try:
         run(state, body)
@@ -170,7 +170,7 @@ def _turn(state: State, body: Body) -> bool:
     return True
 
 
-def _simple(state: State, simple: syntax.Simple) -> bool | None:
+def _simple(state: ShellState, simple: syntax.Simple) -> bool | None:
     words = expansion.words(state, simple.words)
     declares = bool(words) and words[0] in parser.DECLARATIONS
     if not words or declares:
@@ -194,7 +194,7 @@ def _simple(state: State, simple: syntax.Simple) -> bool | None:
     return commands.invoke(state, words, run)
 
 
-def _assign(state: State, assignment: syntax.Assignment) -> None:
+def _assign(state: ShellState, assignment: syntax.Assignment) -> None:
     old = state.get(assignment.name)
     if isinstance(assignment.value, list):
         entries = expansion.words(state, assignment.value)
@@ -213,7 +213,7 @@ def _assign(state: State, assignment: syntax.Assignment) -> None:
         state.set(assignment.name, (old if isinstance(old, str) else "") + value if assignment.append else value)
 
 
-def _place(state: State, assignment: syntax.Assignment) -> int | None:
+def _place(state: ShellState, assignment: syntax.Assignment) -> int | None:
     """Which entry of an array is meant; None for one that goes by name, or lies beyond reason."""
     try:
         at = expansion.number(state, assignment.index or ())

@@ -115,12 +115,12 @@ class Parser(Words):
         self._redirections(Simple(line))
         return statement
 
-    def _group(self) -> syntax.Group:
+    def _group(self) -> syntax.CommandGroup:
         start, inside = self.at, self.sees("(")
         self.at += 1
         body = self.body()
         self._expect(")" if inside else "}", "(" if inside else "{", start)
-        return syntax.Group(body, inside)
+        return syntax.CommandGroup(body, inside)
 
     def _computed(self) -> Word:
         start, end = self.at, self.closing(self.at)

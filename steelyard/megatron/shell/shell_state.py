@@ -23,7 +23,7 @@ class Command:
 
 
 @dataclass
-class State:
+class ShellState:
     """One script's view. What is collected is shared by all that a reading follows."""
 
     file: str
@@ -79,10 +79,10 @@ class State:
             return self.script
         return self.arguments[number - 1] if number <= len(self.arguments) else None
 
-    def child(self, file: str, arguments: list[str]) -> State:
+    def child(self, file: str, arguments: list[str]) -> ShellState:
         """The view of a script that this one starts as a process of its own: it sees what was exported."""
         inherited = {name: value for name, value in self.variables.items() if name in self.exported}
-        return State(
+        return ShellState(
             file, file, arguments, inherited, set(self.exported), {}, self.environment, self.launchers,
             self.commands, self.notes, depth=self.depth, spent=self.spent,
         )  # fmt: skip

@@ -107,7 +107,7 @@ class Pipe:
 
 
 @dataclass
-class Group:
+class CommandGroup:
     """`{ ... }`, or `( ... )` whose changes stay inside."""
 
     body: Body
@@ -171,5 +171,5 @@ class Function:
     body: Body
 
 
-Statement = Simple | Test | Compute | Chain | Pipe | Group | If | Case | For | Count | While | Function
+Statement = Simple | Test | Compute | Chain | Pipe | CommandGroup | If | Case | For | Count | While | Function
 Body = list[Statement]

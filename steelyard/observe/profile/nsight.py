@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from steelyard.core.errors import Fault
+from steelyard.core.errors import RuntimeFailure
 from steelyard.observe.profile.events import Events, Stretch
 from steelyard.observe.profile.nsight_tools import find
 from steelyard.observe.profile.trace import OWN_RANGES
@@ -46,7 +46,7 @@ def _imported(path: Path) -> Path:
     """The report that Nsight's importer makes of raw data; some packages of nsys lack it."""
     importer = shutil.which("QdstrmImporter")
     if importer is None:
-        raise Fault(
+        raise RuntimeFailure(
             "nsys wrote raw data only, since its importer is missing; QdstrmImporter of a whole Nsight Systems makes "
             "a report of it, here or elsewhere"
         )
@@ -60,7 +60,7 @@ def _database(path: Path) -> Events:
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as database:
             return _events(database)
     except sqlite3.Error as error:
-        raise Fault(f"{path} cannot be read as an export of nsys: {error}") from None
+        raise RuntimeFailure(f"{path} cannot be read as an export of nsys: {error}") from None
 
 
 def _events(database: sqlite3.Connection) -> Events:
@@ -139,7 +139,7 @@ def _asked(command: list[str]) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise Fault(f"{command[0]} could not read its report: {error}") from None
+        raise RuntimeFailure(f"{command[0]} could not read its report: {error}") from None
     if done.returncode:
-        raise Fault(f"{command[0]} could not read its report: {(done.stderr or done.stdout).strip()[:500]}")
+        raise RuntimeFailure(f"{command[0]} could not read its report: {(done.stderr or done.stdout).strip()[:500]}")
     return done.stdout

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from steelyard.core.console import console
-from steelyard.core.errors import Fault, UserError
+from steelyard.core.errors import RuntimeFailure, UserError
 from steelyard.core.recipe import Recipe
 from steelyard.core.run import RECIPE, Run, for_training
 from steelyard.launch import node_groups, spawn, submit
-from steelyard.launch.submit import Request
+from steelyard.launch.submit import SubmitRequest
 from steelyard.observe.profile import nsight_tools
 from steelyard.observe.profile.summary import told
 from steelyard.observe.profile.trace_analysis import Look
@@ -23,7 +23,7 @@ from steelyard.observe.profile.trace_cache import read
 
 
 @dataclass(frozen=True)
-class Seen:
+class ProfiledRun:
     """What came of it."""
 
     run: Run
@@ -73,7 +73,7 @@ def prepare(recipe: Recipe, run: Path | None) -> Run:
     return made
 
 
-def refuse_unfit(request: Request, ranks: list[int]) -> int:
+def refuse_unfit(request: SubmitRequest, ranks: list[int]) -> int:
     """Refuse what cannot be started, before anything is written; returns how many ranks there will be."""
     world = node_groups.world(submit.groups_of(request))
     absent = [rank for rank in ranks if rank >= world]
@@ -91,7 +91,7 @@ def here(run: Run, ranks: int) -> None:
     _refuse_failed(code, run)
 
 
-def elsewhere(request: Request, run: Run) -> None:
+def elsewhere(request: SubmitRequest, run: Run) -> None:
     """Run it over mpirun or on Slurm, and wait for its end."""
     result = submit.submit(replace(request, run=run.path))
     console.say(f"{run.path}: job {', '.join(result['jobs'])}, {result['state']}; waiting for its end")
@@ -113,10 +113,10 @@ def _results_to_errors() -> Iterator[None]:
 
 def _refuse_failed(code: int, run: Run) -> None:
     if code:
-        raise Fault("the run that was to be profiled failed", mend=f"steelyard watch {run.path} tells more")
+        raise RuntimeFailure("the run that was to be profiled failed", mend=f"steelyard watch {run.path} tells more")
 
 
-def seen(run: Run) -> Seen:
+def seen(run: Run) -> ProfiledRun:
     """Read the traces of a run."""
     looks, problems = read(run)
     if not looks and not problems:
@@ -124,4 +124,4 @@ def seen(run: Run) -> Seen:
             f"{run.path} has no profile",
             mend="steelyard profile RECIPE makes one; on a cluster wait until its job is over",
         )
-    return Seen(run, looks, problems)
+    return ProfiledRun(run, looks, problems)

@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from steelyard.core.errors import Fault
+from steelyard.core.errors import RuntimeFailure
 from steelyard.observe.profile.events import COMMUNICATION, Events, Stretch
 
 OWN_RANGES = ("step", "data", "forward", "backward", "weights", "send", "receive", "wait", "gradients", "optimizer")
@@ -23,7 +23,7 @@ def read(path: Path) -> Events:
             entries = json.load(file)["traceEvents"]
         found = _sorted_out([entry for entry in entries if isinstance(entry, dict)])
     except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
-        raise Fault(f"{path} cannot be read as a trace: {error}") from None
+        raise RuntimeFailure(f"{path} cannot be read as a trace: {error}") from None
     return found
 
 

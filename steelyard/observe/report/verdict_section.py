@@ -6,7 +6,7 @@ import html
 
 from steelyard.core import secrets
 from steelyard.core.run import Run
-from steelyard.observe.run_state import State
+from steelyard.observe.run_state import RunState
 from steelyard.observe.run_view import told_of
 from steelyard.observe.verdict import judge
 
@@ -17,7 +17,7 @@ STYLES = {"ok": "good", "waiting": "warning", "warning": "warning", "wrong": "ba
 def verdict(run: Run, name: str) -> str:
     """A box for each thing that is to be said: how the run stands, and what to do about it."""
     boxes = []
-    state = State(run.path).refresh().search(SECONDS_SEARCHED)
+    state = RunState(run.path).refresh().search(SECONDS_SEARCHED)
     for found in judge(state):
         told = told_of(found, state)
         advice = "" if found.level == "ok" else f"\nTo do: {told['what_to_do']}"  # Whoever reads this has the report.

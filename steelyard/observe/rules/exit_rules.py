@@ -10,7 +10,7 @@ from steelyard.core import units
 from steelyard.core.errors import Interrupted
 from steelyard.observe.error_scan import is_lost_peer
 from steelyard.observe.rules import Verdict
-from steelyard.observe.run_state import ENDED, WAITING, State, seconds_of, span_of
+from steelyard.observe.run_state import ENDED, WAITING, RunState, seconds_of, span_of
 
 RESUME = "the same command goes on from the last checkpoint"
 ANEW = "the same command begins anew: no checkpoint was written yet"
@@ -53,7 +53,7 @@ STUCK = ("held", "hold", "partition", "badconstraints", "neversatisfied", "inval
 HELD = ("REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 
 
-def scheduler_ended(state: State) -> Verdict | None:
+def scheduler_ended(state: RunState) -> Verdict | None:
     """The scheduler says that a job has ended other than well."""
     jobs = state.jobs
     words = {job: word for job, record in jobs.items() if (word := _word(record["state"])) in ENDS}
@@ -78,7 +78,7 @@ def scheduler_ended(state: State) -> Verdict | None:
     return Verdict(kind, "wrong", message, what_to_do.replace(RESUME, _resume(state)))
 
 
-def _finished_badly(state: State, words: dict[str, str]) -> Verdict | None:
+def _finished_badly(state: RunState, words: dict[str, str]) -> Verdict | None:
     """All steps are done and saved, and still the scheduler counts the job as failed: a process ended badly later."""
     if not words or state.is_waiting:
         return None
@@ -87,7 +87,7 @@ def _finished_badly(state: State, words: dict[str, str]) -> Verdict | None:
     return Verdict("failed-after-end", "warning", message, "the checkpoint is whole; see the end of the error log")
 
 
-def run_ended(state: State) -> Verdict | None:
+def run_ended(state: RunState) -> Verdict | None:
     """What the run itself says of its end, where the scheduler has none or knows no better."""
     if state.is_waiting or (state.job_states & set(ENDS)):
         return None
@@ -116,7 +116,7 @@ def run_ended(state: State) -> Verdict | None:
     return None
 
 
-def not_started(state: State) -> Verdict | None:
+def not_started(state: RunState) -> Verdict | None:
     """It waits in the queue, was put back there, or its ranks have not met yet."""
     if state.is_waiting:
         return _queued(state)
@@ -132,7 +132,7 @@ def not_started(state: State) -> Verdict | None:
     return None
 
 
-def _queued(state: State) -> Verdict:
+def _queued(state: RunState) -> Verdict:
     job, record = next((job, record) for job, record in state.jobs.items() if _word(record["state"]) in WAITING)
     reason = str(record.get("reason") or "no reason given").strip("()")
     restarts = record.get("restarts") or 0
@@ -150,18 +150,18 @@ def _queued(state: State) -> Verdict:
     return Verdict(kind, "wrong" if is_stuck else "waiting", message, help_)
 
 
-def _error(state: State) -> str:
+def _error(state: RunState) -> str:
     """What the run said of its end, in one line; that a rank lost another is told in our words, not in gloo's."""
     error = str(state.manifest.get("error") or "").strip().partition("\n")[0]
     return "a rank lost another one, which ended first" if is_lost_peer(error) else error
 
 
-def _is_told(state: State, error: str) -> bool:
+def _is_told(state: RunState, error: str) -> bool:
     """Whether a verdict on the error logs says the same already."""
     return any(error in text for host in state.err for _, text in state.errors_of(host))
 
 
-def _resume(state: State) -> str:
+def _resume(state: RunState) -> str:
     """What the same command would do now. A run of another command keeps no checkpoints here."""
     if "command" in state.manifest or state.recipe is None:
         return RESUME
@@ -169,7 +169,7 @@ def _resume(state: State) -> str:
     return f"the same command goes on from step {max(map(int, filter(str.isdigit, steps)))}" if steps else ANEW
 
 
-def _reached(state: State) -> str:
+def _reached(state: RunState) -> str:
     done = state.trained[-1]["step"] if state.trained else 0
     total = state.recipe.train.steps if state.recipe else None
     return f", at step {done}" + (f" of {total}" if total else "") if state.metrics or total else ""

@@ -10,7 +10,7 @@ from steelyard.core import units
 from steelyard.observe.host_logs import is_number
 from steelyard.observe.rules import Verdict
 from steelyard.observe.rules.progress_rules import BYTES_SAVED
-from steelyard.observe.run_state import State
+from steelyard.observe.run_state import RunState
 from steelyard.sizes.param_count import parameters
 from steelyard.sizes.stage_layers import partition_of
 
@@ -25,7 +25,7 @@ HOT = 90  # degrees Celsius
 LAYOUT_KEYS = ("tensor", "context", "pipeline", "virtual", "zero", "schedule", "sequence_parallel")
 
 
-def frozen(state: State) -> Verdict | None:
+def frozen(state: RunState) -> Verdict | None:
     """A process was stopped with SIGSTOP, and all others wait for it."""
     if not state.is_live:
         return None
@@ -48,7 +48,7 @@ def frozen(state: State) -> Verdict | None:
     return Verdict("frozen", "wrong", f"stopped by a signal (SIGSTOP): {_some(named)}", what)
 
 
-def _rank_of(state: State, host: str, pid: int) -> str:
+def _rank_of(state: RunState, host: str, pid: int) -> str:
     told = state.hosts.get(host, {})
     pids, ranks = told.get("process ids"), told.get("ranks") or []
     if isinstance(pids, list) and pid in pids and len(pids) == len(ranks):
@@ -56,7 +56,7 @@ def _rank_of(state: State, host: str, pid: int) -> str:
     return f"process {pid}"
 
 
-def nobody_on_device(state: State) -> Verdict | None:
+def nobody_on_device(state: RunState) -> Verdict | None:
     """The job runs, but no process is on a GPU. A container may hide processes from the driver, not their memory."""
     if not state.is_live:
         return None
@@ -98,7 +98,7 @@ def _is_unused(sample: dict[str, Any], index: int) -> bool:
     return sample.get("kind") == "cpu" or not is_number(used) or used < BARE_MEMORY
 
 
-def silent_host(state: State) -> Verdict | None:
+def silent_host(state: RunState) -> Verdict | None:
     """A host that sends nothing while the others do: powered off, cut off, or frozen."""
     if not state.is_live or len(state.devices) < 2:
         return None
@@ -116,7 +116,7 @@ def silent_host(state: State) -> Verdict | None:
     return Verdict("silent-host", "wrong", message, what)
 
 
-def other_configuration(state: State) -> Verdict | None:
+def other_configuration(state: RunState) -> Verdict | None:
     """What the ranks say of their layout is not what was asked for, or they do not say the same."""
     if state.is_waiting or not state.hosts:
         return None
@@ -140,7 +140,7 @@ def other_configuration(state: State) -> Verdict | None:
     return Verdict("other-configuration", "wrong", differences[0] + more, what)
 
 
-def requested(state: State) -> dict[str, Any]:
+def requested(state: RunState) -> dict[str, Any]:
     """The layout as the recipe and the launch ask for it, in the words in which ranks report theirs."""
     wanted: dict[str, Any] = {}
     if is_number(state.launch.get("ranks")) and not state.is_superseded:
@@ -158,7 +158,7 @@ def requested(state: State) -> dict[str, Any]:
     return wanted
 
 
-def slow_rank(state: State) -> Verdict | None:
+def slow_rank(state: RunState) -> Verdict | None:
     """One rank, or one host's ranks, computes longer than others do for the same, record after record."""
     if not state.is_live:
         return None
@@ -200,7 +200,7 @@ def _lags(told: dict[str, Any]) -> bool:
     return is_number(seconds) and is_number(usual) and usual > 0 and seconds / usual > SLOWER
 
 
-def disk_nearly_full(state: State) -> Verdict | None:
+def disk_nearly_full(state: RunState) -> Verdict | None:
     """The disk that the run writes to has little room: for the next checkpoint, or at all."""
     ended_well = state.manifest.get("state") in ("finished", "stopped")
     if state.is_waiting or ended_well or state.disk is None:
@@ -227,7 +227,7 @@ def disk_nearly_full(state: State) -> Verdict | None:
     return None
 
 
-def clocks_differ(state: State) -> Verdict | None:
+def clocks_differ(state: RunState) -> Verdict | None:
     """Hosts that met at one moment call it by different times."""
     clocks = sorted((host["clock"], name) for name, host in state.hosts.items() if is_number(host.get("clock")))
     if state.is_waiting or len(clocks) < 2 or clocks[-1][0] - clocks[0][0] <= CLOCKS_APART:
@@ -240,7 +240,7 @@ def clocks_differ(state: State) -> Verdict | None:
     return Verdict("clocks-differ", "warning", message, what)
 
 
-def versions_differ(state: State) -> Verdict | None:
+def versions_differ(state: RunState) -> Verdict | None:
     """Hosts run different versions of what computes."""
     versions = {name: host["versions"] for name, host in state.hosts.items() if isinstance(host.get("versions"), dict)}
     if state.is_waiting:
@@ -256,7 +256,7 @@ def versions_differ(state: State) -> Verdict | None:
     return None
 
 
-def hot_device(state: State) -> Verdict | None:
+def hot_device(state: RunState) -> Verdict | None:
     """A GPU so hot that it slows itself down."""
     if not state.is_live:
         return None

@@ -11,7 +11,7 @@ from steelyard.core.recipe import Recipe
 from steelyard.observe.error_scan import is_lost_peer
 from steelyard.observe.host_logs import is_number
 from steelyard.observe.rules import Verdict
-from steelyard.observe.run_state import State, seconds_of
+from steelyard.observe.run_state import RunState, seconds_of
 from steelyard.sizes.param_count import parameters
 
 MUCH = 4.0  # times what is usual
@@ -24,7 +24,7 @@ AGREED_ERRORS = 30.0  # seconds: an error this much older than the last record d
 SPIKE, SPIKE_SPREADS, LEAST_HISTORY = 1.3, 8.0, 12
 
 
-def errors(state: State) -> Verdict | None:
+def errors(state: RunState) -> Verdict | None:
     """Something on standard error that is no warning; the first of it is named."""
     if state.is_waiting:
         return None
@@ -50,7 +50,7 @@ def errors(state: State) -> Verdict | None:
     return Verdict("errors", "wrong", message, what)
 
 
-def _errors(state: State, host: str) -> list[tuple[int, str]]:
+def _errors(state: RunState, host: str) -> list[tuple[int, str]]:
     """What a host complained of in the present attempt."""
     told = state.errors_of(host)
     if not told:
@@ -64,7 +64,7 @@ def _is_consequence(text: str) -> bool:
     return is_lost_peer(text) or any(sign in text for sign in ("NCCL", "ChildFailedError", "srun: error", "SIGTERM"))
 
 
-def no_progress(state: State) -> Verdict | None:
+def no_progress(state: RunState) -> Verdict | None:
     """No step has ended for longer than steps, validation and saving take here."""
     if not state.is_live or state.recipe is None:
         return None
@@ -84,7 +84,7 @@ def no_progress(state: State) -> Verdict | None:
     return Verdict("no-progress", "wrong", message, what)
 
 
-def _has_said_its_end(state: State) -> bool:
+def _has_said_its_end(state: RunState) -> bool:
     """Whether the manifest's word is the present attempt's; an earlier one's stands there until the ranks have met."""
     if state.manifest.get("state") not in ("finished", "failed", "interrupted", "stopped"):
         return False
@@ -92,7 +92,7 @@ def _has_said_its_end(state: State) -> bool:
     return ended is None or ended >= (state.began or 0.0)
 
 
-def expected_pause(state: State, recipe: Recipe) -> float:
+def expected_pause(state: RunState, recipe: Recipe) -> float:
     """How long it may take from the last record to the next one: several times the usual, and what is due now."""
     trained = state.trained[-50:]
     seconds = [record["seconds"] for record in trained if is_number(record.get("seconds"))]
@@ -106,7 +106,7 @@ def expected_pause(state: State, recipe: Recipe) -> float:
     return max(state.patience, usual, longest) + _due(state, recipe, step_seconds)
 
 
-def _due(state: State, recipe: Recipe, step_seconds: float) -> float:
+def _due(state: RunState, recipe: Recipe, step_seconds: float) -> float:
     """Seconds for a validation or a checkpoint that may be under way before the next record."""
     last = state.metrics[-1]["step"] if state.metrics else 0
     coming = range(last, last + recipe.log.every + 1)
@@ -119,7 +119,7 @@ def _due(state: State, recipe: Recipe, step_seconds: float) -> float:
     return validation + (LEAST_SAVING + saved if comes(recipe.checkpoint.every) else 0.0)
 
 
-def _idle_devices(state: State) -> str:
+def _idle_devices(state: RunState) -> str:
     """On a GPU waiting for another rank looks like work: the one that does nothing is the one waited for."""
     busy: list[str] = []
     idle: list[str] = []
@@ -132,7 +132,7 @@ def _idle_devices(state: State) -> str:
     return f"; {', '.join(idle[:4])} stands still while the others wait" if idle and len(idle) < len(busy) else ""
 
 
-def loss_not_finite(state: State) -> Verdict | None:
+def loss_not_finite(state: RunState) -> Verdict | None:
     """The loss or the gradient is no number, now or in steps that were skipped."""
     if state.is_waiting or not state.trained:
         return None
@@ -148,14 +148,14 @@ def loss_not_finite(state: State) -> Verdict | None:
     return None
 
 
-def _is_overflow(state: State) -> bool:
+def _is_overflow(state: RunState) -> bool:
     """Whether the gradient was too large for fp16's scale, which is lowered then: usual, unless it never ends."""
     skipped = [record.get("skipped") for record in state.trained[-2:]]
     before, now = (skipped[0] if len(skipped) > 1 else 0), skipped[-1]
     return is_number(before) and is_number(now) and now > before
 
 
-def loss_spike(state: State) -> Verdict | None:
+def loss_spike(state: RunState) -> Verdict | None:
     """The loss stands far above where it was, and not for one record only."""
     if state.is_waiting:
         return None
