@@ -93,7 +93,7 @@ def rank(what: str) -> None:
         spent = torch.tensor((time.process_time() - before) / STEPS, dtype=torch.float64)
         if world.size > 1:
             torch.distributed.all_reduce(spent)
-        if world.is_first:
+        if world.is_rank0:
             print(spent.item())
 
 

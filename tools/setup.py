@@ -96,8 +96,8 @@ def find_python() -> str:
         if candidate and version_of(candidate) in PYTHONS:
             return candidate
     known = " to ".join(f"{major}.{minor}" for major, minor in (PYTHONS[0], PYTHONS[-1]))
-    mend = "name one with make setup PYTHON=..., or build an image: see containers/"
-    fail(f"steelyard needs Python {known}; this is {sys.version.split()[0]}", mend)
+    hint = "name one with make setup PYTHON=..., or build an image: see containers/"
+    fail(f"steelyard needs Python {known}; this is {sys.version.split()[0]}", hint)
 
 
 def version_of(python: str) -> tuple[int, int] | None:
@@ -175,9 +175,9 @@ def pip(*arguments: str) -> None:
         fail(f"pip {' '.join(arguments)} failed", "see the message above; running this again goes on from here")
 
 
-def fail(message: str, mend: str) -> NoReturn:
+def fail(message: str, hint: str) -> NoReturn:
     """End with one clear message."""
-    print(f"error: {message}\n  {mend}", file=sys.stderr)
+    print(f"error: {message}\n  {hint}", file=sys.stderr)
     sys.exit(1)
 
 

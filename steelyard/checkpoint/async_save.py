@@ -46,7 +46,7 @@ class Saver:
         if found:
             fault = RuntimeFailure(
                 f"step {step} is not saved: NaN or infinite values in {listed(found)}",
-                mend="lower optim.learning_rate",
+                hint="lower optim.learning_rate",
             )
             fault.shared = self._group is not None
             raise fault

@@ -38,7 +38,7 @@ def refuse_nonfinite(
     """Refuse weights from a file that hold NaN or infinity."""
     found = nonfinite(tensors)
     if found:
-        raise UserError(f"NaN or infinite values in {listed(found)}", where=str(path), mend=hint)
+        raise UserError(f"NaN or infinite values in {listed(found)}", where=str(path), hint=hint)
 
 
 def listed(names: Sequence[str]) -> str:

@@ -148,7 +148,7 @@ def _remove_old(
     if wrong:
         raise RuntimeFailure(
             f"checkpoint {newest} is not what was written to it: {wrong[0]} does not match its checksum",
-            mend="check the disk and the memory of this machine; no older checkpoint was removed",
+            hint="check the disk and the memory of this machine; no older checkpoint was removed",
         )
     for path in old:
         shutil.rmtree(path, ignore_errors=True)
@@ -234,7 +234,7 @@ def latest(folder: Path, set_aside: bool = False) -> Checkpoint | None:
     if passed_over or step_folders.by_age(folder / step_folders.DAMAGED):
         raise RuntimeFailure(
             f"every checkpoint in {folder} is damaged",
-            mend="restore one from a copy, or start from step 0 in a new folder with --resume never",
+            hint="restore one from a copy, or start from step 0 in a new folder with --resume never",
         )
     return None
 
@@ -249,7 +249,7 @@ def source(path: str | Path) -> Checkpoint:
         if newest is None:
             raise UserError(f"{path} has no checkpoint yet")
         return newest
-    raise UserError(f"{path} is neither a checkpoint nor a run folder", mend="name a folder under runs/")
+    raise UserError(f"{path} is neither a checkpoint nor a run folder", hint="name a folder under runs/")
 
 
 def load(checkpoint: Checkpoint, tensors: Tensors) -> None:

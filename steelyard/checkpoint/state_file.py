@@ -57,7 +57,7 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
         if not isinstance(version, int) or version > FORMAT:
             raise UserError(
                 f"checkpoint {folder} has format {version}, and Steelyard {__version__} reads formats up to {FORMAT}",
-                mend=f"install Steelyard {writer or 'of the version that wrote it'} or newer",
+                hint=f"install Steelyard {writer or 'of the version that wrote it'} or newer",
             )
     sums = content.pop("files", None)
     if not isinstance(sums, dict) or not sums or not all(FILE_NAME.fullmatch(name) for name in sums):
@@ -84,7 +84,7 @@ def retried(path: Path, action: Callable[[], Result]) -> Result:
             if seconds is None or isinstance(error, PermissionError):
                 raise RuntimeFailure(
                     f"{path} cannot be read: {error.strerror or error}",
-                    mend="check the disk, the network and the permissions, then run the same command again",
+                    hint="check the disk, the network and the permissions, then run the same command again",
                 ) from error
             time.sleep(seconds)
     raise AssertionError("the last try returns or raises")

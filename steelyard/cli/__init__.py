@@ -243,7 +243,7 @@ def _tell(error: BaseException, message: str, code: int) -> int:
         with contextlib.suppress(OSError):
             error_file.leave(Path(path), words)
             return code
-    if world.size == 1 or (shared and world.is_first):
+    if world.size == 1 or (shared and world.is_rank0):
         console.error(message)
     elif not shared:
         console.error(f"rank {world.rank}: {message}")

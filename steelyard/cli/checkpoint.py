@@ -157,7 +157,7 @@ def _shown(value: Any) -> str:
 def _counts(partition: str) -> tuple[int, ...]:
     if not all(part.isdecimal() and len(part) < 6 for part in partition.split("-")):
         raise UserError(
-            f"{partition:.40} is no partition", where="--partition", mend="layer counts joined by dashes: 11-13"
+            f"{partition:.40} is no partition", where="--partition", hint="layer counts joined by dashes: 11-13"
         )
     return tuple(map(int, partition.split("-")))
 
@@ -166,5 +166,5 @@ def _bytes(size: str) -> int:
     number, unit = size[:-2], size[-2:].upper()
     scale = {"KB": 10**3, "MB": 10**6, "GB": 10**9}.get(unit)
     if scale is None or not number.isdecimal() or len(number) > 15 or int(number) == 0:
-        raise UserError(f"{size:.40} is no size", where="--shard-size", mend="such as 500MB or 5GB")
+        raise UserError(f"{size:.40} is no size", where="--shard-size", hint="such as 500MB or 5GB")
     return int(number) * scale

@@ -48,7 +48,7 @@ def check(
 
     require_linux("steelyard doctor", "run it on the machine that will train; steelyard doctor explain works here")
     if sum((fix, undo, container is not None)) > 1:
-        raise UserError("--fix, --undo and --container are three different things", mend="choose one")
+        raise UserError("--fix, --undo and --container are three different things", hint="choose one")
     machine = here()
     if undo:
         taken, left = undo_log.undo(machine)
@@ -72,7 +72,7 @@ def _agree(yes: bool) -> Callable[[str], bool]:
         if yes:
             return True
         if not sys.stdin.isatty():
-            raise UserError("nobody is here to be asked", mend="look at what would be changed above, then pass --yes")
+            raise UserError("nobody is here to be asked", hint="look at what would be changed above, then pass --yes")
         return typer.confirm(question, err=True)
 
     return agree

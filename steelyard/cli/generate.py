@@ -47,7 +47,7 @@ def generate(
     Example: steelyard generate runs/quickstart --prompt "def " --stream
     """
     if stream and json:
-        raise UserError("--stream prints text as it comes, and --json one object at the end", mend="choose one of them")
+        raise UserError("--stream prints text as it comes, and --json one object at the end", hint="choose one of them")
     from steelyard.evaluate.generation import Sampling, result, writer
 
     sampling = Sampling(max_tokens, temperature, top_k, top_p, seed)

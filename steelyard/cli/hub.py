@@ -97,7 +97,7 @@ def login(
     if words:
         raise UserError(
             "a token on the command line can be read by everyone on this machine",
-            mend="revoke it if it was one; then give the new one to the prompt, a pipe, or --token-file",
+            hint="revoke it if it was one; then give the new one to the prompt, a pipe, or --token-file",
         )
     name = hub.login(hub.read_token(token_file))
     print_result({"name": name}, json, name)

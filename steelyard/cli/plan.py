@@ -96,7 +96,7 @@ def plan(
     if cluster is None or (model is None and check is None):
         raise UserError(
             "a plan needs a recipe and a cluster",
-            mend="steelyard plan --model RECIPE --cluster CLUSTER.toml, or steelyard plan --help",
+            hint="steelyard plan --model RECIPE --cluster CLUSTER.toml, or steelyard plan --help",
         )
     from steelyard.plan import cluster as clusters
     from steelyard.plan import plan_report
@@ -109,8 +109,8 @@ def plan(
         from steelyard.plan import prediction_check as checking
 
         if model is not None or software is not Program.steelyard:
-            mend = "leave --model and --software out"
-            raise UserError("--check reads the recipe of the run, which steelyard trained", mend=mend)
+            hint = "leave --model and --software out"
+            raise UserError("--check reads the recipe of the run, which steelyard trained", hint=hint)
         layers = [_profile(path, Run.open(check).recipe(), machines) for path in profiles or ()]
         compared = checking.compare(check, machines, layers)
         return print_result(checking.as_result(compared), json, checking.as_text(compared))
@@ -121,7 +121,7 @@ def plan(
         else recipe.train.samples_in(recipe.train.steps) * recipe.data.sequence_length
     )
     if pareto is not None and objective not in (PlanObjective.time, PlanObjective.pareto):
-        raise UserError(f"--pareto weighs time against price, not {objective.value}", mend="leave --objective out")
+        raise UserError(f"--pareto weighs time against price, not {objective.value}", hint="leave --objective out")
     wanted = PlanObjective.pareto if pareto is not None else objective
     if wanted in (PlanObjective.cost, PlanObjective.pareto):
         _refuse_without_prices(machines, cluster)
@@ -140,7 +140,7 @@ def plan(
         why = f"; one of them: {found.excluded[0][1]}" if found.excluded else ""
         raise RuntimeFailure(
             f"no layout of {recipe.name} fits {cluster}: {found.looked_at} were tried{why}",
-            mend="use more or larger GPUs, a shorter data.sequence_length, or --set optim.offload=true",
+            hint="use more or larger GPUs, a shorter data.sequence_length, or --set optim.offload=true",
         )
     staged = _staged(recipe, machines, wanted, min(top, 5), program, measured) if per_stage else []
     result = plan_report.as_result(recipe, machines, found, budget, excluded, program)
@@ -187,7 +187,7 @@ def _refuse_without_prices(machines: Cluster, cluster: Path) -> None:
         raise UserError(
             f"the price of {', '.join(unknown)} is not known",
             where=str(cluster),
-            mend="give every [[nodes]] a price_hour, or plan for time or energy",
+            hint="give every [[nodes]] a price_hour, or plan for time or energy",
         )
 
 
@@ -197,7 +197,7 @@ def _refuse_without_watts(machines: Cluster, cluster: Path) -> None:
         raise UserError(
             f"the power of {', '.join(unknown)} is not known",
             where=str(cluster),
-            mend="give every [[gpus]] its watts, or plan for time or cost",
+            hint="give every [[gpus]] its watts, or plan for time or cost",
         )
 
 
@@ -210,7 +210,7 @@ def _count(text: str) -> int:
         number = 0
     if not 1 <= number < math.inf:
         raise UserError(
-            f"--tokens: {text or 'nothing'} is no number of tokens", mend="write it like 300B, 1.5T or 2000000000"
+            f"--tokens: {text or 'nothing'} is no number of tokens", hint="write it like 300B, 1.5T or 2000000000"
         )
     return int(number)
 
@@ -268,5 +268,5 @@ def profile(
 def _numbers(option: str, text: str) -> list[int]:
     parts = text.split(",")
     if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
-        raise UserError(f"{option}: {text} is no list of numbers", mend="write it like 1,2,4")
+        raise UserError(f"{option}: {text} is no list of numbers", hint="write it like 1,2,4")
     return [int(part) for part in parts]

@@ -104,5 +104,5 @@ def _ranks(text: str | None) -> list[int]:
         return []
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() and len(part) < 8 for part in parts):
-        raise UserError(f"--ranks: {text or 'nothing'} is no list of ranks", mend="write it like 0,4")
+        raise UserError(f"--ranks: {text or 'nothing'} is no list of ranks", hint="write it like 0,4")
     return sorted({int(part) for part in parts})

@@ -1,4 +1,4 @@
-"""`steelyard recipe`: check, show, list and import recipes."""
+"""`steelyard recipe`: check, show, list, migrate and import recipes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from steelyard import megatron
 from steelyard.cli.options import JsonOption, Overrides, RecipeArgument, print_result
 from steelyard.core import files, units
 from steelyard.core.console import console
+from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe, load_recipe, shipped, to_toml
+from steelyard.core.recipe.renamed_keys import RENAMED_KEYS, migrate_text
+from steelyard.core.recipe.toml import parse
 from steelyard.sizes.param_count import parameters
 
 
@@ -30,6 +33,7 @@ def register(root: typer.Typer, name: str, help_: str) -> None:
     group.command("check")(check)
     group.command("show")(show)
     group.command("list")(list_)
+    group.command("migrate")(migrate)
     group.command("from-megatron")(from_megatron)
     root.add_typer(group, name=name)
 
@@ -89,6 +93,34 @@ def list_(json: JsonOption = False) -> None:
     print_result(result, json, "\n".join(lines))
 
 
+def migrate(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A recipe or a tune file.", show_default=False)],
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit with 1 if there are old keys.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Replace keys that were renamed, in place. Comments and order stay.
+
+    Example: steelyard recipe migrate my.toml
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise UserError("this is not a text file", where=str(file), hint="a recipe is UTF-8 TOML") from None
+    except OSError as error:
+        raise UserError(f"cannot be read: {error.strerror}", where=str(file)) from None
+    parse(text, str(file))
+    new, found = migrate_text(text)
+    parse(new, str(file))
+    if found and not check:
+        files.write_text(file, new)
+    renames = {old: RENAMED_KEYS[old] for old in found}
+    lines = [f"{file}: {old} -> {new_key}" for old, new_key in renames.items()]
+    print_result({"file": str(file), "renamed": renames, "written": bool(found) and not check}, json,
+                 "\n".join(lines) or f"{file}: no old keys")  # fmt: skip
+    if found and check:
+        raise typer.Exit(1)
+
+
 def from_megatron(
     scripts: Annotated[
         list[str],
@@ -132,7 +164,6 @@ def from_megatron(
 
 def _ids_of(tokenizer: str) -> int | None:
     """The ids of a tokenizer that is on this machine."""
-    from steelyard.core.errors import UserError
     from steelyard.text import tokenizer as tokenizers
 
     if not all(Path(part).expanduser().exists() for part in tokenizer.split(",")):

@@ -25,7 +25,7 @@ def launch(nproc: int) -> int:
     if world.size > 1:
         raise UserError(
             f"--nproc {nproc} starts ranks, and {world.launcher} has already started {world.size}",
-            mend="drop --nproc, or start a single process",
+            hint="drop --nproc, or start a single process",
         )
     return spawn.run([sys.executable, *_without(sys.orig_argv[1:], "--nproc")], nproc)
 

@@ -67,7 +67,7 @@ def run(
     with raise_on_all_ranks(ranks):
         loaded = recipe_for(recipe, overrides, model, data)
         if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise UserError(f"{out} is there already", mend="name a new folder")
+            raise UserError(f"{out} is there already", hint="name a new folder")
     from steelyard.finetune import sft
 
     if nproc is not None and nproc > 1:
@@ -79,10 +79,10 @@ def run(
 
     with raise_on_all_ranks(ranks):
         prepared = sft.prepare(loaded)
-    if ranks.is_first:
+    if ranks.is_rank0:
         console.say(prepared.described())
     folder = sft.run(prepared, run, resume)
-    if not ranks.is_first:
+    if not ranks.is_rank0:
         return
     if folder.state != "finished":  # The clock ended it: the same command goes on.
         return
@@ -121,7 +121,7 @@ def recipe_for(recipe: str | None, overrides: list[str] | None, model: str | Non
         words.insert(0, recipe)
         recipe = None
     if recipe is None and (model is None or not data):
-        raise UserError("there is nothing to tune", mend="name a recipe, or --model and --data")
+        raise UserError("there is nothing to tune", hint="name a recipe, or --model and --data")
 
     def complete(values: dict[str, Any]) -> None:
         from steelyard.checkpoint.formats import open_source

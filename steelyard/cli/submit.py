@@ -86,7 +86,7 @@ def submit_(
     """
     recipe, command = _split(words or [])
     if hosts is not None and on is not BackendChoice.mpi:
-        raise UserError("--hosts are mpirun's", mend="add --on mpi, or leave them out")
+        raise UserError("--hosts are mpirun's", hint="add --on mpi, or leave them out")
     loaded = load_recipe(recipe[0], recipe[1:]) if recipe else None
     site_name, found = sites.find(site, loaded.site if loaded else None, sites_file)
     request = SubmitRequest(
@@ -120,7 +120,7 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
     """A recipe with its overrides, or the words of another command behind `--`."""
     before, behind = (words, []) if "--" not in words else (words[: words.index("--")], words[words.index("--") + 1 :])
     if bool(before) == bool(behind):
-        raise UserError("name a recipe, or a command behind --", mend="steelyard submit my.toml --on slurm")
+        raise UserError("name a recipe, or a command behind --", hint="steelyard submit my.toml --on slurm")
     if behind and behind[0] not in COMMANDS:
-        raise UserError(f"there is no command {behind[0]}", mend="steelyard --help lists them")
+        raise UserError(f"there is no command {behind[0]}", hint="steelyard --help lists them")
     return before, behind

@@ -55,7 +55,7 @@ def train(
     if dry_run:
         return _dry_run(loaded, world, gpu, json)
     if world is not None or gpu is not None:
-        raise UserError("--world and --gpu belong to a dry run", mend="add --dry-run, or leave them out")
+        raise UserError("--world and --gpu belong to a dry run", hint="add --dry-run, or leave them out")
     if nproc is not None and nproc > 1:
         loaded.parallel.data_for(nproc)
         raise typer.Exit(launch(nproc))
@@ -70,7 +70,7 @@ def train(
     with raise_on_all_ranks(ranks):
         extension = sparsity_extension.extension(loaded)
     folder = trainer.run(loaded, run, extension, resume)
-    if ranks.is_first:
+    if ranks.is_rank0:
         try:
             page = str(report.write(folder)) if loaded.log.report else None
         except UserError as missing:  # What was trained is not worth less for it.

@@ -121,7 +121,7 @@ def report(
     from steelyard.tune import study_report as reports
 
     if not study.is_dir():
-        raise UserError(f"there is no study folder {study}", mend="steelyard tune makes one under studies/")
+        raise UserError(f"there is no study folder {study}", hint="steelyard tune makes one under studies/")
     url = storage or os.environ.get(STORAGE)
     page = reports.write(study, url, output)
     summary = best.of_folder(study, url)

@@ -46,7 +46,7 @@ def watch(
     from steelyard.observe import terminal as page
 
     if once and follow:
-        raise UserError("--once and --follow are opposites", mend="leave one of them out")
+        raise UserError("--once and --follow are opposites", hint="leave one of them out")
     path = find_runs.find(run, folder)
     if follow and not json:
         raise typer.Exit(page.follow(path, every, patience))

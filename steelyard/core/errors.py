@@ -1,51 +1,51 @@
-"""The two ways a command can fail, and how that reads.
+"""The two kinds of errors that a user sees. Any other exception that reaches the command line is a bug.
 
-A `UserError` is a mistake in what was asked for: it exits with 2 and says what is wrong, where, and how to mend it.
-A `Fault` is the machine's or the work's: it exits with 1 and says what was saved. Anything else that escapes is a bug.
+- `UserError`: wrong input or options. Exit code 2. The message has three parts: what is wrong, where, and a hint.
+- `RuntimeFailure`: the machine or the run failed. Exit code 1. The message says what was saved.
 """
 
 from __future__ import annotations
 
 
 class SteelyardError(Exception):
-    """An error meant to be read by a person: a message, a place, and a way out."""
+    """An error with a message for the user: what is wrong, where, and a hint on what to do."""
 
     exit_code = 1
-    shared = False  # Whether every rank of the job raises it, so that rank 0 alone should tell it.
+    shared = False  # Whether every rank of the job raises it, so that only rank 0 prints it.
 
-    def __init__(self, message: str, *, where: str | None = None, mend: str | None = None) -> None:
+    def __init__(self, message: str, *, where: str | None = None, hint: str | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.where = where
-        self.mend = mend
+        self.hint = hint
 
     def __str__(self) -> str:
         place = f"{self.where}: " if self.where else ""
-        way_out = f"\n  {self.mend}" if self.mend else ""
-        return f"{place}{self.message}{way_out}"
+        hint = f"\n  hint: {self.hint}" if self.hint else ""
+        return f"{place}{self.message}{hint}"
 
 
 class UserError(SteelyardError):
-    """A mistake of the user's."""
+    """Wrong input or options."""
 
     exit_code = 2
 
 
 class CorruptFileError(UserError):
-    """A file that is not as its writer left it. The user's, since only another copy of it will help."""
+    """A file whose content does not match what was written. A `UserError`, since only another copy helps."""
 
-    def __init__(self, message: str, *, where: str | None = None, mend: str = "copy or download it again") -> None:
-        super().__init__(message, where=where, mend=mend)
+    def __init__(self, message: str, *, where: str | None = None, hint: str = "copy or download it again") -> None:
+        super().__init__(message, where=where, hint=hint)
 
 
 class RuntimeFailure(SteelyardError):
-    """A fault of the machine or of the work itself."""
+    """The machine or the run failed."""
 
     exit_code = 1
 
 
 class Interrupted(BaseException):
-    """Ctrl-C. Not an `Exception`, so that no handler in between mistakes it for a failure."""
+    """Ctrl-C. A `BaseException`, so that `except Exception` does not catch it."""
 
     exit_code = 130
 

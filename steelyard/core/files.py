@@ -132,7 +132,7 @@ def inside(path: Path) -> Path:
     blobs = [cache / "blobs"] if cache is not None and cache.name.startswith(("models--", "datasets--")) else []
     if any(real.is_relative_to(allowed) for allowed in [folder, *blobs]):
         return path
-    raise UserError(f"{path} is a link out of its folder", mend="copy the file into the folder if it belongs there")
+    raise UserError(f"{path} is a link out of its folder", hint="copy the file into the folder if it belongs there")
 
 
 def sweep_leftovers(folder: Path) -> None:

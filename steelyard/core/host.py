@@ -28,7 +28,7 @@ NAMES = {"darwin": "macOS", "win32": "Windows"}
 def require_linux(what: str, hint: str) -> None:
     """Refuse what works only on Linux."""
     if sys.platform != "linux":
-        raise UserError(f"{what} needs Linux; this is {NAMES.get(sys.platform, sys.platform)}", mend=hint)
+        raise UserError(f"{what} needs Linux; this is {NAMES.get(sys.platform, sys.platform)}", hint=hint)
 
 
 def usable_cpus() -> list[int]:

@@ -36,7 +36,7 @@ MANIFEST, RECIPE, METRICS, LOCK = "run.json", "recipe.toml", "metrics.jsonl", "r
 # What a resumed run may do differently: how long it goes and how many steps it may skip, what it writes down, and where
 # it computes, which changes nothing but rounding.
 MAY_CHANGE = (
-    "train.steps", "train.samples", "train.tokens", "train.hours", "train.micro_batch", "train.device", "train.compile",
+    "train.steps", "train.samples", "train.tokens", "train.max_hours", "train.micro_batch", "train.device", "train.compile",
     "train.nonfinite_limit", "train.max_skipped_fraction", "optim.offload", "parallel.", "log.", "checkpoint.",
     "sparsity.base", "site.",
 )  # fmt: skip
@@ -56,9 +56,9 @@ class Run:
         if path.exists() and not path.is_dir():
             raise UserError(f"{path} is a file, not a run folder")
         if not path.is_dir():
-            raise UserError(f"there is no run folder {path}", mend="steelyard train makes one under runs/")
+            raise UserError(f"there is no run folder {path}", hint="steelyard train makes one under runs/")
         if not (path / MANIFEST).is_file():
-            raise UserError(f"{path} is not a run folder: it has no {MANIFEST}", mend="name a folder under runs/")
+            raise UserError(f"{path} is not a run folder: it has no {MANIFEST}", hint="name a folder under runs/")
         run = cls(path)
         run.manifest()
         return run
@@ -127,8 +127,8 @@ class Run:
                 lock = stack.enter_context(files.locked(self.path / LOCK))
             except BlockingIOError:
                 owner = (self.path / LOCK).read_text(encoding="utf-8").strip() or "another process"
-                mend = "wait for it, or give another --run"
-                raise UserError(f"{self.path} is being written by {owner}", mend=mend) from None
+                hint = "wait for it, or give another --run"
+                raise UserError(f"{self.path} is being written by {owner}", hint=hint) from None
             lock.truncate(0)
             lock.write(f"process {os.getpid()} on {socket.gethostname()}")
             lock.flush()
@@ -205,7 +205,7 @@ def _refuse_changes(run: Run, earlier: Recipe, recipe: Recipe) -> None:
         lines = "\n".join(f"  {key}: {before.get(key, 'unset')} -> {after.get(key, 'unset')}" for key in changed)
         raise UserError(
             f"{run.path} is a run of another recipe, and not done:\n{lines}",
-            mend="undo the change to resume it, give another --run, or remove the folder to start over",
+            hint="undo the change to resume it, give another --run, or remove the folder to start over",
         )
 
 

@@ -19,7 +19,7 @@ def steps_in(text: str, option: str) -> list[int]:
         if not 0 < first < end or end - first > MOST:
             raise UserError(
                 f"{option}: {part.strip() or 'nothing'} names no steps",
-                mend="write them like 10-12, which is steps 10 and 11: the end is left out",
+                hint="write them like 10-12, which is steps 10 and 11: the end is left out",
             )
         found.update(range(first, end))
     return sorted(found)

@@ -51,7 +51,7 @@ def measure(device: str) -> dict[str, object] | None:
             seconds.append(time.perf_counter() - start)
         hosts: list[str | None] = [None] * world.size
         dist.all_gather_object(hosts, socket.gethostname())
-    if not world.is_first:
+    if not world.is_rank0:
         return None
     taken = sorted(seconds[WARM_UP:])[ROUNDS // 2]
     sent = 2 * (world.size - 1) / world.size * BYTES[device]  # By each rank, in a ring.

@@ -74,15 +74,15 @@ class Made:
 def choose(machine: Machine, image: str) -> Image:
     """The runtime for an image: by the kind of file it is, and by what is installed."""
     if image.startswith("-"):
-        raise UserError(f"{image} is no image", mend="name a .sif or .sqsh file, or an image that docker knows")
+        raise UserError(f"{image} is no image", hint="name a .sif or .sqsh file, or an image that docker knows")
     is_file = image.endswith((".sif", ".simg", ".sqsh")) or Path(image).exists()
     if is_file and not Path(image).exists():
-        raise UserError(f"there is no image {image}", mend="name a .sif or .sqsh file, or an image that docker knows")
+        raise UserError(f"there is no image {image}", hint="name a .sif or .sqsh file, or an image that docker knows")
     kinds = ["enroot"] if image.endswith(".sqsh") else ["apptainer", "singularity"] if is_file else ["docker", "podman"]
     there = [name for name in kinds if machine.which(name)]
     if not there:
         raise RuntimeFailure(
-            f"{image} needs {' or '.join(kinds)}, which is not on PATH", mend=f"often: module load {kinds[0]}"
+            f"{image} needs {' or '.join(kinds)}, which is not on PATH", hint=f"often: module load {kinds[0]}"
         )
     kind = next((name for name in there if not is_file and _has(machine, name, image)), there[0])
     return Image(str(Path(image).resolve()) if is_file else image, kind)
@@ -105,7 +105,7 @@ def look(
     if answer is None or not answer.is_good:
         by_hand = join(image.words(["python3", "--version"]))
         raise RuntimeFailure(f"{image.kind} could not run python3 in {image.path}: {answer.gist if answer else ''}",
-                    mend=f"try it by hand: {by_hand}")  # fmt: skip
+                    hint=f"try it by hand: {by_hand}")  # fmt: skip
     try:
         said: dict[str, Any] = json.loads(answer.out.strip().splitlines()[-1])
     except (ValueError, IndexError):
@@ -118,8 +118,8 @@ def prepare(machine: Machine, image: Image, site: str) -> Made:
     said = look(machine, image)
     made = Made()
     if said["torch"] is None:
-        mend = "build one that has it: containers/steelyard.def, containers/Dockerfile"
-        made.findings.append(Finding(TOPIC, "torch", "fail", f"there is no torch in {image.path}", mend))
+        hint = "build one that has it: containers/steelyard.def, containers/Dockerfile"
+        made.findings.append(Finding(TOPIC, "torch", "fail", f"there is no torch in {image.path}", hint))
         return made
     links = _links(machine, said, made)
     _bring_cuda(machine, said, made)
@@ -134,7 +134,7 @@ def prepare(machine: Machine, image: Image, site: str) -> Made:
             made.changes += undo_log.link(place / link, target)
     for bind in made.binds:
         if bind.count(":") != 1 or "," in bind:
-            raise UserError(f"{bind.rsplit(':', 1)[0]} cannot be bound: its name has a colon or comma", mend="move it")
+            raise UserError(f"{bind.rsplit(':', 1)[0]} cannot be bound: its name has a colon or comma", hint="move it")
     prepend = {"LD_LIBRARY_PATH": made.prepend} if made.prepend else {}
     container = {"kind": image.kind, "image": image.path}
     text = site_profile.edited(sites_file(machine), site, container, made.binds, made.environment, prepend)
@@ -152,9 +152,9 @@ def _links(machine: Machine, said: Mapping[str, Any], made: Made) -> dict[str, s
         found = sonames.candidates(machine, soname)
         if not found:
             package = package_of(soname, cuda)
-            mend = f"pip install --target FOLDER {package}, and put its lib on LD_LIBRARY_PATH"
+            hint = f"pip install --target FOLDER {package}, and put its lib on LD_LIBRARY_PATH"
             made.findings.append(
-                Finding(TOPIC, soname, "fail", "missing in the image, and not found on this host", mend)
+                Finding(TOPIC, soname, "fail", "missing in the image, and not found on this host", hint)
             )
             continue
         for name, target in sonames.links_for(found[0].resolve(), soname).items():

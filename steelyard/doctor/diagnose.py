@@ -69,7 +69,7 @@ def examine(
         world = detect(machine.environment)
     except UserError:
         world = World()  # The all-reduce will say what is wrong.
-    if not world.is_first:
+    if not world.is_rank0:
         if not quick:
             all_reduce.exchange(machine, ask(machine), world)
         return None
@@ -128,7 +128,7 @@ def examine_image(machine: Machine, name: str, site: str | None, agree: Agree) -
     """What an image lacks, brought in by a site profile: the one that is named, the default, or a new one."""
     site = site if site is not None else site_profile.default(sites_file(machine)) or "container"
     if not re.fullmatch(r"[A-Za-z0-9_-]+", site) or site == sites.DEFAULT:
-        raise UserError(f"--site: {site!r} is no name for a site", mend="use letters, digits, - and _, not default")
+        raise UserError(f"--site: {site!r} is no name for a site", hint="use letters, digits, - and _, not default")
     image = container.choose(machine, name)
     made = container.prepare(machine, image, site)
     visit = Visit(made.findings, made.changes)

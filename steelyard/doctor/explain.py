@@ -89,10 +89,10 @@ def _logs(path: str) -> list[str]:
             if file.suffix in (".err", ".out", ".log", ".txt") and file.is_file()
         )
         if not found:
-            raise UserError(f"{path} is a folder without logs", mend="name a log file, or a run folder")
+            raise UserError(f"{path} is a folder without logs", hint="name a log file, or a run folder")
         return found
     if not place.exists():
-        raise UserError(f"there is no log {path}", mend="name a log file, a run folder, or - for standard input")
+        raise UserError(f"there is no log {path}", hint="name a log file, a run folder, or - for standard input")
     return [path]
 
 
@@ -155,7 +155,7 @@ def _meet(text: str, name: str, number: int, told: Told) -> bool:
         if key not in told.met and len(told.met) >= MET_KEPT:
             key = next((key for key, met in told.met.items() if met.explained.name == explained.name), key)
         if key not in told.met:
-            words = replace(explained, meaning=_printable(explained.meaning), mend=_printable(explained.mend))
+            words = replace(explained, meaning=_printable(explained.meaning), hint=_printable(explained.hint))
             told.met[key] = Met(words, _printable(name), number, _shown(text))
         told.met[key].count += 1
         return True
@@ -189,7 +189,7 @@ def as_result(told: Told) -> dict[str, Any]:
         "known": [
             {
                 "name": met.explained.name, "file": met.file, "line": met.line, "text": met.text, "count": met.count,
-                "meaning": met.explained.meaning, "mend": met.explained.mend, "harmless": met.explained.harmless,
+                "meaning": met.explained.meaning, "hint": met.explained.hint, "harmless": met.explained.harmless,
             }
             for met in _ordered(told)
         ],
@@ -220,6 +220,6 @@ def _in_lines(met: Met) -> list[str]:
         f"{'harmless' if met.explained.harmless else 'error'}  {met.file}:{met.line}{times}",
         f"  {met.text}",
         f"  {met.explained.meaning}",
-        f"  what to do: {met.explained.mend}",
+        f"  what to do: {met.explained.hint}",
         "",
     ]

@@ -20,7 +20,7 @@ class Finding:
     name: str
     verdict: Verdict
     words: str
-    mend: str = ""
+    hint: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)
     links: Mapping[str, str] = field(default_factory=dict)
     """What `--fix` would do: the names that the loader asks for, and the files that they should lead to."""
@@ -39,7 +39,7 @@ class Finding:
             "name": self.name,
             "verdict": self.verdict,
             "words": secrets.scrub(self.words),
-            "mend": secrets.scrub(self.mend),
+            "hint": secrets.scrub(self.hint),
             "fixable": self.is_fixable,
             "facts": dict(self.facts),
         }
@@ -60,6 +60,6 @@ def as_text(findings: Iterable[Finding]) -> str:
             topic = finding.topic
             lines += ([""] if lines else []) + [topic]
         lines.append(f"  {finding.verdict:6}  {finding.name}: {finding.words}")
-        if finding.mend:
-            lines += [f"          {line}" for line in finding.mend.splitlines()]
+        if finding.hint:
+            lines += [f"          {line}" for line in finding.hint.splitlines()]
     return secrets.scrub("\n".join(lines))

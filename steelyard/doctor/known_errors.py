@@ -17,19 +17,19 @@ class Known:
     """One message, answered."""
 
     name: str
-    hint: str
-    """Alternatives between bars."""
+    substrings: str
+    """Of which a line has at least one, between bars; cheaper to look for than the pattern."""
     pattern: str
     meaning: str
-    mend: str
+    hint: str
     harmless: bool = False
     over: str = ""
     """Pieces of later lines, between bars, after which the message means nothing: what it announces came to its end."""
 
     @cached_property
-    def hints(self) -> tuple[str, ...]:
-        """The plain pieces."""
-        return tuple(self.hint.split("|"))
+    def alternatives(self) -> tuple[str, ...]:
+        """The substrings, one by one."""
+        return tuple(self.substrings.split("|"))
 
     @cached_property
     def compiled(self) -> re.Pattern[str]:
@@ -43,7 +43,7 @@ class Explained:
 
     name: str
     meaning: str
-    mend: str
+    hint: str
     harmless: bool
 
 
@@ -297,11 +297,11 @@ OVER = tuple((known.name, piece) for known in KNOWN if known.over for piece in k
 def explain_line(line: str) -> Explained | None:
     """What a line means; None where it is not known."""
     for known in KNOWN:
-        if any(hint in line for hint in known.hints):
+        if any(part in line for part in known.alternatives):
             found = known.compiled.search(line)
             if found is not None:
                 filled = {name: value or "" for name, value in found.groupdict().items()}
-                return Explained(known.name, _fill(known.meaning, filled), _fill(known.mend, filled), known.harmless)
+                return Explained(known.name, _fill(known.meaning, filled), _fill(known.hint, filled), known.harmless)
     return None
 
 

@@ -25,7 +25,7 @@ def planned(machine: Machine, findings: Sequence[Finding]) -> list[Change]:
     folder, environment = library_folder(machine), environment_file(machine)
     if ":" in str(folder):
         raise UserError(
-            f"{folder} has a colon in it, which LD_LIBRARY_PATH cannot hold", mend="set XDG_DATA_HOME to another folder"
+            f"{folder} has a colon in it, which LD_LIBRARY_PATH cannot hold", hint="set XDG_DATA_HOME to another folder"
         )
     made = undo_log.folders_to(folder if links else environment.parent)
     for name, target in links.items():

@@ -56,7 +56,7 @@ def link(path: Path, target: str) -> list[Change]:
     """A link of this name, unless it is there."""
     before = str(path.readlink()) if path.is_symlink() else None
     if before is None and path.exists():
-        raise RuntimeFailure(f"{path} is a file, and no link is put in its place", mend="move it away")
+        raise RuntimeFailure(f"{path} is a file, and no link is put in its place", hint="move it away")
     return [] if before == target else [Change("link", str(path), target=target, before=before)]
 
 
@@ -72,7 +72,7 @@ def text_of(path: Path) -> str:
     try:
         return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError:
-        raise UserError("this is not text in UTF-8", where=str(path), mend="save it as UTF-8") from None
+        raise UserError("this is not text in UTF-8", where=str(path), hint="save it as UTF-8") from None
 
 
 def apply(machine: Machine, changes: Sequence[Change]) -> None:
@@ -181,7 +181,7 @@ def _noted(record: Path) -> list[Change]:
         return [Change(**one) for one in noted]
     except (ValueError, KeyError, TypeError):
         raise RuntimeFailure(
-            f"{record} cannot be read", mend="it says what was changed: look at it before you remove it"
+            f"{record} cannot be read", hint="it says what was changed: look at it before you remove it"
         ) from None
 
 

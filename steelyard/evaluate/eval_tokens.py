@@ -121,5 +121,5 @@ def check_ids(stream: TokenStream, vocab: int) -> None:
     if largest >= vocab:
         raise UserError(
             f"the text holds the id {largest}, but the model knows {vocab}",
-            mend="use the tokenizer that the model was trained with",
+            hint="use the tokenizer that the model was trained with",
         )

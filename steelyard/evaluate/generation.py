@@ -81,7 +81,7 @@ def writer(
     if vocabulary.vocab_size > source.shape.padded_vocab:
         raise UserError(
             f"the tokenizer {vocabulary.source} has {vocabulary.vocab_size} ids, the model {source.shape.vocab}",
-            mend="name the model's own with --tokenizer",
+            hint="name the model's own with --tokenizer",
         )
     where = device_for(device)
     network = loaded(source, where, dtype_for(dtype, source, where))

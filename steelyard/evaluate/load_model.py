@@ -38,7 +38,7 @@ def tokenizer_for(source: CheckpointSource, named: str | None) -> Tokenizer:
     if source.tokenizer is None:
         raise UserError(
             f"{source.path} comes without a tokenizer",
-            mend="name one with --tokenizer, or in the recipe's data.tokenizer",
+            hint="name one with --tokenizer, or in the recipe's data.tokenizer",
         )
     return source.load_tokenizer()
 
@@ -92,7 +92,7 @@ def _recipe(source: CheckpointSource, tensor: int) -> Recipe:
             data=DataSection(sequence_length=1),
         )
     except ValidationError as error:
-        raise UserError(error.errors()[0]["msg"], where="--tensor", mend="choose another number of ranks") from None
+        raise UserError(error.errors()[0]["msg"], where="--tensor", hint="choose another number of ranks") from None
 
 
 def _cast(network: LanguageModel, dtype: torch.dtype) -> None:

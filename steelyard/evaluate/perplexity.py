@@ -59,7 +59,7 @@ def perplexity(request: PerplexityRequest) -> dict[str, Any] | None:
     """Measure, on all ranks together; the first one gets the result."""
     device = device_for(request.device)
     with init_distributed(device.type, TIMEOUT_MINUTES) as world:
-        console.quiet = console.quiet or not world.is_first
+        console.quiet = console.quiet or not world.is_rank0
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
         with raise_on_all_ranks(world):
@@ -78,7 +78,7 @@ def perplexity(request: PerplexityRequest) -> dict[str, Any] | None:
         begun = time.monotonic()
         total = _over_ranks(network, stream.tokens, cut.windows, mesh, device)
         seconds = time.monotonic() - begun
-        return _result(request, source, stream, cut, total, dtype, device, world, seconds) if world.is_first else None
+        return _result(request, source, stream, cut, total, dtype, device, world, seconds) if world.is_rank0 else None
 
 
 def summed_loss(
@@ -155,7 +155,7 @@ def _length(request: PerplexityRequest, source: CheckpointSource) -> int:
     if length > sees and isinstance(source.shape, GptConfig):
         raise UserError(
             f"windows of {length} tokens are longer than the model's {sees} positions", where="--sequence-length",
-            mend=f"use {sees} or less",
+            hint=f"use {sees} or less",
         )  # fmt: skip
     if length > sees:
         console.warn(f"windows of {length} tokens are longer than the {sees} that the model was made for")
@@ -165,7 +165,7 @@ def _length(request: PerplexityRequest, source: CheckpointSource) -> int:
 def _stream(request: PerplexityRequest, source: CheckpointSource, world: World) -> TokenStream:
     """The tokens, encoded by the first rank for all; token files are opened by each."""
     remark = streams.other_form(request.data, source)
-    if remark and world.is_first:
+    if remark and world.is_rank0:
         console.warn(remark)
     if streams.is_prefix(request.data):
         with raise_on_all_ranks(world):

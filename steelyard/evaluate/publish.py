@@ -34,9 +34,9 @@ def push(
 ) -> dict[str, Any]:
     """Try a model out, and send it to the hub with its tokenizer and a card. A dry run does all but the sending."""
     if not hub.is_name(name):
-        raise UserError(f"{name} is no name on the hub", mend="a name is user/model: letters, digits, - _ .")
+        raise UserError(f"{name} is no name on the hub", hint="a name is user/model: letters, digits, - _ .")
     if not prompt.strip():
-        raise UserError("the test prompt is empty", mend="give the model something to continue")
+        raise UserError("the test prompt is empty", hint="give the model something to continue")
     if not source.exists():
         raise UserError(f"there is no folder {source}")
     origin = model_card.Origin(Run.open(run)) if run is not None else _origin(source)
@@ -111,19 +111,19 @@ def _publishable(folder: Path, source: Path) -> tuple[dict[str, Path], list[str]
     chosen = hub.model_files(names)
     if not any(name.endswith(".safetensors") for name in chosen):
         raise UserError(
-            f"{folder} has no weights in safetensors", mend="steelyard checkpoint convert --to hf writes them"
+            f"{folder} has no weights in safetensors", hint="steelyard checkpoint convert --to hf writes them"
         )
     if not names & set(TOKENIZERS):
         convert = f"steelyard checkpoint convert {shlex.quote(str(source))} {shlex.quote(f'{source}-hf')} --to hf"
         raise UserError(
             f"{source} has no tokenizer",
-            mend=f"{convert} --tokenizer TOKENIZER writes a folder with one: the one it learned with",
+            hint=f"{convert} --tokenizer TOKENIZER writes a folder with one: the one it learned with",
         )
     secret = hub.token()
     for name in chosen:
         path = files.inside(folder / name)
         if secret and path.stat().st_size <= SCANNED and secret.encode() in path.read_bytes():
-            raise UserError(f"{path} holds your token of the hub", mend="take it out; nothing was uploaded")
+            raise UserError(f"{path} holds your token of the hub", hint="take it out; nothing was uploaded")
     others = {path.name for path in folder.iterdir()} - set(chosen)
     return {name: folder / name for name in chosen}, sorted(others)
 
@@ -136,7 +136,7 @@ def _sums(folder: Path, paths: dict[str, Path]) -> bytes:
     if changed:
         raise UserError(
             f"{folder / changed[0]} does not match its SHA-256 in {sha256sums.NAME}; nothing was uploaded",
-            mend=f"copy or export the model again; if you changed the file on purpose, delete {sha256sums.NAME}",
+            hint=f"copy or export the model again; if you changed the file on purpose, delete {sha256sums.NAME}",
         )
     return sha256sums.text_of(sums).encode()
 

@@ -32,7 +32,7 @@ def try_out(folder: Path, prompt: str) -> str:
         raise
     except Exception as error:
         reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
-        raise RuntimeFailure(f"the model in {folder} does not work: {reason}", mend="nothing was uploaded") from error
+        raise RuntimeFailure(f"the model in {folder} does not work: {reason}", hint="nothing was uploaded") from error
 
 
 def _with_transformers(transformers: Any, folder: Path, prompt: str) -> str:
@@ -54,7 +54,7 @@ def _with_transformers(transformers: Any, folder: Path, prompt: str) -> str:
             )  # fmt: skip
     new_ids = made.sequences[0, ids.shape[1] :]
     if len(new_ids) == 0:
-        raise RuntimeFailure(f"the model in {folder} adds nothing to the prompt", mend="nothing was uploaded")
+        raise RuntimeFailure(f"the model in {folder} adds nothing to the prompt", hint="nothing was uploaded")
     for logits_BV in made.logits:
         _refuse_what_is_not_finite(folder, logits_BV)
     return str(tokenizer.decode(made.sequences[0], skip_special_tokens=True))
@@ -78,7 +78,7 @@ def _with_steelyard(folder: Path, prompt: str) -> str:
 
 def _refuse_what_is_not_finite(folder: Path, logits: Tensor) -> None:
     if not bool(torch.isfinite(logits).all()):
-        raise RuntimeFailure(f"the model in {folder} gives logits that are not finite", mend="nothing was uploaded")
+        raise RuntimeFailure(f"the model in {folder} gives logits that are not finite", hint="nothing was uploaded")
 
 
 def _refuse_misfits(folder: Path, loading: dict[str, Any]) -> None:
@@ -88,7 +88,7 @@ def _refuse_misfits(folder: Path, loading: dict[str, Any]) -> None:
         more = f"\n  and {len(wrong) - 10} more" if len(wrong) > 10 else ""
         listed = "\n  ".join(wrong[:10])
         raise RuntimeFailure(
-            f"the weights in {folder} are not those of its config.json:\n  {listed}{more}", mend="nothing was uploaded"
+            f"the weights in {folder} are not those of its config.json:\n  {listed}{more}", hint="nothing was uploaded"
         )
 
 

@@ -49,7 +49,7 @@ def sparse(request: BenchRequest) -> dict[str, Any]:
         raise UserError(
             "compressed weights are fast on a GPU alone, and there is none here",
             where="--device",
-            mend="--device cpu runs the plain versions, which shows that they work and nothing about speed",
+            hint="--device cpu runs the plain versions, which shows that they work and nothing about speed",
         )
     device = device_for(request.device)
     source = compressible(opened(request.checkpoint, request.mask, request.base), request.allow_dense)

@@ -29,7 +29,7 @@ def check_installed() -> None:
         import lm_eval.evaluator  # noqa: F401
     except ImportError as error:
         raise UserError(
-            f"tasks are scored by lm-eval, and it cannot be imported: {error}", mend="pip install 'steelyard[eval]'"
+            f"tasks are scored by lm-eval, and it cannot be imported: {error}", hint="pip install 'steelyard[eval]'"
         ) from None
 
 
@@ -48,7 +48,7 @@ def run(writer: Writer, names: Sequence[str], options: TaskOptions) -> dict[str,
         told = "\n  ".join(f"{path}: {reason}" for path, reason in broken.items())
         raise UserError(f"there is no task {', '.join(unknown)} in what can be read of --include:\n  {told}")
     if unknown:
-        raise UserError(f"lm-eval has no task {', '.join(unknown)}", mend="see lm-eval ls tasks, or add --include DIR")
+        raise UserError(f"lm-eval has no task {', '.join(unknown)}", hint="see lm-eval ls tasks, or add --include DIR")
     for path, reason in broken.items():
         console.warn(f"{path}: {reason}; its task is left out")
     found = simple_evaluate(

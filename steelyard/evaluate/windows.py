@@ -42,7 +42,7 @@ def plan(tokens: int, length: int, stride: int | None, protocol: Protocol) -> Wi
     """Cut a text of so many tokens into windows of `length`."""
     if stride is not None and not 0 < stride <= length:
         raise UserError(f"a stride of {stride} over windows of {length} would leave tokens out", where="--stride",
-                        mend=f"choose 1 to {length}")  # fmt: skip
+                        hint=f"choose 1 to {length}")  # fmt: skip
     stride = None if stride == length else stride
     if protocol == "megatron":
         return _megatron(tokens, length, stride or length)
@@ -54,7 +54,7 @@ def _side_by_side(tokens: int, length: int) -> WindowPlan:
     if not count or length < 2:
         raise UserError(
             f"the text has {tokens} tokens, which do not fill one window of {length}",
-            mend=f"use --sequence-length {tokens} or less, or --protocol megatron, which fills the window up",
+            hint=f"use --sequence-length {tokens} or less, or --protocol megatron, which fills the window up",
         )
     windows = [Window(start, start + length - 1, length - 1) for start in range(0, count * length, length)]
     dropped = tokens - count * length

@@ -124,7 +124,7 @@ def shape_of(row: Row, where: str) -> str:
     raise UserError(
         f"no known shape of conversation has the keys {', '.join(sorted(map(str, row))) or 'of an empty row'}",
         where=where,
-        mend=f"the shapes are {', '.join(NAMES)} (docs/finetune.md); name one with finetune.shape",
+        hint=f"the shapes are {', '.join(NAMES)} (docs/finetune.md); name one with finetune.shape",
     )
 
 

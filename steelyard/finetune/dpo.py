@@ -189,5 +189,5 @@ def refuse_odd(batch: int, ranks: int, where: str) -> None:
         raise UserError(
             f"a batch of {batch} rows is no whole number of pairs for {ranks} data-parallel ranks, two rows each",
             where=where,
-            mend=f"choose a multiple of {2 * ranks}",
+            hint=f"choose a multiple of {2 * ranks}",
         )

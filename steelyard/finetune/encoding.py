@@ -83,7 +83,7 @@ def fitting(
                 raise UserError(
                     f"the conversation has {len(sample.ids)} tokens, and a row room for {length + 1}",
                     where=where,
-                    mend='raise data.sequence_length, or set finetune.overlong to "truncate" or "drop"',
+                    hint='raise data.sequence_length, or set finetune.overlong to "truncate" or "drop"',
                 )
             tally.counts["overlong" if overlong == "drop" else "truncated"] += 1
             if overlong == "drop":
@@ -94,7 +94,7 @@ def fitting(
                 raise UserError(
                     "no token of this conversation would be learned",
                     where=where,
-                    mend='it has no answer, or none in reach; finetune.untrained = "drop" leaves it out and counts it',
+                    hint='it has no answer, or none in reach; finetune.untrained = "drop" leaves it out and counts it',
                 )
             tally.counts["untrained"] += 1
             continue

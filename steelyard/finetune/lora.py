@@ -79,7 +79,7 @@ def put_adapters(model: LanguageModel, adapter: AdapterSection, keeps_zeros: boo
     if model.layers and not found & set(adapter.targets):
         raise UserError(
             f"no matrix of this family is called {' or '.join(adapter.targets)}",
-            mend=f"choose finetune.adapter.targets among {', '.join(sorted(found & set(get_args(Target))))}",
+            hint=f"choose finetune.adapter.targets among {', '.join(sorted(found & set(get_args(Target))))}",
         )
     for layer in model.layers.values():
         for path, linear in list(layer.named_modules()):

@@ -41,7 +41,7 @@ class Adapting(Extension):
             raise UserError(
                 'of [sparsity], adapters know method = "fixed" without a mask file, and that with LoRA alone',
                 where=recipe.where("sparsity.method"),
-                mend="apply a mask file first (steelyard mask apply), or tune in full",
+                hint="apply a mask file first (steelyard mask apply), or tune in full",
             )
         self.base: dict[str, str] = {}
         self.mesh: Mesh = alone()

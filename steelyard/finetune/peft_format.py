@@ -49,7 +49,7 @@ def export(run: Path, out: Path) -> dict[str, Any]:
     if source.keeps_zeros:
         raise UserError(
             "the adapter leaves the zeros of a pruned model as they are, which PEFT's format cannot say",
-            mend="the merged weights are in the run's hf folder; steelyard adapter merge writes them anew",
+            hint="the merged weights are in the run's hf folder; steelyard adapter merge writes them anew",
         )
     shape, adapter = source.shape, source.adapter
     tensors: dict[str, Tensor] = {}
@@ -76,7 +76,7 @@ def export(run: Path, out: Path) -> dict[str, Any]:
         "inference_mode": True,
     }
     if out.exists():
-        raise UserError(f"{out} is there already", mend="name a new folder")
+        raise UserError(f"{out} is there already", hint="name a new folder")
     with files.atomic_folder(out) as folder:
         sizes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         list(safetensors.write(folder / WEIGHTS, sizes, torch.float32, tensors.values()))
@@ -98,7 +98,7 @@ def of_run(path: Path, origin: CheckpointSource | None, is_checked: bool = True)
     """The adapters of a run, or of one of its checkpoints, over the base they belong to and no other."""
     saved = checkpoint.source(_best(path))
     if STATE not in saved.state:
-        raise UserError(f"{path} tuned no adapter", mend="name a run with [finetune.adapter], or a folder of PEFT's")
+        raise UserError(f"{path} tuned no adapter", hint="name a run with [finetune.adapter], or a folder of PEFT's")
     told = saved.state[STATE]
     adapter = AdapterSection.model_validate(told["adapter"])
     if origin is None:
@@ -159,7 +159,7 @@ class PeftSource(CheckpointSource):
         self.layout, self.extra, self.tokenizer_files = origin.layout, dict(origin.extra), origin.tokenizer_files
         self.config = _config(folder / CONFIG)
         if not (folder / WEIGHTS).is_file():
-            raise UserError(f"{folder} has no {WEIGHTS}", mend="adapters are read from safetensors alone")
+            raise UserError(f"{folder} has no {WEIGHTS}", hint="adapters are read from safetensors alone")
         self.tensors = safetensors.extents(files.inside(folder / WEIGHTS))
         self.adapted: dict[str, _Theirs] = {}
         used: set[str] = set()
@@ -172,7 +172,7 @@ class PeftSource(CheckpointSource):
         unknown = sorted(self.tensors.keys() - used)
         if unknown or not used:
             what = ", ".join(unknown[:5]) or "no tensor at all"
-            raise UserError(f"{folder} holds {what}, which is no part of {origin.path}", mend="name its own base")
+            raise UserError(f"{folder} holds {what}, which is no part of {origin.path}", hint="name its own base")
 
     def _place(self, entry: Entry, module: str) -> None:
         first = 0
@@ -225,9 +225,9 @@ def _config(path: Path) -> dict[str, Any]:
     begun = config.get("init_lora_weights", True)
     if isinstance(begun, str) and begun not in BEGIN_AT_BASE:
         raise UserError(
-            f"it began with {begun}, which changes the base", where=str(path), mend="merge it with PEFT itself"
+            f"it began with {begun}, which changes the base", where=str(path), hint="merge it with PEFT itself"
         )
     for key, value in PLAIN.items():
         if config.get(key, value) not in (value, [], {}, None, False):
-            raise UserError(f"{key} = {config[key]} is not known", where=str(path), mend="merge it with PEFT itself")
+            raise UserError(f"{key} = {config[key]} is not known", where=str(path), hint="merge it with PEFT itself")
     return config

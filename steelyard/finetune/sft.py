@@ -87,9 +87,9 @@ def prepare(recipe: Recipe, ranks: int | None = None) -> Tuning:
     """
     tune = recipe.finetune
     if tune is None:
-        raise UserError(f"the recipe {recipe.name} has no [finetune]", mend="say there what to learn from")
+        raise UserError(f"the recipe {recipe.name} has no [finetune]", hint="say there what to learn from")
     if recipe.train.init_from is None:
-        raise UserError("there is no model to tune", mend="name one in train.init_from")
+        raise UserError("there is no model to tune", hint="name one in train.init_from")
     recipe = keeping_zeros(recipe, tune)
     tokenizer = tokenizer_of(recipe)
     template = templates.load(tune.template, tokenizer)
@@ -99,7 +99,7 @@ def prepare(recipe: Recipe, ranks: int | None = None) -> Tuning:
     made: Callable[..., Rows] = partial(PackedSamples, length=length, packing=tune.packing)
     if tune.dpo is not None:
         world = detect(os.environ).size if ranks is None else ranks
-        for size in (batch, *((ramp.start, ramp.increment) if (ramp := recipe.train.ramp_up) else ())):
+        for size in (batch, *((ramp.start, ramp.increment) if (ramp := recipe.train.batch_ramp) else ())):
             dpo.refuse_odd(size, recipe.parallel.data_for(world), recipe.where("train.global_batch"))
         opened, made = open_pairs, partial(PairSamples, length=length)
     found, tally = opened(recipe, tune.data, tokenizer)
@@ -113,7 +113,7 @@ def prepare(recipe: Recipe, ranks: int | None = None) -> Tuning:
         raise UserError(
             "the data is not what it was when this recipe was written by a run",
             where=recipe.where("finetune.rows"),
-            mend="drop the key to tune on what is there now",
+            hint="drop the key to tune on what is there now",
         )
     changes: dict[str, Any] = {"finetune": tune.model_copy(update={"rows": digest})}
     if not {"steps", "samples", "tokens"} & recipe.train.model_fields_set:
@@ -162,7 +162,7 @@ def keeping_zeros(recipe: Recipe, tune: FinetuneSection) -> Recipe:
         raise UserError(
             f"{source.path} was pruned, and DoRA would fill its zeros",
             where=recipe.where("finetune.adapter.kind"),
-            mend="use lora, tune in full, or say finetune.keep_zeros = false",
+            hint="use lora, tune in full, or say finetune.keep_zeros = false",
         )
     console.say(f"{zeros:.0%} of a matrix of {source.path} are zero and stay so; finetune.keep_zeros=false fills them")
     return recipe.model_copy(update={"sparsity": SparsitySection(method="fixed")})
@@ -241,7 +241,7 @@ def _refuse_foreign_ids(found: list[Any], recipe: Recipe, tokenizer: Tokenizer) 
         raise UserError(
             f"the tokenizer {tokenizer.source} gives the id {largest}, but model.vocab is {recipe.model.vocab}",
             where=recipe.where("data.tokenizer"),
-            mend="use the model's own tokenizer",
+            hint="use the model's own tokenizer",
         )
 
 

@@ -68,7 +68,7 @@ def conversations(paths: Sequence[Path], tune: FinetuneSection, tally: EncodeSta
     shape = tune.shape
     if shape is not None and shape not in dataset_formats.NAMES:
         raise UserError(
-            f"finetune.shape {shape} is not known", mend=f"the shapes are {', '.join(dataset_formats.NAMES)}"
+            f"finetune.shape {shape} is not known", hint=f"the shapes are {', '.join(dataset_formats.NAMES)}"
         )
     rows = _rows(paths, tune, tally)
     first = next(rows, None)
@@ -77,7 +77,7 @@ def conversations(paths: Sequence[Path], tune: FinetuneSection, tally: EncodeSta
     shape = shape or dataset_formats.shape_of(*first)
     markers = dataset_formats.Markers(tune.user_marker, tune.assistant_marker)
     if shape == "preference":
-        raise UserError("these rows are preferences, not conversations", mend="add [finetune.dpo] to learn from them")
+        raise UserError("these rows are preferences, not conversations", hint="add [finetune.dpo] to learn from them")
     found = _from(first, rows)
     if shape == "flat-tree":
         shape, found = "messages", dataset_formats.threads(found)
@@ -132,7 +132,7 @@ def _encoded(
 
 def _refuse_empty(found: Sequence[Any], names: Sequence[str], tally: EncodeStats) -> None:
     if not found:
-        raise UserError(f"nothing in {', '.join(names)} can be learned from", mend="; ".join(tally.lines()) or None)
+        raise UserError(f"nothing in {', '.join(names)} can be learned from", hint="; ".join(tally.lines()) or None)
 
 
 def _rows(paths: Sequence[Path], tune: FinetuneSection, tally: EncodeStats) -> Iterator[tuple[Row, str]]:
@@ -166,7 +166,7 @@ def _listed(path: Path, tune: FinetuneSection, tally: EncodeStats) -> Iterator[t
     try:
         rows = loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(f"{path} is no JSON: {error}", mend="a list of rows, or a row a line") from None
+        raise UserError(f"{path} is no JSON: {error}", hint="a list of rows, or a row a line") from None
     for number, row in enumerate(rows, start=1):
         if isinstance(row, dict):
             yield row, f"{path}:{number}"
@@ -177,7 +177,7 @@ def _listed(path: Path, tune: FinetuneSection, tally: EncodeStats) -> Iterator[t
 def _complain(error: BadRow | BadDocument, place: str, tune: FinetuneSection, tally: EncodeStats) -> None:
     reason = error.reason if isinstance(error, BadDocument) else str(error)
     if tune.bad_rows == "refuse":
-        raise UserError(reason, where=place, mend='finetune.bad_rows = "drop" leaves such rows out and counts them')
+        raise UserError(reason, where=place, hint='finetune.bad_rows = "drop" leaves such rows out and counts them')
     tally.counts["bad"] += 1
 
 
@@ -197,7 +197,7 @@ def paths_of(names: Sequence[str]) -> list[Path]:
 
 def _section(recipe: Recipe) -> FinetuneSection:
     if recipe.finetune is None:
-        raise UserError(f"the recipe {recipe.name} has no [finetune]", mend="say there what to learn from")
+        raise UserError(f"the recipe {recipe.name} has no [finetune]", hint="say there what to learn from")
     return recipe.finetune
 
 

@@ -149,7 +149,7 @@ class Template:
         return UserError(
             f"the chat template {self.name} does not show which part of its text is the assistant's",
             where=conversation.where or None,
-            mend="put {% generation %} and {% endgeneration %} around each answer in the template, once",
+            hint="put {% generation %} and {% endgeneration %} around each answer in the template, once",
         )
 
     def text(self, conversation: Conversation) -> str:
@@ -197,7 +197,7 @@ class Template:
         reason = "it is nested too deeply, or calls itself without end" if isinstance(error, RecursionError) else error
         return UserError(
             f"the chat template {self.name} does more than any conversation needs: {reason}",
-            mend="finetune.template names another template",
+            hint="finetune.template names another template",
         )
 
 
@@ -210,18 +210,18 @@ def load(wanted: str | None, tokenizer: Tokenizer) -> Template:
         if own is None:
             raise UserError(
                 f"the tokenizer {tokenizer.source} brings no chat template",
-                mend=f"set finetune.template to one of {', '.join(NAMED)}, or to a file",
+                hint=f"set finetune.template to one of {', '.join(NAMED)}, or to a file",
             )
         return Template("of the tokenizer", own, specials)
     if wanted in NAMED:
         return Template(wanted, NAMED[wanted], specials)
     path = Path(wanted).expanduser()
     if not path.is_file():
-        raise UserError(f"there is no chat template {wanted}", mend=f"name one of {', '.join(NAMED)}, or a file")
+        raise UserError(f"there is no chat template {wanted}", hint=f"name one of {', '.join(NAMED)}, or a file")
     try:
         return Template(str(path), path.read_text(encoding="utf-8"), specials)
     except UnicodeDecodeError:
-        raise UserError("this is not a text file", where=str(path), mend="a template is UTF-8") from None
+        raise UserError("this is not a text file", where=str(path), hint="a template is UTF-8") from None
 
 
 class _Generation(Extension):

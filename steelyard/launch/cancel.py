@@ -22,12 +22,12 @@ def cancel_run(run: Path, at_once: bool = False) -> dict[str, Any]:
     launch = launched(run)
     if launch is None:
         raise UserError(
-            f"{run} was not submitted: it has no {launch_record.LAUNCH}", mend="end the process that trains it"
+            f"{run} was not submitted: it has no {launch_record.LAUNCH}", hint="end the process that trains it"
         )
     if not launch.jobs:
         raise UserError(
             f"Slurm has no job of {run}: whoever submitted it was ended before, or is still at it",
-            mend="submit it again, or look again in a minute",
+            hint="submit it again, or look again in a minute",
         )
     state = scheduler.state(scheduler.refresh(run), launch.jobs)
     if state is not None and state not in scheduler.LIVE:
@@ -46,7 +46,7 @@ def cancel_run(run: Path, at_once: bool = False) -> dict[str, Any]:
 
 def _stop(run: Path, who: dict[str, Any], number: int) -> None:
     if supervisor.is_alive(who) is None:
-        raise UserError(f"its supervisor runs on {who.get('host')}", mend="cancel it there")
+        raise UserError(f"its supervisor runs on {who.get('host')}", hint="cancel it there")
     supervisor.stop(who, number)
     deadline = time.monotonic() + SECONDS_TO_SAVE
     while supervisor.is_alive(who) and time.monotonic() < deadline:

@@ -112,7 +112,7 @@ def _binds(container: ContainerSection, folders: Sequence[str]) -> list[str]:
         if ":" in folder or "," in folder:
             raise UserError(
                 f"{folder} cannot be shown inside a container: its name holds a colon or a comma",
-                mend="use a folder with a plainer name",
+                hint="use a folder with a plainer name",
             )
     given = [bind if ":" in bind else f"{bind}:{bind}" for bind in container.binds]
     shown = {bind.split(":")[1] for bind in given}
@@ -123,7 +123,7 @@ def _binds(container: ContainerSection, folders: Sequence[str]) -> list[str]:
 def _for_enroot(bind: str, kind: str) -> str:
     """Enroot makes a line of fstab of it, where spaces part the fields and `ro` alone is no bind."""
     if any(character.isspace() for character in bind):
-        raise UserError(f"{kind} cannot show {bind}: its name holds a space", mend="use a folder with a plainer name")
+        raise UserError(f"{kind} cannot show {bind}: its name holds a space", hint="use a folder with a plainer name")
     source, inside, *options = bind.split(":")
     if kind == "enroot" and options and "bind" not in options[-1]:
         return f"{source}:{inside}:rbind,x-create=auto,{options[-1]}"

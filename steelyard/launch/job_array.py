@@ -23,7 +23,7 @@ from steelyard.launch.submit import SubmitRequest, described, groups_of, intende
 def requests(base: SubmitRequest, array: Sequence[str], load: Callable[[list[str]], Recipe]) -> list[SubmitRequest]:
     """One request for each combination of values, with a name of its own."""
     if base.recipe is None or base.on != "slurm" or base.job is not None:
-        raise UserError("--array is for recipes on Slurm", mend="use --on slurm, or steelyard tune for searches")
+        raise UserError("--array is for recipes on Slurm", hint="use --on slurm, or steelyard tune for searches")
     name, run = base.name or base.recipe.name, base.run
     return [
         replace(
@@ -43,7 +43,7 @@ def combinations(array: Sequence[str]) -> Iterator[list[str]]:
         key, separator, text = word.partition("=")
         values = parse_value(text.strip())
         if not separator or not isinstance(values, list) or not values:
-            raise UserError(f"{word!r} is no list of values", mend="write KEY=[A, B], like 'train.seed=[1, 2, 3]'")
+            raise UserError(f"{word!r} is no list of values", hint="write KEY=[A, B], like 'train.seed=[1, 2, 3]'")
         axes.append([f"{key.strip()}={json.dumps(value)}" for value in values])
     return (list(choice) for choice in itertools.product(*axes))
 
@@ -63,7 +63,7 @@ def _refuse_shapes(all_: list[SubmitRequest]) -> None:
     shapes = {tuple(groups_of(request)) for request in all_}
     if len(shapes) > 1 or any(len(shape) > 1 for shape in shapes):
         raise UserError(
-            "the jobs of an array need nodes of one kind, and the same number of them", mend="submit them one by one"
+            "the jobs of an array need nodes of one kind, and the same number of them", hint="submit them one by one"
         )
 
 

@@ -101,8 +101,8 @@ def find(word: str | Path, folder: Path = Path("runs")) -> Path:
         matching = [path for path in runs(folder) if (launch := read(path)) and _has(launch, str(word))]
         if matching:
             return matching[-1]
-        raise UserError(f"no run under {folder} has the job {word}", mend="name the run's folder")
-    raise UserError(f"{word} is no run: not a folder of one, nor one under {folder}", mend="steelyard list shows them")
+        raise UserError(f"no run under {folder} has the job {word}", hint="name the run's folder")
+    raise UserError(f"{word} is no run: not a folder of one, nor one under {folder}", hint="steelyard list shows them")
 
 
 def _has(launch: Launch, job: str) -> bool:

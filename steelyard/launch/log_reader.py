@@ -36,7 +36,7 @@ def paths(run: Path, node: str | None = None, stream: str | None = None) -> list
     found = [path for path in present if path.suffix[1:] in wanted and node in (None, path.stem)]
     if node is not None and not found:
         hosts = sorted({path.stem for path in present if path.suffix[1:] in STREAMS})
-        raise UserError(f"{run} has no log of {node}", mend=f"hosts: {', '.join(hosts) or 'none yet'}")
+        raise UserError(f"{run} has no log of {node}", hint=f"hosts: {', '.join(hosts) or 'none yet'}")
     return found
 
 

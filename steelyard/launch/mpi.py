@@ -58,7 +58,7 @@ def _only(groups: Sequence[NodeGroup]) -> NodeGroup:
     if len(groups) > 1:
         raise UserError(
             "mpirun starts the same number of ranks on every host, and the plan has several types of nodes",
-            mend="submit it --on slurm, or plan for nodes that are alike",
+            hint="submit it --on slurm, or plan for nodes that are alike",
         )
     return groups[0]
 
@@ -69,13 +69,13 @@ def refuse_hosts(site: SiteSection, groups: Sequence[NodeGroup]) -> None:
     if needed > max(len(hosts), 1):
         raise UserError(
             f"the plan needs {needed} hosts, and mpirun is told of {len(hosts)}",
-            mend="name them: --hosts a1,a2 or mpi.hosts of the site",
+            hint="name them: --hosts a1,a2 or mpi.hosts of the site",
         )
     for option in site.mpi.ssh_options:
         if any(character in option for character in '$`"\\\n'):  # mpirun hands them on to shells on the hosts.
             raise UserError(
-                f"{option!r} would be read by a shell", mend="set it in ~/.ssh/config, or without such signs"
+                f"{option!r} would be read by a shell", hint="set it in ~/.ssh/config, or without such signs"
             )
     for host in hosts:
         if not host or any(character in host for character in ",: \n\t"):
-            raise UserError(f"{host!r} is no name of a host", mend="hosts are names or addresses, without slots")
+            raise UserError(f"{host!r} is no name of a host", hint="hosts are names or addresses, without slots")

@@ -43,7 +43,7 @@ def of_plan(
             raise UserError(
                 "the plan's placement says how many nodes and ranks there are",
                 where=recipe.where("parallel.placement"),
-                mend="drop --nodes and --ranks-per-node, or parallel.placement",
+                hint="drop --nodes and --ranks-per-node, or parallel.placement",
             )
         groups = _merged([_placed(recipe, cluster, entry) for entry in placement])
         if [group.nodes for group in groups] == [1] and recipe.parallel.data is not None:
@@ -77,14 +77,14 @@ def _placed(recipe: Recipe, cluster: Cluster, entry: str) -> NodeGroup:
         raise UserError(
             f"{entry} names no nodes of the cluster",
             where=recipe.where("parallel.placement"),
-            mend=f"entries are TYPE:COUNT; the cluster file has {', '.join(cluster.by_type)}",
+            hint=f"entries are TYPE:COUNT; the cluster file has {', '.join(cluster.by_type)}",
         )
     described = cluster.nodes_of(type_)
     if int(count) > described.count:
         raise UserError(
             f"{entry} asks for {count} nodes, and the cluster has {described.count} of that type",
             where=recipe.where("parallel.placement"),
-            mend="plan again with this cluster file",
+            hint="plan again with this cluster file",
         )
     return NodeGroup(int(count), described.gpus, described.partition, described.gres, cluster.gpu_of(described))
 
@@ -102,7 +102,7 @@ def _alike(
         if needed % ranks:
             raise UserError(
                 f"the plan has {needed} ranks, which do not fill nodes of {ranks}",
-                mend="give --nodes and --ranks-per-node, or plan for this cluster",
+                hint="give --nodes and --ranks-per-node, or plan for this cluster",
             )
         nodes = needed // ranks
     ranks = ranks or max(1, needed // nodes)
@@ -125,14 +125,14 @@ def _only_type(recipe: Recipe, cluster: Cluster | None) -> Nodes | None:
             raise UserError(
                 "the plan is for several types of nodes, and nothing says what they are",
                 where=recipe.where("parallel.placement"),
-                mend="give the cluster file that it was planned for: --cluster CLUSTER.toml",
+                hint="give the cluster file that it was planned for: --cluster CLUSTER.toml",
             )
         return None
     if len(cluster.nodes) > 1:
         raise UserError(
             "the cluster has several types of nodes, and the plan does not say which it is for",
             where=recipe.where("parallel.placement"),
-            mend="steelyard plan writes parallel.placement; or set it, like " + f'["{cluster.nodes[0].type}:1"]',
+            hint="steelyard plan writes parallel.placement; or set it, like " + f'["{cluster.nodes[0].type}:1"]',
         )
     return cluster.nodes[0]
 

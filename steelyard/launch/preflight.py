@@ -115,7 +115,7 @@ class _Files:
         if path is not None and is_there(path):
             return True
         if path is not None and (self.is_here or _device(path) == _device(self.workdir)):
-            raise UserError(missing, where=self.recipe.where(key), mend=f"relative paths start at {self.workdir}")
+            raise UserError(missing, where=self.recipe.where(key), hint=f"relative paths start at {self.workdir}")
         console.warn(f"{key}: {name} cannot be seen from this machine and was not checked; every node needs it")
         return False
 
@@ -137,7 +137,7 @@ def _refuse_another_model(recipe: Recipe) -> Callable[[Path], None]:
                 raise UserError(
                     f"{recipe.train.init_from} has {key} {found[key]}, and model.{key} is {wanted[key]}",
                     where=recipe.where("train.init_from"),
-                    mend="begin from a checkpoint of the same model",
+                    hint="begin from a checkpoint of the same model",
                 )
 
     return opened
@@ -174,4 +174,4 @@ def check_memory(recipe: Recipe | None, found: Sequence[NodeGroup]) -> None:
     if reason is not None:
         helpful = remedies(recipe, ranks, min(room.usable for room in rooms))
         tried = "; ".join(f"{change} would need {units.size(size)}" for change, size in helpful)
-        raise UserError(reason, mend=f"{tried or 'use more ranks'}; --skip-checks submits it all the same")
+        raise UserError(reason, hint=f"{tried or 'use more ranks'}; --skip-checks submits it all the same")

@@ -105,7 +105,7 @@ def _await_meeting(
         if not is_patient and time.monotonic() > deadline:
             raise RuntimeFailure(
                 f"the node of rank 0 did not say where to meet within {SECONDS_TO_ARRIVE:.0f} s",
-                mend=f"see its log, and whether all nodes see {folder}",
+                hint=f"see its log, and whether all nodes see {folder}",
             )
         time.sleep(SECONDS_BETWEEN_LOOKS_OF_FOLLOWERS if is_patient else SECONDS_BETWEEN_LOOKS)
     return None

@@ -19,7 +19,7 @@ SHOWN = ("name", "state", "backend", "jobs", "nodes", "step", "since")
 def rows(folder: Path) -> list[dict[str, Any]]:
     """One row for each run, oldest first."""
     if not folder.is_dir():
-        raise UserError(f"there is no folder {folder}", mend="steelyard train and steelyard submit make runs/")
+        raise UserError(f"there is no folder {folder}", hint="steelyard train and steelyard submit make runs/")
     return [_row(path) for path in launch_record.runs(folder)]
 
 

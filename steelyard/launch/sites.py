@@ -94,4 +94,4 @@ def _unknown(name: Any, tables: dict[str, Any], where: Path) -> UserError:
     known = sorted(key for key, value in tables.items() if isinstance(value, dict))
     near = difflib.get_close_matches(str(name), known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"sites there: {', '.join(known)}" if known else "describe it there"
-    return UserError(f"there is no site {name}", where=str(where), mend=hint)
+    return UserError(f"there is no site {name}", where=str(where), hint=hint)

@@ -175,15 +175,15 @@ def ask(command: Sequence[str]) -> str:
         )
     except FileNotFoundError:
         raise UserError(
-            "sbatch is not installed here", mend="submit from a login node of the cluster, or use --on local or mpi"
+            "sbatch is not installed here", hint="submit from a login node of the cluster, or use --on local or mpi"
         ) from None
     except subprocess.TimeoutExpired:
         raise RuntimeFailure(
-            "sbatch did not answer within 120 s", mend="see whether Slurm's controller is up: sinfo"
+            "sbatch did not answer within 120 s", hint="see whether Slurm's controller is up: sinfo"
         ) from None
     if answer.returncode:
         reason = answer.stderr.strip().removeprefix("sbatch: error: ") or f"exit code {answer.returncode}"
-        raise UserError(f"sbatch refuses the job: {reason}", mend="--dry-run shows what was asked for")
+        raise UserError(f"sbatch refuses the job: {reason}", hint="--dry-run shows what was asked for")
     return answer.stdout.strip().splitlines()[-1].partition(";")[0]
 
 

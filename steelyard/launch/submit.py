@@ -117,9 +117,9 @@ def intended(launches: dict[Path, Launch]) -> Iterator[None]:
 def prepare(request: SubmitRequest) -> JobSpec:
     """Make the run folder with the scripts in it; nothing is started yet."""
     if request.job is not None and request.on != "slurm":
-        raise UserError("--job is an allocation of Slurm's", mend="add --on slurm")
+        raise UserError("--job is an allocation of Slurm's", hint="add --on slurm")
     if request.job is not None and not launch_record.JOB.fullmatch(request.job):
-        raise UserError(f"--job: {request.job!r} is no number of a job", mend="squeue --me shows yours")
+        raise UserError(f"--job: {request.job!r} is no number of a job", hint="squeue --me shows yours")
     found = groups_of(request)
     _scripts(_order(request, found, _place(request).resolve()), request)  # What they cannot say is refused here.
     if not request.skip_checks:
@@ -191,12 +191,14 @@ def groups_of(request: SubmitRequest) -> list[NodeGroup]:
     """The nodes a request needs; mistakes in it are found here, before anything is written."""
     cluster = clusters.load(request.cluster) if request.cluster else None
     if request.time_limit is not None and request.on != "slurm":
-        raise UserError(f"--on {request.on} keeps no time limit", mend="use --on slurm, or train.hours in the recipe")
+        raise UserError(
+            f"--on {request.on} keeps no time limit", hint="use --on slurm, or train.max_hours in the recipe"
+        )
     if request.recipe is None:
         found = node_groups.of_command(request.site, request.nodes, request.ranks_per_node)
     elif request.on == "local":
         if request.nodes not in (None, 1):
-            raise UserError("--on local is one node", mend="use --on mpi or --on slurm for several")
+            raise UserError("--on local is one node", hint="use --on mpi or --on slurm for several")
         world = request.ranks_per_node or request.recipe.parallel.least_world
         request.recipe.parallel.data_for(world)
         found = [NodeGroup(1, world, gres=None if request.recipe.train.device == "cpu" else "gpu")]
@@ -205,7 +207,7 @@ def groups_of(request: SubmitRequest) -> list[NodeGroup]:
     if request.on == "mpi":
         mpi.refuse_hosts(request.site, found)
     if request.on == "local" and node_groups.world(found) != found[0].ranks:
-        raise UserError("--on local is one node", mend="use --on mpi or --on slurm for several")
+        raise UserError("--on local is one node", hint="use --on mpi or --on slurm for several")
     return found
 
 
@@ -268,7 +270,7 @@ def _refuse_live(run: Path) -> None:
     if state in scheduler.LIVE:
         raise UserError(
             f"{run} is already {str(state).lower()}: job {', '.join(launch.jobs)}",
-            mend="steelyard cancel it first, or give another --run",
+            hint="steelyard cancel it first, or give another --run",
         )
 
 

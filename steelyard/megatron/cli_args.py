@@ -124,7 +124,7 @@ class Given:
                 raise ValueError(text)
         except (ValueError, OverflowError):
             message = f"{self.spelled[name]} is {text!r:.100}, which is not {KINDS[kind]}"
-            raise UserError(message, where=self.where, mend="give the script the arguments it needs: -- ARGS") from None
+            raise UserError(message, where=self.where, hint="give the script the arguments it needs: -- ARGS") from None
         return value
 
     def carried_as_written(self) -> dict[str, str]:

@@ -122,7 +122,7 @@ NOT_CARRIED: dict[str, str] = {
     "--end-weight-decay": "weight decay is constant",
     "--decoupled-lr": "there is one learning rate",
     "--decoupled-min-lr": "there is one learning rate",
-    "--exit-interval": "use train.steps; the schedule's end stays with optim.horizon_steps",
+    "--exit-interval": "use train.steps; the schedule's end stays with optim.decay_steps",
     "--mock-data": "use real token files in data.train",
     "--data-args-path": "write the files into data.train",
     "--per-split-data-args-path": "write the files into data.train, data.valid and data.test",

@@ -183,5 +183,5 @@ def _nothing(state: ShellState, scripts: Sequence[Path]) -> UserError:
     return UserError(
         "there is no Megatron command with its flags in here" + (f"\n  {notes}" if notes else ""),
         where=str(scripts[-1]),
-        mend="name the script that starts pretrain_gpt.py, preprocess_data.py or convert.py, its arguments after --",
+        hint="name the script that starts pretrain_gpt.py, preprocess_data.py or convert.py, its arguments after --",
     )

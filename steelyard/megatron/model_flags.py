@@ -27,9 +27,9 @@ def model(draft: Draft, program: str) -> None:
             known = [left for left in draft.given.left if left.flag == flag]
             what = f"{flag} is {known[0].value or 'empty'}, which is not set" if known else f"{flag} is nowhere given"
             unset = " ".join(left.flag for left in draft.given.left if left.flag.startswith("$"))
-            mend = "name the script or the sourced file that sets it, or give the script its arguments: -- ARGS"
-            mend = f"{unset} is not set; {mend}" if unset and not known else mend
-            raise UserError(what, where=draft.given.where, mend=mend)
+            hint = "name the script or the sourced file that sets it, or give the script its arguments: -- ARGS"
+            hint = f"{unset} is not set; {hint}" if unset and not known else hint
+            raise UserError(what, where=draft.given.where, hint=hint)
         if value < 1:
             raise UserError(f"{flag} is {value}, which is no size", where=draft.given.where)
         draft.put(key, value)
@@ -46,11 +46,11 @@ def _refuse_other_kinds(draft: Draft, program: str) -> None:
     for flag, what in REFUSED.items():
         if draft.given.has(flag):
             raise UserError(
-                f"{flag} makes {what}, which no family here is", where=draft.given.where, mend="families: gpt, llama"
+                f"{flag} makes {what}, which no family here is", where=draft.given.where, hint="families: gpt, llama"
             )
     if other := re.search(r"bert|t5|vision|vlm|mamba|retro|ict|multimodal", program.lower()):
         message = f"{program} trains a {other.group()} model, which no family here is"
-        raise UserError(message, where=draft.given.where, mend="families: gpt, llama")
+        raise UserError(message, where=draft.given.where, hint="families: gpt, llama")
 
 
 def _family(draft: Draft) -> str:
@@ -62,7 +62,7 @@ def _family(draft: Draft) -> str:
     norm = given.text("--normalization", "model.family") or "LayerNorm"
     if kind not in (None, "rope", "learned_absolute") or norm not in ("LayerNorm", "RMSNorm"):
         message = f"{kind} positions with {norm} are no family here"
-        raise UserError(message, where=given.where, mend="families: gpt, llama")
+        raise UserError(message, where=given.where, hint="families: gpt, llama")
     signs = {
         "rotary positions": kind == "rope" or old,
         "--normalization RMSNorm": norm == "RMSNorm",
@@ -75,7 +75,7 @@ def _family(draft: Draft) -> str:
     raise UserError(
         f"the model has {there} but not {missing}, and no family here is so",
         where=given.where,
-        mend="llama has all three, gpt (learned positions, LayerNorm, GELU) none",
+        hint="llama has all three, gpt (learned positions, LayerNorm, GELU) none",
     )
 
 

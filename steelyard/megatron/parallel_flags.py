@@ -128,7 +128,7 @@ def _data(draft: Draft, ranks: int | None) -> None:
     if ranks % copy:
         message = f"{ranks} ranks are not a multiple of tensor x pipeline x context = {copy}"
         raise UserError(
-            message, where=draft.given.where, mend="set the number of nodes and GPUs in the script to the real one"
+            message, where=draft.given.where, hint="set the number of nodes and GPUs in the script to the real one"
         )
     draft.put("parallel.data", ranks // copy, f"{ranks} ranks / {copy}")
 
@@ -250,8 +250,8 @@ def batch(draft: Draft) -> None:
     if whole is None and data is None:
         draft.ask(f"Megatron's global batch is micro-batch x data ranks: train.global_batch = {micro} is for one rank")
     draft.put_or("train.global_batch", whole, micro * (data or 1))
-    ramp = given.texts("--rampup-batch-size", "train.ramp_up")
+    ramp = given.texts("--rampup-batch-size", "train.batch_ramp")
     if len(ramp) == 3 and all(text.isdigit() for text in ramp):
-        draft.put("train.ramp_up", dict(zip(("start", "increment", "samples"), map(int, ramp), strict=True)))
+        draft.put("train.batch_ramp", dict(zip(("start", "increment", "samples"), map(int, ramp), strict=True)))
     elif ramp:
         raise UserError(f"--rampup-batch-size is {' '.join(ramp)}, not start, increment and samples", where=given.where)

@@ -92,7 +92,7 @@ def _needed(given: Given, flag: str) -> list[str]:
     if not values:
         value = next(left.value for left in given.left if left.flag == flag)
         raise UserError(
-            f"{flag} is {value or 'empty'}, which is not known", where=given.where, mend="give its value: -- ARGS"
+            f"{flag} is {value or 'empty'}, which is not known", where=given.where, hint="give its value: -- ARGS"
         )
     return values
 

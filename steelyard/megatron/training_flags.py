@@ -64,9 +64,9 @@ def train(draft: Draft) -> None:
     """How long, and in which precision."""
     given = draft.given
     _length(draft)
-    minutes = given.real("--exit-duration-in-mins", "train.hours")
+    minutes = given.real("--exit-duration-in-mins", "train.max_hours")
     if minutes:
-        draft.put("train.hours", round(minutes / 60, 4))
+        draft.put("train.max_hours", round(minutes / 60, 4))
     half, brain = given.switch("--fp16", "train.precision"), given.switch("--bf16", "train.precision")
     eight = given.text("--fp8-format", "train.precision") or given.switch("--fp8-hybrid", "train.precision")
     precision = "fp8" if eight else "bf16" if brain else "fp16" if half else None
@@ -109,7 +109,7 @@ def optim(draft: Draft, sgd: str | None) -> None:
     given = draft.given
     name = given.text("--optimizer", "optim.name") or "adam"
     if name not in ("adam", "sgd"):
-        raise UserError(f"there is no optimizer {name} here", where=given.where, mend="optimizers: adamw, sgd, sgd-sai")
+        raise UserError(f"there is no optimizer {name} here", where=given.where, hint="optimizers: adamw, sgd, sgd-sai")
     betas = [given.real("--adam-beta1", "optim.betas"), given.real("--adam-beta2", "optim.betas")]
     eps, momentum = given.real("--adam-eps", "optim.eps"), given.real("--sgd-momentum", "optim.momentum")
     if name == "adam":
@@ -151,17 +151,17 @@ def _schedule(draft: Draft) -> None:
         ("samples", "--lr-decay-samples"),
         ("tokens", "--lr-decay-tokens"),
     ):
-        value = given.whole(flag, f"optim.horizon_{unit}")
+        value = given.whole(flag, f"optim.decay_{unit}")
         if value:
             horizon = (unit, value)
-            draft.put(f"optim.horizon_{unit}", value)
+            draft.put(f"optim.decay_{unit}", value)
     _warmup(draft, horizon)
-    fall = given.whole("--lr-wsd-decay-iters", "optim.decline") or given.whole(
-        "--lr-wsd-decay-samples", "optim.decline"
+    fall = given.whole("--lr-wsd-decay-iters", "optim.decay_fraction") or given.whole(
+        "--lr-wsd-decay-samples", "optim.decay_fraction"
     )
     end = horizon[1] if horizon else draft.get("train.steps") or draft.get("train.samples")
     if fall and end and style == "WSD":
-        draft.put("optim.decline", round(fall / end, 6))
+        draft.put("optim.decay_fraction", round(fall / end, 6))
         if given.text("--lr-wsd-decay-style", "optim.schedule") not in ("linear",):
             draft.ask(
                 "Megatron's WSD falls exponentially unless told otherwise; here it falls linearly: is that meant?"

@@ -37,7 +37,7 @@ def find(named: str | None, folder: Path) -> Path:
     if named is None:
         runs = list(below(folder))
         if not runs:
-            raise UserError(f"there is no run below {folder}", mend="name a run folder, or a job")
+            raise UserError(f"there is no run below {folder}", hint="name a run folder, or a job")
         return max(runs, key=_touched)
     path = Path(named)
     if any((path / name).is_file() for name in (MANIFEST, LAUNCH)):
@@ -48,7 +48,7 @@ def find(named: str | None, folder: Path) -> Path:
         return by_job(named, folder)
     if path.exists():
         raise UserError(f"{path} is not a run folder: it has neither {MANIFEST} nor {LAUNCH}")
-    raise UserError(f"there is no run folder {path}", mend=f"name a folder below {folder}, or the number of a job")
+    raise UserError(f"there is no run folder {path}", hint=f"name a folder below {folder}, or the number of a job")
 
 
 def by_job(job: str, folder: Path) -> Path:
@@ -57,7 +57,7 @@ def by_job(job: str, folder: Path) -> Path:
     if not found:
         raise UserError(
             f"no run below {folder} belongs to job {job}",
-            mend="name the run folder, or the folder above it with --folder",
+            hint="name the run folder, or the folder above it with --folder",
         )
     return max(found, key=_touched)
 

@@ -173,7 +173,7 @@ class Handler(BaseHTTPRequestHandler):
 def make_server(folder: Path, host: str = "127.0.0.1", port: int = 0) -> ThreadingHTTPServer:
     """A server that is bound and not yet serving."""
     if not folder.is_dir():
-        raise UserError(f"there is no folder {folder}", mend="name the folder whose runs are to be shown")
+        raise UserError(f"there is no folder {folder}", hint="name the folder whose runs are to be shown")
     is_everywhere = host in EVERYWHERE
     names = {host.lower(), *(LOCAL if host in LOCAL or is_everywhere else ())}
     if is_everywhere:
@@ -181,14 +181,14 @@ def make_server(folder: Path, host: str = "127.0.0.1", port: int = 0) -> Threadi
     try:
         family = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
     except OSError as error:
-        mend = "give an address or a name of this machine as --host"
-        raise UserError(f"cannot listen on {host}: {error.strerror}", mend=mend) from None
+        hint = "give an address or a name of this machine as --host"
+        raise UserError(f"cannot listen on {host}: {error.strerror}", hint=hint) from None
     kind = Server6 if family == socket.AF_INET6 else Server
     try:
         return kind((host, port), partial(Handler, Runs(folder), frozenset(names), is_everywhere))
     except OSError as error:
-        mend = "give another --port" if error.errno != errno.EADDRNOTAVAIL else "give an address of this machine"
-        raise UserError(f"cannot listen on {host}:{port}: {error.strerror}", mend=mend) from None
+        hint = "give another --port" if error.errno != errno.EADDRNOTAVAIL else "give an address of this machine"
+        raise UserError(f"cannot listen on {host}:{port}: {error.strerror}", hint=hint) from None
 
 
 class Server(ThreadingHTTPServer):

@@ -37,7 +37,7 @@ def tell(job: str, port: int, askers: int, is_one_host: bool) -> None:
     if server is None:
         raise RuntimeFailure(
             f"none of the ports {', '.join(map(str, doors(job)))} is free for ranks to ask at",
-            mend="set MASTER_PORT to a free port, the same for all ranks",
+            hint="set MASTER_PORT to a free port, the same for all ranks",
         )
     threading.Thread(target=_answer, args=(server, job, port, askers), daemon=True).start()
 

@@ -53,7 +53,7 @@ def _given(port: int, rank: int, size: int, timeout: timedelta) -> Store:
             raise
         raise RuntimeFailure(
             f"port {port} of this machine, where the ranks should meet, is taken",
-            mend="start again; if you set the port, set another, or none: then a free one is taken",
+            hint="start again; if you set the port, set another, or none: then a free one is taken",
         ) from None
     return store
 
@@ -79,7 +79,7 @@ def master(environ: Mapping[str, str], launcher: str, is_one_host: bool) -> tupl
         job(environ, launcher)
         return address, None
     if not (given.isascii() and given.isdigit() and 0 < int(given) < 65536):
-        raise UserError(f"MASTER_PORT is {given!r}, which is no port", mend="set it to a number below 65536")
+        raise UserError(f"MASTER_PORT is {given!r}, which is no port", hint="set it to a number below 65536")
     return address, int(given)
 
 
@@ -92,7 +92,7 @@ def job(environ: Mapping[str, str], launcher: str) -> str:
     if not name:
         raise UserError(
             f"{launcher} names no job by which ranks could find each other, and MASTER_PORT is not set",
-            mend="set MASTER_PORT to a free port, the same for all ranks",
+            hint="set MASTER_PORT to a free port, the same for all ranks",
         )
     return name
 
@@ -101,7 +101,7 @@ def _address(environ: Mapping[str, str], launcher: str, is_one_host: bool) -> st
     if environ.get("MASTER_ADDR"):
         return environ["MASTER_ADDR"]
     if launcher == "torchrun":
-        raise UserError("RANK is set, but MASTER_ADDR is not", mend="start the ranks with --nproc or torchrun")
+        raise UserError("RANK is set, but MASTER_ADDR is not", hint="start the ranks with --nproc or torchrun")
     if is_one_host:
         return "127.0.0.1"
     nodes = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
@@ -110,7 +110,7 @@ def _address(environ: Mapping[str, str], launcher: str, is_one_host: bool) -> st
         return expand(given)[0]
     raise UserError(
         f"{launcher} started ranks on several machines, and MASTER_ADDR is not set",
-        mend="name the machine of rank 0, for example: mpirun -x MASTER_ADDR=$(hostname) ...",
+        hint="name the machine of rank 0, for example: mpirun -x MASTER_ADDR=$(hostname) ...",
     )
 
 
@@ -128,7 +128,7 @@ def _expand_one(entry: str) -> list[str]:
     for part in ranges.split(","):
         first, _, last = part.partition("-")
         if not closed or not first.isdigit() or not (last or first).isdigit():
-            raise UserError(f"{entry} is no list of hosts", mend="set MASTER_ADDR to the machine of rank 0")
+            raise UserError(f"{entry} is no list of hosts", hint="set MASTER_ADDR to the machine of rank 0")
         numbers = range(int(first), int(last or first) + 1)
         hosts += [f"{before}{number:0{len(first)}d}{tail}" for number in numbers for tail in _expand_one(after)]
     return hosts
@@ -161,7 +161,7 @@ def _route(address: str) -> tuple[str, str]:
             return probe.getsockname()[0], str(target[0])
     except OSError as error:
         raise UserError(
-            f"MASTER_ADDR {address} cannot be reached: {error.strerror or error}", mend="set it to rank 0's machine"
+            f"MASTER_ADDR {address} cannot be reached: {error.strerror or error}", hint="set it to rank 0's machine"
         ) from None
 
 

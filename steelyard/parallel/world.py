@@ -46,7 +46,7 @@ class World:
     launcher: Launcher = "alone"
 
     @property
-    def is_first(self) -> bool:
+    def is_rank0(self) -> bool:
         """Whether this is the rank that speaks and writes for all."""
         return self.rank == 0
 
@@ -107,23 +107,23 @@ def _world(
         if name not in environ:
             raise _half_set(launcher, name, names[0])
         if not environ[name].isascii() or not environ[name].isdigit():
-            raise UserError(f"{name} is {environ[name]!r}, which is no number", mend=_mend(name))
+            raise UserError(f"{name} is {environ[name]!r}, which is no number", hint=_hint(name))
         numbers.append(int(environ[name]))
     rank, size, local_rank = numbers[:3]
     local_size = numbers[3] if local_size is None else local_size
     if rank >= size:
-        raise UserError(f"{names[0]} is {rank}, but {names[1]} is {size}: ranks count from 0", mend=_mend(names[0]))
+        raise UserError(f"{names[0]} is {rank}, but {names[1]} is {size}: ranks count from 0", hint=_hint(names[0]))
     if not local_rank < local_size <= size:
         message = f"{names[2]} is {local_rank}, of {local_size} ranks on this machine and {size} in all"
-        raise UserError(message, mend=_mend(names[2]))
+        raise UserError(message, hint=_hint(names[2]))
     return World(rank, size, local_rank, local_size, launcher)
 
 
 def _half_set(launcher: Launcher, missing: str, given: str) -> UserError:
-    return UserError(f"{given} is set as by {launcher}, but {missing} is not", mend=_mend(given))
+    return UserError(f"{given} is set as by {launcher}, but {missing} is not", hint=_hint(given))
 
 
-def _mend(name: str) -> str:
+def _hint(name: str) -> str:
     return f"start the ranks with --nproc, torchrun, mpirun or srun, or unset {name} to be alone"
 
 
@@ -166,7 +166,7 @@ def _take_gpu(world: World) -> None:
     if world.local_size > visible and not bound_by_launcher:
         raise UserError(
             f"{world.local_size} ranks were started on this machine, which shows {visible} GPUs",
-            mend="start as many ranks as there are GPUs, or set train.device=cpu",
+            hint="start as many ranks as there are GPUs, or set train.device=cpu",
         )
     torch.cuda.set_device(0 if bound_by_launcher else world.local_rank)
 
@@ -210,7 +210,7 @@ def run_on_rank0(world: World, function: Callable[[], T]) -> T:
 
     answer: list[Any] = [None, None]
     failure: Exception | None = None
-    if world.is_first:
+    if world.is_rank0:
         try:
             answer[0] = function()
         except Exception as error:
@@ -252,8 +252,8 @@ def gather_errors(world: World) -> Iterator[None]:
 
 def _from_words(words: tuple[str, str, str | None, str | None]) -> SteelyardError:
     """The error of another rank, marked as shared."""
-    kind, message, where, mend = words
-    told = (UserError if kind == "UserError" else RuntimeFailure)(message, where=where, mend=mend)
+    kind, message, where, hint = words
+    told = (UserError if kind == "UserError" else RuntimeFailure)(message, where=where, hint=hint)
     told.shared = True
     return told
 
@@ -261,7 +261,7 @@ def _from_words(words: tuple[str, str, str | None, str | None]) -> SteelyardErro
 def _in_words(error: Exception) -> tuple[str, str, str | None, str | None]:
     if isinstance(error, SteelyardError):
         kind = "UserError" if isinstance(error, UserError) else "Fault"
-        return kind, error.message, error.where, error.mend
+        return kind, error.message, error.where, error.hint
     return "Fault", f"{type(error).__name__}: {error}", None, None
 
 

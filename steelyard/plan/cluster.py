@@ -207,14 +207,14 @@ def _refuse(cluster: Cluster, places: dict[str, str]) -> None:
             raise UserError(
                 f"the node type {nodes.type} is described twice",
                 where=places.get(f"nodes.{number}.type"),
-                mend="give it another name, or add up the counts",
+                hint="give it another name, or add up the counts",
             )
         if nodes.gpu not in own and by_name(nodes.gpu) is None:
             known = ", ".join(gpu.name for gpu in CATALOGUE)
             raise UserError(
                 f"the GPU {nodes.gpu} is not known",
                 where=places.get(f"nodes.{number}.gpu"),
-                mend=f"describe it in a [[gpus]] table, or use one of {known}",
+                hint=f"describe it in a [[gpus]] table, or use one of {known}",
             )
     for number, gpu in enumerate(cluster.gpus):
         if gpu.name in [each.name for each in cluster.gpus[:number]]:
@@ -230,7 +230,7 @@ def _refuse(cluster: Cluster, places: dict[str, str]) -> None:
                 raise UserError(
                     f"a link names {name}, which is no type of node and no zone",
                     where=places.get(f"links.{number}.between"),
-                    mend=f"use one of {', '.join(sorted(names))}",
+                    hint=f"use one of {', '.join(sorted(names))}",
                 )
 
 

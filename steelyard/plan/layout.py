@@ -80,7 +80,7 @@ class Layout:
         1F1B with fewer micro-batches than ranks is Megatron's alone; here gpipe runs them.
         """
         settings, train = recipe.settings(), recipe.train
-        smallest = train.ramp_up.start if train.ramp_up else train.global_batch
+        smallest = train.batch_ramp.start if train.batch_ramp else train.global_batch
         short = self.schedule == "1f1b" and smallest // (self.micro_batch * self.data) < self.pipeline
         schedule = {"schedule": "gpipe"} if short else {}
         settings["parallel"] = settings.get("parallel", {}) | self.settings() | schedule
@@ -108,7 +108,7 @@ def of_recipe(recipe: Recipe, cluster: Cluster, short: bool = False) -> Layout:
         raise UserError(
             f"the cluster has no nodes of type {unknown[0]}",
             where=recipe.where("parallel.placement"),
-            mend=f"its types are {', '.join(cluster.by_type)}",
+            hint=f"its types are {', '.join(cluster.by_type)}",
         )
     world = sum(cluster.nodes_of(type_).gpus * count for type_, count in placement)
     spare = cluster.nodes_of(placement[-1][0]).gpus if parallel.placement else world
@@ -169,14 +169,14 @@ def lacking(recipe: Recipe, gpus: list[str]) -> UserError:
     return UserError(
         f"no peak of {recipe.train.precision} is known for {', '.join(gpus)}",
         where=recipe.where("train.precision"),
-        mend="choose another precision, or give the peak in a [[gpus]] table where the GPU has it",
+        hint="choose another precision, or give the peak in a [[gpus]] table where the GPU has it",
     )
 
 
 def _entry(text: str) -> tuple[str, int]:
     type_, _, count = text.partition(":")
     if count and not count.isdigit():
-        raise UserError(f"parallel.placement: {text} is no number of nodes", mend='write it like "a10:7"')
+        raise UserError(f"parallel.placement: {text} is no number of nodes", hint='write it like "a10:7"')
     return type_, int(count or 1)
 
 

@@ -187,13 +187,13 @@ def agrees(recipe: Recipe, tensor: int, context: int, pipeline: int) -> bool:
 def batches(recipe: Recipe) -> list[int]:
     """The global batches of a run, as they grow."""
     train = recipe.train
-    ramp = train.ramp_up
+    ramp = train.batch_ramp
     return [*(range(ramp.start, train.global_batch, ramp.increment) if ramp else ()), train.global_batch]
 
 
 def dealt_batch(recipe: Recipe) -> int:
     """What micro-batch x data must divide, so that every batch of the run is dealt out whole."""
-    ramp = recipe.train.ramp_up
+    ramp = recipe.train.batch_ramp
     return gcd(recipe.train.global_batch, *((ramp.start, ramp.increment) if ramp else ()))
 
 

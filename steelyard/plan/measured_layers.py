@@ -73,7 +73,7 @@ def refuse_another(profile: Profile, recipe: Recipe, path: str | Path, cluster: 
         raise UserError(
             f"this profile is of {profile.gpu}, and the cluster has {', '.join(names)}",
             where=str(path),
-            mend="leave it out, or set its gpu to what the cluster file calls this device",
+            hint="leave it out, or set its gpu to what the cluster file calls this device",
         )
     model = recipe.model
     mine: dict[str, object] = {
@@ -93,5 +93,5 @@ def refuse_another(profile: Profile, recipe: Recipe, path: str | Path, cluster: 
             raise UserError(
                 f"this profile has {key} {getattr(profile, key)}, and the recipe {value}",
                 where=str(path),
-                mend="measure again with steelyard plan profile --model RECIPE",
+                hint="measure again with steelyard plan profile --model RECIPE",
             )

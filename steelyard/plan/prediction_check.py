@@ -61,10 +61,10 @@ def compare(path: Path, cluster: Cluster, profiles: Sequence[Profile] = ()) -> C
     recipe, world = run.recipe(), int(run.manifest().get("world_size", 1))
     seconds = [record["seconds"] for record in run.metrics() if record.get("seconds") is not None]
     if not seconds:
-        raise UserError(f"{path} has not logged a step yet", mend="let it train for a few steps more than log.every")
+        raise UserError(f"{path} has not logged a step yet", hint="let it train for a few steps more than log.every")
     if world > cluster.ranks:
         raise UserError(
-            f"{path} ran on {world} ranks, and the cluster has {cluster.ranks}", mend="give its own cluster"
+            f"{path} ran on {world} ranks, and the cluster has {cluster.ranks}", hint="give its own cluster"
         )
     settings = recipe.settings()
     settings["parallel"]["data"] = recipe.parallel.data_for(world)

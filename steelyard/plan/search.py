@@ -50,7 +50,7 @@ def search(
         raise UserError(
             "layouts with hybrid sharding are not searched",
             where=recipe.where("parallel.replicate"),
-            mend="leave parallel.replicate out, or predict this layout alone with --given",
+            hint="leave parallel.replicate out, or predict this layout alone with --given",
         )
     _refuse_offload(recipe, software)
     if not any(gpu.peak(recipe.train.precision) for gpu in cluster.gpu_by_type.values()):
@@ -81,7 +81,7 @@ def _refuse_offload(recipe: Recipe, software: Software) -> None:
         raise UserError(
             "Megatron-LM of 2021 to 2023 keeps its optimizer on the GPU",
             where=recipe.where("optim.offload"),
-            mend="leave optim.offload out, or plan for steelyard",
+            hint="leave optim.offload out, or plan for steelyard",
         )
 
 

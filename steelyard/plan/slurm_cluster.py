@@ -39,7 +39,7 @@ def ask() -> str:
         return subprocess.run(COMMAND, capture_output=True, text=True, timeout=60, check=True).stdout
     except FileNotFoundError:
         raise RuntimeFailure(
-            "sinfo is not installed here", mend=f"run {' '.join(COMMAND)!r} on the cluster, and name the file"
+            "sinfo is not installed here", hint=f"run {' '.join(COMMAND)!r} on the cluster, and name the file"
         ) from None
     except subprocess.CalledProcessError as error:
         raise RuntimeFailure(f"sinfo failed: {str(error.stderr).strip() or error}") from None
@@ -66,7 +66,7 @@ def nodes(text: str) -> list[dict[str, Any]]:
         if len(fields) not in (3, 5):
             raise UserError(
                 f"line {number} is not what sinfo prints: {line.strip()[:60]}",
-                mend=f"save the output of {' '.join(COMMAND)}",
+                hint=f"save the output of {' '.join(COMMAND)}",
             )
         name, partition, gres = fields[:3]
         features, memory = fields[3:] if len(fields) == 5 else ("", "")
@@ -82,7 +82,7 @@ def nodes(text: str) -> list[dict[str, Any]]:
                 host = round(int(memory.rstrip("+")) / 1024, 1)
                 entry["host_gib"] = min(host, entry.get("host_gib", host))
     if not found:
-        raise UserError("no node with GPUs is in this output", mend="are GPUs configured as gres? see sinfo -o '%N %G'")
+        raise UserError("no node with GPUs is in this output", hint="are GPUs configured as gres? see sinfo -o '%N %G'")
     types = [entry["type"] for entry in found.values()]
     for entry in found.values():
         if types.count(entry["type"]) > 1:

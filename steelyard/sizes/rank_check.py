@@ -14,9 +14,9 @@ def data_ranks(recipe: Recipe, world: int) -> int:
         raise UserError(
             f"{data} data-parallel ranks do not form {parallel.replicate} equal groups",
             where=recipe.where("parallel.replicate"),
-            mend=f"choose a divisor of {data}",
+            hint=f"choose a divisor of {data}",
         )
-    ramp, per_step = train.ramp_up, train.micro_batch * data
+    ramp, per_step = train.batch_ramp, train.micro_batch * data
     sizes = range(ramp.start, train.global_batch, ramp.increment) if ramp else ()
     for size in (*sizes, train.global_batch):
         if size % per_step:
@@ -24,7 +24,7 @@ def data_ranks(recipe: Recipe, world: int) -> int:
                 f"a batch of {size} does not divide into micro-batches of {train.micro_batch} on {data} "
                 "data-parallel ranks",
                 where=recipe.where("train.global_batch"),
-                mend=f"choose a multiple of {per_step}, or another number of ranks",
+                hint=f"choose a multiple of {per_step}, or another number of ranks",
             )
         _refuse_schedule(recipe, size // per_step)
     return data
@@ -45,5 +45,5 @@ def _refuse_schedule(recipe: Recipe, micro_batches: int) -> None:
     raise UserError(
         f"{parallel.schedule} on {parallel.pipeline} pipeline ranks takes {wanted} in a step",
         where=recipe.where("train.global_batch"),
-        mend="choose another train.global_batch or train.micro_batch, or the schedule gpipe",
+        hint="choose another train.global_batch or train.micro_batch, or the schedule gpipe",
     )

@@ -57,17 +57,17 @@ def windows(asked: Calibration, tokenizer: Tokenizer | None, vocab: int) -> Wind
         described = f"token files {files.prefix}"
     else:
         if tokenizer is None:
-            raise UserError("a text needs a tokenizer, and the checkpoint has none", mend="name one with --tokenizer")
+            raise UserError("a text needs a tokenizer, and the checkpoint has none", hint="name one with --tokenizer")
         text, whole = _text(asked)
         stream = np.asarray(tokenizer.framed(text), dtype=np.int64)
         described = f"{asked.data}, {'all' if whole else 'the first'} {len(stream)} tokens"
     if len(stream) < 2:
-        raise UserError(f"{asked.data} holds no text to speak of", where="--calibration", mend="name another text")
+        raise UserError(f"{asked.data} holds no text to speak of", where="--calibration", hint="name another text")
     if len(stream) < asked.length:
         raise UserError(
             f"{asked.data} has {len(stream)} tokens, which do not fill one window of {asked.length}",
             where="--calibration",
-            mend=f"use --sequence-length {len(stream)} or less, or more text",
+            hint=f"use --sequence-length {len(stream)} or less, or more text",
         )
     starts = np.random.RandomState(asked.seed).randint(0, len(stream) - asked.length + 1, asked.samples)
     rows: npt.NDArray[Any] = np.stack([stream[start : start + asked.length] for start in starts]).astype(np.int64)
@@ -75,7 +75,7 @@ def windows(asked: Calibration, tokenizer: Tokenizer | None, vocab: int) -> Wind
         raise UserError(
             f"{asked.data} holds the id {rows.max()}, but the model knows {vocab}",
             where="--calibration",
-            mend="use the tokenizer that the model was trained with",
+            hint="use the tokenizer that the model was trained with",
         )
     return Windows(torch.from_numpy(rows), f"{asked.samples} windows of {asked.length} tokens from {described}")
 

@@ -84,34 +84,34 @@ def identity_by_all(path: str, world: World) -> dict[str, str]:
     return {"path": str(Path(source.path).resolve()), "sha256": joined(entries)}
 
 
-def found(recorded: dict[str, Any], moved_to: str | None, mend: str, checks: bool = True) -> CheckpointSource:
+def found(recorded: dict[str, Any], moved_to: str | None, hint: str, checks: bool = True) -> CheckpointSource:
     """The base that masks belong to, opened and checked; `mend` says how to name the place it was moved to.
 
     Of many ranks one `checks`, which costs reading everything, and the others may do without.
     """
-    source = open_source(place(recorded, moved_to, mend))
+    source = open_source(place(recorded, moved_to, hint))
     if checks:
-        check(recorded, source, mend)
+        check(recorded, source, hint)
     return source
 
 
-def place(recorded: dict[str, Any], moved_to: str | None, mend: str) -> str:
+def place(recorded: dict[str, Any], moved_to: str | None, hint: str) -> str:
     """Where a base is now; asked for where it is not at its place."""
     path = str(moved_to or recorded.get("path", ""))
     if not path or not Path(path).expanduser().exists():
-        raise UserError(f"the weights that the masks belong to are not at {path or 'any known place'}", mend=mend)
+        raise UserError(f"the weights that the masks belong to are not at {path or 'any known place'}", hint=hint)
     return path
 
 
-def check(recorded: dict[str, Any], source: CheckpointSource, mend: str) -> None:
+def check(recorded: dict[str, Any], source: CheckpointSource, hint: str) -> None:
     """Refuse weights that are not those the masks were found for."""
-    refuse_others(recorded, {"path": str(source.path), "sha256": fingerprint(source)}, mend)
+    refuse_others(recorded, {"path": str(source.path), "sha256": fingerprint(source)}, hint)
 
 
-def refuse_others(recorded: dict[str, Any], found: dict[str, str], mend: str) -> None:
+def refuse_others(recorded: dict[str, Any], found: dict[str, str], hint: str) -> None:
     """Refuse weights of another hash than the recorded one."""
     if recorded.get("sha256") != found["sha256"]:
-        raise UserError(f"the masks belong to other weights than those of {found['path']}", mend=mend)
+        raise UserError(f"the masks belong to other weights than those of {found['path']}", hint=hint)
 
 
 def _digest(tensor: Tensor) -> str:

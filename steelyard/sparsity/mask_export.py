@@ -25,7 +25,7 @@ def write(
     """Write the masks that a run or a checkpoint brings; its weights are checked either way."""
     if form == "packed" and tokenizer is not None:
         raise UserError(
-            "a file of masks holds no tokenizer", where="--tokenizer", mend="leave it out, or add --format hf"
+            "a file of masks holds no tokenizer", where="--tokenizer", hint="leave it out, or add --format hf"
         )
     refuse_destination(destination, is_file=form == "packed")
     brought = carried(path, moved_to)
@@ -52,11 +52,11 @@ def _brings_none(path: str) -> UserError:
     if method == "fixed":
         return UserError(
             f"{path} keeps the zeros that its weights had, and holds no masks beside them",
-            mend=f"steelyard checkpoint convert {shlex.quote(path)} OUT --to hf writes the weights, zeros and all; "
+            hint=f"steelyard checkpoint convert {shlex.quote(path)} OUT --to hf writes the weights, zeros and all; "
             "steelyard export-sparse writes them compressed",
         )
     return UserError(
-        f"{path} brings no masks", mend="name a run with a [sparsity] section or a checkpoint of MaskLLM's"
+        f"{path} brings no masks", hint="name a run with a [sparsity] section or a checkpoint of MaskLLM's"
     )
 
 

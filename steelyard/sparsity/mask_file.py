@@ -90,15 +90,15 @@ class MaskFile:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser()
         if not self.path.is_file():
-            raise UserError(f"there is no mask file {path}", mend="steelyard prune --save mask writes one")
+            raise UserError(f"there is no mask file {path}", hint="steelyard prune --save mask writes one")
         about = safetensors.metadata(self.path)
         if about.get("format") != FORMAT:
-            raise UserError("this is no mask file", where=str(path), mend="steelyard prune --save mask writes one")
+            raise UserError("this is no mask file", where=str(path), hint="steelyard prune --save mask writes one")
         if about.get("version") != VERSION:
             raise UserError(
                 f"it is of version {about.get('version')}, and {VERSION} is known",
                 where=str(path),
-                mend="update steelyard",
+                hint="update steelyard",
             )
         try:
             self.shapes = {str(name): (int(rows), int(columns)) for name, (rows, columns) in _json(about["shapes"])}
@@ -108,14 +108,14 @@ class MaskFile:
             self.pattern = Pattern.parse(about["pattern"], where=str(path))
         except (KeyError, TypeError, ValueError):
             raise UserError(
-                "its header does not describe masks", where=str(path), mend="make or copy it again"
+                "its header does not describe masks", where=str(path), hint="make or copy it again"
             ) from None
         self._extents = safetensors.extents(self.path)
         self._check_sizes()
         packed = {name: self._extents[name].read() for name in self.shapes}
         if _checksum(packed, {name: list(shape) for name, shape in self.shapes.items()}, str(self.pattern)) != claimed:
             raise UserError(
-                "its contents do not match its checksum: it is damaged", where=str(path), mend="make or copy it again"
+                "its contents do not match its checksum: it is damaged", where=str(path), hint="make or copy it again"
             )
 
     def _check_sizes(self) -> None:
@@ -127,7 +127,7 @@ class MaskFile:
                 wrong.add(name)
         if wrong:
             raise UserError(
-                f"{min(wrong)} is not as its header says", where=str(self.path), mend="make or copy it again"
+                f"{min(wrong)} is not as its header says", where=str(self.path), hint="make or copy it again"
             )
 
     def names(self) -> list[str]:
@@ -185,7 +185,7 @@ def packed_bytes(shape: tuple[int, ...], pattern: Pattern) -> int:
 def pack(mask: Tensor, pattern: Pattern) -> Tensor:
     """A mask as bytes."""
     if not pattern.follows(mask):
-        raise UserError(f"a mask is not {pattern}", mend="every group must keep as many weights as the pattern says")
+        raise UserError(f"a mask is not {pattern}", hint="every group must keep as many weights as the pattern says")
     bits = CODED.get(str(pattern))
     if bits is None:
         return _bytes([mask])

@@ -45,7 +45,7 @@ class MaskPrior:
             raise UserError(
                 "the prior is to come from the zeros of the weights, and they have none",
                 where=self.recipe.where("sparsity.prior"),
-                mend="name a mask file (steelyard prune --save mask writes one), or pruned weights as the base",
+                hint="name a mask file (steelyard prune --save mask writes one), or pruned weights as the base",
             )
 
 
@@ -59,7 +59,7 @@ def check_masks(masks: Masks, recipe: Recipe, key: str) -> None:
             raise UserError(
                 f"{masks.path} has {what} for {name}, which is {size}",
                 where=recipe.where(key),
-                mend="name masks of this model, or leave such weights out with sparsity.exclude",
+                hint="name masks of this model, or leave such weights out with sparsity.exclude",
             )
 
 
@@ -72,7 +72,7 @@ def refuse_fewer(masks: Masks, chosen: Container[str], recipe: Recipe) -> None:
             f"{masks.path} has masks that the recipe leaves out, {dropped[0].removesuffix('.weight')} and "
             f"{len(dropped) - 1} more: those matrices would be dense again",
             where=recipe.where(key),
-            mend="choose the matrices that it chose",
+            hint="choose the matrices that it chose",
         )
 
 

@@ -111,7 +111,7 @@ class MagnitudeMasks:
         return self.pattern.keep_best(self.source.tensor(name).abs())
 
 
-def carried(path: str | Path, moved_to: str | None = None, checks: bool = True, mend: str = MOVED) -> Carried | None:
+def carried(path: str | Path, moved_to: str | None = None, checks: bool = True, hint: str = MOVED) -> Carried | None:
     """The masks that a run or a checkpoint brings along, and its weights; none where it brings no masks.
 
     Without `checks` the weights are taken to be those that the masks belong to. `mend` says how a place that they were
@@ -130,7 +130,7 @@ def carried(path: str | Path, moved_to: str | None = None, checks: bool = True, 
         return Carried(MagnitudeMasks(source, about), source, source.step, source.tokenizer, None, "N:M masks")
     if about.get("method") != "learned":
         return None
-    source = frozen_base.found(about["base"], moved_to, mend, checks)
+    source = frozen_base.found(about["base"], moved_to, hint, checks)
     tokenizer = saved.run.recipe().data.tokenizer or source.tokenizer
     identity = {"path": str(Path(source.path).resolve()), "sha256": str(about["base"]["sha256"])}
     return Carried(RunMasks(saved), source, saved.step, tokenizer, identity, "learned masks")
@@ -148,6 +148,6 @@ def masks_of(path: str) -> Masks:
     if found is None:
         raise UserError(
             f"{path} brings no masks",
-            mend="name a mask file, a run with a [sparsity] section, or a checkpoint of MaskLLM's",
+            hint="name a mask file, a run with a [sparsity] section, or a checkpoint of MaskLLM's",
         )
     return found.masks if isinstance(found, Carried) else found

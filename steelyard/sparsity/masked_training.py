@@ -121,21 +121,21 @@ class FixedZeros(_OnMatrices):
                 raise UserError(
                     "the weights to keep the zeros of have none",
                     where=self.recipe.where("sparsity.method"),
-                    mend="name pruned weights in train.init_from, or a mask file in sparsity.mask",
+                    hint="name pruned weights in train.init_from, or a mask file in sparsity.mask",
                 )
         return f"{how}, {100 * zeros:.1f}% of the masked weights zero"
 
     def _brought(self, origin: str, world: World) -> Carried | None:
         """The masks that a run or a checkpoint brings, and their weights, which the first rank checks."""
         moved_to = self.sparsity.base
-        brings = run_on_rank0(world, lambda: carried(origin, moved_to, mend=MOVED) is not None)
+        brings = run_on_rank0(world, lambda: carried(origin, moved_to, hint=MOVED) is not None)
         with raise_on_all_ranks(world):
-            brought = carried(origin, moved_to, checks=False, mend=MOVED) if brings else None
+            brought = carried(origin, moved_to, checks=False, hint=MOVED) if brings else None
             if moved_to is not None and (brought is None or brought.identity is None):
                 raise UserError(
                     f"{origin} has its weights with it, and is no run that learned masks for others",
                     where=self.recipe.where("sparsity.base"),
-                    mend="leave it out",
+                    hint="leave it out",
                 )
         return brought
 

@@ -67,7 +67,7 @@ class MaskLlm:
             raise UserError(
                 f"its logits are over {' and '.join(map(str, sorted(counts)))} candidates",
                 where=str(self.path),
-                mend="known are six (2:4) and four (1:4)",
+                hint="known are six (2:4) and four (1:4)",
             )
         pattern = PATTERNS[counts.pop()]
         for name, pieces in self._ranks.masks.items():

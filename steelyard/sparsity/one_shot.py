@@ -71,7 +71,7 @@ def method_named(name: str) -> Method:
     raise UserError(
         f"{name} is no method of pruning",
         where="--method",
-        mend=f"did you mean {near[0]}?" if near else f"there are {', '.join(METHODS)}",
+        hint=f"did you mean {near[0]}?" if near else f"there are {', '.join(METHODS)}",
     )
 
 
@@ -119,7 +119,7 @@ def inverse_factor(hessian_II: Tensor) -> tuple[Tensor, float]:
         damping *= 10
     raise RuntimeFailure(
         f"the inputs of a matrix give no usable H, even with {MOST_DAMPING:g} times its mean diagonal added",
-        mend="look for infinite or missing numbers in the checkpoint's weights",
+        hint="look for infinite or missing numbers in the checkpoint's weights",
     )
 
 

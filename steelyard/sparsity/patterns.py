@@ -38,7 +38,7 @@ class Pattern:
         raise UserError(
             f"{text} is no pattern of sparsity",
             where=where,
-            mend="2:4 keeps two of every four weights, 0.5 prunes half of them",
+            hint="2:4 keeps two of every four weights, 0.5 prunes half of them",
         )
 
     def __str__(self) -> str:
@@ -78,7 +78,7 @@ class Pattern:
                 raise UserError(
                     f"{name} has {size[-1]} inputs, which are no multiple of {self.group}",
                     where=f"pattern {self}",
-                    mend="choose a pattern whose groups divide the inputs, or leave the matrix out with --exclude",
+                    hint="choose a pattern whose groups divide the inputs, or leave the matrix out with --exclude",
                 )
 
 

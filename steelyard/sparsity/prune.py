@@ -100,12 +100,12 @@ def prune(request: PruneRequest) -> dict[str, Any]:
 
 def _update(request: PruneRequest, method: Method) -> bool:
     if request.update and method != "sparsegpt":
-        raise UserError(f"{method} changes no weights", where="--update-weights", mend="sparsegpt does")
+        raise UserError(f"{method} changes no weights", where="--update-weights", hint="sparsegpt does")
     if request.update and request.save == "mask":
         raise UserError(
             "a mask file holds no weights, so updated ones would be lost",
             where="--update-weights",
-            mend="use --save weights, or leave out --update-weights",
+            hint="use --save weights, or leave out --update-weights",
         )
     return method == "sparsegpt" and request.save == "weights" if request.update is None else request.update
 
@@ -114,7 +114,7 @@ def _windows(request: PruneRequest, source: CheckpointSource, method: Method) ->
     """The calibration's tokens; magnitude alone can do without."""
     if request.calibration is None:
         if method != "magnitude":
-            raise UserError(f"{method} needs to see inputs", where="--calibration", mend="name a text or token files")
+            raise UserError(f"{method} needs to see inputs", where="--calibration", hint="name a text or token files")
         return None
     sees = positions_of(source.shape, source.extra)
     length = request.length or min(LONGEST, sees)
@@ -123,7 +123,7 @@ def _windows(request: PruneRequest, source: CheckpointSource, method: Method) ->
             raise UserError(
                 f"windows of {length} tokens are longer than the model's {sees} positions",
                 where="--sequence-length",
-                mend=f"use {sees} or less",
+                hint=f"use {sees} or less",
             )
         console.warn(f"windows of {length} tokens are longer than the {sees} that the model was made for")
     tokenizer = None

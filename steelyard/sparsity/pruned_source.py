@@ -59,7 +59,7 @@ class MaskedSource(SourceView):
                 raise UserError(
                     f"{name} is {masks.shape(name)} in the masks and {sizes.get(name, 'not there')} in {source.path}",
                     where=str(masks.path),
-                    mend="use the masks with the checkpoint that they were made for",
+                    hint="use the masks with the checkpoint that they were made for",
                 )
 
     def tensor(self, name: str) -> Tensor:

@@ -134,7 +134,7 @@ def compressible(source: CheckpointSource, allow_dense: bool) -> CompressedSourc
         more = [f"and {len(others) - SHOWN} more"] if len(others) > SHOWN else []
         raise UserError(
             f"{source.path} has matrices that do not follow 2:4:\n  " + "\n  ".join(listed + more),
-            mend="prune it (steelyard prune --pattern 2:4) or name a mask file with --mask; "
+            hint="prune it (steelyard prune --pattern 2:4) or name a mask file with --mask; "
             "--allow-dense leaves single matrices dense",
         )
     return Compressing(source, [name for name, _ in found])

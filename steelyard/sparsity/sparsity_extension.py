@@ -110,7 +110,7 @@ class LearnedMasks(Extension):
 
     def resumed(self, engine: Engine, world: World, state: dict[str, Any]) -> None:
         """Weights from the base that the checkpoint names."""
-        if self.distilling is not None and world.is_first:
+        if self.distilling is not None and world.is_rank0:
             self.distilling.sums_2.copy_(torch.tensor(state[SPARSITY].get("distilled", [0.0, 0.0])))
         self._load_recorded_base(state, engine, world)
 
@@ -178,7 +178,7 @@ class LearnedMasks(Extension):
             raise UserError(
                 f"masks are learned for the weights of {named}, and {origin} is no run of masks to begin with",
                 where=self.recipe.where("train.init_from"),
-                mend="name the weights once",
+                hint="name the weights once",
             )
         path = named or origin
         assert path is not None, "the recipe was checked"
@@ -193,7 +193,7 @@ class LearnedMasks(Extension):
 
         def look() -> None:
             if Path(path).exists() and learned_checkpoint(path) is not None:
-                raise UserError(f"{path} is a run of masks, and no weights", mend="name the weights it belongs to")
+                raise UserError(f"{path} is a run of masks, and no weights", hint="name the weights it belongs to")
             if recorded is not None:
                 frozen_base.place(recorded, path, MOVED)
 
@@ -220,7 +220,7 @@ class LearnedMasks(Extension):
                 raise UserError(
                     f"{theirs.path} has no {self.sparsity.pattern} logits for {name} of {size}",
                     where=self.recipe.where("train.init_from"),
-                    mend="choose its pattern, or leave such weights out with sparsity.exclude",
+                    hint="choose its pattern, or leave such weights out with sparsity.exclude",
                 )
         for masked in self.masked:
             if masked.logits.tensor.numel():

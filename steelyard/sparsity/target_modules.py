@@ -47,7 +47,7 @@ def chosen(
                 raise UserError(
                     f"{pattern} means no matrix of the model",
                     where=place,
-                    mend="such as 0-3, mlp.down, attention or layers.*.mlp.up",
+                    hint="such as 0-3, mlp.down, attention or layers.*.mlp.up",
                 )
     found = [
         name

@@ -27,7 +27,7 @@ def convert(inputs: list[Path], output: Path, mode: DocumentMode = "line", key: 
     """
     target = formats.format_of(output)
     if output.exists() and any(path.exists() and path.samefile(output) for path in inputs):
-        raise UserError(f"{output} would be read and written at once", mend="name another file to write")
+        raise UserError(f"{output} would be read and written at once", hint="name another file to write")
     total = sum(path.stat().st_size for path in inputs if path.is_file())
     with console.progress("convert", total, "B") as progress:
         everything = _records(inputs, mode, progress.advance)
@@ -72,14 +72,14 @@ def _write_txt(everything: Iterable[dict[str, Any]], file: IO[bytes], mode: Docu
     for count, record in enumerate(everything, start=1):
         text = record.get(key)
         if not isinstance(text, str):
-            raise UserError(f"document {count} has no text under the key {key!r}", mend="name another with --json-key")
+            raise UserError(f"document {count} has no text under the key {key!r}", hint="name another with --json-key")
         if mode == "file" and count > 1:
             raise UserError("with --document file a txt holds one document, and there are more")
         if forbidden and forbidden in text:
             what = "a line break" if mode == "line" else "an empty line"
             raise UserError(
                 f"document {count} has {what} inside, and one document per {mode} could not tell it from the next",
-                mend="write .jsonl or .parquet" + (", or pass --document blank" if mode == "line" else ""),
+                hint="write .jsonl or .parquet" + (", or pass --document blank" if mode == "line" else ""),
             )
         file.write((text + end).encode("utf-8"))
     return count
@@ -98,7 +98,7 @@ def _write_parquet(everything: Iterator[dict[str, Any]], file: IO[bytes]) -> int
             if late:
                 raise UserError(
                     f"the key {late[0]!r} appears first after document {count}, when the table's columns are settled",
-                    mend="write .jsonl, whose objects may differ, or give every object the key",
+                    hint="write .jsonl, whose objects may differ, or give every object the key",
                 )
             try:
                 columns = {key: [row.get(key) for row in rows] for key in (writer.schema.names if writer else keys)}

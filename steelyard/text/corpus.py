@@ -119,9 +119,9 @@ def documents(paths: Iterable[Path], key: str = "text", mode: DocumentMode = "li
                 raise complaint(piece, error) from None
 
 
-def complaint(piece: CorpusChunk, error: BadDocument, mend: str | None = None) -> UserError:
+def complaint(piece: CorpusChunk, error: BadDocument, hint: str | None = None) -> UserError:
     """What to tell the user about a bad document: its file, line, and what is wrong with it."""
-    return UserError(error.reason, where=where(piece, error.number), mend=mend)
+    return UserError(error.reason, where=where(piece, error.number), hint=hint)
 
 
 def where(piece: CorpusChunk, number: int) -> str:

@@ -46,9 +46,9 @@ def download(source: str, out: Path, shards: str = "0") -> list[Path]:
         size = source.removeprefix("wikitext").lstrip("-")
         raise UserError(
             f"{source} comes in two forms, which give other perplexities",
-            mend=f"wikitext-{size}-v1 is tokenised, with <unk>; wikitext-{size}-raw-v1 is the text as it was",
+            hint=f"wikitext-{size}-v1 is tokenised, with <unk>; wikitext-{size}-raw-v1 is the text as it was",
         )
-    raise UserError(f"{source} is not known", mend=f"use {', '.join(WIKITEXT)}, c4, hf:org/name/config, or a URL")
+    raise UserError(f"{source} is not known", hint=f"use {', '.join(WIKITEXT)}, c4, hf:org/name/config, or a URL")
 
 
 def _wikitext(name: str, out: Path) -> list[Path]:
@@ -93,7 +93,7 @@ def rows_on_the_hub(name: str) -> list[Path]:
     chosen = split or ("train" if "train" in wanted else wanted[0])
     if chosen not in splits or (not split and chosen != "train" and len(wanted) > 1):
         known = ", ".join(f"{name}:{each}" for each in splits if each)
-        raise UserError(f"{name} on the hub has several splits", mend=f"name one: {known}")
+        raise UserError(f"{name} on the hub has several splits", hint=f"name one: {known}")
     console.say(f"{name}: {', '.join(str(path.relative_to(folder)) for path in splits[chosen])}")
     return splits[chosen]
 
@@ -115,7 +115,7 @@ def _numbers(shards: str) -> list[int]:
         found = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
         last = int(found.group(2) or found.group(1)) if found else C4_SHARDS
         if found is None or last >= C4_SHARDS:
-            raise UserError(f"{shards!r} does not name shards of c4", mend=f"write 0-3 or 0,7; there are {C4_SHARDS}")
+            raise UserError(f"{shards!r} does not name shards of c4", hint=f"write 0-3 or 0,7; there are {C4_SHARDS}")
         numbers += range(int(found.group(1)), last + 1)
     return numbers
 
@@ -129,7 +129,7 @@ def _from_hub(repository: str, patterns: list[str]) -> Path:
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).splitlines()[0]
         raise RuntimeFailure(
-            f"{repository} could not be fetched from the hub: {reason}", mend="the same command tries again"
+            f"{repository} could not be fetched from the hub: {reason}", hint="the same command tries again"
         ) from None
 
 
@@ -137,7 +137,7 @@ def _through_datasets(name: str, out: Path) -> list[Path]:
     try:
         import datasets
     except ImportError:
-        raise UserError("hf: needs the datasets library", mend="pip install 'steelyard[datasets]'") from None
+        raise UserError("hf: needs the datasets library", hint="pip install 'steelyard[datasets]'") from None
     parts = name.split("/")
     local = Path(name).is_dir()
     repository, config = (name, None) if local or len(parts) < 3 else ("/".join(parts[:2]), "/".join(parts[2:]))
@@ -189,10 +189,10 @@ def _fetch(url: str, out: Path) -> Path:
         total = done
     except (urllib.error.URLError, OSError) as error:
         raise RuntimeFailure(
-            f"{url}: {error}", mend="what has come is kept; the same command goes on from there"
+            f"{url}: {error}", hint="what has come is kept; the same command goes on from there"
         ) from None
     if total and part.stat().st_size != total:
         have = part.stat().st_size
-        raise RuntimeFailure(f"{url}: ended after {have} of {total} bytes", mend="the same command goes on from there")
+        raise RuntimeFailure(f"{url}: ended after {have} of {total} bytes", hint="the same command goes on from there")
     os.replace(part, path)
     return path

@@ -36,7 +36,7 @@ def format_of(path: Path) -> CorpusFormat:
     if name.suffix not in BASES:
         raise UserError(
             f"{path}: what this file holds cannot be told from its name",
-            mend="use .txt, .jsonl or .parquet, also with .gz or .zst",
+            hint="use .txt, .jsonl or .parquet, also with .gz or .zst",
         )
     return CorpusFormat(BASES[name.suffix], compression)
 

@@ -84,17 +84,17 @@ def _read(path: Path) -> dict[str, Any]:
         checksum = content.pop("checksum")
         if checksum != _own(content):
             raise CorruptFileError(
-                "this file of checksums does not match its own checksum", where=str(path), mend=_hint(path)
+                "this file of checksums does not match its own checksum", where=str(path), hint=_hint(path)
             )
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
-        raise CorruptFileError("this is not a file of checksums", where=str(path), mend=_hint(path)) from None
+        raise CorruptFileError("this is not a file of checksums", where=str(path), hint=_hint(path)) from None
     if content["format"] != FORMAT:
-        raise UserError(f"format {content['format']} of checksums is not known", where=str(path), mend=_hint(path))
+        raise UserError(f"format {content['format']} of checksums is not known", where=str(path), hint=_hint(path))
     return content
 
 
 def _mismatch(file: Path, sums: Path, place: str = "") -> CorruptFileError:
-    return CorruptFileError(f"{file} does not match its checksum{place}", mend=_hint(sums))
+    return CorruptFileError(f"{file} does not match its checksum{place}", hint=_hint(sums))
 
 
 def _hint(sums: Path) -> str:

@@ -34,5 +34,5 @@ def sole_owner(folder: Path) -> Iterator[None]:
         try:
             stack.enter_context(files.locked(folder / "lock"))
         except BlockingIOError:
-            raise UserError(f"{folder} is being worked on by another process", mend="wait for it") from None
+            raise UserError(f"{folder} is being worked on by another process", hint="wait for it") from None
         yield

@@ -63,7 +63,7 @@ class IndexedTokens:
         self.prefix = prefix
         for path in (idx_path(prefix), bin_path(prefix)):
             if not path.is_file():
-                raise UserError(f"there is no token file {path}", mend="steelyard data tokenize makes a pair")
+                raise UserError(f"there is no token file {path}", hint="steelyard data tokenize makes a pair")
         path = idx_path(prefix)
         with open(path, "rb") as file:
             header = file.read(HEADER.size)
@@ -90,7 +90,7 @@ class IndexedTokens:
             problem = next(_problems(self, size), None)
             if problem is not None:
                 raise CorruptFileError(
-                    problem, where=str(path), mend="copy the pair again, or write an index without gaps"
+                    problem, where=str(path), hint="copy the pair again, or write an index without gaps"
                 )
             checksums.check(prefix)
             _verified.add((prefix, size, stamp))

@@ -58,12 +58,12 @@ def verify(prefix: str, vocab_size: int | None = None) -> dict[str, Any]:
     except UserError as error:
         pair = prefix.removesuffix(".idx").removesuffix(".bin")
         there = all(path(pair).exists() for path in (bin_path, idx_path))
-        raise RuntimeFailure(error.message, where=error.where, mend=error.mend) if there else error from None
+        raise RuntimeFailure(error.message, where=error.where, hint=error.hint) if there else error from None
     total = int(tokens.lengths.sum(dtype=np.int64))
     try:
         has_checksums = checksums.check(tokens.prefix, everything=True)
     except UserError as error:
-        raise RuntimeFailure(error.message, where=error.where, mend=error.mend) from None
+        raise RuntimeFailure(error.message, where=error.where, hint=error.hint) from None
     outside = [] if vocab_size is None else _ids_outside(tokens, total, vocab_size)
     if outside:
         raise RuntimeFailure("; ".join(outside), where=prefix)

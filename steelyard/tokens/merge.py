@@ -93,7 +93,7 @@ def merge(prefixes: list[str], prefix: str) -> dict[str, Any]:
         if dataset.dtype != dtype:
             raise UserError(
                 f"{dataset.prefix} holds {dataset.dtype}, but {datasets[0].prefix} holds {dtype}",
-                mend="they come from different vocabularies and cannot be one dataset",
+                hint="they come from different vocabularies and cannot be one dataset",
             )
 
     def lengths() -> Iterator[Lengths]:
@@ -101,7 +101,7 @@ def merge(prefixes: list[str], prefix: str) -> dict[str, Any]:
             yield dataset.document_lengths()
 
     if idx_path(prefix).exists():
-        raise UserError(f"{idx_path(prefix)} is there already", mend="name another prefix")
+        raise UserError(f"{idx_path(prefix)} is there already", hint="name another prefix")
     checksums.path_of(prefix).unlink(missing_ok=True)
     with files.atomic_file(bin_path(prefix), "wb") as target:
         for dataset in datasets:

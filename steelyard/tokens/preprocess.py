@@ -140,7 +140,7 @@ def _encoded(job: TokenizeJob, paths: list[Path], worker_count: int) -> Iterator
     except BrokenExecutor:
         raise RuntimeFailure(
             "a worker was killed, perhaps for want of memory",
-            mend=f"finished pieces are kept in {job.folder}; the same command goes on from there",
+            hint=f"finished pieces are kept in {job.folder}; the same command goes on from there",
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)

@@ -157,7 +157,7 @@ def _blended(
 def expand_sources(sources: list[DataSource], recipe: Recipe, key: str) -> list[DataSource]:
     """The sources with folders and patterns replaced by the prefixes they stand for, which share the weight."""
     if not sources:
-        raise UserError("names no token files to train on", where=recipe.where(key), mend=f"set {key} to a prefix")
+        raise UserError("names no token files to train on", where=recipe.where(key), hint=f"set {key} to a prefix")
     found: list[DataSource] = []
     for source in sources:
         pattern = source.prefix
@@ -171,7 +171,7 @@ def expand_sources(sources: list[DataSource], recipe: Recipe, key: str) -> list[
             raise UserError(
                 f"there is no token file {idx_path(source.prefix)}",
                 where=recipe.where(key),
-                mend="steelyard data tokenize makes a pair; name its prefix, a folder of pairs, or a pattern",
+                hint="steelyard data tokenize makes a pair; name its prefix, a folder of pairs, or a pattern",
             )
         found += [_one_of(source, match, len(matches)) for match in matches]
     return found
@@ -196,19 +196,19 @@ def _refuse_unfit(recipe: Recipe, tokens: IndexedTokens, bounds: tuple[int, int]
         raise UserError(
             f"the {split} share of {tokens.prefix} has {count(available)} tokens, too few for one sequence of {length}",
             where=recipe.where("data.split"),
-            mend="use more text, shorter sequences or another split",
+            hint="use more text, shorter sequences or another split",
         )
     if recipe.data.fixed_length and (lengths != length + 1).any():
         odd = int(lengths[lengths != length + 1][0])
         raise UserError(
             f"{tokens.prefix} has a document of {odd} tokens, but fixed-length samples need {length + 1} each",
             where=recipe.where("data.fixed_length"),
-            mend=f"steelyard data tokenize --fixed-length {length} writes such files",
+            hint=f"steelyard data tokenize --fixed-length {length} writes such files",
         )
     largest = tokens.largest(*bounds)
     if largest >= recipe.model.vocab:
         raise UserError(
             f"{tokens.prefix} holds the id {largest}, but model.vocab is {recipe.model.vocab}",
             where=recipe.where("model.vocab"),
-            mend="set it to the size of the tokenizer's vocabulary",
+            hint="set it to the size of the tokenizer's vocabulary",
         )

@@ -65,10 +65,10 @@ def finished(job: TokenizeJob, signature: dict[str, Any], overwrite: bool) -> di
     if not job.record.is_file():
         if (job.folder / "job.json").is_file():
             return None  # Killed while joining or just after: the pieces are there, and are joined again.
-        raise UserError(f"{there[0]} is there already, made by something else", mend="pass --overwrite to replace it")
+        raise UserError(f"{there[0]} is there already, made by something else", hint="pass --overwrite to replace it")
     record = loads(job.record.read_text(encoding="utf-8"))
     if record["made_of"] != signature:
-        raise UserError(_changes(job, record["made_of"], signature), mend="pass --overwrite to make it anew")
+        raise UserError(_changes(job, record["made_of"], signature), hint="pass --overwrite to make it anew")
     result: dict[str, Any] = record["result"]
     return result if len(there) == len(outputs) else None
 
@@ -79,7 +79,7 @@ def begin(job: TokenizeJob, signature: dict[str, Any], overwrite: bool) -> None:
     if path.is_file() and not overwrite:
         earlier = loads(path.read_text(encoding="utf-8"))
         if earlier != signature:
-            raise UserError(_changes(job, earlier, signature), mend="pass --overwrite to start over")
+            raise UserError(_changes(job, earlier, signature), hint="pass --overwrite to start over")
         console.say(f"{job.prefix}: going on where an earlier run was stopped")
         return
     for leftover in job.folder.glob("0*"):

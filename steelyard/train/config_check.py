@@ -44,7 +44,7 @@ def refuse_other_recipes(recipe: Recipe, world: World) -> None:
     lines = "\n".join(f"  {line}" for line in differences(everyone))
     raise UserError(
         f"the ranks read different recipes:\n{lines}",
-        mend="have every node read the same file, and give every rank the same overrides",
+        hint="have every node read the same file, and give every rank the same overrides",
     )
 
 

@@ -18,11 +18,11 @@ def choose(recipe: Recipe) -> torch.device:
     wanted = recipe.train.device
     has_gpu = torch.cuda.is_available()
     if wanted == "cuda" and not has_gpu:
-        raise UserError("no CUDA device is available", where=recipe.where("train.device"), mend="use auto or cpu")
+        raise UserError("no CUDA device is available", where=recipe.where("train.device"), hint="use auto or cpu")
     is_cuda = wanted == "cuda" or (wanted == "auto" and has_gpu)
     if recipe.train.precision == "fp8" and (not is_cuda or torch.cuda.get_device_capability() < FP8_SINCE):
         raise UserError(
-            "this device has no fp8 arithmetic", where=recipe.where("train.precision"), mend='use "bf16" here'
+            "this device has no fp8 arithmetic", where=recipe.where("train.precision"), hint='use "bf16" here'
         )
     return torch.device("cuda" if is_cuda else "cpu")
 
@@ -38,7 +38,7 @@ def device_for(name: str) -> torch.device:
     """The device that `auto`, `cpu` or `cuda` means on this machine."""
     has_gpu = torch.cuda.is_available()
     if name == "cuda" and not has_gpu:
-        raise UserError("no CUDA device is available", mend="use --device auto or cpu")
+        raise UserError("no CUDA device is available", hint="use --device auto or cpu")
     return torch.device("cuda" if name == "cuda" or (name == "auto" and has_gpu) else "cpu")
 
 

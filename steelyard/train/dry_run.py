@@ -88,7 +88,7 @@ def device_of(recipe: Recipe, gpu: str | None) -> DeviceMemory | None:
     written = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GiB|GB|G)?", gpu, re.IGNORECASE)
     if written is None:
         names = ", ".join(entry.name for entry in CATALOGUE if entry.memory is not None)
-        raise UserError(f"--gpu: {gpu} is not known", mend=f"give its memory, like 80GiB, or one of {names}")
+        raise UserError(f"--gpu: {gpu} is not known", hint=f"give its memory, like 80GiB, or one of {names}")
     unit = 10**9 if (written[2] or "").upper() == "GB" else GIB
     return DeviceMemory(f"{gpu} of memory", int(float(written[1]) * unit))
 
@@ -107,7 +107,7 @@ def refuse_what_does_not_fit(plan: DryRun) -> None:
         f"stage {stages} needs {units.size(memory.total)} on each rank and {plan.device.name} has "
         f"{units.size(plan.device.usable)} for it, most of it "
         + " and ".join(f"{kind.replace('_', ' ')} ({units.size(size)})" for kind, size in largest),
-        mend=tried or "spread the model over more ranks: parallel.tensor, parallel.pipeline, --world",
+        hint=tried or "spread the model over more ranks: parallel.tensor, parallel.pipeline, --world",
     )
 
 

@@ -33,7 +33,7 @@ HOSTS = "hosts"
 
 def report(folder: Run, recipe: Recipe, mesh: Mesh, world: World, device: torch.device) -> None:
     """Have the first rank of each host write its file. All ranks call this together."""
-    if world.is_first:
+    if world.is_rank0:
         shutil.rmtree(folder.path / HOSTS, ignore_errors=True)  # An earlier attempt may have had other hosts.
     if world.size > 1:
         dist.barrier()

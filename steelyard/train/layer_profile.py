@@ -73,7 +73,7 @@ def _shape(model: GptConfig | LlamaConfig, tensor: int) -> GptConfig | LlamaConf
         raise UserError(
             f"{model.heads} heads, their keys and {model.ffn} columns of the MLP "
             f"do not divide among {tensor} tensor ranks",
-            mend="measure other --tensor degrees; the planner scales by the nearest",
+            hint="measure other --tensor degrees; the planner scales by the nearest",
         )
     if isinstance(model, GptConfig):  # Its heads' width follows from their number, so the layer itself is cut.
         return model.model_copy(update=one)

@@ -49,5 +49,5 @@ def _remaining(optim: OptimSection, done: float, passed: float) -> float:
     if optim.schedule == "linear":
         return 1 - done
     if optim.schedule == "wsd":  # Warm up, stay, decline: linearly, over the last share of the horizon.
-        return min(1.0, max(0.0, (1 - passed) / optim.decline))
+        return min(1.0, max(0.0, (1 - passed) / optim.decay_fraction))
     return (1 + math.cos(math.pi * done)) / 2

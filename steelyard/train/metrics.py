@@ -115,19 +115,19 @@ def check_writers(recipe: Recipe) -> None:
             import torch.utils.tensorboard  # noqa: F401
         except ImportError:
             where = recipe.where("log.tensorboard")
-            raise UserError("TensorBoard is not installed", where=where, mend="pip install tensorboard") from None
+            raise UserError("TensorBoard is not installed", where=where, hint="pip install tensorboard") from None
     if recipe.log.wandb is None:
         return
     try:
         import wandb  # noqa: F401
     except ImportError:
-        raise UserError("W&B is not installed", where=recipe.where("log.wandb"), mend="pip install wandb") from None
+        raise UserError("W&B is not installed", where=recipe.where("log.wandb"), hint="pip install wandb") from None
     if os.environ.get("WANDB_MODE") in ("offline", "disabled") or _has_wandb_key():
         return
     raise UserError(
         "W&B has no key",
         where=recipe.where("log.wandb"),
-        mend="set WANDB_API_KEY or run wandb login; WANDB_MODE=offline needs none and keeps the run on this machine",
+        hint="set WANDB_API_KEY or run wandb login; WANDB_MODE=offline needs none and keeps the run on this machine",
     )
 
 

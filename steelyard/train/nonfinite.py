@@ -108,10 +108,10 @@ class SkippedSteps:
             if step is not None:
                 told, hint = self._attributed(step, int(micro_batch), norms, is_latest=step.number == counters.step)
             if exceeded is not None:
-                fault = RuntimeFailure(exceeded + told, mend=hint)
+                fault = RuntimeFailure(exceeded + told, hint=hint)
                 fault.shared = self.world.size > 1
                 raise fault
-            if self.world.is_first:
+            if self.world.is_rank0:
                 console.warn(f"step {int(number)} was skipped{told}")
         self._steps.clear()
 

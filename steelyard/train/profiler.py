@@ -182,12 +182,12 @@ def refuse_absent(recipe: Recipe, ranks: int) -> None:
         raise UserError(
             f"log.profile_tool is {log.profile_tool}, but no steps are named",
             where=recipe.where("log.profile_tool"),
-            mend="log.profile = [10, 12] names the first and the last",
+            hint="log.profile = [10, 12] names the first and the last",
         )
     if log.profile_tool is not None and log.profile is not None and log.profile[1] > recipe.train.steps:
         raise UserError(
             f"log.profile ends with step {log.profile[1]}, but the run with step {recipe.train.steps}: nothing would "
             "be written",
             where=recipe.where("log.profile"),
-            mend="name steps that are taken, or raise train.steps",
+            hint="name steps that are taken, or raise train.steps",
         )

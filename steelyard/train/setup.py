@@ -64,6 +64,6 @@ def end_of_document(recipe: Recipe) -> int | None:
         raise UserError(
             "to keep documents apart, their end must be known",
             where=recipe.where("data.mask_documents" if data.mask_documents else "data.reset_positions"),
-            mend="set data.tokenizer or data.end_of_document",
+            hint="set data.tokenizer or data.end_of_document",
         )
     return tokenizers.load_tokenizer(data.tokenizer).end_of_document

@@ -64,7 +64,7 @@ def run(
     """
     device = devices.choose(recipe)
     with init_distributed(device.type, recipe.parallel.timeout_minutes) as world:
-        console.quiet = console.quiet or not world.is_first
+        console.quiet = console.quiet or not world.is_rank0
         with raise_on_all_ranks(world):
             refuse_other_recipes(recipe, world)
             setup.refuse_unfit(recipe, world)
@@ -118,13 +118,13 @@ class Trainer:
         self.tally = TrainState(recipe, device)
         self.skipped_steps = SkippedSteps(self.engine, training, world)
         self.saver = checkpoint.Saver(folder.checkpoints, recipe.checkpoint.keep_last, recipe.checkpoint.background)
-        self.recorder = Recorder(recipe, folder, writes=world.is_first)
+        self.recorder = Recorder(recipe, folder, writes=world.is_rank0)
         self.speed = Speed(recipe, device, world.size)
         self.pace = StepTimer(self.mesh, device)
         traces, timers = folder.path / PROFILE, self.engine.timeline
         self.profiler = Profiler(recipe.log, traces, device, world.rank, timers, self.recorder.paused)
         self._start_or_resume(begin_at)
-        if world.is_first:
+        if world.is_rank0:
             folder.follow(recipe)
             begun = folder.manifest().get("started", now())
             named = {"device": str(device), "device_name": devices.name(device), "memory_before": memory_before}
@@ -135,7 +135,7 @@ class Trainer:
         """Take the steps that are left. Returns the state of the run: finished, or stopped by the clock."""
         recipe, counters, train = self.recipe, self.tally.counters, self.recipe.train
         mesh, length = self.mesh, recipe.data.sequence_length
-        deadline = time.monotonic() + 3600 * train.hours if train.hours else float("inf")
+        deadline = time.monotonic() + 3600 * train.max_hours if train.max_hours else float("inf")
         batches = Loader(self.training, train.batch_at, counters.samples, rank=mesh.data.index, ranks=mesh.data.size)
         total = train.samples_in(train.steps) * length
         bar = console.progress("train", total, "tokens", done=counters.tokens, lines=False)
@@ -207,7 +207,7 @@ class Trainer:
         message = saved if self.recipe.checkpoint.at_end else f"stopped at step {step} of {train.steps}"
         if not by_clock:
             raise Interrupted(message)
-        console.say(f"{train.hours:g} hours have passed: {message}")
+        console.say(f"{train.max_hours:g} hours have passed: {message}")
         return "stopped"
 
     def _rate(self, batch: int) -> float:
@@ -288,14 +288,14 @@ class Trainer:
                 if saved is not None:
                     raise UserError(
                         f"{self.folder.path} has steps of its own, up to {saved.step}, and cannot begin at {begin_at}",
-                        mend="give another --run, or go on with it by --resume auto",
+                        hint="give another --run, or go on with it by --resume auto",
                     )
                 saved = checkpoint.source(begin_at)
             if saved is not None and saved.step > self.recipe.train.steps:
                 raise UserError(
                     f"{saved.path} is at step {saved.step} already, beyond train.steps = {self.recipe.train.steps}",
                     where=self.recipe.where("train.steps"),
-                    mend="ask for more steps, or give another --run",
+                    hint="ask for more steps, or give another --run",
                 )
             is_own = saved is not None and saved.path.parent == self.folder.checkpoints
             last = saved.step if saved is not None and is_own else -1
@@ -349,13 +349,13 @@ def _is_due(every: int, step: int) -> bool:
 
 
 def _conclude(folder: Run, world: World, state: str) -> None:
-    if world.is_first:
+    if world.is_rank0:
         folder.update(state=state, ended=now())
 
 
 def _failed(folder: Run, world: World, error: Exception) -> Exception:
     """Note the failure in the manifest as far as the disk allows, and say what was saved."""
-    if not world.is_first:
+    if not world.is_rank0:
         return error
     # On a full disk the manifest goes on saying running, which readers take for killed.
     with contextlib.suppress(OSError):
@@ -367,10 +367,10 @@ def _failed(folder: Run, world: World, error: Exception) -> Exception:
         kept = f"step {saved.step} is saved; the same command goes on from there" if saved else "no step was saved"
     except (RuntimeFailure, UserError) as problem:
         kept = problem.message
-    advice = getattr(error, "mend", None)
-    mend = f"{advice}; {kept}" if advice else kept
+    advice = getattr(error, "hint", None)
+    hint = f"{advice}; {kept}" if advice else kept
     kind = type(error) if isinstance(error, RuntimeFailure) else RuntimeFailure
-    return kind(getattr(error, "message", str(error)), mend=mend)
+    return kind(getattr(error, "message", str(error)), hint=hint)
 
 
 def results(folder: Run) -> dict[str, Any]:

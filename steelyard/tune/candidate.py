@@ -52,7 +52,7 @@ def refuse_recipe(tune: Tune) -> None:
     if recipe.finetune is not None:
         raise UserError(
             f"{tune.recipe} tunes on conversations, which is another command",
-            mend='tune that: command = "steelyard sft ... --run {folder}/run"',
+            hint='tune that: command = "steelyard sft ... --run {folder}/run"',
         )
 
 

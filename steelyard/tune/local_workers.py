@@ -49,7 +49,7 @@ def run(arguments: Sequence[str], workers: int, on: str | None = None) -> None:
     if any(codes):
         kind = UserError if all(code == UserError.exit_code for code in codes) else RuntimeFailure
         wrong = sum(code != 0 for code in codes)
-        raise kind(f"{wrong} of {workers} workers failed", mend="what they said stands above; trials are kept")
+        raise kind(f"{wrong} of {workers} workers failed", hint="what they said stands above; trials are kept")
 
 
 def _started(command: Sequence[str], environment: dict[str, str], are_jobs: bool) -> subreaper.ProcessTree:
@@ -86,7 +86,7 @@ def shares(workers: int) -> list[Share]:
         return [Share(own, {}) for own in shared_out(cores, workers)]
     each = len(gpus) // workers
     if each == 0:
-        raise UserError(f"{workers} workers cannot share {len(gpus)} GPUs", mend=f"--workers {len(gpus)}")
+        raise UserError(f"{workers} workers cannot share {len(gpus)} GPUs", hint=f"--workers {len(gpus)}")
     if len(gpus) % workers:
         console.warn(f"{len(gpus) % workers} GPUs stay idle: {workers} workers have {each} each")
     return [Share(cores, {"CUDA_VISIBLE_DEVICES": ",".join(gpus[n * each : (n + 1) * each])}) for n in range(workers)]

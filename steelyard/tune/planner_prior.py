@@ -61,7 +61,7 @@ class PlannerPrior:
         if cluster is None:
             raise UserError(
                 "nothing says which machines the planner should use this profile for", where=str(path),
-                mend="give a cluster file: cluster = ..., or --cluster",
+                hint="give a cluster file: cluster = ..., or --cluster",
             )  # fmt: skip
         profile = _named_here(profile, cluster)
         if not any(_changes_layers(name) for name in self.tune.space):  # Else it is of some points' layers.
@@ -165,6 +165,6 @@ def _planned(recipe: Recipe, cluster: Cluster, world: int, measured: Sequence[Pr
 
 
 def _in_a_line(mistake: UserError) -> str:
-    text = f"{mistake.message}; {mistake.mend}" if mistake.mend else mistake.message
+    text = f"{mistake.message}; {mistake.hint}" if mistake.hint else mistake.message
     place = f"{mistake.where}: " if mistake.where and mistake.where != COMMAND_LINE else ""
     return " ".join(f"{place}{text}".split()).removeprefix(f"{COMMAND_LINE}: ")[:300]

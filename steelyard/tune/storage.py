@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from steelyard.core import secrets
 from steelyard.core.errors import RuntimeFailure, UserError
+from steelyard.core.recipe.renamed_keys import RENAMED_KEYS, migrate_dotted
 from steelyard.tune.objective import Goal
 
 if TYPE_CHECKING:
@@ -34,13 +35,13 @@ def url_of(folder: Path, given: str | None) -> str:
     try:
         url = make_url(given)
     except ArgumentError:
-        raise UserError("--storage is no address of a database", mend="one is postgresql://host/database") from None
+        raise UserError("--storage is no address of a database", hint="one is postgresql://host/database") from None
     if url.password:
         secrets.hide(str(url.password))
     if url.drivername in ("postgresql", "postgres"):  # SQLAlchemy would take a driver that we do not bring.
         url = url.set(drivername="postgresql+psycopg")
         if find_spec("psycopg") is None:
-            raise UserError("PostgreSQL needs a driver", mend="pip install 'steelyard[postgresql]'")
+            raise UserError("PostgreSQL needs a driver", hint="pip install 'steelyard[postgresql]'")
     return url.render_as_string(hide_password=False)
 
 
@@ -63,15 +64,15 @@ def faults(file: Path | None = None) -> Iterator[None]:
         yield
     except (NoSuchModuleError, ImportError) as error:
         first = str(error.__cause__ or error).splitlines()[0]
-        raise UserError(f"there is no driver for this database: {first}", mend="install its Python driver") from None
+        raise UserError(f"there is no driver for this database: {first}", hint="install its Python driver") from None
     except (SQLAlchemyError, StorageInternalError) as error:
         cause = error.__cause__ if isinstance(error, StorageInternalError) and error.__cause__ else error
         first = str(getattr(cause, "orig", None) or cause).strip().splitlines()[0]
         if file is not None and not file.is_file():  # SQLite calls that read-only.
-            mend = "each trial's trial.json still says what it measured; the same command begins anew"
-            raise RuntimeFailure(f"the study's database {file} is gone", mend=mend) from None
+            hint = "each trial's trial.json still says what it measured; the same command begins anew"
+            raise RuntimeFailure(f"the study's database {file} is gone", hint=hint) from None
         raise RuntimeFailure(
-            f"the study's database: {first}", mend="trials that ended are kept; see that it answers"
+            f"the study's database: {first}", hint="trials that ended are kept; see that it answers"
         ) from None
 
 
@@ -103,12 +104,13 @@ def open_study(url: str, name: str, directions: Sequence[Goal]) -> Study:
 
     storage = connect(url)
     with faults():
+        migrate_keys(storage, name)
         study = persistently(
             lambda: optuna.create_study(storage=storage, study_name=name, directions=directions, load_if_exists=True)
         )
         kept = [direction.name.lower() for direction in study.directions]
     if kept != list(directions):
-        raise UserError(f"the study {name} in this database has other objectives", mend="give the study another name")
+        raise UserError(f"the study {name} in this database has other objectives", hint="give the study another name")
     return study
 
 
@@ -129,14 +131,40 @@ def load_study(url: str, name: str) -> Study:
 
     file = own_file(url)
     if file is not None and not file.is_file():  # To connect would make an empty one.
-        mend = "each trial's trial.json still says what it measured; the study's command begins anew"
-        raise UserError(f"the study's database {file} is gone", mend=mend)
+        hint = "each trial's trial.json still says what it measured; the study's command begins anew"
+        raise UserError(f"the study's database {file} is gone", hint=hint)
     storage = connect(url)
     with faults():
         try:
+            migrate_keys(storage, name)
             return optuna.load_study(storage=storage, study_name=name)
         except KeyError:
-            raise UserError(f"there is no study {name} in this database", mend="steelyard tune makes one") from None
+            raise UserError(f"there is no study {name} in this database", hint="steelyard tune makes one") from None
+
+
+def migrate_keys(storage: Any, name: str) -> None:
+    """Rename what a study stored under the old name of a recipe key: parameters, and names inside attributes.
+
+    Optuna has no call for that, so its tables are changed before it reads them.
+    """
+    from sqlalchemy import text
+
+    trials = "SELECT trial_id FROM trials WHERE study_id IN (SELECT study_id FROM studies WHERE study_name = :name)"
+    attributes = {
+        "study_user_attributes": ("study_user_attribute_id", "study_id IN (SELECT study_id FROM studies WHERE study_name = :name)"),
+        "trial_user_attributes": ("trial_user_attribute_id", f"trial_id IN ({trials})"),
+        "trial_system_attributes": ("trial_system_attribute_id", f"trial_id IN ({trials})"),
+    }  # fmt: skip
+    with storage.engine.begin() as connection:
+        for old, new in RENAMED_KEYS.items():
+            rename = f"UPDATE trial_params SET param_name = :new WHERE param_name = :old AND trial_id IN ({trials})"
+            connection.execute(text(rename), {"old": old, "new": new, "name": name})
+        for table, (key, owned) in attributes.items():
+            rows = connection.execute(text(f"SELECT {key}, value_json FROM {table} WHERE {owned}"), {"name": name})
+            for row, value in rows.all():
+                if (migrated := migrate_dotted(value)) != value:
+                    change = f"UPDATE {table} SET value_json = :value WHERE {key} = :row"
+                    connection.execute(text(change), {"value": migrated, "row": row})
 
 
 def persistently(do: Callable[[], T]) -> T:

@@ -83,7 +83,7 @@ class Study:
         elif changed := self._changed():
             raise UserError(
                 f"the study {self.tune.name} began with another file:\n" + "\n".join(changed),
-                mend="undo the change to go on with it, or begin another: --study DIR, and a name in a shared database",
+                hint="undo the change to go on with it, or begin another: --study DIR, and a name in a shared database",
             )
 
     def trials(self) -> list[FrozenTrial]:

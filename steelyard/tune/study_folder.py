@@ -11,6 +11,7 @@ from steelyard.core import files, secrets
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import to_toml
 from steelyard.core.recipe.loader import written
+from steelyard.core.recipe.renamed_keys import migrate_dotted
 from steelyard.core.safe_parse import loads
 from steelyard.tune import storage
 from steelyard.tune.spec import Tune
@@ -33,19 +34,19 @@ def remember(tune: Tune, folder: Path, url: str) -> None:
 def opened(folder: Path, given: str | None = None) -> tuple[Tune, Study]:
     """The tune file and the study of a folder."""
     try:
-        kept = loads((folder / SETTINGS).read_text(encoding="utf-8"))
+        kept = loads(migrate_dotted((folder / SETTINGS).read_text(encoding="utf-8")))
         tune = Tune.model_validate(kept["tune"])
         if tune.recipe is not None:
             tune = tune.model_copy(update={"recipe": str(folder / RECIPE)})
     except FileNotFoundError:
-        mend = "steelyard tune makes one under studies/"
-        raise UserError(f"{folder} is not a study: it has no {SETTINGS}", mend=mend) from None
+        hint = "steelyard tune makes one under studies/"
+        raise UserError(f"{folder} is not a study: it has no {SETTINGS}", hint=hint) from None
     except (OSError, ValueError, KeyError, TypeError, ValidationError):
-        raise UserError(f"{folder / SETTINGS} is damaged", mend="run the study's command again") from None
+        raise UserError(f"{folder / SETTINGS} is damaged", hint="run the study's command again") from None
     address = given or kept.get("storage")
     if given is None and address and "***" in address:
         raise UserError(
             f"the study is in {address}, whose password is not kept",
-            mend="give --storage, or set STEELYARD_TUNE_STORAGE",
+            hint="give --storage, or set STEELYARD_TUNE_STORAGE",
         )
     return tune, storage.load_study(storage.url_of(folder, address), tune.name)

@@ -22,8 +22,8 @@ Wrong = Callable[..., UserError]
 def refuse(tune: Tune, places: Mapping[str, str], source: str) -> None:
     """Refuse what is fine alone and wrong together, with its line."""
 
-    def wrong(key: str, message: str, mend: str | None = None) -> UserError:
-        return UserError(f"{key}: {message}", where=place_of(key, places) or source, mend=mend)
+    def wrong(key: str, message: str, hint: str | None = None) -> UserError:
+        return UserError(f"{key}: {message}", where=place_of(key, places) or source, hint=hint)
 
     if (tune.recipe is None) == (tune.command is None):
         raise wrong("recipe", "give either a recipe or a command to tune", 'recipe = "my.toml"')
@@ -35,8 +35,8 @@ def refuse(tune: Tune, places: Mapping[str, str], source: str) -> None:
         tune.searched()
     except Refused as refused:
         text = next(text for text in tune.constraints if _is_refused(tune, text))
-        mend = "nproc = 16, say: otherwise ranks follow from each layout" if str(refused).startswith("world ") else None
-        raise wrong("constraints", f"{text!r}: {refused}", mend) from None
+        hint = "nproc = 16, say: otherwise ranks follow from each layout" if str(refused).startswith("world ") else None
+        raise wrong("constraints", f"{text!r}: {refused}", hint) from None
     if tune.command is not None:
         _refuse_command(tune, wrong)
     else:
@@ -93,8 +93,8 @@ def _refuse_command(tune: Tune, wrong: Wrong) -> None:
     used = commands.placeholders(words)
     unknown = sorted(used - tune.space.keys() - set(commands.OWN))
     if unknown:
-        mend = f"add it to [space], or write {{{{{unknown[0]}}}}} for the word itself"
-        raise wrong("command", f"{{{unknown[0]}}} is not in the space", mend)
+        hint = f"add it to [space], or write {{{{{unknown[0]}}}}} for the word itself"
+        raise wrong("command", f"{{{unknown[0]}}} is not in the space", hint)
     unused = sorted(tune.space.keys() - used)
     if unused:
         raise wrong(f"space.{unused[0]}", "the command does not use it", f"put {{{unused[0]}}} into the command")

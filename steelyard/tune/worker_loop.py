@@ -96,7 +96,7 @@ def prepare(tune: Tune) -> None:
     if tune.launch.on is not None:
         submitted_trial.site_of(tune, candidate.recipe_at(tune, {}, is_trial=True))
     if tune.launch.on == "slurm" and shutil.which("sbatch") is None:
-        raise UserError("sbatch is not installed here", mend="tune from a login node of the cluster, or with --on mpi")
+        raise UserError("sbatch is not installed here", hint="tune from a login node of the cluster, or with --on mpi")
 
 
 def check_files(tune: Tune) -> None:
@@ -144,7 +144,7 @@ def _refuse_only_crashes(study: Study, folder: Path, at_least: int = CRASHES_AT_
         which = "the only trial crashed" if len(ran) == 1 else f"the first {len(ran)} trials all crashed, the last"
         raise RuntimeFailure(
             f"{which} with: {trial_history.told(last, 'reason')}",
-            mend=f"see {folder_of(folder, last.number) / LOG}; the same command goes on once it is mended",
+            hint=f"see {folder_of(folder, last.number) / LOG}; the same command goes on once it is mended",
         )
 
 
@@ -159,5 +159,5 @@ def _refuse_nothing_to_run(study: Study) -> None:
     ]
     raise UserError(
         f"no point of the space can run: {(reasons or ['none keeps the constraints'])[0]}",
-        mend="widen [space], or relax constraints",
+        hint="widen [space], or relax constraints",
     )

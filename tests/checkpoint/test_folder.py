@@ -100,7 +100,7 @@ def test_a_state_of_the_first_format_is_read_and_of_a_later_one_refused(tmp_path
     monkeypatch.undo()
     with pytest.raises(UserError, match=r"has format 9, and Steelyard .* reads formats up to 2") as refused:
         checkpoint.latest(tmp_path)
-    assert "7.5.0 or newer" in refused.value.mend
+    assert "7.5.0 or newer" in refused.value.hint
     del content["format"], content["checksum"], content["steelyard"]
     (path / "state.json").write_text(json.dumps(content))
     assert loaded(checkpoint.latest(tmp_path)) == 3
@@ -112,7 +112,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_again(tmp_path):
     for _ in range(2):
         with pytest.raises(RuntimeFailure, match=r"every checkpoint in .* is damaged") as refused:
             checkpoint.latest(tmp_path, set_aside=True)
-        assert "--resume never" in refused.value.mend
+        assert "--resume never" in refused.value.hint
     assert len(list(tmp_path.glob("step-*"))) == 2
 
 

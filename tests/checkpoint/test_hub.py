@@ -91,7 +91,7 @@ def test_a_pull_that_failed_goes_on_in_the_next_command(stocked, tmp_path):
     ]
     with pytest.raises(RuntimeFailure, match="500") as caught:
         hubs.pull(NAME, tmp_path / "model")
-    assert "goes on from there" in caught.value.mend
+    assert "goes on from there" in caught.value.hint
     assert not (tmp_path / "model" / "model.safetensors").exists()
     stocked.ranges.clear()
     assert "model.safetensors" in hubs.pull(NAME, tmp_path / "model")["fetched"]

@@ -162,7 +162,7 @@ def test_a_path_with_many_dots_is_still_a_value():
 
 
 def test_a_ramp_of_any_length_is_counted_at_once():
-    train = TrainSection(global_batch=1_000, ramp_up=BatchRamp(start=1, increment=1, samples=10**15))
+    train = TrainSection(global_batch=1_000, batch_ramp=BatchRamp(start=1, increment=1, samples=10**15))
     assert train.samples_in(10**9) == 10**9
     assert train.samples_in(10**14) > 10**14
     assert train.steps_for(train.samples_in(12_345)) == 12_345
@@ -170,7 +170,7 @@ def test_a_ramp_of_any_length_is_counted_at_once():
 
 @pytest.mark.parametrize("samples", [1, 36, 37, 100, 999])
 def test_a_ramp_is_counted_as_its_steps_say(samples):
-    train = TrainSection(global_batch=16, ramp_up=BatchRamp(start=4, increment=3, samples=samples))
+    train = TrainSection(global_batch=16, batch_ramp=BatchRamp(start=4, increment=3, samples=samples))
     consumed = 0
     for steps in range(120):
         assert train.samples_in(steps) == consumed

@@ -260,7 +260,7 @@ def test_a_configuration_file_alone_and_with_the_script_that_sources_it(place):
     assert whole.parallel == alone.parallel
     assert (whole.train.steps, whole.train.precision, whole.train.loss_scale) == (50, "fp16", 2**32)
     optim = whole.optim
-    assert (optim.learning_rate, optim.horizon_steps, optim.warmup_steps) == (1.5e-4, 320000, 3200)
+    assert (optim.learning_rate, optim.decay_steps, optim.warmup_steps) == (1.5e-4, 320000, 3200)
     assert (whole.model.vocab, whole.model.dropout, whole.data.split) == (50257, 0.1, "100,0,0")
     assert reading.questions == []
     assert "--node_rank" in left(reading)
@@ -269,13 +269,13 @@ def test_a_configuration_file_alone_and_with_the_script_that_sources_it(place):
 def test_a_script_gets_its_arguments_and_says_when_they_are_missing(place):
     words = ("--input_tokenizer_file", "b.model", "--output_model_dir", "out/", "--save_interval", "500")
     recipe, reading = meant("deepspeed.sh", arguments=words)
-    assert (recipe.train.tokens, recipe.optim.horizon_tokens, recipe.optim.warmup_tokens) == (
+    assert (recipe.train.tokens, recipe.optim.decay_tokens, recipe.optim.warmup_tokens) == (
         3 * 10**11,
         3 * 10**11,
         3 * 10**9,
     )
     assert (recipe.parallel.zero, recipe.parallel.data, recipe.checkpoint.every) == (2, None, 500)
-    assert recipe.train.hours == 500000
+    assert recipe.train.max_hours == 500000
     assert any("how many ranks" in question for question in reading.questions)
     assert any("PLACEHOLDER" in line for line in reading.recipe.splitlines())
     assert "train.tokens comes first" in left(reading)["--train-samples"]
@@ -343,8 +343,8 @@ def test_a_wrapper_that_is_not_here_is_passed_over(place):
 
 def test_megatrons_own_example_keeps_its_ramp_and_its_horizon(place):
     recipe, reading = meant("gpt3.sh", arguments=("ckpt", "logs", "vocab.json", "merges.txt", "data/text_document"))
-    assert recipe.train.ramp_up.model_dump() == {"start": 16, "increment": 16, "samples": 5859375}
-    assert (recipe.optim.warmup_steps, recipe.optim.horizon_steps, recipe.parallel.zero) == (430, 430000, 1)
+    assert recipe.train.batch_ramp.model_dump() == {"start": 16, "increment": 16, "samples": 5859375}
+    assert (recipe.optim.warmup_steps, recipe.optim.decay_steps, recipe.parallel.zero) == (430, 430000, 1)
     assert recipe.data.tokenizer == "vocab.json,merges.txt"
     assert str(recipe.parallel.partition) == "-".join(["6"] * 16)
     assert reading.questions == []
@@ -399,11 +399,11 @@ def test_what_megatron_assumes_is_written_out(place):
         ),
         ("--checkpoint-activations", "parallel.recompute", "full"),
         ("--train-samples 160 --lr-warmup-fraction 0.1", "optim.warmup_samples", 16),
-        ("--train-samples 160 --lr-warmup-samples 8 --lr-decay-samples 80", "optim.horizon_samples", 80),
+        ("--train-samples 160 --lr-warmup-samples 8 --lr-decay-samples 80", "optim.decay_samples", 80),
         ("--train-iters 100 --lr-warmup-fraction 0.1", "optim.warmup_steps", 10),
         (
             "--train-iters 100 --lr-decay-style WSD --lr-wsd-decay-iters 20 --lr-wsd-decay-style linear",
-            "optim.decline",
+            "optim.decay_fraction",
             0.2,
         ),
         ("--fp16 --initial-loss-scale 4096 --loss-scale-window 500", "train.loss_scale", 4096.0),

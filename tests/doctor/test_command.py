@@ -44,7 +44,7 @@ def test_doctor_runs_where_there_is_no_torch_and_says_so(without_torch, tmp_path
     assert done.returncode == 1
     assert told["verdict"] == "fail"
     assert findings["torch"]["words"] == "it is not installed"
-    assert "make setup" in findings["torch"]["mend"]
+    assert "make setup" in findings["torch"]["hint"]
     assert findings["Python"]["verdict"] == "ok"
     assert findings["all-reduce"]["verdict"] == "absent"
     assert not any("the check itself failed" in finding["words"] for finding in told["findings"])

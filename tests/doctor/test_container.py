@@ -115,7 +115,7 @@ def test_a_library_that_the_host_lacks_too_is_named(bench, image):
     found = diagnose.examine_image(bench.machine(), str(image), "campus", lambda question: True)
     finding = named(found.findings, "libcudnn.so.8")
     assert finding.verdict == "fail"
-    assert "nvidia-cudnn" in finding.mend
+    assert "nvidia-cudnn" in finding.hint
     assert found.verdict == "fail"
 
 

@@ -38,14 +38,14 @@ def test_ranks_that_do_not_meet_are_told_and_explained(bench):
     [finding] = all_reduce.check(Machine(machine.environment, python=str(broken)), PythonInfo({"torch": "2.13.0"}))
     assert finding.verdict == "fail"
     assert "connectFullMesh" in finding.words
-    assert "GLOO_SOCKET_IFNAME" in finding.mend
+    assert "GLOO_SOCKET_IFNAME" in finding.hint
 
 
 def test_variables_of_a_launcher_that_are_set_by_half_are_named(bench):
     [finding] = all_reduce.check(bench.machine(RANK="0"), PythonInfo({"torch": "2.13.0"}))
     assert finding.verdict == "fail"
     assert "RANK is set" in finding.words
-    assert "unset RANK" in finding.mend
+    assert "unset RANK" in finding.hint
 
 
 def test_without_torch_no_rank_is_started(bench):

@@ -175,8 +175,8 @@ def test_a_message_is_recognised_and_answered(message, name, harmless):
         assert explained is not None
         assert (explained.name, explained.harmless) == (name, harmless)
         assert explained.meaning
-        assert explained.mend
-        assert "{" not in explained.meaning + explained.mend
+        assert explained.hint
+        assert "{" not in explained.meaning + explained.hint
 
 
 @pytest.mark.parametrize("line", NOT_ERRORS)
@@ -216,11 +216,11 @@ def test_the_missing_library_is_named_in_the_answer():
 
 
 def test_every_hint_is_a_part_of_what_its_pattern_finds():
-    """A hint that its own message lacks would hide the message."""
+    """A substring that its own message lacks would hide the message."""
     for known in KNOWN:
         matching = [message for message, name, _ in MESSAGES if name == known.name]
         for message in matching:
-            assert any(hint in message for hint in known.hints), known.name
+            assert any(part in message for part in known.alternatives), known.name
             assert re.search(known.pattern, message)
         assert matching, f"{known.name} needs a message in this file"
     assert len({known.name for known in KNOWN}) == len(KNOWN)

@@ -42,7 +42,7 @@ def test_shared_memory_that_is_small_or_missing_is_named(bench, small_disk):
     finding = found(bench, "shared memory")
     assert finding.verdict == "warn"
     assert "2.00 MiB" in finding.words
-    assert "--shm-size" in finding.mend
+    assert "--shm-size" in finding.hint
 
 
 @pytest.mark.parametrize(

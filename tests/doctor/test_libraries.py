@@ -70,7 +70,7 @@ def test_a_library_that_is_nowhere_names_the_package(bench):
     bench.torch("libnccl.so.2")
     finding = found(bench, "NCCL")
     assert (finding.verdict, finding.is_fixable) == ("fail", False)
-    assert "nvidia-nccl-cu12" in finding.mend
+    assert "nvidia-nccl-cu12" in finding.hint
 
 
 def test_a_library_that_only_has_the_right_name_is_caught(bench):
@@ -100,7 +100,7 @@ def test_a_library_that_needs_another_that_is_missing_is_told(bench):
     finding = found(bench, "NCCL", LD_LIBRARY_PATH=str(bench.path / "lib"))
     assert finding.verdict == "fail"
     assert "libmissing.so.1" in finding.words
-    assert "it needs libmissing.so.1 in turn" in finding.mend
+    assert "it needs libmissing.so.1 in turn" in finding.hint
 
 
 def test_a_library_that_crashes_is_told_and_does_not_crash_doctor(bench):
@@ -119,7 +119,7 @@ def test_an_older_nccl_that_comes_first_is_named(bench):
     finding = found(bench, "NCCL", PythonInfo({"nccl": [2, 27, 3]}), LD_LIBRARY_PATH=str(folder))
     assert finding.verdict == "warn"
     assert "2.19.4" in finding.words
-    assert str(folder) in finding.mend
+    assert str(folder) in finding.hint
 
 
 def test_what_torch_has_loaded_is_not_called_missing(bench):

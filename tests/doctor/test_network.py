@@ -42,7 +42,7 @@ def test_a_name_that_leads_to_this_machine_alone_is_named(bench, hosts, verdict)
     finding = found(bench, "hostname")
     assert finding.verdict == verdict
     if "127.0.1.1" in finding.words:
-        assert "GLOO_SOCKET_IFNAME=eth5" in finding.mend
+        assert "GLOO_SOCKET_IFNAME=eth5" in finding.hint
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_nodes_that_answer_alike_are_good(bench):
 
 
 @pytest.mark.parametrize(
-    ("message", "mend"),
+    ("message", "hint"),
     [
         ("b: Permission denied (publickey).", "ssh-copy-id b"),
         ("Host key verification failed.", "ssh-keyscan b"),
@@ -94,13 +94,13 @@ def test_nodes_that_answer_alike_are_good(bench):
         ("sh: 1: cd: can't cd to /scratch/me", "filesystem they share"),
     ],
 )
-def test_a_node_that_cannot_be_reached_is_named_with_the_way_out(bench, message, mend):
+def test_a_node_that_cannot_be_reached_is_named_with_the_way_out(bench, message, hint):
     ssh(bench, f'if [ "$node" = b ]; then echo "{message}" >&2; exit 255; fi\n{reply()}')
     found = across(bench)
     assert named(found, "ssh a").verdict == "ok"
     finding = named(found, "ssh b")
     assert (finding.verdict, finding.words) == ("fail", message)
-    assert mend in finding.mend
+    assert hint in finding.hint
 
 
 def test_the_port_and_options_of_the_site_are_used(bench):

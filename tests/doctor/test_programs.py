@@ -79,7 +79,7 @@ def test_a_docker_without_its_daemon_is_not_a_container_runtime(bench):
 
 def test_a_podman_without_an_init_is_told_before_a_job_is(bench):
     bench.says("podman", "host:\n")
-    assert "catatonit" in found(bench, "containers").mend
+    assert "catatonit" in found(bench, "containers").hint
     init = bench.machine().at("/usr/libexec/podman/catatonit")
     init.parent.mkdir(parents=True)
     init.touch()

@@ -12,7 +12,7 @@ def test_a_python_that_is_too_old_is_named_with_the_container_that_helps(bench):
     finding = named(python.check(machine, seen), "Python")
     assert finding.verdict == "fail"
     assert "3.6.8 is too old" in finding.words
-    assert "containers/steelyard.def" in finding.mend
+    assert "containers/steelyard.def" in finding.hint
 
 
 def test_a_python_newer_than_those_tested_is_a_warning(bench):
@@ -34,7 +34,7 @@ def test_an_old_c_library_needs_a_container(bench):
     finding = named(python.check(bench.machine(), GOOD), "C library")
     assert finding.verdict == "fail"
     assert "2.28" in finding.words
-    assert "containers/" in finding.mend
+    assert "containers/" in finding.hint
     bench.says("getconf", "glibc 2.36\n")
     assert named(python.check(bench.machine(), GOOD), "C library").verdict == "ok"
 

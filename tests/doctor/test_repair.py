@@ -91,7 +91,7 @@ def test_a_shell_that_has_not_sourced_the_file_is_told_to(broken):
     undo_log.apply(machine, repair.planned(machine, [finding]))
     finding = named(libraries.check(machine, PythonInfo()), "cuDNN")
     assert finding.verdict == "warn"
-    assert f"source {environment_file(machine)}" in finding.mend
+    assert f"source {environment_file(machine)}" in finding.hint
 
 
 def test_a_second_fix_keeps_the_first_and_one_undo_takes_both(broken):

@@ -23,20 +23,20 @@ def test_torch_on_a_good_machine_is_good(bench):
 
 
 @pytest.mark.parametrize(
-    ("driver", "served", "cuda", "mend"),
+    ("driver", "served", "cuda", "hint"),
     [
         ("470.57.02", "11.4", "12.6", "update the driver to 525.60.13 or newer"),
         ("550.54.14", "12.4", "13.0", "make setup TORCH=cu126"),
         ("570.86.10", "12.8", "13.0", "make setup TORCH=cu128"),
     ],
 )
-def test_a_driver_that_is_too_old_is_named_with_the_build_that_fits(bench, driver, served, cuda, mend):
+def test_a_driver_that_is_too_old_is_named_with_the_build_that_fits(bench, driver, served, cuda, hint):
     bench.gpus(driver=driver, cuda=served)
     seen = PythonInfo(A100 | {"torch": f"2.13.0+cu{cuda.replace('.', '')}", "torch_cuda": cuda})
     finding = named(torch.check(bench.machine(), seen), "torch on this driver")
     assert finding.verdict == "fail"
     assert driver in finding.words
-    assert mend in finding.mend
+    assert hint in finding.hint
 
 
 def test_the_driver_is_found_in_the_kernels_files_where_there_is_no_nvidia_smi(bench):
@@ -70,7 +70,7 @@ def test_a_torch_that_cannot_use_the_gpu_is_named(bench, change, name, words):
     finding = named(torch.check(bench.machine(), PythonInfo(A100 | change)), name)
     assert finding.verdict == "fail"
     assert words in finding.words
-    assert finding.mend
+    assert finding.hint
 
 
 def test_code_for_an_older_minor_version_and_ptx_both_run(bench):
@@ -90,7 +90,7 @@ def test_a_torch_that_cannot_be_imported_is_explained(bench):
     finding = named(torch.check(machine, ask(type(machine)({}, python=str(python)))), "torch")
     assert finding.verdict == "fail"
     assert "libcudnn.so.8" in finding.words
-    assert "--fix" in finding.mend
+    assert "--fix" in finding.hint
 
 
 def test_kernels_that_are_missing_or_broken_are_named(bench):
@@ -108,5 +108,5 @@ def test_kernels_that_are_missing_or_broken_are_named(bench):
     engine = found("Transformer Engine", packages={"transformer_engine": "1.2"}, errors=broken)
     assert engine.verdict == "warn"
     assert "another version of torch" not in engine.words
-    assert "build it again" in engine.mend
+    assert "build it again" in engine.hint
     assert found("flash-attn").verdict == "absent"

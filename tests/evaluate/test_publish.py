@@ -211,7 +211,7 @@ def test_an_upload_that_broke_off_sends_only_what_is_missing(hub, folder):
     hub.faults = [Trouble("POST .*/commit/", status=500)]
     with pytest.raises(RuntimeFailure, match="500") as caught:
         publish.push(folder, NAME)
-    assert "model-00001-of-00002.safetensors, model-00002-of-00002.safetensors arrived" in caught.value.mend
+    assert "model-00001-of-00002.safetensors, model-00002-of-00002.safetensors arrived" in caught.value.hint
     assert hub.model(NAME).commits == []
     hub.sent.clear()
     publish.push(folder, NAME)
@@ -293,7 +293,7 @@ def test_without_a_tokenizer_the_command_that_adds_one_is_shown_and_works(hub, f
         (folder / name).unlink()
     with pytest.raises(UserError, match="has no tokenizer") as refused:
         publish.push(folder, NAME)
-    command = shlex.split(refused.value.mend.split(" writes ")[0])
+    command = shlex.split(refused.value.hint.split(" writes ")[0])
     assert shlex.join(command) == f"steelyard checkpoint convert {folder} {folder}-hf --to hf --tokenizer TOKENIZER"
     convert(open_source(command[3]), Path(command[4]), Target("hf", tokenizer=str(folder.with_name("tok"))))
     assert publish.push(Path(command[4]), NAME)["remarks"] == []

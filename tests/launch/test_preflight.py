@@ -92,7 +92,7 @@ def test_a_layout_that_does_not_fit_the_gpus_is_refused_with_what_would_help(que
     request = SubmitRequest("slurm", SiteSection(gres="gpu:t4:1"), recipe=large)
     with pytest.raises(UserError, match=r"pipeline rank 0 needs .* and t4 has") as error:
         submit.submit(request)
-    assert "would need" in str(error.value.mend)
+    assert "would need" in str(error.value.hint)
     assert not queue.exists()
     submit.submit(asked("train.device=auto", site=SiteSection(gres="gpu:1")))
     assert "memory was not checked" in capsys.readouterr().err

@@ -363,7 +363,7 @@ def test_a_site_is_found_by_name_and_the_recipe_goes_before_it(tmp_path):
     assert sites.find("two", None, file)[1].account is None
     with pytest.raises(UserError, match="there is no site tow") as error:
         sites.find("tow", None, file)
-    assert error.value.mend == "did you mean two?"
+    assert error.value.hint == "did you mean two?"
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def test_it_listens_on_ipv6_too_and_a_host_that_is_not_there_is_a_mistake(runs: 
         web_server.make_server(runs, "::1").server_close()
     with pytest.raises(UserError) as caught:
         web_server.make_server(runs, "no-such-host.invalid")
-    assert "--host" in str(caught.value.mend)
+    assert "--host" in str(caught.value.hint)
 
 
 def test_runs_that_have_ended_are_not_asked_for_again_and_names_are_text(

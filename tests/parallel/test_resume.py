@@ -16,7 +16,7 @@ ALONE = (1, [])
 BOTH = (4, [*parallel(tensor=2, pipeline=2), LARGER])
 SHARDED = (4, parallel(zero=3))
 PIPELINE = (2, parallel(pipeline=2))
-HORIZON = ["optim.horizon_steps=4"]
+HORIZON = ["optim.decay_steps=4"]
 EVERY_LAYOUT = {
     "alone to tensor x pipeline": (ALONE, BOTH),
     "tensor x pipeline to alone": (BOTH, ALONE),
@@ -51,7 +51,7 @@ def test_a_run_goes_on_where_it_was_on_another_layout(layouts: Layouts, pair: st
         ["optim.name=sgd-sai", "optim.learning_rate=3e-3"],
         ["optim.offload=true"],
         ["train.precision=fp16", "optim.name=sgd", "optim.learning_rate=0.1"],
-        ["optim.name=sgd", "model.dropout=0.1", "train.ramp_up={start=4, increment=2, samples=30}"],
+        ["optim.name=sgd", "model.dropout=0.1", "train.batch_ramp={start=4, increment=2, samples=30}"],
     ],
     ids=["sgd-sai", "offload", "fp16", "dropout and ramp-up"],
 )

@@ -21,7 +21,7 @@ ALL_DROPOUT = [*DROPOUT, "model.attention_dropout=0.1"]
 DOCUMENTS = ["data.mask_documents=true", "data.reset_positions=true", "data.end_of_document=0"]
 SGD = ["optim.name=sgd", "optim.learning_rate=0.1"]
 SGD_SAI = ["optim.name=sgd-sai", "optim.learning_rate=3e-3"]
-RAMP_UP = ["train.ramp_up={start=4, increment=2, samples=20}", "train.steps=6"]
+RAMP_UP = ["train.batch_ramp={start=4, increment=2, samples=20}", "train.steps=6"]
 OFFLOAD = ["optim.offload=true"]
 
 SGD_ROUNDING = 1e-6

@@ -49,9 +49,9 @@ def test_a_single_process_has_a_timeline_too_and_without_the_key_there_is_none(l
 
 
 def test_steps_that_are_done_again_are_told_once(layouts: Layouts):
-    run = layouts.run(1, "llama", "log.timeline=[2, 5]", "train.steps=4", "checkpoint.every=3", "optim.horizon_steps=9")
+    run = layouts.run(1, "llama", "log.timeline=[2, 5]", "train.steps=4", "checkpoint.every=3", "optim.decay_steps=9")
     newest = run.checkpoints / "step-00000004"
     (newest / "state.json").unlink()  # as if it had been killed behind step 3
-    layouts.run(1, "llama", "log.timeline=[2, 5]", "train.steps=5", "optim.horizon_steps=9", path=run.path.name)
+    layouts.run(1, "llama", "log.timeline=[2, 5]", "train.steps=5", "optim.decay_steps=9", path=run.path.name)
     steps = [span["step"] for span in spans(run, 0) if span["name"] == "optimizer"]
     assert steps == [2, 3, 4, 5]

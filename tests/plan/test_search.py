@@ -272,7 +272,7 @@ def test_a_pipeline_is_drawn_as_it_was_predicted():
     [
         {"model": {"attention_dropout": 0.1, "positions": 8192}, "data": {"sequence_length": 8192}},
         {"train": {"init_from": "runs/dense"}, "sparsity": {"method": "learned", "distill": 0.5}},
-        {"train": {"ramp_up": {"start": 4, "increment": 4, "samples": 100}}},
+        {"train": {"batch_ramp": {"start": 4, "increment": 4, "samples": 100}}},
     ],
 )
 def test_every_plan_can_be_written(changes):

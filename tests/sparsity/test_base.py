@@ -24,7 +24,7 @@ def test_a_base_is_the_same_in_every_format_and_place(tmp_path: Path, name: str)
     moved = shutil.move(source.path, tmp_path / "elsewhere")
     with pytest.raises(UserError, match=r"not at .*hf") as asked:
         frozen_base.found(known, None, "say where")
-    assert asked.value.mend == "say where"
+    assert asked.value.hint == "say where"
     assert frozen_base.found(known, str(moved), "say where").path == moved
 
 

@@ -112,4 +112,4 @@ def test_a_pair_that_another_program_wrote_over_is_refused_with_the_way_out(tmp_
     write_documents(tmp_path / "pair", DOCUMENTS[::-1], 97)
     with pytest.raises(UserError, match="does not match its checksum") as refused:
         IndexedTokens(tmp_path / "pair")
-    assert f"delete {tmp_path / 'pair.sums'}" in refused.value.mend
+    assert f"delete {tmp_path / 'pair.sums'}" in refused.value.hint

@@ -28,7 +28,7 @@ def test_what_does_not_fit_is_named_with_what_would_help():
     with pytest.raises(RuntimeFailure) as refused:
         refuse_what_does_not_fit(plan)
     assert "stage 0 needs" in refused.value.message
-    assert "parallel.recompute=full would need" in refused.value.mend
+    assert "parallel.recompute=full would need" in refused.value.hint
 
 
 def test_what_fits_is_not_refused_and_says_so():
@@ -57,7 +57,7 @@ def test_kinds_sum_to_the_total():
 def test_a_gpu_that_is_not_known_is_refused_with_those_that_are(gpu):
     with pytest.raises(UserError, match="is not known") as refused:
         dry_run(load_recipe("gpt2-small"), gpu=gpu)
-    assert "h100-80" in refused.value.mend
+    assert "h100-80" in refused.value.hint
 
 
 @pytest.mark.parametrize(("written", "bytes_"), [("80", 80 << 30), ("24GiB", 24 << 30), ("24 GB", 24 * 10**9)])

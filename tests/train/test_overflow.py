@@ -81,7 +81,7 @@ def test_a_scale_never_falls_below_one():
 
 def test_a_resumed_run_keeps_its_scale_and_counts(in_workplace):
     settings = [*FP16, "train.loss_scale=1e12", "train.loss_scale_window=4", "train.nonfinite_limit=50"]
-    settings += ["optim.horizon_steps=20"]
+    settings += ["optim.decay_steps=20"]
     whole = train.run(load_recipe("tiny.toml", [*settings, "name=whole"]))
     train.run(load_recipe("tiny.toml", [*settings, "name=parts", "train.steps=3"]))
     train.run(load_recipe("tiny.toml", [*settings, "name=parts", "train.steps=13"]))

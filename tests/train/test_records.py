@@ -124,7 +124,7 @@ def test_what_is_not_installed_is_refused_before_anything_is_made(in_workplace, 
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UserError, match="is not installed") as refused:
         train.run(load_recipe("tiny.toml", [key]))
-    assert refused.value.mend.startswith("pip install")
+    assert refused.value.hint.startswith("pip install")
     assert refused.value.where.endswith(key.partition("=")[0])
     assert not (in_workplace.path / "runs").exists()
 
@@ -170,7 +170,7 @@ def wandb(in_workplace, monkeypatch):
 def test_without_a_key_wandb_is_refused_before_training_and_nobody_is_asked(wandb):
     with pytest.raises(UserError, match="W&B has no key") as refused:
         train.run(load_recipe("tiny.toml", ["log.wandb=project"]))
-    assert "WANDB_MODE=offline" in refused.value.mend
+    assert "WANDB_MODE=offline" in refused.value.hint
     assert not wandb.exists()
     assert not (wandb.parent / "runs").exists()
 
@@ -178,7 +178,7 @@ def test_without_a_key_wandb_is_refused_before_training_and_nobody_is_asked(wand
 @pytest.mark.parametrize("how", [("WANDB_API_KEY", "k" * 40), ("WANDB_MODE", "offline")])
 def test_wandb_gets_records_and_a_resumed_run_goes_on_under_its_name(wandb, monkeypatch, how):
     monkeypatch.setenv(*how)
-    settings = ["log.wandb=project", "optim.horizon_steps=4"]
+    settings = ["log.wandb=project", "optim.decay_steps=4"]
     run = train.run(load_recipe("tiny.toml", [*settings, "train.steps=2"]))
     train.run(load_recipe("tiny.toml", [*settings, "train.steps=4"]))
     calls = [json.loads(line) for line in wandb.read_text().splitlines()]

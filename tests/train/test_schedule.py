@@ -26,7 +26,7 @@ def test_schedules_climb_and_fall():
     linear = optim.model_copy(update={"schedule": "linear"})
     assert rate(linear, 35, 110) == pytest.approx(0.775)
     assert rate(optim.model_copy(update={"schedule": "constant"}), 99, 110) == 1.0
-    wsd = optim.model_copy(update={"schedule": "wsd", "decline": 0.2})
+    wsd = optim.model_copy(update={"schedule": "wsd", "decay_fraction": 0.2})
     assert rate(wsd, 80, 110) == 1.0
     assert rate(wsd, 99, 110) == pytest.approx(0.1 + 0.9 * 0.5)
     assert rate(wsd, 110, 110) == pytest.approx(0.1)
@@ -40,9 +40,9 @@ def test_a_climb_may_be_a_share_of_the_run():
 
 
 def test_a_schedule_may_end_before_or_behind_the_run():
-    optim = OptimSection(learning_rate=1.0, min_learning_rate=0.1, warmup_steps=3200, horizon_steps=320_000)
+    optim = OptimSection(learning_rate=1.0, min_learning_rate=0.1, warmup_steps=3200, decay_steps=320_000)
     assert rate(optim, 50, 50) == pytest.approx(50 / 3200)
-    short = OptimSection(learning_rate=1.0, min_learning_rate=0.1, horizon_steps=100)
+    short = OptimSection(learning_rate=1.0, min_learning_rate=0.1, decay_steps=100)
     assert rate(short, 100, 500) == rate(short, 400, 500) == pytest.approx(0.1)
 
 
@@ -52,8 +52,8 @@ def test_a_schedule_may_end_before_or_behind_the_run():
 def test_steps_samples_and_tokens_give_the_same_rates(schedule, warmup, horizon):
     unit = {"steps": 1, "samples": BATCH, "tokens": BATCH * LENGTH}
     settings = {"learning_rate": 1.0, "min_learning_rate": 0.1, "schedule": schedule}
-    in_steps = OptimSection(warmup_steps=7, horizon_steps=60, **settings)
-    other = OptimSection(**{f"warmup_{warmup}": 7 * unit[warmup], f"horizon_{horizon}": 60 * unit[horizon]}, **settings)
+    in_steps = OptimSection(warmup_steps=7, decay_steps=60, **settings)
+    other = OptimSection(**{f"warmup_{warmup}": 7 * unit[warmup], f"decay_{horizon}": 60 * unit[horizon]}, **settings)
     ours, theirs = ([rate(optim, step, 80) for step in range(1, 81)] for optim in (in_steps, other))
     assert ours == pytest.approx(theirs)
     assert min(ours) == pytest.approx(0.1 if schedule != "constant" else 1 / 7)
@@ -77,7 +77,7 @@ def test_a_run_may_be_measured_in_samples_or_tokens(workplace, unit, length):
 
 
 def test_a_growing_batch_makes_more_steps_of_the_same_samples():
-    train = TrainSection(global_batch=16, ramp_up=BatchRamp(start=4, increment=4, samples=36))
+    train = TrainSection(global_batch=16, batch_ramp=BatchRamp(start=4, increment=4, samples=36))
     sizes, consumed = [], 0
     while consumed < 36 + 32:
         sizes.append(train.batch_at(consumed))

@@ -14,7 +14,7 @@ from steelyard.core.run import Run
 from steelyard.train.extension import Extension
 from tests.train.test_loop import curve
 
-QUICK = ["train.steps=6", "eval.every=0", "log.every=1", "optim.horizon_steps=12"]
+QUICK = ["train.steps=6", "eval.every=0", "log.every=1", "optim.decay_steps=12"]
 
 
 class Signalled(Extension):
@@ -31,7 +31,7 @@ class Signalled(Extension):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-@pytest.mark.parametrize("hours", [[], ["train.hours=1"]])
+@pytest.mark.parametrize("hours", [[], ["train.max_hours=1"]])
 def test_a_signal_ends_the_run_after_its_step_and_saves_it(in_workplace, number, hours):
     before = signal.getsignal(number)
     settings = [*QUICK, "checkpoint.every=0", *hours]
@@ -51,7 +51,7 @@ def test_a_signal_in_the_last_step_changes_nothing(in_workplace):
 
 
 def test_out_of_time_a_run_stops_cleanly_and_goes_on(in_workplace, capsys):
-    settings = [*QUICK, "train.steps=3", "train.hours=1e-6"]
+    settings = [*QUICK, "train.steps=3", "train.max_hours=1e-6"]
     states = [train.run(load_recipe("tiny.toml", settings)).state for _ in range(3)]
     assert states == ["stopped", "stopped", "finished"]
     assert "1e-06 hours have passed: saved step 2 of 3; the same command resumes" in capsys.readouterr().err
@@ -60,7 +60,7 @@ def test_out_of_time_a_run_stops_cleanly_and_goes_on(in_workplace, capsys):
 
 
 def test_out_of_time_is_no_failure_of_the_command(workplace):
-    stopped = workplace.steelyard("train", "tiny.toml", "train.hours=1e-6", "--json")
+    stopped = workplace.steelyard("train", "tiny.toml", "train.max_hours=1e-6", "--json")
     assert stopped.returncode == 0, stopped.stderr
     assert json.loads(stopped.stdout)["state"] == "stopped"
     assert (workplace.path / "runs" / "tiny" / "checkpoints" / "step-00000001").is_dir()
@@ -117,7 +117,7 @@ def test_rates_and_length_may_be_given_in_any_unit(in_workplace):
     in_workplace.recipe.write_text(text)
     curves = []
     for unit, size in (("steps", 1), ("samples", 4), ("tokens", 64)):
-        lengths = [f"train.{unit}={8 * size}", f"optim.warmup_{unit}={3 * size}", f"optim.horizon_{unit}={7 * size}"]
+        lengths = [f"train.{unit}={8 * size}", f"optim.warmup_{unit}={3 * size}", f"optim.decay_{unit}={7 * size}"]
         curves.append(curve(train.run(load_recipe("tiny.toml", [*lengths, f"name={unit}", "log.every=1"]))))
     assert len(curves[0]) == 10
     for other in curves[1:]:

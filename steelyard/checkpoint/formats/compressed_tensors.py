@@ -62,7 +62,7 @@ class CompressedSource(CheckpointSource):
         for file in files:
             about = safetensors.metadata(file)
             if (about.get("format"), about.get("version")) != (FORMAT, VERSION):
-                raise UserError("this is no file of compressed 2:4 weights", where=str(file), mend=AGAIN)
+                raise UserError("this is no file of compressed 2:4 weights", where=str(file), hint=AGAIN)
             self.places |= safetensors.extents(file)
         self.compressed = [name.removesuffix(VALUES) + WEIGHT for name in self.places if name.endswith(VALUES)]
         for name in self.compressed:
@@ -82,7 +82,7 @@ class CompressedSource(CheckpointSource):
         else:
             fits = values.size[1] % KEPT == 0 and indices.size == (values.size[0], indices_of_row(2 * values.size[1]))
         if not fits:
-            raise UserError(f"the indices of {name} do not fit its values", where=str(self.path), mend=AGAIN)
+            raise UserError(f"the indices of {name} do not fit its values", where=str(self.path), hint=AGAIN)
 
     def names(self) -> list[str]:
         dense = [name for name in self.places if not name.endswith((VALUES, INDICES))]
@@ -126,7 +126,7 @@ def expanded(values: Tensor, indices: Tensor, where: str = "") -> Tensor:
     groups = values.shape[1] // KEPT
     masks = masks_of(indices, groups)
     if not bool(masks.all()):
-        raise UserError("its indices are not in order", where=where, mend=AGAIN)
+        raise UserError("its indices are not in order", where=where, hint=AGAIN)
     whole = values.new_zeros(values.shape[0], groups, GROUP)
     whole[_members(masks)] = values.flatten()
     return whole.flatten(1)

@@ -51,7 +51,7 @@ def opened(path: Path) -> GgufSource | None:
         if not files or (path / "config.json").is_file():
             return None
         if len(files) > 1:
-            raise UserError(f"{path} has {len(files)} GGUF files", mend=f"name one of them, such as {files[0]}")
+            raise UserError(f"{path} has {len(files)} GGUF files", hint=f"name one of them, such as {files[0]}")
         path = files[0]
     with open(path, "rb") as file:
         begins = file.read(4)
@@ -80,7 +80,7 @@ def opened(path: Path) -> GgufSource | None:
 def _shape(settings: dict[str, Any], tensors: dict[str, _Tensor], where: str) -> LlamaConfig:
     name = settings.get("general.architecture")
     if name not in ("llama", "qwen2"):
-        raise UserError(f"the architecture {name} is not known", where=where, mend="known are llama and qwen2")
+        raise UserError(f"the architecture {name} is not known", where=where, hint="known are llama and qwen2")
 
     def setting(key: str, default: Any = None) -> Any:
         value = settings.get(f"{name}.{key}", default)
@@ -92,7 +92,7 @@ def _shape(settings: dict[str, Any], tensors: dict[str, _Tensor], where: str) ->
         raise UserError("experts and stretched rotary positions are not supported in GGUF", where=where)
     if "rope_freqs.weight" in tensors:
         raise UserError(
-            "Llama 3's rotary frequencies are not read from GGUF", where=where, mend="use the original weights"
+            "Llama 3's rotary frequencies are not read from GGUF", where=where, hint="use the original weights"
         )
     heads, hidden = setting("attention.head_count"), setting("embedding_length")
     vocab = setting("vocab_size", len(settings.get("tokenizer.ggml.tokens", ())) or None)
@@ -176,7 +176,7 @@ class _Reader:
         kind = gguf_blocks.KINDS.get(code)
         if kind is None:
             known = ", ".join(kind.name for kind in gguf_blocks.KINDS.values())
-            raise UserError(f"{name} is quantised by type {code}", where=str(self.path), mend=f"known are {known}")
+            raise UserError(f"{name} is quantised by type {code}", where=str(self.path), hint=f"known are {known}")
         if math.prod(size[-1:]) % kind.block or offset + kind.bytes_of(math.prod(size)) > self.length:
             raise self.broken(f"{name} of the size {size} does not lie within it")
         return _Tensor(self.path, offset, kind, size)

@@ -24,7 +24,7 @@ def from_settings(settings: dict[str, Any], where: str) -> JsonTokenizer:
     kind = settings.get("tokenizer.ggml.model")
     if kind != "gpt2":
         raise UserError(
-            f"its vocabulary is of the kind {kind}, which is not read", where=where, mend="name a tokenizer"
+            f"its vocabulary is of the kind {kind}, which is not read", where=where, hint="name a tokenizer"
         )
     tokens, kinds = settings["tokenizer.ggml.tokens"], settings.get("tokenizer.ggml.token_type", [])
     merges = [tuple(merge.split(" ", 1)) for merge in settings.get("tokenizer.ggml.merges", [])]
@@ -50,7 +50,7 @@ def _splitting(name: str, where: str) -> Any:
     if name in SPLITS:
         split = Split(Regex(SPLITS[name]), "isolated", invert=False)
         return Sequence([split, ByteLevel(add_prefix_space=False, use_regex=False)])
-    raise UserError(f"its text is split by the rule {name}, which is not known", where=where, mend="name a tokenizer")
+    raise UserError(f"its text is split by the rule {name}, which is not known", where=where, hint="name a tokenizer")
 
 
 def _config(settings: dict[str, Any], tokens: list[str]) -> dict[str, Any]:

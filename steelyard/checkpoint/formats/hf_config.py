@@ -34,7 +34,7 @@ def shape_of(config: dict[str, Any], where: str) -> Shape:
         raise UserError(
             f"the architecture {name or 'unnamed'} is not known",
             where=where,
-            mend=f"known are {', '.join((*LLAMAS, *GPTS))}",
+            hint=f"known are {', '.join((*LLAMAS, *GPTS))}",
         )
     try:
         shape = _gpt(config, where) if name in GPTS else _llama(config, name, where)
@@ -80,7 +80,7 @@ def _llama(config: dict[str, Any], architecture: str, where: str) -> LlamaConfig
         raise UserError(
             f"rope_scaling: rotary positions of the type {kind} are not supported",
             where=where,
-            mend="default and llama3 are",
+            hint="default and llama3 are",
         )
     theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
     heads = config["num_attention_heads"]

@@ -62,7 +62,7 @@ def _refuse_other_rows(source: Mapped) -> None:
             raise UserError(
                 f"{entry.name} has {size[0]} rows, and vocab_size is {vocab}",
                 where=str(source.path),
-                mend="make vocab_size in config.json the number of rows, or fetch the weights that belong to it",
+                hint="make vocab_size in config.json the number of rows, or fetch the weights that belong to it",
             )
 
 
@@ -111,7 +111,7 @@ def _files(folder: Path) -> dict[Path, set[str]]:
     """The files that hold the weights, and what the index, if there is one, says each has."""
     name = next((name for name in WEIGHTS if (folder / name).is_file()), None)
     if name is None:
-        raise UserError(f"{folder} has a config.json but no weights", mend=f"one of {', '.join(WEIGHTS)} belongs there")
+        raise UserError(f"{folder} has a config.json but no weights", hint=f"one of {', '.join(WEIGHTS)} belongs there")
     if not name.endswith(".index.json"):
         return {inside(folder / name): set()}
     index = folder / name

@@ -86,7 +86,7 @@ def widest(dtypes: set[torch.dtype], path: Path) -> torch.dtype:
     strange = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes if dtype not in DTYPES)
     if strange:
         raise UserError(
-            f"{path} has tensors of the dtype {', '.join(strange)}", mend="known are fp64, fp32, fp16 and bf16"
+            f"{path} has tensors of the dtype {', '.join(strange)}", hint="known are fp64, fp32, fp16 and bf16"
         )
     if not dtypes:
         raise UserError(f"{path} has no tensors")

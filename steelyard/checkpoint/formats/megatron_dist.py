@@ -36,7 +36,7 @@ def opened(path: Path) -> Mapped | None:
         return None
     backend = read_json_object(inside(folder / "metadata.json")).get("sharded_backend")
     if backend != "torch_dist":
-        raise UserError(f"{folder} was written by the backend {backend}", mend="torch_dist is what can be read")
+        raise UserError(f"{folder} was written by the backend {backend}", hint="torch_dist is what can be read")
     common = safe_unpickle.load(folder / "common.pt") if (folder / "common.pt").is_file() else {}
     args = safe_unpickle.settings_of(common.get("args") if isinstance(common, dict) else None)
     shape = megatron_args.shape_of(args, str(folder / "common.pt"))

@@ -37,7 +37,7 @@ class SteelyardSource(CheckpointSource):
         if saved.state.get("sparsity", {}).get("method") == "learned":
             raise UserError(
                 f"{saved.path} holds masks, and the weights they belong to are elsewhere",
-                mend="steelyard mask export --format hf writes the weights under the masks",
+                hint="steelyard mask export --format hf writes the weights under the masks",
             )
         if saved.state.get("sparsity", {}).get("method") == "sr-ste":
             self.remark = (

@@ -74,7 +74,7 @@ def _known(name: str, path: Path) -> Any:
     raise UserError(
         f"it names {name}, which has no place in a checkpoint",
         where=str(path),
-        mend="nothing of it was run; if you trust the file, save its weights as safetensors",
+        hint="nothing of it was run; if you trust the file, save its weights as safetensors",
     )
 
 

@@ -94,7 +94,7 @@ def _extent(path: Path, name: str, entry: Any, start: int, length: int) -> Exten
         raise _broken(path, f"its header gives {name} sizes that are no whole numbers")
     dtype = DTYPES.get(code) if isinstance(code, str) else None
     if dtype is None:
-        raise UserError(f"{name} has the dtype {code}", where=str(path), mend=f"known are {', '.join(DTYPES)}")
+        raise UserError(f"{name} has the dtype {code}", where=str(path), hint=f"known are {', '.join(DTYPES)}")
     if stop - first != math.prod(size) * dtype.itemsize:
         raise _broken(path, f"{name} has {stop - first} bytes, which are not {code} of the size {size}")
     if start + stop > length:

@@ -88,7 +88,7 @@ class CheckpointSource(ABC):
     def load_tokenizer(self) -> Tokenizer:
         """The tokenizer that belongs to the model."""
         if self.tokenizer is None:
-            raise UserError(f"{self.path} comes without a tokenizer", mend="name one")
+            raise UserError(f"{self.path} comes without a tokenizer", hint="name one")
         return tokenizers.load_tokenizer(self.tokenizer)
 
 
@@ -97,7 +97,7 @@ def open_source(path: str | Path) -> CheckpointSource:
     found = Path(path).expanduser()
     if not found.exists():
         if not _may_be_on_the_hub(str(path)):
-            raise UserError(f"there is no checkpoint {path}", mend=f"a checkpoint is {KNOWN}")
+            raise UserError(f"there is no checkpoint {path}", hint=f"a checkpoint is {KNOWN}")
         try:
             found = hub.fetch(str(path))
         except SteelyardError as error:
@@ -107,7 +107,7 @@ def open_source(path: str | Path) -> CheckpointSource:
         source: CheckpointSource | None = import_module(f"steelyard.checkpoint.formats.{name}").opened(found)
         if source is not None:
             return source
-    raise UserError(f"{path} is no checkpoint of a known kind", mend=f"a checkpoint is {KNOWN}")
+    raise UserError(f"{path} is no checkpoint of a known kind", hint=f"a checkpoint is {KNOWN}")
 
 
 def is_own(path: str | Path) -> bool:
@@ -147,7 +147,7 @@ def check(source: CheckpointSource, shape: GptConfig | LlamaConfig, wanted: Iter
     """Refuse a source whose tensors are not those of a model of this shape."""
     if holds_adapters(source):
         raise UserError(
-            f"{source.path} holds adapters alone", mend="steelyard adapter merge BASE RUN OUT writes whole weights"
+            f"{source.path} holds adapters alone", hint="steelyard adapter merge BASE RUN OUT writes whole weights"
         )
     wrong = misfits(source, shape, wanted)
     if wrong:

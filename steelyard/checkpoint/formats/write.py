@@ -59,7 +59,7 @@ def convert(
     dtype = target.dtype or source.dtype
     if target.to != "megatron" and target.layout != WHOLE:
         raise UserError(
-            f"{target.to} checkpoints are not divided among ranks", mend="leave out --tensor and --pipeline"
+            f"{target.to} checkpoints are not divided among ranks", hint="leave out --tensor and --pipeline"
         )
     if source.remark is not None:
         console.warn(source.remark)
@@ -106,7 +106,7 @@ def _tokenizer(source: CheckpointSource, named: str | None) -> Tokenizer | None:
     except UserError as error:
         if named is None:
             error.message = f"the tokenizer that comes along cannot be used: {error.message}"
-            error.mend = "copy or download it again, or name another with --tokenizer"
+            error.hint = "copy or download it again, or name another with --tokenizer"
         raise
     if found.vocab_size > source.shape.vocab:
         told = f"the tokenizer has {found.vocab_size} ids, and the model only {source.shape.vocab}"
@@ -136,7 +136,7 @@ def _extra(source: CheckpointSource, tokenizer: Tokenizer | None, is_named: bool
 def refuse_destination(destination: Path, is_file: bool = False) -> None:
     """Refuse a destination that is taken or that nothing can be written at, before the work and by its name."""
     if destination.exists() and (is_file or not destination.is_dir() or any(destination.iterdir())):
-        raise UserError(f"{destination} is there already", mend=f"name a new {'file' if is_file else 'folder'}")
+        raise UserError(f"{destination} is there already", hint=f"name a new {'file' if is_file else 'folder'}")
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
         probe = files.temporary_beside(destination)
@@ -147,27 +147,27 @@ def refuse_destination(destination: Path, is_file: bool = False) -> None:
         if error.errno in OF_THE_DISK:
             raise
         raise UserError(
-            f"{destination} cannot be written: {error.strerror}", mend="name a folder that you may write to"
+            f"{destination} cannot be written: {error.strerror}", hint="name a folder that you may write to"
         ) from None
 
 
 @contextlib.contextmanager
 def _room(destination: Path, needed: int) -> Iterator[None]:
     """Refuse what the disk has no room for, and name the place if it is full in the end all the same."""
-    mend = "make room, or name a folder on another disk; nothing was kept"
+    hint = "make room, or name a folder on another disk; nothing was kept"
     free = files.free_space(destination)
     if needed > free:
         raise RuntimeFailure(
-            f"{destination} would take {units.size(needed)}, and {units.size(free)} are free", mend=mend
+            f"{destination} would take {units.size(needed)}, and {units.size(free)} are free", hint=hint
         )
     try:
         yield
     except OSError as error:
         if error.errno not in OF_THE_DISK:
             raise
-        raise RuntimeFailure(f"{destination} takes {units.size(needed)}: {error.strerror}", mend=mend) from None
+        raise RuntimeFailure(f"{destination} takes {units.size(needed)}: {error.strerror}", hint=hint) from None
     except folders.NotWritten as error:
-        raise RuntimeFailure(f"{destination} takes {units.size(needed)}: {error.message}", mend=mend) from None
+        raise RuntimeFailure(f"{destination} takes {units.size(needed)}: {error.message}", hint=hint) from None
 
 
 class Supply:

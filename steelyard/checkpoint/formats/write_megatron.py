@@ -54,7 +54,7 @@ class MegatronLayout:
             written = "-".join(map(str, counts)) if self.partition else f"{self.pipeline} equal stages"
             raise UserError(
                 f"{written} cannot hold the {shape.layers} layers of the model on {self.pipeline} pipeline ranks",
-                mend=f"give --partition {self.pipeline} numbers that sum to {shape.layers}",
+                hint=f"give --partition {self.pipeline} numbers that sum to {shape.layers}",
             )
         starts = [sum(counts[:stage]) for stage in range(self.pipeline)]
         return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
@@ -65,7 +65,7 @@ class MegatronLayout:
         for what, number in (("key-value heads", groups), ("heads", shape.heads), ("ffn", shape.ffn)):
             if number % self.tensor:
                 raise UserError(
-                    f"{number} {what} do not divide among {self.tensor} tensor ranks", mend="choose another --tensor"
+                    f"{number} {what} do not divide among {self.tensor} tensor ranks", hint="choose another --tensor"
                 )
 
 

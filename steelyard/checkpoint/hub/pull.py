@@ -31,10 +31,10 @@ def pull(
 ) -> dict[str, Any]:
     """Bring a model of the hub into a folder. Only the files that make the model, or those that `include` matches."""
     if not is_name(name):
-        raise UserError(f"{name} is no name on the hub", mend="a name is user/model")
+        raise UserError(f"{name} is no name on the hub", hint="a name is user/model")
     if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder} is a file", mend="name a folder")
-    with talking(name, mend=KEPT):
+        raise UserError(f"{folder} is a file", hint="name a folder")
+    with talking(name, hint=KEPT):
         commit, remote = listing(name, revision)
         wanted = [remote[each] for each in _chosen(name, remote, include)]
         missing = [file for file in wanted if not _is_there(folder, file)]
@@ -92,12 +92,12 @@ class _Pull:
                 if not file.is_same(part):
                     part.unlink()
                     raise RuntimeFailure(
-                        f"{file.name} did not arrive as it lies on the hub", mend="the same command tries again"
+                        f"{file.name} did not arrive as it lies on the hub", hint="the same command tries again"
                     )
                 files.sync_file(part)
                 os.replace(part, self.folder / file.name)
         except BlockingIOError:
-            raise UserError(f"another command is fetching {self.folder / file.name}", mend="wait for it") from None
+            raise UserError(f"another command is fetching {self.folder / file.name}", hint="wait for it") from None
 
     def _complete(self, file: RemoteFile, part: Path) -> None:
         """Fetch what is missing of a file. As long as something comes, a broken connection is not the end."""
@@ -145,7 +145,7 @@ def _chosen(name: str, remote: dict[str, RemoteFile], include: Sequence[str]) ->
     else:
         chosen = [each for each in remote if any(fnmatch.fnmatch(each, pattern) for pattern in include)]
     if not chosen:
-        raise UserError(f"{name} holds no files of a model", mend=f"it holds: {', '.join(sorted(remote)[:20])}")
+        raise UserError(f"{name} holds no files of a model", hint=f"it holds: {', '.join(sorted(remote)[:20])}")
     for each in chosen:
         path = PurePosixPath(each)
         if path.is_absolute() or ".." in path.parts or "\\" in each:
@@ -163,7 +163,7 @@ def _refuse_to_replace(folder: Path, missing: list[RemoteFile]) -> None:
     if others:
         raise UserError(
             f"{folder} holds other files of these names: {', '.join(others)}",
-            mend="name another folder, or replace them with --overwrite",
+            hint="name another folder, or replace them with --overwrite",
         )
 
 
@@ -171,5 +171,5 @@ def _refuse_what_has_no_room(folder: Path, missing: list[RemoteFile]) -> None:
     came = sum(path.stat().st_size for path in folder.glob(f"**/{files.TEMPORARY}*") if path.is_file())
     need, free = sum(file.size for file in missing) - came, files.free_space(folder)
     if need > free:
-        mend = "make room, or name a folder on another disk"
-        raise RuntimeFailure(f"{folder} has room for {units.size(free)}, and {units.size(need)} are to come", mend=mend)
+        hint = "make room, or name a folder on another disk"
+        raise RuntimeFailure(f"{folder} has room for {units.size(free)}, and {units.size(need)} are to come", hint=hint)

@@ -41,7 +41,7 @@ def push(name: str, contents: Contents, private: bool = False, keep: tuple[str, 
         told += "; nothing is published yet; the same command sends only what is missing"
         if isinstance(trouble, Interrupted):
             raise Interrupted(told) from None
-        trouble.mend = told
+        trouble.hint = told
         raise
     return {
         "name": name,
@@ -68,7 +68,7 @@ def _have_repository(name: str, private: bool) -> None:
     if private and not found.private:
         raise UserError(
             f"{name} is on the hub already, and public; nothing was sent",
-            mend="make it private on its settings page, drop --private, or choose another name",
+            hint="make it private on its settings page, drop --private, or choose another name",
         )
 
 

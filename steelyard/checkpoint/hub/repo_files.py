@@ -90,12 +90,12 @@ def fetch(name: str, revision: str | None = None) -> Path:
     from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
 
     if not is_name(name):
-        raise UserError(f"{name} is no name on the hub", mend="a name is user/model")
+        raise UserError(f"{name} is no name on the hub", hint="a name is user/model")
     with talking(name):
         if constants.HF_HUB_OFFLINE:
             return Path(snapshot_download(name, revision=revision, allow_patterns="config.json", local_files_only=True))
         commit, found = listing(name, revision)
-    with talking(name, mend="whole files are kept; the same command fetches the others"):
+    with talking(name, hint="whole files are kept; the same command fetches the others"):
         wanted = model_files(found)
         if any(try_to_load_from_cache(name, each, revision=commit) is None for each in wanted):
             total = units.size(sum(found[each].size for each in wanted))

@@ -43,13 +43,13 @@ def read_token(file: Path | None = None) -> str:
             try:
                 text = getpass.getpass("Token of the hub (it is not shown): ")
             except getpass.GetPassWarning:
-                mend = "pipe the token in, or use --token-file"
-                raise UserError("this terminal would show the token", mend=mend) from None
+                hint = "pipe the token in, or use --token-file"
+                raise UserError("this terminal would show the token", hint=hint) from None
     else:
         text = sys.stdin.readline()
     read = text.strip()
     if not read or len(read.split()) != 1 or not read.isprintable() or not read.isascii():
-        raise UserError("that is no token: it should be one word", mend="copy one from the hub's settings page")
+        raise UserError("that is no token: it should be one word", hint="copy one from the hub's settings page")
     secrets.hide(read)
     return read
 
@@ -59,7 +59,7 @@ def login(secret: str) -> str:
     from huggingface_hub import login as keep
 
     secrets.hide(secret)
-    with talking("login", mend="nothing was kept"):
+    with talking("login", hint="nothing was kept"):
         keep(token=secret, add_to_git_credential=False)
         return str(_whoami(secret)["name"])
 
@@ -68,7 +68,7 @@ def whoami() -> dict[str, Any]:
     """Whose token is in use: name and organizations."""
     secret = token()
     if secret is None:
-        raise UserError("you are not logged in to the hub", mend=LOG_IN)
+        raise UserError("you are not logged in to the hub", hint=LOG_IN)
     with talking("whoami"):
         answer = _whoami(secret)
         return {"name": answer["name"], "organizations": [each["name"] for each in answer.get("orgs", [])]}
@@ -81,7 +81,7 @@ def _whoami(secret: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def talking(about: str, mend: str = AGAIN) -> Iterator[None]:
+def talking(about: str, hint: str = AGAIN) -> Iterator[None]:
     """A conversation with the hub. What goes wrong in it becomes one error, and what the library says is scrubbed."""
     token()
     with _through_console():
@@ -91,46 +91,46 @@ def talking(about: str, mend: str = AGAIN) -> Iterator[None]:
             raise
         except Exception as error:
             # The chain is cut: the messages of what lies below may repeat a header.
-            raise _explained(error, about, mend) from None
+            raise _explained(error, about, hint) from None
 
 
-def _explained(error: Exception, about: str, mend: str) -> SteelyardError:
+def _explained(error: Exception, about: str, hint: str) -> SteelyardError:
     from huggingface_hub import constants, errors
 
     chain = _chain(error)
     for cause in chain:
         if isinstance(cause, errors.HfHubHTTPError):
-            return _answered(cause, about, mend)
+            return _answered(cause, about, hint)
         if isinstance(cause, errors.OfflineModeIsEnabled):
-            return UserError(f"{about}: HF_HUB_OFFLINE is set, so the hub is not asked", mend="unset it")
+            return UserError(f"{about}: HF_HUB_OFFLINE is set, so the hub is not asked", hint="unset it")
         if isinstance(cause, errors.LocalEntryNotFoundError) and constants.HF_HUB_OFFLINE:
-            return UserError(f"{about} is not in the cache, and HF_HUB_OFFLINE is set", mend="unset it")
+            return UserError(f"{about} is not in the cache, and HF_HUB_OFFLINE is set", hint="unset it")
         if isinstance(cause, errors.HFValidationError):
-            return UserError(f"{about} is no name on the hub", mend="a name is user/model: letters, digits, - _ .")
+            return UserError(f"{about} is no name on the hub", hint="a name is user/model: letters, digits, - _ .")
         if isinstance(cause, OSError) and cause.errno in OF_THE_DISK:
             place = f": {cause.filename}" if cause.filename else ""
-            return RuntimeFailure(secrets.scrub(f"{about}: {cause.strerror}{place}"), mend=mend)
+            return RuntimeFailure(secrets.scrub(f"{about}: {cause.strerror}{place}"), hint=hint)
     reason = _first_line(str(chain[-1])) or type(chain[-1]).__name__
-    return RuntimeFailure(secrets.scrub(f"{about}: the hub at {_endpoint()} did not answer well: {reason}"), mend=mend)
+    return RuntimeFailure(secrets.scrub(f"{about}: the hub at {_endpoint()} did not answer well: {reason}"), hint=hint)
 
 
-def _answered(error: Any, about: str, mend: str) -> SteelyardError:
+def _answered(error: Any, about: str, hint: str) -> SteelyardError:
     """An answer of the hub's that is not what was asked for."""
     from huggingface_hub import errors
 
     status = error.response.status_code
     said = secrets.scrub(_first_line(error.server_message or str(error)))
     if isinstance(error, errors.GatedRepoError):
-        return UserError(f"{about} is given only to those its owners admit", mend=f"ask on {_endpoint()}/{about}")
+        return UserError(f"{about} is given only to those its owners admit", hint=f"ask on {_endpoint()}/{about}")
     if isinstance(error, errors.RevisionNotFoundError):
-        return UserError(f"{about} has no such revision", mend="name a branch, a tag or a commit of it")
+        return UserError(f"{about} has no such revision", hint="name a branch, a tag or a commit of it")
     if isinstance(error, errors.RepositoryNotFoundError) or status == 404:
-        return UserError(f"{about} is not on {_endpoint()}, or not for this token to see", mend=f"if yours: {LOG_IN}")
+        return UserError(f"{about} is not on {_endpoint()}, or not for this token to see", hint=f"if yours: {LOG_IN}")
     if status == 401:
-        return UserError(f"{about}: the hub does not accept the token", mend=LOG_IN)
+        return UserError(f"{about}: the hub does not accept the token", hint=LOG_IN)
     if status == 403:
-        return UserError(f"{about}: the token does not allow this: {said}", mend=f"use one that does: {LOG_IN}")
-    return RuntimeFailure(f"{about}: the hub answered {status}: {said}", mend=mend)
+        return UserError(f"{about}: the token does not allow this: {said}", hint=f"use one that does: {LOG_IN}")
+    return RuntimeFailure(f"{about}: the hub answered {status}: {said}", hint=hint)
 
 
 def _chain(error: BaseException) -> list[BaseException]:

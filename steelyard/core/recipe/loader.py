@@ -16,6 +16,7 @@ from pydantic_core import ErrorDetails
 
 from steelyard.core.errors import UserError
 from steelyard.core.recipe.recipe import Recipe
+from steelyard.core.recipe.renamed_keys import is_own, migrate_values, renamed
 from steelyard.core.recipe.toml import leaves, name_after, parse_value, place_of, read
 from steelyard.core.safe_parse import MOST_DEPTH
 
@@ -78,8 +79,10 @@ def shipped() -> dict[str, Path]:
 def _read(source: str, below: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, str]]:
     path = _find(source, below[-1] if below else None)
     if str(path) in below:
-        raise UserError("recipes extend each other in a circle", where=str(path), mend=" -> ".join([*below, str(path)]))
+        raise UserError("recipes extend each other in a circle", where=str(path), hint=" -> ".join([*below, str(path)]))
     values, places = read(path, "a recipe")
+    if is_own(path):
+        values = migrate_values(values)
     parent = values.pop("extends", None)
     if parent is None:
         return values, places
@@ -101,7 +104,7 @@ def _find(source: str, extended_by: str | None) -> Path:
     near = difflib.get_close_matches(source, known, n=1)
     hint = f"did you mean the shipped recipe {near[0]}?" if near else f"shipped recipes: {', '.join(known)}"
     what = "is a folder, not a recipe" if beside.is_dir() else "there is no such file or shipped recipe"
-    raise UserError(f"{source}: {what}", where=extended_by, mend=hint)
+    raise UserError(f"{source}: {what}", where=extended_by, hint=hint)
 
 
 def _merged(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
@@ -116,8 +119,8 @@ def _override(values: dict[str, Any], places: dict[str, str], override: str, pla
     key, separator, text = override.partition("=")
     if not separator or not key:
         where = None if place == COMMAND_LINE else place
-        mend = "write section.key=value, like train.steps=50"
-        raise UserError(f"{override!r} is not an override", where=where, mend=mend)
+        hint = "write section.key=value, like train.steps=50"
+        raise UserError(f"{override!r} is not an override", where=where, hint=hint)
     table = values
     *sections, last = key.strip().split(".")
     if len(sections) > MOST_DEPTH:
@@ -125,7 +128,7 @@ def _override(values: dict[str, Any], places: dict[str, str], override: str, pla
     for section in sections:
         table = table.setdefault(section, {})
         if not isinstance(table, dict):
-            raise UserError(f"{section} is not a section", where=place, mend="write section.key=value")
+            raise UserError(f"{section} is not a section", where=place, hint="write section.key=value")
     try:
         table[last] = parse_value(text.strip())
     except UserError as error:
@@ -144,9 +147,11 @@ def explained(
     """One message that names every problem of a file, each with its place and a way out."""
     found = (problem for detail in error.errors() for problem in _problems(detail, values, section))
     texts = []
-    for key, message, mend in islice(found, MOST_PROBLEMS):
+    for key, message, hint in islice(found, MOST_PROBLEMS):
         place = place_of(key, places) or place_of(f"{key}.0", places) or source
-        texts.append(f"{place}: {key:.{LONGEST_KEY}}: {message:.{LONGEST_MESSAGE}}" + (f"\n  {mend}" if mend else ""))
+        texts.append(
+            f"{place}: {key:.{LONGEST_KEY}}: {message:.{LONGEST_MESSAGE}}" + (f"\n  hint: {hint}" if hint else "")
+        )
     more = ["there are more problems"] if next(found, None) else []
     return UserError("\n".join([*texts, *more]))
 
@@ -155,13 +160,18 @@ def _problems(detail: ErrorDetails, values: dict[str, Any], section: type[BaseMo
     kind, context = detail["type"], detail.get("ctx", {})
     key = ".".join(str(part) for part in _without_family(detail["loc"]))
     if kind == "contradiction":
-        yield context["key"], context["message"], context["mend"]
+        yield context["key"], context["message"], context["hint"]
     elif kind == "default_factory_not_called":
         return  # The key it would follow from is wrong itself, and already named.
     elif kind == "extra_forbidden":
         table = detail["input"]
         unknown = [f"{key}.{leaf}" for leaf, _ in leaves(table)] if isinstance(table, dict) and table else [key]
-        yield from ((name, "unknown key", nearest(name, values, section)) for name in unknown)
+        for name in unknown:
+            new = renamed(name) if section is Recipe else None
+            if new is None:
+                yield name, "unknown key", nearest(name, values, section)
+            else:
+                yield name, f"this key is now called {new}", "steelyard recipe migrate FILE rewrites a recipe"
     elif kind == "missing":
         needs = "a model needs at least family, layers, hidden, heads and vocab" if key.startswith("model") else ""
         yield key, "is missing", needs

@@ -1,4 +1,4 @@
-"""`[optim]`: the optimizer and the course of its learning rate."""
+"""`[optim]`: the optimizer and its learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -13,20 +13,24 @@ UNITS = ("steps", "samples", "tokens")
 
 
 class OptimSection(Section):
-    """How weights follow gradients."""
+    """Optimizer, learning rate, schedule and weight decay."""
 
     name: Literal["adamw", "sgd", "sgd-sai"] = "adamw"
     learning_rate: PositiveFloat = 3e-4
     min_learning_rate: NonNegativeFloat = 0.0
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     warmup_steps: NonNegativeInt = 0
-    warmup_share: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="the climb as a share of the run")
-    warmup_samples: PositiveInt | None = Field(None, description="the climb in samples, instead of warmup_steps")
-    warmup_tokens: PositiveInt | None = Field(None, description="the climb in tokens, instead of warmup_steps")
-    horizon_steps: PositiveInt | None = Field(None, description="where the schedule ends; left out: with the run")
-    horizon_samples: PositiveInt | None = Field(None, description="the same in samples")
-    horizon_tokens: PositiveInt | None = Field(None, description="the same in tokens")
-    decline: Annotated[float, Field(gt=0, le=1)] = Field(0.1, description="wsd: the share of the horizon spent falling")
+    warmup_share: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0, description="length of the warm-up as a fraction of the run"
+    )
+    warmup_samples: PositiveInt | None = Field(None, description="length of the warm-up in samples")
+    warmup_tokens: PositiveInt | None = Field(None, description="length of the warm-up in tokens")
+    decay_steps: PositiveInt | None = Field(None, description="length of the schedule in steps; default: of the run")
+    decay_samples: PositiveInt | None = Field(None, description="the same in samples")
+    decay_tokens: PositiveInt | None = Field(None, description="the same in tokens")
+    decay_fraction: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.1, description="wsd: the fraction of the schedule in which the learning rate decays"
+    )
     weight_decay: NonNegativeFloat = Field(0.1, description="applied to matrices, not to norms and biases")
     no_decay: list[str] = Field([], description='parameters without decay beside those, by pattern: "embed.*"')
     betas: list[Beta] = Field([0.9, 0.95], min_length=2, max_length=2, description="adamw's")
@@ -43,10 +47,10 @@ class OptimSection(Section):
                 f"{self.min_learning_rate} is above optim.learning_rate = {self.learning_rate}",
                 "the learning rate falls from learning_rate to min_learning_rate",
             )
-        for length in ("warmup", "horizon"):
+        for length in ("warmup", "decay"):
             units = (*UNITS, "share") if length == "warmup" else UNITS
             given = [f"optim.{length}_{unit}" for unit in units if getattr(self, f"{length}_{unit}")]
             if len(given) > 1:
-                mend = f"{', '.join(units[:-1])} or {units[-1]}: choose one"
-                raise contradiction(given[1], f"{given[0]} is set as well", mend)
+                hint = f"{', '.join(units[:-1])} or {units[-1]}: choose one"
+                raise contradiction(given[1], f"{given[0]} is set as well", hint)
         return self

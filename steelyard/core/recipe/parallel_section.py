@@ -105,6 +105,6 @@ class ParallelSection(Section):
             needed = f"{self.least_world} ranks" if self.data else f"a multiple of {self.model_ranks} ranks"
             raise UserError(
                 f"the plan ({sizes}) runs on {needed}, not on {world}",
-                mend=f"start {needed}, or change the sizes in [parallel]" + (" or drop data" if self.data else ""),
+                hint=f"start {needed}, or change the sizes in [parallel]" + (" or drop data" if self.data else ""),
             )
         return data

@@ -29,10 +29,10 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True, frozen=True, protected_namespaces=())
 
 
-def contradiction(key: str, message: str, mend: str) -> PydanticCustomError:
+def contradiction(key: str, message: str, hint: str) -> PydanticCustomError:
     """The error for values that are fine alone and wrong together; `key` is where the reader should look."""
     # The braces of a message would be read as a template.
-    return PydanticCustomError("contradiction", "{message}", {"message": message, "key": key, "mend": mend})
+    return PydanticCustomError("contradiction", "{message}", {"message": message, "key": key, "hint": hint})
 
 
 def refuse_secrets(section: Section) -> None:

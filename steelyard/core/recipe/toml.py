@@ -22,7 +22,7 @@ def read(path: str | Path, kind: str) -> tuple[dict[str, Any], dict[str, str]]:
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
-        raise UserError("this is not a text file", where=str(path), mend=f"{kind} is UTF-8 TOML") from None
+        raise UserError("this is not a text file", where=str(path), hint=f"{kind} is UTF-8 TOML") from None
     except OSError as error:
         raise UserError(f"cannot be read: {error.strerror}", where=str(path)) from None
     return parse(text, str(path))
@@ -34,7 +34,7 @@ def parse(text: str, file: str) -> tuple[dict[str, Any], dict[str, str]]:
         values = toml_values(text)
     except tomllib.TOMLDecodeError as error:
         message, line = _line_of(str(error), text)
-        raise UserError(f"this is not TOML: {message}", where=f"{file}:{line}", mend=_mend_for(message)) from None
+        raise UserError(f"this is not TOML: {message}", where=f"{file}:{line}", hint=_mend_for(message)) from None
     except ValueError as error:
         raise UserError(f"this cannot be read: {error}", where=file) from None
     return values, {key: f"{file}:{line}" for key, line in _lines(text)}

@@ -24,10 +24,10 @@ class TrainSection(Section):
     steps: PositiveInt = Field(1000, description="optimizer steps; follows from samples or tokens where those are set")
     samples: PositiveInt | None = Field(None, description="length of the run in samples, instead of steps")
     tokens: PositiveInt | None = Field(None, description="length of the run in tokens, instead of steps")
-    hours: PositiveFloat | None = Field(None, description="save and stop after so many hours, whatever is left")
+    max_hours: PositiveFloat | None = Field(None, description="save a checkpoint and stop after this many hours")
     global_batch: Batch = 32
     micro_batch: Batch = 1
-    ramp_up: BatchRamp | None = Field(None, description="a batch that grows: start, increment and samples")
+    batch_ramp: BatchRamp | None = Field(None, description="a batch that grows: start, increment and samples")
     seed: Seed = 1234
     precision: Literal["fp32", "bf16", "fp16", "fp8"] = Field(
         "fp32", description="of matrix products; weights, their gradients' sums and the optimizer stay fp32"
@@ -63,10 +63,10 @@ class TrainSection(Section):
                 f"micro-batches of {self.micro_batch} do not fill train.global_batch = {self.global_batch}",
                 f"choose a divisor of {self.global_batch}",
             )
-        ramp = self.ramp_up
+        ramp = self.batch_ramp
         if ramp is not None and (ramp.start > self.global_batch or (self.global_batch - ramp.start) % ramp.increment):
             raise contradiction(
-                "train.ramp_up",
+                "train.batch_ramp",
                 f"from {ramp.start} by {ramp.increment} a batch never becomes train.global_batch = {self.global_batch}",
                 "choose an increment that divides the difference",
             )
@@ -78,7 +78,7 @@ class TrainSection(Section):
 
     def batch_at(self, consumed: int) -> int:
         """The global batch of the step that begins after `consumed` samples."""
-        ramp = self.ramp_up
+        ramp = self.batch_ramp
         if ramp is None or consumed >= ramp.samples or ramp.start == self.global_batch:
             return self.global_batch
         increments = (self.global_batch - ramp.start) // ramp.increment
@@ -106,7 +106,7 @@ class TrainSection(Section):
 
     def _ramp(self) -> Iterator[tuple[int, int]]:
         """The batches below the full one in their order, each with the number of steps it is used for."""
-        ramp, consumed = self.ramp_up, 0
+        ramp, consumed = self.batch_ramp, 0
         while ramp is not None and (batch := self.batch_at(consumed)) < self.global_batch:
             increments = (self.global_batch - ramp.start) // ramp.increment
             following = (batch - ramp.start) // ramp.increment + 1

@@ -100,8 +100,11 @@ def batch(train: TrainSection, parallel: ParallelSection) -> None:
     """Every data-parallel rank gets whole micro-batches, and hybrid sharding whole groups."""
     per_step = train.micro_batch * (parallel.data or 1)
     sizes = {"train.global_batch": train.global_batch}
-    if train.ramp_up is not None:
-        sizes |= {"train.ramp_up.start": train.ramp_up.start, "train.ramp_up.increment": train.ramp_up.increment}
+    if train.batch_ramp is not None:
+        sizes |= {
+            "train.batch_ramp.start": train.batch_ramp.start,
+            "train.batch_ramp.increment": train.batch_ramp.increment,
+        }
     for key, size in sizes.items():
         if size % per_step:
             raise contradiction(

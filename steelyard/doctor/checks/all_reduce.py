@@ -31,7 +31,7 @@ def check(machine: Machine, seen: PythonInfo) -> Iterator[Finding]:
     try:
         world = detect(machine.environment)
     except UserError as half_set:
-        yield Finding(TOPIC, TOPIC, "fail", half_set.message, half_set.mend or "")
+        yield Finding(TOPIC, TOPIC, "fail", half_set.message, half_set.hint or "")
         return
     answer, device = exchange(machine, seen, world)
     measured = _measured(answer)
@@ -39,8 +39,8 @@ def check(machine: Machine, seen: PythonInfo) -> Iterator[Finding]:
         lines = (answer.err if answer else "").strip().splitlines()
         meaning = next((found for found in map(known_errors.explain_line, lines) if found and not found.harmless), None)
         error = next((line for line in lines if "error" in line.lower()), answer.gist if answer else "no Python")
-        mend = meaning.mend if meaning else "NCCL_DEBUG=INFO or TORCH_DISTRIBUTED_DEBUG=DETAIL tells more"
-        yield Finding(TOPIC, TOPIC, "fail", f"ranks on {device} did not manage one: {error[:300]}", mend)
+        hint = meaning.hint if meaning else "NCCL_DEBUG=INFO or TORCH_DISTRIBUTED_DEBUG=DETAIL tells more"
+        yield Finding(TOPIC, TOPIC, "fail", f"ranks on {device} did not manage one: {error[:300]}", hint)
         return
     yield judge(measured, seen.gpus)
 
@@ -86,12 +86,12 @@ def judge(measured: dict[str, Any], gpus: list[str]) -> Finding:
     expected = gpu.link_gb * 1e9 * LINK_SHARE
     facts = measured | {"expected": expected}
     if measured["bandwidth"] < LOW * expected:
-        mend = (
+        hint = (
             "look at the topology above; NCCL_DEBUG=INFO names the way taken (SHM and NET/Socket are slow ones); "
             "NCCL_P2P_DISABLE must not be set"
         )
         return Finding(
-            TOPIC, TOPIC, "warn", f"{words}; the links of {gpu.name} give about {expected / 1e9:.3g} GB/s", mend, facts
+            TOPIC, TOPIC, "warn", f"{words}; the links of {gpu.name} give about {expected / 1e9:.3g} GB/s", hint, facts
         )
     return Finding(
         TOPIC,

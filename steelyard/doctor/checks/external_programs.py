@@ -32,12 +32,12 @@ def _nvcc(machine: Machine, seen: PythonInfo) -> Finding:
         if home and not (Path(home) / "bin" / "nvcc").exists():
             real = machine.which("nvcc")
             words = f"{name} is {home}, where there is no bin/nvcc: whatever compiles will fail with FileNotFoundError"
-            mend = (
+            hint = (
                 f"set it to {Path(real).resolve().parent.parent}"
                 if real
                 else f"unset {name}, or in a container: steelyard doctor --container IMAGE"
             )
-            return Finding(TOPIC, "nvcc", "warn", words, mend, unset=() if real else (name,))
+            return Finding(TOPIC, "nvcc", "warn", words, hint, unset=() if real else (name,))
     path = machine.which("nvcc")
     if path is None:
         return Finding(TOPIC, "nvcc", "absent", "not here, and not needed: Steelyard compiles nothing with it")

@@ -56,7 +56,7 @@ def _triton(machine: Machine, seen: PythonInfo) -> Finding:
             TOPIC, "Triton", "fail", "it is not installed", "it comes with torch's builds for GPUs: make setup"
         )
     if error:
-        return Finding(TOPIC, "Triton", "fail", f"{version} cannot be imported: {error}", _mend(error))
+        return Finding(TOPIC, "Triton", "fail", f"{version} cannot be imported: {error}", _hint(error))
     if has_gpu and not any(machine.which(name) for name in ("cc", "gcc", "clang")):
         words = f"{version}, but there is no C compiler, which it needs for the first start of each kernel"
         return Finding(TOPIC, "Triton", "fail", words, "install gcc, or set CC to a compiler")
@@ -69,14 +69,14 @@ def _package(seen: PythonInfo, module: str, name: str, instead: str) -> Finding:
     if version is None:
         return Finding(TOPIC, name, "absent", f"not installed, and not needed: {instead}")
     if error:
-        return Finding(TOPIC, name, "warn", f"{version} cannot be imported: {error}", _mend(error))
+        return Finding(TOPIC, name, "warn", f"{version} cannot be imported: {error}", _hint(error))
     return Finding(TOPIC, name, "ok", version)
 
 
-def _mend(error: str) -> str:
+def _hint(error: str) -> str:
     meaning = known_errors.explain_line(error)
     if meaning is not None:
-        return meaning.mend
+        return meaning.hint
     return (
         "it was built for another torch or CUDA: build it again, or pip uninstall it, since Steelyard does not need it"
     )

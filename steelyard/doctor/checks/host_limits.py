@@ -45,10 +45,10 @@ def _shared_memory(machine: Machine) -> Finding:
     facts = {"free": usage.free, "total": usage.total}
     if usage.free < SHARED:
         words = f"/dev/shm has {units.size(usage.free)} free of {units.size(usage.total)}: ranks may die with Bus error"
-        mend = (
+        hint = (
             "docker, podman: --ipc=host or --shm-size=8g; apptainer shares the host's; on the host: remount it larger"
         )
-        return Finding(TOPIC, "shared memory", "warn", words, mend, facts)
+        return Finding(TOPIC, "shared memory", "warn", words, hint, facts)
     return Finding(TOPIC, "shared memory", "ok", f"{units.size(usage.free)} free", facts=facts)
 
 
@@ -79,9 +79,9 @@ def _limits(machine: Machine) -> Finding:
     if not soft:
         return Finding(TOPIC, "limits", "absent", "the kernel does not say")
     if problems:
-        mend = "; ".join(mends) + ", in the shell or job script that starts the ranks"
+        hint = "; ".join(mends) + ", in the shell or job script that starts the ranks"
         return Finding(
-            TOPIC, "limits", "fail" if "locked" in "".join(problems) else "warn", ", ".join(problems), mend, soft
+            TOPIC, "limits", "fail" if "locked" in "".join(problems) else "warn", ", ".join(problems), hint, soft
         )
     return Finding(TOPIC, "limits", "ok", f"{files} open files, locked memory {locked}", facts=soft)
 
@@ -134,8 +134,8 @@ def _temporary(machine: Machine) -> Finding:
                 TOPIC, "caches", "fail", f"TMPDIR is {place}, which is not there", "make it, or unset TMPDIR"
             )
         if not os.access(exists, os.W_OK):
-            mend = f"set {name} to a folder of yours, such as a scratch disk"
-            return Finding(TOPIC, "caches", "fail", f"nothing can be written to {place} ({name})", mend)
+            hint = f"set {name} to a folder of yours, such as a scratch disk"
+            return Finding(TOPIC, "caches", "fail", f"nothing can be written to {place} ({name})", hint)
         free = shutil.disk_usage(exists).free
         if free < CACHE_DISK:
             words = f"{units.size(free)} free in {place} ({name}), where caches grow"

@@ -68,10 +68,10 @@ def _one(machine: Machine, want: Wanted, name: str, seen: PythonInfo, cuda: Sequ
         )  # fmt: skip
     if library.soname not in (None, want.soname) and sonames.family_of(library.soname or "") == want.family:
         words = f"torch asks for {want.soname}; {path} has that name, but is {library.soname}"
-        mend = f"a link cannot turn one into the other: take it away and install {package_of(want.soname, cuda)}"
+        hint = f"a link cannot turn one into the other: take it away and install {package_of(want.soname, cuda)}"
         links = _elsewhere(machine, want, path)
         return Finding(
-            TOPIC, name, "fail", words, "steelyard doctor --fix links the right one" if links else mend, facts, links
+            TOPIC, name, "fail", words, "steelyard doctor --fix links the right one" if links else hint, facts, links
         )
     loaded = load_library(machine, str(path), want.family)
     facts["version"] = loaded.get("version")
@@ -96,19 +96,19 @@ def _missing(machine: Machine, want: Wanted, name: str, facts: dict[str, Any], c
     words = f"torch asks for {want.soname}, and the loader finds no such name"
     ours = library_folder(machine) / want.soname
     if ours.exists():
-        mend = f"source {environment_file(machine)}"
+        hint = f"source {environment_file(machine)}"
         return Finding(
             TOPIC,
             name,
             "warn",
             f"{want.soname} is linked in {ours.parent}, which this shell does not know",
-            mend,
+            hint,
             facts,
         )
     found = sonames.candidates(machine, want.soname)
     if not found:
-        mend = f"pip install {package_of(want.soname, cuda)}; for an image: steelyard doctor --container IMAGE"
-        return Finding(TOPIC, name, "fail", words, mend, facts)
+        hint = f"pip install {package_of(want.soname, cuda)}; for an image: steelyard doctor --container IMAGE"
+        return Finding(TOPIC, name, "fail", words, hint, facts)
     facts["candidate"] = str(found[0])
     return Finding(
         TOPIC, name, "fail", f"{words}; {found[0]} would do",

@@ -81,11 +81,11 @@ def _hostname(machine: Machine) -> Finding:
         return Finding(TOPIC, "hostname", "warn", words, f"add a line with the address and {name} to /etc/hosts", facts)
     if all(address.startswith("127.") or address == "::1" for address in addresses):
         words = f"{name} resolves to {addresses[0]}, which other machines cannot reach"
-        mend = (
+        hint = (
             "harmless on one machine, and steelyard's own launchers work around it; for others set MASTER_ADDR to a "
             f"number and {outward(machine)}"
         )
-        return Finding(TOPIC, "hostname", "warn", words, mend, facts)
+        return Finding(TOPIC, "hostname", "warn", words, hint, facts)
     return Finding(TOPIC, "hostname", "ok", f"{name} is {addresses[0]}", facts=facts)
 
 

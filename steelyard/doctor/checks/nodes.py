@@ -47,9 +47,9 @@ def names(text: str) -> list[str]:
     given = [name.strip() for name in text.split(",") if name.strip()]
     for name in given:
         if not NAME.fullmatch(name):
-            raise UserError(f"--nodes: {name!r} is no name of a machine", mend="write them like node1,node2")
+            raise UserError(f"--nodes: {name!r} is no name of a machine", hint="write them like node1,node2")
     if not given:
-        raise UserError("--nodes names no machine", mend="write them like node1,node2")
+        raise UserError("--nodes names no machine", hint="write them like node1,node2")
     return given
 
 
@@ -104,10 +104,10 @@ def _reached(machine: Machine, reply: Reply) -> Finding:
         "can't cd": f"{machine.folder} is not there: {SHARED}",
         "not found": f"{machine.python} is not there: install it at the same path, or share the filesystem",
     }
-    mend = next(
+    hint = next(
         (words for sign, words in mends.items() if sign in reply.problem), f"try it by hand: ssh {reply.node} true"
     )
-    return Finding(TOPIC, f"ssh {reply.node}", "fail", reply.problem, mend)
+    return Finding(TOPIC, f"ssh {reply.node}", "fail", reply.problem, hint)
 
 
 def _between(machine: Machine, nodes: Sequence[str], options: Sequence[str]) -> Finding:
@@ -119,8 +119,8 @@ def _between(machine: Machine, nodes: Sequence[str], options: Sequence[str]) -> 
         if answer is None or not answer.is_good:
             failed.append(f"{first} to {second}: {answer.gist if answer else ''}")
     if failed:
-        mend = "give every machine the key and the known_hosts of the others; a shared home folder does both"
-        return Finding(TOPIC, "ssh between nodes", "fail", "; ".join(failed), mend)
+        hint = "give every machine the key and the known_hosts of the others; a shared home folder does both"
+        return Finding(TOPIC, "ssh between nodes", "fail", "; ".join(failed), hint)
     return Finding(TOPIC, "ssh between nodes", "ok", f"each of {len(nodes)} reaches the next")
 
 

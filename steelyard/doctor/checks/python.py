@@ -36,12 +36,12 @@ def _interpreter(machine: Machine, seen: PythonInfo) -> Finding:
     if seen.python[:2] in PYTHONS:
         return Finding(TOPIC, "Python", "ok", f"{version}, {machine.python}", facts={"version": version})
     tested = f"{dotted(PYTHONS[0])} to {dotted(PYTHONS[-1])}"
-    mend = f"install Python {tested}, or use a container: {CONTAINER}"
+    hint = f"install Python {tested}, or use a container: {CONTAINER}"
     facts = {"version": version}
     if seen.python[:2] > PYTHONS[-1]:
         words = f"{version} is newer than the versions Steelyard is tested with ({tested})"
-        return Finding(TOPIC, "Python", "warn", words, f"if a package does not install: {mend}", facts)
-    return Finding(TOPIC, "Python", "fail", f"{version} is too old: Python {tested} is needed", mend, facts)
+        return Finding(TOPIC, "Python", "warn", words, f"if a package does not install: {hint}", facts)
+    return Finding(TOPIC, "Python", "fail", f"{version} is too old: Python {tested} is needed", hint, facts)
 
 
 def _c_library(machine: Machine) -> Finding:
@@ -53,8 +53,8 @@ def _c_library(machine: Machine) -> Finding:
     facts = {"version": dotted(version)}
     if version < GLIBC:
         words = f"glibc {dotted(version)} is too old: torch's wheels need {dotted(GLIBC)}"
-        mend = f"no Python package can mend that; a container can: {CONTAINER}"
-        return Finding(TOPIC, "C library", "fail", words, mend, facts)
+        hint = f"no Python package can mend that; a container can: {CONTAINER}"
+        return Finding(TOPIC, "C library", "fail", words, hint, facts)
     return Finding(TOPIC, "C library", "ok", f"glibc {dotted(version)}", facts=facts)
 
 
@@ -72,5 +72,5 @@ def _conda(machine: Machine, seen: PythonInfo) -> Finding:
         return Finding(TOPIC, "environment", "ok", f"the conda environment {prefix} is the one that is used")
     set_ = tuple(name for name in CONDA_VARIABLES if name in environment)
     words = f"the conda environment {prefix} is switched on, but Python is {machine.python}"
-    mend = "conda deactivate; or steelyard doctor --fix writes a file that clears its variables"
-    return Finding(TOPIC, "environment", "warn", words, mend, unset=set_)
+    hint = "conda deactivate; or steelyard doctor --fix writes a file that clears its variables"
+    return Finding(TOPIC, "environment", "warn", words, hint, unset=set_)

@@ -103,13 +103,13 @@ def _nvlink(machine: Machine) -> Finding:
     gpu = by_device_name(kernel.gpus[0])
     expects = gpu is not None and (gpu.link_gb or 0) >= NVLINK_GB
     if expects and counted.get("NV", 0) < len(kinds):
-        mend = "does nvidia-fabricmanager run, are links up (nvidia-smi nvlink -s)? PCIe cards of this name have none"
+        hint = "does nvidia-fabricmanager run, are links up (nvidia-smi nvlink -s)? PCIe cards of this name have none"
         return Finding(
             TOPIC,
             name,
             "warn",
             f"{kernel.gpus[0]} has NVLink, and only {counted.get('NV', 0)} of {len(kinds)} pairs use it: {words}",
-            mend,
+            hint,
             facts,
         )
     links = machine.run(["nvidia-smi", "nvlink", "-s"])

@@ -72,8 +72,8 @@ def _torch(machine: Machine, seen: PythonInfo) -> Finding:
         if disk is None and "No module named 'torch'" in error:
             return Finding(TOPIC, "torch", "fail", "it is not installed", f"{INDEX}auto installs the build that fits")
         meaning = known_errors.explain_line(error)
-        mend = meaning.mend if meaning else "reinstall it: make setup"
-        return Finding(TOPIC, "torch", "fail", f"it cannot be imported: {error}", mend)
+        hint = meaning.hint if meaning else "reinstall it: make setup"
+        return Finding(TOPIC, "torch", "fail", f"it cannot be imported: {error}", hint)
     version = version_in(seen.torch) or ()
     facts = {"version": seen.torch, "cuda": seen.answers.get("torch_cuda")}
     built = f"for CUDA {dotted(seen.torch_cuda)}" if seen.torch_cuda else "for processors"
@@ -88,8 +88,8 @@ def _driver(machine: Machine, kernel: Driver | None) -> Finding:
         broken = machine.run(["nvidia-smi"])
         if broken is not None and not broken.is_good:
             words = f"nvidia-smi fails: {broken.gist}"
-            mend = "reboot, or ask who keeps the machine; start a container with apptainer --nv, docker --gpus all"
-            return Finding(TOPIC, "driver", "fail", words, mend)
+            hint = "reboot, or ask who keeps the machine; start a container with apptainer --nv, docker --gpus all"
+            return Finding(TOPIC, "driver", "fail", words, hint)
         return Finding(TOPIC, "driver", "absent", "no NVIDIA driver: everything runs on the processor")
     cuda = f", serves CUDA up to {dotted(kernel.cuda)}" if kernel.cuda else ""
     counted = f"{len(kernel.gpus)} x {kernel.gpus[0]}" if kernel.gpus else "no GPU"
@@ -144,8 +144,8 @@ def _used(kernel: Driver, seen: PythonInfo) -> Finding:
     if not seen.answers.get("available"):
         words = f"the driver has {len(kernel.gpus)} GPUs, and torch sees none"
         error = seen.error("available") or seen.error("gpus")
-        mend = "look at CUDA_VISIBLE_DEVICES; in a container start it with --nv (apptainer) or --gpus all (docker)"
-        return Finding(TOPIC, name, "fail", words + (f": {error}" if error else ""), mend)
+        hint = "look at CUDA_VISIBLE_DEVICES; in a container start it with --nv (apptainer) or --gpus all (docker)"
+        return Finding(TOPIC, name, "fail", words + (f": {error}" if error else ""), hint)
     built = set(seen.answers.get("built_for") or [])
     for gpu, (major, minor) in zip(seen.gpus, seen.answers.get("capabilities") or [], strict=False):
         if built and not _has_code(built, major, minor):
@@ -156,7 +156,7 @@ def _used(kernel: Driver, seen: PythonInfo) -> Finding:
     if seen.error("sum_on_gpu"):
         error = seen.error("sum_on_gpu") or ""
         meaning = known_errors.explain_line(error)
-        return Finding(TOPIC, name, "fail", f"a sum on the GPU fails: {error}", meaning.mend if meaning else "")
+        return Finding(TOPIC, name, "fail", f"a sum on the GPU fails: {error}", meaning.hint if meaning else "")
     return Finding(
         TOPIC, name, "ok", f"{len(seen.gpus)} x {seen.gpus[0]}, and a sum on one is right", facts={"gpus": seen.gpus}
     )

@@ -54,15 +54,15 @@ def read_text(path: Path) -> str:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
-        raise UserError("this is not a text file", where=str(path), mend="name the launch script") from None
+        raise UserError("this is not a text file", where=str(path), hint="name the launch script") from None
     except IsADirectoryError:
-        raise UserError("this is a folder", where=str(path), mend="name the launch script in it") from None
+        raise UserError("this is a folder", where=str(path), hint="name the launch script in it") from None
     except FileNotFoundError:
         raise UserError("there is no such file", where=str(path)) from None
     except OSError as error:
         raise UserError(f"cannot be read: {error.strerror}", where=str(path)) from None
     if "\0" in text:
-        raise UserError("this is not a text file", where=str(path), mend="name the launch script")
+        raise UserError("this is not a text file", where=str(path), hint="name the launch script")
     return symbolic.without_marks(text)
 
 

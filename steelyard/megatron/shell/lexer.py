@@ -36,9 +36,9 @@ class Words:
         """A place as messages name it."""
         return f"{self.file}:{line}"
 
-    def refuse(self, message: str, at: int | None = None, mend: str | None = None) -> UserError:
+    def refuse(self, message: str, at: int | None = None, hint: str | None = None) -> UserError:
         """The error for a text that is not bash, or bash beyond this reader."""
-        return UserError(message, where=self.where(self.line(at)), mend=mend)
+        return UserError(message, where=self.where(self.line(at)), hint=hint)
 
     def sees(self, text: str) -> bool:
         """Whether the text goes on like this."""

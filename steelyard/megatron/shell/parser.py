@@ -241,13 +241,13 @@ class Parser(Words):
             if self.at >= len(self.text) or self.text[self.at] in WORD_STOPS:
                 break
             if self.text[self.at] == "(":
-                raise self.refuse("this ( is out of place", mend="is this a bash script?")
+                raise self.refuse("this ( is out of place", hint="is this a bash script?")
             if found := self._assignment(simple):
                 simple.assignments.append(found)
             else:
                 simple.words.append(self.word())
         if self.at == start:
-            raise self.refuse(f"{self.text[self.at]!r} is out of place", mend="is this a bash script?")
+            raise self.refuse(f"{self.text[self.at]!r} is out of place", hint="is this a bash script?")
         return simple
 
     def _assignment(self, simple: Simple) -> Assignment | None:

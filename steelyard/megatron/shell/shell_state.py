@@ -47,9 +47,9 @@ class ShellState:
         """The place of the statement being read."""
         return f"{self.file}:{self.line}"
 
-    def refuse(self, message: str, mend: str | None = None) -> UserError:
+    def refuse(self, message: str, hint: str | None = None) -> UserError:
         """The error for a script that cannot be followed."""
-        return UserError(message, where=self.where, mend=mend)
+        return UserError(message, where=self.where, hint=hint)
 
     def note(self, message: str) -> None:
         """Keep something that the reader of the recipe should know."""

@@ -34,7 +34,7 @@ def find(tool: str) -> str:
     """The program, or the reason why it cannot be used."""
     found = shutil.which(tool)
     if found is None:
-        raise UserError(f"{tool} is not installed here, or not in PATH", mend=ABSENT[tool])
+        raise UserError(f"{tool} is not installed here, or not in PATH", hint=ABSENT[tool])
     return found
 
 
@@ -70,7 +70,7 @@ def go_under(recipe: Recipe, run: Path | None, rank: int) -> None:
         raise UserError(
             f"log.profile_tool = {tool} is for runs that steelyard profile starts",
             where=recipe.where("log.profile_tool"),
-            mend=f"steelyard profile RECIPE --tool {tool}; or leave the key out and start {tool} yourself",
+            hint=f"steelyard profile RECIPE --tool {tool}; or leave the key out and start {tool} yourself",
         )
     words = line(tool, find(tool), trace(folder.resolve(), tool, rank), recipe.train.device == "cpu",
                  [sys.executable, *sys.orig_argv[1:]])  # fmt: skip

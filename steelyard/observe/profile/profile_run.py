@@ -49,12 +49,12 @@ class ProfiledRun:
 def asked_for(recipe: Recipe, tool: str, steps: list[int], ranks: list[int]) -> Recipe:
     """The recipe of a run that ends with the last step looked at, and saves nothing."""
     if steps != list(range(steps[0], steps[-1] + 1)):
-        raise UserError("--steps: a profile is of steps in a row", mend="write them like 10-12")
+        raise UserError("--steps: a profile is of steps in a row", hint="write them like 10-12")
     settings = recipe.settings()
     settings["name"] = f"{recipe.name}-profile"
     settings["train"] = {key: value for key, value in settings["train"].items() if key not in ("tokens", "samples")}
     settings["train"]["steps"] = steps[-1]
-    settings["optim"] = {"horizon_steps": recipe.train.steps} | settings.get("optim", {})
+    settings["optim"] = {"decay_steps": recipe.train.steps} | settings.get("optim", {})
     settings["log"] = settings.get("log", {}) | {
         "every": 1, "profile": [steps[0], steps[-1]], "profile_tool": tool, "profile_ranks": ranks,
         # From the step before on, so that clocks are compared before the profiler looks.
@@ -113,7 +113,7 @@ def _results_to_errors() -> Iterator[None]:
 
 def _refuse_failed(code: int, run: Run) -> None:
     if code:
-        raise RuntimeFailure("the run that was to be profiled failed", mend=f"steelyard watch {run.path} tells more")
+        raise RuntimeFailure("the run that was to be profiled failed", hint=f"steelyard watch {run.path} tells more")
 
 
 def seen(run: Run) -> ProfiledRun:
@@ -122,6 +122,6 @@ def seen(run: Run) -> ProfiledRun:
     if not looks and not problems:
         raise UserError(
             f"{run.path} has no profile",
-            mend="steelyard profile RECIPE makes one; on a cluster wait until its job is over",
+            hint="steelyard profile RECIPE makes one; on a cluster wait until its job is over",
         )
     return ProfiledRun(run, looks, problems)

@@ -38,7 +38,7 @@ def write(
         files.write_text(path, text)
     except OSError as error:
         message = f"the report cannot be written: {path}: {error.strerror or error}"
-        raise UserError(message, mend="name another place: -o FILE") from None
+        raise UserError(message, hint="name another place: -o FILE") from None
     return path
 
 

@@ -106,7 +106,7 @@ def run_ended(state: RunState) -> Verdict | None:
     if known == "interrupted":
         return Verdict("interrupted", "wrong", f"was interrupted{_reached(state)}", resume)
     if known == "stopped":
-        return Verdict("stopped", "ok", f"stopped by train.hours, as asked{_reached(state)}", resume)
+        return Verdict("stopped", "ok", f"stopped by train.max_hours, as asked{_reached(state)}", resume)
     if known == "running":
         where = state.manifest.get("host", "its host")
         what = f"see dmesg on {where} for a process killed for memory; {resume}"

@@ -72,8 +72,8 @@ def no_progress(state: RunState) -> Verdict | None:
     if (begun is None and progressed is None) or _has_said_its_end(state):
         return None
     since = state.now - max(begun or 0.0, progressed or 0.0)
-    is_first = progressed is None or (begun or 0.0) > progressed
-    allowed = FIRST_STEP if is_first else expected_pause(state, state.recipe)
+    is_rank0 = progressed is None or (begun or 0.0) > progressed
+    allowed = FIRST_STEP if is_rank0 else expected_pause(state, state.recipe)
     if since <= allowed:
         return None
     step = state.metrics[-1]["step"] if state.metrics else 0

@@ -25,10 +25,10 @@ def load_tokenizer(source: str | Path) -> Tokenizer:
     if comma:
         for part in (vocab, merges):
             if not Path(part).is_file():
-                raise UserError(f"there is no file {part}", where=text, mend="the pair is vocab.json,merges.txt")
+                raise UserError(f"there is no file {part}", where=text, hint="the pair is vocab.json,merges.txt")
         return json_file.from_gpt2_pair(Path(vocab), Path(merges))
     if path.suffix in (".model", ".json", ".txt") or path.is_absolute() or text.startswith("."):
-        raise UserError(f"there is no file or folder {text}", mend=f"a tokenizer is {FORMS}")
+        raise UserError(f"there is no file or folder {text}", hint=f"a tokenizer is {FORMS}")
     return _from_hub(text)
 
 
@@ -45,7 +45,7 @@ def _from_folder(folder: Path) -> Tokenizer:
     models = sorted(folder.glob("*.model"))
     if len(models) == 1:
         return sentencepiece_model.from_file(inside(models[0]))
-    raise UserError(f"there is no tokenizer in {folder}", mend=f"a tokenizer is {FORMS}")
+    raise UserError(f"there is no tokenizer in {folder}", hint=f"a tokenizer is {FORMS}")
 
 
 def _from_hub(name: str) -> Tokenizer:
@@ -56,7 +56,7 @@ def _from_hub(name: str) -> Tokenizer:
     try:
         folder = snapshot_download(name, allow_patterns=wanted)
     except HFValidationError:
-        raise UserError(f"there is no tokenizer {name}", mend=f"a tokenizer is {FORMS}") from None
+        raise UserError(f"there is no tokenizer {name}", hint=f"a tokenizer is {FORMS}") from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"there is no file or folder {name}, and the hub did not give it: {reason}") from None

@@ -23,9 +23,9 @@ class Difference:
 def export_hf(tokenizer: Tokenizer, folder: Path) -> None:
     """Write the folder; it must be free."""
     if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder} is a file", mend="name a new folder")
+        raise UserError(f"{folder} is a file", hint="name a new folder")
     if folder.exists() and any(folder.iterdir()):
-        raise UserError(f"{folder} is not empty", mend="name a new folder")
+        raise UserError(f"{folder} is not empty", hint="name a new folder")
     tokenizer.save(folder)
 
 
@@ -34,7 +34,7 @@ def differences(tokenizer: Tokenizer, folder: Path, texts: Iterable[str]) -> tup
     try:
         from transformers import AutoTokenizer
     except ImportError:
-        raise UserError("comparing needs transformers", mend="pip install transformers") from None
+        raise UserError("comparing needs transformers", hint="pip install transformers") from None
     exported: Any = AutoTokenizer.from_pretrained(str(folder))
     count, found = 0, []
     for text in texts:

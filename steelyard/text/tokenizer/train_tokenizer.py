@@ -37,7 +37,7 @@ def train_byte_bpe(texts: Iterable[str], vocab_size: int, symbols: Iterable[str]
     specials = [END_OF_DOCUMENT, *symbols]
     if vocab_size < len(alphabet) + len(specials):
         least = len(alphabet) + len(specials)
-        raise UserError(f"a byte-level vocabulary of {vocab_size} is too small", mend=f"ask for {least} or more")
+        raise UserError(f"a byte-level vocabulary of {vocab_size} is too small", hint=f"ask for {least} or more")
     inner = Inner(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()

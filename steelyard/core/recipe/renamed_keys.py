@@ -1,0 +1,83 @@
+"""Recipe keys that were renamed.
+
+A user's recipe with an old key is refused, with the new key in the message; `steelyard recipe migrate FILE` rewrites
+the file. Recipes that Steelyard wrote itself (in run and study folders) are migrated when they are read.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+RENAMED_KEYS = {
+    "optim.decline": "optim.decay_fraction",
+    "optim.horizon_steps": "optim.decay_steps",
+    "optim.horizon_samples": "optim.decay_samples",
+    "optim.horizon_tokens": "optim.decay_tokens",
+    "train.hours": "train.max_hours",
+    "train.ramp_up": "train.batch_ramp",
+}
+
+
+def renamed(key: str) -> str | None:
+    """The new name of a dotted key, or of the key of a table that it is in; None if it was not renamed."""
+    for old, new in RENAMED_KEYS.items():
+        if key == old or key.startswith(f"{old}."):
+            return new + key[len(old) :]
+    return None
+
+
+def migrate_values(values: dict[str, Any]) -> dict[str, Any]:
+    """The values of a recipe with old keys replaced by new ones; a new key that is set as well wins."""
+    migrated = {name: dict(table) if isinstance(table, dict) else table for name, table in values.items()}
+    for old, new in RENAMED_KEYS.items():
+        section, _, key = old.partition(".")
+        table = migrated.get(section)
+        if isinstance(table, dict) and key in table:
+            value = table.pop(key)
+            table.setdefault(new.partition(".")[2], value)
+    return migrated
+
+
+def migrate_dotted(text: str) -> str:
+    """A text in which keys stand with their sections, as in the JSON that a study keeps, with old keys replaced."""
+    for old, new in RENAMED_KEYS.items():
+        text = re.sub(rf"(?<![\w-]){re.escape(old)}(?![\w-])", new, text)
+    return text
+
+
+def migrate_text(text: str) -> tuple[str, list[str]]:
+    """A recipe or tune file with old keys replaced, and the old keys that were found.
+
+    Only names change: comments, order and spacing stay. A key counts where it stands in its table (`[optim]`, then
+    `decline = 0.2`) and where it is written with its section (`optim.decline = 0.2`, `"optim.decline=0.2"`).
+    """
+    found: list[str] = []
+    table, lines = "", []
+    for line in text.splitlines(keepends=True):
+        if header := re.match(r"\s*\[+\s*([\w.\-]+)\s*\]+", line):
+            table = header[1]
+        for old, new in RENAMED_KEYS.items():
+            section, _, key = old.partition(".")
+            pattern = rf"(?<![\w.-]){re.escape(old)}(?![\w-])"
+            if table == section:
+                pattern = rf"{pattern}|^(?P<indent>\s*){re.escape(key)}(?=\s*[=.])"
+            replaced = re.sub(pattern, lambda match, new=new: _replacement(match, new), line)
+            if replaced != line:
+                found.append(old)
+                line = replaced
+        lines.append(line)
+    return "".join(lines), list(dict.fromkeys(found))
+
+
+def _replacement(match: re.Match[str], new: str) -> str:
+    indent = match.groupdict().get("indent")
+    return new if indent is None else indent + new.partition(".")[2]
+
+
+def is_own(path: Path) -> bool:
+    """Whether Steelyard wrote this recipe: `recipe.toml` in a run folder, in its `launch/`, or in a study."""
+    folders = path.resolve().parents
+    marked = (folder / marker for folder in folders[:3] for marker in ("run.json", "tune.json", "trial.json"))
+    return path.name == "recipe.toml" and any(mark.is_file() for mark in marked)
