@@ -58,7 +58,7 @@ def make(folder: Path) -> None:
 
 def write(folder: Path, rate: int, stop: float) -> None:
     """Append so many bytes a second to each of the 128 logs, and a record and 64 samples a second."""
-    line = b"[rank0] step 12345/1000000  loss 4.1234  norm 1.234  some Warning: the usual talk of a library\n"
+    line = b"[rank0] step 12345/1000000  loss 4.1234  grad_norm 1.234  some Warning: the usual talk of a library\n"
     device = {"index": 0, "name": "H200", "utilisation": 99, "memory_used": 1, "memory_total": 2, "processes": [{}]}
     step = 0
     with files.locked(folder / "run.lock"):
@@ -137,7 +137,7 @@ def forget(path: Path) -> None:
 
 def starting(folder: Path) -> None:
     """Measure the time to the page on logs of 1 GiB that nobody has read yet: they are taken out of the cache."""
-    line = b"step 12345/1000000  loss 4.1234  norm 1.234  some Warning: the usual talk of a library\n"
+    line = b"step 12345/1000000  loss 4.1234  grad_norm 1.234  some Warning: the usual talk of a library\n"
     chunk = line * ((64 << 20) // len(line))
     logs = [folder / "logs" / f"{socket.gethostname()}.{kind}" for kind in ("out", "err")]
     for path in logs:

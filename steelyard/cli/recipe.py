@@ -15,7 +15,7 @@ from steelyard.core import files, units
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe, load_recipe, shipped, to_toml
-from steelyard.core.recipe.renamed_keys import RENAMED_KEYS, migrate_text
+from steelyard.core.recipe.renamed_keys import RENAMED_KEYS, migrate_text, migrate_values, renamed
 from steelyard.core.recipe.toml import parse
 from steelyard.sizes.param_count import parameters
 
@@ -110,7 +110,10 @@ def migrate(
         raise UserError(f"cannot be read: {error.strerror}", where=str(file)) from None
     parse(text, str(file))
     new, found = migrate_text(text)
-    parse(new, str(file))
+    values, places = parse(new, str(file))
+    if migrate_values(values) != values:
+        left = next(key for key in places if renamed(key))
+        raise UserError(f"{left} is not rewritten here: write {renamed(left)}", where=places[left])
     if found and not check:
         files.write_text(file, new)
     renames = {old: RENAMED_KEYS[old] for old in found}

@@ -36,7 +36,8 @@ MANIFEST, RECIPE, METRICS, LOCK = "run.json", "recipe.toml", "metrics.jsonl", "r
 # What a resumed run may do differently: how long it goes and how many steps it may skip, what it writes down, and where
 # it computes, which changes nothing but rounding.
 MAY_CHANGE = (
-    "train.steps", "train.samples", "train.tokens", "train.max_hours", "train.micro_batch", "train.device", "train.compile",
+    "train.steps", "train.samples", "train.tokens", "train.max_hours", "train.micro_batch", "train.device",
+    "train.compile",
     "train.nonfinite_limit", "train.max_skipped_fraction", "optim.offload", "parallel.", "log.", "checkpoint.",
     "sparsity.base", "site.",
 )  # fmt: skip

@@ -89,15 +89,15 @@ def line(record: dict[str, Any], steps: int) -> str:
         f"step {record['step']}/{steps}",
         f"samples {record['samples']}",
         f"{1000 * record['seconds']:.1f} ms/step",
-        f"rate {record['learning_rate']:.3e}",
-        f"batch {record['global_batch']}",
+        f"lr {record['learning_rate']:.3e}",
+        f"global_batch {record['global_batch']}",
         f"loss {loss}",
-        f"scale {record['loss_scale']:g}",
-        f"norm {record['grad_norm']:.3f}",
+        f"loss_scale {record['loss_scale']:g}",
+        f"grad_norm {record['grad_norm']:.3f}",
         f"skipped {record['skipped']}",
         f"nan {record['nonfinite']}",
         f"{units.count(record['tokens_per_second'])} tokens/s",
-        f"{record['tflops']:.3g} TFLOP/s each",
+        f"{record['tflops']:.3g} TFLOP/s per rank",
     ]
     if record.get("mask_changed") is not None:
         changed = f"{100 * record['mask_changed']:.2f}% changed"

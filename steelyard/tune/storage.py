@@ -149,22 +149,20 @@ def migrate_keys(storage: Any, name: str) -> None:
     """
     from sqlalchemy import text
 
-    trials = "SELECT trial_id FROM trials WHERE study_id IN (SELECT study_id FROM studies WHERE study_name = :name)"
-    attributes = {
-        "study_user_attributes": ("study_user_attribute_id", "study_id IN (SELECT study_id FROM studies WHERE study_name = :name)"),
-        "trial_user_attributes": ("trial_user_attribute_id", f"trial_id IN ({trials})"),
-        "trial_system_attributes": ("trial_system_attribute_id", f"trial_id IN ({trials})"),
-    }  # fmt: skip
+    study = "study_id IN (SELECT study_id FROM studies WHERE study_name = :name)"
+    trials = f"trial_id IN (SELECT trial_id FROM trials WHERE {study})"  # noqa: S608 names of tables, no input
+    attributes = {"study_user": study, "trial_user": trials, "trial_system": trials}
     with storage.engine.begin() as connection:
         for old, new in RENAMED_KEYS.items():
-            rename = f"UPDATE trial_params SET param_name = :new WHERE param_name = :old AND trial_id IN ({trials})"
+            rename = f"UPDATE trial_params SET param_name = :new WHERE param_name = :old AND {trials}"  # noqa: S608
             connection.execute(text(rename), {"old": old, "new": new, "name": name})
-        for table, (key, owned) in attributes.items():
-            rows = connection.execute(text(f"SELECT {key}, value_json FROM {table} WHERE {owned}"), {"name": name})
-            for row, value in rows.all():
+        for kind, owned in attributes.items():
+            table, key = f"{kind}_attributes", f"{kind}_attribute_id"
+            chosen = text(f"SELECT {key}, value_json FROM {table} WHERE {owned}")  # noqa: S608
+            change = text(f"UPDATE {table} SET value_json = :value WHERE {key} = :row")  # noqa: S608
+            for row, value in connection.execute(chosen, {"name": name}).all():
                 if (migrated := migrate_dotted(value)) != value:
-                    change = f"UPDATE {table} SET value_json = :value WHERE {key} = :row"
-                    connection.execute(text(change), {"value": migrated, "row": row})
+                    connection.execute(change, {"value": migrated, "row": row})
 
 
 def persistently(do: Callable[[], T]) -> T:
