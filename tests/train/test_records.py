@@ -26,7 +26,8 @@ FILLER = 1 << 28  # bytes that a process touches and frees before its run
 # lm loss, loss scale, grad norm, skipped and nan iterations; and what it has behind them.
 LINE = re.compile(
     r"step (?P<step>\d+)/20  samples (?P<samples>\d+)  (?P<ms>[\d.]+) ms/step  lr (?P<rate>\d\.\d{3}e[-+]\d\d)  "
-    r"global_batch (?P<batch>\d+)  loss (?P<loss>\d\.\d{4})  loss_scale 1  grad_norm (?P<norm>\d+\.\d{3})  skipped 0  nan 0  "
+    r"global_batch (?P<batch>\d+)  loss (?P<loss>\d\.\d{4})  loss_scale 1  grad_norm (?P<norm>\d+\.\d{3})  "
+    r"skipped 0  nan 0  "
     r"(?P<tokens>[\d.]+[kM]?) tokens/s  (?P<tflops>\S+) TFLOP/s per rank  (?P<left>\S.*) left"
 )
 
