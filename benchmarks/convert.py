@@ -92,7 +92,7 @@ def generate(folder: Path, layers: int) -> None:
     noise = torch.randn(1 << 22).to(torch.bfloat16)
     tensors = (noise.repeat(-(-math.prod(size) // len(noise)))[: math.prod(size)].view(size) for size in sizes.values())
     sum(safetensors.write(folder / "model.safetensors", sizes, torch.bfloat16, tensors))
-    (folder / "config.json").write_text(json.dumps(hf_config.config_of(shape, torch.bfloat16, {})))
+    (folder / "config.json").write_text(json.dumps(hf_config.config_to_hf(shape, torch.bfloat16, {})))
 
 
 def measured(program: str, source: Path, target: Path) -> tuple[float, float]:

@@ -53,7 +53,7 @@ def measure(options: argparse.Namespace, model: str) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     is_gpu = device.type == "cuda"
     ours, theirs = both(model, device, torch.bfloat16 if is_gpu else torch.float32, compiled=is_gpu)
-    ids = np.random.RandomState(0).randint(100, ours.shape.vocab, options.length * options.windows)
+    ids = np.random.RandomState(0).randint(100, ours.config.vocab, options.length * options.windows)
     rows = torch.from_numpy(ids).view(options.windows, 1, options.length).to(device)
     cut = plan(len(ids), options.length, None, "hf")
 

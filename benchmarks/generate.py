@@ -31,7 +31,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ours, theirs = both(options.model, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     torch.manual_seed(0)
-    prompt = torch.randint(100, ours.shape.vocab - 100, (1, options.prompt), device=device)
+    prompt = torch.randint(100, ours.config.vocab - 100, (1, options.prompt), device=device)
     sampling = Sampling(max_tokens=options.tokens, temperature=0)
 
     def write_ours() -> list[int]:

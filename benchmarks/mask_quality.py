@@ -142,8 +142,8 @@ def steelyard(*words: object) -> dict[str, Any]:
 def row(what: str, result: dict[str, Any], **more: Any) -> None:
     """Print a measurement; the first is the dense model's."""
     DENSE.append(result["perplexity"])
-    told = {"what": what, "perplexity": round(result["perplexity"], 3)}
-    print(json.dumps(told | {"times_dense": round(result["perplexity"] / DENSE[0], 4), **more}), flush=True)
+    reported = {"what": what, "perplexity": round(result["perplexity"], 3)}
+    print(json.dumps(reported | {"times_dense": round(result["perplexity"] / DENSE[0], 4), **more}), flush=True)
 
 
 if __name__ == "__main__":

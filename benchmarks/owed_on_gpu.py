@@ -128,8 +128,8 @@ def take(step: Step, record: Record) -> None:
     words = [sys.executable, str(HERE / step.command[0]), *step.command[1:]]
     print(f"--- {step.name}: {' '.join(words[1:])}", flush=True)
     begun, lines, tail = time.monotonic(), [], ""
-    told: dict[str, Any] = {"begun": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
-    put(record, step, state="running", **told)
+    reported: dict[str, Any] = {"begun": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
+    put(record, step, state="running", **reported)
     paths = [str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
     program = subprocess.Popen(
@@ -150,20 +150,20 @@ def take(step: Step, record: Record) -> None:
             tail = (tail + line)[-TAIL:]
             if (found := parsed(line)) is not None:
                 lines.append(found)
-                put(record, step, state="running", lines=lines, seconds=round(time.monotonic() - begun, 1), **told)
+                put(record, step, state="running", lines=lines, seconds=round(time.monotonic() - begun, 1), **reported)
         code = program.wait()
     finally:
         timer.cancel()
         if program.poll() is None:
             os.killpg(program.pid, signal.SIGKILL)
     state = "out of time" if is_late.is_set() else "done" if code == 0 else f"failed: {code}"
-    told |= {"seconds": round(time.monotonic() - begun, 1), "lines": lines, "tail": tail}
-    put(record, step, state=state, reached=verdict(step, lines), **told)
+    reported |= {"seconds": round(time.monotonic() - begun, 1), "lines": lines, "tail": tail}
+    put(record, step, state=state, reached=verdict(step, lines), **reported)
 
 
-def put(record: Record, step: Step, **told: Any) -> None:
+def put(record: Record, step: Step, **reported: Any) -> None:
     """Write down what is known of a step."""
-    record.put({"name": step.name, "command": step.command, "page": step.page, "bar": step.bar, **told})
+    record.put({"name": step.name, "command": step.command, "page": step.page, "bar": step.bar, **reported})
 
 
 def table(record: Record) -> str:

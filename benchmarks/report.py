@@ -140,12 +140,12 @@ def timed(pages: list[Path], times: int, screenshot: Path | None) -> dict[str, o
             seconds, said = opened(page, screenshot if (number, page) == (0, pages[0]) else None)
             found[page].append(seconds)
             complaints += said
-    told: dict[str, object] = {
+    reported: dict[str, object] = {
         str(page): {"MB": round(page.stat().st_size / 1e6, 2)}
         | {f"{part}_seconds": round(statistics.median(one[part] for one in each), 2) for part in each[0]}
         for page, each in found.items()
     }
-    return told | {"console_errors": complaints}
+    return reported | {"console_errors": complaints}
 
 
 def main() -> None:

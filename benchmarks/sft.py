@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from steelyard.checkpoint.formats.hf_config import config_of
+from steelyard.checkpoint.formats.hf_config import config_to_hf
 from steelyard.cli.sft import recipe_for
 from steelyard.core.recipe import load_recipe
 from steelyard.finetune import sft
@@ -102,7 +102,7 @@ def a_model(options: argparse.Namespace, folder: Path) -> Path:
     lines = [json.loads(line)["messages"][0]["content"] for line in (folder / "talks.jsonl").open()][:2000]
     train_byte_bpe(lines, 600, ["<|im_start|>", "<|im_end|>"]).save(base)
     shape = load_recipe(options.shape, [*TINY] if options.tiny else []).model
-    (base / "config.json").write_text(json.dumps(config_of(shape, torch.bfloat16, {})))
+    (base / "config.json").write_text(json.dumps(config_to_hf(shape, torch.bfloat16, {})))
     config = transformers.AutoConfig.from_pretrained(base)
     with torch.device("cuda" if on_gpu() else "cpu"):
         transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(base)

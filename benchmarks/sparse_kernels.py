@@ -90,9 +90,10 @@ def row(what: str, milliseconds: float, beside: float | None = None, wanted: str
     """Print a measurement; a gain is how many times faster it is than what stands beside it."""
     gain = None if beside is None else round(beside / milliseconds, 3)
     ROWS.append({"what": what, "ms": round(milliseconds, 5), "gain": gain, "wanted": wanted, **more})
-    told = "  ".join(f"{key} {value}" for key, value in more.items())
+    reported = "  ".join(f"{key} {value}" for key, value in more.items())
     print(
-        f"{what:56} {milliseconds:9.4f} ms  {'' if gain is None else f'{gain:.2f}x':>7}  {wanted:12} {told}", flush=True
+        f"{what:56} {milliseconds:9.4f} ms  {'' if gain is None else f'{gain:.2f}x':>7}  {wanted:12} {reported}",
+        flush=True,
     )
 
 
@@ -263,8 +264,8 @@ def published(weight: Tensor, windows: list[Tensor]) -> Tensor:
 
 def shown(way: sparse_gemv.Way | sparse_mma.Form) -> str:
     """A way in few words."""
-    told = " ".join(f"{field.name} {getattr(way, field.name)}" for field in dataclasses.fields(way))
-    return f"cores {told}" if isinstance(way, sparse_mma.Form) else told
+    reported = " ".join(f"{field.name} {getattr(way, field.name)}" for field in dataclasses.fields(way))
+    return f"cores {reported}" if isinstance(way, sparse_mma.Form) else reported
 
 
 def random(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

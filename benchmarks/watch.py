@@ -52,8 +52,8 @@ def make(folder: Path) -> None:
     manifest = session(HOSTS) | {"state": "running", "name": "bench", "started": "2026-01-01T00:00:00+00:00"}
     (folder / "run.json").write_text(json.dumps(manifest))
     for number in range(HOSTS):
-        told = {"host": f"n{number}", "ranks": [number], "clock": time.time(), "layout": {"world": HOSTS}}
-        (folder / "hosts" / f"n{number}.json").write_text(json.dumps(told))
+        reported = {"host": f"n{number}", "ranks": [number], "clock": time.time(), "layout": {"world": HOSTS}}
+        (folder / "hosts" / f"n{number}.json").write_text(json.dumps(reported))
 
 
 def write(folder: Path, rate: int, stop: float) -> None:
@@ -151,8 +151,8 @@ def starting(folder: Path) -> None:
             forget(path)
         began, before = time.perf_counter(), _children()
         command = [sys.executable, "-m", "steelyard", "watch", "--once", str(folder)]
-        told = subprocess.run(command, capture_output=True, text=True)
-        assert "says: KeyError: the first line (and 1 more)" in told.stdout, told
+        reported = subprocess.run(command, capture_output=True, text=True)
+        assert "says: KeyError: the first line (and 1 more)" in reported.stdout, reported
         passed, used = time.perf_counter() - began, _children() - before
         print(f"two logs of 1 GiB: the page after {passed:.2f} s, {used:.2f} s of CPU")
     print(f"largest process so far {resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024:.0f} MiB")

@@ -159,14 +159,14 @@ def test_the_guide_to_tuning_settings_works_as_written(place):
     lines = commands("guide-tune.md")
     assert len(lines) == 9
     for line in lines:
-        told = line.replace("llama3.1-70b data", "llama3.1-70b.toml data").replace("--nproc 8", "--nproc 2")
-        told = told.replace("--on slurm --cluster cluster.toml --nproc 16", "--on local --nproc 2")
-        told = told.replace("--workers 4", "")
-        told = told.replace("--trials 30", "--trials 1 --steps 7").replace("--trials 24", "--trials 1")
-        told = told.replace("train.steps=1000", "train.steps=2")
-        command = [sys.executable, "-m", "steelyard", *shlex.split(told)[1:]]
+        reported = line.replace("llama3.1-70b data", "llama3.1-70b.toml data").replace("--nproc 8", "--nproc 2")
+        reported = reported.replace("--on slurm --cluster cluster.toml --nproc 16", "--on local --nproc 2")
+        reported = reported.replace("--workers 4", "")
+        reported = reported.replace("--trials 30", "--trials 1 --steps 7").replace("--trials 24", "--trials 1")
+        reported = reported.replace("train.steps=1000", "train.steps=2")
+        command = [sys.executable, "-m", "steelyard", *shlex.split(reported)[1:]]
         done = preloaded.run(command, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, f"{told}\n{done.stderr}"
+        assert done.returncode == 0, f"{reported}\n{done.stderr}"
     assert Run.open("runs/tuned").state == "finished"
     assert json.loads(next(Path("studies/cluster").glob("trials/*/run/launch.json")).read_text())["ranks"] == 2
     for study in ("llama3.1-70b", "layout", "script"):
@@ -276,14 +276,14 @@ def test_the_guide_to_sparsity_works_as_written(place):
     small += " train.device=cpu train.precision=fp32 checkpoint.every=0"
     perplexities = []
     for line in commands("guide-sparsity.md"):
-        told = line.replace("4096", "64").replace("--nproc 4", "--nproc 2")
-        told += " --samples 4 --sequence-length 64" if " prune " in told else ""
-        words = shlex.split(told)[1:]
+        reported = line.replace("4096", "64").replace("--nproc 4", "--nproc 2")
+        reported += " --samples 4 --sequence-length 64" if " prune " in reported else ""
+        words = shlex.split(reported)[1:]
         if words[0] == "train":
             words = [*words[:2], *shlex.split(small), *(word for word in words[2:] if word != "train.steps=200")]
         command = [sys.executable, "-m", "steelyard", *words, *(["--json"] if words[:2] == ["eval", "ppl"] else [])]
         done = preloaded.run(command, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, f"{told}\n{done.stderr}"
+        assert done.returncode == 0, f"{reported}\n{done.stderr}"
         if words[:2] == ["eval", "ppl"]:
             perplexities.append(json.loads(done.stdout)["perplexity"])
     dense, one_shot, learned, continued, without = perplexities

@@ -219,8 +219,10 @@ def _explain(error: Exception, debug: bool) -> int:
         name = name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..."
         return _tell(error, f"{error.strerror or error}" + (f": {name}" if name else ""), code)
     if isinstance(error, RecursionError) or str(error).startswith(TOO_MANY_DIGITS):
-        told = "is nested too deeply" if isinstance(error, RecursionError) else "holds a number of thousands of digits"
-        return _tell(error, f"what was given {told}\n  --debug shows where it was read", UserError.exit_code)
+        reported = (
+            "is nested too deeply" if isinstance(error, RecursionError) else "holds a number of thousands of digits"
+        )
+        return _tell(error, f"what was given {reported}\n  --debug shows where it was read", UserError.exit_code)
     hint = "" if debug else "\n  this is a bug in steelyard; --debug shows where"
     return _tell(error, f"{type(error).__name__}: {error}{hint}", RuntimeFailure.exit_code)
 

@@ -91,5 +91,5 @@ def explain(
     """
     from steelyard.doctor import explain as explaining
 
-    told = explaining.explain(logs)
-    print_result(explaining.as_result(told), json, explaining.as_text(told))
+    reported = explaining.explain(logs)
+    print_result(explaining.as_result(reported), json, explaining.as_text(reported))

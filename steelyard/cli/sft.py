@@ -132,7 +132,7 @@ def recipe_for(recipe: str | None, overrides: list[str] | None, model: str | Non
         if data:
             tune["data"] = data
         if "model" not in values and isinstance(train.get("init_from"), str):
-            values["model"] = open_source(train["init_from"]).shape.model_dump(exclude_none=True)
+            values["model"] = open_source(train["init_from"]).config.model_dump(exclude_none=True)
 
     if recipe is not None:
         return load_recipe(recipe, words, complete)

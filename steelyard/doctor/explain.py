@@ -70,12 +70,12 @@ class Told:
 
 def explain(paths: Sequence[str]) -> Told:
     """Read logs, or a run's; `-` is standard input."""
-    told = Told()
+    reported = Told()
     for path in paths:
         for file in _logs(path):
             with _opened(file) as stream:
-                _read(stream, file, told)
-    return told
+                _read(stream, file, reported)
+    return reported
 
 
 def _logs(path: str) -> list[str]:
@@ -105,11 +105,11 @@ def _opened(path: str) -> Iterator[IO[bytes]]:
         yield file
 
 
-def _read(stream: IO[bytes], name: str, told: Told) -> None:
+def _read(stream: IO[bytes], name: str, reported: Told) -> None:
     """Block by block, cut at line ends; a line longer than a block is cut anywhere."""
     rest, line = b"", 1
     while block := stream.read(BLOCK):
-        told.bytes_read += len(block)
+        reported.bytes_read += len(block)
         block = rest + block
         end = block.rfind(b"\n") + 1
         if not end and len(block) < 2 * BLOCK:
@@ -117,59 +117,61 @@ def _read(stream: IO[bytes], name: str, told: Told) -> None:
             continue
         end = end or len(block)
         rest, block = block[end:], block[:end]
-        _look(block, name, line, told)
+        _look(block, name, line, reported)
         line += block.count(b"\n")
-    _look(rest, name, line, told)
+    _look(rest, name, line, reported)
 
 
-def _look(block: bytes, name: str, first: int, told: Told) -> None:
+def _look(block: bytes, name: str, first: int, reported: Told) -> None:
     """The lines of a block that are not known to say nothing, in order."""
     bare = block.translate(None, DIGITS).split(b"\n")
-    new = set(bare) - told.dull
+    new = set(bare) - reported.dull
     if not new:
         return
-    if len(told.dull) > DULL_KEPT:
-        told.dull.clear()
+    if len(reported.dull) > DULL_KEPT:
+        reported.dull.clear()
     for index, (line, without) in enumerate(zip(block.split(b"\n"), bare, strict=True)):
-        if without in new and not _says_something(line, name, first + index, told):
+        if without in new and not _says_something(line, name, first + index, reported):
             new.discard(without)
             if len(without) < DULL_LENGTH:
-                told.dull.add(without)
+                reported.dull.add(without)
 
 
-def _says_something(line: bytes, name: str, number: int, told: Told) -> bool:
+def _says_something(line: bytes, name: str, number: int, reported: Told) -> bool:
     """Note what a line says; a very long one says the first thing that is found in it."""
     for start in range(0, max(len(line), 1), WINDOW - OVERLAP):
-        if _meet(line[start : start + WINDOW].decode("utf-8", "replace"), name, number, told):
+        if _meet(line[start : start + WINDOW].decode("utf-8", "replace"), name, number, reported):
             return True
     return False
 
 
-def _meet(text: str, name: str, number: int, told: Told) -> bool:
-    is_end = _take_back(text, _printable(name), told)
+def _meet(text: str, name: str, number: int, reported: Told) -> bool:
+    is_end = _take_back(text, _printable(name), reported)
     explained = explain_line(text)
     if explained is None and not (any(sign in text for sign in ERRORS) and IS_ERROR.search(text)):
         return is_end
     if explained is not None:
         key = f"{explained.name} {explained.meaning}"
-        if key not in told.met and len(told.met) >= MET_KEPT:
-            key = next((key for key, met in told.met.items() if met.explained.name == explained.name), key)
-        if key not in told.met:
+        if key not in reported.met and len(reported.met) >= MET_KEPT:
+            key = next((key for key, met in reported.met.items() if met.explained.name == explained.name), key)
+        if key not in reported.met:
             words = replace(explained, meaning=_printable(explained.meaning), hint=_printable(explained.hint))
-            told.met[key] = Met(words, _printable(name), number, _shown(text))
-        told.met[key].count += 1
+            reported.met[key] = Met(words, _printable(name), number, _shown(text))
+        reported.met[key].count += 1
         return True
-    told.unknown_count += 1
-    if len(told.unknown) < UNKNOWN_KEPT:
-        told.unknown.append({"file": _printable(name), "line": number, "text": _shown(text)})
+    reported.unknown_count += 1
+    if len(reported.unknown) < UNKNOWN_KEPT:
+        reported.unknown.append({"file": _printable(name), "line": number, "text": _shown(text)})
     return True
 
 
-def _take_back(text: str, file: str, told: Told) -> bool:
+def _take_back(text: str, file: str, reported: Told) -> bool:
     """Forget messages of this file that announced what this line says has ended; whether it says such a thing."""
     ended = {name for name, piece in OVER if piece in text}
     if ended:
-        told.met = {key: met for key, met in told.met.items() if met.explained.name not in ended or met.file != file}
+        reported.met = {
+            key: met for key, met in reported.met.items() if met.explained.name not in ended or met.file != file
+        }
     return bool(ended)
 
 
@@ -183,7 +185,7 @@ def _printable(text: str) -> str:
     return secrets.scrub("".join(letter if letter.isprintable() else " " for letter in text).strip())
 
 
-def as_result(told: Told) -> dict[str, Any]:
+def as_result(reported: Told) -> dict[str, Any]:
     """For `--json`."""
     return {
         "known": [
@@ -191,25 +193,25 @@ def as_result(told: Told) -> dict[str, Any]:
                 "name": met.explained.name, "file": met.file, "line": met.line, "text": met.text, "count": met.count,
                 "meaning": met.explained.meaning, "hint": met.explained.hint, "harmless": met.explained.harmless,
             }
-            for met in _ordered(told)
+            for met in _ordered(reported)
         ],
-        "unknown": told.unknown,
-        "unknown_count": told.unknown_count,
-        "bytes_read": told.bytes_read,
+        "unknown": reported.unknown,
+        "unknown_count": reported.unknown_count,
+        "bytes_read": reported.bytes_read,
     }  # fmt: skip
 
 
-def _ordered(told: Told) -> list[Met]:
-    return sorted(told.met.values(), key=lambda met: met.explained.harmless)
+def _ordered(reported: Told) -> list[Met]:
+    return sorted(reported.met.values(), key=lambda met: met.explained.harmless)
 
 
-def as_text(told: Told) -> str:
+def as_text(reported: Told) -> str:
     """For a person: real errors, then unknown ones, then what may be ignored."""
-    met = _ordered(told)
+    met = _ordered(reported)
     lines = [line for one in met if not one.explained.harmless for line in _in_lines(one)]
-    if told.unknown:
-        lines.append(f"not known: {told.unknown_count}, of which the first:")
-        lines += [f"  {one['file']}:{one['line']}  {one['text']}" for one in told.unknown] + [""]
+    if reported.unknown:
+        lines.append(f"not known: {reported.unknown_count}, of which the first:")
+        lines += [f"  {one['file']}:{one['line']}  {one['text']}" for one in reported.unknown] + [""]
     lines += [line for one in met if one.explained.harmless for line in _in_lines(one)]
     return "\n".join(lines).rstrip() or "nothing that looks like an error"
 

@@ -56,8 +56,8 @@ class Writer:
         ids = self.tokenizer.framed(prompt) or [self.tokenizer.end_of_document]
         if len(ids) > self.context:
             seen = _kept(len(ids), sampling.max_tokens, self.context)
-            told = f"the prompt has {len(ids)} tokens, the model sees {self.context} at once"
-            console.warn(f"{told}: only the last {seen} are read")
+            reported = f"the prompt has {len(ids)} tokens, the model sees {self.context} at once"
+            console.warn(f"{reported}: only the last {seen} are read")
         self.written = 0
         return text_of(self._counted(tokens(self.network, ids, sampling, self.context, self.ends)), self.tokenizer, ids)
 
@@ -78,9 +78,9 @@ def writer(
     """Load a checkpoint of any format to write with, seen through a mask where there is one."""
     source = sparse.opened(path, mask, base)
     vocabulary = tokenizer_for(source, tokenizer)
-    if vocabulary.vocab_size > source.shape.padded_vocab:
+    if vocabulary.vocab_size > source.config.padded_vocab:
         raise UserError(
-            f"the tokenizer {vocabulary.source} has {vocabulary.vocab_size} ids, the model {source.shape.vocab}",
+            f"the tokenizer {vocabulary.source} has {vocabulary.vocab_size} ids, the model {source.config.vocab}",
             hint="name the model's own with --tokenizer",
         )
     where = device_for(device)
@@ -165,14 +165,14 @@ def text_of(chosen: Iterable[int], tokenizer: Tokenizer, before: Sequence[int]) 
     """
     ids = list(before[-TOKENS_TO_LOOK_BACK:])
     first, shown = 0, len(ids)
-    told = tokenizer.decode(ids)
+    reported = tokenizer.decode(ids)
     for token in chosen:
         ids.append(token)
         text = tokenizer.decode(ids[first:])
-        if len(text) > len(told) and not text.endswith(UNFINISHED):
-            yield text[len(told) :]
+        if len(text) > len(reported) and not text.endswith(UNFINISHED):
+            yield text[len(reported) :]
             first, shown = shown, len(ids)
-            told = tokenizer.decode(ids[first:])
-    rest = tokenizer.decode(ids[first:])[len(told) :]
+            reported = tokenizer.decode(ids[first:])
+    rest = tokenizer.decode(ids[first:])[len(reported) :]
     if rest:
         yield rest

@@ -45,7 +45,7 @@ def tokenizer_for(source: CheckpointSource, named: str | None) -> Tokenizer:
 
 def context_of(source: CheckpointSource) -> int:
     """How many tokens the model is meant to see at once."""
-    return positions_of(source.shape, source.extra)
+    return positions_of(source.config, source.extra)
 
 
 def mesh_for(tensor: int, device: torch.device) -> Mesh:
@@ -67,7 +67,7 @@ def loaded(
     unless `sparse` decides.
     """
     mesh = mesh or meshes.alone()
-    check(source, source.shape)
+    check(source, source.config)
     recipe = _recipe(source, mesh.tensor.size)
     if sparse is None:
         sparse = device.type == "cuda" and mesh.tensor.size == 1 and dtype in sparse_linear.DTYPES
@@ -87,7 +87,7 @@ def _recipe(source: CheckpointSource, tensor: int) -> Recipe:
     try:
         return Recipe(
             name="evaluation",
-            model=source.shape,
+            model=source.config,
             parallel=ParallelSection(tensor=tensor),
             data=DataSection(sequence_length=1),
         )

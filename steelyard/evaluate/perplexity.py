@@ -71,7 +71,7 @@ def perplexity(request: PerplexityRequest) -> dict[str, Any] | None:
         stream = _stream(request, source, world)
         dtype = dtype_for(request.dtype, source, device)
         with raise_on_all_ranks(world):
-            streams.check_ids(stream, source.shape.vocab)
+            streams.check_ids(stream, source.config.vocab)
             cut = plan(len(stream.tokens), length, request.stride, request.protocol)
             mesh = mesh_for(request.tensor, device)
             network = loaded(source, device, dtype, mesh, compiled=device.type == "cuda")
@@ -152,7 +152,7 @@ def _length(request: PerplexityRequest, source: CheckpointSource) -> int:
     """The length of windows; learned positions end somewhere, others only become unfamiliar."""
     sees = context_of(source)
     length = request.length or min(LONGEST, sees)
-    if length > sees and isinstance(source.shape, GptConfig):
+    if length > sees and isinstance(source.config, GptConfig):
         raise UserError(
             f"windows of {length} tokens are longer than the model's {sees} positions", where="--sequence-length",
             hint=f"use {sees} or less",
@@ -199,7 +199,7 @@ def _result(
         "checkpoint": str(source.path),
         "mask": request.mask,
         "step": source.step,
-        "parameters": parameters(source.shape).total,
+        "parameters": parameters(source.config).total,
         "ranks": world.size,
         "tensor": request.tensor,
         "seconds": round(seconds, 3),

@@ -95,11 +95,11 @@ def _remarks(folder: Path) -> list[str]:
     from steelyard.core.safe_parse import read_json_object
 
     generation = folder / "generation_config.json"
-    told = hf_config.extra_of(
+    reported = hf_config.extra_of(
         read_json_object(folder / "config.json"), read_json_object(generation) if generation.is_file() else None
     )
     try:
-        remark = hf_metadata.disagreement(told, tokenizers.load_tokenizer(folder))
+        remark = hf_metadata.disagreement(reported, tokenizers.load_tokenizer(folder))
     except UserError as error:  # transformers has just loaded it, so it is of a kind that is not known here.
         remark = f"the tokenizer was not held against the configuration: {error.message}"
     return [remark] if remark else []

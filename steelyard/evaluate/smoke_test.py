@@ -63,7 +63,7 @@ def _with_transformers(transformers: Any, folder: Path, prompt: str) -> str:
 def _with_steelyard(folder: Path, prompt: str) -> str:
     """The same where transformers is not installed: unknown and missing tensors are refused by the loader."""
     source = open_source(folder)
-    network = model.build(source.shape)
+    network = model.build(source.config)
     load_into(source, network)
     tokenizer = source.load_tokenizer()
     ids = tokenizer.encode(prompt)
@@ -83,7 +83,9 @@ def _refuse_what_is_not_finite(folder: Path, logits: Tensor) -> None:
 
 def _refuse_misfits(folder: Path, loading: dict[str, Any]) -> None:
     kinds = {"missing_keys": "missing", "unexpected_keys": "unknown", "mismatched_keys": "of another size"}
-    wrong = [f"{_key(item)}: {told}" for kind, told in kinds.items() for item in sorted(loading.get(kind) or ())]
+    wrong = [
+        f"{_key(item)}: {reported}" for kind, reported in kinds.items() for item in sorted(loading.get(kind) or ())
+    ]
     if wrong:
         more = f"\n  and {len(wrong) - 10} more" if len(wrong) > 10 else ""
         listed = "\n  ".join(wrong[:10])

@@ -79,11 +79,11 @@ def _side(
     network: LanguageModel, prompt: int, context: int, batches: tuple[int, ...], device: torch.device
 ) -> dict[str, float]:
     found: dict[str, float] = {"memory": float(_bytes(network))}
-    tokens_BL = torch.randint(0, network.shape.vocab, (1, prompt), device=device)
+    tokens_BL = torch.randint(0, network.config.vocab, (1, prompt), device=device)
     found[f"prefill {prompt}"] = prompt / _seconds(lambda: network(tokens_BL, last=1), device)
     for batch in batches:
         cache = Cache(context + 1)
-        network(torch.randint(0, network.shape.vocab, (batch, context), device=device), cache=cache, last=1)
+        network(torch.randint(0, network.config.vocab, (batch, context), device=device), cache=cache, last=1)
         found[f"decode {batch}"] = batch / _seconds(_writing(network, cache, batch, context, device), device)
         del cache
     return found
@@ -92,7 +92,7 @@ def _side(
 def _writing(
     network: LanguageModel, cache: Cache, batch: int, context: int, device: torch.device
 ) -> Callable[[], Tensor]:
-    token_B1 = torch.randint(0, network.shape.vocab, (batch, 1), device=device)
+    token_B1 = torch.randint(0, network.config.vocab, (batch, 1), device=device)
 
     def step() -> Tensor:
         cache.forget(context)

@@ -45,8 +45,8 @@ def run(writer: Writer, names: Sequence[str], options: TaskOptions) -> dict[str,
     manager = TaskManager(include_path=options.include)
     unknown = sorted(set(names) - set(manager.all_tasks))
     if unknown and broken:
-        told = "\n  ".join(f"{path}: {reason}" for path, reason in broken.items())
-        raise UserError(f"there is no task {', '.join(unknown)} in what can be read of --include:\n  {told}")
+        reported = "\n  ".join(f"{path}: {reason}" for path, reason in broken.items())
+        raise UserError(f"there is no task {', '.join(unknown)} in what can be read of --include:\n  {reported}")
     if unknown:
         raise UserError(f"lm-eval has no task {', '.join(unknown)}", hint="see lm-eval ls tasks, or add --include DIR")
     for path, reason in broken.items():

@@ -187,7 +187,7 @@ def _check_source(source: CheckpointSource, findings: VerifyFindings) -> None:
 
 def _check_names(source: CheckpointSource, findings: VerifyFindings) -> bool:
     """Whether all tensors of the model are there, and no others."""
-    wrong = [] if holds_adapters(source) else misfits(source, source.shape)
+    wrong = [] if holds_adapters(source) else misfits(source, source.config)
     findings.problems += [f"{source.path}: {line}" for line in wrong]
     return not wrong
 

@@ -112,7 +112,7 @@ FLAT_TREE = {"message_id", "parent_id", "text", "role"}
 NAMES = (*SHAPES, "flat-tree", "preference")
 
 
-def shape_of(row: Row, where: str) -> str:
+def format_of(row: Row, where: str) -> str:
     """The shape that a row shows."""
     if row.keys() >= FLAT_TREE:
         return "flat-tree"
@@ -124,7 +124,7 @@ def shape_of(row: Row, where: str) -> str:
     raise UserError(
         f"no known shape of conversation has the keys {', '.join(sorted(map(str, row))) or 'of an empty row'}",
         where=where,
-        hint=f"the shapes are {', '.join(NAMES)} (docs/finetune.md); name one with finetune.shape",
+        hint=f"the formats are {', '.join(NAMES)} (docs/finetune.md); name one with finetune.format",
     )
 
 

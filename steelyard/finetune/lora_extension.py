@@ -117,7 +117,7 @@ class AdaptedSource(CheckpointSource):
         self, adapters: CheckpointSource, origin: CheckpointSource, adapter: AdapterSection, keeps_zeros: bool
     ) -> None:
         self.adapters, self.origin, self.adapter, self.keeps_zeros = adapters, origin, adapter, keeps_zeros
-        self.path, self.step, self.shape, self.dtype = adapters.path, adapters.step, origin.shape, torch.float32
+        self.path, self.step, self.config, self.dtype = adapters.path, adapters.step, origin.config, torch.float32
         self.layout, self.extra, self.tokenizer_files = adapters.layout, dict(origin.extra), origin.tokenizer_files
         self.adapted = {name.rpartition(".")[0] for name in adapters.names() if is_adapter(name)}
         if not self.adapted:

@@ -51,7 +51,7 @@ def export(run: Path, out: Path) -> dict[str, Any]:
             "the adapter leaves the zeros of a pruned model as they are, which PEFT's format cannot say",
             hint="the merged weights are in the run's hf folder; steelyard adapter merge writes them anew",
         )
-    shape, adapter = source.shape, source.adapter
+    shape, adapter = source.config, source.adapter
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
     for entry in _matrices(source.origin):
@@ -99,13 +99,13 @@ def of_run(path: Path, origin: CheckpointSource | None, is_checked: bool = True)
     saved = checkpoint.source(_best(path))
     if STATE not in saved.state:
         raise UserError(f"{path} tuned no adapter", hint="name a run with [finetune.adapter], or a folder of PEFT's")
-    told = saved.state[STATE]
-    adapter = AdapterSection.model_validate(told["adapter"])
+    reported = saved.state[STATE]
+    adapter = AdapterSection.model_validate(reported["adapter"])
     if origin is None:
-        origin = frozen_base.found(told["base"], None, MOVED)
+        origin = frozen_base.found(reported["base"], None, MOVED)
     elif is_checked:
-        frozen_base.check(told["base"], origin, MOVED)
-    return AdaptedSource(open_source(saved.path), origin, adapter, told["keeps_zeros"])
+        frozen_base.check(reported["base"], origin, MOVED)
+    return AdaptedSource(open_source(saved.path), origin, adapter, reported["keeps_zeros"])
 
 
 def _best(path: Path) -> Path:
@@ -114,7 +114,9 @@ def _best(path: Path) -> Path:
 
 def _matrices(origin: CheckpointSource) -> list[Entry]:
     """The tensors of `transformers` that adapters may belong to."""
-    return [entry for entry in hugging_face(origin.shape) if entry.layer is not None and entry.name.endswith(".weight")]
+    return [
+        entry for entry in hugging_face(origin.config) if entry.layer is not None and entry.name.endswith(".weight")
+    ]
 
 
 def _target(module: str) -> str:
@@ -155,9 +157,9 @@ class PeftSource(CheckpointSource):
     format = "hf"
 
     def __init__(self, origin: CheckpointSource, folder: Path) -> None:
-        self.origin, self.path, self.shape, self.dtype = origin, folder, origin.shape, torch.float32
+        self.origin, self.path, self.config, self.dtype = origin, folder, origin.config, torch.float32
         self.layout, self.extra, self.tokenizer_files = origin.layout, dict(origin.extra), origin.tokenizer_files
-        self.config = _config(folder / CONFIG)
+        self.adapter_config = _config(folder / CONFIG)
         if not (folder / WEIGHTS).is_file():
             raise UserError(f"{folder} has no {WEIGHTS}", hint="adapters are read from safetensors alone")
         self.tensors = safetensors.extents(files.inside(folder / WEIGHTS))
@@ -203,15 +205,15 @@ class PeftSource(CheckpointSource):
             return weight
         way_in = self.tensors[f"{theirs.module}.lora_A.weight"].read()
         learned = {ADAPTER_IN: way_in, ADAPTER_OUT: self.tensors[f"{theirs.module}.lora_B.weight"].read()[theirs.rows]}
-        if self.config.get("use_dora"):
+        if self.adapter_config.get("use_dora"):
             learned[MAGNITUDE] = self.tensors[f"{theirs.module}.lora_magnitude_vector"].read()[theirs.rows]
         return merged(weight, learned, self._scale(theirs.module, len(way_in)))
 
     def _scale(self, module: str, rank: int) -> float:
-        patterns = self.config.get("alpha_pattern") or {}
+        patterns = self.adapter_config.get("alpha_pattern") or {}
         own = next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), None)
-        alpha = float(self.config["lora_alpha"] if own is None else own)
-        return alpha / rank**0.5 if self.config.get("use_rslora") else alpha / rank
+        alpha = float(self.adapter_config["lora_alpha"] if own is None else own)
+        return alpha / rank**0.5 if self.adapter_config.get("use_rslora") else alpha / rank
 
 
 def _config(path: Path) -> dict[str, Any]:

@@ -65,21 +65,21 @@ def open_corpus(recipe: Recipe, names: Sequence[str], tokenizer: Tokenizer) -> C
 
 def conversations(paths: Sequence[Path], tune: FinetuneSection, tally: EncodeStats) -> Iterator[Conversation]:
     """The conversations of files, in order. A row that cannot be read is refused, or left out and counted."""
-    shape = tune.shape
-    if shape is not None and shape not in dataset_formats.NAMES:
+    name = tune.format
+    if name is not None and name not in dataset_formats.NAMES:
         raise UserError(
-            f"finetune.shape {shape} is not known", hint=f"the shapes are {', '.join(dataset_formats.NAMES)}"
+            f"finetune.format {name} is not known", hint=f"the formats are {', '.join(dataset_formats.NAMES)}"
         )
     rows = _rows(paths, tune, tally)
     first = next(rows, None)
     if first is None:
         raise UserError(f"{', '.join(map(str, paths))} holds no rows")
-    shape = shape or dataset_formats.shape_of(*first)
+    name = name or dataset_formats.format_of(*first)
     markers = dataset_formats.Markers(tune.user_marker, tune.assistant_marker)
-    if shape == "preference":
+    if name == "preference":
         raise UserError("these rows are preferences, not conversations", hint="add [finetune.dpo] to learn from them")
     found = _from(first, rows)
-    if shape == "flat-tree":
+    if name == "flat-tree":
         shape, found = "messages", dataset_formats.threads(found)
     for row, place in found:
         try:
@@ -204,7 +204,7 @@ def _section(recipe: Recipe) -> FinetuneSection:
 def _kept_at(paths: list[Path], recipe: Recipe, tokenizer: Tokenizer, template: Template) -> Path:
     tune = _section(recipe)
     inputs = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
-    choices = tune.model_dump(include={"shape", "user_marker", "assistant_marker", "system", "loss", "overlong",
+    choices = tune.model_dump(include={"format", "user_marker", "assistant_marker", "system", "loss", "overlong",
                                        "untrained", "bad_rows"})  # fmt: skip
     depends = [VERSION, inputs, choices, recipe.data.sequence_length, tokenizer.fingerprint, template.source]
     depends.append(dict(template.specials))

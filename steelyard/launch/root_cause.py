@@ -51,8 +51,8 @@ def blame(ends: Sequence[RankExit], hung: Sequence[int], was_asked: bool) -> Roo
         return _cause(min(causes, key=_order))
     stopped = [end for end in ends if end.is_stopped]
     if was_asked and stopped:
-        told = next((end.words.message for end in stopped if end.words), "interrupted")
-        return RootCause(0, told, Interrupted.exit_code, has_words=True)
+        reported = next((end.words.message for end in stopped if end.words), "interrupted")
+        return RootCause(0, reported, Interrupted.exit_code, has_words=True)
     if hung:
         who = f"rank {hung[0]}" if len(hung) == 1 else f"ranks {', '.join(map(str, hung))}"
         message = f"{who} stopped answering, and the others gave up waiting"

@@ -12,6 +12,6 @@ from steelyard.model.llama import Llama
 __all__ = ["Cache", "Gpt", "LanguageModel", "Llama", "StageSpec", "build", "initial", "initialise"]
 
 
-def build(shape: GptConfig | LlamaConfig, part: StageSpec | None = None) -> LanguageModel:
+def build(config: GptConfig | LlamaConfig, part: StageSpec | None = None) -> LanguageModel:
     """The model of a recipe or a slice of it, its weights not yet set."""
-    return Gpt(shape, part) if isinstance(shape, GptConfig) else Llama(shape, part)
+    return Gpt(config, part) if isinstance(config, GptConfig) else Llama(config, part)

@@ -17,17 +17,17 @@ from steelyard.model.modules import LayerNorm, Linear
 class Gpt(LanguageModel):
     """Token ids in, logits out."""
 
-    shape: GptConfig
+    config: GptConfig
 
-    def __init__(self, shape: GptConfig, part: StageSpec | None = None) -> None:
-        super().__init__(shape, part)
-        self.positions = nn.Embedding(shape.positions, shape.hidden) if self.part.first else None
+    def __init__(self, config: GptConfig, part: StageSpec | None = None) -> None:
+        super().__init__(config, part)
+        self.positions = nn.Embedding(config.positions, config.hidden) if self.part.first else None
 
     def make_layer(self) -> nn.Module:
-        return TransformerLayer(GptAttention(self.shape), GptMlp(self.shape), self.make_norm, self.shape.dropout)
+        return TransformerLayer(GptAttention(self.config), GptMlp(self.config), self.make_norm, self.config.dropout)
 
     def make_norm(self) -> nn.Module:
-        return LayerNorm(self.shape.hidden, self.shape.norm_eps)
+        return LayerNorm(self.config.hidden, self.config.norm_eps)
 
     def embedded(self, tokens_BL: Tensor, positions_BL: Tensor) -> Tensor:
         assert self.positions is not None
@@ -38,16 +38,16 @@ class Gpt(LanguageModel):
 class GptAttention(nn.Module):
     """Causal attention, every head with its own key and value."""
 
-    def __init__(self, shape: GptConfig) -> None:
+    def __init__(self, config: GptConfig) -> None:
         super().__init__()
-        self.head_dim = shape.hidden // shape.heads
-        self.heads = range(shape.heads)
-        self.dropout, self.salt = shape.attention_dropout, 0
+        self.head_dim = config.hidden // config.heads
+        self.heads = range(config.heads)
+        self.dropout, self.salt = config.attention_dropout, 0
         self.attend = attend
-        self.query = Linear(shape.hidden, shape.hidden)
-        self.key = Linear(shape.hidden, shape.hidden)
-        self.value = Linear(shape.hidden, shape.hidden)
-        self.output = Linear(shape.hidden, shape.hidden)
+        self.query = Linear(config.hidden, config.hidden)
+        self.key = Linear(config.hidden, config.hidden)
+        self.value = Linear(config.hidden, config.hidden)
+        self.output = Linear(config.hidden, config.hidden)
 
     def forward(self, x_BLD: Tensor, context: Context) -> Tensor:
         query_BHLE, key_BHLE, value_BHLE = (
@@ -68,10 +68,10 @@ class GptAttention(nn.Module):
 class GptMlp(nn.Module):
     """Two projections with GPT-2's approximation of GELU between them."""
 
-    def __init__(self, shape: GptConfig) -> None:
+    def __init__(self, config: GptConfig) -> None:
         super().__init__()
-        self.up = Linear(shape.hidden, shape.ffn)
-        self.down = Linear(shape.ffn, shape.hidden)
+        self.up = Linear(config.hidden, config.ffn)
+        self.down = Linear(config.ffn, config.hidden)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         output: Tensor = self.down(F.gelu(self.up(x_BLD), approximate="tanh"))

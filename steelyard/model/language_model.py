@@ -72,19 +72,19 @@ class LanguageModel(nn.Module):
     embed: nn.Embedding | None
     head: Linear | None
 
-    def __init__(self, shape: GptConfig | LlamaConfig, part: StageSpec | None) -> None:
+    def __init__(self, config: GptConfig | LlamaConfig, part: StageSpec | None) -> None:
         super().__init__()
-        self.shape = shape
-        self.part = part or StageSpec(range(shape.layers))
+        self.config = config
+        self.part = part or StageSpec(range(config.layers))
         self.dtype = torch.float32
         self.mask_of: Callable[[Tensor], Tensor] = within_documents
         self.vocabulary = VocabHead()
         self.loss: Callable[..., Tensor] = linear_cross_entropy
-        self.embed_dropout = Dropout(shape.dropout)
-        self.embed = nn.Embedding(shape.padded_vocab, shape.hidden) if self.part.first else None
+        self.embed_dropout = Dropout(config.dropout)
+        self.embed = nn.Embedding(config.padded_vocab, config.hidden) if self.part.first else None
         self.layers = nn.ModuleDict({str(number): self.make_layer() for number in self.part.layers})
         self.norm = self.make_norm() if self.part.last else None
-        self.head = Linear(shape.hidden, shape.padded_vocab, bias=False) if self.part.last else None
+        self.head = Linear(config.hidden, config.padded_vocab, bias=False) if self.part.last else None
         self.tie()
 
     def make_layer(self) -> nn.Module:
@@ -107,7 +107,7 @@ class LanguageModel(nn.Module):
 
     def tie(self) -> None:
         """Let head and embedding be one parameter, where the shape says so and both are here."""
-        if self.shape.tied and self.embed is not None and self.head is not None:
+        if self.config.tied and self.embed is not None and self.head is not None:
             self.head.weight = self.embed.weight
 
     def seed_dropout(self, seed: int) -> None:
@@ -148,7 +148,7 @@ class LanguageModel(nn.Module):
         for number, layer in self.layers.items():
             if cache is not None:
                 context = context._replace(cache=cache.of(number))
-            if picks_early and int(number) == self.shape.layers - 1:
+            if picks_early and int(number) == self.config.layers - 1:
                 context = context._replace(learned_BK=learned_BK)
             x_BLD = layer(x_BLD, context)
         if cache is not None:
@@ -163,14 +163,14 @@ class LanguageModel(nn.Module):
                 x_BLD = x_BLD if picks_early else at_places(learned_BK, x_BLD)
                 labels_BL = labels_BL.gather(1, learned_BK)
                 weights_BL = None if weights_BL is None else weights_BL.gather(1, learned_BK)
-            loss = self.loss(x_BLD, self.head.weight, labels_BL, weights_BL, self.shape.vocab, self.vocabulary)
+            loss = self.loss(x_BLD, self.head.weight, labels_BL, weights_BL, self.config.vocab, self.vocabulary)
             # A pipeline joins the outputs of micro-batches, which it could not do with scalars; a view makes FSDP warn.
             return torch.stack([loss])
         # Rows that only pad the vocabulary are cut off: they are never predicted and never trained.
-        logits: Tensor = self.head(x_BLD)[..., : self.shape.vocab]
+        logits: Tensor = self.head(x_BLD)[..., : self.config.vocab]
         return logits
 
     def _picks_early(self) -> bool:
         """Whether the last layer may go on with learned places alone: it is here, has whole rows, and drops nothing."""
         is_here = self.head is not None and bool(self.layers)
-        return is_here and not self.shape.dropout and not self.vocabulary.by_sequence
+        return is_here and not self.config.dropout and not self.vocabulary.by_sequence

@@ -22,34 +22,34 @@ Rotation = tuple[Tensor, Tensor]
 class Llama(LanguageModel):
     """Token ids in, logits out."""
 
-    shape: LlamaConfig
+    config: LlamaConfig
 
-    def __init__(self, shape: LlamaConfig, part: StageSpec | None = None) -> None:
-        super().__init__(shape, part)
+    def __init__(self, config: LlamaConfig, part: StageSpec | None = None) -> None:
+        super().__init__(config, part)
 
     def make_layer(self) -> nn.Module:
-        return TransformerLayer(LlamaAttention(self.shape), LlamaMlp(self.shape), self.make_norm, self.shape.dropout)
+        return TransformerLayer(LlamaAttention(self.config), LlamaMlp(self.config), self.make_norm, self.config.dropout)
 
     def make_norm(self) -> nn.Module:
-        return RmsNorm(self.shape.hidden, self.shape.norm_eps)
+        return RmsNorm(self.config.hidden, self.config.norm_eps)
 
     def rotation(self, positions_BL: Tensor) -> Rotation:
-        return rope_cos_sin(self.shape, positions_BL)
+        return rope_cos_sin(self.config, positions_BL)
 
 
 class LlamaAttention(nn.Module):
     """Causal attention in which groups of query heads share one key and value head."""
 
-    def __init__(self, shape: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.head_dim = shape.head_dim
-        self.heads = range(shape.heads)
-        self.dropout, self.salt = shape.attention_dropout, 0
+        self.head_dim = config.head_dim
+        self.heads = range(config.heads)
+        self.dropout, self.salt = config.attention_dropout, 0
         self.attend = attend
-        self.query = Linear(shape.hidden, shape.heads * shape.head_dim, bias=shape.qkv_bias)
-        self.key = Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=shape.qkv_bias)
-        self.value = Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=shape.qkv_bias)
-        self.output = Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
+        self.query = Linear(config.hidden, config.heads * config.head_dim, bias=config.qkv_bias)
+        self.key = Linear(config.hidden, config.kv_heads * config.head_dim, bias=config.qkv_bias)
+        self.value = Linear(config.hidden, config.kv_heads * config.head_dim, bias=config.qkv_bias)
+        self.output = Linear(config.heads * config.head_dim, config.hidden, bias=False)
 
     def forward(self, x_BLD: Tensor, context: Context) -> Tensor:
         assert context.rotation is not None
@@ -72,23 +72,23 @@ class LlamaAttention(nn.Module):
 class LlamaMlp(nn.Module):
     """SwiGLU: one projection gates the other."""
 
-    def __init__(self, shape: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.gate = Linear(shape.hidden, shape.ffn, bias=False)
-        self.up = Linear(shape.hidden, shape.ffn, bias=False)
-        self.down = Linear(shape.ffn, shape.hidden, bias=False)
+        self.gate = Linear(config.hidden, config.ffn, bias=False)
+        self.up = Linear(config.hidden, config.ffn, bias=False)
+        self.down = Linear(config.ffn, config.hidden, bias=False)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         output: Tensor = self.down(F.silu(self.gate(x_BLD)) * self.up(x_BLD))
         return output
 
 
-def rope_cos_sin(shape: LlamaConfig, positions_BL: Tensor) -> Rotation:
+def rope_cos_sin(config: LlamaConfig, positions_BL: Tensor) -> Rotation:
     """Cosine and sine of each position's angles, one for all heads, in fp32 whatever the model computes in."""
-    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32, device=positions_BL.device) / shape.head_dim
-    frequencies = shape.rope_theta**-exponents
-    if shape.rope_scaling is not None:
-        frequencies = scaled(frequencies, shape.rope_scaling)
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=positions_BL.device) / config.head_dim
+    frequencies = config.rope_theta**-exponents
+    if config.rope_scaling is not None:
+        frequencies = scaled(frequencies, config.rope_scaling)
     angles_BLE = (positions_BL.float()[..., None] * frequencies).repeat(1, 1, 2)
     return angles_BLE.cos()[:, None], angles_BLE.sin()[:, None]
 

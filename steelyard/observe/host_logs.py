@@ -111,9 +111,9 @@ def is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
 
 
-def _sample(told: dict[str, Any]) -> dict[str, Any]:
+def _sample(reported: dict[str, Any]) -> dict[str, Any]:
     """A sample whose fields are what they should be, or not there: readers need not ask again."""
-    listed = told["devices"] if isinstance(told.get("devices"), list) else []
+    listed = reported["devices"] if isinstance(reported.get("devices"), list) else []
     devices = [each for each in listed if isinstance(each, dict)]
     for device in devices:
         for key in NUMBERS:
@@ -121,4 +121,4 @@ def _sample(told: dict[str, Any]) -> dict[str, Any]:
                 device[key] = None
         if not isinstance(device.get("processes"), list):
             device["processes"] = []
-    return told | {"devices": devices}
+    return reported | {"devices": devices}

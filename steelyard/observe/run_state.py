@@ -103,8 +103,8 @@ class RunState:
         launched = list(self._launched().values())
         if not launched or not {_word(record["state"]) for record in launched} <= set(ENDED):
             return False
-        told = max(seconds_of(record.get("time")) or 0.0 for record in launched)
-        met_since = any(is_number(host.get("clock")) and host["clock"] > told for host in self.hosts.values())
+        reported = max(seconds_of(record.get("time")) or 0.0 for record in launched)
+        met_since = any(is_number(host.get("clock")) and host["clock"] > reported for host in self.hosts.values())
         return met_since or (self.is_held and self.manifest.get("state") == "running")
 
     @property
@@ -285,12 +285,12 @@ def _word(state: Any) -> str:
     return str(state or "").split()[0].rstrip("+").upper() if str(state or "").strip() else ""
 
 
-def _host(told: dict[str, Any]) -> dict[str, Any]:
+def _host(reported: dict[str, Any]) -> dict[str, Any]:
     """What the ranks of a host say, with fields that are what they should be, or not there."""
-    ranks = told["ranks"] if isinstance(told.get("ranks"), list) else []
+    ranks = reported["ranks"] if isinstance(reported.get("ranks"), list) else []
     ranks = [rank for rank in ranks if type(rank) is int]
-    layout = told["layout"] if isinstance(told.get("layout"), dict) else {}
+    layout = reported["layout"] if isinstance(reported.get("layout"), dict) else {}
     layout = {key: value for key, value in layout.items() if isinstance(value, str | int | float)}
     if type(layout.get("world")) is not int:
         layout.pop("world", None)
-    return told | {"ranks": ranks, "layout": layout}
+    return reported | {"ranks": ranks, "layout": layout}

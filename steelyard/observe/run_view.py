@@ -24,21 +24,21 @@ SPEED = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "seconds", "
 def summary(state: RunState) -> dict[str, Any]:
     """One line of a list of runs."""
     verdicts = judge(state)
-    told = {
+    shown = {
         "name": _text(state.path.resolve().name),
         "state": _text(_state(state)),
         "verdict": told_of(verdicts[0], state),
         "progress": _progress(state),
         "loss": _plain(state.trained[-1].get("loss")) if state.trained else None,
     }
-    return _scrubbed(told)
+    return _scrubbed(shown)
 
 
 def view(state: RunState) -> dict[str, Any]:
     """All that a page shows."""
     verdicts = judge(state)
     last = state.trained[-1] if state.trained else {}
-    told = {
+    shown = {
         "name": _text(state.path.resolve().name),
         "path": _text(str(state.path)),
         "time": state.now,
@@ -56,7 +56,7 @@ def view(state: RunState) -> dict[str, Any]:
         "hosts": [_host(state, name) for name in _names(state)],
         "disk": {"free": state.disk[0], "total": state.disk[1]} if state.disk else None,
     }
-    return _scrubbed(told)
+    return _scrubbed(shown)
 
 
 def _state(state: RunState) -> str:
@@ -70,8 +70,8 @@ def _state(state: RunState) -> str:
 
 def told_of(verdict: Verdict, state: RunState) -> dict[str, str]:
     """A verdict whose advice can be copied: `RUN` is the run's own path, quoted for a shell."""
-    told = {key: _text(value) for key, value in asdict(verdict).items()}
-    return told | {"what_to_do": told["what_to_do"].replace(" RUN", f" {shlex.quote(_text(str(state.path)))}")}
+    shown = {key: _text(value) for key, value in asdict(verdict).items()}
+    return shown | {"what_to_do": shown["what_to_do"].replace(" RUN", f" {shlex.quote(_text(str(state.path)))}")}
 
 
 def _progress(state: RunState) -> dict[str, Any]:
@@ -84,8 +84,8 @@ def _configuration(state: RunState) -> dict[str, dict[str, Any]]:
     """What was asked for, and what the ranks of each host report, key by key."""
     asked = requested(state)
     reported: dict[str, Any] = {}
-    for host, told in state.hosts.items():
-        layout = told.get("layout")
+    for host, shown in state.hosts.items():
+        layout = shown.get("layout")
         for key, value in layout.items() if isinstance(layout, dict) else ():
             if key in reported and reported[key] != value:
                 value = f"{reported[key]}, but {value} on {host}"
@@ -108,13 +108,13 @@ def _names(state: RunState) -> list[str]:
 
 def _host(state: RunState, name: str) -> dict[str, Any]:
     sample = state.devices[name].last if name in state.devices else {}
-    told = state.hosts.get(name, {})
+    shown = state.hosts.get(name, {})
     fields = ("index", "name", "temperature", "utilisation", "memory_used", "memory_total", "power")
     devices = [each for each in sample.get("devices") or [] if isinstance(each, dict)]
     return {
         "host": _text(name),
-        "ranks": _plain(told.get("ranks") or []),
-        "device": _text(str(told.get("device") or "")),
+        "ranks": _plain(shown.get("ranks") or []),
+        "device": _text(str(shown.get("device") or "")),
         "age": round(state.now - state.devices[name].heard, 1) if sample else None,
         "devices": [
             {key: _plain(device[key]) for key in fields if key in device}

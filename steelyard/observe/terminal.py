@@ -63,23 +63,23 @@ def live(path: Path, seconds: float, patience: float = PATIENCE) -> int:
 
 def follow(path: Path, seconds: float, patience: float = PATIENCE) -> int:
     """Print a line whenever the verdict changes, and now and then how far the run is, until it has ended."""
-    told: list[dict[str, str]] = []
+    shown: list[dict[str, str]] = []
     last_line = -SECONDS_BETWEEN_LINES
     seen: dict[str, Any] = {}
     for seen in looks(path, seconds, patience):
-        kinds = [verdict for verdict in seen["verdicts"] if (verdict["kind"], verdict["level"]) not in _kinds(told)]
+        kinds = [verdict for verdict in seen["verdicts"] if (verdict["kind"], verdict["level"]) not in _kinds(shown)]
         now = time.monotonic()
         if kinds or now - last_line >= SECONDS_BETWEEN_LINES:
             last_line = now
             print_line(f"{time.strftime('%H:%M:%S')}  {progress_line(seen)}")
         for verdict in kinds:
             print_line(f"  {verdict['level']}: {verdict['message']}\n    {verdict['what_to_do']}")
-        told = seen["verdicts"]
+        shown = seen["verdicts"]
     return int(seen["exit_code"])
 
 
-def _kinds(told: list[dict[str, str]]) -> set[tuple[str, str]]:
-    return {(verdict["kind"], verdict["level"]) for verdict in told}
+def _kinds(shown: list[dict[str, str]]) -> set[tuple[str, str]]:
+    return {(verdict["kind"], verdict["level"]) for verdict in shown}
 
 
 def print_line(line: str) -> None:
@@ -115,11 +115,11 @@ def rendered(seen: dict[str, Any]) -> list[tuple[str, str]]:
 def fitted(lines: list[tuple[str, str]], width: int) -> list[tuple[str, str]]:
     """The page for a terminal of this width: verdicts and advice go on below, all else is cut at the edge."""
     verdicts = lines.index(("", "")) if ("", "") in lines else 0
-    told: list[tuple[str, str]] = []
+    shown: list[tuple[str, str]] = []
     for line, style in lines[1:verdicts]:
         parts = textwrap.wrap(line, max(40, width), subsequent_indent=" " * INDENT, break_on_hyphens=False)
-        told += [(part, style) for part in parts]
-    return [*lines[:1], *told, *lines[max(1, verdicts) :]]
+        shown += [(part, style) for part in parts]
+    return [*lines[:1], *shown, *lines[max(1, verdicts) :]]
 
 
 def progress_line(seen: dict[str, Any]) -> str:
@@ -158,8 +158,8 @@ def _job(record: dict[str, Any]) -> str:
     return "  ".join(fields)
 
 
-def _configuration(told: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
-    asked, reported = told["requested"], told["reported"]
+def _configuration(shown: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
+    asked, reported = shown["requested"], shown["reported"]
     keys = [key for key in asked if asked[key] not in (1, False, 0) or reported.get(key, asked[key]) != asked[key]]
     if not keys:
         return []

@@ -78,7 +78,7 @@ def _part(
     if cut is not None:
         offset[cut.dim] += cut.index * shape[cut.dim]
         shape[cut.dim] *= cut.pieces
-    is_tied = model.shape.tied and mesh.pipeline.size > 1 and name in (EMBEDDING, HEAD)
+    is_tied = model.config.tied and mesh.pipeline.size > 1 and name in (EMBEDDING, HEAD)
     is_twin = is_tied and name == HEAD
     return ParamShard(
         name=EMBEDDING if is_twin else name,

@@ -191,7 +191,7 @@ class Pipeline:
         """The shape of the stream between stages."""
         rows, length = batch["inputs"].shape
         pieces = self.parallel.tensor if self.parallel.sequence_parallel else 1
-        return rows, length // pieces, model.shape.hidden
+        return rows, length // pieces, model.config.hidden
 
     def _loss(self, output: Tensor, target: Tensor) -> Tensor:
         self.losses.append(output.detach().sum())

@@ -240,9 +240,9 @@ def gather_errors(world: World) -> Iterator[None]:
     if world.size > 1:
         from torch.distributed import all_gather_object
 
-        told: list[Any] = [None] * world.size
-        all_gather_object(told, None if failure is None else _in_words(failure))
-        first = next((words for words in told if words is not None), None)
+        reported: list[Any] = [None] * world.size
+        all_gather_object(reported, None if failure is None else _in_words(failure))
+        first = next((words for words in reported if words is not None), None)
         # An error that is not for users keeps its traceback on the rank that raises it.
         if first is not None and (failure is None or isinstance(failure, SteelyardError)):
             raise _from_words(first) from failure
@@ -253,9 +253,9 @@ def gather_errors(world: World) -> Iterator[None]:
 def _from_words(words: tuple[str, str, str | None, str | None]) -> SteelyardError:
     """The error of another rank, marked as shared."""
     kind, message, where, hint = words
-    told = (UserError if kind == "UserError" else RuntimeFailure)(message, where=where, hint=hint)
-    told.shared = True
-    return told
+    reported = (UserError if kind == "UserError" else RuntimeFailure)(message, where=where, hint=hint)
+    reported.shared = True
+    return reported
 
 
 def _in_words(error: Exception) -> tuple[str, str, str | None, str | None]:

@@ -142,24 +142,24 @@ def linear(work: Work, tokens: int, inputs: int, outputs: int) -> tuple[float, f
 
 
 @lru_cache(maxsize=65536)
-def layer(work: Work, shape: LayerDims) -> Pass:
+def layer(work: Work, dims: LayerDims) -> Pass:
     """One transformer layer."""
     software, t = work.software, work.tensor
-    tokens = work.micro_batch * shape.sequence // work.context
+    tokens = work.micro_batch * dims.sequence // work.context
     maps = [
-        (shape.hidden, (shape.query + 2 * shape.key) // t),
-        (shape.query // t, shape.hidden),
-        (shape.hidden, (2 if shape.gated else 1) * shape.ffn // t),
-        (shape.ffn // t, shape.hidden),
+        (dims.hidden, (dims.query + 2 * dims.key) // t),
+        (dims.query // t, dims.hidden),
+        (dims.hidden, (2 if dims.gated else 1) * dims.ffn // t),
+        (dims.ffn // t, dims.hidden),
     ]
     times = [linear(work, tokens, *one) for one in maps]
     products, gradients = sum(one[0] for one in times), sum(one[1] for one in times)
-    attention, attention_back = _attention(work.wide, shape, tokens)
+    attention, attention_back = _attention(work.wide, dims, tokens)
     along = t if work.sequence_parallel else 1
-    inner = (2 * (shape.query + shape.key) + (1.5 if shape.gated else 1) * shape.ffn) / t
-    moved = software.stream_passes * shape.hidden / along + software.inner_passes * inner
+    inner = (2 * (dims.query + dims.key) + (1.5 if dims.gated else 1) * dims.ffn) / t
+    moved = software.stream_passes * dims.hidden / along + software.inner_passes * inner
     pointwise = work.each * tokens * moved / work.bandwidth
-    kernels = software.kernels + (0 if _softmax_is_one(work, shape) else _split(work))
+    kernels = software.kernels + (0 if _softmax_is_one(work, dims) else _split(work))
     host = kernels * software.launch
     forward = products + attention + pointwise
     summed = software.bf16_sum_bytes * sum(inputs * outputs for inputs, outputs in maps) / work.bandwidth
@@ -173,20 +173,20 @@ def layer(work: Work, shape: LayerDims) -> Pass:
     )
 
 
-def _attention(work: Work, shape: LayerDims, tokens: int) -> tuple[float, float]:
+def _attention(work: Work, dims: LayerDims, tokens: int) -> tuple[float, float]:
     """Seconds of the products with scores, and of what is done to the scores between."""
-    heads = shape.heads // work.tensor
-    rows = shape.sequence // work.context
+    heads = dims.heads // work.tensor
+    rows = dims.sequence // work.context
     if not work.software.scores:
-        flops = 2 * 2 * tokens * shape.sequence * heads * shape.head_dim / 2  # causal: half of the scores
+        flops = 2 * 2 * tokens * dims.sequence * heads * dims.head_dim / 2  # causal: half of the scores
         forward = flops / (work.rate * FLASH_SHARE * (work.software.ring_share if work.context > 1 else 1.0))
         return forward, 2.5 * forward  # Scores are computed again, then four products.
     batch = work.micro_batch * heads
-    one = product(work, rows, shape.sequence, shape.head_dim, batch, BATCHED_SHARE)
-    two = product(work, rows, shape.head_dim, shape.sequence, batch, BATCHED_SHARE)
-    times = 1.0 if _softmax_is_one(work, shape) else 2.0 if work.precision == "fp32" else 3.0
-    bytes_ = (work.software.score_bytes + (5.0 if shape.dropout else 0.0)) * times
-    moved = batch * rows * shape.sequence * bytes_ * work.each / 2 / work.bandwidth
+    one = product(work, rows, dims.sequence, dims.head_dim, batch, BATCHED_SHARE)
+    two = product(work, rows, dims.head_dim, dims.sequence, batch, BATCHED_SHARE)
+    times = 1.0 if _softmax_is_one(work, dims) else 2.0 if work.precision == "fp32" else 3.0
+    bytes_ = (work.software.score_bytes + (5.0 if dims.dropout else 0.0)) * times
+    moved = batch * rows * dims.sequence * bytes_ * work.each / 2 / work.bandwidth
     return one + two + moved, 2 * (one + two) + moved
 
 
@@ -195,31 +195,31 @@ def _split(work: Work) -> int:
     return 1 if work.precision == "fp32" else work.software.split_softmax
 
 
-def _softmax_is_one(work: Work, shape: LayerDims) -> bool:
+def _softmax_is_one(work: Work, dims: LayerDims) -> bool:
     """Whether mask and softmax are one kernel: Megatron has it for 16 bits and multiples of four heads.
 
     Else the mask is a pass of its own, and in 16 bits casts to fp32 and back are another.
     """
     if not work.software.split_softmax:
         return True
-    return work.precision != "fp32" and work.micro_batch * (shape.heads // work.tensor) % 4 == 0
+    return work.precision != "fp32" and work.micro_batch * (dims.heads // work.tensor) % 4 == 0
 
 
 @lru_cache(maxsize=65536)
-def embedding(work: Work, shape: LayerDims) -> Pass:
+def embedding(work: Work, dims: LayerDims) -> Pass:
     """The look-up of tokens, and the scattered sum of its gradients."""
-    tokens = work.micro_batch * shape.sequence // work.context
-    forward = 6 * work.each * tokens * shape.hidden / work.bandwidth
+    tokens = work.micro_batch * dims.sequence // work.context
+    forward = 6 * work.each * tokens * dims.hidden / work.bandwidth
     host = 8 * work.software.launch
     return Pass(forward, 2 * forward, host, host, 0.0, 0.0)
 
 
 @lru_cache(maxsize=65536)
-def head(work: Work, shape: LayerDims) -> Pass:
+def head(work: Work, dims: LayerDims) -> Pass:
     """Final norm, logits and loss."""
-    tokens = work.micro_batch * shape.sequence // work.context
-    rows = shape.rows // work.tensor
-    forward, backward = linear(work.wide, tokens, shape.hidden, rows)
+    tokens = work.micro_batch * dims.sequence // work.context
+    rows = dims.rows // work.tensor
+    forward, backward = linear(work.wide, tokens, dims.hidden, rows)
     moved = tokens * rows * work.software.logit_bytes * work.each / 2 / work.bandwidth
     host = 20 * work.software.launch
     return Pass(forward + moved / 2, backward + moved / 2, host, host, 0.0, 0.0)

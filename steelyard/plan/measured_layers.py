@@ -81,13 +81,15 @@ def refuse_another(profile: Profile, recipe: Recipe, path: str | Path, cluster: 
         "sequence_length": recipe.data.sequence_length,
         "precision": recipe.train.precision,
     }
-    told = {
+    reported = {
         "family": model.family,
         "heads": model.heads,
         "ffn": model.ffn,
         "kv_heads": getattr(model, "kv_heads", model.heads),
     }
-    mine |= {key: value for key, value in told.items() if getattr(profile, key) is not None}  # Older ones do not tell.
+    mine |= {
+        key: value for key, value in reported.items() if getattr(profile, key) is not None
+    }  # Older ones do not tell.
     for key, value in mine.items():
         if getattr(profile, key) != value:
             raise UserError(

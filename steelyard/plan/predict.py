@@ -46,7 +46,7 @@ class Predictor:
     ) -> None:
         self.profiles = {profile.gpu: profile for profile in profiles}
         self.recipe, self.cluster, self.software = recipe, linked(cluster, self.profiles), software
-        self.shape = LayerDims.of(recipe)
+        self.dims = LayerDims.of(recipe)
         self.each = 4 if recipe.train.precision == "fp32" else 2
         self._costs: dict[tuple[object, ...], dict[int, StageCost]] = {}
         self._costs_on: dict[tuple[object, ...], StageCost] = {}
@@ -179,13 +179,13 @@ class Predictor:
     def _new_cost(self, layout: Layout, gpu: Gpu, tensor: Ring, context: Ring) -> StageCost:
         cut = (layout.tensor, layout.context, layout.sequence_parallel)
         work = Work.of(self.recipe, gpu, self.software, layout.micro_batch, cut)
-        tokens = layout.micro_batch * self.shape.sequence // layout.context
-        stream = self.each * tokens * self.shape.hidden
+        tokens = layout.micro_batch * self.dims.sequence // layout.context
+        stream = self.each * tokens * self.dims.hidden
         # With sequence parallelism a sum is a reduce-scatter and an all-gather: the same bytes, two starts.
         sum_ = 2 * tensor.gather(stream) if layout.sequence_parallel else tensor.all_reduce(stream)
         if self.software.hides_exchange:
             sum_ /= layout.tensor
-        keys = 2 * self.each * tokens * layout.context * self.shape.key / layout.tensor
+        keys = 2 * self.each * tokens * layout.context * self.dims.key / layout.tensor
         gathered = context.gather(keys)
         launch = self.software.collective_launch * (layout.tensor > 1) * (2 if layout.sequence_parallel else 1)
         layer, full = self._measured(work), layout.recompute == "full"
@@ -202,19 +202,19 @@ class Predictor:
                 exchange=4 * sum_ + 3 * gathered + sums_again,
                 weights=layer.forward,  # One product of three in each map; the rest is small.
             ),
-            _ends(compute.embedding(work, self.shape), sum_ / 2, 0.0, launch),
-            _ends(compute.head(work, self.shape), 0.0, sum_, launch),
+            _ends(compute.embedding(work, self.dims), sum_ / 2, 0.0, launch),
+            _ends(compute.head(work, self.dims), 0.0, sum_, launch),
         )
 
     def _measured(self, work: Work) -> Pass:
         """A layer's passes as reckoned, or, where its GPU was profiled, scaled by the nearest measurement."""
-        layer = compute.layer(work, self.shape)
+        layer = compute.layer(work, self.dims)
         profile = self.profiles.get(work.gpu.name)
         if profile is None:
             return layer
         found = profile.nearest(work.tensor, work.micro_batch)
         same = replace(work, tensor=found.tensor, micro_batch=found.micro_batch, context=1, sequence_parallel=False)
-        known = compute.layer(same, self.shape)
+        known = compute.layer(same, self.dims)
         ahead = found.forward / compute.together(known.host_forward, known.forward)
         back = found.backward / compute.together(known.host_backward, known.backward)
         return Pass(
@@ -229,8 +229,8 @@ class Predictor:
     def send(self, layout: Layout, one: Sequence[Seat], other: Sequence[Seat]) -> float:
         """Seconds from one stage to the next: the slowest pair, all of a node's ranks sending at once."""
         cut = layout.tensor if layout.sequence_parallel or self.software.scattered else 1
-        tokens = layout.micro_batch * self.shape.sequence // layout.context
-        bytes_ = self.each * tokens * self.shape.hidden / cut
+        tokens = layout.micro_batch * self.dims.sequence // layout.context
+        bytes_ = self.each * tokens * self.dims.hidden / cut
         return max(communication.send(self.cluster, a, b, bytes_, a.ranks) for a, b in _pairs(one, other))
 
     def sizes(self, tensor: int) -> Parameters:

@@ -109,9 +109,9 @@ def _gpu(kind: str, features: str) -> tuple[str, str | None]:
         spellings = (bare.replace("_", "-"), bare, re.sub(r"[-_ ]", "", bare), family)
         known = next((gpu for spelling in spellings if (gpu := by_name(spelling)) is not None), None)
         return (known.name if known else name), None
-    told = next((choices[size] for size in sizes if size in choices), None)
-    if told is not None or len(choices) == 1:
-        return told or next(iter(choices.values())), None
+    reported = next((choices[size] for size in sizes if size in choices), None)
+    if reported is not None or len(choices) == 1:
+        return reported or next(iter(choices.values())), None
     guess = next(iter(choices.values()))
     others = ", ".join(other for other in choices.values() if other != guess)
     return guess, f"Slurm says {kind} and not with how much memory: taken for {guess}; if it is not, write {others}"

@@ -172,7 +172,7 @@ class StepCost:
         if zero == 3:
             seconds += 2 * micro_batches * self.rings[0].gather(self.predictor.each * held)
             hidden += times.forward[0] * micro_batches
-        layers = max(1, self.predictor.shape.layers)
+        layers = max(1, self.predictor.dims.layers)
         return max(seconds - hidden * (layers - 1) / layers, seconds / layers)
 
     def seconds(self, counts: tuple[int, ...], settled: bool = False) -> float:

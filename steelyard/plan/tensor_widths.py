@@ -114,9 +114,9 @@ def resharded(
     predictor: Predictor, one: Layout, other: Layout, senders: Sequence[Seat], receivers: Sequence[Seat]
 ) -> float:
     """Seconds to hand a chunk's activations, or their gradients, to a stage of another width."""
-    shape, scattered = predictor.shape, predictor.software.scattered
+    dims, scattered = predictor.dims, predictor.software.scattered
     cuts = [layout.tensor if layout.sequence_parallel or scattered else 1 for layout in (one, other)]
-    received = predictor.each * other.micro_batch * shape.sequence * shape.hidden / cuts[1]
+    received = predictor.each * other.micro_batch * dims.sequence * dims.hidden / cuts[1]
     sent = received * (other.tensor * other.data) / (one.tensor * one.data)
     # A rank receives from every data rank that its samples lie on, and every piece of them.
     arriving = -(-one.data // other.data) * -(-cuts[0] // cuts[1])

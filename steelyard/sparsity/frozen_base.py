@@ -56,7 +56,7 @@ def digests(source: CheckpointSource, names: list[str]) -> list[list[Any]]:
         for name in names:
             tensor = source.tensor(name)
             if name in VOCABULARY:
-                tensor = tensor[: source.shape.vocab]
+                tensor = tensor[: source.config.vocab]
             waiting.append((name, tensor, pool.submit(_digest, tensor)))
             progress.advance(1)
             while len(waiting) > THREADS:

@@ -178,7 +178,7 @@ class HiddenStates:
 def _embedded(source: CheckpointSource, task: Task, tokens_BL: Tensor) -> HiddenStates:
     first = _stage(source, task, StageSpec(range(0), first=True, last=False))
     at_once = max(1, TOKENS_AT_ONCE[task.device.type] // tokens_BL.shape[1])
-    home = _home(task, tokens_BL.numel() * source.shape.hidden * task.dtype.itemsize)
+    home = _home(task, tokens_BL.numel() * source.config.hidden * task.dtype.itemsize)
     with torch.no_grad():
         batches = [first(batch.to(task.device)).to(home) for batch in tokens_BL.split(at_once)]
     return HiddenStates(batches, task.device)
@@ -193,7 +193,7 @@ def _home(task: Task, needed: int) -> torch.device:
 def _stage(source: CheckpointSource, task: Task, part: StageSpec) -> LanguageModel:
     """A slice of the model on the device: products in the precision to compute in, norms in fp32."""
     with torch.device("meta"):
-        stage = model.build(source.shape, part)
+        stage = model.build(source.config, part)
     for module in stage.modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):
             module.to(task.dtype)

@@ -95,7 +95,7 @@ class MagnitudeMasks:
         self.source, self.path = source, source.path
         self.base: dict[str, Any] = {}  # its own weights, which go on changing
         self.pattern = Pattern.parse(str(about["pattern"]), where=str(source.path))
-        self._sizes = maskable(source.shape)
+        self._sizes = maskable(source.config)
         self._names = chosen(self._sizes, about.get("include", []), about.get("exclude", []))
 
     def names(self) -> list[str]:

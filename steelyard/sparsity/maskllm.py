@@ -40,7 +40,7 @@ class MaskLlm:
     def __init__(self, source: Mapped, ranks: Ranks) -> None:
         self.path: Path = source.path
         self.base: dict[str, Any] = {}  # weights lie beside the masks
-        self._shape, self._ranks = source.shape, ranks
+        self._config, self._ranks = source.config, ranks
         self._sizes = source.sizes()
         self._entries = {
             name: entry
@@ -109,4 +109,4 @@ class MaskLlm:
 
     def _ours(self, entry: Entry, name: str, pieces: list[Tensor]) -> Tensor:
         whole = self._ranks.joined(entry, pieces)
-        return taken_apart(entry, whole, self._shape)[entry.ours.index(name)]
+        return taken_apart(entry, whole, self._config)[entry.ours.index(name)]

@@ -64,8 +64,8 @@ def prune(request: PruneRequest) -> dict[str, Any]:
     update = _update(request, method)
     refuse_destination(request.destination, is_file=request.save == "mask")
     source = open_source(request.checkpoint)
-    check(source, source.shape)
-    sizes = maskable(source.shape)
+    check(source, source.config)
+    sizes = maskable(source.config)
     names = chosen(sizes, request.include, request.exclude)
     pattern.check({name: sizes[name] for name in names})
     device = device_for(request.device)
@@ -116,10 +116,10 @@ def _windows(request: PruneRequest, source: CheckpointSource, method: Method) ->
         if method != "magnitude":
             raise UserError(f"{method} needs to see inputs", where="--calibration", hint="name a text or token files")
         return None
-    sees = positions_of(source.shape, source.extra)
+    sees = positions_of(source.config, source.extra)
     length = request.length or min(LONGEST, sees)
     if length > sees:
-        if isinstance(source.shape, GptConfig):
+        if isinstance(source.config, GptConfig):
             raise UserError(
                 f"windows of {length} tokens are longer than the model's {sees} positions",
                 where="--sequence-length",
@@ -130,7 +130,7 @@ def _windows(request: PruneRequest, source: CheckpointSource, method: Method) ->
     if not is_prefix(request.calibration) and (request.tokenizer or source.tokenizer):
         tokenizer = tokenizers.load_tokenizer(request.tokenizer) if request.tokenizer else source.load_tokenizer()
     asked = Calibration(request.calibration, request.samples, length, request.seed)
-    return windows(asked, tokenizer, source.shape.vocab)
+    return windows(asked, tokenizer, source.config.vocab)
 
 
 def _write(
@@ -139,7 +139,7 @@ def _write(
     """Write the result while it comes about; gives a row for each layer."""
     rows: list[dict[str, Any]] = []
 
-    def told() -> Generator[LayerOnDevice, None, None]:
+    def reported() -> Generator[LayerOnDevice, None, None]:
         with closing(pruned_layers(source, task, tokens_BL)) as layers:
             for layer in layers:
                 row = layer.summary()
@@ -147,7 +147,7 @@ def _write(
                 console.say(as_line(row))
                 yield layer
 
-    with closing(told()) as layers:
+    with closing(reported()) as layers:
         if request.save == "mask":
             each = ((name, matrix.mask_OI) for layer in layers for name, matrix in layer.matrices.items())
             mask_file.write(request.destination, each, task.pattern, frozen_base.identity(source), about)

@@ -21,10 +21,10 @@ from steelyard.model.modules import Linear
 LAYERS = re.compile(r"(\d+)(?:-(\d+))?")
 
 
-def maskable(shape: GptConfig | LlamaConfig) -> dict[str, tuple[int, int]]:
+def maskable(config: GptConfig | LlamaConfig) -> dict[str, tuple[int, int]]:
     """The matrices that may be masked and their sizes, [out, in], in the order of the layers."""
     with torch.device("meta"):
-        network = model.build(shape)
+        network = model.build(config)
     return {
         f"layers.{name}.weight": (module.out_features, module.in_features)
         for name, module in network.layers.named_modules()

@@ -87,8 +87,8 @@ def rows_on_the_hub(name: str) -> list[Path]:
         raise UserError(f"{name} on the hub holds no jsonl or parquet files")
     splits: dict[str, list[Path]] = {}
     for path in found:
-        told = SPLIT.search(str(path.relative_to(folder)))
-        splits.setdefault(told[1] if told else "", []).append(path)
+        reported = SPLIT.search(str(path.relative_to(folder)))
+        splits.setdefault(reported[1] if reported else "", []).append(path)
     wanted = [each for each in splits if each.startswith("train")] or list(splits)
     chosen = split or ("train" if "train" in wanted else wanted[0])
     if chosen not in splits or (not split and chosen != "train" and len(wanted) > 1):

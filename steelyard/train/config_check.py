@@ -72,8 +72,8 @@ def differences(everyone: list[tuple[str, dict[str, str]]]) -> list[str]:
             who.setdefault(own.get(key, "unset"), []).append(rank)
         if len(who) > 1:
             shares = sorted(who.items(), key=lambda item: -len(item[1]))
-            told = [f"{value} on {_names(everyone, ranks)}" for value, ranks in shares]
-            lines.append(f"{key}: {', '.join(told)}")
+            reported = [f"{value} on {_names(everyone, ranks)}" for value, ranks in shares]
+            lines.append(f"{key}: {', '.join(reported)}")
     return lines
 
 

@@ -43,10 +43,10 @@ def report(folder: Run, recipe: Recipe, mesh: Mesh, world: World, device: torch.
         dist.all_gather_object(everyone, own)
     here = [each for each in everyone if each["host"] == own["host"]]
     if here[0]["rank"] == world.rank:
-        told = {key: value for key, value in own.items() if key not in ("rank", "process id")}
-        told["logged"] = _size(folder.path / "logs" / f"{own['host']}.err")
-        told |= {"ranks": [each["rank"] for each in here], "process ids": [each["process id"] for each in here]}
-        files.write_json(folder.path / HOSTS / f"{own['host']}.json", told)
+        reported = {key: value for key, value in own.items() if key not in ("rank", "process id")}
+        reported["logged"] = _size(folder.path / "logs" / f"{own['host']}.err")
+        reported |= {"ranks": [each["rank"] for each in here], "process ids": [each["process id"] for each in here]}
+        files.write_json(folder.path / HOSTS / f"{own['host']}.json", reported)
 
 
 def _size(path: Path) -> int:

@@ -104,15 +104,15 @@ class SkippedSteps:
             self._is_reported = True
             number, micro_batch, *norms = self._noted.tolist()
             step = self._steps.get(int(number))
-            told, hint = "", HINTS[UNDETERMINED]
+            reported, hint = "", HINTS[UNDETERMINED]
             if step is not None:
-                told, hint = self._attributed(step, int(micro_batch), norms, is_latest=step.number == counters.step)
+                reported, hint = self._attributed(step, int(micro_batch), norms, is_latest=step.number == counters.step)
             if exceeded is not None:
-                fault = RuntimeFailure(exceeded + told, hint=hint)
+                fault = RuntimeFailure(exceeded + reported, hint=hint)
                 fault.shared = self.world.size > 1
                 raise fault
             if self.world.is_rank0:
-                console.warn(f"step {int(number)} was skipped{told}")
+                console.warn(f"step {int(number)} was skipped{reported}")
         self._steps.clear()
 
     def _attributed(self, step: SkippedStep, micro_batch: int, norms: list[float], is_latest: bool) -> tuple[str, str]:
@@ -285,15 +285,15 @@ def located(
 ) -> str:
     """The parameters, the rank and the micro-batch, from what was noted in the step, or else found in it again."""
     names = list(dict.fromkeys(name for each in (*noted, *again) for _, name in each.gradients))
-    told = f"non-finite gradient of {listed(names)}" if names else "no gradient is non-finite, but their norm is"
+    reported = f"non-finite gradient of {listed(names)}" if names else "no gradient is non-finite, but their norm is"
     for everyones in (noted, again):
         for rank, findings in enumerate(everyones):
             for number in findings.micro_batches[:1]:
                 first = step.first + (findings.data - data) * step.rows + number * micro_batch
                 samples = f"samples {first} to {first + micro_batch - 1}"
-                return f"{told}, from micro-batch {number} ({samples}) on rank {rank} ({hosts[rank]})"
+                return f"{reported}, from micro-batch {number} ({samples}) on rank {rank} ({hosts[rank]})"
     numbers = sorted({number for each in again for number, _ in each.gradients if number != NOT_ONE})
     of = f"micro-batch {numbers[0]}" if numbers else "no single micro-batch"
     bad = [rank for rank, findings in enumerate(again if any(map(is_bad, again)) else noted) if is_bad(findings)]
     on = f"rank {bad[0]} ({hosts[bad[0]]})" if len(bad) == 1 else "no single rank"
-    return f"{told}, from {of} on {on}"
+    return f"{reported}, from {of} on {on}"

@@ -61,7 +61,7 @@ class StepTimer:
         yield
         self._data += time.perf_counter() - before
 
-    def told(self, seconds: float, steps: int) -> dict[str, Any]:
+    def reported(self, seconds: float, steps: int) -> dict[str, Any]:
         """Which rank computes longest for a step, given how long a step took; nothing where a rank is alone."""
         if not self.is_on:
             return {}

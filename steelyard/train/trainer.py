@@ -234,7 +234,7 @@ class Trainer:
             "nonfinite": counters.nonfinite,
         }
         record |= self.extension.metrics() | self.speed.of(counters.tokens, seconds, steps)
-        record |= self.pace.told(seconds, steps)
+        record |= self.pace.reported(seconds, steps)
         record["peak_memory"] = peak_memory.peak(self.device)
         self.recorder.record(record)
         console.say(line(record, self.recipe.train.steps))
@@ -301,10 +301,10 @@ class Trainer:
             last = saved.step if saved is not None and is_own else -1
             self.folder.forget_after(last)
             timeline.forget_after(self.folder.path / TIMELINE, last)
-            told = [
+            reported = [
                 record["valid_loss"] for record in self.folder.metrics() if "valid_loss" in record and record["step"]
             ]
-            losses = [math.inf if loss is None else loss for loss in told]  # None was no finite number.
+            losses = [math.inf if loss is None else loss for loss in reported]  # None was no finite number.
             return saved, is_own, losses
 
         saved, is_own, self.valid_losses = run_on_rank0(self.world, newest)

@@ -98,10 +98,10 @@ def _is_number(value: float | None) -> bool:
 
 def _line(number: int, point: dict[str, Any], ended: TrialEnd, measured: list[ObjectiveValues]) -> str:
     settings = "  ".join(f"{name}={_value(value)}" for name, value in point.items())
-    told = "  ".join(
+    reported = "  ".join(
         f"{each.objective.label} {each.value:.6g}" if each.value is not None else "" for each in measured
     ).strip()
-    how = told if ended.outcome == outcome.FINISHED else f"{ended.outcome.replace('_', ' ')}: {ended.reason}"
+    how = reported if ended.outcome == outcome.FINISHED else f"{ended.outcome.replace('_', ' ')}: {ended.reason}"
     return f"trial {number}  {settings}  {how}  ({units.duration(ended.seconds)})"
 
 

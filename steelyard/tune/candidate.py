@@ -32,7 +32,7 @@ def recipe_at(tune: Tune, point: Point, is_trial: bool) -> Recipe:
     Where jobs run on a cluster with several types of nodes, and the recipe names none, it says on which.
     """
     overrides = [*tune.overrides, *(f"{key}={_toml(value)}" for key, value in point.items())]
-    recipe = load_recipe(str(tune.recipe), overrides, _completion(tune, overrides, is_trial), tune.told_by)
+    recipe = load_recipe(str(tune.recipe), overrides, _completion(tune, overrides, is_trial), tune.override_places)
     cluster = _cluster(tune.cluster) if tune.cluster is not None and tune.launch.on is not None else None
     if cluster is None or len(cluster.nodes) == 1 or recipe.parallel.placement:
         return recipe

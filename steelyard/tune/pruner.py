@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from steelyard.tune import outcome
 from steelyard.tune.objective import ObjectiveValues, at_step
 from steelyard.tune.spec import Tune
-from steelyard.tune.trial_history import result_of, told
+from steelyard.tune.trial_history import reported, result_of
 
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
@@ -24,7 +24,7 @@ class Stopping:
 
     def __init__(self, tune: Tune, trials: Sequence[FrozenTrial], measured: Sequence[ObjectiveValues]) -> None:
         self.rule, self.measured = tune.early_stopping, measured
-        done = [told(trial, "curves", []) for trial in trials if result_of(trial) == outcome.FINISHED]
+        done = [reported(trial, "curves", []) for trial in trials if result_of(trial) == outcome.FINISHED]
         self.curves = [curves for curves in done if len(curves) == len(measured)]
         self._judged = -1
 

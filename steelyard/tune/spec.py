@@ -104,12 +104,12 @@ class Tune(Section):
     trial: TrialLimits = TrialLimits()
     early_stopping: EarlyStopping = EarlyStopping()
     launch: Launching = Launching()
-    _told_by: list[str] = PrivateAttr([])
+    _override_places: list[str] = PrivateAttr([])
 
     @property
-    def told_by(self) -> list[str]:
+    def override_places(self) -> list[str]:
         """The places of those overrides that the file makes; the others are the command line's."""
-        return self._told_by
+        return self._override_places
 
     @property
     def ranks(self) -> int | None:
@@ -173,7 +173,7 @@ def checked(values: dict[str, Any], places: dict[str, str], source: str, changes
     except ValidationError as error:
         raise explained(error, values, places, source, Tune) from None
     if "overrides" in places and isinstance(overridden, list):
-        tune._told_by = [place_of("overrides", places) or source] * len(overridden)
+        tune._override_places = [place_of("overrides", places) or source] * len(overridden)
     validation.refuse(tune, places, source)
     return tune
 

@@ -180,10 +180,10 @@ class Study:
         """Write down how a trial ended, for the sampler and for people."""
         from optuna.trial import TrialState
 
-        told = {"outcome": ended.outcome, "reason": ended.reason, "seconds": round(ended.seconds, 3)}
-        told["at"] = trial_history.now().isoformat()
+        reported = {"outcome": ended.outcome, "reason": ended.reason, "seconds": round(ended.seconds, 3)}
+        reported["at"] = trial_history.now().isoformat()
         curves = {"values": [each.value for each in measured], "curves": [each.short_curve() for each in measured]}
-        trial.set_user_attr("ended", told | (curves if measured else {}))
+        trial.set_user_attr("ended", reported | (curves if measured else {}))
         if ended.outcome == outcome.FINISHED:
             self.optuna.tell(trial, [float(each.value or 0.0) for each in measured])
             return
@@ -218,11 +218,11 @@ class Study:
             if trial.state != TrialState.RUNNING or not self._is_lost(trial):
                 continue
             retries, is_elsewhere = int(trial.user_attrs.get("retries", 0)), self.tune.launch.on is not None
-            told = {"outcome": outcome.LOST, "reason": "its worker was killed"}
+            reported = {"outcome": outcome.LOST, "reason": "its worker was killed"}
             if retries >= RETRIES and not is_elsewhere:
-                told = {"outcome": outcome.CRASHED, "reason": "its worker was killed, as before"}
+                reported = {"outcome": outcome.CRASHED, "reason": "its worker was killed, as before"}
             try:
-                self.optuna._storage.set_trial_user_attr(trial._trial_id, "ended", told)
+                self.optuna._storage.set_trial_user_attr(trial._trial_id, "ended", reported)
                 self.optuna.tell(trial.number, state=TrialState.FAIL)
             except (RuntimeError, ValueError):
                 continue  # Another worker was faster.

@@ -47,7 +47,7 @@ def _history(objective: Objective, index: int, trials: Sequence[FrozenTrial]) ->
     best: list[tuple[int, float]] = []
     shown: dict[str, list[tuple[int, float, str]]] = {}
     for trial in trial_history.ran(trials):
-        values = trial.values or trial_history.told(trial, "values") or []
+        values = trial.values or trial_history.reported(trial, "values") or []
         value = values[index] if index < len(values) else None
         name = trial_history.result_of(trial)
         if value is not None:

@@ -45,14 +45,14 @@ def render(tune: Tune, study: Study) -> str:
 
 
 def _summary(tune: Tune, trials: Sequence[FrozenTrial]) -> list[tuple[str, str]]:
-    told = Counter(trial_history.result_of(trial) for trial in trials)
-    seconds = sum(float(trial_history.told(trial, "seconds", 0.0)) for trial in trials)
+    reported = Counter(trial_history.result_of(trial) for trial in trials)
+    seconds = sum(float(trial_history.reported(trial, "seconds", 0.0)) for trial in trials)
     objectives = "; ".join(f"{each.direction} {each.label} ({each.picked})" for each in tune.objectives)
     return [
         ("Of", secrets.scrub(tune.command or f"the recipe {tune.name}")),
         ("Objectives", objectives),
         ("Trials", f"{len(trial_history.ran(trials))}, {units.duration(seconds)} of runs"),
-        ("Outcomes", ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in sorted(told.items()))),
+        ("Outcomes", ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in sorted(reported.items()))),
     ]
 
 
@@ -78,14 +78,14 @@ def _trials(tune: Tune, trials: Sequence[FrozenTrial]) -> str:
         if trial_history.result_of(trial) in UNLISTED:
             unlisted += 1
             continue
-        values: Sequence[Any] = trial.values or trial_history.told(trial, "values") or [None] * len(tune.objectives)
+        values: Sequence[Any] = trial.values or trial_history.reported(trial, "values") or [None] * len(tune.objectives)
         cells = [
             trial.number,
             *(trial.params.get(name, "") for name in tune.space),
             *values,
             trial_history.result_of(trial).replace("_", " "),
-            trial_history.told(trial, "seconds", ""),
-            trial_history.told(trial, "reason", ""),
+            trial_history.reported(trial, "seconds", ""),
+            trial_history.reported(trial, "reason", ""),
         ]
         rows.append([_cell(cell) for cell in cells])
     remark = f"<p>{unlisted} proposals are not listed: repeated, or against a constraint.</p>" if unlisted else ""

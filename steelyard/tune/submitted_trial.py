@@ -77,10 +77,10 @@ def world_of(tune: Tune, recipe: Recipe) -> int:
 def start(asked: SubmitRequest) -> Path:
     """Submit it, and return its run folder. Where the study is, with a password perhaps, is no business of a job's."""
     with _without(STORAGE):
-        told = submit(asked)
-    ranks = f"{told['ranks']} ranks" if told["ranks"] > 1 else "one rank"
-    console.say(f"{asked.name} is job {', '.join(told['jobs'])}, {ranks}")
-    return Path(told["run"])
+        reported = submit(asked)
+    ranks = f"{reported['ranks']} ranks" if reported["ranks"] > 1 else "one rank"
+    console.say(f"{asked.name} is job {', '.join(reported['jobs'])}, {ranks}")
+    return Path(reported["run"])
 
 
 @contextlib.contextmanager
@@ -201,9 +201,9 @@ def abandon(run: Path) -> None:
         launch = launched(run)
         if launch is None or not launch.jobs:
             return
-        told = cancel.cancel_run(run)
+        reported = cancel.cancel_run(run)
     except SteelyardError as error:
         console.warn(f"what runs in {run} could not be cancelled: {error}")
         return
-    if told["cancelled"]:
-        console.say(f"job {', '.join(told['jobs'])} of {run} is cancelled: nobody follows it any more")
+    if reported["cancelled"]:
+        console.say(f"job {', '.join(reported['jobs'])} of {run} is cancelled: nobody follows it any more")

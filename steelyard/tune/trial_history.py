@@ -30,10 +30,10 @@ def result_of(trial: FrozenTrial) -> str:
     """How a trial ended; `running` or `waiting` where it has not."""
     if not trial.state.is_finished():
         return trial.state.name.lower()
-    return str(told(trial, "outcome", outcome.LOST))
+    return str(reported(trial, "outcome", outcome.LOST))
 
 
-def told(trial: FrozenTrial, name: str, otherwise: Any = None) -> Any:
+def reported(trial: FrozenTrial, name: str, otherwise: Any = None) -> Any:
     """What was written down at a trial's end."""
     return trial.user_attrs.get("ended", {}).get(name, otherwise)
 
@@ -68,7 +68,7 @@ def tried(trials: Sequence[FrozenTrial]) -> dict[str, int]:
 def seconds_used(trials: Sequence[FrozenTrial], now: datetime) -> float:
     """Time in which at least one trial ran: with pauses left out, and workers side by side counted once."""
     spans = sorted(
-        (first, _moment(told(trial, "at"), trial.datetime_complete) or now)
+        (first, _moment(reported(trial, "at"), trial.datetime_complete) or now)
         for trial in trials
         if result_of(trial) in TIMED
         and (first := _moment(trial.user_attrs.get("worker", {}).get("since"), trial.datetime_start)) is not None

@@ -143,7 +143,7 @@ def _refuse_only_crashes(study: Study, folder: Path, at_least: int = CRASHES_AT_
         last = ran[-1]
         which = "the only trial crashed" if len(ran) == 1 else f"the first {len(ran)} trials all crashed, the last"
         raise RuntimeFailure(
-            f"{which} with: {trial_history.told(last, 'reason')}",
+            f"{which} with: {trial_history.reported(last, 'reason')}",
             hint=f"see {folder_of(folder, last.number) / LOG}; the same command goes on once it is mended",
         )
 
@@ -155,7 +155,10 @@ def _refuse_nothing_to_run(study: Study) -> None:
         return
     kinds = (outcome.PRUNED_BY_PLAN, outcome.BREAKS_CONSTRAINT)
     reasons = [
-        trial_history.told(each, "reason") for kind in kinds for each in trials if trial_history.result_of(each) == kind
+        trial_history.reported(each, "reason")
+        for kind in kinds
+        for each in trials
+        if trial_history.result_of(each) == kind
     ]
     raise UserError(
         f"no point of the space can run: {(reasons or ['none keeps the constraints'])[0]}",

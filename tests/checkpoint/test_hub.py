@@ -163,9 +163,9 @@ def test_a_disk_that_fills_up_keeps_what_has_come(stocked, small_disk, monkeypat
         (500, RuntimeFailure, "the hub answered 500"),
     ],
 )
-def test_an_answer_of_the_hub_becomes_one_error_without_the_token(stocked, tmp_path, capsys, status, kind, told):
+def test_an_answer_of_the_hub_becomes_one_error_without_the_token(stocked, tmp_path, capsys, status, kind, reported):
     stocked.faults = [Trouble("GET /api/models", status=status, times=99)]
-    with pytest.raises(kind, match=told) as caught:
+    with pytest.raises(kind, match=reported) as caught:
         hubs.pull(NAME, tmp_path / "model")
     assert TOKEN not in f"{caught.value!r} {caught.value} {capsys.readouterr()}"
 
@@ -235,10 +235,10 @@ def test_where_nothing_was_fetched_nothing_is_said_to_be_kept(stocked, monkeypat
     from huggingface_hub import constants
 
     stocked.faults = [Trouble("/api/models/", status=500, times=99)]
-    with pytest.raises(RuntimeFailure) as told:
+    with pytest.raises(RuntimeFailure) as reported:
         hubs.fetch(NAME)
-    assert "kept" not in str(told.value)
+    assert "kept" not in str(reported.value)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(SteelyardError) as told:
+    with pytest.raises(SteelyardError) as reported:
         hubs.fetch(NAME)
-    assert "kept" not in str(told.value)
+    assert "kept" not in str(reported.value)

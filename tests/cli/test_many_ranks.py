@@ -69,7 +69,7 @@ main()
         pytest.param("KeyError('weights')", "error: rank 1: KeyError: 'weights'", marks=pytest.mark.slow),
     ],
 )
-def test_a_rank_that_raises_is_named_first_and_the_run_goes_on_from_its_checkpoint(workplace, error, told):
+def test_a_rank_that_raises_is_named_first_and_the_run_goes_on_from_its_checkpoint(workplace, error, reported):
     words = ["train", "tiny.toml", "checkpoint.every=1", "checkpoint.background=false", PATIENT, "--nproc", "2"]
     code = RAISING.format(error=error)
     failed = preloaded.run(
@@ -77,7 +77,7 @@ def test_a_rank_that_raises_is_named_first_and_the_run_goes_on_from_its_checkpoi
     )
     assert failed.returncode == 1
     told_lines = [line for line in failed.stderr.splitlines() if line.startswith("error:")]
-    assert [line[: len(told)] for line in told_lines] == [told]
+    assert [line[: len(reported)] for line in told_lines] == [reported]
     assert Run.open(workplace.path / "runs" / "tiny").state in ("failed", "killed")
     resumed = workplace.steelyard(*words)
     assert resumed.returncode == 0, resumed.stderr
@@ -91,12 +91,14 @@ def test_a_rank_that_is_killed_ends_the_job_soon_and_the_run_can_go_on(workplace
         wait_for_step(workplace.path / "runs" / "tiny", 20)
         ranks = children(process.pid)
         os.kill(ranks[1], signal.SIGKILL)
-        _, told = process.communicate(timeout=600)
+        _, reported = process.communicate(timeout=600)
     finally:
         kill(process)
     assert process.returncode == 1
-    assert [line for line in told.splitlines() if line.startswith("error")] == ["error: rank 1 was killed by SIGKILL"]
-    assert "Traceback" not in told
+    assert [line for line in reported.splitlines() if line.startswith("error")] == [
+        "error: rank 1 was killed by SIGKILL"
+    ]
+    assert "Traceback" not in reported
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
     run = Run.open(workplace.path / "runs" / "tiny")
     saved = max(int(path.name.removeprefix("step-")) for path in run.checkpoints.glob("step-*"))

@@ -18,8 +18,8 @@ def test_doctor_in_a_job_measures_between_its_nodes(yard: Yard):
     yard.until_state(run, "COMPLETED", "FAILED")
     spoke = [path for path in (run / "logs").glob("*.out") if path.read_text().strip()]
     assert [path.stem for path in spoke] == ["a1"], everything(run)
-    told = json.loads(spoke[0].read_text().strip().splitlines()[-1])
-    [exchange] = [finding for finding in told["findings"] if finding["topic"] == "all-reduce"]
+    reported = json.loads(spoke[0].read_text().strip().splitlines()[-1])
+    [exchange] = [finding for finding in reported["findings"] if finding["topic"] == "all-reduce"]
     assert exchange["verdict"] == "ok", exchange
     assert (exchange["facts"]["hosts"], exchange["facts"]["ranks"], exchange["facts"]["right"]) == (2, 2, True)
 

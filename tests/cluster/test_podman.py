@@ -108,10 +108,12 @@ def containers() -> str:
 
 
 def test_a_command_sees_the_image_and_every_name_as_it_is(yard: Yard, boxed: list[str]):
-    told = yard.steelyard("shell", *boxed, "--", "/bin/cat", "/etc/this-image", "/mnt/in side/file").stdout
-    assert told == "yesseen"
-    told = yard.steelyard("shell", *boxed, "--", sys.executable, "-c", "import os; print(os.environ['HOSTILE'])").stdout
-    assert told == f"a 'b' $(touch {yard.path}/pwned)\nand \"more\"\n"
+    reported = yard.steelyard("shell", *boxed, "--", "/bin/cat", "/etc/this-image", "/mnt/in side/file").stdout
+    assert reported == "yesseen"
+    reported = yard.steelyard(
+        "shell", *boxed, "--", sys.executable, "-c", "import os; print(os.environ['HOSTILE'])"
+    ).stdout
+    assert reported == f"a 'b' $(touch {yard.path}/pwned)\nand \"more\"\n"
     assert not list(yard.path.rglob("pwned"))
 
 

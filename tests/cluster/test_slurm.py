@@ -67,8 +67,8 @@ def _jobs(run: Path) -> list[str]:
 def test_a_cancelled_job_saves_and_is_not_requeued(yard: Yard):
     run = yard.submit("alike.toml", "train.steps=100000", "checkpoint.every=0", "--on", "slurm", "--name", "ended")
     yard.until_step(run, 5)
-    told = json.loads(yard.steelyard("cancel", "ended", "--json").stdout)
-    assert told["cancelled"]
+    reported = json.loads(yard.steelyard("cancel", "ended", "--json").stdout)
+    assert reported["cancelled"]
     assert yard.until_state(run, "CANCELLED", seconds=300) == "CANCELLED"
     yard.lab.until(lambda: list((run / "checkpoints").glob("step-*")), "the checkpoint", 240)
     time.sleep(2)

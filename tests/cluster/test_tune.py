@@ -75,8 +75,10 @@ def test_a_tuner_killed_twice_has_its_job_taken_up_and_nodes_follow_from_the_lay
         yard.lab.until(lambda: len(set(launches(study).values())) == 2, "the job of the second worker", 240)
     finally:
         kill(tuner)
-    told = json.loads(yard.steelyard("tune", "jobs.toml", "--json", "--workers", "2").stdout)
-    assert (told["trials"], told["outcomes"]["finished"], told["outcomes"]["lost"]) == (2, 2, 3), everything(run)
+    reported = json.loads(yard.steelyard("tune", "jobs.toml", "--json", "--workers", "2").stdout)
+    assert (reported["trials"], reported["outcomes"]["finished"], reported["outcomes"]["lost"]) == (2, 2, 3), (
+        everything(run)
+    )
     found = launches(study)
     links = sorted((path.resolve(), path.parent) for path in (study / "trials").glob("*/run") if path.is_symlink())
     # Both jobs were followed on: no other was ever queued.
@@ -84,7 +86,7 @@ def test_a_tuner_killed_twice_has_its_job_taken_up_and_nodes_follow_from_the_lay
     taken_up = max(trial for job, trial in links if job == run.resolve())
     assert len({job for job, _ in links}) == 2
     assert [record["step"] for record in metrics(run)] == [*range(10, 201, 10)]
-    assert told["best"][0]["values"]["loss"] < 5
+    assert reported["best"][0]["values"]["loss"] < 5
     assert "step 200/200" in (taken_up / "log.txt").read_text()
 
 
@@ -105,11 +107,11 @@ def test_a_trial_that_takes_too_long_and_one_that_somebody_cancels_are_told_apar
     try:
         yard.lab.until(lambda: launches(study), "the first job", 240)
         assert yard.lab.client("scancel", launches(study)[0][0]).returncode == 0
-        told = json.loads(tuner.communicate(timeout=600)[0])
+        reported = json.loads(tuner.communicate(timeout=600)[0])
     finally:
         kill(tuner)
     assert outcomes(study) == [outcome.LOST, outcome.TIMED_OUT], (yard.path / "endless.log").read_text()
-    assert told["best"] == []
+    assert reported["best"] == []
     records = (study / "trials/00001/run/scheduler.jsonl").read_text().splitlines()
     assert json.loads(records[-1])["state"] == "CANCELLED"
     deadline = time.monotonic() + 300
@@ -124,8 +126,8 @@ def test_trials_run_over_the_hosts_of_mpirun(yard: Yard):
     sites.write_text(OVER_MPI.format(source=yard.environment["PYTHONPATH"], rsh=yard.lab.folder / "rsh"))
     (yard.path / "hosts.toml").write_text(STUDY.format(on="mpi", steps=10))
     words = ["tune", "hosts.toml", "--sites", str(sites), "--site", "hosts", "--json"]
-    told = json.loads(yard.steelyard(*words, beside="a1").stdout)
-    assert told["outcomes"] == {"finished": 2}
+    reported = json.loads(yard.steelyard(*words, beside="a1").stdout)
+    assert reported["outcomes"] == {"finished": 2}
     assert [nodes_and_ranks[1:] for nodes_and_ranks in launches(yard.path / "studies/hosts").values()] == [
         (2, 2),
         (1, 1),

@@ -31,10 +31,10 @@ def until_watched(yard: Yard, kind: str, named: str, *options: str, code: int, s
     while True:
         command = [sys.executable, "-P", "-m", "steelyard", "watch", named, "--json", *options]
         done = subprocess.run(command, cwd=yard.path, env=yard.environment, capture_output=True, text=True, timeout=600)
-        told = {verdict["kind"]: verdict["message"] for verdict in json.loads(done.stdout)["verdicts"]}
-        if done.returncode == code and kind in told:
-            return told[kind]
-        assert time.monotonic() < deadline, (done.returncode, told)
+        reported = {verdict["kind"]: verdict["message"] for verdict in json.loads(done.stdout)["verdicts"]}
+        if done.returncode == code and kind in reported:
+            return reported[kind]
+        assert time.monotonic() < deadline, (done.returncode, reported)
         time.sleep(0.5)
 
 
@@ -65,9 +65,11 @@ def test_a_live_job_is_healthy_then_stands_still_then_goes_on_and_then_is_cancel
         assert re.match(rf"no progress for 0:\d\d behind step {max(losses(run))}, where 0:\d\d would be much", said), (
             said
         )
-        told = watched(yard, "watched", 1)  # That may still be usual on a shared disk; that a rank was stopped is not.
-        assert list(told) == ["frozen"]
-        assert re.fullmatch(r"stopped by a signal \(SIGSTOP\): rank 1, process \d+, on a2", told["frozen"])
+        reported = watched(
+            yard, "watched", 1
+        )  # That may still be usual on a shared disk; that a rank was stopped is not.
+        assert list(reported) == ["frozen"]
+        assert re.fullmatch(r"stopped by a signal \(SIGSTOP\): rank 1, process \d+, on a2", reported["frozen"])
         assert yard.state(run) == "RUNNING"
     finally:
         os.kill(rank, signal.SIGCONT)
@@ -96,14 +98,14 @@ def test_nodes_that_read_an_old_recipe_are_named_whether_they_agree_or_not(yard:
         for run in runs.values():
             yard.lab.client("scontrol", "release", json.loads((run / "launch.json").read_text())["jobs"][0])
         until(lambda: yard.state(runs["astray"]) == "FAILED", runs["astray"])
-        told = watched(yard, "astray", 1)
-        assert list(told)[:2] == ["errors", "failed"]
+        reported = watched(yard, "astray", 1)
+        assert list(reported)[:2] == ["errors", "failed"]
         said = (runs["astray"] / "logs" / "a1.err").read_text()
         assert "the ranks read different recipes:\n  train.micro_batch: 2 on a1, 1 on a2\n" in said, said
         assert not losses(runs["astray"])
         yard.until_step(runs["outdated"], 30)
-        told = watched(yard, "outdated", 1)
-        assert told == {"other-configuration": "a1 has micro_batch 1 where 2 was asked for (and 1 more)"}
+        reported = watched(yard, "outdated", 1)
+        assert reported == {"other-configuration": "a1 has micro_batch 1 where 2 was asked for (and 1 more)"}
         assert yard.state(runs["outdated"]) == "RUNNING"
         page = yard.steelyard("watch", "outdated", code=1).stdout
         assert re.search(r"^asked for .* micro_batch 2 ", page, re.MULTILINE), page
@@ -118,6 +120,6 @@ def test_nodes_that_read_an_old_recipe_are_named_whether_they_agree_or_not(yard:
 def test_a_job_that_fails_names_its_error(yard: Yard):
     run = yard.submit("alike.toml", 'data.train="nothing_here"', "--on", "slurm", "--name", "lost")
     until(lambda: "FAILED" in yard.state(run), run)
-    told = watched(yard, "lost", 1)
-    assert list(told)[:2] == ["errors", "failed"]
-    assert "nothing_here" in told["errors"]
+    reported = watched(yard, "lost", 1)
+    assert list(reported)[:2] == ["errors", "failed"]
+    assert "nothing_here" in reported["errors"]

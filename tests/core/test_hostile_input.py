@@ -124,9 +124,9 @@ TOO_LARGE = (
 @pytest.mark.parametrize("change", TOO_LARGE)
 def test_a_dry_run_of_a_size_beyond_any_model_is_refused(tmp_path, capsys, change):
     (tmp_path / "tiny.toml").write_text(TINY + '[data]\ntrain = "x"\n')
-    told = refused(capsys, "train", tmp_path / "tiny.toml", "--dry-run", change)
-    assert change.partition("=")[0] in told
-    assert "less than or equal" in told
+    reported = refused(capsys, "train", tmp_path / "tiny.toml", "--dry-run", change)
+    assert change.partition("=")[0] in reported
+    assert "less than or equal" in reported
 
 
 @pytest.mark.parametrize("words", [["recipe", "check"], ["train"], ["checkpoint", "info"], ["checkpoint", "verify"],

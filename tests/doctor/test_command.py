@@ -39,15 +39,15 @@ def doctor(python, *words, **environment):
 
 def test_doctor_runs_where_there_is_no_torch_and_says_so(without_torch, tmp_path):
     done = doctor(without_torch, "--json", HOME=str(tmp_path))
-    told = json.loads(done.stdout)
-    findings = {finding["name"]: finding for finding in told["findings"]}
+    reported = json.loads(done.stdout)
+    findings = {finding["name"]: finding for finding in reported["findings"]}
     assert done.returncode == 1
-    assert told["verdict"] == "fail"
+    assert reported["verdict"] == "fail"
     assert findings["torch"]["words"] == "it is not installed"
     assert "make setup" in findings["torch"]["hint"]
     assert findings["Python"]["verdict"] == "ok"
     assert findings["all-reduce"]["verdict"] == "absent"
-    assert not any("the check itself failed" in finding["words"] for finding in told["findings"])
+    assert not any("the check itself failed" in finding["words"] for finding in reported["findings"])
 
 
 def test_doctor_never_imports_torch_itself():

@@ -147,9 +147,9 @@ def test_the_runtime_that_has_an_image_is_taken(bench):
 
 def test_docker_is_told_in_the_line_that_says_why_and_by_hand_as_docker_is_called(bench):
     bench.program("docker", "echo 'docker: no such thing' >&2; echo \"See 'docker run --help'.\" >&2; exit 125")
-    with pytest.raises(RuntimeFailure, match="docker: no such thing") as told:
+    with pytest.raises(RuntimeFailure, match="docker: no such thing") as reported:
         diagnose.examine_image(bench.machine(), "gone:1", "campus", lambda question: True)
-    assert "docker run --rm" in str(told.value)
+    assert "docker run --rm" in str(reported.value)
 
 
 def test_a_runtime_that_fails_is_told_in_its_own_words(bench):

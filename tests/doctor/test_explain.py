@@ -184,8 +184,8 @@ def test_a_line_that_is_no_error_is_not_taken_for_one(line):
     assert explain_line(line) is None
 
 
-def names_of(told: explain.Told) -> list[tuple[str, int]]:
-    return [(met.explained.name, met.line) for met in told.met.values()]
+def names_of(reported: explain.Told) -> list[tuple[str, int]]:
+    return [(met.explained.name, met.line) for met in reported.met.values()]
 
 
 def test_kernels_that_were_compiled_are_no_error_and_those_that_were_not_are(tmp_path):
@@ -230,14 +230,14 @@ def test_a_log_is_told_by_first_line_and_count_with_harmless_ones_last(tmp_path)
     log = tmp_path / "n060.err"
     lines = ["fine", *[MESSAGES[5][0]] * 3, "fine", *[MESSAGES[0][0]] * 2, "ValueError: something of its own", "fine"]
     log.write_text("\n".join(lines))
-    told = explain.as_result(explain.explain([str(log)]))
-    assert [(one["name"], one["line"], one["count"], one["harmless"]) for one in told["known"]] == [
+    reported = explain.as_result(explain.explain([str(log)]))
+    assert [(one["name"], one["line"], one["count"], one["harmless"]) for one in reported["known"]] == [
         ("cudnn-missing", 6, 2, False),
         ("kineto-not-running", 2, 3, True),
     ]
     text = explain.as_text(explain.explain([str(log)]))
     assert text.index("cudnn") < text.index("of its own") < text.index("Kineto")
-    assert told["unknown"] == [{"file": str(log), "line": 8, "text": "ValueError: something of its own"}]
+    assert reported["unknown"] == [{"file": str(log), "line": 8, "text": "ValueError: something of its own"}]
 
 
 def test_lines_are_numbered_across_blocks_and_very_long_lines(tmp_path, monkeypatch):
@@ -245,8 +245,8 @@ def test_lines_are_numbered_across_blocks_and_very_long_lines(tmp_path, monkeypa
     log = tmp_path / "log"
     long = "x" * 5000 + " OSError: [Errno 28] No space left on device " + "y" * 5000
     log.write_text("\n".join(["a" * 70] * 100 + [long] + ["b" * 30] * 100 + [MESSAGES[2][0]]))
-    told = explain.explain([str(log)])
-    found = {met.explained.name: met.line for met in told.met.values()}
+    reported = explain.explain([str(log)])
+    found = {met.explained.name: met.line for met in reported.met.values()}
     assert found == {"disk-full": 101, "nccl-missing": 202}
 
 
@@ -263,9 +263,9 @@ def test_an_answer_that_names_what_the_log_names_is_clean_too(tmp_path, monkeypa
     monkeypatch.setenv("HF_TOKEN", "hf_abcdefghijklmnopqrstuvwxyz")
     log = tmp_path / "log\x1b[2J"
     log.write_text("version `A' not found (required by \x1b]0;x\x07hf_abcdefghijklmnopqrstuvwxyz)\n")
-    told = explain.explain([str(log)])
-    assert [met.explained.name for met in told.met.values()] == ["library-too-new"]
-    for text in (explain.as_text(told), json.dumps(explain.as_result(told), ensure_ascii=False)):
+    reported = explain.explain([str(log)])
+    assert [met.explained.name for met in reported.met.values()] == ["library-too-new"]
+    for text in (explain.as_text(reported), json.dumps(explain.as_result(reported), ensure_ascii=False)):
         assert "hf_abc" not in text
         assert not {"\x1b", "\x07"} & set(text)
         assert "\\u00" not in text
@@ -275,9 +275,9 @@ def test_a_log_that_names_ever_new_things_is_kept_short(tmp_path):
     log = tmp_path / "log"
     names = ("".join(chr(97 + int(digit)) for digit in str(number)) for number in range(1000))
     log.write_text("".join(f"lib{name}.so: cannot open shared object file\n" for name in names))
-    told = explain.explain([str(log)])
-    assert len(told.met) == explain.MET_KEPT
-    assert sum(met.count for met in told.met.values()) == 1000
+    reported = explain.explain([str(log)])
+    assert len(reported.met) == explain.MET_KEPT
+    assert sum(met.count for met in reported.met.values()) == 1000
 
 
 @pytest.mark.timeout(300)
@@ -321,7 +321,7 @@ def test_a_log_of_a_gibibyte_is_read_in_bounded_memory(tmp_path):
         [sys.executable, "-c", reader], stdin=made.stdout, capture_output=True, text=True, timeout=600, cwd=root
     )
     assert made.wait(timeout=150) == 0
-    told = json.loads(done.stdout)
-    assert [one["name"] for one in told["known"]] == ["nccl-missing"]
-    assert told["bytes_read"] > 1 << 30
-    assert told["peak"] < 100 << 10, told["peak"]
+    reported = json.loads(done.stdout)
+    assert [one["name"] for one in reported["known"]] == ["nccl-missing"]
+    assert reported["bytes_read"] > 1 << 30
+    assert reported["peak"] < 100 << 10, reported["peak"]

@@ -125,9 +125,9 @@ def test_a_public_model_is_not_taken_for_a_private_one(hub, folder):
         (lambda t: t | {"model.norm.weight": torch.ones(65)}, "model.norm.weight: of another size"),
     ],
 )
-def test_a_model_that_does_not_work_is_not_uploaded(hub, folder, damage, told):
+def test_a_model_that_does_not_work_is_not_uploaded(hub, folder, damage, reported):
     change_weights(folder, damage)
-    with pytest.raises(RuntimeFailure, match=told):
+    with pytest.raises(RuntimeFailure, match=reported):
         publish.push(folder, NAME)
     assert writes(hub) == []
     assert hub.repositories == {}
@@ -274,16 +274,16 @@ def test_a_dry_run_of_a_name_alone_does_not_pretend_to_know_whose_it_is(hub, fol
     ("end", "told"), [(0, None), ([7, 0], None), (7, "ends texts at 7, and the tokenizer at <|endoftext|> (0)")]
 )
 def test_a_model_that_does_not_stop_where_its_tokenizer_does_is_remarked_on(
-    hub, folder, monkeypatch, end, told, capsys
+    hub, folder, monkeypatch, end, reported, capsys
 ):
     monkeypatch.setattr(publish, "try_out", lambda folder, prompt: "tried out elsewhere")
     for name in ("config.json", "generation_config.json"):
         table = json.loads((folder / name).read_text()) | {"eos_token_id": end}
         (folder / name).write_text(json.dumps(table))
     result = publish.push(folder, NAME, dry_run=True)
-    assert len(result["remarks"]) == (told is not None)
-    assert not told or told in result["remarks"][0]
-    assert not told or told in capsys.readouterr().err
+    assert len(result["remarks"]) == (reported is not None)
+    assert not reported or reported in result["remarks"][0]
+    assert not reported or reported in capsys.readouterr().err
 
 
 def test_without_a_tokenizer_the_command_that_adds_one_is_shown_and_works(hub, folder, monkeypatch):
@@ -343,10 +343,10 @@ def test_the_card_tells_the_run_and_no_place_on_this_machine(in_workplace, folde
         ("config.json", "no checkpoint of a known kind"),
     ],
 )
-def test_a_folder_that_is_no_whole_model_is_refused(hub, folder, remove, told):
+def test_a_folder_that_is_no_whole_model_is_refused(hub, folder, remove, reported):
     for path in list(folder.glob(f"{remove}*")) + (list(folder.glob("special*")) if remove == "tokenizer" else []):
         path.unlink()
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=reported):
         publish.push(folder, NAME)
     assert writes(hub) == []
 

@@ -112,12 +112,12 @@ def test_a_task_from_a_folder_is_scored(models, tmp_path, monkeypatch):
         (TASK % "x" + "process_docs: !function utils.anything\n", None),
     ],
 )
-def test_a_task_file_that_cannot_be_read_is_named_with_what_is_wrong_in_it(tmp_path, content, told):
+def test_a_task_file_that_cannot_be_read_is_named_with_what_is_wrong_in_it(tmp_path, content, reported):
     pytest.importorskip("yaml")
     (tmp_path / "mine.yaml").write_text(content)
     found = [f"{path.name}: {reason}" for path, reason in tasks._broken(tmp_path).items()]
-    assert len(found) == (told is not None)
-    assert not found or told in found[0]
+    assert len(found) == (reported is not None)
+    assert not found or reported in found[0]
 
 
 @pytest.mark.slow
@@ -137,6 +137,6 @@ def test_without_lm_eval_it_says_what_to_install(monkeypatch):
         return real(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(UserError, match="lm-eval") as told:
+    with pytest.raises(UserError, match="lm-eval") as reported:
         tasks.check_installed()
-    assert "steelyard[eval]" in str(told.value)
+    assert "steelyard[eval]" in str(reported.value)

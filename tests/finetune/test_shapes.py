@@ -7,7 +7,7 @@ import pytest
 from steelyard.core.errors import UserError
 from steelyard.core.recipe.finetune_section import FinetuneSection
 from steelyard.finetune.conversation import BadRow
-from steelyard.finetune.dataset_formats import Markers, conversation, preference, shape_of
+from steelyard.finetune.dataset_formats import Markers, conversation, format_of, preference
 from steelyard.finetune.encoding import EncodeStats
 from steelyard.finetune.sft_dataset import conversations
 from tests.finetune.conftest import write_jsonl
@@ -46,10 +46,10 @@ ROWS = {
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 def test_the_shape_is_seen_and_says_who_said_what(row):
-    found = conversation(row, shape_of(row, "here"), Markers(), "here", system=None)
+    found = conversation(row, format_of(row, "here"), Markers(), "here", system=None)
     assert [(message.role, message.content) for message in found.messages] == [("user", ASKED), ("assistant", SAID)]
     assert found.answers == [1]
-    with_system = conversation(row, shape_of(row, "here"), Markers(), "here", system="Be brief.")
+    with_system = conversation(row, format_of(row, "here"), Markers(), "here", system="Be brief.")
     assert with_system.messages[0].content == "Be brief."
 
 
@@ -62,7 +62,7 @@ def test_japanese_markers_split_a_text_of_several_turns():
 
 def test_an_instruction_is_followed_by_what_it_is_about():
     row = {"instruction": "Translate.", "input": "moon", "output": "月"}
-    found = conversation(row, shape_of(row, "here"), Markers(), "here", None)
+    found = conversation(row, format_of(row, "here"), Markers(), "here", None)
     assert found.messages[0].content == "Translate.\n\nmoon"
 
 
@@ -83,7 +83,7 @@ def test_threads_of_single_messages_are_joined(tmp_path):
         list(conversations([tmp_path / "oasst.jsonl"], tune, EncodeStats()))
     with pytest.raises(UserError, match="not of the shape flat-tree"):
         write_jsonl(tmp_path / "other.jsonl", [ROWS["messages"]])
-        list(conversations([tmp_path / "other.jsonl"], FinetuneSection(data=["x"], shape="flat-tree"), EncodeStats()))
+        list(conversations([tmp_path / "other.jsonl"], FinetuneSection(data=["x"], format="flat-tree"), EncodeStats()))
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_threads_of_single_messages_are_joined(tmp_path):
 )
 def test_a_row_that_breaks_its_promise_is_named(row, reason, tmp_path):
     with pytest.raises(BadRow, match=reason):
-        conversation(row, shape_of(row, "here"), Markers(), "here", None)
+        conversation(row, format_of(row, "here"), Markers(), "here", None)
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(ROWS["messages"]) + "\n" + json.dumps(row) + "\n{oops\n")
     with pytest.raises(UserError) as caught:
@@ -127,7 +127,7 @@ def test_calls_of_tools_are_read_as_objects_however_they_are_written():
         {"messages": [*said, answered], "tools": json.dumps(tools)},
         {"prompt": said, "completion": [answered], "tools": tools},
     ):
-        found = conversation(row, shape_of(row, "here"), Markers(), "here", None)
+        found = conversation(row, format_of(row, "here"), Markers(), "here", None)
         assert found.tools == tools
         given = [message.for_template() for message in found.messages]
         assert given[1] == {"role": "assistant", "content": "", "tool_calls": [call]}
@@ -139,7 +139,7 @@ def test_calls_of_tools_are_read_as_objects_however_they_are_written():
 
 def test_an_unknown_shape_is_told_with_its_keys():
     with pytest.raises(UserError, match="has the keys a, b"):
-        shape_of({"a": 1, "b": 2}, "rows.jsonl:1")
+        format_of({"a": 1, "b": 2}, "rows.jsonl:1")
 
 
 def test_a_preference_is_two_answers_to_the_same():

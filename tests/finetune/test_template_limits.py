@@ -77,9 +77,9 @@ ENDLESS = {
 
 @pytest.mark.parametrize("source", ENDLESS.values(), ids=ENDLESS)
 def test_an_endless_template_is_a_mistake_told(source):
-    with pytest.raises(UserError, match=r"the chat template hostile (does more than any|is not sound)") as told:
+    with pytest.raises(UserError, match=r"the chat template hostile (does more than any|is not sound)") as reported:
         Template("hostile", source).text(TALK)
-    assert "\n" not in told.value.message
+    assert "\n" not in reported.value.message
 
 
 VARIED = """

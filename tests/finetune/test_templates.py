@@ -113,8 +113,8 @@ def test_calls_and_thoughts_are_learned_and_what_tools_return_is_not():
 @pytest.mark.parametrize(
     ("lacks", "told"), [("tools", "for tools"), ("tool_calls", "tool_calls"), ("reasoning_content", "reasoning")]
 )
-def test_a_template_that_would_leave_something_out_is_refused(lacks, told):
-    with pytest.raises(BadRow, match=f"no place {'' if told == 'for tools' else 'for '}{told}"):
+def test_a_template_that_would_leave_something_out_is_refused(lacks, reported):
+    with pytest.raises(BadRow, match=f"no place {'' if reported == 'for tools' else 'for '}{reported}"):
         Template("lacking", CALLING.replace(lacks, "nothing")).render(CALLED)
     with pytest.raises(UserError, match="does not show which part"):  # Marks around its words would miss the call.
         Template("promptless", CALLING[: CALLING.index("{%- if add")]).render(CALLED)

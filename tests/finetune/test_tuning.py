@@ -150,7 +150,7 @@ def test_a_conversation_that_the_template_has_no_place_for_is_named_or_counted(b
     ("words", "message"),
     [
         (["finetune.template=nothing"], "there is no chat template nothing"),
-        (["finetune.shape=odd"], "finetune.shape odd is not known"),
+        (["finetune.format=odd"], "finetune.format odd is not known"),
         (["data.sequence_length=8", "finetune.overlong=drop"], "can be learned from"),
     ],
 )

@@ -66,11 +66,11 @@ class Job:
     def end(self, within: float = 300) -> str:
         """Wait for the end of the job, see that nothing is left, and return what it told."""
         try:
-            _, told = self.process.communicate(timeout=within)
+            _, reported = self.process.communicate(timeout=within)
         finally:
             kill(self.process)
         wait_until(lambda: not self.left(), 60)
-        return told
+        return reported
 
     def left(self) -> list[int]:
         """Processes that stand in the job's folder."""
@@ -121,8 +121,8 @@ dist.all_reduce(total)
 assert total == 3
 """
     job = start(work)
-    out, told = job.process.communicate(timeout=600)
-    assert (job.process.returncode, out, told) == (0, "rank 0 of 3 1\n", "")
+    out, reported = job.process.communicate(timeout=600)
+    assert (job.process.returncode, out, reported) == (0, "rank 0 of 3 1\n", "")
     assert job.left() == []
 
 
@@ -131,24 +131,24 @@ def test_a_rank_that_raises_is_named_and_the_others_do_not_wait(start):
     work = f"if world.rank == 2: time.sleep(1); raise Fault('the disk of rank 2 is full')\n{FOREVER}"
     job = start(work)
     job.ranks()
-    told = job.end()
-    assert (job.process.returncode, told) == (1, "error: rank 2: the disk of rank 2 is full\n")
+    reported = job.end()
+    assert (job.process.returncode, reported) == (1, "error: rank 2: the disk of rank 2 is full\n")
 
 
 def test_a_killed_rank_is_named(start):
     job = start(FOREVER)
     os.kill(job.ranks()[1], signal.SIGKILL)
-    told = job.end()
+    reported = job.end()
     assert job.process.returncode == 1
-    assert told == "error: rank 1 was killed by SIGKILL\n  out of memory? see dmesg\n"
+    assert reported == "error: rank 1 was killed by SIGKILL\n  out of memory? see dmesg\n"
 
 
 @pytest.mark.slow
 def test_a_rank_that_stops_answering_is_named_after_the_timeout(start):
     job = start(FOREVER, timeout=6 / 60)
     os.kill(job.ranks()[1], signal.SIGSTOP)
-    told = job.end()
-    assert (job.process.returncode, told) == (
+    reported = job.end()
+    assert (job.process.returncode, reported) == (
         1,
         "error: rank 1 stopped answering, and the others gave up waiting\n",
     )
@@ -167,8 +167,8 @@ def test_a_bug_and_a_crash_before_python_can_speak_are_told_with_their_rank(star
     assert "error: rank 1: KeyError: 'key'" in job.end()
     assert job.process.returncode == 1
     job = start("if world.rank == 1: print('the last line', flush=True); os._exit(7)\ntime.sleep(99)")
-    told = job.end()
-    assert told == "error: rank 1 ended with exit code 7\n  its last lines:\n  | the last line\n"
+    reported = job.end()
+    assert reported == "error: rank 1 ended with exit code 7\n  its last lines:\n  | the last line\n"
     assert job.process.returncode == 7
 
 

@@ -68,9 +68,9 @@ def test_what_cannot_be_seen_from_here_is_named_in_a_warning(queue, capsys):
     hidden = "/dev/shm/steelyard-no-such-folder/tokens"
     submit.submit(asked(f"data.train={hidden}", "data.tokenizer=someone/small", "train.device=cpu"))
     assert queue.exists()
-    told = capsys.readouterr().err
-    assert f"data.train: {hidden} cannot be seen from this machine" in told
-    assert "data.tokenizer: someone/small" in told
+    reported = capsys.readouterr().err
+    assert f"data.train: {hidden} cannot be seen from this machine" in reported
+    assert "data.tokenizer: someone/small" in reported
 
 
 def test_paths_inside_a_container_are_looked_for_where_they_are_bound_from(queue, capsys):

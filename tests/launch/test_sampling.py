@@ -17,10 +17,10 @@ def test_each_sample_tells_how_long_the_error_log_was_by_then(tmp_path: Path):
         log.write_text("ValueError: x\n")
         written, seen = time.time(), samples.read_text().count("\n")
         _until(lambda: samples.read_text().count("\n") > seen + 2)
-    told = [json.loads(line) for line in samples.read_text().splitlines()]
-    assert told[0]["logged"] == 0
-    assert told[-1]["logged"] == len("ValueError: x\n")
-    first = next(sample for sample in told if sample["logged"])
+    reported = [json.loads(line) for line in samples.read_text().splitlines()]
+    assert reported[0]["logged"] == 0
+    assert reported[-1]["logged"] == len("ValueError: x\n")
+    first = next(sample for sample in reported if sample["logged"])
     assert first["time"] >= written
 
 

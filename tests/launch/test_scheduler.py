@@ -139,8 +139,8 @@ def test_a_supervisor_is_known_by_more_than_its_number(tmp_path):
         assert supervisor.is_alive(who | {"started": 1}) is False
         assert supervisor.is_alive(who | {"host": "elsewhere"}) is None
     finally:
-        told = cancel.cancel_run(run)
-    assert told["state"] == "CANCELLED"
+        reported = cancel.cancel_run(run)
+    assert reported["state"] == "CANCELLED"
     assert supervisor.is_alive(who) is False
     assert cancel.cancel_run(run)["cancelled"] is False
 

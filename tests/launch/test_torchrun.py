@@ -61,11 +61,11 @@ class Job:
         return [int(file.read_text()) for file in files]
 
     def end(self) -> tuple[int, str]:
-        told = self.process.communicate(timeout=600)[1]
+        reported = self.process.communicate(timeout=600)[1]
         wait_until(lambda: not self.left(), 60)
         log = (self.folder / "logs" / f"{socket.gethostname()}.err").read_text()
-        assert told in log
-        return self.process.returncode, told
+        assert reported in log
+        return self.process.returncode, reported
 
     def left(self) -> list[int]:
         """Processes that stand in the job's folder."""

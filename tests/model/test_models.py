@@ -63,7 +63,7 @@ def test_weights_depend_on_seed_and_name_alone(family):
 def test_llama_equals_transformers(tied):
     transformers = pytest.importorskip("transformers")
     ours = tiny("llama", f"model.tied={tied}", "model.qkv_bias=true", "model.vocab_multiple=1")
-    shape = ours.shape
+    shape = ours.config
     scaling = shape.rope_scaling
     rope = {
         "rope_type": "llama3",
@@ -106,7 +106,7 @@ def test_gpt_equals_transformers(tied):
     transformers = pytest.importorskip("transformers")
     ours = tiny("gpt", f"model.tied={tied}", "model.vocab_multiple=1")
     config = transformers.GPT2Config(
-        vocab_size=100, n_embd=32, n_layer=2, n_head=4, tie_word_embeddings=ours.shape.tied,
+        vocab_size=100, n_embd=32, n_layer=2, n_head=4, tie_word_embeddings=ours.config.tied,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
     theirs = transformers.GPT2LMHeadModel(config)
@@ -200,5 +200,5 @@ def test_initial_weights_are_the_same_whatever_the_default_device_is():
     for name, parameter in built.named_parameters():
         rows, *row_shape = parameter.shape
         with torch.device("meta"):
-            drawn = model.initial(name, range(rows), row_shape, 1, built.shape.init_std, built.shape.layers)
+            drawn = model.initial(name, range(rows), row_shape, 1, built.config.init_std, built.config.layers)
         assert torch.equal(drawn, parameter)

@@ -83,8 +83,8 @@ class Folder:
         (self.path / "launch.json").write_text(json.dumps(self.launch))
         self._lines("scheduler.jsonl", self.jobs)
         self._lines("metrics.jsonl", self.records)
-        for host, told in self.hosts.items():
-            (self.path / "hosts" / f"{host}.json").write_text(json.dumps(told))
+        for host, reported in self.hosts.items():
+            (self.path / "hosts" / f"{host}.json").write_text(json.dumps(reported))
         for name, text in self.logs.items():
             (self.path / "logs" / name).write_text(text)
             os.utime(self.path / "logs" / name, (self.errors_at, self.errors_at))

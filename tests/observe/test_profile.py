@@ -15,7 +15,7 @@ from steelyard.core.run import Run, for_training
 from steelyard.observe import report
 from steelyard.observe.profile import nsight, nsight_tools, profile_run, trace, trace_cache
 from steelyard.observe.profile.events import Stretch, both, gaps, length, own_time, union
-from steelyard.observe.profile.summary import told
+from steelyard.observe.profile.summary import reported
 from steelyard.observe.profile.trace_analysis import look
 from steelyard.train.profiler import refuse_absent
 
@@ -106,7 +106,7 @@ def test_a_gpu_s_time_is_told_apart_to_the_microsecond(tmp_path, source):
     assert [(part, round(1e6 * each), doing) for part, each, doing in seen.longest_gaps] == [
         ("forward", 100, ""), ("optimizer", 100, "cudaStreamSynchronize"), ("optimizer", 50, ""),
     ]  # fmt: skip
-    words = "\n".join(told([seen]))
+    words = "\n".join(reported([seen]))
     assert "worked 75.0% of it and was idle 0.25 ms (25.0%), most during optimizer 0.15 ms" in words
     assert "50.0% of that ran beside computation" in words
     asker = "by aten::_foreach_add_ in optimizer" if source == "torch" else "in optimizer"  # nsys sees no operators.
@@ -131,7 +131,7 @@ def test_kernels_that_ncu_measured_are_summed_up_with_what_bounds_them():
     ]  # fmt: skip
     assert sum(each.count for each in seen.kernels) == 34
     assert seen.kernels[-1].name == "7 more"
-    words = told([seen])
+    words = reported([seen])
     assert words[:4] == [
         "Rank 0: ncu measured 34 kernels, each alone: 1.26 ms in all.",
         "  gemm<4, Half>: 1.21 ms in 2, memory at 20% of its speed, computing at 90%: bound by computing.",

@@ -178,10 +178,10 @@ def test_curves_of_several_runs_tell_hide_zoom_and_leave_gaps(in_workplace, open
 
     assert len(painted(tab, 0)) == 3
     tab.mouse.move(at(50), box["y"] + 60)
-    told = tip.inner_text()
-    assert "step 50" in told
+    reported = tip.inner_text()
+    assert "step 50" in reported
     for name, value in (("one", "3.04"), ("<img src=x onerror=alert(4)>", "no number"), ("three", "5.04")):
-        assert [value] == [row.split("\t")[1] for row in told.splitlines() if row.startswith(name)]
+        assert [value] == [row.split("\t")[1] for row in reported.splitlines() if row.startswith(name)]
     tab.mouse.move(at(40), box["y"] + 60)
     tab.mouse.down()
     tab.mouse.move(at(59), box["y"] + 60, steps=3)

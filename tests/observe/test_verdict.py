@@ -481,9 +481,9 @@ def test_what_a_job_said_that_ended_before_its_ranks_began_is_named(folder: Fold
     folder.logs, folder.hosts, folder.records, folder.samples = {}, {}, [], {}
     folder.logs["launcher.log"] = "bash: line 1: /none/python: No such file or directory\n"
     ended("FAILED", exit_code=127)(folder)
-    told = {verdict.kind: verdict.message for verdict in judge(folder.state())}
-    assert "failed" in told
-    assert "/none/python" in told["errors"]
+    reported = {verdict.kind: verdict.message for verdict in judge(folder.state())}
+    assert "failed" in reported
+    assert "/none/python" in reported["errors"]
 
 
 @pytest.mark.parametrize("seconds", [-4000.0, -100.0, 100.0, 4000.0])

@@ -97,12 +97,12 @@ def test_scripts_are_told_by_exit_codes(workplace: Workplace):
     queued.launch["backend"] = "none"
     queued.write()
     (workplace.path / "runs" / "queued" / "launch.json").unlink()  # No scheduler is asked.
-    told = workplace.steelyard("watch", "runs/queued")
-    assert told.returncode == 3, told.stderr
-    assert "wait: jobs of higher priority come first" in told.stdout
-    told = workplace.steelyard("watch", "none")
-    assert told.returncode == 2
-    assert "there is no run folder none" in told.stderr
+    reported = workplace.steelyard("watch", "runs/queued")
+    assert reported.returncode == 3, reported.stderr
+    assert "wait: jobs of higher priority come first" in reported.stdout
+    reported = workplace.steelyard("watch", "none")
+    assert reported.returncode == 2
+    assert "there is no run folder none" in reported.stderr
 
 
 def test_following_for_a_program_prints_one_object_at_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -136,23 +136,23 @@ def test_a_real_run_is_healthy_then_killed_and_then_completed(workplace: Workpla
         deadline = time.monotonic() + 300
         while not (metrics.exists() and metrics.stat().st_size > 2000) and time.monotonic() < deadline:
             time.sleep(0.2)
-        told = workplace.steelyard("watch", "--json")
-        seen = json.loads(told.stdout)
-        assert (told.returncode, seen["verdicts"][0]["kind"]) == (0, "healthy"), seen["verdicts"]
+        reported = workplace.steelyard("watch", "--json")
+        seen = json.loads(reported.stdout)
+        assert (reported.returncode, seen["verdicts"][0]["kind"]) == (0, "healthy"), seen["verdicts"]
         assert seen["configuration"]["reported"]["world"] == 1
         assert seen["progress"]["seconds_left"] > 0
         kill(process)
-        told = workplace.steelyard("watch")
-        assert told.returncode == 1
-        assert re.search(r"WRONG +was killed", told.stdout)
+        reported = workplace.steelyard("watch")
+        assert reported.returncode == 1
+        assert re.search(r"WRONG +was killed", reported.stdout)
     finally:
         if process.poll() is None:
             kill(process)
     step = json.loads(workplace.steelyard("watch", "--json").stdout)["progress"]["step"]
     workplace.steelyard("train", "tiny.toml", f"train.steps={step + 20}", "checkpoint.every=50", "log.every=20")
-    told = workplace.steelyard("watch", "--follow")
-    assert told.returncode == 0, told.stdout
-    assert "ok: completed" in told.stdout
+    reported = workplace.steelyard("watch", "--follow")
+    assert reported.returncode == 0, reported.stdout
+    assert "ok: completed" in reported.stdout
 
 
 def test_a_terminal_has_a_page_that_renews_itself_and_ends_with_the_run(workplace: Workplace):
@@ -196,8 +196,8 @@ def test_a_run_that_filled_its_disk_is_told_so(workplace: Workplace, small_disk:
     run = str(small_disk / "run")
     words = ("train.steps=40", "checkpoint.every=2", "checkpoint.keep_last=100", "checkpoint.background=false")
     assert workplace.steelyard("train", "tiny.toml", *words, "--run", run).returncode == 1
-    told = workplace.steelyard("watch", run, "--json")
-    assert told.returncode == 1
-    kinds = {verdict["kind"]: verdict["message"] for verdict in json.loads(told.stdout)["verdicts"]}
+    reported = workplace.steelyard("watch", run, "--json")
+    assert reported.returncode == 1
+    kinds = {verdict["kind"]: verdict["message"] for verdict in json.loads(reported.stdout)["verdicts"]}
     assert "disk-full" in kinds, kinds
     assert kinds.keys() & {"failed", "killed"}, kinds

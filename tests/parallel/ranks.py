@@ -95,7 +95,7 @@ class Ranks:
                 deadline = min(deadline, time.monotonic() + SECONDS_TO_FOLLOW)
         failures |= dict.fromkeys(waiting.values(), "did not answer in time")
         if failures:
-            raise RanksFailed("\n".join(f"rank {rank}: {told}" for rank, told in failures.items()))
+            raise RanksFailed("\n".join(f"rank {rank}: {reported}" for rank, reported in failures.items()))
         return [answers[rank] for rank in range(size)]
 
     def _start(self) -> tuple[Any, Any]:

@@ -107,7 +107,7 @@ METHODS = {"sr-ste": ["sparsity.decay=0.05"], "fixed": ["sparsity.mask=largest.m
 def test_weights_are_trained_under_masks_alike_on_a_layout(layouts: Layouts, method: str, layout: str):
     learn(layouts, 1, "llama-bias")
     source = open_source(layouts.folder / "base-llama-bias")
-    largest = ((name, Pattern(2, 4).keep_best(source.tensor(name).abs())) for name in maskable(source.shape))
+    largest = ((name, Pattern(2, 4).keep_best(source.tensor(name).abs())) for name in maskable(source.config))
     mask_file.write(layouts.folder / "largest.mask", largest, Pattern(2, 4), {})
     settings = (f"sparsity.method={method}", *METHODS[method], "train.init_from=base-llama-bias", "train.steps=4", *SGD)
     size, overrides = LAYOUTS[layout]

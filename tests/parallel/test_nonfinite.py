@@ -68,14 +68,14 @@ def warned(layouts: Layouts) -> str:
 def test_a_sample_that_is_not_finite_on_any_device_is_data_where_devices_can_be_compared(layouts: Layouts, layout: str):
     size, overrides = CAUSES[layout]
     run = layouts.run(size, "llama", *FEW, *overrides, extension=Faulty(SAMPLE))
-    told = warned(layouts)
-    assert "non-finite gradient of model." in told
+    reported = warned(layouts)
+    assert "non-finite gradient of model." in reported
     if "data" in layout or "zero" in layout:
-        assert "from micro-batch 1 (samples 22 to 23) on rank" in told
-        assert "Cause: data or weights (the same values are non-finite again, on another device too)" in told
+        assert "from micro-batch 1 (samples 22 to 23) on rank" in reported
+        assert "Cause: data or weights (the same values are non-finite again, on another device too)" in reported
     else:
-        assert "from micro-batch 3 (samples 22 to 23) on rank" in told
-        assert "Cause: undetermined (the same values are non-finite again, and no other rank" in told
+        assert "from micro-batch 3 (samples 22 to 23) on rank" in reported
+        assert "Cause: undetermined (the same values are non-finite again, and no other rank" in reported
     assert [record["nonfinite"] for record in run.metrics() if "nonfinite" in record] == [0, 0, 1, 1]
 
 
@@ -84,9 +84,9 @@ def test_a_rank_whose_results_alone_are_not_finite_has_a_persistent_fault(layout
     size, overrides = CAUSES[layout]
     bad = size - 1  # Along the data axis the second rank; in a pipeline the one with the last stage.
     layouts.run(size, "llama", *FEW, *overrides, extension=Faulty(ranks=(str(bad),)))
-    told = warned(layouts)
-    assert f"from micro-batch 0 (samples 20 to 21) on rank {bad} (" in told
-    assert "Cause: persistent hardware fault (non-finite again on the same device, finite on another one)" in told
+    reported = warned(layouts)
+    assert f"from micro-batch 0 (samples 20 to 21) on rank {bad} (" in reported
+    assert "Cause: persistent hardware fault (non-finite again on the same device, finite on another one)" in reported
 
 
 @pytest.mark.parametrize("layout", ["zero 3", "pipeline"])

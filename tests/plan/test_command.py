@@ -115,9 +115,9 @@ def test_stages_of_unlike_widths_are_shown_apart_and_marked(planning):
     two = CLUSTER + '\n[[nodes]]\ntype = "desk"\ncount = 1\ngpu = "cpu"\ngpus = 1\nprice_hour = 0.1\n'
     (planning.path / "two.toml").write_text(two)
     words = ("plan", "--model", "tiny.toml", "--cluster", "two.toml", "--per-stage")
-    told = planning.steelyard(*words)
-    assert told.returncode == 0, told.stderr
-    assert "not runnable by steelyard train" in told.stdout
+    reported = planning.steelyard(*words)
+    assert reported.returncode == 0, reported.stderr
+    assert "not runnable by steelyard train" in reported.stdout
     answer = json.loads(planning.steelyard(*words, "--json").stdout)
     assert answer["per_stage"]
     for plan in answer["per_stage"]:

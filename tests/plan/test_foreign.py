@@ -175,8 +175,10 @@ def test_in_torchtitans_pipeline_weights_stay_gathered_and_gradients_are_summed_
 def test_the_peak_that_is_told_is_the_sum_of_its_kinds():
     recipe, machines = gpt(layers=8, batch=8), cluster(("a100-80", 4, 4))
     predictor, chosen = Predictor(recipe, machines, MEGATRON), layout([("a100-80", 4)], (4, 4))
-    told = megatron_memory.megatron(predictor, chosen)
-    assert [each.peak for each in told] == [each.total for each in memory_fit.memories_of(predictor, chosen, [0, 1])]
+    reported = megatron_memory.megatron(predictor, chosen)
+    assert [each.peak for each in reported] == [
+        each.total for each in memory_fit.memories_of(predictor, chosen, [0, 1])
+    ]
 
 
 def test_the_engine_itself_does_not_compute_a_layers_last_product_again():

@@ -58,8 +58,8 @@ def test_measured_rates_and_links_take_the_catalogues_place(recipe):
     assert (ring.bandwidth, ring.latency) == (pytest.approx(0.5e9), pytest.approx(30e-6))
     work = predictor.costs(chosen)[0].work
     assert (work.rate, work.bandwidth) == (pytest.approx(0.01e12), pytest.approx(2e9))
-    told = cluster(("cpu", 1, 2), intra_GBps=7.0)  # What the file says is believed.
-    assert Predictor(recipe, told, profiles=[profile]).step(chosen).rings[0].bandwidth > 1e9
+    reported = cluster(("cpu", 1, 2), intra_GBps=7.0)  # What the file says is believed.
+    assert Predictor(recipe, reported, profiles=[profile]).step(chosen).rings[0].bandwidth > 1e9
 
 
 @pytest.mark.slow

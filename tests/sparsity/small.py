@@ -36,7 +36,7 @@ def answer(capsys, *words):
 def loaded(path):
     """A whole model of ours with a checkpoint's weights."""
     source = open_source(path)
-    network = model.build(source.shape)
+    network = model.build(source.config)
     load_into(source, network)
     return network.eval()
 

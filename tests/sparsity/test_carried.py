@@ -29,11 +29,11 @@ def learned(place: Place) -> Place:
 
 @pytest.mark.slow
 def test_masks_are_exported_as_a_file_and_as_weights_with_zeros(learned: Place, capsys):
-    code, told, _ = answer(capsys, "mask", "export", "masks", "learned.mask")
-    assert (code, told["pattern"], told["made_by"]["step"], told["matrices"]) == (0, "2:4", 6, 14)
+    code, reported, _ = answer(capsys, "mask", "export", "masks", "learned.mask")
+    assert (code, reported["pattern"], reported["made_by"]["step"], reported["matrices"]) == (0, "2:4", 6, 14)
     packed, logits, base = MaskFile("learned.mask"), saved_tensors(checkpoint_of("masks")), open_source("base")
-    code, told, _ = answer(capsys, "mask", "export", "masks/checkpoints/step-00000006", "folder", "--format", "hf")
-    assert (code, told["format"]) == (0, "hf")
+    code, reported, _ = answer(capsys, "mask", "export", "masks/checkpoints/step-00000006", "folder", "--format", "hf")
+    assert (code, reported["format"]) == (0, "hf")
     folder = open_source("folder")
     for name in packed.names():
         mask = gumbel.argmax_mask(logits[f"model.{name.removesuffix('weight')}mask_logits"], Pattern(2, 4).candidates())
@@ -90,8 +90,8 @@ def test_a_run_brings_the_tokenizer_it_learned_with_where_its_base_has_none(plac
     code, _, said = answer(capsys, "mask", "export", "own", "with-words", "--format", "hf")
     assert (code, "without a tokenizer" in said) == (0, False)
     assert tokenizers.load_tokenizer("with-words").fingerprint == tokenizer.fingerprint
-    code, told, _ = answer(capsys, "generate", "own", "--prompt", "the weights", "--max-tokens", "2")
-    assert (code, told["prompt"]) == (0, "the weights")
+    code, reported, _ = answer(capsys, "generate", "own", "--prompt", "the weights", "--max-tokens", "2")
+    assert (code, reported["prompt"]) == (0, "the weights")
 
 
 def test_a_tokenizer_can_be_named_for_weights_that_come_without(place: Place, capsys):
@@ -104,9 +104,9 @@ def test_a_tokenizer_can_be_named_for_weights_that_come_without(place: Place, ca
         ("mask", "apply", "plain", "learned.mask", "applied"),
         ("export-sparse", "masks", "compressed"),
     ):
-        code, told, said = answer(capsys, *command, "--tokenizer", "words")
+        code, reported, said = answer(capsys, *command, "--tokenizer", "words")
         assert (code, "without a tokenizer" in said) == (0, False), said
-        assert tokenizers.load_tokenizer(told["path"]).vocab_size == 260
+        assert tokenizers.load_tokenizer(reported["path"]).vocab_size == 260
 
 
 def test_a_place_that_is_taken_is_refused_before_a_weight_is_read(learned: Place, capsys, monkeypatch):
@@ -122,7 +122,7 @@ def _refuse_reading(monkeypatch) -> None:
         monkeypatch.setattr(each, "tensor", lambda *_: pytest.fail("a weight was read"))
 
 
-def _all_refuse(capsys, out: str, told: str) -> None:
+def _all_refuse(capsys, out: str, reported: str) -> None:
     for command in (
         ("mask", "export", "masks", out),
         ("mask", "export", "masks", out, "--format", "hf"),
@@ -131,7 +131,7 @@ def _all_refuse(capsys, out: str, told: str) -> None:
         ("prune", "base", out, "--method", "magnitude", "--save", "mask"),
     ):
         code, _, said = answer(capsys, *command)
-        assert (code, told in said) == (2, True), (command, said)
+        assert (code, reported in said) == (2, True), (command, said)
 
 
 @pytest.mark.parametrize("method", ["learned", "fixed"])
@@ -167,8 +167,8 @@ def test_a_run_that_keeps_zeros_says_how_they_leave_it(place: Place, capsys):
         (("checkpoint", "convert", "masks", "x", "--to", "hf"), "mask export --format hf"),
     ],
 )
-def test_what_cannot_be_is_said_in_one_message(learned: Place, capsys, words: tuple, told: str):
+def test_what_cannot_be_is_said_in_one_message(learned: Place, capsys, words: tuple, reported: str):
     code, _, said = answer(capsys, *words)
     assert code == 2
-    assert told in said
+    assert reported in said
     assert "Traceback" not in said

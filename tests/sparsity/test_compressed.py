@@ -33,7 +33,7 @@ def pruned(name, dtype=torch.bfloat16, spared=()):
 
 
 def logits(source):
-    network = model.build(source.shape)
+    network = model.build(source.config)
     load_into(source, network)
     with torch.inference_mode():
         return network(torch.arange(12)[None])
@@ -146,9 +146,9 @@ def test_the_fastest_way_that_is_right_is_chosen_and_remembered(monkeypatch, cap
     monkeypatch.setattr(sparse_linear, "multiplied", multiplied)
     monkeypatch.setattr(sparse_linear, "_milliseconds", timed)
     assert sparse_linear.choose(x, held, nothing) == "fast"
-    told = capsys.readouterr().err
-    assert "out of resources" in told
-    assert "wrong by 0.1" in told
+    reported = capsys.readouterr().err
+    assert "out of resources" in reported
+    assert "wrong by 0.1" in reported
     key = sparse_linear._key(torch.ones(4, 8), held)
     assert sparse_linear.CHOICES.found[key] == "fast"  # Three and four rows share a measurement,
     assert sparse_linear._key(torch.ones(5, 8), held) not in sparse_linear.CHOICES.found  # five have their own,
@@ -229,10 +229,10 @@ def test_a_model_that_is_not_pruned_is_refused_with_a_way_out(folder, monkeypatc
     monkeypatch.chdir(folder)
     convert(Held(SHAPES["llama"]), folder / "dense", Target("hf"))
     assert run("export-sparse", "dense", "out") == 2
-    told = capsys.readouterr().err
-    assert "layers.0.attention.query.weight" in told
-    assert "and 18 more" in told
-    assert "steelyard prune" in told
+    reported = capsys.readouterr().err
+    assert "layers.0.attention.query.weight" in reported
+    assert "and 18 more" in reported
+    assert "steelyard prune" in reported
 
 
 def run(*words):

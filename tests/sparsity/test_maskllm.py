@@ -58,7 +58,7 @@ def maskllm(path, kind: str, layout: MegatronLayout, candidates: int = 6, with_g
     random = torch.Generator().manual_seed(5)
     logits = {
         name: torch.randn(rows, columns // 4, candidates, generator=random)
-        for name, (rows, columns) in maskable(held.shape).items()
+        for name, (rows, columns) in maskable(held.config).items()
     }
     pattern = Pattern(2, 4) if candidates == 6 else Pattern(1, 4)
     masks = {name: pattern.candidates()[each.argmax(-1)].flatten(1) for name, each in logits.items()}
@@ -113,7 +113,7 @@ def test_logits_come_back_under_our_names_from_any_cut(tmp_path, kind, layout):
         assert source.layout["masks"] == 16
     seen, dense = opened(tmp_path / "ckpt"), opened(tmp_path / "ckpt", "none")
     for name, tensor in held.parameters.items():
-        rows = held.shape.vocab if name in ("embed.weight", "head.weight") else None
+        rows = held.config.vocab if name in ("embed.weight", "head.weight") else None
         assert torch.equal(dense.tensor(name)[:rows], tensor[:rows])
         expected = tensor * masks[name] if name in masks else tensor
         assert torch.equal(seen.tensor(name)[:rows], expected[:rows])

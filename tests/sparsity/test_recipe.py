@@ -39,11 +39,11 @@ def recipe(tmp_path):
         (["sparsity.method=fixed"], "train.init_from: zeros are kept in weights that have some"),
     ],
 )
-def test_what_cannot_be_is_refused_with_its_key(recipe, overrides, told):
+def test_what_cannot_be_is_refused_with_its_key(recipe, overrides, reported):
     with pytest.raises(UserError) as refused:
         load_recipe(recipe, overrides)
     assert refused.value.exit_code == 2
-    assert told in str(refused.value)
+    assert reported in str(refused.value)
 
 
 def test_a_resolved_recipe_loads_again(recipe, tmp_path):

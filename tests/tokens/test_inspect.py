@@ -76,8 +76,8 @@ def test_merged_pairs_hold_all_documents_in_order(pair, tmp_path, monkeypatch, b
 
 
 def test_a_description_counts_and_shows(pair):
-    told = describe(f"{pair}.bin", decode=lambda ids: " ".join(map(str, ids)))
-    assert (told["documents"], told["sequences"], told["tokens"], told["longest"]) == (4, 3, 24, 20)
-    assert told["sample"] == "1 2 3"
-    assert told["histogram"] == {"1 to 1": 1, "2 to 3": 1, "16 to 31": 1}
-    assert len(histogram_lines(told["histogram"])) == 3
+    reported = describe(f"{pair}.bin", decode=lambda ids: " ".join(map(str, ids)))
+    assert (reported["documents"], reported["sequences"], reported["tokens"], reported["longest"]) == (4, 3, 24, 20)
+    assert reported["sample"] == "1 2 3"
+    assert reported["histogram"] == {"1 to 1": 1, "2 to 3": 1, "16 to 31": 1}
+    assert len(histogram_lines(reported["histogram"])) == 3

@@ -36,10 +36,10 @@ def program(folder, name, text):
 
 
 def test_without_a_driver_it_says_so_and_runs_nothing(tmp_path):
-    told = gpu_tests("--out", tmp_path / "gpu.json", PATH=str(tmp_path))
-    assert told.returncode == 2
-    assert told.stderr.startswith("cannot run: nvidia-smi is not on the PATH")
-    assert "hint: " in told.stderr
+    reported = gpu_tests("--out", tmp_path / "gpu.json", PATH=str(tmp_path))
+    assert reported.returncode == 2
+    assert reported.stderr.startswith("cannot run: nvidia-smi is not on the PATH")
+    assert "hint: " in reported.stderr
     assert not (tmp_path / "gpu.json").exists()
 
 
@@ -51,16 +51,16 @@ def test_a_driver_that_does_not_answer_is_quoted(tmp_path, shared_gpu, monkeypat
 
 
 @pytest.mark.parametrize(("number", "told"), [(22809, "is 2.28.9"), (23102, None)])
-def test_an_nccl_that_is_too_old_is_named_with_a_way_out(tmp_path, shared_gpu, monkeypatch, number, told):
+def test_an_nccl_that_is_too_old_is_named_with_a_way_out(tmp_path, shared_gpu, monkeypatch, number, reported):
     source = tmp_path / "nccl.c"
     source.write_text(f"int ncclGetVersion(int *number) {{ *number = {number}; return 0; }}\n")
     library = tmp_path / "libnccl.so.2"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
     monkeypatch.setenv(shared_gpu.OVERRIDE, str(library))
-    if told is None:
+    if reported is None:
         assert shared_gpu.nccl() == (library, (2, 31, 2))
         return
-    with pytest.raises(shared_gpu.CannotRun, match=told) as reason:
+    with pytest.raises(shared_gpu.CannotRun, match=reported) as reason:
         shared_gpu.nccl()
     assert "pip download" in reason.value.hint
 
@@ -117,12 +117,12 @@ def test_a_slice_continues_behind_what_is_done(tmp_path):
     words = ("--device", "cpu", "--out", out, "--only", "zero 1 on 2*", "tensor, llama, fp8")
     assert gpu_tests(*words, "--minutes", "0").returncode == 2  # Nothing fits, and a CPU has no fp8.
     for _ in range(2):
-        told = gpu_tests(*words)
-        assert "1 passed, 0 failed, 1 left" in told.stdout, told.stderr
+        reported = gpu_tests(*words)
+        assert "1 passed, 0 failed, 1 left" in reported.stdout, reported.stderr
         found = {case["name"]: case for case in json.loads(out.read_text())["cases"]}
     case = found["zero 1 on 2, llama"]
     assert case["state"] == "passed"
     assert 0 < case["difference"] < case["tolerance"] == 1e-5
     assert (case["ranks"], case["precision"], case["compiled"], case["layout"]) == (2, "fp32", False, "parallel.zero=1")
     assert found["tensor, llama, fp8"]["state"] == "left out: a CPU has no fp8"
-    assert "passed   zero 1" not in told.stdout  # The second call has run nothing.
+    assert "passed   zero 1" not in reported.stdout  # The second call has run nothing.

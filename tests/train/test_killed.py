@@ -83,10 +83,10 @@ def test_two_ranks_of_which_any_is_killed_repeat_their_losses_to_the_bit(workpla
         ranks = children(process.pid)
         assert len(ranks) == 2
         os.kill(process.pid if victim == "launcher" else ranks[victim], signal.SIGKILL)
-        _, told = process.communicate(timeout=600)
+        _, reported = process.communicate(timeout=600)
         kill(process)
         if victim != "launcher":
-            assert f"rank {victim} was killed by SIGKILL" in told
+            assert f"rank {victim} was killed by SIGKILL" in reported
         deadline = time.monotonic() + 300
         while any(Path(f"/proc/{rank}").exists() for rank in ranks):
             assert time.monotonic() < deadline, "a rank outlives its job"

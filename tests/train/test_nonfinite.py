@@ -81,9 +81,9 @@ def warnings(capsys) -> str:
 
 def test_a_skipped_step_is_attributed_to_parameter_micro_batch_and_rank(in_workplace, capsys):
     run = train.run(load_recipe("tiny.toml", [*QUICK, "train.steps=4"]), extension=Faulty(sample=10))
-    told = warnings(capsys)
-    assert "step 3 was skipped: non-finite gradient of model.embed.weight, model.layers.0." in told
-    assert f"from micro-batch 1 (samples 10 to 11) on {HERE}. Cause: data or weights (computed again" in told
+    reported = warnings(capsys)
+    assert "step 3 was skipped: non-finite gradient of model.embed.weight, model.layers.0." in reported
+    assert f"from micro-batch 1 (samples 10 to 11) on {HERE}. Cause: data or weights (computed again" in reported
     assert [record["nonfinite"] for record in run.metrics() if "nonfinite" in record] == [0, 0, 1, 1]
 
 
@@ -102,9 +102,9 @@ def test_a_fault_that_repeats_only_once_is_transient(in_workplace, capsys):
 
 def test_a_gradient_that_alone_is_not_finite_is_named_with_its_micro_batch(in_workplace, capsys):
     train.run(load_recipe("tiny.toml", [*QUICK, "train.steps=4"]), extension=FaultyGradient())
-    told = warnings(capsys)
-    assert f"non-finite gradient of model.layers.0.mlp.down.weight, from micro-batch 1 on {HERE}" in told
-    assert "data or weights" in told
+    reported = warnings(capsys)
+    assert f"non-finite gradient of model.layers.0.mlp.down.weight, from micro-batch 1 on {HERE}" in reported
+    assert "data or weights" in reported
 
 
 def test_weights_that_became_nan_are_not_saved_and_the_checkpoint_before_stays(in_workplace):

@@ -24,8 +24,8 @@ def test_a_step_is_as_long_as_the_slowest_device_needs():
 )
 def test_ranks_are_compared_with_those_of_their_stage(times: list[float], slowest: int, usual: float):
     mesh = replace(alone(), pipeline=MeshAxis(0, 2, None), world=MeshAxis(0, 6, None))
-    told = StepTimer(mesh, torch.device("cpu"))._slowest(times)
-    assert told == {"slowest": slowest, "seconds": times[slowest], "median": usual}
+    reported = StepTimer(mesh, torch.device("cpu"))._slowest(times)
+    assert reported == {"slowest": slowest, "seconds": times[slowest], "median": usual}
 
 
 def test_a_stage_with_one_rank_is_compared_with_its_past():

@@ -34,8 +34,8 @@ LINE = re.compile(
 
 def test_a_line_of_the_log_has_what_megatrons_has(in_workplace, capsys):
     run = train.run(load_recipe("tiny.toml"))
-    told = capsys.readouterr().err
-    lines = [found for line in told.splitlines() if (found := LINE.fullmatch(line))]
+    reported = capsys.readouterr().err
+    lines = [found for line in reported.splitlines() if (found := LINE.fullmatch(line))]
     records = [record for record in run.metrics() if "loss" in record]
     assert [int(line["step"]) for line in lines] == [record["step"] for record in records] == list(range(2, 21, 2))
     for line, record in zip(lines, records, strict=True):
@@ -46,7 +46,7 @@ def test_a_line_of_the_log_has_what_megatrons_has(in_workplace, capsys):
         assert float(line["ms"]) == pytest.approx(1000 * record["seconds"], abs=0.1)
         assert record["tokens_per_second"] == pytest.approx(64 / record["seconds"])
         assert float(line["tflops"]) > 0
-    assert told == (run.path / "logs" / os.listdir(run.path / "logs")[0]).read_text()  # noqa: PTH208
+    assert reported == (run.path / "logs" / os.listdir(run.path / "logs")[0]).read_text()  # noqa: PTH208
 
 
 def test_a_record_tells_the_memory_of_this_run_and_not_of_the_process_before_it(in_workplace):

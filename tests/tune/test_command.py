@@ -81,8 +81,8 @@ def test_the_known_best_learning_rate_is_found_by_real_training_runs(workplace):
     assert ended.count(outcome.FINISHED) >= 3
     assert not list((workplace.path / "studies/rates/trials").glob("*/run/checkpoints/*"))
     workplace.recipe.unlink()  # A study tells its story by itself.
-    told = workplace.steelyard("tune", "report", "studies/rates", "--json")
-    assert told.returncode == 0, told.stderr
+    reported = workplace.steelyard("tune", "report", "studies/rates", "--json")
+    assert reported.returncode == 0, reported.stderr
     page = (workplace.path / "studies/rates/report.html").read_text()
     for title in ("Best settings", "History of valid_loss", "Importance for", "Parallel coordinates", "Trials"):
         assert title in page
@@ -146,9 +146,9 @@ def test_nodes_that_a_layout_cannot_fill_are_known_before_anything_is_submitted(
         'overrides = ["train.global_batch=24", "train.micro_batch=1"]\n'
     )
     prior = PlannerPrior(load_tune("jobs.toml"))
-    told = {data: prior.of({"parallel.data": data}).why_not for data in (2, 3, 4)}
-    assert (told[2], told[4]) == (None, None)
-    assert "the plan has 3 ranks, which do not fill nodes of 2" in told[3]
+    reported = {data: prior.of({"parallel.data": data}).why_not for data in (2, 3, 4)}
+    assert (reported[2], reported[4]) == (None, None)
+    assert "the plan has 3 ranks, which do not fill nodes of 2" in reported[3]
 
 
 TWO_TYPES = "".join(

@@ -104,8 +104,8 @@ def test_two_workers_share_a_study_on_postgresql(database, tmp_path):
     (tmp_path / "slow.py").write_text(SLOW)
     (tmp_path / "slow.toml").write_text(TUNE.format(python=sys.executable))
     workers = [start(tmp_path, database, "--study", name, "--json") for name in ("here", "there")]
-    told = [worker.communicate(timeout=150) for worker in workers]
-    assert [worker.returncode for worker in workers] == [0, 0], told
+    reported = [worker.communicate(timeout=150) for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0], reported
     tune, study = study_folder.opened(tmp_path / "here", database)
     trials = study.get_trials()
     ran = trial_history.ran(trials)
@@ -114,10 +114,10 @@ def test_two_workers_share_a_study_on_postgresql(database, tmp_path):
     processes = {trial.user_attrs["worker"]["process"] for trial in ran}
     assert processes == {worker.pid for worker in workers}
     assert {trial_history.result_of(trial) for trial in ran} == {outcome.FINISHED}
-    assert json.loads(told[0][0])["trials"] >= 11
+    assert json.loads(reported[0][0])["trials"] >= 11
     for file in [*tmp_path.glob("*here/**/*"), *tmp_path.glob("there/**/*")]:
         assert not file.is_file() or SECRET not in file.read_text(errors="replace"), file
-    assert SECRET not in "".join(out + errors for out, errors in told)
+    assert SECRET not in "".join(out + errors for out, errors in reported)
     words = [sys.executable, "-P", "-m", "steelyard", "tune", "report", "here"]
     done = preloaded.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 2

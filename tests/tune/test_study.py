@@ -242,9 +242,9 @@ def test_hours_count_only_while_trials_run():
             None if minute is None else datetime(2026, 1, 1, 0, minute, tzinfo=UTC) for minute in (first, last)
         )
         # Optuna's own moments are those of a host elsewhere, hours away.
-        told = {"worker": {"since": start.isoformat()}, "ended": {"outcome": result, "at": end and end.isoformat()}}
+        reported = {"worker": {"since": start.isoformat()}, "ended": {"outcome": result, "at": end and end.isoformat()}}
         naive = datetime(2025, 12, 31, 19, first)
-        return SimpleNamespace(state=state, user_attrs=told, datetime_start=naive, datetime_complete=end and naive)
+        return SimpleNamespace(state=state, user_attrs=reported, datetime_start=naive, datetime_complete=end and naive)
 
     trials = [at(0, 10), at(5, 15), at(6, 7), at(30, 31, "cut_short"), at(33, 40, "lost"), at(41, None)]
     assert trial_history.seconds_used(trials, datetime(2026, 1, 1, 0, 43, tzinfo=UTC)) == 60 * (15 + 1 + 2)
@@ -268,9 +268,9 @@ def test_workers_run_on_their_own_cores(monkeypatch, capfd):
     monkeypatch.setattr("steelyard.tune.local_workers.visible_gpus", list)
     monkeypatch.setattr(sys, "stderr", sys.__stderr__)
     local_workers.run([], 2)
-    told = [set(line.split()[1:]) for line in capfd.readouterr().err.splitlines() if line.startswith("cores")]
-    assert [len(each) for each in told] == [len(before) // 2] * 2
-    assert not told[0] & told[1]
+    reported = [set(line.split()[1:]) for line in capfd.readouterr().err.splitlines() if line.startswith("cores")]
+    assert [len(each) for each in reported] == [len(before) // 2] * 2
+    assert not reported[0] & reported[1]
     assert os.sched_getaffinity(0) == before
 
 

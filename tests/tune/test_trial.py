@@ -47,9 +47,9 @@ def is_alive(process: int) -> bool:
     ],
 )
 def test_an_end_is_told_by_its_kind(tmp_path, code, ended, reason):
-    told, _ = run(tmp_path, code)
-    assert told.outcome == ended
-    assert reason in told.reason
+    reported, _ = run(tmp_path, code)
+    assert reported.outcome == ended
+    assert reason in reported.reason
 
 
 @pytest.mark.parametrize(
@@ -71,8 +71,8 @@ def test_an_end_is_told_by_its_kind(tmp_path, code, ended, reason):
         ("CANCELLED", None, [], (outcome.LOST, "somebody cancelled its job")),
     ],
 )
-def test_an_end_is_told_by_the_schedulers_word(state, code, tail, told):
-    assert outcome.of_state(state, code, tail) == told
+def test_an_end_is_told_by_the_schedulers_word(state, code, tail, reported):
+    assert outcome.of_state(state, code, tail) == reported
 
 
 @pytest.mark.parametrize(
@@ -89,18 +89,18 @@ def test_kills_by_memory_are_counted_where_the_process_is(tmp_path, groups, coun
 
 
 def test_a_silent_trial_is_hung_and_a_long_one_timed_out(tmp_path):
-    told, _ = run(tmp_path, "import time; time.sleep(60)", hang=0.3)
-    assert told.outcome == outcome.HUNG
-    told, _ = run(tmp_path, "import time\nwhile True: print('tick', flush=True); time.sleep(0.05)", timeout=0.6)
-    assert told.outcome == outcome.TIMED_OUT
-    told, _ = run(tmp_path, "import time; time.sleep(60)", limits={"deadline": time.monotonic() + 0.3})
-    assert (told.outcome, "hours" in told.reason) == (outcome.CUT_SHORT, True)
+    reported, _ = run(tmp_path, "import time; time.sleep(60)", hang=0.3)
+    assert reported.outcome == outcome.HUNG
+    reported, _ = run(tmp_path, "import time\nwhile True: print('tick', flush=True); time.sleep(0.05)", timeout=0.6)
+    assert reported.outcome == outcome.TIMED_OUT
+    reported, _ = run(tmp_path, "import time; time.sleep(60)", limits={"deadline": time.monotonic() + 0.3})
+    assert (reported.outcome, "hours" in reported.reason) == (outcome.CUT_SHORT, True)
 
 
 def test_a_command_that_is_not_there_crashes(tmp_path):
-    told = local_trial.run(["/no/such/program"], tmp_path, [ObjectiveValues(SCORE)], trial.TrialLimits(20, 20))
-    assert told.outcome == outcome.CRASHED
-    assert "could not be started" in told.reason
+    reported = local_trial.run(["/no/such/program"], tmp_path, [ObjectiveValues(SCORE)], trial.TrialLimits(20, 20))
+    assert reported.outcome == outcome.CRASHED
+    assert "could not be started" in reported.reason
 
 
 def test_secrets_of_the_environment_never_reach_the_log(tmp_path, monkeypatch):
@@ -113,9 +113,9 @@ for half in ("score: 1 abcdefgh", "12345678 "):
     sys.stdout.flush()
 print(os.environ)
 """
-    told, measured = run(tmp_path, code)
+    reported, measured = run(tmp_path, code)
     log = (tmp_path / LOG).read_text()
-    assert (told.outcome, measured.value) == (outcome.FINISHED, 1.0)
+    assert (reported.outcome, measured.value) == (outcome.FINISHED, 1.0)
     assert "abcdefgh12345678" not in log
     assert "[hidden]" in log
     assert "of-the-database" not in log
@@ -143,11 +143,11 @@ child = subprocess.Popen(["sleep", "600"], start_new_session=True)
 open({str(tmp_path / "pid")!r}, "w").write(str(child.pid))
 print("score: 1", flush=True)
 """
-    told, _ = run(tmp_path, code)
-    assert told.outcome == outcome.FINISHED
+    reported, _ = run(tmp_path, code)
+    assert reported.outcome == outcome.FINISHED
     assert not is_alive(int((tmp_path / "pid").read_text()))
-    told, _ = run(tmp_path, code + "time.sleep(600)", hang=0.3)
-    assert told.outcome == outcome.HUNG
+    reported, _ = run(tmp_path, code + "time.sleep(600)", hang=0.3)
+    assert reported.outcome == outcome.HUNG
     assert not is_alive(int((tmp_path / "pid").read_text()))
 
 
@@ -174,5 +174,5 @@ for step in range(1, 1000):
 """
     measured = [ObjectiveValues(Objective(metric="loss"))]
     behind = lambda: "far behind" if len(measured[0].curve) >= 1 else None  # noqa: E731
-    told = local_trial.run([sys.executable, "-c", code], tmp_path, measured, trial.TrialLimits(30, 30), behind)
-    assert (told.outcome, told.reason) == (outcome.STOPPED_EARLY, "far behind")
+    reported = local_trial.run([sys.executable, "-c", code], tmp_path, measured, trial.TrialLimits(30, 30), behind)
+    assert (reported.outcome, reported.reason) == (outcome.STOPPED_EARLY, "far behind")

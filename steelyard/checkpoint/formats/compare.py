@@ -24,12 +24,12 @@ def info(source: CheckpointSource) -> dict[str, Any]:
         "path": str(source.path),
         "format": source.format,
         "layout": source.layout,
-        "parameters": parameters(source.shape).total,
+        "parameters": parameters(source.config).total,
         "step": source.step,
         "dtype": str(source.dtype).removeprefix("torch."),
         "tokenizer": source.tokenizer is not None,
-        "model": source.shape.model_dump(exclude_none=True),
-        "problems": [] if holds_adapters(source) else misfits(source, source.shape),
+        "model": source.config.model_dump(exclude_none=True),
+        "problems": [] if holds_adapters(source) else misfits(source, source.config),
     }
 
 
@@ -40,7 +40,7 @@ def diff(a: CheckpointSource, b: CheckpointSource) -> dict[str, Any]:
     spread of initial weights) and rows that pad the vocabulary are no difference; other settings are told all the same.
     """
     sizes_a, sizes_b = _comparable(a), _comparable(b)
-    settings_a, settings_b = a.shape.model_dump(), b.shape.model_dump()
+    settings_a, settings_b = a.config.model_dump(), b.config.model_dump()
     both = [name for name in sizes_a if sizes_b.get(name) == sizes_a[name]]
     largest, where, differing = 0.0, None, 0
     with console.progress("compare", sum(math.prod(sizes_a[name]) for name in both), "weights") as progress:
@@ -79,7 +79,7 @@ def diff(a: CheckpointSource, b: CheckpointSource) -> dict[str, Any]:
 def _comparable(source: CheckpointSource) -> dict[str, tuple[int, ...]]:
     sizes = source.sizes()
     named = {name: sizes[name] for name in source.names() if name in sizes}
-    return {name: (source.shape.vocab, *size[1:]) if name in TABLES else size for name, size in named.items()}
+    return {name: (source.config.vocab, *size[1:]) if name in TABLES else size for name, size in named.items()}
 
 
 def _largest_difference(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -96,18 +96,18 @@ def logits_difference(a: CheckpointSource, b: CheckpointSource, prompt: str) -> 
         ids = teller.load_tokenizer().encode(prompt)
     else:
         console.warn("neither comes with a tokenizer: the bytes of the prompt are taken for ids")
-        ids = [byte % a.shape.vocab for byte in prompt.encode()]
+        ids = [byte % a.config.vocab for byte in prompt.encode()]
     if not ids:
         raise UserError("the prompt has no tokens")
-    if max(ids) >= min(a.shape.vocab, b.shape.vocab):
+    if max(ids) >= min(a.config.vocab, b.config.vocab):
         raise UserError(f"the prompt has the id {max(ids)}, which one of the models does not know")
     logits = [_logits(source, ids) for source in (a, b)]
-    common = min(a.shape.vocab, b.shape.vocab)
+    common = min(a.config.vocab, b.config.vocab)
     return _largest_difference(logits[0][..., :common], logits[1][..., :common])
 
 
 def _logits(source: CheckpointSource, ids: list[int]) -> torch.Tensor:
-    network = model.build(source.shape)
+    network = model.build(source.config)
     load_into(source, network)
     network.eval()
     with torch.inference_mode():

@@ -56,8 +56,8 @@ class CompressedSource(CheckpointSource):
     format = "compressed"
 
     def __init__(self, path: Path, files: list[Path]) -> None:
-        config = read_json_object(inside(path / "config.json"))
-        self.path, self.shape = path, configs.shape_of(config, str(path / "config.json"))
+        hf = read_json_object(inside(path / "config.json"))
+        self.path, self.config = path, configs.config_from_hf(hf, str(path / "config.json"))
         self.places: dict[str, safetensors.Extent] = {}
         for file in files:
             about = safetensors.metadata(file)
@@ -71,7 +71,7 @@ class CompressedSource(CheckpointSource):
         self.dtype = widest(floats, path)
         self.layout = {"files": len(files), "compressed": len(self.compressed)}
         generation = path / "generation_config.json"
-        self.extra = configs.extra_of(config, read_json_object(inside(generation)) if generation.is_file() else None)
+        self.extra = configs.extra_of(hf, read_json_object(inside(generation)) if generation.is_file() else None)
         self.tokenizer_files = tokenizer_files(path)
         self.tokenizer = str(path) if self.tokenizer_files else None
 
@@ -99,7 +99,7 @@ class CompressedSource(CheckpointSource):
         if name in self.places:
             whole = self.places[name].read()
             refuse_nonfinite({name: whole}, self.path)
-            return padded(whole, self.shape) if name in TABLES else whole
+            return padded(whole, self.config) if name in TABLES else whole
         values, indices = (self.places[part].read() for part in parts_of(name))
         refuse_nonfinite({name: values}, self.path)
         return expanded(values, indices, f"{self.path}: {name}")

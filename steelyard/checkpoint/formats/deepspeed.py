@@ -35,13 +35,13 @@ def opened(path: Path) -> Mapped | None:
         return None
     states = [safe_unpickle.load(file) for _, file in sorted(ranks.items())]
     args = safe_unpickle.settings_of(states[0].get("args") if isinstance(states[0], dict) else None)
-    shape = megatron_args.shape_of(args, str(folder))
+    config = megatron_args.config_from_args(args, str(folder))
     layers = _numbered(folder, LAYER_FILE)
     pieces = _from_layers(layers) if layers else _from_ranks(states)
-    store = Ranks(pieces, shape, states[0].get("checkpoint_version", 3.0))
+    store = Ranks(pieces, config, states[0].get("checkpoint_version", 3.0))
     tensor = len({number[1] for number in layers}) or len(states)
     layout = {"tensor": tensor, "files": len(layers) or len(states)}
-    source = Mapped("deepspeed", folder, shape, store, megatron(shape), layout)
+    source = Mapped("deepspeed", folder, config, store, megatron(config), layout)
     match = re.fullmatch(r"global_step(\d+)", folder.name)
     source.step = int(match[1]) if match else None
     add_companions(source, args, folder.parent)

@@ -58,14 +58,14 @@ def opened(path: Path) -> GgufSource | None:
     if begins != b"GGUF":
         if path.suffix != ".gguf":
             return None
-        told = "it is empty" if not begins else f"it begins with {begins!r} where b'GGUF' belongs"
-        raise CorruptFileError(f"not a GGUF file: {told}", where=str(path))
+        reported = "it is empty" if not begins else f"it begins with {begins!r} where b'GGUF' belongs"
+        raise CorruptFileError(f"not a GGUF file: {reported}", where=str(path))
     settings, tensors = _Reader(path).read()
-    shape = _shape(settings, tensors, str(path))
+    config = _shape(settings, tensors, str(path))
     store = _File(tensors)
     layout = {"files": 1, "types": sorted({tensor.kind.name for tensor in tensors.values()})}
-    entries = gguf_llama(shape, rotated=settings["general.architecture"] == "llama")
-    source = GgufSource("gguf", path, shape, store, entries, layout)
+    entries = gguf_llama(config, rotated=settings["general.architecture"] == "llama")
+    source = GgufSource("gguf", path, config, store, entries, layout)
     source.settings = settings
     ids = {f"{name}_token_id": settings.get(f"tokenizer.ggml.{name}_token_id") for name in SPECIAL}
     source.extra = {key.replace("padding", "pad"): value for key, value in ids.items() if isinstance(value, int)}

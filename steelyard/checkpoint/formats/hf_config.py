@@ -16,7 +16,7 @@ from steelyard.checkpoint.formats.source import first_problem
 from steelyard.core.errors import UserError
 from steelyard.core.recipe.model_section import GptConfig, LlamaConfig, RopeScaling
 
-Shape = GptConfig | LlamaConfig
+Config = GptConfig | LlamaConfig
 LLAMAS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
 MISTRAL = LLAMAS[1]
 GPTS = ("GPT2LMHeadModel",)
@@ -27,9 +27,9 @@ LLAMA3 = {
 }  # fmt: skip
 
 
-def shape_of(config: dict[str, Any], where: str) -> Shape:
+def config_from_hf(hf: dict[str, Any], where: str) -> Config:
     """The shape of the model a config describes."""
-    name = _architecture(config)
+    name = _architecture(hf)
     if name not in (*LLAMAS, *GPTS):
         raise UserError(
             f"the architecture {name or 'unnamed'} is not known",
@@ -37,44 +37,42 @@ def shape_of(config: dict[str, Any], where: str) -> Shape:
             hint=f"known are {', '.join((*LLAMAS, *GPTS))}",
         )
     try:
-        shape = _gpt(config, where) if name in GPTS else _llama(config, name, where)
+        config = _gpt(hf, where) if name in GPTS else _llama(hf, name, where)
     except KeyError as error:
         raise UserError(f"the key {error} is missing", where=where) from None
     except (ValidationError, TypeError, ValueError) as error:
         raise UserError(f"it describes no model: {first_problem(error)}", where=where) from None
-    return shape
+    return config
 
 
-def _architecture(config: dict[str, Any]) -> str | None:
-    architectures = config.get("architectures") or [
-        {"llama": LLAMAS[0], "gpt2": GPTS[0]}.get(str(config.get("model_type")))
-    ]
+def _architecture(hf: dict[str, Any]) -> str | None:
+    architectures = hf.get("architectures") or [{"llama": LLAMAS[0], "gpt2": GPTS[0]}.get(str(hf.get("model_type")))]
     return architectures[0] if isinstance(architectures, list) and architectures else None
 
 
-def extra_of(config: dict[str, Any], generation: dict[str, Any] | None) -> dict[str, Any]:
+def extra_of(hf: dict[str, Any], generation: dict[str, Any] | None) -> dict[str, Any]:
     """What a config says that a shape does not."""
-    named = _architecture(config)
+    named = _architecture(hf)
     usual = dict.fromkeys(DROPOUT[:3], 0.1) if named in GPTS else {}  # What transformers takes where it is left out.
     return sound(
         {
-            **config,
-            "positions": config.get("max_position_embeddings"),
+            **hf,
+            "positions": hf.get("max_position_embeddings"),
             "generation_config": generation,
             "architecture": named if named == MISTRAL else None,
-            "dropout": {key: config.get(key, usual.get(key)) for key in DROPOUT},
+            "dropout": {key: hf.get(key, usual.get(key)) for key in DROPOUT},
         }
     )
 
 
-def _llama(config: dict[str, Any], architecture: str, where: str) -> LlamaConfig:
-    _refuse(config, where, hidden_act="silu", mlp_bias=False)
+def _llama(hf: dict[str, Any], architecture: str, where: str) -> LlamaConfig:
+    _refuse(hf, where, hidden_act="silu", mlp_bias=False)
     if architecture != "Qwen2ForCausalLM":
-        _refuse(config, where, attention_bias=False)
-    window = config.get("sliding_window")
-    if window and config.get("use_sliding_window", True) and window < config.get("max_position_embeddings", 0):
+        _refuse(hf, where, attention_bias=False)
+    window = hf.get("sliding_window")
+    if window and hf.get("use_sliding_window", True) and window < hf.get("max_position_embeddings", 0):
         raise UserError(f"its attention looks only {window} tokens back, which is not supported", where=where)
-    rope = {**_table(config, "rope_scaling", where), **_table(config, "rope_parameters", where)}
+    rope = {**_table(hf, "rope_scaling", where), **_table(hf, "rope_parameters", where)}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
         raise UserError(
@@ -82,28 +80,28 @@ def _llama(config: dict[str, Any], architecture: str, where: str) -> LlamaConfig
             where=where,
             hint="default and llama3 are",
         )
-    theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
-    heads = config["num_attention_heads"]
+    theta = rope.get("rope_theta", hf.get("rope_theta", 10000.0))
+    heads = hf["num_attention_heads"]
     return LlamaConfig(
         family="llama",
-        layers=config["num_hidden_layers"],
-        hidden=config["hidden_size"],
+        layers=hf["num_hidden_layers"],
+        hidden=hf["hidden_size"],
         heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        ffn=config["intermediate_size"],
-        vocab=config["vocab_size"],
+        kv_heads=hf.get("num_key_value_heads") or heads,
+        head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
+        ffn=hf["intermediate_size"],
+        vocab=hf["vocab_size"],
         rope_theta=float(theta),
         rope_scaling=_llama3(rope, where) if kind == "llama3" else None,
         qkv_bias=architecture == "Qwen2ForCausalLM",
-        tied=config.get("tie_word_embeddings", False),
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        init_std=float(config.get("initializer_range", 0.02)),
+        tied=hf.get("tie_word_embeddings", False),
+        norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
+        init_std=float(hf.get("initializer_range", 0.02)),
     )
 
 
-def _table(config: dict[str, Any], key: str, where: str) -> dict[str, Any]:
-    value = config.get(key) or {}
+def _table(hf: dict[str, Any], key: str, where: str) -> dict[str, Any]:
+    value = hf.get(key) or {}
     if not isinstance(value, dict):
         raise UserError(f"{key} is {value!r}, and should be a table", where=where)
     return value
@@ -112,85 +110,86 @@ def _table(config: dict[str, Any], key: str, where: str) -> dict[str, Any]:
 def _llama3(rope: dict[str, Any], where: str) -> RopeScaling:
     for theirs in LLAMA3.values():
         if type(rope.get(theirs)) not in (int, float) or rope[theirs] <= 0:
-            told = f"is {rope[theirs]!r}" if theirs in rope else "is missing"
-            raise UserError(f"rope_scaling.{theirs} {told}, and should be a number above 0", where=where)
+            reported = f"is {rope[theirs]!r}" if theirs in rope else "is missing"
+            raise UserError(f"rope_scaling.{theirs} {reported}, and should be a number above 0", where=where)
     values = {ours: rope[theirs] for ours, theirs in LLAMA3.items()}
     scale = {key: float(value) for key, value in values.items() if key != "original_positions"}
     return RopeScaling(original_positions=values["original_positions"], **scale)
 
 
-def _gpt(config: dict[str, Any], where: str) -> GptConfig:
-    if config.get("activation_function", TANH_GELU[0]) not in TANH_GELU:
-        _refuse(config, where, activation_function=TANH_GELU[0])
-    _refuse(config, where, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
+def _gpt(hf: dict[str, Any], where: str) -> GptConfig:
+    if hf.get("activation_function", TANH_GELU[0]) not in TANH_GELU:
+        _refuse(hf, where, activation_function=TANH_GELU[0])
+    _refuse(hf, where, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
     return GptConfig(
         family="gpt",
-        layers=config["n_layer"],
-        hidden=config["n_embd"],
-        heads=config["n_head"],
-        ffn=config.get("n_inner") or 4 * config["n_embd"],
-        positions=config["n_positions"],
-        vocab=config["vocab_size"],
-        tied=config.get("tie_word_embeddings", True),
-        norm_eps=float(config.get("layer_norm_epsilon", 1e-5)),
-        init_std=float(config.get("initializer_range", 0.02)),
+        layers=hf["n_layer"],
+        hidden=hf["n_embd"],
+        heads=hf["n_head"],
+        ffn=hf.get("n_inner") or 4 * hf["n_embd"],
+        positions=hf["n_positions"],
+        vocab=hf["vocab_size"],
+        tied=hf.get("tie_word_embeddings", True),
+        norm_eps=float(hf.get("layer_norm_epsilon", 1e-5)),
+        init_std=float(hf.get("initializer_range", 0.02)),
     )
 
 
-def _refuse(config: dict[str, Any], where: str, **supported: Any) -> None:
+def _refuse(hf: dict[str, Any], where: str, **supported: Any) -> None:
     for key, value in supported.items():
-        if config.get(key, value) != value:
-            raise UserError(f"{key} is {config[key]}, and only {value} is supported", where=where)
+        if hf.get(key, value) != value:
+            raise UserError(f"{key} is {hf[key]}, and only {value} is supported", where=where)
 
 
-def config_of(shape: Shape, dtype: torch.dtype, extra: dict[str, Any]) -> dict[str, Any]:
+def config_to_hf(config: Config, dtype: torch.dtype, extra: dict[str, Any]) -> dict[str, Any]:
     """The config of a shape. `extra` has what a shape does not say: positions, special tokens, dropout, a class."""
     special = {key: extra[key] for key in SPECIAL if extra.get(key) is not None}
     dropout = extra.get("dropout") or {}
     common = {
         "torch_dtype": str(dtype).removeprefix("torch."),
-        "vocab_size": shape.vocab,
-        "tie_word_embeddings": shape.tied,
-        "initializer_range": shape.init_std,
+        "vocab_size": config.vocab,
+        "tie_word_embeddings": config.tied,
+        "initializer_range": config.init_std,
         "use_cache": True,
         # Left out, transformers would assume ids of its own.
         **{key: special.get(key) for key in SPECIAL},
     }
-    if isinstance(shape, GptConfig):
+    if isinstance(config, GptConfig):
         return {
-            "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": shape.hidden, "n_layer": shape.layers,
-            "n_head": shape.heads, "n_inner": shape.ffn, "n_positions": shape.positions, "n_ctx": shape.positions,
-            "activation_function": "gelu_new", "layer_norm_epsilon": shape.norm_eps,
-            "attn_pdrop": shape.attention_dropout, "embd_pdrop": shape.dropout, "resid_pdrop": shape.dropout, **common,
+            "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": config.hidden,
+            "n_layer": config.layers, "n_head": config.heads, "n_inner": config.ffn, "n_positions": config.positions, "n_ctx": config.positions,
+            "activation_function": "gelu_new", "layer_norm_epsilon": config.norm_eps,
+            "attn_pdrop": config.attention_dropout, "embd_pdrop": config.dropout,
+            "resid_pdrop": config.dropout, **common,
         } | {key: value for key, value in dropout.items() if key != "attention_dropout"}  # fmt: skip
-    is_mistral = extra.get("architecture") == MISTRAL and not shape.qkv_bias
-    architecture, kind = ("Qwen2ForCausalLM", "qwen2") if shape.qkv_bias else ("LlamaForCausalLM", "llama")
+    is_mistral = extra.get("architecture") == MISTRAL and not config.qkv_bias
+    architecture, kind = ("Qwen2ForCausalLM", "qwen2") if config.qkv_bias else ("LlamaForCausalLM", "llama")
     if is_mistral:
         architecture, kind = MISTRAL, "mistral"
-    config = {
-        "architectures": [architecture], "model_type": kind, "hidden_size": shape.hidden,
-        "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim, "intermediate_size": shape.ffn, "hidden_act": "silu",
-        "max_position_embeddings": positions_of(shape, extra), "rms_norm_eps": shape.norm_eps,
-        "rope_theta": shape.rope_theta, "rope_scaling": _rope_scaling(shape),
-        "attention_dropout": dropout.get("attention_dropout", shape.attention_dropout), **common,
+    hf = {
+        "architectures": [architecture], "model_type": kind, "hidden_size": config.hidden,
+        "num_hidden_layers": config.layers, "num_attention_heads": config.heads, "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim, "intermediate_size": config.ffn, "hidden_act": "silu",
+        "max_position_embeddings": positions_of(config, extra), "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta, "rope_scaling": _rope_scaling(config),
+        "attention_dropout": dropout.get("attention_dropout", config.attention_dropout), **common,
     }  # fmt: skip
     if is_mistral:
-        return config | {"sliding_window": None}
-    return config | ({"use_sliding_window": False} if shape.qkv_bias else {"attention_bias": False, "mlp_bias": False})
+        return hf | {"sliding_window": None}
+    return hf | ({"use_sliding_window": False} if config.qkv_bias else {"attention_bias": False, "mlp_bias": False})
 
 
-def positions_of(shape: Shape, extra: dict[str, Any]) -> int:
+def positions_of(config: Config, extra: dict[str, Any]) -> int:
     """How long a text the model is meant for."""
-    if isinstance(shape, GptConfig):
-        return shape.positions
+    if isinstance(config, GptConfig):
+        return config.positions
     if extra.get("positions"):
         return int(extra["positions"])
-    scaling = shape.rope_scaling
+    scaling = config.rope_scaling
     return int(scaling.factor * scaling.original_positions) if scaling else 2048
 
 
-def _rope_scaling(shape: LlamaConfig) -> dict[str, Any] | None:
-    if shape.rope_scaling is None:
+def _rope_scaling(config: LlamaConfig) -> dict[str, Any] | None:
+    if config.rope_scaling is None:
         return None
-    return {"rope_type": "llama3", **{theirs: getattr(shape.rope_scaling, ours) for ours, theirs in LLAMA3.items()}}
+    return {"rope_type": "llama3", **{theirs: getattr(config.rope_scaling, ours) for ours, theirs in LLAMA3.items()}}

@@ -63,8 +63,8 @@ def kept(folder: Path) -> dict[str, Any]:
 
 def with_tokenizer(extra: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
     """The same, with the tokenizer's first and last ids where nothing else names them."""
-    told = {key: tokenizer.special_id(role) for key, role in ROLES.items()}
-    return {**{key: number for key, number in told.items() if number is not None}, **extra}
+    reported = {key: tokenizer.special_id(role) for key, role in ROLES.items()}
+    return {**{key: number for key, number in reported.items() if number is not None}, **extra}
 
 
 def of_another_vocabulary(extra: dict[str, Any]) -> dict[str, Any]:

@@ -34,15 +34,15 @@ def opened(path: Path) -> Mapped | None:
         path = path.parent
     if not (path / "config.json").is_file():
         return None
-    config = read_json_object(inside(path / "config.json"))
-    shape = configs.shape_of(config, str(path / "config.json"))
-    store = _store(path, shape.tied)
+    hf = read_json_object(inside(path / "config.json"))
+    config = configs.config_from_hf(hf, str(path / "config.json"))
+    store = _store(path, config.tied)
     layout = {
         "files": len({place.path if isinstance(place, safetensors.Extent) else 0 for place in store.places.values()})
     }
-    source = Mapped("hf", path, shape, store, hugging_face(shape), layout)
+    source = Mapped("hf", path, config, store, hugging_face(config), layout)
     generation = path / "generation_config.json"
-    source.extra = configs.extra_of(config, read_json_object(inside(generation)) if generation.is_file() else None)
+    source.extra = configs.extra_of(hf, read_json_object(inside(generation)) if generation.is_file() else None)
     _refuse_other_rows(source)
     source.tokenizer_files = tokenizer_files(path)
     source.tokenizer = tokenizer_in(path)
@@ -56,7 +56,7 @@ def tokenizer_in(folder: Path) -> str | None:
 
 def _refuse_other_rows(source: Mapped) -> None:
     """Embedding and head have exactly `vocab_size` rows: others' padding is in that number, and nothing is cut."""
-    sizes, vocab = source.store.sizes(), source.shape.vocab
+    sizes, vocab = source.store.sizes(), source.config.vocab
     for entry in source.entries:
         if entry.ours[0] in TABLES and (size := sizes.get(entry.name)) and size[0] != vocab:
             raise UserError(

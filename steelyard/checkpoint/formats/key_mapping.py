@@ -20,7 +20,7 @@ from torch import Tensor
 
 from steelyard.core.recipe.model_section import GptConfig, LlamaConfig
 
-Shape = GptConfig | LlamaConfig
+Config = GptConfig | LlamaConfig
 Join = Literal["rows", "turned", "groups", "rotated"]
 
 
@@ -35,28 +35,28 @@ class Entry:
     layer: int | None = None
 
 
-def joined(entry: Entry, parts: list[Tensor], shape: Shape) -> Tensor:
+def joined(entry: Entry, parts: list[Tensor], config: Config) -> Tensor:
     """Their tensor, from ours."""
     if entry.join == "groups":
-        groups, head = groups_of(shape), _head_dim(shape)
+        groups, head = groups_of(config), _head_dim(config)
         rows = [part.unflatten(0, (groups, -1, head)) for part in parts]
         return torch.cat(rows, dim=1).flatten(0, 2)
     if entry.join == "rotated":
-        pairs: Tensor = parts[0].unflatten(0, (-1, 2, _head_dim(shape) // 2)).transpose(1, 2)
+        pairs: Tensor = parts[0].unflatten(0, (-1, 2, _head_dim(config) // 2)).transpose(1, 2)
         return pairs.flatten(0, 2)
     whole = parts[0] if len(parts) == 1 else torch.cat(parts)
     return whole.t() if entry.join == "turned" and whole.ndim == 2 else whole
 
 
-def taken_apart(entry: Entry, whole: Tensor, shape: Shape) -> list[Tensor]:
+def taken_apart(entry: Entry, whole: Tensor, config: Config) -> list[Tensor]:
     """Our tensors, from theirs."""
     if entry.join == "groups":
-        groups, head = groups_of(shape), _head_dim(shape)
+        groups, head = groups_of(config), _head_dim(config)
         by_group = whole.unflatten(0, (groups, -1, head))
-        sizes = [shape.heads // groups, 1, 1]
+        sizes = [config.heads // groups, 1, 1]
         return [part.flatten(0, 2) for part in by_group.split(sizes, dim=1)]
     if entry.join == "rotated":
-        return [whole.unflatten(0, (-1, _head_dim(shape) // 2, 2)).transpose(1, 2).flatten(0, 2)]
+        return [whole.unflatten(0, (-1, _head_dim(config) // 2, 2)).transpose(1, 2).flatten(0, 2)]
     if entry.join == "turned" and whole.ndim == 2:
         whole = whole.t()
     return list(whole.chunk(len(entry.ours))) if len(entry.ours) > 1 else [whole]
@@ -69,7 +69,7 @@ def theirs_size(entry: Entry, sizes: dict[str, tuple[int, ...]]) -> tuple[int, .
     return whole[::-1] if entry.join == "turned" else whole
 
 
-def ours_sizes(entry: Entry, size: tuple[int, ...], shape: Shape) -> list[tuple[int, ...]]:
+def ours_sizes(entry: Entry, size: tuple[int, ...], config: Config) -> list[tuple[int, ...]]:
     """The sizes of our tensors, from that of theirs, whether or not it is as it should be."""
     if entry.join == "turned":
         size = size[::-1]
@@ -77,20 +77,20 @@ def ours_sizes(entry: Entry, size: tuple[int, ...], shape: Shape) -> list[tuple[
         return [size] * len(entry.ours)
     shares = [1] * len(entry.ours)
     if len(entry.ours) == 3:
-        shares[0] = shape.heads // groups_of(shape)
+        shares[0] = config.heads // groups_of(config)
     # What does not divide is told as it is, so that the check against the model's own sizes fails by name.
     if size[0] % sum(shares):
         return [size] * len(entry.ours)
     return [(size[0] // sum(shares) * share, *size[1:]) for share in shares]
 
 
-def groups_of(shape: Shape) -> int:
+def groups_of(config: Config) -> int:
     """Key-value heads, each of which serves a group of queries."""
-    return shape.heads if isinstance(shape, GptConfig) else shape.kv_heads
+    return config.heads if isinstance(config, GptConfig) else config.kv_heads
 
 
-def _head_dim(shape: Shape) -> int:
-    return shape.hidden // shape.heads if isinstance(shape, GptConfig) else shape.head_dim
+def _head_dim(config: Config) -> int:
+    return config.hidden // config.heads if isinstance(config, GptConfig) else config.head_dim
 
 
 ATTENTION = ("query", "key", "value")
@@ -108,17 +108,17 @@ GGUF_LLAMA = {
 }  # fmt: skip
 
 
-def hugging_face(shape: Shape) -> list[Entry]:
+def hugging_face(config: Config) -> list[Entry]:
     """The tensors of `LlamaForCausalLM` and its kin, or of `GPT2LMHeadModel`."""
-    return _gpt2(shape) if isinstance(shape, GptConfig) else _llama(shape, HF_LLAMA, "model.layers.{}.", "model.")
+    return _gpt2(config) if isinstance(config, GptConfig) else _llama(config, HF_LLAMA, "model.layers.{}.", "model.")
 
 
-def _llama(shape: LlamaConfig, table: dict[str, str], layer_prefix: str, prefix: str) -> list[Entry]:
+def _llama(config: LlamaConfig, table: dict[str, str], layer_prefix: str, prefix: str) -> list[Entry]:
     entries = [Entry(f"{prefix}embed_tokens.weight", ("embed.weight",))]
-    for number in range(shape.layers):
+    for number in range(config.layers):
         for ours, theirs in table.items():
             kinds = (
-                ("weight", "bias") if shape.qkv_bias and ours.removeprefix("attention.") in ATTENTION else ("weight",)
+                ("weight", "bias") if config.qkv_bias and ours.removeprefix("attention.") in ATTENTION else ("weight",)
             )
             entries += [
                 Entry(
@@ -127,10 +127,10 @@ def _llama(shape: LlamaConfig, table: dict[str, str], layer_prefix: str, prefix:
                 for kind in kinds
             ]
     entries.append(Entry(f"{prefix}norm.weight", ("norm.weight",)))
-    return entries + ([] if shape.tied else [Entry("lm_head.weight", ("head.weight",))])
+    return entries + ([] if config.tied else [Entry("lm_head.weight", ("head.weight",))])
 
 
-def gguf_llama(shape: LlamaConfig, rotated: bool) -> list[Entry]:
+def gguf_llama(config: LlamaConfig, rotated: bool) -> list[Entry]:
     """llama.cpp's names; its `llama` architecture holds queries and keys in another rotary layout."""
     names = {
         "model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight",
@@ -143,16 +143,16 @@ def gguf_llama(shape: LlamaConfig, rotated: bool) -> list[Entry]:
             name=names.get(entry.name, entry.name),
             join="rotated" if any(part in entry.name for part in turned) else "rows",
         )
-        for entry in _llama(shape, GGUF_LLAMA, "blk.{}.", "model.")
+        for entry in _llama(config, GGUF_LLAMA, "blk.{}.", "model.")
     ]
 
 
-def _gpt2(shape: GptConfig) -> list[Entry]:
+def _gpt2(config: GptConfig) -> list[Entry]:
     entries = [
         Entry("transformer.wte.weight", ("embed.weight",)),
         Entry("transformer.wpe.weight", ("positions.weight",)),
     ]
-    for number in range(shape.layers):
+    for number in range(config.layers):
         ours, theirs = f"layers.{number}.", f"transformer.h.{number}."
         for kind in ("weight", "bias"):
             fused = tuple(f"{ours}attention.{part}.{kind}" for part in ATTENTION)
@@ -165,19 +165,19 @@ def _gpt2(shape: GptConfig) -> list[Entry]:
                 Entry(f"{theirs}mlp.c_proj.{kind}", (f"{ours}mlp.down.{kind}",), "turned", layer=number),
             ]
     entries += [Entry(f"transformer.ln_f.{kind}", (f"norm.{kind}",)) for kind in ("weight", "bias")]
-    return entries + ([] if shape.tied else [Entry("lm_head.weight", ("head.weight",))])
+    return entries + ([] if config.tied else [Entry("lm_head.weight", ("head.weight",))])
 
 
-def megatron(shape: Shape) -> list[Entry]:
+def megatron(config: Config) -> list[Entry]:
     """The tensors of megatron-core's `GPTModel`, by the names of its local layers."""
-    is_gpt = isinstance(shape, GptConfig)
-    has_qkv_bias = isinstance(shape, GptConfig) or shape.qkv_bias
+    is_gpt = isinstance(config, GptConfig)
+    has_qkv_bias = isinstance(config, GptConfig) or config.qkv_bias
     kinds = ("weight", "bias") if is_gpt else ("weight",)
     qkv_kinds = ("weight", "bias") if has_qkv_bias else ("weight",)
     entries = [Entry("embedding.word_embeddings.weight", ("embed.weight",), cut=0)]
     if is_gpt:
         entries.append(Entry("embedding.position_embeddings.weight", ("positions.weight",)))
-    for n in range(shape.layers):
+    for n in range(config.layers):
         ours, theirs = f"layers.{n}.", f"decoder.layers.{n}."
         for kind in qkv_kinds:
             qkv = tuple(f"{ours}attention.{part}.{kind}" for part in ATTENTION)
@@ -195,4 +195,4 @@ def megatron(shape: Shape) -> list[Entry]:
                 Entry(f"{theirs}mlp.linear_fc2.{kind}", (f"{ours}mlp.down.{kind}",), "rows", across, n),
             ]
     entries += [Entry(f"decoder.final_layernorm.{kind}", (f"norm.{kind}",)) for kind in kinds]
-    return entries + ([] if shape.tied else [Entry("output_layer.weight", ("head.weight",), cut=0)])
+    return entries + ([] if config.tied else [Entry("output_layer.weight", ("head.weight",), cut=0)])

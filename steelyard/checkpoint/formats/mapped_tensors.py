@@ -36,10 +36,10 @@ class Mapped(CheckpointSource):
     """A store and the entries that say what its tensors mean."""
 
     def __init__(
-        self, format_: str, path: Path, shape: GptConfig | LlamaConfig, store: Store, entries: list[Entry],
+        self, format_: str, path: Path, config: GptConfig | LlamaConfig, store: Store, entries: list[Entry],
         layout: dict[str, Any],
     ) -> None:  # fmt: skip
-        self.format, self.path, self.shape, self.layout = format_, path, shape, layout
+        self.format, self.path, self.config, self.layout = format_, path, config, layout
         self.store, self.entries = store, entries
         self.dtype = widest(store.dtypes(), path)
         self.extra, self.tokenizer_files = {}, []
@@ -54,7 +54,7 @@ class Mapped(CheckpointSource):
         sizes: dict[str, tuple[int, ...]] = {}
         for entry in self.entries:
             if entry.name in found:
-                sizes.update(zip(entry.ours, ours_sizes(entry, found.pop(entry.name), self.shape), strict=True))
+                sizes.update(zip(entry.ours, ours_sizes(entry, found.pop(entry.name), self.config), strict=True))
         return sizes | found
 
     def in_files(self, name: str, expected: dict[str, tuple[int, ...]]) -> Lying:
@@ -74,9 +74,9 @@ class Mapped(CheckpointSource):
                 raise CorruptFileError(f"{entry.name} is missing", where=str(self.path)) from None
             ours = "" if entry.ours == (entry.name,) else f" (here {', '.join(entry.ours)})"
             refuse_nonfinite({entry.name + ours: whole}, self.path)
-            parts = taken_apart(entry, whole, self.shape)
+            parts = taken_apart(entry, whole, self.config)
             if len(parts) == 1:
-                return padded(parts[0], self.shape) if name in TABLES else parts[0]
+                return padded(parts[0], self.config) if name in TABLES else parts[0]
             self._last = entry, parts
         return self._last[1][entry.ours.index(name)]
 

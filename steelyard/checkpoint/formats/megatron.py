@@ -49,16 +49,16 @@ def opened(path: Path) -> Mapped | None:
     states = {rank: _state(file) for rank, file in sorted(files.items())}
     first = states[0, 0]
     args = safe_unpickle.settings_of(first.get("args"))
-    shape = megatron_args.shape_of(args, str(files[0, 0]))
+    config = megatron_args.config_from_args(args, str(files[0, 0]))
     version = first.get("checkpoint_version", 0)
     pieces = _joined_stages([[states[tp, pp] for tp in range(tensor)] for pp in range(pipeline)])
-    store = Ranks({name: tensors for name, tensors in pieces.items() if not MASKS.search(name)}, shape, version)
+    store = Ranks({name: tensors for name, tensors in pieces.items() if not MASKS.search(name)}, config, version)
     store.masks = {name: tensors for name, tensors in pieces.items() if MASKS.search(name)}
     layout = {"tensor": tensor, "pipeline": pipeline, "checkpoint_version": version}
     if store.masks:
         layout["masks"] = len({MASKS.sub("", name) for name in store.masks})
         console.say(f"{folder} holds masks of MaskLLM's beside its weights; eval and generate apply them")
-    source = Mapped("megatron", folder, shape, store, megatron(shape), layout)
+    source = Mapped("megatron", folder, config, store, megatron(config), layout)
     iteration = first.get("iteration")
     source.step = iteration if isinstance(iteration, int) else None
     add_companions(source, args, parent)
@@ -124,13 +124,13 @@ def weights(model: Any) -> dict[str, Tensor]:
 class Ranks(Store):
     """Tensors in the pieces that tensor ranks had."""
 
-    def __init__(self, pieces: Pieces, shape: GptConfig | LlamaConfig, version: float) -> None:
-        if shape.tied:
+    def __init__(self, pieces: Pieces, config: GptConfig | LlamaConfig, version: float) -> None:
+        if config.tied:
             pieces.pop("output_layer.weight", None)
-        self.pieces, self.shape, self.version = pieces, shape, version
+        self.pieces, self.config, self.version = pieces, config, version
         self.masks: Pieces = {}
         """MaskLLM's tensors, which are no weights: `sparsity/maskllm.py` reads them."""
-        self.entries = {entry.name: entry for entry in megatron(shape)}
+        self.entries = {entry.name: entry for entry in megatron(config)}
 
     def sizes(self) -> dict[str, tuple[int, ...]]:
         sizes = {}
@@ -161,7 +161,7 @@ class Ranks(Store):
 
     def _in_groups(self, piece: Tensor) -> Tensor:
         """Before version 2 keys and values were all heads' own, and lay apart (0) or innermost (1)."""
-        head = self.shape.hidden // self.shape.heads
+        head = self.config.hidden // self.config.heads
         if self.version >= 1:
             in_order: Tensor = piece.unflatten(0, (-1, head, 3)).transpose(1, 2)
         else:

@@ -19,7 +19,7 @@ from steelyard.checkpoint.formats.source import first_problem
 from steelyard.core.errors import UserError
 from steelyard.core.recipe.model_section import GptConfig, LlamaConfig, RopeScaling
 
-Shape = GptConfig | LlamaConfig
+Config = GptConfig | LlamaConfig
 LATEST = "latest_checkpointed_iteration.txt"
 # Oldest first; each is applied in turn. Transformer Engine keeps the norms inside the products they precede.
 RENAMED = (
@@ -65,7 +65,7 @@ def iteration_folder(path: Path) -> tuple[Path, Path]:
     return path / ("release" if text == "release" else f"iter_{int(text):07d}"), path
 
 
-def shape_of(args: dict[str, Any], where: str) -> Shape:
+def config_from_args(args: dict[str, Any], where: str) -> Config:
     """The shape of the model that was trained with these args."""
     if not args:
         raise UserError("it has no args, which say what the model is", where=where)
@@ -85,12 +85,12 @@ def shape_of(args: dict[str, Any], where: str) -> Shape:
                 f"{key} is {args[key]} with {positions} positions, which is neither GPT nor Llama", where=where
             )
     try:
-        shape: Shape = _llama(args) if is_rope else _gpt(args)
+        config: Config = _llama(args) if is_rope else _gpt(args)
     except KeyError as error:
         raise UserError(f"its args lack {error}", where=where) from None
     except (ValidationError, TypeError, ValueError) as error:
         raise UserError(f"its args describe no model: {first_problem(error)}", where=where) from None
-    return shape
+    return config
 
 
 def _common(args: dict[str, Any]) -> dict[str, Any]:
@@ -142,36 +142,37 @@ def padded_rows(vocab: int, tensor: int, multiple: int = 128) -> int:
 
 
 def args_of(
-    shape: Shape, dtype: torch.dtype, extra: dict[str, Any], tensor: int, pipeline: int, engine: bool
+    config: Config, dtype: torch.dtype, extra: dict[str, Any], tensor: int, pipeline: int, engine: bool
 ) -> argparse.Namespace:
     """The args that a checkpoint of this shape carries, by the names that Megatron reads back."""
-    positions = positions_of(shape, extra)
+    positions = positions_of(config, extra)
     args: dict[str, Any] = {
-        "num_layers": shape.layers, "hidden_size": shape.hidden, "num_attention_heads": shape.heads,
-        "ffn_hidden_size": shape.ffn, "vocab_size": shape.vocab, "padded_vocab_size": padded_rows(shape.vocab, tensor),
+        "num_layers": config.layers, "hidden_size": config.hidden, "num_attention_heads": config.heads,
+        "ffn_hidden_size": config.ffn, "vocab_size": config.vocab,
+        "padded_vocab_size": padded_rows(config.vocab, tensor),
         "make_vocab_size_divisible_by": 128, "max_position_embeddings": positions, "seq_length": positions,
-        "norm_epsilon": shape.norm_eps, "layernorm_epsilon": shape.norm_eps, "init_method_std": shape.init_std,
-        "untie_embeddings_and_output_weights": not shape.tied, "tensor_model_parallel_size": tensor,
-        "pipeline_model_parallel_size": pipeline, "encoder_num_layers": shape.layers, "encoder_seq_length": positions,
-        "hidden_dropout": shape.dropout, "attention_dropout": shape.attention_dropout,
+        "norm_epsilon": config.norm_eps, "layernorm_epsilon": config.norm_eps, "init_method_std": config.init_std,
+        "untie_embeddings_and_output_weights": not config.tied, "tensor_model_parallel_size": tensor,
+        "pipeline_model_parallel_size": pipeline, "encoder_num_layers": config.layers, "encoder_seq_length": positions,
+        "hidden_dropout": config.dropout, "attention_dropout": config.attention_dropout,
         "fp16": dtype == torch.float16, "bf16": dtype == torch.bfloat16, "params_dtype": dtype,
         "transformer_impl": "transformer_engine" if engine else "local", "use_mcore_models": True,
         "virtual_pipeline_model_parallel_size": None, "consumed_train_samples": 0, "consumed_valid_samples": 0,
         "iteration": 1,
     }  # fmt: skip
-    if isinstance(shape, GptConfig):
+    if isinstance(config, GptConfig):
         args |= {
             "position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "swiglu": False,
-            "add_bias_linear": True, "add_qkv_bias": True, "kv_channels": shape.hidden // shape.heads,
+            "add_bias_linear": True, "add_qkv_bias": True, "kv_channels": config.hidden // config.heads,
             "group_query_attention": False, "num_query_groups": 1,
         }  # fmt: skip
         return argparse.Namespace(**args)
-    scaling = shape.rope_scaling
+    scaling = config.rope_scaling
     args |= {
         "position_embedding_type": "rope", "use_rotary_position_embeddings": True, "rotary_percent": 1.0,
-        "rotary_base": _whole(shape.rope_theta), "rotary_interleaved": False, "normalization": "RMSNorm",
-        "swiglu": True, "add_bias_linear": False, "add_qkv_bias": shape.qkv_bias, "kv_channels": shape.head_dim,
-        "group_query_attention": shape.kv_heads != shape.heads, "num_query_groups": shape.kv_heads,
+        "rotary_base": _whole(config.rope_theta), "rotary_interleaved": False, "normalization": "RMSNorm",
+        "swiglu": True, "add_bias_linear": False, "add_qkv_bias": config.qkv_bias, "kv_channels": config.head_dim,
+        "group_query_attention": config.kv_heads != config.heads, "num_query_groups": config.kv_heads,
         "use_rope_scaling": scaling is not None, "rope_scaling_factor": scaling.factor if scaling else 8.0,
     }  # fmt: skip
     if scaling is not None:

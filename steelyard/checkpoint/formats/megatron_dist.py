@@ -39,8 +39,8 @@ def opened(path: Path) -> Mapped | None:
         raise UserError(f"{folder} was written by the backend {backend}", hint="torch_dist is what can be read")
     common = safe_unpickle.load(folder / "common.pt") if (folder / "common.pt").is_file() else {}
     args = safe_unpickle.settings_of(common.get("args") if isinstance(common, dict) else None)
-    shape = megatron_args.shape_of(args, str(folder / "common.pt"))
-    source = Mapped("megatron-dist", folder, shape, Stacked(folder, shape.tied), megatron(shape), _layout(folder))
+    config = megatron_args.config_from_args(args, str(folder / "common.pt"))
+    source = Mapped("megatron-dist", folder, config, Stacked(folder, config.tied), megatron(config), _layout(folder))
     iteration = common.get("iteration")
     source.step = iteration if isinstance(iteration, int) else None
     add_companions(source, args, parent)

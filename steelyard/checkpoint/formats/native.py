@@ -46,7 +46,7 @@ class SteelyardSource(CheckpointSource):
             )
         if "model" in saved.state:
             try:
-                self.shape = TypeAdapter(Model).validate_python(saved.state["model"])
+                self.config = TypeAdapter(Model).validate_python(saved.state["model"])
             except ValidationError as error:
                 raise UserError(
                     f"its model is not valid: {first_problem(error)}", where=str(saved.path / folder.STATE)
@@ -56,7 +56,7 @@ class SteelyardSource(CheckpointSource):
             self.tokenizer = tokenizer_in(saved.path / TOKENIZER)
         else:
             recipe = saved.run.recipe()
-            self.shape, self.tokenizer = recipe.model, recipe.data.tokenizer
+            self.config, self.tokenizer = recipe.model, recipe.data.tokenizer
             self.extra = {"positions": recipe.data.sequence_length}
         saved_tensors = saved.tensors()
         self._sizes = {

@@ -58,11 +58,11 @@ def load(path: Path) -> Any:
 
 def _reason(error: Exception) -> str:
     """What is wrong with a file; of how torch's reader of archives stumbled over it nobody is the wiser."""
-    told = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    reported = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
     of_the_archive = ("PytorchStreamReader", "miniz", "central directory", "not enough data", "storage")
     if isinstance(error, EOFError) or any(words in str(error) for words in of_the_archive):
         return "it is cut short or damaged"
-    return told
+    return reported
 
 
 def _known(name: str, path: Path) -> Any:

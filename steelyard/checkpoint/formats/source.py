@@ -54,7 +54,7 @@ class CheckpointSource(ABC):
     format: str
     """hf, gguf, megatron, megatron-dist, deepspeed, compressed or steelyard."""
     path: Path
-    shape: GptConfig | LlamaConfig
+    config: GptConfig | LlamaConfig
     dtype: torch.dtype
     """The narrowest that holds every tensor exactly."""
     step: int | None = None
@@ -118,38 +118,38 @@ def is_own(path: str | Path) -> bool:
 def load_into(source: CheckpointSource, network: LanguageModel) -> None:
     """Fill a whole model. What is missing, unknown or of another size is listed by name, before anything is read."""
     parameters = dict(network.named_parameters())
-    check(source, network.shape, parameters)
+    check(source, network.config, parameters)
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(source.tensor(name))
 
 
-def load_pieces(source: CheckpointSource, pieces: Mapping[str, TensorShard], shape: GptConfig | LlamaConfig) -> None:
+def load_pieces(source: CheckpointSource, pieces: Mapping[str, TensorShard], config: GptConfig | LlamaConfig) -> None:
     """Fill a rank's pieces of a model of the given shape, which are named `model.<name>`."""
-    check(source, shape)
-    for key, value in source.shape.model_dump().items():
-        if key in ARITHMETIC and value != getattr(shape, key, value):
-            console.warn(f"model.{key} is {getattr(shape, key)}, and {value} in {source.path}")
-    if source.shape.vocab > shape.vocab:
+    check(source, config)
+    for key, value in source.config.model_dump().items():
+        if key in ARITHMETIC and value != getattr(config, key, value):
+            console.warn(f"model.{key} is {getattr(config, key)}, and {value} in {source.path}")
+    if source.config.vocab > config.vocab:
         console.warn(
-            f"model.vocab is {shape.vocab}, and {source.shape.vocab} in {source.path}: the rows beyond are left out"
+            f"model.vocab is {config.vocab}, and {source.config.vocab} in {source.path}: the rows beyond are left out"
         )
     for name, piece in pieces.items():
         whole = source.tensor(name.removeprefix("model."))
         if whole.shape[0] != piece.shape[0]:
-            whole = padded(whole, shape)
+            whole = padded(whole, config)
         for dim, (first, length) in enumerate(zip(piece.offset, piece.tensor.shape, strict=True)):
             whole = whole.narrow(dim, first, length)
         piece.tensor.copy_(whole)
 
 
-def check(source: CheckpointSource, shape: GptConfig | LlamaConfig, wanted: Iterable[str] | None = None) -> None:
+def check(source: CheckpointSource, config: GptConfig | LlamaConfig, wanted: Iterable[str] | None = None) -> None:
     """Refuse a source whose tensors are not those of a model of this shape."""
     if holds_adapters(source):
         raise UserError(
             f"{source.path} holds adapters alone", hint="steelyard adapter merge BASE RUN OUT writes whole weights"
         )
-    wrong = misfits(source, shape, wanted)
+    wrong = misfits(source, config, wanted)
     if wrong:
         more = [f"and {len(wrong) - 10} more"] if len(wrong) > 10 else []
         raise UserError(f"{source.path} does not fit the model:\n  " + "\n  ".join(wrong[:10] + more))
@@ -160,39 +160,41 @@ def holds_adapters(source: CheckpointSource) -> bool:
     return any(name.endswith(".adapter_in") for name in source.names())
 
 
-def misfits(source: CheckpointSource, shape: GptConfig | LlamaConfig, wanted: Iterable[str] | None = None) -> list[str]:
+def misfits(
+    source: CheckpointSource, config: GptConfig | LlamaConfig, wanted: Iterable[str] | None = None
+) -> list[str]:
     """The tensors that are missing, unknown or of another size than in a model of this shape, one line each."""
-    expected, found = expected_sizes(shape), source.sizes()
+    expected, found = expected_sizes(config), source.sizes()
     wrong = [f"{name}: unknown" for name in found if name not in expected]
     misfits: dict[Lying, list[str]] = {}  # One of theirs may hold several of ours.
     for name in expected if wanted is None else wanted:
         size = expected[name]
-        if found.get(name) != size and not _is_padded(found.get(name), size, shape):
+        if found.get(name) != size and not _is_padded(found.get(name), size, config):
             misfits.setdefault(source.in_files(name, expected), []).append(name)
     for theirs, ours in misfits.items():
         here = "" if ours == [theirs.name] else f" (here {', '.join(ours)})"
-        told = "missing" if theirs.found is None else f"{theirs.found} in the checkpoint, {theirs.wanted} wanted"
-        wrong.append(f"{theirs.name}{here}: {told}")
+        reported = "missing" if theirs.found is None else f"{theirs.found} in the checkpoint, {theirs.wanted} wanted"
+        wrong.append(f"{theirs.name}{here}: {reported}")
     return wrong
 
 
-def expected_sizes(shape: GptConfig | LlamaConfig) -> dict[str, tuple[int, ...]]:
+def expected_sizes(config: GptConfig | LlamaConfig) -> dict[str, tuple[int, ...]]:
     """The parameters of a model of this shape, by name."""
     with torch.device("meta"):
-        return {name: tuple(parameter.shape) for name, parameter in model.build(shape).named_parameters()}
+        return {name: tuple(parameter.shape) for name, parameter in model.build(config).named_parameters()}
 
 
-def _is_padded(found: tuple[int, ...] | None, size: tuple[int, ...], shape: GptConfig | LlamaConfig) -> bool:
+def _is_padded(found: tuple[int, ...] | None, size: tuple[int, ...], config: GptConfig | LlamaConfig) -> bool:
     """Whether this is a table of the vocabulary that is padded more, or less, than ours."""
-    return found is not None and size[0] == shape.padded_vocab and found[1:] == size[1:] and found[0] >= shape.vocab
+    return found is not None and size[0] == config.padded_vocab and found[1:] == size[1:] and found[0] >= config.vocab
 
 
-def padded(table: Tensor, shape: GptConfig | LlamaConfig) -> Tensor:
+def padded(table: Tensor, config: GptConfig | LlamaConfig) -> Tensor:
     """An embedding or a head with as many rows as Steelyard's."""
-    rows = shape.padded_vocab
+    rows = config.padded_vocab
     if len(table) >= rows:
         return table[:rows]
-    return torch.cat([table[: shape.vocab], table.new_zeros(rows - min(len(table), shape.vocab), table.shape[1])])
+    return torch.cat([table[: config.vocab], table.new_zeros(rows - min(len(table), config.vocab), table.shape[1])])
 
 
 def first_problem(error: Exception) -> str:

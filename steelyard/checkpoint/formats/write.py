@@ -55,7 +55,7 @@ def convert(
 ) -> dict[str, Any]:
     """Write a checkpoint, refusing first what would fail; `complete` may change the folder before it gets its sums."""
     refuse_destination(destination)
-    check(source, source.shape)
+    check(source, source.config)
     dtype = target.dtype or source.dtype
     if target.to != "megatron" and target.layout != WHOLE:
         raise UserError(
@@ -108,11 +108,11 @@ def _tokenizer(source: CheckpointSource, named: str | None) -> Tokenizer | None:
             error.message = f"the tokenizer that comes along cannot be used: {error.message}"
             error.hint = "copy or download it again, or name another with --tokenizer"
         raise
-    if found.vocab_size > source.shape.vocab:
-        told = f"the tokenizer has {found.vocab_size} ids, and the model only {source.shape.vocab}"
+    if found.vocab_size > source.config.vocab:
+        reported = f"the tokenizer has {found.vocab_size} ids, and the model only {source.config.vocab}"
         if named is not None or not source.tokenizer_files:
-            raise UserError(told)
-        console.warn(told)
+            raise UserError(reported)
+        console.warn(reported)
     return found
 
 
@@ -176,12 +176,12 @@ class Supply:
     progress: ProgressBar
 
     def __init__(self, source: CheckpointSource, dtype: torch.dtype) -> None:
-        self.source, self.shape, self.dtype = source, source.shape, dtype
-        self.sizes = expected_sizes(source.shape)
+        self.source, self.config, self.dtype = source, source.config, dtype
+        self.sizes = expected_sizes(source.config)
         # Padding of the vocabulary is ours alone.
         for name in TABLES:
             if name in self.sizes:
-                self.sizes[name] = (self.shape.vocab, *self.sizes[name][1:])
+                self.sizes[name] = (self.config.vocab, *self.sizes[name][1:])
 
     @property
     def bytes(self) -> int:
@@ -206,17 +206,17 @@ class Supply:
         found = []
         for name in entry.ours:
             tensor = self.tensor(name)
-            found.append(tensor[: self.shape.vocab] if name in TABLES else tensor)
+            found.append(tensor[: self.config.vocab] if name in TABLES else tensor)
             self.progress.advance(tensor.numel() * self.dtype.itemsize)
         return found
 
     def whole(self, entry: Entry) -> Tensor:
         """One of their tensors."""
-        return joined(entry, self.parts(entry), self.shape)
+        return joined(entry, self.parts(entry), self.config)
 
 
 def _write_hf(supply: Supply, folder: Path, shard_bytes: int) -> None:
-    entries = hugging_face(supply.shape)
+    entries = hugging_face(supply.config)
     shards = list(_shards(entries, supply, shard_bytes))
     place: dict[str, str] = {}
     total = 0
@@ -274,7 +274,7 @@ def _write_compressed(supply: Supply, folder: Path, shard_bytes: int) -> None:
 
 
 def _write_configs(source: CheckpointSource, folder: Path, dtype: torch.dtype, extra: dict[str, Any]) -> None:
-    files.write_json(folder / "config.json", configs.config_of(source.shape, dtype, extra))
+    files.write_json(folder / "config.json", configs.config_to_hf(source.config, dtype, extra))
     special = {key: extra[key] for key in extras.SPECIAL if extra.get(key) is not None}
     generation = dict(extra.get("generation_config") or {"_from_model_config": True, **special})
     if generation.get("eos_token_id") is None and "eos_token_id" in special:  # transformers asks nothing else.
@@ -283,7 +283,7 @@ def _write_configs(source: CheckpointSource, folder: Path, dtype: torch.dtype, e
 
 
 def _write_steelyard(supply: Supply, folder: Path, extra: dict[str, Any]) -> None:
-    source, sizes = supply.source, expected_sizes(supply.shape)
+    source, sizes = supply.source, expected_sizes(supply.config)
 
     def made(name: str) -> Promised:
         def make(_: int) -> Tensor:
@@ -294,7 +294,7 @@ def _write_steelyard(supply: Supply, folder: Path, extra: dict[str, Any]) -> Non
 
     state = {
         "step": source.step or 0,
-        "model": supply.shape.model_dump(exclude_none=True),
+        "model": supply.config.model_dump(exclude_none=True),
         "extra": extra,
     }
     folders.fill(folder, {f"{PREFIX}{name}": made(name) for name in source.names()}, state)

@@ -47,22 +47,22 @@ class MegatronLayout:
     partition: tuple[int, ...] | None = None
     engine: bool = False
 
-    def stages(self, shape: GptConfig | LlamaConfig) -> list[range]:
+    def stages(self, config: GptConfig | LlamaConfig) -> list[range]:
         """The layers of each pipeline stage."""
-        counts = self.partition or (shape.layers // self.pipeline,) * self.pipeline
-        if len(counts) != self.pipeline or sum(counts) != shape.layers:
+        counts = self.partition or (config.layers // self.pipeline,) * self.pipeline
+        if len(counts) != self.pipeline or sum(counts) != config.layers:
             written = "-".join(map(str, counts)) if self.partition else f"{self.pipeline} equal stages"
             raise UserError(
-                f"{written} cannot hold the {shape.layers} layers of the model on {self.pipeline} pipeline ranks",
-                hint=f"give --partition {self.pipeline} numbers that sum to {shape.layers}",
+                f"{written} cannot hold the {config.layers} layers of the model on {self.pipeline} pipeline ranks",
+                hint=f"give --partition {self.pipeline} numbers that sum to {config.layers}",
             )
         starts = [sum(counts[:stage]) for stage in range(self.pipeline)]
         return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
 
-    def check(self, shape: GptConfig | LlamaConfig) -> None:
+    def check(self, config: GptConfig | LlamaConfig) -> None:
         """Refuse a tensor degree that does not divide the model."""
-        groups = groups_of(shape)
-        for what, number in (("key-value heads", groups), ("heads", shape.heads), ("ffn", shape.ffn)):
+        groups = groups_of(config)
+        for what, number in (("key-value heads", groups), ("heads", config.heads), ("ffn", config.ffn)):
             if number % self.tensor:
                 raise UserError(
                     f"{number} {what} do not divide among {self.tensor} tensor ranks", hint="choose another --tensor"
@@ -71,11 +71,11 @@ class MegatronLayout:
 
 def bytes_of(supply: Supply, layout: MegatronLayout) -> int:
     """What a `torch` checkpoint takes: what is not cut is written for every rank, a tied table by both ends."""
-    layout.check(supply.shape)
-    stages = layout.stages(supply.shape)
+    layout.check(supply.config)
+    stages = layout.stages(supply.config)
     copies = {
-        entry: len(_names(entry, stages, supply.shape.tied)) * (layout.tensor if entry.cut is None else 1)
-        for entry in megatron(supply.shape)
+        entry: len(_names(entry, stages, supply.config.tied)) * (layout.tensor if entry.cut is None else 1)
+        for entry in megatron(supply.config)
     }
     elements = (math.prod(_padded_size(entry, supply, layout.tensor)) * times for entry, times in copies.items())
     return sum(elements) * supply.dtype.itemsize
@@ -83,8 +83,8 @@ def bytes_of(supply: Supply, layout: MegatronLayout) -> int:
 
 def torch_files(supply: Supply, folder: Path, layout: MegatronLayout) -> None:
     """Write a `torch` checkpoint."""
-    stages = layout.stages(supply.shape)
-    entries = [(entry, _names(entry, stages, supply.shape.tied)) for entry in megatron(supply.shape)]
+    stages = layout.stages(supply.config)
+    entries = [(entry, _names(entry, stages, supply.config.tied)) for entry in megatron(supply.config)]
     iteration = folder / f"iter_{ITERATION:07d}"
     with ExitStack() as stack:
         written: dict[tuple[int, int], _RankFile] = {}
@@ -116,15 +116,15 @@ def _pieces(entry: Entry, supply: Supply, ranks: int) -> list[list[Tensor]]:
     """What each tensor rank holds of a tensor, as parts that follow one another: they are written without joining."""
     parts = supply.parts(entry)
     if entry.cut is None:
-        return [[joined(entry, parts, supply.shape)]] * ranks
+        return [[joined(entry, parts, supply.config)]] * ranks
     if entry.cut == 1:
-        return [[piece] for piece in joined(entry, parts, supply.shape).chunk(ranks, dim=1)]
+        return [[piece] for piece in joined(entry, parts, supply.config).chunk(ranks, dim=1)]
     if entry.ours[0] in ("embed.weight", "head.weight"):
-        rows = padded_rows(supply.shape.vocab, ranks) // ranks
+        rows = padded_rows(supply.config.vocab, ranks) // ranks
         pieces = [parts[0][rank * rows : (rank + 1) * rows] for rank in range(ranks)]
         return [[piece, parts[0][-1:].expand(rows - len(piece), -1)] for piece in pieces]
     # A rank's share of a group holds its part of each of ours; without groups the rank's rows are one such share.
-    groups = groups_of(supply.shape) if entry.join == "groups" else ranks
+    groups = groups_of(supply.config) if entry.join == "groups" else ranks
     shares = list(zip(*(part.chunk(groups) for part in parts), strict=True))
     per_rank = groups // ranks
     return [
@@ -143,7 +143,7 @@ class _RankFile:
     def __init__(self, path: Path, supply: Supply, layout: MegatronLayout, entries: list[tuple[Entry, str]]) -> None:
         self.path, self.places = path, {}
         path.parent.mkdir(parents=True)
-        args = args_of(supply.shape, supply.dtype, supply.source.extra, layout.tensor, layout.pipeline, layout.engine)
+        args = args_of(supply.config, supply.dtype, supply.source.extra, layout.tensor, layout.pipeline, layout.engine)
         head = {"args": args, "checkpoint_version": 3.0, "iteration": ITERATION}
         with FakeTensorMode():
             weights = {}
@@ -178,7 +178,7 @@ class _RankFile:
 def _padded_size(entry: Entry, supply: Supply, ranks: int) -> tuple[int, ...]:
     size = supply.size(entry)
     if entry.ours[0] in ("embed.weight", "head.weight"):
-        return (padded_rows(supply.shape.vocab, ranks), *size[1:])
+        return (padded_rows(supply.config.vocab, ranks), *size[1:])
     return size
 
 
@@ -187,12 +187,12 @@ def torch_dist(supply: Supply, folder: Path, layout: MegatronLayout) -> None:
     iteration = folder / f"iter_{ITERATION:07d}"
     iteration.mkdir()
     stacks: dict[str, list[Entry]] = {}
-    for entry in megatron(supply.shape):
+    for entry in megatron(supply.config):
         name = _engine_name(entry.name).replace(f"layers.{entry.layer}.", "layers.")
         stacks.setdefault(name, []).append(entry)
     held = {name: _promised(entries, supply) for name, entries in stacks.items()}
-    args = args_of(supply.shape, supply.dtype, supply.source.extra, 1, 1, engine=True)
-    folders.fill(iteration, {**held, **_empty_states(supply.shape.layers)}, None)
+    args = args_of(supply.config, supply.dtype, supply.source.extra, 1, 1, engine=True)
+    folders.fill(iteration, {**held, **_empty_states(supply.config.layers)}, None)
     torch.save({"args": args, "checkpoint_version": 3.0, "iteration": ITERATION}, iteration / "common.pt")
     backends = {"sharded_backend": "torch_dist", "common_backend": "torch"}
     files.write_json(iteration / "metadata.json", {**backends, **{f"{key}_version": 1 for key in backends}})

@@ -37,11 +37,11 @@ def push(name: str, contents: Contents, private: bool = False, keep: tuple[str, 
             if changed or stale:
                 commit = _commit(name, changed, stale, arrived)
     except (RuntimeFailure, Interrupted) as trouble:
-        told = f"{', '.join(arrived)} arrived" if arrived else "nothing was sent"
-        told += "; nothing is published yet; the same command sends only what is missing"
+        reported = f"{', '.join(arrived)} arrived" if arrived else "nothing was sent"
+        reported += "; nothing is published yet; the same command sends only what is missing"
         if isinstance(trouble, Interrupted):
-            raise Interrupted(told) from None
-        trouble.hint = told
+            raise Interrupted(reported) from None
+        trouble.hint = reported
         raise
     return {
         "name": name,

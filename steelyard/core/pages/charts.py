@@ -69,7 +69,7 @@ def lines(
     height: int = 300,
 ) -> str:
     """Curves, or with `points` a cloud. Charts of a group are zoomed together and hide the same runs."""
-    told = [
+    reported = [
         {
             "run": line.run, "label": line.label, "colour": line.colour, "dash": line.dash, "marks": line.marks,
             "x": [_short(value) for value in line.x], "y": [_short(value) for value in line.y],
@@ -77,20 +77,20 @@ def lines(
         for line in shown
     ]  # fmt: skip
     return _chart(
-        {"kind": "lines", "x": x, "y": y, "group": group, "points": points, "log": log, "lines": told}, height
+        {"kind": "lines", "x": x, "y": y, "group": group, "points": points, "log": log, "lines": reported}, height
     )
 
 
 def bars(at: Sequence[str], shown: Sequence[Bar], y: str, height: int = 300) -> str:
     """Stacked bars, stacks beside each other at each place."""
-    told = [vars(bar) | {"values": [_short(value) for value in bar.values]} for bar in shown]
-    return _chart({"kind": "bars", "at": list(at), "y": y, "bars": told}, height)
+    reported = [vars(bar) | {"values": [_short(value) for value in bar.values]} for bar in shown]
+    return _chart({"kind": "bars", "at": list(at), "y": y, "bars": reported}, height)
 
 
 def coordinates(axes: Sequence[ChartAxis], names: Sequence[str], *, less: bool, height: int = 340) -> str:
     """Parallel coordinates, coloured by the last axis; with `less` the lowest there are the strongest."""
-    told = [{key: value for key, value in vars(axis).items() if value is not None} for axis in axes]
-    return _chart({"kind": "coordinates", "axes": told, "names": list(names), "less": less}, height)
+    reported = [{key: value for key, value in vars(axis).items() if value is not None} for axis in axes]
+    return _chart({"kind": "coordinates", "axes": reported, "names": list(names), "less": less}, height)
 
 
 def titled(title: str, chart: str) -> str:

@@ -34,7 +34,7 @@ class FinetuneSection(Section):
     data: list[str] = Field(min_length=1, description="jsonl or parquet files, patterns, or a name on the hub")
     valid: list[str] = Field([], description="the same for validation; left out: a share of data")
     valid_share: NonNegativeFloat = Field(0.05, lt=1, description="of the conversations, where valid is left out")
-    shape: str | None = Field(None, description="how the rows are written; left out: what the first row shows")
+    format: str | None = Field(None, description="how the rows are written; left out: what the first row shows")
     user_marker: str = Field(
         "### Human:", min_length=1, description="shape marked: what stands before the user's words"
     )

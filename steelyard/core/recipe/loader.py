@@ -42,7 +42,7 @@ def load_recipe(
     source: str | Path | dict[str, Any],
     overrides: Sequence[str] = (),
     complete: Callable[[Any], None] | None = None,
-    told_by: Sequence[str] = (),
+    override_places: Sequence[str] = (),
 ) -> Recipe:
     """Load a recipe by path or shipped name, or take its values, and apply overrides such as `train.steps=50`.
 
@@ -50,7 +50,7 @@ def load_recipe(
     first overrides, where another file makes them; the others are the command line's.
     """
     values, places = (source, {}) if isinstance(source, dict) else _read(str(source), ())
-    for override, place in zip_longest(overrides, told_by[: len(overrides)], fillvalue=COMMAND_LINE):
+    for override, place in zip_longest(overrides, override_places[: len(overrides)], fillvalue=COMMAND_LINE):
         _override(values, places, override, place)
     if not isinstance(source, dict):
         values.setdefault("name", name_after(source, "recipe"))

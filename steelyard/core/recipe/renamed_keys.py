@@ -7,10 +7,12 @@ the file. Recipes that Steelyard wrote itself (in run and study folders) are mig
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 RENAMED_KEYS = {
+    "finetune.shape": "finetune.format",
     "optim.decline": "optim.decay_fraction",
     "optim.horizon_steps": "optim.decay_steps",
     "optim.horizon_samples": "optim.decay_samples",
@@ -63,7 +65,7 @@ def migrate_text(text: str) -> tuple[str, list[str]]:
             pattern = rf"(?<![\w.-]){re.escape(old)}(?![\w-])"
             if table == section:
                 pattern = rf"{pattern}|^(?P<indent>\s*){re.escape(key)}(?=\s*[=.])"
-            replaced = re.sub(pattern, lambda match, new=new: _replacement(match, new), line)
+            replaced = re.sub(pattern, partial(_replacement, new), line)
             if replaced != line:
                 found.append(old)
                 line = replaced
@@ -71,7 +73,7 @@ def migrate_text(text: str) -> tuple[str, list[str]]:
     return "".join(lines), list(dict.fromkeys(found))
 
 
-def _replacement(match: re.Match[str], new: str) -> str:
+def _replacement(new: str, match: re.Match[str]) -> str:
     indent = match.groupdict().get("indent")
     return new if indent is None else indent + new.partition(".")[2]
 

@@ -145,10 +145,10 @@ def _by_version(
     if want.soname.startswith("libcudnn.so") and seen.answers.get("cudnn"):
         code = int(seen.answers["cudnn"])
         built = [code // 10000, code // 100 % 100] if code >= 90000 else [code // 1000, code // 100 % 10]
-    told = f" {dotted(version)}" if version else ""
+    reported = f" {dotted(version)}" if version else ""
     if version and built and list(version)[:2] < list(built)[:2]:
         return Finding(
-            TOPIC, name, "warn", f"{path} is{told}, and torch was built with {dotted(built)}",
+            TOPIC, name, "warn", f"{path} is{reported}, and torch was built with {dotted(built)}",
             f"another folder comes before torch's own: take {path.parent} off LD_LIBRARY_PATH, or update it", facts,
         )  # fmt: skip
-    return Finding(TOPIC, name, "ok", f"{want.soname}{told} loads from {path.parent}", "", facts)
+    return Finding(TOPIC, name, "ok", f"{want.soname}{reported} loads from {path.parent}", "", facts)

@@ -35,12 +35,12 @@ def _infiniband(machine: Machine) -> Finding:
     ports = sorted(machine.at("/sys/class/infiniband").glob("*/ports/*"))
     if not ports:
         return Finding(TOPIC, name, "absent", "no card: machines talk over Ethernet sockets")
-    told = {f"{port.parent.parent.name}:{port.name}": _port(port) for port in ports}
-    down = [port for port, (state, _, _) in told.items() if state != "ACTIVE"]
-    up = [f"{port} {rate} {kind}" for port, (state, rate, kind) in told.items() if state == "ACTIVE"]
-    facts = {port: list(values) for port, values in told.items()}
+    reported = {f"{port.parent.parent.name}:{port.name}": _port(port) for port in ports}
+    down = [port for port, (state, _, _) in reported.items() if state != "ACTIVE"]
+    up = [f"{port} {rate} {kind}" for port, (state, rate, kind) in reported.items() if state == "ACTIVE"]
+    facts = {port: list(values) for port, values in reported.items()}
     if not up:
-        words = f"no port is active: {', '.join(f'{port} is {told[port][0]}' for port in down)}"
+        words = f"no port is active: {', '.join(f'{port} is {reported[port][0]}' for port in down)}"
         return Finding(
             TOPIC,
             name,

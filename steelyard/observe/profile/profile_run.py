@@ -17,7 +17,7 @@ from steelyard.core.run import RECIPE, Run, for_training
 from steelyard.launch import node_groups, spawn, submit
 from steelyard.launch.submit import SubmitRequest
 from steelyard.observe.profile import nsight_tools
-from steelyard.observe.profile.summary import told
+from steelyard.observe.profile.summary import reported
 from steelyard.observe.profile.trace_analysis import Look
 from steelyard.observe.profile.trace_cache import read
 
@@ -37,12 +37,12 @@ class ProfiledRun:
             "traces": [str(path) for path in sorted((self.run.path / nsight_tools.PROFILE).glob("*-rank-*"))],
             "problems": self.problems,
             "ranks": [one.as_result() for one in self.looks],
-            "words": told(self.looks),
+            "words": reported(self.looks),
         }
 
     def as_text(self) -> str:
         """For people."""
-        lines = [*told(self.looks), *(f"not read: {problem}" for problem in self.problems)]
+        lines = [*reported(self.looks), *(f"not read: {problem}" for problem in self.problems)]
         return "\n".join([*lines, "", f"traces  {self.run.path / nsight_tools.PROFILE}"])
 
 

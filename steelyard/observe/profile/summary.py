@@ -13,7 +13,7 @@ MUCH_BUSY = 60.0  # percent of the GPU's speed, from which on more could hardly 
 MOST_LETTERS = 70  # of a kernel's name
 
 
-def told(seen: Sequence[Look]) -> list[str]:
+def reported(seen: Sequence[Look]) -> list[str]:
     """Paragraphs about all ranks that were looked at."""
     lines = [line for one in seen for line in _rank(one)]
     if len(seen) > 1:

@@ -38,9 +38,14 @@ def _sorted_out(entries: list[dict[str, Any]]) -> Events:
             stretch = Stretch(str(entry["name"]), start, start + float(entry.get("dur", 0)))
             _place(events, stretch, str(category), entry.get("tid") == main)
         elif category == "cpu_instant_event" and entry.get("name") == "[memory]":
-            told = entry["args"]
+            reported = entry["args"]
             events.allocations.append(
-                (float(entry["ts"]), int(told["Bytes"]), int(told["Total Allocated"]), told["Device Type"] == CUDA)
+                (
+                    float(entry["ts"]),
+                    int(reported["Bytes"]),
+                    int(reported["Total Allocated"]),
+                    reported["Device Type"] == CUDA,
+                )
             )
     return events
 

@@ -181,7 +181,7 @@ def _longest(open_: Array, parts: list[Stretch], events: Events) -> list[tuple[s
     ordered, starts = _ordered(parts)
     longest = open_[np.argsort(open_[:, 0] - open_[:, 1], kind="stable")[:MOST_GAPS]]
     host = [*events.calls, *(events.ops if events.kernels else ())]
-    told = []
+    reported = []
     for start, end in longest:
         inside: dict[str, float] = {}
         for one in host:
@@ -189,8 +189,8 @@ def _longest(open_: Array, parts: list[Stretch], events: Events) -> list[tuple[s
             if share > 0:
                 inside[one.name] = inside.get(one.name, 0.0) + share
         doing = max(inside, key=lambda name: inside[name], default="")
-        told.append((_part_at(ordered, starts, (start + end) / 2), float(end - start) / 1e6, doing))
-    return told
+        reported.append((_part_at(ordered, starts, (start + end) / 2), float(end - start) / 1e6, doing))
+    return reported
 
 
 def _asker(waits: list[Stretch], parts: list[Stretch], ops: list[Stretch]) -> str | None:

@@ -26,17 +26,17 @@ def pipeline_sections(run: Run, cluster: Path | None, steps: Iterable[int], budg
     recipe, world = run.recipe(), max(int(run.manifest().get("world_size", 1) or 1), len(found.ranks))
     packed = pack(found, pipeline_balance.pipeline_ranks(recipe, world), steps, budget)
     measured = pipeline_balance.measure(found, recipe, world, run_cluster.of_run(run, cluster))
-    told = [
+    reported = [
         f"{len(found.steps)} steps on {len(found.ranks)} ranks, in ms on rank 0's clock. Three lanes for each rank: "
         "compute; communication; data and optimizer. Shades tell micro-batches apart. The wheel zooms, dragging moves, "
         "shift and the wheel go through the ranks, a double click shows all; + - and arrows do the same."
     ]
     if found.dropped:
-        told.append(f"{found.dropped} lines of the timeline could not be read and are left out.")
+        reported.append(f"{found.dropped} lines of the timeline could not be read and are left out.")
     if len(found.ranks) < world:
-        told.append(f"{world - len(found.ranks)} of {world} ranks left no timeline.")
+        reported.append(f"{world - len(found.ranks)} of {world} ranks left no timeline.")
     canvas = [
-        page.paragraph(" ".join(told), "note"),
+        page.paragraph(" ".join(reported), "note"),
         f'<div id="lanes-{number}"></div>',
         f'<script type="application/json" id="spans-{number}">{packed}</script>',
         f"<script>window.timelines=window.timelines||[];window.timelines.push(steelyardTimeline(document.getElementById"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from steelyard.core import units
 from steelyard.core.pages import page
 from steelyard.core.run import Run
-from steelyard.observe.profile.summary import told
+from steelyard.observe.profile.summary import reported
 from steelyard.observe.profile.trace_analysis import Look, Named
 from steelyard.observe.profile.trace_cache import read
 
@@ -17,7 +17,7 @@ def profile_section(run: Run) -> list[str]:
     looks, problems = read(run)
     if not looks and not problems:
         return []
-    pieces = [page.text("\n".join(told(looks)), wrapped=True)] if looks else []
+    pieces = [page.text("\n".join(reported(looks)), wrapped=True)] if looks else []
     measured = [one for one in looks if one.seconds]
     if measured:
         head = ["", "looked at", "worked", "communication", "of that beside computing", "idle", "host waited"]

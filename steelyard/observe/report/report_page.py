@@ -137,18 +137,18 @@ def _loss(value: Any) -> str:
 
 def _speed(trained: list[dict[str, Any]]) -> dict[str, str]:
     """What a step takes, with the first record left out where there are others: compiling spoils it."""
-    told = {}
+    reported = {}
     settled = trained[1:] or trained
     seconds = sorted(_numbers(settled, "seconds"))
     if seconds:
-        told["Step"] = f"{1e3 * seconds[len(seconds) // 2]:.1f} ms, median of {len(seconds)} records"
+        reported["Step"] = f"{1e3 * seconds[len(seconds) // 2]:.1f} ms, median of {len(seconds)} records"
     shares = sorted(_numbers(settled, "mfu"))
     if shares:
-        told["MFU"] = f"{100 * shares[len(shares) // 2]:.1f}%"
+        reported["MFU"] = f"{100 * shares[len(shares) // 2]:.1f}%"
     peaks = _numbers(trained, "peak_memory")
     if peaks:
-        told["Peak memory"] = f"{units.size(max(peaks))}, the fullest rank"
-    return told
+        reported["Peak memory"] = f"{units.size(max(peaks))}, the fullest rank"
+    return reported
 
 
 def _numbers(records: list[dict[str, Any]], key: str) -> list[Any]:

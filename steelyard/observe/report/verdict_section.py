@@ -19,9 +19,11 @@ def verdict(run: Run, name: str) -> str:
     boxes = []
     state = RunState(run.path).refresh().search(SECONDS_SEARCHED)
     for found in judge(state):
-        told = told_of(found, state)
-        advice = "" if found.level == "ok" else f"\nTo do: {told['what_to_do']}"  # Whoever reads this has the report.
-        words = secrets.scrub(told["message"] + advice)
+        reported = told_of(found, state)
+        advice = (
+            "" if found.level == "ok" else f"\nTo do: {reported['what_to_do']}"
+        )  # Whoever reads this has the report.
+        words = secrets.scrub(reported["message"] + advice)
         kind = STYLES.get(found.level, "warning")
         boxes.append(f'<div class="verdict {kind}"><b>{html.escape(name)}</b>: {html.escape(words)}</div>')
     return "".join(boxes)

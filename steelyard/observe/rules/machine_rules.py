@@ -49,8 +49,8 @@ def frozen(state: RunState) -> Verdict | None:
 
 
 def _rank_of(state: RunState, host: str, pid: int) -> str:
-    told = state.hosts.get(host, {})
-    pids, ranks = told.get("process ids"), told.get("ranks") or []
+    reported = state.hosts.get(host, {})
+    pids, ranks = reported.get("process ids"), reported.get("ranks") or []
     if isinstance(pids, list) and pid in pids and len(pids) == len(ranks):
         return f"rank {ranks[pids.index(pid)]}, process {pid},"
     return f"process {pid}"
@@ -168,17 +168,17 @@ def slow_rank(state: RunState) -> Verdict | None:
     # Steps may be so short that a few records are a moment: what lasts so long is no accident of the scheduler's.
     records = recent if len(recent) > RECORDS_SLOW else records[-RECORDS_SLOW:]
     lasted = records[-1].get("time", 0.0) - records[0].get("time", 0.0) if records else 0.0
-    told = [record["rank_seconds"] for record in records]
-    if len(told) < RECORDS_SLOW or lasted < SECONDS_SLOW / 2 or not all(_lags(each) for each in told):
+    reported = [record["rank_seconds"] for record in records]
+    if len(reported) < RECORDS_SLOW or lasted < SECONDS_SLOW / 2 or not all(_lags(each) for each in reported):
         return None
-    ranks = [each["slowest"] for each in told]
+    ranks = [each["slowest"] for each in reported]
     hosts = [state.host_of(rank) for rank in ranks]
     rank, times = Counter(ranks).most_common(1)[0]
     host, on_host = Counter(hosts).most_common(1)[0]
-    times_slower = min(each["seconds"] / each["median"] for each in told)
-    if times == len(told):
+    times_slower = min(each["seconds"] / each["median"] for each in reported)
+    if times == len(reported):
         who = f"rank {rank}" + (f" on {host}" if host else "")
-    elif on_host == len(told) and host and len(state.hosts) > 1:
+    elif on_host == len(reported) and host and len(state.hosts) > 1:
         who = f"{host}"
     else:
         return None
@@ -193,9 +193,9 @@ def slow_rank(state: RunState) -> Verdict | None:
     return Verdict("slow-rank", "warning", message, what)
 
 
-def _lags(told: dict[str, Any]) -> bool:
-    seconds, usual = told.get("seconds"), told.get("median")
-    if not isinstance(told.get("slowest"), int):
+def _lags(reported: dict[str, Any]) -> bool:
+    seconds, usual = reported.get("seconds"), reported.get("median")
+    if not isinstance(reported.get("slowest"), int):
         return False
     return is_number(seconds) and is_number(usual) and usual > 0 and seconds / usual > SLOWER
 
@@ -250,9 +250,9 @@ def versions_differ(state: RunState) -> Verdict | None:
         for host, each in versions.items():
             by_version.setdefault(str(each.get(library, "none")), []).append(host)
         if len(by_version) > 1:
-            told = ", ".join(f"{version} on {_some(hosts)}" for version, hosts in by_version.items())
+            reported = ", ".join(f"{version} on {_some(hosts)}" for version, hosts in by_version.items())
             what = "install the same versions everywhere, or start the ranks in one container image"
-            return Verdict("versions-differ", "warning", f"{library} differs between hosts: {told}", what)
+            return Verdict("versions-differ", "warning", f"{library} differs between hosts: {reported}", what)
     return None
 
 

@@ -28,16 +28,16 @@ def errors(state: RunState) -> Verdict | None:
     """Something on standard error that is no warning; the first of it is named."""
     if state.is_waiting:
         return None
-    found = {host: told for host in state.err if (told := _errors(state, host))}
+    found = {host: reported for host in state.err if (reported := _errors(state, host))}
     if not found:
         return None
 
     def order(item: tuple[str, list[tuple[int, str]]]) -> tuple[bool, float]:
-        host, told = item
-        return all(_is_consequence(text) for _, text in told), state.written(host, told[0][0])
+        host, reported = item
+        return all(_is_consequence(text) for _, text in reported), state.written(host, reported[0][0])
 
-    host, told = min(found.items(), key=order)
-    first = min((text for _, text in told), key=_is_consequence)
+    host, reported = min(found.items(), key=order)
+    first = min((text for _, text in reported), key=_is_consequence)
     others = sum(map(len, found.values())) - 1
     more = f" (and {others} more{f' on {len(found)} hosts' if len(found) > 1 else ''})" if others else ""
     message = f"{host} says: {first}{more}"
@@ -45,18 +45,18 @@ def errors(state: RunState) -> Verdict | None:
         f"steelyard logs RUN --node {host} --stream err shows it in its place; steelyard doctor explain RUN knows many"
     )
     finished = state.manifest.get("state") == "finished"
-    if finished or (state.progressed or 0.0) > state.written(host, told[-1][0]) + AGREED_ERRORS:
+    if finished or (state.progressed or 0.0) > state.written(host, reported[-1][0]) + AGREED_ERRORS:
         return Verdict("errors", "warning", message + "; the run went on", what)
     return Verdict("errors", "wrong", message, what)
 
 
 def _errors(state: RunState, host: str) -> list[tuple[int, str]]:
     """What a host complained of in the present attempt."""
-    told = state.errors_of(host)
-    if not told:
+    reported = state.errors_of(host)
+    if not reported:
         return []
     began = state.began or 0.0
-    return told[bisect_left(told, began, key=lambda each: state.written(host, each[0])) :]
+    return reported[bisect_left(reported, began, key=lambda each: state.written(host, each[0])) :]
 
 
 def _is_consequence(text: str) -> bool:
