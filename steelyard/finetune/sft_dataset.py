@@ -80,10 +80,10 @@ def conversations(paths: Sequence[Path], tune: FinetuneSection, tally: EncodeSta
         raise UserError("these rows are preferences, not conversations", hint="add [finetune.dpo] to learn from them")
     found = _from(first, rows)
     if name == "flat-tree":
-        shape, found = "messages", dataset_formats.threads(found)
+        name, found = "messages", dataset_formats.threads(found)
     for row, place in found:
         try:
-            yield dataset_formats.conversation(row, shape, markers, place, tune.system)
+            yield dataset_formats.conversation(row, name, markers, place, tune.system)
         except BadRow as error:
             _complain(error, place, tune, tally)
 
