@@ -157,8 +157,8 @@ def config_to_hf(config: Config, dtype: torch.dtype, extra: dict[str, Any]) -> d
     if isinstance(config, GptConfig):
         return {
             "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": config.hidden,
-            "n_layer": config.layers, "n_head": config.heads, "n_inner": config.ffn, "n_positions": config.positions, "n_ctx": config.positions,
-            "activation_function": "gelu_new", "layer_norm_epsilon": config.norm_eps,
+            "n_layer": config.layers, "n_head": config.heads, "n_inner": config.ffn, "n_positions": config.positions,
+            "n_ctx": config.positions, "activation_function": "gelu_new", "layer_norm_epsilon": config.norm_eps,
             "attn_pdrop": config.attention_dropout, "embd_pdrop": config.dropout,
             "resid_pdrop": config.dropout, **common,
         } | {key: value for key, value in dropout.items() if key != "attention_dropout"}  # fmt: skip
