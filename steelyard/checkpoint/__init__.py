@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "folder": ("STATE", "Checkpoint", "latest", "load", "save", "source"),
-    "history": ("VALID_LOSS", "best"),
-    "pieces": ("TensorShard",),
-    "saver": ("Saver",),
+    "step_folders": ("VALID_LOSS", "best"),
+    "sharded_tensor": ("TensorShard",),
+    "async_save": ("Saver",),
 }
 
 __all__ = ["STATE", "VALID_LOSS", "Checkpoint", "Saver", "TensorShard", "best", "latest", "load", "save", "source"]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from steelyard.core.recipe.model_section import GptConfig, LlamaConfig
 from steelyard.model.gpt import Gpt
-from steelyard.model.init_weights import initial, initialise
+from steelyard.model.weight_init import init_weights, initial
 from steelyard.model.kv_cache import Cache
 from steelyard.model.language_model import LanguageModel, StageSpec
 from steelyard.model.llama import Llama
 
-__all__ = ["Cache", "Gpt", "LanguageModel", "Llama", "StageSpec", "build", "initial", "initialise"]
+__all__ = ["Cache", "Gpt", "LanguageModel", "Llama", "StageSpec", "build", "init_weights", "initial"]
 
 
 def build(config: GptConfig | LlamaConfig, part: StageSpec | None = None) -> LanguageModel:

@@ -82,5 +82,5 @@ def is_running(process: int) -> bool:
 def test_what_needs_linux_names_the_system_it_met(monkeypatch):
     host.require_linux("this", "elsewhere")
     monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(UserError, match=r"--nproc 2 needs Linux; this is macOS\n  leave it out"):
+    with pytest.raises(UserError, match=r"--nproc 2 needs Linux; this is macOS\n  hint: leave it out"):
         host.require_linux("--nproc 2", "leave it out")

@@ -157,7 +157,7 @@ def test_a_rank_that_stops_answering_is_named_after_the_timeout(start):
 def test_a_mistake_that_rank_0_finds_is_told_once_without_a_rank(start):
     work = "everywhere(world, lambda: (_ for _ in ()).throw(UserError('wrong', where='a.toml:3', mend='mend it')))"
     job = start(work)
-    assert job.end() == "error: a.toml:3: wrong\n  mend it\n"
+    assert job.end() == "error: a.toml:3: wrong\n  hint: mend it\n"
     assert job.process.returncode == 2
 
 

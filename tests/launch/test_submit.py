@@ -369,7 +369,7 @@ def test_a_site_is_found_by_name_and_the_recipe_goes_before_it(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[s]\nacount = 'x'", "sites.toml:2: acount: unknown key\n  did you mean account?"),
+        ("[s]\nacount = 'x'", "sites.toml:2: acount: unknown key\n  hint: did you mean account?"),
         ("[s.environment]\nHF_TOKEN = 'x'", "environment.HF_TOKEN: a secret would be written"),
         ("[s.container]\nkind = 'docker'", "docker needs an image"),
         ("[s.mpi]\noptions = ['-x', 'WANDB_API_KEY=0123']", "mpi.options: holds a secret"),

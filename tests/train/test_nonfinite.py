@@ -242,6 +242,6 @@ def test_a_hugging_face_model_with_an_infinite_weight_is_refused_by_every_comman
 def test_a_weight_too_large_for_fp16_is_not_converted_to_infinity(tmp_path):
     source = Held(SHAPES["llama"])
     source.parameters["norm.weight"][3] = 1e6
-    with pytest.raises(UserError, match=r"NaN or infinite values in norm.weight\n  as float16"):
+    with pytest.raises(UserError, match=r"NaN or infinite values in norm.weight\n  hint: as float16"):
         convert(source, tmp_path / "half", Target("hf", dtype=torch.float16))
     assert not (tmp_path / "half").exists()

@@ -59,7 +59,7 @@ def test_a_setting_may_be_written_dotted_quoted_or_in_a_table(in_workplace):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (("trials", "trails = 3"), "bad.toml:12: budget.trails: unknown key\n  did you mean budget.trials?"),
+        (("trials", "trails = 3"), "bad.toml:12: budget.trails: unknown key\n  hint: did you mean budget.trials?"),
         (("tp = [1, 2]", "tp = { low = 4, high = 2 }"), "bad.toml:5: space.tp: from 4 to 2 there is nothing"),
         (("tp = [1, 2]", "tp = { low = 4 }"), "bad.toml:5: space.tp: give choice = [...], or low and high"),
         (("tp = [1, 2]", "tp = { low = 0, high = 2, log = true }"), "space.tp: a logarithmic range begins above 0"),
@@ -150,7 +150,7 @@ def test_an_override_of_the_file_is_told_by_its_line_and_one_of_the_command_line
     [
         ("site = 'campus'", r"bad.toml:\d+: launch.site: says how jobs are submitted, and none is"),
         ("on = 'slrum'", r"bad.toml:\d+: launch.on: should be 'local', 'mpi' or 'slurm'"),
-        ("onn = 'slurm'", r"bad.toml:\d+: launch.onn: unknown key\n  did you mean launch.on\?"),
+        ("onn = 'slurm'", r"bad.toml:\d+: launch.onn: unknown key\n  hint: did you mean launch.on\?"),
         ("on = 'slurm'\nhosts = ['a']", r"bad.toml:\d+: launch.hosts: are mpirun's"),
         ("on = 'mpi'\ntime = '1:00'", r"bad.toml:\d+: launch.time: mpi keeps no time limit"),
     ],

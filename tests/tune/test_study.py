@@ -346,7 +346,7 @@ def test_a_database_that_is_gone_is_told(valley, monkeypatch, capsys):
     monkeypatch.chdir(valley)
     worker_loop.search(spec.load("valley.toml", {"budget.trials": 1}), Path("study"))
     Path("study/study.db").unlink()
-    with pytest.raises(UserError, match=r"study.db is gone\n  each trial's trial.json still says"):
+    with pytest.raises(UserError, match=r"study.db is gone\n  hint: each trial's trial.json still says"):
         study_folder.opened(Path("study"))
     assert not Path("study/study.db").exists()
     (valley / "valley.py").write_text(f"import os; os.unlink({str(valley / 'study/study.db')!r}); print('value: 1')")

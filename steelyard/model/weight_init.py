@@ -30,7 +30,7 @@ def initial(name: str, rows: range, row_shape: Sequence[int], seed: int, std: fl
     return values
 
 
-def initialise(model: torch.nn.Module, seed: int, std: float, layers: int) -> None:
+def init_weights(model: torch.nn.Module, seed: int, std: float, layers: int) -> None:
     """Set all weights of a whole model."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
