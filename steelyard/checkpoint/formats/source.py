@@ -29,7 +29,7 @@ from steelyard.text import tokenizer as tokenizers
 from steelyard.text.tokenizer import Tokenizer
 
 # Modules beside this one that know a format. Each has `opened(path)`, which returns None where the path is not its own.
-FORMATS = ("steelyard", "gguf", "compressed", "huggingface", "deepspeed", "megatron_dist", "megatron")
+FORMATS = ("native", "gguf", "compressed_tensors", "huggingface", "deepspeed", "megatron_dist", "megatron")
 KNOWN = (
     "a Hugging Face folder, a GGUF file, a Megatron checkpoint (torch or torch_dist), a Megatron-DeepSpeed global_step "
     "folder, a Steelyard run or checkpoint, a folder that export-sparse wrote, or a name on the hub (user/model)"
