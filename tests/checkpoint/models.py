@@ -28,7 +28,7 @@ class Held(CheckpointSource):
     format = "held"
 
     def __init__(self, shape, std: float = 0.2, dtype=torch.float32) -> None:
-        self.path, self.shape, self.dtype = Path("held"), shape, dtype
+        self.path, self.config, self.dtype = Path("held"), shape, dtype
         self.layout, self.extra, self.tokenizer_files = {}, {}, []
         self.network = model.build(shape)
         model.init_weights(self.network, 1, std, shape.layers)
@@ -62,5 +62,5 @@ def assert_equal(a: CheckpointSource, b: CheckpointSource) -> None:
     assert a.shape == b.shape
     assert set(a.names()) == set(b.names())
     for name in a.names():
-        rows = a.shape.vocab if name in ("embed.weight", "head.weight") else None
+        rows = a.config.vocab if name in ("embed.weight", "head.weight") else None
         assert torch.equal(a.tensor(name)[:rows], b.tensor(name)[:rows]), name

@@ -154,7 +154,7 @@ def test_a_disk_that_fills_up_keeps_what_has_come(stocked, small_disk, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("status", "kind", "told"),
+    ("status", "kind", "reported"),
     [
         (401, UserError, "does not accept the token"),
         (403, UserError, "does not allow this"),

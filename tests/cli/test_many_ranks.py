@@ -63,7 +63,7 @@ main()
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "reported"),
     [
         ("OSError(5, 'Input/output error', 'tokens.bin')", "error: rank 1: Input/output error: tokens.bin"),
         pytest.param("KeyError('weights')", "error: rank 1: KeyError: 'weights'", marks=pytest.mark.slow),

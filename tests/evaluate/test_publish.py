@@ -117,7 +117,7 @@ def test_a_public_model_is_not_taken_for_a_private_one(hub, folder):
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "reported"),
     [
         (lambda t: t | {"model.norm.weight": t["model.norm.weight"] * torch.nan}, "not finite"),
         (lambda t: {k: v for k, v in t.items() if k != "model.norm.weight"}, "model.norm.weight: missing"),
@@ -271,7 +271,7 @@ def test_a_dry_run_of_a_name_alone_does_not_pretend_to_know_whose_it_is(hub, fol
 
 
 @pytest.mark.parametrize(
-    ("end", "told"), [(0, None), ([7, 0], None), (7, "ends texts at 7, and the tokenizer at <|endoftext|> (0)")]
+    ("end", "reported"), [(0, None), ([7, 0], None), (7, "ends texts at 7, and the tokenizer at <|endoftext|> (0)")]
 )
 def test_a_model_that_does_not_stop_where_its_tokenizer_does_is_remarked_on(
     hub, folder, monkeypatch, end, reported, capsys
@@ -336,7 +336,7 @@ def test_the_card_tells_the_run_and_no_place_on_this_machine(in_workplace, folde
 
 
 @pytest.mark.parametrize(
-    ("remove", "told"),
+    ("remove", "reported"),
     [
         ("model.safetensors", "no weights"),
         ("tokenizer", "no tokenizer"),

@@ -104,7 +104,7 @@ def test_a_task_from_a_folder_is_scored(models, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "reported"),
     [
         ("task: mine\ndoc_to_text: [\n", "mine.yaml: line 3: expected the node content"),
         ("- task: mine\n", "mine.yaml: it is no table of settings"),

@@ -111,7 +111,7 @@ def test_calls_and_thoughts_are_learned_and_what_tools_return_is_not():
 
 
 @pytest.mark.parametrize(
-    ("lacks", "told"), [("tools", "for tools"), ("tool_calls", "tool_calls"), ("reasoning_content", "reasoning")]
+    ("lacks", "reported"), [("tools", "for tools"), ("tool_calls", "tool_calls"), ("reasoning_content", "reasoning")]
 )
 def test_a_template_that_would_leave_something_out_is_refused(lacks, reported):
     with pytest.raises(BadRow, match=f"no place {'' if reported == 'for tools' else 'for '}{reported}"):

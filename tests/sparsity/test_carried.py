@@ -160,7 +160,7 @@ def test_a_run_that_keeps_zeros_says_how_they_leave_it(place: Place, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "reported"),
     [
         (("mask", "export", "base", "x.mask"), "base brings no masks"),
         (("mask", "export", "masks", "x.mask", "--tokenizer", "t"), "holds no tokenizer"),

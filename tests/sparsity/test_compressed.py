@@ -61,7 +61,7 @@ def test_many_weights_are_written_to_several_files(tmp_path):
     next((tmp_path / "out").glob("sparse-00002-*")).unlink()
     read = open_source(tmp_path / "out")
     with pytest.raises(UserError, match="missing"):
-        load_into(read, model.build(read.shape))
+        load_into(read, model.build(read.config))
 
 
 def test_a_matrix_that_is_not_two_of_four_is_refused_by_name_unless_it_may_stay_dense(tmp_path):

@@ -17,7 +17,7 @@ def recipe(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "reported"),
     [
         (["sparsity.method=lerned"], "sparsity.method"),
         (["sparsity.method=learned"], "sparsity.base: masks are learned for weights that exist"),

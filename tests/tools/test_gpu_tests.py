@@ -50,7 +50,7 @@ def test_a_driver_that_does_not_answer_is_quoted(tmp_path, shared_gpu, monkeypat
         shared_gpu.gpus()
 
 
-@pytest.mark.parametrize(("number", "told"), [(22809, "is 2.28.9"), (23102, None)])
+@pytest.mark.parametrize(("number", "reported"), [(22809, "is 2.28.9"), (23102, None)])
 def test_an_nccl_that_is_too_old_is_named_with_a_way_out(tmp_path, shared_gpu, monkeypatch, number, reported):
     source = tmp_path / "nccl.c"
     source.write_text(f"int ncclGetVersion(int *number) {{ *number = {number}; return 0; }}\n")

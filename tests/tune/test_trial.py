@@ -53,7 +53,7 @@ def test_an_end_is_told_by_its_kind(tmp_path, code, ended, reason):
 
 
 @pytest.mark.parametrize(
-    ("state", "code", "tail", "told"),
+    ("state", "code", "tail", "reported"),
     [
         ("COMPLETED", 0, [], None),
         ("OUT_OF_MEMORY", 0, ["step 3"], (outcome.OUT_OF_MEMORY, "the scheduler ended it for want of memory")),
