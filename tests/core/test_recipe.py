@@ -119,7 +119,9 @@ def test_an_override_cannot_smuggle_in_other_keys():
 
 
 def test_a_wrong_override_is_blamed_on_the_command_line():
-    assert "command line: trian.steps: unknown key\n  hint: did you mean train.steps?" in refusal(MIXED, "trian.steps=5")
+    assert "command line: trian.steps: unknown key\n  hint: did you mean train.steps?" in refusal(
+        MIXED, "trian.steps=5"
+    )
 
 
 def test_a_recipe_extends_another_and_blames_the_right_file(tmp_path):
