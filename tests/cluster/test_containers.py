@@ -15,7 +15,7 @@ CACHED = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
 PROGRAM = shutil.which("apptainer", path=f"{os.environ['PATH']}:{CACHED}")
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(PROGRAM is None, reason="there is no apptainer (tools/cluster_apptainer fetches one)"),
 ]
 SITE = """

@@ -9,7 +9,7 @@ import pytest
 
 from tests.cluster.conftest import Yard, everything
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 
 def test_doctor_in_a_job_measures_between_its_nodes(yard: Yard):

@@ -9,7 +9,7 @@ import pytest
 from steelyard.launch.scheduler import seconds
 from tests.cluster.conftest import STEPS, Yard, everything, losses, trained_on_four_nodes
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 ALIKE = ("alike.toml", "parallel.data=2", "--nodes", "2")
 MIXED = ("mixed.toml", "--cluster", "cluster.toml")
 LONG = (f"train.steps={STEPS}", "checkpoint.every=0", "--on", "slurm")  # Only a warning makes it save.
@@ -26,7 +26,7 @@ def test_a_preempted_job_saves_gives_way_and_goes_on(yard: Yard, undisturbed: Pa
                 "--output=/dev/null", "--wrap=sleep 1",
             ).stdout.strip()  # fmt: skip
             yard.lab.until(lambda times=times: yard.is_warned(run, times), "the warning", 240)
-        yard.until_state(run, "PENDING", seconds=300)
+        yard.until_state(run, "PENDING", seconds=600)
         saved = max(int(path.name.partition("-")[2]) for path in (run / "checkpoints").glob("step-*"))
         assert step <= saved < STEPS
         assert yard.verdicts(run, 3) == {"requeued"}

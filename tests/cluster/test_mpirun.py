@@ -11,7 +11,7 @@ from tests.cluster.conftest import OVER_MPI, Yard, everything, losses
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed"),
 ]
 

@@ -18,7 +18,7 @@ from tests.cluster.conftest import Yard, everything, losses
 PROGRAM = shutil.which("podman")
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.timeout(180),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(PROGRAM is None, reason="podman is not installed (make test-cluster installs it)"),
 ]
 IMAGE = "localhost/tiny:1"

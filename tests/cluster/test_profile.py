@@ -9,7 +9,7 @@ from steelyard.core.run import Run
 from steelyard.observe import report
 from tests.cluster.conftest import OVER_MPI, Yard
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")

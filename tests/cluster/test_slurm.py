@@ -15,7 +15,7 @@ from steelyard.cli import COMMANDS
 from tests.cluster.conftest import STEPS, Yard, everything, losses, rank_on, trained_on_four_nodes
 from tests.test_guides import commands
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 
 def test_alike_nodes_train_as_one_job(yard: Yard, undisturbed: Path):
@@ -47,7 +47,7 @@ def test_a_lost_node_costs_no_step(yard: Yard, undisturbed: Path, undisturbed_mi
     with yard.held(run), yard.held(pair):
         yard.lab.power_off("a2")
     try:
-        yard.until_state(run, "PENDING", seconds=300)
+        yard.until_state(run, "PENDING", seconds=600)
         assert yard.verdicts(run, 3) == {"requeued"}
         yard.until_pending(pair)
     finally:
@@ -69,7 +69,7 @@ def test_a_cancelled_job_saves_and_is_not_requeued(yard: Yard):
     yard.until_step(run, 5)
     reported = json.loads(yard.steelyard("cancel", "ended", "--json").stdout)
     assert reported["cancelled"]
-    assert yard.until_state(run, "CANCELLED", seconds=300) == "CANCELLED"
+    assert yard.until_state(run, "CANCELLED", seconds=600) == "CANCELLED"
     yard.lab.until(lambda: list((run / "checkpoints").glob("step-*")), "the checkpoint", 240)
     time.sleep(2)
     assert yard.state(run) == "CANCELLED"
@@ -83,7 +83,7 @@ def test_a_wedged_rank_fails_the_job_instead_of_holding_it(yard: Yard):
     )  # fmt: skip
     yard.until_step(run, 5)
     os.kill(rank_on(yard, run, "a2"), signal.SIGSTOP)
-    assert yard.until_state(run, "FAILED", "CANCELLED", "PENDING", seconds=300) == "FAILED", everything(run)
+    assert yard.until_state(run, "FAILED", "CANCELLED", "PENDING", seconds=600) == "FAILED", everything(run)
     assert "lost another rank" in (run / "logs" / "a1.err").read_text()
     assert "failed" in yard.verdicts(run, 1)
 

@@ -13,7 +13,7 @@ from steelyard.tune import outcome, study_folder, trial_history
 from tests.cluster.conftest import OVER_MPI, Yard, everything, metrics
 from tests.conftest import kill
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 STUDY = """
 recipe = "alike.toml"
 sampler = "grid"
