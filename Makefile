@@ -5,7 +5,7 @@
 # make test-cluster  installs Slurm, Open MPI, PostgreSQL and Chromium (Debian, root), then tests on them
 # make test-gpu    the tests that need an NVIDIA GPU, and layouts over NCCL on 2 and 4 ranks that share it
 # make test-faults  thousands of damaged files, killed commands and fuzzed inputs (docs/reliability.md)
-# make lint        look; make format  mend
+# make lint        check style, types, imports and documentation; make format  reformat
 # make wheel       dist/: the source distribution and the wheel
 # make wheelhouse  wheelhouse/: all wheels for an install without a network (TORCH=..., EXTRAS=all)
 # make bench       the measurements that need no GPU and no data from elsewhere
@@ -32,6 +32,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tools/check_docs.py
 
 format: setup
 	$(BIN)/ruff format .

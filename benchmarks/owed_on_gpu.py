@@ -1,4 +1,4 @@
-"""Everything that is owed on a GPU (CONTRIBUTING.md), in order of value, each within its own time.
+"""Everything that is owed on a GPU (docs/roadmap.md), in order of value, each within its own time.
 
     python benchmarks/owed_on_gpu.py --out owed.json --model smol --text wikitext2-valid.txt --more english-prose.txt
     python benchmarks/owed_on_gpu.py --out tiny.json --tiny         # the same road on a CPU, in about two minutes
@@ -34,6 +34,8 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tools"))
 
 from slices import Record, device, versions  # noqa: E402
+
+PAGE = "docs/benchmarks.md"  # where results are written
 
 Lines = list[dict[str, Any]]
 TAIL = 4000
@@ -93,19 +95,19 @@ def whole(options: argparse.Namespace) -> list[Step]:
     without_text = without_model or (None if options.text else "no --text was named")
     texts = ["--text", str(options.text), "--more", *options.more]
     return [
-        Step("kernels", ["sparse_kernels.py"], "docs/sparse-inference.md, docs/sparsity.md",
+        Step("kernels", ["sparse_kernels.py"], PAGE,
              "masked linear 1.35 x dense, decode 1.4, prefill 1.25, SparseGPT no slower", 300, kernels),
-        Step("mask-training", ["mask_training.py"], "docs/sparse-inference.md", "0.8 of dense", 240,
+        Step("mask-training", ["mask_training.py"], PAGE, "0.8 of dense", 240,
              lambda lines: value(lines, "masks beside dense", "share") >= 0.8),
-        Step("mask-quality", ["mask_quality.py", str(options.model), *texts], "docs/sparsity.md",
+        Step("mask-quality", ["mask_quality.py", str(options.model), *texts], PAGE,
              "learned masks within 1.2 x dense", 540, quality, without_text),
-        Step("sft-135m", ["sft.py", "--shape", "smollm2-135m"], "docs/finetune.md", "1.3 x TRL", 240,
+        Step("sft-135m", ["sft.py", "--shape", "smollm2-135m"], PAGE, "1.3 x TRL", 240,
              lambda lines: ratio(lines, "steelyard", "trl") >= 1.3),
-        Step("sft-1b", ["sft.py", "--shape", "llama3.2-1b"], "docs/finetune.md", "1.3 x TRL", 300,
+        Step("sft-1b", ["sft.py", "--shape", "llama3.2-1b"], PAGE, "1.3 x TRL", 300,
              lambda lines: ratio(lines, "steelyard", "trl") >= 1.3),
-        Step("eval-ppl", ["eval_ppl.py", str(options.model), "--length", "4096", "--windows", "16"], "docs/evaluate.md",
+        Step("eval-ppl", ["eval_ppl.py", str(options.model), "--length", "4096", "--windows", "16"], PAGE,
              "1.3 x transformers", 150, lambda lines: ratio(lines, "steelyard", "transformers") >= 1.3, without_model),
-        Step("train-gpt2", ["train_speed.py", "gpt2", "--floor", "--peer"], "docs/train.md", "580,000 tokens/s", 240,
+        Step("train-gpt2", ["train_speed.py", "gpt2", "--floor", "--peer"], PAGE, "580,000 tokens/s", 240,
              lambda lines: value(lines, "steelyard bf16", "tokens_per_second") >= 580_000),
     ]  # fmt: skip
 

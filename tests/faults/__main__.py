@@ -1,4 +1,4 @@
-"""The large budget: `python -m tests.faults --out faults.json` prints the tables of docs/reliability.md.
+"""The large budget: `python -m tests.faults --out faults.json` prints the tables of docs/benchmarks.md.
 
 What is done is written at once, and the same command goes on behind it.
 """

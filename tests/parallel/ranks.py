@@ -46,7 +46,7 @@ class Ranks:
         """Have ranks 0 to size - 1 do a job together and return what each of them returned.
 
         A job whose rank was ended by a fault in native code is done once more, with a warning: gloo's own thread
-        crashes once in some thousand jobs of processes that have had many worlds (CONTRIBUTING.md).
+        crashes once in some thousand jobs of processes that have had many worlds (docs/roadmap.md).
         """
         seconds = self.seconds if seconds is None else seconds
         try:
