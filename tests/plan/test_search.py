@@ -354,7 +354,7 @@ def test_megatrons_short_pipelines_are_predicted_and_ours_refused():
     plan = predicted(recipe, machines, MEGATRON).plans[0]
     assert plan.layout.schedule == "1f1b"
     assert plan.parts.bubble > 0
-    with pytest.raises(UserError, match="takes at least 4 micro-batches, not 2"):
+    with pytest.raises(UserError, match="needs at least 4 micro-batches, not 2"):
         predicted(recipe, machines)
     written = plan.layout.written(recipe)  # And what is written runs here.
     assert written.parallel.schedule == "gpipe"
