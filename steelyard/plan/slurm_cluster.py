@@ -135,14 +135,14 @@ def _entry(partition: str, kind: str, gpu: str, gpus: int, guessed: str | None) 
 
 def guesses(found: list[dict[str, Any]]) -> list[str]:
     """The guesses in a cluster file that the user should check."""
-    said = [f"nodes {entry['type']}: {entry['guessed']}" for entry in found if "guessed" in entry]
+    found_guesses = [f"nodes {entry['type']}: {entry['guessed']}" for entry in found if "guessed" in entry]
     unknown = [entry for entry in found if by_name(entry["gpu"]) is None]
-    said += [
+    found_guesses += [
         f"nodes {entry['type']}: {entry['gpu']} is not in the catalogue; define it in a [[gpus]] table, or write "
         "its name in the catalogue"
         for entry in unknown
     ]
-    return [*said, "links: 12.5 GB/s and 5 us between all nodes is a guess; Slurm does not report the network"]
+    return [*found_guesses, "links: 12.5 GB/s and 5 us between all nodes is a guess; Slurm does not report the network"]
 
 
 def as_toml(found: list[dict[str, Any]]) -> str:

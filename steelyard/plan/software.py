@@ -1,9 +1,9 @@
 """Constants of the training program: which kernels it launches, which tensors it keeps, what it sends.
 
-`STEELYARD` is this package's trainer. `MEGATRON` is Megatron-LM of 2021 to 2023, the source of most published
-measurements, on which the constants of `compute.py` and `communication.py` are calibrated: an eager program whose
-attention writes all scores to memory, and whose speed on small layers is bound by the host. Kernels and memory passes
-are counted from the programs. Fitted numbers are marked, and docs/plan.md says on which data.
+`STEELYARD` is this package's trainer. `MEGATRON` is Megatron-LM and Megatron-DeepSpeed of 2021 to 2023, the source of
+most published measurements, on which the constants of `compute.py` and `communication.py` are calibrated: an eager
+program whose attention writes all scores to memory, and whose speed on small layers is bound by the host. Kernels and
+memory passes are counted from the programs. Fitted numbers are marked, and docs/plan.md says on which data.
 """
 
 from __future__ import annotations
