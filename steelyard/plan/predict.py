@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from steelyard.core.recipe import Recipe
 from steelyard.plan import communication, compute
-from steelyard.plan.cluster import Cluster, Nodes
+from steelyard.plan.cluster import Cluster, Nodes, Placement
 from steelyard.plan.communication import Ring, group
 from steelyard.plan.compute import LayerDims, Pass, UpdateCost, Work
-from steelyard.plan.layout import Layout, Placement, Seat, Seats
+from steelyard.plan.layout import Layout, Seat, Seats
 from steelyard.plan.software import STEELYARD, Software, as_run
 from steelyard.plan.step import CostTable, Parts, RankParams, StageCost, StepCost, UnitCost
 from steelyard.sizes.gpu_catalogue import Gpu
