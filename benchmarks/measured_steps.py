@@ -14,13 +14,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from staged_steps import StagedLayout, Width, staged_step
+
 from steelyard.core.recipe import Recipe
 from steelyard.plan import memory_fit
 from steelyard.plan.cluster import Cluster
 from steelyard.plan.layout import Layout
 from steelyard.plan.predict import Predictor
 from steelyard.plan.software import DEEPSPEED, EAGER, MEGATRON, TORCHTITAN, Software
-from steelyard.plan.tensor_widths import StagedLayout, StagedStep, Width
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Case:
         if self.widths:
             predictor = Predictor(self.recipe, self.cluster, self.software)
             staged = StagedLayout(self.layout, self.widths)
-            return StagedStep(predictor, staged).seconds(self.layout.partition)
+            return staged_step(predictor, staged).seconds(self.layout.partition)
         return Predictor(self.recipe, self.cluster, self.software).parts(self.layout).total
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from measured_steps import Case, cases, fasops_cluster
 
-from steelyard.plan.megatron_memory import megatron
+from steelyard.plan import memory_fit
 from steelyard.plan.predict import Predictor
 
 BARS = {
@@ -45,10 +45,11 @@ def memory(found: list[Case], details: bool) -> None:
         if case.peak_bytes is not None:
             sets.setdefault(case.set, []).append((case.peak(), case.peak_bytes, case.name))
     job = next(fasops_cluster())
-    held = megatron(Predictor(job.recipe, job.cluster, job.software), job.layout)
+    held = memory_fit.memories_of(Predictor(job.recipe, job.cluster, job.software), job.layout, range(8))
+    between_steps = [each.weights + each.gradients + each.optimizer for each in held]
     sets["FASOP example"] = [(each, mib * 2**20, name) for each, mib, name in (
-        (held[0].always, 1570.8, "rank 0"), (held[6].always, 3035.1, "rank 24"),
-        (held[6].peak, 3869.3, "rank 24 at its fullest"),
+        (between_steps[0], 1570.8, "rank 0"), (between_steps[6], 3035.1, "rank 24"),
+        (held[6].total, 3869.3, "rank 24 at its peak"),
     )]  # fmt: skip
     for name, pairs in sets.items():
         predicted, measured = (np.array([pair[side] for pair in pairs]) for side in (0, 1))

@@ -1,4 +1,4 @@
-"""`steelyard plan`: the best layout for the machines at hand."""
+"""`steelyard plan`: find the fastest, cheapest or most energy-efficient layout for a cluster."""
 
 from __future__ import annotations
 
@@ -19,12 +19,10 @@ from steelyard.core.run import Run
 if TYPE_CHECKING:
     from steelyard.plan.cluster import Cluster
     from steelyard.plan.measured_layers import Profile
-    from steelyard.plan.per_stage import StagedPlan
-    from steelyard.plan.software import Software
 
 
 class PlanObjective(StrEnum):
-    """What a plan is ranked by."""
+    """The objective that ranks plans."""
 
     time = "time"
     cost = "cost"
@@ -33,23 +31,23 @@ class PlanObjective(StrEnum):
 
 
 class Program(StrEnum):
-    """Whose steps are predicted."""
+    """The training program to predict."""
 
     steelyard = "steelyard"
     megatron = "megatron"
 
 
 ModelOption = Annotated[
-    str | None, typer.Option("--model", metavar="RECIPE", help="A recipe file, or the name of a shipped one.")
+    str | None, typer.Option("--model", metavar="RECIPE", help="A recipe file, or the name of a shipped recipe.")
 ]
-ClusterOption = Annotated[Path | None, typer.Option("--cluster", metavar="FILE", help="The machines: a cluster file.")]
+ClusterOption = Annotated[Path | None, typer.Option("--cluster", metavar="FILE", help="The cluster file.")]
 SetOption = Annotated[
-    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a key of the recipe.")
+    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a key of the recipe.")
 ]
 
 
 def register(root: typer.Typer, name: str, help_: str) -> None:
-    """Add the commands to the tree."""
+    """Add the commands to the CLI."""
     group = typer.Typer(help=help_, rich_markup_mode=None, invoke_without_command=True)
     group.callback()(plan)
     group.command("cluster")(cluster)
@@ -63,31 +61,36 @@ def plan(
     cluster: ClusterOption = None,
     set_: SetOption = None,
     objective: Annotated[
-        PlanObjective, typer.Option(help="What to make small; pareto: time against price.")
+        PlanObjective, typer.Option(help="What to minimize; pareto: the frontier of time and price.")
     ] = PlanObjective.time,
-    top: Annotated[int, typer.Option(min=1, help="How many plans to show; of a frontier all are.")] = 10,
-    write: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the recipe under the best plan.")] = None,
-    excluded: Annotated[bool, typer.Option("--excluded", help="List plans that do not fit, and why.")] = False,
-    given: Annotated[bool, typer.Option("--given", help="Only predict the recipe's own layout.")] = False,
-    per_stage: Annotated[
-        bool,
-        typer.Option("--per-stage", help="Also plan stages of unlike widths, which `steelyard train` cannot run."),
+    top: Annotated[
+        int, typer.Option(min=1, help="Number of plans to show; a Pareto frontier is shown completely.")
+    ] = 10,
+    write: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the recipe with the best plan.")] = None,
+    excluded: Annotated[
+        bool, typer.Option("--excluded", help="List layouts that do not fit, with the reason.")
     ] = False,
+    given: Annotated[bool, typer.Option("--given", help="Predict the layout in the recipe, without a search.")] = False,
     software: Annotated[
-        Program, typer.Option(help="Which program trains: megatron predicts runs of Megatron-LM of 2021 to 2023.")
+        Program, typer.Option(help="The training program; megatron: Megatron-LM of 2021 to 2023.")
     ] = Program.steelyard,
-    tokens: Annotated[str | None, typer.Option(metavar="N", help="A budget of tokens, like 300B.")] = None,
+    tokens: Annotated[str | None, typer.Option(metavar="N", help="Token budget, such as 300B.")] = None,
     profiles: Annotated[
-        list[Path] | None, typer.Option("--profile", metavar="FILE", help="Measured layers, instead of the catalogue.")
+        list[Path] | None,
+        typer.Option("--profile", metavar="FILE", help="Measured layers from `steelyard plan profile`."),
     ] = None,
     check: Annotated[
         Path | None, typer.Option(metavar="RUN", help="Compare a finished run with its prediction.")
     ] = None,
-    explain: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the best plan's pipeline as HTML.")] = None,
-    pareto: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw time against price as HTML.")] = None,
+    explain: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the pipeline timeline of the best plan as HTML.")
+    ] = None,
+    pareto: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the Pareto frontier of time and price as HTML.")
+    ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Rank layouts of a recipe on a cluster and explain the best. Plans that do not fit are left out.
+    """Rank the layouts of a recipe on a cluster and explain the best one. Layouts that do not fit are excluded.
 
     Example: steelyard plan --model gpt2-xl --cluster cluster.toml --write planned.toml
     """
@@ -109,8 +112,8 @@ def plan(
         from steelyard.plan import prediction_check as checking
 
         if model is not None or software is not Program.steelyard:
-            hint = "leave --model and --software out"
-            raise UserError("--check reads the recipe of the run, which steelyard trained", hint=hint)
+            hint = "remove --model and --software"
+            raise UserError("--check reads the recipe from the run", hint=hint)
         layers = [_profile(path, Run.open(check).recipe(), machines) for path in profiles or ()]
         compared = checking.compare(check, machines, layers)
         return print_result(checking.as_result(compared), json, checking.as_text(compared))
@@ -121,7 +124,7 @@ def plan(
         else recipe.train.samples_in(recipe.train.steps) * recipe.data.sequence_length
     )
     if pareto is not None and objective not in (PlanObjective.time, PlanObjective.pareto):
-        raise UserError(f"--pareto weighs time against price, not {objective.value}", hint="leave --objective out")
+        raise UserError(f"--pareto compares time and price, not {objective.value}", hint="remove --objective")
     wanted = PlanObjective.pareto if pareto is not None else objective
     if wanted in (PlanObjective.cost, PlanObjective.pareto):
         _refuse_without_prices(machines, cluster)
@@ -137,40 +140,24 @@ def plan(
         found = search(recipe, machines, wanted.value, top, None, program, measured)
     text = plan_report.as_text(recipe, machines, found, budget, excluded, program)
     if not found.plans:
-        why = f"; one of them: {found.excluded[0][1]}" if found.excluded else ""
+        why = f"; for example: {found.excluded[0][1]}" if found.excluded else ""
         raise RuntimeFailure(
-            f"no layout of {recipe.name} fits {cluster}: {found.looked_at} were tried{why}",
+            f"no layout of {recipe.name} fits {cluster}: {found.looked_at} layouts were tried{why}",
             hint="use more or larger GPUs, a shorter data.sequence_length, or --set optim.offload=true",
         )
-    staged = _staged(recipe, machines, wanted, min(top, 5), program, measured) if per_stage else []
     result = plan_report.as_result(recipe, machines, found, budget, excluded, program)
-    if per_stage:
-        text += "\n\n" + plan_report.staged_text(staged, found.plans[0].seconds)
-        result["per_stage"] = plan_report.staged_result(recipe, staged, budget)
     if write is not None:
         files.write_text(write, to_toml(found.plans[0].layout.written(recipe).settings()))
         ranks = found.plans[0].layout.world
         console.say(f"wrote {write}: steelyard train {write} --nproc {ranks}, or steelyard submit {write}")
         result["written"] = str(write)
-    if explain is not None or pareto is not None:
-        from steelyard.plan import plan_pages
-
-        if explain is not None:
-            files.write_text(explain, plan_pages.pipeline(recipe, machines, found.plans[0], program, measured))
-            result["explained"] = str(explain)
-        if pareto is not None:
-            files.write_text(pareto, plan_pages.frontier(recipe, found.plans, budget))
-            result["frontier"] = str(pareto)
+    if explain is not None:
+        files.write_text(explain, plan_report.pipeline(recipe, machines, found.plans[0], program, measured))
+        result["explained"] = str(explain)
+    if pareto is not None:
+        files.write_text(pareto, plan_report.frontier(recipe, found.plans, budget))
+        result["frontier"] = str(pareto)
     print_result(result, json, text)
-
-
-def _staged(
-    recipe: Recipe, machines: Cluster, wanted: PlanObjective, top: int, program: Software, measured: list[Profile]
-) -> list[StagedPlan]:
-    from steelyard.plan import per_stage
-
-    objective = PlanObjective.time if wanted == PlanObjective.pareto else wanted
-    return per_stage.search(recipe, machines, objective.value, top, program, measured)
 
 
 def _profile(path: Path, recipe: Recipe, machines: Cluster) -> Profile:
@@ -187,7 +174,7 @@ def _refuse_without_prices(machines: Cluster, cluster: Path) -> None:
         raise UserError(
             f"the price of {', '.join(unknown)} is not known",
             where=str(cluster),
-            hint="give every [[nodes]] a price_hour, or plan for time or energy",
+            hint="set price_hour in every [[nodes]] table, or use another --objective",
         )
 
 
@@ -197,12 +184,12 @@ def _refuse_without_watts(machines: Cluster, cluster: Path) -> None:
         raise UserError(
             f"the power of {', '.join(unknown)} is not known",
             where=str(cluster),
-            hint="give every [[gpus]] its watts, or plan for time or cost",
+            hint="set watts in every [[gpus]] table, or use another --objective",
         )
 
 
 def _count(text: str) -> int:
-    """A number of tokens as people write it: 300B, 1.5T, 2e9."""
+    """Parse a number of tokens such as 300B, 1.5T or 2e9."""
     factor = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:].upper(), 1)
     try:
         number = float(text[:-1] if factor != 1 else text) * factor
@@ -210,19 +197,19 @@ def _count(text: str) -> int:
         number = 0
     if not 1 <= number < math.inf:
         raise UserError(
-            f"--tokens: {text or 'nothing'} is no number of tokens", hint="write it like 300B, 1.5T or 2000000000"
+            f"--tokens: {text!r} is not a number of tokens", hint="use a form like 300B, 1.5T or 2000000000"
         )
     return int(number)
 
 
 def cluster(
     source: Annotated[
-        str, typer.Option("--from", metavar="SOURCE", help="slurm, or a file with sinfo's output.")
+        str, typer.Option("--from", metavar="SOURCE", help="slurm, or a file with saved output of sinfo.")
     ] = "slurm",
-    out: Annotated[Path | None, typer.Option(help="Write the cluster file here.", show_default=False)] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the cluster file to this path.", show_default=False)] = None,
     json: JsonOption = False,
 ) -> None:
-    """Write a cluster file from what Slurm knows of its nodes, and say what had to be guessed.
+    """Write a cluster file from the nodes that Slurm reports, and list every guess in it.
 
     Example: steelyard plan cluster --from slurm --out cluster.toml
     """
@@ -234,22 +221,24 @@ def cluster(
         files.write_text(out, text)
         console.say(f"wrote {out}: fill in links and prices")
     guessed = slurm_cluster.guesses(found)
-    for said in guessed:
-        console.warn(said)
+    for guess in guessed:
+        console.warn(guess)
     result = {"nodes": found, "guesses": guessed, "out": str(out) if out else None}
     print_result(result, json, text.rstrip() if out is None else "")
 
 
 def profile(
-    model: Annotated[str, typer.Option("--model", metavar="RECIPE", help="A recipe, or the name of a shipped one.")],
+    model: Annotated[
+        str, typer.Option("--model", metavar="RECIPE", help="A recipe file, or the name of a shipped recipe.")
+    ],
     set_: SetOption = None,
-    tensor: Annotated[str, typer.Option(help="Tensor degrees to measure, like 1,2,4.")] = "1",
-    micro_batch: Annotated[str, typer.Option(help="Micro-batches to measure, like 1,2,4.")] = "1,2,4",
-    links: Annotated[bool, typer.Option(help="Time the link between two ranks of this machine too.")] = True,
-    out: Annotated[Path, typer.Option(help="Where the profile goes.")] = Path("profile.toml"),
+    tensor: Annotated[str, typer.Option(help="Tensor degrees to measure, such as 1,2,4.")] = "1",
+    micro_batch: Annotated[str, typer.Option(help="Micro-batches to measure, such as 1,2,4.")] = "1,2,4",
+    links: Annotated[bool, typer.Option(help="Also measure the link between two ranks of this machine.")] = True,
+    out: Annotated[Path, typer.Option(help="Write the profile to this path.")] = Path("profile.toml"),
     json: JsonOption = False,
 ) -> None:
-    """Measure a layer's passes, products, copies and links on the machine at hand, for `steelyard plan --profile`.
+    """Measure layers, matrix products, copies and links on this machine, for `steelyard plan --profile`.
 
     Example: steelyard plan profile --model llama3.1-8b --tensor 1,2,4 --out h100.toml
     """
@@ -268,5 +257,5 @@ def profile(
 def _numbers(option: str, text: str) -> list[int]:
     parts = text.split(",")
     if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
-        raise UserError(f"{option}: {text} is no list of numbers", hint="write it like 1,2,4")
+        raise UserError(f"{option}: {text} is not a list of numbers", hint="use a form like 1,2,4")
     return [int(part) for part in parts]

@@ -1,1 +1,1 @@
-"""Which layout? A description of the machines, what a step costs on them, and a search for the best. Needs no torch."""
+"""The planner: describe a cluster, predict the time and memory of a step on it, and search for layouts. No torch."""

@@ -1,34 +1,76 @@
-"""Whole layouts of a mesh: which recomputation, sharding and sequence parallelism fit, and which of them are worth a
-simulation.
+"""From a mesh to plans: which layouts of a mesh fit in memory, and which are worth a simulation.
 
-Sequence parallelism is chosen for every layout anew. It cuts what the stream moves and sends, but starts two
-collectives where there was one, so that small layers, which wait for the host, are faster without it; and it mostly
-saves memory, but not under selective recomputation on two tensor ranks, which keeps what was gathered. Only where one
-choice is no slower in any stage, or takes no less memory, is the other left out.
+A mesh leaves recomputation, ZeRO stage, sequence parallelism and layers per stage open. Sequence parallelism is chosen
+per layout. It divides the memory traffic and the sends of the residual stream, but launches two collectives instead of
+one, so small layers that wait for the host are faster without it. It usually saves memory, except under selective
+recomputation on two tensor ranks, which keeps the gathered tensors. One of the two settings is skipped only if it is no
+faster in any stage, or if it takes no less memory than the other, which did not fit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import gt
+from typing import TYPE_CHECKING
 
 from steelyard.core.recipe import Recipe
-from steelyard.plan import layer_assignment, layout_space, memory_fit
-from steelyard.plan.cluster import Cluster
-from steelyard.plan.layout import Layout, Placement
+from steelyard.plan import layout_space, memory_fit, partition
+from steelyard.plan.cluster import Cluster, Placement
+from steelyard.plan.layout import Layout
 from steelyard.plan.layout_space import SearchLimits, Use, Variant
-from steelyard.plan.measured_layers import Profile
 from steelyard.plan.predict import Predictor
-from steelyard.plan.pricing import price_hour, watts
-from steelyard.plan.results import Found, Plan
 from steelyard.plan.software import Software, as_run
-from steelyard.plan.step import StepCost, least
+from steelyard.plan.step import Parts, StepCost
+
+if TYPE_CHECKING:
+    from steelyard.plan.measured_layers import Profile
+
+
+def weight(objective: str, price_hour: float | None, watts: float | None) -> float:
+    """The value of one second of a step for an objective: 1 for time, dollars for cost, joules for energy."""
+    if objective == "cost":
+        return (price_hour or 0.0) / 3600
+    return (watts or 0.0) if objective == "energy" else 1.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout with its predicted step time, price and power."""
+
+    layout: Layout
+    parts: Parts
+    price_hour: float | None
+    watts: float | None
+
+    @property
+    def seconds(self) -> float:
+        """The time of a step."""
+        return self.parts.total
+
+    def value(self, objective: str) -> float:
+        """The number that the objective minimizes."""
+        return self.seconds * weight(objective, self.price_hour, self.watts)
+
+
+@dataclass
+class SearchResult:
+    """The plans that a search found, and how much it evaluated."""
+
+    plans: list[Plan]
+    excluded: list[tuple[Layout, str]] = field(default_factory=list)
+    """Layouts that might be among the best but do not fit, with the reason."""
+    looked_at: int = 0
+    """Layouts whose memory or time was computed."""
+    space: int = 0
+    """Layouts that these represent."""
+    complete: bool = True
+    """Whether no layout that might be better was skipped."""
 
 
 @dataclass(frozen=True)
 class MeshCandidate:
-    """Everything but recomputation, sharding, sequence parallelism and layers per stage."""
+    """A layout without recomputation, ZeRO stage, sequence parallelism and layers per stage."""
 
     use: Use
     tensor: int
@@ -41,7 +83,7 @@ class MeshCandidate:
     virtual: int
 
     def layout(self, variant: Variant) -> Layout:
-        """A layout of it, but for the layers per stage."""
+        """A layout of this mesh, without layers per stage."""
         return Layout(
             tensor=self.tensor,
             context=self.context,
@@ -60,17 +102,17 @@ class MeshCandidate:
 
 @dataclass
 class Fitting:
-    """What was found to fit of a mesh with some recomputation."""
+    """The layouts of a mesh that fit with one setting of recomputation."""
 
     layouts: list[Layout]
     left: list[bool]
-    """Choices of sequence parallelism that do not fit yet, and might with more recomputation."""
+    """Settings of sequence parallelism that do not fit, and may fit with more recomputation."""
     squeezed: bool
-    """Whether one fits only with layers moved off stages that were too full."""
+    """Whether a layout fits only after layers were moved off stages without enough memory."""
 
 
-class Wholes:
-    """The whole layouts of a search's meshes; what was looked at and what does not fit is told to `found`."""
+class Candidates:
+    """The layouts of the meshes of one search. Counts and layouts that do not fit are recorded in `found`."""
 
     def __init__(
         self,
@@ -79,7 +121,7 @@ class Wholes:
         limits: SearchLimits,
         software: Software,
         profiles: Sequence[Profile],
-        found: Found,
+        found: SearchResult,
     ) -> None:
         self.recipe, self.cluster, self.limits, self.found = recipe, cluster, limits, found
         self.predictors = {
@@ -89,39 +131,39 @@ class Wholes:
         self.bounds: dict[MeshCandidate, float] = {}
 
     def predictor(self, layout: Layout) -> Predictor:
-        """That of the software as it runs the layout."""
+        """The predictor for the software as it runs the layout."""
         return self.predictors[layout.splits_backward]
 
     def step(self, layout: Layout) -> StepCost:
-        """The cost of its step."""
+        """The cost of the layout's step as a function of its partition."""
         return self.predictor(layout).step(layout)
 
-    def dealt(self, layout: Layout) -> tuple[int, ...]:
-        """Layers per stage, memory left aside."""
-        deal = layer_assignment.evenly if self.limits.even else layer_assignment.by_time
-        return deal(self.predictor(layout), layout, self.recipe.model.layers)
+    def balanced(self, layout: Layout) -> tuple[int, ...]:
+        """Layers per stage, without a check of memory."""
+        assign = partition.evenly if self.limits.even else partition.by_time
+        return assign(self.predictor(layout), layout, self.recipe.model.layers)
 
     def refined(self, layout: Layout) -> Layout:
-        """With its partition as short as single moves of layers make it."""
+        """The layout with its partition improved by moving single layers."""
         if self.limits.even:
             return layout
-        return layer_assignment.refined(self.predictor(layout), layout, self.recipe.model.layers)
+        return partition.refined(self.predictor(layout), layout, self.recipe.model.layers)
 
     def plan(self, layout: Layout) -> Plan:
-        """The layout with its partition refined and its step taken apart."""
+        """The layout with its partition refined, and the time of its step by part."""
         layout = self.refined(layout)
-        price = price_hour(self.cluster, layout.placement)
-        return Plan(layout, self.predictor(layout).parts(layout), price, watts(self.cluster, layout.placement))
+        price, watts = self.cluster.price_hour(layout.placement), self.cluster.watts(layout.placement)
+        return Plan(layout, self.predictor(layout).parts(layout), price, watts)
 
     def sequences(self, mesh: MeshCandidate) -> list[bool]:
-        """Whether sequence parallelism may be on and off, on first."""
+        """The settings of sequence parallelism to try, `True` first."""
         return layout_space.sequences(self.recipe, mesh.tensor, mesh.context, self.limits)
 
     def bounding(self, mesh: MeshCandidate) -> list[bool]:
-        """The same, less those that need no bound of their own: off where no node's layers are faster with it off.
+        """The settings of sequence parallelism that need a bound: not `False` if it makes no layer faster on any node.
 
-        Then nothing is but the starts of two collectives at the ends of the model, a few microseconds of a step, and
-        sends are longer.
+        In that case `False` saves only the launch of two collectives at the ends of the model, a few microseconds per
+        step, and its sends are longer.
         """
         sequences = self.sequences(mesh)
         if len(sequences) == 1:
@@ -131,7 +173,7 @@ class Wholes:
         return sequences if any(map(gt, on, off)) else sequences[:1]
 
     def layer(self, type_: str, tensor: int, context: int, micro_batch: int) -> float:
-        """Seconds of a layer on one type of node, both passes, nothing computed again."""
+        """Seconds of both passes of a layer on one type of node, without recomputation."""
         sequences = layout_space.sequences(self.recipe, tensor, context, self.limits)
         return min(self._layer(type_, tensor, context, micro_batch, each) for each in sequences)
 
@@ -140,16 +182,17 @@ class Wholes:
         if key not in self.layers:
             nodes = -(-tensor * context // self.cluster.nodes_of(type_).gpus)
             mesh = MeshCandidate(Use((), 0), tensor, context, micro_batch, ((type_, nodes),), 1, 1, "1f1b", 1)
-            self.layers[key] = least(self.step(mesh.layout(Variant("none", 0, sequence))).costs[0].layer)
+            self.layers[key] = self.step(mesh.layout(Variant("none", 0, sequence))).table.stages[0].layer.least
         return self.layers[key]
 
     def zeros(self, mesh: MeshCandidate) -> list[int]:
-        """Degrees of sharding that differ on this mesh."""
+        """The ZeRO stages that differ on this mesh."""
         return layout_space.zeros(mesh.pipeline, mesh.data * mesh.context, self.limits)
 
     def bound(self, mesh: MeshCandidate) -> float:
-        """A bound for all partitions, nothing recomputed, with sequence parallelism or without. Kept: a frontier's two
-        searches, by time and by price, ask for the same ones.
+        """A lower bound over all partitions and both settings of sequence parallelism, without recomputation.
+
+        Cached, because a Pareto search runs twice, by time and by price.
         """
         if mesh not in self.bounds:
             layouts = [mesh.layout(Variant("none", 0, sequence)) for sequence in self.bounding(mesh)]
@@ -157,25 +200,25 @@ class Wholes:
         return self.bounds[mesh]
 
     def at_least(self, mesh: MeshCandidate, recompute: str) -> float:
-        """Seconds that layers dealt out by time take at the least, with the better choice of sequence parallelism."""
+        """A lower bound for layers balanced by time, with the better setting of sequence parallelism."""
         layouts = [mesh.layout(Variant(recompute, 0, sequence)) for sequence in self.bounding(mesh)]
-        return min(self.step(layout).at_least(self.dealt(layout)) for layout in layouts)
+        return min(self.step(layout).at_least(self.balanced(layout)) for layout in layouts)
 
     def may_fit(self, mesh: MeshCandidate) -> bool:
-        """Whether the mesh fits at its most frugal; if it does not, nothing of it does."""
-        frugal = self.zeros(mesh)[-1:]
-        return bool(self.fitting(mesh, self.limits.recomputes[-1], self.sequences(mesh), frugal).layouts)
+        """Whether the layout of the mesh that needs the least memory fits; if not, none of its layouts does."""
+        zeros = self.zeros(mesh)[-1:]
+        return bool(self.fitting(mesh, self.limits.recomputes[-1], self.sequences(mesh), zeros).layouts)
 
     def fitting(
         self, mesh: MeshCandidate, recompute: str, sequences: Sequence[bool], zeros: Sequence[int] | None = None
     ) -> Fitting:
-        """Of each choice of sequence parallelism the layout that fits and has the fastest sharding that does."""
+        """For each setting of sequence parallelism, the layout with the fastest ZeRO stage that fits."""
         found = Fitting([], [], False)
         zeros = self.zeros(mesh) if zeros is None else zeros
         tight: tuple[Layout, int] | None = None
         for sequence in sequences:
             layout = mesh.layout(Variant(recompute, zeros[0], sequence))
-            layout = layout.with_partition(self.dealt(layout))
+            layout = layout.with_partition(self.balanced(layout))
             if found.layouts and self._is_no_faster(layout, found.layouts[0]):
                 continue
             if tight is not None and self._is_no_smaller(layout, *tight):
@@ -190,7 +233,7 @@ class Wholes:
         return found
 
     def _is_no_faster(self, layout: Layout, other: Layout) -> bool:
-        """Whether no stage, and no send, is faster than another layout's that differs in sequence parallelism alone."""
+        """Whether no stage and no send is faster than in a layout that differs only in sequence parallelism."""
         one, two = self.step(layout), self.step(other)
         for counts in {layout.partition, other.partition}:
             ours, theirs = one.times(counts), two.times(counts)
@@ -200,15 +243,15 @@ class Wholes:
         return True
 
     def _is_no_smaller(self, layout: Layout, other: Layout, rank: int) -> bool:
-        """Whether it takes no less memory than another layout where that one did not fit."""
+        """Whether the layout takes no less memory than another one on the rank where that one does not fit."""
         ours, theirs = replace(layout, zero=other.zero, partition=other.partition), other
         [mine], [its] = (memory_fit.rooms(self.predictor(each), each, [rank]) for each in (ours, theirs))
         return mine.memory.total >= its.memory.total
 
     def _fitting(self, layouts: list[Layout]) -> tuple[Layout | None, tuple[Layout, int] | None]:
-        """The first of these that fits, those with the least to do after the last backward pass first.
+        """The first layout that fits, in the order of the time after the last backward pass.
 
-        Or else one that does not, and a rank where it does not.
+        If none fits, one of them and a rank on which it does not fit.
         """
         timed = []
         for number, layout in enumerate(layouts):
@@ -220,11 +263,11 @@ class Wholes:
         for _, _, layout in sorted(timed):
             self.found.looked_at += 1
             predictor = self.predictor(layout)
-            rooms = memory_fit.rooms(predictor, layout, memory_fit.telling(predictor, layout))
+            rooms = memory_fit.rooms(predictor, layout, memory_fit.deciding_ranks(predictor, layout))
             if all(room.fits for room in rooms):
                 return layout, None
             if not self.limits.even and any(room.fits for room in rooms):
-                again = layer_assignment.within(predictor, layout, self.recipe.model.layers)
+                again = partition.within(predictor, layout, self.recipe.model.layers)
                 if again is not None:
                     return again, None
             tight = layout, next(room.rank for room in rooms if not room.fits)

@@ -1,26 +1,28 @@
-"""A cluster: kinds of nodes, the GPUs in them, and the links between them, read from CLUSTER.toml.
+"""The cluster file CLUSTER.toml: types of nodes, their GPUs, prices and power, and the links between them.
+
+The format:
 
 name = "campus"
 
 [[nodes]]
-type = "a10"               # any name; links and parallel.placement use it
+type = "a10"               # any name; links and parallel.placement refer to it
 count = 7
-gpu = "a10"                # of the catalogue (sizes/gpu_catalogue.py), or of a [[gpus]] table in this file
-gpus = 4                   # in each node
-partition = "gpu2"         # Slurm's names, for whoever submits; the planner only passes them on
+gpu = "a10"                # a name in sizes/gpu_catalogue.py or in a [[gpus]] table of this file
+gpus = 4                   # per node
+partition = "gpu2"         # Slurm names for `steelyard submit`; the planner does not use them
 gres = "gpu:a10:4"
 zone = "one"
-price_hour = 3.2           # of a node
-intra_GBps = 16.0          # what one GPU sends to its neighbours, one way; left out: the catalogue's
-intra_latency_us = 2.0     # until the first byte arrives there
-idle_watts = 200           # of a node beside its GPUs, for the energy objective
-host_gib = 512             # of a node's own memory, host_GBps its bandwidth and host_link_GBps that of one GPU to it:
-host_GBps = 200.0          # for optim.offload
-host_link_GBps = 25.0
+price_hour = 3.2           # per node
+intra_GBps = 16.0          # from one GPU to the others of its node, one way; default: the catalogue
+intra_latency_us = 2.0     # latency of that link
+idle_watts = 200           # of a node without its GPUs, for --objective energy
+host_gib = 512             # host memory of a node, for optim.offload
+host_GBps = 200.0          # bandwidth of the host memory
+host_link_GBps = 25.0      # bandwidth between one GPU and the host
 
 [[links]]
-between = ["a10", "a100"]  # two types or two zones; the same twice: among nodes of that type or zone; "*": any
-GBps = 12.5                # what one node sends through its network cards, all together, one way
+between = ["a10", "a100"]  # two types or zones; the same name twice: within it; "*": any
+GBps = 12.5                # all network cards of one node together, one way
 latency_us = 5.0
 
 [[gpus]]                   # a GPU that is not in the catalogue
@@ -46,26 +48,30 @@ from steelyard.core.recipe.section import PositiveInt, Section
 from steelyard.core.recipe.toml import read
 from steelyard.sizes.gpu_catalogue import CATALOGUE, Gpu, by_name
 
-NETWORK_GBPS, NETWORK_LATENCY_US = 1.25, 20.0  # 10 Gbit/s Ethernet: what is assumed where no link is described
-# Assumed where a node says nothing, after the standards: a socket with six channels of DDR4-2933, PCI Express 3.0 x16.
+NETWORK_GBPS, NETWORK_LATENCY_US = 1.25, 20.0  # 10 Gbit/s Ethernet: the default where no link is given
+# Defaults of a node: one socket with six channels of DDR4-2933, and PCI Express 3.0 x16.
 HOST_GBPS, HOST_LINK_GBPS = 140.0, 15.75
 ANY = "*"
-MOST_NODES, MOST_GPUS = 10_000, 256  # of a type, and in a node: more is a slip of the pen
+MOST_NODES, MOST_GPUS = 10_000, 256  # per type, and per node: a larger number is a typing error
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=60)]
-# One core with 256-bit vectors and its share of a desktop's memory: enough to plan toys on a laptop.
+# One CPU core with 256-bit vectors and its share of a desktop's memory, to plan small models on a laptop.
 CORE = Gpu("cpu", "cpu", 4, 0.05, None, 0.025, 0.025, None, 8, 1, 15, 2, 0.6, "a core of a 2020s x86 processor")
+
+
+Placement = tuple[tuple[str, int], ...]
+"""Nodes in rank order: type, and number of nodes."""
 
 
 @dataclass(frozen=True)
 class Wire:
-    """Bytes per second, one way, and seconds until the first of them arrives."""
+    """A link: bytes per second in one direction, and latency in seconds."""
 
     bandwidth: float
     latency: float
 
 
 class OwnGpu(Section):
-    """A GPU that the catalogue lacks. Peaks are dense, in TFLOP/s."""
+    """A GPU that is not in the catalogue. Peaks are dense, in TFLOP/s."""
 
     name: Name
     memory_gib: PositiveFloat
@@ -81,12 +87,12 @@ class OwnGpu(Section):
     sustained: Annotated[float, Field(gt=0, le=1)] = 0.75
 
     def as_gpu(self, source: str) -> Gpu:
-        """As the catalogue would have it."""
+        """The GPU as a catalogue entry."""
         return Gpu(pattern=self.name, source=source, **self.model_dump())
 
 
 class Nodes(Section):
-    """Nodes that are alike."""
+    """Identical nodes."""
 
     type: Name
     count: Annotated[int, Field(gt=0, le=MOST_NODES)]
@@ -113,7 +119,7 @@ class Link(Section):
 
 
 class Cluster(Section):
-    """All of it."""
+    """A cluster file."""
 
     name: str = "cluster"
     nodes: Annotated[list[Nodes], Field(min_length=1)]
@@ -129,24 +135,24 @@ class Cluster(Section):
 
     @cached_property
     def gpu_by_type(self) -> dict[str, Gpu]:
-        """What one GPU of each type of node can do: the file's own description goes before the catalogue's."""
+        """The GPU of each type of node; a [[gpus]] table overrides the catalogue."""
         own = {gpu.name: gpu.as_gpu(self._file) for gpu in self.gpus}
         found = {nodes.type: own.get(nodes.gpu) or by_name(nodes.gpu) for nodes in self.nodes}
         return {type_: CORE if gpu is None or gpu.memory is None else gpu for type_, gpu in found.items()}
 
     @cached_property
     def wires(self) -> dict[tuple[str, str], Wire]:
-        """The network between nodes of each two types."""
+        """The network between each pair of node types."""
         return {(one.type, other.type): self._closest(one, other) for one in self.nodes for other in self.nodes}
 
     @cached_property
     def insides(self) -> dict[str, Wire]:
-        """The links among the GPUs of each type of node, per GPU and one way."""
+        """The link between the GPUs of each type of node, per GPU and one way."""
         rates = {nodes.type: nodes.intra_GBps or self.gpu_by_type[nodes.type].link_gb or 16.0 for nodes in self.nodes}
         return {type_: Wire(rate * 1e9, self.by_type[type_].intra_latency_us * 1e-6) for type_, rate in rates.items()}
 
     def with_nodes(self, nodes: list[Nodes]) -> Cluster:
-        """The same with other nodes: made anew, since a copy would keep what was worked out from the old ones."""
+        """The cluster with other nodes. A new object, because a copy would keep the cached properties."""
         made = Cluster(name=self.name, nodes=nodes, links=self.links, gpus=self.gpus)
         made._file = self._file
         return made
@@ -156,7 +162,7 @@ class Cluster(Section):
         return self.by_type[type_]
 
     def gpu_of(self, nodes: Nodes) -> Gpu:
-        """What one of the node's GPUs can do."""
+        """The GPU of a node."""
         return self.gpu_by_type[nodes.type]
 
     def wire(self, one: Nodes, other: Nodes) -> Wire:
@@ -164,11 +170,11 @@ class Cluster(Section):
         return self.wires[one.type, other.type]
 
     def inside(self, nodes: Nodes) -> Wire:
-        """The links among the GPUs of a node, per GPU and one way."""
+        """The link between the GPUs of a node, per GPU and one way."""
         return self.insides[nodes.type]
 
     def _closest(self, one: Nodes, other: Nodes) -> Wire:
-        """The link that names both most closely: a type before a zone before any."""
+        """The most specific link between two nodes: a type before a zone before "*"."""
         best, closeness = None, -1
         for link in self.links:
             first, second = link.between
@@ -180,14 +186,32 @@ class Cluster(Section):
             return Wire(NETWORK_GBPS * 1e9, NETWORK_LATENCY_US * 1e-6)
         return Wire(best.GBps * 1e9, best.latency_us * 1e-6)
 
+    def price_hour(self, placement: Placement) -> float | None:
+        """The price of the nodes per hour; None if the price of one is unknown."""
+        prices = [(self.nodes_of(type_).price_hour, number) for type_, number in placement]
+        if any(price is None for price, _ in prices):
+            return None
+        return sum((price or 0.0) * number for price, number in prices)
+
+    def watts(self, placement: Placement) -> float | None:
+        """The power of the nodes under load; None if that of a GPU is unknown."""
+        total = 0.0
+        for type_, number in placement:
+            nodes = self.nodes_of(type_)
+            each = self.gpu_of(nodes).watts
+            if each is None:
+                return None
+            total += number * (nodes.idle_watts + nodes.gpus * each)
+        return total
+
     @property
     def ranks(self) -> int:
-        """GPUs in all."""
+        """The number of GPUs."""
         return sum(nodes.count * nodes.gpus for nodes in self.nodes)
 
 
 def load(path: str | Path) -> Cluster:
-    """Read and check a cluster file."""
+    """Read and validate a cluster file."""
     values, places = read(path, "a cluster file")
     try:
         cluster = Cluster.model_validate(values)
@@ -205,9 +229,9 @@ def _refuse(cluster: Cluster, places: dict[str, str]) -> None:
     for number, nodes in enumerate(cluster.nodes):
         if types.index(nodes.type) != number:
             raise UserError(
-                f"the node type {nodes.type} is described twice",
+                f"the node type {nodes.type} is defined twice",
                 where=places.get(f"nodes.{number}.type"),
-                hint="give it another name, or add up the counts",
+                hint="rename one of them, or merge the two tables and add their counts",
             )
         if nodes.gpu not in own and by_name(nodes.gpu) is None:
             known = ", ".join(gpu.name for gpu in CATALOGUE)
@@ -218,17 +242,17 @@ def _refuse(cluster: Cluster, places: dict[str, str]) -> None:
             )
     for number, gpu in enumerate(cluster.gpus):
         if gpu.name in [each.name for each in cluster.gpus[:number]]:
-            raise UserError(f"the GPU {gpu.name} is described twice", where=places.get(f"gpus.{number}.name"))
+            raise UserError(f"the GPU {gpu.name} is defined twice", where=places.get(f"gpus.{number}.name"))
     for number, link in enumerate(cluster.links):
         if sorted(link.between) in [sorted(each.between) for each in cluster.links[:number]]:
             raise UserError(
-                f"the link between {' and '.join(link.between)} is described twice",
+                f"the link between {' and '.join(link.between)} is defined twice",
                 where=places.get(f"links.{number}.between"),
             )
         for name in link.between:
             if name not in names:
                 raise UserError(
-                    f"a link names {name}, which is no type of node and no zone",
+                    f"the link refers to {name}, which is neither a node type nor a zone",
                     where=places.get(f"links.{number}.between"),
                     hint=f"use one of {', '.join(sorted(names))}",
                 )

@@ -1,9 +1,9 @@
-"""How long a layer, the embedding, the head and the optimizer take on a GPU, from first principles.
+"""The time of a layer, the embedding, the head and the optimizer on one GPU, from first principles.
 
-A matrix product is cut into tiles, which the GPU's units work off in waves: a last wave that is not full costs as much
-as a full one, which is why small products reach a smaller share of the peak. What is not a product moves bytes, at the
-memory's bandwidth. And all of it must be started by the host: a layer that computes faster than the host can start its
-kernels takes as long as the host does. `TILES`, `RAMP`, `MEMORY_SHARE` and `OVERLAP` are the only free numbers here.
+A matrix product is split into tiles, which the streaming multiprocessors process in waves. A partial last wave costs as
+much as a full one, so small products reach a smaller share of the peak. Everything else is bound by memory bandwidth.
+The host launches every kernel: a layer whose kernels finish faster than the host launches them takes as long as the
+host. `TILES`, `RAMP`, `MEMORY_SHARE` and `OVERLAP` are the only fitted constants in this file.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from steelyard.plan.software import Software
 from steelyard.sizes.activations import FP32, working_bytes
 from steelyard.sizes.gpu_catalogue import Gpu
 
-# Rows and columns of a tile, and the share of the sustained rate that it reaches: small ones load more per product.
+# Rows and columns of a tile, and the share of the sustained rate that it reaches: small tiles load more per FLOP.
 TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 64, 0.65))
-RAMP = 32  # A tile begins and ends as if its inner dimension were so much longer.
-MEMORY_SHARE = 0.92  # of the data sheet's bandwidth that kernels reach
-FLASH_SHARE = 0.55  # of the sustained rate that flash attention reaches: softmax is between its products
-BATCHED_SHARE = 0.65  # of the same that the many small products of attention reach where scores are written out
-FP8_SHARE = 0.75  # of the sustained rate that fp8 products reach
-OVERLAP = 4.5  # Host and GPU run side by side, but wait for each other now and then: a norm of this order of both.
+RAMP = 32  # The prologue and epilogue of a tile cost as much as this many steps of the inner dimension.
+MEMORY_SHARE = 0.92  # share of the data sheet's bandwidth that kernels reach
+FLASH_SHARE = 0.55  # share of the sustained rate that flash attention reaches: softmax runs between its products
+BATCHED_SHARE = 0.65  # the same for the batched products of attention that writes its scores to memory
+FP8_SHARE = 0.75  # share of the sustained rate that fp8 products reach
+OVERLAP = 4.5  # Host and GPU overlap with some waiting: their time is the p-norm of both with this p.
 
 
 @dataclass(frozen=True)
 class LayerDims:
-    """A model's widths, whatever its family."""
+    """The dimensions of a model, independent of its family."""
 
     hidden: int
     query: int
@@ -41,14 +41,14 @@ class LayerDims:
     ffn: int
     gated: bool
     rows: int
-    """Of the embedding table, padding included."""
+    """Rows of the embedding table, including padding."""
     layers: int
     sequence: int
     dropout: bool
 
     @classmethod
     def of(cls, recipe: Recipe) -> LayerDims:
-        """Read off the recipe."""
+        """The dimensions of the recipe's model."""
         model = recipe.model
         gpt = isinstance(model, GptConfig)
         head_dim = model.hidden // model.heads if isinstance(model, GptConfig) else model.head_dim
@@ -70,7 +70,7 @@ class LayerDims:
 
 @dataclass(frozen=True)
 class Work:
-    """What a rank computes with: its GPU, the program, the precision and its share of a micro-batch."""
+    """What determines the compute time of a rank: GPU, software, precision and its share of a micro-batch."""
 
     gpu: Gpu
     software: Software
@@ -83,20 +83,20 @@ class Work:
 
     @classmethod
     def of(cls, recipe: Recipe, gpu: Gpu, software: Software, micro_batch: int, cut: tuple[int, int, bool]) -> Work:
-        """A rank of a recipe; `cut` is tensor, context and sequence_parallel."""
+        """The work of a rank of a recipe; `cut` is (tensor, context, sequence_parallel)."""
         each = working_bytes(recipe)
         return cls(gpu, software, recipe.train.precision, each, micro_batch, *cut)
 
     @property
     def rate(self) -> float:
-        """FLOP/s that large products keep up; those of fp8 wait for their inputs to be scaled and cast."""
+        """FLOP/s that large products sustain; fp8 products also scale and cast their inputs."""
         peak = self.gpu.peak(self.precision)
         assert peak is not None
         return peak * self.gpu.sustained * (FP8_SHARE if self.precision == "fp8" else 1.0)
 
     @property
     def wide(self) -> Work:
-        """The same in bf16, where fp8 is not used: in attention and in the head."""
+        """The same in bf16 for attention and the head, which do not use fp8."""
         return replace(self, precision="bf16") if self.precision == "fp8" else self
 
     @property
@@ -108,16 +108,16 @@ class Work:
 
 @dataclass(frozen=True)
 class Pass:
-    """Seconds of one micro-batch's forward and backward pass: on the GPU, and of the host that starts it."""
+    """Seconds of the forward and backward pass of one micro-batch, on the GPU and on the host that launches it."""
 
     forward: float
     backward: float
     host_forward: float
     host_backward: float
     recompute: float
-    """Seconds that computing again adds to the backward pass, if all of the forward pass is: on the GPU."""
+    """GPU seconds that full recomputation adds to the backward pass."""
     selective: float
-    """The same where only attention's scores or pointwise functions are computed again."""
+    """The same for selective recomputation: attention scores or pointwise functions only."""
 
 
 def product(work: Work, rows: int, columns: int, inner: int, batch: int = 1, share: float = 1.0) -> float:
@@ -136,14 +136,14 @@ def product(work: Work, rows: int, columns: int, inner: int, batch: int = 1, sha
 
 
 def linear(work: Work, tokens: int, inputs: int, outputs: int) -> tuple[float, float]:
-    """Forward and backward seconds of a linear map: one product, then one each for inputs' and weights' gradients."""
+    """Forward and backward seconds of a linear map: one product forward, one each for input and weight gradients."""
     forward = product(work, tokens, outputs, inputs)
     return forward, product(work, tokens, inputs, outputs) + product(work, outputs, inputs, tokens)
 
 
 @lru_cache(maxsize=65536)
 def layer(work: Work, dims: LayerDims) -> Pass:
-    """One transformer layer."""
+    """The passes of one transformer layer."""
     software, t = work.software, work.tensor
     tokens = work.micro_batch * dims.sequence // work.context
     maps = [
@@ -174,13 +174,13 @@ def layer(work: Work, dims: LayerDims) -> Pass:
 
 
 def _attention(work: Work, dims: LayerDims, tokens: int) -> tuple[float, float]:
-    """Seconds of the products with scores, and of what is done to the scores between."""
+    """Forward and backward seconds of attention: its two products, and what is applied to the scores between them."""
     heads = dims.heads // work.tensor
     rows = dims.sequence // work.context
     if not work.software.scores:
         flops = 2 * 2 * tokens * dims.sequence * heads * dims.head_dim / 2  # causal: half of the scores
         forward = flops / (work.rate * FLASH_SHARE * (work.software.ring_share if work.context > 1 else 1.0))
-        return forward, 2.5 * forward  # Scores are computed again, then four products.
+        return forward, 2.5 * forward  # The scores are recomputed, then four products.
     batch = work.micro_batch * heads
     one = product(work, rows, dims.sequence, dims.head_dim, batch, BATCHED_SHARE)
     two = product(work, rows, dims.head_dim, dims.sequence, batch, BATCHED_SHARE)
@@ -191,14 +191,14 @@ def _attention(work: Work, dims: LayerDims, tokens: int) -> tuple[float, float]:
 
 
 def _split(work: Work) -> int:
-    """Kernels more of a softmax in pieces: in fp32 the mask alone, else scaling and casts too."""
+    """Additional kernels of an unfused softmax: in fp32 the mask, otherwise also scaling and casts."""
     return 1 if work.precision == "fp32" else work.software.split_softmax
 
 
 def _softmax_is_one(work: Work, dims: LayerDims) -> bool:
-    """Whether mask and softmax are one kernel: Megatron has it for 16 bits and multiples of four heads.
+    """Whether mask and softmax are one kernel: Megatron has one for 16 bits and multiples of four heads.
 
-    Else the mask is a pass of its own, and in 16 bits casts to fp32 and back are another.
+    Otherwise the mask is a separate pass, and in 16 bits the casts to fp32 and back are another.
     """
     if not work.software.split_softmax:
         return True
@@ -207,7 +207,7 @@ def _softmax_is_one(work: Work, dims: LayerDims) -> bool:
 
 @lru_cache(maxsize=65536)
 def embedding(work: Work, dims: LayerDims) -> Pass:
-    """The look-up of tokens, and the scattered sum of its gradients."""
+    """The embedding lookup, and the scatter-add of its gradients."""
     tokens = work.micro_batch * dims.sequence // work.context
     forward = 6 * work.each * tokens * dims.hidden / work.bandwidth
     host = 8 * work.software.launch
@@ -216,7 +216,7 @@ def embedding(work: Work, dims: LayerDims) -> Pass:
 
 @lru_cache(maxsize=65536)
 def head(work: Work, dims: LayerDims) -> Pass:
-    """Final norm, logits and loss."""
+    """The final norm, the logits and the loss."""
     tokens = work.micro_batch * dims.sequence // work.context
     rows = dims.rows // work.tensor
     forward, backward = linear(work.wide, tokens, dims.hidden, rows)
@@ -226,20 +226,45 @@ def head(work: Work, dims: LayerDims) -> Pass:
 
 
 def together(host: float, gpu: float) -> float:
-    """Seconds of work that the host starts and the GPU does side by side: the longer, and a little of the shorter."""
+    """Seconds of work that the host launches while the GPU runs: the longer of both, and a part of the shorter."""
     longer, shorter = max(host, gpu), min(host, gpu)
     return float(longer * (1 + (shorter / longer) ** OVERLAP) ** (1 / OVERLAP)) if longer else 0.0
 
 
-def host_optimizer(nodes: Nodes, ranks: int, states: int, parameters: float) -> float:
-    """Seconds of the same in the host's memory: gradients go there and weights come back, both in fp32, one after the
-    other; in between weights and states are read and written and gradients read, by all `ranks` of a node at once.
-    """
-    carried = 2 * FP32 * parameters / (nodes.host_link_GBps * 1e9)
-    return carried + FP32 * (2 * (1 + states) + 1) * parameters * ranks / (nodes.host_GBps * 1e9)
+@dataclass(frozen=True)
+class UpdateCost:
+    """The optimizer update, as bytes per parameter and the bandwidths that move them."""
+
+    bytes: float
+    bandwidth: float
+    sharers: int = 1
+    """Ranks that share the bandwidth."""
+    link_bytes: float = 0.0
+    """Bytes per parameter between GPU and host, before and after the update."""
+    link_bandwidth: float = 1.0
+
+    def seconds(self, parameters: float) -> float:
+        """Seconds to update `parameters` parameters."""
+        moved = self.link_bytes * parameters / self.link_bandwidth
+        return moved + self.bytes * parameters * self.sharers / self.bandwidth
 
 
-def optimizer(work: Work, parameters: float) -> float:
-    """Seconds of the update of so many parameters."""
+def optimizer(work: Work) -> UpdateCost:
+    """The update on the GPU."""
     bytes_ = work.software.optimizer_bytes + (work.software.fp16_bytes if work.precision == "fp16" else 0.0)
-    return bytes_ * parameters / work.bandwidth
+    return UpdateCost(bytes_, work.bandwidth)
+
+
+def host_optimizer(nodes: Nodes, ranks: int, states: int) -> UpdateCost:
+    """The update in host memory (`optim.offload`).
+
+    Gradients move to the host and weights move back, both in fp32, one after the other. In between, all `ranks` of a
+    node read and write weights and states and read gradients at the same time.
+    """
+    return UpdateCost(
+        bytes=FP32 * (2 * (1 + states) + 1),
+        bandwidth=nodes.host_GBps * 1e9,
+        sharers=ranks,
+        link_bytes=2 * FP32,
+        link_bandwidth=nodes.host_link_GBps * 1e9,
+    )

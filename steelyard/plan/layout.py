@@ -1,4 +1,4 @@
-"""A layout: everything that `steelyard plan` chooses, and where its ranks lie on the nodes of a cluster."""
+"""A layout: everything that `steelyard plan` chooses, and the nodes of a cluster that its ranks run on."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from typing import Any
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.parallel_section import ParallelSection, Partition
-from steelyard.plan.cluster import Cluster, Nodes
-
-Placement = tuple[tuple[str, int], ...]
+from steelyard.plan.cluster import Cluster, Nodes, Placement
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The sizes of the mesh and how the model lies on it, as `[parallel]` and `train.micro_batch` have it."""
+    """The degrees of the mesh and the other keys of `[parallel]`, and `train.micro_batch`."""
 
     tensor: int
     context: int
@@ -30,25 +28,25 @@ class Layout:
     recompute: str | int
     partition: tuple[int, ...]
     placement: Placement
-    """Nodes in rank order: type and how many of them."""
+    """Nodes in rank order: type, and number of nodes."""
 
     @property
     def world(self) -> int:
-        """Ranks in all."""
+        """The number of ranks."""
         return self.tensor * self.context * self.pipeline * self.data
 
     @property
     def stage_ranks(self) -> int:
-        """Ranks that hold one pipeline rank's stages."""
+        """Ranks that share one pipeline rank."""
         return self.tensor * self.context * self.data
 
     @property
     def splits_backward(self) -> bool:
-        """Whether gradients of weights are computed in passes of their own."""
+        """Whether weight gradients are computed in separate passes."""
         return self.schedule == "zero-bubble" and self.pipeline > 1
 
     def with_partition(self, counts: tuple[int, ...]) -> Layout:
-        """The same with other layers per stage."""
+        """The layout with other layers per stage."""
         return replace(self, partition=counts)
 
     def settings(self) -> dict[str, Any]:
@@ -68,16 +66,16 @@ class Layout:
         }
 
     def applied(self, recipe: Recipe) -> Recipe:
-        """The recipe under this layout, not checked again: for reckoning with, by the thousand."""
+        """The recipe under this layout, not validated again, because a search does this thousands of times."""
         settings = self.settings() | {"partition": Partition(self.partition)}
         parallel = ParallelSection.model_construct(**(recipe.parallel.model_dump() | settings))
         train = recipe.train.model_copy(update={"micro_batch": self.micro_batch})
         return recipe.model_copy(update={"parallel": parallel, "train": train})
 
     def written(self, recipe: Recipe) -> Recipe:
-        """The recipe under this layout, checked: what is written for `steelyard train`.
+        """The recipe under this layout, validated, as `--write` writes it for `steelyard train`.
 
-        1F1B with fewer micro-batches than ranks is Megatron's alone; here gpipe runs them.
+        Only Megatron runs 1F1B with fewer micro-batches than pipeline ranks; the recipe gets gpipe instead.
         """
         settings, train = recipe.settings(), recipe.train
         smallest = train.batch_ramp.start if train.batch_ramp else train.global_batch
@@ -91,10 +89,10 @@ class Layout:
 
 
 def of_recipe(recipe: Recipe, cluster: Cluster, short: bool = False) -> Layout:
-    """The layout that a recipe asks for itself, on all of a cluster or on the nodes it places.
+    """The layout in the recipe, on all nodes of the cluster or on those in `parallel.placement`.
 
-    `short` allows 1F1B fewer micro-batches than ranks, as Megatron does and PyTorch does not. Of the last node that is
-    placed some GPUs may stay idle.
+    `short` allows 1F1B with fewer micro-batches than pipeline ranks, which Megatron supports and PyTorch does not. Some
+    GPUs of the last node in the placement may stay idle.
     """
     from steelyard.sizes.rank_check import data_ranks
     from steelyard.sizes.stage_layers import partition_of
@@ -108,7 +106,7 @@ def of_recipe(recipe: Recipe, cluster: Cluster, short: bool = False) -> Layout:
         raise UserError(
             f"the cluster has no nodes of type {unknown[0]}",
             where=recipe.where("parallel.placement"),
-            hint=f"its types are {', '.join(cluster.by_type)}",
+            hint=f"use one of {', '.join(cluster.by_type)}",
         )
     world = sum(cluster.nodes_of(type_).gpus * count for type_, count in placement)
     spare = cluster.nodes_of(placement[-1][0]).gpus if parallel.placement else world
@@ -136,12 +134,12 @@ def of_recipe(recipe: Recipe, cluster: Cluster, short: bool = False) -> Layout:
 
 
 def _with_gpipe(recipe: Recipe) -> Recipe:
-    """The recipe under the schedule that takes any number of micro-batches, for checking all the rest of it."""
+    """The recipe with gpipe, which runs any number of micro-batches, to validate everything else."""
     return recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={"schedule": "gpipe"})})
 
 
 def _holding(world: int, placement: Placement, cluster: Cluster) -> Placement:
-    """The first nodes of a placement, as many as hold so many ranks."""
+    """The first nodes of a placement that together have `world` GPUs."""
     held: list[tuple[str, int]] = []
     for type_, count in placement:
         used = min(count, -(-world // cluster.nodes_of(type_).gpus))
@@ -152,9 +150,9 @@ def _holding(world: int, placement: Placement, cluster: Cluster) -> Placement:
 
 
 def placement_for(world: int, cluster: Cluster) -> list[str]:
-    """Nodes for so many ranks, as `parallel.placement` has them.
+    """Nodes for `world` ranks, in the form of `parallel.placement`.
 
-    They are those of the first type that has enough, so that all ranks are alike, or else the first nodes of the file.
+    Nodes of the first type that has enough GPUs, so that all ranks are the same, or else the first nodes of the file.
     """
     for nodes in cluster.nodes:
         count, rest = divmod(world, nodes.gpus)
@@ -165,24 +163,24 @@ def placement_for(world: int, cluster: Cluster) -> list[str]:
 
 
 def lacking(recipe: Recipe, gpus: list[str]) -> UserError:
-    """The error for GPUs that do not compute in the recipe's precision."""
+    """The error for GPUs without a peak for the recipe's precision."""
     return UserError(
-        f"no peak of {recipe.train.precision} is known for {', '.join(gpus)}",
+        f"no {recipe.train.precision} peak is known for {', '.join(gpus)}",
         where=recipe.where("train.precision"),
-        hint="choose another precision, or give the peak in a [[gpus]] table where the GPU has it",
+        hint="choose another precision, or define the GPU with its peak in a [[gpus]] table",
     )
 
 
 def _entry(text: str) -> tuple[str, int]:
     type_, _, count = text.partition(":")
     if count and not count.isdigit():
-        raise UserError(f"parallel.placement: {text} is no number of nodes", hint='write it like "a10:7"')
+        raise UserError(f"parallel.placement: {text} is not a type and a number of nodes", hint='write it like "a10:7"')
     return type_, int(count or 1)
 
 
 @dataclass(frozen=True)
 class Seat:
-    """A run of ranks of one stage that lie on one node, `first` being the node's number in rank order."""
+    """Consecutive ranks of one stage on one node; `node` is the index of the node in rank order."""
 
     node: int
     nodes: Nodes
@@ -190,7 +188,7 @@ class Seat:
 
 
 class Seats:
-    """Which node each rank of a layout lies on."""
+    """The node of each rank of a placement."""
 
     def __init__(self, cluster: Cluster, placement: Placement) -> None:
         self.nodes: list[Nodes] = []
@@ -201,7 +199,7 @@ class Seats:
             self.ends.append((self.ends[-1] if self.ends else 0) + nodes.gpus)
 
     def of(self, first: int, ranks: int) -> tuple[Seat, ...]:
-        """The seats of the ranks from `first` on."""
+        """The seats of `ranks` ranks, starting at rank `first`."""
         seats, node = [], bisect_right(self.ends, first)
         while ranks > 0:
             here = min(ranks, self.ends[node] - first)

@@ -1,4 +1,4 @@
-"""What the search chooses from: meshes, micro-batches, schedules and orders of nodes that the engine can run."""
+"""The search space: nodes and their order, degrees, micro-batches, schedules and settings that the trainer can run."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from pydantic_core import PydanticCustomError
 from steelyard.core.recipe import Recipe, validators
 from steelyard.core.recipe.model_section import LlamaConfig
 from steelyard.core.recipe.parallel_section import ParallelSection
-from steelyard.plan.cluster import Cluster
-from steelyard.plan.layout import Placement
+from steelyard.plan.cluster import Cluster, Placement
 from steelyard.plan.software import MEGATRON, Software
 
 MOST_ARRANGEMENTS = 64
-MOST_USES = 512  # Sets of nodes up to which all of them are looked at.
-LEAST_CONTEXT = 2048  # Tokens of a sequence that a context rank should keep; with fewer it only waits.
+MOST_USES = 512  # With more sets of nodes than this, only round numbers of nodes are tried.
+LEAST_CONTEXT = 2048  # Minimum tokens per context rank; with fewer, communication dominates.
 
 
 @dataclass(frozen=True)
 class SearchLimits:
-    """How far to look."""
+    """Limits of the search space."""
 
     tensor: int = 16
     micro_batch: int = 64
@@ -35,24 +34,24 @@ class SearchLimits:
     zeros: tuple[int, ...] = (0, 1, 2, 3)
     schedules: tuple[str, ...] = ("1f1b", "gpipe", "interleaved", "zero-bubble")
     sequences: tuple[bool, ...] = (True, False)
-    """Whether sequence parallelism may be on and off where there is tensor parallelism."""
+    """Settings of sequence parallelism to try with tensor parallelism."""
     even: bool = False
-    """Whether all stages must hold as many layers."""
+    """Whether all stages must have the same number of layers."""
     short: bool = False
-    """Whether 1F1B may have fewer micro-batches than ranks."""
+    """Whether 1F1B may have fewer micro-batches than pipeline ranks."""
     subsets: bool = True
-    """Whether nodes may be left idle."""
+    """Whether nodes may stay idle."""
     uses: int = 100_000
-    """Sets of nodes to look at, the most promising ones."""
+    """Maximum number of node sets to evaluate, the most promising first."""
     meshes: int = 100_000
-    """Meshes to take to the end, the most promising ones."""
+    """Maximum number of meshes to finish, the most promising first."""
 
 
 def limits_for(cluster: Cluster, objective: str = "time") -> SearchLimits:
-    """All of it on clusters of up to 256 GPUs; beyond, only what promises the most.
+    """The full space on clusters of up to 256 GPUs; on larger ones only the most promising meshes.
 
-    Sets of nodes of all sizes promise nearly the same price, so that more must be looked at for it than for time. A
-    frontier takes two searches.
+    Node sets of all sizes have nearly the same price bound, so a search by cost evaluates more meshes than one by time.
+    A Pareto frontier takes two searches.
     """
     if cluster.ranks <= 256:
         return SearchLimits()
@@ -60,11 +59,10 @@ def limits_for(cluster: Cluster, objective: str = "time") -> SearchLimits:
 
 
 def restricted(limits: SearchLimits, software: Software) -> SearchLimits:
-    """What is left for a program that lacks some of it.
+    """The limits without what the software does not support.
 
-    Megatron-LM of 2021 to 2023 has 1F1B, plain (of any number of micro-batches) and interleaved, equal stages, and a
-    distributed optimizer, which is zero 1. It has no context parallelism, no sharded gradients or weights, no gpipe and
-    no zero bubble.
+    Megatron-LM of 2021 to 2023 has 1F1B (with any number of micro-batches), interleaved 1F1B, equal stages, and a
+    distributed optimizer (ZeRO 1). It has no context parallelism, no ZeRO 2 or 3, no gpipe and no zero-bubble schedule.
     """
     if software is not MEGATRON:
         return limits
@@ -79,14 +77,14 @@ def restricted(limits: SearchLimits, software: Software) -> SearchLimits:
 
 
 class Use(NamedTuple):
-    """Nodes that a plan uses, by type, in no order."""
+    """The nodes that a plan uses, by type, without an order."""
 
     counts: tuple[tuple[str, int], ...]
     ranks: int
 
 
 class Variant(NamedTuple):
-    """What is left to choose once the mesh is."""
+    """The settings that a mesh leaves open."""
 
     recompute: str
     zero: int
@@ -94,9 +92,9 @@ class Variant(NamedTuple):
 
 
 def uses(cluster: Cluster, limits: SearchLimits) -> tuple[list[Use], bool]:
-    """Sets of nodes to try, and whether these are all there are.
+    """The node sets to try, and whether these are all possible sets.
 
-    Any number of each type may be used while that makes few sets; where it makes many, all, none and round numbers.
+    Any number of nodes of each type if that gives few sets; otherwise all, none and round numbers.
     """
     whole = not limits.subsets or prod(nodes.count + 1 for nodes in cluster.nodes) <= MOST_USES
     options = [
@@ -117,13 +115,13 @@ def _all(most: int) -> list[int]:
 
 
 def _round(most: int) -> list[int]:
-    """All, every 2^k and 3 x 2^k below, and none: meshes divide these."""
+    """All, none, and every 2^k and 3 x 2^k in between, which meshes divide well."""
     found = {most, 0} | {factor << power for factor in (1, 3) for power in range(most.bit_length())}
     return sorted((number for number in found if number <= most), reverse=True)
 
 
 def orders(use: Use) -> list[Placement]:
-    """Orders of unlike nodes along the pipeline: all of them while they are few, else types in blocks."""
+    """Orders of different nodes along the pipeline: all of them if they are few, otherwise one block per type."""
     if len(use.counts) == 1:
         return [use.counts]
     total = 1
@@ -158,7 +156,7 @@ def _blocks(line: tuple[str, ...]) -> Placement:
 
 
 def tensors(recipe: Recipe, cluster: Cluster, use: Use, limits: SearchLimits) -> list[int]:
-    """Tensor degrees that divide the model and every node."""
+    """Tensor degrees that divide the dimensions of the model and the GPUs of every node."""
     model = recipe.model
     shared = [model.heads, model.ffn, model.padded_vocab, *(cluster.nodes_of(type_).gpus for type_, _ in use.counts)]
     if isinstance(model, LlamaConfig):
@@ -167,13 +165,13 @@ def tensors(recipe: Recipe, cluster: Cluster, use: Use, limits: SearchLimits) ->
 
 
 def contexts(recipe: Recipe, limits: SearchLimits) -> list[int]:
-    """Context degrees that cut the sequence into pieces worth their exchange."""
+    """Context degrees that leave at least `LEAST_CONTEXT` tokens per rank."""
     length = recipe.data.sequence_length
     return [n for n in limits.contexts if n == 1 or (length % (2 * n) == 0 and length // n >= LEAST_CONTEXT)]
 
 
 def agrees(recipe: Recipe, tensor: int, context: int, pipeline: int) -> bool:
-    """Whether the recipe's own rules allow such a mesh: dropout, distilling and groups of weights forbid some."""
+    """Whether the recipe's validators allow this mesh: dropout, distillation and sparsity groups exclude some."""
     parallel = ParallelSection(tensor=tensor, context=context, pipeline=pipeline)
     try:
         validators.tensor(recipe.model, parallel, recipe.data.sequence_length)
@@ -185,27 +183,27 @@ def agrees(recipe: Recipe, tensor: int, context: int, pipeline: int) -> bool:
 
 
 def batches(recipe: Recipe) -> list[int]:
-    """The global batches of a run, as they grow."""
+    """The global batches of a run, including those of its batch ramp."""
     train = recipe.train
     ramp = train.batch_ramp
     return [*(range(ramp.start, train.global_batch, ramp.increment) if ramp else ()), train.global_batch]
 
 
-def dealt_batch(recipe: Recipe) -> int:
-    """What micro-batch x data must divide, so that every batch of the run is dealt out whole."""
+def batch_divisor(recipe: Recipe) -> int:
+    """The number that micro-batch x data must divide, so that it divides every global batch of the run."""
     ramp = recipe.train.batch_ramp
     return gcd(recipe.train.global_batch, *((ramp.start, ramp.increment) if ramp else ()))
 
 
 def micro_batches(recipe: Recipe, limits: SearchLimits) -> list[int]:
-    """Micro-batches that divide the batch: powers of two, and the recipe's own."""
-    batch = dealt_batch(recipe)
+    """Micro-batches that divide the batch: powers of two, and the one in the recipe."""
+    batch = batch_divisor(recipe)
     sizes = {2**power for power in range(limits.micro_batch.bit_length())} | {recipe.train.micro_batch}
     return sorted(n for n in sizes if n <= limits.micro_batch and batch % n == 0)
 
 
 def meshes(ranks: int, batch: int, layers: int) -> Iterator[tuple[int, int]]:
-    """Pipeline and data degrees: `ranks` groups of ranks, `batch` micro-batches to deal out among data ranks."""
+    """Pipeline and data degrees for `ranks` tensor-context groups and `batch` micro-batches."""
     for pipeline in divisors(ranks):
         data = ranks // pipeline
         if batch % data == 0 and pipeline <= layers + 2:
@@ -213,14 +211,14 @@ def meshes(ranks: int, batch: int, layers: int) -> Iterator[tuple[int, int]]:
 
 
 def zeros(pipeline: int, columns: int, limits: SearchLimits) -> list[int]:
-    """Degrees of sharding that differ: `columns` ranks share weights, and a pipeline sums gradients once per step."""
+    """The ZeRO stages that differ for `columns` data and context ranks: a pipeline reduces gradients once per step."""
     if columns == 1:
         return [0]
     return [zero for zero in limits.zeros if pipeline == 1 or zero < 2]
 
 
 def sequences(recipe: Recipe, tensor: int, context: int, limits: SearchLimits) -> list[bool]:
-    """Whether sequence parallelism may be on and off: on where it has something to cut and its pieces are equal."""
+    """The settings of sequence parallelism to try; `True` needs tensor ranks that divide the sequence."""
     able = tensor > 1 and recipe.data.sequence_length % (tensor * context) == 0
     return [on for on in limits.sequences if able or not on] or [False]
 
@@ -249,5 +247,5 @@ def schedules(recipe: Recipe, pipeline: int, rounds: int, limits: SearchLimits) 
 
 @lru_cache(maxsize=4096)
 def divisors(number: int) -> tuple[int, ...]:
-    """All of them, ascending."""
+    """All divisors of a number, ascending."""
     return tuple(n for n in range(1, number + 1) if number % n == 0)

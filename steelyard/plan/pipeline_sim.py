@@ -1,10 +1,9 @@
-"""A step of a pipeline, event by event.
+"""Event-by-event simulation of one pipeline step.
 
-Each pipeline rank works off its list of actions (`sizes.schedule.actions`, which is PyTorch's order, action by action).
-A forward pass waits for the activations of the stage before, a backward pass for the gradients of the stage behind,
-both for the rank to be free. So an action's start is the later of two known moments, and walking through all actions in
-an order in which both are known gives the exact timetable, whatever the stages' times are. The order depends on the
-schedule and the numbers alone and is kept.
+Each pipeline rank runs its list of actions (`sizes.in_flight.actions`, which follows PyTorch's schedules). A forward
+pass waits for the activations of the previous stage, a backward pass for the gradients of the next stage, and both wait
+until the rank is free. So the start of an action is the later of two times, and processing the actions in topological
+order gives the exact timetable for any stage times. The order depends only on the schedule and the sizes and is cached.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from steelyard.core.recipe.parallel_section import ParallelSection
 from steelyard.sizes.in_flight import actions
 
 FORWARD, BACKWARD, WEIGHTS = 0, 1, 2
-SETTLED = 8  # Rounds of a micro-batch for each rank after which a pipeline repeats itself, as good as always.
-SHORT = 4000  # Passes up to which a step is always walked through to its end.
+SETTLED = 8  # Rounds of one micro-batch per rank after which a pipeline almost always is periodic.
+SHORT = 4000  # Steps with at most this many passes are always simulated completely.
 KINDS = {"forward": FORWARD, "backward": BACKWARD, "weights": WEIGHTS}
 
 
 class PipelineAction(NamedTuple):
-    """One action: who does it, what (kind x stages + stage), and which earlier action it waits for (-1: none)."""
+    """One action: its rank, its slot (kind x stages + stage), and the earlier action it waits for (-1: no action)."""
 
     rank: int
     slot: int
@@ -33,43 +32,43 @@ class PipelineAction(NamedTuple):
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds by stage: of passes, and of sending to the stage behind and to the stage before.
+    """Seconds of the passes of each stage, and of the sends between neighbouring stages.
 
-    Where the backward pass is split in two (zero bubble), `backward` is the inputs' half and `weights` the weights'.
+    If the backward pass is split (zero bubble), `backward` computes input gradients and `weights` weight gradients.
     """
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     weights: tuple[float, ...]
     send: tuple[float, ...]
-    """From stage i to i + 1; one shorter than the others."""
+    """From stage i to i + 1; one entry fewer than the others."""
 
     def everything(self) -> tuple[float, ...]:
-        """All of them in a row, for comparing."""
+        """All values in one tuple, for comparisons."""
         return self.forward + self.backward + self.weights + self.send
 
 
 class Timetable(NamedTuple):
-    """When each pipeline rank is done, and for how long it worked."""
+    """When each pipeline rank finishes, and how long it is busy."""
 
     ends: tuple[float, ...]
     busy: tuple[float, ...]
 
     @property
     def makespan(self) -> float:
-        """When the last is done."""
+        """When the last rank finishes."""
         return max(self.ends)
 
 
 @lru_cache(maxsize=64)
 def order(schedule: str, pipeline: int, virtual: int, micro_batches: int) -> tuple[PipelineAction, ...]:
-    """All actions of all ranks in an order in which each comes after what it waits for."""
+    """All actions of all ranks in topological order."""
     parallel = ParallelSection().model_copy(update={"schedule": schedule, "pipeline": pipeline, "virtual": virtual})
     stages = pipeline * virtual
     queues = [_numbered(parallel, micro_batches, rank) for rank in range(pipeline)]
     size = stages * micro_batches
-    done = [-1] * (3 * size)  # The number of the step that did it, by kind, stage and micro-batch.
-    waiting = [-1] * (3 * size)  # The rank that waits for it.
+    done = [-1] * (3 * size)  # Index into `steps`, by kind, stage and micro-batch.
+    waiting = [-1] * (3 * size)  # The rank that waits for this action.
     steps: list[PipelineAction] = []
     position = [0] * pipeline
     todo = list(range(pipeline))
@@ -90,7 +89,7 @@ def order(schedule: str, pipeline: int, virtual: int, micro_batches: int) -> tup
                 todo.append(waiting[this])
         position[rank] = place
     if len(steps) != sum(map(len, queues)):
-        raise AssertionError(f"{schedule} with {pipeline} ranks and {micro_batches} micro-batches never ends")
+        raise AssertionError(f"{schedule} with {pipeline} ranks and {micro_batches} micro-batches deadlocks")
     return tuple(steps)
 
 
@@ -105,7 +104,7 @@ def _numbered(parallel: ParallelSection, micro_batches: int, rank: int) -> list[
 
 
 def _needed(kind: int, this: int, stage: int, stages: int, micro_batches: int) -> int:
-    """The place in `done` of what an action waits for, or -1."""
+    """The index into `done` of the action that an action waits for, or -1."""
     if kind == FORWARD:
         return this - micro_batches if stage else -1
     if kind == BACKWARD:
@@ -131,15 +130,15 @@ def simulate(times: Times, schedule: str, pipeline: int, virtual: int, micro_bat
 
 
 def settled(times: Times, schedule: str, pipeline: int, virtual: int, micro_batches: int) -> tuple[float, ...]:
-    """When each rank is done, of a long step only the first rounds being walked through.
+    """When each rank finishes; a long step is extrapolated from its first rounds.
 
-    A pipeline soon repeats itself: then `pipeline` micro-batches more take as long as the last ones did. Searching may
-    rely on that; what is shown of a plan is simulated to the end.
+    A pipeline soon becomes periodic: each further `pipeline` micro-batches take as long as the previous ones. The
+    search relies on that. Reported plans are simulated completely.
     """
     rounds = micro_batches // pipeline
     if rounds <= SETTLED + 1 or schedule == "gpipe" or micro_batches * len(times.forward) <= SHORT:
         return simulate(times, schedule, pipeline, virtual, micro_batches).ends
-    # Rounds of other schedules are as many micro-batches as there are ranks, or nearly.
+    # Rounds of other schedules have as many micro-batches as there are ranks, or nearly as many.
     few = SETTLED * pipeline + (micro_batches % pipeline if schedule == "1f1b" else 0)
     before = simulate(times, schedule, pipeline, virtual, few - pipeline).ends
     after = simulate(times, schedule, pipeline, virtual, few).ends
@@ -150,7 +149,7 @@ def settled(times: Times, schedule: str, pipeline: int, virtual: int, micro_batc
 def events(
     times: Times, schedule: str, pipeline: int, virtual: int, micro_batches: int
 ) -> list[tuple[int, str, int, int, float, float]]:
-    """Every action with rank, kind, stage, micro-batch, start and end, for drawing."""
+    """Every action with rank, kind, stage, micro-batch, start and end, for a timeline."""
     durations, delays, stages = _durations(times), _delays(times), len(times.forward)
     names = list(KINDS)
     free = [0.0] * pipeline
@@ -169,7 +168,7 @@ def _durations(times: Times) -> list[float]:
 
 
 def _delays(times: Times) -> list[float]:
-    """What passes between the end of the awaited action and the arrival of what it sent, by slot."""
+    """Seconds between the end of the awaited action and the arrival of its output, by slot."""
     return [0.0, *times.send, *times.send, 0.0, *(0.0 for _ in times.weights)]
 
 
@@ -179,10 +178,10 @@ def _busy(times: Times, pipeline: int, micro_batches: int) -> list[float]:
 
 
 def at_least(times: Times, pipeline: int, micro_batches: int) -> float:
-    """A bound from below for any schedule: a rank's work, and the way of the first and last micro-batch to and from it.
+    """A lower bound for any schedule: the work of a rank, and the path of the first and last micro-batch to it.
 
-    Exact for gpipe and 1f1b where all stages are alike and sending is free. Where gradients of weights are left for
-    later, a rank's last work need not be waited for by others.
+    Exact for gpipe and 1f1b if all stages are equal and sends take no time. If weight gradients are delayed, other
+    ranks do not wait for the last work of a rank.
     """
     there, best = 0.0, 0.0
     late = any(times.weights)

@@ -1,30 +1,38 @@
-"""A search's answer for a person and for a program: the ranking, and the best plan explained."""
+"""The result of a search in the three forms that `steelyard plan` writes: text tables, JSON, and HTML pages.
+
+The HTML pages are the timeline of a plan's pipeline (`--explain`) and the Pareto frontier of time and price
+(`--pareto`). Each is one file that needs no network.
+"""
 
 from __future__ import annotations
 
+import html
+from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from steelyard.core import units
 from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.parallel_section import Partition
-from steelyard.plan import memory_fit
+from steelyard.plan import memory_fit, pipeline_sim
+from steelyard.plan.candidates import Plan, SearchResult
 from steelyard.plan.cluster import Cluster
 from steelyard.plan.layout import Layout
-from steelyard.plan.per_stage import StagedPlan
 from steelyard.plan.predict import Predictor
-from steelyard.plan.results import Found, Plan
 from steelyard.plan.software import STEELYARD, Software
-from steelyard.plan.tensor_widths import Width
+
+if TYPE_CHECKING:
+    from steelyard.plan.measured_layers import Profile
 
 DAY = 86_400
+COLOURS = {"forward": "#4c78a8", "backward": "#f58518", "weights": "#54a24b"}
+MOST = 4000  # Passes drawn in a pipeline timeline; a longer step is cut off.
 
 
 def as_result(
-    recipe: Recipe, cluster: Cluster, found: Found, tokens: int, excluded: bool, software: Software = STEELYARD
+    recipe: Recipe, cluster: Cluster, found: SearchResult, tokens: int, excluded: bool, software: Software = STEELYARD
 ) -> dict[str, Any]:
-    """The answer as one JSON object."""
+    """The result as a JSON object."""
     predictor = Predictor(recipe, cluster, software)
     result: dict[str, Any] = {
         "recipe": recipe.name,
@@ -47,13 +55,11 @@ def as_result(
 
 
 def _plan(recipe: Recipe, plan: Plan, tokens: int) -> dict[str, Any]:
-    return {**_keys(plan.layout), "parts": asdict(plan.parts), **_figures(recipe, plan, tokens)}
-
-
-def _figures(recipe: Recipe, plan: Plan | StagedPlan, tokens: int) -> dict[str, Any]:
     step_tokens = recipe.train.global_batch * recipe.data.sequence_length
     days = plan.seconds * tokens / step_tokens / DAY
     return {
+        **_keys(plan.layout),
+        "parts": asdict(plan.parts),
         "seconds": plan.seconds,
         "tokens_per_second": step_tokens / plan.seconds,
         "days": days,
@@ -67,24 +73,24 @@ def _keys(layout: Layout) -> dict[str, Any]:
 
 
 def as_text(
-    recipe: Recipe, cluster: Cluster, found: Found, tokens: int, excluded: bool, software: Software = STEELYARD
+    recipe: Recipe, cluster: Cluster, found: SearchResult, tokens: int, excluded: bool, software: Software = STEELYARD
 ) -> str:
-    """The answer as tables."""
+    """The result as text tables."""
     blocks = [_ranking(recipe, found, tokens)]
     if found.plans:
         blocks.append(_explanation(recipe, cluster, found.plans[0], tokens, software))
     if not found.complete:
-        blocks.append("the cluster is large: only the most promising meshes were looked at")
+        blocks.append("the cluster is large: the search evaluated only the most promising meshes")
     if excluded:
         lines = [f"  {shown(layout)}: {why}" for layout, why in found.excluded[:20]]
         more = len(found.excluded) - 20
-        lines += [f"  and {more} more; --json lists them all"] if more > 0 else []
-        blocks.append("do not fit, though they might be among the best:\n" + ("\n".join(lines) or "  none"))
+        lines += [f"  and {more} more; --json lists all of them"] if more > 0 else []
+        blocks.append("layouts that might be among the best but do not fit:\n" + ("\n".join(lines) or "  none"))
     return "\n\n".join(blocks)
 
 
 def shown(layout: Layout) -> str:
-    """A layout in one line."""
+    """A layout as one line of text."""
     sizes = {"tensor": layout.tensor, "context": layout.context, "pipeline": layout.pipeline, "data": layout.data}
     mesh = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one rank"
     schedule = f", {layout.schedule}" if layout.pipeline > 1 else ""
@@ -94,7 +100,7 @@ def shown(layout: Layout) -> str:
     return f"{mesh}{sequence}, micro-batch {layout.micro_batch}, zero {layout.zero}{schedule}{again}"
 
 
-def _ranking(recipe: Recipe, found: Found, tokens: int) -> str:
+def _ranking(recipe: Recipe, found: SearchResult, tokens: int) -> str:
     rows = [["", "seconds", "tokens/s", "days", "dollars", "GPUs", "layout", "nodes"]]
     for number, plan in enumerate(found.plans, 1):
         figures = _plan(recipe, plan, tokens)
@@ -114,21 +120,21 @@ def _days(days: float) -> str:
 
 def _explanation(recipe: Recipe, cluster: Cluster, plan: Plan, tokens: int, software: Software) -> str:
     layout, parts = plan.layout, asdict(plan.parts)
-    lines = [f"the best: {shown(layout)}", f"  layers per stage  {Partition(layout.partition)}"]
-    rows = [["a step", "seconds", "share"]]
+    lines = [f"best plan: {shown(layout)}", f"  layers per stage  {Partition(layout.partition)}"]
+    rows = [["part of a step", "seconds", "share"]]
     rows += [[name, f"{seconds:.4f}", f"{100 * seconds / plan.seconds:.1f}%"] for name, seconds in parts.items()]
-    rows.append(["in all", f"{plan.seconds:.4f}", ""])
+    rows.append(["total", f"{plan.seconds:.4f}", ""])
     rooms = memory_fit.rooms(Predictor(recipe, cluster, software), layout)
     shown_rooms = rooms if len(rooms) <= 8 else [*rooms[:4], *rooms[-4:]]
-    memory = [["memory of a rank", *(f"pipeline {room.rank}" for room in shown_rooms)]]
+    memory = [["memory per rank", *(f"pipeline {room.rank}" for room in shown_rooms)]]
     for kind in rooms[0].memory.by_kind():
         memory.append([kind.replace("_", " "), *(units.size(room.memory.by_kind()[kind]) for room in shown_rooms)])
-    memory.append(["in all", *(units.size(room.memory.total) for room in shown_rooms)])
-    memory.append(["its GPU has", *(units.size(room.usable) for room in shown_rooms)])
+    memory.append(["total", *(units.size(room.memory.total) for room in shown_rooms)])
+    memory.append(["GPU memory for tensors", *(units.size(room.usable) for room in shown_rooms)])
     if any(room.host for room in rooms):
-        memory.append(["of the node's memory", *(units.size(room.host) for room in shown_rooms)])
+        memory.append(["host memory per node", *(units.size(room.host) for room in shown_rooms)])
         has = [room.host_usable for room in shown_rooms]
-        memory.append(["a node has", *("not told" if size is None else units.size(size) for size in has)])
+        memory.append(["available per node", *("unknown" if size is None else units.size(size) for size in has)])
     figures = _plan(recipe, plan, tokens)
     budget = f"{units.count(tokens)} tokens take {_days(figures['days'])}" + (" days" if figures["days"] >= 0.1 else "")
     budget += "" if figures["dollars"] is None else f" and {figures['dollars']:,.0f} dollars"
@@ -136,46 +142,61 @@ def _explanation(recipe: Recipe, cluster: Cluster, plan: Plan, tokens: int, soft
     return "\n".join(lines) + "\n\n" + table(rows) + "\n\n" + table(memory) + "\n\n" + budget
 
 
-def staged_result(recipe: Recipe, plans: list[StagedPlan], tokens: int) -> list[dict[str, Any]]:
-    """Plans of unlike stages for a program."""
-    return [
-        {
-            "runnable": False,
-            "stages": [{**asdict(width), "layers": layers} for width, layers in _stages(plan)],
-            **{key: plan.layout.base.settings()[key] for key in ("schedule", "zero", "recompute", "placement")},
-            "world": plan.layout.world,
-            "parts": asdict(plan.parts),
-            **_figures(recipe, plan, tokens),
-        }
-        for plan in plans
-    ]
-
-
-def staged_text(plans: list[StagedPlan], best: float) -> str:
-    """The same as a table; `best` is the seconds of the best plan that the engine runs."""
-    title = "stages of unlike widths, not runnable by steelyard train, which has one mesh for all stages:"
-    if not plans:
-        return f"{title} none fits, or all nodes are of one type"
-    rows = [["", "seconds", "to the best", "GPUs", "stages along the pipeline", "nodes"]]
-    for number, plan in enumerate(plans, 1):
-        groups = [
-            f"{len(list(same))} x (tensor {width.tensor}, data {width.data}, micro-batch {width.micro_batch})"
-            for width, same in groupby(plan.layout.widths)
-        ]
-        nodes = " ".join(plan.layout.base.settings()["placement"])
-        change = f"{100 * (plan.seconds / best - 1):+.1f}%"
-        rows.append([str(number), f"{plan.seconds:.3f}", change, str(plan.layout.world), ", then ".join(groups), nodes])
-    partition = Partition(plans[0].layout.base.partition)
-    return f"{title}\n\n{table(rows)}\n\n  layers per stage of the first  {partition}"
-
-
-def _stages(plan: StagedPlan) -> list[tuple[Width, int]]:
-    return list(zip(plan.layout.widths, plan.layout.base.partition, strict=True))
-
-
 def table(rows: list[list[str]]) -> str:
-    """Rows as lines with their columns aligned."""
+    """Rows as text with aligned columns."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     )
+
+
+def pipeline(
+    recipe: Recipe,
+    cluster: Cluster,
+    plan: Plan,
+    software: Software = STEELYARD,
+    profiles: Sequence[Profile] = (),
+) -> str:
+    """An HTML page with the timeline of a step: the passes of each pipeline rank as SVG bars."""
+    from steelyard.core.pages import page
+
+    layout = plan.layout
+    step = Predictor.of_layout(recipe, cluster, layout, software, profiles).step(layout)
+    events = pipeline_sim.events(step.times(layout.partition), *step.plan)
+    end = max(event[5] for event in sorted(events, key=lambda event: event[4])[:MOST])
+    bars = []
+    for rank, kind, stage, micro_batch, start, stop in events:
+        if start > end:
+            continue
+        title = f"{kind} of micro-batch {micro_batch}, stage {stage}: {1e3 * start:.2f} to {1e3 * stop:.2f} ms"
+        bars.append(
+            f'<rect x="{100 + 1000 * start / end:.2f}" y="{20 + 24 * rank}" width="{1000 * (stop - start) / end:.2f}" '
+            f'height="20" fill="{COLOURS[kind]}" stroke="var(--paper)" stroke-width=".4"><title>{title}</title></rect>'
+        )
+    names = [
+        f'<text x="94" y="{34 + 24 * rank}" text-anchor="end">rank {rank}</text>' for rank in range(layout.pipeline)
+    ]
+    legend = " ".join(f'<span style="color:{colour}">&#9632; {kind}</span>' for kind, colour in COLOURS.items())
+    nodes = html.escape(" ".join(layout.settings()["placement"]))
+    body = [
+        f"<p>{html.escape(shown(layout))}; nodes in rank order: {nodes}; layers per stage "
+        f"{layout.settings()['partition']}</p><p>{legend}; {1e3 * end:.1f} ms from left to right</p>",
+        f"<svg viewBox='0 0 1110 {40 + 24 * layout.pipeline}' width='100%' font-size='11' fill='currentColor'>"
+        f"{''.join(names)}{''.join(bars)}</svg>",
+        f"<h2>Step time {plan.seconds:.4f} s</h2>",
+        page.pairs({name: f"{seconds:.4f} s" for name, seconds in vars(plan.parts).items()}),
+    ]
+    return page.page(recipe.name, body)
+
+
+def frontier(recipe: Recipe, plans: list[Plan], tokens: int) -> str:
+    """An HTML page with days against dollars for the plans of the Pareto frontier."""
+    from steelyard.core.pages import charts, page
+
+    steps = tokens / (recipe.train.global_batch * recipe.data.sequence_length)
+    days = [plan.seconds * steps / DAY for plan in plans]
+    dollars = [day * 24 * (plan.price_hour or 0.0) for day, plan in zip(days, plans, strict=True)]
+    texts = [f"{shown(plan.layout)}\n{' '.join(plan.layout.settings()['placement'])}" for plan in plans]
+    line = charts.Line("Pareto frontier", days, dollars, marks="too", texts=texts)
+    chart = charts.lines([line], "days", "dollars", points=True, height=520)
+    return page.page(f"{recipe.name}: {tokens:,} tokens", [chart], charts.SCRIPTS)

@@ -1,10 +1,10 @@
-"""A finished run beside its prediction, part by part.
+"""Compare a finished run with its prediction (`steelyard plan --check RUN`).
 
-The step time is the median of what `metrics.jsonl` says after the first record, which compiling and filling caches
-spoil. Where the run kept a timeline (`log.timeline`), its spans are summed up for the rank that waits the least, the
-one that sets the pace, and stand beside the parts that they measure. Memory is compared for the fullest rank: its
-predicted kinds, and in all what the run recorded at its fullest moment. A GPU's figure is that of its tensors; a CPU's
-is that of the process, from which what was resident before the model was built is taken off.
+The measured step time is the median of `metrics.jsonl` without the first record, which includes compilation and cache
+warm-up. If the run recorded a timeline (`log.timeline`), the spans of the rank that waits least, the slowest one, are
+compared with the predicted parts. Memory is compared for the rank with the highest peak: predicted kinds, and the total
+that the run recorded. On a GPU the measurement is that of its tensors. On a CPU it is the resident set of the process
+minus what was resident before the model was built.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from steelyard.plan.plan_report import shown, table
 from steelyard.plan.predict import Predictor
 from steelyard.sizes.memory import memory_of
 
-# Which predicted parts a span of the timeline measures.
+# The spans of the timeline, and the predicted parts that they measure.
 SPANS = {
     "compute and tensor": (("forward", "backward", "weights"), ("compute", "tensor")),
     "bubble and pipeline": (("receive", "send", "wait"), ("bubble", "pipeline")),
@@ -38,9 +38,9 @@ SPANS = {
 
 @dataclass(frozen=True)
 class Compared:
-    """Predicted and measured seconds by part, None where a run does not tell; and peak bytes of the fullest rank.
+    """Predicted and measured seconds by part, None without a timeline; and peak bytes of the fullest rank.
 
-    `measured_bytes` is the model's share: what was there `before` it, beside the tensors of a CPU's process, is not in.
+    `measured_bytes` excludes `before`, the resident set of a CPU process before the model was built.
     """
 
     run: str
@@ -56,15 +56,15 @@ class Compared:
 
 
 def compare(path: Path, cluster: Cluster, profiles: Sequence[Profile] = ()) -> Compared:
-    """Predict the recipe of a run on a cluster, by `profiles` of it where there are any, and read what it measured."""
+    """Predict the recipe of a run on a cluster, with `profiles` if given, and read what the run measured."""
     run = Run.open(path)
     recipe, world = run.recipe(), int(run.manifest().get("world_size", 1))
     seconds = [record["seconds"] for record in run.metrics() if record.get("seconds") is not None]
     if not seconds:
-        raise UserError(f"{path} has not logged a step yet", hint="let it train for a few steps more than log.every")
+        raise UserError(f"{path} has not logged a step yet", hint="train for more steps than log.every")
     if world > cluster.ranks:
         raise UserError(
-            f"{path} ran on {world} ranks, and the cluster has {cluster.ranks}", hint="give its own cluster"
+            f"{path} ran on {world} ranks, but the cluster has {cluster.ranks}", hint="use the cluster file of the run"
         )
     settings = recipe.settings()
     settings["parallel"]["data"] = recipe.parallel.data_for(world)
@@ -94,7 +94,7 @@ def compare(path: Path, cluster: Cluster, profiles: Sequence[Profile] = ()) -> C
 
 
 def _spans(folder: Path) -> dict[str, float]:
-    """Seconds per step of each span, of the rank that receives and waits the least."""
+    """Seconds per step of each span, on the rank that waits least for its neighbours."""
     ranks = [_summed(path) for path in sorted(folder.glob("rank-*.jsonl"))]
     return min(ranks, key=lambda spans: spans.get("receive", 0.0), default={})
 
@@ -112,12 +112,12 @@ def _entries(path: Path) -> Iterator[dict[str, Any]]:
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             yield loads(line)
-        except ValueError:  # A torn last line.
+        except ValueError:  # An incomplete last line.
             return
 
 
 def as_result(compared: Compared) -> dict[str, Any]:
-    """The comparison as one JSON object."""
+    """The comparison as a JSON object."""
     return {
         "run": compared.run,
         "layout": compared.layout,
@@ -135,13 +135,13 @@ def as_result(compared: Compared) -> dict[str, Any]:
 
 def as_text(compared: Compared) -> str:
     """The comparison as a table."""
-    rows = [["a step", "predicted", "measured", "error"]]
+    rows = [["part of a step", "predicted", "measured", "error"]]
     for name, (one, other) in compared.parts.items():
         rows.append([name, f"{one:.4f}", "" if other is None else f"{other:.4f}", ""])
     error = compared.predicted / compared.measured - 1
-    rows.append(["in all", f"{compared.predicted:.4f}", f"{compared.measured:.4f}", f"{100 * error:+.1f}%"])
+    rows.append(["total", f"{compared.predicted:.4f}", f"{compared.measured:.4f}", f"{100 * error:+.1f}%"])
     hint = "" if any(other is not None for _, other in compared.parts.values()) else (
-        "\n\nthe run kept no timeline; log.timeline = [first, last] would tell its parts apart"
+        "\n\nthe run has no timeline; set log.timeline = [first, last] to measure the parts"
     )  # fmt: skip
     return f"{compared.run}: {compared.layout}\n\n{table(rows)}{hint}\n\n{_memory(compared)}"
 
@@ -152,22 +152,22 @@ def _memory(compared: Compared) -> str:
     measured = compared.measured_bytes
     error = "" if not measured else f"{100 * (compared.predicted_bytes / measured - 1):+.1f}%"
     rows.append(
-        ["in all", units.size(compared.predicted_bytes), "" if measured is None else units.size(measured), error]
+        ["total", units.size(compared.predicted_bytes), "" if measured is None else units.size(measured), error]
     )
-    return f"{table(rows)}\n\n{_words(compared)}"
+    return f"{table(rows)}\n\n{_memory_note(compared)}"
 
 
-def _words(compared: Compared) -> str:
-    """What the measured figure includes, and what to expect of it."""
+def _memory_note(compared: Compared) -> str:
+    """What the measured memory includes."""
     if compared.measured_bytes is None:
-        return "the run recorded no memory (peak_memory in metrics.jsonl), as runs before that was recorded"
+        return "the run recorded no memory (peak_memory in metrics.jsonl)"
     if not compared.device.startswith("cpu"):
         return (
-            "measured is what tensors took of the GPU at their fullest; predicted is an upper bound, since not all "
-            "kinds are largest in the same moment"
+            "measured is the peak memory of tensors on the GPU; predicted is an upper bound, because not all kinds "
+            "peak at the same time"
         )
     return (
-        f"measured is the resident set of the process at its fullest less the {units.size(compared.before)} that were "
-        "there before the model was built (Python, torch's libraries). It still includes pages of token files that "
-        "were read, what is loaded or compiled later and what the allocator keeps, so it says little of a small model"
+        f"measured is the peak resident set of the process minus the {units.size(compared.before)} that were resident "
+        "before the model was built (Python, torch's libraries). It includes pages of token files, libraries that are "
+        "loaded later, compiled code and the allocator's cache, so it is not meaningful for a small model"
     )

@@ -1,9 +1,9 @@
-"""A cluster file from what Slurm knows: `sinfo` gives partitions, nodes and their GPUs; links and prices it does not.
+"""Write a cluster file from Slurm's `sinfo`, which reports partitions, nodes and GPUs, but no links or prices.
 
-Read is the output of `sinfo --noheader --Node --format "%N|%P|%G|%f|%m"`: node, partition, generic resources such as
-`gpu:a10:4(S:0-1)`, features such as `a100_80gb`, and megabytes of memory; the last two may be left out. A node that is
-in several partitions is counted once, in the first that is named. Administrators name a GPU as they like, and often
-without its memory: what had to be guessed is said, in the file and to whoever asks.
+The input is the output of `sinfo --noheader --Node --format "%N|%P|%G|%f|%m"`: node, partition, generic resources such
+as `gpu:a10:4(S:0-1)`, features such as `a100_80gb`, and megabytes of memory; the last two are optional. A node in
+several partitions is counted once, in the first one. GPU names are site-specific and often lack the memory size: every
+guess is reported to the user and written into the file as a comment.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ COMMAND = ["sinfo", "--noheader", "--Node", "--format", "%N|%P|%G|%f|%m"]
 GRES = re.compile(r"gpu:(?:([A-Za-z0-9_.-]+):)?(\d+)")
 MAKER = re.compile(r"^(?:nvidia|tesla|geforce|quadro)[-_ ]+|[-_ ](?:sxm\d?|hbm\w*|nvl)(?=[-_ ]|$)")
 SIZE = re.compile(r"(?:^|[^0-9.])(\d{1,3})\s*g(?:i?b)?$")
-SLICE = re.compile(r"\dg\.\d+gb")  # A part of a GPU, as NVIDIA cuts it.
-# GPUs that are sold with more than one memory, the one that is taken for granted first.
+SLICE = re.compile(r"\dg\.\d+gb")  # A MIG instance.
+# GPUs with more than one memory size; the first one is the default.
 MEMORIES = {
     "a100": {80: "a100-80", 40: "a100-40"},
     "v100": {32: "v100-32", 16: "v100-16"},
@@ -34,12 +34,13 @@ MEMORIES = {
 
 
 def ask() -> str:
-    """The output of sinfo on this machine."""
+    """Run sinfo on this machine."""
     try:
         return subprocess.run(COMMAND, capture_output=True, text=True, timeout=60, check=True).stdout
     except FileNotFoundError:
         raise RuntimeFailure(
-            "sinfo is not installed here", hint=f"run {' '.join(COMMAND)!r} on the cluster, and name the file"
+            "sinfo is not installed here",
+            hint=f"run {' '.join(COMMAND)!r} on the cluster, and use --from FILE",
         ) from None
     except subprocess.CalledProcessError as error:
         raise RuntimeFailure(f"sinfo failed: {str(error.stderr).strip() or error}") from None
@@ -48,7 +49,7 @@ def ask() -> str:
 
 
 def read(path: Path) -> str:
-    """The output of sinfo, saved to a file."""
+    """Read saved output of sinfo."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -56,7 +57,7 @@ def read(path: Path) -> str:
 
 
 def nodes(text: str) -> list[dict[str, Any]]:
-    """The `[[nodes]]` of a cluster, one for each partition and kind of GPU; `guessed` says what is not certain."""
+    """The `[[nodes]]` tables, one for each partition and type of GPU; `guessed` describes a guess."""
     seen: set[str] = set()
     found: dict[tuple[object, ...], dict[str, Any]] = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -65,7 +66,7 @@ def nodes(text: str) -> list[dict[str, Any]]:
         fields = line.strip().split("|")
         if len(fields) not in (3, 5):
             raise UserError(
-                f"line {number} is not what sinfo prints: {line.strip()[:60]}",
+                f"line {number} is not output of sinfo: {line.strip()[:60]}",
                 hint=f"save the output of {' '.join(COMMAND)}",
             )
         name, partition, gres = fields[:3]
@@ -82,23 +83,26 @@ def nodes(text: str) -> list[dict[str, Any]]:
                 host = round(int(memory.rstrip("+")) / 1024, 1)
                 entry["host_gib"] = min(host, entry.get("host_gib", host))
     if not found:
-        raise UserError("no node with GPUs is in this output", hint="are GPUs configured as gres? see sinfo -o '%N %G'")
+        raise UserError(
+            "the output of sinfo lists no node with GPUs",
+            hint="check with sinfo -o '%N %G' that GPUs are configured as gres",
+        )
     types = [entry["type"] for entry in found.values()]
     for entry in found.values():
         if types.count(entry["type"]) > 1:
             entry["type"] = f"{entry['type']}-{entry['partition']}-{entry['gpus']}"
     names = [entry["type"] for entry in found.values()]
-    for number, entry in enumerate(found.values()):  # The same even so: told apart by what they are, then by number.
+    for number, entry in enumerate(found.values()):  # Still not unique: append GPU and number.
         if names.count(entry["type"]) > 1:
             entry["type"] = f"{entry['type']}-{entry['gpu']}-{number}"
     return list(found.values())
 
 
 def _gpu(kind: str, features: str) -> tuple[str, str | None]:
-    """The catalogue's name for what an administrator calls a GPU, or that name again; and what was guessed of it."""
+    """The catalogue name of a GPU from its Slurm name, or the Slurm name itself; and a description of a guess."""
     name, hints = kind.lower(), [hint.lower() for hint in re.split(r"[,&|]", features)]
     if SLICE.search(name):
-        return name, f"{kind} is a part of a GPU, which runs of several ranks cannot use together"
+        return name, f"{kind} is a MIG instance, which runs with several ranks cannot use"
     bare = MAKER.sub("", MAKER.sub("", name))
     family = re.split(r"[-_. ]", bare)[0]
     if "h100" in (family, bare) and any("pcie" in hint for hint in (name, *hints)):
@@ -114,7 +118,7 @@ def _gpu(kind: str, features: str) -> tuple[str, str | None]:
         return reported or next(iter(choices.values())), None
     guess = next(iter(choices.values()))
     others = ", ".join(other for other in choices.values() if other != guess)
-    return guess, f"Slurm says {kind} and not with how much memory: taken for {guess}; if it is not, write {others}"
+    return guess, f"Slurm reports {kind} without its memory size: assumed {guess}; otherwise write {others}"
 
 
 def _entry(partition: str, kind: str, gpu: str, gpus: int, guessed: str | None) -> dict[str, Any]:
@@ -130,29 +134,29 @@ def _entry(partition: str, kind: str, gpu: str, gpus: int, guessed: str | None) 
 
 
 def guesses(found: list[dict[str, Any]]) -> list[str]:
-    """What of a cluster file must be looked at before it is believed."""
-    said = [f"nodes {entry['type']}: {entry['guessed']}" for entry in found if "guessed" in entry]
+    """The guesses in a cluster file that the user should check."""
+    found_guesses = [f"nodes {entry['type']}: {entry['guessed']}" for entry in found if "guessed" in entry]
     unknown = [entry for entry in found if by_name(entry["gpu"]) is None]
-    said += [
-        f"nodes {entry['type']}: {entry['gpu']} is not in the catalogue; describe it in a [[gpus]] table, or write "
-        "what the catalogue calls it"
+    found_guesses += [
+        f"nodes {entry['type']}: {entry['gpu']} is not in the catalogue; define it in a [[gpus]] table, or write "
+        "its name in the catalogue"
         for entry in unknown
     ]
-    return [*said, "links: 12.5 GB/s and 5 us between all nodes is a guess; Slurm does not know the network"]
+    return [*found_guesses, "links: 12.5 GB/s and 5 us between all nodes is a guess; Slurm does not report the network"]
 
 
 def as_toml(found: list[dict[str, Any]]) -> str:
-    """A cluster file to fill in."""
+    """The cluster file as TOML, to be completed by the user."""
     import tomlkit
 
     document = tomlkit.document()
-    document.add(tomlkit.comment("From sinfo. Fill in what it does not know: price_hour, intra_GBps, and the links."))
+    document.add(tomlkit.comment("From sinfo. Fill in what it does not report: price_hour, intra_GBps, and the links."))
     tables = tomlkit.aot()
     for entry in found:
         table = tomlkit.table()
         table.update({key: value for key, value in entry.items() if key != "guessed"})
         if by_name(entry["gpu"]) is None:
-            table.add(tomlkit.comment(f"{entry['gpu']} is not in the catalogue: describe it in a [[gpus]] table"))
+            table.add(tomlkit.comment(f"{entry['gpu']} is not in the catalogue: define it in a [[gpus]] table"))
         if "guessed" in entry:
             table.add(tomlkit.comment(f"a guess: {entry['guessed']}"))
         tables.append(table)

@@ -1,1 +1,1 @@
-"""Parameters, FLOPs and bytes as functions of the recipe. Nothing here builds a model."""
+"""Parameters, FLOPs and bytes as functions of the recipe, without building a model."""

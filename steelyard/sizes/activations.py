@@ -1,10 +1,11 @@
-"""What the forward pass leaves in memory for the backward pass, in bytes per token of a rank.
+"""Activations that the forward pass saves for the backward pass, in bytes per token on a rank.
 
-Read off the modules in `model/` and how `parallel/` cuts them: autograd keeps the input of each matrix product and norm
-and what each pointwise function needs; flash attention keeps query, key, value, its output and one number per head.
-Norms compute in fp32, and without compilation keep their input so; a compiled layer keeps it as the stream has it, and
-computes SiLU again. Heads and the MLP's width are divided by parallel.tensor, the stream only with
-parallel.sequence_parallel, and what a column-parallel product takes in has been gathered even then.
+The formulas follow the modules in `model/` and how `parallel/` shards them. Autograd saves the input of each matrix
+product and norm, and what each pointwise function needs. Flash attention saves query, key, value, its output and one
+number per head. Norms compute in fp32 and save their input in fp32, unless the layer is compiled: a compiled layer
+saves it in the precision of the residual stream and recomputes SiLU. parallel.tensor divides the heads and the MLP
+width. Only parallel.sequence_parallel divides the residual stream, and the input of a column-parallel product is
+gathered even then.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ INT64 = 8
 
 @dataclass(frozen=True)
 class Widths:
-    """Bytes that one token takes on one rank, by kind of tensor."""
+    """Bytes per token on one rank, by kind of tensor."""
 
     stream: int
     gathered: int
@@ -30,21 +31,21 @@ class Widths:
     norm: int
     log_sum: int
     scores: int
-    """Weights of attention to the whole sequence, one byte for each."""
+    """Attention weights over the whole sequence, at one byte each."""
 
 
 def working_bytes(recipe: Recipe) -> int:
-    """Bytes of a number that matrix products take in: fp8 products are fed from 16-bit tensors."""
+    """Bytes per element of the inputs of matrix products; fp8 products cast from 16-bit tensors."""
     return FP32 if recipe.train.precision == "fp32" else 2
 
 
 def is_compiled(recipe: Recipe) -> bool:
-    """Whether layers are compiled: as the recipe says, or else if they run on a GPU."""
+    """Whether layers are compiled: as the recipe sets it, by default on a GPU."""
     return recipe.train.device != "cpu" if recipe.train.compile is None else recipe.train.compile
 
 
 def widths(recipe: Recipe, fused_norm: bool = True) -> Widths:
-    """The widths of a recipe's tensors. PyTorch has no fused RMSNorm for CPUs; the plain one keeps two copies."""
+    """Bytes per token of a recipe's tensors. PyTorch has no fused RMSNorm on CPUs; the unfused one saves two copies."""
     model, tensor, each = recipe.model, recipe.parallel.tensor, working_bytes(recipe)
     ranks = tensor if recipe.parallel.sequence_parallel else 1
     gpt = isinstance(model, GptConfig)
@@ -64,7 +65,7 @@ def widths(recipe: Recipe, fused_norm: bool = True) -> Widths:
 
 
 def layer(recipe: Recipe, fused_norm: bool = True) -> int:
-    """Bytes per token that a layer keeps when nothing is computed again."""
+    """Bytes per token that a layer saves without recomputation."""
     of = widths(recipe, fused_norm)
     silu_again = is_compiled(recipe)
     kept_by_mlp = 2 if isinstance(recipe.model, GptConfig) else 4 - silu_again
@@ -73,8 +74,10 @@ def layer(recipe: Recipe, fused_norm: bool = True) -> int:
 
 
 def _attention(recipe: Recipe, of: Widths) -> int:
-    """Query, keys, values and output. Where a sequence lies on several ranks, keys and values are gathered whole and
-    the output is put together from two pieces; attention dropout has no kernel and keeps all weights.
+    """Bytes per token of query, key, value and attention output.
+
+    Context parallelism gathers keys and values of the whole sequence and joins the output from two parts. Attention
+    dropout has no fused kernel and saves all attention weights.
     """
     context = recipe.parallel.context
     kept = 2 * of.query + 2 * of.key * context + of.log_sum
@@ -85,7 +88,7 @@ def _attention(recipe: Recipe, of: Widths) -> int:
 
 
 def selective_layer(recipe: Recipe) -> int:
-    """Bytes per token of a layer that keeps what products, attention and exchanges give out, and its input."""
+    """Bytes per token of a layer that saves its input and the outputs of products, attention and collectives."""
     of, parallel = widths(recipe), recipe.parallel
     projections = 1 if isinstance(recipe.model, GptConfig) else 2
     products = 2 * of.query + 2 * of.key + of.log_sum + projections * of.ffn + 2 * of.gathered
@@ -96,22 +99,22 @@ def selective_layer(recipe: Recipe) -> int:
 
 
 def full_layer(recipe: Recipe) -> int:
-    """Bytes per token of a layer that is computed again from its input."""
+    """Bytes per token of a layer that is recomputed from its input."""
     return widths(recipe).stream
 
 
 def weight_gradient_inputs(recipe: Recipe) -> int:
-    """Bytes per token of the gradients that a layer's matrix products wait with, until the weights' turn comes."""
+    """Bytes per token of the output gradients that a layer keeps until its weight gradients are computed."""
     of = widths(recipe)
     projections = 1 if isinstance(recipe.model, GptConfig) else 2
     return 2 * of.gathered + of.query + 2 * of.key + projections * of.ffn
 
 
 def temporaries(recipe: Recipe) -> int:
-    """Bytes per token that come and go within the backward pass of one layer: an estimate, not read off.
+    """Bytes per token allocated temporarily in the backward pass of one layer. This is an estimate.
 
-    The gradients inside the MLP, or Llama's rotation, which takes five tensors as wide as the query in fp32; dropout
-    draws with several integers of 64 bits for each element.
+    It counts the gradients inside the MLP, or Llama's RoPE, which takes five fp32 tensors of the query's width. Dropout
+    generates its mask with several 64-bit integers per element.
     """
     of, each = widths(recipe), working_bytes(recipe)
     widest = 2 * of.ffn
@@ -125,19 +128,19 @@ def temporaries(recipe: Recipe) -> int:
 
 
 def head(recipe: Recipe) -> int:
-    """Bytes per token of the final norm, its output, which the loss takes in, and the gradient of that."""
+    """Bytes per token of the final norm, of its output, and of the gradient of that output."""
     of = widths(recipe)
     ranks = of.gathered // of.stream
     return (FP32 * recipe.model.hidden + 2 * FP32) // ranks + 2 * of.gathered
 
 
 def rotation(recipe: Recipe) -> int:
-    """Bytes per token of the cosines and sines that all layers of a micro-batch share."""
+    """Bytes per token of the RoPE cosines and sines, which all layers of a micro-batch share."""
     return 2 * FP32 * recipe.model.head_dim if isinstance(recipe.model, LlamaConfig) else 0
 
 
 def layers_kept(recipe: Recipe, layers: int) -> int:
-    """Of a stage's layers, those of which nothing is computed again."""
+    """The number of layers of a stage without recomputation."""
     how = recipe.parallel.recompute
     if isinstance(how, str):
         return layers if how == "none" else 0
@@ -146,7 +149,7 @@ def layers_kept(recipe: Recipe, layers: int) -> int:
 
 @dataclass(frozen=True)
 class PerToken:
-    """Bytes per token of a rank, of everything above: what `sizes.memory` multiplies."""
+    """All of these bytes per token on a rank, as `sizes.memory` uses them."""
 
     recipe: Recipe
     widths: Widths
@@ -158,13 +161,13 @@ class PerToken:
     temporaries: int
 
     def stage(self, layers: int) -> int:
-        """What a stage's layers keep, some or all of them computed again as the recipe says."""
+        """Bytes per token that the layers of a stage save, with the recomputation of the recipe."""
         kept = layers_kept(self.recipe, layers)
         return kept * self.layer + (layers - kept) * self.recomputed_layer
 
 
 def per_token(recipe: Recipe) -> PerToken:
-    """All of a recipe's bytes per token; `recomputed_layer` is a layer that is computed again, as the recipe says."""
+    """Bytes per token of a recipe; `recomputed_layer` is a layer with the recomputation of the recipe."""
     selective = recipe.parallel.recompute == "selective"
     return PerToken(
         recipe,

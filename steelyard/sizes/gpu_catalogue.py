@@ -1,10 +1,10 @@
-"""What GPUs can do: peak arithmetic without sparsity, memory and its bandwidth, links to their neighbours, power.
+"""The GPU catalogue: peak FLOP/s, memory, bandwidth, links and power of each GPU.
 
-Peaks are dense, with sums in fp32, in TFLOP/s; data sheets often print twice as much "with sparsity". Memory is what
-the driver reports, rounded: cards with GDDR6 and error correction give up a sixteenth for it. `link_gb` is what one GPU
-sends to its neighbours in a node, one way: NVLink where the board has it, else its PCI Express slot. `sustained` is the
-one number that no maker prints: the share of the peak that large matrix products keep up, which is low where the
-power limit is (T4: 70 W for 65 TFLOP/s). docs/plan.md says where each comes from.
+Peaks are dense, with fp32 accumulation, in TFLOP/s; data sheets often give twice as much "with sparsity". Memory is
+what the driver reports, rounded: GDDR6 cards with ECC lose a sixteenth. `link_gb` is the bandwidth from one GPU to the
+others of its node, one way: NVLink if the board has it, otherwise PCI Express. `sustained` is not on any data sheet: it
+is the share of the peak that large matrix products sustain, which is low if the power limit is low (T4: 70 W for 65
+TFLOP/s). docs/plan.md gives the source of each number.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of GPU. None: it has no such units, or the number is not fixed."""
+    """One type of GPU. None: the GPU does not support it, or the value varies."""
 
     name: str
     pattern: str
@@ -29,7 +29,7 @@ class Gpu:
     fp8: float | None
     bandwidth_gb: float | None
     units: int | None
-    """Streaming multiprocessors: a product is cut into tiles, and so many are computed at once."""
+    """Streaming multiprocessors: the number of tiles of a matrix product that run at once."""
     watts: float | None
     link_gb: float | None
     sustained: float
@@ -41,7 +41,7 @@ class Gpu:
         return None if self.memory_gib is None else int(self.memory_gib * GIB)
 
     def peak(self, precision: str) -> float | None:
-        """The peak in FLOP/s for a recipe's `train.precision`; fp32 products may run in tf32 where there is any."""
+        """The peak in FLOP/s for a recipe's `train.precision`; fp32 products use tf32 if the GPU has it."""
         rates = {"fp32": self.tf32 or self.fp32, "bf16": self.bf16, "fp16": self.fp16, "fp8": self.fp8}
         rate = rates[precision]
         return None if rate is None else rate * 1e12
@@ -76,12 +76,12 @@ ALIASES = {"v100": "v100-32", "a100": "a100-80", "h100": "h100-80", "gh200": "gh
 
 
 def by_device_name(name: str) -> Gpu | None:
-    """The GPU that torch calls `name`, such as `NVIDIA A100-SXM4-80GB`; None where it is not in the catalogue."""
+    """The GPU with a torch device name such as `NVIDIA A100-SXM4-80GB`; None if it is not in the catalogue."""
     bare = re.sub(r"^(NVIDIA|Tesla)\s+", "", name.strip())
     return next((gpu for gpu in CATALOGUE if re.fullmatch(gpu.pattern, bare, re.IGNORECASE)), None)
 
 
 def by_name(name: str) -> Gpu | None:
-    """The GPU of a name in the catalogue, such as `h100-80`, or of a device name; None where there is none."""
+    """The GPU with a catalogue name such as `h100-80`, or with a device name; None if it is not in the catalogue."""
     key = ALIASES.get(name.lower(), name.lower())
     return next((gpu for gpu in CATALOGUE if gpu.name == key), None) or by_device_name(name)

@@ -1,9 +1,8 @@
-"""How many micro-batches a pipeline rank keeps in memory at once.
+"""The number of micro-batches in flight on a pipeline rank.
 
-A schedule is a list of actions on a rank's stages: a forward pass fills memory; a backward pass empties it, unless the
-gradients of the weights are left for later, as the zero-bubble schedule does. The order is that of
-torch.distributed.pipelining (`ScheduleGPipe`, `Schedule1F1B`, `ScheduleInterleaved1F1B`,
-`ScheduleInterleavedZeroBubble`), which the tests compare it with.
+A schedule is a list of actions on the stages of a rank. A forward pass allocates memory. A backward pass frees it,
+unless the schedule delays the weight gradients, as zero bubble does. The order is that of torch.distributed.pipelining
+(`ScheduleGPipe`, `Schedule1F1B`, `ScheduleInterleaved1F1B`, `ScheduleInterleavedZeroBubble`); the tests compare both.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ Kind = Literal["forward", "backward", "weights"]
 
 
 class Action(NamedTuple):
-    """One pass of one micro-batch through a stage; `local` numbers the stages of a rank from 0."""
+    """One pass of one micro-batch through a stage; `local` is the index of the stage on its rank."""
 
     kind: Kind
     local: int
 
 
 def actions(parallel: ParallelSection, micro_batches: int, rank: int) -> Iterator[Action]:
-    """What one pipeline rank does in a step, in order. `weights` follows `backward` where the two are apart."""
+    """The actions of one pipeline rank in a step, in order. `weights` follows `backward` if they are split."""
     total = micro_batches * parallel.virtual
     late = parallel.schedule == "zero-bubble"
-    if parallel.stages == 1:  # No pipeline: micro-batches come one after the other.
+    if parallel.stages == 1:  # No pipeline: micro-batches run one after the other.
         warm_up, late = 0, False
     elif parallel.schedule == "gpipe":
         warm_up = total
@@ -55,14 +54,14 @@ def actions(parallel: ParallelSection, micro_batches: int, rank: int) -> Iterato
 
 
 class InFlight(NamedTuple):
-    """Micro-batches at one moment, by stage of the rank: waiting for their backward pass, and for their weights'."""
+    """Micro-batches per stage of a rank that wait for their backward pass, and for their weight gradients."""
 
     waiting: tuple[int, ...]
     held: tuple[int, ...]
 
 
 def in_flight(parallel: ParallelSection, micro_batches: int, rank: int) -> set[InFlight]:
-    """Every state that the memory of a pipeline rank passes through in a step."""
+    """Every state of a pipeline rank's memory in a step."""
     waiting, held = [0] * parallel.virtual, [0] * parallel.virtual
     late = parallel.schedule == "zero-bubble" and parallel.stages > 1
     seen = set()
@@ -80,16 +79,16 @@ def in_flight(parallel: ParallelSection, micro_batches: int, rank: int) -> set[I
 
 @lru_cache(maxsize=4096)
 def fullest(schedule: str, pipeline: int, virtual: int, micro_batches: int, rank: int) -> tuple[tuple[int, ...], ...]:
-    """Of those states, waiting then held, at least the ones that no other exceeds: the fullest moment is among them.
+    """The states (waiting, then held) that include the one with the most memory: no other state exceeds all of them.
 
-    Kept, since a planner asks for the same few by the thousand; with one stage per rank it is known without walking.
+    Cached, because a search needs the same few thousands of times. With one stage per rank there is a closed form.
     """
     if virtual == 1 and (pipeline == 1 or schedule in ("gpipe", "1f1b")):
         waiting = 1 if pipeline == 1 else micro_batches if schedule == "gpipe" else min(micro_batches, pipeline - rank)
         return ((waiting, 0),)
     parallel = ParallelSection().model_copy(update={"schedule": schedule, "pipeline": pipeline, "virtual": virtual})
     states = sorted({state.waiting + state.held for state in in_flight(parallel, micro_batches, rank)}, reverse=True)
-    # A state right after a forward pass exceeds the one before it: of neighbours in this order the larger is enough.
+    # The state after a forward pass exceeds the one before it: of neighbours in this order only the larger is needed.
     return tuple(
         state
         for number, state in enumerate(states)
@@ -98,5 +97,5 @@ def fullest(schedule: str, pipeline: int, virtual: int, micro_batches: int, rank
 
 
 def _round(parallel: ParallelSection, micro_batches: int) -> int:
-    """Micro-batches that pass through one stage of a rank before its next stage has its turn."""
+    """Micro-batches that pass through one stage of a rank before its next stage runs."""
     return micro_batches // max(1, micro_batches // parallel.pipeline)

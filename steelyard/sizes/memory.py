@@ -1,7 +1,7 @@
-"""How much memory each rank needs at its fullest moment, by kind.
+"""The peak memory of each rank, by kind.
 
-The sum of kinds is an upper bound: not all of them are largest in the same moment. It describes what `parallel/` does;
-formulas and how they were checked stand in docs/sizes.md.
+The sum of all kinds is an upper bound, because not all of them peak at the same time. The formulas follow `parallel/`;
+docs/sizes.md lists them and how they were checked.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from steelyard.sizes.stage_layers import stages_parameters
 CHUNK_BYTES = 1 << 31  # of logits, as in model/loss.py
 STATES = {"adamw": 2, "sgd": 1, "sgd-sai": 1}
 TOKEN_ID = 8
-LOGITS = {"2:4": 1.5, "1:4": 1.0}  # of masks that are learned, for each weight
-# What a process takes beside its tensors: CUDA's context, the workspaces of its libraries, gaps between tensors.
+LOGITS = {"2:4": 1.5, "1:4": 1.0}  # mask logits per weight for learned masks
+# Memory of a process outside its tensors: CUDA context, library workspaces, fragmentation.
 RESERVED = 2 * GIB
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank's device by kind, and in the memory of its host."""
+    """Bytes on the device of one rank by kind, and in host memory."""
 
     weights: int
     working_copies: int
@@ -44,7 +44,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All kinds on the device together."""
+        """The sum of all kinds on the device."""
         return sum(self.by_kind().values())
 
     def by_kind(self) -> dict[str, int]:
@@ -53,19 +53,19 @@ class Memory:
 
 
 def micro_batches(recipe: Recipe, world: int) -> int:
-    """Micro-batches of a step that one data-parallel rank sees."""
+    """Micro-batches per step on one data-parallel rank."""
     return recipe.train.global_batch // (recipe.train.micro_batch * data_ranks(recipe, world))
 
 
 def memory_of(recipe: Recipe, world: int, ranks: Iterable[int] | None = None) -> list[Memory]:
-    """The peak memory of a rank, for each pipeline rank or those asked for: ranks that share one hold the same."""
+    """The peak memory of each pipeline rank, or of the given ones; all ranks of a pipeline rank need the same."""
     wanted = range(recipe.parallel.pipeline) if ranks is None else ranks
     shared = _Shared(recipe, world)
     return [_Rank(shared, rank).memory() for rank in wanted]
 
 
 class _Shared:
-    """What all pipeline ranks of a recipe have in common, computed once: a planner asks for millions of ranks."""
+    """Values that all pipeline ranks of a recipe share, computed once because a search evaluates millions of ranks."""
 
     def __init__(self, recipe: Recipe, world: int) -> None:
         self.recipe = recipe
@@ -75,7 +75,7 @@ class _Shared:
 
 
 class _Rank:
-    """One pipeline rank of a recipe, and what its kinds of memory depend on."""
+    """One pipeline rank of a recipe, and the values that its memory depends on."""
 
     def __init__(self, shared: _Shared, rank: int) -> None:
         recipe = self.recipe = shared.recipe
@@ -90,7 +90,7 @@ class _Rank:
         share = LOGITS[recipe.sparsity.pattern] if recipe.sparsity is not None and self.learns_masks else 0.0
         self.layer_logits = int(self.matrices * share)
         self.logits = self.layer_logits * sum(self.layers)
-        # What a parameter takes where it is kept: frozen weights lie in the precision of the products.
+        # Bytes of a stored parameter: frozen weights are stored in the working precision.
         self.weight_bytes = self.each if self.learns_masks else FP32
         self.trained = self.logits if self.learns_masks else self.held
         self.columns = shared.data_ranks * parallel.context
@@ -118,17 +118,17 @@ class _Rank:
         )
 
     def _most(self, waiting: Callable[[int], int], held: Callable[[int], int]) -> int:
-        """The most that micro-batches in flight take together, given what each takes on the rank's n-th stage."""
+        """The maximum over all states of the bytes of micro-batches in flight, given the bytes of one on each stage."""
         locals_ = range(len(self.stages))
         sizes = [*map(waiting, locals_), *map(held, locals_)]
         return max(int(sum(map(mul, each, sizes))) for each in self.states)
 
     def _working_copies(self) -> int:
-        """Weights in the precision of the products, beside the fp32 ones.
+        """Weights in the working precision, in addition to the fp32 weights.
 
-        Sharded weights are gathered for a whole step or, with zero 3 and no pipeline, for a layer at a time; embedding
-        and head are gathered together and stay. A rank that shares its weights with none casts them anew in each
-        forward pass, and autograd keeps those copies for the backward pass.
+        Sharded weights are gathered for a whole step or, with ZeRO 3 and no pipeline, for one layer at a time; the
+        embedding and head are gathered together and stay. A rank without data-parallel peers casts its weights in each
+        forward pass, and autograd saves these copies for the backward pass.
         """
         if self.columns > 1:
             if self.shards == 1 and self.each == self.weight_bytes:
@@ -145,7 +145,7 @@ class _Rank:
         return self._most(cast, lambda local: self.each * self.parts[local].layer * self.layers[local])
 
     def _masked_weights(self) -> int:
-        """Weights under their mask, which the backward pass needs; masks that are not drawn again are kept beside."""
+        """Masked weights, which the backward pass needs; fixed masks are saved too."""
         if self.recipe.sparsity is None:
             return 0
         size = self.matrices * (self.each if self.learns_masks else self.each + 1)
@@ -156,9 +156,9 @@ class _Rank:
         return self._most(masked, lambda local: size * self.layers[local])
 
     def _gradients(self, sharded: int) -> int:
-        """Sums of gradients in fp32: whole while micro-batches add up, unless zero 2 reduces after each of them.
+        """Gradients in fp32: unsharded while micro-batches accumulate, unless ZeRO 2 reduces after each of them.
 
-        Stages of torch.distributed.pipelining reduce once per step whatever `zero` is.
+        Stages of torch.distributed.pipelining reduce once per step for every `zero`.
         """
         whole = FP32 * self.trained
         if self.shards == 1:
@@ -167,7 +167,7 @@ class _Rank:
         return whole + sharded if adds_up else sharded
 
     def _kept(self, local: int) -> int:
-        """Bytes of activations that one micro-batch keeps between a stage's forward and backward pass."""
+        """Bytes of activations of one micro-batch between the forward and backward pass of a stage."""
         of = self.per_token
         last = self.stages[local] == self.parallel.stages - 1
         kept = of.stage(self.layers[local]) + (of.head if last else of.widths.stream)
@@ -175,31 +175,31 @@ class _Rank:
         return self.tokens * (kept + 2 * TOKEN_ID) + self._mask()
 
     def _held_for_weights(self, local: int) -> int:
-        """Bytes that one micro-batch keeps when only the gradients of the weights are left to compute.
+        """Bytes of one micro-batch that waits only for its weight gradients.
 
-        What was computed again for the backward pass stays until then.
+        Recomputed activations stay in memory until then.
         """
         of = self.per_token
         head = of.head if self.stages[local] == self.parallel.stages - 1 else 0
         return self.tokens * (self.layers[local] * (of.layer + of.weight_gradient_inputs) + head)
 
     def _mask(self) -> int:
-        """The mask that keeps documents apart, as truth values and as numbers."""
+        """The document mask, as booleans and in the working precision."""
         pairs = self.tokens * self.recipe.data.sequence_length
         return pairs * (1 + self.each) if self.recipe.data.mask_documents else 0
 
     def _temporaries(self) -> int:
-        """What comes and goes within one layer, and the layer that is being computed again."""
+        """Temporaries of one layer, and the activations of the layer that is recomputed."""
         if not any(self.layers):
             return 0
         again = any(activations.layers_kept(self.recipe, layers) < layers for layers in self.layers)
         return self.tokens * (self.per_token.temporaries + (self.per_token.layer if again else 0))
 
     def _head_and_loss(self) -> int:
-        """A chunk of logits, and the gradient of the head, which the forward pass computes and keeps in fp32.
+        """A chunk of logits, and the fp32 gradient of the head, which the forward pass computes and keeps.
 
-        A kernel turns logits into their gradient in place; where the vocabulary is split, or on a CPU, there are three
-        fp32 tensors of a chunk beside it.
+        A kernel overwrites the logits with their gradient. With a sharded vocabulary, or on a CPU, a chunk needs three
+        more fp32 tensors.
         """
         if self.parallel.stages - 1 not in self.stages:
             return 0
@@ -216,32 +216,32 @@ class _Rank:
         return chunk + self._most(gradient, lambda local: 0) + table
 
     def _layer_buffers(self) -> int:
-        """Weights and gradients of single layers on their way: cast, gathered and reduced one at a time.
+        """Buffers to cast, gather and reduce the weights and gradients of one layer at a time.
 
-        Embedding, final norm and head of a stage are one unit beside its layers.
+        The embedding, final norm and head of a stage are one unit.
         """
         layer = max(part.layer if part.layers else 0 for part in self.parts)
         unit = max(layer, *(part.total - part.layer * part.layers for part in self.parts))
         if self.learns_masks:
-            # A layer's weights and logits, three times where they come and go, and the gradient of its logits.
+            # Weights and mask logits of a layer, three times with ZeRO 3, and the gradient of the mask logits.
             size = self.each * layer + FP32 * self.layer_logits
             return (3 if self.parallel.zero == 3 and self.columns > 1 else 1) * size + FP32 * self.layer_logits
         if self.columns == 1:
             return 0 if self.each == FP32 else 2 * self.each * unit
-        # zero 3: the layer at work, the next one, and the flat buffer that one arrived in.
+        # ZeRO 3: the current layer, the next one, and its flat gather buffer.
         gathering = 3 * self.each * layer if self.parallel.zero == 3 else 0
         return gathering + (self.each + FP32) * unit
 
     def _exchange_buffers(self) -> int:
-        """Activations on their way between ranks.
+        """Communication buffers for activations.
 
-        torch.distributed.pipelining makes the buffers for all micro-batches of a step at its beginning: one for what a
-        stage receives from the stage before, one for the gradient it receives from the stage behind.
+        torch.distributed.pipelining allocates the buffers for all micro-batches at the beginning of a step: one for the
+        activations from the previous stage, one for the gradients from the next stage.
         """
         parallel, of = self.parallel, self.per_token.widths
         links = sum((stage > 0) + (stage < parallel.stages - 1) for stage in self.stages)
         per_token = links * self.micro_batches * of.stream
         per_token += 2 * of.gathered if parallel.tensor > 1 else 0
-        # Keys and values are gathered, then put in the order of the sequence; their gradients go the same way back.
+        # Keys and values are gathered and reordered along the sequence; their gradients take the same path back.
         per_token += 4 * of.key * parallel.context if parallel.context > 1 else 0
         return self.tokens * per_token

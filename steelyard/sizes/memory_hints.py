@@ -1,4 +1,4 @@
-"""Which single change of a recipe would make it fit: each is tried on the memory model, with what it leaves."""
+"""Single changes to a recipe that make it fit in memory, each evaluated with the memory model."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ AT_MOST = 4
 
 
 def remedies(recipe: Recipe, world: int, usable: int) -> list[tuple[str, int]]:
-    """Changes that bring the fullest rank under `usable` bytes, the mildest first; if none does, those that help most.
+    """Changes that reduce the peak to `usable` bytes, the least costly first; if none does, the most effective.
 
-    Each comes with the bytes that the fullest rank would need.
+    Each comes with the peak bytes of the fullest rank.
     """
     now = max(memory.total for memory in memory_of(recipe, world))
     helpful = [(name, size) for name, size in _tried(recipe, world) if size < now]
@@ -43,7 +43,7 @@ def _tried(recipe: Recipe, world: int) -> Iterator[tuple[str, int]]:
 
 
 def _changes(recipe: Recipe) -> Iterator[tuple[str, str, Any]]:
-    """Single settings that may save memory, those that cost least speed first."""
+    """Single settings that may save memory, ordered by their cost in speed."""
     parallel = recipe.parallel
     if parallel.tensor > 1 and not parallel.sequence_parallel:
         yield "parallel", "sequence_parallel", True

@@ -1,4 +1,4 @@
-"""How many parameters a model has, how many bytes they take, and how much arithmetic a token costs."""
+"""The number of parameters of a model, their bytes, and the FLOPs per token."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from steelyard.core.recipe.model_section import GptConfig, LlamaConfig
 
 @dataclass(frozen=True)
 class Parameters:
-    """Parameters by part; `layer` is one of `layers` that are all alike. A tied head counts where it is a copy."""
+    """Parameters by part; `layer` is one of `layers` equal layers. A tied head counts only if it is a copy."""
 
     embedding: int
     layer: int
@@ -19,11 +19,11 @@ class Parameters:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The total number of parameters."""
         return self.embedding + self.layer * self.layers + self.final_norm + self.head
 
     def bytes(self, each: int) -> dict[str, int]:
-        """What each part takes when a parameter takes `each` bytes."""
+        """Bytes of each part at `each` bytes per parameter."""
         return {
             "embedding": each * self.embedding,
             "layers": each * self.layer * self.layers,
@@ -33,11 +33,11 @@ class Parameters:
 
 
 def parameters(model: GptConfig | LlamaConfig, tensor: int = 1, padded: bool = False) -> Parameters:
-    """Count the parameters of a model, or those that one of `tensor` ranks holds of it.
+    """Count the parameters of a model, or of one of its `tensor` tensor-parallel ranks.
 
-    Published counts leave out the rows that only pad the vocabulary; `padded` counts them, as memory does. Tensor
-    parallelism splits heads, the width of the MLP and the vocabulary; norms and positions are on every rank, and so are
-    counted the biases that are added after the ranks' sum, though only the first rank has them.
+    Published counts exclude the rows that pad the vocabulary; `padded` includes them. Tensor parallelism shards heads,
+    the MLP width and the vocabulary. Norms and positions are on every rank. Biases that are added after the reduction
+    are counted on every rank too, although only the first rank has them.
     """
     rows = model.padded_vocab if padded or tensor > 1 else model.vocab
     table = rows * model.hidden // tensor
@@ -56,7 +56,7 @@ def parameters(model: GptConfig | LlamaConfig, tensor: int = 1, padded: bool = F
 
 
 def layer_matrices(model: GptConfig | LlamaConfig) -> int:
-    """Parameters of one layer that lie in matrices: those that can be masked."""
+    """Parameters in the weight matrices of one layer, which sparsity can mask."""
     if isinstance(model, GptConfig):
         return 4 * model.hidden * model.hidden + 2 * model.hidden * model.ffn
     query, key_value = model.heads * model.head_dim, 2 * model.kv_heads * model.head_dim
@@ -64,19 +64,19 @@ def layer_matrices(model: GptConfig | LlamaConfig) -> int:
 
 
 def flops_per_token(model: GptConfig | LlamaConfig, sequence_length: int) -> float:
-    """Floating-point operations to train on one token: 6 per multiplying parameter, and causal attention counted half.
+    """FLOPs to train on one token: 6 per parameter in a matrix product, and half of full attention (causal).
 
-    The embedding is a look-up and costs nothing; the head multiplies whether it is tied or not.
+    The embedding is a lookup and costs nothing. The head is a matrix product, tied or not.
     """
     return float(model.layers * layer_flops(model, sequence_length) + head_flops(model))
 
 
 def layer_flops(model: GptConfig | LlamaConfig, sequence_length: int) -> int:
-    """The share of one transformer layer in `flops_per_token`."""
+    """The FLOPs of one transformer layer in `flops_per_token`."""
     head_dim = model.head_dim if isinstance(model, LlamaConfig) else model.hidden // model.heads
     return 6 * parameters(model).layer + 6 * model.heads * head_dim * sequence_length
 
 
 def head_flops(model: GptConfig | LlamaConfig) -> int:
-    """The share of the final norm and the head in `flops_per_token`."""
+    """The FLOPs of the final norm and the head in `flops_per_token`."""
     return 6 * (parameters(model).final_norm + model.vocab * model.hidden)

@@ -1,4 +1,4 @@
-"""Whether a plan and a batch fit a number of ranks."""
+"""Whether the layout and the batch of a recipe divide over a number of ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from steelyard.core.recipe import Recipe
 
 
 def data_ranks(recipe: Recipe, world: int) -> int:
-    """Data-parallel ranks in a world of so many. What cannot run on them is refused."""
+    """The data-parallel degree on `world` ranks. Raises `UserError` if the recipe cannot run on them."""
     parallel, train = recipe.parallel, recipe.train
     data = parallel.data_for(world)
     if data % parallel.replicate:
@@ -31,7 +31,7 @@ def data_ranks(recipe: Recipe, world: int) -> int:
 
 
 def _refuse_schedule(recipe: Recipe, micro_batches: int) -> None:
-    """Refuse a number of micro-batches that the pipeline's schedule cannot run."""
+    """Raise `UserError` if the pipeline schedule cannot run this number of micro-batches."""
     parallel = recipe.parallel
     rounds = max(1, micro_batches // parallel.pipeline)
     if parallel.pipeline == 1 or parallel.schedule == "gpipe":
@@ -43,7 +43,7 @@ def _refuse_schedule(recipe: Recipe, micro_batches: int) -> None:
     else:
         return
     raise UserError(
-        f"{parallel.schedule} on {parallel.pipeline} pipeline ranks takes {wanted} in a step",
+        f"{parallel.schedule} on {parallel.pipeline} pipeline ranks needs {wanted} per step",
         where=recipe.where("train.global_batch"),
         hint="choose another train.global_batch or train.micro_batch, or the schedule gpipe",
     )

@@ -1,8 +1,8 @@
-"""Which layers a pipeline stage holds when the recipe does not say, and how many parameters that makes.
+"""The default number of layers per pipeline stage, and the parameters of each stage.
 
-All layers of a model are alike, so a balanced partition is a question of how many each stage gets, and giving one layer
-at a time to whoever would be least busy with it is exact. What is evened out is the work of ranks (the slowest sets the
-pace), then of stages, for where a rank has several they take turns with those of others.
+All layers of a model cost the same, so a partition is a number of layers per stage, and assigning one layer at a time
+to the stage with the least work is exact. The work of ranks is balanced first, because the slowest rank determines the
+step time, then the work of the stages of each rank, because they alternate with those of other ranks.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from steelyard.sizes.param_count import Parameters, head_flops, layer_flops, par
 
 
 def partition_of(recipe: Recipe) -> Partition:
-    """The recipe's partition, or layers balanced by cost.
+    """The partition in the recipe, or layers balanced by FLOPs.
 
-    Between equals the later stage gets the layer: earlier ones keep more micro-batches in memory.
+    On a tie the later stage gets the layer, because earlier stages keep more micro-batches in memory.
     """
     parallel = recipe.parallel
     if parallel.partition is not None:
@@ -31,7 +31,7 @@ def partition_of(recipe: Recipe) -> Partition:
 
 @lru_cache(maxsize=128)
 def _balanced(layers: int, pipeline: int, stages: int, layer: int, ends: tuple[int, int]) -> Partition:
-    """Give each layer to the rank with the least to do, and there to the stage with the least."""
+    """Assign each layer to the rank with the least work, and there to the stage with the least work."""
     counts, costs = [0] * stages, [0] * stages
     costs[0] += ends[0]
     costs[-1] += ends[1]
@@ -55,10 +55,10 @@ def _embedding_flops(recipe: Recipe) -> int:
 
 
 def stage_flops(recipe: Recipe, stage: int, layers: int) -> int:
-    """Floating-point operations per token of a stage with so many layers, its embedding and head included.
+    """FLOPs per token of a stage with `layers` layers, including its embedding and head.
 
-    The embedding's look-up counts one operation for each number of the stream, forward and backward: next to nothing,
-    but enough that of two stages the one without it gets the odd layer.
+    The embedding lookup counts as one operation per hidden element, forward and backward. That is negligible, but it
+    breaks a tie in favour of the stage without the embedding.
     """
     cost = layers * layer_flops(recipe.model, recipe.data.sequence_length)
     cost += _embedding_flops(recipe) if stage == 0 else 0
@@ -67,12 +67,12 @@ def stage_flops(recipe: Recipe, stage: int, layers: int) -> int:
 
 
 def stage_parameters(recipe: Recipe, stage: int, tensor: int = 1) -> Parameters:
-    """What a stage holds, padding of the vocabulary included, or the share of one of `tensor` ranks."""
+    """Parameters of a stage on one of `tensor` ranks, including padding of the vocabulary."""
     return stages_parameters(recipe, tensor)[stage]
 
 
 def stages_parameters(recipe: Recipe, tensor: int = 1) -> list[Parameters]:
-    """The same of all stages. A tied head that is not on the embedding's stage is a second copy of the table."""
+    """Parameters of all stages. A tied head on another stage than the embedding is a second copy of the table."""
     sizes, counts = parameters(recipe.model, tensor, padded=True), partition_of(recipe).counts
     table = recipe.model.padded_vocab * recipe.model.hidden // tensor
     head = table if recipe.model.tied and len(counts) > 1 else sizes.head

@@ -90,7 +90,7 @@ def test_a_layout_that_does_not_fit_the_gpus_is_refused_with_what_would_help(que
     data = [f"data.train={Path.cwd()}/tokens_text_document"]
     large = load_recipe("gpt2-xl", [*data, "parallel.pipeline=1", "train.micro_batch=64", "train.global_batch=64"])
     request = SubmitRequest("slurm", SiteSection(gres="gpu:t4:1"), recipe=large)
-    with pytest.raises(UserError, match=r"pipeline rank 0 needs .* and t4 has") as error:
+    with pytest.raises(UserError, match=r"pipeline rank 0 needs .*, but t4 has") as error:
         submit.submit(request)
     assert "would need" in str(error.value.hint)
     assert not queue.exists()

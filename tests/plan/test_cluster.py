@@ -18,11 +18,11 @@ NODES = [
         ('[[nodes]]\ntype = "a"\ncount = 1\ngpu = "a10"\n', 1, "is missing"),
         (
             '[[nodes]]\ntype = "a"\ncount = 1\ngpu = "a10"\ngpus = 4\n\n'
-            '[[links]]\nbetween = ["a", "b"]\nGBps = 1.0\n', 8, "no type of node and no zone"
+            '[[links]]\nbetween = ["a", "b"]\nGBps = 1.0\n', 8, "neither a node type nor a zone"
         ),
         (
             '[[nodes]]\ntype = "a"\ncount = 1\ngpu = "a10"\ngpus = 4\n'
-            '[[nodes]]\ntype = "a"\ncount = 1\ngpu = "t4"\ngpus = 4\n', 7, "described twice"
+            '[[nodes]]\ntype = "a"\ncount = 1\ngpu = "t4"\ngpus = 4\n', 7, "defined twice"
         ),
         ('[[nodes]]\ntype = "a"\ncount = 1 gpu\n', 3, "not TOML"),
         (

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from steelyard.core.recipe import Recipe
-from steelyard.plan import compute, megatron_memory, memory_fit, torchtitan_memory
+from steelyard.plan import compute, memory_fit
 from steelyard.plan.compute import LayerDims, Work
 from steelyard.plan.predict import Predictor
 from steelyard.plan.software import DEEPSPEED, MEGATRON, STEELYARD, TORCHTITAN
@@ -66,7 +66,7 @@ def test_relu_keeps_one_tensor_of_the_mlp_where_gelu_keeps_two():
 
 def test_both_ends_of_a_short_pipeline_are_asked_for_room():
     recipe, chosen = gpt(layers=8), layout([("a100-80", 1)], (4, 4), data=2)
-    assert memory_fit.telling(Predictor(recipe, cluster(("a100-80", 1, 4))), chosen) == [0, 1]
+    assert memory_fit.deciding_ranks(Predictor(recipe, cluster(("a100-80", 1, 4))), chosen) == [0, 1]
 
 
 def test_sequence_parallelism_gathers_the_inputs_of_two_products_again():
@@ -84,7 +84,7 @@ def test_a_step_of_adam_moves_38_bytes_a_parameter_and_4_more_under_fp16():
     gpu = by_name("a100-80")
     for precision, bytes_ in (("bf16", 38), ("fp16", 42)):
         work = Work.of(gpt(precision=precision), gpu, MEGATRON, 1, (1, 1, False))
-        assert compute.optimizer(work, 1e9) == pytest.approx(bytes_ * 1e9 / (2039e9 * 0.92))
+        assert compute.optimizer(work).seconds(1e9) == pytest.approx(bytes_ * 1e9 / (2039e9 * 0.92))
 
 
 def test_a_rank_that_sends_in_turn_spends_the_time_of_its_sends():
@@ -143,8 +143,8 @@ def test_torchtitan_keeps_every_second_product_of_a_layer():
     chosen = layout([("h100", 1)], (32,), data=8, zero=3, recompute="selective")
     recipe = chosen.applied(llama_8b(16, 8192))
     # Its input, attention's outcome and a number for each head; of the products query, values, gate and the last.
-    assert torchtitan_memory.layer_kept(recipe) == 2 * (4096 + 4096) + 4 * 32 + 2 * (4096 + 1024 + 14336 + 4096)
-    assert torchtitan_memory.layer_kept(replace(chosen, recompute="full").applied(llama_8b(16, 8192))) == 2 * 4096
+    assert memory_fit.torchtitan_layer_kept(recipe) == 2 * (4096 + 4096) + 4 * 32 + 2 * (4096 + 1024 + 14336 + 4096)
+    assert memory_fit.torchtitan_layer_kept(replace(chosen, recompute="full").applied(llama_8b(16, 8192))) == 2 * 4096
 
 
 def test_torchtitans_fullest_moment_is_the_loss_over_all_logits():
@@ -170,15 +170,6 @@ def test_in_torchtitans_pipeline_weights_stay_gathered_and_gradients_are_summed_
     held = 16 * 218_112_000 + 128256 * 4096
     assert first.working_copies == int(2 * held * 1.08)
     assert first.gradients == int(4 * held * 1.08)
-
-
-def test_the_peak_that_is_told_is_the_sum_of_its_kinds():
-    recipe, machines = gpt(layers=8, batch=8), cluster(("a100-80", 4, 4))
-    predictor, chosen = Predictor(recipe, machines, MEGATRON), layout([("a100-80", 4)], (4, 4))
-    reported = megatron_memory.megatron(predictor, chosen)
-    assert [each.peak for each in reported] == [
-        each.total for each in memory_fit.memories_of(predictor, chosen, [0, 1])
-    ]
 
 
 def test_the_engine_itself_does_not_compute_a_layers_last_product_again():

@@ -12,10 +12,13 @@ The table has 50,304 h = 51,511,296, the positions 1,024 h = 1,048,576: the embe
 
 import pytest
 
-from steelyard.plan import memory_fit, pricing
+from steelyard.plan import memory_fit
+from steelyard.plan.candidates import weight
 from steelyard.plan.cluster import Cluster
+from steelyard.plan.compute import Work
 from steelyard.plan.pipeline_sim import Times
 from steelyard.plan.predict import Predictor
+from steelyard.plan.software import STEELYARD
 from tests.plan.machines import gpt, layout
 
 GPU = {"name": "round", "memory_gib": 80, "bf16": 100.0, "bandwidth_gb": 1000.0, "units": 100, "sustained": 1.0}
@@ -145,7 +148,7 @@ def test_what_stages_send_with_sequence_parallelism_off_and_on():
     # 964.207816092 us; on a fourth of it each. And 5 us.
     machines = [("round", 2)]
     [whole], [cut] = (
-        predictor().step(layout(machines, (4, 4), tensor=4, sequence_parallel=on)).send for on in (False, True)
+        predictor().step(layout(machines, (4, 4), tensor=4, sequence_parallel=on)).table.send for on in (False, True)
     )
     assert whole == close((964.207816092 + 5) * MICRO)
     assert cut == close((241.051954023 + 5) * MICRO)
@@ -184,10 +187,10 @@ def test_the_rate_of_products_in_fp8_and_the_power_of_nodes():
     # 200 TFLOP/s on the data sheet, of which 0.75 remain. Two nodes: 100 W each, and four GPUs of 300 W.
     gpu, nodes = GPU | {"fp8": 200.0, "watts": 300.0}, NODES | {"idle_watts": 100.0, "price_hour": 9.0}
     machines = Cluster.model_validate({"nodes": [nodes], "gpus": [gpu], "links": LINKS})
-    fp8 = Predictor(gpt(precision="fp8"), machines)
-    assert fp8.costs(one_node())[0].work.rate == close(150e12)
+    work = Work.of(gpt(precision="fp8"), machines.gpu_by_type["round"], STEELYARD, 1, (1, 1, False))
+    assert work.rate == close(150e12)
     placement = (("round", 2),)
-    assert pricing.watts(machines, placement) == 2 * (100 + 4 * 300)
-    assert pricing.price_hour(machines, placement) == 18
-    assert pricing.weight("cost", 18.0, 2600.0) == close(0.005)  # dollars a second
-    assert pricing.weight("energy", 18.0, 2600.0) == 2600  # joules
+    assert machines.watts(placement) == 2 * (100 + 4 * 300)
+    assert machines.price_hour(placement) == 18
+    assert weight("cost", 18.0, 2600.0) == close(0.005)  # dollars a second
+    assert weight("energy", 18.0, 2600.0) == 2600  # joules

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steelyard.plan import layer_assignment, layout_space, memory_fit, partition
+from steelyard.plan import layout_space, memory_fit, partition
 from steelyard.plan.cluster import Cluster
 from steelyard.plan.layout import Layout
 from steelyard.plan.predict import Predictor
@@ -35,15 +35,15 @@ costs = st.lists(st.tuples(st.floats(0.1, 5.0), st.floats(0.0, 5.0)), min_size=1
 @given(costs, st.integers(1, 12))
 def test_dealing_layers_out_is_as_good_as_dynamic_programming(stages, layers):
     each, extra = (tuple(column) for column in zip(*stages, strict=True))
-    counts = partition.dealt(each, extra, layers)
+    counts = partition.balanced(each, extra, layers)
     assert sum(counts) == layers
     slowest = max(extra[stage] + count * each[stage] for stage, count in enumerate(counts) if count or extra[stage])
     assert slowest <= dynamic(each, extra, layers) * (1 + 1e-9)
 
 
 def test_limits_of_memory_bound_what_a_stage_gets():
-    assert partition.dealt([1.0, 1.0], [0.0, 0.0], 6, [1, 9]) == [1, 5]
-    assert partition.dealt([1.0, 1.0], [0.0, 0.0], 6, [1, 2]) == []
+    assert partition.balanced([1.0, 1.0], [0.0, 0.0], 6, [1, 9]) == [1, 5]
+    assert partition.balanced([1.0, 1.0], [0.0, 0.0], 6, [1, 2]) == []
 
 
 def test_a_ranks_layers_are_spread_over_its_stages():
@@ -57,7 +57,7 @@ def test_a_partition_that_does_not_fit_is_dealt_again_within_memory():
     nodes = (("a10", 7), ("a100", 1))
     chosen = Layout(1, 1, 32, 1, 1, 0, False, "gpipe", 2, "none", (0,) * 31 + (LAYERS,), nodes)
     assert not memory_fit.fits(predictor, chosen)
-    mended = layer_assignment.refined(predictor, chosen, LAYERS)
+    mended = partition.refined(predictor, chosen, LAYERS)
     assert memory_fit.fits(predictor, mended)
     assert sum(mended.partition) == LAYERS
 
@@ -169,9 +169,9 @@ def behind(machines, every):
         each, extra = step.per_layer()
         limits = [most_layers(predictor, chosen, rank) for rank in range(chosen.pipeline)]
         free = slowest_least(each, extra, [LAYERS] * chosen.pipeline)
-        ours = layer_assignment.refined(predictor, chosen.with_partition(free), LAYERS)
+        ours = partition.refined(predictor, chosen.with_partition(free), LAYERS)
         known = slowest_least(each, extra, limits)
-        theirs = [known, way_least(each, extra, limits, step.micro_batches, known)] if known else []
+        theirs = [known, way_least(each, extra, limits, step.table.micro_batches, known)] if known else []
         tried += 1
         binding += not memory_fit.fits(predictor, chosen.with_partition(free))
         assert memory_fit.fits(predictor, ours) == any(theirs), chosen

@@ -8,7 +8,9 @@ from steelyard import model as models
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import load_recipe, to_toml
 from steelyard.plan import measured_layers as profiles
+from steelyard.plan.compute import Work
 from steelyard.plan.predict import Predictor
+from steelyard.plan.software import STEELYARD
 from steelyard.train.layer_profile import cut, measure
 from tests.plan.machines import cluster, layout
 
@@ -54,12 +56,13 @@ def test_measured_rates_and_links_take_the_catalogues_place(recipe):
     profile = profiles.Profile.model_validate(found | {"rates": rates})
     machines = cluster(("cpu", 1, 2))
     predictor = Predictor(recipe, machines, profiles=[profile])
-    ring = predictor.step(chosen := layout([("cpu", 1)], (2,), data=2)).rings[0]
+    ring = predictor.step(chosen := layout([("cpu", 1)], (2,), data=2)).table.rings[0]
     assert (ring.bandwidth, ring.latency) == (pytest.approx(0.5e9), pytest.approx(30e-6))
-    work = predictor.costs(chosen)[0].work
+    gpu = profile.calibrated(machines.gpu_by_type["cpu"], recipe.train.precision)
+    work = Work.of(recipe, gpu, STEELYARD, 1, (1, 1, False))
     assert (work.rate, work.bandwidth) == (pytest.approx(0.01e12), pytest.approx(2e9))
     reported = cluster(("cpu", 1, 2), intra_GBps=7.0)  # What the file says is believed.
-    assert Predictor(recipe, reported, profiles=[profile]).step(chosen).rings[0].bandwidth > 1e9
+    assert Predictor(recipe, reported, profiles=[profile]).step(chosen).table.rings[0].bandwidth > 1e9
 
 
 @pytest.mark.slow
@@ -77,14 +80,14 @@ def test_a_profile_of_another_model_or_with_a_mistake_is_refused(recipe, tmp_pat
     path = tmp_path / "profile.toml"
     found = measure(recipe, [1], [1])
     path.write_text(to_toml(found | {"hidden": 64}))
-    with pytest.raises(UserError, match="this profile has hidden 64, and the recipe 32"):
+    with pytest.raises(UserError, match="this profile has hidden 64, but the recipe has 32"):
         profiles.refuse_another(profiles.load(path), recipe, path)
     path.write_text(to_toml(found | {"ffn": 7}))
     with pytest.raises(UserError, match="this profile has ffn 7"):
         profiles.refuse_another(profiles.load(path), recipe, path)
     path.write_text(to_toml({key: value for key, value in found.items() if key not in ("family", "ffn", "heads")}))
     profiles.refuse_another(profiles.load(path), recipe, path, cluster(("cpu", 1, 1)))
-    with pytest.raises(UserError, match="this profile is of cpu, and the cluster has a10, t4"):
+    with pytest.raises(UserError, match="this profile was measured on cpu, but the cluster has a10, t4"):
         profiles.refuse_another(profiles.load(path), recipe, path, cluster(("t4", 1, 1), ("a10", 1, 1)))
     path.write_text(to_toml(found | {"layers": [{"tensor": 1, "micro_batch": 1, "forward": -1.0, "backward": 1.0}]}))
     with pytest.raises(UserError, match="greater than 0"):

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
-from steelyard.plan import layout_space, memory_fit, partition, plan_pages
+from steelyard.plan import layout_space, memory_fit, partition, plan_report
+from steelyard.plan.candidates import weight
 from steelyard.plan.cluster import Cluster
 from steelyard.plan.layout import Layout
 from steelyard.plan.layout_space import SearchLimits
 from steelyard.plan.plan_report import shown
 from steelyard.plan.predict import Predictor
-from steelyard.plan.pricing import price_hour, watts, weight
 from steelyard.plan.search import given as predicted
 from steelyard.plan.search import search
 from steelyard.plan.software import EAGER, MEGATRON, STEELYARD, as_run
@@ -54,7 +54,7 @@ def exhaustive(recipe, machines, limits, objective="time"):
                         placement,
                     )  # fmt: skip
                     step = predictor.step(chosen)
-                    worth = weight(objective, price_hour(machines, placement), watts(machines, placement))
+                    worth = weight(objective, machines.price_hour(placement), machines.watts(placement))
                     for counts in compositions(recipe.model.layers, pipeline):
                         seconds = step.seconds(partition.spread(counts, virtual)) * worth
                         whole = chosen.with_partition(partition.spread(counts, virtual))
@@ -261,7 +261,7 @@ def test_a_pipeline_is_drawn_as_it_was_predicted():
     for software in (STEELYARD, MEGATRON):
         found = search(recipe, machines, limits=limits, software=software).plans
         plan = next(plan for plan in found if plan.layout.pipeline == 2)
-        page = plan_pages.pipeline(recipe, machines, plan, software)
+        page = plan_report.pipeline(recipe, machines, plan, software)
         drawn = float(page.split(" ms from left to right")[0].rsplit(" ", 1)[1]) / 1e3
         parts = plan.parts
         assert drawn == pytest.approx(parts.compute + parts.tensor + parts.bubble + parts.pipeline, rel=0.02)
@@ -291,7 +291,7 @@ def test_what_cannot_be_planned_is_refused_by_name():
     with pytest.raises(UserError, match="hybrid sharding"):
         search(hybrid, cluster(("a10", 1, 4)))
     for look in (search, predicted):
-        with pytest.raises(UserError, match="no peak of bf16 is known for t4"):
+        with pytest.raises(UserError, match="no bf16 peak is known for t4"):
             look(gpt(precision="bf16"), cluster(("t4", 1, 4)))
 
 
@@ -354,7 +354,7 @@ def test_megatrons_short_pipelines_are_predicted_and_ours_refused():
     plan = predicted(recipe, machines, MEGATRON).plans[0]
     assert plan.layout.schedule == "1f1b"
     assert plan.parts.bubble > 0
-    with pytest.raises(UserError, match="takes at least 4 micro-batches, not 2"):
+    with pytest.raises(UserError, match="needs at least 4 micro-batches, not 2"):
         predicted(recipe, machines)
     written = plan.layout.written(recipe)  # And what is written runs here.
     assert written.parallel.schedule == "gpipe"
