@@ -120,7 +120,7 @@ def of_plan(
 
 def of_command(site: SiteSection, nodes: int | None, per_node: int | None) -> list[NodeGroup]:
     """The groups for a command that has no plan: one rank on one node, unless told otherwise."""
-    return [NodeGroup(nodes or 1, per_node or 1, site.partition, site.gres)]
+    return [NodeGroup(nodes or 1, per_node or 1, site.slurm.partition, site.slurm.gres)]
 
 
 def world(groups: Sequence[NodeGroup]) -> int:
@@ -168,8 +168,8 @@ def _alike(
             )
         nodes = needed // ranks
     ranks = ranks or max(1, needed // nodes)
-    partition = (described.partition if described else None) or site.partition
-    gres = (described.gres if described else None) or site.gres or f"gpu:{ranks}"
+    partition = (described.partition if described else None) or site.slurm.partition
+    gres = (described.gres if described else None) or site.slurm.gres or f"gpu:{ranks}"
     gpu = cluster.gpu_of(described) if cluster is not None and described is not None else _named_in(gres)
     return NodeGroup(nodes, ranks, partition, gres, gpu)
 

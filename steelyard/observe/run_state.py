@@ -11,6 +11,8 @@ import fcntl
 import shutil
 import time
 from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from statistics import median_low
@@ -112,10 +114,9 @@ class RunState:
     def _launched(self) -> dict[str, dict[str, Any]]:
         jobs, backend = self.launch.get("jobs"), self.launch.get("backend")
         own = [str(job) for job in jobs] if isinstance(jobs, list) else []  # An earlier launch had others.
-        try:
+        owns: Callable[[str, str], bool] = str.__eq__
+        with suppress(UserError):  # A file that somebody damaged names no backend.
             owns = backends.load(str(backend)).owns
-        except UserError:
-            owns = str.__eq__
         return {
             job: record
             for record in [*self.scheduler, *self.unwritten]

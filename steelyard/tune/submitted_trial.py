@@ -19,7 +19,7 @@ from steelyard.core.errors import RuntimeFailure, SteelyardError, UserError
 from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.site_section import SiteSection
 from steelyard.launch import backends, job_spec, launch_record, sites
-from steelyard.launch.backends import ENDED, WAITING, JobState, Option
+from steelyard.launch.backends import ENDED, WAITING, JobState
 from steelyard.launch.launch_record import launched
 from steelyard.launch.submit import SubmitRequest, cancel_run, groups_of, submit
 from steelyard.tune import outcome
@@ -36,7 +36,8 @@ def site_of(tune: Tune, recipe: Recipe) -> tuple[str | None, SiteSection]:
     launch = tune.launch
     name, site = sites.find(launch.site, recipe.site, Path(launch.sites) if launch.sites else None)
     site = sites.changed(site, ",".join(launch.hosts) if launch.hosts else None, None)
-    return name, site.model_copy(update={"requeue": False, "warning_seconds": 0})
+    minutes = math.ceil(tune.trial.timeout_minutes)
+    return name, backends.load(str(launch.on)).trial_site(site, minutes)
 
 
 def request(tune: Tune, recipe: Recipe, run: Path, number: int = 0) -> SubmitRequest:
@@ -46,7 +47,6 @@ def request(tune: Tune, recipe: Recipe, run: Path, number: int = 0) -> SubmitReq
     if tune.nproc is not None:
         data = recipe.parallel.data_for(tune.nproc)
         recipe = recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={"data": data})})
-    limit = launch.time or site.time_limit or str(math.ceil(tune.trial.timeout_minutes))
     backend = backends.load(str(launch.on))
     return SubmitRequest(
         on=str(launch.on),
@@ -57,7 +57,7 @@ def request(tune: Tune, recipe: Recipe, run: Path, number: int = 0) -> SubmitReq
         site_name=name,
         cluster=Path(tune.cluster) if tune.cluster else None,
         ranks_per_node=launch.ranks_per_node if backend.is_remote else None,
-        time_limit=limit if Option.TIME in backend.takes else None,
+        time_limit=launch.time,
         skip_checks=True,
     )
 

@@ -72,7 +72,7 @@ gres = "gpu:a100:1"
 SITES = """
 default = "yard"
 
-[yard]
+[yard.slurm]
 cpus_per_rank = 1
 partition = "a10"
 
@@ -80,7 +80,7 @@ partition = "a10"
 OMP_NUM_THREADS = "1"
 PYTHONPATH = "{source}"
 
-[apart]
+[apart.slurm]
 cpus_per_rank = 1
 heterogeneous = "several-jobs"
 

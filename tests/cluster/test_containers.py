@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(PROGRAM is None, reason="there is no apptainer (tools/cluster_apptainer fetches one)"),
 ]
 SITE = """
-[boxed]
+[boxed.slurm]
 cpus_per_rank = 1
 partition = "a10"
 

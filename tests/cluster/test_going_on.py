@@ -17,7 +17,7 @@ LONG = (f"train.steps={STEPS}", "checkpoint.every=0", "--on", "slurm")  # Only a
 
 def test_a_preempted_job_saves_gives_way_and_goes_on(yard: Yard, undisturbed: Path):
     """Once with a time of grace and once without, when Slurm leaves it a few seconds (KillWait)."""
-    run = yard.submit(*ALIKE, *LONG, "--name", "poor", "site.partition=spare")
+    run = yard.submit(*ALIKE, *LONG, "--name", "poor", "site.slurm.partition=spare")
     for times, (grace, step) in enumerate(((30, 10), (0, 60)), start=1):
         yard.lab.client("scontrol", "update", "PartitionName=spare", f"GraceTime={grace}")
         with yard.held(run, step=step):
@@ -48,7 +48,7 @@ def test_a_time_limit_saves_requeues_and_resumes_jobs_of_every_shape(
     """
     words = {"one": ALIKE, "heterogeneous": MIXED, "pair": (*MIXED, "--site", "apart")}
     runs = {
-        name: yard.submit(*given, *LONG, "--name", f"limited-{name}", "--time", "30", "site.warning_seconds=60")
+        name: yard.submit(*given, *LONG, "--name", f"limited-{name}", "--time", "30", "site.slurm.warning_seconds=60")
         for name, given in words.items()
     }
     with ExitStack() as stack:

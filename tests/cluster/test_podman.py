@@ -33,7 +33,7 @@ tmp_dir = "{folder}/tmp"
 {runtime}
 """
 SITE = """
-[boxed]
+[boxed.slurm]
 cpus_per_rank = 1
 partition = "a10"
 

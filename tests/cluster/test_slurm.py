@@ -94,7 +94,7 @@ def test_a_full_disk_fails_the_job_and_says_so(yard: Yard):
     disk.mkdir()
     yard.lab.mount("a1", disk, "8m")
     words = ["alike.toml", "train.steps=100000", "checkpoint.every=5", "checkpoint.keep_last=1000"]
-    words += ["--run", str(disk / "full"), "--on", "slurm", 'site.sbatch=["--nodelist=a1"]']
+    words += ["--run", str(disk / "full"), "--on", "slurm", 'site.slurm.sbatch=["--nodelist=a1"]']
     run = yard.submit(*words, on_host="a1")
     deadline = time.monotonic() + 300
     while (rows := yard.steelyard("list", str(disk), on_host="a1").stdout) and "failed" not in rows:

@@ -85,7 +85,7 @@ def test_nodes_that_read_an_old_recipe_are_named_whether_they_agree_or_not(yard:
     One of two ends the job before its first step. Both agree and train on, and only watch knows what was asked for.
     """
     words = ["alike.toml", "parallel.data=2", "train.steps=100000", "checkpoint.every=0", "--nodes", "2"]
-    words += ["--on", "slurm", 'site.sbatch=["--hold"]']
+    words += ["--on", "slurm", 'site.slurm.sbatch=["--hold"]']
     runs = {name: yard.submit(*words, "--name", name) for name in ("astray", "outdated")}
     assert list(watched(yard, "astray", 1)) == ["held"]
     mounted = [("a2", "astray"), ("a1", "outdated"), ("a2", "outdated")]

@@ -164,7 +164,7 @@ default = "campus"   # most of us
 
 [campus]
 modules = ["apptainer", "cuda/12.4"]  # as of May
-account = "nlp"
+slurm.account = "nlp"
 
 [campus.container]
 kind = "apptainer"
@@ -175,7 +175,7 @@ binds = ["/data", "/old:/opt/steelyard/links"]  # the data
 NCCL_DEBUG = "WARN"
 
 [other]
-partition = "gpu1"
+slurm.partition = "gpu1"
 """
 
 

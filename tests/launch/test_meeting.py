@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from steelyard.core.recipe.site_section import SiteSection
+from steelyard.core.recipe.site_section import SiteSection, SlurmSection
 from steelyard.launch import rendezvous_file
 from steelyard.launch.backends import slurm_script
 from steelyard.launch.job_spec import NodeGroup
@@ -120,7 +120,11 @@ def test_a_job_follows_what_becomes_of_the_other_job_of_its_run(tmp_path: Path, 
         (tmp_path / "bin").mkdir(exist_ok=True)
         (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / "bin" / name).chmod(0o755)
-    two = order(tmp_path, SiteSection(heterogeneous="several-jobs"), groups=[NodeGroup(1, 1), NodeGroup(1, 2)])
+    two = order(
+        tmp_path,
+        SiteSection(slurm=SlurmSection(heterogeneous="several-jobs")),
+        groups=[NodeGroup(1, 1), NodeGroup(1, 2)],
+    )
     given = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
     done = subprocess.run(
         ["bash", "-c", slurm_script.text(two, 0)], env=given, cwd=tmp_path, capture_output=True, text=True, timeout=150
@@ -130,7 +134,12 @@ def test_a_job_follows_what_becomes_of_the_other_job_of_its_run(tmp_path: Path, 
 
 def test_before_they_met_a_job_waits_for_one_in_the_queue(tmp_path: Path):
     text = slurm_script.text(
-        order(tmp_path, SiteSection(heterogeneous="several-jobs"), groups=[NodeGroup(1, 1), NodeGroup(1, 2)]), 0
+        order(
+            tmp_path,
+            SiteSection(slurm=SlurmSection(heterogeneous="several-jobs")),
+            groups=[NodeGroup(1, 1), NodeGroup(1, 2)],
+        ),
+        0,
     )
     (tmp_path / "launch").mkdir()
     (tmp_path / "launch" / "jobs").write_text("7\n8\n")

@@ -15,7 +15,7 @@ import pytest
 
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import load_recipe
-from steelyard.core.recipe.site_section import ContainerSection, MpiSection, SiteSection
+from steelyard.core.recipe.site_section import ContainerSection, MpiSection, SiteSection, SlurmSection
 from steelyard.launch import job_spec, rendezvous_file, site_environment, site_shell, sites, submit
 from steelyard.launch.backends import mpi, slurm, slurm_script
 from steelyard.launch.job_spec import JobSpec, NodeGroup
@@ -88,7 +88,12 @@ def test_a_plan_without_a_placement_fills_nodes_of_the_site():
 
 def test_several_partitions_become_one_heterogeneous_job(tmp_path):
     two = [NodeGroup(1, 4, "gpu1", "gpu:a100:4"), NodeGroup(7, 4, "gpu2", "gpu:a10:4")]
-    made = order(tmp_path, SiteSection(account="nlp", sbatch=["--qos=long"]), groups=two, time_limit="24:00:00")
+    made = order(
+        tmp_path,
+        SiteSection(slurm=SlurmSection(account="nlp", sbatch=["--qos=long"])),
+        groups=two,
+        time_limit="24:00:00",
+    )
     words = slurm_script.sbatch(made)
     first, second = words[: words.index(":")], words[words.index(":") + 1 :]
     assert {"--nodes=1", "--partition=gpu1", "--gres=gpu:a100:4", "--cpus-per-task=16", "--qos=long"} <= set(first)
@@ -101,7 +106,7 @@ def test_several_partitions_become_one_heterogeneous_job(tmp_path):
 
 def test_where_they_are_forbidden_each_partition_is_a_job_that_knows_its_place(tmp_path):
     two = [NodeGroup(1, 4, "gpu1"), NodeGroup(7, 4, "gpu2")]
-    made = order(tmp_path, SiteSection(heterogeneous="several-jobs"), groups=two)
+    made = order(tmp_path, SiteSection(slurm=SlurmSection(heterogeneous="several-jobs")), groups=two)
     assert slurm_script.jobs(made) == [0, 1]
     assert ":" not in slurm_script.sbatch(made, 1)
     assert "--group 1" in slurm_script.text(made, 1)
@@ -263,7 +268,11 @@ def test_a_refused_follower_takes_the_master_off_the_queue(tmp_path, monkeypatch
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
-    two = order(tmp_path, SiteSection(heterogeneous="several-jobs"), groups=[NodeGroup(1, 1), NodeGroup(1, 2)])
+    two = order(
+        tmp_path,
+        SiteSection(slurm=SlurmSection(heterogeneous="several-jobs")),
+        groups=[NodeGroup(1, 1), NodeGroup(1, 2)],
+    )
     with pytest.raises(UserError, match="refuses"):
         slurm.BACKEND.submit(two, submit.described(SubmitRequest("slurm", PLAIN), two))
     assert (tmp_path / "cancelled").read_text() == "41\n"
@@ -358,11 +367,11 @@ def test_a_shell_has_the_modules_the_environment_and_the_container(tmp_path):
 
 def test_a_site_is_found_by_name_and_the_recipe_goes_before_it(tmp_path):
     file = tmp_path / "sites.toml"
-    file.write_text('default = "one"\n[one]\naccount = "a"\npartition = "p"\n[two]\n')
+    file.write_text('default = "one"\n[one.slurm]\naccount = "a"\npartition = "p"\n[two]\n')
     assert sites.find(None, None, file)[0] == "one"
-    name, site = sites.find("one", SiteSection(partition="q"), file)
-    assert (name, site.account, site.partition) == ("one", "a", "q")
-    assert sites.find("two", None, file)[1].account is None
+    name, site = sites.find("one", SiteSection(slurm=SlurmSection(partition="q")), file)
+    assert (name, site.slurm.account, site.slurm.partition) == ("one", "a", "q")
+    assert sites.find("two", None, file)[1].slurm.account is None
     with pytest.raises(UserError, match="there is no site tow") as error:
         sites.find("tow", None, file)
     assert error.value.hint == "did you mean two?"
@@ -371,11 +380,12 @@ def test_a_site_is_found_by_name_and_the_recipe_goes_before_it(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[s]\nacount = 'x'", "sites.toml:2: acount: unknown key\n  did you mean account?"),
+        ("[s.slurm]\nacount = 'x'", "sites.toml:2: slurm.acount: unknown key\n  hint: did you mean slurm.account?"),
+        ("[s]\naccount = 'x'", "sites.toml:2: account: this key is now called slurm.account"),
         ("[s.environment]\nHF_TOKEN = 'x'", "environment.HF_TOKEN: a secret would be written"),
         ("[s.container]\nkind = 'docker'", "docker needs an image"),
         ("[s.mpi]\noptions = ['-x', 'WANDB_API_KEY=0123']", "mpi.options: holds a secret"),
-        ("[s]\nsbatch = ['--export=HF_TOKEN=0123']", "sbatch: holds a secret"),
+        ("[s.slurm]\nsbatch = ['--export=HF_TOKEN=0123']", "sbatch: holds a secret"),
         ("[s.environment]\nPROXY = 'http://me:pw@proxy'", "environment.PROXY: holds a secret"),
         ("[s.environment]\n'A B' = 'x'", "may hold only"),
         ("s = 1", "there is no site s"),

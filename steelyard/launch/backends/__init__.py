@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from steelyard.core.errors import UserError
 
 if TYPE_CHECKING:
+    from steelyard.core.recipe.site_section import SiteSection
     from steelyard.launch.job_spec import JobSpec, NodeGroup
     from steelyard.launch.launch_record import Launch
     from steelyard.launch.submit import SubmitRequest
@@ -107,6 +108,10 @@ class Backend(Protocol):
         """The log files of a run."""
         return sorted((run / "logs").glob("*.*"))
 
+    def trial_site(self, site: SiteSection, minutes: int) -> SiteSection:
+        """The site for a trial of `tune`: its job is not requeued, and ends after `minutes` unless the site says."""
+        return site
+
     def owns(self, job: str, named: str) -> bool:
         """Whether `named` is this job, or a part of it under a name of its own."""
         return job == named
@@ -121,11 +126,11 @@ class Backend(Protocol):
 
     def array(self, specs: list[JobSpec]) -> tuple[list[str], dict[str, str]]:
         """The command that submits jobs as one array, and all scripts by path; for backends with `Option.ARRAY`."""
-        raise NotImplementedError
+        raise UserError(f"this backend {Option.ARRAY}")
 
     def submit_array(self, specs: list[JobSpec], launches: list[Launch]) -> list[Launch]:
         """Submit jobs as one array; for backends with `Option.ARRAY`."""
-        raise NotImplementedError
+        raise UserError(f"this backend {Option.ARRAY}")
 
 
 def names() -> list[str]:

@@ -24,6 +24,7 @@ from steelyard.launch.job_spec import JobSpec, NodeGroup
 from steelyard.launch.launch_record import FOLDER, JOBS, Launch
 
 if TYPE_CHECKING:
+    from steelyard.core.recipe.site_section import SiteSection
     from steelyard.launch.submit import SubmitRequest
     from steelyard.plan.cluster import Cluster
 
@@ -110,6 +111,12 @@ class Slurm(Backend):
     def place(self, environ: Mapping[str, str]) -> Place:
         """srun numbers the nodes of a job; Slurm's name of a node is one that every node can resolve."""
         return Place(int(environ.get("SLURM_PROCID", "0")), address=environ.get("SLURMD_NODENAME"))
+
+    def trial_site(self, site: SiteSection, minutes: int) -> SiteSection:
+        """Without a requeue, which would be measured with its time in the queue, and without a warning."""
+        limit = site.slurm.time_limit or str(minutes)
+        changes = {"requeue": False, "warning_seconds": 0, "time_limit": limit}
+        return site.model_copy(update={"slurm": site.slurm.model_copy(update=changes)})
 
     def owns(self, job: str, named: str) -> bool:
         """Whether an id is this job's, or that of a part or task of it."""

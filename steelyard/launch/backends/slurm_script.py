@@ -21,7 +21,7 @@ from pathlib import Path
 from shlex import join, quote
 
 from steelyard.core.errors import Interrupted
-from steelyard.core.recipe.site_section import SiteSection
+from steelyard.core.recipe.site_section import SlurmSection
 from steelyard.launch import site_environment
 from steelyard.launch.job_spec import JobSpec, NodeGroup, agent_command, written
 from steelyard.launch.launch_record import FOLDER, JOBS
@@ -122,12 +122,12 @@ def _once(spec: JobSpec) -> list[str]:
     """What is said once for all parts. A `%` in a path would stand for something."""
     logs = str(spec.run / "logs").replace("%", "%%")
     words = [f"--output={logs}/slurm-%j.log", "--open-mode=append", f"--chdir={spec.workdir}"]
-    return [*words, "--requeue" if spec.site.requeue else "--no-requeue"]
+    return [*words, "--requeue" if spec.site.slurm.requeue else "--no-requeue"]
 
 
 def _options(spec: JobSpec, group: NodeGroup) -> list[str]:
     """What each part of a heterogeneous job needs for itself."""
-    site, limit = spec.site, spec.time_limit or spec.site.time_limit
+    site, limit = spec.site.slurm, spec.time_limit or spec.site.slurm.time_limit
     words = [f"--nodes={group.nodes}", "--ntasks-per-node=1", f"--cpus-per-task={_cpus(site, group)}"]
     words += [f"--partition={group.partition}"] if group.partition else []
     words += [f"--gres={group.gres}"] if group.gres else []
@@ -138,7 +138,7 @@ def _options(spec: JobSpec, group: NodeGroup) -> list[str]:
     return [*words, *site.sbatch]
 
 
-def _cpus(site: SiteSection, group: NodeGroup) -> int:
+def _cpus(site: SlurmSection, group: NodeGroup) -> int:
     return group.ranks * (site.cpus_per_rank or (4 if group.gres else 1))
 
 
@@ -162,7 +162,7 @@ def text(spec: JobSpec, group: int | None = None) -> str:
     word = quote(str(spec.run / FOLDER / STOPPED))
     asked = f"[ $code = 0 ] && [ -e {word}{_attempt(spec)} ]"
     lines.append(f"if {asked}; then code={Interrupted.exit_code}; fi\n")
-    if spec.site.requeue and job is None:
+    if spec.site.slurm.requeue and job is None:
         lines.append(_requeueing(spec))
     return "".join([*lines, "exit $code\n"])
 
@@ -170,7 +170,7 @@ def text(spec: JobSpec, group: int | None = None) -> str:
 def _requeueing(spec: JobSpec) -> str:
     return (
         f"if [ $code = {Interrupted.exit_code} ] &&\n"
-        f'    [ "${{SLURM_RESTART_COUNT:-0}}" -lt {spec.site.max_restarts} ] &&\n'
+        f'    [ "${{SLURM_RESTART_COUNT:-0}}" -lt {spec.site.slurm.max_restarts} ] &&\n'
         '    [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T | head -n 1)" = RUNNING ]; then\n'
         '    echo "to be queued again"\n'
         '    scontrol requeue "$SLURM_JOB_ID" || echo "error: Slurm refuses; submit it again to go on" >&2\n'
@@ -198,7 +198,7 @@ def _srun(spec: JobSpec, words: Sequence[str], tail: str, group: int | None, ins
     for number, each in enumerate(wanted):
         options = [f"--het-group={number}"] if len(wanted) > 1 else []
         options += [f"--nodes={each.nodes}", f"--ntasks={each.nodes}", "--ntasks-per-node=1"]
-        options += [f"--cpus-per-task={_cpus(spec.site, each)}"]
+        options += [f"--cpus-per-task={_cpus(spec.site.slurm, each)}"]
         options += ["--kill-on-bad-exit=1"] if not number else []
         options += [f"--jobid={job}", "--overlap", f"--job-name={step_name(spec.name, spec.submitted)}"] if job else []
         parts.append(f"{join([*options, *container, *words])}{tail}")
@@ -213,7 +213,7 @@ def looking_after_others(run: Path, line: str) -> str:
 
 def jobs(spec: JobSpec) -> list[int | None]:
     """The jobs a spec becomes: one for all groups (None), or one for each."""
-    is_several = len(spec.groups) > 1 and spec.site.heterogeneous == "several-jobs" and spec.allocation is None
+    is_several = len(spec.groups) > 1 and spec.site.slurm.heterogeneous == "several-jobs" and spec.allocation is None
     return list(range(len(spec.groups))) if is_several else [None]
 
 
