@@ -69,8 +69,7 @@ class Launch:
 
     def owns(self, named: str) -> bool:
         """Whether a job id is that of one of its jobs, or of a part of one."""
-        backend = backends.load(self.backend)
-        return any(backend.owns(job, named) for job in self.jobs)
+        return any(backends.owns(self.backend, job, named) for job in self.jobs)
 
 
 def write(run: Path, launch: Launch) -> None:

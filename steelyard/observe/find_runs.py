@@ -8,7 +8,8 @@ from pathlib import Path
 
 from steelyard.core.errors import UserError
 from steelyard.core.run import MANIFEST
-from steelyard.launch import backends, launch_record
+from steelyard.core.safe_parse import loads
+from steelyard.launch import backends
 from steelyard.observe.run_state import LAUNCH
 
 DEEPEST = 4
@@ -60,13 +61,11 @@ def by_job(job: str, folder: Path) -> Path:
 
 def _has(path: Path, job: str) -> bool:
     try:
-        launch = launch_record.read(path)
-        backend = backends.load(launch.backend) if launch is not None else None
-    except UserError:
+        launch = loads((path / LAUNCH).read_bytes())
+        name, jobs = launch.get("backend"), [str(each) for each in launch.get("jobs") or []]
+    except (OSError, ValueError, AttributeError):
         return False
-    if launch is None or backend is None:
-        return False
-    return any(backend.owns(each, job) or backend.owns(job, each) for each in launch.jobs)
+    return any(backends.owns(name, each, job) or backends.owns(name, job, each) for each in jobs)
 
 
 def _touched(path: Path) -> float:

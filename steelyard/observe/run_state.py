@@ -11,8 +11,6 @@ import fcntl
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from statistics import median_low
@@ -114,14 +112,11 @@ class RunState:
     def _launched(self) -> dict[str, dict[str, Any]]:
         jobs, backend = self.launch.get("jobs"), self.launch.get("backend")
         own = [str(job) for job in jobs] if isinstance(jobs, list) else []  # An earlier launch had others.
-        owns: Callable[[str, str], bool] = str.__eq__
-        with suppress(UserError):  # A file that somebody damaged names no backend.
-            owns = backends.load(str(backend)).owns
         return {
             job: record
             for record in [*self.scheduler, *self.unwritten]
             if record.get("state")
-            and (not own or any(owns(each, str(record.get("job"))) for each in own))
+            and (not own or any(backends.owns(backend, each, str(record.get("job"))) for each in own))
             and (job := str(record.get("job")))
         }
 

@@ -147,6 +147,14 @@ def load(name: str) -> Backend:
     return backend
 
 
+def owns(name: object, job: str, named: str) -> bool:
+    """Whether `named` is a job of a backend or a part of it; a backend that is not known has no parts."""
+    try:
+        return load(str(name)).owns(job, named)
+    except UserError:
+        return job == named
+
+
 def refuse_option(name: str, option: Option, otherwise: str = "") -> None:
     """Refuse an option that a backend does not take, and name those that do."""
     if option not in load(name).takes:
