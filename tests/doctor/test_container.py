@@ -194,7 +194,7 @@ def test_a_profile_keeps_its_comments_and_what_it_had(tmp_path):
     }  # fmt: skip
     assert written["campus"]["environment"] == {"NCCL_DEBUG": "WARN", "CUDA_HOME": "/usr/local/cuda"}
     assert written["campus"]["prepend"] == {"LD_LIBRARY_PATH": ["/opt/steelyard/links"]}
-    assert written["other"] == {"partition": "gpu1"}
+    assert written["other"] == {"slurm": {"partition": "gpu1"}}
     assert written["default"] == site_profile.default(path) == "campus"
 
 
