@@ -8,7 +8,7 @@ import typer
 
 from steelyard.cli.options import JsonOption, print_result
 from steelyard.launch import launch_record
-from steelyard.launch.cancel import cancel_run
+from steelyard.launch.submit import cancel_run
 
 RunArgument = Annotated[
     str, typer.Argument(metavar="RUN|JOB", help="A run folder, a name under runs/, or the number of a job.")

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from steelyard.cli.cancel import RunArgument
-from steelyard.launch import launch_record, log_reader, scheduler
+from steelyard.launch import launch_record, log_reader
 
 
 class LogStream(StrEnum):
@@ -51,5 +51,5 @@ def logs_(
     if empty := [path.name for path, end in ends.items() if not end]:
         print(f"empty: {', '.join(empty)}")
     if follow:
-        for path, line in log_reader.follow(find, lambda: scheduler.is_over(folder), ends):
+        for path, line in log_reader.follow(find, lambda: launch_record.is_over(folder), ends):
             print(f"{path.name}: {line}", flush=True)

@@ -11,7 +11,7 @@ import typer
 from steelyard.cli.default_command import with_default
 from steelyard.cli.options import JsonOption, Overrides, RecipeArgument, RunOption, print_result
 from steelyard.cli.relaunch import NprocOption
-from steelyard.cli.submit import BackendChoice, SiteOption, SitesOption
+from steelyard.cli.submit import BACKENDS, SiteOption, SitesOption
 from steelyard.core.console import console
 from steelyard.core.errors import RuntimeFailure, UserError
 from steelyard.core.recipe import load_recipe
@@ -40,7 +40,7 @@ def run(
         str, typer.Option(metavar="FIRST-END", help="Which steps: 10-12 is 10 and 11, the end is left out.")
     ] = "10-12",
     ranks: Annotated[str | None, typer.Option(metavar="LIST", help="Which ranks, like 0,4.  [default: all]")] = None,
-    on: Annotated[BackendChoice, typer.Option(help="Who starts the ranks.")] = BackendChoice.local,
+    on: Annotated[str, typer.Option(metavar=BACKENDS, help="Who starts the ranks.")] = "local",
     nproc: NprocOption = None,
     run_: RunOption = None,
     cluster: Annotated[
@@ -56,7 +56,7 @@ def run(
 
     Example: steelyard profile my.toml --tool torch --steps 10-12 --ranks 0,4 --nproc 8
     """
-    from steelyard.launch import sites
+    from steelyard.launch import backends, sites
     from steelyard.launch.submit import SubmitRequest
     from steelyard.observe import report
     from steelyard.observe.profile import nsight_tools, profile_run
@@ -65,17 +65,18 @@ def run(
     loaded = profile_run.asked_for(load_recipe(recipe, overrides or ()), tool.value, steps_in(steps, "--steps"), chosen)
     site_name, found = sites.find(site, loaded.site, sites_file)
     request = SubmitRequest(
-        on.value, sites.changed(found, hosts, None), loaded, site_name=site_name, cluster=cluster, nodes=nodes,
+        on, sites.changed(found, hosts, None), loaded, site_name=site_name, cluster=cluster, nodes=nodes,
         ranks_per_node=nproc,
     )  # fmt: skip
     world = profile_run.refuse_unfit(request, chosen)
-    if on == BackendChoice.local and tool.value in nsight_tools.OUTSIDE:
+    is_remote = backends.load(on).is_remote
+    if not is_remote and tool.value in nsight_tools.OUTSIDE:
         nsight_tools.find(tool.value)
     folder = profile_run.prepare(loaded, run_)
-    if on == BackendChoice.local:
-        profile_run.here(folder, world)
-    else:
+    if is_remote:
         profile_run.elsewhere(request, folder)
+    else:
+        profile_run.here(folder, world)
     seen = profile_run.seen(folder)
     page = report.write(folder)
     print_result(seen.as_result() | {"report": str(page)}, json, f"{seen.as_text()}\nreport  {page}")

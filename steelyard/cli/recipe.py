@@ -94,7 +94,9 @@ def list_(json: JsonOption = False) -> None:
 
 
 def migrate(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A recipe or a tune file.", show_default=False)],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A recipe, a tune file or sites.toml.", show_default=False)
+    ],
     check: Annotated[bool, typer.Option("--check", help="Write nothing; exit with 1 if there are old keys.")] = False,
     json: JsonOption = False,
 ) -> None:
@@ -109,9 +111,10 @@ def migrate(
     except OSError as error:
         raise UserError(f"cannot be read: {error.strerror}", where=str(file)) from None
     parse(text, str(file))
-    new, found = migrate_text(text)
+    is_sites = file.name == "sites.toml"
+    new, found = migrate_text(text, is_sites)
     values, places = parse(new, str(file))
-    if migrate_values(values) != values:
+    if not is_sites and migrate_values(values) != values:
         left = next(key for key in places if renamed(key))
         raise UserError(f"{left} is not rewritten here: write {renamed(left)}", where=places[left])
     if found and not check:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -12,18 +11,18 @@ from steelyard.cli import COMMANDS
 from steelyard.cli.options import JsonOption, RunOption, print_result
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import load_recipe
-from steelyard.launch import job_array, sites
-from steelyard.launch.submit import SubmitRequest, preview, submit, wait
+from steelyard.launch import backends, sites
+from steelyard.launch.submit import (
+    SubmitRequest,
+    array_requests,
+    preview,
+    preview_array,
+    submit,
+    submit_array,
+    wait,
+)
 
-
-class BackendChoice(StrEnum):
-    """Who starts the ranks."""
-
-    local = "local"
-    mpi = "mpi"
-    slurm = "slurm"
-
-
+BACKENDS = f"[{'|'.join(backends.names())}]"
 Words = Annotated[
     list[str] | None,
     typer.Argument(
@@ -47,7 +46,7 @@ def register(root: typer.Typer, name: str, help_: str) -> None:
 
 def submit_(
     words: Words = None,
-    on: Annotated[BackendChoice, typer.Option(help="Who starts the ranks.")] = BackendChoice.local,
+    on: Annotated[str, typer.Option(metavar=BACKENDS, help="Who starts the ranks.")] = "local",
     site: SiteOption = None,
     sites_file: SitesOption = None,
     cluster: Annotated[
@@ -85,23 +84,21 @@ def submit_(
     Example: steelyard submit --on slurm --ranks-per-node 4 -- eval ppl runs/my
     """
     recipe, command = _split(words or [])
-    if hosts is not None and on is not BackendChoice.mpi:
-        raise UserError("--hosts are mpirun's", hint="add --on mpi, or leave them out")
+    if hosts is not None:
+        backends.refuse_option(on, backends.Option.HOSTS, ", or leave --hosts out")
     loaded = load_recipe(recipe[0], recipe[1:]) if recipe else None
     site_name, found = sites.find(site, loaded.site if loaded else None, sites_file)
     request = SubmitRequest(
-        on.value, sites.changed(found, hosts, port), loaded, command, name, run, site_name, cluster, nodes,
+        on, sites.changed(found, hosts, port), loaded, command, name, run, site_name, cluster, nodes,
         ranks_per_node, time, job, reload_container, skip_checks,
     )  # fmt: skip
     if array:
-        requests = job_array.requests(
-            request, array, lambda overrides: load_recipe(recipe[0], [*recipe[1:], *overrides])
-        )
+        requests = array_requests(request, array, lambda overrides: load_recipe(recipe[0], [*recipe[1:], *overrides]))
         if dry_run:
-            result, text = job_array.preview(requests)
+            result, text = preview_array(requests)
             print_result(result, json, text)
             return
-        results = job_array.sweep(requests)
+        results = submit_array(requests)
         text = "\n".join(f"{', '.join(each['jobs'])}  {each['run']}" for each in results)
         print_result({"runs": results}, json, text)
         if wait_:

@@ -11,7 +11,7 @@ import typer
 
 from steelyard.cli.default_command import with_default
 from steelyard.cli.options import JsonOption, Overrides, print_result
-from steelyard.cli.submit import BackendChoice, SiteOption, SitesOption
+from steelyard.cli.submit import BACKENDS, SiteOption, SitesOption
 from steelyard.core.errors import UserError
 from steelyard.core.host import require_linux
 from steelyard.tune.command import STORAGE
@@ -42,7 +42,8 @@ def run(
         typer.Option(metavar="FILE", help="Measured layers, for the planner: `steelyard plan profile`."),
     ] = None,
     on: Annotated[
-        BackendChoice | None, typer.Option(help="Submit each trial as a job.  [default: run it under the tuner, here]")
+        str | None,
+        typer.Option(metavar=BACKENDS, help="Submit each trial as a job.  [default: run it under the tuner, here]"),
     ] = None,
     site: SiteOption = None,
     sites_file: SitesOption = None,
@@ -71,7 +72,7 @@ def run(
     require_linux("steelyard tune", "tune on the machine that will train; steelyard tune report works here")
     given = {
         "budget.trials": trials, "budget.hours": hours, "trial.steps": steps, "cluster": cluster,
-        "profile": profile or None, "launch.on": on.value if on else None, "launch.site": site, "launch.time": time,
+        "profile": profile or None, "launch.on": on, "launch.site": site, "launch.time": time,
         "launch.sites": str(sites_file) if sites_file else None, "launch.ranks_per_node": ranks_per_node,
         "launch.hosts": [host.strip() for host in hosts.split(",")] if hosts is not None else None,
     }  # fmt: skip

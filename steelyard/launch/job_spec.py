@@ -1,21 +1,52 @@
-"""All that a job is made of, whoever will run it."""
+"""What a job is made of, whichever backend runs it: its command, and its nodes in the order of its ranks.
+
+The nodes follow from the plan, so that nothing is said twice. `parallel.placement = ["a100:1", "a10:7"]` and the
+cluster file give two groups: one node of partition and gres of the a100s, then seven of the a10s, each with as many
+ranks as GPUs. A plan without a placement needs so many ranks, and the site, the cluster file or the command line say
+how many of them share a node.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from steelyard.core import secrets
+from steelyard.core.errors import UserError
+from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.site_section import SiteSection
+from steelyard.launch import site_environment
 from steelyard.launch.launch_record import FOLDER
-from steelyard.launch.node_groups import NodeGroup
+from steelyard.plan.cluster import Cluster, Nodes
+from steelyard.sizes.gpu_catalogue import Gpu, by_name
+
+if TYPE_CHECKING:
+    from steelyard.launch.submit import SubmitRequest
 
 COMMAND = "command.json"
 
 
 @dataclass(frozen=True)
+class NodeGroup:
+    """Nodes that are alike and stand side by side in the order of the ranks."""
+
+    nodes: int
+    ranks: int  # on each of them
+    partition: str | None = None
+    gres: str | None = None
+    gpu: Gpu | None = field(default=None, compare=False)  # which kind, where that is known
+
+    @property
+    def gpus(self) -> int | None:
+        """GPUs of a node, where they are asked for."""
+        return self.ranks if self.gres else None
+
+
+@dataclass(frozen=True)
 class JobSpec:
-    """A job that has been thought through and not started yet."""
+    """A job that is checked and not started yet."""
 
     run: Path
     name: str
@@ -28,6 +59,13 @@ class JobSpec:
     mark: str = ""
     time_limit: str | None = None
     reload_container: bool = False
+    allocation: str | None = None  # a job that has the nodes already
+    is_training: bool = False  # or another command
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether any of its nodes is asked for GPUs."""
+        return any(group.gres for group in self.groups)
 
     @property
     def private_command(self) -> Path | None:
@@ -37,6 +75,140 @@ class JobSpec:
 
     @property
     def command_arguments(self) -> list[str]:
-        """The last arguments of the starter: the command, or where it finds it."""
+        """The last arguments of the node agent: the command, or the file that holds it."""
         private = self.private_command
         return ["--", *self.command] if private is None else ["--command-file", str(private)]
+
+
+def agent_command(spec: JobSpec, backend: str, variables: Sequence[str], *options: str) -> list[str]:
+    """The command of the node agent, which starts ranks, inside the site's container; `variables` go inside too."""
+    words = [spec.python, "-P", "-m", "steelyard.launch.node_agent", "--backend", backend, "--run", str(spec.run)]
+    return site_environment.wrapped(
+        spec.site, [*words, *options], spec.workdir, str(spec.run), spec.has_gpus, variables
+    )
+
+
+def nodes_of(request: SubmitRequest, cluster: Cluster | None) -> list[NodeGroup]:
+    """The nodes for a request: those of its plan, or of a command that has none."""
+    if request.recipe is None:
+        return of_command(request.site, request.nodes, request.ranks_per_node)
+    return of_plan(request.recipe, cluster, request.site, request.nodes, request.ranks_per_node)
+
+
+def of_plan(
+    recipe: Recipe, cluster: Cluster | None, site: SiteSection, nodes: int | None, per_node: int | None
+) -> list[NodeGroup]:
+    """The groups for a recipe's plan."""
+    placement = recipe.parallel.placement
+    if placement and cluster is not None:
+        if nodes is not None or per_node is not None:
+            raise UserError(
+                "the plan's placement says how many nodes and ranks there are",
+                where=recipe.where("parallel.placement"),
+                hint="drop --nodes and --ranks-per-node, or parallel.placement",
+            )
+        groups = _merged([_placed(recipe, cluster, entry) for entry in placement])
+        if [group.nodes for group in groups] == [1] and recipe.parallel.data is not None:
+            groups = [
+                replace(groups[0], ranks=min(groups[0].ranks, recipe.parallel.least_world))
+            ]  # Some GPUs stay idle.
+    else:
+        groups = [_alike(recipe, cluster, site, nodes, per_node)]
+    recipe.parallel.data_for(world(groups))
+    return [_without_gpus(group) for group in groups] if recipe.train.device == "cpu" and cluster is None else groups
+
+
+def of_command(site: SiteSection, nodes: int | None, per_node: int | None) -> list[NodeGroup]:
+    """The groups for a command that has no plan: one rank on one node, unless told otherwise."""
+    return [NodeGroup(nodes or 1, per_node or 1, site.slurm.partition, site.slurm.gres)]
+
+
+def world(groups: Sequence[NodeGroup]) -> int:
+    """Ranks in all."""
+    return sum(group.nodes * group.ranks for group in groups)
+
+
+def written(groups: Sequence[NodeGroup]) -> str:
+    """As the starter on a node reads them: `1x4,7x8`."""
+    return ",".join(f"{group.nodes}x{group.ranks}" for group in groups)
+
+
+def _placed(recipe: Recipe, cluster: Cluster, entry: str) -> NodeGroup:
+    type_, _, count = entry.rpartition(":")
+    if type_ not in cluster.by_type or not count.isdigit():
+        raise UserError(
+            f"{entry} names no nodes of the cluster",
+            where=recipe.where("parallel.placement"),
+            hint=f"entries are TYPE:COUNT; the cluster file has {', '.join(cluster.by_type)}",
+        )
+    described = cluster.nodes_of(type_)
+    if int(count) > described.count:
+        raise UserError(
+            f"{entry} asks for {count} nodes, and the cluster has {described.count} of that type",
+            where=recipe.where("parallel.placement"),
+            hint="plan again with this cluster file",
+        )
+    return NodeGroup(int(count), described.gpus, described.partition, described.gres, cluster.gpu_of(described))
+
+
+def _alike(
+    recipe: Recipe, cluster: Cluster | None, site: SiteSection, nodes: int | None, per_node: int | None
+) -> NodeGroup:
+    """Nodes that are all alike: those of the cluster's only type, or of the site."""
+    described = _only_type(recipe, cluster)
+    ranks = per_node or (described.gpus if described else None) or site.ranks_per_node
+    needed = recipe.parallel.least_world
+    if nodes is None:
+        ranks = ranks or needed
+        ranks = min(ranks, needed) if per_node is None else ranks
+        if needed % ranks:
+            raise UserError(
+                f"the plan has {needed} ranks, which do not fill nodes of {ranks}",
+                hint="give --nodes and --ranks-per-node, or plan for this cluster",
+            )
+        nodes = needed // ranks
+    ranks = ranks or max(1, needed // nodes)
+    partition = (described.partition if described else None) or site.slurm.partition
+    gres = (described.gres if described else None) or site.slurm.gres or f"gpu:{ranks}"
+    gpu = cluster.gpu_of(described) if cluster is not None and described is not None else _named_in(gres)
+    return NodeGroup(nodes, ranks, partition, gres, gpu)
+
+
+def _named_in(gres: str) -> Gpu | None:
+    """The GPU that an option like `gpu:a10:4` names, if the catalogue knows it."""
+    kind, _, rest = gres.partition(":")
+    return by_name(rest.rpartition(":")[0]) if kind == "gpu" and ":" in rest else None
+
+
+def _only_type(recipe: Recipe, cluster: Cluster | None) -> Nodes | None:
+    if cluster is None:
+        types = {entry.rpartition(":")[0] for entry in recipe.parallel.placement}
+        if len(types) > 1:
+            raise UserError(
+                "the plan is for several types of nodes, and nothing says what they are",
+                where=recipe.where("parallel.placement"),
+                hint="give the cluster file that it was planned for: --cluster CLUSTER.toml",
+            )
+        return None
+    if len(cluster.nodes) > 1:
+        raise UserError(
+            "the cluster has several types of nodes, and the plan does not say which it is for",
+            where=recipe.where("parallel.placement"),
+            hint="steelyard plan writes parallel.placement; or set it, like " + f'["{cluster.nodes[0].type}:1"]',
+        )
+    return cluster.nodes[0]
+
+
+def _merged(groups: list[NodeGroup]) -> list[NodeGroup]:
+    """Neighbours that are alike are one group."""
+    merged: list[NodeGroup] = []
+    for group in groups:
+        if merged and replace(merged[-1], nodes=group.nodes) == group:
+            merged[-1] = replace(group, nodes=merged[-1].nodes + group.nodes)
+        else:
+            merged.append(group)
+    return merged
+
+
+def _without_gpus(group: NodeGroup) -> NodeGroup:
+    return replace(group, gres=None)

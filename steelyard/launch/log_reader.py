@@ -1,6 +1,6 @@
 """What each host printed, read back: the end of every log, and what is added while one looks.
 
-`logs/<host>.out` and `.err` are text, `logs/<host>.gpu` are samples (see `sampling.py`), shown one line per device.
+`logs/<host>.out` and `.err` are text, `logs/<host>.gpu` are samples (see `gpu_monitor.py`), shown one line per device.
 What ranks print is not trusted: control characters, with which a line could rewrite the terminal, are shown as `?`.
 """
 
@@ -14,6 +14,7 @@ from pathlib import Path
 
 from steelyard.core.errors import UserError
 from steelyard.core.safe_parse import loads
+from steelyard.launch import backends, launch_record
 
 STREAMS = ("out", "err", "gpu")
 PRINTED = (
@@ -30,7 +31,8 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 def paths(run: Path, node: str | None = None, stream: str | None = None) -> list[Path]:
     """The logs of a run, host by host."""
     wanted = PRINTED if stream is None else (stream,)
-    present = sorted((run / "logs").glob("*.*"))
+    launch = launch_record.read(run)
+    present = backends.load(launch.backend if launch is not None else "local").logs(run)
     if stream == "err" and not any(path.suffix == ".err" for path in present):
         wanted = ("log",)
     found = [path for path in present if path.suffix[1:] in wanted and node in (None, path.stem)]

@@ -1,12 +1,12 @@
 """What runs on each node of a job: it starts the ranks, keeps their logs, samples the devices, passes signals on.
 
-    python -m steelyard.launch.node_agent --run RUN --groups 1x4,7x8 --attempt 123.0 -- python -m steelyard train ...
+    python -m steelyard.launch.node_agent --backend slurm --run RUN --groups 1x4,7x8 --attempt 123.0 -- python ...
 
-`--groups 1x4,7x8` is one node with four ranks and then seven with eight, in the order of the ranks; `srun` starts this
-once on each node, and SLURM_PROCID says which of them it is. Under mpirun and torchrun (`--one-rank`) it is started
-once for each rank, whose number they have already set; under torchrun it leaves word of the rank's end for the one who
-keeps torchrun (`torchrun.py`). The node of rank 0 tells where it is by `launch/meeting.json` in the run folder, which
-all nodes share; `--attempt` keeps a requeued job from meeting its own past.
+`--groups 1x4,7x8` is one node with four ranks and then seven with eight, in the order of the ranks. It is started once
+on each node, and the backend says which of them this is; or, with `--one-rank`, once for each rank by a launcher that
+numbers the ranks itself. Under torchrun it leaves the rank's end for the process that keeps torchrun (`torchrun.py`).
+The node of rank 0 says where it is in `launch/meeting.json` of the run folder, which all nodes share; `--attempt` keeps
+a requeued job from meeting its own past.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from steelyard.core import secrets
 from steelyard.core.console import LOGGED, console
 from steelyard.core.errors import Interrupted, SteelyardError
 from steelyard.core.host import die_with_parent, usable_cpus
-from steelyard.launch import container_watchdog, local_ranks, rendezvous_file, torchrun_ipc
+from steelyard.launch import backends, rendezvous_file, site_environment, torchrun_ipc
+from steelyard.launch.backends import Place
 from steelyard.launch.error_file import ERROR_FILE
 from steelyard.launch.gpu_monitor import Sampler
 from steelyard.launch.log_capture import LogFile, PipeReader
 from steelyard.launch.root_cause import RankExit, blame, only_noticed
-from steelyard.launch.spawn import Rank, signals, watch
+from steelyard.launch.spawn import SAME_REQUEST_SECONDS, Rank, signals, watch
 from steelyard.parallel.rendezvous import MEETING
 
 
@@ -89,27 +90,27 @@ class LoggedRank(Rank):
 def main(words: Sequence[str]) -> int:
     """Start this node's ranks and return their exit code."""
     options = _options(words)
-    same = container_watchdog.hold()
+    same = site_environment.hold(SAME_REQUEST_SECONDS)
     if torchrun_ipc.is_kept():
         torchrun_ipc.end_with_torchrun()
     elif options.one_rank:
         torchrun_ipc.end_with_parent()
-    run, host = Path(options.run), socket.gethostname()
+    run, host, place = Path(options.run), socket.gethostname(), backends.load(options.backend).place(os.environ)
     logs = (LogFile(run / "logs" / f"{host}.out"), LogFile(run / "logs" / f"{host}.err"))
     try:
         with ExitStack() as stack:
             asked, failed = torchrun_ipc.requests(stack.enter_context(signals(same)), stack)
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="steelyard-")))
-            environments = _one_rank() if options.one_rank else _ranks(options, run, asked, stack)
+            environments = _one_rank(place) if options.one_rank else _ranks(options, run, place, asked, stack)
             if not environments:  # Asked to stop while it waited for the others.
                 return Interrupted.exit_code
             ranks = []
             for rank, environment in environments:
                 ranks.append(LoggedRank(options.command, rank, environment, folder, logs))
                 stack.callback(ranks[-1].kill)
-            if not options.one_rank or _is_first_here():
+            if not options.one_rank or place.local_rank == 0:
                 own = [rank.process.pid for rank in ranks]
-                stack.enter_context(Sampler(run, local_ranks.ranks if options.one_rank else lambda: own, host))
+                stack.enter_context(Sampler(run, _ranks_beside if options.one_rank else lambda: own, host))
             hung = watch(list(ranks), asked, failed)
             return _end(options, run, ranks, hung, bool(asked), logs[1])
     except SteelyardError as error:
@@ -138,6 +139,7 @@ def _end(
 
 def _options(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m steelyard.launch.node_agent", description=__doc__)
+    parser.add_argument("--backend", default="local", help="which backend started this process")
     parser.add_argument("--run", required=True)
     parser.add_argument("--groups", default="1x1")
     parser.add_argument("--attempt", default="")
@@ -153,23 +155,16 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _one_rank() -> list[tuple[int, dict[str, str]]]:
-    """mpirun or torchrun has said who this rank is, and where the ranks meet."""
-    names = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-    rank = next((os.environ[name] for name in names if name in os.environ), "0")
-    return [(int(rank), {name: value for name, value in os.environ.items() if name != torchrun_ipc.FOLDER})]
-
-
-def _is_first_here() -> bool:
-    names = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
-    return next((os.environ[name] for name in names if name in os.environ), "0") == "0"
+def _one_rank(place: Place) -> list[tuple[int, dict[str, str]]]:
+    """The backend has said which rank this is, and where the ranks meet."""
+    return [(place.rank, {name: value for name, value in os.environ.items() if name != torchrun_ipc.FOLDER})]
 
 
 def _ranks(
-    options: argparse.Namespace, run: Path, asked: list[int], stack: ExitStack
+    options: argparse.Namespace, run: Path, own: Place, asked: list[int], stack: ExitStack
 ) -> list[tuple[int, dict[str, str]]]:
     """The environment of each of this node's ranks, once it is known where they meet."""
-    node = int(os.environ.get("SLURM_PROCID", "0"))
+    node = own.node
     if options.group is not None:  # Nodes of the groups before are in other jobs.
         node += sum(int(group.partition("x")[0]) for group in options.groups.split(",")[: options.group])
     place = NodeRanks.of(options.groups, node)
@@ -177,12 +172,31 @@ def _ranks(
         found: tuple[str, str] | None = "127.0.0.1", options.attempt or f"process {os.getpid()}"
     else:
         followers = len(options.groups.split(",")) - 1 if options.group is not None else 0
-        found = rendezvous_file.meet(run, options.attempt, node, options.group, followers, asked, stack)
+        found = rendezvous_file.meet(run, options.attempt, node, options.group, followers, asked, stack, own)
     if found is None:
         return []
     where = {"MASTER_ADDR": found[0], MEETING: f"{run} {found[1]}"}
     where |= {"MASTER_PORT": str(options.port)} if options.port else {}
     return [(rank, _environment(place, rank, where)) for rank in range(place.first, place.first + place.count)]
+
+
+def _ranks_beside() -> list[int]:
+    """The ranks of this host, each under a node agent of its own: their children and this process's."""
+    parents = _parents()
+    beside = {pid for pid, parent in parents.items() if parent == os.getppid()}
+    return sorted(pid for pid, parent in parents.items() if parent in beside)
+
+
+def _parents() -> dict[int, int]:
+    """Every process and its parent."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+            found[int(path.parent.name)] = int(fields[1])
+        except (OSError, ValueError, IndexError):  # It has just ended.
+            continue
+    return found
 
 
 def _environment(place: NodeRanks, rank: int, where: dict[str, str]) -> dict[str, str]:

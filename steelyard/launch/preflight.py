@@ -21,7 +21,8 @@ from steelyard.core import units
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
-from steelyard.launch.node_groups import NodeGroup, world
+from steelyard.launch import backends
+from steelyard.launch.job_spec import NodeGroup, world
 from steelyard.plan import memory_fit
 from steelyard.plan.memory_fit import Room
 from steelyard.sizes.memory import memory_of
@@ -69,7 +70,7 @@ class _Files:
     """The files of a job as the machine that submits it sees them."""
 
     def __init__(self, request: SubmitRequest, recipe: Recipe) -> None:
-        site, self.recipe, self.is_here = request.site, recipe, request.on == "local"
+        site, self.recipe, self.is_here = request.site, recipe, not backends.load(request.on).is_remote
         self.workdir = Path(site.workdir).expanduser() if site.workdir else Path.cwd()
         self.shown: list[tuple[Path, Path]] | None = None  # inside a container, and outside
         if site.container.kind != "none":

@@ -18,7 +18,6 @@ binds a free one itself, since a port chosen here could be taken by the time tor
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from contextlib import ExitStack, suppress
@@ -28,6 +27,7 @@ from typing import Any
 from steelyard.core import files
 from steelyard.core.errors import RuntimeFailure
 from steelyard.core.safe_parse import loads
+from steelyard.launch.backends import Place
 from steelyard.launch.launch_record import FOLDER
 
 MEETING, ARRIVED, MET, STOPPED, LOST, FAILED = "meeting.json", "arrived-", "met-", "stopped-", "lost-", "failed-"
@@ -37,21 +37,31 @@ SECONDS_TO_ARRIVE = 600.0  # For nodes of one job, which start together.
 
 
 def meet(
-    run: Path, attempt: str, node: int, group: int | None, followers: int, asked: list[int], stack: ExitStack
+    run: Path,
+    attempt: str,
+    node: int,
+    group: int | None,
+    followers: int,
+    asked: list[int],
+    stack: ExitStack,
+    place: Place = Place(),  # noqa: B008
 ) -> tuple[str, str] | None:
-    """The address of rank 0, and under which name to ask there; None when asked to stop before they were known."""
+    """The address of rank 0, and under which name to ask there; None when asked to stop before they were known.
+
+    `node` counts through all jobs of the run, `place` says which node of its own job this is.
+    """
     folder = run / FOLDER
     folder.mkdir(exist_ok=True)
     if node == 0:
-        found = _call(folder, attempt, followers, asked)
+        found = _call(folder, attempt, followers, asked, place.address or socket.gethostname())
     else:
-        arrived = folder / f"{ARRIVED}{group}.json" if group and _is_first_of_job() else None
+        arrived = folder / f"{ARRIVED}{group}.json" if group and place.node == 0 else None
         if arrived is not None:
             stack.callback(lambda: arrived.unlink(missing_ok=True))
         found = _await_meeting(folder, attempt, arrived, asked, is_patient=followers > 0)
     if found is None:
         return None
-    if group is not None and _is_first_of_job():
+    if group is not None and place.node == 0:
         attempts = [str(found["attempt"]), *map(str, found["followers"])]
         files.write_text(folder / f"{MET}{attempt}", "".join(f"{each}\n" for each in attempts))
     return str(found["address"]), str(found["attempt"])
@@ -73,7 +83,7 @@ def failed(run: Path, attempt: str, only_noticed: bool) -> None:
         (run / FOLDER / f"{LOST if only_noticed else FAILED}{attempt}").touch()
 
 
-def _call(folder: Path, attempt: str, followers: int, asked: list[int]) -> dict[str, Any] | None:
+def _call(folder: Path, attempt: str, followers: int, asked: list[int], address: str) -> dict[str, Any] | None:
     """Wait for all followers and tell where to meet."""
     (folder / MEETING).unlink(missing_ok=True)
     places = [folder / f"{ARRIVED}{number}.json" for number in range(1, followers + 1)]
@@ -85,7 +95,7 @@ def _call(folder: Path, attempt: str, followers: int, asked: list[int]) -> dict[
         _look_again(folder)
         time.sleep(SECONDS_BETWEEN_LOOKS)
     there = [str(each["attempt"]) for each in arrived if each]
-    found = {"attempt": attempt, "address": _own_name(), "followers": there}
+    found = {"attempt": attempt, "address": address, "followers": there}
     files.write_json(folder / MEETING, found)
     return found
 
@@ -124,12 +134,3 @@ def _read(path: Path, *keys: str) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) and set(keys) <= found.keys() else None
-
-
-def _is_first_of_job() -> bool:
-    return os.environ.get("SLURM_PROCID", "0") == "0"
-
-
-def _own_name() -> str:
-    """The name by which the scheduler, and so every node, knows this one."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()

@@ -9,8 +9,7 @@ from typing import Any
 from steelyard.core.errors import SteelyardError, UserError
 from steelyard.core.run import MANIFEST, Run
 from steelyard.core.safe_parse import loads
-from steelyard.launch import launch_record, log_reader, scheduler
-from steelyard.launch.job_tags import launched
+from steelyard.launch import launch_record, log_reader
 
 COLUMNS = ("name", "state", "backend", "jobs", "nodes", "step", "submitted", "started")
 SHOWN = ("name", "state", "backend", "jobs", "nodes", "step", "since")
@@ -25,8 +24,8 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 def _row(path: Path) -> dict[str, Any]:
     try:
-        launch = launched(path)
-        state = scheduler.state(scheduler.refresh(path), launch.jobs) if launch else _own_state(path)
+        launch = launch_record.launched(path)
+        state = launch_record.state(launch_record.refresh(path), launch) if launch else _own_state(path)
     except (SteelyardError, OSError) as error:
         return dict.fromkeys(COLUMNS) | {"name": path.name, "run": str(path), "state": f"unreadable: {error}"}
     return {

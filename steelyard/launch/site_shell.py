@@ -9,7 +9,7 @@ from shlex import quote
 from typing import NoReturn
 
 from steelyard.core.recipe.site_section import SiteSection
-from steelyard.launch import containers, job_script
+from steelyard.launch import site_environment
 
 INTERACTIVE = {"docker": ["--interactive", "--tty"], "podman": ["--interactive", "--tty"]}
 
@@ -23,12 +23,13 @@ def script_for(site: SiteSection, command: Sequence[str], reload: bool = False) 
     if container.kind in INTERACTIVE and not command:
         container = container.model_copy(update={"options": [*INTERACTIVE[container.kind], *container.options]})
     site = site.model_copy(update={"container": container})
-    prepared = containers.preparation(container, reload)
-    default = [os.environ.get("SHELL") or "/bin/bash"] if container.kind == "none" else [containers.SHELL]
+    prepared = site_environment.preparation(container, reload)
+    default = [os.environ.get("SHELL") or "/bin/bash"] if container.kind == "none" else [site_environment.SHELL]
     gpus = Path("/dev/nvidiactl").exists()
-    text = job_script.preamble(site, workdir)
+    wrapped = site_environment.wrapped(site, list(command) or default, workdir, None, gpus)
+    text = site_environment.preamble(site, workdir)
     text += f"bash -c {quote(prepared)} || exit 1\n" if prepared else ""
-    return text + job_script.executing(containers.wrapped(site, list(command) or default, workdir, None, gpus))
+    return text + site_environment.executing(wrapped)
 
 
 def enter(text: str) -> NoReturn:

@@ -4,6 +4,8 @@
 
     [campus]
     modules = ["apptainer", "cuda/12.4"]
+
+    [campus.slurm]
     account = "nlp"
     partition = "gpu2"
     cpus_per_rank = 8

@@ -1,19 +1,21 @@
-"""From what a person asks for to a job that runs: the one function behind `steelyard submit`.
+"""From what a person asks for to a job that runs, and to its end: `steelyard submit` and `steelyard cancel`.
 
 The recipe is written down as it was when it was submitted (`launch/recipe.toml`): a job may wait for days, and must not
-train what somebody edits meanwhile. `launch/` also keeps the very scripts that were started.
+train what somebody edits meanwhile. `launch/` also keeps the very scripts that were started. How a job is started is up
+to the backend (`backends/`).
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 import re
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from shlex import join, quote
+from shlex import join
 from typing import Any
 
 from steelyard.core import files, secrets
@@ -21,31 +23,20 @@ from steelyard.core.errors import UserError
 from steelyard.core.host import require_linux
 from steelyard.core.recipe import Recipe, to_toml
 from steelyard.core.recipe.site_section import SiteSection
+from steelyard.core.recipe.toml import parse_value
 from steelyard.core.run import MANIFEST, for_training, now, place_for_training
-from steelyard.launch import (
-    cancel,
-    containers,
-    job_script,
-    job_tags,
-    launch_record,
-    mpi,
-    node_groups,
-    scheduler,
-    slurm,
-    supervisor,
-    torchrun,
-)
-from steelyard.launch.job_spec import JobSpec
+from steelyard.launch import backends, job_spec, launch_record, site_environment
+from steelyard.launch.backends import ENDED, JobState, Option
+from steelyard.launch.job_spec import JobSpec, NodeGroup
 from steelyard.launch.launch_record import FOLDER, Launch
-from steelyard.launch.node_groups import NodeGroup
 from steelyard.plan import cluster as clusters
 
-SECONDS_BETWEEN_QUESTIONS = 5.0
+SECONDS_BETWEEN_POLLS = 5.0
 
 
 @dataclass(frozen=True)
 class SubmitRequest:
-    """What a person asks for. Either a recipe to train or the words of another command."""
+    """What a person asks for. Either a recipe to train or another command."""
 
     on: str
     site: SiteSection
@@ -66,165 +57,122 @@ class SubmitRequest:
 def submit(request: SubmitRequest) -> dict[str, Any]:
     """Start the job, or have it queued, and say where it is."""
     require_linux(f"starting a job (--on {request.on})", "steelyard train works here, in one process; --dry-run too")
-    order = prepare(request)
-    run = order.run
-    if request.on == "slurm" and request.job is None:
-        jobs = _queue(request, order)
-        process = None
-    else:
-        environment = slurm.environment() if request.on == "slurm" else None
-        process = supervisor.start(run, ["bash", str(run / FOLDER / "job.sh")], environment)
-        jobs = [request.job or str(process["pid"])]
-    return note(request, order, jobs, process)
-
-
-def _queue(request: SubmitRequest, order: JobSpec) -> list[str]:
-    """Hand each job to Slurm; where one of several is refused, none is left behind to wait for it."""
-    jobs: list[str] = []
-    (order.run / FOLDER / launch_record.JOBS).unlink(missing_ok=True)
-    with intended({order.run: described(request, order, [], None)}):
-        try:
-            for group in slurm.jobs(order):
-                jobs.append(slurm.ask(slurm.line(order, group)))
-            job_tags.write_jobs(order.run, jobs)
-        except BaseException:
-            if jobs:
-                cancel.scancel(jobs)
-            raise
-    return jobs
-
-
-@contextmanager
-def intended(launches: dict[Path, Launch]) -> Iterator[None]:
-    """Write down what is about to be handed to Slurm, for whoever comes after a kill; what is refused never was.
-
-    After any other end, a controller that does not answer in time, say, there may be a job, and the marks stay.
-    """
-    before = {run: launch_record.read(run) for run in launches}
-    for run, launch in launches.items():
-        launch_record.write(run, launch)
-    try:
-        yield
-    except UserError:
-        for run, launch_before in before.items():
-            if launch_before is None:
-                (run / launch_record.LAUNCH).unlink(missing_ok=True)
-            else:
-                launch_record.write(run, launch_before)
-        raise
+    spec = prepare(request)
+    return note(spec, backends.load(request.on).submit(spec, described(request, spec)))
 
 
 def prepare(request: SubmitRequest) -> JobSpec:
     """Make the run folder with the scripts in it; nothing is started yet."""
-    if request.job is not None and request.on != "slurm":
-        raise UserError("--job is an allocation of Slurm's", hint="add --on slurm")
-    if request.job is not None and not launch_record.JOB.fullmatch(request.job):
-        raise UserError(f"--job: {request.job!r} is no number of a job", hint="squeue --me shows yours")
     found = groups_of(request)
-    _scripts(_order(request, found, _place(request).resolve()), request)  # What they cannot say is refused here.
+    backend, place = backends.load(request.on), _place(request)
+    backend.scripts(_spec(request, found, place.resolve()))  # What they cannot say is refused here.
     if not request.skip_checks:
         from steelyard.launch import preflight
 
-        preflight.check_files(request, _place(request))
+        preflight.check_files(request, place)
         preflight.check_memory(request.recipe, found)
     run = _folder(request)
     _refuse_live(run)
-    order = _order(request, found, run)
-    _write(order, request)
-    return order
+    spec = _spec(request, found, run)
+    folder = run / FOLDER
+    if request.recipe is not None:
+        files.write_text(folder / "recipe.toml", to_toml(request.recipe.settings()))
+    if spec.private_command is not None:
+        files.write_json(spec.private_command, spec.command, private=True)
+    for name, text in backend.scripts(spec).items():
+        files.write_text(folder / name, text)
+    return spec
 
 
-def note(request: SubmitRequest, order: JobSpec, jobs: list[str], process: dict[str, Any] | None) -> dict[str, Any]:
+def note(spec: JobSpec, launch: Launch) -> dict[str, Any]:
     """Write down what was started, and return it."""
-    launch = described(request, order, jobs, process)
-    launch_record.write(order.run, launch)
-    records = scheduler.refresh(order.run)
-    state = scheduler.state(records, jobs)
-    return {"run": str(order.run), "backend": request.on, "jobs": jobs, "state": state, "ranks": launch.ranks}
+    launch_record.write(spec.run, launch)
+    state = launch_record.state(launch_record.refresh(spec.run), launch)
+    return {
+        "run": str(spec.run), "backend": launch.backend, "jobs": launch.jobs, "state": state, "ranks": launch.ranks,
+    }  # fmt: skip
 
 
-def described(request: SubmitRequest, order: JobSpec, jobs: list[str], process: dict[str, Any] | None) -> Launch:
-    """What `launch.json` says of an order."""
+def described(request: SubmitRequest, spec: JobSpec) -> Launch:
+    """What `launch.json` says of a job before the backend has it."""
     return Launch(
-        backend=request.on, name=order.name, jobs=jobs, command=secrets.redact(order.command),
-        nodes=sum(group.nodes for group in order.groups), ranks=node_groups.world(order.groups),
-        gpus_per_node=order.groups[0].gpus, submitted=order.submitted, site=request.site_name,
-        partitions=[group.partition for group in order.groups if group.partition],
-        placement=request.recipe.parallel.placement if request.recipe else [],
-        workdir=order.workdir, process=process,
-        marks=slurm.marks(order) if request.on == "slurm" and request.job is None else [],
+        backend=request.on, name=spec.name, jobs=[], command=secrets.redact(spec.command),
+        nodes=sum(group.nodes for group in spec.groups), ranks=job_spec.world(spec.groups),
+        gpus_per_node=spec.groups[0].gpus, submitted=spec.submitted, site=request.site_name,
+        partitions=[group.partition for group in spec.groups if group.partition],
+        placement=request.recipe.parallel.placement if request.recipe else [], workdir=spec.workdir,
     )  # fmt: skip
 
 
 def preview(request: SubmitRequest) -> tuple[dict[str, Any], str]:
     """What would be run, exactly; nothing is written or started."""
-    order = planned(request)
-    pages, lines = [], []
-    for name, text in _scripts(order, request).items():
-        pages.append(f"# {FOLDER}/{name}\n{text}")
-    if request.on == "slurm" and request.job is None:
-        lines = [join(slurm.line(order, group)) for group in slurm.jobs(order)]
-    else:
-        lines = [join(["bash", str(order.run / FOLDER / "job.sh")])]
-    result = {"run": str(order.run), "lines": lines, "scripts": _scripts(order, request)}
-    return result, "\n".join([*lines, "", *pages])
+    spec, backend = planned(request), backends.load(request.on)
+    scripts, lines = backend.scripts(spec), [join(command) for command in backend.commands(spec)]
+    pages = [f"# {FOLDER}/{name}\n{text}" for name, text in scripts.items()]
+    return {"run": str(spec.run), "lines": lines, "scripts": scripts}, "\n".join([*lines, "", *pages])
 
 
 def planned(request: SubmitRequest) -> JobSpec:
-    """The order as it would be; nothing is written."""
-    return _order(request, groups_of(request), _place(request).resolve())
+    """The job as it would be; nothing is written."""
+    return _spec(request, groups_of(request), _place(request).resolve())
 
 
 def wait(run: Path) -> int:
-    """Stay until the job is over; returns 0 where it completed."""
+    """Stay until the job is over; returns 0 where it finished."""
     launch = launch_record.read(run)
     assert launch is not None
-    while True:
-        records = scheduler.refresh(run)
-        state = scheduler.state(records, launch.jobs)
-        if state is not None and state not in scheduler.LIVE:
-            return 0 if state == "COMPLETED" else 1
-        time.sleep(SECONDS_BETWEEN_QUESTIONS if launch.process is None else 0.2)
+    while (state := launch_record.state(launch_record.refresh(run), launch)) not in ENDED:
+        time.sleep(SECONDS_BETWEEN_POLLS if launch.process is None else 0.2)
+    return 0 if state is JobState.FINISHED else 1
+
+
+def cancel_run(run: Path, at_once: bool = False) -> dict[str, Any]:
+    """Have a job end: its ranks save and stop, or, `at_once`, are killed."""
+    launch = launch_record.launched(run)
+    if launch is None:
+        raise UserError(
+            f"{run} was not submitted: it has no {launch_record.LAUNCH}", hint="end the process that trains it"
+        )
+    if not launch.jobs:
+        raise UserError(
+            f"{launch.backend} has no job of {run}: whoever submitted it was ended before, or is still at it",
+            hint="submit it again, or look again in a minute",
+        )
+    state = launch_record.state(launch_record.refresh(run), launch)
+    if state in ENDED:
+        return {"run": str(run), "jobs": launch.jobs, "state": state, "cancelled": False}
+    backends.load(launch.backend).cancel(run, launch, at_once)
+    state = launch_record.state(launch_record.refresh(run), launch)
+    return {"run": str(run), "jobs": launch.jobs, "state": state, "cancelled": True}
 
 
 def groups_of(request: SubmitRequest) -> list[NodeGroup]:
     """The nodes a request needs; mistakes in it are found here, before anything is written."""
     cluster = clusters.load(request.cluster) if request.cluster else None
-    if request.time_limit is not None and request.on != "slurm":
-        raise UserError(
-            f"--on {request.on} keeps no time limit", hint="use --on slurm, or train.max_hours in the recipe"
-        )
-    if request.recipe is None:
-        found = node_groups.of_command(request.site, request.nodes, request.ranks_per_node)
-    elif request.on == "local":
-        if request.nodes not in (None, 1):
-            raise UserError("--on local is one node", hint="use --on mpi or --on slurm for several")
-        world = request.ranks_per_node or request.recipe.parallel.least_world
-        request.recipe.parallel.data_for(world)
-        found = [NodeGroup(1, world, gres=None if request.recipe.train.device == "cpu" else "gpu")]
-    else:
-        found = node_groups.of_plan(request.recipe, cluster, request.site, request.nodes, request.ranks_per_node)
-    if request.on == "mpi":
-        mpi.refuse_hosts(request.site, found)
-    if request.on == "local" and node_groups.world(found) != found[0].ranks:
-        raise UserError("--on local is one node", hint="use --on mpi or --on slurm for several")
-    return found
+    if request.time_limit is not None:
+        backends.refuse_option(request.on, Option.TIME, ", or train.max_hours in the recipe")
+    if request.job is not None:
+        backends.refuse_option(request.on, Option.ALLOCATION)
+    return backends.load(request.on).nodes(request, cluster)
 
 
-def _order(request: SubmitRequest, found: list[NodeGroup], run: Path) -> JobSpec:
+def _spec(request: SubmitRequest, found: list[NodeGroup], run: Path) -> JobSpec:
     site = request.site
     workdir = str(Path(site.workdir).expanduser() if site.workdir else Path.cwd())
-    python = containers.python(site, sys.executable)
+    python = site_environment.python(site, sys.executable)
     steelyard = [python, "-P", "-m", "steelyard"]
     if request.recipe is not None:
         command = [*steelyard, "train", str(run / FOLDER / "recipe.toml"), "--run", str(run)]
     else:
         command = [*steelyard, *request.words]
-    name = request.name or (request.recipe.name if request.recipe else request.words[0])
     return JobSpec(
-        run, name, site, found, command, workdir, python, now(), job_tags.next_mark(run), request.time_limit,
-        request.reload_container,
+        run, _name(request), site, found, command, workdir, python, now(), launch_record.next_mark(run),
+        request.time_limit, request.reload_container, request.job, is_training=request.recipe is not None,
     )  # fmt: skip
+
+
+def _name(request: SubmitRequest) -> str:
+    return request.name or (request.recipe.name if request.recipe else request.words[0])
 
 
 def folder_name(name: str) -> str:
@@ -233,8 +181,7 @@ def folder_name(name: str) -> str:
 
 
 def _where(request: SubmitRequest) -> Path:
-    name = request.name or (request.recipe.name if request.recipe else request.words[0])
-    return request.run or Path("runs") / folder_name(name)
+    return request.run or Path("runs") / folder_name(_name(request))
 
 
 def _folder(request: SubmitRequest) -> Path:
@@ -263,44 +210,70 @@ def _place(request: SubmitRequest) -> Path:
 
 
 def _refuse_live(run: Path) -> None:
-    launch = job_tags.launched(run)
+    launch = launch_record.launched(run)
     if launch is None:
         return
-    state = scheduler.state(scheduler.refresh(run), launch.jobs)
-    if state in scheduler.LIVE:
+    state = launch_record.state(launch_record.refresh(run), launch)
+    if state is not None and state not in ENDED:
         raise UserError(
-            f"{run} is already {str(state).lower()}: job {', '.join(launch.jobs)}",
+            f"{run} is already {state}: job {', '.join(launch.jobs)}",
             hint="steelyard cancel it first, or give another --run",
         )
 
 
-def _scripts(order: JobSpec, request: SubmitRequest) -> dict[str, str]:
-    if request.on == "slurm" and request.job is None:
-        return {slurm.script_name(group): slurm.text(order, group) for group in slurm.jobs(order)}
-    if request.on == "slurm":
-        return {"job.sh": slurm.text(order, job=request.job)}
-    return {"job.sh": _here(order, request)}
+def array_requests(
+    base: SubmitRequest, array: Sequence[str], load: Callable[[list[str]], Recipe]
+) -> list[SubmitRequest]:
+    """One request for each combination of values (`--array 'train.seed=[1, 2]'`), with a name of its own."""
+    backends.refuse_option(base.on, Option.ARRAY, ", or steelyard tune for searches")
+    if base.recipe is None or base.job is not None:
+        raise UserError("--array is for recipes, and without --job", hint="steelyard tune is for searches")
+    name, run = base.name or base.recipe.name, base.run
+    return [
+        replace(
+            base,
+            recipe=load(overrides),
+            name=f"{name}-{number}",
+            run=None if run is None else run.with_name(f"{run.name}-{number}"),
+        )
+        for number, overrides in enumerate(combinations(array))
+    ]
 
 
-def _here(order: JobSpec, request: SubmitRequest) -> str:
-    """The script for mpirun, or for ranks on this machine, which torchrun starts; a command alone needs no torch."""
-    site, text = order.site, job_script.preamble(order.site, order.workdir)
-    if request.on == "mpi":
-        before = mpi.preparation(order)
-        text += f"{join(before)} || exit 1\n" if before else ""
-        return text + job_script.executing(mpi.command(order))
-    prepared = containers.preparation(site.container, order.reload_container)
-    text += f"bash -c {quote(prepared)} || exit 1\n" if prepared else ""
-    if request.recipe is None and node_groups.world(order.groups) == 1:
-        return text + job_script.executing([*slurm.starter(order), *order.command_arguments])
-    return text + job_script.executing(torchrun.command(order))
+def combinations(array: Sequence[str]) -> Iterator[list[str]]:
+    """Every choice of one value for each key, as overrides of a recipe."""
+    axes = []
+    for word in array:
+        key, separator, text = word.partition("=")
+        values = parse_value(text.strip())
+        if not separator or not isinstance(values, list) or not values:
+            raise UserError(f"{word!r} is no list of values", hint="write KEY=[A, B], like 'train.seed=[1, 2, 3]'")
+        axes.append([f"{key.strip()}={json.dumps(value)}" for value in values])
+    return (list(choice) for choice in itertools.product(*axes))
 
 
-def _write(order: JobSpec, request: SubmitRequest) -> None:
-    folder = order.run / FOLDER
-    if request.recipe is not None:
-        files.write_text(folder / "recipe.toml", to_toml(request.recipe.settings()))
-    if order.private_command is not None:
-        files.write_json(order.private_command, order.command, private=True)
-    for name, text in _scripts(order, request).items():
-        files.write_text(folder / name, text)
+def preview_array(requests: list[SubmitRequest]) -> tuple[dict[str, Any], str]:
+    """What would be run for an array, exactly; nothing is written or started."""
+    _refuse_unlike(requests)
+    specs = [planned(request) for request in requests]
+    command, scripts = backends.load(requests[0].on).array(specs)
+    line, runs = join(command), [{"run": str(spec.run), "jobs": []} for spec in specs]
+    pages = [f"# {name}\n{text}" for name, text in scripts.items()]
+    return {"runs": runs, "lines": [line], "scripts": scripts}, "\n".join([line, "", *pages])
+
+
+def submit_array(requests: list[SubmitRequest]) -> list[dict[str, Any]]:
+    """Submit all of them as one array, each with a run folder of its own."""
+    _refuse_unlike(requests)
+    specs = [prepare(request) for request in requests]
+    launches = [described(request, spec) for request, spec in zip(requests, specs, strict=True)]
+    launches = backends.load(requests[0].on).submit_array(specs, launches)
+    return [note(spec, launch) for spec, launch in zip(specs, launches, strict=True)]
+
+
+def _refuse_unlike(requests: list[SubmitRequest]) -> None:
+    groups = {tuple(groups_of(request)) for request in requests}
+    if len(groups) > 1 or any(len(each) > 1 for each in groups):
+        raise UserError(
+            "the jobs of an array need nodes of one kind, and the same number of them", hint="submit them one by one"
+        )

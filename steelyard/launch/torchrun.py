@@ -1,10 +1,10 @@
-"""torchrun, and one who keeps it: how `submit --on local` starts ranks.
+"""A process that runs torchrun and reports how it ended: how `submit --on local` starts ranks.
 
     python -m steelyard.launch.torchrun --run RUN --ranks 4 -- python -m torch.distributed.run --nproc-per-node=4 ...
 
-torchrun starts each rank under a starter of ours that keeps its log (`node.py --one-rank`). The keeper passes requests
-to stop on to those (`kept.py`), tells the one error that counts, exits with its code, and is killed never alone: the
-kernel then kills torchrun, the starters and the ranks.
+torchrun starts each rank under a node agent that captures its log (`node_agent.py --one-rank`). This process passes
+requests to stop on to those (`torchrun_ipc.py`), reports the root cause and exits with its code. When it is killed, the
+kernel kills torchrun, the node agents and the ranks.
 """
 
 from __future__ import annotations
@@ -24,38 +24,19 @@ from tempfile import TemporaryDirectory
 from steelyard.core import secrets
 from steelyard.core.errors import RuntimeFailure
 from steelyard.core.host import die_with_parent, usable_cpus
-from steelyard.launch import container_watchdog, containers, torchrun_ipc
-from steelyard.launch.job_spec import JobSpec
+from steelyard.launch import site_environment, torchrun_ipc
 from steelyard.launch.log_capture import LogFile
 from steelyard.launch.node_agent import tell
-from steelyard.launch.spawn import SECONDS_TO_END, SECONDS_TO_NOTICE, signals
+from steelyard.launch.spawn import SAME_REQUEST_SECONDS, SECONDS_TO_END, SECONDS_TO_NOTICE, signals
 
 SECONDS_BETWEEN_LOOKS = 0.05
 LINES_SHOWN = 20
 
 
-def command(order: JobSpec) -> list[str]:
-    """The whole line: the keeper, torchrun, and what torchrun starts, inside the site's container."""
-    [group] = order.groups
-    python = [order.python, "-P", "-m"]
-    keeper = [*python, "steelyard.launch.torchrun", "--run", str(order.run), "--ranks", str(group.ranks), "--"]
-    starter = [*python, "steelyard.launch.node_agent", "--run", str(order.run), "--one-rank", *order.command_arguments]
-    words = [*keeper, *python, *options(group.ranks, order.site.port), "--no-python", "--", *starter]
-    return containers.wrapped(order.site, words, order.workdir, str(order.run), gpus=group.gres is not None)
-
-
-def options(ranks: int, port: int | None) -> list[str]:
-    """torchrun as a module, and its options: on this machine alone, on a free port unless one is set."""
-    where = ["--standalone", "--local-addr=127.0.0.1"]
-    if port is not None:
-        where = ["--master-addr=127.0.0.1", f"--master-port={port}"]
-    return ["torch.distributed.run", *where, f"--nproc-per-node={ranks}"]
-
-
 def main(words: Sequence[str]) -> int:
     """Keep a torchrun until it ends, and return the exit code of the job."""
     given = _given(words)
-    same = container_watchdog.hold()
+    same = site_environment.hold(SAME_REQUEST_SECONDS)
     with ExitStack() as stack:
         asked = stack.enter_context(signals(same))
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="steelyard-")))

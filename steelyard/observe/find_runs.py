@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from steelyard.core.errors import UserError
 from steelyard.core.run import MANIFEST
 from steelyard.core.safe_parse import loads
+from steelyard.launch import backends
 from steelyard.observe.run_state import LAUNCH
 
 DEEPEST = 4
-JOB = re.compile(r"\d+([_+.]\d+)*")
 
 
 def below(folder: Path, deepest: int = DEEPEST) -> Iterator[Path]:
@@ -44,31 +43,29 @@ def find(named: str | None, folder: Path) -> Path:
         return path
     if any((folder / named / name).is_file() for name in (MANIFEST, LAUNCH)):
         return folder / named
-    if JOB.fullmatch(named) and not path.exists():
-        return by_job(named, folder)
     if path.exists():
         raise UserError(f"{path} is not a run folder: it has neither {MANIFEST} nor {LAUNCH}")
-    raise UserError(f"there is no run folder {path}", hint=f"name a folder below {folder}, or the number of a job")
+    return by_job(named, folder)
 
 
 def by_job(job: str, folder: Path) -> Path:
-    """The run that a job of the scheduler belongs to: `123` also means the parts `123+1` and `123_4`."""
-    found = [path for path in below(folder) if job in _jobs(path)]
+    """The run that a job belongs to; the id of a job also means its parts, and theirs the job."""
+    found = [path for path in below(folder) if _has(path, job)]
     if not found:
         raise UserError(
-            f"no run below {folder} belongs to job {job}",
+            f"there is no run folder {job}, and no run below {folder} belongs to job {job}",
             hint="name the run folder, or the folder above it with --folder",
         )
     return max(found, key=_touched)
 
 
-def _jobs(path: Path) -> set[str]:
+def _has(path: Path, job: str) -> bool:
     try:
-        jobs = loads((path / LAUNCH).read_bytes()).get("jobs") or []
+        launch = loads((path / LAUNCH).read_bytes())
+        name, jobs = launch.get("backend"), [str(each) for each in launch.get("jobs") or []]
     except (OSError, ValueError, AttributeError):
-        return set()
-    names = {str(job) for job in jobs}
-    return names | {re.split(r"[_+.]", name)[0] for name in names}
+        return False
+    return any(backends.owns(name, each, job) or backends.owns(name, job, each) for each in jobs)
 
 
 def _touched(path: Path) -> float:

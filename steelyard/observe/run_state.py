@@ -8,7 +8,6 @@ here judges: rules do (`observe/verdict.py`).
 from __future__ import annotations
 
 import fcntl
-import re
 import shutil
 import time
 from collections import deque
@@ -20,6 +19,8 @@ from typing import Any
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe, load_recipe
 from steelyard.core.run import LOCK, MANIFEST, METRICS, RECIPE
+from steelyard.launch import backends
+from steelyard.launch.backends import ENDED, WAITING, JobState
 from steelyard.observe.error_scan import Complaints
 from steelyard.observe.host_logs import GpuSamples, HostLog, is_number
 from steelyard.observe.run_files import listed
@@ -35,10 +36,6 @@ FIRST_OF_ONE = 1 << 20
 # Bytes of error logs that a look goes through, at first and later, shared by all hosts; no less than so many of each.
 FIRST_ERRORS, MOST_ERRORS, LEAST_ERRORS = 4 << 20, 1 << 20, 16 << 10
 MOST_EARLIER = 2 << 20  # what a look reads of them altogether where there is something to make up for
-ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL",
-         "DEADLINE", "REVOKED")  # fmt: skip
-WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "CONFIGURING", "SUSPENDED",
-           "RESV_DEL_HOLD", "STOPPED")  # fmt: skip
 
 
 class RunState:
@@ -81,7 +78,7 @@ class RunState:
         lines, is_new = self._scheduler.lines()
         if is_new:
             self.scheduler.clear()
-        self.scheduler.extend(records(lines))
+        self.scheduler.extend(backends.neutral(record) for record in records(lines))
         self._refresh_hosts()
         self._refresh_logs()
         self.is_held = is_held(self.path / LOCK)
@@ -101,7 +98,7 @@ class RunState:
     def is_superseded(self) -> bool:
         """Whether the jobs of the last launch have ended and somebody else goes on with the run: by hand, perhaps."""
         launched = list(self._launched().values())
-        if not launched or not {_word(record["state"]) for record in launched} <= set(ENDED):
+        if not launched or not {record["state"] for record in launched} <= ENDED:
             return False
         reported = max(seconds_of(record.get("time")) or 0.0 for record in launched)
         met_since = any(is_number(host.get("clock")) and host["clock"] > reported for host in self.hosts.values())
@@ -113,39 +110,40 @@ class RunState:
         return {} if self.is_superseded else self._launched()
 
     def _launched(self) -> dict[str, dict[str, Any]]:
-        jobs = self.launch.get("jobs")
-        own = {str(job) for job in jobs} if isinstance(jobs, list) else set()  # An earlier launch had others.
+        jobs, backend = self.launch.get("jobs"), self.launch.get("backend")
+        own = [str(job) for job in jobs] if isinstance(jobs, list) else []  # An earlier launch had others.
         return {
             job: record
             for record in [*self.scheduler, *self.unwritten]
             if record.get("state")
-            and ((job := str(record.get("job"))) in own or re.split(r"[+_]", job)[0] in own or not own)
+            and (not own or any(backends.owns(backend, each, str(record.get("job"))) for each in own))
+            and (job := str(record.get("job")))
         }
 
     @property
-    def job_states(self) -> set[str]:
-        """Slurm's words for the jobs; what it adds to them (`CANCELLED by 1000`, `FAILED+`) is left out."""
-        return {_word(record["state"]) for record in self.jobs.values()}
+    def job_states(self) -> set[JobState]:
+        """The states of the jobs."""
+        return {JobState(record["state"]) for record in self.jobs.values()}
 
     @property
     def is_live(self) -> bool:
         """Whether somebody works on the run now: the scheduler is asked first, since locks may not reach this host."""
         states = self.job_states
         if states:
-            return not states <= {*ENDED, *WAITING}
+            return not states <= ENDED | WAITING
         return self.manifest.get("state") == "running" and self.is_held
 
     @property
     def is_waiting(self) -> bool:
         """Whether the scheduler has not started the run, or is about to start it again."""
         states = self.job_states
-        return bool(states & set(WAITING)) and states <= {*WAITING, *ENDED}
+        return bool(states & WAITING) and states <= WAITING | ENDED
 
     @property
     def began(self) -> float | None:
         """When the ranks of the present attempt met; before that, when the job last began to run, or the run did."""
         clocks: list[float] = [host["clock"] for host in self.hosts.values() if is_number(host.get("clock"))]
-        running = [record for record in self.scheduler if _word(record.get("state")) == "RUNNING"]
+        running = [record for record in self.scheduler if record.get("state") == JobState.RUNNING]
         starts = [
             at - (span_of(record.get("elapsed")) or 0.0)
             for record in running[-1:]
@@ -269,7 +267,7 @@ def seconds_of(value: Any) -> float | None:
 
 
 def span_of(value: Any) -> float | None:
-    """A length of time as Slurm writes it (`1-02:03:04`, `02:03:04`, `03:04`), or in seconds, as seconds."""
+    """A length of time in seconds, or as `1-02:03:04`, `02:03:04` or `03:04`, as seconds."""
     if is_number(value):
         return float(value)
     days, _, clock = str(value or "").rpartition("-")
@@ -279,10 +277,6 @@ def span_of(value: Any) -> float | None:
         return span if is_number(span) else None
     except (ValueError, OverflowError):
         return None
-
-
-def _word(state: Any) -> str:
-    return str(state or "").split()[0].rstrip("+").upper() if str(state or "").strip() else ""
 
 
 def _host(reported: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from steelyard.core.console import console
 from steelyard.core.errors import SteelyardError
-from steelyard.launch import scheduler
+from steelyard.launch import launch_record
 from steelyard.observe.run_state import LAUNCH, RunState
 
 SECONDS_BETWEEN = 10.0
@@ -30,8 +30,8 @@ class Asking:
         if not (self.path / LAUNCH).is_file():
             return
         try:
-            records = scheduler.refresh(self.path)
-            state.unwritten = records[len(scheduler.read(self.path)) :]
+            records = launch_record.refresh(self.path)
+            state.unwritten = records[len(launch_record.read_records(self.path)) :]
         except (SteelyardError, OSError) as error:
             if not self._has_told:
                 console.warn(f"the scheduler was not asked: {error}")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from steelyard.core.console import console
 from steelyard.core.errors import Interrupted, RuntimeFailure, UserError
 from steelyard.core.host import die_with_parent, usable_cpus
-from steelyard.launch import subreaper
+from steelyard.launch import backends, subreaper
 from steelyard.tune.command import steelyard
 from steelyard.tune.this_machine import named_gpus, visible_gpus
 
@@ -24,12 +24,13 @@ SECONDS_BETWEEN_LOOKS = 0.1
 def run(arguments: Sequence[str], workers: int, on: str | None = None) -> None:
     """Run a command as so many workers until all have ended. An interruption reaches them all.
 
-    Where trials run elsewhere (`on` mpi or slurm), there is nothing here to share out.
+    Where trials run on other machines, there is nothing here to share out.
     """
     running: list[subreaper.ProcessTree] = []
     alone = Share(usable_cpus(), {})
+    is_remote = on is not None and backends.load(on).is_remote
     try:
-        for worker, share in enumerate([alone] * workers if on in ("mpi", "slurm") else shares(workers)):
+        for worker, share in enumerate([alone] * workers if is_remote else shares(workers)):
             command = steelyard(*arguments, "--worker", str(worker))
             with _on(share.cores):
                 running.append(_started(command, os.environ | share.environment, are_jobs=on is not None))

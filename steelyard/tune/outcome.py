@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from steelyard.launch.backends import JobState
+
 FINISHED = "finished"
 OUT_OF_MEMORY = "out_of_memory"
 CRASHED = "crashed"
@@ -30,11 +32,9 @@ VOID = (LOST, INTERRUPTED, CUT_SHORT, SURPLUS)
 """Runs that say nothing about their point: their worker was killed, told to stop, or out of the study's time."""
 
 NOT_ITS_OWN = {
-    "NODE_FAIL": "its node failed",
-    "BOOT_FAIL": "its node did not start",
-    "PREEMPTED": "another job took its place",
-    "REVOKED": "another cluster took it",
-    "CANCELLED": "somebody cancelled its job",
+    JobState.NODE_FAILED: "its node failed",
+    JobState.PREEMPTED: "another job took its place",
+    JobState.CANCELLED: "somebody cancelled its job",
 }
 """Ends of a job that say nothing about its point."""
 
@@ -104,13 +104,13 @@ def of_exit(code: int, tail: Sequence[str], was_killed_by_memory: bool) -> tuple
     return CRASHED, said or _code(code)
 
 
-def of_state(state: str, code: int | None, tail: Sequence[str]) -> tuple[str, str] | None:
-    """Outcome and reason of a job by its scheduler's last word; None where that is a good one."""
-    if state == "COMPLETED":
+def of_state(state: JobState, code: int | None, tail: Sequence[str]) -> tuple[str, str] | None:
+    """Outcome and reason of a job by its last state; None where it finished."""
+    if state is JobState.FINISHED:
         return None
-    if state == "OUT_OF_MEMORY":
+    if state is JobState.OUT_OF_MEMORY:
         return OUT_OF_MEMORY, _short_of_memory(tail) or "the scheduler ended it for want of memory"
-    if state in ("TIMEOUT", "DEADLINE"):
+    if state is JobState.TIMED_OUT:
         return TIMED_OUT, "the scheduler ended it at its time limit"
     if state in NOT_ITS_OWN:
         return LOST, NOT_ITS_OWN[state]

@@ -10,6 +10,7 @@ from pathlib import Path
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.loader import COMMAND_LINE
+from steelyard.launch import backends
 from steelyard.plan import cluster as clusters
 from steelyard.plan import measured_layers as profiles
 from steelyard.plan import memory_fit
@@ -70,7 +71,8 @@ class PlannerPrior:
 
     def _machines(self, recipe: Recipe, world: int) -> Cluster | None:
         """What trials run on: the cluster file's nodes, or this machine, unless others start them."""
-        if self.cluster is not None or not self.tune.plan or self.tune.launch.on in ("mpi", "slurm"):
+        on = self.tune.launch.on
+        if self.cluster is not None or not self.tune.plan or (on is not None and backends.load(on).is_remote):
             return self.cluster
         return this_machine.here(recipe, world)
 

@@ -72,7 +72,7 @@ class EarlyStopping(Section):
 class Launching(Section):
     """Who starts a recipe's trials, as `steelyard submit` would; with no `on` the tuner does, beside itself."""
 
-    on: Literal["local", "mpi", "slurm"] | None = None
+    on: str | None = Field(None, description="a backend, as `submit --on` takes it")
     site: str | None = None
     sites: str | None = Field(None, description="a file, instead of the user's sites.toml")
     hosts: list[str] | None = Field(None, description="mpi: instead of the site's")

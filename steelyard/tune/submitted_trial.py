@@ -1,4 +1,4 @@
-"""A trial that was submitted: to mpirun, to Slurm, or to a supervisor on this machine, as `steelyard submit` does it.
+"""A trial that was submitted to a backend, as `steelyard submit` does it.
 
 The tuner follows the run folder, as everybody does who observes a run: its logs, its records and what the scheduler
 says. Such a job outlives a tuner that is killed; whoever goes on with the study takes it up where it is.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,9 +18,10 @@ from steelyard.core.console import console
 from steelyard.core.errors import RuntimeFailure, SteelyardError, UserError
 from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.site_section import SiteSection
-from steelyard.launch import cancel, launch_record, node_groups, scheduler, sites
-from steelyard.launch.job_tags import launched
-from steelyard.launch.submit import SubmitRequest, groups_of, submit
+from steelyard.launch import backends, job_spec, launch_record, sites
+from steelyard.launch.backends import ENDED, WAITING, JobState
+from steelyard.launch.launch_record import launched
+from steelyard.launch.submit import SubmitRequest, cancel_run, groups_of, submit
 from steelyard.tune import outcome
 from steelyard.tune.command import STORAGE
 from steelyard.tune.spec import Tune
@@ -29,12 +29,6 @@ from steelyard.tune.trial_output import TrialLog
 
 FIRST_QUESTION, LAST_QUESTION = 0.5, 10.0  # seconds between questions to the scheduler: rarer, the longer it takes
 SECONDS_TO_CANCEL = 30.0  # before it is killed at once, and again before it is left alone
-RUNNING = ("RUNNING", "COMPLETING", "SIGNALING", "STAGE_OUT")
-# Why Slurm leaves a job waiting that can never start as it is.
-NEVER = re.compile(
-    r"Partition(Time|Node)Limit|BadConstraints|DependencyNeverSatisfied|Invalid(Account|QOS)"
-    r"|(Account|QOS|Association|Partition)NotAllowed|(Assoc|QOS)Max\w*PerJob"
-)
 
 
 def site_of(tune: Tune, recipe: Recipe) -> tuple[str | None, SiteSection]:
@@ -42,7 +36,8 @@ def site_of(tune: Tune, recipe: Recipe) -> tuple[str | None, SiteSection]:
     launch = tune.launch
     name, site = sites.find(launch.site, recipe.site, Path(launch.sites) if launch.sites else None)
     site = sites.changed(site, ",".join(launch.hosts) if launch.hosts else None, None)
-    return name, site.model_copy(update={"requeue": False, "warning_seconds": 0})
+    minutes = math.ceil(tune.trial.timeout_minutes)
+    return name, backends.load(str(launch.on)).trial_site(site, minutes)
 
 
 def request(tune: Tune, recipe: Recipe, run: Path, number: int = 0) -> SubmitRequest:
@@ -52,7 +47,7 @@ def request(tune: Tune, recipe: Recipe, run: Path, number: int = 0) -> SubmitReq
     if tune.nproc is not None:
         data = recipe.parallel.data_for(tune.nproc)
         recipe = recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={"data": data})})
-    limit = launch.time or site.time_limit or str(math.ceil(tune.trial.timeout_minutes))
+    backend = backends.load(str(launch.on))
     return SubmitRequest(
         on=str(launch.on),
         site=site,
@@ -61,8 +56,8 @@ def request(tune: Tune, recipe: Recipe, run: Path, number: int = 0) -> SubmitReq
         run=run,
         site_name=name,
         cluster=Path(tune.cluster) if tune.cluster else None,
-        ranks_per_node=launch.ranks_per_node if launch.on != "local" else None,
-        time_limit=limit if launch.on == "slurm" else None,
+        ranks_per_node=launch.ranks_per_node if backend.is_remote else None,
+        time_limit=launch.time,
         skip_checks=True,
     )
 
@@ -71,7 +66,7 @@ def world_of(tune: Tune, recipe: Recipe) -> int:
     """Ranks of a trial; a layout for which there are no nodes is refused."""
     if tune.launch.on is None:
         return tune.ranks or 1
-    return node_groups.world(groups_of(request(tune, recipe, Path())))
+    return job_spec.world(groups_of(request(tune, recipe, Path())))
 
 
 def start(asked: SubmitRequest) -> Path:
@@ -119,14 +114,14 @@ class Submitted:
 
     def _ask(self) -> None:
         self._asked = time.monotonic()
-        self._now = scheduler.current(scheduler.refresh(self.run), self._launch.jobs)
-        reasons = [str(each.get("reason") or "") for each in self._now if each["state"] == "PENDING"]
-        self._never = self._never or next((reason for reason in reasons if NEVER.search(reason)), None)
+        self._now = launch_record.current(launch_record.refresh(self.run), self._launch)
+        reasons = [str(each.get("reason") or "") for each in self._now if each.get("never")]
+        self._never = self._never or next(iter(reasons), None)
 
     @property
-    def state(self) -> str | None:
-        """The scheduler's word for it."""
-        return scheduler.state(self._now, self._launch.jobs)
+    def state(self) -> JobState | None:
+        """Its state, as the backend last said."""
+        return launch_record.state(self._now, self._launch)
 
     def _take_logs(self) -> bool:
         heard = False
@@ -147,10 +142,10 @@ class Submitted:
 
     def is_waiting(self) -> bool:
         """Whether it is queued, or suspended."""
-        return self._is_live() and self.state not in RUNNING
+        return self.state is None or self.state in WAITING
 
     def _is_live(self) -> bool:
-        return self.state is None or self.state in scheduler.LIVE
+        return self.state not in ENDED
 
     def is_over(self) -> bool:
         """Whether the scheduler is done with it, or will never begin."""
@@ -168,7 +163,7 @@ class Submitted:
         for at_once in (False, True):
             if not self._is_live():
                 return
-            cancel.cancel_run(self.run, at_once)
+            cancel_run(self.run, at_once)
             deadline = time.monotonic() + SECONDS_TO_CANCEL
             while self._is_live() and time.monotonic() < deadline:
                 self._ask()
@@ -177,10 +172,11 @@ class Submitted:
     def failure(self) -> tuple[str, str] | None:
         """Outcome and reason, by the scheduler's words and by what the ranks said."""
         if self._never is not None:
-            return outcome.CRASHED, f"Slurm will never start it: {self._never}"
+            return outcome.CRASHED, f"{self._launch.backend} will never start it: {self._never}"
         bad = [each for each in self._now if each["state"] == self.state]
         code = next((each["exit_code"] for each in bad if each.get("exit_code")), None)
-        return None if self._is_live() else outcome.of_state(str(self.state), code, self.log.tail)
+        state = self.state
+        return outcome.of_state(state, code, self.log.tail) if state is not None and state in ENDED else None
 
 
 def can_be_taken_up(run: Path) -> bool:
@@ -189,10 +185,10 @@ def can_be_taken_up(run: Path) -> bool:
         launch = launched(run)
         if launch is None or len(launch.jobs) < len(launch.marks):  # A follower is missing, and will not come.
             return False
-        state = scheduler.state(scheduler.refresh(run), launch.jobs)
+        state = launch_record.state(launch_record.refresh(run), launch)
     except UserError:
         return False
-    return state is not None and (state in scheduler.LIVE or state == "COMPLETED")
+    return state is not None and (state not in ENDED or state is JobState.FINISHED)
 
 
 def abandon(run: Path) -> None:
@@ -201,7 +197,7 @@ def abandon(run: Path) -> None:
         launch = launched(run)
         if launch is None or not launch.jobs:
             return
-        reported = cancel.cancel_run(run)
+        reported = cancel_run(run)
     except SteelyardError as error:
         console.warn(f"what runs in {run} could not be cancelled: {error}")
         return

@@ -1,7 +1,7 @@
 """One trial, watched until it ends or must: when it takes too long, says nothing for too long, or is far behind.
 
-What runs is a `Job`: a command under guard beside the tuner (`guarded.py`), or one that was submitted to mpirun, to
-Slurm or to a supervisor here (`submitted.py`). Records are read from the run's `metrics.jsonl` as they come.
+What runs is a `Job`: a command beside the tuner (`local_trial.py`), or one that was submitted to a backend
+(`submitted_trial.py`). Records are read from the run's `metrics.jsonl` as they come.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.loader import nearest, valid_keys
 from steelyard.core.recipe.toml import place_of
+from steelyard.launch import backends
+from steelyard.launch.backends import Option
 from steelyard.tune import command as commands
 from steelyard.tune.expression import Refused
 from steelyard.tune.search_space import Space
@@ -67,10 +69,14 @@ def _refuse_launch(tune: Tune, wrong: Wrong) -> None:
     for name in sorted(launch.model_fields_set - {"on"}):
         if launch.on is None and getattr(launch, name) is not None:
             raise wrong(f"launch.{name}", "says how jobs are submitted, and none is", 'on = "slurm", or --on slurm')
-    if launch.hosts is not None and launch.on != "mpi":
-        raise wrong("launch.hosts", "are mpirun's", 'on = "mpi"')
-    if launch.time is not None and launch.on != "slurm":
-        raise wrong("launch.time", f"{launch.on} keeps no time limit", "set trial.timeout_minutes")
+    if launch.on is not None:
+        if launch.on not in backends.names():
+            raise wrong("launch.on", f"there is no backend {launch.on}", f"backends: {', '.join(backends.names())}")
+        takes = backends.load(launch.on).takes
+        if launch.hosts is not None and Option.HOSTS not in takes:
+            raise wrong("launch.hosts", f"{launch.on} {Option.HOSTS}", "leave them out")
+        if launch.time is not None and Option.TIME not in takes:
+            raise wrong("launch.time", f"{launch.on} {Option.TIME}", "set trial.timeout_minutes")
     per_node, ranks = launch.ranks_per_node, tune.nproc
     if per_node is not None and ranks is not None and ranks % per_node and ranks > per_node:
         raise wrong("launch.ranks_per_node", f"{ranks} ranks do not fill nodes of {per_node}")

@@ -22,6 +22,7 @@ from typing import Any
 
 from steelyard.core.console import console
 from steelyard.core.errors import Interrupted, RuntimeFailure, UserError
+from steelyard.launch import backends
 from steelyard.tune import attempt, candidate, outcome, storage, study_folder, submitted_trial, trial_history
 from steelyard.tune.best import write_best
 from steelyard.tune.outcome import TrialEnd
@@ -95,8 +96,11 @@ def prepare(tune: Tune) -> None:
     PlannerPrior(tune)
     if tune.launch.on is not None:
         submitted_trial.site_of(tune, candidate.recipe_at(tune, {}, is_trial=True))
-    if tune.launch.on == "slurm" and shutil.which("sbatch") is None:
-        raise UserError("sbatch is not installed here", hint="tune from a login node of the cluster, or with --on mpi")
+        program = backends.load(tune.launch.on).program
+        if program is not None and shutil.which(program) is None:
+            raise UserError(
+                f"{program} is not installed here", hint="tune from a login node of the cluster, or with --on mpi"
+            )
 
 
 def check_files(tune: Tune) -> None:

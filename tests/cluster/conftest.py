@@ -72,7 +72,7 @@ gres = "gpu:a100:1"
 SITES = """
 default = "yard"
 
-[yard]
+[yard.slurm]
 cpus_per_rank = 1
 partition = "a10"
 
@@ -80,7 +80,7 @@ partition = "a10"
 OMP_NUM_THREADS = "1"
 PYTHONPATH = "{source}"
 
-[apart]
+[apart.slurm]
 cpus_per_rank = 1
 heterogeneous = "several-jobs"
 
@@ -267,7 +267,7 @@ def undisturbed(yard: Yard) -> Path:
     """A run over two nodes of one partition, from beginning to end."""
     words = ["alike.toml", "parallel.data=2", f"train.steps={STEPS}", "--nodes", "2"]
     run = yard.submit(*words, "--on", "slurm", "--name", "whole")
-    yard.until_state(run, "COMPLETED")
+    yard.until_state(run, "finished")
     return run
 
 
@@ -276,7 +276,7 @@ def undisturbed_mixed(yard: Yard) -> Path:
     """A run over two partitions as one heterogeneous job, 0-2-2-0: the first and last stage hold no layer."""
     words = ["mixed.toml", f"train.steps={STEPS}", "--cluster", "cluster.toml", "--site", "yard"]
     run = yard.submit(*words, "--on", "slurm", "--name", "mixed-yard")
-    yard.until_state(run, "COMPLETED")
+    yard.until_state(run, "finished")
     return run
 
 

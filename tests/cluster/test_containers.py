@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(PROGRAM is None, reason="there is no apptainer (tools/cluster_apptainer fetches one)"),
 ]
 SITE = """
-[boxed]
+[boxed.slurm]
 cpus_per_rank = 1
 partition = "a10"
 
@@ -69,6 +69,6 @@ def test_a_job_runs_inside_an_image_made_offline(yard: Yard, image: Path):
     said = yard.steelyard("shell", *where, "--", "/bin/cat", "/etc/this-image")
     assert said.stdout == "yes"
     run = yard.submit("alike.toml", "train.steps=3", "--on", "slurm", *where, "--name", "boxed")
-    yard.until_state(run, "COMPLETED", "FAILED")
+    yard.until_state(run, "finished", "failed")
     assert sorted(losses(run)) == [1, 2, 3], everything(run)
     assert "apptainer exec" in (run / "launch" / "job.sh").read_text()

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 def test_doctor_in_a_job_measures_between_its_nodes(yard: Yard):
     words = ["--json", "--on", "slurm", "--nodes", "2", "--name", "fit", "--", "doctor", "--json"]
     run = Path(json.loads(yard.steelyard("submit", *words).stdout)["run"])
-    yard.until_state(run, "COMPLETED", "FAILED")
+    yard.until_state(run, "finished", "failed")
     spoke = [path for path in (run / "logs").glob("*.out") if path.read_text().strip()]
     assert [path.stem for path in spoke] == ["a1"], everything(run)
     reported = json.loads(spoke[0].read_text().strip().splitlines()[-1])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from steelyard.launch.scheduler import seconds
+from steelyard.launch.backends.slurm_queue import seconds
 from tests.cluster.conftest import STEPS, Yard, everything, losses, trained_on_four_nodes
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
@@ -17,7 +17,7 @@ LONG = (f"train.steps={STEPS}", "checkpoint.every=0", "--on", "slurm")  # Only a
 
 def test_a_preempted_job_saves_gives_way_and_goes_on(yard: Yard, undisturbed: Path):
     """Once with a time of grace and once without, when Slurm leaves it a few seconds (KillWait)."""
-    run = yard.submit(*ALIKE, *LONG, "--name", "poor", "site.partition=spare")
+    run = yard.submit(*ALIKE, *LONG, "--name", "poor", "site.slurm.partition=spare")
     for times, (grace, step) in enumerate(((30, 10), (0, 60)), start=1):
         yard.lab.client("scontrol", "update", "PartitionName=spare", f"GraceTime={grace}")
         with yard.held(run, step=step):
@@ -26,7 +26,7 @@ def test_a_preempted_job_saves_gives_way_and_goes_on(yard: Yard, undisturbed: Pa
                 "--output=/dev/null", "--wrap=sleep 1",
             ).stdout.strip()  # fmt: skip
             yard.lab.until(lambda times=times: yard.is_warned(run, times), "the warning", 240)
-        yard.until_state(run, "PENDING", seconds=600)
+        yard.until_state(run, "queued", seconds=600)
         saved = max(int(path.name.partition("-")[2]) for path in (run / "checkpoints").glob("step-*"))
         assert step <= saved < STEPS
         assert yard.verdicts(run, 3) == {"requeued"}
@@ -34,7 +34,7 @@ def test_a_preempted_job_saves_gives_way_and_goes_on(yard: Yard, undisturbed: Pa
         yard.hurry(run)
         yard.until_step(run, saved + 1)
         assert f"resumed at step {saved}" in (run / "logs" / "a1.out").read_text()
-    yard.until_state(run, "COMPLETED")
+    yard.until_state(run, "finished")
     assert losses(run) == losses(undisturbed)
     assert max(record["restarts"] for record in yard.records(run)) == 2
 
@@ -48,7 +48,7 @@ def test_a_time_limit_saves_requeues_and_resumes_jobs_of_every_shape(
     """
     words = {"one": ALIKE, "heterogeneous": MIXED, "pair": (*MIXED, "--site", "apart")}
     runs = {
-        name: yard.submit(*given, *LONG, "--name", f"limited-{name}", "--time", "30", "site.warning_seconds=60")
+        name: yard.submit(*given, *LONG, "--name", f"limited-{name}", "--time", "30", "site.slurm.warning_seconds=60")
         for name, given in words.items()
     }
     with ExitStack() as stack:
@@ -68,7 +68,7 @@ def test_a_time_limit_saves_requeues_and_resumes_jobs_of_every_shape(
         yard.lab.client("scontrol", "update", f"job={limited}", "TimeLimit=30")
     yard.hurry(*runs.values())
     for name, run in runs.items():
-        yard.until_state(run, "COMPLETED")
+        yard.until_state(run, "finished")
         assert "resumed at step" in (run / "logs" / "a1.out").read_text(), everything(run)
         assert losses(run) == losses(undisturbed if name == "one" else undisturbed_mixed), name
         restarts = {record["job"]: record["restarts"] for record in yard.records(run)}
@@ -90,7 +90,7 @@ def test_a_follower_does_not_wait_for_a_master_that_is_gone(yard: Yard):
         yard.lab.until(lambda: "FAILED" in _states(yard, follower), "the follower's end", 240)
     finally:
         yard.lab.client("scancel", taken)
-    assert yard.state(run) == "CANCELLED"
+    assert yard.state(run) == "cancelled"
     assert "another job of this run is over" in (run / "logs" / f"slurm-{follower}.log").read_text()
 
 

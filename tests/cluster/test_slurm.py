@@ -23,7 +23,7 @@ def test_alike_nodes_train_as_one_job(yard: Yard, undisturbed: Path):
     launch = json.loads((undisturbed / "launch.json").read_text())
     assert (launch["backend"], launch["nodes"], launch["ranks"], launch["partitions"]) == ("slurm", 2, 2, ["a10"])
     records = yard.records(undisturbed)
-    assert [record["state"] for record in records][-1] == "COMPLETED"
+    assert [record["state"] for record in records][-1] == "finished"
     assert (records[-1]["nodes"], records[-1]["exit_code"], records[-1]["time_limit"]) == ("a[1-2]", 0, 3600)
     for host in ("a1", "a2"):
         assert (undisturbed / "logs" / f"{host}.err").is_file()
@@ -47,14 +47,14 @@ def test_a_lost_node_costs_no_step(yard: Yard, undisturbed: Path, undisturbed_mi
     with yard.held(run), yard.held(pair):
         yard.lab.power_off("a2")
     try:
-        yard.until_state(run, "PENDING", seconds=600)
+        yard.until_state(run, "queued", seconds=600)
         assert yard.verdicts(run, 3) == {"requeued"}
         yard.until_pending(pair)
     finally:
         yard.lab.power_on("a2")
     yard.hurry(run, pair)
     for each, whole in ((run, undisturbed), (pair, undisturbed_mixed)):
-        yard.until_state(each, "COMPLETED")
+        yard.until_state(each, "finished")
         assert losses(each) == losses(whole)
         assert yard.verdicts(each, 0) == {"completed"}
         assert {record["restarts"] for record in yard.records(each)[-len(_jobs(each)) :]} == {1}
@@ -69,10 +69,10 @@ def test_a_cancelled_job_saves_and_is_not_requeued(yard: Yard):
     yard.until_step(run, 5)
     reported = json.loads(yard.steelyard("cancel", "ended", "--json").stdout)
     assert reported["cancelled"]
-    assert yard.until_state(run, "CANCELLED", seconds=600) == "CANCELLED"
+    assert yard.until_state(run, "cancelled", seconds=600) == "cancelled"
     yard.lab.until(lambda: list((run / "checkpoints").glob("step-*")), "the checkpoint", 240)
     time.sleep(2)
-    assert yard.state(run) == "CANCELLED"
+    assert yard.state(run) == "cancelled"
     assert json.loads(yard.steelyard("cancel", "ended", "--json").stdout)["cancelled"] is False
 
 
@@ -83,7 +83,7 @@ def test_a_wedged_rank_fails_the_job_instead_of_holding_it(yard: Yard):
     )  # fmt: skip
     yard.until_step(run, 5)
     os.kill(rank_on(yard, run, "a2"), signal.SIGSTOP)
-    assert yard.until_state(run, "FAILED", "CANCELLED", "PENDING", seconds=600) == "FAILED", everything(run)
+    assert yard.until_state(run, "failed", "cancelled", "queued", seconds=600) == "failed", everything(run)
     assert "lost another rank" in (run / "logs" / "a1.err").read_text()
     assert "failed" in yard.verdicts(run, 1)
 
@@ -94,10 +94,10 @@ def test_a_full_disk_fails_the_job_and_says_so(yard: Yard):
     disk.mkdir()
     yard.lab.mount("a1", disk, "8m")
     words = ["alike.toml", "train.steps=100000", "checkpoint.every=5", "checkpoint.keep_last=1000"]
-    words += ["--run", str(disk / "full"), "--on", "slurm", 'site.sbatch=["--nodelist=a1"]']
+    words += ["--run", str(disk / "full"), "--on", "slurm", 'site.slurm.sbatch=["--nodelist=a1"]']
     run = yard.submit(*words, on_host="a1")
     deadline = time.monotonic() + 300
-    while (rows := yard.steelyard("list", str(disk), on_host="a1").stdout) and "FAILED" not in rows:
+    while (rows := yard.steelyard("list", str(disk), on_host="a1").stdout) and "failed" not in rows:
         assert time.monotonic() < deadline, rows
         time.sleep(1)
     said = yard.steelyard("logs", str(run), "--stream", "err", on_host="a1").stdout
@@ -126,7 +126,7 @@ def test_nothing_a_person_writes_reaches_a_shell(yard: Yard, tmp_path: Path):
         "alike.toml", "train.steps=2", "--on", "slurm", "--name", hostile,
         f"site.environment={{HOSTILE={json.dumps(hostile)}}}",
     )  # fmt: skip
-    yard.until_state(run, "COMPLETED")
+    yard.until_state(run, "finished")
     assert json.loads((run / "launch.json").read_text())["name"] == hostile
     assert not list(yard.path.rglob("pwned"))
 
@@ -139,7 +139,7 @@ def test_a_sweep_is_one_array(yard: Yard):
     assert len({job.partition("_")[0] for job in jobs}) == 1
     paths = [Path(each["run"]) for each in runs]
     for path in paths:
-        yard.until_state(path, "COMPLETED")
+        yard.until_state(path, "finished")
     assert losses(paths[0]) != losses(paths[1])
 
 
@@ -159,7 +159,7 @@ def allocation(yard: Yard) -> Iterator[str]:
 
 def test_a_command_runs_inside_an_allocation_that_is_there(yard: Yard, allocation: str):
     run = yard.submit("--on", "slurm", "--job", allocation, "--name", "inside", "--", "recipe", "list")
-    yard.until_state(run, "COMPLETED")
+    yard.until_state(run, "finished")
     assert "quickstart" in "".join(path.read_text() for path in (run / "logs").glob("a*.out"))
 
 
@@ -171,7 +171,7 @@ def test_a_run_inside_an_allocation_is_cancelled_with_its_ranks(yard: Yard, allo
     )  # fmt: skip
     yard.until_step(run, 5)
     yard.steelyard("cancel", str(run), *words)
-    yard.until_state(run, "CANCELLED")
+    yard.until_state(run, "cancelled")
     ask = ("squeue", "--noheader", "--steps", f"--jobs={allocation}", "--format=%i")
     alone = [f"{allocation}.batch"]
     yard.lab.until(lambda: yard.lab.client(*ask).stdout.split() == alone, "the end of its step", 240)
@@ -188,8 +188,8 @@ def test_the_guide_to_slurm_works_as_written(yard: Yard):
         said = yard.steelyard(*shlex.split(line)[1:]).stdout
         if " submit " in line and "--dry-run" not in line:
             run = yard.path / "runs" / "gpt2-xl"
-            yard.until_state(run, "COMPLETED")
-    assert "COMPLETED" in said
+            yard.until_state(run, "finished")
+    assert "finished" in said
     assert sorted(losses(run)) == list(range(1, 21))
     where = {path.stem: path.read_text() for path in (run / "logs").glob("*.out")}
     assert [host for host, text in where.items() if "step 20/20" in text] in (["b1"], ["b2"])  # an a100 has rank 0

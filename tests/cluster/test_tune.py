@@ -93,8 +93,8 @@ def test_a_tuner_killed_twice_has_its_job_taken_up_and_nodes_follow_from_the_lay
 def test_a_job_that_can_never_start_is_no_trial_to_wait_for(yard: Yard):
     (yard.path / "never.toml").write_text(STUDY.format(on="slurm", steps=3).replace("[2, 1]", "[1]"))
     done = yard.steelyard("tune", "never.toml", "--time", "2:00:00", code=1)
-    assert "Slurm will never start it: PartitionTimeLimit" in done.stderr
-    assert yard.state(yard.path / "studies/never/trials/00000/run") == "CANCELLED"
+    assert "slurm will never start it: PartitionTimeLimit" in done.stderr
+    assert yard.state(yard.path / "studies/never/trials/00000/run") == "cancelled"
 
 
 def test_a_trial_that_takes_too_long_and_one_that_somebody_cancels_are_told_apart(yard: Yard):
@@ -113,7 +113,7 @@ def test_a_trial_that_takes_too_long_and_one_that_somebody_cancels_are_told_apar
     assert outcomes(study) == [outcome.LOST, outcome.TIMED_OUT], (yard.path / "endless.log").read_text()
     assert reported["best"] == []
     records = (study / "trials/00001/run/scheduler.jsonl").read_text().splitlines()
-    assert json.loads(records[-1])["state"] == "CANCELLED"
+    assert json.loads(records[-1])["state"] == "cancelled"
     deadline = time.monotonic() + 300
     while yard.lab.client("squeue", "--noheader", "--me").stdout:
         assert time.monotonic() < deadline

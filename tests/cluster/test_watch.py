@@ -70,12 +70,12 @@ def test_a_live_job_is_healthy_then_stands_still_then_goes_on_and_then_is_cancel
         )  # That may still be usual on a shared disk; that a rank was stopped is not.
         assert list(reported) == ["frozen"]
         assert re.fullmatch(r"stopped by a signal \(SIGSTOP\): rank 1, process \d+, on a2", reported["frozen"])
-        assert yard.state(run) == "RUNNING"
+        assert yard.state(run) == "running"
     finally:
         os.kill(rank, signal.SIGCONT)
     until_watched(yard, "healthy", "watched", "--patience", "5", code=0)
     yard.steelyard("cancel", "watched", "--now")
-    until(lambda: "CANCELLED" in yard.state(run), run)
+    until(lambda: "cancelled" in yard.state(run), run)
     assert next(iter(watched(yard, "watched", 1))) == "cancelled"
 
 
@@ -85,7 +85,7 @@ def test_nodes_that_read_an_old_recipe_are_named_whether_they_agree_or_not(yard:
     One of two ends the job before its first step. Both agree and train on, and only watch knows what was asked for.
     """
     words = ["alike.toml", "parallel.data=2", "train.steps=100000", "checkpoint.every=0", "--nodes", "2"]
-    words += ["--on", "slurm", 'site.sbatch=["--hold"]']
+    words += ["--on", "slurm", 'site.slurm.sbatch=["--hold"]']
     runs = {name: yard.submit(*words, "--name", name) for name in ("astray", "outdated")}
     assert list(watched(yard, "astray", 1)) == ["held"]
     mounted = [("a2", "astray"), ("a1", "outdated"), ("a2", "outdated")]
@@ -97,7 +97,7 @@ def test_nodes_that_read_an_old_recipe_are_named_whether_they_agree_or_not(yard:
     try:
         for run in runs.values():
             yard.lab.client("scontrol", "release", json.loads((run / "launch.json").read_text())["jobs"][0])
-        until(lambda: yard.state(runs["astray"]) == "FAILED", runs["astray"])
+        until(lambda: yard.state(runs["astray"]) == "failed", runs["astray"])
         reported = watched(yard, "astray", 1)
         assert list(reported)[:2] == ["errors", "failed"]
         said = (runs["astray"] / "logs" / "a1.err").read_text()
@@ -106,20 +106,20 @@ def test_nodes_that_read_an_old_recipe_are_named_whether_they_agree_or_not(yard:
         yard.until_step(runs["outdated"], 30)
         reported = watched(yard, "outdated", 1)
         assert reported == {"other-configuration": "a1 has micro_batch 1 where 2 was asked for (and 1 more)"}
-        assert yard.state(runs["outdated"]) == "RUNNING"
+        assert yard.state(runs["outdated"]) == "running"
         page = yard.steelyard("watch", "outdated", code=1).stdout
         assert re.search(r"^asked for .* micro_batch 2 ", page, re.MULTILINE), page
         assert re.search(r"^reported .* micro_batch 1 ", page, re.MULTILINE), page
     finally:
         yard.steelyard("cancel", "outdated", "--now")
-        until(lambda: "CANCELLED" in yard.state(runs["outdated"]), runs["outdated"])
+        until(lambda: "cancelled" in yard.state(runs["outdated"]), runs["outdated"])
         for host, name in mounted:
             yard.lab.run(host, "umount", str(runs[name] / "launch" / "recipe.toml"))
 
 
 def test_a_job_that_fails_names_its_error(yard: Yard):
     run = yard.submit("alike.toml", 'data.train="nothing_here"', "--skip-checks", "--on", "slurm", "--name", "lost")
-    until(lambda: "FAILED" in yard.state(run), run)
+    until(lambda: "failed" in yard.state(run), run)
     reported = watched(yard, "lost", 1)
     assert list(reported)[:2] == ["errors", "failed"]
     assert "nothing_here" in reported["errors"]

@@ -164,7 +164,7 @@ default = "campus"   # most of us
 
 [campus]
 modules = ["apptainer", "cuda/12.4"]  # as of May
-account = "nlp"
+slurm.account = "nlp"
 
 [campus.container]
 kind = "apptainer"
@@ -175,7 +175,7 @@ binds = ["/data", "/old:/opt/steelyard/links"]  # the data
 NCCL_DEBUG = "WARN"
 
 [other]
-partition = "gpu1"
+slurm.partition = "gpu1"
 """
 
 
@@ -194,7 +194,7 @@ def test_a_profile_keeps_its_comments_and_what_it_had(tmp_path):
     }  # fmt: skip
     assert written["campus"]["environment"] == {"NCCL_DEBUG": "WARN", "CUDA_HOME": "/usr/local/cuda"}
     assert written["campus"]["prepend"] == {"LD_LIBRARY_PATH": ["/opt/steelyard/links"]}
-    assert written["other"] == {"partition": "gpu1"}
+    assert written["other"] == {"slurm": {"partition": "gpu1"}}
     assert written["default"] == site_profile.default(path) == "campus"
 
 

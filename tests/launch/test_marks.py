@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from steelyard.core.errors import UserError
-from steelyard.launch import cancel, job_tags, launch_record, run_list, scheduler
-from steelyard.launch.launch_record import Launch
-from steelyard.launch.submit import intended
+from steelyard.launch import launch_record, run_list
+from steelyard.launch.backends import slurm_queue
+from steelyard.launch.launch_record import Launch, intended
+from steelyard.launch.submit import cancel_run
 from steelyard.observe.run_state import RunState
 from steelyard.observe.scheduler_poll import Asking
 from steelyard.tune import submitted_trial
@@ -63,12 +64,12 @@ def test_a_submission_killed_behind_sbatch_is_listed_taken_up_and_cancelled(queu
     assert json.loads((run / "launch.json").read_text())["jobs"] == []
     copy = shutil.copytree(run, tmp_path / "watched" / "lost")  # For watch, which asks as it goes.
     Asking(copy).ask(RunState(copy))
-    assert RunState(copy).refresh().job_states == {"PENDING"}
+    assert RunState(copy).refresh().job_states == {"queued"}
     [row] = run_list.rows(tmp_path / "runs")
-    assert (row["jobs"], row["state"]) == (["40"], "PENDING")
+    assert (row["jobs"], row["state"]) == (["40"], "queued")
     assert submitted_trial.can_be_taken_up(run)
     assert launch_record.find("40", tmp_path / "runs") == run  # It is written down now.
-    assert cancel.cancel_run(run)["cancelled"]
+    assert cancel_run(run)["cancelled"]
     assert (tmp_path / "cancelled").read_text() == "40\n"
 
 
@@ -78,8 +79,8 @@ def test_a_submission_killed_before_sbatch_has_no_job(queue: Path, tmp_path: Pat
     (queue / "39").write_text("/elsewhere/job.sh abc-11\n")
     assert [(row["jobs"], row["state"]) for row in run_list.rows(run.parent)] == [([], "not submitted")]
     assert not submitted_trial.can_be_taken_up(run)
-    with pytest.raises(UserError, match="Slurm has no job of"):
-        cancel.cancel_run(run)
+    with pytest.raises(UserError, match="slurm has no job of"):
+        cancel_run(run)
 
 
 def test_a_master_without_its_follower_is_cancelled_and_not_taken_up(queue: Path, tmp_path: Path):
@@ -104,7 +105,7 @@ def test_a_job_that_squeue_has_forgotten_has_left_its_number(queue: Path, tmp_pa
         subprocess.run(["bash", "-c", script, "job.sh", word], env=os.environ | given, check=True, timeout=150)
         launch_record.write(run, Launch("slurm", "x", [], [], 1, 1, marks=[word]))
         (queue / "40").unlink(missing_ok=True)
-        launch = job_tags.launched(run)
+        launch = launch_record.launched(run)
         assert launch is not None
         assert launch.jobs == [number]
 
@@ -112,21 +113,21 @@ def test_a_job_that_squeue_has_forgotten_has_left_its_number(queue: Path, tmp_pa
 def test_parts_and_tasks_are_found_by_the_mark_of_their_job(tmp_path: Path, monkeypatch):
     lines = ["12+0 x.sh a-1", "12+1 x.sh a-1", "13_0 y.sh b-1", "13_1 y.sh b-1", "9 x.sh a-1"]
     text = "\n".join(line.partition(" ")[0].ljust(40) + line.partition(" ")[2] for line in lines)
-    assert job_tags.marked(text) == {"a-1": "12", "b-1": "13"}
-    monkeypatch.setattr(job_tags.questions, "answer", lambda command: text)
+    assert slurm_queue.marked(text) == {"a-1": "12", "b-1": "13"}
+    monkeypatch.setattr(slurm_queue, "ask", lambda command: (text, ""))
     launch_record.write(tmp_path, Launch("slurm", "x", [], [], 1, 1, marks=["b-1_1"]))
-    assert job_tags.launched(tmp_path).jobs == ["13_1"]
+    assert launch_record.launched(tmp_path).jobs == ["13_1"]
 
 
 def test_every_launch_of_a_folder_has_a_mark_of_its_own_and_what_is_refused_leaves_the_last(tmp_path: Path):
-    first = job_tags.next_mark(tmp_path)
-    assert first == job_tags.next_mark(tmp_path)
+    first = launch_record.next_mark(tmp_path)
+    assert first == launch_record.next_mark(tmp_path)
     earlier = Launch("slurm", "x", ["7"], [], 1, 1, marks=[f"{first}.0", f"{first}.1"])
     launch_record.write(tmp_path, earlier)
-    assert job_tags.next_mark(tmp_path) == first.replace("-1", "-2")
-    coming = Launch("slurm", "x", [], [], 1, 1, marks=[job_tags.next_mark(tmp_path)])
+    assert launch_record.next_mark(tmp_path) == first.replace("-1", "-2")
+    coming = Launch("slurm", "x", [], [], 1, 1, marks=[launch_record.next_mark(tmp_path)])
     with pytest.raises(UserError), intended({tmp_path: coming}):
         assert launch_record.read(tmp_path) == coming
         raise UserError("sbatch refuses the job")
     assert launch_record.read(tmp_path) == earlier
-    assert scheduler.read(tmp_path) == []
+    assert launch_record.read_records(tmp_path) == []

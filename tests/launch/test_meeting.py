@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from steelyard.core.recipe.site_section import SiteSection
-from steelyard.launch import rendezvous_file, slurm
-from steelyard.launch.node_groups import NodeGroup
+from steelyard.core.recipe.site_section import SiteSection, SlurmSection
+from steelyard.launch import rendezvous_file
+from steelyard.launch.backends import slurm_script
+from steelyard.launch.job_spec import NodeGroup
 from steelyard.parallel import port_discovery
 from tests import preloaded
 from tests.launch.test_submit import order
@@ -119,17 +120,26 @@ def test_a_job_follows_what_becomes_of_the_other_job_of_its_run(tmp_path: Path, 
         (tmp_path / "bin").mkdir(exist_ok=True)
         (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / "bin" / name).chmod(0o755)
-    two = order(tmp_path, SiteSection(heterogeneous="several-jobs"), groups=[NodeGroup(1, 1), NodeGroup(1, 2)])
+    two = order(
+        tmp_path,
+        SiteSection(slurm=SlurmSection(heterogeneous="several-jobs")),
+        groups=[NodeGroup(1, 1), NodeGroup(1, 2)],
+    )
     given = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
     done = subprocess.run(
-        ["bash", "-c", slurm.text(two, 0)], env=given, cwd=tmp_path, capture_output=True, text=True, timeout=150
+        ["bash", "-c", slurm_script.text(two, 0)], env=given, cwd=tmp_path, capture_output=True, text=True, timeout=150
     )
     assert (done.returncode, (tmp_path / "requeued").exists()) == (code, requeued), done.stdout + done.stderr
 
 
 def test_before_they_met_a_job_waits_for_one_in_the_queue(tmp_path: Path):
-    text = slurm.text(
-        order(tmp_path, SiteSection(heterogeneous="several-jobs"), groups=[NodeGroup(1, 1), NodeGroup(1, 2)]), 0
+    text = slurm_script.text(
+        order(
+            tmp_path,
+            SiteSection(slurm=SlurmSection(heterogeneous="several-jobs")),
+            groups=[NodeGroup(1, 1), NodeGroup(1, 2)],
+        ),
+        0,
     )
     (tmp_path / "launch").mkdir()
     (tmp_path / "launch" / "jobs").write_text("7\n8\n")

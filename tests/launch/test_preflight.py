@@ -8,7 +8,7 @@ import pytest
 
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import load_recipe
-from steelyard.core.recipe.site_section import ContainerSection, SiteSection
+from steelyard.core.recipe.site_section import ContainerSection, SiteSection, SlurmSection
 from steelyard.launch import preflight, submit
 from steelyard.launch.submit import SubmitRequest
 from tests import preloaded
@@ -89,12 +89,12 @@ def test_paths_inside_a_container_are_looked_for_where_they_are_bound_from(queue
 def test_a_layout_that_does_not_fit_the_gpus_is_refused_with_what_would_help(queue, capsys):
     data = [f"data.train={Path.cwd()}/tokens_text_document"]
     large = load_recipe("gpt2-xl", [*data, "parallel.pipeline=1", "train.micro_batch=64", "train.global_batch=64"])
-    request = SubmitRequest("slurm", SiteSection(gres="gpu:t4:1"), recipe=large)
+    request = SubmitRequest("slurm", SiteSection(slurm=SlurmSection(gres="gpu:t4:1")), recipe=large)
     with pytest.raises(UserError, match=r"pipeline rank 0 needs .*, but t4 has") as error:
         submit.submit(request)
     assert "would need" in str(error.value.hint)
     assert not queue.exists()
-    submit.submit(asked("train.device=auto", site=SiteSection(gres="gpu:1")))
+    submit.submit(asked("train.device=auto", site=SiteSection(slurm=SlurmSection(gres="gpu:1"))))
     assert "memory was not checked" in capsys.readouterr().err
 
 

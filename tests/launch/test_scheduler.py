@@ -11,11 +11,13 @@ import pytest
 
 from steelyard import cli
 from steelyard.core.errors import Interrupted, UserError
-from steelyard.launch import cancel, launch_record, log_reader, scheduler, supervisor
+from steelyard.launch import launch_record, log_reader, supervisor
+from steelyard.launch.backends import neutral, slurm_queue
 from steelyard.launch.launch_record import Launch
+from steelyard.launch.submit import cancel_run
 from tests import preloaded
 
-WIDTHS = scheduler.QUEUE_FIELDS
+WIDTHS = slurm_queue.QUEUE_FIELDS
 
 
 def queue_line(**fields: str) -> str:
@@ -35,17 +37,17 @@ def test_squeue_is_read_by_its_columns():
         jobarrayid="7", state="RUNNING", restartcnt="1", timeused="1-02:03:04", timelimit="UNLIMITED", exit_code="0",
         reason="None", nodelist="a[1-2]",
     )  # fmt: skip
-    assert scheduler.queued(running) == [
-        {"job": "7", "state": "RUNNING", "reason": "", "nodes": "a[1-2]", "exit_code": None, "elapsed": 93784,
+    assert slurm_queue.queued(running) == [
+        {"job": "7", "state": "running", "reason": "", "nodes": "a[1-2]", "exit_code": None, "elapsed": 93784,
          "time_limit": None, "restarts": 1},
     ]  # fmt: skip
     old = "\n".join(
         queue_line(jobarrayid=str(7 + part), hetjoboffset=str(part), state="PENDING", reason="Priority")
         for part in (0, 1)
     )
-    assert [each["job"] for each in scheduler.queued(old)] == ["7+0", "7+1"]
-    assert [each["job"] for each in scheduler.queued(queue_line(jobarrayid="7_3", state="PENDING"))] == ["7_3"]
-    assert scheduler.queued("slurm_load_jobs error: Invalid job id specified\n") == []
+    assert [each["job"] for each in slurm_queue.queued(old)] == ["7+0", "7+1"]
+    assert [each["job"] for each in slurm_queue.queued(queue_line(jobarrayid="7_3", state="PENDING"))] == ["7_3"]
+    assert slurm_queue.queued("slurm_load_jobs error: Invalid job id specified\n") == []
 
 
 @pytest.mark.parametrize(
@@ -54,31 +56,33 @@ def test_squeue_is_read_by_its_columns():
 )
 def test_exit_codes_are_read_as_squeue_and_sacct_write_them(text, code):
     """squeue prints what wait() returned: 15 is a signal, 137 signal 9 with a core, 256 exit code 1."""
-    [found] = scheduler.queued(queue_line(jobarrayid="7", state="FAILED", exit_code=text or "N/A"))
+    [found] = slurm_queue.queued(queue_line(jobarrayid="7", state="FAILED", exit_code=text or "N/A"))
     assert found["exit_code"] == code
 
 
 def test_sacct_tells_the_last_of_several_starts():
     text = "7|NODE_FAIL|1:0|00:01:00|01:00:00|a[1-2]\n7|CANCELLED by 1000|0:15|00:00:10|01:00:00|None assigned\n"
-    [found] = scheduler.accounted(text)
-    assert (found["state"], found["reason"], found["exit_code"], found["restarts"]) == ("CANCELLED", "by 1000", 143, 1)
+    [found] = slurm_queue.accounted(text)
+    assert (found["state"], found["reason"], found["exit_code"], found["restarts"]) == ("cancelled", "by 1000", 143, 1)
     assert (found["nodes"], found["elapsed"], found["time_limit"]) == ("", 10, 3600)
 
 
 @pytest.mark.parametrize(
     ("states", "word"),
     [
-        (["COMPLETED", "COMPLETED"], "COMPLETED"),
-        (["COMPLETED", "RUNNING"], "RUNNING"),
-        (["RUNNING", "NODE_FAIL"], "NODE_FAIL"),
-        (["SIGNALING", "COMPLETED"], "SIGNALING"),
-        (["COMPLETED", "SPECIAL_EXIT"], "SPECIAL_EXIT"),
+        (["COMPLETED", "COMPLETED"], "finished"),
+        (["COMPLETED", "RUNNING"], "running"),
+        (["RUNNING", "NODE_FAIL"], "node_failed"),
+        (["SIGNALING", "COMPLETED"], "running"),
+        (["COMPLETED", "SPECIAL_EXIT"], "held"),
+        (["COMPLETED", "SOMETHING_NEW"], "unknown"),
         ([], None),
     ],
 )
 def test_the_parts_of_a_job_have_one_word(states, word):
-    records = [{"job": f"7+{number}", "state": state} for number, state in enumerate(states)]
-    assert scheduler.state([{"job": "6", "state": "FAILED"}, *records], ["7"]) == word
+    records = [neutral({"job": f"7+{number}", "state": state}) for number, state in enumerate(states)]
+    other, launch = {"job": "6", "state": "failed"}, Launch("slurm", "x", ["7"], [], 1, 1)
+    assert launch_record.state([other, *records], launch) == word
 
 
 def test_only_changes_are_written_down(tmp_path, monkeypatch):
@@ -93,27 +97,27 @@ def test_only_changes_are_written_down(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
     for state, used in (("PENDING", "0:00"), ("RUNNING", "0:01"), ("RUNNING", "0:02")):
         line.write_text(queue_line(jobarrayid="7", state=state, timeused=used) + "\n")
-        scheduler.refresh(run)
+        launch_record.refresh(run)
     line.write_text("")  # squeue has forgotten it.
     records = (run / "scheduler.jsonl").rename(tmp_path / "kept")
     (run / "scheduler.jsonl").mkdir()  # Nothing can be written there: whoever may only read is answered, too.
-    assert [each["state"] for each in scheduler.refresh(run)] == ["TIMEOUT"]
-    assert scheduler.is_over(run)
+    assert [each["state"] for each in launch_record.refresh(run)] == ["timed_out"]
+    assert launch_record.is_over(run)
     (run / "scheduler.jsonl").rmdir()
     records.rename(run / "scheduler.jsonl")
-    assert [each["state"] for each in scheduler.refresh(run)] == ["PENDING", "RUNNING", "TIMEOUT"]
-    assert scheduler.is_over(run)
+    assert [each["state"] for each in launch_record.refresh(run)] == ["queued", "running", "timed_out"]
+    assert launch_record.is_over(run)
     with open(run / "scheduler.jsonl", "a") as file:
         file.write('{"torn')
-    assert len(scheduler.read(run)) == 3
+    assert len(launch_record.read_records(run)) == 3
 
 
 @pytest.mark.parametrize(
     ("queue", "account", "word"),
     [
-        ("slurm_load_jobs error: Invalid job id specified", "Slurm accounting storage is disabled", "FAILED"),
-        ("slurm_load_jobs error: Invalid job id specified", "sacct: error: Connection refused", "RUNNING"),
-        ("Unable to contact slurm controller", "Slurm accounting storage is disabled", "RUNNING"),
+        ("slurm_load_jobs error: Invalid job id specified", "Slurm accounting storage is disabled", "failed"),
+        ("slurm_load_jobs error: Invalid job id specified", "sacct: error: Connection refused", "running"),
+        ("Unable to contact slurm controller", "Slurm accounting storage is disabled", "running"),
     ],
 )
 def test_a_forgotten_job_has_ended_only_where_nobody_could_know_more(tmp_path, monkeypatch, queue, account, word):
@@ -125,8 +129,8 @@ def test_a_forgotten_job_has_ended_only_where_nobody_could_know_more(tmp_path, m
         (programs / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
     for _ in range(2):
-        records = scheduler.refresh(run)
-    assert [each["state"] for each in records] == (["RUNNING", word] if word != "RUNNING" else ["RUNNING"])
+        records = launch_record.refresh(run)
+    assert [each["state"] for each in records] == (["running", word] if word != "running" else ["running"])
 
 
 def test_a_supervisor_is_known_by_more_than_its_number(tmp_path):
@@ -135,14 +139,14 @@ def test_a_supervisor_is_known_by_more_than_its_number(tmp_path):
     who = supervisor.start(run, ["sleep", "30"])
     launched(run, backend="local", jobs=[str(who["pid"])], process=who)
     try:
-        assert scheduler.refresh(run)[-1]["state"] == "RUNNING"
+        assert launch_record.refresh(run)[-1]["state"] == "running"
         assert supervisor.is_alive(who | {"started": 1}) is False
         assert supervisor.is_alive(who | {"host": "elsewhere"}) is None
     finally:
-        reported = cancel.cancel_run(run)
-    assert reported["state"] == "CANCELLED"
+        reported = cancel_run(run)
+    assert reported["state"] == "cancelled"
     assert supervisor.is_alive(who) is False
-    assert cancel.cancel_run(run)["cancelled"] is False
+    assert cancel_run(run)["cancelled"] is False
 
 
 def test_a_supervisor_that_was_killed_takes_its_ranks_with_it(tmp_path):
@@ -154,8 +158,8 @@ def test_a_supervisor_that_was_killed_takes_its_ranks_with_it(tmp_path):
         time.sleep(0.02)
     os.kill(who["pid"], signal.SIGKILL)
     os.waitpid(who["pid"], 0)
-    found = scheduler.refresh(run)[-1]
-    assert (found["state"], found["reason"]) == ("FAILED", "its supervisor was killed, or the machine went down")
+    found = launch_record.refresh(run)[-1]
+    assert (found["state"], found["reason"]) == ("failed", "its supervisor was killed, or the machine went down")
     deadline = time.monotonic() + 5
     while supervisor.started(int(mark.read_text())) is not None:
         assert time.monotonic() < deadline

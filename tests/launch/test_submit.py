@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from threading import Timer
 
@@ -14,10 +15,10 @@ import pytest
 
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import load_recipe
-from steelyard.core.recipe.site_section import ContainerSection, MpiSection, SiteSection
-from steelyard.launch import containers, job_array, mpi, node_groups, rendezvous_file, site_shell, sites, slurm, submit
-from steelyard.launch.job_spec import JobSpec
-from steelyard.launch.node_groups import NodeGroup
+from steelyard.core.recipe.site_section import ContainerSection, MpiSection, SiteSection, SlurmSection
+from steelyard.launch import job_spec, rendezvous_file, site_environment, site_shell, sites, submit
+from steelyard.launch.backends import mpi, slurm, slurm_script
+from steelyard.launch.job_spec import JobSpec, NodeGroup
 from steelyard.launch.submit import SubmitRequest, preview
 from steelyard.plan import cluster as clusters
 
@@ -59,9 +60,9 @@ def plan(*overrides: str):
 
 def test_nodes_follow_from_the_placement_in_its_order(mixed):
     recipe = plan("parallel.data=8", 'parallel.placement=["a100:1", "a10:7", "a10:8"]')
-    found = node_groups.of_plan(recipe, mixed, SiteSection(), None, None)
+    found = job_spec.of_plan(recipe, mixed, SiteSection(), None, None)
     assert found == [NodeGroup(1, 4, "gpu1", "gpu:a100:4"), NodeGroup(15, 4, "gpu2", "gpu:a10:4")]
-    assert node_groups.written(found) == "1x4,15x4"
+    assert job_spec.written(found) == "1x4,15x4"
 
 
 @pytest.mark.parametrize(
@@ -75,26 +76,29 @@ def test_nodes_follow_from_the_placement_in_its_order(mixed):
 )
 def test_a_placement_that_the_cluster_lacks_is_refused(mixed, placement, message):
     with pytest.raises(UserError, match=message):
-        node_groups.of_plan(plan(f"parallel.placement={placement}"), mixed, SiteSection(), None, None)
+        job_spec.of_plan(plan(f"parallel.placement={placement}"), mixed, SiteSection(), None, None)
 
 
 def test_a_plan_without_a_placement_fills_nodes_of_the_site():
     recipe = plan("parallel.data=4")
-    assert node_groups.of_plan(recipe, None, SiteSection(ranks_per_node=4), None, None) == [
-        NodeGroup(8, 4, None, "gpu:4")
-    ]
+    assert job_spec.of_plan(recipe, None, SiteSection(ranks_per_node=4), None, None) == [NodeGroup(8, 4, None, "gpu:4")]
     with pytest.raises(UserError, match="do not fill nodes of 5"):
-        node_groups.of_plan(recipe, None, SiteSection(ranks_per_node=5), None, None)
+        job_spec.of_plan(recipe, None, SiteSection(ranks_per_node=5), None, None)
 
 
 def test_several_partitions_become_one_heterogeneous_job(tmp_path):
     two = [NodeGroup(1, 4, "gpu1", "gpu:a100:4"), NodeGroup(7, 4, "gpu2", "gpu:a10:4")]
-    made = order(tmp_path, SiteSection(account="nlp", sbatch=["--qos=long"]), groups=two, time_limit="24:00:00")
-    words = slurm.sbatch(made)
+    made = order(
+        tmp_path,
+        SiteSection(slurm=SlurmSection(account="nlp", sbatch=["--qos=long"])),
+        groups=two,
+        time_limit="24:00:00",
+    )
+    words = slurm_script.sbatch(made)
     first, second = words[: words.index(":")], words[words.index(":") + 1 :]
     assert {"--nodes=1", "--partition=gpu1", "--gres=gpu:a100:4", "--cpus-per-task=16", "--qos=long"} <= set(first)
     assert {"--nodes=7", "--partition=gpu2", "--gres=gpu:a10:4", "--account=nlp", "--time=24:00:00"} <= set(second)
-    text = slurm.text(made)
+    text = slurm_script.text(made)
     assert "--het-group=0 --nodes=1" in text
     assert ": --het-group=1 --nodes=7" in text
     assert text.count("--groups 1x4,7x4") == 2
@@ -102,11 +106,11 @@ def test_several_partitions_become_one_heterogeneous_job(tmp_path):
 
 def test_where_they_are_forbidden_each_partition_is_a_job_that_knows_its_place(tmp_path):
     two = [NodeGroup(1, 4, "gpu1"), NodeGroup(7, 4, "gpu2")]
-    made = order(tmp_path, SiteSection(heterogeneous="several-jobs"), groups=two)
-    assert slurm.jobs(made) == [0, 1]
-    assert ":" not in slurm.sbatch(made, 1)
-    assert "--group 1" in slurm.text(made, 1)
-    assert "--het-group" not in slurm.text(made, 1)
+    made = order(tmp_path, SiteSection(slurm=SlurmSection(heterogeneous="several-jobs")), groups=two)
+    assert slurm_script.jobs(made) == [0, 1]
+    assert ":" not in slurm_script.sbatch(made, 1)
+    assert "--group 1" in slurm_script.text(made, 1)
+    assert "--het-group" not in slurm_script.text(made, 1)
 
 
 def test_every_word_of_a_person_stays_one_word(tmp_path, monkeypatch):
@@ -125,14 +129,14 @@ def test_every_word_of_a_person_stays_one_word(tmp_path, monkeypatch):
     seen = tmp_path / "seen"
     environment = {"PATH": f"{programs}:/usr/bin:/bin", "SEEN": str(seen), "SLURM_JOB_ID": "7"}
     with pytest.raises(UserError, match="colon or a comma") if set(":,") & set(str(place)) else _nothing():
-        text = slurm.text(made)
+        text = slurm_script.text(made)
     subprocess.run(["bash", "-c", text], env=environment, check=True, timeout=150)
     words = seen.read_bytes().decode().split("\0")
     assert words.count(HOSTILE) == 4  # option, image, command, variable
     assert str(place) in words
     assert not list(tmp_path.rglob("pwned"))
-    assert slurm.job_name(HOSTILE).isascii()
-    assert not set(slurm.job_name(HOSTILE)) & set(" '\"$`\n;#")
+    assert slurm_script.job_name(HOSTILE).isascii()
+    assert not set(slurm_script.job_name(HOSTILE)) & set(" '\"$`\n;#")
 
 
 def _nothing():
@@ -153,7 +157,9 @@ def test_mpirun_can_be_asked_for_the_line_of_a_megatron_script(tmp_path):
         "/opt/openmpi/bin/mpirun -x MASTER_ADDR=192.168.1.1 --host 192.168.1.1:120,192.168.1.2:120 "
         "--map-by ppr:8:node --cpus-per-rank 15 --mca plm_rsh_args '-o StrictHostKeyChecking=no -p 53412'"
     )
-    words = mpi.command(order(tmp_path, site, groups=[NodeGroup(2, 8)], command=["steelyard", "train", "my.toml"]))
+    words = mpi.BACKEND.command(
+        order(tmp_path, site, groups=[NodeGroup(2, 8)], command=["steelyard", "train", "my.toml"])
+    )
     assert words[-4:] == ["--", "steelyard", "train", "my.toml"]
     with pytest.raises(UserError, match="needs 3 hosts"):
         mpi.refuse_hosts(site, [NodeGroup(3, 8)])
@@ -176,7 +182,7 @@ def test_mpirun_can_be_asked_for_the_line_of_a_megatron_script(tmp_path):
 def test_a_container_is_words_before_the_command(kind, expected):
     image = "" if kind == "none" else "image"
     site = SiteSection(container=ContainerSection(kind=kind, image=image, binds=["/data"]))
-    words = containers.wrapped(site, ["python3"], "/work", None, gpus=True)
+    words = site_environment.wrapped(site, ["python3"], "/work", None, gpus=True)
     assert words[: len(expected)] == expected
     assert words[-1] == "python3"
 
@@ -193,9 +199,10 @@ def test_enroot_keeps_what_is_set_and_the_folder(tmp_path):
     """)
     fake.chmod(0o755)
     command = ["sh", "-c", 'echo "$PWD|$SLURM_PROCID|$MINE|${CUDA_VISIBLE_DEVICES-unset}"']
-    words = containers.wrapped(
-        SiteSection(container=image, environment={"MINE": "x"}), command, str(tmp_path), None, gpus=True
-    )
+    words = site_environment.wrapped(
+        SiteSection(container=image, environment={"MINE": "x"}), command, str(tmp_path), None, gpus=True,
+        variables=slurm.BACKEND.rank_variables,
+    )  # fmt: skip
     there = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_PROCID": "3", "MINE": "two words"}
     done = subprocess.run(words, env=there, capture_output=True, text=True, timeout=150)
     assert done.stdout == f"{tmp_path}|3|two words|unset\n"
@@ -203,9 +210,9 @@ def test_enroot_keeps_what_is_set_and_the_folder(tmp_path):
 
 def test_enroot_is_told_of_binds_as_its_fstab_has_them():
     site = SiteSection(container=ContainerSection(kind="enroot", image="x.sqsh", binds=["/data:/mnt:ro"]))
-    assert "/data:/mnt:rbind,x-create=auto,ro" in containers.wrapped(site, ["true"], "/work", None, gpus=False)
+    assert "/data:/mnt:rbind,x-create=auto,ro" in site_environment.wrapped(site, ["true"], "/work", None, gpus=False)
     with pytest.raises(UserError, match="holds a space"):
-        containers.wrapped(site, ["true"], "/my work", None, gpus=False)
+        site_environment.wrapped(site, ["true"], "/my work", None, gpus=False)
 
 
 @pytest.mark.parametrize("kind", ["apptainer", "docker", "podman", "enroot"])
@@ -225,14 +232,14 @@ def test_folders_before_path_leave_the_image_its_own_path(kind):
 
 def test_pyxis_is_options_of_srun(tmp_path):
     site = SiteSection(container=ContainerSection(kind="pyxis", image="repo/image:1", binds=["/data:/mnt"]))
-    text = slurm.text(order(tmp_path, site))
+    text = slurm_script.text(order(tmp_path, site))
     assert "--container-image=repo/image:1" in text
     assert "--container-mounts=/data:/mnt" in text
 
 
 def test_pyxis_reloads_an_image_outside_of_it(tmp_path):
     site = SiteSection(container=ContainerSection(kind="pyxis", image="x.sqsh"))
-    first = slurm.text(order(tmp_path, site, reload_container=True)).split("enroot remove")[0]
+    first = slurm_script.text(order(tmp_path, site, reload_container=True)).split("enroot remove")[0]
     assert "--container-" not in first
 
 
@@ -241,7 +248,7 @@ def test_a_step_of_an_allocation_is_asked_to_save_and_waited_for(tmp_path):
     word = "trap 'echo saved; exit 0' USR1; touch started; while :; do sleep 0.02; done"
     srun.write_text(f"#!/bin/bash\n{word}\n")
     srun.chmod(0o755)
-    (tmp_path / "job.sh").write_text(slurm.text(order(tmp_path), job="7"))
+    (tmp_path / "job.sh").write_text(slurm_script.text(order(tmp_path, allocation="7")))
     path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     job = subprocess.Popen(["bash", tmp_path / "job.sh"], env=path, stdout=subprocess.PIPE, text=True)
     while not (tmp_path / "started").exists():
@@ -261,9 +268,13 @@ def test_a_refused_follower_takes_the_master_off_the_queue(tmp_path, monkeypatch
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
-    two = order(tmp_path, SiteSection(heterogeneous="several-jobs"), groups=[NodeGroup(1, 1), NodeGroup(1, 2)])
+    two = order(
+        tmp_path,
+        SiteSection(slurm=SlurmSection(heterogeneous="several-jobs")),
+        groups=[NodeGroup(1, 1), NodeGroup(1, 2)],
+    )
     with pytest.raises(UserError, match="refuses"):
-        submit._queue(SubmitRequest("slurm", PLAIN), two)
+        slurm.BACKEND.submit(two, submit.described(SubmitRequest("slurm", PLAIN), two))
     assert (tmp_path / "cancelled").read_text() == "41\n"
     assert not (tmp_path / "launch.json").exists()  # Nothing was handed over.
 
@@ -299,12 +310,12 @@ def test_an_unpacked_image_is_reused_until_it_is_reloaded(tmp_path):
     fake.chmod(0o755)
     container = ContainerSection(kind="apptainer", image="my image.sif", unpack=str(tmp_path / "place"))
     for reload in (False, False, True):
-        script = containers.preparation(container, reload)
+        script = site_environment.preparation(container, reload)
         subprocess.run(["bash", "-c", script], env={"PATH": f"{fake.parent}:/usr/bin:/bin"}, check=True, timeout=150)
     calls = (tmp_path / "calls").read_text().splitlines()
     assert len(calls) == 2
     assert calls[0].startswith("build --sandbox")
-    assert Path(containers.unpacked(container)).is_dir()
+    assert Path(site_environment.unpacked(container)).is_dir()
 
 
 @pytest.mark.parametrize(
@@ -312,7 +323,7 @@ def test_an_unpacked_image_is_reused_until_it_is_reloaded(tmp_path):
 )
 def test_an_image_is_not_unpacked_where_others_could_change_it(tmp_path, trap):
     container = ContainerSection(kind="apptainer", image="x.sif", unpack=str(tmp_path / "shared"))
-    place = Path(containers.unpacked(container)).parent
+    place = Path(site_environment.unpacked(container)).parent
     place.parent.mkdir()
     match trap:
         case "a link":
@@ -328,7 +339,7 @@ def test_an_image_is_not_unpacked_where_others_could_change_it(tmp_path, trap):
             place.chmod(0o777)
         case "a parent others write to":
             place.parent.chmod(0o777)
-    script = containers.preparation(container, reload=False)
+    script = site_environment.preparation(container, reload=False)
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=150)
     assert done.returncode == 1
     assert f"error: {place.parent if 'parent' in trap else place}" in done.stderr
@@ -356,11 +367,11 @@ def test_a_shell_has_the_modules_the_environment_and_the_container(tmp_path):
 
 def test_a_site_is_found_by_name_and_the_recipe_goes_before_it(tmp_path):
     file = tmp_path / "sites.toml"
-    file.write_text('default = "one"\n[one]\naccount = "a"\npartition = "p"\n[two]\n')
+    file.write_text('default = "one"\n[one.slurm]\naccount = "a"\npartition = "p"\n[two]\n')
     assert sites.find(None, None, file)[0] == "one"
-    name, site = sites.find("one", SiteSection(partition="q"), file)
-    assert (name, site.account, site.partition) == ("one", "a", "q")
-    assert sites.find("two", None, file)[1].account is None
+    name, site = sites.find("one", SiteSection(slurm=SlurmSection(partition="q")), file)
+    assert (name, site.slurm.account, site.slurm.partition) == ("one", "a", "q")
+    assert sites.find("two", None, file)[1].slurm.account is None
     with pytest.raises(UserError, match="there is no site tow") as error:
         sites.find("tow", None, file)
     assert error.value.hint == "did you mean two?"
@@ -369,11 +380,12 @@ def test_a_site_is_found_by_name_and_the_recipe_goes_before_it(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[s]\nacount = 'x'", "sites.toml:2: acount: unknown key\n  hint: did you mean account?"),
+        ("[s.slurm]\nacount = 'x'", "sites.toml:2: slurm.acount: unknown key\n  hint: did you mean slurm.account?"),
+        ("[s]\naccount = 'x'", "sites.toml:2: account: this key is now called slurm.account"),
         ("[s.environment]\nHF_TOKEN = 'x'", "environment.HF_TOKEN: a secret would be written"),
         ("[s.container]\nkind = 'docker'", "docker needs an image"),
         ("[s.mpi]\noptions = ['-x', 'WANDB_API_KEY=0123']", "mpi.options: holds a secret"),
-        ("[s]\nsbatch = ['--export=HF_TOKEN=0123']", "sbatch: holds a secret"),
+        ("[s.slurm]\nsbatch = ['--export=HF_TOKEN=0123']", "sbatch: holds a secret"),
         ("[s.environment]\nPROXY = 'http://me:pw@proxy'", "environment.PROXY: holds a secret"),
         ("[s.environment]\n'A B' = 'x'", "may hold only"),
         ("s = 1", "there is no site s"),
@@ -404,7 +416,8 @@ def test_a_secret_on_the_command_line_reaches_the_job_and_no_file_that_others_ca
     request = SubmitRequest(on, SiteSection(python=str(stand_in)), words=words)
     assert "sesame" not in json.dumps(preview(request))
     made = submit.prepare(request)
-    submit.note(request, made, ["1"], {"pid": 1, "started": None, "host": "elsewhere"})
+    process = {"pid": 1, "started": None, "host": "elsewhere"}
+    submit.note(made, replace(submit.described(request, made), jobs=["1"], process=process))
     paths = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
     subprocess.run(["bash", made.run / "launch" / "job.sh"], env=paths | {"SLURM_JOB_ID": "1"}, timeout=600, check=True)
     assert (tmp_path / "words").read_text().splitlines()[3:] == words
@@ -423,11 +436,11 @@ def test_a_dry_run_writes_nothing(tmp_path, monkeypatch):
 
 
 def test_a_sweep_is_every_combination():
-    found = list(job_array.combinations(["train.seed=[1, 2]", 'optim.name=["sgd", "adamw"]']))
+    found = list(submit.combinations(["train.seed=[1, 2]", 'optim.name=["sgd", "adamw"]']))
     assert found[0] == ["train.seed=1", 'optim.name="sgd"']
     assert len(found) == 4
     with pytest.raises(UserError, match="is no list of values"):
-        job_array.combinations(["train.seed=1"])
+        submit.combinations(["train.seed=1"])
 
 
 def test_the_tasks_of_an_array_keep_their_logs_apart_and_are_shown_before(tmp_path, monkeypatch):
@@ -436,10 +449,10 @@ def test_the_tasks_of_an_array_keep_their_logs_apart_and_are_shown_before(tmp_pa
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
     base = SubmitRequest("slurm", PLAIN, plan(), skip_checks=True)
-    wanted = job_array.requests(base, ["train.seed=[1, 2]"], lambda overrides: plan(*overrides))
-    shown, text = job_array.preview(wanted)
+    wanted = submit.array_requests(base, ["train.seed=[1, 2]"], lambda overrides: plan(*overrides))
+    shown, text = submit.preview_array(wanted)
     assert not Path("runs").exists()
-    results = job_array.sweep(wanted)
+    results = submit.submit_array(wanted)
     assert shown["lines"] == [shlex.join(["sbatch", *Path("words").read_text().splitlines()])]
     assert shown["lines"][0] in text
     assert all(Path(name).read_text() == script for name, script in shown["scripts"].items())

@@ -13,8 +13,8 @@ import pytest
 
 from steelyard.core.recipe.site_section import SiteSection
 from steelyard.launch import torchrun
-from steelyard.launch.job_spec import JobSpec
-from steelyard.launch.node_groups import NodeGroup
+from steelyard.launch.backends import local
+from steelyard.launch.job_spec import JobSpec, NodeGroup
 from steelyard.launch.submit import SubmitRequest, preview
 from tests import preloaded
 from tests.conftest import kill
@@ -52,7 +52,7 @@ class Job:
         )  # fmt: skip
         source = {"PYTHONPATH": str(Path(torchrun.__file__).parents[2])}
         self.process = preloaded.Popen(
-            torchrun.command(order), cwd=folder, env=os.environ | source, stderr=subprocess.PIPE, text=True
+            local.torchrun_command(order), cwd=folder, env=os.environ | source, stderr=subprocess.PIPE, text=True
         )
 
     def until_ranks_run(self) -> list[int]:

@@ -411,8 +411,8 @@ def test_a_rank_that_lost_another_is_told_in_words(folder: Folder):
 
 def test_what_the_scheduler_says_counts_where_it_cannot_be_written_down(folder: Folder, monkeypatch):
     state = folder.state()
-    said = [*folder.jobs, folder.job("FAILED", exit_code=1)]
-    monkeypatch.setattr(scheduler_poll.scheduler, "refresh", lambda path: said)
+    said = [*folder.jobs, folder.job("failed", exit_code=1)]
+    monkeypatch.setattr(scheduler_poll.launch_record, "refresh", lambda path: said)
     Asking(folder.path).ask(state)
     assert state.unwritten == said[1:]
     assert [(verdict.kind, verdict.level) for verdict in judge(state)] == [("failed", "wrong")]

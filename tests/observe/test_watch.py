@@ -38,7 +38,7 @@ def test_the_page_has_all_there_is_to_see(tmp_path: Path):
     page = terminal.plain(view(folder.state()))
     for part in (
         "running well, 11:40 left", "step 300 of 1000 (30%)", "loss 5.0000", "1000.0 ms/step", "64 tokens/s", "job 77",
-        "RUNNING", "partition 1-1", "reported", "n0  ranks 0 to 1  NVIDIA H200", "98%", "40.0 GiB of 140 GiB", "60 C",
+        "running", "partition 1-1", "reported", "n0  ranks 0 to 1  NVIDIA H200", "98%", "40.0 GiB of 140 GiB", "60 C",
         "600 W", "out| step 300/1000", "err| UserWarning: careful", "slowest rank 1",
     ):  # fmt: skip
         assert part in page, part

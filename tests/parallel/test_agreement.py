@@ -27,7 +27,7 @@ def test_ranks_that_read_different_recipes_name_what_differs_and_write_nothing(l
 
 
 def test_a_copy_of_the_recipe_and_of_its_files_elsewhere_is_the_same_recipe(layouts: Layouts):
-    elsewhere = ["name=copied", "site.account=other", f"data.train={layouts.folder / 'tokens_text_document'}"]
+    elsewhere = ["name=copied", "site.slurm.account=other", f"data.train={layouts.folder / 'tokens_text_document'}"]
     said = layouts.ranks.do(2, jobs.training_by_another_recipe, [FOUR_STEPS, [*FOUR_STEPS, *elsewhere]], "copied")
     assert said == ["trained", "trained"]
 

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from steelyard.core.errors import RuntimeFailure, UserError
-from steelyard.launch import launch_record, scheduler, supervisor
+from steelyard.launch import launch_record, supervisor
 from steelyard.tune import (
     best,
     local_workers,
@@ -437,4 +437,4 @@ def test_a_job_that_a_killed_tuner_left_is_cancelled_where_nobody_may_take_it_up
     monkeypatch.setattr(Study, "seconds_left", lambda study: 0.0)
     worker_loop.search(spec.load("jobs.toml", {"budget.hours": 1.0}), folder)
     assert not supervisor.is_alive(process)
-    assert [each["state"] for each in scheduler.read(run)][-1] == "CANCELLED"
+    assert [each["state"] for each in launch_record.read_records(run)][-1] == "cancelled"

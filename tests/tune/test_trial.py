@@ -9,6 +9,7 @@ import pytest
 
 from steelyard.core.errors import Interrupted
 from steelyard.core.recipe.site_section import SiteSection
+from steelyard.launch.backends import JobState
 from steelyard.launch.submit import SubmitRequest
 from steelyard.tune import local_trial, outcome, storage, submitted_trial, trial
 from steelyard.tune.command import STORAGE
@@ -55,20 +56,20 @@ def test_an_end_is_told_by_its_kind(tmp_path, code, ended, reason):
 @pytest.mark.parametrize(
     ("state", "code", "tail", "reported"),
     [
-        ("COMPLETED", 0, [], None),
-        ("OUT_OF_MEMORY", 0, ["step 3"], (outcome.OUT_OF_MEMORY, "the scheduler ended it for want of memory")),
+        (JobState.FINISHED, 0, [], None),
+        (JobState.OUT_OF_MEMORY, 0, ["step 3"], (outcome.OUT_OF_MEMORY, "the scheduler ended it for want of memory")),
         (
-            "FAILED",
+            JobState.FAILED,
             1,
             ["RuntimeError: CUDA out of memory"],
             (outcome.OUT_OF_MEMORY, "RuntimeError: CUDA out of memory"),
         ),
-        ("FAILED", 1, ["ValueError: boom", "srun: error"], (outcome.CRASHED, "ValueError: boom")),
-        ("FAILED", 137, [], (outcome.CRASHED, "killed by SIGKILL")),
-        ("TIMEOUT", None, [], (outcome.TIMED_OUT, "the scheduler ended it at its time limit")),
-        ("NODE_FAIL", None, [], (outcome.LOST, "its node failed")),
-        ("PREEMPTED", None, [], (outcome.LOST, "another job took its place")),
-        ("CANCELLED", None, [], (outcome.LOST, "somebody cancelled its job")),
+        (JobState.FAILED, 1, ["ValueError: boom", "srun: error"], (outcome.CRASHED, "ValueError: boom")),
+        (JobState.FAILED, 137, [], (outcome.CRASHED, "killed by SIGKILL")),
+        (JobState.TIMED_OUT, None, [], (outcome.TIMED_OUT, "the scheduler ended it at its time limit")),
+        (JobState.NODE_FAILED, None, [], (outcome.LOST, "its node failed")),
+        (JobState.PREEMPTED, None, [], (outcome.LOST, "another job took its place")),
+        (JobState.CANCELLED, None, [], (outcome.LOST, "somebody cancelled its job")),
     ],
 )
 def test_an_end_is_told_by_the_schedulers_word(state, code, tail, reported):

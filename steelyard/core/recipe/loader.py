@@ -17,10 +17,12 @@ from pydantic_core import ErrorDetails
 from steelyard.core.errors import UserError
 from steelyard.core.recipe.recipe import Recipe
 from steelyard.core.recipe.renamed_keys import is_own, migrate_values, renamed
+from steelyard.core.recipe.site_section import SiteSection
 from steelyard.core.recipe.toml import leaves, name_after, parse_value, place_of, read
 from steelyard.core.safe_parse import MOST_DEPTH
 
 COMMAND_LINE = "command line"
+PREFIXES = {Recipe: "", SiteSection: "site."}  # Of the keys of a section that has a file of its own, in renamed_keys.
 MOST_PROBLEMS, LONGEST_KEY, LONGEST_MESSAGE = 20, 200, 1000  # problems, and characters of one
 NAMES_ELSEWHERE = {
     "lr": "optim.learning_rate",
@@ -167,11 +169,13 @@ def _problems(detail: ErrorDetails, values: dict[str, Any], section: type[BaseMo
         table = detail["input"]
         unknown = [f"{key}.{leaf}" for leaf, _ in leaves(table)] if isinstance(table, dict) and table else [key]
         for name in unknown:
-            new = renamed(name) if section is Recipe else None
+            prefix = PREFIXES.get(section, "-")
+            new = renamed(prefix + name)
             if new is None:
                 yield name, "unknown key", nearest(name, values, section)
             else:
-                yield name, f"this key is now called {new}", "steelyard recipe migrate FILE rewrites a recipe"
+                message = f"this key is now called {new.removeprefix(prefix)}"
+                yield name, message, "steelyard recipe migrate FILE rewrites it"
     elif kind == "missing":
         needs = "a model needs at least family, layers, hidden, heads and vocab" if key.startswith("model") else ""
         yield key, "is missing", needs

@@ -17,6 +17,17 @@ RENAMED_KEYS = {
     "optim.horizon_steps": "optim.decay_steps",
     "optim.horizon_samples": "optim.decay_samples",
     "optim.horizon_tokens": "optim.decay_tokens",
+    "site.account": "site.slurm.account",
+    "site.cpus_per_rank": "site.slurm.cpus_per_rank",
+    "site.gres": "site.slurm.gres",
+    "site.heterogeneous": "site.slurm.heterogeneous",
+    "site.max_restarts": "site.slurm.max_restarts",
+    "site.memory": "site.slurm.memory",
+    "site.partition": "site.slurm.partition",
+    "site.requeue": "site.slurm.requeue",
+    "site.sbatch": "site.slurm.sbatch",
+    "site.time_limit": "site.slurm.time_limit",
+    "site.warning_seconds": "site.slurm.warning_seconds",
     "train.hours": "train.max_hours",
     "train.ramp_up": "train.batch_ramp",
 }
@@ -37,8 +48,11 @@ def migrate_values(values: dict[str, Any]) -> dict[str, Any]:
         section, _, key = old.partition(".")
         table = migrated.get(section)
         if isinstance(table, dict) and key in table:
-            value = table.pop(key)
-            table.setdefault(new.partition(".")[2], value)
+            value, (*inner, name) = table.pop(key), new.split(".")[1:]
+            for each in inner:
+                table[each] = dict(table.get(each, {}))
+                table = table[each]
+            table.setdefault(name, value)
     return migrated
 
 
@@ -49,8 +63,8 @@ def migrate_dotted(text: str) -> str:
     return text
 
 
-def migrate_text(text: str) -> tuple[str, list[str]]:
-    """A recipe or tune file with old keys replaced, and the old keys that were found.
+def migrate_text(text: str, is_sites: bool = False) -> tuple[str, list[str]]:
+    """A recipe or tune file with old keys replaced, and the old keys that were found; `is_sites`: each table is a site.
 
     Only names change: comments, order and spacing stay. A key counts where it stands in its table (`[optim]`, then
     `decline = 0.2`) and where it is written with its section (`optim.decline = 0.2`, `"optim.decline=0.2"`).
@@ -59,7 +73,7 @@ def migrate_text(text: str) -> tuple[str, list[str]]:
     table, lines = "", []
     for line in text.splitlines(keepends=True):
         if header := re.match(r"\s*\[+\s*([\w.\-]+)\s*\]+", line):
-            table = header[1]
+            table = "site" if is_sites and "." not in header[1] else header[1]
         for old, new in RENAMED_KEYS.items():
             section, _, key = old.partition(".")
             pattern = rf"(?<![\w.-]){re.escape(old)}(?![\w-])"

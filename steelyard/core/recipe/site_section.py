@@ -42,6 +42,24 @@ class MpiSection(Section):
     options: list[str] = Field([], description="further words for mpirun")
 
 
+class SlurmSection(Section):
+    """What Slurm is asked for."""
+
+    account: str | None = None
+    partition: str | None = Field(None, description="where the plan names none")
+    gres: str | None = Field(None, description='where the plan names none, like "gpu:a10:4"')
+    sbatch: list[str] = Field([], description='further options of sbatch, like "--qos=long"')
+    time_limit: str | None = Field(None, description="as Slurm writes it, like 24:00:00")
+    memory: str | None = Field(None, description="of each node, like 200G")
+    cpus_per_rank: Degree | None = Field(None, description="left out: 4 beside a GPU, 1 without")
+    heterogeneous: Literal["one-job", "several-jobs"] = Field(
+        "one-job", description="several-jobs: a master and followers, where a site forbids heterogeneous jobs"
+    )
+    requeue: bool = Field(True, description="go on after a time limit, a pre-emption or a lost node")
+    warning_seconds: NonNegativeInt = Field(120, description="before the time limit, for saving")
+    max_restarts: NonNegativeInt = 100
+
+
 class SiteSection(Section):
     """What a place needs, said once."""
 
@@ -50,23 +68,11 @@ class SiteSection(Section):
     prepend: dict[Variable, list[str]] = Field({}, description="folders to put before those of a variable like PATH")
     workdir: str | None = Field(None, description="where commands run; left out: where they are submitted")
     python: str | None = Field(None, description="the Python that has steelyard; left out: the one that submits")
-    account: str | None = None
-    partition: str | None = Field(None, description="where the plan names none")
-    gres: str | None = Field(None, description='where the plan names none, like "gpu:a10:4"')
-    sbatch: list[str] = Field([], description='further options of sbatch, like "--qos=long"')
-    time_limit: str | None = Field(None, description="as Slurm writes it, like 24:00:00")
-    memory: str | None = Field(None, description="of each node, like 200G")
     ranks_per_node: Degree | None = Field(None, description="where the plan names no nodes")
-    cpus_per_rank: Degree | None = Field(None, description="left out: 4 beside a GPU, 1 without")
     port: Port | None = Field(None, description="where ranks meet; left out: a free one")
-    heterogeneous: Literal["one-job", "several-jobs"] = Field(
-        "one-job", description="several-jobs: a master and followers, where a site forbids heterogeneous jobs"
-    )
-    requeue: bool = Field(True, description="go on after a time limit, a pre-emption or a lost node")
-    warning_seconds: NonNegativeInt = Field(120, description="before the time limit, for saving")
-    max_restarts: NonNegativeInt = 100
     container: ContainerSection = ContainerSection()
     mpi: MpiSection = MpiSection()
+    slurm: SlurmSection = SlurmSection()
 
     @model_validator(mode="after")
     def _holds_no_secret(self) -> SiteSection:

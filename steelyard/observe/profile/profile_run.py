@@ -14,7 +14,7 @@ from steelyard.core.console import console
 from steelyard.core.errors import RuntimeFailure, UserError
 from steelyard.core.recipe import Recipe
 from steelyard.core.run import RECIPE, Run, for_training
-from steelyard.launch import node_groups, spawn, submit
+from steelyard.launch import job_spec, spawn, submit
 from steelyard.launch.submit import SubmitRequest
 from steelyard.observe.profile import nsight_tools
 from steelyard.observe.profile.summary import reported
@@ -75,7 +75,7 @@ def prepare(recipe: Recipe, run: Path | None) -> Run:
 
 def refuse_unfit(request: SubmitRequest, ranks: list[int]) -> int:
     """Refuse what cannot be started, before anything is written; returns how many ranks there will be."""
-    world = node_groups.world(submit.groups_of(request))
+    world = job_spec.world(submit.groups_of(request))
     absent = [rank for rank in ranks if rank >= world]
     if absent:
         raise UserError(f"--ranks: there is no rank {absent[0]}; the run has {world}, from 0 on")

@@ -8,88 +8,64 @@ from __future__ import annotations
 
 from steelyard.core import units
 from steelyard.core.errors import Interrupted
+from steelyard.launch.backends import ENDED, WAITING, JobState
 from steelyard.observe.error_scan import is_lost_peer
 from steelyard.observe.rules import Verdict
-from steelyard.observe.run_state import ENDED, WAITING, RunState, seconds_of, span_of
+from steelyard.observe.run_state import RunState, seconds_of, span_of
 
 RESUME = "the same command goes on from the last checkpoint"
 ANEW = "the same command begins anew: no checkpoint was written yet"
-# Slurm's word for an end, the kind of verdict it is, how it reads, and what to do.
+# How a job ended: the kind of verdict it is, how it reads, and what to do.
 ENDS = {
-    "OUT_OF_MEMORY": ("out-of-memory", "was killed for using more memory than the job may",
-                      "ask for more (sbatch line --mem), lower train.micro_batch, or raise parallel.zero; " + RESUME),
-    "NODE_FAIL": ("node-failed", "lost a node",
-                  "submit again, without the node if it fails again (extra sbatch line --exclude); " + RESUME),
-    "BOOT_FAIL": ("node-failed", "lost a node that did not boot", "submit again without that node"),
-    "TIMEOUT": ("timed-out", "ran into its time limit",
-                "submit again, with a longer limit if there is one; " + RESUME),
-    "DEADLINE": ("timed-out", "ran into its deadline", "submit again with another deadline; " + RESUME),
-    "PREEMPTED": ("preempted", "was pre-empted by another job", "submit again, or let it requeue; " + RESUME),
-    "CANCELLED": ("cancelled", "was cancelled", "if that was not meant, submit again; " + RESUME),
-    "REVOKED": ("cancelled", "was revoked: another cluster took it", "look there"),
-    "FAILED": ("failed", "failed", "read the first error below, or: steelyard logs RUN --stream err; " + RESUME),
+    JobState.OUT_OF_MEMORY: ("out-of-memory", "was killed for using more memory than the job may",
+                             "ask for more, lower train.micro_batch, or raise parallel.zero; " + RESUME),
+    JobState.NODE_FAILED: ("node-failed", "lost a node",
+                           "submit again, without the node if it fails again; " + RESUME),
+    JobState.TIMED_OUT: ("timed-out", "ran into its time limit",
+                         "submit again, with a longer limit if there is one; " + RESUME),
+    JobState.PREEMPTED: ("preempted", "was pre-empted by another job", "submit again, or let it requeue; " + RESUME),
+    JobState.CANCELLED: ("cancelled", "was cancelled", "if that was not meant, submit again; " + RESUME),
+    JobState.FAILED: ("failed", "failed", "read the first error below, or: steelyard logs RUN --stream err; " + RESUME),
 }  # fmt: skip
-# Why Slurm lets a job wait: what helps. Those in STUCK do not go away by waiting.
-REASONS = {
-    "Priority": "wait: jobs of higher priority come first",
-    "Resources": "wait: it is next, and starts when enough nodes are free",
-    "Dependency": "wait for the job it depends on",
-    "BeginTime": "wait: it was told not to begin before a time, or is held back after a requeue",
-    "ReqNodeNotAvail": "see which of its nodes are down or reserved: sinfo -R; ask for others if need be",
-    "JobHeldUser": "release it: scontrol release JOB",
-    "JobHeldAdmin": "ask the administrators why it is held",
-    "PartitionTimeLimit": "ask for less time than the partition allows: scontrol show partition",
-    "PartitionNodeLimit": "ask for fewer nodes than the partition allows, or another partition",
-    "PartitionDown": "choose another partition: sinfo",
-    "PartitionInactive": "choose another partition: sinfo",
-    "BadConstraints": "no node has what is asked for: compare gres and constraints with sinfo -o '%P %G %f'",
-    "DependencyNeverSatisfied": "cancel it: the job it depends on has failed",
-    "AccountNotAllowed": "choose an account that may use the partition: sacctmgr show associations",
-    "InvalidAccount": "choose an account that exists: sacctmgr show associations",
-    "InvalidQOS": "choose a quality of service that your account has",
-}
-STUCK = ("held", "hold", "partition", "badconstraints", "neversatisfied", "invalid", "notallowed", "launch failed",
-         "perjob", "qosmin", "maxwall")  # fmt: skip
-HELD = ("REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 
 
 def scheduler_ended(state: RunState) -> Verdict | None:
     """The scheduler says that a job has ended other than well."""
     jobs = state.jobs
-    words = {job: word for job, record in jobs.items() if (word := _word(record["state"])) in ENDS}
-    if not words or state.is_waiting or (state.manifest.get("state") == "finished" and not state.is_live):
-        return _finished_badly(state, words)
-    job, word = min(words.items(), key=lambda item: list(ENDS).index(item[1]))
+    states = {job: JobState(record["state"]) for job, record in jobs.items() if record["state"] in ENDS}
+    if not states or state.is_waiting or (state.manifest.get("state") == "finished" and not state.is_live):
+        return _finished_badly(state, states)
+    job, end = min(states.items(), key=lambda item: list(ENDS).index(item[1]))
     record = jobs[job]
-    kind, how, what_to_do = ENDS[word]
+    kind, how, what_to_do = ENDS[end]
     exit_code = record.get("exit_code")
-    code = f" with exit code {exit_code}" if word == "FAILED" and exit_code not in (None, "") else ""
+    code = f" with exit code {exit_code}" if end is JobState.FAILED and exit_code not in (None, "") else ""
     where = f" on {record['nodes']}" if record.get("nodes") else ""
     after = f" after {units.duration(span)}" if (span := span_of(record.get("elapsed"))) else ""
-    if word == "TIMEOUT" and (limit := span_of(record.get("time_limit"))):
+    if end is JobState.TIMED_OUT and (limit := span_of(record.get("time_limit"))):
         after = f" of {units.duration(limit)}"
     why = f" ({record['reason']})" if record.get("reason") not in (None, "", "None") else ""
     still = ", while others of its jobs still run" if state.is_live else ""
-    if word == "FAILED" and str(exit_code).partition(":")[0] == str(Interrupted.exit_code):
+    if end is JobState.FAILED and str(exit_code).partition(":")[0] == str(Interrupted.exit_code):
         kind, how, code, what_to_do = "interrupted", "was interrupted", "", RESUME
     error = _error(state)
-    said = f"; it said: {error}" if error and word == "FAILED" and not _is_told(state, error) else ""
+    said = f"; it said: {error}" if error and end is JobState.FAILED and not _is_told(state, error) else ""
     message = f"job {job} {how}{code}{after}{where}{why}{still}{said}{_reached(state)}"
     return Verdict(kind, "wrong", message, what_to_do.replace(RESUME, _resume(state)))
 
 
-def _finished_badly(state: RunState, words: dict[str, str]) -> Verdict | None:
+def _finished_badly(state: RunState, states: dict[str, JobState]) -> Verdict | None:
     """All steps are done and saved, and still the scheduler counts the job as failed: a process ended badly later."""
-    if not words or state.is_waiting:
+    if not states or state.is_waiting:
         return None
-    job, word = next(iter(words.items()))
-    message = f"all steps are done, but job {job} {ENDS[word][1]} afterwards"
+    job, end = next(iter(states.items()))
+    message = f"all steps are done, but job {job} {ENDS[end][1]} afterwards"
     return Verdict("failed-after-end", "warning", message, "the checkpoint is whole; see the end of the error log")
 
 
 def run_ended(state: RunState) -> Verdict | None:
     """What the run itself says of its end, where the scheduler has none or knows no better."""
-    if state.is_waiting or (state.job_states & set(ENDS)):
+    if state.is_waiting or not state.job_states.isdisjoint(ENDS):
         return None
     ended = seconds_of(state.manifest.get("ended"))
     if state.is_live and (ended is None or ended < (state.began or 0.0)):
@@ -120,7 +96,7 @@ def not_started(state: RunState) -> Verdict | None:
     """It waits in the queue, was put back there, or its ranks have not met yet."""
     if state.is_waiting:
         return _queued(state)
-    if state.job_states <= set(ENDED) and state.job_states:
+    if state.job_states and state.job_states <= ENDED:
         return None
     known = state.manifest.get("state")
     if known in ("created", None) and not state.job_states:
@@ -133,21 +109,14 @@ def not_started(state: RunState) -> Verdict | None:
 
 
 def _queued(state: RunState) -> Verdict:
-    job, record = next((job, record) for job, record in state.jobs.items() if _word(record["state"]) in WAITING)
-    reason = str(record.get("reason") or "no reason given").strip("()")
+    job, record = next((job, record) for job, record in state.jobs.items() if record["state"] in WAITING)
+    reason = str(record.get("reason") or "no reason given")
     restarts = record.get("restarts") or 0
     again = f", after {restarts} restart{'s' if restarts != 1 else ''}" if restarts else ""
-    help_ = next((advice for word, advice in REASONS.items() if reason.startswith(word)), None)
-    limit = "QOS" in reason or reason.startswith(("Assoc", "MaxJobs"))
-    is_stuck = _word(record["state"]) in HELD or any(sign in reason.lower() for sign in STUCK)
-    if is_stuck and help_ is None:
-        is_limit = any(sign in reason.lower() for sign in ("perjob", "qosmin", "maxwall"))
-        help_ = "ask for what a job of this account may have: sacctmgr show qos, associations" if is_limit else None
-        help_ = help_ or f"see why it is held, then release it: scontrol release {job}"
-    help_ = help_ or ("wait for your other jobs: a limit of the account is reached" if limit else "wait")
-    kind = "held" if is_stuck else "requeued" if again else "queued"
-    message = f"job {job} is {_word(record['state']).lower()}: {reason}{again}"
-    return Verdict(kind, "wrong" if is_stuck else "waiting", message, help_)
+    is_held = record["state"] == JobState.HELD
+    kind = "held" if is_held else "requeued" if again else "queued"
+    message = f"job {job} is {record['state']}: {reason}{again}"
+    return Verdict(kind, "wrong" if is_held else "waiting", message, str(record.get("hint") or "wait"))
 
 
 def _error(state: RunState) -> str:
@@ -173,7 +142,3 @@ def _reached(state: RunState) -> str:
     done = state.trained[-1]["step"] if state.trained else 0
     total = state.recipe.train.steps if state.recipe else None
     return f", at step {done}" + (f" of {total}" if total else "") if state.metrics or total else ""
-
-
-def _word(state: object) -> str:
-    return (str(state).split() or [""])[0].rstrip("+").upper()

@@ -112,7 +112,7 @@ def silent_host(state: RunState) -> Verdict | None:
         return None
     host, at = min(silent.items(), key=lambda item: item[1])
     message = f"nothing was heard from {_some(list(silent))} for {units.duration(state.now - at)}"
-    what = f"see whether it lives: ping {host}, sinfo -n {host}; the scheduler will requeue the job if it does not"
+    what = f"see whether it lives: ping {host}; a scheduler will requeue the job if it does not"
     return Verdict("silent-host", "wrong", message, what)
 
 

@@ -1,27 +1,33 @@
-"""A command inside a container: the words that go before it, and what each node must do first.
+"""A command in the environment of a site: modules and variables, and the container that it runs inside.
 
-Words are lists until the script is written, where every one of them is quoted. The folders that a run lives in are
-shown inside under the same names, so that a path means the same on both sides.
+Arguments are lists until the script is written, where every one of them is quoted: what comes from a person is an
+argument and nothing else. The folders that a run lives in are shown inside a container under the same names, so that a
+path means the same on both sides.
+
+Docker and Podman run a container apart from the `run` that asked for it. Killing that client, as `cancel --now`, a
+scheduler or the kernel do, would leave the ranks training. So a shell holds a pipe in the run folder open and waits for
+the client; who starts the ranks inside reads from the pipe and dies when nobody holds it any more. The client must not
+hold the pipe itself: Podman's hands all it holds on to the process that watches the container.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import signal
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from shlex import quote
+from shlex import join, quote
 
 from steelyard.core.errors import UserError
 from steelyard.core.recipe.site_section import ContainerSection, SiteSection
-from steelyard.launch import container_watchdog
 from steelyard.launch.launch_record import FOLDER
 
-# What a scheduler or launcher tells a process by its environment; Docker, Podman and Enroot pass on only what is named.
+# Docker, Podman and Enroot pass on only variables that are named: these, and those that the backend sets for ranks.
 PASSED_ON = (
-    "SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID", "SLURMD_NODENAME", "CUDA_VISIBLE_DEVICES",
-    "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "PMIX_NAMESPACE", "MASTER_ADDR", "MASTER_PORT", "HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE",
+    "CUDA_VISIBLE_DEVICES", "MASTER_ADDR", "MASTER_PORT", "HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE",
     "WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL",
 )  # fmt: skip
 # A Python of the host's must not reach into the image.
@@ -44,12 +50,89 @@ REFUSING = """refuse_others() {
 }
 """
 IN_FOLDER = [SHELL, "-c", 'cd "$0" && exec "$@"']
+HEAD = "#!/bin/bash\n# Written by steelyard submit; changes are lost with the next one.\n"
+MODULES = """if ! command -v module >/dev/null; then
+    for file in /etc/profile.d/modules.sh /etc/profile.d/lmod.sh /usr/share/modules/init/bash; do
+        if [ -r "$file" ]; then . "$file"; break; fi
+    done
+fi
+"""
+VARIABLE = "STEELYARD_LIFELINE"  # names the pipe
+SAME_REQUEST_SECONDS = 5.0
+# $1 is the folder, the rest the client's words. Who reads inside may be another user; a file system without pipes does
+# without. Signals are passed on, and a session of its own spares the client those for the group; what a shell starts in
+# the background ignores SIGINT, so that goes on as SIGTERM. Since a killed mpirun leaves what it started, the parent is
+# looked for.
+KEEPER = f"""pipe=$(mktemp -u -- "$1/alive.XXXXXXXX")
+shift
+if mkfifo -m 644 -- "$pipe" 2>/dev/null && exec 9<>"$pipe"; then export {VARIABLE}="$pipe"; fi
+setsid "$@" 9>&- &
+client=$!
+trap 'kill -TERM $client 2>/dev/null' TERM INT
+trap 'kill -USR1 $client 2>/dev/null' USR1
+while read -r _ _ _ parent _ </proc/$$/stat; do
+    [ "$parent" = $PPID ] || {{ kill -KILL $$; break; }}
+    sleep 1
+done 9>&- >/dev/null 2>&1 &
+lookout=$!
+while wait $client; kill -0 $client 2>/dev/null; do :; done
+wait $client
+code=$?
+kill $lookout 2>/dev/null
+rm -f -- "$pipe"
+exit $code
+"""
 
 
-def wrapped(site: SiteSection, command: Sequence[str], workdir: str, run: str | None, gpus: bool) -> list[str]:
-    """The command with the runtime before it; pyxis has no words of its own here, but options of srun.
+def preamble(site: SiteSection, workdir: str) -> str:
+    """What a place needs before a command: modules, environment, and the folder to work in."""
+    lines = [HEAD]
+    if site.modules:
+        lines.append(f"{MODULES}module load {join(site.modules)} || exit 1\n")
+    if site.container.kind != "none":
+        lines.append(f"unset {' '.join(CLEARED)}\n")
+    lines += [_exported(site, name, quote(value)) for name, value in site.environment.items()]
+    for name, folders in site.prepend.items():
+        if name == "PATH":
+            lines.append(_exported_path(site, quote(":".join(folders))))
+            continue
+        lines.append(_exported(site, name, f'{quote(":".join(folders))}"${{{name}:+:${name}}}"'))
+    lines.append(f"cd -- {quote(workdir)} || exit 1\n")
+    return "".join(lines)
 
-    A command of a run's ends with whoever waits for it, however that one ends (`lifeline.py`).
+
+def _exported(site: SiteSection, name: str, value: str) -> str:
+    """A variable; apptainer takes some, like LD_LIBRARY_PATH, only under a name of its own."""
+    lines = f"export {name}={value}\n"
+    if site.container.kind in ("apptainer", "singularity"):
+        lines += f'export {site.container.kind.upper()}ENV_{name}="${name}"\n'
+    return lines
+
+
+def _exported_path(site: SiteSection, folders: str) -> str:
+    """PATH, which inside an image is the image's own: the host's would hide its programs."""
+    lines = f'export PATH={folders}"${{PATH:+:$PATH}}"\n'
+    if site.container.kind in ("apptainer", "singularity"):
+        lines += f"export {site.container.kind.upper()}ENV_PREPEND_PATH={folders}\n"
+    return lines
+
+
+def executing(command: Sequence[str]) -> str:
+    """A last line: the command in the place of the shell, so that signals reach it."""
+    return f"exec {join(command)}\n"
+
+
+def wrapped(
+    site: SiteSection,
+    command: Sequence[str],
+    workdir: str,
+    run: str | None,
+    gpus: bool,
+    variables: Sequence[str] = (),
+) -> list[str]:
+    """The command with the container runtime before it. A command of a run ends with whoever waits for it.
+
+    `variables` are those of the backend. Pyxis adds nothing here: it is options of the scheduler (`pyxis_options`).
     """
     container = site.container
     binds = _binds(container, [workdir, *([run] if run else [])])
@@ -61,16 +144,16 @@ def wrapped(site: SiteSection, command: Sequence[str], workdir: str, run: str | 
             return [container.kind, "exec", *options, "--pwd", workdir, *container.options, image, *command]
         case "enroot":
             mounts = [word for bind in binds for word in ("--mount", bind)]
-            options = [" ".join(_passed(site)), "--rw", *mounts, *container.options]
+            options = [" ".join(_passed(site, variables)), "--rw", *mounts, *container.options]
             return ["bash", "-c", ENROOT, "enroot", *options, name(container), *IN_FOLDER, workdir, *command]
         case "docker" | "podman":
-            words = [*_docker(site, binds, workdir, gpus), container.image, *command]
-            return container_watchdog.kept(words, str(Path(run) / FOLDER)) if run else words
+            words = [*_docker(site, binds, workdir, gpus, variables), container.image, *command]
+            return kept(words, str(Path(run) / FOLDER)) if run else words
         case _:
             return list(command)
 
 
-def _docker(site: SiteSection, binds: Sequence[str], workdir: str, gpus: bool) -> list[str]:
+def _docker(site: SiteSection, binds: Sequence[str], workdir: str, gpus: bool, variables: Sequence[str]) -> list[str]:
     kind = site.container.kind
     words = [kind, "run", "--rm", "--init", "--network=host", "--ipc=host"]
     if kind == "docker":
@@ -82,21 +165,21 @@ def _docker(site: SiteSection, binds: Sequence[str], workdir: str, gpus: bool) -
     words += [word for bind in binds for word in ("--volume", bind)]
     return [
         *words,
-        *(word for each in _passed(site) for word in ("--env", each)),
+        *(word for each in _passed(site, variables) for word in ("--env", each)),
         "--workdir",
         workdir,
         *site.container.options,
     ]
 
 
-def _passed(site: SiteSection) -> list[str]:
+def _passed(site: SiteSection, variables: Sequence[str]) -> list[str]:
     """What goes inside. The host's PATH does not, unless a site sets all of it: it would hide the image's programs."""
     prepended = [name for name in site.prepend if name != "PATH"]
-    return list(dict.fromkeys([*PASSED_ON, container_watchdog.VARIABLE, *site.environment, *prepended]))
+    return list(dict.fromkeys([*PASSED_ON, *variables, VARIABLE, *site.environment, *prepended]))
 
 
-def srun_options(site: SiteSection, workdir: str, run: str) -> list[str]:
-    """What pyxis adds to srun's line."""
+def pyxis_options(site: SiteSection, workdir: str, run: str) -> list[str]:
+    """The options that pyxis adds to the command that starts ranks."""
     container = site.container
     if container.kind != "pyxis":
         return []
@@ -185,3 +268,41 @@ if [ ! -d {place} ]; then
     {container.kind} build --sandbox {place}.part {image} && mv {place}.part {place}
 fi
 """
+
+
+def kept(client: list[str], folder: str) -> list[str]:
+    """A client's words, with the shell before them that holds the pipe."""
+    return ["bash", "-c", KEEPER, "lifeline", folder, *client]
+
+
+def hold(otherwise: float) -> float:
+    """Inside: die once nobody outside holds the pipe. Does nothing where there is none.
+
+    Returns within how many seconds two requests to stop are one, `otherwise` without a pipe: a scheduler signals the
+    shell and the client, and on a busy machine a runtime needs time to pass each on.
+    """
+    path = os.environ.pop(VARIABLE, None)
+    if path is None:
+        return otherwise
+    try:
+        pipe = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:  # The client was killed, and its keeper has tidied up, before this came to run.
+        _die(path)
+    except OSError:
+        pass
+    else:
+        os.set_blocking(pipe, True)
+        threading.Thread(target=_wait, args=(pipe, path), daemon=True).start()
+    return SAME_REQUEST_SECONDS
+
+
+def _wait(pipe: int, path: str) -> None:
+    while os.read(pipe, 4096):
+        pass
+    _die(path)
+
+
+def _die(path: str) -> None:
+    with suppress(OSError):
+        Path(path).unlink()
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,171 @@
+"""Launch backends: the programs that start the ranks of a job, behind one protocol.
+
+A backend is one module of this folder. Its name is what `--on` takes, and its `BACKEND` implements `Backend`. A module
+with an underscore in its name belongs to a backend and is none itself. Nothing outside this folder asks for the name
+of a backend, or knows a word of a scheduler: job states are `JobState`, and a job id is a string that only its backend
+reads.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from steelyard.core.errors import UserError
+
+if TYPE_CHECKING:
+    from steelyard.core.recipe.site_section import SiteSection
+    from steelyard.launch.job_spec import JobSpec, NodeGroup
+    from steelyard.launch.launch_record import Launch
+    from steelyard.launch.submit import SubmitRequest
+    from steelyard.plan.cluster import Cluster
+
+Record = dict[str, Any]  # a line of scheduler.jsonl, see launch_record.py
+FIRST_WORDS = "slurm"  # Records from before JobState have this backend's words, whichever backend wrote them.
+
+
+class JobState(StrEnum):
+    """What a job does, in the same words for every backend."""
+
+    QUEUED = "queued"
+    HELD = "held"  # queued, and does not start until somebody changes something
+    REQUEUED = "requeued"
+    SUSPENDED = "suspended"
+    RUNNING = "running"
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    TIMED_OUT = "timed_out"
+    OUT_OF_MEMORY = "out_of_memory"
+    NODE_FAILED = "node_failed"
+    PREEMPTED = "preempted"
+    UNKNOWN = "unknown"
+
+
+WAITING = frozenset({JobState.QUEUED, JobState.HELD, JobState.REQUEUED, JobState.SUSPENDED})
+LIVE = WAITING | {JobState.RUNNING, JobState.UNKNOWN}
+ENDED = frozenset(JobState) - LIVE
+
+
+class Option(StrEnum):
+    """Options of `submit` that only some backends take; the value says what a backend without it lacks."""
+
+    HOSTS = "takes no hosts"
+    TIME = "keeps no time limit"
+    ALLOCATION = "has no allocations"
+    ARRAY = "has no job arrays"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process that a backend started stands in its job."""
+
+    node: int = 0  # among the nodes of its job; the node agent numbers the ranks from it
+    rank: int = 0  # where the backend starts each rank by itself
+    local_rank: int = 0
+    address: str | None = None  # by which the other nodes reach this one; None: the host name
+
+
+class Backend(Protocol):
+    """What starts, polls and ends jobs."""
+
+    takes: ClassVar[frozenset[Option]] = frozenset()
+    is_remote: ClassVar[bool] = True
+    """Whether ranks run on other machines than the one that submits."""
+    program: ClassVar[str | None] = None
+    """What must be installed where one submits."""
+    rank_variables: ClassVar[tuple[str, ...]] = ()
+    """The variables that `place` reads: a container must pass them on."""
+
+    def nodes(self, request: SubmitRequest, cluster: Cluster | None) -> list[NodeGroup]:
+        """The nodes a request needs; a request that the backend cannot run is refused."""
+
+    def scripts(self, spec: JobSpec) -> dict[str, str]:
+        """The scripts of a job by file name; they lie in `launch/` of the run folder."""
+
+    def commands(self, spec: JobSpec) -> list[list[str]]:
+        """The commands that `submit` runs."""
+
+    def submit(self, spec: JobSpec, launch: Launch) -> Launch:
+        """Start a job whose scripts are written, or queue it; returns the launch with its job ids."""
+
+    def poll(self, run: Path, launch: Launch, last: Mapping[str, Record]) -> list[Record]:
+        """The state of each job of a launch. `last` has the last record of each job."""
+
+    def cancel(self, run: Path, launch: Launch, at_once: bool) -> None:
+        """End the jobs of a launch: ranks save and stop, or, `at_once`, are killed."""
+
+    def place(self, environ: Mapping[str, str]) -> Place:
+        """Rank environment and rendezvous: which node or rank this process is, and where others reach it."""
+
+    def logs(self, run: Path) -> list[Path]:
+        """The log files of a run."""
+        return sorted((run / "logs").glob("*.*"))
+
+    def trial_site(self, site: SiteSection, minutes: int) -> SiteSection:
+        """The site for a trial of `tune`: its job is not requeued, and ends after `minutes` unless the site says."""
+        return site
+
+    def owns(self, job: str, named: str) -> bool:
+        """Whether `named` is this job, or a part of it under a name of its own."""
+        return job == named
+
+    def find(self, run: Path, marks: list[str]) -> list[str | None]:
+        """The ids of jobs that were submitted with these marks and whose ids nobody wrote down."""
+        return [None for _ in marks]
+
+    def translate(self, record: Record) -> Record:
+        """A record in the backend's own words as a neutral one."""
+        return record | {"state": JobState.UNKNOWN}
+
+    def array(self, specs: list[JobSpec]) -> tuple[list[str], dict[str, str]]:
+        """The command that submits jobs as one array, and all scripts by path; for backends with `Option.ARRAY`."""
+        raise UserError(f"this backend {Option.ARRAY}")
+
+    def submit_array(self, specs: list[JobSpec], launches: list[Launch]) -> list[Launch]:
+        """Submit jobs as one array; for backends with `Option.ARRAY`."""
+        raise UserError(f"this backend {Option.ARRAY}")
+
+
+def names() -> list[str]:
+    """The backends there are."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__) if "_" not in module.name)
+
+
+def load(name: str) -> Backend:
+    """The backend of this name."""
+    module = f"{__name__}.{name}"
+    if module not in sys.modules and name not in names():
+        raise UserError(f"there is no backend {name}", hint=f"backends: {', '.join(names())}")
+    backend: Backend = importlib.import_module(module).BACKEND
+    return backend
+
+
+def owns(name: object, job: str, named: str) -> bool:
+    """Whether `named` is a job of a backend or a part of it; a backend that is not known has no parts."""
+    try:
+        return load(str(name)).owns(job, named)
+    except UserError:
+        return job == named
+
+
+def refuse_option(name: str, option: Option, otherwise: str = "") -> None:
+    """Refuse an option that a backend does not take, and name those that do."""
+    if option not in load(name).takes:
+        taking = " or ".join(f"--on {each}" for each in names() if option in load(each).takes)
+        raise UserError(f"--on {name} {option}", hint=f"use {taking}{otherwise}")
+
+
+def neutral(record: Record) -> Record:
+    """A record as it was read: states in other words than `JobState`'s are translated."""
+    state = record.get("state")
+    is_neutral = isinstance(state, str) and state in frozenset(JobState)
+    if not state or is_neutral:
+        return record
+    return load(FIRST_WORDS).translate(record)

@@ -1,0 +1,191 @@
+"""Slurm: sbatch queues a job, squeue and sacct tell its state, scancel ends it.
+
+The scripts are in `slurm_script.py`, what Slurm says of jobs is read in `slurm_queue.py`. In an allocation that is
+there already (`--job`) a supervisor on this machine runs the script, whose srun starts a step there.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from steelyard.core import files
+from steelyard.core.errors import RuntimeFailure, UserError
+from steelyard.core.host import die_with_parent
+from steelyard.launch import job_spec, launch_record, supervisor
+from steelyard.launch.backends import Backend, Option, Place, Record, slurm_queue, slurm_script
+from steelyard.launch.job_spec import JobSpec, NodeGroup
+from steelyard.launch.launch_record import FOLDER, JOBS, Launch
+
+if TYPE_CHECKING:
+    from steelyard.core.recipe.site_section import SiteSection
+    from steelyard.launch.submit import SubmitRequest
+    from steelyard.plan.cluster import Cluster
+
+# A submission from inside a job must not hand that job's shape on to the new one.
+KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT")
+SECONDS_TO_FIND = 5.0
+
+
+class Slurm(Backend):
+    """Jobs that Slurm queues, or steps in an allocation of its."""
+
+    takes = frozenset({Option.TIME, Option.ALLOCATION, Option.ARRAY})
+    program = "sbatch"
+    rank_variables = slurm_script.RANK_VARIABLES
+
+    def nodes(self, request: SubmitRequest, cluster: Cluster | None) -> list[NodeGroup]:
+        """Those of the plan."""
+        if request.job is not None and not slurm_queue.JOB.fullmatch(request.job):
+            raise UserError(f"--job: {request.job!r} is no number of a job", hint="squeue --me shows yours")
+        return job_spec.nodes_of(request, cluster)
+
+    def scripts(self, spec: JobSpec) -> dict[str, str]:
+        """One for each job."""
+        return {slurm_script.script_name(group): slurm_script.text(spec, group) for group in slurm_script.jobs(spec)}
+
+    def commands(self, spec: JobSpec) -> list[list[str]]:
+        """sbatch for each job, or the script in an allocation."""
+        if spec.allocation is not None:
+            return [["bash", str(spec.run / FOLDER / "job.sh")]]
+        return [slurm_script.line(spec, group) for group in slurm_script.jobs(spec)]
+
+    def submit(self, spec: JobSpec, launch: Launch) -> Launch:
+        """Queue each job; where one of several is refused, none is left behind to wait for it."""
+        if spec.allocation is not None:
+            process = supervisor.start(spec.run, self.commands(spec)[0], environment())
+            return replace(launch, jobs=[spec.allocation], process=process)
+        launch = replace(launch, marks=slurm_script.marks(spec))
+        jobs: list[str] = []
+        (spec.run / FOLDER / JOBS).unlink(missing_ok=True)
+        with launch_record.intended({spec.run: launch}):
+            try:
+                for command in self.commands(spec):
+                    jobs.append(sbatch(command))
+                launch_record.write_jobs(spec.run, jobs)
+            except BaseException:
+                if jobs:
+                    scancel(jobs)
+                raise
+        return replace(launch, jobs=jobs)
+
+    def array(self, specs: list[JobSpec]) -> tuple[list[str], dict[str, str]]:
+        """sbatch's line, and the scripts of all tasks."""
+        scripts = {str(slurm_script.array_path(specs)): slurm_script.array_script(specs)}
+        scripts |= {str(spec.run / FOLDER / name): text for spec in specs for name, text in self.scripts(spec).items()}
+        return slurm_script.array_line(specs), scripts
+
+    def submit_array(self, specs: list[JobSpec], launches: list[Launch]) -> list[Launch]:
+        """Queue one array; each task has a run folder of its own, and is known by the mark of the first."""
+        files.write_text(slurm_script.array_path(specs), slurm_script.array_script(specs))
+        for number, spec in enumerate(specs):
+            task = specs[0].run / FOLDER / f"task-{number}"
+            task.unlink(missing_ok=True)
+            task.symlink_to(spec.run)
+        launches = [replace(each, marks=[f"{specs[0].mark}_{number}"]) for number, each in enumerate(launches)]
+        with launch_record.intended({spec.run: each for spec, each in zip(specs, launches, strict=True)}):
+            job = sbatch(slurm_script.array_line(specs))
+        return [replace(each, jobs=[f"{job}_{number}"]) for number, each in enumerate(launches)]
+
+    def poll(self, run: Path, launch: Launch, last: Mapping[str, Record]) -> list[Record]:
+        """What Slurm says, or the supervisor of a step."""
+        if launch.process is not None:
+            return [supervisor.poll(run, launch)]
+        return slurm_queue.poll(run, launch.jobs, last)
+
+    def cancel(self, run: Path, launch: Launch, at_once: bool) -> None:
+        """Cancel the jobs; of an allocation only the step, since the allocation is not ours to end."""
+        if launch.process is None:
+            scancel(launch.jobs, at_once)
+            return
+        supervisor.cancel(run, launch, signal.SIGKILL if at_once else signal.SIGTERM)
+        if at_once:
+            _kill_step(launch)
+
+    def place(self, environ: Mapping[str, str]) -> Place:
+        """srun numbers the nodes of a job; Slurm's name of a node is one that every node can resolve."""
+        return Place(int(environ.get("SLURM_PROCID", "0")), address=environ.get("SLURMD_NODENAME"))
+
+    def trial_site(self, site: SiteSection, minutes: int) -> SiteSection:
+        """Without a requeue, which would be measured with its time in the queue, and without a warning."""
+        limit = site.slurm.time_limit or str(minutes)
+        changes = {"requeue": False, "warning_seconds": 0, "time_limit": limit}
+        return site.model_copy(update={"slurm": site.slurm.model_copy(update=changes)})
+
+    def owns(self, job: str, named: str) -> bool:
+        """Whether an id is this job's, or that of a part or task of it."""
+        return slurm_queue.owns(job, named)
+
+    def find(self, run: Path, marks: list[str]) -> list[str | None]:
+        """The jobs with these marks."""
+        return slurm_queue.find(run, marks)
+
+    def translate(self, record: Record) -> Record:
+        """A record with Slurm's state as a neutral one."""
+        return slurm_queue.translate(record)
+
+
+def environment() -> dict[str, str]:
+    """This process's, less what an outer job or step says of itself: sbatch and srun would take it for options."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name in KEPT}
+
+
+def sbatch(command: Sequence[str]) -> str:
+    """Run sbatch and return the number it prints. It must not go on when nobody waits for the number any more."""
+    try:
+        answer = subprocess.run(
+            command, capture_output=True, text=True, timeout=120, env=environment(), preexec_fn=die_with_parent()
+        )
+    except FileNotFoundError:
+        raise UserError(
+            "sbatch is not installed here", hint="submit from a login node of the cluster, or use --on local or mpi"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise RuntimeFailure(
+            "sbatch did not answer within 120 s", hint="see whether Slurm's controller is up: sinfo"
+        ) from None
+    if answer.returncode:
+        reason = answer.stderr.strip().removeprefix("sbatch: error: ") or f"exit code {answer.returncode}"
+        raise UserError(f"sbatch refuses the job: {reason}", hint="--dry-run shows what was asked for")
+    return answer.stdout.strip().splitlines()[-1].partition(";")[0]
+
+
+def _kill_step(launch: Launch) -> None:
+    """End what a supervisor that was killed had srun start in an allocation. The allocation is not ours to end.
+
+    Its srun may still be about to start it, so it is looked for more than once.
+    """
+    job, name = launch.jobs[0], slurm_script.step_name(launch.name, launch.submitted)
+    ask = ["squeue", "--noheader", "--steps", f"--jobs={job}", "--format=%i %j"]
+    deadline = time.monotonic() + SECONDS_TO_FIND
+    was_found = False
+    while time.monotonic() < deadline:
+        pairs = [line.split(maxsplit=1) for line in slurm_queue.ask(ask)[0].splitlines()]
+        steps = [pair[0] for pair in pairs if pair[1:] == [name] and slurm_queue.STEP.fullmatch(pair[0])]
+        if steps:
+            was_found = True
+            scancel(steps, at_once=True)
+        elif was_found:
+            return
+        time.sleep(0.5)
+
+
+def scancel(jobs: list[str], at_once: bool = False) -> None:
+    """scancel warns with SIGTERM and kills after the cluster's KillWait; its SIGKILL leaves no time to save."""
+    now = ["--signal=KILL", *([] if any("." in job for job in jobs) else ["--full"])]  # A step has no script to kill.
+    words = ["scancel", *(now if at_once else []), *jobs]
+    try:
+        answer = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise RuntimeFailure(f"scancel failed: {error}") from None
+    if answer.returncode:
+        raise RuntimeFailure(f"scancel failed: {answer.stderr.strip()}")
+
+
+BACKEND = Slurm()

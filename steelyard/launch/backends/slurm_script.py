@@ -1,0 +1,258 @@
+"""The commands and scripts of a Slurm job: options as arguments of sbatch, and a script that runs srun.
+
+Nothing of the user's stands in `#SBATCH` comments, whose quoting is Slurm's own; sbatch takes every option as an
+argument. srun starts one node agent on each node. Nodes that are alike make one job, nodes of several partitions one
+heterogeneous job or, where a site forbids those, a master and followers, which are several jobs of one run. Slurm warns
+the ranks before the time limit and before a pre-emption; they save and end with 130, and the script has the job queued
+again, unless it was cancelled. A lost node requeues the job by itself.
+
+All parts of a heterogeneous job are queued again together. A master and its followers look after each other from their
+scripts, because there is no squeue inside a container. Where one is over, the others would wait for it up to their time
+limits, and end. Where one was queued again, the others have lost ranks and are queued again too. Ranks may notice a
+loss long before Slurm does, which waits for a silent node (SlurmdTimeout): a job whose ranks failed only for the loss
+of others waits as long for what becomes of those.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from shlex import join, quote
+
+from steelyard.core.errors import Interrupted
+from steelyard.core.recipe.site_section import SlurmSection
+from steelyard.launch import site_environment
+from steelyard.launch.job_spec import JobSpec, NodeGroup, agent_command, written
+from steelyard.launch.launch_record import FOLDER, JOBS
+from steelyard.launch.rendezvous_file import FAILED, LOST, MET, STOPPED
+
+RANK_VARIABLES = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID", "SLURMD_NODENAME")
+BEGAN = "began-"
+ATTEMPT = '"$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"'  # For the shell to fill in.
+# For the shell to fill in: what the job is called in squeue and sacct.
+JOB_ID = '"${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}"'
+# In an allocation that is there, nobody but this script can tell the ranks to save and stop: a signal would end bash
+# and leave srun behind, and srun kills its ranks at a SIGTERM but hands a SIGUSR1 on.
+LISTENING = """step= asked=
+trap 'asked=1; [ -z "$step" ] || kill -USR1 "$step"' TERM INT USR1
+"""
+WAITING = """step=$!
+[ -z "$asked" ] || kill -USR1 "$step"
+wait "$step"
+code=$?
+while kill -0 "$step" 2>/dev/null; do
+    wait "$step"
+    code=$?
+done
+"""
+NAMES = {"jobs": JOBS, "met": MET, "lost": LOST, "failed": FAILED}
+OVER, AGAIN = 3, 4  # what the one who looks exits with
+LOOKING = """how_others_are() {
+    [ -e %(jobs)s ] || return
+    while read -r job; do
+        [ "$job" != "$SLURM_JOB_ID" ] || continue
+        case "$(squeue --noheader --states=all --jobs="$job" --format=%%T 2>&1)" in
+            BOOT_FAIL|CANCELLED|COMPLETED|DEADLINE|FAILED|NODE_FAIL|OUT_OF_MEMORY|PREEMPTED|TIMEOUT) echo over ;;
+            *"Invalid job id"*) echo over ;;
+        esac
+    done <%(jobs)s
+    [ -e %(met)s"$attempt" ] || return
+    while IFS=. read -r job restarts; do
+        [ "$job" != "$SLURM_JOB_ID" ] || continue
+        read -r state count <<<"$(squeue --noheader --states=all --jobs="$job" --Format=state:24,restartcnt:12)"
+        if [ "$state" = PENDING ] || [ "${count:-0}" -gt "${restarts:-0}" ]; then echo again; fi
+    done <%(met)s"$attempt"
+}
+attempt=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}
+patience=$(scontrol show config | sed -n 's/^SlurmdTimeout *= *\\([0-9]*\\).*/\\1/p')
+patience=$((${patience:-300} + 60))
+"""
+WATCHING = f"""step=$!
+(
+    over=0 again=0
+    while sleep 10; do
+        case "$(how_others_are)" in
+            *over*) over=$((over + 1)) again=0 ;;
+            *again*) again=$((again + 1)) over=0 ;;
+            *) over=0 again=0 ;;
+        esac
+        if [ $over = 3 ]; then kill "$step" 2>/dev/null; exit {OVER}; fi
+        if [ $again = 3 ]; then kill "$step" 2>/dev/null; exit {AGAIN}; fi
+        if ! kill -0 "$step" 2>/dev/null; then patience=$((patience - 10)); fi
+        if [ $patience -le 0 ]; then exit 0; fi
+    done
+) &
+lookout=$!
+wait "$step"
+code=$?
+if [ $code = 0 ] || [ ! -e %(lost)s"$attempt" ] || [ -e %(failed)s"$attempt" ]; then
+    kill "$lookout" 2>/dev/null
+fi
+wait "$lookout"
+case $? in
+    {OVER}) echo "error: another job of this run is over, so this one ends too" >&2; exit 1 ;;
+    {AGAIN}) echo "another job of this run is queued again, so this one is too"; code={Interrupted.exit_code} ;;
+esac
+"""
+
+
+def sbatch(spec: JobSpec, group: int | None = None) -> list[str]:
+    """sbatch's line, but for the script: one part for each group, or that of one group of several jobs."""
+    wanted = spec.groups if group is None else [spec.groups[group]]
+    suffix = "" if group in (None, 0) else f"-follower-{group}"
+    parts = [_options(spec, each) for each in wanted]
+    words = ["sbatch", "--parsable", f"--job-name={job_name(spec.name)}{suffix}", *_once(spec)]
+    for number, part in enumerate(parts):
+        words += [*([":"] if number else []), *part]
+    return words
+
+
+def job_name(name: str) -> str:
+    """What squeue shows: one line of plain text, whatever the run is called."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip("_") or "steelyard"
+
+
+def step_name(name: str, submitted: str) -> str:
+    """What a step in an allocation that is there is called, by which it alone is cancelled."""
+    return f"{job_name(name)[:60]}-{re.sub(r'[^0-9]', '', submitted)}"
+
+
+def _once(spec: JobSpec) -> list[str]:
+    """What is said once for all parts. A `%` in a path would stand for something."""
+    logs = str(spec.run / "logs").replace("%", "%%")
+    words = [f"--output={logs}/slurm-%j.log", "--open-mode=append", f"--chdir={spec.workdir}"]
+    return [*words, "--requeue" if spec.site.slurm.requeue else "--no-requeue"]
+
+
+def _options(spec: JobSpec, group: NodeGroup) -> list[str]:
+    """What each part of a heterogeneous job needs for itself."""
+    site, limit = spec.site.slurm, spec.time_limit or spec.site.slurm.time_limit
+    words = [f"--nodes={group.nodes}", "--ntasks-per-node=1", f"--cpus-per-task={_cpus(site, group)}"]
+    words += [f"--partition={group.partition}"] if group.partition else []
+    words += [f"--gres={group.gres}"] if group.gres else []
+    words += [f"--account={site.account}"] if site.account else []
+    words += [f"--mem={site.memory}"] if site.memory else []
+    words += [f"--time={limit}"] if limit else []
+    words += [f"--signal=USR1@{site.warning_seconds}"] if site.warning_seconds else []
+    return [*words, *site.sbatch]
+
+
+def _cpus(site: SlurmSection, group: NodeGroup) -> int:
+    return group.ranks * (site.cpus_per_rank or (4 if group.gres else 1))
+
+
+def text(spec: JobSpec, group: int | None = None) -> str:
+    """The script of the job, of one group of several jobs, or for an allocation that is there already."""
+    job = spec.allocation
+    lines = [site_environment.preamble(spec.site, spec.workdir)]
+    if job is None:
+        lines.append(f'[ -z "$1" ] || echo {JOB_ID} >{quote(str(spec.run / FOLDER / BEGAN))}"$1"\n')
+    preparation = site_environment.preparation(spec.site.container, spec.reload_container)
+    if preparation is not None:
+        before = ["bash", "-c", preparation]
+        lines.append(f"{_srun(spec, before, '', group, inside=False)} || exit 1\n")
+    line = _srun(spec, agent_command(spec, "slurm", RANK_VARIABLES), _agent_options(spec, group), group)
+    if job is not None:
+        lines.append(f"{LISTENING}{line} &\n{WAITING}")
+    elif group is not None:
+        lines.append(looking_after_others(spec.run, line))
+    else:
+        lines.append(f"{line}\ncode=$?\n")
+    word = quote(str(spec.run / FOLDER / STOPPED))
+    asked = f"[ $code = 0 ] && [ -e {word}{_attempt(spec)} ]"
+    lines.append(f"if {asked}; then code={Interrupted.exit_code}; fi\n")
+    if spec.site.slurm.requeue and job is None:
+        lines.append(_requeueing(spec))
+    return "".join([*lines, "exit $code\n"])
+
+
+def _requeueing(spec: JobSpec) -> str:
+    return (
+        f"if [ $code = {Interrupted.exit_code} ] &&\n"
+        f'    [ "${{SLURM_RESTART_COUNT:-0}}" -lt {spec.site.slurm.max_restarts} ] &&\n'
+        '    [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T | head -n 1)" = RUNNING ]; then\n'
+        '    echo "to be queued again"\n'
+        '    scontrol requeue "$SLURM_JOB_ID" || echo "error: Slurm refuses; submit it again to go on" >&2\n'
+        "fi\n"
+    )
+
+
+def _agent_options(spec: JobSpec, group: int | None) -> str:
+    options = ["--groups", written(spec.groups)]
+    options += ["--group", str(group)] if group is not None else []
+    options += ["--port", str(spec.site.port)] if spec.site.port else []
+    return f" {join(options)} --attempt {_attempt(spec)} {join(spec.command_arguments)}"
+
+
+def _attempt(spec: JobSpec) -> str:
+    return ATTEMPT if spec.allocation is None else quote(f"{spec.allocation}.{spec.submitted}")
+
+
+def _srun(spec: JobSpec, words: Sequence[str], tail: str, group: int | None, inside: bool = True) -> str:
+    """srun's line: the same command on every node of every group."""
+    job = spec.allocation
+    wanted = spec.groups if group is None else [spec.groups[group]]
+    container = site_environment.pyxis_options(spec.site, spec.workdir, str(spec.run)) if inside else []
+    parts = []
+    for number, each in enumerate(wanted):
+        options = [f"--het-group={number}"] if len(wanted) > 1 else []
+        options += [f"--nodes={each.nodes}", f"--ntasks={each.nodes}", "--ntasks-per-node=1"]
+        options += [f"--cpus-per-task={_cpus(spec.site.slurm, each)}"]
+        options += ["--kill-on-bad-exit=1"] if not number else []
+        options += [f"--jobid={job}", "--overlap", f"--job-name={step_name(spec.name, spec.submitted)}"] if job else []
+        parts.append(f"{join([*options, *container, *words])}{tail}")
+    return "srun " + " \\\n    : ".join(parts)
+
+
+def looking_after_others(run: Path, line: str) -> str:
+    """The part of a script that runs a line of srun's, with an eye on the other jobs of the run; `code` is its end."""
+    words = {name: quote(str(run / FOLDER / each)) for name, each in NAMES.items()}
+    return f"{LOOKING % words}{line} &\n{WATCHING % words}"
+
+
+def jobs(spec: JobSpec) -> list[int | None]:
+    """The jobs a spec becomes: one for all groups (None), or one for each."""
+    is_several = len(spec.groups) > 1 and spec.site.slurm.heterogeneous == "several-jobs" and spec.allocation is None
+    return list(range(len(spec.groups))) if is_several else [None]
+
+
+def script_name(group: int | None) -> str:
+    """What the script of a job is called."""
+    return "job.sh" if group is None else f"job-{group}.sh"
+
+
+def line(spec: JobSpec, group: int | None) -> list[str]:
+    """sbatch's whole line; the last word is for whoever looks for the job."""
+    return [*sbatch(spec, group), str(spec.run / FOLDER / script_name(group)), mark(spec, group)]
+
+
+def mark(spec: JobSpec, group: int | None) -> str:
+    """The argument by which a job is found whose id nobody wrote down."""
+    return spec.mark if group is None else f"{spec.mark}.{group}"
+
+
+def marks(spec: JobSpec) -> list[str]:
+    """The marks of all jobs of a spec."""
+    return [mark(spec, group) for group in jobs(spec)]
+
+
+def array_path(specs: list[JobSpec]) -> Path:
+    """Where the script of an array lies: with its first run."""
+    return specs[0].run / FOLDER / "array.sh"
+
+
+def array_line(specs: list[JobSpec]) -> list[str]:
+    """sbatch's line for an array. What Slurm logs of a task belongs to its run: `task-%a` leads there."""
+    folder = str(specs[0].run / FOLDER).replace("%", "%%")
+    output = f"--output={folder}/task-%a/logs/slurm-%j.log"
+    return [*sbatch(specs[0]), output, f"--array=0-{len(specs) - 1}", str(array_path(specs)), specs[0].mark]
+
+
+def array_script(specs: list[JobSpec]) -> str:
+    """The script of an array: each task runs the script of its run."""
+    cases = "".join(
+        f'{number}) exec bash {quote(str(spec.run / FOLDER / script_name(None)))} "$1_{number}" ;;\n'
+        for number, spec in enumerate(specs)
+    )
+    return f'{site_environment.HEAD}case "$SLURM_ARRAY_TASK_ID" in\n{cases}esac\n'
