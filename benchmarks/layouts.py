@@ -20,8 +20,8 @@ from steelyard.core.recipe import Recipe
 from steelyard.parallel import mesh as meshes
 from steelyard.parallel.world import init_distributed
 from steelyard.tokens.loader import columns
-from steelyard.train.engine import Engine
-from steelyard.train.extension import Extension
+from steelyard.training.engine import Engine
+from steelyard.training.extension import Extension
 
 LENGTH, BATCH, WARM_UP, STEPS = 128, 16, 2, 5
 SHAPE = {"family": "llama", "layers": 8, "hidden": 256, "heads": 8, "vocab": 4096}

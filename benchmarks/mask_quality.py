@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from steelyard import cli, train
+from steelyard import cli, training
 from steelyard.checkpoint.formats import open_source
 from steelyard.checkpoint.formats.write import Target, convert
 from steelyard.core.recipe import load_recipe
@@ -122,7 +122,7 @@ def learned(options: argparse.Namespace, prefix: str, mask: Path, words: list[st
     }  # fmt: skip
     recipe = load_recipe(values, words)
     begun = time.monotonic()
-    run = train.run(recipe, path, sparsity_extension.extension(recipe))
+    run = training.run(recipe, path, sparsity_extension.extension(recipe))
     return run, time.monotonic() - begun
 
 

@@ -23,8 +23,8 @@ from steelyard.core.recipe import Recipe, load_recipe
 from steelyard.parallel import mesh
 from steelyard.sparsity import sparsity_extension
 from steelyard.tokens.loader import columns
-from steelyard.train.engine import Engine
-from steelyard.train.extension import Extension
+from steelyard.training.engine import Engine
+from steelyard.training.extension import Extension
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 WANTED = 0.8

@@ -17,11 +17,11 @@ from typing import Any
 from staged_steps import StagedLayout, Width, staged_step
 
 from steelyard.core.recipe import Recipe
-from steelyard.plan import memory_fit
-from steelyard.plan.cluster import Cluster
-from steelyard.plan.layout import Layout
-from steelyard.plan.predict import Predictor
-from steelyard.plan.software import DEEPSPEED, EAGER, MEGATRON, TORCHTITAN, Software
+from steelyard.planning import memory_fit
+from steelyard.planning.cluster import Cluster
+from steelyard.planning.layout import Layout
+from steelyard.planning.predict import Predictor
+from steelyard.planning.software import DEEPSPEED, EAGER, MEGATRON, TORCHTITAN, Software
 
 
 @dataclass(frozen=True)

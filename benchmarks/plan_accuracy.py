@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 from measured_steps import Case, cases, fasops_cluster
 
-from steelyard.plan import memory_fit
-from steelyard.plan.predict import Predictor
+from steelyard.planning import memory_fit
+from steelyard.planning.predict import Predictor
 
 BARS = {
     "vtrain single": 8.4,

@@ -24,8 +24,8 @@ from pathlib import Path
 from steelyard.core.recipe import load_recipe
 from steelyard.core.run import Run, for_training
 from steelyard.observe import report
-from steelyard.plan import pipeline_sim
-from steelyard.plan.pipeline_sim import Times
+from steelyard.planning import pipeline_sim
+from steelyard.planning.pipeline_sim import Times
 
 STAGES, MICRO_BATCHES = 8, 8
 

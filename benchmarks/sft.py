@@ -27,11 +27,11 @@ import torch
 from steelyard.checkpoint.formats.hf_config import config_to_hf
 from steelyard.cli.sft import recipe_for
 from steelyard.core.recipe import load_recipe
-from steelyard.finetune import sft
-from steelyard.finetune.templates import NAMED
+from steelyard.finetuning import sft
+from steelyard.finetuning.templates import NAMED
 from steelyard.model.attention import has_varlen_attention
 from steelyard.text.tokenizer.train_tokenizer import train_byte_bpe
-from steelyard.train import device as devices
+from steelyard.training import device as devices
 
 WARM_UP = 10
 WORDS = ("the", "of", "and", "to", "in", "is", "that", "for", "it", "as", "with", "on", "be", "this", "had", "not")

@@ -12,11 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from steelyard.core.recipe import Recipe
-from steelyard.plan.cluster import Cluster
-from steelyard.plan.communication import LINK_SHARE, group, reached
-from steelyard.plan.layout import Layout, Seat, Seats
-from steelyard.plan.predict import Predictor
-from steelyard.plan.step import StepCost
+from steelyard.planning.cluster import Cluster
+from steelyard.planning.communication import LINK_SHARE, group, reached
+from steelyard.planning.layout import Layout, Seat, Seats
+from steelyard.planning.predict import Predictor
+from steelyard.planning.step import StepCost
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from steelyard.parallel import mesh
 from steelyard.sizes.gpu_catalogue import by_device_name
 from steelyard.sizes.param_count import flops_per_token
 from steelyard.tokens.loader import columns
-from steelyard.train.engine import Engine
-from steelyard.train.extension import Extension
+from steelyard.training.engine import Engine
+from steelyard.training.extension import Extension
 
 SHAPES = {
     "llama": ("llama3.2-1b", ["train.micro_batch=4", "train.global_batch=4"]),

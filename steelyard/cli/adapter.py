@@ -28,7 +28,7 @@ def merge(
 
     Example: steelyard adapter merge models/base runs/tuned models/merged
     """
-    from steelyard.finetune import peft_format
+    from steelyard.finetuning import peft_format
 
     result = peft_format.merge(base, adapter, out)
     print_result(result, json, f"{out}: {result['adapted']} matrices adapted")
@@ -43,7 +43,7 @@ def export(
 
     Example: steelyard adapter export runs/tuned adapters/tuned
     """
-    from steelyard.finetune import peft_format
+    from steelyard.finetuning import peft_format
 
     result = peft_format.export(run, out)
     print_result(result, json, f"{out}: {result['adapted']} matrices")

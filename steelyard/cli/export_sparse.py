@@ -56,7 +56,7 @@ def export_sparse(
     from steelyard.checkpoint.formats.write import refuse_destination
     from steelyard.sparsity.pruned_source import opened
     from steelyard.sparsity.semi_structured import export
-    from steelyard.train.device import DTYPES
+    from steelyard.training.device import DTYPES
 
     refuse_destination(destination)
     source = opened(checkpoint, mask, base)

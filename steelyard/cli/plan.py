@@ -17,8 +17,8 @@ from steelyard.core.recipe import Recipe, load_recipe, to_toml
 from steelyard.core.run import Run
 
 if TYPE_CHECKING:
-    from steelyard.plan.cluster import Cluster
-    from steelyard.plan.measured_layers import Profile
+    from steelyard.planning.cluster import Cluster
+    from steelyard.planning.measured_layers import Profile
 
 
 class PlanObjective(StrEnum):
@@ -101,15 +101,15 @@ def plan(
             "a plan needs a recipe and a cluster",
             hint="steelyard plan --model RECIPE --cluster CLUSTER.toml, or steelyard plan --help",
         )
-    from steelyard.plan import cluster as clusters
-    from steelyard.plan import plan_report
-    from steelyard.plan.search import given as predicted
-    from steelyard.plan.search import search
-    from steelyard.plan.software import KNOWN
+    from steelyard.planning import cluster as clusters
+    from steelyard.planning import plan_report
+    from steelyard.planning.search import given as predicted
+    from steelyard.planning.search import search
+    from steelyard.planning.software import KNOWN
 
     machines = clusters.load(cluster)
     if check is not None:
-        from steelyard.plan import prediction_check as checking
+        from steelyard.planning import prediction_check as checking
 
         if model is not None or software is not Program.steelyard:
             hint = "remove --model and --software"
@@ -161,7 +161,7 @@ def plan(
 
 
 def _profile(path: Path, recipe: Recipe, machines: Cluster) -> Profile:
-    from steelyard.plan import measured_layers as measured
+    from steelyard.planning import measured_layers as measured
 
     read = measured.load(path)
     measured.refuse_another(read, recipe, path, machines)
@@ -213,7 +213,7 @@ def cluster(
 
     Example: steelyard plan cluster --from slurm --out cluster.toml
     """
-    from steelyard.plan import slurm_cluster
+    from steelyard.planning import slurm_cluster
 
     found = slurm_cluster.nodes(slurm_cluster.ask() if source == "slurm" else slurm_cluster.read(Path(source)))
     text = slurm_cluster.as_toml(found)
@@ -242,7 +242,7 @@ def profile(
 
     Example: steelyard plan profile --model llama3.1-8b --tensor 1,2,4 --out h100.toml
     """
-    from steelyard.train.layer_profile import measure
+    from steelyard.training.layer_profile import measure
 
     recipe = load_recipe(model, set_ or ())
     found = measure(recipe, _numbers("--tensor", tensor), _numbers("--micro-batch", micro_batch), links)

@@ -44,7 +44,7 @@ def quickstart(overrides: Overrides = None, run: RunOption = None, json: JsonOpt
 
     from steelyard.evaluate.generation import Sampling, from_checkpoint
     from steelyard.observe import report
-    from steelyard.train import trainer
+    from steelyard.training import trainer
 
     measured = None
     if not any(override.partition("=")[0].strip() in LENGTHS for override in given):
@@ -72,7 +72,7 @@ def _sized(recipe: Recipe, run: Path | None) -> tuple[int, float | None, Path]:
 
     An unfinished run keeps its number, since its learning rates follow from it; nothing is measured then.
     """
-    from steelyard.train import time_budget
+    from steelyard.training import time_budget
 
     shortest = recipe.model_copy(update={"train": recipe.train.model_copy(update={"steps": 1})})
     place, unfinished = place_for_training(shortest, run)  # A finished run is never too short for one step.

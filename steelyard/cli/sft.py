@@ -68,14 +68,14 @@ def run(
         loaded = recipe_for(recipe, overrides, model, data)
         if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise UserError(f"{out} is there already", hint="name a new folder")
-    from steelyard.finetune import sft
+    from steelyard.finetuning import sft
 
     if nproc is not None and nproc > 1:
         loaded.parallel.data_for(nproc)
         sft.prepare(loaded, nproc)  # What is encoded here is found by the ranks, and mistakes are told once.
         raise typer.Exit(launch(nproc))
     from steelyard.observe import report
-    from steelyard.train import trainer
+    from steelyard.training import trainer
 
     with raise_on_all_ranks(ranks):
         prepared = sft.prepare(loaded)
@@ -105,7 +105,7 @@ def preview(
 
     Example: steelyard sft preview my.toml --samples 3 --html preview.html
     """
-    from steelyard.finetune import preview, sft
+    from steelyard.finetuning import preview, sft
 
     prepared = sft.prepare(recipe_for(recipe, overrides, model, data))
     shown = preview.preview(prepared, samples)

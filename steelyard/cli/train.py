@@ -65,7 +65,7 @@ def train(
         nsight_tools.go_under(loaded, run, ranks.rank)
     from steelyard.observe import report
     from steelyard.sparsity import sparsity_extension
-    from steelyard.train import trainer
+    from steelyard.training import trainer
 
     with raise_on_all_ranks(ranks):
         extension = sparsity_extension.extension(loaded)
@@ -81,7 +81,7 @@ def train(
 
 
 def _dry_run(recipe: Recipe, world: int | None, gpu: str | None, json: bool) -> None:
-    from steelyard.train import dry_run
+    from steelyard.training import dry_run
 
     plan = dry_run.dry_run(recipe, world, gpu)
     print_result(dry_run.as_result(plan), json, dry_run.as_text(plan))

@@ -23,7 +23,7 @@ from steelyard.evaluate.load_model import context_of, loaded, tokenizer_for
 from steelyard.model import Cache, LanguageModel
 from steelyard.sparsity import pruned_source as sparse
 from steelyard.text.tokenizer import Tokenizer
-from steelyard.train.device import device_for, dtype_for
+from steelyard.training.device import device_for, dtype_for
 
 UNFINISHED = "\ufffd"  # What a tokenizer shows for bytes that are not yet a character.
 TOKENS_TO_LOOK_BACK = 6

@@ -31,7 +31,7 @@ from steelyard.parallel.mesh import Mesh
 from steelyard.parallel.world import World, init_distributed, raise_on_all_ranks, run_on_rank0
 from steelyard.sizes.param_count import parameters
 from steelyard.sparsity import pruned_source as sparse
-from steelyard.train.device import NAMES, device_for, dtype_for
+from steelyard.training.device import NAMES, device_for, dtype_for
 
 LONGEST = 4096  # the length of windows, where none is asked for and the model sees as much
 TOKENS_AT_ONCE = {"cpu": 1024, "cuda": 16384}  # More at once is slower where caches are small.

@@ -23,7 +23,7 @@ from steelyard.model import Cache, LanguageModel
 from steelyard.sparsity import sparse_linear
 from steelyard.sparsity.pruned_source import opened
 from steelyard.sparsity.semi_structured import compressible
-from steelyard.train.device import NAMES, device_for, dtype_for
+from steelyard.training.device import NAMES, device_for, dtype_for
 
 ROUNDS = {"cuda": 20, "cpu": 3}
 

@@ -19,7 +19,7 @@ from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.site_section import SiteSection
 from steelyard.launch import site_environment
 from steelyard.launch.launch_record import FOLDER
-from steelyard.plan.cluster import Cluster, Nodes
+from steelyard.planning.cluster import Cluster, Nodes
 from steelyard.sizes.gpu_catalogue import Gpu, by_name
 
 if TYPE_CHECKING:

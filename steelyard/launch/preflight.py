@@ -23,8 +23,8 @@ from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
 from steelyard.launch import backends
 from steelyard.launch.job_spec import NodeGroup, world
-from steelyard.plan import memory_fit
-from steelyard.plan.memory_fit import Room
+from steelyard.planning import memory_fit
+from steelyard.planning.memory_fit import Room
 from steelyard.sizes.memory import memory_of
 from steelyard.sizes.memory_hints import remedies
 from steelyard.text import tokenizer as tokenizers

@@ -29,7 +29,7 @@ from steelyard.launch import backends, job_spec, launch_record, site_environment
 from steelyard.launch.backends import ENDED, JobState, Option
 from steelyard.launch.job_spec import JobSpec, NodeGroup
 from steelyard.launch.launch_record import FOLDER, Launch
-from steelyard.plan import cluster as clusters
+from steelyard.planning import cluster as clusters
 
 SECONDS_BETWEEN_POLLS = 5.0
 

@@ -16,11 +16,11 @@ import numpy as np
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
 from steelyard.observe.spans import COMPUTE, Spans
-from steelyard.plan import pipeline_sim
-from steelyard.plan.cluster import Cluster
-from steelyard.plan.layout import of_recipe
-from steelyard.plan.pipeline_sim import Times
-from steelyard.plan.predict import Predictor
+from steelyard.planning import pipeline_sim
+from steelyard.planning.cluster import Cluster
+from steelyard.planning.layout import of_recipe
+from steelyard.planning.pipeline_sim import Times
+from steelyard.planning.predict import Predictor
 
 
 @dataclass(frozen=True)

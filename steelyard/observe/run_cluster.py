@@ -7,8 +7,8 @@ from pathlib import Path
 from steelyard.core.errors import UserError
 from steelyard.core.run import Run
 from steelyard.observe.run_files import read_object
-from steelyard.plan import cluster as clusters
-from steelyard.plan.cluster import Cluster
+from steelyard.planning import cluster as clusters
+from steelyard.planning.cluster import Cluster
 from steelyard.sizes.gpu_catalogue import by_name
 
 

@@ -27,9 +27,9 @@ from steelyard.sparsity.mask_sources import SPARSITY, Carried, Masks, carried, m
 from steelyard.sparsity.masked_linear import masked_sizes, replace_linears
 from steelyard.sparsity.patterns import Pattern
 from steelyard.sparsity.pruned_source import through
-from steelyard.train import device as devices
-from steelyard.train.engine import Engine
-from steelyard.train.extension import Extension
+from steelyard.training import device as devices
+from steelyard.training.engine import Engine
+from steelyard.training.extension import Extension
 
 MOVED = "say where they are now with sparsity.base=PATH"
 OTHERS = (

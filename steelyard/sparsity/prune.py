@@ -30,7 +30,7 @@ from steelyard.sparsity.patterns import Pattern
 from steelyard.sparsity.pruned_source import BeingPruned
 from steelyard.sparsity.target_modules import chosen, maskable
 from steelyard.text import tokenizer as tokenizers
-from steelyard.train.device import NAMES, device_for, dtype_for
+from steelyard.training.device import NAMES, device_for, dtype_for
 
 LONGEST = 4096  # the length of windows, where none is asked for and the model sees as much
 

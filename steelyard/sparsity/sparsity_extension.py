@@ -24,10 +24,10 @@ from steelyard.sparsity.mask_prior import MaskPrior, held, refuse_fewer
 from steelyard.sparsity.mask_sources import LOGITS, SPARSITY, RunMasks, masks_of
 from steelyard.sparsity.masked_training import MOVED, FixedZeros, SrSte
 from steelyard.sparsity.maskllm import MaskLlm, masks_in
-from steelyard.train import device as devices
-from steelyard.train.engine import Engine
-from steelyard.train.extension import Extension
-from steelyard.train.optimizer import ParamGroupOptions
+from steelyard.training import device as devices
+from steelyard.training.engine import Engine
+from steelyard.training.extension import Extension
+from steelyard.training.optimizer import ParamGroupOptions
 
 FROM_WEIGHTS = "weights"
 

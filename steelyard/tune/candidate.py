@@ -13,9 +13,9 @@ from typing import Any
 from steelyard.core import files
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe, load_recipe, to_toml
-from steelyard.plan import cluster as clusters
-from steelyard.plan.cluster import Cluster
-from steelyard.plan.layout import placement_for
+from steelyard.planning import cluster as clusters
+from steelyard.planning.cluster import Cluster
+from steelyard.planning.layout import placement_for
 from steelyard.tune import command as commands
 from steelyard.tune.search_space import Point
 from steelyard.tune.spec import Tune

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from steelyard.core.recipe import Recipe, load_recipe
-from steelyard.plan.layout_space import SearchLimits, divisors, micro_batches
+from steelyard.planning.layout_space import SearchLimits, divisors, micro_batches
 from steelyard.tune.spec import Tune, checked
 
 STEPS, WARM_UP = 20, 5

@@ -11,13 +11,13 @@ from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.loader import COMMAND_LINE
 from steelyard.launch import backends
-from steelyard.plan import cluster as clusters
-from steelyard.plan import measured_layers as profiles
-from steelyard.plan import memory_fit
-from steelyard.plan.cluster import Cluster
-from steelyard.plan.layout import of_recipe
-from steelyard.plan.measured_layers import Profile
-from steelyard.plan.predict import Predictor
+from steelyard.planning import cluster as clusters
+from steelyard.planning import measured_layers as profiles
+from steelyard.planning import memory_fit
+from steelyard.planning.cluster import Cluster
+from steelyard.planning.layout import of_recipe
+from steelyard.planning.measured_layers import Profile
+from steelyard.planning.predict import Predictor
 from steelyard.sizes.param_count import flops_per_token
 from steelyard.sizes.rank_check import data_ranks
 from steelyard.tune import this_machine

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from steelyard.core.host import usable_cpus
 from steelyard.core.recipe import Recipe
-from steelyard.plan.cluster import CORE, Cluster, Nodes, OwnGpu
+from steelyard.planning.cluster import CORE, Cluster, Nodes, OwnGpu
 from steelyard.sizes.gpu_catalogue import GIB, Gpu, by_device_name
 
 HERE = "here"

@@ -48,7 +48,7 @@ def test_two_ranks_train_as_one_process_does_and_say_it_once(workplace: Workplac
 # Started as `python -c`, ranks are the same code again.
 RAISING = """
 import os
-from steelyard.train.engine import Engine
+from steelyard.training.engine import Engine
 step = Engine.step
 def failing(self, *arguments):
     Engine.count = getattr(Engine, "count", 0) + 1

@@ -8,7 +8,7 @@ import pytest
 from steelyard.cli.quickstart import FEWEST_STEPS, MOST_STEPS, SECONDS_TO_TRAIN
 from steelyard.core.recipe import load_recipe
 from steelyard.core.run import Run, for_training
-from steelyard.train import time_budget
+from steelyard.training import time_budget
 from tests.conftest import kill
 
 SMALL = [

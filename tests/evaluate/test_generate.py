@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from steelyard import train
+from steelyard import training
 from steelyard.checkpoint.formats import open_source
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import load_recipe
@@ -113,7 +113,7 @@ def test_bytes_that_never_become_a_character_are_shown_at_the_end(tokenizer):
 
 def test_a_run_writes_text_and_its_checkpoint_does_too(in_workplace, tokenizer):
     tokenizer.save(in_workplace.path / "tok")
-    run = train.run(load_recipe("tiny.toml", ["data.tokenizer=tok", "model.vocab=400", "train.steps=3"]))
+    run = training.run(load_recipe("tiny.toml", ["data.tokenizer=tok", "model.vocab=400", "train.steps=3"]))
     from_run = from_checkpoint(run.path, "abc", Sampling(max_tokens=5))
     assert from_run.startswith("abc")
     newest = sorted(run.checkpoints.iterdir())[-1]
@@ -121,7 +121,7 @@ def test_a_run_writes_text_and_its_checkpoint_does_too(in_workplace, tokenizer):
 
 
 def test_a_run_without_a_tokenizer_says_so(in_workplace):
-    run = train.run(load_recipe("tiny.toml", ["train.steps=1"]))
+    run = training.run(load_recipe("tiny.toml", ["train.steps=1"]))
     with pytest.raises(UserError, match=r"data\.tokenizer"):
         from_checkpoint(run.path, "abc", Sampling())
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from steelyard import train
+from steelyard import training
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import load_recipe
 from steelyard.evaluate.perplexity import PerplexityRequest, as_text, perplexity
@@ -172,7 +172,7 @@ def test_a_run_trained_on_the_other_form_is_remarked_on(in_workplace, tokenizer,
     (in_workplace.path / "wikitext-2-raw-v1.test.jsonl").write_text(json.dumps({"text": TEXT}) + "\n")
     tokenize(TokenizeJob((f"{trained_on}.train.jsonl",), "tok", "wiki"))
     overrides = ["data.tokenizer=tok", "data.train=wiki_text_document", "data.split=1,0,0", "model.vocab=400"]
-    run = train.run(load_recipe("tiny.toml", [*overrides, "train.steps=1"]))
+    run = training.run(load_recipe("tiny.toml", [*overrides, "train.steps=1"]))
     result = perplexity(PerplexityRequest(str(run.path), "wikitext-2-raw-v1.test.jsonl"))
     assert ("was trained on the tokenised form" in capsys.readouterr().err) == remarked
     assert ("remark" in result["protocol"]) == remarked

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from steelyard import train
+from steelyard import training
 from steelyard.checkpoint.formats import open_source
 from steelyard.checkpoint.formats.write import Target, convert
 from steelyard.core import sha256sums
@@ -148,7 +148,7 @@ def test_a_run_is_published_as_a_hugging_face_model(hub, in_workplace, what, tmp
     from steelyard.checkpoint import hub as hubs
 
     tokenizers.train_byte_bpe(TEXT, 280).save(tmp_path / "tok")
-    run = train.run(load_recipe("tiny.toml", ["data.tokenizer=tok", "model.vocab=280"]))
+    run = training.run(load_recipe("tiny.toml", ["data.tokenizer=tok", "model.vocab=280"]))
     saved = sorted(run.checkpoints.iterdir())
     source = {"run": run.path, "checkpoint": saved[-1], "earlier checkpoint": saved[-2]}[what]
     before = sorted(source.parent.iterdir())
@@ -319,7 +319,7 @@ def test_sparsity_is_measured_in_the_weights(folder):
 
 def test_the_card_tells_the_run_and_no_place_on_this_machine(in_workplace, folder):
     place = in_workplace.path
-    run = train.run(load_recipe("tiny.toml", [f"data.train={place}/tokens_text_document"]))
+    run = training.run(load_recipe("tiny.toml", [f"data.train={place}/tokens_text_document"]))
     card = publish.push(folder, NAME, dry_run=True, run=run.path)["card"]
     last = [record for record in run.metrics() if "loss" in record][-1]
     valid = [record for record in run.metrics() if "valid_loss" in record][-1]

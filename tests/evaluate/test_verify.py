@@ -139,7 +139,7 @@ def test_verifying_what_is_not_there_is_a_mistake_of_the_user(tmp_path):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A run folder with token files, checkpoints and TensorBoard events."""
-    from steelyard import train
+    from steelyard import training
     from steelyard.core.recipe import load_recipe
     from tests.conftest import TINY, write_tokens
 
@@ -149,7 +149,7 @@ def trained(tmp_path_factory):
         "steps = 20", "steps = 4"
     )
     (place / "tiny.toml").write_text(recipe + "tensorboard = true\n")
-    train.run(load_recipe(place / "tiny.toml"), place / "run")
+    training.run(load_recipe(place / "tiny.toml"), place / "run")
     return place
 
 

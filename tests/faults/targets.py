@@ -232,7 +232,7 @@ SFT = (
 
 def _conversations(folder: Path) -> None:
     """A model with a tokenizer, and conversations that were encoded once."""
-    from tests.finetune.conftest import talks, write_bases, write_jsonl
+    from tests.finetuning.conftest import talks, write_bases, write_jsonl
 
     folder.mkdir(parents=True, exist_ok=True)
     (write_bases(folder / "bases") / "llama").rename(folder / "model")

@@ -34,7 +34,7 @@ def run(words):
     def command(**_):
         import torch, torch.distributed as dist
         from steelyard.parallel.world import everywhere, join
-        from steelyard.train.graceful_stop import stop_request
+        from steelyard.training.graceful_stop import stop_request
         globals().update(torch=torch, dist=dist, everywhere=everywhere, stop_request=stop_request)
         with join("cpu", {timeout}) as world:
             Path(f"rank-{{world.rank}}.pid").write_text(str(os.getpid()))

@@ -20,7 +20,7 @@ from steelyard.launch import job_spec, rendezvous_file, site_environment, site_s
 from steelyard.launch.backends import mpi, slurm, slurm_script
 from steelyard.launch.job_spec import JobSpec, NodeGroup
 from steelyard.launch.submit import SubmitRequest, preview
-from steelyard.plan import cluster as clusters
+from steelyard.planning import cluster as clusters
 
 HOSTILE = "a b'\"$(touch pwned)`touch pwned`\n;touch pwned #"
 PLAIN = SiteSection()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from steelyard import train
+from steelyard import training
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import load_recipe
 from steelyard.core.run import Run, for_training
@@ -17,7 +17,7 @@ from steelyard.observe.profile import nsight, nsight_tools, profile_run, trace, 
 from steelyard.observe.profile.events import Stretch, both, gaps, length, own_time, union
 from steelyard.observe.profile.summary import reported
 from steelyard.observe.profile.trace_analysis import look
-from steelyard.train.profiler import refuse_absent
+from steelyard.training.profiler import refuse_absent
 
 # One step of 1000 us as a GPU's trace would have it. Computation 0-300 and 400-700, a sum of gradients 600-800, a copy
 # 900-950; the host waits 700-900. So busy is 300 + 400 + 50, communication 200, of which 100 beside computation.
@@ -144,7 +144,7 @@ def test_kernels_that_ncu_measured_are_summed_up_with_what_bounds_them():
 
 def test_steps_under_torch_s_profiler_leave_a_trace_that_is_read_into_the_report(in_workplace):
     recipe = profile_run.asked_for(load_recipe("tiny.toml"), "memory", [3, 4], [])
-    run = train.run(recipe)
+    run = training.run(recipe)
     assert run.path.name == "tiny-profile"
     assert [record["step"] for record in run.metrics() if "loss" in record] == [1, 2, 3, 4]
     assert list(run.checkpoints.iterdir()) == []
@@ -277,7 +277,7 @@ def test_steps_that_are_not_taken_are_refused_before_the_run(in_workplace):
 
 
 def test_a_run_that_is_stopped_inside_the_steps_to_profile_leaves_those_it_took(in_workplace, capsys):
-    run = train.run(load_recipe("tiny.toml", ["log.profile=[1, 20]", "log.profile_tool=torch", "train.max_hours=1e-9"]))
+    run = training.run(load_recipe("tiny.toml", ["log.profile=[1, 20]", "log.profile_tool=torch", "train.max_hours=1e-9"]))
     assert "the trace holds those that were taken" in capsys.readouterr().err
     [seen], problems = trace_cache.read(run)
     assert (seen.steps, problems) == (1, [])

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from steelyard import train
+from steelyard import training
 from steelyard.cli import main
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import load_recipe
@@ -15,9 +15,9 @@ from steelyard.core.step_ranges import steps_in
 from steelyard.observe import pipeline_balance, report, run_cluster, spans
 from steelyard.observe.report.curves_section import MOST_POINTS, points
 from steelyard.observe.report.timeline_data import choose, pack
-from steelyard.plan import pipeline_sim
-from steelyard.plan.pipeline_sim import Times
-from steelyard.train.timeline import forget_after
+from steelyard.planning import pipeline_sim
+from steelyard.planning.pipeline_sim import Times
+from steelyard.training.timeline import forget_after
 
 STEP_NS = 10_000_000
 
@@ -60,7 +60,7 @@ def array(packed: dict, name: str, dtype: str) -> np.ndarray:
 
 
 def test_the_report_of_a_finished_run_is_one_file_that_needs_no_network(in_workplace):
-    run = train.run(load_recipe("tiny.toml", ["log.timeline=[3, 5]"]))
+    run = training.run(load_recipe("tiny.toml", ["log.timeline=[3, 5]"]))
     page = report.write(run).read_text()
     for part in ("Loss", "Throughput", "Recipe", "Validation perplexity", "finished", "sequence_length = 16"):
         assert part in page

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from steelyard.core.run import Run
-from steelyard.train.extension import Extension
+from steelyard.training.extension import Extension
 from tests.conftest import TINY, write_tokens
 from tests.parallel import jobs
 from tests.parallel.ranks import Ranks

@@ -8,7 +8,7 @@ every tensor is scaled by its own largest value, so that a rank with half of a t
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tests.finetune.conftest import write_bases
+from tests.finetuning.conftest import write_bases
 from tests.parallel import test_layouts, test_masks, test_tuning
 from tests.parallel.conftest import FAMILIES, Layouts, difference
 from tests.parallel.test_layouts import LARGEST, parallel

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from steelyard import model as models
-from steelyard import train
+from steelyard import training
 from steelyard.core.console import console
 from steelyard.core.errors import SteelyardError, UserError
 from steelyard.core.recipe import load_recipe
-from steelyard.finetune import sft
+from steelyard.finetuning import sft
 from steelyard.model import loss as losses
 from steelyard.model.loss import linear_cross_entropy
 from steelyard.parallel import tensor_parallel
@@ -23,9 +23,9 @@ from steelyard.parallel.mesh import MeshAxis
 from steelyard.parallel.tensor_parallel import VocabParallelHead
 from steelyard.parallel.world import init_distributed
 from steelyard.sparsity import sparsity_extension as sparsity
-from steelyard.train import engine
-from steelyard.train.extension import Extension
-from tests.finetune.conftest import recipe_of
+from steelyard.training import engine
+from steelyard.training.extension import Extension
+from tests.finetuning.conftest import recipe_of
 from tests.model.test_loss import VOCAB, drawn
 
 
@@ -37,7 +37,7 @@ def training(overrides: list[str], run: str, extension: Extension | None = None,
     recipe = load_recipe("tiny.toml", overrides)
     if "torch._dynamo" in sys.modules:  # It compiles a function only so often, and this process has many models.
         torch._dynamo.reset()
-    train.run(recipe, Path(run), extension or sparsity.extension(recipe), resume)
+    training.run(recipe, Path(run), extension or sparsity.extension(recipe), resume)
     return "\n".join(said)
 
 
@@ -54,7 +54,7 @@ def training_by_another_recipe(overrides: list[list[str]], run: str) -> str:
     """Each rank trains by overrides of its own; returns what is said against it."""
     console.quiet = True
     try:
-        train.run(load_recipe("tiny.toml", overrides[int(os.environ["RANK"])]), Path(run))
+        training.run(load_recipe("tiny.toml", overrides[int(os.environ["RANK"])]), Path(run))
     except UserError as error:
         return f"{error} {error.shared}"
     return "trained"

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from steelyard.train import config_check
+from steelyard.training import config_check
 from tests.parallel import jobs
 from tests.parallel.conftest import FOUR_STEPS, Layouts
 

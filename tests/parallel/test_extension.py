@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from steelyard.checkpoint.dcp_metadata import SafeReader
 from steelyard.model import LanguageModel
 from steelyard.parallel.param_shards import ParamShard
-from steelyard.train.extension import Extension
+from steelyard.training.extension import Extension
 from tests.parallel.conftest import Layouts, difference
 from tests.parallel.test_layouts import parallel
 from tests.parallel.test_settings import SGD, SGD_ROUNDING

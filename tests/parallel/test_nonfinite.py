@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from steelyard import checkpoint
-from steelyard.train.extension import Extension
+from steelyard.training.extension import Extension
 from tests.parallel import jobs
 from tests.parallel.conftest import FAMILIES, FOUR_STEPS, Layouts
 from tests.parallel.test_layouts import parallel

@@ -9,7 +9,7 @@ import pytest
 
 from steelyard.observe.rules.machine_rules import requested
 from steelyard.observe.run_state import RunState
-from steelyard.train.extension import Extension
+from steelyard.training.extension import Extension
 from tests.parallel.conftest import Layouts
 from tests.parallel.test_layouts import parallel
 

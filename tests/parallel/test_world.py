@@ -195,7 +195,7 @@ import os, signal, socket, time, torch, torch.distributed as dist
 from steelyard.core.errors import UserError
 from steelyard.parallel import doors, rendezvous
 from steelyard.parallel.world import everywhere, join
-from steelyard.train.graceful_stop import stop_request
+from steelyard.training.graceful_stop import stop_request
 
 def wrong():
     raise UserError("wrong", where="here")

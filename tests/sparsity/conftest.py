@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from steelyard import train
+from steelyard import training
 from steelyard.core.recipe import load_recipe
 from steelyard.core.run import Run
 from steelyard.sparsity import sparsity_extension
@@ -19,7 +19,7 @@ class Place(Workplace):
     def train(self, run: str, *overrides: str, resume: str = "auto") -> Run:
         """Train in this process."""
         recipe = load_recipe(self.recipe, overrides)
-        return train.run(recipe, self.path / run, sparsity_extension.extension(recipe), resume)
+        return training.run(recipe, self.path / run, sparsity_extension.extension(recipe), resume)
 
     def learn(self, run: str, *overrides: str, resume: str = "auto") -> Run:
         """Learn masks for the base."""

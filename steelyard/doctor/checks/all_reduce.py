@@ -15,7 +15,7 @@ from steelyard.doctor.finding import Finding
 from steelyard.doctor.machine import Answer, Machine
 from steelyard.doctor.python_info import PythonInfo
 from steelyard.parallel.world import World, detect
-from steelyard.plan.communication import LINK_SHARE
+from steelyard.planning.communication import LINK_SHARE
 from steelyard.sizes.gpu_catalogue import by_device_name
 
 TOPIC = "all-reduce"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from steelyard.launch.job_spec import JobSpec, NodeGroup
     from steelyard.launch.launch_record import Launch
     from steelyard.launch.submit import SubmitRequest
-    from steelyard.plan.cluster import Cluster
+    from steelyard.planning.cluster import Cluster
 
 Record = dict[str, Any]  # a line of scheduler.jsonl, see launch_record.py
 FIRST_WORDS = "slurm"  # Records from before JobState have this backend's words, whichever backend wrote them.

@@ -17,7 +17,7 @@ from steelyard.launch.launch_record import FOLDER, Launch
 
 if TYPE_CHECKING:
     from steelyard.launch.submit import SubmitRequest
-    from steelyard.plan.cluster import Cluster
+    from steelyard.planning.cluster import Cluster
 
 
 class Local(Backend):

@@ -21,7 +21,7 @@ from steelyard.launch.supervisor import HERE
 
 if TYPE_CHECKING:
     from steelyard.launch.submit import SubmitRequest
-    from steelyard.plan.cluster import Cluster
+    from steelyard.planning.cluster import Cluster
 
 
 class Mpi(Local):

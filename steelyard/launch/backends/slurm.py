@@ -26,7 +26,7 @@ from steelyard.launch.launch_record import FOLDER, JOBS, Launch
 if TYPE_CHECKING:
     from steelyard.core.recipe.site_section import SiteSection
     from steelyard.launch.submit import SubmitRequest
-    from steelyard.plan.cluster import Cluster
+    from steelyard.planning.cluster import Cluster
 
 # A submission from inside a job must not hand that job's shape on to the new one.
 KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT")

@@ -1,0 +1,193 @@
+"""Direct preference optimization on the one training loop.
+
+For a pair, let m be how much more the model prefers the chosen answer than the reference does:
+m = (log p(chosen) - log r(chosen)) - (log p(rejected) - log r(rejected)). The loss is -log sigmoid(beta m), and its
+gradient is that of a weighted sum of log probabilities, with weights of beta sigmoid(-beta m) for the tokens of the
+chosen answer and their opposite for the rejected one. So a step computes the pairs once without a gradient, sets the
+weights, and goes on like any other, on any layout. Dropout is a hash, so both passes drop the same.
+
+The reference is the model as it was before the first step. It is asked once, and checkpoints keep what it said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from steelyard.checkpoint import TensorShard
+from steelyard.core.console import console
+from steelyard.core.errors import UserError
+from steelyard.finetuning.encoding import Encoded
+from steelyard.finetuning.packed_samples import Row, row_of
+from steelyard.parallel.mesh import MeshAxis
+from steelyard.parallel.world import World
+from steelyard.tokens.loader import Rows, read
+from steelyard.training.engine import Engine
+from steelyard.training.extension import Extension
+
+REFERENCE = "reference_B"
+Pair = tuple[Encoded, Encoded]
+ROWS_AT_ONCE = 16
+
+
+class PairSamples:
+    """Two rows for each pair, the chosen answer's and the rejected one's; pairs in a new order each epoch."""
+
+    def __init__(self, pairs: Sequence[Pair], length: int, samples: int, seed: int | None) -> None:
+        self.pairs, self.length = pairs, length
+        self.reference = torch.zeros(2 * len(pairs), dtype=torch.float64)
+        """What the reference makes of each answer: its log probability. Set before the first step."""
+        wanted = samples // 2
+        if seed is None:
+            self.order = np.arange(wanted) % max(1, len(pairs))
+            self.is_real = np.arange(wanted) < len(pairs)
+        else:
+            random = np.random.RandomState(seed)
+            epochs = -(-wanted // len(pairs))
+            self.order = np.concatenate([random.permutation(len(pairs)) for _ in range(epochs)])[:wanted]
+            self.is_real = np.ones(wanted, dtype=np.bool_)
+        # A pair is one thing to learn.
+        self.counts: npt.NDArray[np.int64] = np.stack([self.is_real, np.zeros(wanted)], axis=1).reshape(-1).astype(int)
+
+    @property
+    def per_epoch(self) -> int:
+        """Samples that hold every pair once."""
+        return 2 * len(self.pairs)
+
+    def __len__(self) -> int:
+        return 2 * len(self.order)
+
+    def __getitem__(self, number: int) -> Row:
+        pair, side = int(self.order[number // 2]), number % 2
+        row = self._row(pair, side)
+        row[REFERENCE] = np.asarray(self.reference[2 * pair + side].item())
+        if not self.is_real[number // 2]:
+            row["weights_BL"][:] = 0
+        return row
+
+    def in_order(self) -> Iterator[Row]:
+        """Every answer once, as the reference is asked about them."""
+        for pair in range(len(self.pairs)):
+            for side in (0, 1):
+                yield self._row(pair, side)
+
+    def _row(self, pair: int, side: int) -> Row:
+        return row_of([self.pairs[pair][side]], self.length)
+
+
+class Preferring(Extension):
+    """Adds preferences to an extension that says what learns."""
+
+    is_likelihood = False
+
+    def __init__(self, inner: Extension, beta: float, samples: list[PairSamples]) -> None:
+        self.beta, self.samples = beta, samples
+        self.margin = torch.zeros(3, dtype=torch.float64)
+        self.data: MeshAxis | None = None
+        for name in ("transform", "assembled", "initial_std", "pace", "begin_step", "loss", "saves", "state"):
+            setattr(self, name, getattr(inner, name))
+        self.inner = inner
+        self.needs_samples = inner.needs_samples
+
+    def start(self, engine: Engine, world: World) -> str:
+        """Give the run its weights, and ask the reference, which is what they are now."""
+        how = self.inner.start(engine, world)
+        engine.optimizer.take_weights()
+        for samples in self.samples:
+            ask(samples, engine)
+        return how
+
+    def resumed(self, engine: Engine, world: World, state: dict[str, Any]) -> None:
+        """What the reference said is in the checkpoint."""
+        self.inner.resumed(engine, world, state)
+
+    def pieces(self) -> dict[str, TensorShard]:
+        """What the reference said."""
+        own = {f"reference.{n}": TensorShard.whole(samples.reference) for n, samples in enumerate(self.samples)}
+        return self.inner.pieces() | own
+
+    def weigh(self, engine: Engine, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor | None]:
+        """Set each token's weight by how far its pair is from being preferred enough."""
+        batch = dict(batch)
+        reference = batch.pop(REFERENCE).double()
+        gained = -engine.row_losses(batch) - reference
+        margins = gained[0::2] - gained[1::2]
+        is_real = batch["weights_BL"].flatten(1).any(dim=1)
+        if engine.mesh.context.size > 1:
+            held = is_real.to(torch.int32)
+            dist.all_reduce(held, dist.ReduceOp.MAX, group=engine.mesh.context.group)
+            is_real = held.bool()
+        real = is_real[0::2].double()
+        push = self.beta * torch.sigmoid(-self.beta * margins)
+        signed = torch.stack([push, -push], dim=1).flatten().to(batch["weights_BL"].dtype)
+        batch["weights_BL"] = batch["weights_BL"] * signed[:, None]
+        sharing = engine.mesh.context.size * engine.mesh.pipeline.size
+        self.data = engine.mesh.data
+        self.margin = torch.stack([(margins * real).sum(), ((margins > 0) * real).sum(), real.sum()])
+        return batch, (-F.logsigmoid(self.beta * margins) * real).sum() / sharing
+
+    def metrics(self) -> dict[str, float]:
+        """How far apart the answers of the last batch are, and in how many pairs the chosen one is ahead."""
+        sums = self.margin.clone()
+        if self.data is not None and self.data.size > 1:
+            dist.all_reduce(sums, group=self.data.group)
+        margin, ahead, pairs = sums.tolist()
+        found = {"reward_margin": self.beta * margin / pairs, "reward_accuracy": ahead / pairs} if pairs else {}
+        return self.inner.metrics() | found
+
+
+@torch.no_grad()
+def ask(samples: PairSamples, engine: Engine) -> None:
+    """Have the model as it is now say what each answer's log probability is; ranks share the work."""
+    rows, mesh = list(samples.in_order()), engine.mesh
+    found = torch.zeros(len(rows), dtype=torch.float64, device=engine.device)
+    # All ranks compute equally often, since shards of the weights must come together; what is left over is thrown away.
+    share = -(-len(rows) // mesh.data.size)
+    first = mesh.data.index * share
+    mine = [rows[min(number, len(rows) - 1)] for number in range(first, first + share)]
+    for model in engine.assembly.stages.values():
+        model.eval()
+    with console.progress("reference", share, "answers") as progress:
+        for start in range(0, share, ROWS_AT_ONCE):
+            number = min(ROWS_AT_ONCE, share - start)
+            losses = engine.row_losses(engine.batch_of(read(_Listed(mine), start, number)))
+            held = found[first + start : first + start + number]
+            held.copy_(-losses[: len(held)])
+            progress.advance(number)
+    for model in engine.assembly.stages.values():
+        model.train()
+    if mesh.data.size > 1:
+        dist.all_reduce(found, group=mesh.data.group)
+    samples.reference.copy_(found)
+
+
+class _Listed:
+    """Rows at hand, as samples."""
+
+    counts = None
+
+    def __init__(self, rows: list[Rows]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: int) -> Rows:
+        return self.rows[number]
+
+
+def refuse_odd(batch: int, ranks: int, where: str) -> None:
+    """Pairs must not be torn apart."""
+    if batch % (2 * ranks):
+        raise UserError(
+            f"a batch of {batch} rows is no whole number of pairs for {ranks} data-parallel ranks, two rows each",
+            where=where,
+            hint=f"choose a multiple of {2 * ranks}",
+        )

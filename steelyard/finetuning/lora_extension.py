@@ -1,0 +1,145 @@
+"""Adapters in the training loop: where they begin, what a checkpoint holds, and weights with them folded in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from steelyard.checkpoint import TensorShard, formats
+from steelyard.checkpoint.formats import CheckpointSource
+from steelyard.core.errors import UserError
+from steelyard.core.recipe import Recipe
+from steelyard.core.recipe.finetune_section import AdapterSection
+from steelyard.finetuning.lora import NAMES, is_adapter, merged, put_adapters
+from steelyard.model import LanguageModel
+from steelyard.parallel.mesh import Mesh, alone
+from steelyard.parallel.param_shards import ParamShard
+from steelyard.parallel.tensor_parallel import ADAPTER_IN, MAGNITUDE
+from steelyard.parallel.world import World, gather_errors, run_on_rank0
+from steelyard.sparsity import frozen_base
+from steelyard.training.engine import Engine
+from steelyard.training.extension import Extension
+
+STATE = "adapter"
+MOVED = "say where it is now with train.init_from"
+
+
+class Adapting(Extension):
+    """The model is frozen and belongs to a base that checkpoints name; adapters are what is trained."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        assert recipe.finetune is not None
+        assert recipe.finetune.adapter is not None
+        self.recipe, self.adapter = recipe, recipe.finetune.adapter
+        self.keeps_zeros = recipe.sparsity is not None
+        if recipe.sparsity is not None and (
+            recipe.sparsity.method != "fixed" or recipe.sparsity.mask is not None or self.adapter.kind != "lora"
+        ):
+            raise UserError(
+                'of [sparsity], adapters know method = "fixed" without a mask file, and that with LoRA alone',
+                where=recipe.where("sparsity.method"),
+                hint="apply a mask file first (steelyard mask apply), or tune in full",
+            )
+        self.base: dict[str, str] = {}
+        self.mesh: Mesh = alone()
+
+    def transform(self, model: LanguageModel) -> None:
+        """Freeze the model and add adapters."""
+        put_adapters(model, self.adapter, self.keeps_zeros)
+
+    def assembled(self, stages: dict[int, LanguageModel], parts: list[ParamShard], mesh: Mesh) -> None:
+        """Know the ranks that share a matrix."""
+        self.mesh = mesh
+
+    def initial_std(self, part: ParamShard) -> float | None:
+        """The way in is random, with the deviation that PEFT's has; the way out is zero."""
+        return (3 * part.shape[1]) ** -0.5 if part.name.endswith(ADAPTER_IN) else 0.0
+
+    def start(self, engine: Engine, world: World) -> str:
+        """Weights from the base; lengths of rows, where they are learned, from the weights."""
+        self._load_base(None, engine, world)
+        self._set_magnitudes(engine)
+        return f"new run that adapts {self.base['path']}"
+
+    def resumed(self, engine: Engine, world: World, state: dict[str, Any]) -> None:
+        """Weights from the base that the checkpoint names."""
+        self._load_base(state.get(STATE, {}).get("base", {}), engine, world)
+
+    def saves(self, part: ParamShard) -> bool:
+        """Frozen weights are in the base already."""
+        return part.parameter.requires_grad
+
+    def state(self) -> dict[str, Any]:
+        """What the adapters belong to."""
+        return {STATE: {"base": self.base, "keeps_zeros": self.keeps_zeros, "adapter": self.adapter.model_dump()}}
+
+    def _load_base(self, recorded: dict[str, Any] | None, engine: Engine, world: World) -> None:
+        origin = str(self.recipe.train.init_from)
+
+        def identified() -> dict[str, str]:
+            source = formats.open_source(origin)
+            if recorded is not None:
+                frozen_base.check(recorded, source, MOVED)
+                return {"path": str(source.path.resolve()), "sha256": str(recorded["sha256"])}
+            return frozen_base.identity(source)
+
+        self.base = run_on_rank0(world, identified)
+        frozen = {
+            f"model.{part.name}": TensorShard(part.tensor, part.shape, part.offset)
+            for part in engine.parts
+            if part.tensor.numel() and not part.parameter.requires_grad
+        }
+        with gather_errors(world):
+            formats.load_pieces(formats.open_source(origin), frozen, self.recipe.model)
+
+    @torch.no_grad()
+    def _set_magnitudes(self, engine: Engine) -> None:
+        by_name = {part.name: part for part in engine.parts}
+        for part in engine.parts:
+            if not part.name.endswith(MAGNITUDE) or not part.tensor.numel():
+                continue
+            weight = by_name[part.name.removesuffix(MAGNITUDE) + "weight"]
+            squares = weight.tensor.float().square().sum(dim=1)
+            if weight.is_cut and not part.is_cut:
+                dist.all_reduce(squares, group=self.mesh.tensor.group)
+            part.tensor.copy_(squares.sqrt())
+
+
+class AdaptedSource(CheckpointSource):
+    """A base with the adapters of a run folded in."""
+
+    format = "steelyard"
+
+    def __init__(
+        self, adapters: CheckpointSource, origin: CheckpointSource, adapter: AdapterSection, keeps_zeros: bool
+    ) -> None:
+        self.adapters, self.origin, self.adapter, self.keeps_zeros = adapters, origin, adapter, keeps_zeros
+        self.path, self.step, self.config, self.dtype = adapters.path, adapters.step, origin.config, torch.float32
+        self.layout, self.extra, self.tokenizer_files = adapters.layout, dict(origin.extra), origin.tokenizer_files
+        self.adapted = {name.rpartition(".")[0] for name in adapters.names() if is_adapter(name)}
+        if not self.adapted:
+            raise UserError(f"{adapters.path} holds no adapters")
+
+    def names(self) -> list[str]:
+        """Those of the base."""
+        return self.origin.names()
+
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """Those of the base."""
+        return self.origin.sizes()
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor of the base, with its adapter if it has one."""
+        weight = self.origin.tensor(name)
+        module = name.removesuffix(".weight")
+        if module not in self.adapted:
+            return weight
+        return merged(weight, self.learned(module), self.adapter.alpha / self.adapter.rank, self.keeps_zeros)
+
+    def learned(self, module: str) -> dict[str, Tensor]:
+        """The adapter of one matrix, by its parameters' names."""
+        known = set(self.adapters.names())
+        return {name: self.adapters.tensor(f"{module}.{name}") for name in NAMES if f"{module}.{name}" in known}

@@ -1,0 +1,53 @@
+"""NEFTune: noise on the embeddings while training, uniform in [-1, 1] times strength / sqrt(length x width).
+
+As all randomness here, each element's is a hash of seed, sample, place and channel, the same on every layout.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from steelyard.model import LanguageModel
+from steelyard.model.dropout import FACTORS, KEPT_BITS, Dropout, mixed
+from steelyard.training.extension import Extension
+
+
+class NoisyDropout(Dropout):
+    """The dropout behind the embedding, with noise before it."""
+
+    def __init__(self, share: float, strength: float, length: int) -> None:
+        super().__init__(share)
+        self.strength, self.length = strength, length
+
+    def forward(self, x: Tensor, samples_B: Tensor | None, places_BL: Tensor | None) -> Tensor:
+        """Add noise, then drop."""
+        if self.training and samples_B is not None and places_BL is not None:
+            here = x.shape[-2]
+            places = places_BL[:, self.part[0] * here : self.part[0] * here + here]
+            x = x + self.strength / (self.length * x.shape[-1]) ** 0.5 * uniform(x, samples_B, places, self.salt + 1)
+        return super().forward(x, samples_B, places_BL)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def uniform(like: Tensor, samples_B: Tensor, places_BL: Tensor, salt: int) -> Tensor:
+    """Numbers between -1 and 1 for samples, places and the channels of `like`."""
+    rows_BL = mixed(mixed(samples_B * FACTORS[0] + salt)[:, None] + places_BL * FACTORS[1])
+    columns = torch.arange(like.shape[-1], device=like.device) * FACTORS[2]
+    bits = mixed(rows_BL[..., None] + columns) >> (62 - KEPT_BITS) & ((1 << KEPT_BITS) - 1)
+    return (bits.to(torch.float32) / (1 << (KEPT_BITS - 1)) - 1).to(like.dtype)
+
+
+def add_noise(extension: Extension, strength: float, length: int) -> Extension:
+    """Have an extension also put noise on the embeddings of rows of so many places."""
+    plain = extension.transform
+
+    def transform(model: LanguageModel) -> None:
+        plain(model)
+        if model.embed is not None:
+            noisy = NoisyDropout(model.embed_dropout.share, strength, length)
+            noisy.salt = model.embed_dropout.salt
+            model.embed_dropout = noisy
+
+    extension.transform, extension.needs_samples = transform, True  # type: ignore[method-assign]
+    return extension

@@ -1,0 +1,76 @@
+"""Rows for the training loop: conversations side by side, each by itself in attention and positions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from steelyard.finetuning.encoding import Encoded
+from steelyard.finetuning.packing import best_fit, efficiency
+
+Row = dict[str, npt.NDArray[Any]]
+
+
+class PackedSamples:
+    """Rows of `length` places, in a new order each epoch; or, in order and once, filled up with empty ones."""
+
+    def __init__(
+        self, conversations: Sequence[Encoded], length: int, samples: int, seed: int | None, packing: bool = True
+    ) -> None:
+        self.conversations, self.length = conversations, length
+        sizes = np.array([each.places for each in conversations], dtype=np.int64)
+        self.rows = best_fit(sizes, length) if packing else [[index] for index in range(len(sizes))]
+        self.efficiency = efficiency(sizes, self.rows, length)
+        self.order = self._order(samples, seed)
+        learned = np.array([int(each.learned[1:].sum()) for each in conversations], dtype=np.int64)
+        per_row = np.array([learned[row].sum() for row in self.rows] + [0], dtype=np.int64)
+        self.counts: npt.NDArray[np.int64] = per_row[self.order]
+
+    @property
+    def per_epoch(self) -> int:
+        """Samples that hold every conversation once."""
+        return len(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, number: int) -> Row:
+        row = self.order[number]
+        return self._row(self.rows[row] if row >= 0 else [])
+
+    def _order(self, samples: int, seed: int | None) -> npt.NDArray[np.int64]:
+        """Which row each sample is; -1 is an empty one."""
+        if seed is None:
+            order = np.full(samples, -1, dtype=np.int64)
+            order[: len(self.rows)] = np.arange(min(samples, len(self.rows)))
+            return order
+        random = np.random.RandomState(seed)
+        epochs = -(-samples // len(self.rows))
+        return np.concatenate([random.permutation(len(self.rows)) for _ in range(epochs)])[:samples]
+
+    def _row(self, members: list[int]) -> Row:
+        return row_of([self.conversations[index] for index in members], self.length)
+
+
+def row_of(conversations: Sequence[Encoded], length: int) -> Row:
+    """Conversations one after the other; what is left over is a document of its own, of which nothing is learned."""
+    row: Row = {
+        "inputs": np.zeros(length, dtype=np.int64),
+        "labels_BL": np.zeros(length, dtype=np.int64),
+        "weights_BL": np.zeros(length, dtype=np.float32),
+        "documents_BL": np.full(length, len(conversations), dtype=np.int64),
+        "positions_BL": np.zeros(length, dtype=np.int64),
+    }
+    start = 0
+    for number, sample in enumerate(conversations):
+        here = slice(start, start + sample.places)
+        row["inputs"][here] = sample.ids[:-1]
+        row["labels_BL"][here] = sample.ids[1:]
+        row["weights_BL"][here] = sample.learned[1:]
+        row["documents_BL"][here] = number
+        row["positions_BL"][here] = np.arange(sample.places)
+        start += sample.places
+    return row

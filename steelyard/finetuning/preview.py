@@ -1,0 +1,136 @@
+"""A look at what would be learned: conversations as text, each token learned or not, and how full the rows are."""
+
+from __future__ import annotations
+
+import contextlib
+import html
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from steelyard.core import files
+from steelyard.finetuning.conversation import BadRow, Conversation
+from steelyard.finetuning.dpo import PairSamples
+from steelyard.finetuning.encoding import EncodeStats, Loss, located
+from steelyard.finetuning.sft import Tuning
+from steelyard.finetuning.sft_dataset import conversations, paths_of, preferences
+
+LEARNED, MASKED, PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; color: #222 }
+pre { white-space: pre-wrap; background: #f6f6f4; padding: 1em; border-radius: 6px; color: #888 }
+b { font-weight: normal; color: #0a5; background: #e2f6ea } table { border-collapse: collapse }
+td { padding: .1em 1.5em .1em 0 }
+"""
+
+
+Talk = list[tuple[str, bool]]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Some conversations as runs of text that are learned or not, by their titles, and figures of the whole set."""
+
+    talks: list[Talk]
+    titles: list[str]
+    figures: dict[str, Any]
+
+
+def preview(tuning: Tuning, samples: int) -> Shown:
+    """Look at the first conversations, or pairs of answers, and at all of them."""
+    rows = tuning.training
+    if isinstance(rows, PairSamples):
+        every = [side for pair in rows.pairs for side in pair]
+        counted: dict[str, Any] = {"pairs": len(rows.pairs), "answers": len(every)}
+        full: dict[str, Any] = {
+            "identical_pairs": sum(np.array_equal(chosen.ids, other.ids) for chosen, other in rows.pairs)
+        }
+    else:
+        every = list(rows.conversations)
+        counted = {"conversations": len(every)}
+        full = {"packing_efficiency": round(rows.efficiency, 4)}
+    lengths = np.array([len(each.ids) for each in every])
+    learned = int(sum(each.learned[1:].sum() for each in every))
+    figures = {
+        **counted,
+        "rows": rows.per_epoch,
+        "steps": tuning.recipe.train.steps,
+        "tokens": int(lengths.sum()),
+        "learned": learned,
+        "masked": int(lengths.sum()) - learned,
+        "longest": int(lengths.max()),
+        "median": int(np.median(lengths)),
+        **full,
+        **{key: tuning.tally.counts[key] for key in ("truncated", "overlong", "untrained", "bad")},
+        "template": tuning.template.name,
+    }
+    first = list(islice(_talks(tuning), samples * (2 if isinstance(rows, PairSamples) else 1)))
+    return Shown([talk for _, talk in first], [title for title, _ in first], figures)
+
+
+def _talks(tuning: Tuning) -> Iterator[tuple[str, Talk]]:
+    """Every conversation, or both answers of every pair, with a title. What the template refuses was counted."""
+    tune = tuning.recipe.finetune
+    assert tune is not None
+    paths = paths_of(tune.data)
+    if isinstance(tuning.training, PairSamples):
+        for number, pair in enumerate(preferences(paths, tune, EncodeStats()), start=1):
+            with contextlib.suppress(BadRow):
+                both = [runs(each, tuning, "completion") for each in (pair.chosen, pair.rejected)]
+                yield from zip((f"pair {number}, chosen", f"pair {number}, rejected"), both, strict=True)
+    else:
+        for number, each in enumerate(conversations(paths, tune, EncodeStats()), start=1):
+            with contextlib.suppress(BadRow):
+                yield f"conversation {number}", runs(each, tuning, tune.loss)
+
+
+def runs(conversation: Conversation, tuning: Tuning, loss: Loss) -> Talk:
+    """A conversation's text, cut where learning begins and ends, and where a row would."""
+    encoded, text, places = located(conversation, tuning.template, tuning.tokenizer, loss)
+    end = tuning.recipe.data.sequence_length + 1
+    is_learned = np.zeros(len(text), dtype=np.bool_)
+    for (first, last), learned in zip(places[1:end].tolist(), encoded.learned[1:end].tolist(), strict=True):
+        is_learned[first:last] |= learned
+    shown = text if len(places) <= end else text[: places[end - 1][1]]
+    marked = zip(shown, is_learned.tolist(), strict=False)
+    return [("".join(character for character, _ in run), key) for key, run in groupby(marked, key=lambda each: each[1])]
+
+
+def as_result(shown: Shown) -> dict[str, Any]:
+    """For a program."""
+    talks = [[{"text": text, "learned": learned} for text, learned in talk] for talk in shown.talks]
+    return shown.figures | {"samples": talks, "titles": shown.titles}
+
+
+def as_text(shown: Shown) -> str:
+    """For a terminal, learned text green; elsewhere it stands between « and »."""
+    coloured = sys.stdout.isatty()
+    lines = [f"{key:20} {value}" for key, value in shown.figures.items()]
+    for title, talk in zip(shown.titles, shown.talks, strict=True):
+        text = "".join(_marked(text, learned, coloured) for text, learned in talk)
+        lines += ["", f"--- {title}", text]
+    return "\n".join(lines)
+
+
+def _marked(text: str, learned: bool, coloured: bool) -> str:
+    if coloured:
+        return f"{LEARNED if learned else MASKED}{text}{PLAIN}"
+    return f"«{text}»" if learned else text
+
+
+def write_html(shown: Shown, path: Path) -> None:
+    """For a browser, in one file."""
+    rows = "".join(f"<tr><td>{key}</td><td>{html.escape(str(value))}</td></tr>" for key, value in shown.figures.items())
+    talks = "".join(_section(*each) for each in zip(shown.titles, shown.talks, strict=True))
+    page = f"<!doctype html><meta charset=utf-8><title>What is learned</title><style>{STYLE}</style>"
+    files.write_text(path, f"{page}<h1>What is learned</h1><table>{rows}</table>{talks}\n")
+
+
+def _section(title: str, talk: Talk) -> str:
+    texts = (f"<b>{html.escape(text)}</b>" if learned else html.escape(text) for text, learned in talk)
+    return f"<h2>{title}</h2><pre>{''.join(texts)}</pre>"

@@ -1,0 +1,275 @@
+"""From a mesh to plans: which layouts of a mesh fit in memory, and which are worth a simulation.
+
+A mesh leaves recomputation, ZeRO stage, sequence parallelism and layers per stage open. Sequence parallelism is chosen
+per layout. It divides the memory traffic and the sends of the residual stream, but launches two collectives instead of
+one, so small layers that wait for the host are faster without it. It usually saves memory, except under selective
+recomputation on two tensor ranks, which keeps the gathered tensors. One of the two settings is skipped only if it is no
+faster in any stage, or if it takes no less memory than the other, which did not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from operator import gt
+from typing import TYPE_CHECKING
+
+from steelyard.core.recipe import Recipe
+from steelyard.planning import layout_space, memory_fit, partition
+from steelyard.planning.cluster import Cluster, Placement
+from steelyard.planning.layout import Layout
+from steelyard.planning.layout_space import SearchLimits, Use, Variant
+from steelyard.planning.predict import Predictor
+from steelyard.planning.software import Software, as_run
+from steelyard.planning.step import Parts, StepCost
+
+if TYPE_CHECKING:
+    from steelyard.planning.measured_layers import Profile
+
+
+def weight(objective: str, price_hour: float | None, watts: float | None) -> float:
+    """The value of one second of a step for an objective: 1 for time, dollars for cost, joules for energy."""
+    if objective == "cost":
+        return (price_hour or 0.0) / 3600
+    return (watts or 0.0) if objective == "energy" else 1.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout with its predicted step time, price and power."""
+
+    layout: Layout
+    parts: Parts
+    price_hour: float | None
+    watts: float | None
+
+    @property
+    def seconds(self) -> float:
+        """The time of a step."""
+        return self.parts.total
+
+    def value(self, objective: str) -> float:
+        """The number that the objective minimizes."""
+        return self.seconds * weight(objective, self.price_hour, self.watts)
+
+
+@dataclass
+class SearchResult:
+    """The plans that a search found, and how much it evaluated."""
+
+    plans: list[Plan]
+    excluded: list[tuple[Layout, str]] = field(default_factory=list)
+    """Layouts that might be among the best but do not fit, with the reason."""
+    looked_at: int = 0
+    """Layouts whose memory or time was computed."""
+    space: int = 0
+    """Layouts that these represent."""
+    complete: bool = True
+    """Whether no layout that might be better was skipped."""
+
+
+@dataclass(frozen=True)
+class MeshCandidate:
+    """A layout without recomputation, ZeRO stage, sequence parallelism and layers per stage."""
+
+    use: Use
+    tensor: int
+    context: int
+    micro_batch: int
+    placement: Placement
+    pipeline: int
+    data: int
+    schedule: str
+    virtual: int
+
+    def layout(self, variant: Variant) -> Layout:
+        """A layout of this mesh, without layers per stage."""
+        return Layout(
+            tensor=self.tensor,
+            context=self.context,
+            pipeline=self.pipeline,
+            virtual=self.virtual,
+            data=self.data,
+            zero=variant.zero,
+            sequence_parallel=variant.sequence_parallel,
+            schedule=self.schedule,
+            micro_batch=self.micro_batch,
+            recompute=variant.recompute,
+            partition=(),
+            placement=self.placement,
+        )
+
+
+@dataclass
+class Fitting:
+    """The layouts of a mesh that fit with one setting of recomputation."""
+
+    layouts: list[Layout]
+    left: list[bool]
+    """Settings of sequence parallelism that do not fit, and may fit with more recomputation."""
+    squeezed: bool
+    """Whether a layout fits only after layers were moved off stages without enough memory."""
+
+
+class Candidates:
+    """The layouts of the meshes of one search. Counts and layouts that do not fit are recorded in `found`."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        cluster: Cluster,
+        limits: SearchLimits,
+        software: Software,
+        profiles: Sequence[Profile],
+        found: SearchResult,
+    ) -> None:
+        self.recipe, self.cluster, self.limits, self.found = recipe, cluster, limits, found
+        self.predictors = {
+            splits: Predictor(recipe, cluster, as_run(software, recipe, splits), profiles) for splits in (False, True)
+        }
+        self.layers: dict[tuple[str, int, int, int, bool], float] = {}
+        self.bounds: dict[MeshCandidate, float] = {}
+
+    def predictor(self, layout: Layout) -> Predictor:
+        """The predictor for the software as it runs the layout."""
+        return self.predictors[layout.splits_backward]
+
+    def step(self, layout: Layout) -> StepCost:
+        """The cost of the layout's step as a function of its partition."""
+        return self.predictor(layout).step(layout)
+
+    def balanced(self, layout: Layout) -> tuple[int, ...]:
+        """Layers per stage, without a check of memory."""
+        assign = partition.evenly if self.limits.even else partition.by_time
+        return assign(self.predictor(layout), layout, self.recipe.model.layers)
+
+    def refined(self, layout: Layout) -> Layout:
+        """The layout with its partition improved by moving single layers."""
+        if self.limits.even:
+            return layout
+        return partition.refined(self.predictor(layout), layout, self.recipe.model.layers)
+
+    def plan(self, layout: Layout) -> Plan:
+        """The layout with its partition refined, and the time of its step by part."""
+        layout = self.refined(layout)
+        price, watts = self.cluster.price_hour(layout.placement), self.cluster.watts(layout.placement)
+        return Plan(layout, self.predictor(layout).parts(layout), price, watts)
+
+    def sequences(self, mesh: MeshCandidate) -> list[bool]:
+        """The settings of sequence parallelism to try, `True` first."""
+        return layout_space.sequences(self.recipe, mesh.tensor, mesh.context, self.limits)
+
+    def bounding(self, mesh: MeshCandidate) -> list[bool]:
+        """The settings of sequence parallelism that need a bound: not `False` if it makes no layer faster on any node.
+
+        In that case `False` saves only the launch of two collectives at the ends of the model, a few microseconds per
+        step, and its sends are longer.
+        """
+        sequences = self.sequences(mesh)
+        if len(sequences) == 1:
+            return sequences
+        cut = (mesh.tensor, mesh.context, mesh.micro_batch)
+        on, off = ([self._layer(type_, *cut, each) for type_, _ in mesh.use.counts] for each in sequences)
+        return sequences if any(map(gt, on, off)) else sequences[:1]
+
+    def layer(self, type_: str, tensor: int, context: int, micro_batch: int) -> float:
+        """Seconds of both passes of a layer on one type of node, without recomputation."""
+        sequences = layout_space.sequences(self.recipe, tensor, context, self.limits)
+        return min(self._layer(type_, tensor, context, micro_batch, each) for each in sequences)
+
+    def _layer(self, type_: str, tensor: int, context: int, micro_batch: int, sequence: bool) -> float:
+        key = (type_, tensor, context, micro_batch, sequence)
+        if key not in self.layers:
+            nodes = -(-tensor * context // self.cluster.nodes_of(type_).gpus)
+            mesh = MeshCandidate(Use((), 0), tensor, context, micro_batch, ((type_, nodes),), 1, 1, "1f1b", 1)
+            self.layers[key] = self.step(mesh.layout(Variant("none", 0, sequence))).table.stages[0].layer.least
+        return self.layers[key]
+
+    def zeros(self, mesh: MeshCandidate) -> list[int]:
+        """The ZeRO stages that differ on this mesh."""
+        return layout_space.zeros(mesh.pipeline, mesh.data * mesh.context, self.limits)
+
+    def bound(self, mesh: MeshCandidate) -> float:
+        """A lower bound over all partitions and both settings of sequence parallelism, without recomputation.
+
+        Cached, because a Pareto search runs twice, by time and by price.
+        """
+        if mesh not in self.bounds:
+            layouts = [mesh.layout(Variant("none", 0, sequence)) for sequence in self.bounding(mesh)]
+            self.bounds[mesh] = min(self.step(layout).bound(self.recipe.model.layers) for layout in layouts)
+        return self.bounds[mesh]
+
+    def at_least(self, mesh: MeshCandidate, recompute: str) -> float:
+        """A lower bound for layers balanced by time, with the better setting of sequence parallelism."""
+        layouts = [mesh.layout(Variant(recompute, 0, sequence)) for sequence in self.bounding(mesh)]
+        return min(self.step(layout).at_least(self.balanced(layout)) for layout in layouts)
+
+    def may_fit(self, mesh: MeshCandidate) -> bool:
+        """Whether the layout of the mesh that needs the least memory fits; if not, none of its layouts does."""
+        zeros = self.zeros(mesh)[-1:]
+        return bool(self.fitting(mesh, self.limits.recomputes[-1], self.sequences(mesh), zeros).layouts)
+
+    def fitting(
+        self, mesh: MeshCandidate, recompute: str, sequences: Sequence[bool], zeros: Sequence[int] | None = None
+    ) -> Fitting:
+        """For each setting of sequence parallelism, the layout with the fastest ZeRO stage that fits."""
+        found = Fitting([], [], False)
+        zeros = self.zeros(mesh) if zeros is None else zeros
+        tight: tuple[Layout, int] | None = None
+        for sequence in sequences:
+            layout = mesh.layout(Variant(recompute, zeros[0], sequence))
+            layout = layout.with_partition(self.balanced(layout))
+            if found.layouts and self._is_no_faster(layout, found.layouts[0]):
+                continue
+            if tight is not None and self._is_no_smaller(layout, *tight):
+                found.left.append(sequence)
+                continue
+            fits, tight = self._fitting([replace(layout, zero=zero) for zero in zeros])
+            if fits is None:
+                found.left.append(sequence)
+            else:
+                found.layouts.append(fits)
+                found.squeezed |= fits.partition != layout.partition
+        return found
+
+    def _is_no_faster(self, layout: Layout, other: Layout) -> bool:
+        """Whether no stage and no send is faster than in a layout that differs only in sequence parallelism."""
+        one, two = self.step(layout), self.step(other)
+        for counts in {layout.partition, other.partition}:
+            ours, theirs = one.times(counts), two.times(counts)
+            pairs = zip(ours.everything(), theirs.everything(), strict=True)
+            if any(mine < its for mine, its in pairs):
+                return False
+        return True
+
+    def _is_no_smaller(self, layout: Layout, other: Layout, rank: int) -> bool:
+        """Whether the layout takes no less memory than another one on the rank where that one does not fit."""
+        ours, theirs = replace(layout, zero=other.zero, partition=other.partition), other
+        [mine], [its] = (memory_fit.rooms(self.predictor(each), each, [rank]) for each in (ours, theirs))
+        return mine.memory.total >= its.memory.total
+
+    def _fitting(self, layouts: list[Layout]) -> tuple[Layout | None, tuple[Layout, int] | None]:
+        """The first layout that fits, in the order of the time after the last backward pass.
+
+        If none fits, one of them and a rank on which it does not fit.
+        """
+        timed = []
+        for number, layout in enumerate(layouts):
+            step = self.step(layout)
+            times = step.times(layout.partition)
+            after = max(sum(step.after(layout.partition, times, rank)) for rank in range(layout.pipeline))
+            timed.append((after, number, layout))
+        tight: tuple[Layout, int] | None = None
+        for _, _, layout in sorted(timed):
+            self.found.looked_at += 1
+            predictor = self.predictor(layout)
+            rooms = memory_fit.rooms(predictor, layout, memory_fit.deciding_ranks(predictor, layout))
+            if all(room.fits for room in rooms):
+                return layout, None
+            if not self.limits.even and any(room.fits for room in rooms):
+                again = partition.within(predictor, layout, self.recipe.model.layers)
+                if again is not None:
+                    return again, None
+            tight = layout, next(room.rank for room in rooms if not room.fits)
+            self.found.excluded.append((layout, memory_fit.reason(rooms) or ""))
+        return None, tight

@@ -1,0 +1,99 @@
+"""The time of sends and collectives, from bandwidth, latency and the number of groups that share a link.
+
+Collectives use a ring, as NCCL does for large messages: an all-reduce sends 2 (n - 1) / n of its bytes over every link,
+an all-gather or reduce-scatter half of that. A ring over several nodes crosses the network once per node. Rings that
+pass through the same node share its network cards. The constants below are the only fitted numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from steelyard.planning.cluster import Cluster, Wire
+from steelyard.planning.layout import Seat
+
+LINK_SHARE = 0.67  # share of the link bandwidth that collectives inside a node reach
+NETWORK_SHARE = 0.87  # share of the network bandwidth with GPUDirect RDMA
+SOCKET_SHARE = 0.45  # share of the network bandwidth over host sockets
+SOCKET_LATENCY = 10e-6  # A network with this latency or more is assumed to use host sockets.
+BASE_LATENCY = 2e-6  # of every collective
+
+
+@dataclass(frozen=True)
+class Ring:
+    """A group of ranks: its size, the bandwidth of its slowest link, and the latency of a hop."""
+
+    ranks: int
+    bandwidth: float
+    latency: float
+
+    def all_reduce(self, bytes_: float) -> float:
+        """Seconds of an all-reduce of `bytes_` bytes."""
+        return 2 * self.gather(bytes_) - (BASE_LATENCY if self.ranks > 1 else 0.0)
+
+    def gather(self, bytes_: float) -> float:
+        """Seconds of an all-gather to, or a reduce-scatter of, `bytes_` bytes."""
+        if self.ranks == 1:
+            return 0.0
+        hops = self.ranks - 1
+        return BASE_LATENCY + hops / self.ranks * bytes_ / self.bandwidth + hops * self.latency
+
+
+def ring(cluster: Cluster, seats: Sequence[Seat], ranks: int, rings: int) -> Ring:
+    """A ring of `ranks` ranks over the seats. `rings` rings in total share the network of the same nodes."""
+    inside = [cluster.inside(seat.nodes) for seat in seats]
+    slowest = min(wire.bandwidth for wire in inside) * LINK_SHARE
+    latency = max(wire.latency for wire in inside)
+    if len(seats) == 1:
+        return Ring(ranks, slowest, latency)
+    across = _across(cluster, seats)
+    shared = reached(across) / rings
+    # Only one hop per node crosses the network.
+    share = min(1.0, len(seats) / ranks)
+    return Ring(ranks, min(slowest, shared), share * across.latency + (1 - share) * latency)
+
+
+def _across(cluster: Cluster, seats: Sequence[Seat]) -> Wire:
+    """The slowest network between any two of the seats."""
+    kinds = list({seat.nodes.type: seat.nodes for seat in seats}.values())
+    wires = [cluster.wire(one, other) for one in kinds for other in kinds]
+    return Wire(min(wire.bandwidth for wire in wires), max(wire.latency for wire in wires))
+
+
+def send(cluster: Cluster, one: Seat, other: Seat, bytes_: float, senders: int) -> float:
+    """Seconds to send from a rank of one seat to a rank of the other while `senders` ranks of the node send."""
+    if one.node == other.node:
+        wire = cluster.inside(one.nodes)
+        return wire.latency + bytes_ / (wire.bandwidth * LINK_SHARE)
+    wire = cluster.wire(one.nodes, other.nodes)
+    return wire.latency + bytes_ * senders / reached(wire)
+
+
+def reached(wire: Wire) -> float:
+    """Bytes per second that large messages reach on a network."""
+    return wire.bandwidth * (NETWORK_SHARE if wire.latency < SOCKET_LATENCY else SOCKET_SHARE)
+
+
+def group(cluster: Cluster, seats: Sequence[Seat], stride: int, size: int) -> Ring:
+    """The slowest ring of `size` ranks with a stride of `stride` ranks, among the ranks of a stage."""
+    if size == 1:
+        return Ring(1, 1.0, 0.0)
+    span = stride * size
+    fitting = [seat for seat in seats if seat.ranks >= span]
+    if len(fitting) == len(seats):  # Every ring stays inside a node.
+        slowest = min(fitting, key=lambda seat: cluster.inside(seat.nodes).bandwidth)
+        return ring(cluster, [slowest], size, 1)
+    # Rings span nodes. The rings that pass through a node are at most its ranks, and at most the stride.
+    rings = max(min(stride, seat.ranks) for seat in seats)
+    return ring(cluster, _spanned(seats, span), size, rings)
+
+
+def _spanned(seats: Sequence[Seat], span: int) -> Sequence[Seat]:
+    """Seats that one ring uses: all seats of a stage for data parallelism, a window of them for smaller groups."""
+    total = sum(seat.ranks for seat in seats)
+    if span >= total:
+        return seats
+    count = max(2, -(-span * len(seats) // total))
+    kinds = {seat.nodes.type: seat for seat in seats}
+    return [*kinds.values(), *seats][: max(count, len(kinds))]

@@ -1,0 +1,270 @@
+"""The time of a layer, the embedding, the head and the optimizer on one GPU, from first principles.
+
+A matrix product is split into tiles, which the streaming multiprocessors process in waves. A partial last wave costs as
+much as a full one, so small products reach a smaller share of the peak. Everything else is bound by memory bandwidth.
+The host launches every kernel: a layer whose kernels finish faster than the host launches them takes as long as the
+host. `TILES`, `RAMP`, `MEMORY_SHARE` and `OVERLAP` are the only fitted constants in this file.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from steelyard.core.recipe import Recipe
+from steelyard.core.recipe.model_section import GptConfig
+from steelyard.planning.cluster import Nodes
+from steelyard.planning.software import Software
+from steelyard.sizes.activations import FP32, working_bytes
+from steelyard.sizes.gpu_catalogue import Gpu
+
+# Rows and columns of a tile, and the share of the sustained rate that it reaches: small tiles load more per FLOP.
+TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 64, 0.65))
+RAMP = 32  # The prologue and epilogue of a tile cost as much as this many steps of the inner dimension.
+MEMORY_SHARE = 0.92  # share of the data sheet's bandwidth that kernels reach
+FLASH_SHARE = 0.55  # share of the sustained rate that flash attention reaches: softmax runs between its products
+BATCHED_SHARE = 0.65  # the same for the batched products of attention that writes its scores to memory
+FP8_SHARE = 0.75  # share of the sustained rate that fp8 products reach
+OVERLAP = 4.5  # Host and GPU overlap with some waiting: their time is the p-norm of both with this p.
+
+
+@dataclass(frozen=True)
+class LayerDims:
+    """The dimensions of a model, independent of its family."""
+
+    hidden: int
+    query: int
+    key: int
+    heads: int
+    head_dim: int
+    ffn: int
+    gated: bool
+    rows: int
+    """Rows of the embedding table, including padding."""
+    layers: int
+    sequence: int
+    dropout: bool
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> LayerDims:
+        """The dimensions of the recipe's model."""
+        model = recipe.model
+        gpt = isinstance(model, GptConfig)
+        head_dim = model.hidden // model.heads if isinstance(model, GptConfig) else model.head_dim
+        kv_heads = model.heads if isinstance(model, GptConfig) else model.kv_heads
+        return cls(
+            hidden=model.hidden,
+            query=model.heads * head_dim,
+            key=kv_heads * head_dim,
+            heads=model.heads,
+            head_dim=head_dim,
+            ffn=model.ffn,
+            gated=not gpt,
+            rows=model.padded_vocab,
+            layers=model.layers,
+            sequence=recipe.data.sequence_length,
+            dropout=model.attention_dropout > 0,
+        )
+
+
+@dataclass(frozen=True)
+class Work:
+    """What determines the compute time of a rank: GPU, software, precision and its share of a micro-batch."""
+
+    gpu: Gpu
+    software: Software
+    precision: str
+    each: int
+    micro_batch: int
+    tensor: int
+    context: int
+    sequence_parallel: bool
+
+    @classmethod
+    def of(cls, recipe: Recipe, gpu: Gpu, software: Software, micro_batch: int, cut: tuple[int, int, bool]) -> Work:
+        """The work of a rank of a recipe; `cut` is (tensor, context, sequence_parallel)."""
+        each = working_bytes(recipe)
+        return cls(gpu, software, recipe.train.precision, each, micro_batch, *cut)
+
+    @property
+    def rate(self) -> float:
+        """FLOP/s that large products sustain; fp8 products also scale and cast their inputs."""
+        peak = self.gpu.peak(self.precision)
+        assert peak is not None
+        return peak * self.gpu.sustained * (FP8_SHARE if self.precision == "fp8" else 1.0)
+
+    @property
+    def wide(self) -> Work:
+        """The same in bf16 for attention and the head, which do not use fp8."""
+        return replace(self, precision="bf16") if self.precision == "fp8" else self
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second that kernels reach."""
+        assert self.gpu.bandwidth_gb is not None
+        return self.gpu.bandwidth_gb * 1e9 * MEMORY_SHARE
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Seconds of the forward and backward pass of one micro-batch, on the GPU and on the host that launches it."""
+
+    forward: float
+    backward: float
+    host_forward: float
+    host_backward: float
+    recompute: float
+    """GPU seconds that full recomputation adds to the backward pass."""
+    selective: float
+    """The same for selective recomputation: attention scores or pointwise functions only."""
+
+
+def product(work: Work, rows: int, columns: int, inner: int, batch: int = 1, share: float = 1.0) -> float:
+    """Seconds of `batch` products of rows x inner by inner x columns."""
+    units = work.gpu.units or 1
+    unit_rate = work.rate / units * share
+    best = math.inf
+    for tall, wide, tile_share in TILES:
+        tiles = batch * -(-rows // tall) * -(-columns // wide)
+        pieces = max(1, min(units // tiles, inner // 1024)) if tiles < units else 1
+        waves = -(-tiles * pieces // units)
+        seconds = waves * 2 * tall * wide * (inner / pieces + RAMP) / (unit_rate * tile_share)
+        best = min(best, seconds)
+    moved = work.each * batch * (rows * inner + inner * columns + rows * columns)
+    return max(best, moved / work.bandwidth)
+
+
+def linear(work: Work, tokens: int, inputs: int, outputs: int) -> tuple[float, float]:
+    """Forward and backward seconds of a linear map: one product forward, one each for input and weight gradients."""
+    forward = product(work, tokens, outputs, inputs)
+    return forward, product(work, tokens, inputs, outputs) + product(work, outputs, inputs, tokens)
+
+
+@lru_cache(maxsize=65536)
+def layer(work: Work, dims: LayerDims) -> Pass:
+    """The passes of one transformer layer."""
+    software, t = work.software, work.tensor
+    tokens = work.micro_batch * dims.sequence // work.context
+    maps = [
+        (dims.hidden, (dims.query + 2 * dims.key) // t),
+        (dims.query // t, dims.hidden),
+        (dims.hidden, (2 if dims.gated else 1) * dims.ffn // t),
+        (dims.ffn // t, dims.hidden),
+    ]
+    times = [linear(work, tokens, *one) for one in maps]
+    products, gradients = sum(one[0] for one in times), sum(one[1] for one in times)
+    attention, attention_back = _attention(work.wide, dims, tokens)
+    along = t if work.sequence_parallel else 1
+    inner = (2 * (dims.query + dims.key) + (1.5 if dims.gated else 1) * dims.ffn) / t
+    moved = software.stream_passes * dims.hidden / along + software.inner_passes * inner
+    pointwise = work.each * tokens * moved / work.bandwidth
+    kernels = software.kernels + (0 if _softmax_is_one(work, dims) else _split(work))
+    host = kernels * software.launch
+    forward = products + attention + pointwise
+    summed = software.bf16_sum_bytes * sum(inputs * outputs for inputs, outputs in maps) / work.bandwidth
+    return Pass(
+        forward=forward,
+        backward=gradients + attention_back + 2 * pointwise + (summed if work.precision == "bf16" else 0.0),
+        host_forward=host,
+        host_backward=2 * host,
+        recompute=forward - (times[-1][0] if software.stops_early else 0.0),
+        selective=attention if software.scores else pointwise,
+    )
+
+
+def _attention(work: Work, dims: LayerDims, tokens: int) -> tuple[float, float]:
+    """Forward and backward seconds of attention: its two products, and what is applied to the scores between them."""
+    heads = dims.heads // work.tensor
+    rows = dims.sequence // work.context
+    if not work.software.scores:
+        flops = 2 * 2 * tokens * dims.sequence * heads * dims.head_dim / 2  # causal: half of the scores
+        forward = flops / (work.rate * FLASH_SHARE * (work.software.ring_share if work.context > 1 else 1.0))
+        return forward, 2.5 * forward  # The scores are recomputed, then four products.
+    batch = work.micro_batch * heads
+    one = product(work, rows, dims.sequence, dims.head_dim, batch, BATCHED_SHARE)
+    two = product(work, rows, dims.head_dim, dims.sequence, batch, BATCHED_SHARE)
+    times = 1.0 if _softmax_is_one(work, dims) else 2.0 if work.precision == "fp32" else 3.0
+    bytes_ = (work.software.score_bytes + (5.0 if dims.dropout else 0.0)) * times
+    moved = batch * rows * dims.sequence * bytes_ * work.each / 2 / work.bandwidth
+    return one + two + moved, 2 * (one + two) + moved
+
+
+def _split(work: Work) -> int:
+    """Additional kernels of an unfused softmax: in fp32 the mask, otherwise also scaling and casts."""
+    return 1 if work.precision == "fp32" else work.software.split_softmax
+
+
+def _softmax_is_one(work: Work, dims: LayerDims) -> bool:
+    """Whether mask and softmax are one kernel: Megatron has one for 16 bits and multiples of four heads.
+
+    Otherwise the mask is a separate pass, and in 16 bits the casts to fp32 and back are another.
+    """
+    if not work.software.split_softmax:
+        return True
+    return work.precision != "fp32" and work.micro_batch * (dims.heads // work.tensor) % 4 == 0
+
+
+@lru_cache(maxsize=65536)
+def embedding(work: Work, dims: LayerDims) -> Pass:
+    """The embedding lookup, and the scatter-add of its gradients."""
+    tokens = work.micro_batch * dims.sequence // work.context
+    forward = 6 * work.each * tokens * dims.hidden / work.bandwidth
+    host = 8 * work.software.launch
+    return Pass(forward, 2 * forward, host, host, 0.0, 0.0)
+
+
+@lru_cache(maxsize=65536)
+def head(work: Work, dims: LayerDims) -> Pass:
+    """The final norm, the logits and the loss."""
+    tokens = work.micro_batch * dims.sequence // work.context
+    rows = dims.rows // work.tensor
+    forward, backward = linear(work.wide, tokens, dims.hidden, rows)
+    moved = tokens * rows * work.software.logit_bytes * work.each / 2 / work.bandwidth
+    host = 20 * work.software.launch
+    return Pass(forward + moved / 2, backward + moved / 2, host, host, 0.0, 0.0)
+
+
+def together(host: float, gpu: float) -> float:
+    """Seconds of work that the host launches while the GPU runs: the longer of both, and a part of the shorter."""
+    longer, shorter = max(host, gpu), min(host, gpu)
+    return float(longer * (1 + (shorter / longer) ** OVERLAP) ** (1 / OVERLAP)) if longer else 0.0
+
+
+@dataclass(frozen=True)
+class UpdateCost:
+    """The optimizer update, as bytes per parameter and the bandwidths that move them."""
+
+    bytes: float
+    bandwidth: float
+    sharers: int = 1
+    """Ranks that share the bandwidth."""
+    link_bytes: float = 0.0
+    """Bytes per parameter between GPU and host, before and after the update."""
+    link_bandwidth: float = 1.0
+
+    def seconds(self, parameters: float) -> float:
+        """Seconds to update `parameters` parameters."""
+        moved = self.link_bytes * parameters / self.link_bandwidth
+        return moved + self.bytes * parameters * self.sharers / self.bandwidth
+
+
+def optimizer(work: Work) -> UpdateCost:
+    """The update on the GPU."""
+    bytes_ = work.software.optimizer_bytes + (work.software.fp16_bytes if work.precision == "fp16" else 0.0)
+    return UpdateCost(bytes_, work.bandwidth)
+
+
+def host_optimizer(nodes: Nodes, ranks: int, states: int) -> UpdateCost:
+    """The update in host memory (`optim.offload`).
+
+    Gradients move to the host and weights move back, both in fp32, one after the other. In between, all `ranks` of a
+    node read and write weights and states and read gradients at the same time.
+    """
+    return UpdateCost(
+        bytes=FP32 * (2 * (1 + states) + 1),
+        bandwidth=nodes.host_GBps * 1e9,
+        sharers=ranks,
+        link_bytes=2 * FP32,
+        link_bandwidth=nodes.host_link_GBps * 1e9,
+    )

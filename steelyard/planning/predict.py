@@ -1,0 +1,295 @@
+"""Predict the time of a training step of one recipe under a layout on one cluster.
+
+`compute` and `communication` give the seconds of a layer, the embedding and the head on each pipeline rank, on the
+slowest GPU that the rank uses. `Predictor` collects them in the `CostTable` from which `step` computes the time of the
+step. Values that many layouts share are cached, because a search evaluates thousands of layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from steelyard.core.recipe import Recipe
+from steelyard.planning import communication, compute
+from steelyard.planning.cluster import Cluster, Nodes, Placement
+from steelyard.planning.communication import Ring, group
+from steelyard.planning.compute import LayerDims, Pass, UpdateCost, Work
+from steelyard.planning.layout import Layout, Seat, Seats
+from steelyard.planning.software import STEELYARD, Software, as_run
+from steelyard.planning.step import CostTable, Parts, RankParams, StageCost, StepCost, UnitCost
+from steelyard.sizes.gpu_catalogue import Gpu
+from steelyard.sizes.memory import STATES
+from steelyard.sizes.param_count import parameters
+
+if TYPE_CHECKING:
+    from steelyard.planning.measured_layers import Profile
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class StagePlacement:
+    """The seats of each pipeline rank, with a number for each set of ranks, or of links, that have the same cost."""
+
+    seats: list[tuple[Seat, ...]]
+    kinds: list[int]
+    links: list[int]
+
+
+class Predictor:
+    """The costs of one recipe on one cluster."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        cluster: Cluster,
+        software: Software = STEELYARD,
+        profiles: Sequence[Profile] = (),
+    ) -> None:
+        self.profiles = {profile.gpu: profile for profile in profiles}
+        self.recipe, self.cluster, self.software = recipe, linked(cluster, self.profiles), software
+        self.dims = LayerDims.of(recipe)
+        self.each = 4 if recipe.train.precision == "fp32" else 2
+        self._costs: dict[tuple[object, ...], dict[int, StageCost]] = {}
+        self._costs_on: dict[tuple[object, ...], StageCost] = {}
+        self._sends: dict[tuple[object, ...], dict[int, float]] = {}
+        self._rings: dict[tuple[object, ...], dict[int, Ring]] = {}
+        self._seats: dict[Placement, Seats] = {}
+        self._placed: dict[tuple[Placement, int, int], StagePlacement] = {}
+        self._numbers: dict[tuple[object, ...], int] = {}
+        self._examples: list[Any] = []
+        self._params: dict[tuple[int, int], tuple[RankParams, ...]] = {}
+
+    @classmethod
+    def of_layout(
+        cls,
+        recipe: Recipe,
+        cluster: Cluster,
+        layout: Layout,
+        software: Software = STEELYARD,
+        profiles: Sequence[Profile] = (),
+    ) -> Predictor:
+        """A predictor for the software as it runs this layout."""
+        return cls(recipe, cluster, as_run(software, recipe, layout.splits_backward), profiles)
+
+    def seats(self, layout: Layout) -> list[tuple[Seat, ...]]:
+        """The nodes of each pipeline rank."""
+        return self._placement(layout).seats
+
+    def kinds(self, layout: Layout) -> list[int]:
+        """A number for each pipeline rank; ranks with the same number have the same cost."""
+        return self._placement(layout).kinds
+
+    def _placement(self, layout: Layout) -> StagePlacement:
+        key = (layout.placement, layout.pipeline, layout.stage_ranks)
+        if key not in self._placed:
+            if layout.placement not in self._seats:
+                self._seats[layout.placement] = Seats(self.cluster, layout.placement)
+            placed, ranks = self._seats[layout.placement], layout.stage_ranks
+            seats = [placed.of(stage * ranks, ranks) for stage in range(layout.pipeline)]
+            kinds = [self._intern(_kinds(each), each) for each in seats]
+            links = [self._intern(_link(one, seats[(rank + 1) % len(seats)]), (one, seats[(rank + 1) % len(seats)]))
+                     for rank, one in enumerate(seats)]  # fmt: skip
+            self._placed[key] = StagePlacement(seats, kinds, links)
+        return self._placed[key]
+
+    def _intern(self, key: tuple[object, ...], example: Any) -> int:
+        """A number for all ranks, or pairs of neighbours, with the same cost; `example` is one of them."""
+        if key not in self._numbers:
+            self._numbers[key] = len(self._examples)
+            self._examples.append(example)
+        return self._numbers[key]
+
+    def micro_batches(self, layout: Layout) -> int:
+        """Micro-batches per step on one data-parallel rank."""
+        return self.recipe.train.global_batch // (layout.micro_batch * layout.data)
+
+    def step(self, layout: Layout) -> StepCost:
+        """The cost of the layout's step as a function of its partition."""
+        placement = self._placement(layout)
+        cut = (layout.tensor, layout.context, layout.micro_batch, layout.sequence_parallel)
+        columns = layout.data * layout.context
+        stages = self._each(
+            self._costs, (cut, layout.recompute), placement.kinds, lambda seats: self.stage_cost(layout, seats)
+        )
+        send = self._each(self._sends, cut, placement.links, lambda pair: self.send(layout, *pair))
+        rings = self._each(
+            self._rings, (layout.tensor, columns), placement.kinds,
+            lambda seats: group(self.cluster, seats, layout.tensor, columns),
+        )  # fmt: skip
+        sends = (send * layout.virtual)[:-1]
+        return StepCost(self.table(layout, stages, rings, sends, tuple(placement.kinds)))
+
+    def table(
+        self,
+        layout: Layout,
+        stages: tuple[StageCost, ...],
+        rings: tuple[Ring, ...],
+        send: tuple[float, ...],
+        kinds: tuple[int, ...],
+    ) -> CostTable:
+        """The cost table of a layout from the costs of its pipeline ranks."""
+        software = self.software
+        return CostTable(
+            schedule=layout.schedule,
+            pipeline=layout.pipeline,
+            virtual=layout.virtual,
+            micro_batches=self.micro_batches(layout),
+            zero=layout.zero,
+            layers=self.dims.layers,
+            stages=stages,
+            kinds=kinds,
+            rings=rings,
+            params=self.rank_params(layout.tensor, layout.pipeline),
+            shards=(layout.data * layout.context if layout.zero else 1,) * layout.pipeline,
+            send=send,
+            weight_bytes=self.each,
+            gradient_bytes=software.gradient_bytes or (2 if self.recipe.train.precision == "fp16" else 4),
+            overlaps_gradients=software.overlapped,
+            waits_to_send=software.waits_to_send,
+            waits_to_receive=software.waits_to_receive,
+            overhead=software.step_overhead,
+        )
+
+    def _each(
+        self, kept: dict[tuple[object, ...], dict[int, T]], how: tuple[object, ...], numbers: list[int],
+        made: Callable[[Any], T],
+    ) -> tuple[T, ...]:  # fmt: skip
+        """One value for each number, computed once from its example."""
+        known = kept.setdefault(how, {})
+        for number in set(numbers):
+            if number not in known:
+                known[number] = made(self._examples[number])
+        return tuple(known[number] for number in numbers)
+
+    def seconds(self, layout: Layout) -> float:
+        """The time of the step."""
+        return self.step(layout).seconds(layout.partition)
+
+    def parts(self, layout: Layout) -> Parts:
+        """The time of the step by part."""
+        return self.step(layout).parts(layout.partition)
+
+    def costs(self, layout: Layout) -> tuple[StageCost, ...]:
+        """The cost of layers, embedding and head on each pipeline rank."""
+        return self.step(layout).table.stages
+
+    def stage_cost(self, layout: Layout, seats: Sequence[Seat]) -> StageCost:
+        """The cost on the slowest GPU among the seats."""
+        kinds = {seat.nodes.type: seat.nodes for seat in seats}.values()
+        tensor = group(self.cluster, seats, 1, layout.tensor)
+        context = group(self.cluster, seats, layout.tensor, layout.context)
+        each = [self._cost_on(layout, self._gpu_of(nodes), tensor, context) for nodes in kinds]
+        cost = max(each, key=lambda cost: cost.layer.forward + cost.layer.backward)
+        optim = self.recipe.optim
+        return replace(cost, update=_host_updates(kinds, STATES[optim.name])) if optim.offload else cost
+
+    def _gpu_of(self, nodes: Nodes) -> Gpu:
+        """The GPU of a node, with measured rates where a profile has them."""
+        gpu = self.cluster.gpu_of(nodes)
+        profile = self.profiles.get(gpu.name)
+        return gpu if profile is None else profile.calibrated(gpu, self.recipe.train.precision)
+
+    def _cost_on(self, layout: Layout, gpu: Gpu, tensor: Ring, context: Ring) -> StageCost:
+        key = (gpu.name, tensor, context, layout.micro_batch, layout.sequence_parallel, layout.recompute)
+        if key not in self._costs_on:
+            self._costs_on[key] = self._new_cost(layout, gpu, tensor, context)
+        return self._costs_on[key]
+
+    def _new_cost(self, layout: Layout, gpu: Gpu, tensor: Ring, context: Ring) -> StageCost:
+        cut = (layout.tensor, layout.context, layout.sequence_parallel)
+        work = Work.of(self.recipe, gpu, self.software, layout.micro_batch, cut)
+        tokens = layout.micro_batch * self.dims.sequence // layout.context
+        stream = self.each * tokens * self.dims.hidden
+        # Sequence parallelism replaces an all-reduce by a reduce-scatter and an all-gather: same bytes, two launches.
+        sum_ = 2 * tensor.gather(stream) if layout.sequence_parallel else tensor.all_reduce(stream)
+        if self.software.hides_exchange:
+            sum_ /= layout.tensor
+        keys = 2 * self.each * tokens * layout.context * self.dims.key / layout.tensor
+        gathered = context.gather(keys)
+        launch = self.software.collective_launch * (layout.tensor > 1) * (2 if layout.sequence_parallel else 1)
+        layer, full = self._layer(work), layout.recompute == "full"
+        sums_again = (1 if self.software.stops_early else 2) * sum_ + gathered if full else 0.0
+        if self.software.regathers and layout.sequence_parallel:
+            sums_again += 2 * tensor.gather(stream)
+        return StageCost(
+            UnitCost(
+                forward=layer.forward + 2 * sum_ + gathered,
+                backward=layer.backward + 2 * sum_ + 2 * gathered + sums_again + _again(layer, layout.recompute),
+                host_forward=layer.host_forward + 2 * launch,
+                host_backward=layer.host_backward + 2 * launch + (layer.host_forward + 2 * launch if full else 0.0),
+                exchange=4 * sum_ + 3 * gathered + sums_again,
+                weights=layer.forward,  # One of the three matrix products of each linear map; the rest is small.
+            ),
+            _end_cost(compute.embedding(work, self.dims), sum_ / 2, 0.0, launch),
+            _end_cost(compute.head(work, self.dims), 0.0, sum_, launch),
+            (compute.optimizer(work),),
+        )
+
+    def _layer(self, work: Work) -> Pass:
+        """The passes of a layer, scaled by the nearest measurement where a profile of the GPU exists."""
+        layer = compute.layer(work, self.dims)
+        profile = self.profiles.get(work.gpu.name)
+        return layer if profile is None else profile.scaled(layer, work, self.dims)
+
+    def send(self, layout: Layout, one: Sequence[Seat], other: Sequence[Seat]) -> float:
+        """Seconds to send from one stage to the next: the slowest pair, with all ranks of a node sending at once."""
+        cut = layout.tensor if layout.sequence_parallel or self.software.scattered else 1
+        tokens = layout.micro_batch * self.dims.sequence // layout.context
+        bytes_ = self.each * tokens * self.dims.hidden / cut
+        return max(communication.send(self.cluster, a, b, bytes_, a.ranks) for a, b in _pairs(one, other))
+
+    def rank_params(self, tensor: int, pipeline: int) -> tuple[RankParams, ...]:
+        """Parameters on each pipeline rank. A tied head on another rank than the embedding is a second copy of it."""
+        if (tensor, pipeline) not in self._params:
+            model = self.recipe.model
+            sizes = parameters(model, tensor, padded=True)
+            copied = model.padded_vocab * model.hidden // tensor if model.tied and pipeline > 1 else 0
+            ends = [0] * pipeline
+            ends[0] += sizes.embedding
+            ends[-1] += sizes.final_norm + sizes.head + copied
+            self._params[tensor, pipeline] = tuple(RankParams(sizes.layer, end) for end in ends)
+        return self._params[tensor, pipeline]
+
+
+def linked(cluster: Cluster, profiles: Mapping[str, Profile]) -> Cluster:
+    """The cluster with measured links inside its nodes, where the cluster file gives none."""
+    found = [(nodes, profiles.get(cluster.gpu_of(nodes).name)) for nodes in cluster.nodes]
+    changed = [nodes if profile is None else profile.with_link(nodes) for nodes, profile in found]
+    return cluster if changed == cluster.nodes else cluster.with_nodes(changed)
+
+
+def _host_updates(kinds: Iterable[Nodes], states: int) -> tuple[UpdateCost, ...]:
+    """The optimizer update in host memory, on each type of node."""
+    return tuple(compute.host_optimizer(nodes, nodes.gpus, states) for nodes in kinds)
+
+
+def _kinds(seats: Sequence[Seat]) -> tuple[object, ...]:
+    """What the cost of a pipeline rank depends on: types of nodes, ranks on each of them, and the number of nodes."""
+    return (*{(seat.nodes.type, seat.ranks): None for seat in seats}, len(seats))
+
+
+def _pairs(one: Sequence[Seat], other: Sequence[Seat]) -> list[tuple[Seat, Seat]]:
+    """Seats that send to each other."""
+    return [*zip(one, other, strict=False), (one[-1], other[-1])]
+
+
+def _link(one: Sequence[Seat], other: Sequence[Seat]) -> tuple[object, ...]:
+    return tuple({(a.nodes.type, b.nodes.type, a.node == b.node, a.ranks): None for a, b in _pairs(one, other)})
+
+
+def _again(layer: Pass, recompute: str | int) -> float:
+    return layer.recompute if recompute == "full" else layer.selective if recompute == "selective" else 0.0
+
+
+def _end_cost(cost: Pass, exchange_forward: float, exchange_backward: float, launch: float) -> UnitCost:
+    return UnitCost(
+        cost.forward + exchange_forward,
+        cost.backward + exchange_backward,
+        cost.host_forward + launch,
+        cost.host_backward + launch,
+        exchange_forward + exchange_backward,
+        0.0,
+    )

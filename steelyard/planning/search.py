@@ -1,0 +1,253 @@
+"""Best-first search (branch and bound) for the layouts of a recipe on a cluster.
+
+The search decides in three rounds: nodes, tensor and context degrees and micro-batch; then the order of nodes, pipeline
+and data degrees and schedule; then recomputation, ZeRO stage and sequence parallelism (`candidates`). Each round has a
+lower bound for all layouts below a choice, and the search expands the choice with the lowest bound. Complete layouts
+are simulated. The search ends when the best simulated layouts are better than every remaining bound, so the result is
+the same as that of an exhaustive search. Layouts that do not fit in memory are dropped.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING
+
+from steelyard.core.errors import UserError
+from steelyard.core.recipe import Recipe
+from steelyard.planning import layout_space, memory_fit
+from steelyard.planning.candidates import Candidates, MeshCandidate, Plan, SearchResult, weight
+from steelyard.planning.cluster import Cluster, Placement
+from steelyard.planning.layout import Layout, lacking, of_recipe
+from steelyard.planning.layout_space import SearchLimits, Use
+from steelyard.planning.predict import Predictor
+from steelyard.planning.software import MEGATRON, STEELYARD, Software
+
+if TYPE_CHECKING:
+    from steelyard.planning.measured_layers import Profile
+
+QUICK = 96  # Steps with at most this many passes get their partition refined at once, others only among the best.
+# The weight of a mesh that does not fit, or fits only after layers were moved, in the limit on finished meshes: the
+# first is rejected quickly, the second is rarely fast.
+UNFIT = 0.25
+
+
+def search(
+    recipe: Recipe,
+    cluster: Cluster,
+    objective: str = "time",
+    top: int = 10,
+    limits: SearchLimits | None = None,
+    software: Software = STEELYARD,
+    profiles: Sequence[Profile] = (),
+) -> SearchResult:
+    """The `top` best plans, the best first; for `pareto`, the Pareto frontier of time and price."""
+    if recipe.parallel.replicate > 1:
+        raise UserError(
+            "the search does not support hybrid sharding",
+            where=recipe.where("parallel.replicate"),
+            hint="remove parallel.replicate, or predict only this layout with --given",
+        )
+    _refuse_offload(recipe, software)
+    if not any(gpu.peak(recipe.train.precision) for gpu in cluster.gpu_by_type.values()):
+        raise lacking(recipe, sorted({gpu.name for gpu in cluster.gpu_by_type.values()}))
+    limits = layout_space.restricted(limits or layout_space.limits_for(cluster, objective), software)
+    candidates = Candidates(recipe, cluster, limits, software, profiles, SearchResult([]))
+    found = _Search(candidates, objective, top).run()
+    if objective == "pareto" and not found.complete:  # The limit cut off slow plans: a search by cost finds cheap ones.
+        fast = found.plans
+        found = _Search(candidates, "cost", top).run()
+        found.plans, found.complete = _frontier(fast + found.plans), False
+    return found
+
+
+def given(
+    recipe: Recipe, cluster: Cluster, software: Software = STEELYARD, profiles: Sequence[Profile] = ()
+) -> SearchResult:
+    """The recipe's own layout as the only plan; if it does not fit, it is also listed in `excluded`."""
+    _refuse_offload(recipe, software)
+    layout = of_recipe(recipe, cluster, short=software is MEGATRON)
+    predictor = Predictor.of_layout(recipe, cluster, layout, software, profiles)
+    why = memory_fit.reason(memory_fit.rooms(predictor, layout))
+    price, watts = cluster.price_hour(layout.placement), cluster.watts(layout.placement)
+    plan = Plan(layout, predictor.parts(layout), price, watts)
+    return SearchResult([plan], [] if why is None else [(layout, why)], 1)
+
+
+def _refuse_offload(recipe: Recipe, software: Software) -> None:
+    if software is MEGATRON and recipe.optim.offload:
+        raise UserError(
+            "Megatron-LM of 2021 to 2023 keeps its optimizer on the GPU",
+            where=recipe.where("optim.offload"),
+            hint="remove optim.offload, or use --software steelyard",
+        )
+
+
+class _Search:
+    def __init__(self, candidates: Candidates, objective: str, top: int) -> None:
+        self.candidates, self.objective, self.top = candidates, objective, top
+        self.recipe, self.cluster = candidates.recipe, candidates.cluster
+        self.limits, self.found = candidates.limits, candidates.found
+        self.best: dict[tuple[object, ...], tuple[float, float, Layout]] = {}
+        self.limit = float("inf")
+        self.frontier: list[tuple[float, float]] = []
+        self.finished = 0.0
+        self.queue: list[tuple[float, int, Callable[[], None]]] = []
+        self.ticket = count()
+
+    def run(self) -> SearchResult:
+        uses, whole = layout_space.uses(self.cluster, self.limits)
+        opened = sorted((choices for use in uses if self._can_compute(use) and (choices := self._opened(use))), key=min)
+        for choices in opened[: self.limits.uses]:
+            for bound, _, go_on in choices:
+                self._push(bound, go_on)
+        self.found.complete = whole and len(opened) <= self.limits.uses
+        while self.queue and self.finished < self.limits.meshes:
+            bound, _, go_on = heapq.heappop(self.queue)
+            if bound >= self.limit:
+                break
+            go_on()
+        self.found.complete &= self.finished < self.limits.meshes
+        kept = sorted(self.best.values(), key=lambda entry: entry[:2])
+        if self.objective == "pareto":
+            self.found.plans = _frontier([self.candidates.plan(layout) for layout in self._promising(kept)])
+        else:
+            plans = [self.candidates.plan(layout) for _, _, layout in kept[: self.top]]
+            self.found.plans = sorted(plans, key=lambda plan: plan.value(self.objective))
+        return self.found
+
+    def _promising(self, kept: list[tuple[float, float, Layout]]) -> list[Layout]:
+        """The Pareto frontier of time and price before partitions are refined, the fastest first."""
+        chosen: list[Layout] = []
+        least = float("inf")
+        for _, seconds, layout in sorted(kept, key=lambda entry: entry[1]):
+            cost = seconds * (self.cluster.price_hour(layout.placement) or 0.0)
+            if cost < least * (1 - 1e-9):
+                chosen.append(layout)
+                least = cost
+        return chosen
+
+    def _can_compute(self, use: Use) -> bool:
+        gpus = [self.cluster.gpu_of(self.cluster.nodes_of(type_)) for type_, _ in use.counts]
+        return all(gpu.peak(self.recipe.train.precision) is not None for gpu in gpus)
+
+    def _is_beaten(self, bound: float, nodes: Placement) -> bool:
+        """Whether no layout on these nodes with this bound can improve the result."""
+        if self.objective != "pareto":
+            return bound >= self.limit
+        cost = bound * (self.cluster.price_hour(nodes) or 0.0)
+        return any(seconds <= bound and price <= cost for seconds, price in self.frontier)
+
+    def _push(self, bound: float, opened: Callable[[], None]) -> None:
+        heapq.heappush(self.queue, (bound, next(self.ticket), opened))
+
+    def _opened(self, use: Use) -> list[tuple[float, int, Callable[[], None]]]:
+        """First round: nodes, tensor, context, micro-batch. Bound: all work divided over all GPUs by their speed."""
+        value = self._weight_of(use.counts)
+        choices: list[tuple[float, int, Callable[[], None]]] = []
+        for tensor in layout_space.tensors(self.recipe, self.cluster, use, self.limits):
+            for context in layout_space.contexts(self.recipe, self.limits):
+                if use.ranks % (tensor * context) or not layout_space.agrees(self.recipe, tensor, context, 1):
+                    continue
+                for micro_batch in layout_space.micro_batches(self.recipe, self.limits):
+                    each = {
+                        type_: self.candidates.layer(type_, tensor, context, micro_batch) for type_, _ in use.counts
+                    }
+                    groups = {
+                        type_: n * self.cluster.nodes_of(type_).gpus / tensor / context for type_, n in use.counts
+                    }
+                    speed = sum(groups[type_] / each[type_] for type_ in each)
+                    rounds = self.recipe.train.global_batch // micro_batch
+                    bound = value * rounds * self.recipe.model.layers / speed
+                    go_on = partial(self._arrange, use, tensor, context, micro_batch)
+                    choices.append((bound, next(self.ticket), go_on))
+        return choices
+
+    def _arrange(self, use: Use, tensor: int, context: int, micro_batch: int) -> None:
+        """Second round: order of nodes, pipeline, data, schedule. Bound: `StepCost.bound` without recomputation."""
+        layers = self.recipe.model.layers
+        value = self._weight_of(use.counts)
+        batch = self.recipe.train.global_batch // micro_batch
+        divided = layout_space.batch_divisor(self.recipe) // micro_batch
+        for pipeline, data in layout_space.meshes(use.ranks // (tensor * context), divided, layers):
+            if not layout_space.agrees(self.recipe, tensor, context, pipeline):
+                continue
+            schedules = layout_space.schedules(self.recipe, pipeline, batch // data, self.limits)
+            deepest = max((virtual for _, virtual in schedules), default=0)
+            for placement in (layout_space.orders(use) if pipeline > 1 else [use.counts]) if deepest else ():
+                mesh = MeshCandidate(use, tensor, context, micro_batch, placement, pipeline, data, "1f1b", deepest)
+                bound = value * self.candidates.bound(mesh)
+                if not self._is_beaten(bound, use.counts):
+                    self._push(bound, partial(self._schedule, mesh, schedules))
+
+    def _schedule(self, mesh: MeshCandidate, schedules: list[tuple[str, int]]) -> None:
+        """Push each schedule of a mesh with its own bound."""
+        if self.objective == "pareto" and self._is_beaten(self.candidates.bound(mesh), mesh.use.counts):
+            return
+        for schedule, virtual in schedules:
+            chosen = replace(mesh, schedule=schedule, virtual=virtual)
+            bound = self.candidates.bound(chosen) * self._weight_of(mesh.placement)
+            if not self._is_beaten(bound, mesh.use.counts):
+                self._push(bound, partial(self._balance, chosen, bound))
+
+    def _balance(self, mesh: MeshCandidate, bound: float) -> None:
+        """Balance the layers, which gives a tighter bound, and push the mesh again.
+
+        The partition of a short step is refined before it is compared, so only the bound over all partitions applies.
+        """
+        rounds = self.recipe.train.global_batch // (mesh.micro_batch * mesh.data)
+        if mesh.pipeline * mesh.virtual * rounds * 2 <= QUICK:
+            return self._finish(mesh, True)
+        balanced = self.candidates.at_least(mesh, self.limits.recomputes[0]) * self._weight_of(mesh.placement)
+        if not self._is_beaten(balanced, mesh.use.counts):
+            self._push(max(bound, balanced), partial(self._finish, mesh, False))
+
+    def _finish(self, mesh: MeshCandidate, quick: bool) -> None:
+        """Third round: find the least recomputation that fits, with and without sequence parallelism, and simulate."""
+        left = self.candidates.sequences(mesh)
+        self.found.space += len(self.candidates.zeros(mesh)) * len(self.limits.recomputes) * len(left)
+        self.finished += 1
+        for recompute in self.limits.recomputes:  # More recomputation is never faster.
+            bound = self.candidates.at_least(mesh, recompute) * self._weight_of(mesh.placement)
+            if not left or (not quick and self._is_beaten(bound, mesh.use.counts)):
+                return
+            fitting = self.candidates.fitting(mesh, recompute, left)
+            for layout in fitting.layouts:
+                self._keep(mesh, layout, quick)
+            left = fitting.left
+            squeezed = fitting.squeezed
+            if recompute == self.limits.recomputes[0] and not fitting.layouts and not self.candidates.may_fit(mesh):
+                squeezed, left = True, []
+            if squeezed and not left:
+                self.finished -= 1 - UNFIT
+
+    def _keep(self, mesh: MeshCandidate, layout: Layout, quick: bool) -> None:
+        if quick:
+            layout = self.candidates.refined(layout)
+        seconds = self.candidates.step(layout).seconds(layout.partition, settled=True)
+        value = seconds * self._weight_of(layout.placement)
+        key = (mesh.use, mesh.tensor, mesh.context, mesh.micro_batch, mesh.pipeline, mesh.data)
+        if key not in self.best or value < self.best[key][0]:
+            self.best[key] = (value, seconds, layout)
+            if self.objective == "pareto":
+                self.frontier.append((seconds, seconds * (self.cluster.price_hour(layout.placement) or 0.0)))
+                return
+            values = sorted(entry[0] for entry in self.best.values())
+            self.limit = values[self.top - 1] if len(values) >= self.top else float("inf")
+
+    def _weight_of(self, nodes: Placement) -> float:
+        return weight(self.objective, self.cluster.price_hour(nodes), self.cluster.watts(nodes))
+
+
+def _frontier(plans: list[Plan]) -> list[Plan]:
+    """The Pareto frontier of time and price, the fastest first."""
+    chosen: list[Plan] = []
+    least = float("inf")
+    for plan in sorted(plans, key=lambda plan: (plan.seconds, plan.value("cost"))):
+        if plan.value("cost") < least * (1 - 1e-9):
+            chosen.append(plan)
+            least = plan.value("cost")
+    return chosen

@@ -1,0 +1,301 @@
+"""The time of one training step, computed from a table of plain numbers.
+
+`predict.py` fills a `CostTable` with everything that does not depend on the partition: seconds of a layer, the
+embedding and the head on each pipeline rank, parameter counts, ring costs and send times. `StepCost` combines the table
+with the number of layers per stage, so that a search over partitions evaluates the same table many times.
+`pipeline_sim` gives the end of each rank's last backward pass. Gradient reduction and the optimizer update follow and
+are added per rank, because ranks that finish early wait for late ones anyway.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
+
+from steelyard.planning import compute, pipeline_sim
+from steelyard.planning.communication import Ring
+from steelyard.planning.compute import UpdateCost
+from steelyard.planning.pipeline_sim import Times
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Seconds of a step by part, on the rank that finishes last."""
+
+    compute: float
+    bubble: float
+    tensor: float
+    pipeline: float
+    gradient: float
+    optimizer: float
+    overhead: float
+
+    @property
+    def total(self) -> float:
+        """The sum of all parts."""
+        return float(sum(asdict(self).values()))
+
+
+@dataclass(frozen=True)
+class UnitCost:
+    """Seconds of one micro-batch in one layer, the embedding or the head, on the GPU and on the host."""
+
+    forward: float
+    backward: float
+    host_forward: float
+    host_backward: float
+    exchange: float
+    """GPU seconds of both passes that are tensor- or context-parallel communication."""
+    weights: float
+    """Seconds of the backward pass that only the weight gradients need."""
+
+    @property
+    def least(self) -> float:
+        """A lower bound for both passes: a slow host may overlap with the GPU work of other layers."""
+        return max(self.forward + self.backward, self.host_forward + self.host_backward)
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """The cost of a layer, the embedding and the head on the GPUs of one pipeline rank."""
+
+    layer: UnitCost
+    embedding: UnitCost
+    head: UnitCost
+    update: tuple[UpdateCost, ...]
+    """The optimizer update on each type of node of the rank; the slowest one counts."""
+    _known: dict[tuple[int, int], tuple[float, float]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def passes(self, layers: int, end: int = 0) -> tuple[float, float]:
+        """Forward and backward seconds of a stage; `end` is 1 for the first stage, 2 for the last, 3 for the only one.
+
+        Results are cached, because a search evaluates the same few stages in thousands of layouts.
+        """
+        key = (layers, end)
+        if key not in self._known:
+            units = [(layers, self.layer), (end & 1, self.embedding), (end >> 1, self.head)]
+            forward = sum(count * each.forward for count, each in units)
+            backward = sum(count * each.backward for count, each in units)
+            host_forward = sum(count * each.host_forward for count, each in units)
+            host_backward = sum(count * each.host_backward for count, each in units)
+            self._known[key] = compute.together(host_forward, forward), compute.together(host_backward, backward)
+        return self._known[key]
+
+    def end_seconds(self, end: UnitCost) -> float:
+        """The least that the embedding or the head adds to a rank whose layers are bounded by `UnitCost.least`.
+
+        It is host time where the host bounds the layers and GPU time elsewhere: the two overlap and do not add up.
+        """
+        layer = self.layer
+        if layer.host_forward + layer.host_backward > layer.forward + layer.backward:
+            return end.host_forward + end.host_backward
+        return end.forward + end.backward
+
+
+class RankParams(NamedTuple):
+    """Parameters on one pipeline rank, divided by tensor parallelism: of one layer, and of embedding, norm and head."""
+
+    layer: int
+    ends: int
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Everything that determines the time of a step except the partition. Tuples have one entry per pipeline rank."""
+
+    schedule: str
+    pipeline: int
+    virtual: int
+    micro_batches: int
+    zero: int
+    layers: int
+    """Layers of the model."""
+    stages: tuple[StageCost, ...]
+    kinds: tuple[int, ...]
+    """Ranks with the same number have the same costs."""
+    rings: tuple[Ring, ...]
+    """The data-parallel group, which reduces gradients."""
+    params: tuple[RankParams, ...]
+    shards: tuple[int, ...]
+    """Ranks that share the optimizer state."""
+    send: tuple[float, ...]
+    """Seconds from each stage to the next one; one entry per pair of neighbouring stages."""
+    weight_bytes: int
+    gradient_bytes: int
+    overlaps_gradients: bool
+    """Gradient reduction overlaps with the backward pass."""
+    waits_to_send: bool
+    waits_to_receive: bool
+    overhead: float
+    """Fixed seconds per step."""
+
+
+class StepCost:
+    """The time of a step as a function of the layers per stage."""
+
+    def __init__(self, table: CostTable) -> None:
+        self.table = table
+        self.plan = (table.schedule, table.pipeline, table.virtual, table.micro_batches)
+
+    def times(self, counts: tuple[int, ...]) -> Times:
+        """Seconds of each stage's passes and of the sends between stages."""
+        table, last = self.table, len(counts) - 1
+        costs = table.stages * table.virtual
+        passes = [
+            cost.passes(layers, (stage == 0) + 2 * (stage == last))
+            for stage, (cost, layers) in enumerate(zip(costs, counts, strict=True))
+        ]
+        forward, backward = map(list, zip(*passes, strict=True))
+        weights, send = [0.0] * len(counts), table.send
+        if table.schedule == "zero-bubble" and last > 0:
+            weights = [layers * cost.layer.weights for cost, layers in zip(costs, counts, strict=True)]
+            backward = [back - late for back, late in zip(backward, weights, strict=True)]
+        if table.waits_to_send:
+            waits = [self._waits(stage) for stage in range(len(counts))]
+            forward = [ahead + before for ahead, (before, _) in zip(forward, waits, strict=True)]
+            backward = [back + behind for back, (_, behind) in zip(backward, waits, strict=True)]
+            send = (0.0,) * len(send)
+        return Times(tuple(forward), tuple(backward), tuple(weights), send)
+
+    def _waits(self, stage: int) -> tuple[float, float]:
+        """Seconds of a stage's forward and backward pass during which its rank is blocked by a send or a receive."""
+        table = self.table
+        if not table.waits_to_send:
+            return 0.0, 0.0
+        next_ = table.send[stage] if stage < len(table.send) else 0.0
+        before = table.send[stage - 1] if stage else 0.0
+        return (next_ + before, next_ + before) if table.waits_to_receive else (next_, before)
+
+    def per_layer(self) -> tuple[list[float], list[float]]:
+        """Seconds per micro-batch on each pipeline rank: of one layer, and of the embedding and head without layers."""
+        costs, last = self.table.stages, self.table.pipeline - 1
+        each = [sum(cost.passes(1)) for cost in costs]
+        extra = [sum(cost.passes(0, (rank == 0) + 2 * (rank == last))) for rank, cost in enumerate(costs)]
+        return each, extra
+
+    def held(self, counts: tuple[int, ...], rank: int) -> int:
+        """Parameters on a rank: the layers of its stages, the embedding and the head."""
+        params = self.table.params[rank]
+        return params.layer * sum(counts[rank :: self.table.pipeline]) + params.ends
+
+    def after(self, counts: tuple[int, ...], times: Times, rank: int) -> tuple[float, float]:
+        """Seconds of a pipeline rank after its last backward pass: gradient reduction, and the optimizer update."""
+        table, held = self.table, self.held(counts, rank)
+        if table.overlaps_gradients and table.pipeline == 1:
+            gradient = self._exposed(times, held)
+        else:
+            gradient = self._gradient(rank, held)
+        parameters = held / table.shards[rank]
+        return gradient, max(update.seconds(parameters) for update in table.stages[rank].update)
+
+    def _gradient(self, rank: int, held: int) -> float:
+        """Seconds to reduce a rank's gradients over its data-parallel group, and to all-gather sharded weights."""
+        table, ring = self.table, self.table.rings[rank]
+        if table.zero == 0:
+            return ring.all_reduce(table.gradient_bytes * held)
+        gathered = 0.0 if table.zero == 3 and table.pipeline == 1 else ring.gather(table.weight_bytes * held)
+        return self._scattered(rank, held) + gathered
+
+    def _scattered(self, rank: int, held: int) -> float:
+        """Seconds to reduce-scatter a rank's gradients."""
+        return self.table.rings[rank].gather(self.table.gradient_bytes * held)
+
+    def _exposed(self, times: Times, held: int) -> float:
+        """Gradient reduction and weight gathers that do not overlap with compute: at least the share of one layer.
+
+        ZeRO 2 reduces after every micro-batch and gathers the weights once per step. ZeRO 3 gathers each layer twice
+        per micro-batch.
+        """
+        table, micro_batches = self.table, self.table.micro_batches
+        seconds, hidden = self._gradient(0, held), times.backward[0]
+        if table.zero >= 2:
+            seconds, hidden = seconds + (micro_batches - 1) * self._scattered(0, held), hidden * micro_batches
+        if table.zero == 3:
+            seconds += 2 * micro_batches * table.rings[0].gather(table.weight_bytes * held)
+            hidden += times.forward[0] * micro_batches
+        layers = max(1, table.layers)
+        return max(seconds - hidden * (layers - 1) / layers, seconds / layers)
+
+    def seconds(self, counts: tuple[int, ...], settled: bool = False) -> float:
+        """The time of the step. `settled` extrapolates a long step from its first rounds, for use in a search."""
+        times = self.times(counts)
+        ends = pipeline_sim.settled(times, *self.plan) if settled else pipeline_sim.simulate(times, *self.plan).ends
+        after = (sum(self.after(counts, times, rank)) for rank in range(len(ends)))
+        return max(end + more for end, more in zip(ends, after, strict=True)) + self.table.overhead
+
+    def at_least(self, counts: tuple[int, ...]) -> float:
+        """A lower bound for the step that needs no simulation."""
+        bound = pipeline_sim.at_least(self.times(counts), self.table.pipeline, self.table.micro_batches)
+        return bound + self.table.overhead
+
+    def bound(self, layers: int) -> float:
+        """A lower bound for the step over all partitions of `layers` layers.
+
+        A pipeline rank with k layers finishes no earlier than the time for all micro-batches to pass its k layers, plus
+        the time for the first micro-batch to arrive, plus the reduction of the gradients of k layers. The number of
+        layers that fit into T seconds under these constraints is a linear program. Any feasible solution of its dual
+        gives an upper bound for that number; this one is built from the last rank to the first.
+        """
+        table = self.table
+        virtual, rounds, kinds = table.virtual, table.micro_batches, table.kinds
+        ways = virtual if virtual == 1 else 2 * virtual  # A rank's first stage may hold less than its share.
+        late = table.schedule == "zero-bubble"
+        ways *= 3 if late else 1  # Only the forward pass, about a third of the work, must come before.
+        known = {kind: (table.stages[rank].layer.least, self._layer_after(rank)) for rank, kind in _first(kinds)}
+        behind, weights = 0.0, [0.0] * len(kinds)
+        for rank in range(len(kinds) - 1, -1, -1):
+            each, after = known[kinds[rank]]
+            weight = (1 - each / ways * behind) / (rounds * each + after)
+            if weight > 0:
+                weights[rank] = weight
+                behind += weight
+        first = table.stages[0].end_seconds(table.stages[0].embedding)
+        last = table.stages[-1].end_seconds(table.stages[-1].head)
+        taken = rounds * (weights[0] * first + weights[-1] * last)
+        there = first / ways
+        for rank in range(1, len(kinds)):
+            there += table.send[rank - 1] * (1 if late else 2)
+            taken += weights[rank] * there
+        return (layers + taken) / behind + table.overhead
+
+    def _layer_after(self, rank: int) -> float:
+        """The least time that one layer adds after the last backward pass.
+
+        The optimizer update is excluded: while a rank updates, the gradients that it sent are still passing through the
+        ranks before it.
+        """
+        if self.table.pipeline == 1:
+            return 0.0
+        held, ring = self.table.params[rank].layer, self.table.rings[rank]
+        shortest = min(ring.all_reduce(2 * held), ring.gather(4 * held))
+        return shortest - ring.gather(0.0) * 2
+
+    def parts(self, counts: tuple[int, ...]) -> Parts:
+        """The step by part, on the rank that finishes last."""
+        table, times = self.table, self.times(counts)
+        timetable = pipeline_sim.simulate(times, *self.plan)
+        ranks = range(table.pipeline)
+        after = [self.after(counts, times, rank) for rank in ranks]
+        slowest = max(ranks, key=lambda rank: timetable.ends[rank] + sum(after[rank]))
+        busy = timetable.busy[slowest]
+        layers = sum(counts[slowest :: table.pipeline])
+        tensor = min(busy, table.micro_batches * layers * table.stages[slowest].layer.exchange)
+        free_sends = Times(times.forward, times.backward, times.weights, (0.0,) * len(times.send))
+        bubble = pipeline_sim.simulate(free_sends, *self.plan).ends[slowest] - busy
+        waits = sum(sum(self._waits(stage)) for stage in range(slowest, len(counts), table.pipeline))
+        return Parts(
+            compute=busy - tensor - table.micro_batches * waits,
+            bubble=max(0.0, bubble),
+            tensor=tensor,
+            pipeline=max(0.0, timetable.ends[slowest] - busy - bubble) + table.micro_batches * waits,
+            gradient=after[slowest][0],
+            optimizer=after[slowest][1],
+            overhead=table.overhead,
+        )
+
+
+def _first(kinds: tuple[int, ...]) -> list[tuple[int, int]]:
+    """The first rank of each kind."""
+    return [(kinds.index(kind), kind) for kind in set(kinds)]

@@ -1,0 +1,250 @@
+"""One optimizer step on whatever mesh there is: micro-batches through the model, gradients together, weights moved.
+
+Nothing in a step asks the device for a number: losses and norms stay tensors until someone writes them down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from steelyard import model as models
+from steelyard.checkpoint import TensorShard
+from steelyard.core.errors import UserError
+from steelyard.core.recipe import Recipe
+from steelyard.model import LanguageModel
+from steelyard.model.attention import has_varlen_attention
+from steelyard.parallel import context_parallel, fsdp
+from steelyard.parallel.gradients import Gradients
+from steelyard.parallel.mesh import Mesh
+from steelyard.parallel.parallelize import assemble
+from steelyard.tokens.loader import Rows, documents_in, learned_in, starts_of
+from steelyard.training import device as devices
+from steelyard.training import fp8
+from steelyard.training.extension import Extension
+from steelyard.training.optimizer import Optimizer
+from steelyard.training.timeline import Timeline
+
+Batch = dict[str, Tensor]
+
+
+class Engine:
+    """A model in training: this rank's share of it, and how it computes with the others."""
+
+    def __init__(
+        self, recipe: Recipe, mesh: Mesh, device: torch.device, extension: Extension, end_of_document: int | None
+    ) -> None:
+        self.recipe, self.mesh, self.device, self.extension = recipe, mesh, device, extension
+        self.end_of_document = end_of_document
+        self.timeline = Timeline(device)
+
+        def transform(model: LanguageModel) -> None:
+            extension.transform(model)
+            if recipe.train.precision == "fp8":
+                fp8.convert(model)
+
+        compiled = devices.compiles(recipe, device)
+        dtype = devices.DTYPES[recipe.train.precision]
+        self.assembly = assemble(recipe, mesh, device, dtype, compiled, transform)
+        self.parts = self.assembly.parts
+        self.micro_losses: list[Tensor] = []
+        """The losses of the last step's micro-batches, as far as this rank computes them."""
+        self.gradients = Gradients(self.parts, mesh, device)
+        self.optimizer = Optimizer(self.parts, recipe.optim, recipe.optim.offload, extension.pace)
+        extension.assembled(self.assembly.stages, self.parts, mesh)
+
+    def initialise(self) -> None:
+        """Set all weights that learn: each part draws its rows of the whole parameter."""
+        shape, seed = self.recipe.model, self.recipe.train.seed
+        with torch.no_grad():
+            for part in self.parts:
+                if not part.parameter.requires_grad:
+                    continue
+                _, *row_shape = part.shape
+                own = self.extension.initial_std(part)
+                std = shape.init_std if own is None else own
+                rows = models.initial(part.name, part.rows, row_shape, seed, std, shape.layers)
+                for dim in range(1, rows.ndim):
+                    rows = rows.narrow(dim, part.offset[dim], part.tensor.shape[dim])
+                part.tensor.copy_(rows)
+        self.optimizer.take_weights()
+
+    def pieces(self, for_saving: bool, with_optimizer: bool = True) -> dict[str, TensorShard]:
+        """Weights and optimizer state of this rank for a checkpoint, by name."""
+        weights = {
+            f"model.{part.name}": TensorShard(part.tensor, part.shape, part.offset)
+            for part in self.parts
+            if part.tensor.numel() and self.extension.saves(part) and not (for_saving and part.is_twin)
+        }
+        if not with_optimizer:
+            return weights
+        return weights | self.optimizer.pieces(for_saving, self.extension.saves) | self.extension.pieces()
+
+    def step(
+        self, rows: Rows, first_sample: int, rate: float, labels: int, loss_scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """One step on this rank's rows; `labels` is how many tokens the whole step predicts.
+
+        Returns the summed loss of the whole step, the gradient norm before clipping, and whether the step was skipped
+        because that norm is not finite: all as tensors that the device may still be computing.
+        """
+        batch = self.batch_of(rows, first_sample)
+        batch, other_loss = self.extension.weigh(self, batch)
+        loss = self.forward_and_backward(batch, loss_scale / labels)
+        self.add_stage_losses(batch, loss_scale / labels)
+        if other_loss is not None:
+            loss = other_loss
+        self.timeline.mark("gradients")
+        self.gradients.finish()
+        scaled_norm, sums = self.gradients.norm_with(self._of_the_world(loss)[None])
+        norm = scaled_norm / loss_scale
+        skipped = ~torch.isfinite(norm)
+        clip = self.recipe.optim.clip
+        grad_scale = loss_scale * ((norm + 1e-6) / clip).clamp(min=1.0) if clip else torch.full_like(norm, loss_scale)
+        self.timeline.mark("optimizer")
+        ratios = None
+        if self.optimizer.needs_ratios:
+            if skipped.item():  # The first gradient that counts is the first finite one.
+                self.drop_gradients()
+                return sums[0], norm, skipped
+            ratios = self.gradients.signal_to_noise(grad_scale, self.recipe.optim.eps)
+        self.optimizer.step(rate, grad_scale, skipped, ratios)
+        return sums[0], norm, skipped
+
+    def evaluate(self, rows: Rows) -> Tensor:
+        """The summed loss of rows, over all ranks that have their own."""
+        for model in self.assembly.stages.values():
+            model.eval()
+        batch, loss = self.extension.weigh(self, self.batch_of(rows))
+        if loss is None:
+            loss = self._losses(batch, self.recipe.train.micro_batch).sum()
+        for model in self.assembly.stages.values():
+            model.train()
+        loss = self._of_the_world(loss)
+        if self.mesh.world.size > 1:
+            torch.distributed.all_reduce(loss)
+        return loss
+
+    def row_losses(self, batch: Batch) -> Tensor:
+        """The loss of each row by itself, without a gradient, known to all ranks that share the rows.
+
+        A row's is the same to the bit whatever stands beside it, so nothing here may depend on other rows.
+        """
+        losses = self._losses({name: value for name, value in batch.items() if name != "learned_BK"}, 1)
+        for axis in (self.mesh.context, self.mesh.pipeline):
+            if axis.size > 1:
+                torch.distributed.all_reduce(losses, group=axis.group)
+        return losses
+
+    @torch.no_grad()
+    def _losses(self, batch: Batch, size: int) -> Tensor:
+        """The loss of every `size` rows, as far as this rank computes it."""
+        micro_batches = self.micro_batches(batch, size)
+        if self.assembly.pipeline is not None:
+            return torch.stack(self.assembly.pipeline.evaluate(micro_batches))
+        return torch.stack([self.assembly.model(**micro).double().sum() for micro in micro_batches])
+
+    def forward_and_backward(self, batch: Batch, scale: float) -> Tensor:
+        """Add the gradients of this rank's rows and return the sum of their losses."""
+        factor = torch.full((), scale, device=self.device)
+        count = len(batch["inputs"]) // self.recipe.train.micro_batch
+        if self.assembly.pipeline is not None:
+            self.assembly.pipeline.timers = self.timeline if self.timeline.is_wanted else None
+            loss = self.assembly.pipeline.train(batch, count, factor)
+            self.micro_losses = self.assembly.pipeline.losses
+            return loss.double()
+        model, self.micro_losses = self.assembly.model, []
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for number, micro in enumerate(self.micro_batches(batch, self.recipe.train.micro_batch)):
+            fsdp.before_micro_batch(model, self.recipe.parallel.zero, is_last=number == count - 1)
+            self.timeline.mark("forward", 0, number)
+            loss = model(**micro).sum()
+            self.timeline.mark("backward", 0, number)
+            (loss * factor).backward()
+            self.micro_losses.append(loss.detach())
+            total += self.micro_losses[-1]
+        return total
+
+    def add_stage_losses(self, batch: Batch, scale: float) -> None:
+        """Losses that an extension takes from weights alone, once for all micro-batches of the step.
+
+        Gradients are summed over the ranks of data by now: what each rank adds here stands for all of them.
+        """
+        factor = scale * (len(batch["inputs"]) // self.recipe.train.micro_batch)
+        for model in self.assembly.stages.values():
+            loss = self.extension.loss(model)
+            if loss is not None:
+                (loss * factor * self.mesh.data.size).backward()
+
+    def micro_batches(self, batch: Batch, size: int) -> Iterator[Batch]:
+        """The rows of a batch, `size` at a time."""
+        for first in range(0, len(batch["inputs"]), size):
+            yield {name: value[first : first + size] for name, value in batch.items()}
+
+    def batch_of(self, rows: Rows, first_sample: int | None = None) -> Batch:
+        """What the model takes, on its device: this rank's part of each row where sequences are cut.
+
+        Where documents begin stays on the host, which makes of it what attention needs.
+        """
+        vocab, data = self.recipe.model.vocab, self.recipe.data
+        largest = max(rows["inputs"].max(), rows["labels_BL"].max())
+        if largest >= vocab:
+            raise UserError(f"the data holds the id {largest}, but model.vocab is {vocab}")
+        number, length = rows["inputs"].shape
+        places = np.broadcast_to(np.arange(length), (number, length))
+        batch: dict[str, Any] = dict(rows)
+        if self.mesh.world.size > 1:
+            batch.setdefault("positions_BL", places)
+        if self.end_of_document is not None and "documents_BL" not in rows:
+            documents = documents_in(rows["inputs"], self.end_of_document)
+            if data.mask_documents:
+                batch["documents_BL"] = documents.number
+            if data.reset_positions:
+                batch["positions_BL"] = documents.position
+        if "documents_BL" in batch and self._attends_within():
+            batch["starts_BN"] = starts_of(batch.pop("documents_BL"))
+        drops = self.recipe.model.dropout or self.recipe.model.attention_dropout
+        if first_sample is not None and (drops or self.extension.needs_samples):
+            batch["samples_B"] = np.arange(first_sample, first_sample + number)
+            batch["places_BL"] = places
+        if self.mesh.context.size > 1:
+            here = context_parallel.places(length, self.mesh.context).numpy()
+            for name in ("inputs", "labels_BL", "weights_BL", "positions_BL", "places_BL"):
+                if name in batch:
+                    batch[name] = batch[name][:, here]
+        if "weights_BL" in batch:
+            learned = learned_in(batch["weights_BL"])
+            if learned.shape[1] < batch["weights_BL"].shape[1]:
+                batch["learned_BK"] = learned
+        # FSDP would bring what is left on the host to the device, and wait for it.
+        stays = ("starts_BN",) if self.mesh.sharding is None else ()
+        on_host = {name: torch.from_numpy(batch.pop(name)) for name in stays if name in batch}
+        return {name: self._to_device(value) for name, value in batch.items()} | on_host
+
+    def _attends_within(self) -> bool:
+        """Whether attention takes documents by where they begin, which saves it the pairs of tokens between them."""
+        shape = self.recipe.model
+        if self.mesh.context.size > 1 or shape.attention_dropout:
+            return False
+        dtype = devices.DTYPES[self.recipe.train.precision]
+        return has_varlen_attention(self.device, dtype, getattr(shape, "head_dim", shape.hidden // shape.heads))
+
+    def _to_device(self, array: npt.NDArray[Any]) -> Tensor:
+        tensor = torch.from_numpy(np.require(array, requirements=("C", "W")))  # torch warns about read-only arrays.
+        if self.device.type == "cuda":
+            tensor = tensor.pin_memory()
+        return tensor.to(self.device, non_blocking=True)
+
+    def _of_the_world(self, loss: Tensor) -> Tensor:
+        """A rank's share of the loss in a sum over the world: ranks along the tensor axis all have the same."""
+        return loss.double() / self.mesh.tensor.size
+
+    def drop_gradients(self) -> None:
+        """Free the gradients without a step."""
+        for part in self.parts:
+            part.parameter.grad = None

@@ -1,0 +1,138 @@
+"""How long one layer takes on the device at hand: what `steelyard plan profile` measures.
+
+A layer is built alone, with the widths that one of `tensor` ranks would have, and its two passes are timed as a step
+runs them, compiled where a run would compile. Sums over tensor ranks are not in it: the planner adds them from links.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import steelyard
+from steelyard import model as models
+from steelyard.core.errors import UserError
+from steelyard.core.recipe import Recipe
+from steelyard.core.recipe.model_section import GptConfig, LlamaConfig
+from steelyard.core.run import now
+from steelyard.model import StageSpec
+from steelyard.model.modules import Linear
+from steelyard.parallel.parallelize import COMPILING
+from steelyard.sizes.gpu_catalogue import by_device_name
+from steelyard.training import bandwidth_probe
+from steelyard.training import device as devices
+
+WARM_UP, ROUNDS = 3, 10
+
+
+def measure(recipe: Recipe, tensors: list[int], micro_batches: list[int], with_links: bool = False) -> dict[str, Any]:
+    """The profile of a recipe's layer here, as `plan.profile` reads it; with the link between two ranks if asked."""
+    device = devices.choose(recipe)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    known = by_device_name(name)
+    for tensor in tensors:  # Before anything is measured, and would be lost.
+        _shape(recipe.model, tensor)
+    layers = [
+        {"tensor": tensor, "micro_batch": micro_batch, **_layer(recipe, device, tensor, micro_batch)}
+        for tensor in tensors
+        for micro_batch in micro_batches
+    ]
+    rates = _rates(device, devices.DTYPES[recipe.train.precision])
+    if with_links:
+        rates |= bandwidth_probe.measure(device)
+    return {
+        "gpu": known.name if known else name,
+        "device": name,
+        "precision": recipe.train.precision,
+        "family": recipe.model.family,
+        "hidden": recipe.model.hidden,
+        "heads": recipe.model.heads,
+        "kv_heads": getattr(recipe.model, "kv_heads", recipe.model.heads),
+        "ffn": recipe.model.ffn,
+        "sequence_length": recipe.data.sequence_length,
+        "date": now(),
+        "versions": {
+            "steelyard": steelyard.__version__, "torch": str(torch.__version__), "python": platform.python_version(),
+        },
+        "host": {"machine": platform.machine(), "cores": os.cpu_count() or 1, "threads": torch.get_num_threads()},
+        "rates": rates,
+        "layers": layers,
+    }  # fmt: skip
+
+
+def _shape(model: GptConfig | LlamaConfig, tensor: int) -> GptConfig | LlamaConfig:
+    """One layer with the widths of a tensor rank."""
+    one = {"layers": 1, "dropout": 0.0, "attention_dropout": 0.0}
+    if model.heads % tensor or model.ffn % tensor or getattr(model, "kv_heads", tensor) % tensor:
+        raise UserError(
+            f"{model.heads} heads, their keys and {model.ffn} columns of the MLP "
+            f"do not divide among {tensor} tensor ranks",
+            hint="measure other --tensor degrees; the planner scales by the nearest",
+        )
+    if isinstance(model, GptConfig):  # Its heads' width follows from their number, so the layer itself is cut.
+        return model.model_copy(update=one)
+    cut = {"heads": model.heads // tensor, "kv_heads": model.kv_heads // tensor, "ffn": model.ffn // tensor}
+    return model.model_copy(update=one | cut)
+
+
+def cut(layer: Any, model: GptConfig, tensor: int) -> None:
+    """A GPT layer's maps cut as tensor parallelism does: by heads, and by columns of the MLP."""
+    attention, mlp, width, ffn = layer.attention, layer.mlp, model.hidden // tensor, model.ffn // tensor
+    attention.query, attention.key, attention.value = (Linear(model.hidden, width) for _ in range(3))
+    attention.output, attention.heads = Linear(width, model.hidden), range(model.heads // tensor)
+    mlp.up, mlp.down = Linear(model.hidden, ffn), Linear(ffn, model.hidden)
+
+
+def _layer(recipe: Recipe, device: torch.device, tensor: int, micro_batch: int) -> dict[str, float]:
+    """Seconds of a layer's forward and backward pass."""
+    dtype = devices.DTYPES[recipe.train.precision]
+    built = models.build(_shape(recipe.model, tensor), StageSpec(range(1), first=False, last=False))
+    if isinstance(recipe.model, GptConfig) and tensor > 1:
+        cut(built.layers["0"], recipe.model, tensor)
+    built = built.to(device)
+    built.dtype = dtype
+    for parameter in built.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    if devices.compiles(recipe, device):
+        for layer in built.layers.values():
+            layer.compile(options=COMPILING)
+    size = (micro_batch, recipe.data.sequence_length, recipe.model.hidden)
+    stream = torch.randn(size, device=device, dtype=dtype, requires_grad=True)
+    gradient = torch.randn(size, device=device, dtype=dtype)
+    outcome: list[Tensor] = []
+
+    def forward() -> None:
+        outcome[:] = [built(stream)]
+
+    def backward() -> None:
+        outcome[0].backward(gradient)
+
+    both = [(_seconds(forward, device), _seconds(backward, device)) for _ in range(WARM_UP + ROUNDS)][WARM_UP:]
+    ahead, back = (sorted(column)[ROUNDS // 2] for column in zip(*both, strict=True))
+    return {"forward": ahead, "backward": back}
+
+
+def _rates(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """What large products and copies reach here."""
+    size = 4096 if device.type == "cuda" else 512
+    one, other = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    block = torch.empty(1 << (28 if device.type == "cuda" else 24), dtype=torch.uint8, device=device)
+    products = min(_seconds(lambda: one @ other, device) for _ in range(ROUNDS))
+    copies = min(_seconds(block.clone, device) for _ in range(ROUNDS))
+    return {"product_tflops": 2 * size**3 / products / 1e12, "copy_gbps": 2 * block.numel() / copies / 1e9}
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began

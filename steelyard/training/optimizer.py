@@ -1,0 +1,133 @@
+"""The optimizer over a rank's parts: stepping it without asking the device, and its state as pieces by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fnmatch import fnmatch
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from steelyard.checkpoint import TensorShard
+from steelyard.core.recipe.optim_section import OptimSection
+from steelyard.parallel.param_shards import ParamShard
+from steelyard.training.adamw import AdamW
+from steelyard.training.sgd import Sgd, SgdSai
+
+
+class ParamGroupOptions(NamedTuple):
+    """How a part moves, beside the others: its learning rate against theirs, and a weight decay of its own."""
+
+    rate: float = 1.0
+    weight_decay: float | None = None
+
+
+class Optimizer:
+    """Moves the parts of a model along their gradients.
+
+    It works on the plain tensors of the parts, or, when its state is to stay in the host's memory, on copies of them
+    there.
+    """
+
+    def __init__(
+        self,
+        parts: list[ParamShard],
+        optim: OptimSection,
+        on_host: bool,
+        pace_of: Callable[[ParamShard], ParamGroupOptions] = lambda part: ParamGroupOptions(),
+    ) -> None:
+        self.parts = [part for part in parts if part.tensor.numel() and part.parameter.requires_grad]
+        self.on_host = on_host
+        self.tensors = [_host_copy(part.tensor) if on_host else part.tensor for part in self.parts]
+        self.torch = _build(self.parts, self.tensors, optim, pace_of) if self.parts else None
+
+    def step(self, rate: float, grad_scale: Tensor, found_inf: Tensor, ratios: dict[ParamShard, Tensor] | None) -> None:
+        """One step with gradients divided by `grad_scale`; none where `found_inf` is 1. Gradients are let go."""
+        if self.torch is None:
+            return
+        for part, tensor in zip(self.parts, self.tensors, strict=True):
+            gradient = part.gradient
+            # Zero bubble hands gradients on as they lie, and a fused step reads them as if they lay like the tensor.
+            tensor.grad = gradient.to(tensor.device).contiguous() if gradient is not None else None
+        for group in self.torch.param_groups:
+            group["lr"] = rate * group["rate"]
+        device = self.tensors[0].device
+        self.torch.grad_scale = grad_scale.to(device, torch.float32)  # type: ignore[attr-defined]
+        self.torch.found_inf = found_inf.to(device, torch.float32)  # type: ignore[attr-defined]
+        if ratios is not None and isinstance(self.torch, SgdSai):
+            self.torch.start({t: ratios[p].to(device) for p, t in zip(self.parts, self.tensors, strict=True)})
+        self.torch.step()
+        for part, tensor in zip(self.parts, self.tensors, strict=True):
+            part.parameter.grad = tensor.grad = None
+            if self.on_host:
+                part.tensor.copy_(tensor)
+
+    @property
+    def needs_ratios(self) -> bool:
+        """Whether SGD-SaI still waits for its first gradient."""
+        return isinstance(self.torch, SgdSai) and self.torch.needs_ratios
+
+    def make_state(self) -> None:
+        """Have the state created, so that a checkpoint can be loaded into it: one step that moves nothing."""
+        if self.torch is None:
+            return
+        device = self.tensors[0].device
+        self.torch.grad_scale = torch.ones((), device=device)  # type: ignore[attr-defined]
+        self.torch.found_inf = torch.ones((), device=device)  # type: ignore[attr-defined]
+        for tensor in self.tensors:
+            tensor.grad = torch.zeros_like(tensor)
+        if isinstance(self.torch, SgdSai):
+            self.torch.start({tensor: torch.zeros((), device=device) for tensor in self.tensors})
+        self.torch.step()
+        for tensor in self.tensors:
+            tensor.grad = None
+
+    def pieces(self, for_saving: bool, saves: Callable[[ParamShard], bool]) -> dict[str, TensorShard]:
+        """The state as `optimizer.<parameter>.<entry>`. The copy of a tied parameter is loaded but not saved."""
+        if self.torch is None:
+            return {}
+        return {
+            f"optimizer.{part.name}.{entry}": _piece(part, value)
+            for part, tensor in zip(self.parts, self.tensors, strict=True)
+            if saves(part) and not (for_saving and part.is_twin)
+            for entry, value in self.torch.state.get(tensor, {}).items()
+        }
+
+    def take_weights(self) -> None:
+        """Let copies on the host follow weights that were set from elsewhere."""
+        if self.on_host:
+            for part, tensor in zip(self.parts, self.tensors, strict=True):
+                tensor.copy_(part.tensor)
+
+
+def _build(
+    parts: list[ParamShard],
+    tensors: list[Tensor],
+    optim: OptimSection,
+    pace_of: Callable[[ParamShard], ParamGroupOptions],
+) -> torch.optim.Optimizer:
+    """The recipe's optimizer, with decay on matrices and none on norms, biases and what the recipe exempts."""
+    by_pace: dict[tuple[float, float], list[Tensor]] = {}
+    for part, tensor in zip(parts, tensors, strict=True):
+        pace = pace_of(part)
+        is_decayed = len(part.shape) >= 2 and not any(fnmatch(part.name, name) for name in optim.no_decay)
+        usual = optim.weight_decay if is_decayed else 0.0
+        decay = usual if pace.weight_decay is None else pace.weight_decay
+        by_pace.setdefault((-decay, pace.rate), []).append(tensor)
+    groups: list[dict[str, Any]] = [
+        {"params": moved, "weight_decay": -decay, "rate": rate} for (decay, rate), moved in sorted(by_pace.items())
+    ]
+    if optim.name == "sgd":
+        return Sgd(groups, optim.learning_rate, optim.momentum)
+    if optim.name == "sgd-sai":
+        return SgdSai(groups, optim.learning_rate, optim.momentum)
+    return AdamW(groups, lr=optim.learning_rate, betas=(optim.betas[0], optim.betas[1]), eps=optim.eps, fused=True)
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    return tensor.to("cpu", copy=True)
+
+
+def _piece(part: ParamShard, value: Tensor) -> TensorShard:
+    return TensorShard(value, part.shape, part.offset) if value.shape == part.tensor.shape else TensorShard.whole(value)

@@ -1,0 +1,147 @@
+"""What a run must remember beside its tensors, and how a step's outcome gets there.
+
+The outcome of a step is added up on the device; the host asks for it when it needs a number: for a record, for a
+checkpoint, or after each step where asking costs nothing.
+
+Skipped steps are limited twice: in a row (`train.nonfinite_limit`), and as a fraction of the last `WINDOW` steps
+(`train.max_skipped_fraction`). A step that fp16's loss scale skips counts toward the fraction only at the smallest
+scale: above it the scaler has yet to find a scale that works.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steelyard.core.recipe import Recipe
+from steelyard.training.loss_scaler import SMALLEST, LossScale
+from steelyard.training.lr_schedule import TrainProgress
+
+WINDOW = 100
+
+
+@dataclass
+class Counters:
+    """Numbers of a run. `loss_sum` and `loss_tokens` reach back to the last record."""
+
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+    loss_sum: float = 0.0
+    loss_tokens: int = 0
+    skipped: int = 0
+    """Steps that fp16's loss scale skipped."""
+    nonfinite: int = 0
+    """Other steps skipped because loss or gradient was not finite."""
+    streak: int = 0
+    """Steps skipped in a row, up to now."""
+    schedule_steps: int = 0
+    schedule_samples: int = 0
+    recent_skips: list[int] = field(default_factory=list)
+    """Which of the last `WINDOW` steps were skipped, as far as they count toward the fraction."""
+    loss_scale: dict[str, float] = field(default_factory=dict)
+
+    def progress_after(self, batch: int, sequence_length: int) -> TrainProgress:
+        """Where the learning rate's schedule is after one more step."""
+        samples = self.schedule_samples + batch
+        return TrainProgress(self.schedule_steps + 1, samples, samples * sequence_length)
+
+
+class TrainState:
+    """Counts the steps of a run."""
+
+    def __init__(self, recipe: Recipe, device: torch.device) -> None:
+        self.train, self.length, self.device = recipe.train, recipe.data.sequence_length, device
+        self.is_fp16 = recipe.train.precision == "fp16"
+        self.counters = Counters()
+        self.loss_scale = LossScale(recipe.train.loss_scale if self.is_fp16 else 1.0, recipe.train.loss_scale_window)
+        self.norm = torch.zeros((), device=device)
+        self._loss = torch.zeros((), device=device)
+        # Summed loss, predictions it is of, steps skipped, and steps skipped in a row.
+        self._sums = torch.zeros(4, dtype=torch.float64, device=device)
+        # 1 where a step was skipped, by its number modulo the window.
+        self._recent = torch.zeros(WINDOW, dtype=torch.float64, device=device)
+
+    def add(self, loss: Tensor, norm: Tensor, skipped: Tensor, batch: int, labels: int) -> None:
+        """Add a step of so many samples and predictions. With fp16 the schedule and the scale wait for its outcome."""
+        counters = self.counters
+        counters.step += 1
+        counters.samples += batch
+        counters.tokens += batch * self.length
+        counts = torch.isfinite(loss)
+        self._sums[0] += torch.where(counts, loss, 0.0)
+        self._sums[1] += counts * labels
+        self._sums[2] += skipped
+        self._sums[3] = (self._sums[3] + 1) * skipped
+        self._loss, self.norm = loss, norm
+        may_overflow = self.is_fp16 and self.loss_scale.scale > SMALLEST
+        self._recent[counters.step % WINDOW] = 0.0 if may_overflow else skipped
+        moved = not (self.is_fp16 and bool(skipped))
+        if self.is_fp16:
+            self.loss_scale.after(overflowed=not moved)
+        if moved:
+            counters.schedule_steps += 1
+            counters.schedule_samples += batch
+
+    @property
+    def is_due(self) -> bool:
+        """Whether to settle after this step: where the host knows its outcome already, and once a window."""
+        return self.device.type == "cpu" or self.is_fp16 or self.counters.step % WINDOW == 0
+
+    def settle(self) -> None:
+        """Bring the device's sums into the counters."""
+        counters = self.counters
+        loss_sum, tokens, skipped, streak, *recent = torch.cat([self._sums, self._recent]).tolist()
+        self._sums[:3] = 0
+        last = range(max(1, counters.step - WINDOW + 1), counters.step + 1)
+        counters.recent_skips = [step for step in last if recent[step % WINDOW]]
+        counters.loss_sum += loss_sum
+        counters.loss_tokens += int(tokens)
+        counters.streak = int(streak)
+        if self.is_fp16:
+            counters.skipped += int(skipped)
+        else:
+            counters.nonfinite += int(skipped)
+
+    def exceeded(self) -> str | None:
+        """Which limit on skipped steps was exceeded when the counters were last settled, if one was."""
+        counters, fraction = self.counters, self.train.max_skipped_fraction
+        if counters.streak > self.train.nonfinite_limit:
+            loss, norm = self._loss.item(), self.norm.item()
+            what = f"the gradient norm became {norm}" if math.isfinite(loss) else f"the loss became {loss}"
+            return f"{what} by step {counters.step}, the last {counters.streak} of which were skipped"
+        skipped, allowed = len(counters.recent_skips), math.floor(fraction * WINDOW + 1e-9)
+        if skipped > allowed:
+            return (
+                f"{skipped} of the last {min(counters.step, WINDOW)} steps were skipped by step {counters.step}: "
+                f"train.max_skipped_fraction = {fraction:g} allows {allowed} of {WINDOW}"
+            )
+        return None
+
+    def mean_loss(self) -> float | None:
+        """The mean loss of a token since this was last asked; none where every step was skipped."""
+        counters = self.counters
+        mean = counters.loss_sum / counters.loss_tokens if counters.loss_tokens else None
+        counters.loss_sum, counters.loss_tokens = 0.0, 0
+        return mean
+
+    def state(self) -> dict[str, Any]:
+        """As a checkpoint holds it."""
+        self.settle()
+        self.counters.loss_scale = {"scale": self.loss_scale.scale, "good_steps": self.loss_scale.good_steps}
+        return asdict(self.counters)
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from what a checkpoint holds."""
+        known = {field.name for field in fields(Counters)}
+        self.counters = Counters(**{key: value for key, value in state.items() if key in known})
+        self._sums[3] = self.counters.streak
+        for step in self.counters.recent_skips:
+            self._recent[step % WINDOW] = 1
+        if self.is_fp16:
+            saved = self.counters.loss_scale
+            self.loss_scale.scale, self.loss_scale.good_steps = saved["scale"], int(saved["good_steps"])

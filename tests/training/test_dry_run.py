@@ -1,0 +1,65 @@
+import pytest
+
+from steelyard.core.errors import RuntimeFailure, UserError
+from steelyard.core.recipe import load_recipe
+from steelyard.sizes.param_count import parameters
+from steelyard.training.dry_run import as_result, as_text, dry_run, refuse_what_does_not_fit
+
+
+@pytest.mark.parametrize("name", ["gpt2-small", "llama3.2-1b", "quickstart"])
+@pytest.mark.parametrize("pipeline", [1, 2, 4])
+def test_stages_of_meta_tensors_are_counted_as_sizes_counts_them(name, pipeline):
+    recipe = load_recipe(name, [f"parallel.pipeline={pipeline}", "train.global_batch=64", "model.vocab_multiple=1"])
+    plan = dry_run(recipe, gpu="80")
+    second_table = recipe.model.vocab * recipe.model.hidden if recipe.model.tied and pipeline > 1 else 0
+    assert sum(stage.parameters for stage in plan.stages) == parameters(recipe.model).total + second_table
+    assert sum(len(stage.layers) for stage in plan.stages) == recipe.model.layers
+
+
+def test_a_70b_is_counted_without_its_weights():
+    plan = dry_run(load_recipe("llama3.1-70b"), gpu="h100-80")
+    assert plan.world == 16
+    assert sum(stage.parameters for stage in plan.stages) == 70_553_706_496
+    assert as_result(plan)["fits"] is False
+
+
+def test_what_does_not_fit_is_named_with_what_would_help():
+    plan = dry_run(load_recipe("llama3.2-1b"), gpu="24GiB")
+    with pytest.raises(RuntimeFailure) as refused:
+        refuse_what_does_not_fit(plan)
+    assert "stage 0 needs" in refused.value.message
+    assert "parallel.recompute=full would need" in refused.value.hint
+
+
+def test_what_fits_is_not_refused_and_says_so():
+    plan = dry_run(load_recipe("gpt2-small"), gpu="a100-40")
+    refuse_what_does_not_fit(plan)
+    text = as_text(plan)
+    assert "fits: " in text
+    assert "124M" in text
+    assert as_result(plan)["fits"] is True
+
+
+def test_without_a_device_it_says_what_is_needed():
+    plan = dry_run(load_recipe("gpt2-small", ["train.device=cpu"]))
+    refuse_what_does_not_fit(plan)
+    assert plan.device is None
+    assert as_text(plan).splitlines()[-1].startswith("needs ")
+    assert as_result(plan)["fits"] is None
+
+
+def test_kinds_sum_to_the_total():
+    for rank in as_result(dry_run(load_recipe("llama3.1-70b"), world=64, gpu="80"))["ranks"]:
+        assert sum(rank["bytes"].values()) == rank["total_bytes"]
+
+
+@pytest.mark.parametrize("gpu", ["h10", "cpu", "80 bananas", ""])
+def test_a_gpu_that_is_not_known_is_refused_with_those_that_are(gpu):
+    with pytest.raises(UserError, match="is not known") as refused:
+        dry_run(load_recipe("gpt2-small"), gpu=gpu)
+    assert "h100-80" in refused.value.hint
+
+
+@pytest.mark.parametrize(("written", "bytes_"), [("80", 80 << 30), ("24GiB", 24 << 30), ("24 GB", 24 * 10**9)])
+def test_memory_can_be_written_out(written, bytes_):
+    assert dry_run(load_recipe("gpt2-small"), gpu=written).device.memory == bytes_
