@@ -17,9 +17,10 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 import steelyard
 from steelyard.core import files
@@ -28,37 +29,50 @@ from steelyard.core.errors import Interrupted, RuntimeFailure, SteelyardError, U
 from steelyard.launch import error_file
 from steelyard.parallel.world import LostPeer, World, detect
 
-# Every command: the module below `steelyard.cli` that holds it, and its line in the help.
-COMMANDS = {
-    "quickstart": ("quickstart", "Train a small model here, in minutes."),
-    "recipe": ("recipe", "Check, show, list and import recipes."),
-    "tokenizer": ("tokenizer", "Train, look at and export tokenizers."),
-    "data": ("data", "Fetch and convert text, and turn it into token files."),
-    "train": ("train", "Train a model as a recipe says."),
-    "sft": ("sft", "Tune a model on conversations."),
-    "adapter": ("adapter", "Fold adapters into the weights they belong to."),
-    "prune": ("prune", "Prune a checkpoint in one shot."),
-    "mask": ("mask", "Look at masks, and apply them to weights."),
-    "export-sparse": ("export_sparse", "Write a 2:4 model compressed."),
-    "plan": ("plan", "Find the best layout for the machines at hand."),
-    "tune": ("tune", "Search the best settings by short real runs."),
-    "submit": ("submit", "Run a recipe, or any command, here, over mpirun or on Slurm."),
-    "cancel": ("cancel", "End a job that was submitted."),
-    "run": ("run", "Check a run folder."),
-    "list": ("list", "List the runs under a folder and how they stand."),
-    "logs": ("logs", "Show what each node printed, and what its devices did."),
-    "shell": ("shell", "Open a shell inside a site's container and environment."),
-    "checkpoint": ("checkpoint", "Convert, look at, compare and verify checkpoints of any format."),
-    "eval": ("eval", "Measure perplexity, and score tasks."),
-    "generate": ("generate", "Let a trained model write."),
-    "bench": ("bench", "Measure how fast a model runs here."),
-    "hub": ("hub", "Publish models on the hub, and fetch them from it."),
-    "watch": ("watch", "Follow a run, and tell what is wrong with it."),
-    "serve": ("serve", "Show all runs below a folder in a browser, live."),
-    "profile": ("profile", "Look at a few steps with a profiler."),
-    "report": ("report", "Write a run's report as one HTML file."),
-    "doctor": ("doctor", "Say whether this machine is fit, mend it, and explain logs."),
+# Every command by task, in the order of the help: its module below `steelyard.cli`, and its line in the help.
+TASKS = {
+    "Data": {
+        "data": ("data", "Fetch and convert text, and turn it into token files."),
+        "tokenizer": ("tokenizer", "Train, look at and export tokenizers."),
+    },
+    "Train": {
+        "quickstart": ("quickstart", "Train a small model here, in minutes."),
+        "recipe": ("recipe", "Check, show, list and import recipes."),
+        "train": ("train", "Train a model as a recipe says."),
+        "sft": ("sft", "Tune a model on conversations."),
+        "adapter": ("adapter", "Fold adapters into the weights they belong to."),
+        "tune": ("tune", "Search the best settings by short real runs."),
+    },
+    "Compress": {
+        "prune": ("prune", "Prune a checkpoint in one shot."),
+        "mask": ("mask", "Look at masks, and apply them to weights."),
+        "export-sparse": ("export_sparse", "Write a 2:4 model compressed."),
+    },
+    "Evaluate and publish": {
+        "eval": ("eval", "Measure perplexity, and score tasks."),
+        "generate": ("generate", "Let a trained model write."),
+        "bench": ("bench", "Measure how fast a model runs here."),
+        "checkpoint": ("checkpoint", "Convert, look at, compare and verify checkpoints of any format."),
+        "hub": ("hub", "Publish models on the hub, and fetch them from it."),
+    },
+    "Cluster": {
+        "plan": ("plan", "Find the best layout for the machines at hand."),
+        "submit": ("submit", "Run a recipe, or any command, here, over mpirun or on Slurm."),
+        "cancel": ("cancel", "End a job that was submitted."),
+        "shell": ("shell", "Open a shell inside a site's container and environment."),
+        "doctor": ("doctor", "Say whether this machine is fit, mend it, and explain logs."),
+    },
+    "Inspect": {
+        "list": ("list", "List the runs under a folder and how they stand."),
+        "watch": ("watch", "Follow a run, and tell what is wrong with it."),
+        "serve": ("serve", "Show all runs below a folder in a browser, live."),
+        "logs": ("logs", "Show what each node printed, and what its devices did."),
+        "report": ("report", "Write a run's report as one HTML file."),
+        "profile": ("profile", "Look at a few steps with a profiler."),
+        "run": ("run", "Check a run folder."),
+    },
 }
+COMMANDS = {name: command for commands in TASKS.values() for name, command in commands.items()}
 # Groups with a command that need not be named: a first word that names none of the others belongs to it.
 DEFAULTS = {
     "sft": ("run", ("run", "preview")),
@@ -119,11 +133,21 @@ def _with_default(words: list[str]) -> list[str]:
     return [words[0], default, *words[1:]]
 
 
+class _ByTask(TyperGroup):
+    """The help of `steelyard` itself lists the commands under their tasks."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        width = max(map(len, COMMANDS))
+        for task, commands in TASKS.items():
+            with formatter.section(task):
+                formatter.write_dl([(name.ljust(width), help_) for name, (_, help_) in commands.items()])
+
+
 def app(words: Sequence[str]) -> typer.Typer:
     """The command tree, of which only the command that is asked for is really there."""
     root = typer.Typer(
         help=HELP, epilog=EPILOG, rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False,
-        no_args_is_help=True,
+        no_args_is_help=True, cls=_ByTask,
     )  # fmt: skip
     root.callback()(_root)
     wanted = next((word for word in words if not word.startswith("-")), None)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from steelyard.cli import DEFAULTS, main
+from steelyard.cli import COMMANDS, DEFAULTS, TASKS, main
 from tests.conftest import kill
 
 
@@ -51,6 +51,20 @@ def test_the_command_and_the_module_are_the_same(workplace):
     )
     assert script.returncode == 0
     assert workplace.steelyard("--help").stdout == script.stdout
+
+
+def test_the_help_lists_every_command_once_under_its_task(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    _, *sections = re.split(r"^(\w[\w ]*):$", shown[shown.index("\nData:") :], flags=re.MULTILINE)
+    listed = {
+        task: re.findall(r"^  ([a-z-]+)  ", body.partition("Exit codes")[0], flags=re.MULTILINE)
+        for task, body in zip(sections[::2], sections[1::2], strict=True)
+    }
+    assert listed == {task: list(commands) for task, commands in TASKS.items()}
+    assert list(listed) == ["Data", "Train", "Compress", "Evaluate and publish", "Cluster", "Inspect"]
+    assert sum(map(len, listed.values())) == len(COMMANDS)
 
 
 @pytest.mark.parametrize("group", DEFAULTS)
