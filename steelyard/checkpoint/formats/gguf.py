@@ -6,6 +6,9 @@
     data        from the next multiple of `general.alignment` on
 
 Every length is checked against the file before it is believed. Weights come out as fp32, or as fp16 where all are.
+
+Llama 3's rotary frequencies are in the file as `rope_freqs.weight`: what each frequency is divided by. The recipe has
+the rule behind these numbers instead, so they are compared with the rule of the published models.
 """
 
 from __future__ import annotations
@@ -25,12 +28,15 @@ from steelyard.checkpoint.formats.key_mapping import Entry, gguf_llama
 from steelyard.checkpoint.formats.mapped_tensors import Mapped, Store
 from steelyard.checkpoint.formats.source import first_problem
 from steelyard.core.errors import CorruptFileError, UserError
-from steelyard.core.recipe.model_section import LlamaConfig
+from steelyard.core.recipe.model_section import LlamaConfig, RopeScaling
+from steelyard.model.llama import scaled
 from steelyard.text.tokenizer import Tokenizer
 
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 MOST_DIMENSIONS = 4
+ROPE_FREQS = "rope_freqs.weight"
+LARGEST_FACTOR = 10**6  # what a recipe takes
 SPECIAL = ("bos", "eos", "padding")
 
 
@@ -61,9 +67,12 @@ def opened(path: Path) -> GgufSource | None:
         reported = "it is empty" if not begins else f"it begins with {begins!r} where b'GGUF' belongs"
         raise CorruptFileError(f"not a GGUF file: {reported}", where=str(path))
     settings, tensors = _Reader(path).read()
-    config = _shape(settings, tensors, str(path))
-    store = _File(tensors)
     layout = {"files": 1, "types": sorted({tensor.kind.name for tensor in tensors.values()})}
+    divisors = tensors.pop(ROPE_FREQS, None)
+    config = _shape(settings, tensors, str(path))
+    if divisors is not None:
+        config = config.model_copy(update={"rope_scaling": _rope_scaling(config, divisors)})
+    store = _File(tensors)
     entries = gguf_llama(config, rotated=settings["general.architecture"] == "llama")
     source = GgufSource("gguf", path, config, store, entries, layout)
     source.settings = settings
@@ -90,10 +99,6 @@ def _shape(settings: dict[str, Any], tensors: dict[str, _Tensor], where: str) ->
 
     if settings.get(f"{name}.expert_count") or settings.get(f"{name}.rope.scaling.type", "none") != "none":
         raise UserError("experts and stretched rotary positions are not supported in GGUF", where=where)
-    if "rope_freqs.weight" in tensors:
-        raise UserError(
-            "Llama 3's rotary frequencies are not read from GGUF", where=where, hint="use the original weights"
-        )
     heads, hidden = setting("attention.head_count"), setting("embedding_length")
     vocab = setting("vocab_size", len(settings.get("tokenizer.ggml.tokens", ())) or None)
     try:
@@ -116,6 +121,25 @@ def _shape(settings: dict[str, Any], tensors: dict[str, _Tensor], where: str) ->
         raise UserError(f"it describes no model: {first_problem(error)}", where=where) from None
 
 
+def _rope_scaling(config: LlamaConfig, tensor: _Tensor) -> RopeScaling | None:
+    """The rule of Llama 3 whose divisors the tensor holds; the largest of them is its factor."""
+    frequencies = config.rope_theta ** -(torch.arange(0, config.head_dim, 2) / config.head_dim)
+    if tensor.size == tuple(frequencies.shape):
+        divisors = tensor.read().float()
+        factor = float(divisors.max())
+        if factor == 1 and bool((divisors == 1).all()):
+            return None
+        if 1 < factor <= LARGEST_FACTOR:
+            scaling = RopeScaling(factor=factor)
+            if torch.allclose(frequencies / divisors, scaled(frequencies, scaling), rtol=1e-4, atol=0):
+                return scaling
+    raise UserError(
+        f"{ROPE_FREQS} holds other rotary frequencies than Llama 3's",
+        where=str(tensor.path),
+        hint="use the original weights",
+    )
+
+
 @dataclass(frozen=True)
 class _Tensor:
     path: Path
@@ -125,7 +149,7 @@ class _Tensor:
 
     def read(self) -> Tensor:
         blocks = np.fromfile(self.path, np.uint8, self.kind.bytes_of(math.prod(self.size)), offset=self.offset)
-        return torch.from_numpy(self.kind.values(blocks)).view(self.size)
+        return torch.from_numpy(self.kind.values(blocks, self.size))
 
 
 class _File(Store):
