@@ -126,10 +126,7 @@ def plan(
     if pareto is not None and objective not in (PlanObjective.time, PlanObjective.pareto):
         raise UserError(f"--pareto compares time and price, not {objective.value}", hint="remove --objective")
     wanted = PlanObjective.pareto if pareto is not None else objective
-    if wanted in (PlanObjective.cost, PlanObjective.pareto):
-        _refuse_without_prices(machines, cluster)
-    if wanted == PlanObjective.energy:
-        _refuse_without_watts(machines, cluster)
+    machines.check_objective(wanted.value)
     program = KNOWN[software.value]
     measured = [_profile(path, recipe, machines) for path in profiles or ()]
     if given:
@@ -166,26 +163,6 @@ def _profile(path: Path, recipe: Recipe, machines: Cluster) -> Profile:
     read = measured.load(path)
     measured.refuse_another(read, recipe, path, machines)
     return read
-
-
-def _refuse_without_prices(machines: Cluster, cluster: Path) -> None:
-    unknown = [nodes.type for nodes in machines.nodes if nodes.price_hour is None]
-    if unknown:
-        raise UserError(
-            f"the price of {', '.join(unknown)} is not known",
-            where=str(cluster),
-            hint="set price_hour in every [[nodes]] table, or use another --objective",
-        )
-
-
-def _refuse_without_watts(machines: Cluster, cluster: Path) -> None:
-    unknown = sorted({gpu.name for gpu in machines.gpu_by_type.values() if gpu.watts is None})
-    if unknown:
-        raise UserError(
-            f"the power of {', '.join(unknown)} is not known",
-            where=str(cluster),
-            hint="set watts in every [[gpus]] table, or use another --objective",
-        )
 
 
 def _count(text: str) -> int:

@@ -186,6 +186,19 @@ class Cluster(Section):
             return Wire(NETWORK_GBPS * 1e9, NETWORK_LATENCY_US * 1e-6)
         return Wire(best.GBps * 1e9, best.latency_us * 1e-6)
 
+    def check_objective(self, objective: str) -> None:
+        """Refuse an objective whose price or power the file does not give for all nodes."""
+        if objective in ("cost", "pareto"):
+            what, unknown = "price", [nodes.type for nodes in self.nodes if nodes.price_hour is None]
+            hint = "set price_hour in every [[nodes]] table, or use the objective time or energy"
+        elif objective == "energy":
+            what, unknown = "power", sorted({gpu.name for gpu in self.gpu_by_type.values() if gpu.watts is None})
+            hint = "set watts in every [[gpus]] table, or use the objective time or cost"
+        else:
+            return
+        if unknown:
+            raise UserError(f"the {what} of {', '.join(unknown)} is not known", where=self._file, hint=hint)
+
     def price_hour(self, placement: Placement) -> float | None:
         """The price of the nodes per hour; None if the price of one is unknown."""
         prices = [(self.nodes_of(type_).price_hour, number) for type_, number in placement]
