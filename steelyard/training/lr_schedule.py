@@ -26,7 +26,7 @@ def learning_rate(optim: OptimSection, at: TrainProgress, end: TrainProgress) ->
     climb, climbed = _measured(optim, "warmup", at) or (math.ceil(optim.warmup_share * end.steps), at.steps)
     if climbed < climb:
         return top * climbed / climb
-    horizon, passed = _measured(optim, "horizon", at) or (end.steps, at.steps)
+    horizon, passed = _measured(optim, "decay", at) or (end.steps, at.steps)
     # The climb in the horizon's unit, which may be another one.
     begun = climb * (passed / climbed) if climb else 0.0
     done = min(1.0, (passed - begun) / max(1.0, horizon - begun))
