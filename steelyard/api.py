@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from steelyard.model import LanguageModel
     from steelyard.observe.rules import Verdict
     from steelyard.planning.cluster import Cluster
-    from steelyard.planning.results import Found
+    from steelyard.planning.candidates import SearchResult
     from steelyard.text.tokenizer import Tokenizer
     from steelyard.training.extension import Extension
 
@@ -42,7 +42,7 @@ def build_model(recipe: RecipeLike, seed: int | None = None) -> LanguageModel:
 
     recipe = _recipe(recipe)
     config, network = recipe.model, model.build(recipe.model)
-    model.initialise(network, recipe.train.seed if seed is None else seed, config.init_std, config.layers)
+    model.init_weights(network, recipe.train.seed if seed is None else seed, config.init_std, config.layers)
     return network
 
 
@@ -150,7 +150,7 @@ def prune(
     return pruning.prune(request)
 
 
-def plan(recipe: RecipeLike, cluster: Cluster | PathLike, objective: str = "time", top: int = 10) -> Found:
+def plan(recipe: RecipeLike, cluster: Cluster | PathLike, objective: str = "time", top: int = 10) -> SearchResult:
     """Search the layouts of a recipe on a cluster; `plans` of the result has the best first.
 
     `objective` is `time`, `cost`, `energy`, or `pareto` for all plans that no other beats in both time and price.
@@ -159,7 +159,7 @@ def plan(recipe: RecipeLike, cluster: Cluster | PathLike, objective: str = "time
     from steelyard.planning.search import search
 
     _choose("objective", objective, ("time", "cost", "energy", "pareto"))
-    machines = cluster if isinstance(cluster, clusters.Cluster) else clusters.load(cluster)
+    machines = cluster if isinstance(cluster, clusters.Cluster) else clusters.load(os.fspath(cluster))
     machines.check_objective(objective)
     return search(_recipe(recipe), machines, objective, top)
 

@@ -277,7 +277,9 @@ def test_steps_that_are_not_taken_are_refused_before_the_run(in_workplace):
 
 
 def test_a_run_that_is_stopped_inside_the_steps_to_profile_leaves_those_it_took(in_workplace, capsys):
-    run = training.run(load_recipe("tiny.toml", ["log.profile=[1, 20]", "log.profile_tool=torch", "train.max_hours=1e-9"]))
+    run = training.run(
+        load_recipe("tiny.toml", ["log.profile=[1, 20]", "log.profile_tool=torch", "train.max_hours=1e-9"])
+    )
     assert "the trace holds those that were taken" in capsys.readouterr().err
     [seen], problems = trace_cache.read(run)
     assert (seen.steps, problems) == (1, [])

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from steelyard import model as models
-from steelyard import training
 from steelyard.core.console import console
 from steelyard.core.errors import SteelyardError, UserError
 from steelyard.core.recipe import load_recipe
@@ -23,7 +22,7 @@ from steelyard.parallel.mesh import MeshAxis
 from steelyard.parallel.tensor_parallel import VocabParallelHead
 from steelyard.parallel.world import init_distributed
 from steelyard.sparsity import sparsity_extension as sparsity
-from steelyard.training import engine
+from steelyard.training import engine, trainer
 from steelyard.training.extension import Extension
 from tests.finetuning.conftest import recipe_of
 from tests.model.test_loss import VOCAB, drawn
@@ -37,7 +36,7 @@ def training(overrides: list[str], run: str, extension: Extension | None = None,
     recipe = load_recipe("tiny.toml", overrides)
     if "torch._dynamo" in sys.modules:  # It compiles a function only so often, and this process has many models.
         torch._dynamo.reset()
-    training.run(recipe, Path(run), extension or sparsity.extension(recipe), resume)
+    trainer.run(recipe, Path(run), extension or sparsity.extension(recipe), resume)
     return "\n".join(said)
 
 
@@ -54,7 +53,7 @@ def training_by_another_recipe(overrides: list[list[str]], run: str) -> str:
     """Each rank trains by overrides of its own; returns what is said against it."""
     console.quiet = True
     try:
-        training.run(load_recipe("tiny.toml", overrides[int(os.environ["RANK"])]), Path(run))
+        trainer.run(load_recipe("tiny.toml", overrides[int(os.environ["RANK"])]), Path(run))
     except UserError as error:
         return f"{error} {error.shared}"
     return "trained"

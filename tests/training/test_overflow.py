@@ -56,7 +56,9 @@ def test_a_scale_that_overflows_is_halved_until_it_works(in_workplace):
 def test_a_good_scale_changes_nothing_and_grows_after_its_window(in_workplace):
     steady = steps(training.run(load_recipe("tiny.toml", [*FP16, "name=steady", "train.loss_scale=1024"])))
     growing = steps(
-        training.run(load_recipe("tiny.toml", [*FP16, "name=growing", "train.loss_scale=8", "train.loss_scale_window=3"]))
+        training.run(
+            load_recipe("tiny.toml", [*FP16, "name=growing", "train.loss_scale=8", "train.loss_scale_window=3"])
+        )
     )
     assert [record["loss_scale"] for record in growing[:7]] == [8, 8, 16, 16, 16, 32, 32]
     assert {record["loss_scale"] for record in steady} == {1024}

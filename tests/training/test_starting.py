@@ -52,7 +52,7 @@ def test_a_signal_in_the_last_step_changes_nothing(in_workplace):
 
 def test_out_of_time_a_run_stops_cleanly_and_goes_on(in_workplace, capsys):
     settings = [*QUICK, "train.steps=3", "train.max_hours=1e-6"]
-    states = [train.run(load_recipe("tiny.toml", settings)).state for _ in range(3)]
+    states = [training.run(load_recipe("tiny.toml", settings)).state for _ in range(3)]
     assert states == ["stopped", "stopped", "finished"]
     assert "1e-06 hours have passed: saved step 2 of 3; the same command resumes" in capsys.readouterr().err
     whole = training.run(load_recipe("tiny.toml", [*settings[:-1], "name=whole"]))
