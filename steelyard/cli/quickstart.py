@@ -44,7 +44,7 @@ def quickstart(overrides: Overrides = None, run: RunOption = None, json: JsonOpt
 
     from steelyard.evaluate.generation import Sampling, from_checkpoint
     from steelyard.observe import report
-    from steelyard.training import trainer
+    from steelyard.training import run_status, trainer
 
     measured = None
     if not any(override.partition("=")[0].strip() in LENGTHS for override in given):
@@ -56,7 +56,7 @@ def quickstart(overrides: Overrides = None, run: RunOption = None, json: JsonOpt
     page = report.write(folder)
     console.say(f'$ steelyard generate {folder.path} --prompt "{PROMPT}"')
     sample = from_checkpoint(folder.path, PROMPT, Sampling(max_tokens=120))
-    result = trainer.results(folder) | {"report": str(page), "sample": sample, "seconds_per_step_measured": measured}
+    result = run_status.results(folder) | {"report": str(page), "sample": sample, "seconds_per_step_measured": measured}
     before, after = result["valid_loss_before"], result["valid_loss_after"]
     text = (
         f"\nvalidation loss        {before:.3f} -> {after:.3f} nats\n"

@@ -75,7 +75,7 @@ def run(
         sft.prepare(loaded, nproc)  # What is encoded here is found by the ranks, and mistakes are told once.
         raise typer.Exit(launch(nproc))
     from steelyard.observe import report
-    from steelyard.training import trainer
+    from steelyard.training import run_status
 
     with raise_on_all_ranks(ranks):
         prepared = sft.prepare(loaded)
@@ -87,7 +87,7 @@ def run(
     if folder.state != "finished":  # The clock ended it: the same command goes on.
         return
     written = sft.export(prepared, folder, out)
-    result = trainer.results(folder) | {"out": written["path"], "exported_step": written["step"]}
+    result = run_status.results(folder) | {"out": written["path"], "exported_step": written["step"]}
     report.write(folder)
     print_result(result, json, f"run     {folder.path}\nmodel   {written['path']}, of step {written['step']}")
 

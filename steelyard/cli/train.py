@@ -65,7 +65,7 @@ def train(
         nsight_tools.go_under(loaded, run, ranks.rank)
     from steelyard.observe import report
     from steelyard.sparsity import sparsity_extension
-    from steelyard.training import trainer
+    from steelyard.training import run_status, trainer
 
     with raise_on_all_ranks(ranks):
         extension = sparsity_extension.extension(loaded)
@@ -76,7 +76,7 @@ def train(
         except UserError as missing:  # What was trained is not worth less for it.
             page = None
             console.warn(f"no report: {missing.message}")
-        result = trainer.results(folder) | {"report": page}
+        result = run_status.results(folder) | {"report": page}
         print_result(result, json, f"run     {folder.path}" + (f"\nreport  {page}" if page else ""))
 
 

@@ -20,7 +20,7 @@ from steelyard.checkpoint.formats.hf_metadata import end_ids
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.evaluate.load_model import context_of, loaded, tokenizer_for
-from steelyard.model import Cache, LanguageModel
+from steelyard.model import Batch, Cache, LanguageModel
 from steelyard.sparsity import pruned_source as sparse
 from steelyard.text.tokenizer import Tokenizer
 from steelyard.training.device import device_for, dtype_for
@@ -139,7 +139,7 @@ def _kept(length: int, left: int, context: int) -> int:
 @torch.inference_mode()
 def _next_logits(network: LanguageModel, new: Sequence[int], cache: Cache) -> Tensor:
     device = next(network.parameters()).device
-    logits_BLV: Tensor = network(torch.tensor([new], device=device), cache=cache, last=1)
+    logits_BLV: Tensor = network(Batch(torch.tensor([new], device=device), logits_to_keep=1), cache=cache)
     return logits_BLV[0, -1].float().cpu()  # One generator, so that a seed means the same on every device.
 
 

@@ -26,7 +26,7 @@ from steelyard.evaluate import eval_tokens as streams
 from steelyard.evaluate.eval_tokens import TokenStream
 from steelyard.evaluate.load_model import context_of, loaded, mesh_for, tokenizer_for
 from steelyard.evaluate.windows import Protocol, Window, WindowPlan, plan
-from steelyard.model import LanguageModel
+from steelyard.model import Batch, LanguageModel
 from steelyard.parallel.mesh import Mesh
 from steelyard.parallel.world import World, init_distributed, raise_on_all_ranks, run_on_rank0
 from steelyard.sizes.param_count import parameters
@@ -94,9 +94,7 @@ def summed_loss(
         for batch in _batches(windows, TOKENS_AT_ONCE[device.type]):
             rows = np.stack([tokens[window.start : window.end + 1] for window in batch]).astype(np.int64)
             rows_BL = torch.from_numpy(rows).to(device)
-            total += (
-                network(rows_BL[:, :-1], labels_BL=rows_BL[:, 1:], weights_BL=_weights(batch, device)).double().sum()
-            )
+            total += network(Batch(rows_BL[:, :-1], rows_BL[:, 1:], _weights(batch, device))).double().sum()
             advance(rows_BL[:, 1:].numel())
     return total
 

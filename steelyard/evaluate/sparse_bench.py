@@ -19,7 +19,7 @@ from torch import Tensor
 from steelyard.core import units
 from steelyard.core.errors import UserError
 from steelyard.evaluate.load_model import context_of, loaded
-from steelyard.model import Cache, LanguageModel
+from steelyard.model import Batch, Cache, LanguageModel
 from steelyard.sparsity import sparse_linear
 from steelyard.sparsity.pruned_source import opened
 from steelyard.sparsity.semi_structured import compressible
@@ -80,10 +80,11 @@ def _side(
 ) -> dict[str, float]:
     found: dict[str, float] = {"memory": float(_bytes(network))}
     tokens_BL = torch.randint(0, network.config.vocab, (1, prompt), device=device)
-    found[f"prefill {prompt}"] = prompt / _seconds(lambda: network(tokens_BL, last=1), device)
+    found[f"prefill {prompt}"] = prompt / _seconds(lambda: network(Batch(tokens_BL, logits_to_keep=1)), device)
     for batch in batches:
         cache = Cache(context + 1)
-        network(torch.randint(0, network.config.vocab, (batch, context), device=device), cache=cache, last=1)
+        prompt_BL = torch.randint(0, network.config.vocab, (batch, context), device=device)
+        network(Batch(prompt_BL, logits_to_keep=1), cache=cache)
         found[f"decode {batch}"] = batch / _seconds(_writing(network, cache, batch, context, device), device)
         del cache
     return found
@@ -96,7 +97,7 @@ def _writing(
 
     def step() -> Tensor:
         cache.forget(context)
-        logits: Tensor = network(token_B1, cache=cache, last=1)
+        logits: Tensor = network(Batch(token_B1, logits_to_keep=1), cache=cache)
         return logits
 
     return step

@@ -26,6 +26,7 @@ from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.finetuning.encoding import Encoded
 from steelyard.finetuning.packed_samples import Row, row_of
+from steelyard.model import Batch
 from steelyard.parallel.mesh import MeshAxis
 from steelyard.parallel.world import World
 from steelyard.tokens.loader import Rows, read
@@ -69,7 +70,7 @@ class PairSamples:
         row = self._row(pair, side)
         row[REFERENCE] = np.asarray(self.reference[2 * pair + side].item())
         if not self.is_real[number // 2]:
-            row["weights_BL"][:] = 0
+            row["loss_weights_BL"][:] = 0
         return row
 
     def in_order(self) -> Iterator[Row]:
@@ -91,7 +92,17 @@ class Preferring(Extension):
         self.beta, self.samples = beta, samples
         self.margin = torch.zeros(3, dtype=torch.float64)
         self.data: MeshAxis | None = None
-        for name in ("transform", "assembled", "initial_std", "pace", "begin_step", "loss", "saves", "state"):
+        for name in (
+            "transform",
+            "assembled",
+            "initial_std",
+            "pace",
+            "begin_step",
+            "forward",
+            "loss",
+            "saves",
+            "state",
+        ):
             setattr(self, name, getattr(inner, name))
         self.inner = inner
         self.needs_samples = inner.needs_samples
@@ -113,21 +124,22 @@ class Preferring(Extension):
         own = {f"reference.{n}": TensorShard.whole(samples.reference) for n, samples in enumerate(self.samples)}
         return self.inner.pieces() | own
 
-    def weigh(self, engine: Engine, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor | None]:
+    def weigh(self, engine: Engine, batch: Batch) -> tuple[Batch, Tensor | None]:
         """Set each token's weight by how far its pair is from being preferred enough."""
-        batch = dict(batch)
-        reference = batch.pop(REFERENCE).double()
+        reference = batch.extra[REFERENCE].double()
         gained = -engine.row_losses(batch) - reference
         margins = gained[0::2] - gained[1::2]
-        is_real = batch["weights_BL"].flatten(1).any(dim=1)
+        weights_BL = batch.loss_weights_BL
+        assert weights_BL is not None
+        is_real = weights_BL.flatten(1).any(dim=1)
         if engine.mesh.context.size > 1:
             held = is_real.to(torch.int32)
             dist.all_reduce(held, dist.ReduceOp.MAX, group=engine.mesh.context.group)
             is_real = held.bool()
         real = is_real[0::2].double()
         push = self.beta * torch.sigmoid(-self.beta * margins)
-        signed = torch.stack([push, -push], dim=1).flatten().to(batch["weights_BL"].dtype)
-        batch["weights_BL"] = batch["weights_BL"] * signed[:, None]
+        signed = torch.stack([push, -push], dim=1).flatten().to(weights_BL.dtype)
+        batch = batch.replace(loss_weights_BL=weights_BL * signed[:, None])
         sharing = engine.mesh.context.size * engine.mesh.pipeline.size
         self.data = engine.mesh.data
         self.margin = torch.stack([(margins * real).sum(), ((margins > 0) * real).sum(), real.sum()])

@@ -20,19 +20,19 @@ class NoisyDropout(Dropout):
         super().__init__(share)
         self.strength, self.length = strength, length
 
-    def forward(self, x: Tensor, samples_B: Tensor | None, places_BL: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, sample_ids_B: Tensor | None, row_positions_BL: Tensor | None) -> Tensor:
         """Add noise, then drop."""
-        if self.training and samples_B is not None and places_BL is not None:
+        if self.training and sample_ids_B is not None and row_positions_BL is not None:
             here = x.shape[-2]
-            places = places_BL[:, self.part[0] * here : self.part[0] * here + here]
-            x = x + self.strength / (self.length * x.shape[-1]) ** 0.5 * uniform(x, samples_B, places, self.salt + 1)
-        return super().forward(x, samples_B, places_BL)
+            places = row_positions_BL[:, self.part[0] * here : self.part[0] * here + here]
+            x = x + self.strength / (self.length * x.shape[-1]) ** 0.5 * uniform(x, sample_ids_B, places, self.salt + 1)
+        return super().forward(x, sample_ids_B, row_positions_BL)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def uniform(like: Tensor, samples_B: Tensor, places_BL: Tensor, salt: int) -> Tensor:
+def uniform(like: Tensor, sample_ids_B: Tensor, row_positions_BL: Tensor, salt: int) -> Tensor:
     """Numbers between -1 and 1 for samples, places and the channels of `like`."""
-    rows_BL = mixed(mixed(samples_B * FACTORS[0] + salt)[:, None] + places_BL * FACTORS[1])
+    rows_BL = mixed(mixed(sample_ids_B * FACTORS[0] + salt)[:, None] + row_positions_BL * FACTORS[1])
     columns = torch.arange(like.shape[-1], device=like.device) * FACTORS[2]
     bits = mixed(rows_BL[..., None] + columns) >> (62 - KEPT_BITS) & ((1 << KEPT_BITS) - 1)
     return (bits.to(torch.float32) / (1 << (KEPT_BITS - 1)) - 1).to(like.dtype)

@@ -58,19 +58,19 @@ class PackedSamples:
 def row_of(conversations: Sequence[Encoded], length: int) -> Row:
     """Conversations one after the other; what is left over is a document of its own, of which nothing is learned."""
     row: Row = {
-        "inputs": np.zeros(length, dtype=np.int64),
+        "tokens_BL": np.zeros(length, dtype=np.int64),
         "labels_BL": np.zeros(length, dtype=np.int64),
-        "weights_BL": np.zeros(length, dtype=np.float32),
+        "loss_weights_BL": np.zeros(length, dtype=np.float32),
         "documents_BL": np.full(length, len(conversations), dtype=np.int64),
-        "positions_BL": np.zeros(length, dtype=np.int64),
+        "position_ids_BL": np.zeros(length, dtype=np.int64),
     }
     start = 0
     for number, sample in enumerate(conversations):
         here = slice(start, start + sample.places)
-        row["inputs"][here] = sample.ids[:-1]
+        row["tokens_BL"][here] = sample.ids[:-1]
         row["labels_BL"][here] = sample.ids[1:]
-        row["weights_BL"][here] = sample.learned[1:]
+        row["loss_weights_BL"][here] = sample.learned[1:]
         row["documents_BL"][here] = number
-        row["positions_BL"][here] = np.arange(sample.places)
+        row["position_ids_BL"][here] = np.arange(sample.places)
         start += sample.places
     return row

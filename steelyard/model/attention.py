@@ -59,17 +59,19 @@ def varlen_attention(query_BHLE: Tensor, key_BKLE: Tensor, value_BKLE: Tensor, b
     return mixed_BLHE.transpose(1, 2)
 
 
-def cu_seqlens_of(starts_BN: Tensor, length: int, device: torch.device) -> CuSeqlens:
+def cu_seqlens_of(document_starts_BN: Tensor, length: int, device: torch.device) -> CuSeqlens:
     """The bounds of documents, from where those of each row begin; what begins at a row's end is none.
 
     On the host it is known what to leave out and how long the others are. On a GPU, to which FSDP brings whatever a
     model is given, asking would cost a wait: documents that are none stay in as empty ones, and any may be the longest.
     """
-    offsets_B1 = length * torch.arange(len(starts_BN), dtype=torch.int32, device=starts_BN.device)[:, None]
-    begins, longest = starts_BN + offsets_B1, length
-    begins = begins.flatten() if starts_BN.is_cuda else begins[starts_BN < length]
-    places = F.pad(begins, (0, 1), value=len(starts_BN) * length)
-    if not starts_BN.is_cuda:
+    offsets_B1 = (
+        length * torch.arange(len(document_starts_BN), dtype=torch.int32, device=document_starts_BN.device)[:, None]
+    )
+    begins, longest = document_starts_BN + offsets_B1, length
+    begins = begins.flatten() if document_starts_BN.is_cuda else begins[document_starts_BN < length]
+    places = F.pad(begins, (0, 1), value=len(document_starts_BN) * length)
+    if not document_starts_BN.is_cuda:
         longest = int(places.diff().max())
     if device.type == "cuda":
         places = places if places.is_cuda else places.pin_memory().to(device, non_blocking=True)
@@ -126,11 +128,11 @@ def attend_dropping(
     return kept_weights.to(value_BHLE.dtype) @ value_BHLE
 
 
-def rows_of(samples_B: Tensor, places_BL: Tensor, heads: range, salt: int) -> Tensor:
+def rows_of(sample_ids_B: Tensor, row_positions_BL: Tensor, heads: range, salt: int) -> Tensor:
     """A hash for each sample, head and query: what attention dropout draws from."""
-    numbers_H = torch.arange(heads.start, heads.stop, device=samples_B.device)
-    rows_BH = mixed(mixed(samples_B * FACTORS[0] + salt)[:, None] + numbers_H * FACTORS[1])
-    return mixed(rows_BH[..., None] + places_BL[:, None] * FACTORS[2])
+    numbers_H = torch.arange(heads.start, heads.stop, device=sample_ids_B.device)
+    rows_BH = mixed(mixed(sample_ids_B * FACTORS[0] + salt)[:, None] + numbers_H * FACTORS[1])
+    return mixed(rows_BH[..., None] + row_positions_BL[:, None] * FACTORS[2])
 
 
 def within_documents(documents_BL: Tensor) -> Tensor:

@@ -34,12 +34,12 @@ class Dropout(nn.Module):
         self.salt = 0
         self.part = (0, 1)
 
-    def forward(self, x: Tensor, samples_B: Tensor | None, places_BL: Tensor | None) -> Tensor:
-        if self.share == 0 or not self.training or samples_B is None or places_BL is None:
+    def forward(self, x: Tensor, sample_ids_B: Tensor | None, row_positions_BL: Tensor | None) -> Tensor:
+        if self.share == 0 or not self.training or sample_ids_B is None or row_positions_BL is None:
             return x
         length = x.shape[-2]
-        places_BL = places_BL[:, self.part[0] * length : self.part[0] * length + length]
-        rows_BL = mixed(mixed(samples_B * FACTORS[0] + self.salt)[:, None] + places_BL * FACTORS[1])
+        row_positions_BL = row_positions_BL[:, self.part[0] * length : self.part[0] * length + length]
+        rows_BL = mixed(mixed(sample_ids_B * FACTORS[0] + self.salt)[:, None] + row_positions_BL * FACTORS[1])
         dropped: Tensor = kept(x, rows_BL, self.share)
         return dropped
 

@@ -29,10 +29,10 @@ class Gpt(LanguageModel):
     def make_norm(self) -> nn.Module:
         return LayerNorm(self.config.hidden, self.config.norm_eps)
 
-    def embedded(self, tokens_BL: Tensor, positions_BL: Tensor) -> Tensor:
+    def embedded(self, tokens_BL: Tensor, position_ids_BL: Tensor) -> Tensor:
         assert self.positions is not None
-        positions_BLD: Tensor = self.positions(positions_BL)
-        return super().embedded(tokens_BL, positions_BL) + positions_BLD
+        positions_BLD: Tensor = self.positions(position_ids_BL)
+        return super().embedded(tokens_BL, position_ids_BL) + positions_BLD
 
 
 class GptAttention(nn.Module):
@@ -56,8 +56,8 @@ class GptAttention(nn.Module):
         )
         if context.cache is not None:
             key_BHLE, value_BHLE = context.cache.extended(key_BHLE, value_BHLE)
-        if self.dropout and self.training and context.samples_B is not None and context.places_BL is not None:
-            rows = rows_of(context.samples_B, context.places_BL, self.heads, self.salt)
+        if self.dropout and self.training and context.sample_ids_B is not None and context.row_positions_BL is not None:
+            rows = rows_of(context.sample_ids_B, context.row_positions_BL, self.heads, self.salt)
             mixed_BHLE = attend_dropping(query_BHLE, key_BHLE, value_BHLE, context.mask, rows, self.dropout)
         else:
             mixed_BHLE = self.attend(query_BHLE, key_BHLE, value_BHLE, context.mask)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from steelyard.core.recipe.model_section import GptConfig, LlamaConfig
 from steelyard.model.attention import CuSeqlens, cu_seqlens_of, within_documents
+from steelyard.model.batch import Batch
 from steelyard.model.dropout import Dropout, salt_of
 from steelyard.model.kv_cache import Cache, LayerCache
 from steelyard.model.loss import VocabHead, linear_cross_entropy
@@ -37,16 +38,19 @@ class Context(NamedTuple):
 
     rotation: tuple[Tensor, Tensor] | None = None
     mask: Tensor | CuSeqlens | None = None
-    samples_B: Tensor | None = None
-    places_BL: Tensor | None = None
+    sample_ids_B: Tensor | None = None
+    row_positions_BL: Tensor | None = None
     cache: LayerCache | None = None
     """Each layer's own."""
-    learned_BK: Tensor | None = None
+    loss_positions_BK: Tensor | None = None
     """For the last layer only: the places that the loss looks at; beyond attention no other need be computed."""
 
 
 class TransformerLayer(nn.Module):
     """Attention and MLP, each behind a norm and added to the stream."""
+
+    checkpoint: Callable[..., Tensor] | None = None
+    """Calls `compute` so that the backward pass computes it again; set by `parallel/activation_checkpoint.py`."""
 
     def __init__(self, attention: nn.Module, mlp: nn.Module, make_norm: Callable[[], nn.Module], drop: float) -> None:
         super().__init__()
@@ -54,20 +58,22 @@ class TransformerLayer(nn.Module):
         self.mlp_norm, self.mlp, self.mlp_dropout = make_norm(), mlp, Dropout(drop)
 
     def forward(self, x_BLD: Tensor, context: Context) -> Tensor:
-        noise = context.samples_B, context.places_BL
+        if self.checkpoint is None:
+            return self.compute(x_BLD, context)
+        return self.checkpoint(self.compute, x_BLD, context)
+
+    def compute(self, x_BLD: Tensor, context: Context) -> Tensor:
+        """The layer itself; a subclass may prepare something first, which is then done again in the backward pass."""
+        noise = context.sample_ids_B, context.row_positions_BL
         x_BLD = x_BLD + self.attention_dropout(self.attention(self.attention_norm(x_BLD), context), *noise)
-        if context.learned_BK is not None:
-            x_BLD = at_places(context.learned_BK, x_BLD)
+        if context.loss_positions_BK is not None:
+            x_BLD = at_places(context.loss_positions_BK, x_BLD)
         x_BLD = x_BLD + self.mlp_dropout(self.mlp(self.mlp_norm(x_BLD)), *noise)
         return x_BLD
 
 
 class LanguageModel(nn.Module):
-    """Token ids in, logits out; with labels in, the summed loss (1,). A slice takes and gives the stream instead.
-
-    With a cache the tokens go on where those before them ended. `last` leaves out all logits but those of so many
-    last tokens.
-    """
+    """A `Batch` in, logits out; with labels, the summed loss (1,). A slice takes and gives the stream instead."""
 
     embed: nn.Embedding | None
     head: Linear | None
@@ -95,11 +101,11 @@ class LanguageModel(nn.Module):
         """The norm before the head."""
         raise NotImplementedError
 
-    def rotation(self, positions_BL: Tensor) -> tuple[Tensor, Tensor] | None:
+    def rotation(self, position_ids_BL: Tensor) -> tuple[Tensor, Tensor] | None:
         """What turns queries and keys by their position, if the family does that."""
         return None
 
-    def embedded(self, tokens_BL: Tensor, positions_BL: Tensor) -> Tensor:
+    def embedded(self, tokens_BL: Tensor, position_ids_BL: Tensor) -> Tensor:
         """The stream's beginning."""
         assert self.embed is not None
         embedded: Tensor = self.embed(tokens_BL)
@@ -116,59 +122,61 @@ class LanguageModel(nn.Module):
             if hasattr(module, "salt"):
                 module.salt = salt_of(seed, name)
 
-    def forward(
-        self,
-        inputs: Tensor,
-        positions_BL: Tensor | None = None,
-        documents_BL: Tensor | None = None,
-        starts_BN: Tensor | None = None,
-        samples_B: Tensor | None = None,
-        places_BL: Tensor | None = None,
-        labels_BL: Tensor | None = None,
-        weights_BL: Tensor | None = None,
-        learned_BK: Tensor | None = None,
-        cache: Cache | None = None,
-        last: int | None = None,
-    ) -> Tensor:
-        if positions_BL is None:
+    def forward(self, batch: Batch | Tensor, x_BLD: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+        """Compute a batch, or plain token ids. `x_BLD` is the output of the stage before, for all stages but the first.
+
+        With a cache the tokens continue those that it has seen.
+        """
+        if isinstance(batch, Tensor):
+            batch = Batch(batch)
+        position_ids_BL = batch.position_ids_BL
+        if position_ids_BL is None:
             seen = 0 if cache is None else cache.length
-            positions_BL = torch.arange(seen, seen + inputs.shape[1], device=inputs.device)[None]
-        if places_BL is None and samples_B is not None:
-            places_BL = torch.arange(positions_BL.shape[1], device=inputs.device)[None]
-        mask: Tensor | CuSeqlens | None = None if documents_BL is None else self.mask_of(documents_BL)
-        if starts_BN is not None:  # The same documents by where they begin, for kernels that want that.
-            mask = cu_seqlens_of(starts_BN, positions_BL.shape[1], inputs.device)
-        context = Context(self.rotation(positions_BL), mask, samples_B, places_BL)
-        x_BLD = inputs
+            position_ids_BL = torch.arange(seen, seen + batch.tokens_BL.shape[1], device=batch.tokens_BL.device)[None]
+        context = self._context(batch, position_ids_BL)
         if self.embed is not None:
-            x_BLD = self.embed_dropout(self.embedded(inputs, positions_BL).to(self.dtype), samples_B, places_BL)
-        picks_early = learned_BK is not None and labels_BL is not None and self._picks_early()
-        if picks_early and inputs.is_cuda:  # So the last layer is compiled once for any number of them.
-            torch._dynamo.maybe_mark_dynamic(learned_BK, 1)
+            x_BLD = self.embedded(batch.tokens_BL, position_ids_BL).to(self.dtype)
+            x_BLD = self.embed_dropout(x_BLD, context.sample_ids_B, context.row_positions_BL)
+        loss_positions_BK = batch.loss_positions_BK
+        picks_early = loss_positions_BK is not None and batch.labels_BL is not None and self._picks_early()
+        if picks_early and batch.tokens_BL.is_cuda:  # So the last layer is compiled once for any number of them.
+            torch._dynamo.maybe_mark_dynamic(loss_positions_BK, 1)
         for number, layer in self.layers.items():
             if cache is not None:
                 context = context._replace(cache=cache.of(number))
             if picks_early and int(number) == self.config.layers - 1:
-                context = context._replace(learned_BK=learned_BK)
+                context = context._replace(loss_positions_BK=loss_positions_BK)
             x_BLD = layer(x_BLD, context)
+        assert x_BLD is not None
         if cache is not None:
-            cache.length += inputs.shape[1]
+            cache.length += batch.tokens_BL.shape[1]
         if self.norm is None or self.head is None:
             return x_BLD
-        if last is not None:
-            x_BLD = x_BLD[:, -last:]
+        if batch.logits_to_keep is not None:
+            x_BLD = x_BLD[:, -batch.logits_to_keep :]
         x_BLD = self.vocabulary.enter(self.norm(x_BLD))
+        labels_BL, loss_weights_BL = batch.labels_BL, batch.loss_weights_BL
         if labels_BL is not None:
-            if learned_BK is not None:  # Every other place weighs nothing, so the head need not see it.
-                x_BLD = x_BLD if picks_early else at_places(learned_BK, x_BLD)
-                labels_BL = labels_BL.gather(1, learned_BK)
-                weights_BL = None if weights_BL is None else weights_BL.gather(1, learned_BK)
-            loss = self.loss(x_BLD, self.head.weight, labels_BL, weights_BL, self.config.vocab, self.vocabulary)
+            if loss_positions_BK is not None:  # Every other position has weight 0, so the head can skip it.
+                x_BLD = x_BLD if picks_early else at_places(loss_positions_BK, x_BLD)
+                labels_BL = labels_BL.gather(1, loss_positions_BK)
+                loss_weights_BL = None if loss_weights_BL is None else loss_weights_BL.gather(1, loss_positions_BK)
+            loss = self.loss(x_BLD, self.head.weight, labels_BL, loss_weights_BL, self.config.vocab, self.vocabulary)
             # A pipeline joins the outputs of micro-batches, which it could not do with scalars; a view makes FSDP warn.
             return torch.stack([loss])
         # Rows that only pad the vocabulary are cut off: they are never predicted and never trained.
         logits: Tensor = self.head(x_BLD)[..., : self.config.vocab]
         return logits
+
+    def _context(self, batch: Batch, position_ids_BL: Tensor) -> Context:
+        """What all layers share in a forward pass."""
+        device, row_positions_BL = batch.tokens_BL.device, batch.row_positions_BL
+        if row_positions_BL is None and batch.sample_ids_B is not None:
+            row_positions_BL = torch.arange(position_ids_BL.shape[1], device=device)[None]
+        mask: Tensor | CuSeqlens | None = None if batch.documents_BL is None else self.mask_of(batch.documents_BL)
+        if batch.document_starts_BN is not None:
+            mask = cu_seqlens_of(batch.document_starts_BN, position_ids_BL.shape[1], device)
+        return Context(self.rotation(position_ids_BL), mask, batch.sample_ids_B, row_positions_BL)
 
     def _picks_early(self) -> bool:
         """Whether the last layer may go on with learned places alone: it is here, has whole rows, and drops nothing."""

@@ -33,8 +33,8 @@ class Llama(LanguageModel):
     def make_norm(self) -> nn.Module:
         return RmsNorm(self.config.hidden, self.config.norm_eps)
 
-    def rotation(self, positions_BL: Tensor) -> Rotation:
-        return rope_cos_sin(self.config, positions_BL)
+    def rotation(self, position_ids_BL: Tensor) -> Rotation:
+        return rope_cos_sin(self.config, position_ids_BL)
 
 
 class LlamaAttention(nn.Module):
@@ -60,8 +60,8 @@ class LlamaAttention(nn.Module):
         query_BHLE, key_BKLE = apply_rope(query_BHLE, context.rotation), apply_rope(key_BKLE, context.rotation)
         if context.cache is not None:
             key_BKLE, value_BKLE = context.cache.extended(key_BKLE, value_BKLE)
-        if self.dropout and self.training and context.samples_B is not None and context.places_BL is not None:
-            rows = rows_of(context.samples_B, context.places_BL, self.heads, self.salt)
+        if self.dropout and self.training and context.sample_ids_B is not None and context.row_positions_BL is not None:
+            rows = rows_of(context.sample_ids_B, context.row_positions_BL, self.heads, self.salt)
             mixed_BHLE = attend_dropping(query_BHLE, key_BKLE, value_BKLE, context.mask, rows, self.dropout)
         else:
             mixed_BHLE = self.attend(query_BHLE, key_BKLE, value_BKLE, context.mask)
@@ -83,13 +83,15 @@ class LlamaMlp(nn.Module):
         return output
 
 
-def rope_cos_sin(config: LlamaConfig, positions_BL: Tensor) -> Rotation:
+def rope_cos_sin(config: LlamaConfig, position_ids_BL: Tensor) -> Rotation:
     """Cosine and sine of each position's angles, one for all heads, in fp32 whatever the model computes in."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=positions_BL.device) / config.head_dim
+    exponents = (
+        torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=position_ids_BL.device) / config.head_dim
+    )
     frequencies = config.rope_theta**-exponents
     if config.rope_scaling is not None:
         frequencies = scaled(frequencies, config.rope_scaling)
-    angles_BLE = (positions_BL.float()[..., None] * frequencies).repeat(1, 1, 2)
+    angles_BLE = (position_ids_BL.float()[..., None] * frequencies).repeat(1, 1, 2)
     return angles_BLE.cos()[:, None], angles_BLE.sin()[:, None]
 
 

@@ -42,12 +42,12 @@ def linear_cross_entropy(
     x_BLD: Tensor,
     weight_VD: Tensor,
     labels_BL: Tensor,
-    weights_BL: Tensor | None,
+    loss_weights_BL: Tensor | None,
     vocab: int,
     vocabulary: VocabHead,
 ) -> Tensor:
     """The sum over all tokens of weight x cross entropy, in fp32. Rows beyond `vocab` only pad and are left out."""
-    weights_N = None if weights_BL is None else weights_BL.flatten()
+    weights_N = None if loss_weights_BL is None else loss_weights_BL.flatten()
     loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         x_BLD.flatten(0, 1), weight_VD, labels_BL.flatten(), weights_N, vocab, vocabulary
     )

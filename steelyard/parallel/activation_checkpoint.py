@@ -10,10 +10,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from steelyard.model import LanguageModel
+from steelyard.model.language_model import TransformerLayer
 
 aten = torch.ops.aten
 COSTLY = {
@@ -40,15 +40,16 @@ def apply(model: LanguageModel, recompute: str | int) -> None:
     if recompute == "none":
         return
     for layer in layers:
+        assert isinstance(layer, TransformerLayer)
         _wrap(layer, selective=recompute == "selective")
 
 
-def _wrap(layer: nn.Module, selective: bool) -> None:
-    # The forward inside the module is wrapped, not the module: names stay, and what hooks do around it is done once.
+def _wrap(layer: TransformerLayer, selective: bool) -> None:
+    # The layer calls this inside its forward: parameter names stay, and hooks around the forward run once.
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if selective:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-    layer.forward = partial(checkpoint, layer.forward, **options)
+    layer.checkpoint = partial(checkpoint, **options)
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -21,7 +21,7 @@ from torch.distributed.pipelining import (
 )
 
 from steelyard.core.recipe.parallel_section import ParallelSection, Partition
-from steelyard.model import LanguageModel, StageSpec
+from steelyard.model import Batch, LanguageModel, StageSpec
 from steelyard.parallel.mesh import MeshAxis
 
 SCHEDULES = {
@@ -91,6 +91,10 @@ class Stage(PipelineStage):
         self._mark("send", bwd_chunk_id)
         return super().get_bwd_send_ops(bwd_chunk_id)
 
+    def forward_maybe_with_nosync(self, x: Tensor, **fields: Tensor) -> Any:
+        """Called with the tokens of a micro-batch, or with what the stage before sent, and the fields of its batch."""
+        return super().forward_maybe_with_nosync(Batch(**fields), None if self.is_first else x)
+
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Called for each micro-batch's forward pass."""
         self._mark("forward", fwd_chunk_id)
@@ -133,41 +137,39 @@ class Pipeline:
         self.timers: Timers | None = None
         self._schedules: dict[tuple[int, torch.Size], Any] = {}
 
-    def train(self, batch: dict[str, Tensor], micro_batches: int, scale: Tensor) -> Tensor:
+    def train(self, batch: Batch, micro_batches: int, scale: Tensor) -> Tensor:
         """Forward and backward of a rank's part of a step; the loss is multiplied by `scale` for its gradient.
 
         Returns the sum of the losses, which is zero but on the last stage.
         """
         self.scale, self.losses = scale, []
         schedule = self._schedule(batch, micro_batches)
-        inputs = (batch["inputs"],) if 0 in self.models else ()
-        others = {name: value for name, value in batch.items() if name != "inputs"}
-        schedule.step(*inputs, target=batch["labels_BL"], losses=[], **others)
+        inputs = (batch.tokens_BL,) if 0 in self.models else ()
+        schedule.step(*inputs, target=batch.labels_BL, losses=[], **batch.tensors())
         return torch.stack(self.losses).sum() if self.losses else torch.zeros((), device=self.device)
 
-    def evaluate(self, batches: Iterable[dict[str, Tensor]]) -> list[Tensor]:
+    def evaluate(self, batches: Iterable[Batch]) -> list[Tensor]:
         """The loss of each batch, forward only, stage after stage; zero but on the last stage."""
         losses = []
         for batch in batches:
             losses.append(torch.zeros((), dtype=torch.float64, device=self.device))
-            others = {name: value for name, value in batch.items() if name != "inputs"}
             for stage, model in self.models.items():
-                x = batch["inputs"]
+                x = None
                 if stage > 0:
                     x = torch.empty(self._boundary(model, batch), dtype=model.dtype, device=self.device)
                     dist.recv(x, group=self.axis.group, group_src=(stage - 1) % self.axis.size)
-                y = model(x, **others)
+                y = model(batch, x)
                 if model.part.last:
                     losses[-1] += y.double().sum()
                 else:
                     dist.send(y.contiguous(), group=self.axis.group, group_dst=(stage + 1) % self.axis.size)
         return losses
 
-    def _schedule(self, batch: dict[str, Tensor], micro_batches: int) -> Any:
+    def _schedule(self, batch: Batch, micro_batches: int) -> Any:
         """The schedule for so many micro-batches, made when first asked for."""
-        key = micro_batches, batch["inputs"].shape
+        key = micro_batches, batch.tokens_BL.shape
         if key not in self._schedules:
-            micro = {name: value[: len(value) // micro_batches] for name, value in batch.items()}
+            micro = next(batch.micro_batches(len(batch) // micro_batches))
             stages: Any = [self._stage(number, model, micro) for number, model in self.models.items()]
             kind = SCHEDULES[self.parallel.schedule]
             self._schedules[key] = kind(
@@ -180,16 +182,16 @@ class Pipeline:
             stage.timers = self.timers
         return self._schedules[key]
 
-    def _stage(self, number: int, model: LanguageModel, micro: dict[str, Tensor]) -> Stage:
+    def _stage(self, number: int, model: LanguageModel, micro: Batch) -> Stage:
         """One stage, told what comes in and goes out so that it need not try."""
         boundary = torch.empty(self._boundary(model, micro), dtype=model.dtype, device="meta", requires_grad=True)
-        inputs = micro["inputs"].to("meta") if model.part.first else boundary
+        inputs = micro.tokens_BL.to("meta") if model.part.first else boundary
         outputs = torch.empty(1, device="meta") if model.part.last else boundary
         return Stage(model, number, self.parallel.stages, self.device, inputs, outputs, group=self.axis.group)
 
-    def _boundary(self, model: LanguageModel, batch: dict[str, Tensor]) -> tuple[int, ...]:
+    def _boundary(self, model: LanguageModel, batch: Batch) -> tuple[int, ...]:
         """The shape of the stream between stages."""
-        rows, length = batch["inputs"].shape
+        rows, length = batch.tokens_BL.shape
         pieces = self.parallel.tensor if self.parallel.sequence_parallel else 1
         return rows, length // pieces, model.config.hidden
 

@@ -95,7 +95,7 @@ def _cut(module: nn.Module, name: str, dim: int, path: str, axis: MeshAxis, cuts
 def _cut_ends(model: LanguageModel, axis: MeshAxis, by_sequence: bool, cuts: dict[str, Cut]) -> None:
     if model.embed is not None:
         _cut(model.embed, "weight", 0, "embed.weight", axis, cuts)
-        model.embed.forward = _VocabularyLookup(model.embed, axis, by_sequence)  # type: ignore[assignment, method-assign]
+        model.embed = VocabParallelEmbedding(model.embed.weight, axis, by_sequence)
         positions = getattr(model, "positions", None)
         if by_sequence and positions is not None:
             positions.register_forward_hook(_TakingPart(axis))
@@ -142,14 +142,17 @@ class _TakingPart:
         return output.chunk(self.axis.size, SEQUENCE)[self.axis.index]
 
 
-class _VocabularyLookup:
-    """An embedding whose rows lie on several ranks: each looks up what it has, and the sum is the whole."""
+class VocabParallelEmbedding(nn.Embedding):
+    """An embedding whose rows are on several ranks: each looks up what it has, and the sum is the whole."""
 
-    def __init__(self, embed: nn.Embedding, axis: MeshAxis, by_sequence: bool) -> None:
-        self.embed, self.axis, self.by_sequence = embed, axis, by_sequence
+    def __init__(self, weight_VD: nn.Parameter, axis: MeshAxis, by_sequence: bool) -> None:
+        super().__init__(*weight_VD.shape, _weight=weight_VD)
+        self.weight = weight_VD
+        self.axis, self.by_sequence = axis, by_sequence
 
-    def __call__(self, tokens_BL: Tensor) -> Tensor:
-        weight = self.embed.weight
+    def forward(self, tokens_BL: Tensor) -> Tensor:
+        """Look up the rows that are here, and add those of the other ranks."""
+        weight = self.weight
         place_BL = tokens_BL - self.axis.index * weight.shape[0]
         is_here_BL = (place_BL >= 0) & (place_BL < weight.shape[0])
         found_BLD = nn.functional.embedding(place_BL.where(is_here_BL, 0), weight)

@@ -10,14 +10,13 @@ Tensor suffixes: N tokens, D hidden, V rows of the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from steelyard.model import LanguageModel
+from steelyard.model import Batch, LanguageModel
 from steelyard.model.loss import VocabHead, linear_cross_entropy
 from steelyard.sparsity.masked_linear import Course
 
@@ -25,30 +24,29 @@ CHUNK_BYTES = 1 << 28  # of logits in fp32
 
 
 class Distilling:
-    """A model's forward that asks the dense model first."""
+    """A forward pass that computes the dense model first, and adds the divergence from it to the loss."""
 
-    def __init__(self, model: LanguageModel, course: Course, weight: float, temperature: float) -> None:
-        self.model, self.course, self.weight, self.temperature = model, course, weight, temperature
-        self.forward: Callable[..., Tensor] = model.forward
+    def __init__(self, course: Course, weight: float, temperature: float) -> None:
+        self.course, self.weight, self.temperature = course, weight, temperature
         self.dense_BLD: Tensor | None = None
         self.sums_2 = torch.zeros(2, dtype=torch.float64, device=course.candidates_CM.device)
         """Divergence and tokens since the last record."""
 
-    def __call__(self, inputs: Tensor, **others: Any) -> Tensor:
-        """The dense model's last hidden states, which are kept for the loss, and then what the model gives."""
-        if not self.model.training or others.get("labels_BL") is None:
-            return self.forward(inputs, **others)
-        others.pop("learned_BK", None)  # The divergence knows no weights: a token counts wherever it stands.
-        self.course.dense, self.model.loss = True, self._remember
+    def __call__(self, model: LanguageModel, batch: Batch) -> Tensor:
+        """Keep the dense model's last hidden states for the loss, then compute the masked model."""
+        # The divergence has no weights: a token counts wherever it stands.
+        batch = batch.replace(loss_positions_BK=None)
+        self.course.dense, model.loss = True, self._remember
         try:
             with torch.no_grad():
-                self.forward(inputs, **{**others, "samples_B": None})  # and so nothing is dropped
+                model(batch.replace(sample_ids_B=None))  # Without sample ids nothing is dropped.
         finally:
-            self.course.dense, self.model.loss = False, self._both
+            self.course.dense, model.loss = False, self._both
         try:
-            return self.forward(inputs, **others)
+            loss: Tensor = model(batch)
+            return loss
         finally:
-            self.model.loss, self.dense_BLD = linear_cross_entropy, None
+            model.loss, self.dense_BLD = linear_cross_entropy, None
 
     def _remember(self, x_BLD: Tensor, *others: Any) -> Tensor:
         self.dense_BLD = x_BLD
@@ -59,12 +57,12 @@ class Distilling:
         x_BLD: Tensor,
         weight_VD: Tensor,
         labels_BL: Tensor,
-        weights_BL: Tensor | None,
+        loss_weights_BL: Tensor | None,
         vocab: int,
         vocabulary: VocabHead,
     ) -> Tensor:
         assert self.dense_BLD is not None
-        loss = linear_cross_entropy(x_BLD, weight_VD, labels_BL, weights_BL, vocab, vocabulary)
+        loss = linear_cross_entropy(x_BLD, weight_VD, labels_BL, loss_weights_BL, vocab, vocabulary)
         apart = divergence(x_BLD, self.dense_BLD, weight_VD, vocab, self.temperature)
         self.sums_2 += torch.stack([apart.detach().double(), torch.full_like(apart, labels_BL.numel()).double()])
         return loss + self.weight * (apart - apart.detach())

@@ -48,12 +48,12 @@ def salt_of(seed: int, name: str) -> tuple[int, int]:
     return _signed(int.from_bytes(digest[:4], "little")), _signed(int.from_bytes(digest[4:8], "little"))
 
 
-def draw_of(samples_B: Tensor) -> Tensor:
+def draw_of(sample_ids_B: Tensor) -> Tensor:
     """Two 32-bit numbers, on the samples' device, that stand for a micro-batch: those of its first sample in the run.
 
     Which sample that is follows from the step and the micro-batch's index in the global batch.
     """
-    first = samples_B[:1].long()
+    first = sample_ids_B[:1].long()
     return torch.cat([first, first * FACTORS[1] + (first >> 32)]).to(torch.int32)
 
 

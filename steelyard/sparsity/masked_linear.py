@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.sparsity_section import SparsitySection
 from steelyard.model import LanguageModel
-from steelyard.model.language_model import Context
+from steelyard.model.language_model import Context, TransformerLayer
 from steelyard.model.modules import Linear
 from steelyard.sparsity import gumbel
 from steelyard.sparsity.gumbel import GroupOffset
@@ -103,12 +102,12 @@ def freeze(model: LanguageModel) -> None:
 def put_masks(model: LanguageModel, names: Container[str], seed: int, course: Course) -> None:
     """Put masked maps in the place of a frozen model's plain ones, and have each layer tell them what to draw."""
     replace_linears(model, names, lambda linear, name: MaskedLinear(linear, course))
-    for number, layer in model.layers.items():
+    for number, layer in list(model.layers.items()):
         masked = {name: module for name, module in layer.named_modules() if isinstance(module, MaskedLinear)}
         if masked:
             salts = [gumbel.salt_of(seed, f"layers.{number}.{name}.weight") for name in masked]
             salts_N2 = torch.tensor(salts, dtype=torch.int32, device=course.candidates_CM.device)
-            layer.forward = _Drawing(layer, layer.forward, list(masked.values()), salts_N2)
+            model.layers[number] = MaskedLayer(layer, list(masked.values()), salts_N2)
 
 
 def course_of(sparsity: SparsitySection, device: torch.device) -> Course:
@@ -127,23 +126,24 @@ def _arithmetic(weight_OI: Tensor, logits_OGC: Tensor) -> Callable[..., Tensor]:
     return gumbel.masked_weight
 
 
-class _Drawing:
-    """A layer's forward that first tells its masked maps which micro-batch this is.
+class MaskedLayer(TransformerLayer):
+    """A layer that tells its masked maps which micro-batch this is, before it computes.
 
-    It stands inside what is computed again in the backward pass, so the maps are told again there. Salts are tensors:
-    numbers would be compiled in, and every layer would be a graph of its own.
+    Salts are tensors: numbers would be compiled in, and every layer would be a graph of its own.
     """
 
-    def __init__(
-        self, layer: nn.Module, forward: Callable[..., Any], masked: list[MaskedLinear], salts_N2: Tensor
-    ) -> None:
-        self.layer, self.forward, self.masked, self.salts_N2 = layer, forward, masked, salts_N2
+    def __init__(self, layer: nn.Module, masked: list[MaskedLinear], salts_N2: Tensor) -> None:
+        nn.Module.__init__(self)
+        for name, child in layer.named_children():
+            self.add_module(name, child)
+        self.masked, self.salts_N2 = tuple(masked), salts_N2
 
-    def __call__(self, x_BLD: Tensor, context: Context) -> Any:
-        samples_B = context.samples_B
+    def compute(self, x_BLD: Tensor, context: Context) -> Tensor:
+        """Set what to draw, then compute; the backward pass that computes a layer again sets it again."""
+        sample_ids_B = context.sample_ids_B
         draws: list[Tensor | None] = [None] * len(self.masked)
-        if samples_B is not None and self.layer.training:
-            draws = list((gumbel.draw_of(samples_B) + self.salts_N2).unbind())
+        if sample_ids_B is not None and self.training:
+            draws = list((gumbel.draw_of(sample_ids_B) + self.salts_N2).unbind())
         for linear, draw in zip(self.masked, draws, strict=True):
             linear.draw = draw
-        return self.forward(x_BLD, context)
+        return super().compute(x_BLD, context)

@@ -14,7 +14,7 @@ from steelyard.checkpoint import TensorShard, formats
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.sparsity_section import SparsitySection
-from steelyard.model import LanguageModel
+from steelyard.model import Batch, LanguageModel
 from steelyard.parallel.mesh import Mesh, alone
 from steelyard.parallel.param_shards import ParamShard
 from steelyard.parallel.world import World, gather_errors, raise_on_all_ranks, run_on_rank0
@@ -64,8 +64,11 @@ class LearnedMasks(Extension):
         masked_linear.put_masks(model, self.names, self.recipe.train.seed, self.course)
         if self.sparsity.distill:
             weight, temperature = self.sparsity.distill, self.sparsity.distill_temperature
-            self.distilling = Distilling(model, self.course, weight, temperature)
-            model.forward = self.distilling  # type: ignore[assignment, method-assign]
+            self.distilling = Distilling(self.course, weight, temperature)
+
+    def forward(self, model: LanguageModel, batch: Batch) -> Tensor:
+        """Follow the dense model's predictions too, if the recipe says so."""
+        return super().forward(model, batch) if self.distilling is None else self.distilling(model, batch)
 
     def assembled(self, stages: dict[int, LanguageModel], parts: list[ParamShard], mesh: Mesh) -> None:
         """Find the logits among the parts, each with the weight it belongs to."""

@@ -21,7 +21,7 @@ from steelyard.tokens.samples import Samples
 
 AHEAD = 2
 Rows = dict[str, npt.NDArray[Any]]
-"""What the model takes, by its names, a sample a row: `inputs` and `labels_BL`, and what else the samples say."""
+"""Fields of `model.Batch` as arrays, a sample per row: `tokens_BL`, `labels_BL`, and what else the samples have."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def labels_in(samples: Samples, first: int, number: int, length: int) -> int:
 
 def columns(sample: npt.NDArray[np.int64] | Rows) -> Rows:
     """A sample, or rows of them, by the model's names: each token of plain text is predicted from those before."""
-    return sample if isinstance(sample, dict) else {"inputs": sample[..., :-1], "labels_BL": sample[..., 1:]}
+    return sample if isinstance(sample, dict) else {"tokens_BL": sample[..., :-1], "labels_BL": sample[..., 1:]}
 
 
 class Loader:
@@ -143,7 +143,7 @@ class Loader:
                     raise ValueError(f"{self.ranks} ranks cannot share a batch of {size}")
                 mine = first + self.rank * part
                 rows = read(self.samples, mine, part)
-                labels = labels_in(self.samples, first, size, rows["inputs"].shape[1])
+                labels = labels_in(self.samples, first, size, rows["tokens_BL"].shape[1])
                 first += size
                 self._put(Batch(rows, mine, first, labels))
             except Exception as error:

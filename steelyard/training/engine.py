@@ -5,7 +5,7 @@ Nothing in a step asks the device for a number: losses and norms stay tensors un
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from steelyard import model as models
 from steelyard.checkpoint import TensorShard
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
-from steelyard.model import LanguageModel
+from steelyard.model import Batch, LanguageModel
 from steelyard.model.attention import has_varlen_attention
 from steelyard.parallel import context_parallel, fsdp
 from steelyard.parallel.gradients import Gradients
@@ -30,7 +30,7 @@ from steelyard.training.extension import Extension
 from steelyard.training.optimizer import Optimizer
 from steelyard.training.timeline import Timeline
 
-Batch = dict[str, Tensor]
+FIELDS = {field.name for field in dataclasses.fields(Batch)}
 
 
 class Engine:
@@ -135,7 +135,7 @@ class Engine:
 
         A row's is the same to the bit whatever stands beside it, so nothing here may depend on other rows.
         """
-        losses = self._losses({name: value for name, value in batch.items() if name != "learned_BK"}, 1)
+        losses = self._losses(batch.replace(loss_positions_BK=None), 1)
         for axis in (self.mesh.context, self.mesh.pipeline):
             if axis.size > 1:
                 torch.distributed.all_reduce(losses, group=axis.group)
@@ -144,15 +144,15 @@ class Engine:
     @torch.no_grad()
     def _losses(self, batch: Batch, size: int) -> Tensor:
         """The loss of every `size` rows, as far as this rank computes it."""
-        micro_batches = self.micro_batches(batch, size)
+        micro_batches = batch.micro_batches(size)
         if self.assembly.pipeline is not None:
             return torch.stack(self.assembly.pipeline.evaluate(micro_batches))
-        return torch.stack([self.assembly.model(**micro).double().sum() for micro in micro_batches])
+        return torch.stack([self.assembly.model(micro).double().sum() for micro in micro_batches])
 
     def forward_and_backward(self, batch: Batch, scale: float) -> Tensor:
         """Add the gradients of this rank's rows and return the sum of their losses."""
         factor = torch.full((), scale, device=self.device)
-        count = len(batch["inputs"]) // self.recipe.train.micro_batch
+        count = len(batch) // self.recipe.train.micro_batch
         if self.assembly.pipeline is not None:
             self.assembly.pipeline.timers = self.timeline if self.timeline.is_wanted else None
             loss = self.assembly.pipeline.train(batch, count, factor)
@@ -160,10 +160,10 @@ class Engine:
             return loss.double()
         model, self.micro_losses = self.assembly.model, []
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for number, micro in enumerate(self.micro_batches(batch, self.recipe.train.micro_batch)):
+        for number, micro in enumerate(batch.micro_batches(self.recipe.train.micro_batch)):
             fsdp.before_micro_batch(model, self.recipe.parallel.zero, is_last=number == count - 1)
             self.timeline.mark("forward", 0, number)
-            loss = model(**micro).sum()
+            loss = self.extension.forward(model, micro).sum()
             self.timeline.mark("backward", 0, number)
             (loss * factor).backward()
             self.micro_losses.append(loss.detach())
@@ -175,16 +175,11 @@ class Engine:
 
         Gradients are summed over the ranks of data by now: what each rank adds here stands for all of them.
         """
-        factor = scale * (len(batch["inputs"]) // self.recipe.train.micro_batch)
+        factor = scale * (len(batch) // self.recipe.train.micro_batch)
         for model in self.assembly.stages.values():
             loss = self.extension.loss(model)
             if loss is not None:
                 (loss * factor * self.mesh.data.size).backward()
-
-    def micro_batches(self, batch: Batch, size: int) -> Iterator[Batch]:
-        """The rows of a batch, `size` at a time."""
-        for first in range(0, len(batch["inputs"]), size):
-            yield {name: value[first : first + size] for name, value in batch.items()}
 
     def batch_of(self, rows: Rows, first_sample: int | None = None) -> Batch:
         """What the model takes, on its device: this rank's part of each row where sequences are cut.
@@ -192,39 +187,39 @@ class Engine:
         Where documents begin stays on the host, which makes of it what attention needs.
         """
         vocab, data = self.recipe.model.vocab, self.recipe.data
-        largest = max(rows["inputs"].max(), rows["labels_BL"].max())
+        largest = max(rows["tokens_BL"].max(), rows["labels_BL"].max())
         if largest >= vocab:
             raise UserError(f"the data holds the id {largest}, but model.vocab is {vocab}")
-        number, length = rows["inputs"].shape
+        number, length = rows["tokens_BL"].shape
         places = np.broadcast_to(np.arange(length), (number, length))
-        batch: dict[str, Any] = dict(rows)
+        batch = dict(rows)
         if self.mesh.world.size > 1:
-            batch.setdefault("positions_BL", places)
+            batch.setdefault("position_ids_BL", places)
         if self.end_of_document is not None and "documents_BL" not in rows:
-            documents = documents_in(rows["inputs"], self.end_of_document)
+            documents = documents_in(rows["tokens_BL"], self.end_of_document)
             if data.mask_documents:
                 batch["documents_BL"] = documents.number
             if data.reset_positions:
-                batch["positions_BL"] = documents.position
+                batch["position_ids_BL"] = documents.position
         if "documents_BL" in batch and self._attends_within():
-            batch["starts_BN"] = starts_of(batch.pop("documents_BL"))
+            batch["document_starts_BN"] = starts_of(batch.pop("documents_BL"))
         drops = self.recipe.model.dropout or self.recipe.model.attention_dropout
         if first_sample is not None and (drops or self.extension.needs_samples):
-            batch["samples_B"] = np.arange(first_sample, first_sample + number)
-            batch["places_BL"] = places
+            batch["sample_ids_B"] = np.arange(first_sample, first_sample + number)
+            batch["row_positions_BL"] = places
         if self.mesh.context.size > 1:
             here = context_parallel.places(length, self.mesh.context).numpy()
-            for name in ("inputs", "labels_BL", "weights_BL", "positions_BL", "places_BL"):
+            for name in ("tokens_BL", "labels_BL", "loss_weights_BL", "position_ids_BL", "row_positions_BL"):
                 if name in batch:
                     batch[name] = batch[name][:, here]
-        if "weights_BL" in batch:
-            learned = learned_in(batch["weights_BL"])
-            if learned.shape[1] < batch["weights_BL"].shape[1]:
-                batch["learned_BK"] = learned
-        # FSDP would bring what is left on the host to the device, and wait for it.
-        stays = ("starts_BN",) if self.mesh.sharding is None else ()
-        on_host = {name: torch.from_numpy(batch.pop(name)) for name in stays if name in batch}
-        return {name: self._to_device(value) for name, value in batch.items()} | on_host
+        if "loss_weights_BL" in batch:
+            learned = learned_in(batch["loss_weights_BL"])
+            if learned.shape[1] < batch["loss_weights_BL"].shape[1]:
+                batch["loss_positions_BK"] = learned
+        on_host = {name: torch.from_numpy(batch.pop(name)) for name in ("document_starts_BN",) if name in batch}
+        tensors = {name: self._to_device(value) for name, value in batch.items()} | on_host
+        extra = {name: tensors.pop(name) for name in set(tensors) - FIELDS}
+        return Batch(**tensors, extra=extra)  # type: ignore[arg-type]
 
     def _attends_within(self) -> bool:
         """Whether attention takes documents by where they begin, which saves it the pairs of tokens between them."""

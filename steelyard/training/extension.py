@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from steelyard.checkpoint import TensorShard
-from steelyard.model import LanguageModel
+from steelyard.model import Batch, LanguageModel
 from steelyard.parallel.mesh import Mesh
 from steelyard.parallel.param_shards import ParamShard
 from steelyard.parallel.world import World
@@ -26,7 +26,7 @@ class Extension:
     """Training as it is. A subclass changes what it needs to."""
 
     needs_samples = False
-    """Whether layers must know which samples they see: `Context.samples_B`."""
+    """Whether layers must know which samples they see: `Context.sample_ids_B`."""
 
     is_likelihood = True
     """Whether the loss is that of predicting tokens, so that a perplexity can be told of it."""
@@ -58,7 +58,12 @@ class Extension:
         Called again for a step that was skipped and is recomputed (`training/nonfinite.py`).
         """
 
-    def weigh(self, engine: Engine, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor | None]:
+    def forward(self, model: LanguageModel, batch: Batch) -> Tensor:
+        """The loss of a micro-batch in training, as a tensor of one element; not called in a pipeline."""
+        loss: Tensor = model(batch)
+        return loss
+
+    def weigh(self, engine: Engine, batch: Batch) -> tuple[Batch, Tensor | None]:
         """Change a rank's rows before they are computed, for a step or for validation.
 
         Where the loss is not the weighted sum that the model computes, its sum over this rank's rows comes along; all

@@ -156,7 +156,7 @@ class SkippedSteps:
         losses: list[Tensor] = []
         gradients: list[tuple[int, str]] = []
         with _embedding_gradients(engine) as streams:
-            for number, rows in enumerate(engine.micro_batches(batch, size)):
+            for number, rows in enumerate(batch.micro_batches(size)):
                 engine.forward_and_backward(rows, scale)
                 losses += engine.micro_losses
                 gradients += self._nonfinite_gradients(NOT_ONE if is_whole else number)

@@ -7,21 +7,17 @@ the work changes nothing but rounding.
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
-import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from steelyard import checkpoint
 from steelyard.core import units
-from steelyard.core.console import LOGGED, console
-from steelyard.core.errors import Interrupted, RuntimeFailure, UserError
+from steelyard.core.console import console
+from steelyard.core.errors import Interrupted, UserError
 from steelyard.core.recipe import Recipe
 from steelyard.core.run import Run, for_training, now, session
 from steelyard.parallel import mesh as meshes
@@ -30,7 +26,7 @@ from steelyard.sizes.param_count import flops_per_token, parameters
 from steelyard.tokens.loader import Loader, labels_in, read
 from steelyard.tokens.samples import Samples
 from steelyard.training import device as devices
-from steelyard.training import host_info, peak_memory, setup, timeline
+from steelyard.training import host_info, peak_memory, run_status, setup, timeline
 from steelyard.training.config_check import refuse_other_recipes
 from steelyard.training.engine import Engine
 from steelyard.training.extension import Extension
@@ -73,7 +69,7 @@ def run(
             device = torch.device("cuda", torch.cuda.current_device())
         training, validation = open_data(recipe, world)
         folder = run_on_rank0(world, lambda: for_training(recipe, path, fresh=resume == "never"))
-        with _writing(folder, world):
+        with run_status.writing(folder, world):
             begin_at = None if resume in ("auto", "never") else resume
             assert extension is not None or recipe.sparsity is None, "[sparsity] needs its extension"
             extension = extension or Extension()
@@ -84,13 +80,13 @@ def run(
                 with stop_request() as stop:
                     state = training_run.until_done(stop)
             except Interrupted as interruption:
-                _conclude(folder, world, "interrupted")
+                run_status.conclude(folder, world, "interrupted")
                 raise interruption
             except Exception as error:
                 if world.size == 1:  # With others gone, a save that needs them would not end.
                     training_run.saver.let_end()
-                raise _failed(folder, world, error) from error
-            _conclude(folder, world, state)
+                raise run_status.failed(folder, world, error) from error
+            run_status.conclude(folder, world, state)
     return folder
 
 
@@ -186,7 +182,9 @@ class Trainer:
             outcome = self.engine.step(rows.rows, rows.first, rate, rows.labels, self.tally.loss_scale.scale)
         if is_timed:
             timeline.end(step, self.folder.path / TIMELINE, self.world.rank)
-        given = SkippedStep(step, rows.first, len(rows.rows["inputs"]), batch, rows.labels, self.tally.loss_scale.scale)
+        given = SkippedStep(
+            step, rows.first, len(rows.rows["tokens_BL"]), batch, rows.labels, self.tally.loss_scale.scale
+        )
         self.skipped_steps.note(given, outcome[2])
         self.tally.add(*outcome, batch, rows.labels)
         self.recorder.step_done()
@@ -334,56 +332,5 @@ class Trainer:
         )
 
 
-@contextlib.contextmanager
-def _writing(folder: Run, world: World) -> Iterator[None]:
-    """Hold the folder, if this is the first rank; copy what is said to the log of the host."""
-    with contextlib.ExitStack() as stack:
-        run_on_rank0(world, lambda: stack.enter_context(folder.writing()))
-        if world.local_rank == 0 and LOGGED not in os.environ:  # Else the launcher keeps what is printed.
-            stack.enter_context(console.copied_to(folder.path / "logs" / f"{socket.gethostname()}.out"))
-        yield
-
-
 def _is_due(every: int, step: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _conclude(folder: Run, world: World, state: str) -> None:
-    if world.is_rank0:
-        folder.update(state=state, ended=now())
-
-
-def _failed(folder: Run, world: World, error: Exception) -> Exception:
-    """Note the failure in the manifest as far as the disk allows, and say what was saved."""
-    if not world.is_rank0:
-        return error
-    # On a full disk the manifest goes on saying running, which readers take for killed.
-    with contextlib.suppress(OSError):
-        folder.update(state="failed", ended=now(), error=str(error)[:1000])
-    if not isinstance(error, (RuntimeFailure, OSError)):
-        return error
-    try:
-        saved = checkpoint.latest(folder.checkpoints)
-        kept = f"step {saved.step} is saved; the same command goes on from there" if saved else "no step was saved"
-    except (RuntimeFailure, UserError) as problem:
-        kept = problem.message
-    advice = getattr(error, "hint", None)
-    hint = f"{advice}; {kept}" if advice else kept
-    kind = type(error) if isinstance(error, RuntimeFailure) else RuntimeFailure
-    return kind(getattr(error, "message", str(error)), hint=hint)
-
-
-def results(folder: Run) -> dict[str, Any]:
-    """What a run achieved: first and last validation loss, last training loss, tokens."""
-    records = folder.metrics()
-    valid = [record["valid_loss"] for record in records if "valid_loss" in record]
-    trained = [record for record in records if "loss" in record]
-    return {
-        "run": str(folder.path),
-        "state": folder.state,
-        "steps": trained[-1]["step"] if trained else 0,
-        "tokens": trained[-1]["tokens"] if trained else 0,
-        "loss": trained[-1]["loss"] if trained else None,
-        "valid_loss_before": valid[0] if valid else None,
-        "valid_loss_after": valid[-1] if len(valid) > 1 else None,
-    }

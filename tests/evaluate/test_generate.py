@@ -9,7 +9,7 @@ from steelyard.core.errors import UserError
 from steelyard.core.recipe import load_recipe
 from steelyard.evaluate.generation import Sampling, Writer, from_checkpoint, text_of, tokens, writer
 from steelyard.evaluate.load_model import loaded
-from steelyard.model import Cache
+from steelyard.model import Batch, Cache
 from tests.evaluate.conftest import steelyard
 
 GREEDY = Sampling(max_tokens=30, temperature=0)
@@ -58,7 +58,7 @@ def test_a_text_read_in_pieces_gives_the_logits_of_the_whole(models, family):
     cache = Cache(20)
     pieces = [network(part, cache=cache) for part in ids.split([7, 1, 5, 7], dim=1)]
     torch.testing.assert_close(torch.cat(pieces, dim=1), whole, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(network(ids, last=3), whole[:, -3:], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(network(Batch(ids, logits_to_keep=3)), whole[:, -3:], rtol=1e-4, atol=1e-4)
 
 
 def test_a_text_longer_than_the_context_goes_on_from_its_end(models, tokenizer, capsys):

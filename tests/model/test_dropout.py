@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from steelyard.core.recipe.model_section import GptConfig
-from steelyard.model import build, init_weights
+from steelyard.model import Batch, build, init_weights
 from steelyard.model.attention import rows_of
 from steelyard.model.dropout import Dropout, kept, salt_of
 
@@ -89,6 +89,6 @@ def test_every_layer_of_a_model_has_dropouts_of_its_own():
     assert 0 not in salts
     init_weights(model, 1, 0.02, 3)
     tokens = torch.arange(8)[None] % 9
-    first, again, other = (model(tokens, samples_B=torch.tensor([number])) for number in (0, 0, 1))
+    first, again, other = (model(Batch(tokens, sample_ids_B=torch.tensor([number]))) for number in (0, 0, 1))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)

@@ -149,7 +149,7 @@ def test_documents_in_a_row_are_as_if_alone(family):
     together = torch.cat([first, second], dim=1)
     positions = torch.cat([torch.arange(6), torch.arange(9)])[None]
     numbers = torch.tensor([[0] * 6 + [1] * 9])
-    logits = network(together, positions, numbers)
+    logits = network(model.Batch(together, position_ids_BL=positions, documents_BL=numbers))
     torch.testing.assert_close(logits[:, :6], network(first))
     torch.testing.assert_close(logits[:, 6:], network(second))
     assert not torch.allclose(logits[:, 6:], network(together)[:, 6:])
@@ -162,7 +162,9 @@ def test_documents_by_where_they_begin_are_the_same_documents(family):
     numbers = torch.tensor([[0] * 6 + [1] * 9, [0] + [1] * 4 + [2] * 10])
     starts = torch.from_numpy(starts_of(numbers.numpy()))
     assert (starts == 15).any()
-    torch.testing.assert_close(network(tokens, starts_BN=starts), network(tokens, documents_BL=numbers))
+    torch.testing.assert_close(
+        network(model.Batch(tokens, document_starts_BN=starts)), network(model.Batch(tokens, documents_BL=numbers))
+    )
 
 
 def test_the_kernel_for_documents_is_asked_before_it_is_used():
@@ -182,11 +184,11 @@ def test_the_head_need_not_see_places_that_weigh_nothing(family, last_layer_too)
     seen = []
     last.register_forward_hook(lambda layer, inputs, output: seen.append(output.shape[1]))
     weights = (torch.rand(3, 64) < 0.3).float()
-    rows = {"inputs": tokens[:, :-1], "labels_BL": tokens[:, 1:], "weights_BL": weights}
+    rows = {"tokens_BL": tokens[:, :-1], "labels_BL": tokens[:, 1:], "loss_weights_BL": weights}
     found = []
     for places in (None, torch.from_numpy(learned_in(weights.numpy()))):
         network.zero_grad()
-        loss = network(**rows, learned_BK=places)
+        loss = network(model.Batch(**rows, loss_positions_BK=places))
         loss.sum().backward()
         found.append([loss.detach(), *(parameter.grad.clone() for parameter in network.parameters())])
     assert places.shape[1] < 64

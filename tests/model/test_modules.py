@@ -47,7 +47,7 @@ def test_a_tied_matrix_gets_the_gradients_of_both_its_uses():
     for is_sparse in (True, False):
         model.embed.sparse = is_sparse
         for _ in range(2):  # Micro-batches add up.
-            model(tokens, labels_BL=labels).sum().backward()
+            model(models.Batch(tokens, labels)).sum().backward()
         found[is_sparse] = model.embed.weight.grad
         model.zero_grad()
     assert not found[True].is_sparse

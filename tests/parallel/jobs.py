@@ -127,7 +127,7 @@ def gradients_of_a_compiled_model() -> dict[str, float]:
             tensor_parallel.split(model, MeshAxis(world.rank, world.size, dist.group.WORLD), by_sequence=False)
             for layer in model.layers.values() if is_compiled else ():
                 layer.compile(backend="aot_eager")
-            model(tokens, labels_BL=labels).sum().backward()
+            model(models.Batch(tokens, labels)).sum().backward()
             found.append({name: parameter.grad for name, parameter in model.named_parameters()})
     plain, compiled = found
     return {name: ((compiled[name] - plain[name]).norm() / plain[name].norm()).item() for name in plain}

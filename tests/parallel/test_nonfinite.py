@@ -40,9 +40,9 @@ class Faulty(Extension):
         self.step = step
 
     def spoil(self, layer, inputs, output):
-        samples_B = inputs[1].samples_B
-        is_bad = samples_B is not None and self.sample in samples_B.tolist()
-        is_bad |= samples_B is not None and self.step == 3 and os.environ["RANK"] in self.ranks
+        sample_ids_B = inputs[1].sample_ids_B
+        is_bad = sample_ids_B is not None and self.sample in sample_ids_B.tolist()
+        is_bad |= sample_ids_B is not None and self.step == 3 and os.environ["RANK"] in self.ranks
         return output * math.nan if is_bad else output
 
 

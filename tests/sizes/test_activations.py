@@ -49,7 +49,7 @@ class Layers:
             self.context = Context(self.model.rotation(torch.arange(LENGTH)[None]))
             if recipe.model.dropout:
                 noise = torch.arange(BATCH), torch.arange(LENGTH)[None]
-                self.context = self.context._replace(samples_B=noise[0], places_BL=noise[1])
+                self.context = self.context._replace(sample_ids_B=noise[0], row_positions_BL=noise[1])
 
     def bytes_kept(self, again=0, kept=None):
         """Bytes of all storages kept for the backward pass when the first layers are computed again."""

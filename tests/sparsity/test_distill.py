@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from steelyard.model import Batch
 from steelyard.sparsity import distillation
 from tests.sparsity.conftest import Place
 from tests.sparsity.test_learned import records
@@ -30,12 +31,20 @@ def test_the_divergence_and_its_gradient_are_those_of_the_formula(monkeypatch, r
 
 def test_every_token_is_distilled_wherever_it_stands():
     seen = []
-    model = SimpleNamespace(training=True, forward=lambda inputs, **others: seen.append(set(others)) or torch.zeros(1))
+
+    class Model:
+        loss = None
+
+        def __call__(self, batch: Batch) -> torch.Tensor:
+            seen.append(set(batch.tensors()))
+            return torch.zeros(1)
+
     course = SimpleNamespace(candidates_CM=torch.zeros(6, 4), dense=False)
-    distillation.Distilling(model, course, 1.0, 1.0)(
-        torch.zeros(2, 3), labels_BL=torch.zeros(2, 3), learned_BK=torch.zeros(2, 1)
+    batch = Batch(
+        torch.zeros(2, 3), torch.zeros(2, 3), loss_positions_BK=torch.zeros(2, 1), sample_ids_B=torch.arange(2)
     )
-    assert seen == [{"labels_BL", "samples_B"}, {"labels_BL"}]
+    distillation.Distilling(course, 1.0, 1.0)(Model(), batch)
+    assert seen == [{"tokens_BL", "labels_BL"}, {"tokens_BL", "labels_BL", "sample_ids_B"}]
 
 
 @pytest.mark.slow

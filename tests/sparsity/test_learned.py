@@ -224,6 +224,6 @@ def test_compiled_layers_share_their_graphs():
         layer._compiled_call_impl = torch.compile(layer._call_impl, backend=graphs)
     for step in range(2):
         tokens = torch.full((1, 16), step)
-        network(tokens, labels_BL=tokens, samples_B=torch.tensor([step])).sum().backward()
+        network(model.Batch(tokens, tokens, sample_ids_B=torch.tensor([step]))).sum().backward()
     torch._dynamo.reset()
     assert graphs.frame_count == 2

@@ -21,9 +21,9 @@ def consumed(ranks: int, first: int = 0, steps: int | None = None) -> list[list[
     loaders = [Loader(Numbers(), lambda _: 12, first, rank, ranks) for rank in range(ranks)]
     batches = []
     for parts in zip(*loaders, strict=True):
-        batches.append([int(row[0]) for part in parts for row in part.rows["inputs"]])
+        batches.append([int(row[0]) for part in parts for row in part.rows["tokens_BL"]])
         assert {part.consumed for part in parts} == {first + 12 * len(batches)}
-        assert [part.first for part in parts] == [int(part.rows["inputs"][0, 0]) for part in parts]
+        assert [part.first for part in parts] == [int(part.rows["tokens_BL"][0, 0]) for part in parts]
         if len(batches) == steps:
             break
     for loader in loaders:
@@ -51,7 +51,7 @@ def test_a_batch_may_grow_and_its_samples_stay_in_order():
         return 4 if consumed < 8 else 8
 
     loaders = [Loader(Numbers(), batch_at, rank=rank, ranks=2) for rank in range(2)]
-    steps = [[int(row[0]) for part in parts for row in part.rows["inputs"]] for parts in zip(*loaders, strict=True)]
+    steps = [[int(row[0]) for part in parts for row in part.rows["tokens_BL"]] for parts in zip(*loaders, strict=True)]
     assert [len(step) for step in steps[:4]] == [4, 4, 8, 8]
     assert [sample for step in steps for sample in step] == list(range(96))
 
@@ -79,7 +79,7 @@ def test_documents_are_named_by_where_they_begin_too():
 
 
 def test_rows_are_samples():
-    assert read(Numbers(), 3, 2)["inputs"][:, 0].tolist() == [3, 4]
+    assert read(Numbers(), 3, 2)["tokens_BL"][:, 0].tolist() == [3, 4]
 
 
 def test_places_that_weigh_something_come_first():

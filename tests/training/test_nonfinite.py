@@ -41,8 +41,8 @@ class Faulty(Extension):
             model.layers["1"].register_forward_hook(self.spoil)
 
     def spoil(self, layer, inputs, output):
-        samples_B = inputs[1].samples_B
-        if samples_B is None or self.sample not in samples_B.tolist() or self.times <= 0:
+        sample_ids_B = inputs[1].sample_ids_B
+        if sample_ids_B is None or self.sample not in sample_ids_B.tolist() or self.times <= 0:
             return output
         self.times -= 1
         return output * math.nan

@@ -1,0 +1,67 @@
+"""The state of a run in its folder: held while it runs, written when it ends, and read as its results."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+from steelyard import checkpoint
+from steelyard.core.console import LOGGED, console
+from steelyard.core.errors import RuntimeFailure, UserError
+from steelyard.core.run import Run, now
+from steelyard.parallel.world import World, run_on_rank0
+
+
+@contextlib.contextmanager
+def writing(folder: Run, world: World) -> Iterator[None]:
+    """Hold the folder, if this is the first rank; copy what is said to the log of the host."""
+    with contextlib.ExitStack() as stack:
+        run_on_rank0(world, lambda: stack.enter_context(folder.writing()))
+        if world.local_rank == 0 and LOGGED not in os.environ:  # Else the launcher keeps what is printed.
+            stack.enter_context(console.copied_to(folder.path / "logs" / f"{socket.gethostname()}.out"))
+        yield
+
+
+def conclude(folder: Run, world: World, state: str) -> None:
+    """Write the final state of a run to its manifest."""
+    if world.is_rank0:
+        folder.update(state=state, ended=now())
+
+
+def failed(folder: Run, world: World, error: Exception) -> Exception:
+    """Note the failure in the manifest as far as the disk allows, and say what was saved."""
+    if not world.is_rank0:
+        return error
+    # On a full disk the manifest goes on saying running, which readers take for killed.
+    with contextlib.suppress(OSError):
+        folder.update(state="failed", ended=now(), error=str(error)[:1000])
+    if not isinstance(error, (RuntimeFailure, OSError)):
+        return error
+    try:
+        saved = checkpoint.latest(folder.checkpoints)
+        kept = f"step {saved.step} is saved; the same command goes on from there" if saved else "no step was saved"
+    except (RuntimeFailure, UserError) as problem:
+        kept = problem.message
+    advice = getattr(error, "hint", None)
+    hint = f"{advice}; {kept}" if advice else kept
+    kind = type(error) if isinstance(error, RuntimeFailure) else RuntimeFailure
+    return kind(getattr(error, "message", str(error)), hint=hint)
+
+
+def results(folder: Run) -> dict[str, Any]:
+    """What a run achieved: first and last validation loss, last training loss, tokens."""
+    records = folder.metrics()
+    valid = [record["valid_loss"] for record in records if "valid_loss" in record]
+    trained = [record for record in records if "loss" in record]
+    return {
+        "run": str(folder.path),
+        "state": folder.state,
+        "steps": trained[-1]["step"] if trained else 0,
+        "tokens": trained[-1]["tokens"] if trained else 0,
+        "loss": trained[-1]["loss"] if trained else None,
+        "valid_loss_before": valid[0] if valid else None,
+        "valid_loss_after": valid[-1] if len(valid) > 1 else None,
+    }
