@@ -9,12 +9,15 @@ Tensor suffixes: B batch, L length, H heads, K key-value heads, E head width, N 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+import inspect
+from collections.abc import Container
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.varlen import varlen_attn
 
 from steelyard.model.dropout import FACTORS, kept, mixed
 
@@ -52,11 +55,25 @@ def varlen_attention(query_BHLE: Tensor, key_BKLE: Tensor, value_BKLE: Tensor, b
         return attend(query_BHLE, key_BKLE, value_BKLE, dense_mask(bounds, rows, length))
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query_BHLE, key_BKLE, value_BKLE))
     places, longest = bounds
-    mixed_THE = torch.ops.aten._flash_attention_forward(
-        query, key, value, places, places, longest, longest, 0.0, True, False
-    )[0]
-    mixed_BLHE: Tensor = mixed_THE.unflatten(0, (rows, length))
-    return mixed_BLHE.transpose(1, 2)
+    packed = query, key, value, places, places, longest, longest
+    if query_BHLE.shape[1] == key_BKLE.shape[1] or "enable_gqa" in VARLEN_OPTIONS:
+        attn_out_THE = varlen_attn(*packed, **VARLEN_OPTIONS)
+    else:  # This torch's `varlen_attn` has no grouped heads, but the operator below it has.
+        attn_out_THE = torch.ops.aten._flash_attention_forward(*packed, 0.0, True, False)[0]
+    attn_out_BLHE: Tensor = attn_out_THE.unflatten(0, (rows, length))
+    return attn_out_BLHE.transpose(1, 2)
+
+
+def varlen_options(parameters: Container[str]) -> dict[str, Any]:
+    """The keywords for causal attention with grouped heads, of those that a version of `varlen_attn` takes.
+
+    torch 2.11 has `is_causal` and no `enable_gqa`; later versions express causal attention as a window.
+    """
+    options: dict[str, Any] = {"is_causal": True} if "is_causal" in parameters else {"window_size": (-1, 0)}
+    return options | ({"enable_gqa": True} if "enable_gqa" in parameters else {})
+
+
+VARLEN_OPTIONS = varlen_options(inspect.signature(varlen_attn).parameters)
 
 
 def cu_seqlens_of(document_starts_BN: Tensor, length: int, device: torch.device) -> CuSeqlens:

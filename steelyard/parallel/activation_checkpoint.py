@@ -16,6 +16,7 @@ from steelyard.model import LanguageModel
 from steelyard.model.language_model import TransformerLayer
 
 aten = torch.ops.aten
+varlen_attn = torch.ops.torch_attn._varlen_attn  # registered by the import of model.attention
 COSTLY = {
     aten.mm.default,
     aten.addmm.default,
@@ -23,6 +24,7 @@ COSTLY = {
     aten._scaled_mm.default,
     aten._scaled_dot_product_flash_attention.default,
     aten._flash_attention_forward.default,
+    varlen_attn.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,

@@ -177,6 +177,7 @@ def test_the_engine_itself_does_not_compute_a_layers_last_product_again():
     from torch import nn
     from torch.utils._python_dispatch import TorchDispatchMode
 
+    from steelyard.model.language_model import TransformerLayer
     from steelyard.parallel.activation_checkpoint import _wrap
 
     shapes = []
@@ -188,9 +189,17 @@ def test_the_engine_itself_does_not_compute_a_layers_last_product_again():
                 shapes.append(tuple(out.shape))
             return out
 
-    mlp = nn.Sequential(nn.Linear(3, 5, bias=False), nn.GELU(), nn.Linear(5, 7, bias=False))
-    _wrap(mlp, selective=False)
-    out = mlp(torch.randn(2, 3, requires_grad=True))
+    class Layer(TransformerLayer):
+        def __init__(self):
+            nn.Module.__init__(self)
+            self.mlp = nn.Sequential(nn.Linear(3, 5, bias=False), nn.GELU(), nn.Linear(5, 7, bias=False))
+
+        def compute(self, x_BLD, context):
+            return self.mlp(x_BLD)
+
+    layer = Layer()
+    _wrap(layer, selective=False)
+    out = layer(torch.randn(2, 3, requires_grad=True), None)
     with Products():
         out.sum().backward()
     assert shapes.count((2, 5)) == 2  # The first product again, and the gradient of what came out of it.
