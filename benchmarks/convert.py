@@ -36,10 +36,10 @@ import sys
 from pathlib import Path
 from steelyard.checkpoint.formats import open_source
 from steelyard.checkpoint.formats.write import Target, convert
-from steelyard.checkpoint.formats.write_megatron import Layout
+from steelyard.checkpoint.formats.write_megatron import MegatronLayout
 import time
 started = time.perf_counter()
-convert(open_source(sys.argv[1]), Path(sys.argv[2]), Target("megatron", Layout(8, 2)))
+convert(open_source(sys.argv[1]), Path(sys.argv[2]), Target("megatron", MegatronLayout(8, 2)))
 print("seconds", time.perf_counter() - started)
 """
 

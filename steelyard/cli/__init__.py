@@ -264,8 +264,8 @@ def _tell(error: BaseException, message: str, code: int) -> int:
     shared = isinstance(error, Interrupted) or getattr(error, "shared", False)
     path = os.environ.get(error_file.ERROR_FILE)
     if path and world.size > 1:
-        lost_peer = isinstance(error, LostPeer)
-        words = error_file.ErrorRecord(type(error).__name__, message, code, time.time(), lost_peer, shared)
+        lost_peer, agreed = isinstance(error, LostPeer), isinstance(error, Interrupted) and bool(error.saved)
+        words = error_file.ErrorRecord(type(error).__name__, message, code, time.time(), lost_peer, shared, agreed)
         with contextlib.suppress(OSError):
             error_file.leave(Path(path), words)
             return code

@@ -27,6 +27,8 @@ class ErrorRecord:
     time: float
     lost_peer: bool = False
     shared: bool = False
+    agreed: bool = False
+    """All ranks agreed to stop, and each saves its part."""
 
 
 def leave(path: Path, words: ErrorRecord) -> None:

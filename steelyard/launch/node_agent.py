@@ -134,7 +134,10 @@ def _end(
     code = tell(ends, last, hung, was_asked, log)
     if options.group is not None and code not in (0, Interrupted.exit_code):
         rendezvous_file.failed(run, options.attempt, only_noticed(ends))
-    return rendezvous_file.stopped(run, options.attempt) if code == Interrupted.exit_code and options.attempt else code
+    agreed = all(end.words is not None and end.words.agreed for end in ends)
+    if code == Interrupted.exit_code and agreed and options.attempt:
+        return rendezvous_file.stopped(run, options.attempt)
+    return code  # Also of ranks that were stopped before they met the others, who must not wait for them.
 
 
 def _options(words: Sequence[str]) -> argparse.Namespace:

@@ -57,7 +57,7 @@ def varlen_attention(query_BHLE: Tensor, key_BKLE: Tensor, value_BKLE: Tensor, b
     places, longest = bounds
     packed = query, key, value, places, places, longest, longest
     if query_BHLE.shape[1] == key_BKLE.shape[1] or "enable_gqa" in VARLEN_OPTIONS:
-        attn_out_THE = varlen_attn(*packed, **VARLEN_OPTIONS)
+        attn_out_THE: Tensor = varlen_attn(*packed, **VARLEN_OPTIONS)  # type: ignore[assignment]
     else:  # This torch's `varlen_attn` has no grouped heads, but the operator below it has.
         attn_out_THE = torch.ops.aten._flash_attention_forward(*packed, 0.0, True, False)[0]
     attn_out_BLHE: Tensor = attn_out_THE.unflatten(0, (rows, length))

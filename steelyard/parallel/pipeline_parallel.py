@@ -93,7 +93,8 @@ class Stage(PipelineStage):
 
     def forward_maybe_with_nosync(self, x: Tensor, **fields: Tensor) -> Any:
         """Called with the tokens of a micro-batch, or with what the stage before sent, and the fields of its batch."""
-        return super().forward_maybe_with_nosync(Batch(**fields), None if self.is_first else x)
+        batch = Batch(**fields)  # type: ignore[arg-type]
+        return super().forward_maybe_with_nosync(batch, None if self.is_first else x)  # type: ignore[no-untyped-call]
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Called for each micro-batch's forward pass."""

@@ -1,9 +1,9 @@
-"""Which port the ranks of a job meet on, where nobody set one: rank 0 takes a free one and tells the others.
+"""Which port the ranks of a job use to meet, if nobody set one: rank 0 binds a free port and publishes it.
 
-mpirun and srun give every rank a name of the job, and rank 0 no way to tell the others anything. So the name leads to a
-short list of ports, alike on all ranks: the doors. Rank 0 opens the first that is free on its host and tells whoever
-says the job's name there where the ranks meet. The others knock at one after the other until they are answered in the
-job's name; strangers behind a door say something else, or nothing, and are passed by.
+mpirun and srun give every rank the name of the job, but rank 0 has no channel to the others. So the name is hashed to a
+short list of candidate ports, the same on all ranks. Rank 0 listens on the first candidate that is free on its host and
+answers each rank that sends the hashed name of the job. The other ranks try the candidates in turn until one answers
+with the hashed name; other services on these ports give another answer, or none, and are skipped.
 """
 
 from __future__ import annotations
@@ -17,50 +17,50 @@ from contextlib import suppress
 
 from steelyard.core.errors import RuntimeFailure
 
-# Below the ports that systems hand out to whoever asks for any.
+# Below the range from which systems assign ephemeral ports.
 FIRST_PORT, PORTS = 15000, 15000
-DOORS, APART = 8, 1009  # so many, this far from each other
-SECONDS_AT_A_DOOR = 2.0
+CANDIDATES, APART = 8, 1009  # number of candidate ports, and the distance between them
+SECONDS_PER_PORT = 2.0
 SECONDS_BETWEEN_ROUNDS = 0.2
 LONGEST_LINE = 200
 
 
-def doors(job: str) -> list[int]:
-    """The ports where rank 0 may be asked, in order."""
+def ports_of(job: str) -> list[int]:
+    """The candidate ports of a job, in the order in which they are tried."""
     first = zlib.crc32(job.encode())
-    return [FIRST_PORT + (first + number * APART) % PORTS for number in range(DOORS)]
+    return [FIRST_PORT + (first + number * APART) % PORTS for number in range(CANDIDATES)]
 
 
 def tell(job: str, port: int, askers: int, is_one_host: bool) -> None:
-    """Open a door, and go on answering behind it until all have asked."""
-    server = next((opened for door in doors(job) if (opened := _opened(door, is_one_host)) is not None), None)
+    """Listen on a candidate port and answer in the background until all ranks have asked."""
+    server = next((opened for each in ports_of(job) if (opened := _opened(each, is_one_host)) is not None), None)
     if server is None:
         raise RuntimeFailure(
-            f"none of the ports {', '.join(map(str, doors(job)))} is free for ranks to ask at",
+            f"none of the ports {', '.join(map(str, ports_of(job)))} is free for rank 0 to publish its address",
             hint="set MASTER_PORT to a free port, the same for all ranks",
         )
     threading.Thread(target=_answer, args=(server, job, port, askers), daemon=True).start()
 
 
 def ask(job: str, address: str, seconds: float) -> int:
-    """Knock until rank 0 says where the ranks meet."""
+    """Try the candidate ports until rank 0 answers with the port where the ranks meet."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        for door in doors(job):
-            port = _knock(job, address, door)
+        for candidate in ports_of(job):
+            port = _query(job, address, candidate)
             if port is not None:
                 return port
         time.sleep(SECONDS_BETWEEN_ROUNDS)
-    raise RuntimeError(f"timed out: rank 0 on {address} did not say within {seconds:.0f} s where ranks meet")
+    raise RuntimeError(f"timed out: rank 0 on {address} did not publish its port within {seconds:.0f} s")
 
 
-def _opened(door: int, is_one_host: bool) -> socket.socket | None:
+def _opened(port: int, is_one_host: bool) -> socket.socket | None:
     with suppress(OSError):
         if is_one_host:
-            return socket.create_server(("127.0.0.1", door))
+            return socket.create_server(("127.0.0.1", port))
         if socket.has_dualstack_ipv6():
-            return socket.create_server(("", door), family=socket.AF_INET6, dualstack_ipv6=True)
-        return socket.create_server(("", door))
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+        return socket.create_server(("", port))
     return None
 
 
@@ -68,17 +68,17 @@ def _answer(server: socket.socket, job: str, port: int, askers: int) -> None:
     with server:
         while askers:
             with suppress(OSError):
-                guest, _ = server.accept()
-                with guest:
-                    guest.settimeout(SECONDS_AT_A_DOOR)
-                    if _line(guest) == _word(job, "where"):
-                        guest.sendall(f"{_word(job, 'there')} {port}\n".encode())
+                peer, _ = server.accept()
+                with peer:
+                    peer.settimeout(SECONDS_PER_PORT)
+                    if _line(peer) == _word(job, "where"):
+                        peer.sendall(f"{_word(job, 'there')} {port}\n".encode())
                         askers -= 1
 
 
-def _knock(job: str, address: str, door: int) -> int | None:
+def _query(job: str, address: str, candidate: int) -> int | None:
     with suppress(OSError):
-        with socket.create_connection((address, door), timeout=SECONDS_AT_A_DOOR) as host:
+        with socket.create_connection((address, candidate), timeout=SECONDS_PER_PORT) as host:
             host.sendall(f"{_word(job, 'where')}\n".encode())
             word, _, port = _line(host).partition(" ")
         if word == _word(job, "there") and port.isascii() and port.isdigit():
@@ -87,16 +87,16 @@ def _knock(job: str, address: str, door: int) -> int | None:
 
 
 def _line(connection: socket.socket) -> str:
-    """What the other side says first; it may not keep us by saying it slowly."""
-    said, deadline = b"", time.monotonic() + SECONDS_AT_A_DOOR
-    while b"\n" not in said and len(said) < LONGEST_LINE and time.monotonic() < deadline:
+    """The first line of the other side; a slow sender is cut off."""
+    received, deadline = b"", time.monotonic() + SECONDS_PER_PORT
+    while b"\n" not in received and len(received) < LONGEST_LINE and time.monotonic() < deadline:
         piece = connection.recv(LONGEST_LINE)
         if not piece:
             break
-        said += piece
-    return said.partition(b"\n")[0].decode("ascii", errors="replace")
+        received += piece
+    return received.partition(b"\n")[0].decode("ascii", errors="replace")
 
 
 def _word(job: str, word: str) -> str:
-    """The job's name as it is said aloud: strangers learn nothing from it."""
+    """The hashed name of the job: other services learn nothing from it."""
     return hashlib.sha256(f"steelyard {word} {job}".encode()).hexdigest()[:32]

@@ -1,7 +1,7 @@
 """Where the ranks meet: an address that all of them work out alike, a port that is free, a network that reaches all.
 
 Given MASTER_ADDR and MASTER_PORT are obeyed. Otherwise srun's node list names the first host, ranks of one machine meet
-on 127.0.0.1, and rank 0 takes a free port and tells the others (`doors.py`).
+on 127.0.0.1, and rank 0 takes a free port and tells the others (`port_discovery.py`).
 """
 
 from __future__ import annotations

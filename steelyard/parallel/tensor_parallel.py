@@ -95,7 +95,7 @@ def _cut(module: nn.Module, name: str, dim: int, path: str, axis: MeshAxis, cuts
 def _cut_ends(model: LanguageModel, axis: MeshAxis, by_sequence: bool, cuts: dict[str, Cut]) -> None:
     if model.embed is not None:
         _cut(model.embed, "weight", 0, "embed.weight", axis, cuts)
-        model.embed = VocabParallelEmbedding(model.embed.weight, axis, by_sequence)
+        model.embed = VocabParallelEmbedding(model.embed, axis, by_sequence)
         positions = getattr(model, "positions", None)
         if by_sequence and positions is not None:
             positions.register_forward_hook(_TakingPart(axis))
@@ -145,9 +145,10 @@ class _TakingPart:
 class VocabParallelEmbedding(nn.Embedding):
     """An embedding whose rows are on several ranks: each looks up what it has, and the sum is the whole."""
 
-    def __init__(self, weight_VD: nn.Parameter, axis: MeshAxis, by_sequence: bool) -> None:
-        super().__init__(*weight_VD.shape, _weight=weight_VD)
-        self.weight = weight_VD
+    def __init__(self, embed: nn.Embedding, axis: MeshAxis, by_sequence: bool) -> None:
+        rows, hidden = embed.weight.shape
+        super().__init__(rows, hidden, _weight=embed.weight)
+        self.weight = embed.weight
         self.axis, self.by_sequence = axis, by_sequence
 
     def forward(self, tokens_BL: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -169,6 +170,11 @@ class Yard:
         said = self.lab.client("sinfo", "--noheader", "--Node", "--format=%T").stdout
         return set(said.split()) == {"idle"}
 
+    def _has_no_message_left(self) -> bool:
+        """Whether slurmctld has nothing to send again: a job that starts now would get the end of its last attempt."""
+        reported = self.lab.client("sdiag").stdout
+        return bool(re.search(r"Agent queue size:\s+0\b", reported))
+
     def verdicts(self, run: Path, code: int, on_host: str | None = None) -> set[str]:
         """The kinds of what watch says of a run, which must exit with a code."""
         said = self.steelyard("watch", str(run), "--json", on_host=on_host, code=code).stdout
@@ -188,6 +194,7 @@ class Yard:
         """
         jobs = [job for run in runs for job in self.until_pending(run)]
         self.lab.until(self._all_idle, "all nodes to be idle", 240)
+        self.lab.until(self._has_no_message_left, "Slurm to deliver all signals", 240)
         time.sleep(2)
         for job in jobs:
             self.lab.until(

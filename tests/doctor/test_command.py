@@ -57,7 +57,7 @@ def test_doctor_never_imports_torch_itself():
         "    def find_spec(self, name, path=None, target=None):\n"
         "        if name.split('.')[0] == 'torch': raise ImportError('torch is hidden')\n"
         "sys.meta_path.insert(0, Hidden())\n"
-        "from steelyard.doctor import container, explain, survey, visit\n"
+        "from steelyard.doctor import container, explain, run_checks\n"
         "from steelyard.cli import main\n"
         "try: main(['doctor', 'explain', '-'])\nexcept SystemExit as e: assert not e.code, e.code\n"
         "assert 'torch' not in sys.modules"

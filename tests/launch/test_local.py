@@ -18,14 +18,14 @@ from steelyard.launch.root_cause import RankExit, blame
 from tests import preloaded
 from tests.conftest import kill
 
-LAUNCHER = "import sys; from steelyard.launch import local; sys.exit(local.run(sys.argv[2:], int(sys.argv[1])))"
+LAUNCHER = "import sys; from steelyard.launch import spawn; sys.exit(spawn.run(sys.argv[2:], int(sys.argv[1])))"
 
 # A rank as `steelyard train` is one: what it raises ends in the command line's main.
 RANK = """
 import os, signal, sys, time
 from pathlib import Path
 from steelyard import cli
-from steelyard.core.errors import Fault, Interrupted, UserError
+from steelyard.core.errors import Interrupted, RuntimeFailure, UserError
 
 def work(world):
     {work}
@@ -33,10 +33,10 @@ def work(world):
 def run(words):
     def command(**_):
         import torch, torch.distributed as dist
-        from steelyard.parallel.world import everywhere, join
+        from steelyard.parallel.world import init_distributed, run_on_rank0
         from steelyard.training.graceful_stop import stop_request
-        globals().update(torch=torch, dist=dist, everywhere=everywhere, stop_request=stop_request)
-        with join("cpu", {timeout}) as world:
+        globals().update(torch=torch, dist=dist, run_on_rank0=run_on_rank0, stop_request=stop_request)
+        with init_distributed("cpu", {timeout}) as world:
             Path(f"rank-{{world.rank}}.pid").write_text(str(os.getpid()))
             work(world)
     return command
@@ -128,7 +128,7 @@ assert total == 3
 
 @pytest.mark.slow
 def test_a_rank_that_raises_is_named_and_the_others_do_not_wait(start):
-    work = f"if world.rank == 2: time.sleep(1); raise Fault('the disk of rank 2 is full')\n{FOREVER}"
+    work = f"if world.rank == 2: time.sleep(1); raise RuntimeFailure('the disk of rank 2 is full')\n{FOREVER}"
     job = start(work)
     job.ranks()
     reported = job.end()
@@ -155,9 +155,9 @@ def test_a_rank_that_stops_answering_is_named_after_the_timeout(start):
 
 
 def test_a_mistake_that_rank_0_finds_is_told_once_without_a_rank(start):
-    work = "everywhere(world, lambda: (_ for _ in ()).throw(UserError('wrong', where='a.toml:3', mend='mend it')))"
+    work = "run_on_rank0(world, lambda: (_ for _ in ()).throw(UserError('wrong', where='a.toml:3', hint='correct it')))"
     job = start(work)
-    assert job.end() == "error: a.toml:3: wrong\n  hint: mend it\n"
+    assert job.end() == "error: a.toml:3: wrong\n  hint: correct it\n"
     assert job.process.returncode == 2
 
 

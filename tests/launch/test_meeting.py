@@ -47,9 +47,9 @@ def test_a_master_meets_the_follower_that_is_there_and_not_one_of_the_past(tmp_p
 
 MEET = """
 import os, torch, torch.distributed as dist
-from steelyard.parallel.world import join
+from steelyard.parallel.world import init_distributed
 assert "MASTER_PORT" not in os.environ
-with join("cpu", 1) as world:
+with init_distributed("cpu", 1) as world:
     total = torch.tensor(world.rank + 1)
     dist.all_reduce(total)
     print(f"{world.launcher} {world.rank} {int(total)}")
@@ -60,7 +60,10 @@ with join("cpu", 1) as world:
 def test_ranks_of_a_job_meet_without_a_port_that_was_chosen_before(tmp_path: Path):
     """Somebody sits on the first door of the job, and an outer launcher has set a port that is taken."""
     (tmp_path / "logs").mkdir()
-    with socket.create_server(("", port_discovery.doors(f"{tmp_path} 7.0")[0])), socket.create_server(("", 0)) as taken:
+    with (
+        socket.create_server(("", port_discovery.ports_of(f"{tmp_path} 7.0")[0])),
+        socket.create_server(("", 0)) as taken,
+    ):
         words = [
             "-m",
             "steelyard.launch.node_agent",

@@ -23,11 +23,11 @@ from tests.conftest import kill
 RANK = """
 import os, signal, sys, time
 from pathlib import Path
-from steelyard.launch.error_file import ERROR_FILE, LastWords, leave
+from steelyard.launch.error_file import ERROR_FILE, ErrorRecord, leave
 rank = int(os.environ["RANK"])
 assert os.environ["TORCHELASTIC_RUN_ID"] and os.environ["MASTER_ADDR"] == "127.0.0.1", "not torchrun's"
 def end(kind, message, code, lost=False):
-    leave(Path(os.environ[ERROR_FILE]), LastWords(kind, message, code, time.time(), lost))
+    leave(Path(os.environ[ERROR_FILE]), ErrorRecord(kind, message, code, time.time(), lost))
     sys.exit(code)
 def save(number, frame):
     time.sleep(1 + 6 * rank)  # Longer than ranks have who must notice a failure.

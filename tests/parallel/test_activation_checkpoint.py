@@ -1,4 +1,4 @@
-"""Selective recomputation keeps the outputs of attention, full recomputation computes them again: counted by kernels."""
+"""Selective recomputation keeps the outputs of attention, full recomputation computes them again."""
 
 import pytest
 import torch
@@ -48,7 +48,8 @@ def test_attention_runs_again_only_in_full_recomputation(device, kv_heads, packe
     if device == "cuda" and packed:
         assert has_varlen_attention(torch.device(device, 0), torch.bfloat16, 16)
     counts = {
-        recompute: attention_forwards(recompute, device, kv_heads, packed) for recompute in ("none", "selective", "full")
+        recompute: attention_forwards(recompute, device, kv_heads, packed)
+        for recompute in ("none", "selective", "full")
     }
     assert counts == {"none": LAYERS, "selective": LAYERS, "full": 2 * LAYERS}
 

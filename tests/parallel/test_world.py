@@ -124,9 +124,9 @@ def test_all_ranks_work_out_one_meeting_place_and_jobs_keep_apart():
     assert rendezvous.master(STEP | given, "srun", is_one_host=False) == ("b1", 23456)
     assert rendezvous.master({"PMIX_NAMESPACE": "1"}, "mpirun", is_one_host=True)[0] == "127.0.0.1"
     mine, other = (rendezvous.job(STEP | {"SLURM_STEP_ID": step}, "srun") for step in ("0", "1"))
-    assert all(15000 <= door < 30000 for door in port_discovery.doors(mine))
-    assert len(set(port_discovery.doors(mine))) == port_discovery.DOORS
-    assert port_discovery.doors(mine)[0] != port_discovery.doors(other)[0]
+    assert all(15000 <= door < 30000 for door in port_discovery.ports_of(mine))
+    assert len(set(port_discovery.ports_of(mine))) == port_discovery.CANDIDATES
+    assert port_discovery.ports_of(mine)[0] != port_discovery.ports_of(other)[0]
 
 
 @pytest.mark.timeout(60)
@@ -136,7 +136,7 @@ def test_rank_0_takes_a_free_port_and_the_others_pass_strangers_by(monkeypatch):
         monkeypatch.setenv(name, "")
     monkeypatch.setenv("PMIX_NAMESPACE", f"job of {os.getpid()}")
     monkeypatch.setattr(port_discovery, "SECONDS_AT_A_DOOR", 0.2)
-    silent, talkative, *_ = port_discovery.doors(os.environ["PMIX_NAMESPACE"])
+    silent, talkative, *_ = port_discovery.ports_of(os.environ["PMIX_NAMESPACE"])
     with socket.create_server(("", silent)), socket.create_server(("", talkative)) as stranger:
 
         def talk():
@@ -193,27 +193,27 @@ def test_a_process_that_is_alone_initialises_nothing(monkeypatch):
 MEET = """
 import os, signal, socket, time, torch, torch.distributed as dist
 from steelyard.core.errors import UserError
-from steelyard.parallel import doors, rendezvous
-from steelyard.parallel.world import everywhere, join
+from steelyard.parallel import port_discovery, rendezvous
+from steelyard.parallel.world import init_distributed, run_on_rank0
 from steelyard.training.graceful_stop import stop_request
 
 def wrong():
     raise UserError("wrong", where="here")
 
 if os.environ.get("OMPI_COMM_WORLD_RANK") == "0":  # A stranger is at the first door.
-    stranger = socket.create_server(("", doors.doors(rendezvous.job(os.environ, "mpirun"))[0]))
+    stranger = socket.create_server(("", port_discovery.ports_of(rendezvous.job(os.environ, "mpirun"))[0]))
 
-with join("cpu", 1) as world, stop_request() as stop:
+with init_distributed("cpu", 1) as world, stop_request() as stop:
     total = torch.tensor(world.rank + 1)
     dist.all_reduce(total)
     assert not stop.agreed()
     if world.rank == world.size - 1:
         os.kill(os.getpid(), signal.SIGUSR1)
     assert stop.agreed()
-    first = everywhere(world, os.getpid)
+    first = run_on_rank0(world, os.getpid)
     assert (first == os.getpid()) == world.is_first
     try:
-        everywhere(world, wrong)
+        run_on_rank0(world, wrong)
     except UserError as error:
         assert error.shared and str(error) == "here: wrong"
         os.write(1, f"{world.launcher} {world.rank}/{world.size} {int(total)}\\n".encode())

@@ -74,7 +74,7 @@ def test_each_key_has_its_own_pair(corpus):
 
 
 KILLED = """
-from steelyard.tokens.preprocess import Job, tokenize
+from steelyard.tokens.preprocess import TokenizeJob, tokenize
 if __name__ == "__main__":
     tokenize({job}, worker_count=2)
 """
@@ -240,7 +240,7 @@ def test_memory_stays_bounded(corpus):
     script = (
         "import re, resource, steelyard.tokens.preprocess as p\n"
         "if __name__ == '__main__':\n"
-        "    p.tokenize(p.Job(('big.jsonl',), 'tok', 'big'), worker_count=2)\n"
+        "    p.tokenize(p.TokenizeJob(('big.jsonl',), 'tok', 'big'), worker_count=2)\n"
         "    own = int(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])\n"
         "    print(own + 2 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)\n"
     )

@@ -1,5 +1,5 @@
 "use strict";
-// Draws a packed timeline (observe/report/packing.py) on a canvas: a strip of all steps to choose from, and below it the
+// Draws a packed timeline (observe/report/timeline_data.py) on a canvas: a strip of all steps to choose from, and below it the
 // chosen ones, a group of three lanes for each rank. Text from the run reaches the page as textContent alone.
 function steelyardTimeline(root, packed) {
   const LABEL = 92, LANE = 9, GROUP = 3 * LANE + 6, GAP = 10, AXIS = 22, VIEW = 560, STRIP = 90;
