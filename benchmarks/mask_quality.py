@@ -108,7 +108,7 @@ def learned(options: argparse.Namespace, prefix: str, mask: Path, words: list[st
     small = options.tiny
     values = {
         "name": "masks",
-        "model": open_source(options.model).shape.model_dump(exclude_none=True),
+        "model": open_source(options.model).config.model_dump(exclude_none=True),
         "data": {"train": prefix, "split": "100,0,0", "sequence_length": options.length},
         "train": {
             "init_from": options.model, "steps": options.steps, "global_batch": 2 if small else 16,

@@ -123,12 +123,14 @@ class LanguageModel(nn.Module):
                 module.salt = salt_of(seed, name)
 
     def forward(self, batch: Batch | Tensor, x_BLD: Tensor | None = None, cache: Cache | None = None) -> Tensor:
-        """Compute a batch, or plain token ids. `x_BLD` is the output of the stage before, for all stages but the first.
+        """Compute a batch. `x_BLD` is the output of the stage before, for all stages but the first.
 
+        A tensor in place of the batch is token ids, or the output of the stage before, and nothing else is known of it.
         With a cache the tokens continue those that it has seen.
         """
         if isinstance(batch, Tensor):
-            batch = Batch(batch)
+            x_BLD = batch if self.embed is None else None
+            batch = Batch(batch if x_BLD is None else batch.new_empty(batch.shape[:2], dtype=torch.long))
         position_ids_BL = batch.position_ids_BL
         if position_ids_BL is None:
             seen = 0 if cache is None else cache.length

@@ -260,9 +260,9 @@ def _from_words(words: tuple[str, str, str | None, str | None]) -> SteelyardErro
 
 def _in_words(error: Exception) -> tuple[str, str, str | None, str | None]:
     if isinstance(error, SteelyardError):
-        kind = "UserError" if isinstance(error, UserError) else "Fault"
+        kind = "UserError" if isinstance(error, UserError) else "RuntimeFailure"
         return kind, error.message, error.where, error.hint
-    return "Fault", f"{type(error).__name__}: {error}", None, None
+    return "RuntimeFailure", f"{type(error).__name__}: {error}", None, None
 
 
 @contextmanager

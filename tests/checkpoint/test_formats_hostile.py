@@ -163,7 +163,7 @@ def test_classes_of_megatron_in_args_become_inert(tmp_path):
     state["args"].attention_backend = enums.AttnBackend.flash
     state["rng_state"] = [{"np_rng_state": __import__("numpy").random.get_state()}]
     torch.save(state, file)
-    assert open_source(folder).shape.layers == 4
+    assert open_source(folder).config.layers == 4
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.int64])

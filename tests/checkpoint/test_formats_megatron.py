@@ -87,4 +87,4 @@ def test_the_padding_of_the_vocabulary_repeats_the_last_row(tmp_path):
     assert rank["args"].padded_vocab_size == 256
     assert torch.equal(table[0], table[-1])
     assert torch.equal(table[0], Held(SHAPES["llama"]).tensor("embed.weight")[99])
-    assert open_source(tmp_path / "m").shape.vocab == 100
+    assert open_source(tmp_path / "m").config.vocab == 100

@@ -27,8 +27,8 @@ class CountsUp(torch.nn.Module):
         super().__init__()
         self.table = torch.nn.Parameter(torch.eye(vocab).roll(1, dims=1) * 50)
 
-    def forward(self, tokens, cache, last):
-        return self.table[tokens][:, -last:]
+    def forward(self, batch, cache):
+        return self.table[batch.tokens_BL][:, -batch.logits_to_keep :]
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt"])

@@ -46,7 +46,7 @@ def test_packed_rows_give_the_loss_and_gradient_of_single_ones(bases, place, fam
 def test_conversations_named_by_where_they_begin_are_learned_alike(bases, place, monkeypatch):
     words = ["train.steps=2", "train.global_batch=4", "train.micro_batch=2", "eval.every=1", "finetune.valid_share=0.2"]
     _, usual = tuned(bases / "llama", *words, run="usual")
-    monkeypatch.setattr(engine, "can_attend_within", lambda *_: True)  # On a CPU its twin, the dense mask, is used.
+    monkeypatch.setattr(engine, "has_varlen_attention", lambda *_: True)  # On a CPU its twin, the dense mask, is used.
     _, other = tuned(bases / "llama", *words, run="other")
     for key in ("loss", "grad_norm", "valid_loss"):
         assert records(other, key) == pytest.approx(records(usual, key), rel=1e-6)

@@ -68,11 +68,11 @@ def tuned(base: str, overrides: list[str], run: str, data: str) -> None:
 
 def tuned_by_starts(base: str, overrides: list[str], run: str, data: str) -> None:
     """The same with conversations named by where they begin, as on a GPU; on a CPU a dense mask is made of that."""
-    asked, engine.can_attend_within = engine.can_attend_within, lambda *_: True
+    asked, engine.has_varlen_attention = engine.has_varlen_attention, lambda *_: True
     try:
         tuned(base, overrides, run, data)
     finally:
-        engine.can_attend_within = asked
+        engine.has_varlen_attention = asked
 
 
 def failing(rank: int) -> None:

@@ -96,7 +96,7 @@ def test_all_ranks_refuse_to_save_what_is_not_finite_on_one(layouts: Layouts, la
     path = f"unsaved-{layout}"
     failures = layouts.ranks.do(size, jobs.failing_training, settings, path, FaultyWeight())
     for kind, message, shared in failures:
-        assert kind == "Fault"
+        assert kind == "RuntimeFailure"
         assert "step 4 is not saved: NaN or infinite values in model.layers.3.mlp.up.weight" in message
         assert shared or message == failures[0][1]
     assert [path.name for path in (layouts.folder / path / "checkpoints").iterdir()] == ["step-00000002"]

@@ -135,7 +135,7 @@ def test_rank_0_takes_a_free_port_and_the_others_pass_strangers_by(monkeypatch):
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "")
     monkeypatch.setenv("PMIX_NAMESPACE", f"job of {os.getpid()}")
-    monkeypatch.setattr(port_discovery, "SECONDS_AT_A_DOOR", 0.2)
+    monkeypatch.setattr(port_discovery, "SECONDS_PER_PORT", 0.2)
     silent, talkative, *_ = port_discovery.ports_of(os.environ["PMIX_NAMESPACE"])
     with socket.create_server(("", silent)), socket.create_server(("", talkative)) as stranger:
 

@@ -190,7 +190,7 @@ def test_a_base_and_its_masks_are_exported_together(folder, monkeypatch, capsys)
     monkeypatch.chdir(folder)
     convert(Held(SHAPES["qwen2"]), folder / "base", Target("hf", dtype=torch.bfloat16))
     base = open_source(folder / "base")
-    each = ((name, PATTERN.keep_best(base.tensor(name).float().abs())) for name in maskable(base.shape))
+    each = ((name, PATTERN.keep_best(base.tensor(name).float().abs())) for name in maskable(base.config))
     mask_file.write(folder / "magnitude.mask", each, PATTERN, bases.identity(base))
     assert run("export-sparse", "base", "together", "--mask", "magnitude.mask") == 0
     assert_equal(open_source(folder / "together"), opened(folder / "base", "magnitude.mask"))

@@ -39,7 +39,7 @@ def test_a_base_in_another_format_is_the_same_base(place, capsys):
 
 
 def test_another_base_is_refused(place, capsys):
-    other = Held(open_source(place / "qwen2-hf").shape, std=0.3)
+    other = Held(open_source(place / "qwen2-hf").config, std=0.3)
     convert(other, place / "other", Target("hf"))
     code, _, said = answer(capsys, "mask", "apply", place / "other", place / "wanda.mask", place / "applied")
     assert (code, "the masks belong to other weights" in said) == (2, True)

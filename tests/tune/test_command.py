@@ -136,7 +136,7 @@ def test_a_profile_of_other_layers_or_devices_is_refused(of_a_cpu):
     done = of_a_cpu.steelyard("tune", "profiled.toml", "train.device=cpu", "model.hidden=64", "model.heads=2")
     assert (done.returncode, "cpu.toml: this profile has hidden" in done.stderr) == (2, True), done.stderr
     (of_a_cpu.path / "small.toml").write_text(SMALL)
-    with pytest.raises(UserError, match=r"cpu.toml: this profile is of cpu, and the cluster has mine"):
+    with pytest.raises(UserError, match=r"cpu.toml: this profile was measured on cpu, but the cluster has mine"):
         worker_loop.prepare(load_tune("profiled.toml", {"cluster": "small.toml"}))
 
 
