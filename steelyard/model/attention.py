@@ -67,7 +67,7 @@ def varlen_attention(query_BHLE: Tensor, key_BKLE: Tensor, value_BKLE: Tensor, b
 def varlen_options(parameters: Container[str]) -> dict[str, Any]:
     """The keywords for causal attention with grouped heads, of those that a version of `varlen_attn` takes.
 
-    torch 2.11 has `is_causal` and no `enable_gqa`; later versions express causal attention as a window.
+    torch 2.10 has `is_causal`. Since 2.11 causal attention is a window, and since 2.12 grouped heads have a keyword.
     """
     options: dict[str, Any] = {"is_causal": True} if "is_causal" in parameters else {"window_size": (-1, 0)}
     return options | ({"enable_gqa": True} if "enable_gqa" in parameters else {})

@@ -92,16 +92,19 @@ def kill_once(scenario: Scenario, sound: Path, copy: Path, seconds: float, alone
 
 
 def _left_in(folder: Path, wait: float = GONE_SECONDS) -> list[int]:
-    """Processes that still stand in a folder after a while."""
+    """Processes that still have a folder as their working directory after a while.
+
+    Each thread is looked at: that of the main thread is gone before the others have closed the process's files.
+    """
     end = time.monotonic() + wait
     while True:
-        found = []
-        for entry in Path("/proc").iterdir():
+        found = set()
+        for thread in Path("/proc").glob("[0-9]*/task/*"):
             with contextlib.suppress(OSError):
-                if entry.name.isdigit() and (entry / "cwd").readlink() == folder:
-                    found.append(int(entry.name))
+                if (thread / "cwd").readlink() == folder:
+                    found.add(int(thread.parts[2]))
         if not found or time.monotonic() >= end:
-            return found
+            return sorted(found)
         time.sleep(0.2)
 
 

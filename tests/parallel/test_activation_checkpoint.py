@@ -61,7 +61,7 @@ def test_attention_runs_again_only_in_full_recomputation(device, kv_heads, packe
         (("query", "return_aux", "window_size"), {"window_size": (-1, 0)}),
         (("query", "window_size", "enable_gqa"), {"window_size": (-1, 0), "enable_gqa": True}),
     ],
-    ids=["2.11", "2.12-rc", "2.13"],
+    ids=["2.10", "2.11", "2.13"],
 )
 def test_variable_length_attention_is_causal_by_whatever_keyword_there_is(parameters, options):
     assert varlen_options(parameters) == options
