@@ -47,9 +47,10 @@ test: lint
 test-all: lint
 	$(PYTEST) -m "not cluster"
 
+# Its own cache, since CI runs it beside test-all; CLUSTER_TESTS=--last-failed runs only what failed.
 test-cluster: setup
 	tools/cluster_packages
-	$(BIN)/pytest -m cluster
+	$(BIN)/pytest -m cluster -o cache_dir=.pytest_cache/cluster $(CLUSTER_TESTS)
 
 # GPU_TESTS="--minutes 9" for a slice; the same command continues behind what is done.
 test-gpu: setup
