@@ -118,4 +118,4 @@ def test_a_study_from_before_goes_on(old):
     done = old.steelyard("tune", "tune.toml", "--study", "study", "--trials", "3", "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert (found["trials"], list(found["best"]["settings"])) == (3, ["optim.decay_fraction"])
+    assert (found["trials"], list(found["best"][0]["settings"])) == (3, ["optim.decay_fraction"])

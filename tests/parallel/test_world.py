@@ -211,7 +211,7 @@ with init_distributed("cpu", 1) as world, stop_request() as stop:
         os.kill(os.getpid(), signal.SIGUSR1)
     assert stop.agreed()
     first = run_on_rank0(world, os.getpid)
-    assert (first == os.getpid()) == world.is_first
+    assert (first == os.getpid()) == world.is_rank0
     try:
         run_on_rank0(world, wrong)
     except UserError as error:
