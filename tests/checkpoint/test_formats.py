@@ -153,7 +153,7 @@ def test_missing_unknown_and_misshapen_tensors_are_listed_and_refused(tmp_path):
     assert "decoder.layers.2.input_layernorm.weight (here layers.2.attention_norm.weight): missing" in str(
         refused.value
     )
-    assert "linear_fc2.weight (here layers.1.mlp.down.weight): (32, 40) in the checkpoint, (32, 48) wanted" in str(
+    assert "linear_fc2.weight (here layers.1.mlp.down.weight): (32, 40) in the checkpoint, (32, 48) expected" in str(
         refused.value
     )
     assert "decoder.layers.0.mlp.router.weight: unknown" in str(refused.value)

@@ -77,7 +77,7 @@ def test_an_index_cannot_point_out_of_its_folder(tmp_path, shard):
     table = json.loads(index.read_text())
     table["weight_map"]["model.norm.weight"] = shard
     index.write_text(json.dumps(table))
-    with pytest.raises(UserError, match="is no file of this folder"):
+    with pytest.raises(UserError, match="is not a file of this folder"):
         open_source(folder)
 
 
@@ -149,7 +149,7 @@ def test_a_pickle_with_code_is_refused_and_not_run(tmp_path, to):
         folder = tmp_path / "global_step1"
         folder.mkdir()
         torch.save(evil, folder / "mp_rank_00_model_states.pt")
-    with pytest.raises(UserError, match="no place in a checkpoint"):
+    with pytest.raises(UserError, match="not allowed in a checkpoint"):
         open_source(folder)
     assert not (tmp_path / "owned").exists()
 

@@ -111,7 +111,7 @@ def test_private_means_private(hub, folder):
 
 def test_a_public_model_is_not_taken_for_a_private_one(hub, folder):
     hub.add("models", NAME, "config.json", b"{}")
-    with pytest.raises(UserError, match="and public"):
+    with pytest.raises(UserError, match="and is public"):
         publish.push(folder, NAME, private=True)
     assert writes(hub) == []
 
@@ -211,7 +211,7 @@ def test_an_upload_that_broke_off_sends_only_what_is_missing(hub, folder):
     hub.faults = [Trouble("POST .*/commit/", status=500)]
     with pytest.raises(RuntimeFailure, match="500") as caught:
         publish.push(folder, NAME)
-    assert "model-00001-of-00002.safetensors, model-00002-of-00002.safetensors arrived" in caught.value.hint
+    assert "uploaded: model-00001-of-00002.safetensors, model-00002-of-00002.safetensors" in caught.value.hint
     assert hub.model(NAME).commits == []
     hub.sent.clear()
     publish.push(folder, NAME)

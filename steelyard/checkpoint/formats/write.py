@@ -26,7 +26,7 @@ from steelyard.checkpoint.formats.key_mapping import Entry, hugging_face, joined
 from steelyard.checkpoint.formats.native import PREFIX, TOKENIZER
 from steelyard.checkpoint.formats.source import TABLES, CheckpointSource, check, expected_sizes
 from steelyard.checkpoint.formats.write_megatron import MegatronLayout
-from steelyard.checkpoint.sharded_tensor import Promised
+from steelyard.checkpoint.sharded_tensor import LazyTensor
 from steelyard.core import files, sha256sums, units
 from steelyard.core.console import ProgressBar, console
 from steelyard.core.errors import RuntimeFailure, UserError
@@ -166,7 +166,7 @@ def _room(destination: Path, needed: int) -> Iterator[None]:
         if error.errno not in OF_THE_DISK:
             raise
         raise RuntimeFailure(f"{destination} takes {units.size(needed)}: {error.strerror}", hint=hint) from None
-    except folders.NotWritten as error:
+    except folders.CheckpointWriteError as error:
         raise RuntimeFailure(f"{destination} takes {units.size(needed)}: {error.message}", hint=hint) from None
 
 
@@ -285,12 +285,12 @@ def _write_configs(source: CheckpointSource, folder: Path, dtype: torch.dtype, e
 def _write_steelyard(supply: Supply, folder: Path, extra: dict[str, Any]) -> None:
     source, sizes = supply.source, expected_sizes(supply.config)
 
-    def made(name: str) -> Promised:
+    def made(name: str) -> LazyTensor:
         def make(_: int) -> Tensor:
             supply.progress.advance(math.prod(sizes[name]) * supply.dtype.itemsize)
             return supply.tensor(name)
 
-        return Promised(make, sizes[name], supply.dtype)
+        return LazyTensor(make, sizes[name], supply.dtype)
 
     state = {
         "step": source.step or 0,

@@ -21,7 +21,7 @@ from steelyard.checkpoint import folder as folders
 from steelyard.checkpoint.formats.key_mapping import Entry, groups_of, joined, megatron
 from steelyard.checkpoint.formats.megatron_args import LATEST, args_of, padded_rows
 from steelyard.checkpoint.formats.safetensors import write_tensor
-from steelyard.checkpoint.sharded_tensor import Promised
+from steelyard.checkpoint.sharded_tensor import LazyTensor
 from steelyard.core import files
 from steelyard.core.errors import UserError
 from steelyard.core.recipe.model_section import GptConfig, LlamaConfig
@@ -199,7 +199,7 @@ def torch_dist(supply: Supply, folder: Path, layout: MegatronLayout) -> None:
     files.write_text(folder / LATEST, f"{ITERATION}\n")
 
 
-def _promised(entries: list[Entry], supply: Supply) -> Promised:
+def _promised(entries: list[Entry], supply: Supply) -> LazyTensor:
     size = _padded_size(entries[0], supply, 1)
     is_stacked = entries[0].layer is not None
 
@@ -208,7 +208,7 @@ def _promised(entries: list[Entry], supply: Supply) -> Promised:
             return supply.whole(entries[part])[None]
         return with_padding(supply.whole(entries[0]), size[0])
 
-    return Promised(
+    return LazyTensor(
         make, (len(entries), *size) if is_stacked else size, supply.dtype, len(entries) if is_stacked else 1
     )
 
