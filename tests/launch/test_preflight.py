@@ -44,7 +44,7 @@ def refused(queue: Path, request: SubmitRequest, message: str) -> None:
     [
         ("data.train=tokns_text_document", "there is no token file tokns_text_document.idx"),
         ("data.valid=damaged", "this is not an index of token files"),
-        ("model.vocab=10", "holds the id"),
+        ("model.vocab=10", "contains the id"),
         ("data.tokenizer=./tokenizer.json", r"data\.tokenizer: there is no \S*tokenizer\.json"),
         ("data.tokenizer=damaged.idx", "damaged.idx"),
         ("train.init_from=./runs/another", r"train\.init_from: there is no \./runs/another"),
