@@ -88,7 +88,7 @@ class CheckpointSource(ABC):
     def load_tokenizer(self) -> Tokenizer:
         """The tokenizer of the model."""
         if self.tokenizer is None:
-            raise UserError(f"{self.path} has no tokenizer", hint="pass one with --tokenizer")
+            raise UserError(f"{self.path} has no tokenizer", hint="pass a tokenizer")
         return tokenizers.load_tokenizer(self.tokenizer)
 
 
