@@ -1,6 +1,6 @@
-"""Saving and loading on torch.distributed.checkpoint. A checkpoint is a folder that exists whole or not at all.
+"""Save and load checkpoints with torch.distributed.checkpoint. A checkpoint folder is written atomically.
 
-What needs torch is imported when it is first used: talking to the hub, in the same room, does not.
+Modules that need torch are imported on first use, because the hub code in this package does not need torch.
 """
 
 from importlib import import_module

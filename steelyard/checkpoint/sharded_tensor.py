@@ -1,7 +1,7 @@
-"""Pieces: how torch.distributed.checkpoint is told which part of a tensor this rank has.
+"""Tensor shards for torch.distributed.checkpoint: a plain tensor with its offset in the whole.
 
-It asks an object for its place in the whole by two methods. A piece answers them for a plain tensor and an offset, so
-that any layout can write what it has and any other can read what it needs.
+torch.distributed.checkpoint gets the offset of an object from two methods, which `TensorShard` implements. So a
+checkpoint that was written with one layout can be read with any other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 @dataclass(frozen=True)
 class TensorShard:
-    """A tensor, and where in the whole of the given shape it lies."""
+    """A part of a tensor of the given shape, at an offset."""
 
     tensor: Tensor
     shape: tuple[int, ...]
@@ -27,21 +27,21 @@ class TensorShard:
 
     @classmethod
     def whole(cls, tensor: Tensor) -> TensorShard:
-        """A tensor that is not divided."""
+        """A tensor that is not sharded."""
         return cls(tensor, tuple(tensor.shape), (0,) * tensor.ndim)
 
     def at(self, offset: torch.Size | None) -> Tensor:
-        """The tensor that begins at a place of the whole."""
+        """The tensor at this offset."""
         return self.tensor
 
     def copied(self) -> TensorShard:
-        """The same in memory of its own, on the host."""
+        """A copy on the host."""
         return TensorShard(self.tensor.detach().to("cpu", copy=True), self.shape, self.offset)
 
     def _chunk(self) -> ChunkStorageMetadata:
         return ChunkStorageMetadata(offsets=torch.Size(self.offset), sizes=self.tensor.size())
 
-    def __create_write_items__(self, name: str, piece: object) -> list[WriteItem]:
+    def __create_write_items__(self, name: str, shard: object) -> list[WriteItem]:
         data = TensorWriteData(self._chunk(), TensorProperties.create_from_tensor(self.tensor), torch.Size(self.shape))
         index = MetadataIndex(name, torch.Size(self.offset))
         return [WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)]
@@ -51,24 +51,24 @@ class TensorShard:
 
 
 @dataclass(frozen=True)
-class Promised:
-    """A whole tensor that is made when it is its turn to be written, in one or more parts along the first dimension.
+class LazyTensor:
+    """A whole tensor that is computed when it is written, in one or more parts along the first dimension.
 
-    So a model that does not fit in memory can be written.
+    This makes it possible to write a model that does not fit in memory.
     """
 
     make: Callable[[int], Tensor]
-    """Part by number."""
+    """Returns a part by its number."""
     shape: tuple[int, ...]
     dtype: torch.dtype
     parts: int = 1
 
     def at(self, offset: torch.Size | None) -> Tensor:
-        """The part that begins at a place of the whole."""
+        """The part at this offset."""
         assert offset is not None
         return self.make(offset[0] * self.parts // self.shape[0]).to(self.dtype).contiguous()
 
-    def __create_write_items__(self, name: str, promised: object) -> list[WriteItem]:
+    def __create_write_items__(self, name: str, tensor: object) -> list[WriteItem]:
         rows = self.shape[0] // self.parts
         size = torch.Size((rows, *self.shape[1:]))
         items = []
@@ -80,28 +80,28 @@ class Promised:
         return items
 
 
-class WritingPieces(DefaultSavePlanner):
-    """Plans a save of pieces."""
+class ShardSavePlanner(DefaultSavePlanner):
+    """Plans a save of shards."""
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        """The tensor of a piece."""
+        """The tensor of a shard."""
         return _tensor(self.state_dict, index)
 
 
-class ReadingPieces(DefaultLoadPlanner):
-    """Plans a load into pieces."""
+class ShardLoadPlanner(DefaultLoadPlanner):
+    """Plans a load into shards."""
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        """Take the pieces as they are, where the default would look for tensors to prepare and drop the rest."""
+        """Use the shards unchanged; the default implementation prepares tensors and drops everything else."""
         self.original_state_dict = self.state_dict = state_dict
         self.metadata, self.is_coordinator = metadata, is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """The tensor of a piece."""
+        """The tensor of a shard."""
         return _tensor(self.state_dict, index)
 
 
-def _tensor(pieces: dict[str, Any], index: MetadataIndex) -> Tensor:
-    held = pieces[index.fqn]
-    tensor: Tensor = held.at(index.offset) if isinstance(held, (TensorShard, Promised)) else held
+def _tensor(shards: dict[str, Any], index: MetadataIndex) -> Tensor:
+    value = shards[index.fqn]
+    tensor: Tensor = value.at(index.offset) if isinstance(value, (TensorShard, LazyTensor)) else value
     return tensor

@@ -2,12 +2,12 @@
 
     {"format": 2, "steelyard": "0.1.0", "step": 100, "samples": 800, ..., "files": {NAME: SHA-256}, "checksum": SHA-256}
 
-`checksum` is that of everything else in the file, as compact JSON with sorted keys, in this and all later formats. A
-file without `format` and `checksum` is of format 1: it is read, but only its keys, types and ranges can be checked. A
-file of a newer format is refused; the message names the Steelyard that wrote it.
+`checksum` covers everything else in the file, as compact JSON with sorted keys, in this and all later formats. A file
+without `format` and `checksum` has format 1: it is read, but only its keys, types and ranges can be checked. A file of
+a newer format is rejected with a message that names the version of Steelyard that wrote it.
 
-A file that cannot be read is not a damaged one: the disk or the network may be back in a moment. Reading is tried
-again a few times, and then reported as an input/output error.
+A file that cannot be read is not considered damaged: the disk or the network may recover. Reading is retried a few
+times, and then an input/output error is raised.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ Result = TypeVar("Result")
 def write(folder: Path, state: dict[str, Any], sums: dict[str, str]) -> None:
     """Write the state of a checkpoint whose other files have these checksums."""
     own = {"format": FORMAT, "steelyard": __version__, "files": dict(sorted(sums.items()))}
-    assert not {*own, "checksum"} & state.keys(), "these keys are the file's own"
-    # Through JSON and back, since that is what a reader compares with the checksum.
+    assert not {*own, "checksum"} & state.keys(), "these keys are reserved"
+    # Convert to JSON and back, because a reader computes the checksum of the parsed file.
     content = json.loads(json.dumps(own | state))
     files.write_json(folder / NAME, {**content, "checksum": _checksum(content)})
 
 
 def read(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """The state and the checksums of the other files, checked as far as the file itself allows."""
+    """The state, validated, and the checksums of the other files."""
     path = folder / NAME
     content = _parsed(path, retried(path, lambda: _text(path)))
     if "format" in content or "checksum" in content:
@@ -56,12 +56,12 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
         version, writer = content.pop("format", None), content.pop("steelyard", None)
         if not isinstance(version, int) or version > FORMAT:
             raise UserError(
-                f"checkpoint {folder} has format {version}, and Steelyard {__version__} reads formats up to {FORMAT}",
+                f"checkpoint {folder} has format {version}, but Steelyard {__version__} reads formats up to {FORMAT}",
                 hint=f"install Steelyard {writer or 'of the version that wrote it'} or newer",
             )
     sums = content.pop("files", None)
     if not isinstance(sums, dict) or not sums or not all(FILE_NAME.fullmatch(name) for name in sums):
-        raise damaged(folder, f"{NAME} names no files with their checksums")
+        raise damaged(folder, f"{NAME} lists no files with checksums")
     problems = _problems(content)
     if problems:
         raise damaged(folder, f"{NAME}: {problems[0]}")
@@ -69,7 +69,7 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def damaged(folder: Path, why: str) -> CorruptFileError:
-    """The error for a checkpoint that is not as it was written."""
+    """The error for a damaged checkpoint."""
     return CorruptFileError(f"checkpoint {folder} is damaged: {why}")
 
 
@@ -113,9 +113,9 @@ def _checksum(content: dict[str, Any]) -> str:
 
 
 def _problems(state: dict[str, Any]) -> list[str]:
-    """What is wrong with the counters. A converted checkpoint has a step and no other counter; a run's has all."""
-    needed = ("step", *(NEEDED_TO_RESUME if any(name in state for name in COUNTERS) else ()))
-    problems = [f"{name} is missing" for name in needed if name not in state]
+    """Errors in the counters. A converted checkpoint has only a step; a checkpoint of a run has all counters."""
+    required = ("step", *(NEEDED_TO_RESUME if any(name in state for name in COUNTERS) else ()))
+    problems = [f"{name} is missing" for name in required if name not in state]
     for name in ("step", *COUNTERS):
         value = state.get(name, 0)
         if type(value) is not int or not 0 <= value < 1 << 63:

@@ -1,4 +1,4 @@
-"""The checkpoints of a run by name: `step-<8 digits>`, and damaged ones in `damaged/`, which nothing here deletes.
+"""The checkpoint folders of a run: `step-<8 digits>`, and `damaged/`, which is never deleted.
 
 A folder that cannot be listed is an input/output error, not a run without checkpoints.
 """
@@ -15,7 +15,7 @@ from steelyard.core import files
 from steelyard.core.console import console
 from steelyard.core.errors import SteelyardError
 
-VALID_LOSS = "valid_loss"  # In the state of a checkpoint that was the best when it was saved.
+VALID_LOSS = "valid_loss"  # a key in the state of a checkpoint that was the best when it was saved
 PREFIX = "step-"
 DAMAGED = "damaged"
 
@@ -26,21 +26,21 @@ def path_at(folder: Path, step: int) -> Path:
 
 
 def by_age(folder: Path) -> list[Path]:
-    """All checkpoints in a folder, the oldest first."""
+    """All checkpoints in a folder, oldest first."""
     names = state_file.retried(folder, lambda: _names(folder))
     return sorted(folder / name for name in names if re.fullmatch(rf"{PREFIX}\d+(\.\d+)?", name))
 
 
 def best(folder: Path) -> Path | None:
-    """The checkpoint with the lowest validation loss, among those whose state can be read and has one."""
+    """The checkpoint with the lowest validation loss, among those with a readable state that has one."""
     losses = {path: state[VALID_LOSS] for path, state in _states(folder).items() if VALID_LOSS in state}
     return min(losses, key=losses.__getitem__, default=None)
 
 
 def removable(folder: Path, newest: Path, keep_last: int) -> list[Path]:
-    """The checkpoints that retention deletes: all but the newest `keep_last`, the best, and any that cannot be read.
+    """The checkpoints that retention deletes: all except the newest `keep_last`, the best, and unreadable ones.
 
-    An unreadable one may be the best, and readable again in a moment.
+    An unreadable checkpoint may be the best, and may become readable again.
     """
     readable = _states(folder)
     kept = {newest, best(folder), *by_age(folder)[-keep_last:]}
@@ -48,7 +48,7 @@ def removable(folder: Path, newest: Path, keep_last: int) -> list[Path]:
 
 
 def _states(folder: Path) -> dict[Path, dict[str, Any]]:
-    """The states that can be read, the oldest first."""
+    """The readable states, oldest first."""
     states = {}
     for path in by_age(folder):
         with contextlib.suppress(SteelyardError):

@@ -1,4 +1,4 @@
-"""Models as plain single-device modules, one file per family. No process group and no mesh comes in here."""
+"""Models as plain single-device modules, one file per family. This package uses no process groups and no mesh."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ __all__ = ["Batch", "Cache", "Gpt", "LanguageModel", "Llama", "StageSpec", "buil
 
 
 def build(config: GptConfig | LlamaConfig, part: StageSpec | None = None) -> LanguageModel:
-    """The model of a recipe or a slice of it, its weights not yet set."""
+    """Build the model of a recipe, or one stage of it. Its weights are not initialized."""
     return Gpt(config, part) if isinstance(config, GptConfig) else Llama(config, part)

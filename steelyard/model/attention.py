@@ -1,7 +1,7 @@
-"""Causal attention between queries and keys, and who may attend to whom when a row holds several documents.
+"""Causal attention, also within the documents of a packed row.
 
-A mask is dense (bool, who may look at whom) or, where a kernel can use it, the bounds of the documents. The dense mask
-is what bounds mean.
+A mask is either dense (bool, True where a query may attend to a key) or, for variable-length attention, the cumulative
+lengths of the documents (`CuSeqlens`). `dense_mask` converts the second form to the first and is its specification.
 
 Tensor suffixes: B batch, L length, H heads, K key-value heads, E head width, N documents of a row, T all tokens.
 """
@@ -19,22 +19,22 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 
-from steelyard.model.dropout import FACTORS, kept, mixed
+from steelyard.model.dropout import FACTORS, drop, mixed
 
 
 class CuSeqlens(NamedTuple):
-    """The documents of all rows, one row after the other."""
+    """The documents of all rows, with the rows concatenated."""
 
     places: Tensor
-    """Where each begins, and last where all end; int32."""
+    """The start of each document, then the end of the last one; int32."""
     longest: int
-    """A power of two that none is longer than: kernels begin work for as many tokens of every document."""
+    """A power of two that no document exceeds: kernels launch work for this many tokens of every document."""
 
 
 def attend(query_BHLE: Tensor, key_BKLE: Tensor, value_BKLE: Tensor, mask: Tensor | CuSeqlens | None) -> Tensor:
-    """Mix the values by attention; without a mask a token sees itself and everything before it.
+    """Scaled dot-product attention, causal if `mask` is None.
 
-    Where there are more keys than queries, the queries are the last tokens.
+    If there are more keys than queries, the queries are the last tokens.
     """
     if isinstance(mask, CuSeqlens):
         return varlen_attention(query_BHLE, key_BKLE, value_BKLE, mask)
@@ -48,24 +48,24 @@ def attend(query_BHLE: Tensor, key_BKLE: Tensor, value_BKLE: Tensor, mask: Tenso
     )
 
 
-def varlen_attention(query_BHLE: Tensor, key_BKLE: Tensor, value_BKLE: Tensor, bounds: CuSeqlens) -> Tensor:
-    """The same within documents: on a GPU by flash attention, to which each document is a sequence of its own."""
+def varlen_attention(query_BHLE: Tensor, key_BKLE: Tensor, value_BKLE: Tensor, cu_seqlens: CuSeqlens) -> Tensor:
+    """Causal attention within documents. On a GPU it is flash attention, with one sequence per document."""
     rows, _, length, _ = query_BHLE.shape
     if not query_BHLE.is_cuda:
-        return attend(query_BHLE, key_BKLE, value_BKLE, dense_mask(bounds, rows, length))
+        return attend(query_BHLE, key_BKLE, value_BKLE, dense_mask(cu_seqlens, rows, length))
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query_BHLE, key_BKLE, value_BKLE))
-    places, longest = bounds
+    places, longest = cu_seqlens
     packed = query, key, value, places, places, longest, longest
     if query_BHLE.shape[1] == key_BKLE.shape[1] or "enable_gqa" in VARLEN_OPTIONS:
         attn_out_THE: Tensor = varlen_attn(*packed, **VARLEN_OPTIONS)  # type: ignore[assignment]
-    else:  # This torch's `varlen_attn` has no grouped heads, but the operator below it has.
+    else:  # In this torch `varlen_attn` does not support grouped heads, but the operator below it does.
         attn_out_THE = torch.ops.aten._flash_attention_forward(*packed, 0.0, True, False)[0]
     attn_out_BLHE: Tensor = attn_out_THE.unflatten(0, (rows, length))
     return attn_out_BLHE.transpose(1, 2)
 
 
 def varlen_options(parameters: Container[str]) -> dict[str, Any]:
-    """The keywords for causal attention with grouped heads, of those that a version of `varlen_attn` takes.
+    """The keyword arguments for causal attention with grouped heads that this version of `varlen_attn` accepts.
 
     torch 2.10 has `is_causal`. Since 2.11 causal attention is a window, and since 2.12 grouped heads have a keyword.
     """
@@ -77,10 +77,10 @@ VARLEN_OPTIONS = varlen_options(inspect.signature(varlen_attn).parameters)
 
 
 def cu_seqlens_of(document_starts_BN: Tensor, length: int, device: torch.device) -> CuSeqlens:
-    """The bounds of documents, from where those of each row begin; what begins at a row's end is none.
+    """Cumulative lengths from the start of each document in its row. A start at the end of the row is padding.
 
-    On the host it is known what to leave out and how long the others are. On a GPU, to which FSDP brings whatever a
-    model is given, asking would cost a wait: documents that are none stay in as empty ones, and any may be the longest.
+    On the host the padding is removed and the longest document is computed. On a GPU, where FSDP moves all model
+    inputs, that would need a synchronization: padding stays as empty documents, and `longest` is the row length.
     """
     offsets_B1 = (
         length * torch.arange(len(document_starts_BN), dtype=torch.int32, device=document_starts_BN.device)[:, None]
@@ -92,20 +92,20 @@ def cu_seqlens_of(document_starts_BN: Tensor, length: int, device: torch.device)
         longest = int(places.diff().max())
     if device.type == "cuda":
         places = places if places.is_cuda else places.pin_memory().to(device, non_blocking=True)
-        # So layers are compiled once for any number of documents; a second length still compiles them once more.
+        # Layers are then compiled once for any number of documents; a second row length still compiles them again.
         torch._dynamo.maybe_mark_dynamic(places, 0)
     return CuSeqlens(places, 1 << (longest - 1).bit_length())
 
 
-def dense_mask(bounds: CuSeqlens, rows: int, length: int) -> Tensor:
-    """What bounds mean: True where a token may look. Shape (B, 1, L, L)."""
-    tokens = torch.arange(rows * length, dtype=torch.int32, device=bounds.places.device)
-    return within_documents(torch.searchsorted(bounds.places, tokens, right=True).view(rows, length))
+def dense_mask(cu_seqlens: CuSeqlens, rows: int, length: int) -> Tensor:
+    """The equivalent dense mask: True where a token may attend. Shape (B, 1, L, L)."""
+    tokens = torch.arange(rows * length, dtype=torch.int32, device=cu_seqlens.places.device)
+    return within_documents(torch.searchsorted(cu_seqlens.places, tokens, right=True).view(rows, length))
 
 
 @functools.cache
 def has_varlen_attention(device: torch.device, dtype: torch.dtype, width: int) -> bool:
-    """Whether the kernel for bounds is there, found out by asking: it must give what the dense mask gives."""
+    """Whether variable-length attention works on this device: it must run and give the result of the dense mask."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or width % 8 or width > 256:
         return False
     generator = torch.Generator(device).manual_seed(0)
@@ -113,15 +113,15 @@ def has_varlen_attention(device: torch.device, dtype: torch.dtype, width: int) -
         torch.randn(2, heads, 128, width, dtype=dtype, device=device, generator=generator).requires_grad_()
         for heads in (4, 2, 2)
     )
-    bounds = cu_seqlens_of(torch.tensor([[0, 7, 100, 128], [0, 64, 128, 128]], dtype=torch.int32), 128, device)
-    answers = []
-    for mask in (dense_mask(bounds, 2, 128), bounds):
+    cu_seqlens = cu_seqlens_of(torch.tensor([[0, 7, 100, 128], [0, 64, 128, 128]], dtype=torch.int32), 128, device)
+    results = []
+    for mask in (dense_mask(cu_seqlens, 2, 128), cu_seqlens):
         try:
-            mixed = attend(query, key, value, mask)
-            answers.append([mixed, *torch.autograd.grad(mixed.float().square().sum(), (query, key, value))])
+            attn_out = attend(query, key, value, mask)
+            results.append([attn_out, *torch.autograd.grad(attn_out.float().square().sum(), (query, key, value))])
         except RuntimeError:
             return False
-    return all(torch.allclose(a.float(), b.float(), atol=0.05, rtol=0.05) for a, b in zip(*answers, strict=True))
+    return all(torch.allclose(a.float(), b.float(), atol=0.05, rtol=0.05) for a, b in zip(*results, strict=True))
 
 
 def attend_dropping(
@@ -132,8 +132,8 @@ def attend_dropping(
     rows_BHL: Tensor,
     share: float,
 ) -> Tensor:
-    """The same with a share of the weights dropped, spelled out because no kernel takes our choice of them."""
-    assert not isinstance(mask, CuSeqlens), "what drops weights cannot use bounds"
+    """Attention with dropout of its weights, in plain torch because no kernel accepts a given dropout mask."""
+    assert not isinstance(mask, CuSeqlens), "attention dropout needs a dense mask"
     groups = query_BHLE.shape[1] // key_BKLE.shape[1]
     key_BHLE, value_BHLE = (x.repeat_interleave(groups, dim=1) for x in (key_BKLE, value_BKLE))
     length = query_BHLE.shape[2]
@@ -141,19 +141,19 @@ def attend_dropping(
         mask = torch.ones(length, length, dtype=torch.bool, device=query_BHLE.device).tril()
     scores = (query_BHLE @ key_BHLE.transpose(-1, -2)).float() / query_BHLE.shape[-1] ** 0.5
     weights = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1)
-    kept_weights: Tensor = kept(weights, rows_BHL, share)
-    return kept_weights.to(value_BHLE.dtype) @ value_BHLE
+    dropped: Tensor = drop(weights, rows_BHL, share)
+    return dropped.to(value_BHLE.dtype) @ value_BHLE
 
 
 def rows_of(sample_ids_B: Tensor, row_positions_BL: Tensor, heads: range, salt: int) -> Tensor:
-    """A hash for each sample, head and query: what attention dropout draws from."""
+    """A hash of each sample, head and query, from which attention dropout draws."""
     numbers_H = torch.arange(heads.start, heads.stop, device=sample_ids_B.device)
     rows_BH = mixed(mixed(sample_ids_B * FACTORS[0] + salt)[:, None] + numbers_H * FACTORS[1])
     return mixed(rows_BH[..., None] + row_positions_BL[:, None] * FACTORS[2])
 
 
 def within_documents(documents_BL: Tensor) -> Tensor:
-    """True where a token may look: at itself and at what came before it in its own document. Shape (B, 1, L, L)."""
+    """True where a token may attend: itself and earlier tokens of its document. Shape (B, 1, L, L)."""
     length = documents_BL.shape[1]
     earlier_LL = torch.ones(length, length, dtype=torch.bool, device=documents_BL.device).tril()
     same_BLL = documents_BL[:, :, None] == documents_BL[:, None, :]

@@ -1,4 +1,4 @@
-"""The rows that a model computes on: tokens, and what is known about each of them.
+"""The input of a model: rows of tokens, with labels, positions and documents.
 
 Tensor suffixes: B batch, L length, N documents of a row, K loss positions of a row.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of tokens. Everything but the tokens may be missing."""
+    """Rows of tokens. All fields except the tokens are optional."""
 
     tokens_BL: Tensor
     labels_BL: Tensor | None = None
@@ -26,17 +26,17 @@ class Batch:
     position_ids_BL: Tensor | None = None
     """The position of each token for the model, which may restart with each document."""
     row_positions_BL: Tensor | None = None
-    """The position of each token in its row, also if this rank has only a part of the row. Dropout hashes it."""
+    """The position of each token in the whole row, also if this rank holds a part of it. Dropout hashes it."""
     documents_BL: Tensor | None = None
     """The number of each token's document. Attention stays within documents."""
     document_starts_BN: Tensor | None = None
-    """The same as the first position of each document, on the host, for variable-length attention."""
+    """The first position of each document, on the host, for variable-length attention."""
     sample_ids_B: Tensor | None = None
-    """The number of each sample in the run, for whatever is random: dropout, drawn masks, noise."""
+    """The number of each sample in the run, which seeds dropout, sampled masks and noise."""
     logits_to_keep: int | None = None
     """Return the logits of this many last positions only."""
     extra: dict[str, Tensor] = field(default_factory=dict)
-    """Values for extensions, a row each; the model does not read them."""
+    """Values for extensions, one row per sample; the model does not read them."""
 
     def __len__(self) -> int:
         return len(self.tokens_BL)
@@ -47,7 +47,7 @@ class Batch:
         return {name: value for name, value in named if isinstance(value, Tensor)}
 
     def replace(self, **changes: Tensor | None) -> Batch:
-        """A copy with other values in some fields."""
+        """A copy with some fields replaced."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
     def micro_batches(self, size: int) -> Iterator[Batch]:

@@ -1,7 +1,7 @@
-"""Cross entropy as one Triton kernel: two passes over a row of logits, which give way to their own gradient.
+"""Cross entropy as one Triton kernel: two passes over a row of logits, which the gradient overwrites.
 
-`steelyard.model.loss.cross_entropy` is the specification; the tests hold this kernel to it. This module is imported
-only where there is a GPU, since other machines may have no Triton.
+`steelyard.model.loss.cross_entropy` is the specification; tests compare this kernel with it. This module is imported
+only on a GPU, because other machines may not have Triton.
 
 Tensor suffixes: N tokens, V rows of the head.
 """
@@ -20,7 +20,7 @@ WARPS = 8
 def fused_cross_entropy(
     logits_NV: Tensor, labels_N: Tensor, weights_N: Tensor | None, real_rows: int, with_gradient: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """The weighted loss of each token, and the gradient of its logits, if it is wanted, written over the logits."""
+    """The weighted loss of each token. With `with_gradient` the gradient overwrites the logits."""
     losses_N = torch.empty(len(logits_NV), dtype=torch.float32, device=logits_NV.device)
     _kernel[(len(logits_NV),)](
         logits_NV, labels_N, losses_N if weights_N is None else weights_N.float(), losses_N,
@@ -37,7 +37,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     logits += row * width
     label = tl.load(labels + row)
-    # Read before anything is written: the reductions below are barriers.
+    # Load before any store: the reductions below are barriers.
     label_logit = tl.load(logits + label).to(tl.float32)
     largest = -float("inf")
     total = 0.0

@@ -58,10 +58,10 @@ class GptAttention(nn.Module):
             key_BHLE, value_BHLE = context.cache.extended(key_BHLE, value_BHLE)
         if self.dropout and self.training and context.sample_ids_B is not None and context.row_positions_BL is not None:
             rows = rows_of(context.sample_ids_B, context.row_positions_BL, self.heads, self.salt)
-            mixed_BHLE = attend_dropping(query_BHLE, key_BHLE, value_BHLE, context.mask, rows, self.dropout)
+            attn_out_BHLE = attend_dropping(query_BHLE, key_BHLE, value_BHLE, context.mask, rows, self.dropout)
         else:
-            mixed_BHLE = self.attend(query_BHLE, key_BHLE, value_BHLE, context.mask)
-        output: Tensor = self.output(mixed_BHLE.transpose(1, 2).flatten(-2))
+            attn_out_BHLE = self.attend(query_BHLE, key_BHLE, value_BHLE, context.mask)
+        output: Tensor = self.output(attn_out_BHLE.transpose(1, 2).flatten(-2))
         return output
 
 

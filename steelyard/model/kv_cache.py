@@ -1,7 +1,7 @@
-"""What a model that writes remembers: the keys and values of the tokens it has seen.
+"""The KV cache of generation: the keys and values of all tokens so far.
 
-With them a new token costs one column of attention instead of a pass over the whole text. Memory for all places is
-taken once, when the first tokens come in and tell what a layer keeps: under tensor parallelism that is a rank's heads.
+With it a new token costs one row of attention instead of a pass over the whole text. Memory for `capacity` tokens is
+allocated once, when the first tokens arrive and show the shape: under tensor parallelism a layer has this rank's heads.
 
 Tensor suffixes: B batch, L length, K key-value heads, E head width.
 """
@@ -20,13 +20,13 @@ class Cache:
         self._layers: dict[str, LayerCache] = {}
 
     def of(self, layer: str) -> LayerCache:
-        """What the layer of this number keeps."""
+        """The cache of the layer with this number."""
         if layer not in self._layers:
             self._layers[layer] = LayerCache(self.capacity)
         return self._layers[layer]
 
     def forget(self, length: int = 0) -> None:
-        """Begin anew, or go on after so many tokens, in the same memory."""
+        """Truncate the cache to `length` tokens and keep its memory."""
         self.length = length
         for layer in self._layers.values():
             layer.length = length
@@ -38,17 +38,17 @@ class LayerCache:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.length = 0
-        self._both: tuple[Tensor, Tensor] | None = None
+        self._buffers: tuple[Tensor, Tensor] | None = None
 
     def extended(self, key_BKLE: Tensor, value_BKLE: Tensor) -> tuple[Tensor, Tensor]:
         """All keys and values so far, the new ones last."""
-        if self._both is None:
+        if self._buffers is None:
             batch, heads, _, width = key_BKLE.shape
-            key_room = key_BKLE.new_empty(batch, heads, self.capacity, width)
-            self._both = key_room, value_BKLE.new_empty(batch, heads, self.capacity, width)
+            key_buffer = key_BKLE.new_empty(batch, heads, self.capacity, width)
+            self._buffers = key_buffer, value_BKLE.new_empty(batch, heads, self.capacity, width)
         end = self.length + key_BKLE.shape[2]
-        assert end <= self.capacity, f"{end} tokens do not fit a cache for {self.capacity}"
-        for room, new in zip(self._both, (key_BKLE, value_BKLE), strict=True):
-            room[:, :, self.length : end] = new
+        assert end <= self.capacity, f"{end} tokens do not fit in a cache for {self.capacity}"
+        for buffer, new in zip(self._buffers, (key_BKLE, value_BKLE), strict=True):
+            buffer[:, :, self.length : end] = new
         self.length = end
-        return self._both[0][:, :, :end], self._both[1][:, :, :end]
+        return self._buffers[0][:, :, :end], self._buffers[1][:, :, :end]

@@ -1,9 +1,9 @@
-"""What the families share: where the stream of tokens begins, the layers it passes, the head it ends at.
+"""The base of all model families: embedding, layers, final norm and head.
 
-A model may be built as a slice of itself, for one stage of a pipeline: without the embedding, with some of the layers,
-without norm and head. Names stay those of the whole model, so initial weights and checkpoints do not know of stages.
+A model may be built as one pipeline stage: without the embedding, with some of the layers, without norm and head.
+Parameter names are those of the whole model, so weight initialization and checkpoints do not depend on stages.
 
-Tensor suffixes: B batch, L length, D hidden, V vocabulary, N documents of a row, K places of a row that are learned.
+Tensor suffixes: B batch, L length, D hidden, V vocabulary, N documents of a row, K loss positions of a row.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from steelyard.model.batch import Batch
 from steelyard.model.dropout import Dropout, salt_of
 from steelyard.model.kv_cache import Cache, LayerCache
 from steelyard.model.loss import VocabHead, linear_cross_entropy
-from steelyard.model.modules import Linear, at_places
+from steelyard.model.modules import Linear, at_positions
 
 
 @dataclass(frozen=True)
 class StageSpec:
-    """Which layers of a model to build, and whether it begins with the embedding and ends with norm and head."""
+    """The layers of a stage, and whether it has the embedding (`first`) and the norm and head (`last`)."""
 
     layers: range
     first: bool = True
@@ -34,23 +34,23 @@ class StageSpec:
 
 
 class Context(NamedTuple):
-    """What every layer needs beside the stream: the same for all layers of a forward pass, but where that is said."""
+    """The inputs of a layer other than the residual stream. The same for all layers, except where noted."""
 
     rotation: tuple[Tensor, Tensor] | None = None
     mask: Tensor | CuSeqlens | None = None
     sample_ids_B: Tensor | None = None
     row_positions_BL: Tensor | None = None
     cache: LayerCache | None = None
-    """Each layer's own."""
+    """The cache of this layer."""
     loss_positions_BK: Tensor | None = None
-    """For the last layer only: the places that the loss looks at; beyond attention no other need be computed."""
+    """Set for the last layer only: after attention it computes only these positions."""
 
 
 class TransformerLayer(nn.Module):
-    """Attention and MLP, each behind a norm and added to the stream."""
+    """Attention and MLP, each after a norm and added to the residual stream."""
 
     checkpoint: Callable[..., Tensor] | None = None
-    """Calls `compute` so that the backward pass computes it again; set by `parallel/activation_checkpoint.py`."""
+    """Calls `compute` with activation checkpointing; set by `parallel/activation_checkpoint.py`."""
 
     def __init__(self, attention: nn.Module, mlp: nn.Module, make_norm: Callable[[], nn.Module], drop: float) -> None:
         super().__init__()
@@ -63,17 +63,17 @@ class TransformerLayer(nn.Module):
         return self.checkpoint(self.compute, x_BLD, context)
 
     def compute(self, x_BLD: Tensor, context: Context) -> Tensor:
-        """The layer itself; a subclass may prepare something first, which is then done again in the backward pass."""
-        noise = context.sample_ids_B, context.row_positions_BL
-        x_BLD = x_BLD + self.attention_dropout(self.attention(self.attention_norm(x_BLD), context), *noise)
+        """Compute the layer. What a subclass prepares here is recomputed in the backward pass."""
+        seeds = context.sample_ids_B, context.row_positions_BL
+        x_BLD = x_BLD + self.attention_dropout(self.attention(self.attention_norm(x_BLD), context), *seeds)
         if context.loss_positions_BK is not None:
-            x_BLD = at_places(context.loss_positions_BK, x_BLD)
-        x_BLD = x_BLD + self.mlp_dropout(self.mlp(self.mlp_norm(x_BLD)), *noise)
+            x_BLD = at_positions(context.loss_positions_BK, x_BLD)
+        x_BLD = x_BLD + self.mlp_dropout(self.mlp(self.mlp_norm(x_BLD)), *seeds)
         return x_BLD
 
 
 class LanguageModel(nn.Module):
-    """A `Batch` in, logits out; with labels, the summed loss (1,). A slice takes and gives the stream instead."""
+    """Maps a `Batch` to logits, or with labels to the summed loss (1,). Stages pass on the residual stream instead."""
 
     embed: nn.Embedding | None
     head: Linear | None
@@ -102,31 +102,31 @@ class LanguageModel(nn.Module):
         raise NotImplementedError
 
     def rotation(self, position_ids_BL: Tensor) -> tuple[Tensor, Tensor] | None:
-        """What turns queries and keys by their position, if the family does that."""
+        """Cosine and sine of the rotary embedding, if the family uses it."""
         return None
 
     def embedded(self, tokens_BL: Tensor, position_ids_BL: Tensor) -> Tensor:
-        """The stream's beginning."""
+        """The input of the first layer."""
         assert self.embed is not None
         embedded: Tensor = self.embed(tokens_BL)
         return embedded
 
     def tie(self) -> None:
-        """Let head and embedding be one parameter, where the shape says so and both are here."""
+        """Share one parameter between head and embedding, if the config ties them and this stage has both."""
         if self.config.tied and self.embed is not None and self.head is not None:
             self.head.weight = self.embed.weight
 
     def seed_dropout(self, seed: int) -> None:
-        """Tell each dropout who it is."""
+        """Set the salt of each dropout from the seed and the name of the module."""
         for name, module in self.named_modules():
             if hasattr(module, "salt"):
                 module.salt = salt_of(seed, name)
 
     def forward(self, batch: Batch | Tensor, x_BLD: Tensor | None = None, cache: Cache | None = None) -> Tensor:
-        """Compute a batch. `x_BLD` is the output of the stage before, for all stages but the first.
+        """Compute a batch. `x_BLD` is the output of the previous stage; the first stage has none.
 
-        A tensor in place of the batch is token ids, or the output of the stage before, and nothing else is known of it.
-        With a cache the tokens continue those that it has seen.
+        A tensor in place of the batch holds token ids, or for a later stage the output of the previous one.
+        With a cache the tokens continue the cached ones.
         """
         if isinstance(batch, Tensor):
             x_BLD = batch if self.embed is None else None
@@ -140,13 +140,13 @@ class LanguageModel(nn.Module):
             x_BLD = self.embedded(batch.tokens_BL, position_ids_BL).to(self.dtype)
             x_BLD = self.embed_dropout(x_BLD, context.sample_ids_B, context.row_positions_BL)
         loss_positions_BK = batch.loss_positions_BK
-        picks_early = loss_positions_BK is not None and batch.labels_BL is not None and self._picks_early()
-        if picks_early and batch.tokens_BL.is_cuda:  # So the last layer is compiled once for any number of them.
+        selects_early = loss_positions_BK is not None and batch.labels_BL is not None and self._can_select_early()
+        if selects_early and batch.tokens_BL.is_cuda:  # Compiles the last layer once for any number of positions.
             torch._dynamo.maybe_mark_dynamic(loss_positions_BK, 1)
         for number, layer in self.layers.items():
             if cache is not None:
                 context = context._replace(cache=cache.of(number))
-            if picks_early and int(number) == self.config.layers - 1:
+            if selects_early and int(number) == self.config.layers - 1:
                 context = context._replace(loss_positions_BK=loss_positions_BK)
             x_BLD = layer(x_BLD, context)
         assert x_BLD is not None
@@ -160,18 +160,18 @@ class LanguageModel(nn.Module):
         labels_BL, loss_weights_BL = batch.labels_BL, batch.loss_weights_BL
         if labels_BL is not None:
             if loss_positions_BK is not None:  # Every other position has weight 0, so the head can skip it.
-                x_BLD = x_BLD if picks_early else at_places(loss_positions_BK, x_BLD)
+                x_BLD = x_BLD if selects_early else at_positions(loss_positions_BK, x_BLD)
                 labels_BL = labels_BL.gather(1, loss_positions_BK)
                 loss_weights_BL = None if loss_weights_BL is None else loss_weights_BL.gather(1, loss_positions_BK)
             loss = self.loss(x_BLD, self.head.weight, labels_BL, loss_weights_BL, self.config.vocab, self.vocabulary)
-            # A pipeline joins the outputs of micro-batches, which it could not do with scalars; a view makes FSDP warn.
+            # A pipeline concatenates the outputs of micro-batches, so no scalar; a view would make FSDP warn.
             return torch.stack([loss])
-        # Rows that only pad the vocabulary are cut off: they are never predicted and never trained.
+        # Padding rows of the vocabulary are removed: they are never predicted and never trained.
         logits: Tensor = self.head(x_BLD)[..., : self.config.vocab]
         return logits
 
     def _context(self, batch: Batch, position_ids_BL: Tensor) -> Context:
-        """What all layers share in a forward pass."""
+        """The context of a forward pass."""
         device, row_positions_BL = batch.tokens_BL.device, batch.row_positions_BL
         if row_positions_BL is None and batch.sample_ids_B is not None:
             row_positions_BL = torch.arange(position_ids_BL.shape[1], device=device)[None]
@@ -180,7 +180,7 @@ class LanguageModel(nn.Module):
             mask = cu_seqlens_of(batch.document_starts_BN, position_ids_BL.shape[1], device)
         return Context(self.rotation(position_ids_BL), mask, batch.sample_ids_B, row_positions_BL)
 
-    def _picks_early(self) -> bool:
-        """Whether the last layer may go on with learned places alone: it is here, has whole rows, and drops nothing."""
+    def _can_select_early(self) -> bool:
+        """Whether the last layer may compute loss positions alone: it is here, has whole rows, and has no dropout."""
         is_here = self.head is not None and bool(self.layers)
         return is_here and not self.config.dropout and not self.vocabulary.by_sequence

@@ -62,15 +62,15 @@ class LlamaAttention(nn.Module):
             key_BKLE, value_BKLE = context.cache.extended(key_BKLE, value_BKLE)
         if self.dropout and self.training and context.sample_ids_B is not None and context.row_positions_BL is not None:
             rows = rows_of(context.sample_ids_B, context.row_positions_BL, self.heads, self.salt)
-            mixed_BHLE = attend_dropping(query_BHLE, key_BKLE, value_BKLE, context.mask, rows, self.dropout)
+            attn_out_BHLE = attend_dropping(query_BHLE, key_BKLE, value_BKLE, context.mask, rows, self.dropout)
         else:
-            mixed_BHLE = self.attend(query_BHLE, key_BKLE, value_BKLE, context.mask)
-        output: Tensor = self.output(mixed_BHLE.transpose(1, 2).flatten(-2))
+            attn_out_BHLE = self.attend(query_BHLE, key_BKLE, value_BKLE, context.mask)
+        output: Tensor = self.output(attn_out_BHLE.transpose(1, 2).flatten(-2))
         return output
 
 
 class LlamaMlp(nn.Module):
-    """SwiGLU: one projection gates the other."""
+    """The SwiGLU MLP."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class LlamaMlp(nn.Module):
 
 
 def rope_cos_sin(config: LlamaConfig, position_ids_BL: Tensor) -> Rotation:
-    """Cosine and sine of each position's angles, one for all heads, in fp32 whatever the model computes in."""
+    """Cosine and sine of the angles of each position, shared by all heads, always in fp32."""
     exponents = (
         torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=position_ids_BL.device) / config.head_dim
     )
@@ -96,16 +96,16 @@ def rope_cos_sin(config: LlamaConfig, position_ids_BL: Tensor) -> Rotation:
 
 
 def scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Llama 3's rule: long waves are slowed by the factor, short ones kept, those between blended."""
+    """Llama 3's scaling: low frequencies are divided by the factor, high ones kept, those between interpolated."""
     turns = scaling.original_positions * frequencies / (2 * math.pi)
     width = scaling.high_freq_factor - scaling.low_freq_factor
-    kept = ((turns - scaling.low_freq_factor) / width).clamp(0, 1)
-    return frequencies * (kept + (1 - kept) / scaling.factor)
+    unscaled = ((turns - scaling.low_freq_factor) / width).clamp(0, 1)
+    return frequencies * (unscaled + (1 - unscaled) / scaling.factor)
 
 
 def apply_rope(x: Tensor, rotation: Rotation) -> Tensor:
-    """Turn the pairs (i, i + half) of each head by its position's angles."""
+    """Rotate the pairs (i, i + half) of each head by the angles of its position."""
     cosine, sine = rotation
     first, second = x.float().chunk(2, dim=-1)
-    turned = x.float() * cosine + torch.cat([-second, first], dim=-1) * sine
-    return turned.to(x.dtype)
+    rotated = x.float() * cosine + torch.cat([-second, first], dim=-1) * sine
+    return rotated.to(x.dtype)

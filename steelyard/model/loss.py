@@ -1,7 +1,7 @@
-"""The head's matrix product and the cross entropy in one, chunk by chunk, so that full logits never exist.
+"""The head's matrix product fused with the cross entropy, in chunks, so that the full logits are never in memory.
 
-The gradients are computed together with the loss: a chunk's logits are turned into their own gradient and multiplied
-back at once, so nothing is computed twice and only the gradients of stream and weight are kept.
+The gradients are computed together with the loss: the gradient overwrites the logits of a chunk and is multiplied back
+at once. So nothing is computed twice, and only the gradients of input and weight are kept.
 
 Tensor suffixes: B batch, L length, N tokens, D hidden, V rows of the vocabulary held here.
 """
@@ -14,27 +14,27 @@ import torch
 from torch import Tensor
 
 CHUNK_BYTES = 1 << 31  # of logits
-# Where only the loss is wanted, chunks on a CPU stay in its cache.
+# Without gradients, chunks on a CPU are small enough for its cache.
 CACHE_BYTES = 1 << 24
 
 
 class VocabHead:
-    """The usual case: this process holds all rows of the head. With tensor parallelism others hold some."""
+    """A head whose rows are all in this process. Under tensor parallelism `VocabParallelHead` replaces it."""
 
     first_row = 0
     by_sequence = False
-    """Whether ranks hold parts of each row, up to the head."""
+    """Whether the input of the head is sharded along the sequence."""
 
     def enter(self, x_BLD: Tensor) -> Tensor:
-        """What the stream goes through before the head."""
+        """Prepare the input of the head."""
         return x_BLD
 
     def largest(self, value_N: Tensor) -> Tensor:
-        """The largest over all holders of rows."""
+        """The maximum over all ranks that hold rows."""
         return value_N
 
     def total(self, value: Tensor) -> Tensor:
-        """The sum over all holders of rows."""
+        """The sum over all ranks that hold rows."""
         return value
 
 
@@ -46,7 +46,7 @@ def linear_cross_entropy(
     vocab: int,
     vocabulary: VocabHead,
 ) -> Tensor:
-    """The sum over all tokens of weight x cross entropy, in fp32. Rows beyond `vocab` only pad and are left out."""
+    """The sum over all tokens of weight x cross entropy, in fp32. Rows beyond `vocab` are padding and are ignored."""
     weights_N = None if loss_weights_BL is None else loss_weights_BL.flatten()
     loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         x_BLD.flatten(0, 1), weight_VD, labels_BL.flatten(), weights_N, vocab, vocabulary
@@ -65,7 +65,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         vocab: int,
         vocabulary: VocabHead,
     ) -> Tensor:
-        # Rows that pad the vocabulary are multiplied, which round sizes make faster, and then left out.
+        # Padding rows are multiplied, because round sizes are faster, and then ignored.
         real_rows = min(max(vocab - vocabulary.first_row, 0), weight_VD.shape[0])
         head_VD = weight_VD.to(x_ND.dtype)
         needs_x, needs_weight = ctx.needs_input_grad[:2]
@@ -74,7 +74,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         loss = torch.zeros((), dtype=torch.float32, device=x_ND.device)
         needs_grad = needs_x or needs_weight
         chunk = CHUNK_BYTES if needs_grad or x_ND.is_cuda else CACHE_BYTES
-        # Counted by all rows, not by the real ones, of which ranks have different numbers: their chunks must be alike.
+        # Count all rows, not the real ones, whose number differs between ranks: all ranks need the same chunks.
         rows = max(1, chunk // (x_ND.element_size() * len(head_VD)))
         for first in range(0, len(x_ND), rows):
             part = slice(first, first + rows)
@@ -103,7 +103,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if grad_x is not None:
             grad_x = grad_x * grad_loss.to(grad_x.dtype)
         if grad_weight is not None:
-            (grad_weight,) = torch._foreach_mul([grad_weight], grad_loss)  # At the speed of memory, which * has not.
+            (grad_weight,) = torch._foreach_mul([grad_weight], grad_loss)  # Runs at memory bandwidth; `*` is slower.
             grad_weight = grad_weight.to(ctx.weight_dtype)
         return grad_x, grad_weight, None, None, None, None
 
@@ -111,11 +111,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def cross_entropy(
     logits_NV: Tensor, labels_N: Tensor, weights_N: Tensor | None, real_rows: int, vocabulary: VocabHead
 ) -> tuple[Tensor, Tensor]:
-    """The weighted loss of each token, and the gradient of its logits. Only `real_rows` of the rows stand for an id."""
+    """The weighted loss of each token, and the gradient of its logits. Rows after `real_rows` are padding."""
     dtype = logits_NV.dtype
-    losses_N, powers_NV, sums_N, place_N, is_here_N = _parted(logits_NV, labels_N, real_rows, vocabulary)
+    losses_N, powers_NV, sums_N, local_N, is_local_N = _softmax_terms(logits_NV, labels_N, real_rows, vocabulary)
     grad_NV = powers_NV / sums_N[:, None]
-    grad_NV.scatter_add_(1, place_N[:, None], -is_here_N[:, None].to(grad_NV.dtype))
+    grad_NV.scatter_add_(1, local_N[:, None], -is_local_N[:, None].to(grad_NV.dtype))
     if weights_N is not None:
         losses_N = losses_N * weights_N
         grad_NV = grad_NV * weights_N[:, None]
@@ -125,30 +125,30 @@ def cross_entropy(
 def cross_entropy_alone(
     logits_NV: Tensor, labels_N: Tensor, weights_N: Tensor | None, real_rows: int, vocabulary: VocabHead
 ) -> Tensor:
-    """The weighted loss of each token, and no gradient."""
-    losses_N, *_ = _parted(logits_NV, labels_N, real_rows, vocabulary)
+    """The weighted loss of each token, without the gradient."""
+    losses_N, *_ = _softmax_terms(logits_NV, labels_N, real_rows, vocabulary)
     return losses_N if weights_N is None else losses_N * weights_N
 
 
-def _parted(
+def _softmax_terms(
     logits_NV: Tensor, labels_N: Tensor, real_rows: int, vocabulary: VocabHead
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The loss of each token, and the parts of its softmax and of its label that a gradient is made of."""
+    """The loss of each token, and the terms of its softmax and label from which the gradient is computed."""
     logits_NV = logits_NV.float()
     logits_NV[:, real_rows:] = -torch.inf
-    place_N = labels_N - vocabulary.first_row
-    is_here_N = (place_N >= 0) & (place_N < real_rows)
-    place_N = place_N.where(is_here_N, 0)
+    local_N = labels_N - vocabulary.first_row
+    is_local_N = (local_N >= 0) & (local_N < real_rows)
+    local_N = local_N.where(is_local_N, 0)
     largest_N = vocabulary.largest(logits_NV.amax(dim=1))
-    label_logit_N = logits_NV.gather(1, place_N[:, None])[:, 0].where(is_here_N, 0.0)
+    label_logit_N = logits_NV.gather(1, local_N[:, None])[:, 0].where(is_local_N, 0.0)
     powers_NV = (logits_NV - largest_N[:, None]).exp_()
     sums_N, label_logit_N = vocabulary.total(torch.stack([powers_NV.sum(dim=1), label_logit_N]))
     losses_N = sums_N.log() + largest_N - label_logit_N
-    return losses_N, powers_NV, sums_N, place_N, is_here_N
+    return losses_N, powers_NV, sums_N, local_N, is_local_N
 
 
 def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """total + a @ b in fp32, in the place of the total where there is one yet."""
+    """total + a @ b in fp32, in place if there is a total."""
     if a.is_cuda and a.dtype != torch.float32:
         if total is None:
             return torch.mm(a, b, out_dtype=torch.float32)

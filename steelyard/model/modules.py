@@ -1,9 +1,9 @@
-"""Modules that compute in the precision of what flows through them.
+"""Modules that compute in the dtype of their input.
 
-Weights stay fp32 wherever they live; a module brings them to the dtype of its input when it uses them. So precision is
-decided in one place, where the stream begins, and the same module serves fp32, bf16 and fp16.
+Weights stay in fp32; a module casts them to the dtype of its input when it uses them. So the embedding output alone
+decides the precision, and the same module supports fp32, bf16 and fp16.
 
-Tensor suffixes: B batch, L length, N places of a row, D hidden, T all those tokens.
+Tensor suffixes: B batch, L length, N selected positions of a row, D hidden, T all selected tokens.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 
-def at_places(places_BN: Tensor, x_BLD: Tensor) -> Tensor:
-    """The stream at some of each row's places."""
+def at_positions(positions_BN: Tensor, x_BLD: Tensor) -> Tensor:
+    """The rows of `x_BLD` at the given positions."""
     rows, length, _ = x_BLD.shape
-    places_T = (places_BN + length * torch.arange(rows, device=places_BN.device)[:, None]).flatten()
-    x_TD = x_BLD.flatten(0, 1).index_select(0, places_T)
-    return x_TD.view(*places_BN.shape, -1)
+    positions_T = (positions_BN + length * torch.arange(rows, device=positions_BN.device)[:, None]).flatten()
+    x_TD = x_BLD.flatten(0, 1).index_select(0, positions_T)
+    return x_TD.view(*positions_BN.shape, -1)
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x @ weight.T + bias in the dtype of x, whatever that of weight and bias."""
+    """x @ weight.T + bias, with weight and bias cast to the dtype of x."""
     is_mixed = x.is_cuda and weight.dtype == torch.float32 != x.dtype and weight.requires_grad
-    # Zero bubble, which is not compiled, wants the two gradients one without the other: autograd's own product can.
+    # Zero bubble, which is not compiled, computes the two gradients separately: only autograd's own product can.
     if is_mixed and torch.compiler.is_compiling():
         y: Tensor = _LinearFunction.apply(x, weight, bias)  # type: ignore[no-untyped-call]
         return y
@@ -35,9 +35,9 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _LinearFunction(torch.autograd.Function):
-    """The same, but the gradients of weight and bias leave their sums in fp32, without a rounding to 16 bits between.
+    """The same product, but the gradients of weight and bias are fp32 and not rounded to 16 bits in between.
 
-    That saves reading and writing them once more.
+    This saves one read and one write of the gradients.
     """
 
     @staticmethod
@@ -57,11 +57,11 @@ class _LinearFunction(torch.autograd.Function):
 
 
 class Linear(nn.Linear):
-    """A matrix product, in the dtype of its input or, when `product` is replaced, in another arithmetic."""
+    """A linear layer in the dtype of its input. Replace `product` to use another arithmetic."""
 
     product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = staticmethod(product)
     part = (0, 0, 1)
-    """Dimension, index and number when this process holds one of several equal pieces of the weight."""
+    """Dimension, index and number of shards, if this process holds one of several equal shards of the weight."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.product(x, self.weight, self.bias)

@@ -1,7 +1,7 @@
-"""Initial weights that depend on the seed and each parameter's name, and on nothing else.
+"""Initial weights that depend only on the seed and the name of the parameter.
 
-Rows are drawn in blocks, each from a generator of its own. So a rank that holds some rows of a tensor draws little more
-than those, and the values are the same on every layout. They are drawn on the CPU, and so the same for every device.
+Rows are sampled in blocks, each with its own generator. So a rank that holds some rows samples little more than those,
+and the values are the same for every layout. They are sampled on the CPU, so they are the same for every device.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BLOCK = 256  # rows
 
 
 def initial(name: str, rows: range, row_shape: Sequence[int], seed: int, std: float, layers: int) -> Tensor:
-    """Rows of a parameter: normal with `std`; what adds to the residual stream is scaled down by the depth."""
+    """Rows of a parameter: normal with `std`; weights that add to the residual stream are scaled down by the depth."""
     if not row_shape:
         return torch.full((len(rows),), 1.0 if name.endswith("norm.weight") else 0.0, device="cpu")
     scale = std / (2 * layers) ** 0.5 if name.endswith(RESIDUAL_OUTPUTS) else std

@@ -1,1 +1,1 @@
-"""Many ranks as one job: who they are, how they meet, and how they share the work."""
+"""Distributed training: rank detection, rendezvous, the mesh, and the parallelism applied to a model."""

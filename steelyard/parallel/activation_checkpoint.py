@@ -1,7 +1,7 @@
-"""Activation checkpointing: what the backward pass needs is computed again instead of kept.
+"""Activation checkpointing: recompute activations in the backward pass instead of keeping them.
 
-`full` keeps a layer's input only. `selective` keeps the outputs of matrix products and attention, which are costly, and
-computes the rest again, which is cheap. A number applies `full` to so many layers of each stage.
+`full` keeps only the input of a layer. `selective` keeps the outputs of matrix products, attention and collectives,
+which are expensive, and recomputes the rest, which is cheap. A number N applies `full` to N layers of each stage.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ COSTLY = {
 
 
 def apply(model: LanguageModel, recompute: str | int) -> None:
-    """Have the layers of a stage compute again what the recipe says."""
+    """Apply `parallel.recompute` to the layers of a stage."""
     layers = list(model.layers.values())
     if isinstance(recompute, int):
         layers, recompute = layers[:recompute], "full"
@@ -47,7 +47,7 @@ def apply(model: LanguageModel, recompute: str | int) -> None:
 
 
 def _wrap(layer: TransformerLayer, selective: bool) -> None:
-    # The layer calls this inside its forward: parameter names stay, and hooks around the forward run once.
+    # The layer calls this inside its forward, so parameter names do not change and hooks on the forward run once.
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if selective:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)

@@ -53,10 +53,10 @@ def _scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def _wait(x: Tensor) -> Tensor:
-    """A plain tensor in place of the one that waits at its first use.
+    """Replace an `AsyncCollectiveTensor`, which waits at its first use, by a plain tensor.
 
-    A compiled layer that takes in such a tensor gives a wrong gradient for it (torch 2.13). Waiting here costs nothing:
-    what comes next uses the result, and on a GPU only its stream waits.
+    A compiled layer computes a wrong gradient for an `AsyncCollectiveTensor` input (torch 2.13). Waiting here costs
+    nothing: the next operation uses the result, and on a GPU only the stream waits.
     """
     result: Tensor = x.wait() if isinstance(x, functional.AsyncCollectiveTensor) else x
     return result

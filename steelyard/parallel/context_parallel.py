@@ -1,8 +1,8 @@
 """Context parallelism: each rank holds a part of every sequence and attends to the keys and values of all of it.
 
-A sequence is cut into two pieces per rank, and rank i holds pieces i and (2n - 1 - i): under a causal mask early pieces
-have little to attend to and late ones much, and so every rank has the same to do. Keys and values are gathered whole;
-their gradients are summed and scattered back.
+A sequence is split into two chunks per rank of n, and rank i holds chunks i and (2n - 1 - i). Under a causal mask early
+chunks attend to few keys and late chunks to many, so this balances the work. Keys and values are all-gathered; their
+gradients are reduce-scattered.
 
 Tensor suffixes: B batch, L length, H heads, K key-value heads, E head width.
 """
@@ -22,7 +22,7 @@ from steelyard.parallel.mesh import MeshAxis
 
 
 def split(model: LanguageModel, axis: MeshAxis) -> None:
-    """Have a model attend across the ranks of an axis."""
+    """Replace the attention of a model by attention across the ranks of an axis."""
     across = AttentionAcross(axis)
     model.mask_of = across.mask_of
     for layer in model.layers.values():
@@ -31,27 +31,27 @@ def split(model: LanguageModel, axis: MeshAxis) -> None:
 
 
 def places(length: int, axis: MeshAxis) -> Tensor:
-    """The places in a sequence of `length` that this rank holds."""
-    pieces = torch.arange(length).chunk(2 * axis.size)
-    return torch.cat([pieces[axis.index], pieces[2 * axis.size - 1 - axis.index]])
+    """The positions in a sequence of `length` that this rank holds."""
+    chunks = torch.arange(length).chunk(2 * axis.size)
+    return torch.cat([chunks[axis.index], chunks[2 * axis.size - 1 - axis.index]])
 
 
 class AttentionAcross:
-    """Attention of this rank's two pieces to all that came before each of them."""
+    """Causal attention of this rank's two chunks to the whole sequence up to each of them."""
 
     def __init__(self, axis: MeshAxis) -> None:
         self.axis = axis
-        order = [piece for index in range(axis.size) for piece in (index, 2 * axis.size - 1 - index)]
-        self.natural_order = [order.index(piece) for piece in range(2 * axis.size)]
+        order = [chunk for index in range(axis.size) for chunk in (index, 2 * axis.size - 1 - index)]
+        self.natural_order = [order.index(chunk) for chunk in range(2 * axis.size)]
 
     def __call__(self, query_BHLE: Tensor, key_BKLE: Tensor, value_BKLE: Tensor, mask: Tensor | None) -> Tensor:
-        key_BKLE, value_BKLE = self._whole(key_BKLE), self._whole(value_BKLE)
+        key_BKLE, value_BKLE = self._gathered(key_BKLE), self._gathered(value_BKLE)
         grouped = query_BHLE.shape[1] != key_BKLE.shape[1]
         outputs = []
         first, second = self.axis.index, 2 * self.axis.size - 1 - self.axis.index
-        for number, (piece, query) in enumerate(zip((first, second), query_BHLE.chunk(2, dim=2), strict=True)):
+        for number, (chunk, query) in enumerate(zip((first, second), query_BHLE.chunk(2, dim=2), strict=True)):
             length = query.shape[2]
-            seen = (piece + 1) * length
+            seen = (chunk + 1) * length
             bias = (
                 causal_lower_right(length, seen)
                 if mask is None
@@ -65,13 +65,13 @@ class AttentionAcross:
         return torch.cat(outputs, dim=2)
 
     def mask_of(self, documents_BL: Tensor) -> Tensor:
-        """True where one of this rank's tokens may look, given the documents of the whole row: (B, 1, part, L)."""
+        """True where a token of this rank may attend, given the documents of the whole row: (B, 1, part, L)."""
         whole = torch.arange(documents_BL.shape[1], device=documents_BL.device)
         here = places(documents_BL.shape[1], self.axis).to(documents_BL.device)
         same = documents_BL[:, here, None] == documents_BL[:, None, :]
         return (same & (here[:, None] >= whole))[:, None]
 
-    def _whole(self, x_BKLE: Tensor) -> Tensor:
-        """All ranks' pieces in the order of the sequence."""
-        pieces = all_gather(x_BKLE, 2, self.axis).chunk(2 * self.axis.size, dim=2)
-        return torch.cat([pieces[place] for place in self.natural_order], dim=2)
+    def _gathered(self, x_BKLE: Tensor) -> Tensor:
+        """The chunks of all ranks, in the order of the sequence."""
+        chunks = all_gather(x_BKLE, 2, self.axis).chunk(2 * self.axis.size, dim=2)
+        return torch.cat([chunks[index] for index in self.natural_order], dim=2)

@@ -1,4 +1,4 @@
-"""What is left to do to gradients when all micro-batches are through: the last sums, and the norm over the mesh."""
+"""Gradients after the last micro-batch: the remaining reductions, and the norm over the mesh."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from steelyard.parallel.param_shards import ParamShard
 
 
 class Gradients:
-    """The gradients of a rank's parts."""
+    """The gradients of a rank's param shards."""
 
     def __init__(self, parts: list[ParamShard], mesh: Mesh, device: torch.device) -> None:
         self.parts, self.mesh, self.device = parts, mesh, device
         self.counted = [part for part in parts if part.parameter.requires_grad and not part.is_twin]
         self.norms = torch.zeros(len(self.counted), device=device)
-        """The norm of each counted part's gradient, from when `norm_with` was last called."""
+        """The gradient norm of each counted shard, from the last call of `norm_with`."""
         self.shares = torch.tensor([1 / part.copies for part in self.counted], dtype=torch.float64, device=device)
 
     def finish(self) -> None:
-        """Sum what the backward pass left: over parts of the sequence, and between embedding and tied head."""
+        """Reduce gradients that the backward pass did not: over parts of the sequence, and of a tied embedding."""
         partial = [gradient for part in self.parts if part.is_partial and (gradient := part.gradient) is not None]
         if partial:
             flat = torch.cat([gradient.flatten() for gradient in partial])
@@ -35,7 +35,7 @@ class Gradients:
                 dist.all_reduce(gradient, group=self.mesh.ends)
 
     def norm_with(self, others: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm of the whole model's gradient, and `others` summed over the world in the same exchange."""
+        """The norm of the whole model's gradient, and `others` summed over all ranks in the same all-reduce."""
         squares = torch.zeros((), dtype=torch.float64, device=self.device)
         gradients = [part.gradient for part in self.counted]
         if gradients:
@@ -49,7 +49,7 @@ class Gradients:
         return sums[0].sqrt(), sums[1:]
 
     def signal_to_noise(self, grad_scale: Tensor, eps: float) -> dict[ParamShard, Tensor]:
-        """||g|| / (std(g) + eps) of each whole parameter, wherever its parts lie, for SGD-SaI."""
+        """||g|| / (std(g) + eps) of each whole parameter, over the ranks that hold its shards, for SGD-SaI."""
         sums = torch.zeros(len(self.parts), 2, dtype=torch.float64, device=self.device)
         for row, part in zip(sums, self.parts, strict=True):
             if (gradient := part.gradient) is not None:
@@ -57,11 +57,11 @@ class Gradients:
                 row[0], row[1] = scaled.sum(), scaled.square().sum()
         if self.mesh.shard > 1 and self.mesh.sharding is not None:
             dist.all_reduce(sums, group=self.mesh.sharding.get_group("shard"))
-        cut = [number for number, part in enumerate(self.parts) if part.is_cut]
-        if cut:
-            of_cut = sums[cut]
-            dist.all_reduce(of_cut, group=self.mesh.tensor.group)
-            sums[cut] = of_cut
+        split = [number for number, part in enumerate(self.parts) if part.is_cut]
+        if split:
+            split_sums = sums[split]
+            dist.all_reduce(split_sums, group=self.mesh.tensor.group)
+            sums[split] = split_sums
         counts = torch.tensor([math.prod(part.shape) for part in self.parts], dtype=torch.float64, device=self.device)
         variance = (sums[:, 1] - sums[:, 0].square() / counts).clamp(min=0) / (counts - 1).clamp(min=1)
         ratios = sums[:, 1].sqrt() / (variance.sqrt() + eps)

@@ -2,8 +2,8 @@
 
     rank = ((pipeline x data + data) x context + context) x tensor + tensor
 
-Parameters are shared out over data and context together: both see other tokens of the same step. What is sharded and
-what only replicated along those ranks follows from `zero`, so the mesh for that is cut as (replicate, shard).
+Parameters are sharded over data and context together, because ranks along both axes see different tokens of the same
+step. `zero` decides what is sharded and what is replicated, so these ranks form a mesh (replicate, shard).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ AXES = ("pipeline", "data", "context", "tensor")
 
 @dataclass(frozen=True)
 class MeshAxis:
-    """This rank's place along one axis of the mesh."""
+    """This rank's index and process group along one axis of the mesh."""
 
     index: int
     size: int
@@ -29,7 +29,7 @@ class MeshAxis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's place in the world. With one rank there are no process groups at all."""
+    """This rank's position on all axes. A job of one rank has no process groups."""
 
     pipeline: MeshAxis
     data: MeshAxis
@@ -37,13 +37,13 @@ class Mesh:
     tensor: MeshAxis
     world: MeshAxis
     sharding: DeviceMesh | None
-    """(replicate, shard) or (shard,) over data and context; none when they are one rank."""
+    """(replicate, shard) or (shard,) over data and context; `None` if they have one rank."""
     replicate: int
-    """Ranks along data and context that hold the same part of a parameter."""
+    """Ranks along data and context that hold the same shard of a parameter."""
     shard: int
     shard_index: int
     ends: dist.ProcessGroup | None
-    """First and last pipeline rank of this rank's column, for a head tied to the embedding."""
+    """First and last pipeline rank with this rank's other indices, for a head tied to the embedding."""
 
 
 def alone() -> Mesh:
@@ -53,7 +53,7 @@ def alone() -> Mesh:
 
 
 def make(parallel: ParallelSection, device_type: str) -> Mesh:
-    """The mesh of a plan over all ranks of the default process group."""
+    """The mesh of a layout over all ranks of the default process group."""
     if not dist.is_initialized():
         return alone()
     world = dist.get_world_size()
@@ -70,16 +70,16 @@ def make(parallel: ParallelSection, device_type: str) -> Mesh:
     sharding, shard_index = None, 0
     if columns > 1:
         names = ("pipeline", "replicate", "shard", "tensor")
-        cut = init_device_mesh(
+        sub_mesh = init_device_mesh(
             device_type, (parallel.pipeline, replicate, shard, parallel.tensor), mesh_dim_names=names
         )
-        sharding = cut["shard"] if replicate == 1 else cut["replicate", "shard"]
-        shard_index = cut.get_local_rank("shard")
+        sharding = sub_mesh["shard"] if replicate == 1 else sub_mesh["replicate", "shard"]
+        shard_index = sub_mesh.get_local_rank("shard")
     ends = None
     if parallel.pipeline > 1:
         width = world // parallel.pipeline
         pairs = [[column, world - width + column] for column in range(width)]
         ends, _ = dist.new_subgroups_by_enumeration(pairs)
-    everyone = MeshAxis(dist.get_rank(), world, dist.group.WORLD)
-    return Mesh(**axes, world=everyone, sharding=sharding, replicate=replicate, shard=shard, shard_index=shard_index,
+    all_ranks = MeshAxis(dist.get_rank(), world, dist.group.WORLD)
+    return Mesh(**axes, world=all_ranks, sharding=sharding, replicate=replicate, shard=shard, shard_index=shard_index,
                 ends=ends)  # fmt: skip

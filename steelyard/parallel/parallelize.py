@@ -1,4 +1,4 @@
-"""From a recipe and a mesh to a model that computes on it. The order in which things are applied is all here."""
+"""Build a rank's part of a model from a recipe and a mesh, and apply each form of parallelism, in the order below."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from steelyard.parallel.param_shards import ParamShard, parts_of
 from steelyard.parallel.pipeline_parallel import Pipeline, slices
 from steelyard.sizes.stage_layers import partition_of
 
-# The sizes of the compiler's own kernels are measured, not guessed. What each brings: docs/finetune.md.
+# Autotune the kernels that the compiler generates. Gains: docs/finetune.md.
 COMPILING: dict[str, Any] = {
     "max_autotune_pointwise": True,
     "triton.mix_order_reduction_autotune_split_size": True,
@@ -26,7 +26,7 @@ COMPILING: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Assembly:
-    """A rank's share of a model, ready to compute; its weights are not set yet."""
+    """A rank's part of a model, allocated; its weights are not initialized yet."""
 
     stages: dict[int, LanguageModel]
     parts: list[ParamShard]
@@ -34,7 +34,7 @@ class Assembly:
 
     @property
     def model(self) -> LanguageModel:
-        """The model, where it is not cut into stages."""
+        """The model, if it is not split into stages."""
         assert self.pipeline is None
         return next(iter(self.stages.values()))
 
@@ -47,7 +47,7 @@ def assemble(
     compiled: bool,
     transform: Callable[[LanguageModel], None] | None = None,
 ) -> Assembly:
-    """Build this rank's share. `transform` may change the model while it is still whole and without weights."""
+    """Build this rank's part. `transform` may change the model before it is split, on the meta device."""
     parallel = recipe.parallel
     by_sequence = parallel.sequence_parallel and mesh.tensor.size > 1
     stages: dict[int, LanguageModel] = {}

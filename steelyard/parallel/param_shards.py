@@ -1,7 +1,7 @@
-"""Parts: what this rank holds of each parameter, as plain tensors with their place in the whole.
+"""Param shards: the part of each parameter that this rank holds, as a plain tensor with its offset in the whole.
 
-Sharding and cutting leave parameters in several forms. The optimizer, the gradient norm, initial weights and
-checkpoints see none of that: to them a rank has parts, each a tensor and where in the whole parameter it lies.
+FSDP and tensor parallelism store parameters in several forms. Param shards hide the form from the optimizer, the
+gradient norm, weight initialization and checkpoints.
 """
 
 from __future__ import annotations
@@ -25,39 +25,39 @@ class ParamShard:
     name: str
     parameter: nn.Parameter
     tensor: Tensor
-    """Its values here; writing to it changes the model."""
+    """The local values; writing to them changes the model."""
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """The shape of the whole parameter."""
     offset: tuple[int, ...]
     copies: int
-    """Ranks that hold this same part."""
+    """The number of ranks that hold this shard."""
     is_cut: bool
-    """Whether other parts of it lie along the tensor axis."""
+    """Whether the parameter is split along the tensor axis."""
     is_partial: bool
     """Whether its gradient must still be summed over the tensor axis."""
     is_tied: bool
-    """Whether embedding and head are one parameter that lies on two stages."""
+    """Whether embedding and head are one parameter, held by two stages."""
     is_twin: bool
-    """The head's copy of it: saved and counted as the embedding's."""
+    """Whether this is the head's copy of a tied embedding, which is saved and counted as the embedding."""
 
     @property
     def gradient(self) -> Tensor | None:
-        """Its gradient here, if there is one."""
+        """The local gradient, if there is one."""
         return None if self.parameter.grad is None else local(self.parameter.grad)
 
     @property
     def rows(self) -> range:
-        """Which rows of the whole it covers, in part or in full."""
+        """The rows of the whole parameter that the shard covers, in part or in full."""
         return range(self.offset[0], self.offset[0] + self.tensor.shape[0])
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, as it lies in memory."""
+    """The local part of a tensor, without a copy."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def parts_of(model: LanguageModel, mesh: Mesh, cuts: dict[str, Cut], by_sequence: bool) -> list[ParamShard]:
-    """All parts of a model or of a stage of it. Where rows are few, some ranks hold none: their part is empty."""
+    """The shards of a model or a stage. A parameter with fewer rows than ranks has an empty shard on some ranks."""
     return [
         _part(name, parameter, model, mesh, cuts.get(name), by_sequence) for name, parameter in model.named_parameters()
     ]
@@ -72,7 +72,7 @@ def _part(
 ) -> ParamShard:
     shape, offset = list(parameter.shape), [0] * parameter.ndim
     if isinstance(parameter, DTensor):
-        # fully_shard gives each rank an equal number of rows, the last ones fewer or none.
+        # fully_shard assigns the same number of rows to each rank, and fewer or none to the last ranks.
         rows = -(-shape[0] // mesh.shard)
         offset[0] = min(shape[0], mesh.shard_index * rows)
     if cut is not None:

@@ -1,7 +1,7 @@
-"""Pipeline parallelism: a rank holds one or several slices of the model, and micro-batches flow through them.
+"""Pipeline parallelism: a rank holds one or several stages of the model, and micro-batches pass through them.
 
-Schedules and point-to-point exchange are PyTorch's. The fused head and loss run inside the last stage's forward, so
-what a schedule calls the loss is the stage's output, only scaled.
+Schedules and point-to-point communication are PyTorch's. The fused head and loss run in the forward of the last stage,
+so the loss function of a schedule only scales the output of that stage.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ ONE_STAGE = ("gpipe", "1f1b")
 
 
 class Timers(Protocol):
-    """Something that wants to know what a rank does: each mark ends what went before it."""
+    """A recorder of what a rank does over time. Each mark ends the interval before it."""
 
     def mark(self, name: str, stage: int, micro_batch: int) -> None:
-        """From now on the rank does this."""
+        """Start an interval of this name."""
 
 
 def slices(partition: Partition, parallel: ParallelSection, axis: MeshAxis) -> dict[int, StageSpec]:
-    """The slices that this rank holds, by stage.
+    """The specs of the stages that this rank holds, by stage number.
 
-    The embedding belongs to the first stage, the final norm and head to the last; a stage may hold no layer at all,
-    which is how a slow GPU can carry the embedding alone.
+    The embedding belongs to the first stage, the final norm and head to the last. A stage may have no layers, so that
+    a slow GPU can hold the embedding alone.
     """
     last = partition.stages - 1
     return {
@@ -54,69 +54,69 @@ def slices(partition: Partition, parallel: ParallelSection, axis: MeshAxis) -> d
 
 
 class Stage(PipelineStage):
-    """A stage that says what it is doing.
+    """A pipeline stage that marks its intervals in `timers`.
 
-    Zero bubble computes the gradients of weights later. In torch 2.11 nothing keeps the graph node of a
-    `torch.autograd.Function` until then, and the fused head and loss is one; so the stage holds the nodes that its
-    outputs come from.
+    Zero bubble computes weight gradients later. In torch 2.11 nothing keeps the graph node of a
+    `torch.autograd.Function`, such as the fused head and loss, alive until then. So the stage keeps a reference to the
+    nodes of its outputs.
     """
 
     timers: Timers | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._held: dict[int, list[Any]] = {}
+        self._output_nodes: dict[int, list[Any]] = {}
 
     def _mark(self, name: str, micro_batch: int) -> None:
         if self.timers is not None:
             self.timers.mark(name, self.stage_index, micro_batch)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Called when the schedule asks for a micro-batch's activations."""
+        """Called when the schedule receives the activations of a micro-batch."""
         self._mark("receive", fwd_chunk_id)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Called when the schedule asks for a micro-batch's gradients."""
+        """Called when the schedule receives the gradients of a micro-batch."""
         self._mark("receive", bwd_chunk_id)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Called when the schedule sends a micro-batch on."""
+        """Called when the schedule sends the activations of a micro-batch."""
         self._mark("send", fwd_chunk_id)
         return super().get_fwd_send_ops(fwd_chunk_id)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Called when the schedule sends a micro-batch's gradients back."""
+        """Called when the schedule sends the gradients of a micro-batch."""
         self._mark("send", bwd_chunk_id)
         return super().get_bwd_send_ops(bwd_chunk_id)
 
     def forward_maybe_with_nosync(self, x: Tensor, **fields: Tensor) -> Any:
-        """Called with the tokens of a micro-batch, or with what the stage before sent, and the fields of its batch."""
+        """Called with the tokens of a micro-batch or the output of the previous stage, and the fields of the batch."""
         batch = Batch(**fields)  # type: ignore[arg-type]
         return super().forward_maybe_with_nosync(batch, None if self.is_first else x)  # type: ignore[no-untyped-call]
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Called for each micro-batch's forward pass."""
+        """Called for the forward pass of each micro-batch."""
         self._mark("forward", fwd_chunk_id)
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         self._mark("receive", fwd_chunk_id)
         return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Called for each micro-batch's backward pass."""
+        """Called for the backward pass of each micro-batch."""
         self._mark("backward", bwd_chunk_id)
         if not kwargs.get("full_backward", True):
-            self._held[bwd_chunk_id] = [output.grad_fn for output in self.fwd_cache[bwd_chunk_id][0]]
+            self._output_nodes[bwd_chunk_id] = [output.grad_fn for output in self.fwd_cache[bwd_chunk_id][0]]
         result = super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         self._mark("receive", bwd_chunk_id)
         return result
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Called for the part of a backward pass that zero bubble does later."""
+        """Called for the weight gradients, which zero bubble computes later."""
         self._mark("backward", bwd_chunk_id)
         result = super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
-        self._held.pop(bwd_chunk_id, None)
+        self._output_nodes.pop(bwd_chunk_id, None)
         self._mark("receive", bwd_chunk_id)
         return result
 
@@ -127,7 +127,7 @@ class Stage(PipelineStage):
 
 
 class Pipeline:
-    """The stages of this rank, ready to run whole steps."""
+    """The stages of this rank and their schedules."""
 
     def __init__(
         self, models: dict[int, LanguageModel], parallel: ParallelSection, axis: MeshAxis, device: torch.device
@@ -139,9 +139,9 @@ class Pipeline:
         self._schedules: dict[tuple[int, torch.Size], Any] = {}
 
     def train(self, batch: Batch, micro_batches: int, scale: Tensor) -> Tensor:
-        """Forward and backward of a rank's part of a step; the loss is multiplied by `scale` for its gradient.
+        """Run the forward and backward passes of a step; the loss is multiplied by `scale` before the backward pass.
 
-        Returns the sum of the losses, which is zero but on the last stage.
+        Returns the sum of the unscaled losses on the last stage, and zero on the others.
         """
         self.scale, self.losses = scale, []
         schedule = self._schedule(batch, micro_batches)
@@ -150,7 +150,7 @@ class Pipeline:
         return torch.stack(self.losses).sum() if self.losses else torch.zeros((), device=self.device)
 
     def evaluate(self, batches: Iterable[Batch]) -> list[Tensor]:
-        """The loss of each batch, forward only, stage after stage; zero but on the last stage."""
+        """The loss of each batch on the last stage, and zero on the others. Runs the forward pass only."""
         losses = []
         for batch in batches:
             losses.append(torch.zeros((), dtype=torch.float64, device=self.device))
@@ -167,7 +167,7 @@ class Pipeline:
         return losses
 
     def _schedule(self, batch: Batch, micro_batches: int) -> Any:
-        """The schedule for so many micro-batches, made when first asked for."""
+        """The schedule for this number of micro-batches and this shape, cached."""
         key = micro_batches, batch.tokens_BL.shape
         if key not in self._schedules:
             micro = next(batch.micro_batches(len(batch) // micro_batches))
@@ -184,14 +184,14 @@ class Pipeline:
         return self._schedules[key]
 
     def _stage(self, number: int, model: LanguageModel, micro: Batch) -> Stage:
-        """One stage, told what comes in and goes out so that it need not try."""
+        """One stage. Its input and output are given, so that torch does not infer their shapes with a forward pass."""
         boundary = torch.empty(self._boundary(model, micro), dtype=model.dtype, device="meta", requires_grad=True)
         inputs = micro.tokens_BL.to("meta") if model.part.first else boundary
         outputs = torch.empty(1, device="meta") if model.part.last else boundary
         return Stage(model, number, self.parallel.stages, self.device, inputs, outputs, group=self.axis.group)
 
     def _boundary(self, model: LanguageModel, batch: Batch) -> tuple[int, ...]:
-        """The shape of the stream between stages."""
+        """The shape of the activations sent between stages."""
         rows, length = batch.tokens_BL.shape
         pieces = self.parallel.tensor if self.parallel.sequence_parallel else 1
         return rows, length // pieces, model.config.hidden

@@ -1,4 +1,4 @@
-"""Which port the ranks of a job use to meet, if nobody set one: rank 0 binds a free port and publishes it.
+"""The rendezvous port of a job without MASTER_PORT: rank 0 binds a free port and publishes it.
 
 mpirun and srun give every rank the name of the job, but rank 0 has no channel to the others. So the name is hashed to a
 short list of candidate ports, the same on all ranks. Rank 0 listens on the first candidate that is free on its host and
@@ -31,19 +31,19 @@ def ports_of(job: str) -> list[int]:
     return [FIRST_PORT + (first + number * APART) % PORTS for number in range(CANDIDATES)]
 
 
-def tell(job: str, port: int, askers: int, is_one_host: bool) -> None:
-    """Listen on a candidate port and answer in the background until all ranks have asked."""
-    server = next((opened for each in ports_of(job) if (opened := _opened(each, is_one_host)) is not None), None)
+def publish(job: str, port: int, ranks: int, is_one_host: bool) -> None:
+    """Listen on a candidate port and answer queries in the background, until all ranks have the port."""
+    server = next((socket_ for each in ports_of(job) if (socket_ := _listen(each, is_one_host)) is not None), None)
     if server is None:
         raise RuntimeFailure(
             f"none of the ports {', '.join(map(str, ports_of(job)))} is free for rank 0 to publish its address",
             hint="set MASTER_PORT to a free port, the same for all ranks",
         )
-    threading.Thread(target=_answer, args=(server, job, port, askers), daemon=True).start()
+    threading.Thread(target=_answer, args=(server, job, port, ranks), daemon=True).start()
 
 
-def ask(job: str, address: str, seconds: float) -> int:
-    """Try the candidate ports until rank 0 answers with the port where the ranks meet."""
+def query(job: str, address: str, seconds: float) -> int:
+    """Try the candidate ports until rank 0 answers with the rendezvous port."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         for candidate in ports_of(job):
@@ -54,7 +54,7 @@ def ask(job: str, address: str, seconds: float) -> int:
     raise RuntimeError(f"timed out: rank 0 on {address} did not publish its port within {seconds:.0f} s")
 
 
-def _opened(port: int, is_one_host: bool) -> socket.socket | None:
+def _listen(port: int, is_one_host: bool) -> socket.socket | None:
     with suppress(OSError):
         if is_one_host:
             return socket.create_server(("127.0.0.1", port))
@@ -64,16 +64,16 @@ def _opened(port: int, is_one_host: bool) -> socket.socket | None:
     return None
 
 
-def _answer(server: socket.socket, job: str, port: int, askers: int) -> None:
+def _answer(server: socket.socket, job: str, port: int, ranks: int) -> None:
     with server:
-        while askers:
+        while ranks:
             with suppress(OSError):
                 peer, _ = server.accept()
                 with peer:
                     peer.settimeout(SECONDS_PER_PORT)
                     if _line(peer) == _word(job, "where"):
                         peer.sendall(f"{_word(job, 'there')} {port}\n".encode())
-                        askers -= 1
+                        ranks -= 1
 
 
 def _query(job: str, address: str, candidate: int) -> int | None:
@@ -87,7 +87,7 @@ def _query(job: str, address: str, candidate: int) -> int | None:
 
 
 def _line(connection: socket.socket) -> str:
-    """The first line of the other side; a slow sender is cut off."""
+    """The first line that the peer sends; reading stops after a timeout."""
     received, deadline = b"", time.monotonic() + SECONDS_PER_PORT
     while b"\n" not in received and len(received) < LONGEST_LINE and time.monotonic() < deadline:
         piece = connection.recv(LONGEST_LINE)
@@ -98,5 +98,5 @@ def _line(connection: socket.socket) -> str:
 
 
 def _word(job: str, word: str) -> str:
-    """The hashed name of the job: other services learn nothing from it."""
+    """The hashed name of the job, which does not reveal the name to other services."""
     return hashlib.sha256(f"steelyard {word} {job}".encode()).hexdigest()[:32]

@@ -1,7 +1,7 @@
-"""Where the ranks meet: an address that all of them work out alike, a port that is free, a network that reaches all.
+"""Rendezvous: choose the master address, the port and the network interface, and create the store of a job.
 
-Given MASTER_ADDR and MASTER_PORT are obeyed. Otherwise srun's node list names the first host, ranks of one machine meet
-on 127.0.0.1, and rank 0 takes a free port and tells the others (`port_discovery.py`).
+MASTER_ADDR and MASTER_PORT are used if they are set. Otherwise the address is the first host of srun's node list, or
+127.0.0.1 if all ranks run on one machine, and rank 0 binds a free port and publishes it (`port_discovery.py`).
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 ELSEWHERE = "steelyard/elsewhere"
 SIOCGIFADDR = 0x8915
-MEETING = "STEELYARD_MEETING"  # what our own starter calls the job, where it sets no port
+MEETING = "STEELYARD_MEETING"  # the name of a job that steelyard's own launcher starts without a port
 
 
 def meet(rank: int, size: int, local_size: int, launcher: str, timeout: timedelta) -> Store:
-    """Find the other ranks and return the store that they share."""
+    """Find the other ranks and return the shared store."""
     address, port = master(os.environ, launcher, is_one_host=local_size == size)
     os.environ["MASTER_ADDR"] = address
     if port is None:
-        store, port = _free(job(os.environ, launcher), address, rank, size, local_size == size, timeout)
+        store, port = _on_free_port(job(os.environ, launcher), address, rank, size, local_size == size, timeout)
     else:
-        store = _given(port, rank, size, timeout)
+        store = _on_port(port, rank, size, timeout)
     os.environ["MASTER_PORT"] = str(port)
     if "GLOO_SOCKET_IFNAME" not in os.environ:
         name = _loopback() if local_size == size else _outward(store, address)
@@ -41,8 +41,8 @@ def meet(rank: int, size: int, local_size: int, launcher: str, timeout: timedelt
     return store
 
 
-def _given(port: int, rank: int, size: int, timeout: timedelta) -> Store:
-    """torch's own rendezvous, which knows where torchrun's agent already serves the store."""
+def _on_port(port: int, rank: int, size: int, timeout: timedelta) -> Store:
+    """The store of torch's own rendezvous, which detects whether torchrun's agent already serves one."""
     from torch.distributed import DistNetworkError, rendezvous
 
     os.environ["MASTER_PORT"] = str(port)
@@ -52,46 +52,46 @@ def _given(port: int, rank: int, size: int, timeout: timedelta) -> Store:
         if "EADDRINUSE" not in str(error):
             raise
         raise RuntimeFailure(
-            f"port {port} of this machine, where the ranks should meet, is taken",
-            hint="start again; if you set the port, set another, or none: then a free one is taken",
+            f"the rendezvous port {port} is already in use on this machine",
+            hint="start again; if you set MASTER_PORT, choose another port, or unset it to use a free one",
         ) from None
     return store
 
 
-def _free(
+def _on_free_port(
     name: str, address: str, rank: int, size: int, is_one_host: bool, timeout: timedelta
 ) -> tuple[Store, int]:  # fmt: skip
-    """A store on a port that the system gave rank 0, and which nobody can have taken in between."""
+    """A store on a port that the system assigned to rank 0, so that no other process can bind it in between."""
     from torch.distributed import TCPStore
 
     if rank:
-        port = port_discovery.ask(name, address, timeout.total_seconds())
+        port = port_discovery.query(name, address, timeout.total_seconds())
         return TCPStore(address, port, size, is_master=False, timeout=timeout, wait_for_workers=False), port
     store = TCPStore(address, 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
-    port_discovery.tell(name, store.port, size - 1, is_one_host)
+    port_discovery.publish(name, store.port, size - 1, is_one_host)
     return store, store.port
 
 
 def master(environ: Mapping[str, str], launcher: str, is_one_host: bool) -> tuple[str, int | None]:
-    """The address of rank 0, and the port where one is set."""
-    address, given = _address(environ, launcher, is_one_host), environ.get("MASTER_PORT")
-    if not given:
+    """The address of rank 0, and the port if one is set."""
+    address, port = _address(environ, launcher, is_one_host), environ.get("MASTER_PORT")
+    if not port:
         job(environ, launcher)
         return address, None
-    if not (given.isascii() and given.isdigit() and 0 < int(given) < 65536):
-        raise UserError(f"MASTER_PORT is {given!r}, which is no port", hint="set it to a number below 65536")
-    return address, int(given)
+    if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+        raise UserError(f"MASTER_PORT is {port!r}, which is not a valid port", hint="set it to a number below 65536")
+    return address, int(port)
 
 
 def job(environ: Mapping[str, str], launcher: str) -> str:
-    """What the launcher calls this job, alike for all its ranks and for no other job's."""
+    """The launcher's name of this job: the same for all its ranks, and different for every other job."""
     if launcher == "srun":
         return f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
     names = (MEETING,) if launcher == "torchrun" else ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID")
     name = next((environ[each] for each in names if environ.get(each)), "")
     if not name:
         raise UserError(
-            f"{launcher} names no job by which ranks could find each other, and MASTER_PORT is not set",
+            f"{launcher} sets no job id by which ranks could find each other, and MASTER_PORT is not set",
             hint="set MASTER_PORT to a free port, the same for all ranks",
         )
     return name
@@ -105,17 +105,17 @@ def _address(environ: Mapping[str, str], launcher: str, is_one_host: bool) -> st
     if is_one_host:
         return "127.0.0.1"
     nodes = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
-    given = next((environ[name] for name in nodes if environ.get(name)), None)
-    if launcher == "srun" and given is not None:
-        return expand(given)[0]
+    node_list = next((environ[name] for name in nodes if environ.get(name)), None)
+    if launcher == "srun" and node_list is not None:
+        return expand(node_list)[0]
     raise UserError(
         f"{launcher} started ranks on several machines, and MASTER_ADDR is not set",
-        hint="name the machine of rank 0, for example: mpirun -x MASTER_ADDR=$(hostname) ...",
+        hint="set it to the machine of rank 0, for example: mpirun -x MASTER_ADDR=$(hostname) ...",
     )
 
 
 def expand(nodes: str) -> list[str]:
-    """Slurm's compressed host list, `a[1-3,5],b2`, host by host."""
+    """The hosts of Slurm's compressed host list, such as `a[1-3,5],b2`."""
     return [host for entry in re.split(r",(?![^\[]*\])", nodes) for host in _expand_one(entry)]
 
 
@@ -128,7 +128,7 @@ def _expand_one(entry: str) -> list[str]:
     for part in ranges.split(","):
         first, _, last = part.partition("-")
         if not closed or not first.isdigit() or not (last or first).isdigit():
-            raise UserError(f"{entry} is no list of hosts", hint="set MASTER_ADDR to the machine of rank 0")
+            raise UserError(f"{entry} is not a list of hosts", hint="set MASTER_ADDR to the machine of rank 0")
         numbers = range(int(first), int(last or first) + 1)
         hosts += [f"{before}{number:0{len(first)}d}{tail}" for number in numbers for tail in _expand_one(after)]
     return hosts
@@ -139,10 +139,11 @@ def _loopback() -> str | None:
 
 
 def _outward(store: Store, master_address: str) -> str | None:
-    """The interface that leads to the other machines.
+    """The network interface that reaches the other machines.
 
-    Gloo would take the one that the host's own name resolves to, which on Debian is 127.0.1.1 and reaches nobody. On
-    other machines it is the one towards rank 0; on rank 0's, the one towards any rank elsewhere, who leaves an address.
+    By default Gloo uses the interface that the host's own name resolves to, which on Debian is 127.0.1.1 and reaches no
+    other machine. Other machines use the interface towards rank 0 and put its address in the store; the machine of
+    rank 0 uses the interface towards that address.
     """
     mine, theirs = _route(master_address)
     if mine == theirs or mine.startswith("127.") or mine == "::1":
@@ -153,7 +154,7 @@ def _outward(store: Store, master_address: str) -> str | None:
 
 
 def _route(address: str) -> tuple[str, str]:
-    """The addresses at this end and at the other end of a way to a host. Nothing is sent."""
+    """The local and the remote address of the route to a host. No packet is sent."""
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(address, 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -166,7 +167,7 @@ def _route(address: str) -> tuple[str, str]:
 
 
 def _interface(address: str) -> str | None:
-    """The interface that has an IPv4 address; for any other, none, and Gloo is left to choose."""
+    """The interface with this IPv4 address, or `None`, in which case Gloo chooses."""
     import fcntl
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -1,10 +1,10 @@
-"""Who this process is among the ranks of a job, and how the ranks meet and part.
+"""The rank of this process in a job, and the start and end of `torch.distributed`.
 
-Four launchers are understood: torchrun (and `--nproc`, which speaks its language), mpirun, srun, and none at all. They
-are asked in this order, because the environment of an outer launcher shines through: under mpirun inside a Slurm job
-SLURM_PROCID is 0 everywhere. A shell inside a job (`srun --pty`, a batch script) is no launch.
+Four ways to start ranks are supported: torchrun (and `--nproc`, which sets the same variables), mpirun, srun, and a
+single process. They are checked in this order, because a process also sees the variables of an outer launcher: under
+mpirun inside a Slurm job SLURM_PROCID is 0 on all ranks. A shell in a job (`srun --pty`, a batch script) is not a rank.
 
-Torch is imported only where ranks meet, so that the command line can ask for its rank for free.
+Torch is imported only when the process group is created, so that the command line can find its rank at no cost.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
 OTHER_MPI = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
-# Slurm numbers its own steps (batch script, interactive shell) from here; those that srun starts begin at 0.
+# Slurm numbers its own steps (batch script, interactive shell) from here; steps of srun start at 0.
 SLURM_OWN_STEPS = 0xFFFFFFF0
-SECONDS_TO_PART = 5.0
-SECONDS_TO_LET_SPEAK = 1.0  # mpirun and torchrun name whoever ends first: let it be the rank that failed by itself
+DESTROY_TIMEOUT_S = 5.0
+LOST_PEER_DELAY_S = 1.0  # mpirun and torchrun report the rank that exits first: that should be the one with the cause
 
 
 @dataclass(frozen=True)
 class World:
-    """One rank's place in the job."""
+    """The rank of this process and the size of the job."""
 
     rank: int = 0
     size: int = 1
@@ -47,22 +47,22 @@ class World:
 
     @property
     def is_rank0(self) -> bool:
-        """Whether this is the rank that speaks and writes for all."""
+        """Whether this is the rank that prints and writes files for all."""
         return self.rank == 0
 
 
 class LostPeer(RuntimeFailure):
-    """Another rank went away or stopped answering. It is the consequence of an error, never the cause."""
+    """Another rank exited or stopped responding. This is a consequence of an error, never the cause."""
 
 
 def detect(environ: Mapping[str, str]) -> World:
-    """Read the launcher's variables."""
+    """Read the rank from the environment variables of the launcher."""
     if "RANK" in environ:
         return _world("torchrun", environ, TORCHRUN)
     if "OMPI_COMM_WORLD_RANK" in environ:
         return _world("mpirun", environ, OPEN_MPI)
     in_step = _in_slurm_step(environ)
-    if "PMI_RANK" in environ and ("MPI_LOCALRANKID" in environ or not in_step):  # srun speaks PMI too.
+    if "PMI_RANK" in environ and ("MPI_LOCALRANKID" in environ or not in_step):  # srun sets PMI_RANK too.
         return _world("mpirun", environ, OTHER_MPI)
     if in_step:
         if "SLURM_GTIDS" not in environ:
@@ -74,10 +74,10 @@ def detect(environ: Mapping[str, str]) -> World:
 
 
 def _in_slurm_step(environ: Mapping[str, str]) -> bool:
-    """Whether srun started this process, and not a shell in a job.
+    """Whether srun started this process, rather than a shell in a job.
 
-    Slurm hands the variables of a step on to what is started from inside it: a job submitted there sees a step that is
-    not its own, and an srun there looks like `--pty`, except that its tasks have no terminal.
+    Processes started from inside a step inherit its variables. A job submitted there sees a step that is not its own,
+    and an srun there looks like `--pty`, except that its tasks have no terminal.
     """
     step = environ.get("SLURM_STEP_ID", "")
     if not step.isdigit() or int(step) >= SLURM_OWN_STEPS:
@@ -107,32 +107,32 @@ def _world(
         if name not in environ:
             raise _half_set(launcher, name, names[0])
         if not environ[name].isascii() or not environ[name].isdigit():
-            raise UserError(f"{name} is {environ[name]!r}, which is no number", hint=_hint(name))
+            raise UserError(f"{name} is {environ[name]!r}, which is not a number", hint=_hint(name))
         numbers.append(int(environ[name]))
     rank, size, local_rank = numbers[:3]
     local_size = numbers[3] if local_size is None else local_size
     if rank >= size:
-        raise UserError(f"{names[0]} is {rank}, but {names[1]} is {size}: ranks count from 0", hint=_hint(names[0]))
+        raise UserError(f"{names[0]} is {rank}, but {names[1]} is {size}: ranks start at 0", hint=_hint(names[0]))
     if not local_rank < local_size <= size:
-        message = f"{names[2]} is {local_rank}, of {local_size} ranks on this machine and {size} in all"
+        message = f"{names[2]} is {local_rank}, with {local_size} ranks on this machine and {size} in total"
         raise UserError(message, hint=_hint(names[2]))
     return World(rank, size, local_rank, local_size, launcher)
 
 
 def _half_set(launcher: Launcher, missing: str, given: str) -> UserError:
-    return UserError(f"{given} is set as by {launcher}, but {missing} is not", hint=_hint(given))
+    return UserError(f"{given} is set, as {launcher} does, but {missing} is not", hint=_hint(given))
 
 
 def _hint(name: str) -> str:
-    return f"start the ranks with --nproc, torchrun, mpirun or srun, or unset {name} to be alone"
+    return f"start the ranks with --nproc, torchrun, mpirun or srun, or unset {name} to run a single process"
 
 
 @contextmanager
 def init_distributed(device_type: str, timeout_minutes: float) -> Iterator[World]:
-    """Meet the other ranks for the length of the block; a process that is alone initialises nothing.
+    """Create the process group for the duration of the block; a single process initializes nothing.
 
-    After an error the block ends without waiting for ranks that may be gone, and an error that only says so becomes a
-    `LostPeer`, which the launcher ranks behind every other.
+    After an error the block does not wait for ranks that may have exited. An error caused by an exited rank becomes a
+    `LostPeer`, which the launcher ranks behind all other errors.
     """
     world = detect(os.environ)
     if device_type == "cuda":
@@ -149,10 +149,10 @@ def init_distributed(device_type: str, timeout_minutes: float) -> Iterator[World
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
         yield world
     except (Exception, Interrupted) as error:
-        _part_in_haste()
+        _destroy_after_error()
         if isinstance(error, RuntimeError) and _is_lost_peer(error):
-            time.sleep(SECONDS_TO_LET_SPEAK)
-            raise LostPeer(f"lost another rank: {_gist(error)}") from error
+            time.sleep(LOST_PEER_DELAY_S)
+            raise LostPeer(f"lost another rank: {_summary(error)}") from error
         raise
     else:
         dist.destroy_process_group()
@@ -165,14 +165,14 @@ def _take_gpu(world: World) -> None:
     bound_by_launcher = visible == 1 and "CUDA_VISIBLE_DEVICES" in os.environ
     if world.local_size > visible and not bound_by_launcher:
         raise UserError(
-            f"{world.local_size} ranks were started on this machine, which shows {visible} GPUs",
+            f"{world.local_size} ranks were started on this machine, but {visible} GPUs are visible",
             hint="start as many ranks as there are GPUs, or set train.device=cpu",
         )
     torch.cuda.set_device(0 if bound_by_launcher else world.local_rank)
 
 
-def _part_in_haste() -> None:
-    """Leave the group after an error, when what it still waits for may never come."""
+def _destroy_after_error() -> None:
+    """Destroy the process group after an error, with a timeout: pending collectives may never complete."""
     import torch.distributed as dist
 
     def leave() -> None:
@@ -181,11 +181,11 @@ def _part_in_haste() -> None:
 
     thread = threading.Thread(target=leave, daemon=True)
     thread.start()
-    thread.join(SECONDS_TO_PART)
+    thread.join(DESTROY_TIMEOUT_S)
 
 
 def _is_lost_peer(error: RuntimeError) -> bool:
-    """Gloo, NCCL and the store say it in their own words, as plain RuntimeErrors or subclasses of them."""
+    """Whether the error is one with which Gloo, NCCL or the store report a lost rank. All are RuntimeErrors."""
     text = str(error).lower()
     signs = (
         "connection closed by peer", "connection reset by peer", "connection refused", "broken pipe", "socket closed",
@@ -194,15 +194,15 @@ def _is_lost_peer(error: RuntimeError) -> bool:
     return any(sign in text for sign in signs)
 
 
-def _gist(error: BaseException) -> str:
-    """What Gloo says, without where in its source and its advice."""
+def _summary(error: BaseException) -> str:
+    """The message of Gloo, without the source location and the advice."""
     return re.sub(r"^\[[^]]*\] *", "", str(error).strip()).splitlines()[0].split(". ")[0]
 
 
 def run_on_rank0(world: World, function: Callable[[], T]) -> T:
-    """Call the function on rank 0 and hand its result, or its error, to all ranks.
+    """Call the function on rank 0 and broadcast its result, or its error, to all ranks.
 
-    The error is raised on every rank and marked `shared`, so that rank 0 tells it and the others end in silence.
+    The error is raised on every rank and marked `shared`, so that only rank 0 prints it.
     """
     if world.size == 1:
         return function()
@@ -214,23 +214,23 @@ def run_on_rank0(world: World, function: Callable[[], T]) -> T:
         try:
             answer[0] = function()
         except Exception as error:
-            failure, answer[1] = error, _in_words(error)
+            failure, answer[1] = error, _packed_error(error)
     broadcast_object_list(answer, src=0)
     if failure is not None:
         if isinstance(failure, SteelyardError):
             failure.shared = True
         raise failure
     if answer[1] is not None:
-        raise _from_words(answer[1])
+        raise _unpacked_error(answer[1])
     result: T = answer[0]
     return result
 
 
 @contextmanager
 def gather_errors(world: World) -> Iterator[None]:
-    """Raise on all ranks what any of them raises in the block: each may read another part of the same files.
+    """Raise an error of any rank in the block on all ranks: each may read different parts of the same files.
 
-    All ranks enter the block, and nothing in it waits for another rank.
+    All ranks must enter the block, and nothing in it may wait for another rank.
     """
     failure: Exception | None = None
     try:
@@ -241,24 +241,24 @@ def gather_errors(world: World) -> Iterator[None]:
         from torch.distributed import all_gather_object
 
         reported: list[Any] = [None] * world.size
-        all_gather_object(reported, None if failure is None else _in_words(failure))
-        first = next((words for words in reported if words is not None), None)
-        # An error that is not for users keeps its traceback on the rank that raises it.
+        all_gather_object(reported, None if failure is None else _packed_error(failure))
+        first = next((packed for packed in reported if packed is not None), None)
+        # An error that is not a SteelyardError keeps its traceback on the rank that raises it.
         if first is not None and (failure is None or isinstance(failure, SteelyardError)):
-            raise _from_words(first) from failure
+            raise _unpacked_error(first) from failure
     if failure is not None:
         raise failure
 
 
-def _from_words(words: tuple[str, str, str | None, str | None]) -> SteelyardError:
+def _unpacked_error(packed: tuple[str, str, str | None, str | None]) -> SteelyardError:
     """The error of another rank, marked as shared."""
-    kind, message, where, hint = words
+    kind, message, where, hint = packed
     reported = (UserError if kind == "UserError" else RuntimeFailure)(message, where=where, hint=hint)
     reported.shared = True
     return reported
 
 
-def _in_words(error: Exception) -> tuple[str, str, str | None, str | None]:
+def _packed_error(error: Exception) -> tuple[str, str, str | None, str | None]:
     if isinstance(error, SteelyardError):
         kind = "UserError" if isinstance(error, UserError) else "RuntimeFailure"
         return kind, error.message, error.where, error.hint
@@ -267,7 +267,7 @@ def _in_words(error: Exception) -> tuple[str, str, str | None, str | None]:
 
 @contextmanager
 def raise_on_all_ranks(world: World) -> Iterator[None]:
-    """Mark mistakes in the block as shared: every rank reads the same recipe and finds the same mistake in it."""
+    """Mark user errors in the block as shared: every rank reads the same recipe and raises the same error."""
     try:
         yield
     except UserError as error:

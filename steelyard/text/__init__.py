@@ -1,1 +1,1 @@
-"""Raw text and tokenizers: reading corpora, training and loading tokenizers."""
+"""Raw text and tokenizers: read corpora, train and load tokenizers."""

@@ -1,9 +1,9 @@
-"""Documents from corpus files.
+"""Read documents from corpus files.
 
-A file is cut into pieces of some megabytes between documents, so that many processes can share it and a killed job
-knows what it has done; where the cuts lie depends on the file and the size alone. A piece of a plain file is a range
-of bytes that whoever works on it reads himself; a piece of a packed file carries its bytes; a piece of a parquet file
-is a row group.
+A file is split between documents into chunks of some megabytes, so that many processes can share it and a killed job
+can be resumed. The boundaries depend only on the file and the chunk size. A chunk of an uncompressed file is a byte
+range, which the worker reads; a chunk of a compressed file contains its bytes; a chunk of a parquet file is a row
+group.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROWS_AT_ONCE = 1024
 
 @dataclass(frozen=True)
 class CorpusChunk:
-    """Some whole documents of one file. `start` and `end` are bytes of the unpacked text, or row groups."""
+    """Some whole documents of one file. `start` and `end` are offsets in the decompressed text, or row groups."""
 
     path: Path
     format: CorpusFormat
@@ -39,29 +39,29 @@ class CorpusChunk:
 
 @dataclass(frozen=True)
 class BadDocument(Exception):
-    """A document that cannot be read: which one of the piece, and why."""
+    """A document that cannot be read: its number in the chunk, and the reason."""
 
     number: int
     reason: str
 
 
 def named_files(names: Iterable[str]) -> list[Path]:
-    """The files that names and patterns stand for, in order. What is named must be there and be a file."""
+    """The files of names and patterns, in order. Each name must be an existing file."""
     paths: list[Path] = []
     for name in names:
-        found = [name] if Path(name).is_file() else sorted(glob(name, recursive=True))
-        named = [Path(match) for match in found if match == name or not Path(match).is_dir()]
-        if not named:
+        matches = [name] if Path(name).is_file() else sorted(glob(name, recursive=True))
+        matched = [Path(match) for match in matches if match == name or not Path(match).is_dir()]
+        if not matched:
             raise UserError(f"there is no file {name}")
-        for path in named:
+        for path in matched:
             if not path.is_file():
                 raise UserError(f"{path} is not a file" + (", but a folder" if path.is_dir() else ""))
-        paths += named
+        paths += matched
     return paths
 
 
 def pieces(path: Path, mode: DocumentMode = "line", size: int = PIECE_BYTES) -> Iterator[CorpusChunk]:
-    """Cut a file into pieces."""
+    """Split a file into chunks."""
     format_ = format_of(path)
     if format_.base == "parquet":
         yield from _row_groups(path, format_)
@@ -83,9 +83,9 @@ def pieces(path: Path, mode: DocumentMode = "line", size: int = PIECE_BYTES) -> 
 
 
 def records(piece: CorpusChunk, bad: list[BadDocument] | None = None) -> Iterator[dict[str, Any]]:
-    """The documents of a piece as objects; plain text stands under `text`.
+    """The documents of a chunk as objects; plain text has the key `text`.
 
-    A document that cannot be read raises `BadDocument`, or goes into the list `bad` if there is one.
+    A document that cannot be read raises `BadDocument`, or is added to the list `bad` if there is one.
     """
     if piece.format.base == "parquet":
         yield from _rows(piece)
@@ -109,7 +109,7 @@ def text_of(record: dict[str, Any], key: str, number: int) -> str:
 
 
 def documents(paths: Iterable[Path], key: str = "text", mode: DocumentMode = "line") -> Iterator[str]:
-    """The text of every document of the files, in order. What cannot be read is refused by file and line."""
+    """The text of every document of the files, in order. An unreadable document is an error with file and line."""
     for path in paths:
         for piece in pieces(path, mode):
             try:
@@ -120,12 +120,12 @@ def documents(paths: Iterable[Path], key: str = "text", mode: DocumentMode = "li
 
 
 def complaint(piece: CorpusChunk, error: BadDocument, hint: str | None = None) -> UserError:
-    """What to tell the user about a bad document: its file, line, and what is wrong with it."""
+    """The error for a bad document, with its file, line and reason."""
     return UserError(error.reason, where=where(piece, error.number), hint=hint)
 
 
 def where(piece: CorpusChunk, number: int) -> str:
-    """File and line of a document of a piece; only now are the lines before it counted."""
+    """The file and line of a document of a chunk. This counts the lines before it, so it is slow."""
     if piece.format.base == "parquet":
         return f"{piece.path}: row group {piece.start}, row {number}"
     if piece.mode == "file":
@@ -147,7 +147,7 @@ def _next_block(file: IO[bytes], mode: DocumentMode, size: int) -> bytes:
 
 
 def _to_next_document(file: IO[bytes], mode: DocumentMode, before: bytes = b"") -> bytes:
-    """The rest of the document that the file stands in."""
+    """The rest of the document at the current position of the file."""
     if mode == "line":
         return b"" if before.endswith(b"\n") else file.readline()
     lines = [b"" if before.endswith(b"\n") else file.readline()]
@@ -175,7 +175,7 @@ def _lines(path: Path, start: int, end: int) -> Iterator[bytes]:
 
 
 def _paragraphs(lines: Iterable[bytes]) -> Iterator[bytes]:
-    """Runs of lines between blank ones."""
+    """Paragraphs: runs of lines between blank lines."""
     run: list[bytes] = []
     for line in chain(lines, [b""]):
         if line.strip():

@@ -1,8 +1,7 @@
-"""Downloading data sets: the hub's files through `huggingface_hub`, anything of the hub through `datasets`, plain
-URLs over HTTP.
+"""Download datasets: files of the hub with `huggingface_hub`, any dataset of the hub with `datasets`, and plain URLs.
 
-`HF_ENDPOINT`, `HF_TOKEN`, `HF_HOME` and offline mode (`HF_HUB_OFFLINE=1`) mean what they mean to those libraries.
-What is already in the folder is not fetched again; a file appears under its name only when it is whole.
+`HF_ENDPOINT`, `HF_TOKEN`, `HF_HOME` and offline mode (`HF_HUB_OFFLINE=1`) work as in those libraries. Files that are
+already in the folder are not downloaded again; a file gets its name only when it is complete.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ BLOCK = 1 << 20
 
 
 def download(source: str, out: Path, shards: str = "0") -> list[Path]:
-    """Fetch a data set by name or URL into a folder, and return its files."""
+    """Download a dataset by name or URL into a folder, and return its files."""
     out.mkdir(parents=True, exist_ok=True)
     if source in WIKITEXT:
         return _wikitext(source, out)
@@ -45,14 +44,16 @@ def download(source: str, out: Path, shards: str = "0") -> list[Path]:
     if re.fullmatch(r"wikitext-?(2|103)", source):
         size = source.removeprefix("wikitext").lstrip("-")
         raise UserError(
-            f"{source} comes in two forms, which give other perplexities",
-            hint=f"wikitext-{size}-v1 is tokenised, with <unk>; wikitext-{size}-raw-v1 is the text as it was",
+            f"{source} has two versions, which give different perplexities",
+            hint=f"wikitext-{size}-v1 is tokenized, with <unk>; wikitext-{size}-raw-v1 is the original text",
         )
-    raise UserError(f"{source} is not known", hint=f"use {', '.join(WIKITEXT)}, c4, hf:org/name/config, or a URL")
+    raise UserError(
+        f"{source} is not a known dataset", hint=f"use {', '.join(WIKITEXT)}, c4, hf:org/name/config, or a URL"
+    )
 
 
 def _wikitext(name: str, out: Path) -> list[Path]:
-    """Each split as one jsonl, a row of the data set a line."""
+    """Write each split as one jsonl, with one row per line."""
     targets = {split: out / f"{name}.{split}.jsonl" for split in ("train", "validation", "test")}
     if not all(path.is_file() for path in targets.values()):
         folder = _from_hub("Salesforce/wikitext", [f"{name}/*.parquet"]) / name
@@ -66,7 +67,7 @@ def _wikitext(name: str, out: Path) -> list[Path]:
 
 
 def wikitext_split(name: str, split: str) -> list[Path]:
-    """The files of one split alone, in the hub's own cache."""
+    """The files of one split, in the cache of `huggingface_hub`."""
     folder = _from_hub("Salesforce/wikitext", [f"{name}/{split}-*.parquet"]) / name
     parts = sorted(folder.glob(f"{split}-*.parquet"))
     if not parts:
@@ -75,25 +76,25 @@ def wikitext_split(name: str, split: str) -> list[Path]:
 
 
 def rows_on_the_hub(name: str) -> list[Path]:
-    """The files of a data set on the hub that hold its training rows, in the hub's own cache.
+    """The files with the training rows of a dataset on the hub, in the cache of `huggingface_hub`.
 
-    `org/name:train_sft` names the split; left out, it is `train`, or the only one with train in its name, or all there
-    is. Files that tell about the data set are none of it.
+    `org/name:train_sft` names the split; without it the split is `train`, or the only one whose name starts with train,
+    or the only one. Metadata files of the dataset are ignored.
     """
     name, _, split = name.partition(":")
     folder = _from_hub(name, [f"*{suffix}" for suffix in ROWS])
-    found = sorted(path for path in folder.rglob("*") if path.name.endswith(ROWS) and path.name not in ABOUT)
-    if not found:
-        raise UserError(f"{name} on the hub holds no jsonl or parquet files")
+    paths = sorted(path for path in folder.rglob("*") if path.name.endswith(ROWS) and path.name not in ABOUT)
+    if not paths:
+        raise UserError(f"{name} on the hub has no jsonl or parquet files")
     splits: dict[str, list[Path]] = {}
-    for path in found:
-        reported = SPLIT.search(str(path.relative_to(folder)))
-        splits.setdefault(reported[1] if reported else "", []).append(path)
+    for path in paths:
+        match = SPLIT.search(str(path.relative_to(folder)))
+        splits.setdefault(match[1] if match else "", []).append(path)
     wanted = [each for each in splits if each.startswith("train")] or list(splits)
     chosen = split or ("train" if "train" in wanted else wanted[0])
     if chosen not in splits or (not split and chosen != "train" and len(wanted) > 1):
         known = ", ".join(f"{name}:{each}" for each in splits if each)
-        raise UserError(f"{name} on the hub has several splits", hint=f"name one: {known}")
+        raise UserError(f"{name} on the hub has several splits", hint=f"choose one: {known}")
     console.say(f"{name}: {', '.join(str(path.relative_to(folder)) for path in splits[chosen])}")
     return splits[chosen]
 
@@ -112,11 +113,11 @@ def _numbers(shards: str) -> list[int]:
     """`0-3,7` is 0, 1, 2, 3 and 7."""
     numbers: list[int] = []
     for part in shards.split(","):
-        found = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
-        last = int(found.group(2) or found.group(1)) if found else C4_SHARDS
-        if found is None or last >= C4_SHARDS:
-            raise UserError(f"{shards!r} does not name shards of c4", hint=f"write 0-3 or 0,7; there are {C4_SHARDS}")
-        numbers += range(int(found.group(1)), last + 1)
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+        last = int(match.group(2) or match.group(1)) if match else C4_SHARDS
+        if match is None or last >= C4_SHARDS:
+            raise UserError(f"{shards!r} is not a list of c4 shards", hint=f"use 0-3 or 0,7; there are {C4_SHARDS}")
+        numbers += range(int(match.group(1)), last + 1)
     return numbers
 
 
@@ -129,7 +130,7 @@ def _from_hub(repository: str, patterns: list[str]) -> Path:
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).splitlines()[0]
         raise RuntimeFailure(
-            f"{repository} could not be fetched from the hub: {reason}", hint="the same command tries again"
+            f"{repository} could not be downloaded from the hub: {reason}", hint="run the same command again"
         ) from None
 
 
@@ -164,35 +165,35 @@ def _write_rows(rows: Iterator[dict[str, Any]], path: Path) -> None:
 
 
 def _fetch(url: str, out: Path) -> Path:
-    """One file over HTTP. What a broken download left is asked for from where it ends."""
+    """Download one file over HTTP, and resume a partial download."""
     name = unquote(Path(urlsplit(url).path).name)
     if not name or name.startswith(".") or "/" in name:
-        raise UserError(f"{url} names no file")
+        raise UserError(f"{url} has no file name")
     path, part = out / name, out / f"{files.TEMPORARY}download-{name}"
     if path.is_file():
         return path
     done = part.stat().st_size if part.is_file() else 0
     request = urllib.request.Request(url, headers={"Range": f"bytes={done}-"} if done else {})
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            if done and answer.status != 206:
-                done = 0  # The server begins again, so do we.
-            length = answer.headers.get("Content-Length")
+        with urllib.request.urlopen(request, timeout=60) as response:
+            if done and response.status != 206:
+                done = 0  # The server sends the whole file again.
+            length = response.headers.get("Content-Length")
             total = done + int(length) if length else 0
             with open(part, "ab" if done else "wb") as file, console.progress(name, total, "B", done=done) as progress:
-                while block := answer.read(BLOCK):
+                while block := response.read(BLOCK):
                     file.write(block)
                     progress.advance(len(block))
     except urllib.error.HTTPError as error:
-        if error.code != 416:  # 416: there is nothing behind what we have.
+        if error.code != 416:  # 416: the partial file is already complete.
             raise RuntimeFailure(f"{url}: the server answered {error.code} {error.reason}") from None
         total = done
     except (urllib.error.URLError, OSError) as error:
         raise RuntimeFailure(
-            f"{url}: {error}", hint="what has come is kept; the same command goes on from there"
+            f"{url}: {error}", hint="the data received so far is kept; run the same command again to resume"
         ) from None
     if total and part.stat().st_size != total:
         have = part.stat().st_size
-        raise RuntimeFailure(f"{url}: ended after {have} of {total} bytes", hint="the same command goes on from there")
+        raise RuntimeFailure(f"{url}: ended after {have} of {total} bytes", hint="run the same command again to resume")
     os.replace(part, path)
     return path

@@ -1,4 +1,4 @@
-"""Corpus files by their names: txt, jsonl and parquet, each also under .gz or .zst."""
+"""The formats of corpus files, by file name: txt, jsonl and parquet, each also with .gz or .zst."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ COMPRESSIONS: dict[str, Compression] = {".gz": "gz", ".zst": "zst"}
 
 @dataclass(frozen=True)
 class CorpusFormat:
-    """How a file holds its documents."""
+    """The format and compression of a corpus file."""
 
     base: Base
     compression: Compression
 
 
 def format_of(path: Path) -> CorpusFormat:
-    """The format that a file's name tells."""
+    """The format of a file, by its name."""
     compression = COMPRESSIONS.get(path.suffix, "")
     name = path.with_suffix("") if compression else path
     if name.suffix not in BASES:
         raise UserError(
-            f"{path}: what this file holds cannot be told from its name",
+            f"{path}: the format is not clear from the file name",
             hint="use .txt, .jsonl or .parquet, also with .gz or .zst",
         )
     return CorpusFormat(BASES[name.suffix], compression)
@@ -43,21 +43,21 @@ def format_of(path: Path) -> CorpusFormat:
 
 @contextlib.contextmanager
 def reading(path: Path, compression: Compression) -> Iterator[IO[bytes]]:
-    """A file's bytes, unpacked. A file that ends too early or is not what its name says is refused by name."""
+    """Open a file and decompress it. A truncated file, or one of another format, is an error that names the file."""
     if not path.is_file():
         raise UserError(f"there is no file {path}")
     with open(path, "rb") as raw:
         try:
-            yield _unpacked(raw, compression)
+            yield _decompressed(raw, compression)
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise UserError(f"the gzip data is cut short or damaged: {error}", where=str(path)) from None
+            raise UserError(f"the gzip data is truncated or damaged: {error}", where=str(path)) from None
         except _zstd_error() as error:
             raise UserError(f"the zstd data is damaged: {error}", where=str(path)) from None
 
 
 @contextlib.contextmanager
 def writing(file: IO[bytes], compression: Compression) -> Iterator[IO[bytes]]:
-    """Pack what is written into a file that is open already."""
+    """Compress what is written to an open file."""
     if compression == "gz":
         with gzip.GzipFile(filename="", fileobj=file, mode="wb", compresslevel=6, mtime=0) as packed:
             yield packed  # type: ignore[misc]
@@ -72,7 +72,7 @@ def writing(file: IO[bytes], compression: Compression) -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def on_disk(path: Path, compression: Compression) -> Iterator[Path]:
-    """A path where the unpacked file lies: its own, or that of a temporary copy."""
+    """The path of the decompressed file: its own, or that of a temporary copy."""
     if not compression:
         yield path
         return
@@ -82,7 +82,7 @@ def on_disk(path: Path, compression: Compression) -> Iterator[Path]:
         yield Path(copy.name)
 
 
-def _unpacked(raw: IO[bytes], compression: Compression) -> IO[bytes]:
+def _decompressed(raw: IO[bytes], compression: Compression) -> IO[bytes]:
     if compression == "gz":
         return gzip.GzipFile(fileobj=raw)  # type: ignore[return-value]
     if compression == "zst":
@@ -91,7 +91,7 @@ def _unpacked(raw: IO[bytes], compression: Compression) -> IO[bytes]:
 
 
 class _ZstdFile(io.RawIOBase):
-    """A zstd stream of one or more frames that complains when the last one is incomplete."""
+    """A zstd stream of one or more frames that raises an error if the last one is incomplete."""
 
     def __init__(self, raw: IO[bytes]) -> None:
         import zstandard
@@ -105,11 +105,11 @@ class _ZstdFile(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while not self._ready:
-            left_over = self._frame.unused_data if self._frame is not None else b""
-            packed = left_over or self._raw.read(1 << 17)
+            unused = self._frame.unused_data if self._frame is not None else b""
+            packed = unused or self._raw.read(1 << 17)
             if not packed:
                 if self._frame is not None and not self._frame.eof:
-                    raise _zstd_error()("the stream is cut short")
+                    raise _zstd_error()("the stream is truncated")
                 return 0
             if self._frame is None or self._frame.eof:
                 self._frame = self._new()

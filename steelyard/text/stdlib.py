@@ -1,4 +1,4 @@
-"""A corpus that every machine has: the source files of the running Python's standard library."""
+"""A corpus that every machine has: the source files of Python's standard library."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from steelyard.core.files import atomic_file
 
-# Test suites and installed packages differ from machine to machine; tables of characters and topics teach nothing.
+# Test suites and installed packages differ between machines; character tables and help topics are not useful text.
 LEFT_OUT = {
     "test",
     "tests",
@@ -23,7 +23,7 @@ LEFT_OUT = {
 
 
 def write_corpus(path: Path) -> int:
-    """Write one document per source file to a jsonl, and return how many there are."""
+    """Write one document per source file to a jsonl, and return their number."""
     root = Path(sysconfig.get_path("stdlib"))
     count = 0
     with atomic_file(path) as file:

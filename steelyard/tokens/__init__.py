@@ -1,1 +1,1 @@
-"""Token files and the training samples cut from them. Numpy only: no tokenizer and no torch comes in here."""
+"""Token files and the training samples in them. Reading them needs numpy only, no tokenizer and no torch."""

@@ -1,16 +1,16 @@
-"""Which dataset sample number i of a blend comes from.
+"""The order of a blend: which dataset sample i comes from.
 
-Megatron's rule: each sample goes to the dataset that is furthest behind its share, the first of equals. It is exact
-at every prefix of the sequence, not only on average, but each choice depends on the one before it. To do it without a
-compiled loop, the sequence is cut into blocks that are walked side by side, one numpy operation for a step of all of
-them. A block starts a little early from a guess of how much each dataset has given so far; the rule pulls wrong
-guesses together within a few rounds. Where a block's start still differs from its predecessor's end, it is walked
-again from there, so the result is always exactly the rule's.
+Megatron's rule: each sample comes from the dataset that is furthest behind its share, the first one in a tie. The
+shares are right at every prefix of the sequence, not only on average, but each choice depends on the previous one. To
+avoid a compiled loop, the sequence is split into blocks that are computed in parallel, with one numpy operation per
+step of all blocks. A block starts a little early, with an estimate of the samples taken from each dataset so far; the
+rule corrects a wrong estimate within a few steps. A block whose start still differs from the end of the previous block
+is computed again from there, so the result always follows the rule exactly.
 
-How far a dataset is behind is `weight * number - taken`. The standard order rounds the product and the difference, as
-Megatron's helper does where it is built for x86. Compilers for ARM fuse both into one instruction that rounds once
-(`-ffp-contract=fast`), which decides some ties differently: that is the `fma` order. Both are the same on every
-machine, since neither depends on how anything was compiled here.
+A dataset is behind by `weight * number - taken`. The `standard` order rounds the product and the difference, as
+Megatron's helper does on x86. Compilers for ARM fuse both into one instruction that rounds once (`-ffp-contract=fast`),
+which breaks some ties differently: this is the `fma` order. Both orders are the same on every machine, because they do
+not depend on a compiler here.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from steelyard.tokens import fma
 
 BLOCK = 4096
 WARM_UP = 256
-Counts = npt.NDArray[np.float64]  # (datasets, blocks): what each dataset has given when a block starts or ends
+Counts = npt.NDArray[np.float64]  # (datasets, blocks): samples taken from each dataset at the start or end of a block
 Order = Literal["standard", "fma"]
 Shortfall = Callable[[Counts, Counts, Counts], None]
-"""From the blocks' sample numbers and what was taken, how far each dataset is behind, into the last argument."""
+"""Takes the sample numbers of the blocks and the counts, and writes how far each dataset is behind to the last."""
 
 
 def normalised(weights: Sequence[float]) -> list[float]:
@@ -41,15 +41,15 @@ def normalised(weights: Sequence[float]) -> list[float]:
 def blend_order(
     weights: Sequence[float], samples: int, order: Order = "standard"
 ) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]:
-    """For each sample of the blend: its dataset, and its number within that dataset."""
+    """The dataset of each sample of the blend, and its number in that dataset."""
     shares = np.asarray(weights, dtype=np.float64)
     shortfall = _rounded_once(shares) if order == "fma" else _rounded_twice(shares)
     starts = np.arange(0, samples, BLOCK, dtype=np.int64)
-    begins = _settled(shares, starts, shortfall)
-    choices, ends = _walk(shortfall, starts, begins, min(BLOCK, samples))
+    begins = _estimated_starts(shares, starts, shortfall)
+    choices, ends = _run_blocks(shortfall, starts, begins, min(BLOCK, samples))
     while (wrong := np.flatnonzero((begins[:, 1:] != ends[:, :-1]).any(axis=0)) + 1).size:
         begins[:, wrong] = ends[:, wrong - 1]
-        choices[:, wrong], ends[:, wrong] = _walk(shortfall, starts[wrong], begins[:, wrong], BLOCK)
+        choices[:, wrong], ends[:, wrong] = _run_blocks(shortfall, starts[wrong], begins[:, wrong], BLOCK)
     dataset_index = choices.T.reshape(-1)[:samples].astype(np.int16)
     sample_index = np.empty(samples, dtype=np.int64)
     for dataset in range(len(shares)):
@@ -78,14 +78,14 @@ def _rounded_once(shares: Counts) -> Shortfall:
     return shortfall
 
 
-def _walk(
+def _run_blocks(
     shortfall: Shortfall, starts: npt.NDArray[np.int64], begins: Counts, steps: int
 ) -> tuple[npt.NDArray[np.uint16], Counts]:
-    """Follow the rule in every block at once; returns the choices (steps, blocks) and the counts at the ends."""
+    """Apply the rule to all blocks in parallel; returns the choices (steps, blocks) and the counts at the ends."""
     datasets, blocks = begins.shape
     taken, behind = begins.copy(), np.empty_like(begins)
     flat, columns = taken.reshape(-1), np.arange(blocks)
-    # The first of equals has the highest rank, so that the largest rank among the furthest behind is the rule's choice.
+    # Earlier datasets have higher ranks, so the maximum rank among the datasets furthest behind breaks ties.
     ranks = np.arange(datasets, 0, -1, dtype=np.uint8 if datasets < 256 else np.uint16)[:, None]
     furthest, ranked = np.empty_like(begins, dtype=np.bool_), np.empty_like(begins, dtype=ranks.dtype)
     choices = np.empty((steps, blocks), dtype=np.uint16)
@@ -99,13 +99,13 @@ def _walk(
     return choices, taken
 
 
-def _settled(shares: Counts, starts: npt.NDArray[np.int64], shortfall: Shortfall) -> Counts:
-    """A guess of the counts at each block's start: rounded shares some steps before it, then the rule up to it."""
+def _estimated_starts(shares: Counts, starts: npt.NDArray[np.int64], shortfall: Shortfall) -> Counts:
+    """An estimate of the counts at the start of each block: rounded shares some steps before it, then the rule."""
     before = np.maximum(starts - WARM_UP, 0)
     ideal = shares[:, None] * before
     counts = np.floor(ideal)
     missing = before - counts.sum(axis=0)
     places = np.argsort(np.argsort(counts - ideal, axis=0, kind="stable"), axis=0)
     counts += places < missing
-    counts[:, 1:] = _walk(shortfall, before[1:], counts[:, 1:], WARM_UP)[1]
+    counts[:, 1:] = _run_blocks(shortfall, before[1:], counts[:, 1:], WARM_UP)[1]
     return counts

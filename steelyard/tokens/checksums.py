@@ -1,12 +1,12 @@
-"""`<prefix>.sums`, beside a pair of token files: the checksums of what `data tokenize` and `data merge` wrote.
+"""`<prefix>.sums`, next to a pair of token files: the checksums that `data tokenize` and `data merge` write.
 
     {"format": 1,
      "idx": {"bytes": N, "crc32": X},
      "bin": {"bytes": N, "block_bytes": B, "crc32": [X, ...]},
      "checksum": SHA-256 of the rest, as compact JSON with sorted keys}
 
-CRC-32 finds every flipped bit and every damaged run of up to 32 bits. It does not protect against somebody who changes
-a file on purpose. Pairs from elsewhere have no such file, and are checked as far as their index goes.
+CRC-32 detects every flipped bit and every error burst of up to 32 bits. It does not protect against intentional
+changes. Pairs that other programs wrote have no such file; only their index is checked.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ READ_BYTES = 1 << 24
 
 
 def path_of(prefix: str | Path) -> Path:
-    """The file of checksums."""
+    """The path of the checksum file."""
     return Path(f"{prefix}.sums")
 
 
 def write(prefix: str | Path) -> None:
-    """Write the checksums of a pair as it is now."""
+    """Write the checksums of a pair."""
     index, tokens = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     size = tokens.stat().st_size
     block = SMALLEST_BLOCK
@@ -55,7 +55,7 @@ def write(prefix: str | Path) -> None:
 def check(prefix: str | Path, everything: bool = False) -> bool:
     """Compare the index, and all blocks of the tokens or a fixed sample of them, with the checksums of the pair.
 
-    Return False if the pair has no checksums. Raise Damaged if it does not match them.
+    Return False if the pair has no checksums. Raise CorruptFileError if it does not match them.
     """
     path = path_of(prefix)
     if not path.is_file():
@@ -84,12 +84,12 @@ def _read(path: Path) -> dict[str, Any]:
         checksum = content.pop("checksum")
         if checksum != _own(content):
             raise CorruptFileError(
-                "this file of checksums does not match its own checksum", where=str(path), hint=_hint(path)
+                "this checksum file does not match its own checksum", where=str(path), hint=_hint(path)
             )
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
-        raise CorruptFileError("this is not a file of checksums", where=str(path), hint=_hint(path)) from None
+        raise CorruptFileError("this is not a checksum file", where=str(path), hint=_hint(path)) from None
     if content["format"] != FORMAT:
-        raise UserError(f"format {content['format']} of checksums is not known", where=str(path), hint=_hint(path))
+        raise UserError(f"checksum format {content['format']} is not supported", where=str(path), hint=_hint(path))
     return content
 
 
@@ -98,7 +98,7 @@ def _mismatch(file: Path, sums: Path, place: str = "") -> CorruptFileError:
 
 
 def _hint(sums: Path) -> str:
-    return f"copy or make the pair again; if another program rewrote it on purpose, delete {sums}"
+    return f"copy or create the pair again; if another program changed it intentionally, delete {sums}"
 
 
 def _own(content: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Processes that encode pieces: each loads the tokenizer once, leaves Ctrl-C to its parent, and dies with it."""
+"""Worker processes that encode chunks: each loads the tokenizer once, ignores Ctrl-C, and exits with its parent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _loaded: dict[str, tokenizers.Tokenizer] = {}
 
 
 def prepare(source: str, parent: int) -> None:
-    """Make a fresh process a worker."""
+    """Initialize a worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent(parent)
     _loaded["tokenizer"] = tokenizers.load_tokenizer(source)
@@ -29,10 +29,10 @@ def tokenizer() -> tokenizers.Tokenizer:
 
 @contextlib.contextmanager
 def sole_owner(folder: Path) -> Iterator[None]:
-    """Hold a job's folder; a second process at the same job is refused."""
+    """Lock the folder of a job; a second process with the same job gets an error."""
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(files.locked(folder / "lock"))
         except BlockingIOError:
-            raise UserError(f"{folder} is being worked on by another process", hint="wait for it") from None
+            raise UserError(f"{folder} is in use by another process", hint="wait for it") from None
         yield

@@ -1,20 +1,20 @@
-"""Index maps on disk, under Megatron's names.
+"""A cache of index maps on disk, with Megatron's file names.
 
 New names, in `<prefix>/cache/GPTDataset_indices/` or `data.index_cache`:
 
     <md5>-GPTDataset-<split>-description.txt                              what the arrays were built from, as JSON
     <md5>-GPTDataset-<split>-{document,sample,shuffle}_index.npy
 
-Old names, beside the token files or in `data.index_cache`:
+Old names, next to the token files or in `data.index_cache`:
 
     <prefix>_<split>_indexmap_<samples>ns_<length>sl_<seed>s_{doc,sample,shuffle}_idx.npy
 
-Arrays that Megatron wrote under either name are used; a description is matched by what determines the arrays, so that
-the tokenizer's name in it does not matter. A matching name is not enough: arrays are used only if they are maps
-of the sequences that the token files hold now, so those of text that was since replaced are built again.
+Arrays that Megatron wrote under either name are used. A description is compared only by the keys that determine the
+arrays, so the name of the tokenizer in it does not matter. A matching name is not enough: arrays are used only if they
+map the sequences that the token files have now, so maps of text that was replaced are built again.
 
-Any number of processes may ask at once: one per host builds while the others wait, and files appear by rename, so that
-even hosts whose locks do not reach each other only do the same work twice.
+Any number of processes may use the cache: one per host builds while the others wait. Files are written by rename, so if
+locks do not work across hosts, some hosts do the same work twice, without other harm.
 """
 
 from __future__ import annotations
@@ -54,33 +54,33 @@ class IndexRequest:
     split: str
 
     def description(self) -> str:
-        """The JSON that Megatron writes beside the arrays and names them after."""
+        """The JSON that Megatron writes next to the arrays; its hash is in their names."""
         return json.dumps({"class": "GPTDataset", **asdict(self)}, indent=4)
 
 
 def index_maps_for(
     request: IndexRequest, lengths: npt.NDArray[np.int32], bounds: tuple[int, int], folder: str | None, names: Names
 ) -> IndexMaps:
-    """The maps from the cache, or built and put there."""
+    """The maps from the cache; if they are missing, they are built and added to it."""
     expected = index_maps.plan(lengths, bounds, request.num_samples, request.sequence_length)
-    place = _new_folder(request, folder) if names == "new" else _old_stem(request, folder).parent
-    aligned = np.require(lengths, requirements="A")  # In a file they lie unaligned, which is slow.
+    target = _new_folder(request, folder) if names == "new" else _old_stem(request, folder).parent
+    aligned = np.require(lengths, requirements="A")  # They are unaligned in the file, which is slow.
 
     def find() -> IndexMaps | None:
         return _find(request, folder, lambda maps: expected.fits(maps, aligned, bounds))
 
-    found = find()
-    if found is not None:
-        return found
+    cached = find()
+    if cached is not None:
+        return cached
     try:
-        place.mkdir(parents=True, exist_ok=True)
-        with _one_builder(place):
-            found = find()
-            return found or _write(
+        target.mkdir(parents=True, exist_ok=True)
+        with _one_builder(target):
+            cached = find()
+            return cached or _write(
                 request, folder, names, index_maps.build(lengths, bounds, expected, request.random_seed)
             )
     except OSError as error:
-        console.warn(f"index maps are not kept: {place}: {error.strerror}")
+        console.warn(f"index maps are not cached: {target}: {error.strerror}")
         return index_maps.build(lengths, bounds, expected, request.random_seed)
 
 
@@ -109,7 +109,7 @@ def _describes(path: Path, request: IndexRequest) -> bool:
 def _loaded(paths: list[Path]) -> IndexMaps | None:
     try:
         return IndexMaps(*(np.load(path, mmap_mode="r", allow_pickle=False) for path in paths))
-    except (OSError, ValueError, EOFError, SyntaxError, TokenError):  # The last two of a damaged header.
+    except (OSError, ValueError, EOFError, SyntaxError, TokenError):  # The last two come from a damaged header.
         return None
 
 
@@ -121,9 +121,9 @@ def _write(request: IndexRequest, folder: str | None, names: Names, maps: IndexM
     else:
         description = request.description()
         base = hashlib.md5(description.encode(), usedforsecurity=False).hexdigest()
-        place = _new_folder(request, folder)
-        paths = [place / f"{base}-GPTDataset-{request.index_split}-{part}.npy" for part in NEW_PARTS]
-        files.write_text(place / f"{base}-GPTDataset-{request.index_split}-description.txt", description)
+        cache = _new_folder(request, folder)
+        paths = [cache / f"{base}-GPTDataset-{request.index_split}-{part}.npy" for part in NEW_PARTS]
+        files.write_text(cache / f"{base}-GPTDataset-{request.index_split}-description.txt", description)
     for path, array in zip(paths, arrays, strict=True):
         with files.atomic_file(path, "wb", durable=False) as file:
             np.save(file, array, allow_pickle=False)
@@ -132,7 +132,7 @@ def _write(request: IndexRequest, folder: str | None, names: Names, maps: IndexM
 
 @contextlib.contextmanager
 def _one_builder(folder: Path) -> Iterator[None]:
-    """Let one process of this host build at a time. Where locks do not work, all build, and write the same."""
+    """Let one process of this host build at a time. If locks do not work, all processes build the same maps."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             stack.enter_context(files.locked(folder / ".steelyard-lock", wait=True))

@@ -1,11 +1,10 @@
-"""Which tokens make up sample number i: Megatron's three index arrays, vectorised.
+"""The tokens of sample i: Megatron's three index arrays, vectorized.
 
-The documents of a split are repeated for as many epochs as the samples need and shuffled (`document_index`); the
-resulting stream of tokens is cut every `sequence_length` tokens (`sample_index`: document position and offset of each
-cut; neighbours share one token, which is the last label of one and the first input of the next); the samples are
-shuffled in turn (`shuffle_index`). One random state, seeded once, serves both shuffles in that order. When the last
-epoch would be used for less than 80% of its samples it is shuffled apart, so that it does not thin out the whole
-epochs before it.
+The documents of a split are repeated for as many epochs as the samples need, and shuffled (`document_index`). The
+resulting stream of tokens is split every `sequence_length` tokens (`sample_index`: document position and offset of each
+boundary; neighbours share one token, which is the last label of one and the first input of the next). Then the samples
+are shuffled (`shuffle_index`). One random state, seeded once, is used for both shuffles in this order. If less than 80%
+of the samples of the last epoch are used, it is shuffled separately, so that it is not mixed with the full epochs.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class IndexMaps:
 
 @dataclass(frozen=True)
 class SamplePlan:
-    """How many epochs and samples there will be, before anything is built."""
+    """The number of epochs and samples of the maps, computed before they are built."""
 
     documents: int
     sequence_length: int
@@ -44,10 +43,10 @@ class SamplePlan:
     last_epoch_apart: bool
 
     def fits(self, maps: IndexMaps, lengths: npt.NDArray[np.int32], bounds: tuple[int, int]) -> bool:
-        """Whether arrays from elsewhere are maps of this plan over sequences of these lengths.
+        """Whether loaded arrays are maps of this plan over sequences of these lengths.
 
-        Everything but the two random orders is checked: every sequence occurs once an epoch, the boundaries of samples
-        match the lengths, and every sample is used once. Maps of other data, and flipped bits, do not pass.
+        Everything except the two random orders is checked: every sequence occurs once per epoch, the boundaries of
+        samples match the lengths, and every sample is used once. Maps of other data, and flipped bits, are rejected.
         """
         documents, cuts, order = maps.document_index, maps.sample_index, maps.shuffle_index
         shapes = (self.documents * self.epochs,), (self.samples + 1, 2), (self.samples,)
@@ -90,7 +89,7 @@ def _each_occurs(values: npt.NDArray[Any], first: int, end: int, times: int) -> 
 
 def build(lengths: npt.NDArray[np.int32], bounds: tuple[int, int], plan: SamplePlan, seed: int) -> IndexMaps:
     """Build the maps."""
-    lengths = np.require(lengths, requirements="A")  # In a file they lie askew, which is slow.
+    lengths = np.require(lengths, requirements="A")  # They are unaligned in the file, which is slow.
     sequences = np.arange(*bounds, dtype=np.int32)
     random = np.random.RandomState(seed)
     if plan.last_epoch_apart:
@@ -117,8 +116,8 @@ def _cuts(
 ) -> npt.NDArray[Any]:
     """Position in `document_index` and offset of every `sequence_length`-th token of the stream.
 
-    Cut k lies behind every document that ends at or before token k * sequence_length, so counting the documents that
-    end before each cut places it. That is done in blocks that stay in the processor's cache.
+    Boundary k comes after every document that ends at or before token k * sequence_length, so its position is the
+    number of these documents. They are counted in blocks that fit in the CPU cache.
     """
     dtype = np.int32 if len(document_index) <= np.iinfo(np.int32).max else np.int64
     cuts = np.empty((samples + 1, 2), dtype=dtype)
@@ -141,7 +140,7 @@ def _cuts(
 
 
 def _shuffled(first: int, total: int, random: np.random.RandomState) -> npt.NDArray[Any]:
-    """The numbers below `total` in random order, those below `first` staying in front."""
+    """The numbers below `first` in random order, then those from `first` up to `total` in random order."""
     dtype = np.int64 if total >= np.iinfo(np.uint32).max - 1 else np.uint32
     parts = [np.arange(0, first, dtype=dtype), np.arange(first, total, dtype=dtype)]
     for part in parts:

@@ -1,7 +1,6 @@
 """Megatron's indexed token files, bit for bit.
 
-`<prefix>.bin` is the raw tokens of all sequences, one after the other. `<prefix>.idx`, little-endian, says where each
-begins:
+`<prefix>.bin` has the raw tokens of all sequences, concatenated. `<prefix>.idx`, little-endian, has their offsets:
 
     9 bytes   magic "MMIDIDX\\0\\0"
     u64       version, 1
@@ -37,21 +36,21 @@ DTYPES: dict[int, npt.DTypeLike] = {
 CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
 LARGEST_UINT16_VOCAB = 65_500
 ENTRIES_AT_ONCE = 1 << 20
-_verified: set[tuple[str, int, tuple[int, ...]]] = set()  # Pairs that this process has checked, and when they changed.
+_verified: set[tuple[str, int, tuple[int, ...]]] = set()  # Pairs that this process has checked, with mtimes.
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The type that holds the ids of a vocabulary, by Megatron's rule."""
+    """The dtype for the ids of a vocabulary, by Megatron's rule."""
     return np.dtype(np.uint16 if vocab_size < LARGEST_UINT16_VOCAB else np.int32)
 
 
 def bin_path(prefix: str | Path) -> Path:
-    """The file of tokens."""
+    """The path of the tokens."""
     return Path(f"{prefix}.bin")
 
 
 def idx_path(prefix: str | Path) -> Path:
-    """The file that says where each sequence lies."""
+    """The path of the index."""
     return Path(f"{prefix}.idx")
 
 
@@ -63,7 +62,7 @@ class IndexedTokens:
         self.prefix = prefix
         for path in (idx_path(prefix), bin_path(prefix)):
             if not path.is_file():
-                raise UserError(f"there is no token file {path}", hint="steelyard data tokenize makes a pair")
+                raise UserError(f"there is no token file {path}", hint="steelyard data tokenize writes a pair")
         path = idx_path(prefix)
         with open(path, "rb") as file:
             header = file.read(HEADER.size)
@@ -71,12 +70,12 @@ class IndexedTokens:
             raise UserError("this is not an index of token files", where=str(path))
         _, version, code, sequences, entries = HEADER.unpack(header)
         if version != 1 or code not in DTYPES:
-            raise UserError(f"version {version} with dtype code {code} is not known", where=str(path))
+            raise UserError(f"version {version} with dtype code {code} is not supported", where=str(path))
         self.dtype = np.dtype(DTYPES[code])
         expected = HEADER.size + sequences * 12 + entries * 8
-        # Files for several kinds of data carry one more byte a sequence.
+        # Multimodal files have one more byte per sequence.
         if os.path.getsize(path) not in (expected, expected + sequences) or not entries:
-            raise UserError(f"the index is cut short or too long: it should hold {expected} bytes", where=str(path))
+            raise UserError(f"the index is truncated or too long: it should have {expected} bytes", where=str(path))
         raw = np.memmap(path, mode="r", dtype=np.uint8)
         self.lengths = _part(raw, HEADER.size, np.int32, sequences)
         self.pointers = _part(raw, HEADER.size + 4 * sequences, np.int64, sequences)
@@ -84,9 +83,9 @@ class IndexedTokens:
         size = os.path.getsize(bin_path(prefix))
         needed = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize if sequences else 0
         if size < needed or size % self.dtype.itemsize:
-            raise UserError(f"holds {size} bytes, but its index needs {needed}", where=str(bin_path(prefix)))
+            raise UserError(f"has {size} bytes, but its index needs {needed}", where=str(bin_path(prefix)))
         stamp = tuple(file.stat().st_mtime_ns for file in (path, bin_path(prefix)))
-        if (prefix, size, stamp) not in _verified:  # A process opens a pair for each split.
+        if (prefix, size, stamp) not in _verified:  # A process opens a pair once per split.
             problem = next(_problems(self, size), None)
             if problem is not None:
                 raise CorruptFileError(
@@ -110,7 +109,7 @@ class IndexedTokens:
         return self._tokens[start:end]
 
     def document_lengths(self) -> npt.NDArray[np.int32]:
-        """Tokens of each document. Only for files with one sequence per document, as language models use."""
+        """The number of tokens of each document. Only for files with one sequence per document."""
         counts = np.diff(self.document_index)
         if (counts > 1).any():
             raise UserError("documents of several sequences are not supported here", where=str(idx_path(self.prefix)))
@@ -119,7 +118,7 @@ class IndexedTokens:
         return lengths
 
     def largest(self, first: int, end: int, at_most: int = 1 << 20) -> int:
-        """The largest id of the sequences from `first` up to `end`, looking at no more than so many tokens."""
+        """The largest id of the sequences from `first` up to `end`, in at most `at_most` tokens."""
         start = int(self.pointers[first]) // self.dtype.itemsize
         stop = int(self.pointers[end - 1]) // self.dtype.itemsize + int(self.lengths[end - 1])
         return int(self._tokens[start : min(stop, start + at_most)].max())
@@ -132,7 +131,7 @@ class IndexedTokens:
 
 
 def _problems(tokens: IndexedTokens, size: int) -> Iterator[str]:
-    """What in an index contradicts the rest of it, or the size of the .bin."""
+    """Inconsistencies in an index, or between it and the size of the .bin."""
     end = 0
     for first in range(0, len(tokens), ENTRIES_AT_ONCE):
         part = slice(first, first + ENTRIES_AT_ONCE)
@@ -142,16 +141,16 @@ def _problems(tokens: IndexedTokens, size: int) -> Iterator[str]:
             return
         ends = end + np.cumsum(lengths)
         if not np.array_equal(tokens.pointers[part], ends - lengths):
-            yield "sequences do not follow each other"
+            yield "sequences are not contiguous"
             return
         end = int(ends[-1])
     if size != end:
-        yield f"the .bin holds {size} bytes, its index accounts for {end}"
+        yield f"the .bin has {size} bytes, but its index covers {end}"
     documents = np.require(tokens.document_index, requirements="A")
     if documents[0] != 0 or documents[-1] != len(tokens) or bool((documents[1:] < documents[:-1]).any()):
         yield "the document index does not run from 0 to the number of sequences"
 
 
 def _part(raw: npt.NDArray[np.uint8], start: int, dtype: npt.DTypeLike, count: int) -> npt.NDArray[Any]:
-    # The header is 34 bytes, so the parts are unaligned; a view of the right type is still exact.
+    # The header has 34 bytes, so the arrays are unaligned; numpy handles that.
     return np.frombuffer(raw, dtype=dtype, count=count, offset=start)

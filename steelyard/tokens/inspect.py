@@ -1,4 +1,4 @@
-"""Looking at token files and checking them."""
+"""Describe and verify token files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOKENS_AT_ONCE = 1 << 22
 
 
 def summary(prefix: str) -> dict[str, Any]:
-    """How much a pair of token files holds."""
+    """The size and dtype of a pair of token files."""
     tokens = IndexedTokens(prefix)
     return {
         "prefix": tokens.prefix,
@@ -30,7 +30,7 @@ def summary(prefix: str) -> dict[str, Any]:
 
 
 def describe(prefix: str, decode: Callable[[Iterable[int]], str] | None = None) -> dict[str, Any]:
-    """What a pair of token files holds: its size, the lengths of its sequences, and how it begins."""
+    """Describe a pair of token files: its size, the lengths of its sequences, and its first tokens."""
     tokens = IndexedTokens(prefix)
     result = summary(prefix) | {
         "size": units.size(bin_path(tokens.prefix).stat().st_size),
@@ -57,8 +57,8 @@ def verify(prefix: str, vocab_size: int | None = None) -> dict[str, Any]:
         tokens = IndexedTokens(prefix)
     except UserError as error:
         pair = prefix.removesuffix(".idx").removesuffix(".bin")
-        there = all(path(pair).exists() for path in (bin_path, idx_path))
-        raise RuntimeFailure(error.message, where=error.where, hint=error.hint) if there else error from None
+        exists = all(path(pair).exists() for path in (bin_path, idx_path))
+        raise RuntimeFailure(error.message, where=error.where, hint=error.hint) if exists else error from None
     total = int(tokens.lengths.sum(dtype=np.int64))
     try:
         has_checksums = checksums.check(tokens.prefix, everything=True)
@@ -77,14 +77,14 @@ def _ids_outside(tokens: IndexedTokens, total: int, vocab_size: int) -> list[str
             part = tokens.stream(start, min(start + TOKENS_AT_ONCE, total))
             if part.max() >= vocab_size or part.min() < 0:
                 wrong = int(part[(part >= vocab_size) | (part < 0)][0])
-                place = start + int(np.flatnonzero((part >= vocab_size) | (part < 0))[0])
-                return [f"token {place} has the id {wrong}, outside the vocabulary of {vocab_size}"]
+                position = start + int(np.flatnonzero((part >= vocab_size) | (part < 0))[0])
+                return [f"token {position} has the id {wrong}, outside the vocabulary of {vocab_size}"]
             progress.advance(len(part))
     return []
 
 
 def _histogram(tokens: IndexedTokens) -> dict[str, int]:
-    """Sequences by length, in powers of two."""
+    """The number of sequences by length, in powers of two."""
     if not len(tokens):
         return {}
     classes = np.bincount(np.frexp(tokens.lengths.astype(np.float64))[1])

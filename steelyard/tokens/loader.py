@@ -1,8 +1,8 @@
-"""Batches for one data-parallel rank, read ahead by a thread.
+"""Batches for one data-parallel rank, prefetched by a thread.
 
 A step takes the next `global_batch` samples by number, and each rank an equal, contiguous part of them. So a batch
-does not depend on how many ranks share it, and the only state is how many samples were consumed: a run may stop
-anywhere and go on with another number of ranks.
+does not depend on the number of ranks, and the only state is the number of consumed samples: a run can stop at any
+step and resume with another number of ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from steelyard.tokens.samples import Samples
 
 AHEAD = 2
 Rows = dict[str, npt.NDArray[Any]]
-"""Fields of `model.Batch` as arrays, a sample per row: `tokens_BL`, `labels_BL`, and what else the samples have."""
+"""Fields of `model.Batch` as arrays, one sample per row: `tokens_BL`, `labels_BL`, and others that the samples have."""
 
 
 @dataclass(frozen=True)
@@ -30,49 +30,49 @@ class Batch:
 
     rows: Rows
     first: int
-    """The number of the first row's sample in the run."""
+    """The sample number of the first row in the run."""
     consumed: int
     labels: int
-    """How many tokens the step predicts that count, on all ranks together."""
+    """The number of predictions of the step that count in the loss, over all ranks."""
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Where each input token stands in its document, if documents are to be kept apart."""
+    """The document of each input token, and its position there."""
 
     number: npt.NDArray[np.int64]
     position: npt.NDArray[np.int64]
 
 
 def documents_in(inputs: npt.NDArray[np.int64], end_of_document: int) -> Documents:
-    """Number the documents among each row's inputs, and the tokens within each; the end-of-document id closes one."""
+    """Number the documents of each row, and the tokens of each document, which ends with the end-of-document id."""
     starts = np.zeros_like(inputs)
     starts[:, 1:] = inputs[:, :-1] == end_of_document
-    places = np.broadcast_to(np.arange(inputs.shape[1]), inputs.shape)
-    begins = np.maximum.accumulate(np.where(starts == 1, places, 0), axis=1)
-    return Documents(number=np.cumsum(starts, axis=1), position=places - begins)
+    positions = np.broadcast_to(np.arange(inputs.shape[1]), inputs.shape)
+    begins = np.maximum.accumulate(np.where(starts == 1, positions, 0), axis=1)
+    return Documents(number=np.cumsum(starts, axis=1), position=positions - begins)
 
 
 def starts_of(documents: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-    """Where the documents of each row begin, from the number of each token's document.
+    """The start of each document of each row, from the document number of each token.
 
-    Rows with fewer documents than others go on with empty ones at their end.
+    Rows with fewer documents than others are padded with empty ones at the end.
     """
     rows, length = documents.shape
     begins = np.ones(documents.shape, dtype=np.bool_)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
     most = int(begins.sum(axis=1).max())
     starts = np.full((rows, most), length, dtype=np.int32)
-    row, place = np.nonzero(begins)
-    starts[row, np.cumsum(begins, axis=1)[row, place] - 1] = place
+    row, position = np.nonzero(begins)
+    starts[row, np.cumsum(begins, axis=1)[row, position] - 1] = position
     return starts
 
 
 def learned_in(weights: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
-    """Each row's places that weigh something, filled up with others so that all rows have equally many.
+    """The loss positions of each row, padded with other positions so that all rows have the same number.
 
-    Their number is rounded up to one of at most 64, so that memory held for one batch serves others, and to a multiple
-    of 16, which is what products in fp8 take.
+    The number is rounded up to one of at most 64 sizes, so that the memory of one batch is reused for others, and to a
+    multiple of 16, which fp8 matrix products need.
     """
     step = -(-weights.shape[1] // (64 * 16)) * 16
     most = int(np.count_nonzero(weights, axis=1).max())
@@ -82,23 +82,23 @@ def learned_in(weights: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
 
 def read(samples: Samples, first: int, number: int) -> Rows:
     """Samples `first` up to `first + number`, one per row."""
-    found = [samples[index] for index in range(first, first + number)]
-    return {name: np.stack([columns(sample)[name] for sample in found]) for name in columns(found[0])}
+    rows = [samples[index] for index in range(first, first + number)]
+    return {name: np.stack([columns(sample)[name] for sample in rows]) for name in columns(rows[0])}
 
 
 def labels_in(samples: Samples, first: int, number: int, length: int) -> int:
-    """How many predictions count in samples `first` up to `first + number`."""
+    """The number of predictions that count in samples `first` up to `first + number`."""
     counts = samples.counts
     return number * length if counts is None else int(counts[first : first + number].sum())
 
 
 def columns(sample: npt.NDArray[np.int64] | Rows) -> Rows:
-    """A sample, or rows of them, by the model's names: each token of plain text is predicted from those before."""
+    """A sample, or rows of samples, as fields of `model.Batch`: the label of a token of plain text is the next one."""
     return sample if isinstance(sample, dict) else {"tokens_BL": sample[..., :-1], "labels_BL": sample[..., 1:]}
 
 
 class Loader:
-    """Yields one rank's batches from sample number `consumed` on; `batch_at` says how large the next one is."""
+    """Yields the batches of one rank, starting at sample `consumed`; `batch_at` returns the size of the next one."""
 
     def __init__(
         self,
@@ -138,9 +138,9 @@ class Loader:
         while first + self.batch_at(first) <= len(self.samples) and not self._closed.is_set():
             try:
                 size = self.batch_at(first)
-                part, left = divmod(size, self.ranks)
-                if left:
-                    raise ValueError(f"{self.ranks} ranks cannot share a batch of {size}")
+                part, remainder = divmod(size, self.ranks)
+                if remainder:
+                    raise ValueError(f"a batch of {size} cannot be divided among {self.ranks} ranks")
                 mine = first + self.rank * part
                 rows = read(self.samples, mine, part)
                 labels = labels_in(self.samples, first, size, rows["tokens_BL"].shape[1])

@@ -1,7 +1,6 @@
-"""Joining encoded pieces into a pair of token files, and pairs into one, without holding them in memory.
+"""Join encoded chunks into a pair of token files, and several pairs into one, without loading them into memory.
 
-What the index needs of a piece is the length of each of its documents, four bytes each: they are read once for each
-of the index's three parts.
+The index needs only the lengths of the documents, four bytes each. They are read once for each of its three parts.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ Lengths = npt.NDArray[np.int32]
 
 
 class Joiner:
-    """Appends encoded pieces to the .bin of a pair, in order; documents without tokens keep their entry in the index.
+    """Appends encoded chunks to the .bin of a pair, in order; documents without tokens keep their entry in the index.
 
-    With `fixed_length` the joined stream is cut into documents of that many tokens and one more, which is the first
-    of the next.
+    With `fixed_length` the joined stream is split into documents of that many tokens plus one, which is the first
+    token of the next document.
     """
 
     def __init__(self, file: IO[bytes], dtype: np.dtype[Any], fixed_length: int | None) -> None:
@@ -41,7 +40,7 @@ class Joiner:
         self._windows = 0
 
     def append(self, part: Path) -> None:
-        """Add a piece: `part` holds its tokens, the file beside it the length of each document."""
+        """Add a chunk: `part` has its tokens, the file next to it the length of each document."""
         self._parts.append(part)
         if self.fixed_length is None:
             _append(part, self._file)
@@ -49,7 +48,7 @@ class Joiner:
             self._append_windows(np.fromfile(part, dtype=self.dtype), self.fixed_length)
 
     def lengths(self) -> Iterator[Lengths]:
-        """The length of each document, piece by piece."""
+        """The length of each document, chunk by chunk."""
         if self.fixed_length is not None:
             yield np.full(self._windows, self.fixed_length + 1, dtype=np.int32)
             return
@@ -57,7 +56,7 @@ class Joiner:
             yield np.fromfile(part.with_suffix(".lengths"), dtype=np.int32)
 
     def dropped(self) -> dict[str, int]:
-        """How many tokens at the end fill no window; the last label of the last window is not one of them."""
+        """The number of tokens at the end that do not fill a window, without the last label of the last window."""
         return {} if self.fixed_length is None else {"dropped_tokens": max(0, len(self._left) - 1)}
 
     def _append_windows(self, tokens: npt.NDArray[Any], length: int) -> None:
@@ -71,7 +70,7 @@ class Joiner:
 
 @contextlib.contextmanager
 def joining(prefix: str, dtype: np.dtype[Any], fixed_length: int | None = None) -> Iterator[Joiner]:
-    """Join pieces into a pair of files that appears when the block ends well."""
+    """Join chunks into a pair of files, which is created when the block ends without an error."""
     for stale in (idx_path(prefix), checksums.path_of(prefix)):
         stale.unlink(missing_ok=True)
     with files.atomic_file(bin_path(prefix), "wb") as file:
@@ -84,7 +83,7 @@ def joining(prefix: str, dtype: np.dtype[Any], fixed_length: int | None = None) 
 
 
 def merge(prefixes: list[str], prefix: str) -> dict[str, Any]:
-    """Join whole pairs of token files into one, in order."""
+    """Join several pairs of token files into one, in order."""
     for name in prefixes:
         verify(name)
     datasets = [IndexedTokens(name) for name in prefixes]
@@ -92,8 +91,8 @@ def merge(prefixes: list[str], prefix: str) -> dict[str, Any]:
     for dataset in datasets:
         if dataset.dtype != dtype:
             raise UserError(
-                f"{dataset.prefix} holds {dataset.dtype}, but {datasets[0].prefix} holds {dtype}",
-                hint="they come from different vocabularies and cannot be one dataset",
+                f"{dataset.prefix} has dtype {dataset.dtype}, but {datasets[0].prefix} has {dtype}",
+                hint="the pairs use different vocabularies and cannot be merged",
             )
 
     def lengths() -> Iterator[Lengths]:
@@ -101,7 +100,7 @@ def merge(prefixes: list[str], prefix: str) -> dict[str, Any]:
             yield dataset.document_lengths()
 
     if idx_path(prefix).exists():
-        raise UserError(f"{idx_path(prefix)} is there already", hint="name another prefix")
+        raise UserError(f"{idx_path(prefix)} already exists", hint="choose another prefix")
     checksums.path_of(prefix).unlink(missing_ok=True)
     with files.atomic_file(bin_path(prefix), "wb") as target:
         for dataset in datasets:
@@ -112,7 +111,7 @@ def merge(prefixes: list[str], prefix: str) -> dict[str, Any]:
 
 
 def write_index(prefix: str, lengths: Callable[[], Iterator[Lengths]], dtype: np.dtype[Any]) -> dict[str, Any]:
-    """Write the .idx of documents of the given lengths, one sequence each; it comes last and marks the pair whole."""
+    """Write the .idx of documents of the given lengths, one sequence each. Written last, it marks the pair complete."""
     documents = sequences = tokens = 0
     for part in lengths():
         documents += len(part)
@@ -122,14 +121,14 @@ def write_index(prefix: str, lengths: Callable[[], Iterator[Lengths]], dtype: np
         index.write(HEADER.pack(MAGIC, 1, CODES[dtype], sequences, documents + 1))
         for part in lengths():
             index.write(part[part > 0].tobytes())
-        _write_running(index, (part[part > 0] for part in lengths()), dtype.itemsize)
+        _write_offsets(index, (part[part > 0] for part in lengths()), dtype.itemsize)
         index.write(np.zeros(1, dtype=np.int64).tobytes())
         _write_ends(index, (part > 0 for part in lengths()))
     return {"documents": documents, "sequences": sequences, "tokens": tokens, "dtype": dtype.name}
 
 
 def _append(path: Path, target: IO[bytes]) -> None:
-    """Copy a file to the end of another inside the kernel; where that is not possible, through memory."""
+    """Append a file to another in the kernel, or through memory if that is not possible."""
     with open(path, "rb") as source:
         target.flush()
         if not _copied_in_kernel(source, target):
@@ -137,7 +136,7 @@ def _append(path: Path, target: IO[bytes]) -> None:
 
 
 def _copied_in_kernel(source: IO[bytes], target: IO[bytes]) -> bool:
-    """Whether the kernel could copy the file; macOS has no call for it, and some file systems refuse."""
+    """Copy in the kernel and return whether it worked; macOS and some file systems do not support it."""
     if not hasattr(os, "copy_file_range"):
         return False
     try:
@@ -150,8 +149,8 @@ def _copied_in_kernel(source: IO[bytes], target: IO[bytes]) -> bool:
     return True
 
 
-def _write_running(index: IO[bytes], parts: Iterator[Lengths], itemsize: int) -> None:
-    """Where each sequence begins, in bytes."""
+def _write_offsets(index: IO[bytes], parts: Iterator[Lengths], itemsize: int) -> None:
+    """Write the byte offset of each sequence."""
     start = 0
     for part in parts:
         ends = np.cumsum(part, dtype=np.int64) + start
@@ -161,7 +160,7 @@ def _write_running(index: IO[bytes], parts: Iterator[Lengths], itemsize: int) ->
 
 
 def _write_ends(index: IO[bytes], parts: Iterator[npt.NDArray[np.bool_]]) -> None:
-    """How many sequences there are up to each document's end."""
+    """Write the number of sequences up to the end of each document."""
     seen = 0
     for part in parts:
         ends = np.cumsum(part, dtype=np.int64) + seen

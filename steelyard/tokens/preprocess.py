@@ -1,9 +1,9 @@
-"""Text to token files: many processes, bounded memory, nothing lost when killed.
+"""Tokenize text to token files with many processes and bounded memory; a killed job can be resumed.
 
-The corpus is cut into pieces (see `text.corpus`). Each piece is read, parsed and encoded by one worker, which leaves
-its tokens and the length of each document in the job's folder, `<prefix>.tokenize/`, by rename. When all pieces are
-there they are joined in order: so the result does not depend on the number of workers or on how often the job was
-killed. `<prefix>.tokenize.json` then remembers what the files were made of.
+The corpus is split into chunks (see `text.corpus`). A worker reads, parses and encodes a chunk and writes its tokens
+and the length of each document to the folder of the job, `<prefix>.tokenize/`, by rename. The chunks are joined in
+order, so the result does not depend on the number of workers or on how often the job was killed. At the end
+`<prefix>.tokenize.json` records the inputs and options.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ EXAMPLES_SHOWN = 5
 
 @dataclass
 class TokenizeStats:
-    """What became of documents. `examples` names the first bad ones."""
+    """Counts of documents and tokens. `examples` lists the first bad documents."""
 
     documents: int = 0
     skipped: int = 0
@@ -58,7 +58,7 @@ class TokenizeStats:
     examples: list[str] = field(default_factory=list)
 
     def add(self, other: dict[str, Any]) -> None:
-        """Count another piece in."""
+        """Add the counts of another chunk."""
         self.documents += other["documents"]
         self.skipped += other["skipped"]
         self.examples = [*self.examples, *other["examples"]][:EXAMPLES_SHOWN]
@@ -67,16 +67,16 @@ class TokenizeStats:
 
 
 def tokenize(job: TokenizeJob, worker_count: int = 1, overwrite: bool = False) -> dict[str, Any]:
-    """Do the job, go on with it, or find that it is done; returns what was written."""
+    """Run or resume the job, unless it is finished; returns a summary of the files."""
     paths = named_files(job.inputs)
     tokenizer = tokenizers.load_tokenizer(job.tokenizer)
     if job.append_eod:
-        _ = tokenizer.end_of_document  # Refused now rather than in a worker, if there is none.
+        _ = tokenizer.end_of_document  # Raises now instead of in a worker, if there is none.
     made_of = jobs.signature(job, paths, tokenizer.fingerprint)
     done = jobs.finished(job, made_of, overwrite)
     if done is not None:
-        console.say(f"{job.prefix}: already done, nothing to do")
-        shutil.rmtree(job.folder, ignore_errors=True)  # If it was killed between its last two acts.
+        console.say(f"{job.prefix}: already finished, nothing to do")
+        shutil.rmtree(job.folder, ignore_errors=True)  # Left if it was killed between its last two steps.
         return done
     job.folder.mkdir(parents=True, exist_ok=True)
     with encode_workers.sole_owner(job.folder):
@@ -85,10 +85,10 @@ def tokenize(job: TokenizeJob, worker_count: int = 1, overwrite: bool = False) -
             tally, written = _encode_and_join(job, paths, worker_count, token_dtype(tokenizer.vocab_size))
         except Interrupted:
             raise Interrupted(
-                f"finished pieces are kept in {job.folder}; the same command goes on from there"
+                f"finished chunks are kept in {job.folder}; run the same command again to resume"
             ) from None
         except UserError:
-            shutil.rmtree(job.folder)  # The input must change before this can go on, and then the pieces are of no use.
+            shutil.rmtree(job.folder)  # The input must be fixed first, and then the chunks are useless.
             raise
         result = {"prefix": job.prefix, **asdict(tally), "files": written, "tokenizer": tokenizer.kind}
         files.write_json(job.record, {"made_of": made_of, "result": result})
@@ -99,7 +99,7 @@ def tokenize(job: TokenizeJob, worker_count: int = 1, overwrite: bool = False) -
 def _encode_and_join(
     job: TokenizeJob, paths: list[Path], worker_count: int, dtype: np.dtype[Any]
 ) -> tuple[TokenizeStats, dict[str, dict[str, Any]]]:
-    """Have every missing piece encoded, and join the pieces in order while others are still being encoded."""
+    """Encode the missing chunks, and join chunks in order while others are still being encoded."""
     tally = TokenizeStats()
     with contextlib.ExitStack() as stack:
         joiners = {
@@ -114,7 +114,7 @@ def _encode_and_join(
 
 
 def _encoded(job: TokenizeJob, paths: list[Path], worker_count: int) -> Iterator[dict[str, Any]]:
-    """What became of each piece, in order, so that the first mistake never varies."""
+    """The counts of each chunk, in order, so that the first error is always the same."""
     waiting: deque[tuple[int, dict[str, Any] | Future[dict[str, Any]]]] = deque()
     total, documents = sum(path.stat().st_size for path in paths), 0
     pool = ProcessPoolExecutor(worker_count, get_context("spawn"), encode_workers.prepare, (job.tokenizer, os.getpid()))
@@ -123,31 +123,31 @@ def _encoded(job: TokenizeJob, paths: list[Path], worker_count: int) -> Iterator
 
             def first() -> dict[str, Any]:
                 nonlocal documents
-                weight, made = waiting.popleft()
-                result = made if isinstance(made, dict) else made.result()
+                weight, pending = waiting.popleft()
+                result = pending if isinstance(pending, dict) else pending.result()
                 documents += result["documents"]
                 progress.advance(weight, note=f"{count(documents)} documents")
                 return result
 
             for number, (piece, weight) in enumerate(_all_pieces(job, paths)):
-                kept = _kept(job, number)
-                waiting.append((weight, kept or pool.submit(encode_piece, job, number, piece)))
-                progress.done_before += weight if kept else 0
+                finished = _finished(job, number)
+                waiting.append((weight, finished or pool.submit(encode_piece, job, number, piece)))
+                progress.done_before += weight if finished else 0
                 if len(waiting) > 2 * worker_count:
                     yield first()
             while waiting:
                 yield first()
     except BrokenExecutor:
         raise RuntimeFailure(
-            "a worker was killed, perhaps for want of memory",
-            hint=f"finished pieces are kept in {job.folder}; the same command goes on from there",
+            "a worker was killed, perhaps because the machine ran out of memory",
+            hint=f"finished chunks are kept in {job.folder}; run the same command again to resume",
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 def encode_piece(job: TokenizeJob, number: int, piece: CorpusChunk) -> dict[str, Any]:
-    """Encode one piece, in a worker, and leave it in the job's folder."""
+    """Encode one chunk in a worker, and write it to the folder of the job."""
     tokenizer = encode_workers.tokenizer()
     dtype = token_dtype(tokenizer.vocab_size)
     end = np.array([tokenizer.end_of_document] if job.append_eod else [], dtype=np.uint32)
@@ -195,31 +195,31 @@ def _texts(piece: CorpusChunk, keys: tuple[str, ...], bad: list[BadDocument] | N
                     raise
                 bad.append(error)
     except BadDocument as error:
-        raise complaint(piece, error, "mend it, or pass --on-bad-line skip") from None
+        raise complaint(piece, error, "fix it, or pass --on-bad-line skip") from None
 
 
 def _all_pieces(job: TokenizeJob, paths: list[Path]) -> Iterator[tuple[CorpusChunk, int]]:
-    """All pieces in order, each with the bytes of input it stands for."""
+    """All chunks in order, each with its size in bytes of input."""
     for path in paths:
         size, seen = path.stat().st_size, 0
-        held: CorpusChunk | None = None
+        previous: CorpusChunk | None = None
         for piece in pieces(path, job.document, job.piece_bytes):
-            if held is not None:
-                weight = held.end - held.start if held.data is None and held.unpacked is None else 0
+            if previous is not None:
+                weight = previous.end - previous.start if previous.data is None and previous.unpacked is None else 0
                 seen += weight
-                yield held, weight
-            held = piece
-        if held is not None:
-            yield held, size - seen
+                yield previous, weight
+            previous = piece
+        if previous is not None:
+            yield previous, size - seen
 
 
 def _part(folder: Path, number: int, key: str, kind: str) -> Path:
     return folder / f"{number:08d}.{key}.{kind}"
 
 
-def _kept(job: TokenizeJob, number: int) -> dict[str, Any] | None:
+def _finished(job: TokenizeJob, number: int) -> dict[str, Any] | None:
     try:
-        kept: dict[str, Any] = json.loads((job.folder / f"{number:08d}.json").read_text(encoding="utf-8"))
+        counts: dict[str, Any] = json.loads((job.folder / f"{number:08d}.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return kept
+    return counts

@@ -21,16 +21,16 @@ from steelyard.tokens.indexed_dataset import IndexedTokens, idx_path
 
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")
-# A blend asks each dataset for a little more than its share, as Megatron does.
+# Each dataset of a blend provides a little more than its share, as in Megatron.
 BLEND_MARGIN = 1.005
 
 
 class Samples(Protocol):
-    """Something that gives sample number i: sequence_length + 1 tokens, or what the model takes by its names."""
+    """A sequence of samples. Sample i is sequence_length + 1 tokens, or fields of `model.Batch` by name."""
 
     @property
     def counts(self) -> npt.NDArray[np.int64] | None:
-        """How many predictions of each sample count; none: all of them."""
+        """The number of predictions of each sample that count in the loss; None if all do."""
 
     def __len__(self) -> int: ...
 
@@ -38,7 +38,7 @@ class Samples(Protocol):
 
 
 class StreamSamples:
-    """Samples cut from the stream of one dataset's documents, as its index maps say."""
+    """Samples from the stream of the documents of one dataset, as given by its index maps."""
 
     counts = None
 
@@ -62,7 +62,7 @@ class StreamSamples:
 
 
 class FixedSamples:
-    """Samples that are whole documents, all of the same length, in a new order each epoch."""
+    """Samples that are whole documents of the same length, in a new order in each epoch."""
 
     counts = None
 
@@ -80,7 +80,7 @@ class FixedSamples:
 
 
 class BlendedSamples:
-    """Samples of several datasets, each taken as often as its weight says."""
+    """Samples of several datasets, mixed by weight."""
 
     counts = None
 
@@ -119,7 +119,7 @@ def open_samples(recipe: Recipe, split: Split, samples: int) -> TokenSamples:
 
 
 def sources_of(recipe: Recipe, split: Split) -> tuple[list[DataSource], str, tuple[float, float]]:
-    """What a split is read from as the recipe names it, the key that does, and the share of the documents it has."""
+    """The sources of a split, their recipe key, and the range of the documents that belongs to the split."""
     own = {"train": [], "valid": recipe.data.valid, "test": recipe.data.test}[split]
     if own:
         return own, f"data.{split}", (0.0, 1.0)
@@ -127,16 +127,16 @@ def sources_of(recipe: Recipe, split: Split) -> tuple[list[DataSource], str, tup
 
 
 def check_files(recipe: Recipe, split: Split, sources: list[DataSource]) -> None:
-    """Refuse token files that `open_samples` would refuse; nothing is made of them."""
+    """Raise if `open_samples` would reject the token files, without creating samples."""
     for source in expand_sources(sources, recipe, sources_of(recipe, split)[1]):
         _opened(recipe, split, source.prefix)
 
 
 def _opened(recipe: Recipe, split: Split, prefix: str) -> tuple[IndexedTokens, tuple[int, int]]:
-    """A pair of token files that can be trained on, and the documents of it that belong to the split."""
+    """A pair of token files, checked for training, and the range of its documents that belongs to the split."""
     tokens, (_, key, share) = IndexedTokens(prefix), sources_of(recipe, split)
     bounds = round(share[0] * len(tokens)), round(share[1] * len(tokens))
-    _refuse_unfit(recipe, tokens, bounds, split, key)
+    _check_tokens(recipe, tokens, bounds, split, key)
     return tokens, bounds
 
 
@@ -145,7 +145,7 @@ def _blended(
 ) -> TokenSamples:
     if len(sources) == 1:
         return opened(sources[0].prefix, samples)
-    # Megatron normalises twice and rounds each dataset's part up: to give its order, so do we.
+    # Like Megatron, normalize twice and round up the part of each dataset, to get the same order.
     weights = normalised([source.weight for source in sources])
     parts = [math.ceil(samples * weight) for weight in weights]
     datasets = [
@@ -155,14 +155,14 @@ def _blended(
 
 
 def expand_sources(sources: list[DataSource], recipe: Recipe, key: str) -> list[DataSource]:
-    """The sources with folders and patterns replaced by the prefixes they stand for, which share the weight."""
+    """The sources, with folders and patterns expanded to prefixes, which share the weight equally."""
     if not sources:
-        raise UserError("names no token files to train on", where=recipe.where(key), hint=f"set {key} to a prefix")
-    found: list[DataSource] = []
+        raise UserError("there are no token files to train on", where=recipe.where(key), hint=f"set {key} to a prefix")
+    expanded: list[DataSource] = []
     for source in sources:
         pattern = source.prefix
         if idx_path(pattern).is_file():
-            found.append(source)
+            expanded.append(source)
             continue
         if Path(pattern).is_dir():
             pattern = f"{glob.escape(pattern)}/*"
@@ -171,10 +171,10 @@ def expand_sources(sources: list[DataSource], recipe: Recipe, key: str) -> list[
             raise UserError(
                 f"there is no token file {idx_path(source.prefix)}",
                 where=recipe.where(key),
-                hint="steelyard data tokenize makes a pair; name its prefix, a folder of pairs, or a pattern",
+                hint="steelyard data tokenize writes a pair; pass its prefix, a folder of pairs, or a pattern",
             )
-        found += [_one_of(source, match, len(matches)) for match in matches]
-    return found
+        expanded += [_one_of(source, match, len(matches)) for match in matches]
+    return expanded
 
 
 def _one_of(source: DataSource, prefix: str, of: int) -> DataSource:
@@ -187,8 +187,8 @@ def _share(split: str, name: Split) -> tuple[float, float]:
     return ends[number], ends[number + 1]
 
 
-def _refuse_unfit(recipe: Recipe, tokens: IndexedTokens, bounds: tuple[int, int], split: Split, key: str) -> None:
-    """Refuse before training what cannot be trained on."""
+def _check_tokens(recipe: Recipe, tokens: IndexedTokens, bounds: tuple[int, int], split: Split, key: str) -> None:
+    """Raise if the tokens cannot be used for training."""
     length = recipe.data.sequence_length
     lengths = tokens.lengths[bounds[0] : bounds[1]]
     available = int(np.sum(lengths, dtype=np.int64))
@@ -208,7 +208,7 @@ def _refuse_unfit(recipe: Recipe, tokens: IndexedTokens, bounds: tuple[int, int]
     largest = tokens.largest(*bounds)
     if largest >= recipe.model.vocab:
         raise UserError(
-            f"{tokens.prefix} holds the id {largest}, but model.vocab is {recipe.model.vocab}",
+            f"{tokens.prefix} contains the id {largest}, but model.vocab is {recipe.model.vocab}",
             where=recipe.where("model.vocab"),
             hint="set it to the size of the tokenizer's vocabulary",
         )

@@ -1,8 +1,8 @@
-"""A tokenizing job: what is asked for, and how it is known again.
+"""A tokenize job: its options, and the signature by which it is resumed.
 
-While it runs, `<prefix>.tokenize/` holds its finished pieces and what they are made of; when it is done,
-`<prefix>.tokenize.json` remembers the latter. A job that was begun or finished with another input, tokenizer or
-option is never mistaken for this one.
+While it runs, `<prefix>.tokenize/` has its finished chunks and its signature; when it is finished,
+`<prefix>.tokenize.json` has the signature. A job with another input, tokenizer or option has another signature, so it
+is never resumed or reused by mistake.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from steelyard.tokens.indexed_dataset import bin_path, idx_path
 
 @dataclass(frozen=True)
 class TokenizeJob:
-    """What is asked for."""
+    """The inputs and options of a job."""
 
     inputs: tuple[str, ...]
     tokenizer: str
@@ -36,51 +36,51 @@ class TokenizeJob:
 
     @property
     def folder(self) -> Path:
-        """Where finished pieces wait."""
+        """The folder of finished chunks."""
         return Path(f"{self.prefix}.tokenize")
 
     @property
     def record(self) -> Path:
-        """What remembers a finished job."""
+        """The record of a finished job."""
         return Path(f"{self.prefix}.tokenize.json")
 
     def output(self, key: str) -> str:
-        """The prefix of one key's pair of files."""
+        """The prefix of the pair of files of one key."""
         return f"{self.prefix}_{key}_document"
 
 
 def signature(job: TokenizeJob, paths: list[Path], fingerprint: str) -> dict[str, Any]:
-    """What the result depends on."""
+    """Everything that the result depends on."""
     inputs = {str(path): [path.stat().st_size, path.stat().st_mtime_ns] for path in paths}
     options = {k: v for k, v in asdict(job).items() if k not in ("inputs", "tokenizer", "prefix")}
     return json.loads(json.dumps({"inputs": inputs, "tokenizer": fingerprint, **options}))  # type: ignore[no-any-return]
 
 
 def finished(job: TokenizeJob, signature: dict[str, Any], overwrite: bool) -> dict[str, Any] | None:
-    """The result of an earlier run of the same job; another job's files are not overwritten unasked."""
+    """The result of an earlier run of the same job. Raises if the files belong to another job, unless `overwrite`."""
     outputs = [path(job.output(key)) for key in job.keys for path in (bin_path, idx_path)]
-    there = [path for path in outputs if path.exists()]
-    if not there or overwrite:
+    existing = [path for path in outputs if path.exists()]
+    if not existing or overwrite:
         return None
     if not job.record.is_file():
         if (job.folder / "job.json").is_file():
-            return None  # Killed while joining or just after: the pieces are there, and are joined again.
-        raise UserError(f"{there[0]} is there already, made by something else", hint="pass --overwrite to replace it")
+            return None  # Killed while joining or just after: the chunks exist, and are joined again.
+        raise UserError(f"{existing[0]} already exists, from another source", hint="pass --overwrite to replace it")
     record = loads(job.record.read_text(encoding="utf-8"))
     if record["made_of"] != signature:
-        raise UserError(_changes(job, record["made_of"], signature), hint="pass --overwrite to make it anew")
+        raise UserError(_changes(job, record["made_of"], signature), hint="pass --overwrite to create it again")
     result: dict[str, Any] = record["result"]
-    return result if len(there) == len(outputs) else None
+    return result if len(existing) == len(outputs) else None
 
 
 def begin(job: TokenizeJob, signature: dict[str, Any], overwrite: bool) -> None:
-    """Start a job, or go on with one that made the same pieces."""
+    """Start a job, or resume one with the same signature."""
     path = job.folder / "job.json"
     if path.is_file() and not overwrite:
         earlier = loads(path.read_text(encoding="utf-8"))
         if earlier != signature:
             raise UserError(_changes(job, earlier, signature), hint="pass --overwrite to start over")
-        console.say(f"{job.prefix}: going on where an earlier run was stopped")
+        console.say(f"{job.prefix}: resuming an earlier run")
         return
     for leftover in job.folder.glob("0*"):
         leftover.unlink()
@@ -95,7 +95,7 @@ def _changes(job: TokenizeJob, before: dict[str, Any], now: dict[str, Any]) -> s
         for key in changed
         for path in (sorted(_different(before.get(key, {}), now[key])) if key == "inputs" else [""])
     ]
-    return f"{job.prefix} was begun with something else; changed since: {', '.join(names)}"
+    return f"{job.prefix} was started with other inputs or options; changed since: {', '.join(names)}"
 
 
 def _different(before: dict[str, Any], now: dict[str, Any]) -> set[str]:

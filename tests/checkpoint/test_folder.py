@@ -75,8 +75,8 @@ def test_no_flipped_bit_of_the_state_is_accepted(tmp_path):
     ("content", "why"),
     [
         ("[]", "not a JSON object"),
-        ('{"files": {}}', "names no files"),
-        ('{"step": 1, "files": {"../../x": "0"}}', "names no files"),
+        ('{"files": {}}', "lists no files"),
+        ('{"step": 1, "files": {"../../x": "0"}}', "lists no files"),
         ("[" * 200_000, "not JSON"),
         ('{"step": -1, "files": {"a": "0"}}', "step is -1, not a count"),
         ('{"step": true, "files": {"a": "0"}}', "step is True"),
@@ -98,7 +98,7 @@ def test_a_state_of_the_first_format_is_read_and_of_a_later_one_refused(tmp_path
     monkeypatch.setattr(state_file, "__version__", "7.5.0")
     state_file.write(path, {"step": 3}, content["files"])
     monkeypatch.undo()
-    with pytest.raises(UserError, match=r"has format 9, and Steelyard .* reads formats up to 2") as refused:
+    with pytest.raises(UserError, match=r"has format 9, but Steelyard .* reads formats up to 2") as refused:
         checkpoint.latest(tmp_path)
     assert "7.5.0 or newer" in refused.value.hint
     del content["format"], content["checksum"], content["steelyard"]
@@ -144,7 +144,7 @@ def test_nothing_is_deleted_before_the_new_checkpoint_was_read_back(tmp_path, mo
     monkeypatch.setattr(
         folder_module, "_finish", lambda path, *rest: (finish(path, *rest), flip(path / "__0_0.distcp", 999))
     )
-    with pytest.raises(RuntimeFailure, match="step-00000004 is not what was written"):
+    with pytest.raises(RuntimeFailure, match="step-00000004 does not read back as it was written"):
         save(tmp_path, 4)
     assert len(list(tmp_path.glob("step-*"))) == 4
 
@@ -178,7 +178,7 @@ def test_a_pickle_that_wants_to_run_something_is_refused(tmp_path):
 
     path = save(tmp_path, 1)
     (path / ".metadata").write_bytes(pickle.dumps(Evil()))
-    with pytest.raises(UserError, match="no place in a checkpoint"):
+    with pytest.raises(UserError, match="not allowed in a checkpoint"):
         checkpoint.load(checkpoint.Checkpoint(path, {"step": 1}), {"w": torch.zeros(8)})
     assert not (tmp_path / "owned").exists()
 
@@ -214,7 +214,7 @@ def test_a_checkpoint_names_no_path_that_only_one_python_can_read(tmp_path):
 
 def test_a_tensor_of_another_shape_is_refused_by_name(tmp_path):
     save(tmp_path, 1)
-    with pytest.raises(UserError, match=r"w: \(8,\) in the checkpoint, \(9,\) wanted"):
+    with pytest.raises(UserError, match=r"w: \(8,\) in the checkpoint, \(9,\) expected"):
         checkpoint.load(checkpoint.latest(tmp_path), {"w": torch.zeros(9)})
 
 

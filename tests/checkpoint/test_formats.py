@@ -153,7 +153,7 @@ def test_missing_unknown_and_misshapen_tensors_are_listed_and_refused(tmp_path):
     assert "decoder.layers.2.input_layernorm.weight (here layers.2.attention_norm.weight): missing" in str(
         refused.value
     )
-    assert "linear_fc2.weight (here layers.1.mlp.down.weight): (32, 40) in the checkpoint, (32, 48) wanted" in str(
+    assert "linear_fc2.weight (here layers.1.mlp.down.weight): (32, 40) in the checkpoint, (32, 48) expected" in str(
         refused.value
     )
     assert "decoder.layers.0.mlp.router.weight: unknown" in str(refused.value)
@@ -165,16 +165,16 @@ def test_missing_unknown_and_misshapen_tensors_are_listed_and_refused(tmp_path):
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"architectures": ["BertModel"]}, "BertModel is not known"),
+        ({"architectures": ["BertModel"]}, "BertModel is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act is gelu"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "type yarn"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling.low_freq_factor is missing"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": "8"}}, "rope_scaling.factor is '8'"),
         ({"rope_scaling": "llama3"}, "rope_scaling is 'llama3'"),
         ({"attention_bias": True}, "attention_bias is True"),
-        ({"sliding_window": 128}, "128 tokens back"),
-        ({"num_hidden_layers": None}, "describes no model"),
-        ({"num_attention_heads": 5}, "describes no model"),
+        ({"sliding_window": 128}, "sliding window of 128 tokens"),
+        ({"num_hidden_layers": None}, "does not describe a valid model"),
+        ({"num_attention_heads": 5}, "does not describe a valid model"),
         ({"num_hidden_layers": 10**12}, "layers: Input should be less than"),
         ({"vocab_size": 2**62}, "vocab: Input should be less than"),
     ],
@@ -194,7 +194,7 @@ def test_a_table_with_other_rows_than_the_vocabulary_is_refused_and_not_cut(tmp_
 
     file = written(tmp_path, "llama") / "model.safetensors"
     save_file(load_file(file) | {table: torch.zeros(rows, 32)}, file)
-    with pytest.raises(UserError, match=f"{table} has {rows} rows, and vocab_size is 100"):
+    with pytest.raises(UserError, match=f"{table} has {rows} rows, but vocab_size is 100"):
         open_source(file.parent)
 
 
@@ -217,7 +217,7 @@ def test_a_missing_tensor_is_told_by_the_name_it_has_in_the_files_and_by_ours(tm
 @pytest.mark.parametrize("to", ["hf", "megatron", "megatron-dist", "steelyard"])
 def test_what_a_disk_has_no_room_for_is_refused_with_the_size_and_leaves_nothing(small_disk, tmp_path, to):
     shape = SHAPES["llama"].model_copy(update={"vocab": 20_000})
-    with pytest.raises(RuntimeFailure, match=r"disk/new/out would take .* MiB, and .* MiB are free"):
+    with pytest.raises(RuntimeFailure, match=r"disk/new/out needs .* MiB, but only .* MiB are free"):
         convert(Held(shape), small_disk / "new" / "out", Target(to))
     assert not [path for path in small_disk.rglob("*") if path.is_file()]
 
@@ -251,7 +251,7 @@ def test_an_impossible_destination_is_named(tmp_path, monkeypatch, place):
 @pytest.mark.parametrize(
     ("layout", "complaint"),
     [
-        (MegatronLayout(3), "do not divide"),
+        (MegatronLayout(3), "cannot be divided"),
         (MegatronLayout(1, 3), "equal stages"),
         (MegatronLayout(1, 2, (1, 2)), "1-2 cannot hold"),
     ],

@@ -66,11 +66,11 @@ def test_ids_that_come_along_outweigh_the_tokenizer_beside_them_and_yield_to_one
         edited(tmp_path / "a", name, eos_token_id=11)
     convert(open_source(tmp_path / "a"), tmp_path / "b", Target("hf"))
     assert config_of(tmp_path / "b")["eos_token_id"] == 11
-    assert "the configuration ends texts at 11, and the tokenizer at" in capsys.readouterr().err
+    assert "the EOS token of the config is 11, but that of the tokenizer is" in capsys.readouterr().err
     convert(open_source(tmp_path / "a"), tmp_path / "c", Target("hf", tokenizer=tokenizer))
     for name in ("config.json", "generation_config.json"):
         assert config_of(tmp_path / "c", name)["eos_token_id"] == tokenizers.load_tokenizer(tokenizer).end_id
-    assert "so that its ids are written" in capsys.readouterr().err
+    assert "the ids of the tokenizer from the command line are written" in capsys.readouterr().err
 
 
 def test_settings_of_generation_without_an_end_get_one(tmp_path, tokenizer):
@@ -83,7 +83,7 @@ def test_settings_of_generation_without_an_end_get_one(tmp_path, tokenizer):
 
 def test_that_nothing_names_an_end_is_told(tmp_path, capsys):
     written(tmp_path, "llama")
-    assert "transformers will not stop by itself" in capsys.readouterr().err
+    assert "generation in transformers will not stop" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("to", ["megatron", "megatron-dist", "steelyard"])
@@ -137,7 +137,7 @@ def test_a_damaged_file_beside_megatron_is_named(tmp_path):
 def test_an_end_among_several_is_no_disagreement(tokenizer):
     loaded = tokenizers.load_tokenizer(tokenizer)
     assert disagreement({"eos_token_id": [1000, loaded.end_id]}, loaded) is None
-    assert "names no end token" in disagreement({}, loaded)
+    assert "has no EOS token" in disagreement({}, loaded)
 
 
 @pytest.mark.parametrize("to", ["hf", "megatron", "steelyard"])
@@ -147,7 +147,7 @@ def test_a_damaged_tokenizer_is_not_passed_on(tmp_path, tokenizer, to):
         tmp_path / "a" / name for name in ("tokenizer.json", "spiece.model") if (tmp_path / "a" / name).exists()
     )
     vocabulary.write_bytes(vocabulary.read_bytes()[:100])
-    with pytest.raises(UserError, match="the tokenizer that comes along cannot be used") as refused:
+    with pytest.raises(UserError, match="the tokenizer of the checkpoint cannot be used") as refused:
         convert(open_source(tmp_path / "a"), tmp_path / "b", Target(to))
     assert vocabulary.name in str(refused.value)
     assert "download it again" in str(refused.value)

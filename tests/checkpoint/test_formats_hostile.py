@@ -35,20 +35,20 @@ def entry(**change) -> bytes:
 @pytest.mark.parametrize(
     ("header", "length", "complaint"),
     [
-        (b"{}", 1 << 62, "would take"),
-        (b"{}", 200_000_000, "would take"),
+        (b"{}", 1 << 62, "would have"),
+        (b"{}", 200_000_000, "would have"),
         (b"not json", None, "not JSON"),
         (b"[" * 100_000, None, "not JSON"),
         (b"[]", None, "not a table"),
         (b'{"w": 3}', None, "does not describe"),
         (entry(dtype="I64"), None, "has the dtype I64"),
         (entry(dtype=["F32"]), None, "has the dtype"),
-        (entry(shape=[1 << 40, 1 << 40]), None, "which are not F32"),
-        (entry(shape=[-2, -2]), None, "no whole numbers"),
-        (entry(shape=[2.0, 2]), None, "no whole numbers"),
-        (entry(data_offsets=[0, 32]), None, "which are not F32"),
-        (entry(shape=[1 << 40], data_offsets=[0, 1 << 42]), None, "would end at byte"),
-        (entry(data_offsets=[16, 0]), None, "which are not F32"),
+        (entry(shape=[1 << 40, 1 << 40]), None, "which does not match F32"),
+        (entry(shape=[-2, -2]), None, "not integers"),
+        (entry(shape=[2.0, 2]), None, "not integers"),
+        (entry(data_offsets=[0, 32]), None, "which does not match F32"),
+        (entry(shape=[1 << 40], data_offsets=[0, 1 << 42]), None, "ends at byte"),
+        (entry(data_offsets=[16, 0]), None, "which does not match F32"),
         (entry(data_offsets=[0]), None, "does not describe"),
     ],
 )
@@ -77,7 +77,7 @@ def test_an_index_cannot_point_out_of_its_folder(tmp_path, shard):
     table = json.loads(index.read_text())
     table["weight_map"]["model.norm.weight"] = shard
     index.write_text(json.dumps(table))
-    with pytest.raises(UserError, match="is no file of this folder"):
+    with pytest.raises(UserError, match="is not a file of this folder"):
         open_source(folder)
 
 
@@ -149,7 +149,7 @@ def test_a_pickle_with_code_is_refused_and_not_run(tmp_path, to):
         folder = tmp_path / "global_step1"
         folder.mkdir()
         torch.save(evil, folder / "mp_rank_00_model_states.pt")
-    with pytest.raises(UserError, match="no place in a checkpoint"):
+    with pytest.raises(UserError, match="not allowed in a checkpoint"):
         open_source(folder)
     assert not (tmp_path / "owned").exists()
 
@@ -208,21 +208,21 @@ def gguf(tensors: int, settings: int, rest: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        (gguf(1 << 60, 0, b""), "would have"),
-        (gguf(0, 1 << 60, b""), "would have"),
-        (gguf(0, 1, struct.pack("<Q", 1 << 60) + b"x" * 30), "bytes are announced"),
+        (gguf(1 << 60, 0, b""), "the header announces"),
+        (gguf(0, 1 << 60, b""), "the header announces"),
+        (gguf(0, 1, struct.pack("<Q", 1 << 60) + b"x" * 30), "bytes are expected"),
         (gguf(0, 1, struct.pack("<Q1sIIQ", 1, b"a", 9, 6, 1 << 50)), "values"),
         (gguf(0, 1, struct.pack("<Q1sI", 1, b"a", 99)), "type 99"),
         (gguf(1, 0, struct.pack("<Q1sI", 1, b"a", 1000) + bytes(40)), "1000 dimensions"),
-        (gguf(1, 0, struct.pack("<Q1sIQQIQ", 1, b"a", 2, 1 << 40, 1 << 40, 0, 0)), "does not lie within"),
-        (gguf(1, 0, struct.pack("<Q1sIQIQ", 1, b"a", 1, 32, 16, 0)), "quantised by type 16"),
-        (gguf(1, 0, struct.pack("<Q1sIQIQ", 1, b"a", 1, 256, 14, 0) + bytes(200)), "does not lie within"),
-        (gguf(1, 0, struct.pack("<Q1sIQIQ", 1, b"a", 1, 32, 14, 0) + bytes(300)), "does not lie within"),
+        (gguf(1, 0, struct.pack("<Q1sIQQIQ", 1, b"a", 2, 1 << 40, 1 << 40, 0, 0)), "does not fit in the file"),
+        (gguf(1, 0, struct.pack("<Q1sIQIQ", 1, b"a", 1, 32, 16, 0)), "quantization type 16"),
+        (gguf(1, 0, struct.pack("<Q1sIQIQ", 1, b"a", 1, 256, 14, 0) + bytes(200)), "does not fit in the file"),
+        (gguf(1, 0, struct.pack("<Q1sIQIQ", 1, b"a", 1, 32, 14, 0) + bytes(300)), "does not fit in the file"),
         (b"GGUF" + struct.pack("<IQQ", 99, 0, 0), "version 99"),
         (gguf(0, 0, b""), "architecture None"),
-        (b"GGUF\x03", "bytes are announced"),
+        (b"GGUF\x03", "bytes are expected"),
         (b"", "not a GGUF file: it is empty"),
-        (b"<html>", "not a GGUF file: it begins with b'<htm'"),
+        (b"<html>", "not a GGUF file: it starts with b'<htm'"),
     ],
 )
 def test_a_gguf_that_lies_is_refused(tmp_path, content, complaint):
@@ -242,5 +242,5 @@ def test_any_bytes_for_gguf_are_refused(tmp_path, data):
 def test_a_latest_file_cannot_point_elsewhere(tmp_path):
     folder = written(tmp_path, "llama", "megatron")
     (folder / "latest_checkpointed_iteration.txt").write_text("../../etc")
-    with pytest.raises(UserError, match="no iteration"):
+    with pytest.raises(UserError, match="not an iteration"):
         open_source(folder)

@@ -40,7 +40,7 @@ def test_a_second_pull_fetches_nothing_and_a_changed_file_alone(stocked, tmp_pat
     stocked.fetched.clear()
     assert hubs.pull(NAME, tmp_path / "model")["fetched"] == []
     stocked.add("models", NAME, "config.json", b'{"model_type": "gpt2"}')
-    with pytest.raises(UserError, match=r"other files of these names: config\.json"):
+    with pytest.raises(UserError, match=r"other files with these names: config\.json"):
         hubs.pull(NAME, tmp_path / "model")
     assert hubs.pull(NAME, tmp_path / "model", overwrite=True)["fetched"] == ["config.json"]
     assert stocked.fetched == ["config.json"]
@@ -91,7 +91,7 @@ def test_a_pull_that_failed_goes_on_in_the_next_command(stocked, tmp_path):
     ]
     with pytest.raises(RuntimeFailure, match="500") as caught:
         hubs.pull(NAME, tmp_path / "model")
-    assert "goes on from there" in caught.value.hint
+    assert "run the same command again to resume" in caught.value.hint
     assert not (tmp_path / "model" / "model.safetensors").exists()
     stocked.ranges.clear()
     assert "model.safetensors" in hubs.pull(NAME, tmp_path / "model")["fetched"]
@@ -108,7 +108,7 @@ def test_what_arrives_damaged_is_refused_and_fetched_anew(stocked, tmp_path):
         hubs.pull(NAME, tmp_path / "model")
     [part] = (tmp_path / "model").glob(".tmp-*model.safetensors")
     part.write_bytes(b"y" * part.stat().st_size)
-    with pytest.raises(RuntimeFailure, match="did not arrive as it lies"):
+    with pytest.raises(RuntimeFailure, match="does not match its digest"):
         hubs.pull(NAME, tmp_path / "model")
     hubs.pull(NAME, tmp_path / "model")
     assert contents(tmp_path / "model") == MODEL
@@ -124,20 +124,20 @@ def test_two_pulls_into_one_folder_do_not_mix(stocked, tmp_path):
     [part] = (tmp_path / "model").glob(".tmp-*model.safetensors")
     with open(part, "ab") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(UserError, match="another command is fetching"):
+        with pytest.raises(UserError, match="another command is downloading"):
             hubs.pull(NAME, tmp_path / "model")
 
 
 @pytest.mark.parametrize("name", ["../outside.json", "/etc/outside.json", "a/../../outside.json"])
 def test_a_name_that_leads_outside_of_the_folder_is_refused(stocked, tmp_path, name):
     stocked.add("models", NAME, name, b"x")
-    with pytest.raises(RuntimeFailure, match="outside of itself"):
+    with pytest.raises(RuntimeFailure, match="outside of its folder"):
         hubs.pull(NAME, tmp_path / "model", include=["*"])
     assert not (tmp_path / "model").exists()
 
 
 def test_a_model_that_has_no_room_is_refused_before_it_comes(stocked, small_disk):
-    with pytest.raises(RuntimeFailure, match="has room for"):
+    with pytest.raises(RuntimeFailure, match="free, but needs"):
         stocked.add("models", NAME, "model.safetensors", b"x" * (3 << 20))
         hubs.pull(NAME, small_disk / "model")
     assert stocked.fetched == []
@@ -174,13 +174,13 @@ def test_a_hub_that_is_not_there_is_one_error(stocked, tmp_path, monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(RuntimeFailure, match=r"the hub at http://127\.0\.0\.1:9 did not answer"):
+    with pytest.raises(RuntimeFailure, match=r"the request to http://127\.0\.0\.1:9 failed"):
         hubs.pull(NAME, tmp_path / "model")
 
 
 @pytest.mark.parametrize("name", ["a/b/c", "../x", "/etc/passwd", "", "a b", "a/b?x=1", "-x/y"])
 def test_what_is_no_name_is_refused_without_asking(hub, tmp_path, name):
-    with pytest.raises(UserError, match="no name on the hub"):
+    with pytest.raises(UserError, match="not a valid model name on the hub"):
         hubs.pull(name, tmp_path / "model")
     assert hub.requests == []
 
@@ -203,7 +203,7 @@ def test_a_private_model_is_for_its_owner(stocked, tmp_path, monkeypatch):
     stocked.model(NAME).private = True
     hubs.pull(NAME, tmp_path / "mine")
     monkeypatch.setenv("HF_TOKEN", "hf_" + "0" * 34)
-    with pytest.raises(UserError, match="not for this token to see"):
+    with pytest.raises(UserError, match="the token has no access"):
         hubs.pull(NAME, tmp_path / "theirs")
 
 
@@ -226,7 +226,7 @@ def test_a_token_is_kept_only_if_the_hub_knows_it_and_only_for_its_owner(hub, mo
 @pytest.mark.parametrize("text", ["", "\n", "two words", "hf_\x00x", "hf_é"])
 def test_what_is_no_token_is_not_repeated(tmp_path, text):
     (tmp_path / "token.txt").write_text(text)
-    with pytest.raises(SteelyardError, match="that is no token") as caught:
+    with pytest.raises(SteelyardError, match="this is not a token") as caught:
         hubs.read_token(tmp_path / "token.txt")
     assert not text.strip() or text.strip() not in str(caught.value)
 

@@ -111,7 +111,7 @@ def test_private_means_private(hub, folder):
 
 def test_a_public_model_is_not_taken_for_a_private_one(hub, folder):
     hub.add("models", NAME, "config.json", b"{}")
-    with pytest.raises(UserError, match="and public"):
+    with pytest.raises(UserError, match="and is public"):
         publish.push(folder, NAME, private=True)
     assert writes(hub) == []
 
@@ -211,7 +211,7 @@ def test_an_upload_that_broke_off_sends_only_what_is_missing(hub, folder):
     hub.faults = [Trouble("POST .*/commit/", status=500)]
     with pytest.raises(RuntimeFailure, match="500") as caught:
         publish.push(folder, NAME)
-    assert "model-00001-of-00002.safetensors, model-00002-of-00002.safetensors arrived" in caught.value.hint
+    assert "uploaded: model-00001-of-00002.safetensors, model-00002-of-00002.safetensors" in caught.value.hint
     assert hub.model(NAME).commits == []
     hub.sent.clear()
     publish.push(folder, NAME)
@@ -271,7 +271,8 @@ def test_a_dry_run_of_a_name_alone_does_not_pretend_to_know_whose_it_is(hub, fol
 
 
 @pytest.mark.parametrize(
-    ("end", "reported"), [(0, None), ([7, 0], None), (7, "ends texts at 7, and the tokenizer at <|endoftext|> (0)")]
+    ("end", "reported"),
+    [(0, None), ([7, 0], None), (7, "of the config is 7, but that of the tokenizer is <|endoftext|> (0)")],
 )
 def test_a_model_that_does_not_stop_where_its_tokenizer_does_is_remarked_on(
     hub, folder, monkeypatch, end, reported, capsys
@@ -340,7 +341,7 @@ def test_the_card_tells_the_run_and_no_place_on_this_machine(in_workplace, folde
     [
         ("model.safetensors", "no weights"),
         ("tokenizer", "no tokenizer"),
-        ("config.json", "no checkpoint of a known kind"),
+        ("config.json", "not a checkpoint of a supported format"),
     ],
 )
 def test_a_folder_that_is_no_whole_model_is_refused(hub, folder, remove, reported):

@@ -102,7 +102,7 @@ def test_training_begins_at_the_base_and_another_base_is_refused(bases, place, t
         adapt("base", run="run")
     with pytest.raises(UserError, match="other weights"):
         peft_format.merge("base", "run", place / "merged")
-    with pytest.raises(UserError, match="holds adapters alone"):
+    with pytest.raises(UserError, match="contains only adapters"):
         convert(open_source("run"), place / "hf", Target("hf"))
     with pytest.raises(UserError, match="is called gate"):
         adapt(bases / "gpt", "finetune.adapter.targets=['gate']", run="gpt")

@@ -44,11 +44,11 @@ def refused(queue: Path, request: SubmitRequest, message: str) -> None:
     [
         ("data.train=tokns_text_document", "there is no token file tokns_text_document.idx"),
         ("data.valid=damaged", "this is not an index of token files"),
-        ("model.vocab=10", "holds the id"),
+        ("model.vocab=10", "contains the id"),
         ("data.tokenizer=./tokenizer.json", r"data\.tokenizer: there is no \S*tokenizer\.json"),
         ("data.tokenizer=damaged.idx", "damaged.idx"),
         ("train.init_from=./runs/another", r"train\.init_from: there is no \./runs/another"),
-        ("train.init_from=tiny.toml", "is no checkpoint of a known kind"),
+        ("train.init_from=tiny.toml", "is not a checkpoint of a supported format"),
     ],
 )
 def test_files_that_are_missing_or_wrong_are_told_before_the_job_is_queued(queue, override, message):

@@ -88,7 +88,7 @@ def test_a_run_brings_the_tokenizer_it_learned_with_where_its_base_has_none(plac
     assert seen.load_tokenizer().fingerprint == tokenizers.load_tokenizer("words").fingerprint
     capsys.readouterr()
     code, _, said = answer(capsys, "mask", "export", "own", "with-words", "--format", "hf")
-    assert (code, "without a tokenizer" in said) == (0, False)
+    assert (code, "has no tokenizer" in said) == (0, False)
     assert tokenizers.load_tokenizer("with-words").fingerprint == tokenizer.fingerprint
     code, reported, _ = answer(capsys, "generate", "own", "--prompt", "the weights", "--max-tokens", "2")
     assert (code, reported["prompt"]) == (0, "the weights")
@@ -105,7 +105,7 @@ def test_a_tokenizer_can_be_named_for_weights_that_come_without(place: Place, ca
         ("export-sparse", "masks", "compressed"),
     ):
         code, reported, said = answer(capsys, *command, "--tokenizer", "words")
-        assert (code, "without a tokenizer" in said) == (0, False), said
+        assert (code, "has no tokenizer" in said) == (0, False), said
         assert tokenizers.load_tokenizer(reported["path"]).vocab_size == 260
 
 
@@ -113,7 +113,7 @@ def test_a_place_that_is_taken_is_refused_before_a_weight_is_read(learned: Place
     assert answer(capsys, "mask", "export", "masks", "learned.mask")[0] == 0
     (learned.path / "taken").write_text("mine")
     _refuse_reading(monkeypatch)
-    _all_refuse(capsys, "taken", "is there already")
+    _all_refuse(capsys, "taken", "already exists")
     _all_refuse(capsys, "taken/out", "cannot be written")
 
 

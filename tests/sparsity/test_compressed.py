@@ -96,7 +96,7 @@ def test_a_damaged_file_is_told_by_name(tmp_path, damage):
         about = {"format": "pt"}
     sizes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     list(safetensors.write(file, sizes, {n: t.dtype for n, t in tensors.items()}, tensors.values(), about))
-    with pytest.raises(UserError, match="no file of compressed" if damage == "kind" else "layers.2.mlp.down"):
+    with pytest.raises(UserError, match="not a file of compressed" if damage == "kind" else "layers.2.mlp.down"):
         open_source(tmp_path / "out").tensor("layers.2.mlp.down.weight")
 
 

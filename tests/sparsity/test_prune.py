@@ -221,11 +221,11 @@ def test_calibration_is_asked_for_and_an_existing_place_is_not_overwritten(tmp_p
     assert (code, "wanda needs to see inputs" in said) == (2, True)
     (tmp_path / "out").write_text("mine")
     code, _, said = answer(capsys, "prune", source, tmp_path / "out", "--method", "magnitude")
-    assert (code, "is there already" in said) == (2, True)
+    assert (code, "already exists" in said) == (2, True)
     assert (tmp_path / "out").read_text() == "mine"
     (tmp_path / "empty").mkdir()
     code, _, said = answer(capsys, "prune", source, tmp_path / "empty", "--method", "magnitude", "--save", "mask")
-    assert (code, "is there already" in said) == (2, True)
+    assert (code, "already exists" in said) == (2, True)
     assert answer(capsys, "prune", source, tmp_path / "empty", "--method", "magnitude")[0] == 0
 
 

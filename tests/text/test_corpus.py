@@ -47,9 +47,9 @@ def test_a_key_that_only_some_objects_have_is_kept_or_refused_never_dropped(tmp_
     lines = [json.loads(line) for line in (tmp_path / "c.jsonl").read_text().splitlines()]
     assert lines == [{"text": "a", "extra": None}, {"text": "b", "extra": 5}]
     monkeypatch.setattr("steelyard.text.convert_corpus.ROWS_AT_ONCE", 1)
-    with pytest.raises(UserError, match="'extra' appears first after document 1"):
+    with pytest.raises(UserError, match="'extra' first appears after document 1"):
         convert([tmp_path / "a.jsonl"], tmp_path / "d.parquet")
-    with pytest.raises(UserError, match="read and written at once"):
+    with pytest.raises(UserError, match="is both input and output"):
         convert([tmp_path / "a.jsonl"], tmp_path / "a.jsonl")
 
 

@@ -31,7 +31,7 @@ def test_both_forms_of_wikitext_are_told_apart_and_fetched_once(wikitext, tmp_pa
     assert not any("wikitext-2-v1" in name for name in wikitext.fetched)
     assert download("wikitext-2-raw-v1", tmp_path / "out") == paths
     assert len(wikitext.fetched) == 3
-    with pytest.raises(UserError, match="two forms"):
+    with pytest.raises(UserError, match="two versions"):
         download("wikitext-2", tmp_path / "out")
 
 
@@ -112,7 +112,7 @@ def server():
 
 def test_a_broken_download_goes_on_where_it_was(server, tmp_path):
     url, handler = server
-    with pytest.raises(RuntimeFailure, match="goes on from there"):
+    with pytest.raises(RuntimeFailure, match="run the same command again to resume"):
         download(f"{url}/data.bin", tmp_path)
     assert not (tmp_path / "data.bin").exists()
     (path,) = download(f"{url}/data.bin", tmp_path)

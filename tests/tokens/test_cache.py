@@ -49,7 +49,7 @@ def test_a_damaged_array_is_built_again(in_workplace, damage):
 def test_a_cache_that_cannot_be_written_is_said_and_does_without(in_workplace, capsys):
     Path("taken").touch()
     assert len(opened("data.index_cache=taken")) >= 300
-    assert "not kept" in capsys.readouterr().err
+    assert "not cached" in capsys.readouterr().err
 
 
 def _build(number: int) -> tuple[int, int]:

@@ -135,7 +135,7 @@ def test_a_finished_output_is_recognised_and_a_change_is_named(corpus, monkeypat
     before = output()
     monkeypatch.setattr("steelyard.tokens.preprocess._encoded", None)
     tokenize(job())
-    assert "already done" in capsys.readouterr().err
+    assert "already finished" in capsys.readouterr().err
     with pytest.raises(UserError, match="append_eod"):
         tokenize(job(append_eod=True))
     with open("corpus.jsonl", "a") as file:
@@ -143,7 +143,7 @@ def test_a_finished_output_is_recognised_and_a_change_is_named(corpus, monkeypat
     with pytest.raises(UserError, match=r"inputs corpus\.jsonl"):
         tokenize(job())
     Path("out.tokenize.json").unlink()
-    with pytest.raises(UserError, match="made by something else"):
+    with pytest.raises(UserError, match="already exists, from another source"):
         tokenize(job())
     assert output() == before
 
@@ -184,7 +184,7 @@ def test_a_bad_line_stops_with_its_place_and_leaves_nothing_or_is_skipped_and_co
 def test_a_truncated_gzip_stops_and_leaves_nothing(corpus):
     whole = gzip.compress(Path("corpus.jsonl").read_bytes())
     Path("cut.jsonl.gz").write_bytes(whole[: len(whole) * 2 // 3])
-    with pytest.raises(UserError, match=r"cut\.jsonl\.gz: the gzip data is cut short"):
+    with pytest.raises(UserError, match=r"cut\.jsonl\.gz: the gzip data is truncated"):
         tokenize(job(inputs=("cut.jsonl.gz",)))
     assert not list(corpus.glob("out*"))
 

@@ -108,7 +108,7 @@ def test_weights_of_another_run_are_a_fresh_start_that_an_own_checkpoint_outdoes
 
 def test_weights_that_do_not_fit_are_refused_by_name(in_workplace):
     source = training.run(load_recipe("tiny.toml", ["name=source", "train.steps=1"]))
-    with pytest.raises(UserError, match=r"model\.layers\.0\..*: \(.*\) in the checkpoint, \(.*\) wanted"):
+    with pytest.raises(UserError, match=r"model\.layers\.0\..*: \(.*\) in the checkpoint, \(.*\) expected"):
         training.run(load_recipe("tiny.toml", [f"train.init_from={source.path}", "model.hidden=64", "name=other"]))
 
 

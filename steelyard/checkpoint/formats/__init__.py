@@ -1,4 +1,4 @@
-"""Checkpoints of every kind behind one face: open one, fill a model from it, write it as another.
+"""One interface to all checkpoint formats: open a checkpoint, load a model from it, convert it to another format.
 
 source = open_source("models/Llama-3.1-8B")      # Hugging Face, GGUF, Megatron, Megatron-DeepSpeed or Steelyard
 network = model.build(source.config)

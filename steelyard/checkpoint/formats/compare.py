@@ -1,4 +1,4 @@
-"""Looking at checkpoints: what one is, and how two differ."""
+"""Describe a checkpoint, and compare two."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.sizes.param_count import parameters
 
-# Settings that weights compute the same with.
+# Settings that do not change what the weights compute.
 OF_TRAINING = ("dropout", "attention_dropout", "init_std", "vocab_multiple")
 PROMPT = "The quick brown fox jumps over the lazy dog."
 
 
 def info(source: CheckpointSource) -> dict[str, Any]:
-    """What a checkpoint is, without reading its weights, and which of its tensors are not as its model needs them."""
+    """Describe a checkpoint without reading its weights, with the tensors that do not fit its model."""
     return {
         "path": str(source.path),
         "format": source.format,
@@ -34,10 +34,10 @@ def info(source: CheckpointSource) -> dict[str, Any]:
 
 
 def diff(a: CheckpointSource, b: CheckpointSource) -> dict[str, Any]:
-    """What two checkpoints do not share: settings, names, sizes, and the largest difference of a weight.
+    """The differences between two checkpoints: settings, names, sizes, and the largest difference of a weight.
 
-    They `differ` if a weight does, or a setting that changes what weights compute. Settings of training (dropout, the
-    spread of initial weights) and rows that pad the vocabulary are no difference; other settings are told all the same.
+    They `differ` if a weight differs, or a setting that changes what the weights compute. Training settings (dropout,
+    standard deviation of initial weights) are listed, but do not count; padding rows of the vocabulary are ignored.
     """
     sizes_a, sizes_b = _comparable(a), _comparable(b)
     settings_a, settings_b = a.config.model_dump(), b.config.model_dump()
@@ -57,7 +57,7 @@ def diff(a: CheckpointSource, b: CheckpointSource) -> dict[str, Any]:
         for key in sorted(settings_a.keys() | settings_b.keys())
         if settings_a.get(key) != settings_b.get(key)
     }
-    # Of what one has alone, or in another size, none was compared.
+    # Tensors that only one checkpoint has, or that have different sizes, were not compared.
     is_whole = len(both) == len(sizes_a) == len(sizes_b)
     return {
         "differ": differing > 0 or not is_whole or not settings.keys() <= set(OF_TRAINING),
@@ -91,16 +91,16 @@ def _largest_difference(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def logits_difference(a: CheckpointSource, b: CheckpointSource, prompt: str) -> float:
     """The largest difference between the logits of two models on a prompt, both computed in fp32."""
-    teller = next((source for source in (a, b) if source.tokenizer is not None), None)
-    if teller is not None:
-        ids = teller.load_tokenizer().encode(prompt)
+    with_tokenizer = next((source for source in (a, b) if source.tokenizer is not None), None)
+    if with_tokenizer is not None:
+        ids = with_tokenizer.load_tokenizer().encode(prompt)
     else:
-        console.warn("neither comes with a tokenizer: the bytes of the prompt are taken for ids")
+        console.warn("neither checkpoint has a tokenizer: the bytes of the prompt are used as token ids")
         ids = [byte % a.config.vocab for byte in prompt.encode()]
     if not ids:
         raise UserError("the prompt has no tokens")
     if max(ids) >= min(a.config.vocab, b.config.vocab):
-        raise UserError(f"the prompt has the id {max(ids)}, which one of the models does not know")
+        raise UserError(f"the prompt has the token id {max(ids)}, which is not in the vocabulary of one of the models")
     logits = [_logits(source, ids) for source in (a, b)]
     common = min(a.config.vocab, b.config.vocab)
     return _largest_difference(logits[0][..., :common], logits[1][..., :common])

@@ -1,18 +1,18 @@
-"""Compressed 2:4 weights: half of them, and two bits for each that say which half.
+"""Compressed 2:4 weights: half of the values, and two bits of index for each.
 
-A folder with `config.json` and a tokenizer as Hugging Face has them, and `sparse.safetensors` (or, where it is large,
-`sparse-00001-of-00007.safetensors` and so on) instead of `model.safetensors`, so that no other program takes it for
-dense weights. Tensors have Steelyard's names. A matrix `layers.N.<...>.weight` of [out, in] that is compressed is two:
+The format is a folder with `config.json` and a tokenizer as in Hugging Face, and `sparse.safetensors` (if it is large,
+`sparse-00001-of-00007.safetensors` and so on) instead of `model.safetensors`, so that no other program reads it as
+dense weights. Tensors have Steelyard's names. A compressed matrix `layers.N.<...>.weight` of [out, in] is two tensors:
 
-    layers.N.<...>.values     [out, in / 2], bf16, fp16 or fp32: of every four neighbours of a row the two that stay,
-                              in their order
-    layers.N.<...>.indices    [out, in / 8], U8: the place, 0 to 3, of each of those two, the first one's always the
-                              lower; two bits each, those of a group of four the lower or the upper half of a byte, the
-                              first of each pair the lower
+    layers.N.<...>.values     [out, in / 2], bf16, fp16 or fp32: the two values that are kept of every four neighbours
+                              in a row, in their order
+    layers.N.<...>.indices    [out, in / 8], U8: the index, 0 to 3, of each of these two in its group, in ascending
+                              order; two bits each, the first one in the lower bits; a group of four takes the lower or
+                              the upper half of a byte, the first group the lower
 
-That is 9/16 of the matrix in bf16. A group with more than two zeros has a zero among its values. Where in is an odd
-multiple of four, a row of indices ends in half a byte of zeros. All other tensors are as they are. The metadata of each
-file has `format` "steelyard-2:4" and `version` "1".
+This is 9/16 of the size of the matrix in bf16. A group with more than two zeros has a zero among its values. If `in` is
+an odd multiple of four, a row of indices ends with half a byte of zeros. All other tensors are stored unchanged. The
+metadata of each file has `format` "steelyard-2:4" and `version` "1".
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ AGAIN = "export or copy it again"
 
 
 def opened(path: Path) -> CompressedSource | None:
-    """The model of a folder, if it is a compressed one."""
+    """The model in a folder, if it is compressed."""
     if path.is_file() and path.name.startswith("sparse"):
         path = path.parent
     files = sorted(map(inside, path.glob("sparse*.safetensors"))) if path.is_dir() else []
@@ -51,7 +51,7 @@ def opened(path: Path) -> CompressedSource | None:
 
 
 class CompressedSource(CheckpointSource):
-    """Compressed weights, which come out dense, or, asked for as values and indices, as they lie there."""
+    """Compressed weights, returned dense, or unchanged under the names of values and indices."""
 
     format = "compressed"
 
@@ -62,7 +62,7 @@ class CompressedSource(CheckpointSource):
         for file in files:
             about = safetensors.metadata(file)
             if (about.get("format"), about.get("version")) != (FORMAT, VERSION):
-                raise UserError("this is no file of compressed 2:4 weights", where=str(file), hint=AGAIN)
+                raise UserError("this is not a file of compressed 2:4 weights", where=str(file), hint=AGAIN)
             self.places |= safetensors.extents(file)
         self.compressed = [name.removesuffix(VALUES) + WEIGHT for name in self.places if name.endswith(VALUES)]
         for name in self.compressed:
@@ -112,47 +112,47 @@ def parts_of(name: str) -> tuple[str, str]:
 
 
 def codes_of(indices: Tensor, groups: int) -> Tensor:
-    """The two places of each group, (out, groups), four bits each."""
+    """The two indices of each group, (out, groups), as four bits."""
     return torch.stack([indices & 15, indices >> 4], dim=-1).flatten(1)[:, :groups]
 
 
 def masks_of(indices: Tensor, groups: int) -> Tensor:
-    """Which of four stay in each group, (out, groups), as bits: the first is the lowest."""
+    """The mask of each group, (out, groups), as four bits: the first weight is the lowest bit."""
     return MASK_OF_CODE.to(indices.device)[codes_of(indices, groups).int()]
 
 
 def expanded(values: Tensor, indices: Tensor, where: str = "") -> Tensor:
-    """The matrix with its zeros."""
+    """The dense matrix."""
     groups = values.shape[1] // KEPT
     masks = masks_of(indices, groups)
     if not bool(masks.all()):
-        raise UserError("its indices are not in order", where=where, hint=AGAIN)
+        raise UserError("the indices are not in ascending order", where=where, hint=AGAIN)
     whole = values.new_zeros(values.shape[0], groups, GROUP)
     whole[_members(masks)] = values.flatten()
     return whole.flatten(1)
 
 
 def matrices(sizes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """The weights of a model that may be compressed: the matrices of its layers."""
+    """The weights of a model that can be compressed: the matrices of its layers."""
     return [name for name, size in sizes.items() if name.startswith("layers.") and len(size) == 2]
 
 
 def indices_of_row(inputs: int) -> int:
-    """How many bytes the indices of a row take."""
+    """The number of bytes of the indices of a row."""
     return -(-inputs // (2 * GROUP))
 
 
 def crowded(weight: Tensor) -> str | None:
     """Why a matrix is not 2:4, if it is not."""
     if weight.shape[1] % GROUP:
-        return f"it has {weight.shape[1]} inputs, which are no multiple of {GROUP}"
+        return f"it has {weight.shape[1]} inputs, which is not a multiple of {GROUP}"
     kept = weight.unflatten(1, (-1, GROUP)).count_nonzero(2)
     too_many = int((kept > KEPT).sum())
-    return f"{too_many} of its {kept.numel()} groups of four have more than two weights" if too_many else None
+    return f"{too_many} of its {kept.numel()} groups of four have more than two nonzero weights" if too_many else None
 
 
 def compress(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Values and indices of a matrix that is 2:4."""
+    """The values and indices of a 2:4 matrix."""
     groups = weight.unflatten(1, (-1, GROUP))
     filled = (groups != 0).to(torch.uint8)
     bits = filled[..., 0] | filled[..., 1] << 1 | filled[..., 2] << 2 | filled[..., 3] << 3
@@ -168,9 +168,9 @@ def _members(masks: Tensor) -> Tensor:
 
 
 def _tables() -> tuple[Tensor, Tensor]:
-    """The mask of each pair of places, 0 where they are no pair, and the pair that holds what of a group is not zero.
+    """The mask of each code (a pair of indices), 0 if it is invalid, and the code for each set of nonzero weights.
 
-    A group with fewer than two weights keeps its first zeros beside them.
+    A group with fewer than two nonzero weights also stores its first zeros.
     """
     masks, codes = torch.zeros(16, dtype=torch.uint8), torch.zeros(16, dtype=torch.uint8)
     for first, second in itertools.combinations(range(GROUP), KEPT):

@@ -1,6 +1,6 @@
 """Megatron-DeepSpeed's `global_stepN` folders.
 
-global_step1000/mp_rank_{tp:02d}_model_states.pt      args, and the whole model where there is no pipeline
+global_step1000/mp_rank_{tp:02d}_model_states.pt      args, and without a pipeline the whole model
 global_step1000/layer_{nn}-model_{tp:02d}-model_states.pt   one file for each module of the pipeline: the embedding,
                                                       the layers in order, the final norm, and an untied head
 """
@@ -26,7 +26,7 @@ RANK_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 
 
 def opened(path: Path) -> Mapped | None:
-    """The checkpoint of a step, or the newest of its parent."""
+    """The checkpoint of a step, or the newest in its parent folder."""
     folder = _step_folder(path)
     if not folder.is_dir():
         return None
@@ -37,8 +37,8 @@ def opened(path: Path) -> Mapped | None:
     args = safe_unpickle.settings_of(states[0].get("args") if isinstance(states[0], dict) else None)
     config = megatron_args.config_from_args(args, str(folder))
     layers = _numbered(folder, LAYER_FILE)
-    pieces = _from_layers(layers) if layers else _from_ranks(states)
-    store = Ranks(pieces, config, states[0].get("checkpoint_version", 3.0))
+    shards = _from_layers(layers) if layers else _from_ranks(states)
+    store = Ranks(shards, config, states[0].get("checkpoint_version", 3.0))
     tensor = len({number[1] for number in layers}) or len(states)
     layout = {"tensor": tensor, "files": len(layers) or len(states)}
     source = Mapped("deepspeed", folder, config, store, megatron(config), layout)
@@ -64,32 +64,34 @@ def _numbered(folder: Path, pattern: re.Pattern[str]) -> dict[tuple[int, ...], P
 
 
 def _from_ranks(states: list[Any]) -> Pieces:
-    """No pipeline: each tensor rank has the whole model."""
+    """The shards of a model without a pipeline: the file of a tensor rank has all modules."""
     named = [weights(state.get("module") or state.get("model")) for state in states]
     return {name: [other[name] for other in named] for name in named[0]}
 
 
 def _from_layers(files: dict[tuple[int, ...], Path]) -> Pieces:
-    """A pipeline's modules, each a file; what a file is shows in what it holds."""
-    pieces: Pieces = {}
+    """The shards of a pipeline, one file per module; the tensor names show which module it is."""
+    shards: Pieces = {}
     layer = 0
     for number in sorted({number for number, _ in files}):
         ranks = [safe_unpickle.tensors_in(safe_unpickle.load(files[key])) for key in sorted(files) if key[0] == number]
-        prefix = _place_of(ranks[0], layer)
+        prefix = _prefix_of(ranks[0], layer)
         if prefix is None:
             raise UserError(
-                f"layer_{number:02d} holds {', '.join(list(ranks[0])[:3])}, which is no part of GPT or Llama"
+                f"layer_{number:02d} has {', '.join(list(ranks[0])[:3])}, which is not a module of GPT or Llama"
             )
         layer += prefix.startswith("decoder.layers.")
         for name in ranks[0]:
-            today = megatron_args.renamed(f"{prefix}{name}")
-            if not NOT_WEIGHTS.search(today):
-                pieces.setdefault(today, [rank[name] for rank in ranks])  # A tied table may come again at the end.
-    return pieces
+            name_now = megatron_args.renamed(f"{prefix}{name}")
+            if not NOT_WEIGHTS.search(name_now):
+                shards.setdefault(
+                    name_now, [rank[name] for rank in ranks]
+                )  # A tied embedding may appear again at the end.
+    return shards
 
 
-def _place_of(tensors: dict[str, Tensor], layer: int) -> str | None:
-    """The beginning of the names of what is in a file."""
+def _prefix_of(tensors: dict[str, Tensor], layer: int) -> str | None:
+    """The name prefix of the tensors in a file."""
     if any(name.startswith("word_embeddings") for name in tensors):
         return "embedding."
     if any("attention" in name for name in tensors):

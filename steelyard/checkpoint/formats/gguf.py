@@ -1,14 +1,15 @@
-"""GGUF, llama.cpp's format: one file with settings, vocabulary and tensors, often quantised.
+"""GGUF, the format of llama.cpp: one file with settings, vocabulary and tensors, often quantized.
 
     "GGUF", u32 version, u64 tensors, u64 settings
     settings    name, u32 type, value
     tensors     name, u32 dimensions, u64 of each (innermost first), u32 type, u64 offset in the data
-    data        from the next multiple of `general.alignment` on
+    data        starts at the next multiple of `general.alignment`
 
-Every length is checked against the file before it is believed. Weights come out as fp32, or as fp16 where all are.
+Every length is checked against the size of the file before it is used. Weights are returned as fp32, or as fp16 if all
+are fp16.
 
-Llama 3's rotary frequencies are in the file as `rope_freqs.weight`: what each frequency is divided by. The recipe has
-the rule behind these numbers instead, so they are compared with the rule of the published models.
+The rotary scaling of Llama 3 is stored as `rope_freqs.weight`, the divisor of each frequency. A recipe has the
+parameters of the scaling instead, so the divisors are compared with those of the published models.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 STRING, ARRAY = 8, 9
 MOST_DIMENSIONS = 4
 ROPE_FREQS = "rope_freqs.weight"
-LARGEST_FACTOR = 10**6  # what a recipe takes
+LARGEST_FACTOR = 10**6  # the limit of a recipe
 SPECIAL = ("bos", "eos", "padding")
 
 
@@ -46,30 +47,30 @@ class GgufSource(Mapped):
     settings: dict[str, Any]
 
     def load_tokenizer(self) -> Tokenizer:
-        """The vocabulary that the file carries."""
+        """The tokenizer that the file contains."""
         return gguf_tokenizer.from_settings(self.settings, str(self.path))
 
 
 def opened(path: Path) -> GgufSource | None:
-    """The model of a file, or of a folder with one such file."""
+    """The model in a file, or in a folder with one such file."""
     if path.is_dir():
         files = sorted(path.glob("*.gguf"))
         if not files or (path / "config.json").is_file():
             return None
         if len(files) > 1:
-            raise UserError(f"{path} has {len(files)} GGUF files", hint=f"name one of them, such as {files[0]}")
+            raise UserError(f"{path} has {len(files)} GGUF files", hint=f"pass one of them, such as {files[0]}")
         path = files[0]
     with open(path, "rb") as file:
-        begins = file.read(4)
-    if begins != b"GGUF":
+        magic = file.read(4)
+    if magic != b"GGUF":
         if path.suffix != ".gguf":
             return None
-        reported = "it is empty" if not begins else f"it begins with {begins!r} where b'GGUF' belongs"
-        raise CorruptFileError(f"not a GGUF file: {reported}", where=str(path))
+        reason = "it is empty" if not magic else f"it starts with {magic!r} instead of b'GGUF'"
+        raise CorruptFileError(f"not a GGUF file: {reason}", where=str(path))
     settings, tensors = _Reader(path).read()
     layout = {"files": 1, "types": sorted({tensor.kind.name for tensor in tensors.values()})}
     divisors = tensors.pop(ROPE_FREQS, None)
-    config = _shape(settings, tensors, str(path))
+    config = _config(settings, tensors, str(path))
     if divisors is not None:
         config = config.model_copy(update={"rope_scaling": _rope_scaling(config, divisors)})
     store = _File(tensors)
@@ -86,19 +87,19 @@ def opened(path: Path) -> GgufSource | None:
     return source
 
 
-def _shape(settings: dict[str, Any], tensors: dict[str, _Tensor], where: str) -> LlamaConfig:
+def _config(settings: dict[str, Any], tensors: dict[str, _Tensor], where: str) -> LlamaConfig:
     name = settings.get("general.architecture")
     if name not in ("llama", "qwen2"):
-        raise UserError(f"the architecture {name} is not known", where=where, hint="known are llama and qwen2")
+        raise UserError(f"the architecture {name} is not supported", where=where, hint="supported are llama and qwen2")
 
     def setting(key: str, default: Any = None) -> Any:
         value = settings.get(f"{name}.{key}", default)
         if value is None:
-            raise UserError(f"it does not say {name}.{key}", where=where)
+            raise UserError(f"the setting {name}.{key} is missing", where=where)
         return value
 
     if settings.get(f"{name}.expert_count") or settings.get(f"{name}.rope.scaling.type", "none") != "none":
-        raise UserError("experts and stretched rotary positions are not supported in GGUF", where=where)
+        raise UserError("experts and scaled rotary positions are not supported in GGUF", where=where)
     heads, hidden = setting("attention.head_count"), setting("embedding_length")
     vocab = setting("vocab_size", len(settings.get("tokenizer.ggml.tokens", ())) or None)
     try:
@@ -112,17 +113,17 @@ def _shape(settings: dict[str, Any], tensors: dict[str, _Tensor], where: str) ->
             ffn=setting("feed_forward_length"),
             vocab=vocab,
             rope_theta=float(setting("rope.freq_base", 10000.0)),
-            # fp32 in the file: 1e-5 comes as 9.999999747e-06.
+            # fp32 in the file: 1e-5 is read as 9.999999747e-06.
             norm_eps=float(f"{setting('attention.layer_norm_rms_epsilon'):.6g}"),
             qkv_bias=name == "qwen2",
             tied="output.weight" not in tensors,
         )
     except (ValueError, TypeError, ZeroDivisionError) as error:
-        raise UserError(f"it describes no model: {first_problem(error)}", where=where) from None
+        raise UserError(f"the settings do not describe a valid model: {first_problem(error)}", where=where) from None
 
 
 def _rope_scaling(config: LlamaConfig, tensor: _Tensor) -> RopeScaling | None:
-    """The rule of Llama 3 whose divisors the tensor holds; the largest of them is its factor."""
+    """The Llama 3 scaling with the divisors in the tensor; the largest divisor is its factor."""
     frequencies = config.rope_theta ** -(torch.arange(0, config.head_dim, 2) / config.head_dim)
     if tensor.size == tuple(frequencies.shape):
         divisors = tensor.read().float()
@@ -134,7 +135,7 @@ def _rope_scaling(config: LlamaConfig, tensor: _Tensor) -> RopeScaling | None:
             if torch.allclose(frequencies / divisors, scaled(frequencies, scaling), rtol=1e-4, atol=0):
                 return scaling
     raise UserError(
-        f"{ROPE_FREQS} holds other rotary frequencies than Llama 3's",
+        f"the rotary frequencies in {ROPE_FREQS} are not those of Llama 3",
         where=str(tensor.path),
         hint="use the original weights",
     )
@@ -167,7 +168,7 @@ class _File(Store):
 
 
 class _Reader:
-    """Reads the head of a file, which nobody has checked."""
+    """Reads and checks the header of a file."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.length = path, path.stat().st_size
@@ -177,10 +178,12 @@ class _Reader:
             self.file.seek(4)
             version, tensors, settings = self.number("I"), self.number("Q"), self.number("Q")
             if version not in (2, 3):
-                raise self.broken(f"version {version} is not known")
+                raise self.broken(f"version {version} is not supported")
             # A setting or a tensor takes at least twelve bytes.
             if max(tensors, settings) > self.length // 12:
-                raise self.broken(f"it would have {tensors} tensors and {settings} settings")
+                raise self.broken(
+                    f"the header announces {tensors} tensors and {settings} settings, more than fit in the file"
+                )
             table = {self.string(): self.value(self.number("I")) for _ in range(settings)}
             described = [self.tensor() for _ in range(tensors)]
             alignment = table.get("general.alignment", 32)
@@ -200,9 +203,11 @@ class _Reader:
         kind = gguf_blocks.KINDS.get(code)
         if kind is None:
             known = ", ".join(kind.name for kind in gguf_blocks.KINDS.values())
-            raise UserError(f"{name} is quantised by type {code}", where=str(self.path), hint=f"known are {known}")
+            raise UserError(
+                f"{name} has the quantization type {code}", where=str(self.path), hint=f"supported are {known}"
+            )
         if math.prod(size[-1:]) % kind.block or offset + kind.bytes_of(math.prod(size)) > self.length:
-            raise self.broken(f"{name} of the size {size} does not lie within it")
+            raise self.broken(f"{name} of the size {size} does not fit in the file")
         return _Tensor(self.path, offset, kind, size)
 
     def number(self, code: str) -> Any:
@@ -229,8 +234,8 @@ class _Reader:
 
     def bytes(self, count: int) -> bytes:
         if count > self.length - self.file.tell():
-            raise self.broken(f"{count} bytes are announced where {self.length - self.file.tell()} are left")
+            raise self.broken(f"{count} bytes are expected, but {self.length - self.file.tell()} are left")
         return self.file.read(count)
 
     def broken(self, reason: str) -> CorruptFileError:
-        return CorruptFileError(f"not a whole GGUF file: {reason}", where=str(self.path))
+        return CorruptFileError(f"not a valid GGUF file: {reason}", where=str(self.path))

@@ -1,7 +1,7 @@
-"""The number formats of GGUF: how many bytes a block of weights takes, and its weights as floats.
+"""The quantization types of GGUF: the bytes of a block of weights, and its weights as floats.
 
-The sizes stand here, since a header is checked against them before anything is read; llama.cpp's own package `gguf`
-dequantises the blocks. A file called Q4_K_M holds Q4_K and Q6_K.
+The sizes are listed here because a header is checked against them before anything is read. The package `gguf` of
+llama.cpp dequantizes the blocks. A file named Q4_K_M contains Q4_K and Q6_K.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PLAIN = {"F32": "<f4", "F16": "<f2"}
 
 @dataclass(frozen=True)
 class QuantType:
-    """A number format: its number in a header, weights per block, bytes per block."""
+    """A quantization type: its code in a header, weights per block, bytes per block."""
 
     code: int
     name: str
@@ -26,16 +26,16 @@ class QuantType:
     block_bytes: int
 
     def bytes_of(self, weights: int) -> int:
-        """Bytes that so many weights take."""
+        """The number of bytes of this many weights."""
         return weights // self.block * self.block_bytes
 
     def values(self, data: Array, size: tuple[int, ...]) -> Array:
-        """The weights of raw bytes, as a tensor of this size."""
+        """Dequantize raw bytes to an array of this size."""
         if self.name in PLAIN:
             return data.view(PLAIN[self.name]).reshape(size)
         import gguf
 
-        # Rows as they are: `gguf` works through 16 of them at a time, and blocks as rows would take minutes.
+        # Pass whole rows: `gguf` processes 16 rows at a time, so single blocks as rows would take minutes.
         rows = data.reshape(-1, self.bytes_of(size[-1])) if data.size else data.reshape(0, self.block_bytes)
         return np.asarray(gguf.dequantize(rows, gguf.GGMLQuantizationType(self.code))).reshape(size)
 

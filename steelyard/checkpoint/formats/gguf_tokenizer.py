@@ -1,4 +1,4 @@
-"""The vocabulary that a GGUF file carries, as a tokenizer: byte-level BPE with the splitting rule that it names."""
+"""The tokenizer of a GGUF file: byte-level BPE with the pre-tokenizer that the file names."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ SPLITS = {"llama-bpe": LLAMA3, "llama3": LLAMA3, "qwen2": QWEN2}
 
 
 def from_settings(settings: dict[str, Any], where: str) -> JsonTokenizer:
-    """The tokenizer of a file's settings."""
+    """The tokenizer that the settings of a file describe."""
     from tokenizers import AddedToken, Tokenizer, decoders
     from tokenizers.models import BPE
 
     kind = settings.get("tokenizer.ggml.model")
     if kind != "gpt2":
         raise UserError(
-            f"its vocabulary is of the kind {kind}, which is not read", where=where, hint="name a tokenizer"
+            f"its tokenizer model is {kind}, which is not supported", where=where, hint="pass another tokenizer"
         )
     tokens, kinds = settings["tokenizer.ggml.tokens"], settings.get("tokenizer.ggml.token_type", [])
     merges = [tuple(merge.split(" ", 1)) for merge in settings.get("tokenizer.ggml.merges", [])]
@@ -50,11 +50,11 @@ def _splitting(name: str, where: str) -> Any:
     if name in SPLITS:
         split = Split(Regex(SPLITS[name]), "isolated", invert=False)
         return Sequence([split, ByteLevel(add_prefix_space=False, use_regex=False)])
-    raise UserError(f"its text is split by the rule {name}, which is not known", where=where, hint="name a tokenizer")
+    raise UserError(f"its pre-tokenizer is {name}, which is not supported", where=where, hint="pass another tokenizer")
 
 
 def _config(settings: dict[str, Any], tokens: list[str]) -> dict[str, Any]:
-    """What a tokenizer_config.json would say: special tokens and the chat template."""
+    """The content of a tokenizer_config.json: special tokens and the chat template."""
     config: dict[str, Any] = {}
     names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
     for theirs, ours in names.items():

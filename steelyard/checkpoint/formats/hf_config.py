@@ -1,7 +1,7 @@
-"""Hugging Face's config.json, both ways: the shape it means, and the config that a shape is written as.
+"""Convert between Hugging Face's config.json and Steelyard's model config.
 
-What our families do not compute (sliding windows, other activations, other stretchings of the rotary frequencies) is
-refused by name: a model that loads and gives other logits is worse than one that does not load.
+Settings that our families do not support (sliding windows, other activations, other rotary scalings) are rejected by
+name: a model that loads and computes other logits is worse than one that does not load.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ LLAMA3 = {
 
 
 def config_from_hf(hf: dict[str, Any], where: str) -> Config:
-    """The shape of the model a config describes."""
+    """The model config of a config.json."""
     name = _architecture(hf)
     if name not in (*LLAMAS, *GPTS):
         raise UserError(
-            f"the architecture {name or 'unnamed'} is not known",
+            f"the architecture {name or 'unnamed'} is not supported",
             where=where,
-            hint=f"known are {', '.join((*LLAMAS, *GPTS))}",
+            hint=f"supported are {', '.join((*LLAMAS, *GPTS))}",
         )
     try:
         config = _gpt(hf, where) if name in GPTS else _llama(hf, name, where)
     except KeyError as error:
         raise UserError(f"the key {error} is missing", where=where) from None
     except (ValidationError, TypeError, ValueError) as error:
-        raise UserError(f"it describes no model: {first_problem(error)}", where=where) from None
+        raise UserError(f"it does not describe a valid model: {first_problem(error)}", where=where) from None
     return config
 
 
@@ -51,9 +51,9 @@ def _architecture(hf: dict[str, Any]) -> str | None:
 
 
 def extra_of(hf: dict[str, Any], generation: dict[str, Any] | None) -> dict[str, Any]:
-    """What a config says that a shape does not."""
+    """The settings of a config.json that the model config does not have."""
     named = _architecture(hf)
-    usual = dict.fromkeys(DROPOUT[:3], 0.1) if named in GPTS else {}  # What transformers takes where it is left out.
+    usual = dict.fromkeys(DROPOUT[:3], 0.1) if named in GPTS else {}  # The default of transformers.
     return sound(
         {
             **hf,
@@ -71,14 +71,14 @@ def _llama(hf: dict[str, Any], architecture: str, where: str) -> LlamaConfig:
         _refuse(hf, where, attention_bias=False)
     window = hf.get("sliding_window")
     if window and hf.get("use_sliding_window", True) and window < hf.get("max_position_embeddings", 0):
-        raise UserError(f"its attention looks only {window} tokens back, which is not supported", where=where)
+        raise UserError(f"its attention has a sliding window of {window} tokens, which is not supported", where=where)
     rope = {**_table(hf, "rope_scaling", where), **_table(hf, "rope_parameters", where)}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
         raise UserError(
             f"rope_scaling: rotary positions of the type {kind} are not supported",
             where=where,
-            hint="default and llama3 are",
+            hint="supported are default and llama3",
         )
     theta = rope.get("rope_theta", hf.get("rope_theta", 10000.0))
     heads = hf["num_attention_heads"]
@@ -103,15 +103,15 @@ def _llama(hf: dict[str, Any], architecture: str, where: str) -> LlamaConfig:
 def _table(hf: dict[str, Any], key: str, where: str) -> dict[str, Any]:
     value = hf.get(key) or {}
     if not isinstance(value, dict):
-        raise UserError(f"{key} is {value!r}, and should be a table", where=where)
+        raise UserError(f"{key} is {value!r}, but must be a table", where=where)
     return value
 
 
 def _llama3(rope: dict[str, Any], where: str) -> RopeScaling:
     for theirs in LLAMA3.values():
         if type(rope.get(theirs)) not in (int, float) or rope[theirs] <= 0:
-            reported = f"is {rope[theirs]!r}" if theirs in rope else "is missing"
-            raise UserError(f"rope_scaling.{theirs} {reported}, and should be a number above 0", where=where)
+            problem = f"is {rope[theirs]!r}" if theirs in rope else "is missing"
+            raise UserError(f"rope_scaling.{theirs} {problem}, but must be a number above 0", where=where)
     values = {ours: rope[theirs] for ours, theirs in LLAMA3.items()}
     scale = {key: float(value) for key, value in values.items() if key != "original_positions"}
     return RopeScaling(original_positions=values["original_positions"], **scale)
@@ -138,11 +138,11 @@ def _gpt(hf: dict[str, Any], where: str) -> GptConfig:
 def _refuse(hf: dict[str, Any], where: str, **supported: Any) -> None:
     for key, value in supported.items():
         if hf.get(key, value) != value:
-            raise UserError(f"{key} is {hf[key]}, and only {value} is supported", where=where)
+            raise UserError(f"{key} is {hf[key]}, but only {value} is supported", where=where)
 
 
 def config_to_hf(config: Config, dtype: torch.dtype, extra: dict[str, Any]) -> dict[str, Any]:
-    """The config of a shape. `extra` has what a shape does not say: positions, special tokens, dropout, a class."""
+    """The config.json of a model config. `extra` has the rest: positions, special tokens, dropout, architecture."""
     special = {key: extra[key] for key in SPECIAL if extra.get(key) is not None}
     dropout = extra.get("dropout") or {}
     common = {
@@ -151,7 +151,7 @@ def config_to_hf(config: Config, dtype: torch.dtype, extra: dict[str, Any]) -> d
         "tie_word_embeddings": config.tied,
         "initializer_range": config.init_std,
         "use_cache": True,
-        # Left out, transformers would assume ids of its own.
+        # Without these keys transformers would use default ids.
         **{key: special.get(key) for key in SPECIAL},
     }
     if isinstance(config, GptConfig):
@@ -180,7 +180,7 @@ def config_to_hf(config: Config, dtype: torch.dtype, extra: dict[str, Any]) -> d
 
 
 def positions_of(config: Config, extra: dict[str, Any]) -> int:
-    """How long a text the model is meant for."""
+    """The maximum sequence length of the model."""
     if isinstance(config, GptConfig):
         return config.positions
     if extra.get("positions"):

@@ -1,4 +1,4 @@
-"""Hugging Face folders: config.json, weights as safetensors or .bin, whole or in shards with an index."""
+"""Hugging Face folders: config.json, and weights as safetensors or .bin, in one file or in shards with an index."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
     "spiece.model", "sentencepiece.bpe.model", "vocab.json", "merges.txt", "chat_template.jinja",
 )  # fmt: skip
-# Constants that older versions saved beside the weights.
+# Constants that older versions saved with the weights.
 CONSTANTS = re.compile(r"\.(attn\.(masked_)?bias|rotary_emb\.inv_freq)$")
 
 
 def opened(path: Path) -> Mapped | None:
-    """The model of a folder, if it is one of Hugging Face's."""
+    """The model in a folder, if it is a Hugging Face folder."""
     if path.is_file() and path.name in ("config.json", *WEIGHTS):
         path = path.parent
     if not (path / "config.json").is_file():
@@ -43,36 +43,36 @@ def opened(path: Path) -> Mapped | None:
     source = Mapped("hf", path, config, store, hugging_face(config), layout)
     generation = path / "generation_config.json"
     source.extra = configs.extra_of(hf, read_json_object(inside(generation)) if generation.is_file() else None)
-    _refuse_other_rows(source)
+    _check_vocab_rows(source)
     source.tokenizer_files = tokenizer_files(path)
     source.tokenizer = tokenizer_in(path)
     return source
 
 
 def tokenizer_in(folder: Path) -> str | None:
-    """The folder, if it holds a vocabulary and not only what surrounds one."""
+    """The folder, if it contains a vocabulary and not only other tokenizer files."""
     return str(folder) if any((folder / name).is_file() for name in VOCABULARIES) else None
 
 
-def _refuse_other_rows(source: Mapped) -> None:
-    """Embedding and head have exactly `vocab_size` rows: others' padding is in that number, and nothing is cut."""
+def _check_vocab_rows(source: Mapped) -> None:
+    """Raise unless embedding and head have `vocab_size` rows: that number includes padding, and no rows are removed."""
     sizes, vocab = source.store.sizes(), source.config.vocab
     for entry in source.entries:
         if entry.ours[0] in TABLES and (size := sizes.get(entry.name)) and size[0] != vocab:
             raise UserError(
-                f"{entry.name} has {size[0]} rows, and vocab_size is {vocab}",
+                f"{entry.name} has {size[0]} rows, but vocab_size is {vocab}",
                 where=str(source.path),
-                hint="make vocab_size in config.json the number of rows, or fetch the weights that belong to it",
+                hint="set vocab_size in config.json to the number of rows, or download the weights that belong to it",
             )
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """The files of a folder that make up its tokenizer."""
+    """The tokenizer files in a folder."""
     return [inside(folder / name) for name in TOKENIZER_FILES if (folder / name).is_file()]
 
 
 class _Folder(Store):
-    """Tensors in files: read from there, or already mapped from there."""
+    """Tensors in safetensors files, or tensors mapped from .bin files."""
 
     def __init__(self, places: dict[str, safetensors.Extent | Tensor]) -> None:
         self.places = places
@@ -95,12 +95,12 @@ def _store(folder: Path, tied: bool) -> _Folder:
     places: dict[str, safetensors.Extent | Tensor] = {}
     for file, expected in _files(folder).items():
         found: dict[str, Any] = safetensors.extents(file) if file.suffix == ".safetensors" else _mapped(file)
-        lacking = expected - found.keys()
-        if lacking:
-            raise CorruptFileError(f"it lacks {sorted(lacking)[0]}, which the index says it has", where=str(file))
+        missing = expected - found.keys()
+        if missing:
+            raise CorruptFileError(f"{sorted(missing)[0]} is missing, but listed in the index", where=str(file))
         places.update(found)
     places = {name: place for name, place in places.items() if not CONSTANTS.search(name)}
-    if any(name.startswith("h.0.") for name in places):  # GPT-2 as it was first published.
+    if any(name.startswith("h.0.") for name in places):  # The original release of GPT-2.
         places = {f"transformer.{name}": place for name, place in places.items()}
     if tied:
         places.pop("lm_head.weight", None)
@@ -108,10 +108,10 @@ def _store(folder: Path, tied: bool) -> _Folder:
 
 
 def _files(folder: Path) -> dict[Path, set[str]]:
-    """The files that hold the weights, and what the index, if there is one, says each has."""
+    """The files with the weights, and the tensors that each has according to the index, if there is one."""
     name = next((name for name in WEIGHTS if (folder / name).is_file()), None)
     if name is None:
-        raise UserError(f"{folder} has a config.json but no weights", hint=f"one of {', '.join(WEIGHTS)} belongs there")
+        raise UserError(f"{folder} has a config.json but no weights", hint=f"add one of {', '.join(WEIGHTS)}")
     if not name.endswith(".index.json"):
         return {inside(folder / name): set()}
     index = folder / name
@@ -120,9 +120,9 @@ def _files(folder: Path) -> dict[Path, set[str]]:
         raise UserError("it has no weight_map", where=str(index))
     files: dict[Path, set[str]] = {}
     for tensor, file in table.items():
-        # A shard lies beside its index, never elsewhere.
+        # A shard must be in the folder of its index.
         if not isinstance(file, str) or Path(file).name != file or Path(file).suffix not in (".safetensors", ".bin"):
-            raise UserError(f"{tensor} is said to lie in {file!r}, which is no file of this folder", where=str(index))
+            raise UserError(f"{tensor} is assigned to {file!r}, which is not a file of this folder", where=str(index))
         files.setdefault(folder / file, set()).add(tensor)
     for file in files:
         if not inside(file).is_file():

@@ -1,13 +1,13 @@
-"""Which of our tensors lie in which of theirs, as data: read one way to open a format, the other way to write it.
+"""The mapping between our tensors and those of other formats, as data. Readers and writers use the same entries.
 
-An entry is one tensor of theirs and the tensors of ours that it holds, joined in one of a few ways:
+An entry is one tensor of another format and the tensors of ours that it contains, joined in one of four ways:
 
-    rows       one after the other (a single one: as it is)
-    turned     the same, transposed: GPT-2's Conv1D
-    groups     query, key and value of each key-value group together: Megatron's linear_qkv
-    rotated    its pairs (i, i + half) lie side by side in each head: llama.cpp's rotary layout
+    rows       concatenated (a single one: unchanged)
+    turned     concatenated and transposed: GPT-2's Conv1D
+    groups     query, key and value interleaved by key-value group: Megatron's linear_qkv
+    rotated    the pairs (i, i + half) of each head interleaved: llama.cpp's rotary layout
 
-`cut` is the dimension along which tensor parallelism divides it, if it does.
+`cut` is the dimension along which tensor parallelism shards it, or None.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Entry:
 
 
 def joined(entry: Entry, parts: list[Tensor], config: Config) -> Tensor:
-    """Their tensor, from ours."""
+    """Join our tensors into theirs."""
     if entry.join == "groups":
         groups, head = groups_of(config), _head_dim(config)
         rows = [part.unflatten(0, (groups, -1, head)) for part in parts]
@@ -49,7 +49,7 @@ def joined(entry: Entry, parts: list[Tensor], config: Config) -> Tensor:
 
 
 def taken_apart(entry: Entry, whole: Tensor, config: Config) -> list[Tensor]:
-    """Our tensors, from theirs."""
+    """Split their tensor into ours."""
     if entry.join == "groups":
         groups, head = groups_of(config), _head_dim(config)
         by_group = whole.unflatten(0, (groups, -1, head))
@@ -63,14 +63,14 @@ def taken_apart(entry: Entry, whole: Tensor, config: Config) -> list[Tensor]:
 
 
 def theirs_size(entry: Entry, sizes: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """The size of their tensor, from those of ours."""
+    """The size of their tensor, given the sizes of ours."""
     first, *rest = (sizes[name] for name in entry.ours)
     whole = (first[0] + sum(size[0] for size in rest), *first[1:])
     return whole[::-1] if entry.join == "turned" else whole
 
 
 def ours_sizes(entry: Entry, size: tuple[int, ...], config: Config) -> list[tuple[int, ...]]:
-    """The sizes of our tensors, from that of theirs, whether or not it is as it should be."""
+    """The sizes of our tensors, given the size of theirs, which may be wrong."""
     if entry.join == "turned":
         size = size[::-1]
     if len(entry.ours) == 1 or not size:
@@ -78,14 +78,14 @@ def ours_sizes(entry: Entry, size: tuple[int, ...], config: Config) -> list[tupl
     shares = [1] * len(entry.ours)
     if len(entry.ours) == 3:
         shares[0] = config.heads // groups_of(config)
-    # What does not divide is told as it is, so that the check against the model's own sizes fails by name.
+    # A size that does not divide is returned unchanged, so that the check against the model's sizes names the tensor.
     if size[0] % sum(shares):
         return [size] * len(entry.ours)
     return [(size[0] // sum(shares) * share, *size[1:]) for share in shares]
 
 
 def groups_of(config: Config) -> int:
-    """Key-value heads, each of which serves a group of queries."""
+    """The number of key-value heads, each of which is shared by a group of query heads."""
     return config.heads if isinstance(config, GptConfig) else config.kv_heads
 
 
@@ -94,7 +94,7 @@ def _head_dim(config: Config) -> int:
 
 
 ATTENTION = ("query", "key", "value")
-# What a layer holds, ours on the left.
+# The modules of a layer: our name, then theirs.
 HF_LLAMA = {
     "attention_norm": "input_layernorm", "attention.query": "self_attn.q_proj", "attention.key": "self_attn.k_proj",
     "attention.value": "self_attn.v_proj", "attention.output": "self_attn.o_proj",
@@ -109,7 +109,7 @@ GGUF_LLAMA = {
 
 
 def hugging_face(config: Config) -> list[Entry]:
-    """The tensors of `LlamaForCausalLM` and its kin, or of `GPT2LMHeadModel`."""
+    """The tensors of `LlamaForCausalLM` and similar classes, or of `GPT2LMHeadModel`."""
     return _gpt2(config) if isinstance(config, GptConfig) else _llama(config, HF_LLAMA, "model.layers.{}.", "model.")
 
 
@@ -131,7 +131,7 @@ def _llama(config: LlamaConfig, table: dict[str, str], layer_prefix: str, prefix
 
 
 def gguf_llama(config: LlamaConfig, rotated: bool) -> list[Entry]:
-    """llama.cpp's names; its `llama` architecture holds queries and keys in another rotary layout."""
+    """The tensors of llama.cpp; its `llama` architecture stores queries and keys in another rotary layout."""
     names = {
         "model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight",
         "lm_head.weight": "output.weight",

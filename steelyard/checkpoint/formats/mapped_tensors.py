@@ -1,4 +1,4 @@
-"""A source whose tensors lie in another format's files under other names."""
+"""A checkpoint source whose files have the tensor names of another format."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 
 from steelyard.checkpoint.finite import refuse_nonfinite
 from steelyard.checkpoint.formats.key_mapping import Entry, ours_sizes, taken_apart, theirs_size
-from steelyard.checkpoint.formats.source import DTYPES, TABLES, CheckpointSource, Lying, padded
+from steelyard.checkpoint.formats.source import DTYPES, TABLES, CheckpointSource, StoredTensor, padded
 from steelyard.core.errors import CorruptFileError, UserError
 from steelyard.core.recipe.model_section import GptConfig, LlamaConfig
 
 
 class Store(ABC):
-    """Tensors by another format's names."""
+    """Tensors by their names in another format."""
 
     @abstractmethod
     def sizes(self) -> dict[str, tuple[int, ...]]:
@@ -33,7 +33,7 @@ class Store(ABC):
 
 
 class Mapped(CheckpointSource):
-    """A store and the entries that say what its tensors mean."""
+    """A store, and the entries that map its tensors to ours."""
 
     def __init__(
         self, format_: str, path: Path, config: GptConfig | LlamaConfig, store: Store, entries: list[Entry],
@@ -57,15 +57,15 @@ class Mapped(CheckpointSource):
                 sizes.update(zip(entry.ours, ours_sizes(entry, found.pop(entry.name), self.config), strict=True))
         return sizes | found
 
-    def in_files(self, name: str, expected: dict[str, tuple[int, ...]]) -> Lying:
+    def in_files(self, name: str, expected: dict[str, tuple[int, ...]]) -> StoredTensor:
         entry = self._entry_of.get(name)
         if entry is None:
             return super().in_files(name, expected)
-        return Lying(entry.name, self.store.sizes().get(entry.name), theirs_size(entry, expected))
+        return StoredTensor(entry.name, self.store.sizes().get(entry.name), theirs_size(entry, expected))
 
     def tensor(self, name: str) -> Tensor:
         entry = self._entry_of[name]
-        # Tensors that lie together are asked for one after the other: the last ones are kept.
+        # Cache the last entry: callers read its tensors one after the other.
         if self._last is None or self._last[0] is not entry:
             self._last = None
             try:
@@ -83,15 +83,15 @@ class Mapped(CheckpointSource):
 
 def widest(dtypes: set[torch.dtype], path: Path) -> torch.dtype:
     """The narrowest dtype that holds all of these exactly."""
-    strange = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes if dtype not in DTYPES)
-    if strange:
+    unsupported = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes if dtype not in DTYPES)
+    if unsupported:
         raise UserError(
-            f"{path} has tensors of the dtype {', '.join(strange)}", hint="known are fp64, fp32, fp16 and bf16"
+            f"{path} has tensors of the dtype {', '.join(unsupported)}", hint="supported are fp64, fp32, fp16 and bf16"
         )
     if not dtypes:
         raise UserError(f"{path} has no tensors")
-    found = sorted(dtypes, key=str)
-    dtype = found[0]
-    for other in found[1:]:
+    ordered = sorted(dtypes, key=str)
+    dtype = ordered[0]
+    for other in ordered[1:]:
         dtype = torch.promote_types(dtype, other)
     return dtype

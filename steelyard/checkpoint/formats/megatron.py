@@ -1,4 +1,4 @@
-"""Megatron's `torch` checkpoints of any tensor and pipeline degree.
+"""Megatron's `torch` checkpoints of any tensor and pipeline parallel size.
 
 latest_checkpointed_iteration.txt             a number, or `release`
 iter_0000001/mp_rank_{tp:02d}[_{pp:03d}]/model_optim_rng.pt
@@ -27,25 +27,25 @@ RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
 FILES = ("model_optim_rng.pt", "model_rng.pt")
 TOKENIZER = "tokenizer"
 LAYER = re.compile(r"^(decoder\.layers\.)(\d+)(\..*)$")
-# What MaskLLM keeps beside a product's weight: logits of its masks, the masks they choose among, a mask.
+# The tensors that MaskLLM saves with the weight of a linear layer: mask logits, candidate masks, and the mask.
 MASKS = re.compile(r"\.(diff_mask\.gate|diff_mask\.mask_options|mask)$")
 Pieces = dict[str, list[Tensor]]
 
 
 def opened(path: Path) -> Mapped | None:
-    """The checkpoint of an iteration, or the newest of its parent."""
+    """The checkpoint of an iteration, or the newest in its parent folder."""
     folder, parent = megatron_args.iteration_folder(path)
     if not folder.is_dir():
         if folder == path:
             return None
-        raise UserError(f"{folder} is not there", where=str(path / megatron_args.LATEST))
+        raise UserError(f"{folder} does not exist", where=str(path / megatron_args.LATEST))
     files = _files(folder)
     if not files:
         return None
     tensor, pipeline = 1 + max(tp for tp, _ in files), 1 + max(pp for _, pp in files)
-    lacking = [(tp, pp) for pp in range(pipeline) for tp in range(tensor) if (tp, pp) not in files]
-    if lacking:
-        raise UserError(f"{folder} lacks the file of tensor rank {lacking[0][0]}, pipeline rank {lacking[0][1]}")
+    missing = [(tp, pp) for pp in range(pipeline) for tp in range(tensor) if (tp, pp) not in files]
+    if missing:
+        raise UserError(f"{folder} has no file of tensor rank {missing[0][0]}, pipeline rank {missing[0][1]}")
     states = {rank: _state(file) for rank, file in sorted(files.items())}
     first = states[0, 0]
     args = safe_unpickle.settings_of(first.get("args"))
@@ -57,7 +57,7 @@ def opened(path: Path) -> Mapped | None:
     layout = {"tensor": tensor, "pipeline": pipeline, "checkpoint_version": version}
     if store.masks:
         layout["masks"] = len({MASKS.sub("", name) for name in store.masks})
-        console.say(f"{folder} holds masks of MaskLLM's beside its weights; eval and generate apply them")
+        console.say(f"{folder} has masks of MaskLLM besides the weights; eval and generate apply them")
     source = Mapped("megatron", folder, config, store, megatron(config), layout)
     iteration = first.get("iteration")
     source.step = iteration if isinstance(iteration, int) else None
@@ -66,8 +66,8 @@ def opened(path: Path) -> Mapped | None:
 
 
 def add_companions(source: Mapped, args: dict[str, Any], parent: Path) -> None:
-    """What lies beside the weights: how long texts may be, and what our own writer puts there."""
-    source.extra = extras.kept(parent)
+    """Add the sequence length, and the metadata and tokenizer that Steelyard writes next to the weights."""
+    source.extra = extras.read(parent)
     positions = args.get("max_position_embeddings")
     if type(positions) is int and positions > 0:
         source.extra["positions"] = positions
@@ -89,47 +89,47 @@ def _files(folder: Path) -> dict[tuple[int, int], Path]:
 def _state(file: Path) -> dict[str, Any]:
     state = safe_unpickle.load(file)
     if not isinstance(state, dict) or not any(re.fullmatch(r"model\d*", str(key)) for key in state):
-        raise UserError("it has no model", where=str(file))
+        raise UserError("it contains no model", where=str(file))
     return state
 
 
 def _joined_stages(stages: list[list[dict[str, Any]]]) -> Pieces:
-    """The pieces of every tensor, by its name in the whole model. A stage counts its layers from 0."""
+    """The shards of every tensor, by its name in the whole model. The layers of a stage are numbered from 0."""
     chunks = sorted(
         {key for key in stages[0][0] if re.fullmatch(r"model\d*", str(key))}, key=lambda key: (len(key), key)
     )
     pieces: Pieces = {}
     first_layer = 0
-    for chunk in chunks:  # With several chunks to a stage, the first chunks of all stages come first.
+    for chunk in chunks:  # With several chunks per stage, the first chunks of all stages come first.
         for ranks in stages:
             named = [weights(rank.get(chunk, {})) for rank in ranks]
             layers = 0
             for name in named[0]:
                 match = LAYER.match(name)
                 layers = max(layers, int(match[2]) + 1) if match else layers
-                here = f"{match[1]}{int(match[2]) + first_layer}{match[3]}" if match else name
+                full_name = f"{match[1]}{int(match[2]) + first_layer}{match[3]}" if match else name
                 if any(name not in other for other in named):
                     raise UserError(f"not every tensor rank has {name}")
-                pieces[here] = [other[name] for other in named]
+                pieces[full_name] = [other[name] for other in named]
             first_layer += layers
     return pieces
 
 
 def weights(model: Any) -> dict[str, Tensor]:
-    """The weights of one saved model, by the names of today."""
+    """The weights of one saved model, by their current names."""
     found = {renamed(name): tensor for name, tensor in safe_unpickle.tensors_in(model).items()}
     return {name: tensor for name, tensor in found.items() if not NOT_WEIGHTS.search(name)}
 
 
 class Ranks(Store):
-    """Tensors in the pieces that tensor ranks had."""
+    """Tensors as shards of the tensor ranks."""
 
     def __init__(self, pieces: Pieces, config: GptConfig | LlamaConfig, version: float) -> None:
         if config.tied:
             pieces.pop("output_layer.weight", None)
         self.pieces, self.config, self.version = pieces, config, version
         self.masks: Pieces = {}
-        """MaskLLM's tensors, which are no weights: `sparsity/maskllm.py` reads them."""
+        """MaskLLM's tensors, which are not weights: `sparsity/maskllm.py` reads them."""
         self.entries = {entry.name: entry for entry in megatron(config)}
 
     def sizes(self) -> dict[str, tuple[int, ...]]:
@@ -149,18 +149,18 @@ class Ranks(Store):
         return self.joined(entry, self.pieces[entry.name])
 
     def joined(self, entry: Entry, pieces: list[Tensor]) -> Tensor:
-        """The whole of what lies like an entry's tensor: dimensions after its two come along."""
+        """Join shards that are laid out like the tensor of an entry; they may have more dimensions."""
         if entry.cut is None:
             return pieces[0]
         if entry.join == "groups" and self.version < 2:
             pieces = [self._in_groups(piece) for piece in pieces]
-        if len(entry.ours) == 2:  # Each rank has its part of the gate and then its part of the other.
+        if len(entry.ours) == 2:  # Each rank has its part of the gate, then its part of the up projection.
             halves = [piece.chunk(2) for piece in pieces]
             return torch.cat([gate for gate, _ in halves] + [up for _, up in halves])
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=entry.cut)
 
     def _in_groups(self, piece: Tensor) -> Tensor:
-        """Before version 2 keys and values were all heads' own, and lay apart (0) or innermost (1)."""
+        """Reorder to groups. Before version 2 each head has its own key and value, apart (0) or innermost (1)."""
         head = self.config.hidden // self.config.heads
         if self.version >= 1:
             in_order: Tensor = piece.unflatten(0, (-1, head, 3)).transpose(1, 2)

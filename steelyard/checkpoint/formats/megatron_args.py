@@ -1,6 +1,6 @@
-"""Megatron's args, both ways: the shape that saved args mean, and the args that a shape is written as.
+"""Convert between Megatron's saved args and Steelyard's model config.
 
-Also the names: all generations of Megatron are brought to those of megatron-core's local layers.
+This module also maps the tensor names of all Megatron versions to those of megatron-core's local layers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from steelyard.core.recipe.model_section import GptConfig, LlamaConfig, RopeScal
 
 Config = GptConfig | LlamaConfig
 LATEST = "latest_checkpointed_iteration.txt"
-# Oldest first; each is applied in turn. Transformer Engine keeps the norms inside the products they precede.
+# Applied in order, oldest first. Transformer Engine stores a norm in the linear layer that follows it.
 RENAMED = (
     (r"^(model\d*\.|module\.|language_model\.)+", ""),
     (r"^(encoder|transformer)\.", "decoder."),
@@ -55,29 +55,29 @@ def renamed(name: str) -> str:
 
 
 def iteration_folder(path: Path) -> tuple[Path, Path]:
-    """The folder of the iteration that is meant, and its parent."""
+    """The folder of the iteration at a path, or of the newest one, and its parent."""
     latest = path / LATEST
     if not latest.is_file():
         return path, path.parent
     text = latest.read_text(encoding="utf-8", errors="replace").strip()
     if text != "release" and not re.fullmatch(r"\d{1,12}", text):
-        raise UserError(f"it says {text[:50]!r}, which is no iteration", where=str(latest))
+        raise UserError(f"its content is {text[:50]!r}, which is not an iteration", where=str(latest))
     return path / ("release" if text == "release" else f"iter_{int(text):07d}"), path
 
 
 def config_from_args(args: dict[str, Any], where: str) -> Config:
-    """The shape of the model that was trained with these args."""
+    """The config of the model that was trained with these args."""
     if not args:
-        raise UserError("it has no args, which say what the model is", where=where)
+        raise UserError("it has no args, which describe the model", where=where)
     for key, what in REFUSED.items():
         if args.get(key):
             raise UserError(f"{what} ({key} = {args[key]}) are not supported", where=where)
     if args.get("rotary_percent", 1.0) not in (1, 1.0, None):
-        raise UserError(f"rotary_percent is {args['rotary_percent']}, and only 1 is supported", where=where)
+        raise UserError(f"rotary_percent is {args['rotary_percent']}, but only 1 is supported", where=where)
     kind = args.get("position_embedding_type")
     is_rope = kind == "rope" or bool(args.get("use_rotary_position_embeddings"))
-    wanted = {"swiglu": is_rope, "normalization": "rmsnorm" if is_rope else "layernorm"}
-    for key, value in wanted.items():
+    expected = {"swiglu": is_rope, "normalization": "rmsnorm" if is_rope else "layernorm"}
+    for key, value in expected.items():
         given = args.get(key, value)
         if (given.lower() if isinstance(given, str) else given) != value:
             positions = "rotary" if is_rope else "learned"
@@ -87,9 +87,9 @@ def config_from_args(args: dict[str, Any], where: str) -> Config:
     try:
         config: Config = _llama(args) if is_rope else _gpt(args)
     except KeyError as error:
-        raise UserError(f"its args lack {error}", where=where) from None
+        raise UserError(f"{error} is missing in its args", where=where) from None
     except (ValidationError, TypeError, ValueError) as error:
-        raise UserError(f"its args describe no model: {first_problem(error)}", where=where) from None
+        raise UserError(f"its args do not describe a valid model: {first_problem(error)}", where=where) from None
     return config
 
 
@@ -117,7 +117,7 @@ def _llama(args: dict[str, Any]) -> LlamaConfig:
     grouped = args.get("group_query_attention") or args.get("num_key_value_heads")
     scaling = None
     if args.get("use_rope_scaling"):
-        # Only the factor is an argument of Megatron's; the rest are constants of its code, unless we wrote them.
+        # Only the factor is a Megatron argument. The rest are constants in its code, but args that we wrote have them.
         scaling = RopeScaling(
             factor=float(args.get("rope_scaling_factor") or 8.0),
             low_freq_factor=float(args.get("rope_low_freq_factor") or 1.0),
@@ -136,7 +136,7 @@ def _llama(args: dict[str, Any]) -> LlamaConfig:
 
 
 def padded_rows(vocab: int, tensor: int, multiple: int = 128) -> int:
-    """Rows of Megatron's embedding: a multiple that also divides by the tensor degree."""
+    """The rows of Megatron's embedding: padded to a multiple of `multiple` x tensor parallel size."""
     step = multiple * tensor
     return math.ceil(vocab / step) * step
 
@@ -144,7 +144,7 @@ def padded_rows(vocab: int, tensor: int, multiple: int = 128) -> int:
 def args_of(
     config: Config, dtype: torch.dtype, extra: dict[str, Any], tensor: int, pipeline: int, engine: bool
 ) -> argparse.Namespace:
-    """The args that a checkpoint of this shape carries, by the names that Megatron reads back."""
+    """The args to save with a checkpoint of this config, by Megatron's names."""
     positions = positions_of(config, extra)
     args: dict[str, Any] = {
         "num_layers": config.layers, "hidden_size": config.hidden, "num_attention_heads": config.heads,
@@ -184,5 +184,5 @@ def args_of(
 
 
 def _whole(number: float) -> float:
-    """Megatron's rotary_base is a whole number where it can be."""
+    """An int if the number is integral, as Megatron's rotary_base is."""
     return int(number) if number == int(number) else number

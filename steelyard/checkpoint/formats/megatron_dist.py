@@ -1,4 +1,4 @@
-"""Megatron's `torch_dist` checkpoints, which know no layout: torch.distributed.checkpoint with layers stacked.
+"""Megatron's `torch_dist` checkpoints, which do not depend on the layout: torch.distributed.checkpoint, layers stacked.
 
 iter_0000001/.metadata, __<rank>_<n>.distcp   tensors; those of layers have a leading dimension of layers
 iter_0000001/common.pt                         args and counters
@@ -30,13 +30,13 @@ STACKED = re.compile(r"^decoder\.layers\.(?!\d)")
 
 
 def opened(path: Path) -> Mapped | None:
-    """The checkpoint of an iteration, or the newest of its parent."""
+    """The checkpoint of an iteration, or the newest in its parent folder."""
     folder, parent = megatron_args.iteration_folder(path)
     if not (folder / ".metadata").is_file() or not (folder / "metadata.json").is_file():
         return None
     backend = read_json_object(inside(folder / "metadata.json")).get("sharded_backend")
     if backend != "torch_dist":
-        raise UserError(f"{folder} was written by the backend {backend}", hint="torch_dist is what can be read")
+        raise UserError(f"{folder} was written by the backend {backend}", hint="only torch_dist is supported")
     common = safe_unpickle.load(folder / "common.pt") if (folder / "common.pt").is_file() else {}
     args = safe_unpickle.settings_of(common.get("args") if isinstance(common, dict) else None)
     config = megatron_args.config_from_args(args, str(folder / "common.pt"))
@@ -52,22 +52,22 @@ def _layout(folder: Path) -> dict[str, int]:
 
 
 class Stacked(Store):
-    """Tensors of torch.distributed.checkpoint, those of all layers in one."""
+    """Tensors of torch.distributed.checkpoint, with those of all layers stacked into one."""
 
     def __init__(self, folder: Path, tied: bool) -> None:
         self.saved = Checkpoint(folder, {})
         self._places: dict[str, tuple[str, int | None]] = {}
         self._kinds = {}
         for name, (size, dtype) in self.saved.tensors().items():
-            today = renamed(name)
-            if NOT_WEIGHTS.search(today) or (tied and today == "output_layer.weight"):
+            name_now = renamed(name)
+            if NOT_WEIGHTS.search(name_now) or (tied and name_now == "output_layer.weight"):
                 continue
             self._kinds[name] = size, dtype
-            if STACKED.match(today) and size:
+            if STACKED.match(name_now) and size:
                 for layer in range(min(size[0], math.prod(size))):
-                    self._places[STACKED.sub(f"decoder.layers.{layer}.", today)] = name, layer
+                    self._places[STACKED.sub(f"decoder.layers.{layer}.", name_now)] = name, layer
             else:
-                self._places[today] = name, None
+                self._places[name_now] = name, None
 
     def sizes(self) -> dict[str, tuple[int, ...]]:
         return {

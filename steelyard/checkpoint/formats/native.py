@@ -1,4 +1,4 @@
-"""Steelyard's own checkpoints: of a run, or a folder by itself that says in its state.json what the model is."""
+"""Steelyard's own checkpoints: of a run, or a separate folder whose state.json has the model config."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ TOKENIZER = "tokenizer"
 
 
 def opened(path: Path) -> CheckpointSource | None:
-    """The checkpoint, or the newest of a run."""
+    """The checkpoint at a path, or the newest of a run."""
     return SteelyardSource(folder.source(path)) if is_own(path) else None
 
 
 class SteelyardSource(CheckpointSource):
-    """A checkpoint of ours, of any layout."""
+    """A Steelyard checkpoint of any layout."""
 
     format = "steelyard"
 
@@ -36,13 +36,13 @@ class SteelyardSource(CheckpointSource):
         self.extra, self.tokenizer_files = {}, []
         if saved.state.get("sparsity", {}).get("method") == "learned":
             raise UserError(
-                f"{saved.path} holds masks, and the weights they belong to are elsewhere",
-                hint="steelyard mask export --format hf writes the weights under the masks",
+                f"{saved.path} contains only masks, not the weights they belong to",
+                hint="steelyard mask export --format hf writes the masked weights",
             )
         if saved.state.get("sparsity", {}).get("method") == "sr-ste":
             self.remark = (
-                f"{saved.path} was trained to compute with the largest weights of each group, and these are all of "
-                "them, dense; steelyard mask export --format hf writes the model as it computes"
+                f"{saved.path} was trained with SR-STE, which computes with the largest weights of each group, but "
+                "these are the dense weights; steelyard mask export --format hf writes the sparse model"
             )
         if "model" in saved.state:
             try:

@@ -1,8 +1,8 @@
-"""Reading torch's .pt and .bin files without trusting them.
+"""Safely read torch's .pt and .bin files.
 
-torch's own reader for weights runs nothing that a file names, and refuses what it does not know. Checkpoints of
-Megatron and DeepSpeed also name classes of theirs, for settings that nobody needs here: those become inert stand-ins,
-which keep what they are given and do nothing. Any other name is refused.
+torch.load with `weights_only` calls nothing that a file refers to, and rejects unknown classes. Checkpoints of Megatron
+and DeepSpeed also refer to their own classes, for settings that are not needed here. These are replaced by placeholder
+classes, which store their arguments and do nothing. Any other class is rejected.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from steelyard.core.errors import CorruptFileError, UserError
 
-# Classes of settings and of random states, by the beginning of their full names.
+# Prefixes of classes of settings and of random states.
 INERT = (
     "megatron.",
     "deepspeed.",
@@ -32,8 +32,8 @@ INERT_NAMES = (
 )  # fmt: skip
 
 
-class _StandIn:
-    """Takes the place of a class that is not needed: any arguments, any state, no deeds."""
+class _Placeholder:
+    """A placeholder for a class that is not needed: takes any arguments and state, and does nothing."""
 
     def __init__(self, *args: object) -> None:
         self.args = args
@@ -43,7 +43,7 @@ class _StandIn:
 
 
 def load(path: Path) -> Any:
-    """What a file holds, its tensors still on disk where its form allows that."""
+    """Load a file, with its tensors memory-mapped if the format allows it."""
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
         allowed: list[Any] = [(_known(name, path), name) for name in names]
@@ -52,46 +52,46 @@ def load(path: Path) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except UserError:
         raise
-    except Exception as error:  # A hostile or damaged file can make the reader fail in any way; none of them is a bug.
+    except Exception as error:  # A malicious or corrupt file can raise anything.
         raise CorruptFileError(f"cannot be read: {_reason(error)}", where=str(path)) from None
 
 
 def _reason(error: Exception) -> str:
-    """What is wrong with a file; of how torch's reader of archives stumbled over it nobody is the wiser."""
-    reported = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-    of_the_archive = ("PytorchStreamReader", "miniz", "central directory", "not enough data", "storage")
-    if isinstance(error, EOFError) or any(words in str(error) for words in of_the_archive):
-        return "it is cut short or damaged"
-    return reported
+    """The reason why a file cannot be read; errors of torch's archive reader are summarized."""
+    message = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    archive_errors = ("PytorchStreamReader", "miniz", "central directory", "not enough data", "storage")
+    if isinstance(error, EOFError) or any(words in str(error) for words in archive_errors):
+        return "it is truncated or damaged"
+    return message
 
 
 def _known(name: str, path: Path) -> Any:
     if name == "argparse.Namespace":
         return argparse.Namespace
     if name.startswith(INERT) or name in INERT_NAMES:
-        # A class of its own for each, since torch keeps them apart by identity.
-        return type("StandIn", (_StandIn,), {})
+        # A separate class for each name, because torch distinguishes them by identity.
+        return type("Placeholder", (_Placeholder,), {})
     raise UserError(
-        f"it names {name}, which has no place in a checkpoint",
+        f"it refers to {name}, which is not allowed in a checkpoint",
         where=str(path),
-        hint="nothing of it was run; if you trust the file, save its weights as safetensors",
+        hint="none of its code was run; if you trust the file, save its weights as safetensors",
     )
 
 
 def tensors_in(value: Any, prefix: str = "") -> dict[str, Tensor]:
-    """All tensors of nested tables, by their names joined with dots."""
-    found: dict[str, Tensor] = {}
+    """All tensors in nested dicts, by their keys joined with dots."""
+    tensors: dict[str, Tensor] = {}
     for key, inner in value.items() if isinstance(value, dict) else ():
         name = f"{prefix}{key}"
         if isinstance(inner, Tensor):
-            found[name] = inner.detach()
+            tensors[name] = inner.detach()
         elif isinstance(inner, dict):
-            found |= tensors_in(inner, f"{name}.")
-    return found
+            tensors |= tensors_in(inner, f"{name}.")
+    return tensors
 
 
 def settings_of(value: Any) -> dict[str, Any]:
-    """A saved Namespace as a table."""
+    """A saved Namespace as a dict."""
     if isinstance(value, argparse.Namespace):
         return dict(vars(value))
     return dict(value) if isinstance(value, dict) else {}

@@ -1,7 +1,7 @@
-"""A checkpoint that can be read, whatever wrote it: a shape, and tensors by Steelyard's names, one at a time.
+"""A checkpoint of any format: a model config, and tensors by Steelyard's names, read one at a time.
 
-Tensors are whole: pieces of other layouts are joined, transposes undone, fused projections taken apart. Embedding and
-head have `shape.padded_vocab` rows; those past `shape.vocab` stand for no id, and are zero where the source has none.
+Tensors are whole: shards are joined, transposes undone, fused projections split. Embedding and head have
+`config.padded_vocab` rows; those after `config.vocab` are padding, and zero if the source has none.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from steelyard.model import LanguageModel
 from steelyard.text import tokenizer as tokenizers
 from steelyard.text.tokenizer import Tokenizer
 
-# Modules beside this one that know a format. Each has `opened(path)`, which returns None where the path is not its own.
+# One module per format. Each has `opened(path)`, which returns None if the path has another format.
 FORMATS = ("native", "gguf", "compressed_tensors", "huggingface", "deepspeed", "megatron_dist", "megatron")
 KNOWN = (
     "a Hugging Face folder, a GGUF file, a Megatron checkpoint (torch or torch_dist), a Megatron-DeepSpeed global_step "
     "folder, a Steelyard run or checkpoint, a folder that export-sparse wrote, or a name on the hub (user/model)"
 )
-# Settings that change what weights of the same sizes compute.
+# Settings that change what weights of the same size compute.
 ARITHMETIC = ("heads", "kv_heads", "rope_theta", "rope_scaling", "norm_eps")
 TABLES = ("embed.weight", "head.weight")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-class Lying(NamedTuple):
-    """A tensor in the files of a source: its name there, its size if it is there, and the size it should have."""
+class StoredTensor(NamedTuple):
+    """A tensor in the files of a source: its name there, its size (None if it is missing), and its expected size."""
 
     name: str
     found: tuple[int, ...] | None
@@ -56,67 +56,67 @@ class CheckpointSource(ABC):
     path: Path
     config: GptConfig | LlamaConfig
     dtype: torch.dtype
-    """The narrowest that holds every tensor exactly."""
+    """The narrowest dtype that represents every tensor exactly."""
     step: int | None = None
     layout: dict[str, Any]
-    """How it is divided: files, tensor, pipeline and so on."""
+    """How it is sharded: files, tensor, pipeline and so on."""
     extra: dict[str, Any]
-    """What else the source says about itself that a writer may want, such as positions and special tokens."""
+    """Other metadata for a writer, such as positions and special tokens."""
     tokenizer: str | None = None
-    """What `text.tokenizer.load` finds the tokenizer by, if one came along."""
+    """The argument of `text.tokenizer.load_tokenizer`, if the source has a tokenizer."""
     tokenizer_files: list[Path]
-    """Files of a Hugging Face folder that a copy of the tokenizer needs."""
+    """The tokenizer files of a Hugging Face folder."""
     remark: str | None = None
-    """What whoever writes these weights elsewhere should know about them."""
+    """A warning to print when the weights are converted."""
 
     @abstractmethod
     def names(self) -> list[str]:
-        """The tensors, by Steelyard's names, in the order in which they are best read. A tied head is not named."""
+        """The tensors, by Steelyard's names, in the best order for reading. A tied head is not listed."""
 
     @abstractmethod
     def tensor(self, name: str) -> Tensor:
-        """One whole tensor, in its own dtype. It may lie in the file still: let go of it before the next."""
+        """One whole tensor, in its own dtype. It may be memory-mapped: release it before reading the next."""
 
     @abstractmethod
     def sizes(self) -> dict[str, tuple[int, ...]]:
-        """The size of each tensor, without reading any, as found in the files: padding of the vocabulary included."""
+        """The size of each tensor in the files, including padding of the vocabulary, without reading the tensors."""
 
-    def in_files(self, name: str, expected: dict[str, tuple[int, ...]]) -> Lying:
-        """How a tensor of ours lies in the files, given the sizes that all of ours should have."""
-        return Lying(name, self.sizes().get(name), expected[name])
+    def in_files(self, name: str, expected: dict[str, tuple[int, ...]]) -> StoredTensor:
+        """The tensor in the files that has our tensor `name`, given the expected sizes of all our tensors."""
+        return StoredTensor(name, self.sizes().get(name), expected[name])
 
     def load_tokenizer(self) -> Tokenizer:
-        """The tokenizer that belongs to the model."""
+        """The tokenizer of the model."""
         if self.tokenizer is None:
-            raise UserError(f"{self.path} comes without a tokenizer", hint="name one")
+            raise UserError(f"{self.path} has no tokenizer", hint="pass a tokenizer")
         return tokenizers.load_tokenizer(self.tokenizer)
 
 
 def open_source(path: str | Path) -> CheckpointSource:
-    """Open whatever a user means by a path, or say what can be opened. Nothing of the weights is read yet."""
-    found = Path(path).expanduser()
-    if not found.exists():
+    """Open a checkpoint of any format, by path or by name on the hub. This does not read the weights."""
+    local = Path(path).expanduser()
+    if not local.exists():
         if not _may_be_on_the_hub(str(path)):
             raise UserError(f"there is no checkpoint {path}", hint=f"a checkpoint is {KNOWN}")
         try:
-            found = hub.fetch(str(path))
+            local = hub.fetch(str(path))
         except SteelyardError as error:
             error.message = f"there is no file or folder {path}, and {error.message}"
             raise
     for name in FORMATS:
-        source: CheckpointSource | None = import_module(f"steelyard.checkpoint.formats.{name}").opened(found)
+        source: CheckpointSource | None = import_module(f"steelyard.checkpoint.formats.{name}").opened(local)
         if source is not None:
             return source
-    raise UserError(f"{path} is no checkpoint of a known kind", hint=f"a checkpoint is {KNOWN}")
+    raise UserError(f"{path} is not a checkpoint of a supported format", hint=f"a checkpoint is {KNOWN}")
 
 
 def is_own(path: str | Path) -> bool:
-    """Whether a path is a run or a checkpoint of ours."""
+    """Whether a path is a Steelyard run or checkpoint."""
     return any((Path(path) / name).is_file() for name in (STATE, MANIFEST))
 
 
 def load_into(source: CheckpointSource, network: LanguageModel) -> None:
-    """Fill a whole model. What is missing, unknown or of another size is listed by name, before anything is read."""
+    """Load a whole model. Missing, unknown and mismatched tensors are reported by name before anything is read."""
     parameters = dict(network.named_parameters())
     check(source, network.config, parameters)
     with torch.no_grad():
@@ -125,14 +125,14 @@ def load_into(source: CheckpointSource, network: LanguageModel) -> None:
 
 
 def load_pieces(source: CheckpointSource, pieces: Mapping[str, TensorShard], config: GptConfig | LlamaConfig) -> None:
-    """Fill a rank's pieces of a model of the given shape, which are named `model.<name>`."""
+    """Load a rank's shards of a model of the given config. Their names are `model.<name>`."""
     check(source, config)
     for key, value in source.config.model_dump().items():
         if key in ARITHMETIC and value != getattr(config, key, value):
-            console.warn(f"model.{key} is {getattr(config, key)}, and {value} in {source.path}")
+            console.warn(f"model.{key} is {getattr(config, key)}, but {value} in {source.path}")
     if source.config.vocab > config.vocab:
         console.warn(
-            f"model.vocab is {config.vocab}, and {source.config.vocab} in {source.path}: the rows beyond are left out"
+            f"model.vocab is {config.vocab}, but {source.config.vocab} in {source.path}: the other rows are ignored"
         )
     for name, piece in pieces.items():
         whole = source.tensor(name.removeprefix("model."))
@@ -144,10 +144,10 @@ def load_pieces(source: CheckpointSource, pieces: Mapping[str, TensorShard], con
 
 
 def check(source: CheckpointSource, config: GptConfig | LlamaConfig, wanted: Iterable[str] | None = None) -> None:
-    """Refuse a source whose tensors are not those of a model of this shape."""
+    """Raise if the tensors of a source do not fit a model of this config."""
     if holds_adapters(source):
         raise UserError(
-            f"{source.path} holds adapters alone", hint="steelyard adapter merge BASE RUN OUT writes whole weights"
+            f"{source.path} contains only adapters", hint="steelyard adapter merge BASE RUN OUT writes merged weights"
         )
     wrong = misfits(source, config, wanted)
     if wrong:
@@ -156,41 +156,41 @@ def check(source: CheckpointSource, config: GptConfig | LlamaConfig, wanted: Ite
 
 
 def holds_adapters(source: CheckpointSource) -> bool:
-    """Whether a source holds what was learned beside frozen weights, and not those."""
+    """Whether a source contains adapters without the frozen weights."""
     return any(name.endswith(".adapter_in") for name in source.names())
 
 
 def misfits(
     source: CheckpointSource, config: GptConfig | LlamaConfig, wanted: Iterable[str] | None = None
 ) -> list[str]:
-    """The tensors that are missing, unknown or of another size than in a model of this shape, one line each."""
+    """One line for each tensor that is missing, unknown or of another size than in a model of this config."""
     expected, found = expected_sizes(config), source.sizes()
     wrong = [f"{name}: unknown" for name in found if name not in expected]
-    misfits: dict[Lying, list[str]] = {}  # One of theirs may hold several of ours.
+    misfits: dict[StoredTensor, list[str]] = {}  # A stored tensor may contain several of ours.
     for name in expected if wanted is None else wanted:
         size = expected[name]
         if found.get(name) != size and not _is_padded(found.get(name), size, config):
             misfits.setdefault(source.in_files(name, expected), []).append(name)
     for theirs, ours in misfits.items():
         here = "" if ours == [theirs.name] else f" (here {', '.join(ours)})"
-        reported = "missing" if theirs.found is None else f"{theirs.found} in the checkpoint, {theirs.wanted} wanted"
-        wrong.append(f"{theirs.name}{here}: {reported}")
+        problem = "missing" if theirs.found is None else f"{theirs.found} in the checkpoint, {theirs.wanted} expected"
+        wrong.append(f"{theirs.name}{here}: {problem}")
     return wrong
 
 
 def expected_sizes(config: GptConfig | LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """The parameters of a model of this shape, by name."""
+    """The size of each parameter of a model of this config, by name."""
     with torch.device("meta"):
         return {name: tuple(parameter.shape) for name, parameter in model.build(config).named_parameters()}
 
 
 def _is_padded(found: tuple[int, ...] | None, size: tuple[int, ...], config: GptConfig | LlamaConfig) -> bool:
-    """Whether this is a table of the vocabulary that is padded more, or less, than ours."""
+    """Whether this is an embedding or head with more or less padding than ours."""
     return found is not None and size[0] == config.padded_vocab and found[1:] == size[1:] and found[0] >= config.vocab
 
 
 def padded(table: Tensor, config: GptConfig | LlamaConfig) -> Tensor:
-    """An embedding or a head with as many rows as Steelyard's."""
+    """An embedding or head, padded or truncated to `config.padded_vocab` rows."""
     rows = config.padded_vocab
     if len(table) >= rows:
         return table[:rows]
@@ -198,7 +198,7 @@ def padded(table: Tensor, config: GptConfig | LlamaConfig) -> Tensor:
 
 
 def first_problem(error: Exception) -> str:
-    """What is wrong with settings that a stranger wrote, in a line."""
+    """The first validation error of external settings, in one line."""
     if isinstance(error, ValidationError):
         problem = error.errors()[0]
         return f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}, not {problem['input']!s:.40}"
@@ -206,5 +206,5 @@ def first_problem(error: Exception) -> str:
 
 
 def _may_be_on_the_hub(name: str) -> bool:
-    """Whether a path that is not there may be `user/model`: a slip in a path to a folder that is there is not."""
+    """Whether a missing path may be `user/model`: not if its parent folder exists, which suggests a typo."""
     return name.count("/") == 1 and hub.is_name(name) and not Path(name).parent.exists()

@@ -1,7 +1,7 @@
-"""Writing Megatron's `torch` and `torch_dist` checkpoints.
+"""Write Megatron's `torch` and `torch_dist` checkpoints.
 
-A `torch` checkpoint is one file for each tensor and pipeline rank. All are laid out first, their tensors' bytes left
-empty, and then filled side by side as tensors come, each once, piece by piece at its place.
+A `torch` checkpoint has one file for each tensor and pipeline rank. All files are created first, without tensor data.
+Then each tensor is read once, and its shards are written to the files at their offsets.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from steelyard.checkpoint import folder as folders
 from steelyard.checkpoint.formats.key_mapping import Entry, groups_of, joined, megatron
 from steelyard.checkpoint.formats.megatron_args import LATEST, args_of, padded_rows
 from steelyard.checkpoint.formats.safetensors import write_tensor
-from steelyard.checkpoint.sharded_tensor import Promised
+from steelyard.checkpoint.sharded_tensor import LazyTensor
 from steelyard.core import files
 from steelyard.core.errors import UserError
 from steelyard.core.recipe.model_section import GptConfig, LlamaConfig
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from steelyard.checkpoint.formats.write import Supply
 
 ITERATION = 1
-# In `torch_dist`, and with Transformer Engine's layers, a norm is part of the product behind it.
+# In `torch_dist`, and with layers of Transformer Engine, a norm is part of the linear layer that follows it.
 ENGINE_NAMES = {
     ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
     ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
@@ -40,7 +40,7 @@ PRODUCTS = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.line
 
 @dataclass(frozen=True)
 class MegatronLayout:
-    """Over how many ranks to divide a model; `partition` gives each pipeline stage its number of layers."""
+    """The number of tensor and pipeline ranks; `partition` has the number of layers of each stage."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -60,17 +60,18 @@ class MegatronLayout:
         return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
 
     def check(self, config: GptConfig | LlamaConfig) -> None:
-        """Refuse a tensor degree that does not divide the model."""
+        """Raise if the tensor parallel size does not divide the model."""
         groups = groups_of(config)
         for what, number in (("key-value heads", groups), ("heads", config.heads), ("ffn", config.ffn)):
             if number % self.tensor:
                 raise UserError(
-                    f"{number} {what} do not divide among {self.tensor} tensor ranks", hint="choose another --tensor"
+                    f"{number} {what} cannot be divided among {self.tensor} tensor ranks",
+                    hint="choose another --tensor",
                 )
 
 
 def bytes_of(supply: Supply, layout: MegatronLayout) -> int:
-    """What a `torch` checkpoint takes: what is not cut is written for every rank, a tied table by both ends."""
+    """The size of a `torch` checkpoint. Unsharded tensors are in every file, a tied embedding in both end stages."""
     layout.check(supply.config)
     stages = layout.stages(supply.config)
     copies = {
@@ -95,14 +96,14 @@ def torch_files(supply: Supply, folder: Path, layout: MegatronLayout) -> None:
                 path = iteration / f"mp_rank_{rank:02d}{suffix}" / "model_optim_rng.pt"
                 written[rank, stage] = stack.enter_context(_RankFile(path, supply, layout, here))
         for entry, names in entries:
-            for rank, parts in enumerate(_pieces(entry, supply, layout.tensor)):
+            for rank, parts in enumerate(_shards(entry, supply, layout.tensor)):
                 for stage in names:
                     written[rank, stage].put(entry, parts)
     files.write_text(folder / LATEST, f"{ITERATION}\n")
 
 
 def _names(entry: Entry, stages: list[range], tied: bool) -> dict[int, str]:
-    """The stages that hold a tensor, and its name there: a stage counts its layers from 0."""
+    """The stages that have a tensor, and its name there: the layers of a stage are numbered from 0."""
     last = len(stages) - 1
     if entry.layer is not None:
         stage = next(number for number, layers in enumerate(stages) if entry.layer in layers)
@@ -112,8 +113,8 @@ def _names(entry: Entry, stages: list[range], tied: bool) -> dict[int, str]:
     return {last if entry.name.startswith(("decoder.final", "output_layer")) else 0: entry.name}
 
 
-def _pieces(entry: Entry, supply: Supply, ranks: int) -> list[list[Tensor]]:
-    """What each tensor rank holds of a tensor, as parts that follow one another: they are written without joining."""
+def _shards(entry: Entry, supply: Supply, ranks: int) -> list[list[Tensor]]:
+    """The shard of each tensor rank, as consecutive parts, which are written without concatenation."""
     parts = supply.parts(entry)
     if entry.cut is None:
         return [[joined(entry, parts, supply.config)]] * ranks
@@ -123,7 +124,7 @@ def _pieces(entry: Entry, supply: Supply, ranks: int) -> list[list[Tensor]]:
         rows = padded_rows(supply.config.vocab, ranks) // ranks
         pieces = [parts[0][rank * rows : (rank + 1) * rows] for rank in range(ranks)]
         return [[piece, parts[0][-1:].expand(rows - len(piece), -1)] for piece in pieces]
-    # A rank's share of a group holds its part of each of ours; without groups the rank's rows are one such share.
+    # A share has the rows of one group in each of our tensors; without groups there is one share per rank.
     groups = groups_of(supply.config) if entry.join == "groups" else ranks
     shares = list(zip(*(part.chunk(groups) for part in parts), strict=True))
     per_rank = groups // ranks
@@ -133,15 +134,15 @@ def _pieces(entry: Entry, supply: Supply, ranks: int) -> list[list[Tensor]]:
 
 
 def with_padding(table: Tensor, rows: int) -> Tensor:
-    """A table of the vocabulary whose last row is repeated, as Megatron's own converters do."""
+    """An embedding or head, padded by repeating the last row, as Megatron's own converters do."""
     return torch.cat([table, table[-1:].expand(rows - len(table), -1)]) if rows > len(table) else table
 
 
 class _RankFile:
-    """The file of one rank: laid out when it is entered, then filled."""
+    """The file of one rank: created without tensor data, then filled."""
 
     def __init__(self, path: Path, supply: Supply, layout: MegatronLayout, entries: list[tuple[Entry, str]]) -> None:
-        self.path, self.places = path, {}
+        self.path, self.offsets = path, {}
         path.parent.mkdir(parents=True)
         args = args_of(supply.config, supply.dtype, supply.source.extra, layout.tensor, layout.pipeline, layout.engine)
         head = {"args": args, "checkpoint_version": 3.0, "iteration": ITERATION}
@@ -155,9 +156,9 @@ class _RankFile:
             with torch.serialization.skip_data(materialize_fake_tensors=True):
                 torch.save({**head, "model": weights}, path)
             with torch.serialization.safe_globals([type(args)]):
-                laid_out = torch.load(path, weights_only=True)["model"]
-        for (entry, _), tensor in zip(entries, laid_out.values(), strict=True):
-            self.places[entry.name] = int(tensor.untyped_storage()._checkpoint_offset), tuple(tensor.shape)
+                saved = torch.load(path, weights_only=True)["model"]
+        for (entry, _), tensor in zip(entries, saved.values(), strict=True):
+            self.offsets[entry.name] = int(tensor.untyped_storage()._checkpoint_offset), tuple(tensor.shape)
 
     def __enter__(self) -> _RankFile:
         self.descriptor = os.open(self.path, os.O_WRONLY)
@@ -167,12 +168,12 @@ class _RankFile:
         os.close(self.descriptor)
 
     def put(self, entry: Entry, parts: list[Tensor]) -> None:
-        """Write a tensor's parts at its place, one after the other."""
-        place, size = self.places[entry.name]
+        """Write the parts of a tensor consecutively at its offset."""
+        offset, size = self.offsets[entry.name]
         rows = sum(len(part) for part in parts)
-        assert (rows, *parts[0].shape[1:]) == size, f"{entry.name}: {rows} rows at a place for {size}"
+        assert (rows, *parts[0].shape[1:]) == size, f"{entry.name}: {rows} rows for the size {size}"
         for part in parts:
-            place += write_tensor(self.descriptor, part, place)
+            offset += write_tensor(self.descriptor, part, offset)
 
 
 def _padded_size(entry: Entry, supply: Supply, ranks: int) -> tuple[int, ...]:
@@ -183,23 +184,23 @@ def _padded_size(entry: Entry, supply: Supply, ranks: int) -> tuple[int, ...]:
 
 
 def torch_dist(supply: Supply, folder: Path, layout: MegatronLayout) -> None:
-    """Write a `torch_dist` checkpoint, which any layout can load."""
+    """Write a `torch_dist` checkpoint, which can be loaded with any layout."""
     iteration = folder / f"iter_{ITERATION:07d}"
     iteration.mkdir()
     stacks: dict[str, list[Entry]] = {}
     for entry in megatron(supply.config):
         name = _engine_name(entry.name).replace(f"layers.{entry.layer}.", "layers.")
         stacks.setdefault(name, []).append(entry)
-    held = {name: _promised(entries, supply) for name, entries in stacks.items()}
+    tensors = {name: _lazy(entries, supply) for name, entries in stacks.items()}
     args = args_of(supply.config, supply.dtype, supply.source.extra, 1, 1, engine=True)
-    folders.fill(iteration, {**held, **_empty_states(supply.config.layers)}, None)
+    folders.fill(iteration, {**tensors, **_empty_states(supply.config.layers)}, None)
     torch.save({"args": args, "checkpoint_version": 3.0, "iteration": ITERATION}, iteration / "common.pt")
     backends = {"sharded_backend": "torch_dist", "common_backend": "torch"}
     files.write_json(iteration / "metadata.json", {**backends, **{f"{key}_version": 1 for key in backends}})
     files.write_text(folder / LATEST, f"{ITERATION}\n")
 
 
-def _promised(entries: list[Entry], supply: Supply) -> Promised:
+def _lazy(entries: list[Entry], supply: Supply) -> LazyTensor:
     size = _padded_size(entries[0], supply, 1)
     is_stacked = entries[0].layer is not None
 
@@ -208,13 +209,13 @@ def _promised(entries: list[Entry], supply: Supply) -> Promised:
             return supply.whole(entries[part])[None]
         return with_padding(supply.whole(entries[0]), size[0])
 
-    return Promised(
+    return LazyTensor(
         make, (len(entries), *size) if is_stacked else size, supply.dtype, len(entries) if is_stacked else 1
     )
 
 
 def _empty_states(layers: int) -> dict[str, list[None]]:
-    """What Megatron asks for beside the weights of each product, and is nothing unless it computes in fp8."""
+    """The extra state that Megatron expects for each linear layer; it is empty without fp8."""
     return {
         f"decoder.layers.{product}._extra_state/shard_{layer}_{layers}": [None]
         for product in PRODUCTS

@@ -1,4 +1,4 @@
-"""Tokenizers of every kind behind one face: load one, train one, export one to a Hugging Face folder."""
+"""One interface to all kinds of tokenizers: load one, train one, export one to a Hugging Face folder."""
 
 from steelyard.text.tokenizer.find_tokenizer import load_tokenizer
 from steelyard.text.tokenizer.hf_export import Difference, differences, export_hf

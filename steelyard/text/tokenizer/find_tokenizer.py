@@ -1,4 +1,4 @@
-"""Finding a tokenizer by whatever names it: a folder, a file, GPT-2's pair, or a name on the hub."""
+"""Find and load a tokenizer: from a folder, a file, GPT-2's pair of files, or a name on the hub."""
 
 from __future__ import annotations
 
@@ -59,5 +59,7 @@ def _from_hub(name: str) -> Tokenizer:
         raise UserError(f"there is no tokenizer {name}", hint=f"a tokenizer is {FORMS}") from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).splitlines()[0]
-        raise UserError(f"there is no file or folder {name}, and the hub did not give it: {reason}") from None
+        raise UserError(
+            f"there is no file or folder {name}, and downloading it from the hub failed: {reason}"
+        ) from None
     return _from_folder(Path(folder))

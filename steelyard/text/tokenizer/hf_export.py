@@ -1,4 +1,4 @@
-"""Exporting a tokenizer to a Hugging Face folder, and counting where its ids would change."""
+"""Export a tokenizer to a Hugging Face folder, and count the texts whose ids change."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from steelyard.text.tokenizer.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Difference:
-    """A text whose ids changed, cut to the part around the first change."""
+    """A text whose ids differ."""
 
     text: str
     before: list[int]
@@ -21,25 +21,25 @@ class Difference:
 
 
 def export_hf(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write the folder; it must be free."""
+    """Write the folder, which must be empty or not exist."""
     if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder} is a file", hint="name a new folder")
+        raise UserError(f"{folder} is a file", hint="choose a new folder")
     if folder.exists() and any(folder.iterdir()):
-        raise UserError(f"{folder} is not empty", hint="name a new folder")
+        raise UserError(f"{folder} is not empty", hint="choose a new folder")
     tokenizer.save(folder)
 
 
 def differences(tokenizer: Tokenizer, folder: Path, texts: Iterable[str]) -> tuple[int, list[Difference]]:
-    """Count texts, and those whose ids differ between the tokenizer and the folder as `transformers` loads it."""
+    """The number of texts, and those whose ids differ between the tokenizer and the folder loaded by `transformers`."""
     try:
         from transformers import AutoTokenizer
     except ImportError:
-        raise UserError("comparing needs transformers", hint="pip install transformers") from None
+        raise UserError("the comparison needs transformers", hint="pip install transformers") from None
     exported: Any = AutoTokenizer.from_pretrained(str(folder))
-    count, found = 0, []
+    count, changed = 0, []
     for text in texts:
         count += 1
         before, after = tokenizer.encode(text), exported(text, add_special_tokens=False)["input_ids"]
         if before != after:
-            found.append(Difference(text, before, after))
-    return count, found
+            changed.append(Difference(text, before, after))
+    return count, changed

@@ -1,7 +1,7 @@
-"""Tokenizers that are a `tokenizer.json`: Hugging Face folders, GPT-2's pair, and byte-level BPEs trained here.
+"""Tokenizers of the `tokenizers` library: `tokenizer.json` of Hugging Face, GPT-2's pair, and byte-level BPEs.
 
-The reference is the `tokenizers` library. Where `gigatoken` can run the same file it encodes many times faster, and
-is used after it has given the reference's ids on a text full of difficult characters.
+The reference is the `tokenizers` library. If `gigatoken` can run the same file, it encodes many times faster. It is
+used only if it gives the same ids as the reference on a text of difficult characters.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class JsonTokenizer(Tokenizer):
 
     def __init__(self, inner: tokenizers.Tokenizer, source: str, config: dict[str, Any] | None = None) -> None:
         self.inner, self.source, self.config = inner, source, dict(config or {})
-        inner.no_truncation()  # transformers leaves behind in the file what one of its calls once asked for.
+        inner.no_truncation()  # transformers saves the settings of its last call in the file.
         inner.no_padding()
         text = inner.to_str()
         self.fingerprint = hashlib.sha256(text.encode()).hexdigest()
@@ -51,24 +51,24 @@ class JsonTokenizer(Tokenizer):
         self.end_id = self._end_id()
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self.inner.encode(_sound(text), add_special_tokens=False).ids
+        ids: list[int] = self.inner.encode(_valid_utf8(text), add_special_tokens=False).ids
         return ids
 
     def framed(self, text: str) -> list[int]:
-        ids: list[int] = self.inner.encode(_sound(text), add_special_tokens=True).ids
+        ids: list[int] = self.inner.encode(_valid_utf8(text), add_special_tokens=True).ids
         begin = self._id_of("bos_token")
-        # The file says what is added; where the configuration beside it says otherwise, `transformers` obeys that.
+        # The file defines the special tokens, but the config next to it takes precedence in `transformers`.
         if begin is not None and self.config.get("add_bos_token") is True and ids[:1] != [begin]:
             return [begin, *ids]
         return ids
 
     def located(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        found = self._reading_specials.encode(_sound(text), add_special_tokens=False)
-        ends = [0, *(end for _, end in found.offsets)]
-        # Some files trim the spaces off a token's place: one that is left with nothing begins where the last one ended.
-        places = [(min(last, first) if first == end else first, end)
-                  for last, (first, end) in zip(ends, found.offsets, strict=False)]  # fmt: skip
-        return found.ids, places
+        encoding = self._with_special_tokens.encode(_valid_utf8(text), add_special_tokens=False)
+        ends = [0, *(end for _, end in encoding.offsets)]
+        # Some files trim spaces from the span of a token: an empty span then starts where the previous one ended.
+        spans = [(min(last, first) if first == end else first, end)
+                 for last, (first, end) in zip(ends, encoding.offsets, strict=False)]  # fmt: skip
+        return encoding.ids, spans
 
     def chat_template(self) -> str | None:
         path = Path(self.source)
@@ -88,8 +88,8 @@ class JsonTokenizer(Tokenizer):
             try:
                 return [encode(text) for text in texts]
             except (TypeError, UnicodeError):
-                return [encode(_sound(text)) for text in texts]
-        encodings = self.inner.encode_batch_fast([_sound(text) for text in texts], add_special_tokens=False)
+                return [encode(_valid_utf8(text)) for text in texts]
+        encodings = self.inner.encode_batch_fast([_valid_utf8(text) for text in texts], add_special_tokens=False)
         return [np.asarray(encoding.ids, dtype=np.int32) for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -97,7 +97,7 @@ class JsonTokenizer(Tokenizer):
         return text
 
     def pieces(self, text: str) -> list[str]:
-        pieces: list[str] = self.inner.encode(_sound(text), add_special_tokens=False).tokens
+        pieces: list[str] = self.inner.encode(_valid_utf8(text), add_special_tokens=False).tokens
         return pieces
 
     def save(self, folder: Path) -> None:
@@ -106,31 +106,31 @@ class JsonTokenizer(Tokenizer):
         if end is not None:
             config.setdefault("eos_token", end)
         files.write_json(folder / "tokenizer_config.json", config)
-        # The vocabulary goes last: a folder that has it is whole.
+        # The vocabulary is written last: a folder that has it is complete.
         files.write_text(folder / "tokenizer.json", self.inner.to_str(pretty=True))
 
     def _end_id(self) -> int | None:
-        named = self._id_of("eos_token")
-        if named is not None:
-            return named
+        configured = self._id_of("eos_token")
+        if configured is not None:
+            return configured
         ids = (self.inner.token_to_id(name) for name in END_NAMES)
-        return next((found for found in ids if found is not None), None)
+        return next((number for number in ids if number is not None), None)
 
     def _id_of(self, role: str) -> int | None:
-        """The id of the token that the configuration gives a role."""
-        named = self.config.get(role)
-        named = named.get("content") if isinstance(named, dict) else named
-        found: int | None = self.inner.token_to_id(named) if named else None
-        return found
+        """The id of the token that has a role in the config."""
+        token = self.config.get(role)
+        token = token.get("content") if isinstance(token, dict) else token
+        number: int | None = self.inner.token_to_id(token) if token else None
+        return number
 
     @cached_property
-    def _reading_specials(self) -> tokenizers.Tokenizer:
-        """The same, with what the configuration calls special known as such in a text, as `transformers` has it."""
+    def _with_special_tokens(self) -> tokenizers.Tokenizer:
+        """The tokenizer, which also recognizes the special tokens of the config in a text, as `transformers` does."""
         from tokenizers import AddedToken
         from tokenizers import Tokenizer as Inner
 
-        found = (self.special(role) for role in ("bos_token", "eos_token", "unk_token", "pad_token"))
-        names = {name for name in found if name is not None}
+        tokens = (self.special(role) for role in ("bos_token", "eos_token", "unk_token", "pad_token"))
+        names = {name for name in tokens if name is not None}
         known = {token.content for token in self.inner.get_added_tokens_decoder().values()}
         if names <= known:
             return self.inner
@@ -140,7 +140,7 @@ class JsonTokenizer(Tokenizer):
 
     @cached_property
     def _fast(self) -> Any:
-        """gigatoken's encoder, if it is installed, takes this vocabulary and agrees."""
+        """The encoder of gigatoken, if it is installed, supports this vocabulary and gives the same ids."""
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         try:
             import gigatoken
@@ -150,13 +150,13 @@ class JsonTokenizer(Tokenizer):
                 fast.encode(part).tolist() == self.encode(part) for part in (PROBE, *PROBE.split(" "), " ", "")
             )
         except Exception:
-            # Whatever it stumbles over, the reference encodes as well, only slower.
+            # On any error the reference is used, which is only slower.
             return None
         return fast if agrees else None
 
 
 def from_file(path: Path) -> JsonTokenizer:
-    """Load a `tokenizer.json`, with the `tokenizer_config.json` beside it if there is one."""
+    """Load a `tokenizer.json`, with the `tokenizer_config.json` next to it if there is one."""
     from tokenizers import Tokenizer as Inner
 
     try:
@@ -182,6 +182,6 @@ def from_gpt2_pair(vocab: Path, merges: Path) -> JsonTokenizer:
     return JsonTokenizer(inner, f"{vocab},{merges}")
 
 
-def _sound(text: str) -> str:
-    """Text that UTF-8 can hold: a lone surrogate, which JSON can smuggle in, becomes the replacement character."""
+def _valid_utf8(text: str) -> str:
+    """Text that UTF-8 can encode: a lone surrogate, which JSON allows, becomes the replacement character."""
     return text if SURROGATE.search(text) is None else SURROGATE.sub("\ufffd", text)

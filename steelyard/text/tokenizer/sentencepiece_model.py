@@ -1,7 +1,7 @@
-"""SentencePiece models, run by the `sentencepiece` library itself.
+"""SentencePiece models, run by the `sentencepiece` library.
 
-What the library does not tell is read from the file, a protocol buffer: `pieces` (field 1) with piece, score and
-type, and the trainer's and normalizer's settings (fields 2 and 3).
+Settings that the library does not expose are read from the file, a protocol buffer: `pieces` (field 1) with piece,
+score and type, and the settings of the trainer and the normalizer (fields 2 and 3).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from steelyard.text.tokenizer.tokenizer import Tokenizer, as_ids, read_config, t
 
 UNIGRAM, BPE = 1, 2  # types of model
 NORMAL, CONTROL, USER_DEFINED, BYTE = 1, 3, 4, 6  # types of piece
-# Classes of `transformers` that begin a text with a token unless they are told not to.
+# Classes of `transformers` that add a BOS token by default.
 BEGINNING_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast", "CodeLlamaTokenizer", "GemmaTokenizer")
 
 
@@ -37,8 +37,8 @@ class SentencePieceTokenizer(Tokenizer):
         try:
             self.inner.LoadFromSerializedProto(model)
             self._read_settings()
-        except Exception:  # What the library says is a line of its own source.
-            raise UserError("this is no SentencePiece model, or a damaged one", where=source) from None
+        except Exception:  # The message of the library is only a line of its source code.
+            raise UserError("this is not a SentencePiece model, or it is damaged", where=source) from None
         self.fingerprint = hashlib.sha256(model).hexdigest()
         self.vocab_size = self.inner.get_piece_size()
         self.end_id = self.inner.eos_id() if self.inner.eos_id() >= 0 else None
@@ -55,7 +55,7 @@ class SentencePieceTokenizer(Tokenizer):
         }
         self.has_bytes = any(piece.get(3, NORMAL) == BYTE for piece in pieces)
         self.has_symbols = any(piece.get(3, NORMAL) == USER_DEFINED for piece in pieces)
-        # The compiled character map, whether a space is put in front, and whether extra spaces are removed.
+        # The compiled character map, whether a space is added at the start, and whether extra spaces are removed.
         self.normalizer = normalizer.get(2, b""), bool(normalizer.get(3, 1)), bool(normalizer.get(4, 1))
 
     def encode(self, text: str) -> list[int]:
@@ -67,24 +67,24 @@ class SentencePieceTokenizer(Tokenizer):
 
     def located(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         ids: list[int] = []
-        places: list[tuple[int, int]] = []
+        spans: list[tuple[int, int]] = []
         start = 0
         for part in re.split("(" + "|".join(map(re.escape, self.controls)) + ")", text) if self.controls else [text]:
             if part in self.controls:
                 ids.append(self.controls[part])
-                places.append((start, start + len(part)))
+                spans.append((start, start + len(part)))
             elif part:
-                found = [dict(_fields(value)) for number, value in _fields(self._described(part)) if number == 2]
+                pieces = [dict(_fields(value)) for number, value in _fields(self._encoded_proto(part)) if number == 2]
                 characters = _characters_before(part)
-                ids += [piece.get(2, 0) for piece in found]
-                places += [tuple(start + characters[piece.get(end, 0)] for end in (4, 5)) for piece in found]
+                ids += [piece.get(2, 0) for piece in pieces]
+                spans += [tuple(start + characters[piece.get(end, 0)] for end in (4, 5)) for piece in pieces]
             start += len(part)
-        return ids, places
+        return ids, spans
 
-    def _described(self, text: str) -> bytes:
-        """The library's own account of how it cuts a text: in field 2 each piece, with id (2) and bytes (4 to 5)."""
-        account: bytes = self.inner.encode(text, out_type="serialized_proto")
-        return account
+    def _encoded_proto(self, text: str) -> bytes:
+        """The encoded text as a protocol buffer: field 2 has each piece, with id (2) and byte range (4 to 5)."""
+        proto: bytes = self.inner.encode(text, out_type="serialized_proto")
+        return proto
 
     def chat_template(self) -> str | None:
         path = Path(self.source)
@@ -113,17 +113,17 @@ class SentencePieceTokenizer(Tokenizer):
         return pieces
 
     def save(self, folder: Path) -> None:
-        """Ship the model itself, or an exact copy of its rules.
+        """Write the model itself, or an exact conversion of it.
 
-        `transformers` has one tokenizer that hands text to SentencePiece untouched; its name speaks of another model,
-        but it adds nothing. When decoding it shows byte pieces by their names, so that a model with byte fallback is
-        rebuilt as a `tokenizer.json` where that is exact.
+        `transformers` has one tokenizer class that passes text to SentencePiece unchanged; it is named after another
+        model, but adds nothing. It decodes byte pieces to their names, so a model with byte fallback is converted to a
+        `tokenizer.json` if that is exact.
         """
-        named = {"unk_token": self.inner.unk_id(), "bos_token": self.inner.bos_id(), "eos_token": self.inner.eos_id()}
+        special = {"unk_token": self.inner.unk_id(), "bos_token": self.inner.bos_id(), "eos_token": self.inner.eos_id()}
         config: dict[str, Any] = {
             "clean_up_tokenization_spaces": False,
             "split_special_tokens": True,
-            **{key: self.inner.id_to_piece(number) if number >= 0 else None for key, number in named.items()},
+            **{key: self.inner.id_to_piece(number) if number >= 0 else None for key, number in special.items()},
         }
         if self.has_bytes and self.kind == "SentencePiece BPE" and not self.normalizer[0] and not self.has_symbols:
             from steelyard.text.tokenizer.sentencepiece_to_json import rebuilt
@@ -138,7 +138,7 @@ class SentencePieceTokenizer(Tokenizer):
             file.write(self.model)
 
     def write(self, prefix: Path) -> list[str]:
-        """Write PREFIX.model and, for people, PREFIX.vocab: a piece and its score a line."""
+        """Write PREFIX.model and the human-readable PREFIX.vocab, with a piece and its score per line."""
         model, vocab = Path(f"{prefix}.model"), Path(f"{prefix}.vocab")
         numbers = range(self.vocab_size)
         lines = (f"{self.inner.id_to_piece(number)}\t{self.inner.get_score(number):g}\n" for number in numbers)
@@ -149,44 +149,44 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 def from_file(path: Path) -> SentencePieceTokenizer:
-    """Load a `.model` file. The configuration beside it, if there is one, says whether texts begin with a token."""
+    """Load a `.model` file. The config next to it, if there is one, decides whether a BOS token is added."""
     config = read_config(path.with_name("tokenizer_config.json"))
     begins = config.get("add_bos_token", config.get("tokenizer_class") in BEGINNING_CLASSES)
     return SentencePieceTokenizer(path.read_bytes(), str(path), begins=bool(begins))
 
 
 def _characters_before(text: str) -> list[int]:
-    """For each byte of a text in UTF-8, and its end, how many characters begin before it."""
+    """For each byte of a text in UTF-8, and its end, the number of characters that start before it."""
     starts = (byte & 0xC0 != 0x80 for byte in text.encode())
     return [0, *accumulate(starts)]
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
-    """The fields of a protocol buffer message, by number; nested messages and strings as bytes."""
-    place = 0
-    while place < len(message):
-        key, place = _varint(message, place)
+    """The fields of a protocol buffer message, by number; nested messages and strings are bytes."""
+    offset = 0
+    while offset < len(message):
+        key, offset = _varint(message, offset)
         number, wire = key >> 3, key & 7
         if wire == 0:
-            value, place = _varint(message, place)
+            value, offset = _varint(message, offset)
             yield number, value
         elif wire == 2:
-            length, place = _varint(message, place)
-            yield number, message[place : place + length]
-            place += length
+            length, offset = _varint(message, offset)
+            yield number, message[offset : offset + length]
+            offset += length
         elif wire in (1, 5):
             width = 8 if wire == 1 else 4
-            yield number, struct.unpack_from("<d" if wire == 1 else "<f", message, place)[0]
-            place += width
+            yield number, struct.unpack_from("<d" if wire == 1 else "<f", message, offset)[0]
+            offset += width
         else:
             raise ValueError(f"wire type {wire}")
 
 
-def _varint(message: bytes, place: int) -> tuple[int, int]:
+def _varint(message: bytes, offset: int) -> tuple[int, int]:
     value = shift = 0
     while True:
-        byte = message[place]
+        byte = message[offset]
         value |= (byte & 0x7F) << shift
-        place, shift = place + 1, shift + 7
+        offset, shift = offset + 1, shift + 7
         if byte < 0x80:
-            return value, place
+            return value, offset

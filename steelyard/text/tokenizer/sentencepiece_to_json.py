@@ -1,10 +1,10 @@
-"""A SentencePiece BPE with byte fallback as a `tokenizer.json`, where that is exact.
+"""Convert a SentencePiece BPE with byte fallback to a `tokenizer.json`, if the conversion is exact.
 
-Such models (Llama 2's is one) merge pairs in the order of their scores, which a `tokenizers` BPE does too. Exact it
-is only without a character map (`tokenizers` applies those by grapheme, SentencePiece by the longest match) and
-without symbols of the user's (which cut the text before it is normalized there, and after it here). And only for BPE:
-a Unigram adds scores in single precision here and in double precision there, which tells equally good readings of a
-text apart differently.
+Such models (for example Llama 2's) merge pairs in the order of their scores, as a BPE of `tokenizers` does. The
+conversion is exact only without a character map (`tokenizers` applies it by grapheme, SentencePiece by the longest
+match) and without user-defined symbols (which SentencePiece splits off before normalization, `tokenizers` after it).
+It is exact only for BPE: Unigram adds scores in single precision in one library and in double precision in the other,
+which breaks ties between segmentations differently.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SPACE = "\u2581"
 
 
 def rebuilt(tokenizer: SentencePieceTokenizer) -> JsonTokenizer:
-    """The same vocabulary and rules for the `tokenizers` library."""
+    """The tokenizer with the same vocabulary and rules in the `tokenizers` library."""
     from tokenizers import Regex, decoders, models, normalizers
     from tokenizers import Tokenizer as Inner
 
@@ -32,7 +32,7 @@ def rebuilt(tokenizer: SentencePieceTokenizer) -> JsonTokenizer:
     _, prefix, squeeze = tokenizer.normalizer
     space = normalizers.Replace(" ", SPACE)
     rules: list[normalizers.Normalizer] = [space]
-    if squeeze:  # In front and inside only spaces go, at the end also the sign that stands for them.
+    if squeeze:  # Remove extra spaces at the start and inside; at the end also the space symbol.
         front, inside = normalizers.Replace(Regex(r"\A +"), ""), normalizers.Replace(Regex(" {2,}"), " ")
         rules = [front, inside, space, normalizers.Replace(Regex(rf"{SPACE}+\z"), "")]
     rules += [normalizers.Prepend(SPACE)] if prefix else []
@@ -43,14 +43,14 @@ def rebuilt(tokenizer: SentencePieceTokenizer) -> JsonTokenizer:
 
 
 def _merges(vocab: dict[str, int], scores: dict[str, float]) -> list[tuple[str, str]]:
-    """Every way to make a piece of two others, the best piece first."""
-    ways: list[tuple[float, int, int, str, str]] = []
+    """All pairs of tokens that merge into another token, by descending score."""
+    merges: list[tuple[float, int, int, str, str]] = []
     for name, score in scores.items():
         for cut in range(1, len(name)):
             left, right = name[:cut], name[cut:]
             if left in vocab and right in vocab:
-                ways.append((-score, vocab[left], vocab[right], left, right))
-    return [(left, right) for *_, left, right in sorted(ways)]
+                merges.append((-score, vocab[left], vocab[right], left, right))
+    return [(left, right) for *_, left, right in sorted(merges)]
 
 
 def _is_text(sp: Any, number: int) -> bool:

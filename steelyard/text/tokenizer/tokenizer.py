@@ -1,4 +1,4 @@
-"""What every tokenizer can do."""
+"""The interface of all tokenizers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from steelyard.core.errors import UserError
 from steelyard.core.safe_parse import read_json_object
 
 END_OF_DOCUMENT = "<|endoftext|>"
-# What other people's vocabularies call the token that ends a document, likeliest first.
+# Names of the end-of-document token in common vocabularies, most likely first.
 END_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 
 
 class Tokenizer(ABC):
-    """Text to ids and back."""
+    """Encodes text to ids and decodes ids to text."""
 
     kind: str
     source: str
@@ -40,35 +40,35 @@ class Tokenizer(ABC):
         """The ids of a text."""
 
     def framed(self, text: str) -> list[int]:
-        """The ids of a text with the special tokens that this tokenizer puts around it, where it is one that does."""
+        """The ids of a text with the special tokens that this tokenizer adds, if any."""
         return self.encode(text)
 
     @abstractmethod
     def located(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """The ids of a text and the characters, from and up to, that each stands for.
+        """The ids of a text, and the span of characters of each, as start and end.
 
-        Special tokens that are written out in the text, as chat templates do, are taken for what they are.
+        Special tokens in the text, which chat templates write, are recognized.
         """
 
     def special(self, role: str) -> str | None:
-        """How the token of a role (`bos_token`, `eos_token`, ...) is written."""
+        """The text of the token with a role (`bos_token`, `eos_token`, ...)."""
         return None
 
     def special_id(self, role: str) -> int | None:
-        """The id of the token of a role."""
+        """The id of the token with a role."""
         return None
 
     def chat_template(self) -> str | None:
-        """The Jinja template for conversations, if the tokenizer brings one."""
+        """The Jinja chat template, if the tokenizer has one."""
         return None
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
-        """The ids of many texts, as fast as this kind can, on one thread."""
+        """The ids of many texts, with the fastest implementation, on one thread."""
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids; special tokens show as nothing."""
+        """The text of ids, without special tokens."""
 
     @abstractmethod
     def pieces(self, text: str) -> list[str]:
@@ -76,10 +76,10 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def save(self, folder: Path) -> None:
-        """Write a folder that `transformers` loads and that gives the same ids."""
+        """Write a folder that `transformers` can load and that gives the same ids."""
 
     def check_ids(self, ids: npt.NDArray[Any]) -> None:
-        """Refuse an id that the vocabulary does not have."""
+        """Raise if an id is outside the vocabulary."""
         if ids.size and int(ids.max()) >= self.vocab_size:
             raise UserError(
                 f"the id {int(ids.max())} is outside the vocabulary of {self.vocab_size}", where=self.source
@@ -87,13 +87,13 @@ class Tokenizer(ABC):
 
 
 def template_in(config: dict[str, Any], folder: Path | None) -> str | None:
-    """The chat template of a tokenizer: a file of its own in the folder, or a value in its configuration."""
+    """The chat template of a tokenizer: a separate file in the folder, or a value in its config."""
     if folder is not None and (folder / "chat_template.jinja").is_file():
         return files.inside(folder / "chat_template.jinja").read_text(encoding="utf-8")
-    found = config.get("chat_template")
-    if isinstance(found, list):  # Several, by name; the one for ordinary conversations is `default`.
-        found = next((entry.get("template") for entry in found if entry.get("name") == "default"), None)
-    return found if isinstance(found, str) else None
+    template = config.get("chat_template")
+    if isinstance(template, list):  # Several templates by name; the one for plain conversations is `default`.
+        template = next((entry.get("template") for entry in template if entry.get("name") == "default"), None)
+    return template if isinstance(template, str) else None
 
 
 def as_ids(ids: Any) -> npt.NDArray[np.int32]:
@@ -102,5 +102,5 @@ def as_ids(ids: Any) -> npt.NDArray[np.int32]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A `tokenizer_config.json`, or nothing where there is none."""
+    """A `tokenizer_config.json`, or an empty dict if there is none."""
     return read_json_object(files.inside(path)) if path.is_file() else {}

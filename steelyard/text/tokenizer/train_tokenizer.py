@@ -1,4 +1,4 @@
-"""Learning vocabularies: byte-level BPE with `tokenizers`, Unigram and BPE with SentencePiece."""
+"""Train tokenizers: byte-level BPE with `tokenizers`, Unigram and BPE with SentencePiece."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from steelyard.text.tokenizer.json_file import JsonTokenizer
 from steelyard.text.tokenizer.sentencepiece_model import SentencePieceTokenizer
 from steelyard.text.tokenizer.tokenizer import END_OF_DOCUMENT
 
-# SentencePiece refuses longer lines without a word; cutting keeps them, and loses at most the pieces across a cut.
+# SentencePiece silently drops longer lines. Splitting keeps them, and loses at most the pieces across a split.
 LONGEST_LINE = 4000
 
 
 @dataclass(frozen=True)
 class SentencePieceOptions:
-    """What can be said about a SentencePiece vocabulary."""
+    """Options for training a SentencePiece vocabulary."""
 
     type: str = "unigram"  # or bpe
     character_coverage: float = 0.9995
@@ -29,7 +29,7 @@ class SentencePieceOptions:
 
 
 def train_byte_bpe(texts: Iterable[str], vocab_size: int, symbols: Iterable[str] = ()) -> JsonTokenizer:
-    """Learn a byte-level BPE vocabulary. Every byte is a token, so no text is ever unknown."""
+    """Train a byte-level BPE vocabulary. Every byte is a token, so there is no unknown text."""
     from tokenizers import Tokenizer as Inner
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -37,7 +37,7 @@ def train_byte_bpe(texts: Iterable[str], vocab_size: int, symbols: Iterable[str]
     specials = [END_OF_DOCUMENT, *symbols]
     if vocab_size < len(alphabet) + len(specials):
         least = len(alphabet) + len(specials)
-        raise UserError(f"a byte-level vocabulary of {vocab_size} is too small", hint=f"ask for {least} or more")
+        raise UserError(f"a byte-level vocabulary of {vocab_size} is too small", hint=f"use {least} or more")
     inner = Inner(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
@@ -50,14 +50,14 @@ def train_byte_bpe(texts: Iterable[str], vocab_size: int, symbols: Iterable[str]
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int, options: SentencePieceOptions) -> SentencePieceTokenizer:
-    """Learn a SentencePiece vocabulary with <unk>, <s> and </s> as its first three pieces."""
+    """Train a SentencePiece vocabulary with <unk>, <s> and </s> as its first three pieces."""
     import sentencepiece
 
     model = io.BytesIO()
     stopped_by: list[BaseException] = []
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_watched(_lines(_not_empty(texts)), stopped_by),
+            sentence_iterator=_recording_errors(_lines(_not_empty(texts)), stopped_by),
             model_writer=model,
             vocab_size=vocab_size,
             model_type=options.type,
@@ -67,8 +67,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, options: Sentence
             byte_fallback=options.byte_fallback,
             split_digits=options.split_digits,
             user_defined_symbols=list(options.symbols),
-            # With bytes to fall back on nothing needs mapping to something known, and without a map the export is
-            # exact.
+            # With byte fallback no character map is needed, and without a map the export is exact.
             normalization_rule_name="identity" if options.keep_whitespace or options.byte_fallback else "nmt_nfkc",
             remove_extra_whitespaces=not options.keep_whitespace,
             max_sentence_length=4 * LONGEST_LINE + 4,
@@ -78,19 +77,19 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, options: Sentence
     except RuntimeError as error:
         if stopped_by:
             raise stopped_by[0] from None
-        raise _explained(str(error), vocab_size) from None
+        raise _translated(str(error), vocab_size) from None
     return SentencePieceTokenizer(model.getvalue(), "the trained vocabulary")
 
 
-def _explained(message: str, vocab_size: int) -> UserError:
+def _translated(message: str, vocab_size: int) -> UserError:
     reason = message.split("] ", 1)[-1].strip() or message
     if "too high" in reason or "Vocabulary size" in reason:
         return UserError(f"a vocabulary of {vocab_size} does not fit this text: {reason}")
-    return UserError(f"SentencePiece could not learn a vocabulary: {reason}")
+    return UserError(f"SentencePiece could not train a vocabulary: {reason}")
 
 
-def _watched(lines: Iterator[str], stopped_by: list[BaseException]) -> Iterator[str]:
-    """The lines, with a note of what stopped them: SentencePiece turns any error, also Ctrl-C, into its own."""
+def _recording_errors(lines: Iterator[str], stopped_by: list[BaseException]) -> Iterator[str]:
+    """Yield the lines and record the error that stops them: SentencePiece replaces any error, even Ctrl-C."""
     try:
         yield from lines
     except GeneratorExit:
@@ -113,4 +112,4 @@ def _not_empty(texts: Iterable[str]) -> Iterator[str]:
         characters += len(text)
         yield text
     if not characters:
-        raise UserError("the corpus is empty: there is nothing to learn a vocabulary from")
+        raise UserError("the corpus is empty: nothing to train a vocabulary on")
