@@ -113,7 +113,7 @@ def mistake(done: subprocess.CompletedProcess) -> str:
         (["recipe", "from-megatron", "tiny.toml"], "tiny.toml"),
         (["recipe", "from-megatron", "--", "a"], "name at least one script"),
         (["submit"], "name a recipe, or a command behind --"),
-        (["submit", "tiny.toml", "--on", "mpi", "--nodes", "2", "parallel.data=2"], "mpirun is told of 0"),
+        (["submit", "tiny.toml", "--on", "mpi", "--nodes", "2", "parallel.data=2"], "only 0 are given for mpirun"),
         (["submit", "tiny.toml", "--site", "nowhere"], "there is no site nowhere"),
         (["submit", "--", "trian", "x"], "there is no command trian"),
         (["cancel", "nowhere"], "nowhere is no run"),

@@ -69,7 +69,7 @@ def test_what_cannot_be_seen_from_here_is_named_in_a_warning(queue, capsys):
     submit.submit(asked(f"data.train={hidden}", "data.tokenizer=someone/small", "train.device=cpu"))
     assert queue.exists()
     reported = capsys.readouterr().err
-    assert f"data.train: {hidden} cannot be seen from this machine" in reported
+    assert f"data.train: {hidden} is not visible on this machine" in reported
     assert "data.tokenizer: someone/small" in reported
 
 
