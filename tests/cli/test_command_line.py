@@ -116,7 +116,7 @@ def mistake(done: subprocess.CompletedProcess) -> str:
         (["submit", "tiny.toml", "--on", "mpi", "--nodes", "2", "parallel.data=2"], "only 0 are given for mpirun"),
         (["submit", "tiny.toml", "--site", "nowhere"], "there is no site nowhere"),
         (["submit", "--", "trian", "x"], "there is no command trian"),
-        (["cancel", "nowhere"], "nowhere is no run"),
+        (["cancel", "nowhere"], "nowhere is not a run"),
         (["list", "nowhere"], "there is no folder nowhere"),
         (["report", "."], "not a run folder"),
         (["report", "tiny.toml"], "is a file, not a run folder"),
