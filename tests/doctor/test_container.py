@@ -198,7 +198,7 @@ def test_a_profile_keeps_its_comments_and_what_it_had(tmp_path):
     assert written["default"] == site_profile.default(path) == "campus"
 
 
-@pytest.mark.parametrize(("text", "message"), [("a = [", "not TOML"), ("campus = 3\n", "is no table")])
+@pytest.mark.parametrize(("text", "message"), [("a = [", "not TOML"), ("campus = 3\n", "is not a table")])
 def test_a_profile_that_cannot_be_edited_is_left_and_told(tmp_path, text, message):
     path = tmp_path / "sites.toml"
     path.write_text(text)
