@@ -127,7 +127,7 @@ def mistake(done: subprocess.CompletedProcess) -> str:
         (["prune", ".", "out", "--method", "sparse-gpt"], "did you mean sparsegpt?"),
         (["mask", "info", "tiny.toml"], "not a whole safetensors file"),
         (["hub", "push", "nowhere", "me/model"], "there is no folder nowhere"),
-        (["hub", "push", ".", "a/b/c"], "a/b/c is no name on the hub"),
+        (["hub", "push", ".", "a/b/c"], "a/b/c is not a valid name on the hub"),
         (["hub", "push", ".", "me/model", "--test-prompt", " "], "the test prompt is empty"),
         (["hub", "push", ".", "me/model", "--dry-run"], "no checkpoint of a known kind"),
         (["hub", "pull", "https://hub/x", "model"], "is no name on the hub"),

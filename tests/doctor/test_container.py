@@ -84,7 +84,7 @@ def test_an_image_is_made_whole_from_outside_and_undo_leaves_no_trace(bench, ima
     found = diagnose.examine_image(machine, str(image), "campus", lambda question: True)
     assert named(found.findings, "libcudnn.so.8").verdict == "ok"
     assert [finding.verdict for finding in found.after] == ["ok"]
-    assert found.after[0].words == "all of 2 libraries load"
+    assert found.after[0].words == "all 2 libraries load"
     site = tomllib.loads(sites_file(machine).read_text())["campus"]
     links = bench.path / "home/.local/share/steelyard/doctor/images/pytorch_24.01-py3.sif"
     assert site["container"] == {
