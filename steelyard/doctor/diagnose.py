@@ -25,7 +25,7 @@ Agree = Callable[[str], bool]
 
 
 @dataclass
-class Diagnosis:
+class Visit:
     """The findings, the planned changes, and the findings after the changes."""
 
     findings: list[Finding]
@@ -63,7 +63,7 @@ class Diagnosis:
 
 def examine(
     machine: Machine, others: str | None, quick: bool, fix: bool, agree: Agree, site: str | None = None
-) -> Diagnosis | None:
+) -> Visit | None:
     """Run all checks, and with `fix` the safe repairs. None on ranks that only take part in the all-reduce."""
     try:
         world = detect(machine.environment)
@@ -74,7 +74,7 @@ def examine(
             all_reduce.exchange(machine, ask(machine), world)
         return None
     known = nodes.names(others) if others else []
-    diagnosis = Diagnosis(survey(machine, known, _ssh_options(machine, site) if known else (), with_exchange=not quick))
+    diagnosis = Visit(survey(machine, known, _ssh_options(machine, site) if known else (), with_exchange=not quick))
     fixable = [finding for finding in diagnosis.findings if finding.is_fixable]
     if not fix:
         if fixable:
@@ -97,7 +97,7 @@ def _ssh_options(machine: Machine, site: str | None) -> list[str]:
     return nodes.options_of(sites.find(site, file=file)[1]) if site is not None or file.exists() else []
 
 
-def _agreed(diagnosis: Diagnosis, agree: Agree) -> bool:
+def _agreed(diagnosis: Visit, agree: Agree) -> bool:
     console.say(as_text(diagnosis.findings) + "\n\nplanned changes:")
     for change in diagnosis.planned:
         console.say(f"  {change.in_words()}")
@@ -124,14 +124,14 @@ def _again(machine: Machine, fixable: Sequence[Finding]) -> list[Finding]:
     return [finding for finding in found if (finding.topic, finding.name) in wanted]
 
 
-def examine_image(machine: Machine, name: str, site: str | None, agree: Agree) -> Diagnosis:
+def examine_image(machine: Machine, name: str, site: str | None, agree: Agree) -> Visit:
     """What an image lacks, added by a site profile: the named one, the default, or a new one."""
     site = site if site is not None else site_profile.default(sites_file(machine)) or "container"
     if not re.fullmatch(r"[A-Za-z0-9_-]+", site) or site == sites.DEFAULT:
         raise UserError(f"--site: {site!r} is not a site name", hint="use letters, digits, - and _, not default")
     image = container.choose(machine, name)
     plan = container.prepare(machine, image, site)
-    diagnosis = Diagnosis(plan.findings, plan.changes)
+    diagnosis = Visit(plan.findings, plan.changes)
     if plan.changes and _agreed(diagnosis, agree):
         undo_log.apply(machine, plan.changes)
         diagnosis.is_applied = True
