@@ -1,4 +1,4 @@
-"""Is this machine fit? Checks with a plain verdict each, repairs that can be taken back, and logs explained.
+"""Checks of this machine, repairs that can be undone, and explanations of errors in logs.
 
-Nothing here imports torch: what only torch knows is asked in a process of its own (`ask/`).
+Nothing here imports torch: facts that only torch knows are read in a subprocess (`probes/`).
 """

@@ -1,6 +1,6 @@
-"""An all-reduce between real ranks, timed: `python -m steelyard.doctor.all_reduce_rank cpu|cuda [RANKS]`.
+"""A timed all-reduce between real ranks: `python -m steelyard.doctor.all_reduce_rank cpu|cuda [RANKS]`.
 
-With a number it starts so many ranks here; without, it is one rank of whatever launcher started it, so that
+With a number it starts that many ranks here. Without, it is one rank of the launcher that started it, so that
 `steelyard submit -- doctor` measures the network that a job would use. Rank 0 prints one JSON object.
 """
 
@@ -17,7 +17,7 @@ MINUTES = 2.0
 
 
 def main() -> int:
-    """Start ranks, or be one."""
+    """Start the ranks, or run as one of them."""
     device, count = sys.argv[1], sys.argv[2:]
     if count:
         from steelyard.launch import spawn
@@ -30,7 +30,7 @@ def main() -> int:
 
 
 def measure(device: str) -> dict[str, object] | None:
-    """The time of one all-reduce, checked to be right; None on all ranks but the first."""
+    """The time of one all-reduce, whose result is checked; None on all ranks except rank 0."""
     import torch
     import torch.distributed as dist
 
@@ -54,7 +54,7 @@ def measure(device: str) -> dict[str, object] | None:
     if not world.is_rank0:
         return None
     taken = sorted(seconds[WARM_UP:])[ROUNDS // 2]
-    sent = 2 * (world.size - 1) / world.size * BYTES[device]  # By each rank, in a ring.
+    sent = 2 * (world.size - 1) / world.size * BYTES[device]  # by each rank, in a ring
     return {"ranks": world.size, "hosts": len(set(hosts)), "device": device, "bytes": BYTES[device],
             "seconds": taken, "bandwidth": sent / taken, "right": is_right}  # fmt: skip
 

@@ -1,8 +1,9 @@
-"""`--container IMAGE`: an image that cannot be changed, made whole from outside.
+"""`--container IMAGE`: provides missing libraries to a read-only image from outside.
 
-The image's own Python is asked which libraries torch wants and which are missing. For those, the host is searched; a
-folder of links is made whose targets lie inside the image, under /opt/steelyard; and the folder, the libraries' folders
-and, where the image has no nvcc, the host's CUDA go into the site profile as binds, with CUDA_HOME and LD_LIBRARY_PATH.
+The image's Python reports which libraries torch needs and which are missing. The missing ones are searched for on the
+host. A folder of links is created whose targets are inside the image, under /opt/steelyard. That folder, the libraries'
+folders and, if the image has no nvcc, the host's CUDA are added to the site profile as binds, with CUDA_HOME and
+LD_LIBRARY_PATH.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from steelyard.doctor.undo_log import Change
 TOPIC = "container"
 INSIDE = "/opt/steelyard"
 CUDA_INSIDE = "/usr/local/cuda"
-SECONDS = 300  # Unpacking an image the first time takes long.
+SECONDS = 300  # Unpacking an image for the first time is slow.
 
 
 @dataclass(frozen=True)
 class Image:
-    """An image and the program that runs it."""
+    """An image, and the container runtime that runs it."""
 
     path: str
     kind: str
@@ -40,7 +41,7 @@ class Image:
     def words(
         self, command: Sequence[str], binds: Sequence[str] = (), env: Mapping[str, str] | None = None
     ) -> list[str]:
-        """The command inside."""
+        """The command that runs `command` inside the image."""
         variables = [word for name, value in (env or {}).items() for word in ("--env", f"{name}={value}")]
         if self.kind in ("apptainer", "singularity"):
             options = [word for bind in binds for word in ("--bind", bind)]
@@ -56,13 +57,13 @@ class Image:
             "--network=none",
             "--entrypoint",
             command[0],
-        ]  # An image may have one of its own.
+        ]  # The image may define another entrypoint.
         return [*start, *volumes, *variables, self.path, *command[1:]]
 
 
 @dataclass
-class Made:
-    """What is to be done for an image, and what was found on the way."""
+class ImagePlan:
+    """The changes for an image, and the findings."""
 
     findings: list[Finding] = field(default_factory=list)
     binds: list[str] = field(default_factory=list)
@@ -72,12 +73,12 @@ class Made:
 
 
 def choose(machine: Machine, image: str) -> Image:
-    """The runtime for an image: by the kind of file it is, and by what is installed."""
+    """The runtime for an image, by its file type and the installed runtimes."""
     if image.startswith("-"):
-        raise UserError(f"{image} is no image", hint="name a .sif or .sqsh file, or an image that docker knows")
+        raise UserError(f"{image} is not an image", hint="give a .sif or .sqsh file, or an image that docker knows")
     is_file = image.endswith((".sif", ".simg", ".sqsh")) or Path(image).exists()
     if is_file and not Path(image).exists():
-        raise UserError(f"there is no image {image}", hint="name a .sif or .sqsh file, or an image that docker knows")
+        raise UserError(f"there is no image {image}", hint="give a .sif or .sqsh file, or an image that docker knows")
     kinds = ["enroot"] if image.endswith(".sqsh") else ["apptainer", "singularity"] if is_file else ["docker", "podman"]
     there = [name for name in kinds if machine.which(name)]
     if not there:
@@ -89,7 +90,7 @@ def choose(machine: Machine, image: str) -> Image:
 
 
 def _has(machine: Machine, runtime: str, image: str) -> bool:
-    """Whether docker or podman has an image already: those of the one are not the other's."""
+    """Whether docker or podman already has an image. They do not share images."""
     answer = machine.run([runtime, "image", "inspect", image])
     return answer is not None and answer.is_good
 
@@ -97,84 +98,86 @@ def _has(machine: Machine, runtime: str, image: str) -> bool:
 def look(
     machine: Machine, image: Image, binds: Sequence[str] = (), env: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """What the image's Python says of its libraries."""
+    """The libraries of the image, as reported by its Python."""
     source = Path(elf.__file__).read_text(encoding="utf-8")
-    asked = Path(image_script.__file__).read_text(encoding="utf-8")
-    source += re.sub(r"^from steelyard\.doctor\.elf import read\n", "", asked, flags=re.MULTILINE)
+    probe = Path(image_script.__file__).read_text(encoding="utf-8")
+    source += re.sub(r"^from steelyard\.doctor\.elf import read\n", "", probe, flags=re.MULTILINE)
     answer = machine.run(image.words(["python3", "-c", source], binds, env), seconds=SECONDS)
     if answer is None or not answer.is_good:
         by_hand = join(image.words(["python3", "--version"]))
         raise RuntimeFailure(f"{image.kind} could not run python3 in {image.path}: {answer.gist if answer else ''}",
-                    hint=f"try it by hand: {by_hand}")  # fmt: skip
+                    hint=f"try it manually: {by_hand}")  # fmt: skip
     try:
-        said: dict[str, Any] = json.loads(answer.out.strip().splitlines()[-1])
+        info: dict[str, Any] = json.loads(answer.out.strip().splitlines()[-1])
     except (ValueError, IndexError):
         raise RuntimeFailure(f"python3 in {image.path} answered {answer.out.strip()[:100]!r}") from None
-    return said
+    return info
 
 
-def prepare(machine: Machine, image: Image, site: str) -> Made:
-    """What the image lacks, where the host has it, and the changes that bring both together."""
-    said = look(machine, image)
-    made = Made()
-    if said["torch"] is None:
-        hint = "build one that has it: containers/steelyard.def, containers/Dockerfile"
-        made.findings.append(Finding(TOPIC, "torch", "fail", f"there is no torch in {image.path}", hint))
-        return made
-    links = _links(machine, said, made)
-    _bring_cuda(machine, said, made)
+def prepare(machine: Machine, image: Image, site: str) -> ImagePlan:
+    """Find what the image lacks and the host has, and plan the changes."""
+    info = look(machine, image)
+    plan = ImagePlan()
+    if info["torch"] is None:
+        hint = "build an image with torch: containers/steelyard.def, containers/Dockerfile"
+        plan.findings.append(Finding(TOPIC, "torch", "fail", f"there is no torch in {image.path}", hint))
+        return plan
+    links = _links(machine, info, plan)
+    _add_cuda(machine, info, plan)
     name = re.sub(r"[^\w.-]", "_", Path(image.path).name) or "image"
     place = folder(machine) / "images" / name
     if links:
-        made.binds.insert(0, f"{place}:{INSIDE}/links")
-        # What a runtime is told replaces the image's own list, so that goes behind.
-        made.prepend = [f"{INSIDE}/links", *(entry for entry in said["library_path"].split(":") if entry)]
-        made.changes += undo_log.folders_to(place)
+        plan.binds.insert(0, f"{place}:{INSIDE}/links")
+        # The runtime's variable replaces the image's LD_LIBRARY_PATH, so the image's entries are appended.
+        plan.prepend = [f"{INSIDE}/links", *(entry for entry in info["library_path"].split(":") if entry)]
+        plan.changes += undo_log.folders_to(place)
         for link, target in links.items():
-            made.changes += undo_log.link(place / link, target)
-    for bind in made.binds:
+            plan.changes += undo_log.link(place / link, target)
+    for bind in plan.binds:
         if bind.count(":") != 1 or "," in bind:
-            raise UserError(f"{bind.rsplit(':', 1)[0]} cannot be bound: its name has a colon or comma", hint="move it")
-    prepend = {"LD_LIBRARY_PATH": made.prepend} if made.prepend else {}
+            raise UserError(
+                f"{bind.rsplit(':', 1)[0]} cannot be bound: its name contains a colon or comma", hint="move it"
+            )
+    prepend = {"LD_LIBRARY_PATH": plan.prepend} if plan.prepend else {}
     container = {"kind": image.kind, "image": image.path}
-    text = site_profile.edited(sites_file(machine), site, container, made.binds, made.environment, prepend)
-    made.changes += undo_log.folders_to(sites_file(machine).parent) + undo_log.file(sites_file(machine), text)
-    return made
+    text = site_profile.edited(sites_file(machine), site, container, plan.binds, plan.environment, prepend)
+    plan.changes += undo_log.folders_to(sites_file(machine).parent) + undo_log.file(sites_file(machine), text)
+    return plan
 
 
-def _links(machine: Machine, said: Mapping[str, Any], made: Made) -> dict[str, str]:
-    """Links by name, to places inside the image where the host's folders will be seen."""
+def _links(machine: Machine, info: Mapping[str, Any], plan: ImagePlan) -> dict[str, str]:
+    """Links by name. Their targets are the paths inside the image at which the host's folders are mounted."""
     links: dict[str, str] = {}
     places: dict[str, str] = {}
-    runtime = next((name for name in said["wanted"] if name.startswith("libcudart.so.")), "libcudart.so.12")
+    runtime = next((name for name in info["wanted"] if name.startswith("libcudart.so.")), "libcudart.so.12")
     cuda = [int(runtime.rsplit(".", 1)[1])]
-    for soname in said["missing"]:
+    for soname in info["missing"]:
         found = sonames.candidates(machine, soname)
         if not found:
             package = package_of(soname, cuda)
-            hint = f"pip install --target FOLDER {package}, and put its lib on LD_LIBRARY_PATH"
-            made.findings.append(
-                Finding(TOPIC, soname, "fail", "missing in the image, and not found on this host", hint)
+            hint = f"pip install --target FOLDER {package}, and add its lib folder to LD_LIBRARY_PATH"
+            plan.findings.append(
+                Finding(TOPIC, soname, "fail", "missing in the image and not found on this host", hint)
             )
             continue
         for name, target in sonames.links_for(found[0].resolve(), soname).items():
             real = Path(target).resolve()
             place = places.setdefault(str(real.parent), f"{INSIDE}/libraries/{len(places)}")
             links.setdefault(name, f"{place}/{real.name}")
-        words = f"missing in the image; {found[0]} is shown inside under that name"
-        made.findings.append(Finding(TOPIC, soname, "ok", words, facts={"path": str(found[0])}))
-    made.binds += [f"{host}:{inside}" for host, inside in places.items()]
+        words = f"missing in the image; {found[0]} is mounted under that name"
+        plan.findings.append(Finding(TOPIC, soname, "ok", words, facts={"path": str(found[0])}))
+    plan.binds += [f"{host}:{inside}" for host, inside in places.items()]
     return links
 
 
-def _bring_cuda(machine: Machine, said: Mapping[str, Any], made: Made) -> None:
-    """CUDA's programs and headers, where the image has no nvcc and the host has; and CUDA_HOME in any case."""
-    if not said["wanted"]:
-        made.findings.append(Finding(TOPIC, "CUDA", "absent", "the image's torch is built for processors"))
+def _add_cuda(machine: Machine, info: Mapping[str, Any], plan: ImagePlan) -> None:
+    """CUDA's programs and headers, if the image has no nvcc and the host does. Sets CUDA_HOME in any case."""
+    if not info["wanted"]:
+        plan.findings.append(Finding(TOPIC, "CUDA", "absent", "the image has a CPU-only build of torch"))
         return
-    if said["nvcc"]:
-        made.environment |= {"CUDA_HOME": said["cuda_home"]} if said["cuda_home"] else {}
-        made.findings.append(Finding(TOPIC, "nvcc", "ok", f"{said['nvcc']} in the image"))
+    if info["nvcc"]:
+        plan.environment |= {"CUDA_HOME": info["cuda_home"]} if info["cuda_home"] else {}
+        plan.findings.append(Finding(TOPIC, "nvcc", "ok", f"{info['nvcc']} in the image"))
         return
     nvcc = machine.which("nvcc")
     homes = [
@@ -184,23 +187,25 @@ def _bring_cuda(machine: Machine, said: Mapping[str, Any], made: Made) -> None:
     ]
     home = next((Path(one) for one in homes if one and (Path(one) / "bin" / "nvcc").exists()), None)
     if home is None:
-        words = "neither the image nor this host has it; only packages that compile CUDA code need it"
-        made.findings.append(Finding(TOPIC, "nvcc", "absent", words))
+        words = "neither the image nor this host has nvcc; only packages that compile CUDA code need it"
+        plan.findings.append(Finding(TOPIC, "nvcc", "absent", words))
         return
     parts = [part for part in ("bin", "include", "nvvm") if (home / part).is_dir()]
-    made.binds += [f"{(home / part).resolve()}:{CUDA_INSIDE}/{part}" for part in parts]
-    made.environment |= {"CUDA_HOME": CUDA_INSIDE, "CUDA_ROOT": CUDA_INSIDE}
-    made.findings.append(Finding(TOPIC, "nvcc", "ok", f"missing in the image; {home} is shown inside as {CUDA_INSIDE}"))
+    plan.binds += [f"{(home / part).resolve()}:{CUDA_INSIDE}/{part}" for part in parts]
+    plan.environment |= {"CUDA_HOME": CUDA_INSIDE, "CUDA_ROOT": CUDA_INSIDE}
+    plan.findings.append(Finding(TOPIC, "nvcc", "ok", f"missing in the image; {home} is mounted as {CUDA_INSIDE}"))
 
 
-def verify(machine: Machine, image: Image, made: Made) -> list[Finding]:
-    """The image once more, with what was made for it."""
-    env = dict(made.environment)
-    if made.prepend:
-        env["LD_LIBRARY_PATH"] = ":".join(made.prepend)
-    said = look(machine, image, made.binds, env)
-    if said["missing"]:
-        words = f"with all that, {', '.join(said['missing'])} still cannot be loaded"
-        return [Finding(TOPIC, "with the site profile", "fail", words, "steelyard doctor --undo takes it back")]
-    words = f"all of {len(said['wanted'])} libraries load" if said["wanted"] else "the image's torch needs no more"
+def verify(machine: Machine, image: Image, plan: ImagePlan) -> list[Finding]:
+    """Check the image again, with the planned binds and variables."""
+    env = dict(plan.environment)
+    if plan.prepend:
+        env["LD_LIBRARY_PATH"] = ":".join(plan.prepend)
+    info = look(machine, image, plan.binds, env)
+    if info["missing"]:
+        words = f"with the site profile, {', '.join(info['missing'])} still cannot be loaded"
+        return [Finding(TOPIC, "with the site profile", "fail", words, "steelyard doctor --undo reverts the changes")]
+    words = (
+        f"all {len(info['wanted'])} libraries load" if info["wanted"] else "the image's torch needs no CUDA libraries"
+    )
     return [Finding(TOPIC, "with the site profile", "ok", words)]

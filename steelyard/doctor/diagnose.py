@@ -1,4 +1,4 @@
-"""A visit to the doctor: look, say what was found, and with leave mend it."""
+"""`steelyard doctor`: run the checks, report the findings, and apply repairs if the user agrees."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from steelyard.doctor.undo_log import Change
 from steelyard.launch import sites
 from steelyard.parallel.world import World, detect
 
-UNDO = "steelyard doctor --undo takes it back"
+UNDO = "steelyard doctor --undo reverts the changes"
 Agree = Callable[[str], bool]
 
 
 @dataclass
 class Visit:
-    """What was found, what was done, and what is found after it."""
+    """The findings, the planned changes, and the findings after the changes."""
 
     findings: list[Finding]
     planned: list[Change] = field(default_factory=list)
@@ -36,9 +36,9 @@ class Visit:
 
     @property
     def verdict(self) -> str:
-        """The worst that is left; what was mended counts as it is now."""
-        mended = {(finding.topic, finding.name) for finding in self.after}
-        left = [finding for finding in self.findings if (finding.topic, finding.name) not in mended]
+        """The worst verdict. Repaired findings count with their new verdict."""
+        repaired = {(finding.topic, finding.name) for finding in self.after}
+        left = [finding for finding in self.findings if (finding.topic, finding.name) not in repaired]
         return worst([*left, *self.after])
 
     def as_result(self) -> dict[str, Any]:
@@ -52,7 +52,7 @@ class Visit:
         }
 
     def as_text(self) -> str:
-        """For a person."""
+        """The report as text."""
         counted = [finding.verdict for finding in self.findings]
         tally = ", ".join(f"{counted.count(verdict)} {verdict}" for verdict in ("fail", "warn", "ok", "absent"))
         parts = [as_text(self.findings), tally]
@@ -64,48 +64,48 @@ class Visit:
 def examine(
     machine: Machine, others: str | None, quick: bool, fix: bool, agree: Agree, site: str | None = None
 ) -> Visit | None:
-    """All checks, and with `fix` the safe repairs. None on ranks that only take part in the all-reduce."""
+    """Run all checks, and with `fix` the safe repairs. None on ranks that only take part in the all-reduce."""
     try:
         world = detect(machine.environment)
     except UserError:
-        world = World()  # The all-reduce will say what is wrong.
+        world = World()  # The all-reduce check reports the error.
     if not world.is_rank0:
         if not quick:
             all_reduce.exchange(machine, ask(machine), world)
         return None
     known = nodes.names(others) if others else []
-    visit = Visit(survey(machine, known, _ssh_options(machine, site) if known else (), with_exchange=not quick))
-    fixable = [finding for finding in visit.findings if finding.is_fixable]
+    diagnosis = Visit(survey(machine, known, _ssh_options(machine, site) if known else (), with_exchange=not quick))
+    fixable = [finding for finding in diagnosis.findings if finding.is_fixable]
     if not fix:
         if fixable:
-            visit.hint = f"steelyard doctor --fix can mend: {', '.join(finding.name for finding in fixable)}"
-        return visit
-    visit.planned = repair.planned(machine, fixable)
-    if visit.planned and _agreed(visit, agree):
-        undo_log.apply(machine, visit.planned)
-        visit.is_applied = True
-        visit.after = _again(mended(machine, fixable), fixable)
-        visit.hint = f"in every shell and job that trains: source {environment_file(machine)}\n{UNDO}"
-    elif not visit.planned:
-        visit.hint = "nothing to mend that is safe to mend"
-    return visit
+            diagnosis.hint = f"steelyard doctor --fix can repair: {', '.join(finding.name for finding in fixable)}"
+        return diagnosis
+    diagnosis.planned = repair.planned(machine, fixable)
+    if diagnosis.planned and _agreed(diagnosis, agree):
+        undo_log.apply(machine, diagnosis.planned)
+        diagnosis.is_applied = True
+        diagnosis.after = _again(repaired(machine, fixable), fixable)
+        diagnosis.hint = f"in every shell and job that trains: source {environment_file(machine)}\n{UNDO}"
+    elif not diagnosis.planned:
+        diagnosis.hint = "there is nothing that can be repaired safely"
+    return diagnosis
 
 
 def _ssh_options(machine: Machine, site: str | None) -> list[str]:
-    """What the site profile tells mpirun of ssh holds here too."""
+    """The ssh options of the site's mpirun, which apply here too."""
     file = sites_file(machine)
     return nodes.options_of(sites.find(site, file=file)[1]) if site is not None or file.exists() else []
 
 
-def _agreed(visit: Visit, agree: Agree) -> bool:
-    console.say(as_text(visit.findings) + "\n\nthis would be changed:")
-    for change in visit.planned:
+def _agreed(diagnosis: Visit, agree: Agree) -> bool:
+    console.say(as_text(diagnosis.findings) + "\n\nplanned changes:")
+    for change in diagnosis.planned:
         console.say(f"  {change.in_words()}")
-    return agree("make these changes?")
+    return agree("apply these changes?")
 
 
-def mended(machine: Machine, fixable: Sequence[Finding]) -> Machine:
-    """The machine as it is for a shell that has sourced the file."""
+def repaired(machine: Machine, fixable: Sequence[Finding]) -> Machine:
+    """The machine as a shell sees it that has sourced the file."""
     environment = dict(machine.environment)
     if any(finding.links for finding in fixable):
         before = environment.get("LD_LIBRARY_PATH")
@@ -117,7 +117,7 @@ def mended(machine: Machine, fixable: Sequence[Finding]) -> Machine:
 
 
 def _again(machine: Machine, fixable: Sequence[Finding]) -> list[Finding]:
-    """The findings that were to be mended, looked at once more."""
+    """The repaired findings, checked again."""
     seen = ask(machine)
     wanted = {(finding.topic, finding.name) for finding in fixable}
     found = [*python.check(machine, seen), *libraries.check(machine, seen)]
@@ -125,19 +125,19 @@ def _again(machine: Machine, fixable: Sequence[Finding]) -> list[Finding]:
 
 
 def examine_image(machine: Machine, name: str, site: str | None, agree: Agree) -> Visit:
-    """What an image lacks, brought in by a site profile: the one that is named, the default, or a new one."""
+    """What an image lacks, added by a site profile: the named one, the default, or a new one."""
     site = site if site is not None else site_profile.default(sites_file(machine)) or "container"
     if not re.fullmatch(r"[A-Za-z0-9_-]+", site) or site == sites.DEFAULT:
-        raise UserError(f"--site: {site!r} is no name for a site", hint="use letters, digits, - and _, not default")
+        raise UserError(f"--site: {site!r} is not a site name", hint="use letters, digits, - and _, not default")
     image = container.choose(machine, name)
-    made = container.prepare(machine, image, site)
-    visit = Visit(made.findings, made.changes)
-    if made.changes and _agreed(visit, agree):
-        undo_log.apply(machine, made.changes)
-        visit.is_applied = True
-        sites.find(site, file=sites_file(machine))  # What submit reads must be what was meant.
-        visit.after = container.verify(machine, image, made)
-        visit.hint = f"{sites_file(machine)} has it as site {site}; steelyard doctor --undo takes it back"
-    elif not made.changes and worst(made.findings) != "fail":
-        visit.hint = f"site {site} in {sites_file(machine)} has all of it already"
-    return visit
+    plan = container.prepare(machine, image, site)
+    diagnosis = Visit(plan.findings, plan.changes)
+    if plan.changes and _agreed(diagnosis, agree):
+        undo_log.apply(machine, plan.changes)
+        diagnosis.is_applied = True
+        sites.find(site, file=sites_file(machine))  # Check that submit can read the profile.
+        diagnosis.after = container.verify(machine, image, plan)
+        diagnosis.hint = f"site {site} was written to {sites_file(machine)}; {UNDO}"
+    elif not plan.changes and worst(plan.findings) != "fail":
+        diagnosis.hint = f"site {site} in {sites_file(machine)} already contains all of it"
+    return diagnosis

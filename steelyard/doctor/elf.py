@@ -1,7 +1,7 @@
-"""What a shared library says of itself: its own name, the names it asks for, and where it looks for them.
+"""Reads the dynamic section of a shared library: its soname, the sonames it needs, and its search path.
 
-Read from the file (64-bit, little-endian ELF), since loading a library of a gigabyte to learn its name is slow, and a
-library that cannot be loaded is just the one to be asked. Layout: System V ABI, "Object Files" and "Dynamic Linking".
+It parses the file (64-bit, little-endian ELF), since loading a library of a gigabyte is slow, and a library that cannot
+be loaded must be read too. Layout: System V ABI, "Object Files" and "Dynamic Linking".
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-LOAD, DYNAMIC = 1, 2  # kinds of segments
-NEEDED, STRINGS, SONAME, RPATH, RUNPATH = 1, 5, 14, 15, 29  # kinds of dynamic entries
+LOAD, DYNAMIC = 1, 2  # segment types
+NEEDED, STRINGS, SONAME, RPATH, RUNPATH = 1, 5, 14, 15, 29  # tags of dynamic entries
 MACHINES = {62: "x86_64", 183: "aarch64", 21: "ppc64le", 243: "riscv64"}
 
 
 @dataclass(frozen=True)
 class Library:
-    """A shared library's own words."""
+    """The dynamic section of a shared library."""
 
     path: Path
     soname: str | None
     needed: tuple[str, ...]
     search: tuple[Path, ...]
-    """Its RPATH or RUNPATH, with $ORIGIN filled in."""
+    """Its RPATH or RUNPATH, with $ORIGIN expanded."""
     architecture: str
 
 
 def read(path: Path) -> Library | None:
-    """The library at a path; None where there is none that could be loaded here."""
+    """The library at a path; None if it is not a valid 64-bit ELF library."""
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _library(path, data)
@@ -73,5 +73,5 @@ def _library(path: Path, data: mmap.mmap) -> Library | None:
 
 
 def _place(folder: str, origin: str) -> Path:
-    """A folder of the search path, as people would write it."""
+    """A folder of the search path, normalized, with $ORIGIN expanded."""
     return Path(os.path.normpath(folder.replace("${ORIGIN}", origin).replace("$ORIGIN", origin)))

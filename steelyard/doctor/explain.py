@@ -1,8 +1,8 @@
-"""`steelyard doctor explain`: a log of any size, read once in blocks, its known errors answered.
+"""`steelyard doctor explain`: reads a log of any size once, in blocks, and explains its known errors.
 
-Logs repeat themselves: most lines differ in their digits alone. Lines are therefore compared without digits to those
-that were found to say nothing, whole blocks at a time, and only what is new is looked at. What is kept does not grow
-with the log: one entry per known error, the first unknown ones, and a bounded set of lines that say nothing.
+Logs are repetitive: most lines differ only in their digits. So lines are compared, without digits and a block at a
+time, with lines that contained no error, and only new ones are examined. Memory does not grow with the log: one entry
+per known error, the first unknown ones, and a bounded set of lines without errors.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from steelyard.core.errors import UserError
 from steelyard.doctor.known_errors import OVER, Explained, explain_line
 
 BLOCK = 1 << 20
-WINDOW, OVERLAP = 4096, 512  # A longer line is looked at piece by piece.
+WINDOW, OVERLAP = 4096, 512  # A longer line is examined in pieces.
 SHOWN = 300
 UNKNOWN_KEPT = 10
-MET_KEPT = 200  # Answers name what the line names, so one error may have many.
+MET_KEPT = 200  # An explanation contains names from the line, so one error may have many.
 DULL_KEPT, DULL_LENGTH = 20_000, 500
 DIGITS = b"0123456789"
 IS_ERROR = re.compile(
@@ -47,7 +47,7 @@ ERRORS = (
 
 @dataclass
 class Met:
-    """A known error in the log: where it was first, and how often it came."""
+    """A known error in the log: its first occurrence, and how often it occurs."""
 
     explained: Explained
     file: str
@@ -57,25 +57,25 @@ class Met:
 
 
 @dataclass
-class Told:
-    """What a log says."""
+class LogReport:
+    """The errors in a log."""
 
     met: dict[str, Met] = field(default_factory=dict)
     unknown: list[dict[str, Any]] = field(default_factory=list)
     unknown_count: int = 0
     bytes_read: int = 0
     dull: set[bytes] = field(default_factory=set)
-    """Lines without their digits that say nothing."""
+    """Lines without errors, with their digits removed."""
 
 
-def explain(paths: Sequence[str]) -> Told:
-    """Read logs, or a run's; `-` is standard input."""
-    reported = Told()
+def explain(paths: Sequence[str]) -> LogReport:
+    """Read log files, or those of a run; `-` is standard input."""
+    report = LogReport()
     for path in paths:
         for file in _logs(path):
             with _opened(file) as stream:
-                _read(stream, file, reported)
-    return reported
+                _read(stream, file, report)
+    return report
 
 
 def _logs(path: str) -> list[str]:
@@ -89,10 +89,10 @@ def _logs(path: str) -> list[str]:
             if file.suffix in (".err", ".out", ".log", ".txt") and file.is_file()
         )
         if not found:
-            raise UserError(f"{path} is a folder without logs", hint="name a log file, or a run folder")
+            raise UserError(f"{path} is a folder without logs", hint="give a log file or a run folder")
         return found
     if not place.exists():
-        raise UserError(f"there is no log {path}", hint="name a log file, a run folder, or - for standard input")
+        raise UserError(f"there is no log {path}", hint="give a log file, a run folder, or - for standard input")
     return [path]
 
 
@@ -105,11 +105,11 @@ def _opened(path: str) -> Iterator[IO[bytes]]:
         yield file
 
 
-def _read(stream: IO[bytes], name: str, reported: Told) -> None:
-    """Block by block, cut at line ends; a line longer than a block is cut anywhere."""
+def _read(stream: IO[bytes], name: str, report: LogReport) -> None:
+    """Read in blocks that end at line ends. A line longer than a block is split anywhere."""
     rest, line = b"", 1
     while block := stream.read(BLOCK):
-        reported.bytes_read += len(block)
+        report.bytes_read += len(block)
         block = rest + block
         end = block.rfind(b"\n") + 1
         if not end and len(block) < 2 * BLOCK:
@@ -117,75 +117,75 @@ def _read(stream: IO[bytes], name: str, reported: Told) -> None:
             continue
         end = end or len(block)
         rest, block = block[end:], block[:end]
-        _look(block, name, line, reported)
+        _examine(block, name, line, report)
         line += block.count(b"\n")
-    _look(rest, name, line, reported)
+    _examine(rest, name, line, report)
 
 
-def _look(block: bytes, name: str, first: int, reported: Told) -> None:
-    """The lines of a block that are not known to say nothing, in order."""
+def _examine(block: bytes, name: str, first: int, report: LogReport) -> None:
+    """Examine, in order, the lines of a block that are not known to be without errors."""
     bare = block.translate(None, DIGITS).split(b"\n")
-    new = set(bare) - reported.dull
+    new = set(bare) - report.dull
     if not new:
         return
-    if len(reported.dull) > DULL_KEPT:
-        reported.dull.clear()
+    if len(report.dull) > DULL_KEPT:
+        report.dull.clear()
     for index, (line, without) in enumerate(zip(block.split(b"\n"), bare, strict=True)):
-        if without in new and not _says_something(line, name, first + index, reported):
+        if without in new and not _has_error(line, name, first + index, report):
             new.discard(without)
             if len(without) < DULL_LENGTH:
-                reported.dull.add(without)
+                report.dull.add(without)
 
 
-def _says_something(line: bytes, name: str, number: int, reported: Told) -> bool:
-    """Note what a line says; a very long one says the first thing that is found in it."""
+def _has_error(line: bytes, name: str, number: int, report: LogReport) -> bool:
+    """Record the error in a line; for a very long line, the first one."""
     for start in range(0, max(len(line), 1), WINDOW - OVERLAP):
-        if _meet(line[start : start + WINDOW].decode("utf-8", "replace"), name, number, reported):
+        if _record(line[start : start + WINDOW].decode("utf-8", "replace"), name, number, report):
             return True
     return False
 
 
-def _meet(text: str, name: str, number: int, reported: Told) -> bool:
-    is_end = _take_back(text, _printable(name), reported)
+def _record(text: str, name: str, number: int, report: LogReport) -> bool:
+    is_end = _drop_ended(text, _printable(name), report)
     explained = explain_line(text)
     if explained is None and not (any(sign in text for sign in ERRORS) and IS_ERROR.search(text)):
         return is_end
     if explained is not None:
         key = f"{explained.name} {explained.meaning}"
-        if key not in reported.met and len(reported.met) >= MET_KEPT:
-            key = next((key for key, met in reported.met.items() if met.explained.name == explained.name), key)
-        if key not in reported.met:
+        if key not in report.met and len(report.met) >= MET_KEPT:
+            key = next((key for key, met in report.met.items() if met.explained.name == explained.name), key)
+        if key not in report.met:
             words = replace(explained, meaning=_printable(explained.meaning), hint=_printable(explained.hint))
-            reported.met[key] = Met(words, _printable(name), number, _shown(text))
-        reported.met[key].count += 1
+            report.met[key] = Met(words, _printable(name), number, _shown(text))
+        report.met[key].count += 1
         return True
-    reported.unknown_count += 1
-    if len(reported.unknown) < UNKNOWN_KEPT:
-        reported.unknown.append({"file": _printable(name), "line": number, "text": _shown(text)})
+    report.unknown_count += 1
+    if len(report.unknown) < UNKNOWN_KEPT:
+        report.unknown.append({"file": _printable(name), "line": number, "text": _shown(text)})
     return True
 
 
-def _take_back(text: str, file: str, reported: Told) -> bool:
-    """Forget messages of this file that announced what this line says has ended; whether it says such a thing."""
+def _drop_ended(text: str, file: str, report: LogReport) -> bool:
+    """Drop messages of this file about an operation that this line reports as ended. Returns whether it does."""
     ended = {name for name, piece in OVER if piece in text}
     if ended:
-        reported.met = {
-            key: met for key, met in reported.met.items() if met.explained.name not in ended or met.file != file
+        report.met = {
+            key: met for key, met in report.met.items() if met.explained.name not in ended or met.file != file
         }
     return bool(ended)
 
 
 def _shown(text: str) -> str:
-    """A line as it may be printed, and short."""
+    """A line, printable and shortened."""
     return _printable(text)[:SHOWN]
 
 
 def _printable(text: str) -> str:
-    """Without secrets, and without what would steer a terminal."""
+    """The text without secrets and control characters."""
     return secrets.scrub("".join(letter if letter.isprintable() else " " for letter in text).strip())
 
 
-def as_result(reported: Told) -> dict[str, Any]:
+def as_result(report: LogReport) -> dict[str, Any]:
     """For `--json`."""
     return {
         "known": [
@@ -193,27 +193,27 @@ def as_result(reported: Told) -> dict[str, Any]:
                 "name": met.explained.name, "file": met.file, "line": met.line, "text": met.text, "count": met.count,
                 "meaning": met.explained.meaning, "hint": met.explained.hint, "harmless": met.explained.harmless,
             }
-            for met in _ordered(reported)
+            for met in _ordered(report)
         ],
-        "unknown": reported.unknown,
-        "unknown_count": reported.unknown_count,
-        "bytes_read": reported.bytes_read,
+        "unknown": report.unknown,
+        "unknown_count": report.unknown_count,
+        "bytes_read": report.bytes_read,
     }  # fmt: skip
 
 
-def _ordered(reported: Told) -> list[Met]:
-    return sorted(reported.met.values(), key=lambda met: met.explained.harmless)
+def _ordered(report: LogReport) -> list[Met]:
+    return sorted(report.met.values(), key=lambda met: met.explained.harmless)
 
 
-def as_text(reported: Told) -> str:
-    """For a person: real errors, then unknown ones, then what may be ignored."""
-    met = _ordered(reported)
+def as_text(report: LogReport) -> str:
+    """The report as text: errors, then unknown ones, then harmless ones."""
+    met = _ordered(report)
     lines = [line for one in met if not one.explained.harmless for line in _in_lines(one)]
-    if reported.unknown:
-        lines.append(f"not known: {reported.unknown_count}, of which the first:")
-        lines += [f"  {one['file']}:{one['line']}  {one['text']}" for one in reported.unknown] + [""]
+    if report.unknown:
+        lines.append(f"unknown errors: {report.unknown_count}, of which the first:")
+        lines += [f"  {one['file']}:{one['line']}  {one['text']}" for one in report.unknown] + [""]
     lines += [line for one in met if one.explained.harmless for line in _in_lines(one)]
-    return "\n".join(lines).rstrip() or "nothing that looks like an error"
+    return "\n".join(lines).rstrip() or "no errors found"
 
 
 def _in_lines(met: Met) -> list[str]:
@@ -222,6 +222,6 @@ def _in_lines(met: Met) -> list[str]:
         f"{'harmless' if met.explained.harmless else 'error'}  {met.file}:{met.line}{times}",
         f"  {met.text}",
         f"  {met.explained.meaning}",
-        f"  what to do: {met.explained.hint}",
+        f"  hint: {met.explained.hint}",
         "",
     ]

@@ -1,4 +1,4 @@
-"""What a check found: a verdict, in words, and what to do about it."""
+"""The result of a check: a verdict, a message, and a hint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WORST_FIRST: tuple[Verdict, ...] = ("fail", "warn", "ok", "absent")
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the answer. `absent` is for what nobody needs here."""
+    """One line of the report. `absent` means missing and not needed here."""
 
     topic: str
     name: str
@@ -23,13 +23,13 @@ class Finding:
     hint: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)
     links: Mapping[str, str] = field(default_factory=dict)
-    """What `--fix` would do: the names that the loader asks for, and the files that they should lead to."""
+    """What `--fix` would do: link these sonames to these files."""
     unset: tuple[str, ...] = ()
-    """And the variables it would clear."""
+    """Variables that `--fix` would unset."""
 
     @property
     def is_fixable(self) -> bool:
-        """Whether `--fix` has something to do here."""
+        """Whether `--fix` can repair it."""
         return bool(self.links or self.unset)
 
     def as_result(self) -> dict[str, Any]:
@@ -46,13 +46,13 @@ class Finding:
 
 
 def worst(findings: Iterable[Finding]) -> Verdict:
-    """The verdict of all of them."""
+    """The worst verdict."""
     seen = {finding.verdict for finding in findings}
     return next((verdict for verdict in WORST_FIRST if verdict in seen and verdict != "absent"), "ok")
 
 
 def as_text(findings: Iterable[Finding]) -> str:
-    """For a person: topic by topic, a mark, a name, words, and below them what to do."""
+    """The findings as text, by topic: verdict, name and message, then the hint."""
     lines: list[str] = []
     topic = ""
     for finding in findings:

@@ -1,6 +1,6 @@
-"""The machine as doctor sees it: an environment, a file tree, a Python, and a way to run programs.
+"""The machine that doctor checks: an environment, a file tree, a Python, and a way to run programs.
 
-Checks look nowhere else, so a broken machine can be built from real folders and real small programs.
+Checks access nothing else, so tests can build a broken machine from folders and small programs.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from pathlib import Path
 
 COLOURS = re.compile(r"\x1b\[[\d;]*[A-Za-z]")
 HELP = re.compile(r"(See|Run) .* --help")
-TIMED_OUT = 124  # As timeout(1) has it.
+TIMED_OUT = 124  # as in timeout(1)
 WSL_PROGRAMS = "/usr/lib/wsl/lib"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a program said."""
+    """The output of a program."""
 
     code: int
     out: str
@@ -32,52 +32,52 @@ class Answer:
 
     @property
     def is_good(self) -> bool:
-        """Whether it ended well."""
+        """Whether it exited with 0."""
         return self.code == 0
 
     @property
     def gist(self) -> str:
-        """Its last line, which is where programs say what went wrong, but for one that only names --help."""
+        """Its last line, where programs usually report the error, except a line that only refers to --help."""
         if self.code == TIMED_OUT and not self.err.strip():
-            return "it did not answer in time"
+            return "it timed out"
         for text in (self.err, self.out):
             lines = [line.strip() for line in COLOURS.sub("", text).splitlines() if line.strip()]
-            telling = [line for line in lines if not HELP.match(line)] or lines
-            if telling:
-                return telling[-1][:300]
+            informative = [line for line in lines if not HELP.match(line)] or lines
+            if informative:
+                return informative[-1][:300]
         return f"exit code {self.code}"
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Where to look, and how to ask."""
+    """The paths and the environment that checks use, and a way to run programs."""
 
     environment: Mapping[str, str]
     root: Path = Path("/")
-    """Where /proc, /sys, /etc, /dev and the libraries' usual places begin."""
+    """The root of /proc, /sys, /etc, /dev and the default library folders."""
     python: str = sys.executable
     packages: tuple[Path, ...] = ()
-    """Folders in which that Python finds packages, torch among them."""
+    """Folders in which that Python finds packages, such as torch."""
     folder: Path = field(default_factory=Path.cwd)
-    """Where runs will be written."""
+    """The folder in which runs are written."""
 
     def at(self, path: str) -> Path:
-        """A path of the system, below the root."""
+        """A system path, below the root."""
         return self.root / path.lstrip("/")
 
     def text(self, path: str) -> str | None:
-        """What a small file of the system says; None where it cannot be read."""
+        """The content of a small system file; None if it cannot be read."""
         with suppress(OSError):
             return self.at(path).read_text(encoding="utf-8", errors="replace")
         return None
 
     def which(self, program: str) -> str | None:
-        """The path of a program; WSL keeps those of the GPU in a folder that need not be on PATH."""
+        """The path of a program. WSL has the GPU programs in a folder that may not be on PATH."""
         folders = [self.environment.get("PATH", os.defpath), str(self.at(WSL_PROGRAMS))]
         return shutil.which(program, path=os.pathsep.join(folders))
 
     def run(self, command: Sequence[str], seconds: float = 20, extra: Mapping[str, str] | None = None) -> Answer | None:
-        """Run a program and wait for it; None where there is none. What it started ends with it."""
+        """Run a program and wait for it; None if it is not installed. On a timeout its process group is killed."""
         program = self.which(command[0])
         if program is None:
             return None
@@ -119,11 +119,11 @@ def version_in(text: str) -> tuple[int, ...] | None:
 
 
 def dotted(version: Sequence[int]) -> str:
-    """A version as people write it."""
+    """A version in dotted notation."""
     return ".".join(map(str, version))
 
 
 def here() -> Machine:
-    """This machine, with the Python that runs this."""
+    """This machine, with the current Python."""
     packages = [Path(entry) for entry in sys.path if entry]
     return Machine(dict(os.environ), packages=tuple(path for path in packages if path.is_dir()))

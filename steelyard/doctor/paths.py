@@ -1,9 +1,9 @@
-"""Where doctor keeps what it made: links, the file to source, and the record that undoes them.
+"""The files that doctor writes: links, the file to source, and the record for `--undo`.
 
-    ~/.local/share/steelyard/doctor/lib/             links, each named as a library is asked for
+    ~/.local/share/steelyard/doctor/lib/             links, each named after the soname that is needed
     ~/.local/share/steelyard/doctor/environment.sh   to be sourced: LD_LIBRARY_PATH, cleared variables
-    ~/.local/share/steelyard/doctor/images/NAME/     links for an image, which lead to places inside it
-    ~/.local/share/steelyard/doctor/changes.json     what was done, and what stood there before
+    ~/.local/share/steelyard/doctor/images/NAME/     links for an image, whose targets are inside it
+    ~/.local/share/steelyard/doctor/changes.json     the changes, and the previous contents
 
 XDG_DATA_HOME moves them all; XDG_CONFIG_HOME moves the site profiles.
 """
@@ -16,7 +16,7 @@ from steelyard.doctor.machine import Machine
 
 
 def home(machine: Machine) -> Path:
-    """The user's folder."""
+    """The user's home folder."""
     return Path(machine.environment.get("HOME") or Path.home())
 
 
@@ -27,7 +27,7 @@ def folder(machine: Machine) -> Path:
 
 
 def library_folder(machine: Machine) -> Path:
-    """Where links for this machine lie."""
+    """The folder of the links for this machine."""
     return folder(machine) / "lib"
 
 
@@ -37,7 +37,7 @@ def environment_file(machine: Machine) -> Path:
 
 
 def record_file(machine: Machine) -> Path:
-    """What was changed."""
+    """The record of the changes."""
     return folder(machine) / "changes.json"
 
 

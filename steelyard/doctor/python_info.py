@@ -1,4 +1,4 @@
-"""What the machine's Python says of itself and of torch, asked once in a process of its own."""
+"""Facts about the machine's Python and torch, read once in a subprocess."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 from steelyard.doctor.machine import Machine, version_in
 from steelyard.doctor.probes import library, torch_facts
 
-SECONDS_TO_IMPORT = 180  # A cold torch on a network filesystem.
+SECONDS_TO_IMPORT = 180  # for a first import of torch from a network filesystem
 
 
 @dataclass(frozen=True)
 class PythonInfo:
-    """The answers; empty where the Python did not answer."""
+    """The facts; empty if the Python did not run."""
 
     answers: dict[str, Any] = field(default_factory=dict)
     problem: str = ""
-    """Why there are no answers."""
+    """Why there are no facts."""
 
     @property
     def python(self) -> tuple[int, ...] | None:
@@ -30,12 +30,12 @@ class PythonInfo:
 
     @property
     def torch(self) -> str | None:
-        """torch's version; None where it is missing or cannot be imported."""
+        """torch's version; None if it is not installed or cannot be imported."""
         return self.answers.get("torch")
 
     @property
     def torch_cuda(self) -> tuple[int, ...] | None:
-        """The CUDA that torch was built for; None for a build for processors."""
+        """The CUDA version that torch was built for; None for a CPU-only build."""
         return version_in(self.answers.get("torch_cuda") or "")
 
     @property
@@ -44,23 +44,23 @@ class PythonInfo:
         return self.answers.get("gpus") or []
 
     def error(self, name: str) -> str | None:
-        """Why a question had no answer."""
+        """Why a fact could not be read."""
         errors: dict[str, str] = self.answers.get("errors", {})
         return errors.get(name)
 
     def package(self, name: str) -> str | None:
-        """The version of a package beside torch."""
+        """The version of an optional package."""
         versions: dict[str, Any] = self.answers.get("packages") or {}
         return versions.get(name)
 
 
 def ask(machine: Machine) -> PythonInfo:
-    """Ask the machine's Python."""
-    # Silence what packages print while they are imported: the answer is the last line.
+    """Read the facts from the machine's Python."""
+    # Packages may print while they are imported: the facts are the last line.
     command = [machine.python, _script(torch_facts.__file__)]
     answer = machine.run(command, seconds=SECONDS_TO_IMPORT, extra={"PYTHONWARNINGS": "ignore"})
     if answer is None:
-        return PythonInfo(problem=f"{machine.python} is not there")
+        return PythonInfo(problem=f"{machine.python} does not exist")
     try:
         return PythonInfo(json.loads(answer.out.strip().splitlines()[-1]))
     except (ValueError, IndexError):
@@ -68,13 +68,13 @@ def ask(machine: Machine) -> PythonInfo:
 
 
 def load_library(machine: Machine, path: str, family: str) -> dict[str, Any]:
-    """Whether the loader takes a library, and the version it says it is; a crash is an answer too."""
+    """Whether a library loads, and its version. A crash of the subprocess counts as an error."""
     answer = machine.run([machine.python, "-S", _script(library.__file__), path, family])
     try:
-        found: dict[str, Any] = json.loads(answer.out) if answer else {"loads": False, "error": "no Python to ask"}
+        found: dict[str, Any] = json.loads(answer.out) if answer else {"loads": False, "error": "Python does not run"}
     except ValueError:
         assert answer is not None
-        return {"loads": False, "error": f"loading it ended the process: {answer.gist}"}
+        return {"loads": False, "error": f"loading it crashed the process: {answer.gist}"}
     return found
 
 
@@ -85,7 +85,7 @@ def _script(path: str | None) -> str:
 
 @dataclass(frozen=True)
 class Installed:
-    """torch as it lies on the disk, read without running any of it."""
+    """The installed torch, read from its files without importing it."""
 
     folder: Path
     version: str
@@ -97,8 +97,8 @@ def installed_torch(machine: Machine) -> Installed | None:
     for packages in machine.packages:
         text = packages / "torch" / "version.py"
         if text.is_file():
-            said = text.read_text(encoding="utf-8", errors="replace")
-            version = re.search(r"^__version__\s*=\s*['\"]([^'\"]+)", said, re.MULTILINE)
-            cuda = re.search(r"^cuda\b[^=\n]*=\s*['\"]([\d.]+)", said, re.MULTILINE)
+            source = text.read_text(encoding="utf-8", errors="replace")
+            version = re.search(r"^__version__\s*=\s*['\"]([^'\"]+)", source, re.MULTILINE)
+            cuda = re.search(r"^cuda\b[^=\n]*=\s*['\"]([\d.]+)", source, re.MULTILINE)
             return Installed(text.parent, version[1] if version else "unknown", version_in(cuda[1]) if cuda else None)
     return None

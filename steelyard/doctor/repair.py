@@ -1,4 +1,4 @@
-"""`--fix`: links for names that the loader misses, and a file to source; nothing outside doctor's own folder."""
+"""`--fix`: links for sonames that the loader does not find, and a file to source, all in doctor's own folder."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from steelyard.doctor.machine import Machine
 from steelyard.doctor.paths import environment_file, library_folder
 from steelyard.doctor.undo_log import Change
 
-HEAD = "# Written by steelyard doctor --fix, for: source FILE. steelyard doctor --undo takes it away.\n"
+HEAD = "# Written by steelyard doctor --fix, for: source FILE. steelyard doctor --undo removes it.\n"
 
 
 def planned(machine: Machine, findings: Sequence[Finding]) -> list[Change]:
-    """What would be changed for these findings, in order; nothing where nothing can be mended this way."""
+    """The changes for these findings, in order; empty if none of them can be repaired this way."""
     links = {name: target for finding in findings for name, target in finding.links.items()}
     unset = dict.fromkeys(name for finding in findings for name in finding.unset)
     if not links and not unset:
@@ -25,7 +25,8 @@ def planned(machine: Machine, findings: Sequence[Finding]) -> list[Change]:
     folder, environment = library_folder(machine), environment_file(machine)
     if ":" in str(folder):
         raise UserError(
-            f"{folder} has a colon in it, which LD_LIBRARY_PATH cannot hold", hint="set XDG_DATA_HOME to another folder"
+            f"{folder} contains a colon, which LD_LIBRARY_PATH cannot represent",
+            hint="set XDG_DATA_HOME to another folder",
         )
     made = undo_log.folders_to(folder if links else environment.parent)
     for name, target in links.items():

@@ -1,4 +1,4 @@
-"""All checks, one after the other; one that fails by itself does not take the others with it."""
+"""Runs all checks in order. A check that raises an exception does not stop the others."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ CHECKS: tuple[tuple[str, Check], ...] = (
 def survey(
     machine: Machine, others: Sequence[str] = (), ssh: Sequence[str] = (), with_exchange: bool = True
 ) -> list[Finding]:
-    """Everything that can be said of a machine, and of others that it should reach by ssh with these options."""
-    console.say("asking Python and torch")
+    """The findings of this machine, and of others that it should reach by ssh with these options."""
+    console.say("checking Python and torch")
     seen = ask(machine)
     checks = list(CHECKS)
     if others:
@@ -49,7 +49,7 @@ def survey(
     findings: list[Finding] = []
     for topic, check in checks:
         if topic == all_reduce.TOPIC and seen.torch is not None:
-            console.say("an all-reduce between processes")
+            console.say("running an all-reduce between processes")
         try:
             findings += check(machine, seen)
         except Exception as error:
@@ -59,5 +59,5 @@ def survey(
 
 
 def _plain(text: str) -> str:
-    """What programs said, without what would steer a terminal."""
+    """The text without control characters, which programs may print."""
     return "".join(letter if letter.isprintable() else " " for letter in text)

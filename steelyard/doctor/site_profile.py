@@ -1,4 +1,4 @@
-"""Writing into the site profiles (`launch/sites.py` reads them), with every comment of the user's kept."""
+"""Edits the site profiles (`launch/sites.py` reads them) and keeps the user's comments."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from steelyard.launch import sites
 
 def edited(path: Path, site: str, container: Mapping[str, str], binds: Sequence[str], environment: Mapping[str, str],
            prepend: Mapping[str, Sequence[str]]) -> str:  # fmt: skip
-    """The file's text with these in the site's table: binds by their place inside, folders before those there."""
+    """The file's text with these values in the site's table. Binds are keyed by target; folders are prepended."""
     import tomlkit
     from tomlkit.exceptions import TOMLKitError
 
     text = undo_log.text_of(path) if path.exists() else ""
-    mark = "\ufeff" if text.startswith("\ufeff") else ""  # Some editors begin a file with it.
-    parse(text.removeprefix(mark), str(path))  # Refuses what the other parser would not survive.
+    mark = "\ufeff" if text.startswith("\ufeff") else ""  # Some editors write a byte order mark.
+    parse(text.removeprefix(mark), str(path))  # Rejects input that tomlkit cannot handle.
     try:
         document = tomlkit.parse(text.removeprefix(mark))
     except TOMLKitError as error:
@@ -45,16 +45,16 @@ def edited(path: Path, site: str, container: Mapping[str, str], binds: Sequence[
 
 
 def default(path: Path) -> str | None:
-    """The site that is taken where none is named."""
+    """The default site."""
     try:
         named = toml_values(path.read_text(encoding="utf-8-sig")).get(sites.DEFAULT)
     except (FileNotFoundError, ValueError):
-        return None  # Whoever edits it will say what is wrong.
+        return None  # The error is reported when the file is edited.
     return named if isinstance(named, str) else None
 
 
 def _place(bind: str) -> str:
-    """Where a bind shows inside: `/data` as `/data`, `/a:/b` as `/b`."""
+    """The target of a bind inside the container: `/data` for `/data`, `/b` for `/a:/b`."""
     parts = bind.split(":")
     return parts[1] if len(parts) > 1 else parts[0]
 
@@ -75,5 +75,5 @@ def _table(parent: Any, name: str, path: Path, is_super: bool = False) -> Any:
     if name not in parent:
         parent[name] = tomlkit.table(is_super_table=is_super or None)
     if not isinstance(parent[name], dict):
-        raise UserError(f"{name} is there, and is no table", where=str(path))
+        raise UserError(f"{name} exists, but is not a table", where=str(path))
     return parent[name]

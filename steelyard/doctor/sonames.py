@@ -1,7 +1,7 @@
-"""Which libraries torch asks the loader for by name, whether the loader would find them, and what lies about instead.
+"""The libraries that torch needs by soname, whether the loader finds them, and candidates elsewhere on the disk.
 
-The usual failure is not that a library is missing but that it has another name or another folder: torch asks for
-`libcudnn.so.8`, and the disk holds `libcudnn.so.8.9.7` where nobody looks. A link of the right name mends that.
+Usually a library is not missing but has another name or is in another folder: torch needs `libcudnn.so.8`, and the disk
+has `libcudnn.so.8.9.7` in a folder that the loader does not search. A link with the right name fixes that.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from pathlib import Path
 from steelyard.doctor import elf
 from steelyard.doctor.machine import Machine, version_in
 
-# Families that torch asks for; the rest of CUDA is checked in one line.
+# Families that torch needs. The other CUDA libraries share one finding.
 FAMILIES = {"nccl": "NCCL", "cudnn": "cuDNN", "cupti": "CUPTI"}
 OTHERS = re.compile(
     r"lib(cudart|cublas|cublasLt|cufft|curand|cusolver|cusparse|cusparseLt|nvrtc|nvJitLink|nvshmem\w*|cufile)\.so"
 )
-# Places where libraries lie although the loader does not look there, as patterns below the root.
+# Folders with libraries that the loader does not search, as patterns below the root.
 PLACES = (
     "usr/local/cuda*/lib64", "usr/local/cuda*/targets/*/lib", "usr/local/cuda*/extras/CUPTI/lib64",
     "usr/local/cuda*/[Nn]sight*/target-linux-*", "usr/local/cuda*/[Nn]sight*/host-linux-*",
@@ -33,7 +33,7 @@ LOADER_PLACES = (
 
 @dataclass(frozen=True)
 class Wanted:
-    """A name that torch's libraries ask for, and where the one that asks would look first."""
+    """A soname that torch's libraries need, and the search path of the library that needs it."""
 
     soname: str
     by: str
@@ -51,11 +51,11 @@ def family_of(name: str) -> str:
 
 
 def wanted(torch_folder: Path) -> list[Wanted]:
-    """All CUDA libraries that torch's own libraries ask for, each once."""
+    """All CUDA libraries that torch's own libraries need, each once."""
     found: dict[str, Wanted] = {}
     for path in sorted((torch_folder / "lib").glob("*.so*")):
         if family_of(path.name) != "cuda" or OTHERS.match(path.name):
-            continue  # A wheel that carries NCCL itself.
+            continue  # A wheel that bundles NCCL.
         library = elf.read(path)
         for soname in library.needed if library else ():
             if family_of(soname) != "cuda" or OTHERS.match(soname):
@@ -65,7 +65,7 @@ def wanted(torch_folder: Path) -> list[Wanted]:
 
 
 def resolve(machine: Machine, want: Wanted) -> Path | None:
-    """The file that the loader would take, in its order: the asker's own path, LD_LIBRARY_PATH, the cache, defaults."""
+    """The file that the loader would use, in its order: RPATH or RUNPATH, LD_LIBRARY_PATH, the cache, defaults."""
     folders = [*want.search, *library_path(machine)]
     for folder in folders:
         if (folder / want.soname).exists():
@@ -81,7 +81,7 @@ def library_path(machine: Machine) -> list[Path]:
 
 
 def _in_cache(machine: Machine, soname: str) -> Path | None:
-    """What ldconfig has noted, where the machine has it; /sbin is not on everyone's path."""
+    """The entry in ldconfig's cache, if there is one. /sbin is not on every user's PATH."""
     program = next((name for name in ("ldconfig", "/sbin/ldconfig") if machine.which(name)), None)
     answer = machine.run([program, "-p"]) if program and machine.root == Path("/") else None
     found = re.search(rf"^\s*{re.escape(soname)} .*=> (\S+)", answer.out, re.MULTILINE) if answer else None
@@ -89,9 +89,9 @@ def _in_cache(machine: Machine, soname: str) -> Path | None:
 
 
 def candidates(machine: Machine, soname: str) -> list[Path]:
-    """Files that are what the name asks for, wherever they lie, the best first.
+    """Files that match a soname, wherever they are, the best one first.
 
-    A library's own SONAME decides; a file without one is taken at its name (`libnccl.so.2.19.4` for `libnccl.so.2`).
+    The library's own SONAME decides. A file without one is matched by name (`libnccl.so.2.19.4` for `libnccl.so.2`).
     """
     base = soname.split(".so")[0]
     found: dict[Path, tuple[bool, tuple[int, ...]]] = {}
@@ -109,7 +109,7 @@ def candidates(machine: Machine, soname: str) -> list[Path]:
 
 
 def folders(machine: Machine) -> Iterator[Path]:
-    """Every folder in which such libraries are known to lie."""
+    """All folders that may contain such libraries."""
     environment = machine.environment
     yield from library_path(machine)
     for name in ("CUDA_HOME", "CUDA_PATH", "CUDA_ROOT"):
@@ -130,7 +130,7 @@ def folders(machine: Machine) -> Iterator[Path]:
 
 
 def links_for(target: Path, soname: str) -> dict[str, str]:
-    """The link that is missing, and those of its family beside it: cuDNN opens its own parts by name, one by one."""
+    """The missing link, and those of its family in the same folder: cuDNN opens its sub-libraries by name."""
     links = {soname: str(target)}
     family = family_of(soname)
     if family == "cuda":

@@ -1,13 +1,13 @@
-"""Changes to the user's files that can be taken back exactly.
+"""Changes to the user's files that can be undone exactly.
 
-Before anything is changed, what stood there is written to the record (`places.record_file`), so that even a killed
-repair is undone in full:
+Before a change, the previous content is written to the record (`paths.record_file`), so that even an interrupted repair
+can be undone completely:
 
     {"changes": [{"kind": "folder", "path": ...},
                  {"kind": "link", "path": ..., "target": ..., "before": null or an earlier target},
                  {"kind": "file", "path": ..., "text": ..., "before": null or the earlier text}]}
 
-What somebody changed since is left alone, and named.
+Files that were modified since are not touched, but reported.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from steelyard.doctor.paths import record_file
 
 @dataclass(frozen=True)
 class Change:
-    """One folder, link or file, as it should become and as it was."""
+    """One folder, link or file: its new and its previous content."""
 
     kind: Literal["folder", "link", "file"]
     path: str
@@ -36,9 +36,9 @@ class Change:
     before: str | None = None
 
     def in_words(self) -> str:
-        """For the person who is asked."""
+        """The change as text, for the confirmation."""
         if self.kind == "folder":
-            return f"make the folder {self.path}"
+            return f"create the folder {self.path}"
         if self.kind == "link":
             instead = f" (now {self.before})" if self.before is not None else ""
             return f"link {self.path} -> {self.target}{instead}"
@@ -47,48 +47,48 @@ class Change:
 
 
 def folders_to(path: Path) -> list[Change]:
-    """The folders that must be made for a path to be a folder, outermost first."""
+    """The folders to create so that a path exists, outermost first."""
     missing = [place for place in (path, *path.parents) if not place.exists()]
     return [Change("folder", str(place)) for place in reversed(missing)]
 
 
 def link(path: Path, target: str) -> list[Change]:
-    """A link of this name, unless it is there."""
+    """The change that creates this link; empty if it exists."""
     before = str(path.readlink()) if path.is_symlink() else None
     if before is None and path.exists():
-        raise RuntimeFailure(f"{path} is a file, and no link is put in its place", hint="move it away")
+        raise RuntimeFailure(f"{path} is a file, which is not replaced with a link", hint="move it away")
     return [] if before == target else [Change("link", str(path), target=target, before=before)]
 
 
 def file(path: Path, text: str) -> list[Change]:
-    """A file with this text, unless it has it. Through a link, the file that it leads to."""
+    """The change that gives a file this text; empty if it has it. A link is followed."""
     path = path.resolve()
     before = text_of(path) if path.exists() else None
     return [] if before == text else [Change("file", str(path), text=text, before=before)]
 
 
 def text_of(path: Path) -> str:
-    """The text as it stands there, its line ends too: what is written back must be the same bytes."""
+    """The text of a file with its line endings, so that the same bytes can be written back."""
     try:
         return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError:
-        raise UserError("this is not text in UTF-8", where=str(path), hint="save it as UTF-8") from None
+        raise UserError("the file is not UTF-8", where=str(path), hint="save it as UTF-8") from None
 
 
 def apply(machine: Machine, changes: Sequence[Change]) -> None:
-    """Make them in order, each noted before it is made."""
+    """Apply the changes in order. Each is recorded before it is applied."""
     record = record_file(machine)
     own = folders_to(record.parent)
     record.parent.mkdir(parents=True, exist_ok=True)
-    _note(record, [*_noted(record), *own])
+    _write_record(record, [*_read_record(record), *own])
     for change in changes:
         if change.kind == "folder" and Path(change.path).exists():
             continue
-        _note(record, [*_noted(record), change])
-        _make(change)
+        _write_record(record, [*_read_record(record), change])
+        _apply(change)
 
 
-def _make(change: Change) -> None:
+def _apply(change: Change) -> None:
     path = Path(change.path)
     if change.kind == "folder":
         path.mkdir(exist_ok=True)
@@ -102,7 +102,7 @@ def _make(change: Change) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """The text, with the permissions that the file had."""
+    """Write the text and keep the file's permissions."""
     mode = path.stat().st_mode & 0o7777 if path.exists() else None
     with files.atomic_file(path) as opened:
         if mode is not None:
@@ -111,49 +111,49 @@ def _write(path: Path, text: str) -> None:
 
 
 def undo(machine: Machine) -> tuple[list[str], list[str]]:
-    """Take everything back, the last change first; what was taken back, and what was left and why."""
+    """Undo all changes, the last one first. Returns the undone paths, and those left with the reason."""
     record = record_file(machine)
-    taken: list[str] = []
+    undone: list[str] = []
     left: list[str] = []
-    noted = _noted(record)
-    while noted:
-        change = noted.pop()
+    recorded = _read_record(record)
+    while recorded:
+        change = recorded.pop()
         if change.path == str(record.parent):
             record.unlink(missing_ok=True)
-        problem = _take_back(change)
+        problem = _undo_change(change)
         if problem is None:
-            taken.append(change.path)
+            undone.append(change.path)
         elif problem:
             left.append(f"{change.path}: {problem}")
         if record.exists():
-            _note(record, noted)
+            _write_record(record, recorded)
     record.unlink(missing_ok=True)
-    return taken, left
+    return undone, left
 
 
-def _take_back(change: Change) -> str | None:
-    """None where it is as before; otherwise why not, or nothing where there was nothing to do."""
+def _undo_change(change: Change) -> str | None:
+    """None if the change was undone; otherwise the reason, or an empty string if there was nothing to undo."""
     path = Path(change.path)
     if change.kind == "folder":
         return _remove_folder(path)
     if change.kind == "link":
         if not path.is_symlink():
-            return "is a file by now" if path.exists() else ""
+            return "is now a file" if path.exists() else ""
         if str(path.readlink()) != change.target:
-            return "" if str(path.readlink()) == change.before else f"leads to {path.readlink()!s} by now"
+            return "" if str(path.readlink()) == change.before else f"now points to {path.readlink()!s}"
         if change.before is None:
             path.unlink()
         else:
-            _make(Change("link", change.path, target=change.before))
+            _apply(Change("link", change.path, target=change.before))
         return None
     if not path.exists():
         return ""
     try:
         now = text_of(path)
     except UserError:
-        return "was changed since"
+        return "was modified since"
     if now != change.text:
-        return "" if now == change.before else "was changed since"
+        return "" if now == change.before else "was modified since"
     if change.before is None:
         path.unlink()
     else:
@@ -167,23 +167,23 @@ def _remove_folder(path: Path) -> str | None:
     except FileNotFoundError:
         return ""
     except OSError:
-        return "is not empty by now"
+        return "is not empty"
     return None
 
 
-def _noted(record: Path) -> list[Change]:
+def _read_record(record: Path) -> list[Change]:
     try:
         text = record.read_text(encoding="utf-8")
     except FileNotFoundError:
         return []
     try:
-        noted: list[dict[str, Any]] = loads(text)["changes"]
-        return [Change(**one) for one in noted]
+        recorded: list[dict[str, Any]] = loads(text)["changes"]
+        return [Change(**one) for one in recorded]
     except (ValueError, KeyError, TypeError):
         raise RuntimeFailure(
-            f"{record} cannot be read", hint="it says what was changed: look at it before you remove it"
+            f"{record} cannot be read", hint="it records the changes: inspect it before you delete it"
         ) from None
 
 
-def _note(record: Path, changes: Sequence[Change]) -> None:
+def _write_record(record: Path, changes: Sequence[Change]) -> None:
     files.write_json(record, {"changes": [asdict(change) for change in changes]}, private=True)

@@ -1,1 +1,1 @@
-"""Using a trained model: letting it write, measuring its perplexity, scoring it on tasks."""
+"""Evaluation of trained models: text generation, perplexity, and benchmark tasks."""

@@ -1,4 +1,4 @@
-"""The tokens that a perplexity is measured on, from whatever the user names, and in words how they came about."""
+"""The tokens for a perplexity measurement, from token files, text or WikiText, with a description of their source."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from steelyard.text.formats import format_of
 from steelyard.text.tokenizer import Tokenizer
 from steelyard.tokens.indexed_dataset import IndexedTokens, idx_path
 
-# `wikitext2` is the text as it was. The other form has <unk> for rare words, which makes it easier to predict.
+# `wikitext2` is the raw text. The tokenised form replaces rare words with <unk>, which makes it easier to predict.
 WIKITEXT = {"wikitext2": "wikitext-2-raw-v1", "wikitext103": "wikitext-103-raw-v1"}
 FORM = re.compile(r"wikitext-(?:2|103)(-raw)?-v1")
 JOIN = "\n\n"
@@ -31,31 +31,31 @@ JOIN = "\n\n"
 
 @dataclass(frozen=True)
 class TokenStream:
-    """Tokens in a row, and where they are from."""
+    """A sequence of tokens, and a description of its source."""
 
     tokens: npt.NDArray[Any]
     described: dict[str, str]
 
 
 def is_prefix(data: str) -> bool:
-    """Whether a name stands for a pair of token files."""
+    """Whether a name is the prefix of a pair of token files."""
     return data.endswith((".idx", ".bin")) or idx_path(data).is_file()
 
 
 def from_token_files(prefix: str) -> TokenStream:
-    """All tokens of a pair of files, in their order."""
+    """All tokens of a pair of token files, in file order."""
     files = IndexedTokens(prefix)
     total = int(files.lengths.sum(dtype=np.int64))
     described = {
-        "text": f"token files {files.prefix}, {len(files.document_index) - 1} documents in their order",
-        "joined": "as the files have them: end-of-document tokens stand where they were written",
+        "text": f"token files {files.prefix}, {len(files.document_index) - 1} documents in file order",
+        "joined": "as in the files, with their end-of-document tokens",
         "special tokens": "none added",
     }
     return TokenStream(files.stream(0, total), described)
 
 
 def from_text(data: str, tokenizer: Tokenizer) -> TokenStream:
-    """The tokens of a file, or of the raw test split of WikiText, encoded in one go."""
+    """The tokens of a file, or of the raw test split of WikiText, encoded as one text."""
     if data in WIKITEXT:
         name = f"{WIKITEXT[data]}, test split"
         paths = download.wikitext_split(WIKITEXT[data], "test")
@@ -67,23 +67,23 @@ def from_text(data: str, tokenizer: Tokenizer) -> TokenStream:
     tokens = np.asarray(tokenizer.framed(JOIN.join(rows)), dtype=np.int32)
     described = {
         "text": name,
-        "joined": "taken whole" if whole and len(rows) == 1 else f"{len(rows)} rows joined by two newlines",
+        "joined": "one text" if whole and len(rows) == 1 else f"{len(rows)} rows joined by two newlines",
         "special tokens": _frame(tokenizer),
     }
     return TokenStream(tokens, described)
 
 
 def _frame(tokenizer: Tokenizer) -> str:
-    """What the tokenizer adds, in words."""
+    """A description of the special tokens that the tokenizer adds."""
     plain, framed = tokenizer.encode("a"), tokenizer.framed("a")
     if plain == framed:
         return "none: the tokenizer adds none, so the text has no BOS"
     first = next((place for place in range(len(framed)) if framed[place : place + len(plain)] == plain), 0)
-    return f"as the tokenizer adds them, once: {framed[:first]} in front, {framed[first + len(plain) :]} behind"
+    return f"as the tokenizer adds them, once: {framed[:first]} before, {framed[first + len(plain) :]} after"
 
 
 def other_form(data: str, source: CheckpointSource) -> str | None:
-    """A remark, where the model was trained on the other form of WikiText than the one it is measured on."""
+    """A warning if the model was trained on another form of WikiText than the one it is measured on."""
     measured = _forms([WIKITEXT.get(data, data)])
     trained = _forms(_trained_on(source))
     others = trained - measured
@@ -91,7 +91,7 @@ def other_form(data: str, source: CheckpointSource) -> str | None:
         return None
     return (
         f"the model was trained on {', '.join(sorted(others))} and is measured on {', '.join(sorted(measured))}: "
-        "one form has <unk> for rare words and the other the text as it was, so this perplexity says little"
+        "one form has <unk> for rare words and the other has the raw text, so this perplexity means little"
     )
 
 
@@ -101,7 +101,7 @@ def _forms(names: Iterable[str]) -> set[str]:
 
 
 def _trained_on(source: CheckpointSource) -> list[str]:
-    """The names of a run's token files and of the texts they were made of, as far as they are known."""
+    """The names of a run's token files and of the texts they were made from, if known."""
     while isinstance(source, SourceView):
         source = source.source
     if not isinstance(source, SteelyardSource) or not (source.path.parent.parent / MANIFEST).is_file():
@@ -116,10 +116,10 @@ def _trained_on(source: CheckpointSource) -> list[str]:
 
 
 def check_ids(stream: TokenStream, vocab: int) -> None:
-    """Refuse tokens that the model has no row for."""
+    """Raise an error for tokens that have no embedding row in the model."""
     largest = int(stream.tokens.max()) if len(stream.tokens) else 0
     if largest >= vocab:
         raise UserError(
-            f"the text holds the id {largest}, but the model knows {vocab}",
+            f"the text contains the id {largest}, but the model has {vocab} ids",
             hint="use the tokenizer that the model was trained with",
         )

@@ -1,7 +1,7 @@
-"""Letting a model write: a token at a time, each from the keys and values of those before it.
+"""Generates text one token at a time, with a KV cache.
 
-A model sees at most `context` tokens. When the text grows beyond that, the oldest tokens are forgotten and the rest is
-read again: as many are kept as leave room for what is still to be written, and at least half of the context.
+A model sees at most `context` tokens. When the text becomes longer, the oldest tokens are dropped and the rest is
+computed again. The rest leaves room for the tokens still to be generated, but is at least half of the context.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from steelyard.sparsity import pruned_source as sparse
 from steelyard.text.tokenizer import Tokenizer
 from steelyard.training.device import device_for, dtype_for
 
-UNFINISHED = "\ufffd"  # What a tokenizer shows for bytes that are not yet a character.
+UNFINISHED = "\ufffd"  # A tokenizer decodes incomplete UTF-8 sequences to this character.
 TOKENS_TO_LOOK_BACK = 6
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen: temperature 0 takes the likeliest; top_k 0 and top_p 1 leave all in."""
+    """How the next token is chosen: temperature 0 takes the most likely one; top_k 0 and top_p 1 keep all."""
 
     max_tokens: int = 100
     temperature: float = 0.8
@@ -41,23 +41,23 @@ class Sampling:
 
 
 class Writer:
-    """A model, its tokenizer, and what it needs to know to write."""
+    """A model with its tokenizer, context length and end tokens, for generation."""
 
     def __init__(self, network: LanguageModel, tokenizer: Tokenizer, context: int, ends: Collection[int]) -> None:
         self.network, self.tokenizer, self.context, self.ends = network, tokenizer, context, frozenset(ends)
         self.written = 0
 
     def text(self, prompt: str, sampling: Sampling) -> str:
-        """The prompt and what the model makes of it, up to the end of the document."""
+        """The prompt and its continuation, up to the end of the document."""
         return prompt + "".join(self.stream(prompt, sampling))
 
     def stream(self, prompt: str, sampling: Sampling) -> Iterator[str]:
-        """What the model adds to the prompt, as it comes."""
+        """The continuation of the prompt, as it is generated."""
         ids = self.tokenizer.framed(prompt) or [self.tokenizer.end_of_document]
         if len(ids) > self.context:
-            seen = _kept(len(ids), sampling.max_tokens, self.context)
-            reported = f"the prompt has {len(ids)} tokens, the model sees {self.context} at once"
-            console.warn(f"{reported}: only the last {seen} are read")
+            seen = _tokens_to_reread(len(ids), sampling.max_tokens, self.context)
+            problem = f"the prompt has {len(ids)} tokens, but the model's context is {self.context}"
+            console.warn(f"{problem}: only the last {seen} are used")
         self.written = 0
         return text_of(self._counted(tokens(self.network, ids, sampling, self.context, self.ends)), self.tokenizer, ids)
 
@@ -75,13 +75,13 @@ def writer(
     mask: str | None = None,
     base: str | None = None,
 ) -> Writer:
-    """Load a checkpoint of any format to write with, seen through a mask where there is one."""
+    """Load a checkpoint of any format for generation, with a mask applied if there is one."""
     source = sparse.opened(path, mask, base)
     vocabulary = tokenizer_for(source, tokenizer)
     if vocabulary.vocab_size > source.config.padded_vocab:
         raise UserError(
-            f"the tokenizer {vocabulary.source} has {vocabulary.vocab_size} ids, the model {source.config.vocab}",
-            hint="name the model's own with --tokenizer",
+            f"the tokenizer {vocabulary.source} has {vocabulary.vocab_size} ids, the model has {source.config.vocab}",
+            hint="give the model's own tokenizer with --tokenizer",
         )
     where = device_for(device)
     network = loaded(source, where, dtype_for(dtype, source, where))
@@ -94,7 +94,7 @@ def from_checkpoint(path: str | Path, prompt: str, sampling: Sampling) -> str:
 
 
 def result(writer: Writer, prompt: str, sampling: Sampling) -> dict[str, Any]:
-    """The text and how it came about."""
+    """The text, with the number of tokens and the speed."""
     begun = time.monotonic()
     text = writer.text(prompt, sampling)
     seconds = time.monotonic() - begun
@@ -107,14 +107,14 @@ def result(writer: Writer, prompt: str, sampling: Sampling) -> dict[str, Any]:
 
 
 def ends_of(source: CheckpointSource, tokenizer: Tokenizer) -> set[int]:
-    """The ids that end a text: those that the checkpoint names, else the tokenizer's."""
+    """The ids that end a text: those in the checkpoint's config, else the tokenizer's."""
     return set(end_ids(source.extra)) or ({tokenizer.end_id} if tokenizer.end_id is not None else set())
 
 
 def tokens(
     network: LanguageModel, prompt: Sequence[int], sampling: Sampling, context: int, ends: Collection[int]
 ) -> Iterator[int]:
-    """The tokens that the model adds to those of the prompt, without the one that ends the text."""
+    """The tokens that the model generates after the prompt, without the end token."""
     generator = torch.Generator().manual_seed(sampling.seed)
     ids = list(prompt)
     cache = Cache(min(context, len(ids) + sampling.max_tokens))
@@ -122,7 +122,7 @@ def tokens(
     for left in range(sampling.max_tokens, 0, -1):
         if cache.length + len(new) > context:
             cache.forget()
-            new = ids[-_kept(len(ids), left, context) :]
+            new = ids[-_tokens_to_reread(len(ids), left, context) :]
         chosen = _choose(_next_logits(network, new, cache), sampling, generator)
         if chosen in ends:
             return
@@ -131,8 +131,8 @@ def tokens(
         yield chosen
 
 
-def _kept(length: int, left: int, context: int) -> int:
-    """How many of the last tokens are read again when they do not all fit; the last one written is never read."""
+def _tokens_to_reread(length: int, left: int, context: int) -> int:
+    """How many of the last tokens are computed again if not all fit. The last generated token is never an input."""
     return min(length, max(context - left + 1, context // 2, 1))
 
 
@@ -140,7 +140,7 @@ def _kept(length: int, left: int, context: int) -> int:
 def _next_logits(network: LanguageModel, new: Sequence[int], cache: Cache) -> Tensor:
     device = next(network.parameters()).device
     logits_BLV: Tensor = network(Batch(torch.tensor([new], device=device), logits_to_keep=1), cache=cache)
-    return logits_BLV[0, -1].float().cpu()  # One generator, so that a seed means the same on every device.
+    return logits_BLV[0, -1].float().cpu()  # One generator on the CPU: a seed gives the same result on every device.
 
 
 def _choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
@@ -151,28 +151,28 @@ def _choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) ->
         logits_V = logits_V[: sampling.top_k]
     chances_V = torch.softmax(logits_V / sampling.temperature, dim=-1)
     if sampling.top_p < 1:
-        # The likeliest always stays; the others while those before them leave something of the share.
+        # The most likely token always stays, the others while the sum of those before them is below top_p.
         chances_V = chances_V.where(chances_V.cumsum(dim=0) - chances_V < sampling.top_p, 0.0)
         chances_V[0] = chances_V[0].clamp(min=torch.finfo(chances_V.dtype).tiny)
     return int(ids_V[torch.multinomial(chances_V, 1, generator=generator)])
 
 
 def text_of(chosen: Iterable[int], tokenizer: Tokenizer, before: Sequence[int]) -> Iterator[str]:
-    """The text of tokens as they come, each piece when its characters are whole.
+    """The text of tokens as they are generated. Each piece is returned when its characters are complete.
 
-    A piece is what the tokens of it add to the text of a few tokens before: alone they may look different, since some
+    A piece is what its tokens add to the text of the few tokens before. Decoded alone they may differ, since some
     tokenizers drop a space at the beginning.
     """
     ids = list(before[-TOKENS_TO_LOOK_BACK:])
     first, shown = 0, len(ids)
-    reported = tokenizer.decode(ids)
+    decoded = tokenizer.decode(ids)
     for token in chosen:
         ids.append(token)
         text = tokenizer.decode(ids[first:])
-        if len(text) > len(reported) and not text.endswith(UNFINISHED):
-            yield text[len(reported) :]
+        if len(text) > len(decoded) and not text.endswith(UNFINISHED):
+            yield text[len(decoded) :]
             first, shown = shown, len(ids)
-            reported = tokenizer.decode(ids[first:])
-    rest = tokenizer.decode(ids[first:])[len(reported) :]
+            decoded = tokenizer.decode(ids[first:])
+    rest = tokenizer.decode(ids[first:])[len(decoded) :]
     if rest:
         yield rest

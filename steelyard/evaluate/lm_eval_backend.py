@@ -1,4 +1,4 @@
-"""The three questions lm-eval asks of a model: how likely is this text after that one, how likely is a text, go on.
+"""lm-eval's interface to a model: log likelihood of a continuation, log likelihood of a text, and generation.
 
 Imported only where lm-eval is installed.
 
@@ -21,7 +21,7 @@ Pair = tuple[list[int], list[int]]
 
 
 class LmEvalModel(LM):  # type: ignore[misc]
-    """Our model as one of lm-eval's."""
+    """A Steelyard model for lm-eval."""
 
     def __init__(self, writer: Writer, batch: int) -> None:
         super().__init__()
@@ -29,21 +29,21 @@ class LmEvalModel(LM):  # type: ignore[misc]
 
     @property
     def tokenizer_name(self) -> str:
-        """What lm-eval names its caches of prompts by."""
+        """The key under which lm-eval caches prompts."""
         return self.writer.tokenizer.fingerprint
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """The log probability of each continuation after its context, and whether it is the likeliest one."""
+        """The log probability of each continuation after its context, and whether greedy decoding would give it."""
         return self._scored([self._pair(*request.args) for request in requests])
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """The log probability of whole texts; a long one is read in windows, each token predicted once."""
+        """The log probability of whole texts. A long text is split into windows; each token is predicted once."""
         parts = [list(self._windows(self.writer.tokenizer.encode(request.args[0]))) for request in requests]
         scores = iter(self._scored([pair for pairs in parts for pair in pairs]))
         return [sum(next(scores)[0] for _ in pairs) for pairs in parts]
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """What the model writes after each context, up to the first of the strings that end it."""
+        """The model's continuation of each context, up to the first stop string."""
         texts = []
         with console.progress("generate", len(requests), "texts") as progress:
             for context, settings in (request.args for request in requests):
@@ -51,7 +51,7 @@ class LmEvalModel(LM):  # type: ignore[misc]
                 progress.advance()
         return texts
 
-    def _written(self, context: str, settings: dict[str, Any]) -> str:
+    def _generated(self, context: str, settings: dict[str, Any]) -> str:
         until = settings.get("until") or []
         ends = [until] if isinstance(until, str) else [end for end in until if end]
         sampling = Sampling(
@@ -70,20 +70,20 @@ class LmEvalModel(LM):  # type: ignore[misc]
         return text
 
     def _framed(self, text: str) -> list[int]:
-        """The ids of what stands before; there is always something to predict from."""
+        """The ids of a context. There is always at least one token to predict from."""
         return self.writer.tokenizer.framed(text) or [self.writer.tokenizer.end_of_document]
 
     def _pair(self, context: str, continuation: str) -> Pair:
-        """Both as ids, cut where the context's own ids end. A space between them belongs to the continuation."""
-        kept = context.rstrip()
-        if not kept:
+        """Both as ids, split where the context's ids end. A space between them belongs to the continuation."""
+        stripped = context.rstrip()
+        if not stripped:
             return self._framed(""), self.writer.tokenizer.encode(context + continuation if context else continuation)
-        context, continuation = kept, context[len(kept) :] + continuation
+        context, continuation = stripped, context[len(stripped) :] + continuation
         before = self._framed(context)
         return before, self._framed(context + continuation)[len(before) :]
 
     def _windows(self, ids: list[int]) -> Iterator[Pair]:
-        """Windows as full as can be, in which each token of a text is predicted once, the first after the end token."""
+        """Windows of maximum size in which each token of a text is predicted once, the first after the end token."""
         size = self.writer.context
         stream = [self._framed("")[0], *ids]
         for first in range(1, len(stream), size):
@@ -92,7 +92,7 @@ class LmEvalModel(LM):  # type: ignore[misc]
             yield stream[start:first], stream[first:end]
 
     def _scored(self, pairs: list[Pair]) -> list[tuple[float, bool]]:
-        """Score continuations, the long ones first, so that memory runs out at once or never."""
+        """Score continuations, the longest first, so that an out-of-memory error occurs at once or never."""
         order = sorted(range(len(pairs)), key=lambda number: -sum(map(len, pairs[number])))
         scores: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
         with console.progress("score", len(pairs), "texts") as progress:
@@ -109,7 +109,7 @@ class LmEvalModel(LM):  # type: ignore[misc]
         longest = max(map(len, rows)) - 1
         device = next(self.writer.network.parameters()).device
         inputs_BL = torch.zeros(len(rows), longest, dtype=torch.long)
-        for number, row in enumerate(rows):  # What stands behind a row is not seen by it.
+        for number, row in enumerate(rows):  # Attention is causal, so padding after a row has no effect on it.
             inputs_BL[number, : len(row) - 1] = torch.tensor(row[:-1])
         logits_BLV: Tensor = self.writer.network(inputs_BL.to(device))
         return [
@@ -119,7 +119,7 @@ class LmEvalModel(LM):  # type: ignore[misc]
 
 
 def _score(logits_LV: Tensor, row: list[int], counted: int) -> tuple[float, bool]:
-    """Sum of the log probabilities of the last `counted` tokens of a row, and whether each is the likeliest."""
+    """Sum of the log probabilities of the last `counted` tokens of a row, and whether each is the most likely."""
     if not counted:
         return 0.0, True
     labels_L = torch.tensor(row[-counted:], device=logits_LV.device)

@@ -1,4 +1,4 @@
-"""From a checkpoint of any format to a model that computes here, whole or cut over ranks."""
+"""Loads a checkpoint of any format as a model for inference, complete or sharded over tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ COMPRESSED = (CompressedSource, Compressing)
 
 
 def tokenizer_for(source: CheckpointSource, named: str | None) -> Tokenizer:
-    """The tokenizer that was named, or the checkpoint's own."""
+    """The given tokenizer, or the checkpoint's own."""
     if named is not None:
         return tokenizers.load_tokenizer(named)
     if source.tokenizer is None:
         raise UserError(
-            f"{source.path} comes without a tokenizer",
-            hint="name one with --tokenizer, or in the recipe's data.tokenizer",
+            f"{source.path} has no tokenizer",
+            hint="give one with --tokenizer, or in the recipe's data.tokenizer",
         )
     return source.load_tokenizer()
 
 
 def context_of(source: CheckpointSource) -> int:
-    """How many tokens the model is meant to see at once."""
+    """The context length of the model in tokens."""
     return positions_of(source.config, source.extra)
 
 
 def mesh_for(tensor: int, device: torch.device) -> Mesh:
-    """Ranks side by side, each with whole copies of its part of the model: nothing is gathered, only text is shared."""
+    """A mesh without FSDP: each rank holds its whole tensor-parallel shard, so weights are never gathered."""
     return replace(meshes.make(ParallelSection(tensor=tensor), device.type), sharding=None)
 
 
@@ -61,10 +61,10 @@ def loaded(
     compiled: bool = False,
     sparse: bool | None = None,
 ) -> LanguageModel:
-    """This rank's part of the model with the checkpoint's weights in it, ready to compute and never to train.
+    """This rank's shard of the model with the checkpoint's weights, for inference only.
 
-    Compressed weights stay so on a GPU that holds the whole model; a CPU, and ranks that share it, hold them dense,
-    unless `sparse` decides.
+    Compressed weights stay compressed on a GPU that holds the whole model. A CPU, and ranks that share the model, hold
+    them dense, unless `sparse` decides.
     """
     mesh = mesh or meshes.alone()
     check(source, source.config)
@@ -96,7 +96,7 @@ def _recipe(source: CheckpointSource, tensor: int) -> Recipe:
 
 
 def _cast(network: LanguageModel, dtype: torch.dtype) -> None:
-    """Keep matrices in the precision they are used in; norms stay fp32, which is what they compute in."""
+    """Cast matrices to the precision they are used in. Norms stay in fp32, in which they compute."""
     for module in network.modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):
             module.to(dtype)

@@ -1,7 +1,7 @@
-"""The model card: what a model is, where it comes from, how good it is and how to load it, as Markdown for the hub.
+"""The model card: architecture, training data, losses and how to load the model, as Markdown for the hub.
 
-The same model gives the same card, to the byte. Of the machine it was trained on, only versions of libraries are told:
-absolute paths in the recipe are cut to their last part.
+The same model gives the same card, byte for byte. Of the machine it was trained on, only library versions are included:
+absolute paths in the recipe are reduced to their last part.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ tags:
 - steelyard
 ---"""
 LICENSE = (
-    "> **License: not chosen yet.** Whoever publishes this model has to choose one: write it into `license:` at the "
-    "head of this file, and replace this paragraph. Until then, assume no right to use it."
+    "> **License: not chosen yet.** The publisher of this model has to choose one: set `license:` at the top of "
+    "this file, and replace this paragraph. Until then, assume no right to use it."
 )
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The run that made the model, and at which step, if that was not its last."""
+    """The run that trained the model, and the step, if it is not the last one."""
 
     run: Run
     step: int | None = None
 
     def metrics(self) -> list[dict[str, Any]]:
-        """What was recorded up to that step."""
+        """The metrics up to that step."""
         return [record for record in self.run.metrics() if self.step is None or record["step"] <= self.step]
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What the model made of a prompt before it was published."""
+    """The model's continuation of a prompt, from the test before publishing."""
 
     prompt: str
     text: str
@@ -54,14 +54,14 @@ class Sample:
 def render(
     name: str, folder: Path, weights: Weights, origin: Origin | None = None, sample: Sample | None = None
 ) -> str:
-    """The card of the model in a Hugging Face folder, with the story of its training where the run is known."""
+    """The card of the model in a Hugging Face folder, with its training if the run is known."""
     sections = [FRONT, f"# {name.rpartition('/')[2]}", LICENSE, _table(_model(folder, weights)), _loading(name)]
     if origin is not None:
         sections += ["## Training", _table(_training(origin)), "### Recipe", _fenced(_recipe(origin.run), "toml")]
     else:
-        sections += ["## Training", "How this model was trained was not recorded in the folder it was published from."]
+        sections += ["## Training", "The folder that this model was published from has no record of its training."]
     if sample is not None:
-        sections += ["## Sample", f"Continued from `{_one_line(sample.prompt)}`, always taking the likeliest token:"]
+        sections += ["## Sample", f"Continued from `{_one_line(sample.prompt)}`, with greedy decoding:"]
         sections.append(_fenced(sample.text, "text"))
     sections.append("Published with Steelyard.")
     return secrets.scrub("\n\n".join(sections)) + "\n"
@@ -91,10 +91,10 @@ def _model(folder: Path, weights: Weights) -> dict[str, str]:
 
 
 def _sparsity(weights: Weights) -> str:
-    """As measured in the weights, whatever was meant."""
+    """The sparsity as measured in the weights."""
     text = f"{100 * weights.sparsity:.2f}% of the elements of the layers' {weights.matrices} matrices are zero"
     if weights.two_of_four:
-        text += f"; {weights.two_of_four} of them hold two zeros in every four neighbours (2:4)"
+        text += f"; {weights.two_of_four} of them have two zeros in every group of four (2:4)"
     return text
 
 
@@ -127,20 +127,20 @@ def _loss(loss: float) -> str:
 
 
 def _recipe(run: Run) -> str:
-    settings: dict[str, Any] = _without_places(run.recipe().settings())
+    settings: dict[str, Any] = _without_absolute_paths(run.recipe().settings())
     return to_toml(settings)
 
 
-def _without_places(value: Any) -> Any:
+def _without_absolute_paths(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_places(each) for key, each in value.items()}
+        return {key: _without_absolute_paths(each) for key, each in value.items()}
     if isinstance(value, list):
-        return [_without_places(each) for each in value]
+        return [_without_absolute_paths(each) for each in value]
     return _last_part(value) if isinstance(value, str) else value
 
 
 def _last_part(text: str) -> str:
-    """A path of this machine as its last part; anything else as it is."""
+    """The last part of an absolute path; any other text unchanged."""
     return Path(text).name if text.startswith(("/", "~")) else text
 
 
@@ -169,7 +169,7 @@ def _one_line(text: str) -> str:
 
 
 def _fenced(text: str, kind: str) -> str:
-    """A block of code; its fence is longer than any inside."""
+    """A code block, with a fence longer than any inside."""
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}{kind}\n{text.strip(chr(10))}\n{fence}"

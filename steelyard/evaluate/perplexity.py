@@ -1,7 +1,7 @@
-"""Perplexity of a text under a model: the same number on any number of ranks, with the protocol that made it in words.
+"""Perplexity of a text under a model: the same number for any number of ranks, with a description of the protocol.
 
-Ranks along the data axis share out the windows, ranks along the tensor axis the model. The head and the loss are one
-operation, chunk by chunk, so that full logits never exist.
+Ranks along the data axis share the windows, ranks along the tensor axis the model. The head and the loss are computed
+together, in chunks, so that the full logits are never in memory.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from steelyard.sizes.param_count import parameters
 from steelyard.sparsity import pruned_source as sparse
 from steelyard.training.device import NAMES, device_for, dtype_for
 
-LONGEST = 4096  # the length of windows, where none is asked for and the model sees as much
-TOKENS_AT_ONCE = {"cpu": 1024, "cuda": 16384}  # More at once is slower where caches are small.
+LONGEST = 4096  # default length of windows, if the model's context is at least as long
+TOKENS_AT_ONCE = {"cpu": 1024, "cuda": 16384}  # Larger batches are slower if caches are small.
 TIMEOUT_MINUTES = 30.0
 
 
 @dataclass(frozen=True)
 class PerplexityRequest:
-    """What to measure, and how."""
+    """The options of the measurement."""
 
     checkpoint: str
     data: str
@@ -56,7 +56,7 @@ class PerplexityRequest:
 
 
 def perplexity(request: PerplexityRequest) -> dict[str, Any] | None:
-    """Measure, on all ranks together; the first one gets the result."""
+    """Measure on all ranks. Rank 0 gets the result."""
     device = device_for(request.device)
     with init_distributed(device.type, TIMEOUT_MINUTES) as world:
         console.quiet = console.quiet or not world.is_rank0
@@ -64,7 +64,7 @@ def perplexity(request: PerplexityRequest) -> dict[str, Any] | None:
             device = torch.device("cuda", torch.cuda.current_device())
         with raise_on_all_ranks(world):
             if world.size % request.tensor:
-                raise UserError(f"{world.size} ranks are no multiple of --tensor {request.tensor}", where="--nproc")
+                raise UserError(f"{world.size} ranks are not a multiple of --tensor {request.tensor}", where="--nproc")
         source = _opened(request, world)
         with raise_on_all_ranks(world):
             length = _length(request, source)
@@ -100,7 +100,7 @@ def summed_loss(
 
 
 def _batches(windows: list[Window], tokens_at_once: int) -> Iterator[list[Window]]:
-    """Windows of one length together, as many as make up so many tokens."""
+    """Batches of windows of equal length, with up to `tokens_at_once` tokens."""
     batch: list[Window] = []
     for window in windows:
         length = window.end - window.start
@@ -116,9 +116,9 @@ def _weights(batch: list[Window], device: torch.device) -> Tensor | None:
     length = batch[0].end - batch[0].start
     if all(window.counted == length for window in batch):
         return None
-    places_L = torch.arange(length, device=device)
+    positions_L = torch.arange(length, device=device)
     counted_B = torch.tensor([window.counted for window in batch], device=device)
-    return (places_L >= length - counted_B[:, None]).float()
+    return (positions_L >= length - counted_B[:, None]).float()
 
 
 def _over_ranks(
@@ -129,25 +129,25 @@ def _over_ranks(
     with console.progress("perplexity", work, "tokens") as progress:
         total = summed_loss(network, tokens, mine, device, progress.advance)
     if mesh.world.size > 1:
-        total /= mesh.tensor.size  # Ranks along the tensor axis all have the same.
+        total /= mesh.tensor.size  # All ranks along the tensor axis have the same sum.
         torch.distributed.all_reduce(total)
     return total.item()
 
 
 def _opened(request: PerplexityRequest, world: World) -> CheckpointSource:
-    """The checkpoint, seen through its masks. The first rank checks that these belong to it, and all open it."""
+    """The checkpoint with its masks applied. Rank 0 checks that these belong to it; all ranks open it."""
 
-    def look() -> None:
+    def check_masks() -> None:
         sparse.opened(request.checkpoint, request.mask, request.base)
 
     if world.size > 1:
-        run_on_rank0(world, look)
+        run_on_rank0(world, check_masks)
     with raise_on_all_ranks(world):
         return sparse.opened(request.checkpoint, request.mask, request.base, checks=world.size == 1)
 
 
 def _length(request: PerplexityRequest, source: CheckpointSource) -> int:
-    """The length of windows; learned positions end somewhere, others only become unfamiliar."""
+    """The length of windows. Learned positions have a hard limit; others only degrade beyond it."""
     sees = context_of(source)
     length = request.length or min(LONGEST, sees)
     if length > sees and isinstance(source.config, GptConfig):
@@ -156,12 +156,12 @@ def _length(request: PerplexityRequest, source: CheckpointSource) -> int:
             hint=f"use {sees} or less",
         )  # fmt: skip
     if length > sees:
-        console.warn(f"windows of {length} tokens are longer than the {sees} that the model was made for")
+        console.warn(f"windows of {length} tokens are longer than the model's context of {sees} tokens")
     return length
 
 
 def _stream(request: PerplexityRequest, source: CheckpointSource, world: World) -> TokenStream:
-    """The tokens, encoded by the first rank for all; token files are opened by each."""
+    """The tokens. Rank 0 encodes text for all ranks; each rank opens token files itself."""
     remark = streams.other_form(request.data, source)
     if remark and world.is_rank0:
         console.warn(remark)
@@ -206,12 +206,12 @@ def _result(
 
 
 def as_text(result: dict[str, Any]) -> str:
-    """A result for a person: the number, and everything one must know to compare it with another."""
+    """The result as text: the number, and everything needed to compare it with another."""
     number = result["perplexity"]
     model = f"{units.count(result['parameters'])} parameters" + (f", step {result['step']}" if result["step"] else "")
     ranks = "1 rank" if result["ranks"] == 1 else f"{result['ranks']} ranks"
     lines = {
-        "perplexity": "beyond counting" if number is None else f"{number:.4f}  (loss {result['loss']:.6f})",
+        "perplexity": "overflow" if number is None else f"{number:.4f}  (loss {result['loss']:.6f})",
         "model": f"{result['checkpoint']}, {model}",
         **({"mask": result["mask"]} if result["mask"] else {}),
         "tokens": f"{result['tokens']}, of which {result['predicted']} predicted",

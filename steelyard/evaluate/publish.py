@@ -1,4 +1,4 @@
-"""Publishing a model: it must work here before it is sent anywhere."""
+"""Publishes a model on the hub, after testing locally that it loads and generates text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from steelyard.text import tokenizer as tokenizers
 
 CARD = "README.md"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
-SCANNED = 16 << 20  # Larger files are not looked through for the token.
+SCANNED = 16 << 20  # Larger files are not searched for the token.
 
 
 def push(
@@ -32,11 +32,11 @@ def push(
     new_card: bool = False,
     run: Path | None = None,
 ) -> dict[str, Any]:
-    """Try a model out, and send it to the hub with its tokenizer and a card. A dry run does all but the sending."""
+    """Test a model and upload it to the hub with its tokenizer and a card. A dry run does everything but the upload."""
     if not hub.is_name(name):
-        raise UserError(f"{name} is no name on the hub", hint="a name is user/model: letters, digits, - _ .")
+        raise UserError(f"{name} is not a valid name on the hub", hint="a name is user/model: letters, digits, - _ .")
     if not prompt.strip():
-        raise UserError("the test prompt is empty", hint="give the model something to continue")
+        raise UserError("the test prompt is empty", hint="give a text that the model continues")
     if not source.exists():
         raise UserError(f"there is no folder {source}")
     origin = model_card.Origin(Run.open(run)) if run is not None else _origin(source)
@@ -57,13 +57,13 @@ def push(
         result = {"name": name, "generated": text, "left_out": left_out, "remarks": remarks, "dry_run": dry_run}
         if dry_run:
             return result | {"files": _sizes(contents), "card": _card(contents)}
-        # A card that was written by hand on the hub's own page outweighs one that was made here.
+        # A card that was edited on the hub takes precedence over a generated one.
         keep = (CARD,) if CARD not in paths and not new_card else ()
         return result | hub.push(name, contents, private, keep)
 
 
 def _origin(source: Path) -> model_card.Origin | None:
-    """The run that a run folder or a checkpoint inside of one stands for."""
+    """The run of a run folder, or of a checkpoint inside one."""
     if (source / MANIFEST).is_file():
         return model_card.Origin(Run.open(source))
     if (source / STATE).is_file() and (source.resolve().parents[1] / MANIFEST).is_file():
@@ -74,7 +74,7 @@ def _origin(source: Path) -> model_card.Origin | None:
 
 @contextlib.contextmanager
 def _as_hugging_face(source: Path) -> Iterator[Path]:
-    """The model as a Hugging Face folder: the source itself, or what it is converted to for as long as it is needed."""
+    """The model as a Hugging Face folder: the source itself, or a temporary conversion."""
     if (source / "config.json").is_file():
         yield source
         return
@@ -82,7 +82,7 @@ def _as_hugging_face(source: Path) -> Iterator[Path]:
     from steelyard.sparsity.pruned_source import opened as opened_under_masks
 
     opened = opened_under_masks(source)
-    # Beside the source, where there is room for models.
+    # In the source's parent folder, which has space for models.
     with files.temporary_folder(source.resolve()) as place:
         folder = place / source.resolve().name
         convert(opened, folder, Target("hf"))
@@ -90,23 +90,23 @@ def _as_hugging_face(source: Path) -> Iterator[Path]:
 
 
 def _remarks(folder: Path) -> list[str]:
-    """What a reader of the folder will stumble over although the model works."""
+    """Problems for users of the folder although the model works."""
     from steelyard.checkpoint.formats import hf_config, hf_metadata
     from steelyard.core.safe_parse import read_json_object
 
     generation = folder / "generation_config.json"
-    reported = hf_config.extra_of(
+    metadata = hf_config.extra_of(
         read_json_object(folder / "config.json"), read_json_object(generation) if generation.is_file() else None
     )
     try:
-        remark = hf_metadata.disagreement(reported, tokenizers.load_tokenizer(folder))
-    except UserError as error:  # transformers has just loaded it, so it is of a kind that is not known here.
-        remark = f"the tokenizer was not held against the configuration: {error.message}"
+        remark = hf_metadata.disagreement(metadata, tokenizers.load_tokenizer(folder))
+    except UserError as error:  # transformers has just loaded it, so its kind is unknown only to Steelyard.
+        remark = f"the tokenizer was not compared with the configuration: {error.message}"
     return [remark] if remark else []
 
 
 def _publishable(folder: Path, source: Path) -> tuple[dict[str, Path], list[str]]:
-    """The files that make the model, and those that stay here."""
+    """The files to publish, and the names of the others."""
     names = {path.name for path in folder.iterdir() if path.is_file()}
     chosen = hub.model_files(names)
     if not any(name.endswith(".safetensors") for name in chosen):
@@ -117,19 +117,19 @@ def _publishable(folder: Path, source: Path) -> tuple[dict[str, Path], list[str]
         convert = f"steelyard checkpoint convert {shlex.quote(str(source))} {shlex.quote(f'{source}-hf')} --to hf"
         raise UserError(
             f"{source} has no tokenizer",
-            hint=f"{convert} --tokenizer TOKENIZER writes a folder with one: the one it learned with",
+            hint=f"{convert} --tokenizer TOKENIZER writes a folder with one: use the tokenizer of its training",
         )
     secret = hub.token()
     for name in chosen:
         path = files.inside(folder / name)
         if secret and path.stat().st_size <= SCANNED and secret.encode() in path.read_bytes():
-            raise UserError(f"{path} holds your token of the hub", hint="take it out; nothing was uploaded")
+            raise UserError(f"{path} contains your hub token", hint="remove it; nothing was uploaded")
     others = {path.name for path in folder.iterdir()} - set(chosen)
     return {name: folder / name for name in chosen}, sorted(others)
 
 
 def _sums(folder: Path, paths: dict[str, Path]) -> bytes:
-    """The SHA256SUMS of what is published. The card is left out, since people edit it on the hub's own page."""
+    """The SHA256SUMS of the published files. The card is not listed, since it is often edited on the hub."""
     sums = sha256sums.digests(folder, [name for name in paths if name not in (CARD, sha256sums.NAME)])
     recorded = sha256sums.read(folder) or {}
     changed = [name for name in sums if recorded.get(name, sums[name]) != sums[name]]
@@ -142,7 +142,7 @@ def _sums(folder: Path, paths: dict[str, Path]) -> bytes:
 
 
 def _full(name: str) -> str:
-    """A name without its owner is the user's own."""
+    """The name with its owner, by default the user."""
     owner = hub.whoami()["name"]
     return name if "/" in name else f"{owner}/{name}"
 

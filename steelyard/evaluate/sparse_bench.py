@@ -1,7 +1,7 @@
-"""How fast a 2:4 model runs compressed and dense, side by side: reading a prompt, writing tokens, and its memory.
+"""Compares the speed and memory of a 2:4 model with compressed and with dense weights: prefill and decode.
 
-On a GPU a step is recorded as a CUDA graph and replayed, both ways, so that what is compared is the GPU's work and not
-how long the host takes to ask for it. Writing is timed at one place of the text, after `context` tokens.
+On a GPU a step is captured as a CUDA graph and replayed in both cases, so that the comparison measures the GPU's work
+and not the host's launch overhead. Decode is timed at one position of the text, after `context` tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROUNDS = {"cuda": 20, "cpu": 3}
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """What to measure."""
+    """The options of the benchmark."""
 
     checkpoint: str
     mask: str | None = None
@@ -44,12 +44,12 @@ class BenchRequest:
 
 
 def sparse(request: BenchRequest) -> dict[str, Any]:
-    """Measure a checkpoint dense and compressed."""
+    """Benchmark a checkpoint with dense and compressed weights."""
     if request.device != "cpu" and not torch.cuda.is_available():
         raise UserError(
-            "compressed weights are fast on a GPU alone, and there is none here",
+            "compressed weights are fast only on a GPU, and there is none here",
             where="--device",
-            hint="--device cpu runs the plain versions, which shows that they work and nothing about speed",
+            hint="--device cpu runs the plain versions, which tests that they work but not their speed",
         )
     device = device_for(request.device)
     source = compressible(opened(request.checkpoint, request.mask, request.base), request.allow_dense)
@@ -63,7 +63,7 @@ def sparse(request: BenchRequest) -> dict[str, Any]:
         with torch.inference_mode(), sparse_linear.for_graphs():
             sides[side] = _side(network, prompt, context, request.batches, device)
         del network
-    chosen = {f"{held[2]}x{4 * held[3]}, up to {1 << held[4]} rows": str(way) for held, way in _ways()}
+    chosen = {f"{held[2]}x{4 * held[3]}, up to {1 << held[4]} rows": str(way) for held, way in _chosen_kernels()}
     return {
         "checkpoint": str(source.path),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu, plain versions",
@@ -85,12 +85,12 @@ def _side(
         cache = Cache(context + 1)
         prompt_BL = torch.randint(0, network.config.vocab, (batch, context), device=device)
         network(Batch(prompt_BL, logits_to_keep=1), cache=cache)
-        found[f"decode {batch}"] = batch / _seconds(_writing(network, cache, batch, context, device), device)
+        found[f"decode {batch}"] = batch / _seconds(_decode_step(network, cache, batch, context, device), device)
         del cache
     return found
 
 
-def _writing(
+def _decode_step(
     network: LanguageModel, cache: Cache, batch: int, context: int, device: torch.device
 ) -> Callable[[], Tensor]:
     token_B1 = torch.randint(0, network.config.vocab, (batch, 1), device=device)
@@ -104,11 +104,11 @@ def _writing(
 
 
 def _seconds(step: Callable[[], Tensor], device: torch.device) -> float:
-    """The median time of a step; on a GPU of its recording."""
+    """The median time of a step; on a GPU of its CUDA graph."""
     if device.type != "cuda":
         step()
-        return statistics.median(_clocked(step) for _ in range(ROUNDS["cpu"]))
-    for _ in range(3):  # Compiles, and measures which ways are the fastest.
+        return statistics.median(_timed(step) for _ in range(ROUNDS["cpu"]))
+    for _ in range(3):  # Compiles kernels, and selects the fastest ones.
         step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -124,14 +124,14 @@ def _seconds(step: Callable[[], Tensor], device: torch.device) -> float:
     return statistics.median(float(before.elapsed_time(after)) / 1000 for before, after in itertools.pairwise(marks))
 
 
-def _clocked(step: Callable[[], Tensor]) -> float:
+def _timed(step: Callable[[], Tensor]) -> float:
     begun = time.perf_counter()
     step()
     return time.perf_counter() - begun
 
 
 def _bytes(network: LanguageModel) -> int:
-    """What all weights take; what shares memory is counted once."""
+    """The bytes of all weights. Shared memory is counted once."""
     tensors = [*network.parameters(), *network.buffers()]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
@@ -147,12 +147,12 @@ def _rows(dense: dict[str, float], sparse: dict[str, float]) -> list[dict[str, A
     return rows
 
 
-def _ways() -> list[tuple[Any, Any]]:
+def _chosen_kernels() -> list[tuple[Any, Any]]:
     return [(key, way) for key, way in sparse_linear.CHOICES.found.items() if key[5]]
 
 
 def as_text(result: dict[str, Any]) -> str:
-    """A table for a person."""
+    """The result as a table."""
     lines = [f"{result['checkpoint']} on {result['device']}, {result['dtype']}", ""]
     lines.append(f"{'':16} {'dense':>14} {'sparse':>14} {'gain':>7}")
     for row in result["rows"]:

@@ -1,4 +1,4 @@
-"""Benchmark tasks through lm-eval, with our model as its backend."""
+"""Benchmark tasks with lm-eval, which uses a Steelyard model as its backend."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from steelyard.evaluate.generation import Writer
 
 @dataclass(frozen=True)
 class TaskOptions:
-    """What lm-eval is asked to do."""
+    """The options for lm-eval."""
 
     shots: int | None = None
     limit: int | None = None
@@ -24,17 +24,17 @@ class TaskOptions:
 
 
 def check_installed() -> None:
-    """Say what is missing before a model is loaded."""
+    """Raise an error if lm-eval is missing, before a model is loaded."""
     try:
         import lm_eval.evaluator  # noqa: F401
     except ImportError as error:
         raise UserError(
-            f"tasks are scored by lm-eval, and it cannot be imported: {error}", hint="pip install 'steelyard[eval]'"
+            f"tasks need lm-eval, which cannot be imported: {error}", hint="pip install 'steelyard[eval]'"
         ) from None
 
 
 def run(writer: Writer, names: Sequence[str], options: TaskOptions) -> dict[str, Any]:
-    """Score a model on tasks: the metrics of each by name, as lm-eval gives them."""
+    """Score a model on tasks. Returns lm-eval's metrics by task."""
     check_installed()
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
@@ -46,11 +46,11 @@ def run(writer: Writer, names: Sequence[str], options: TaskOptions) -> dict[str,
     unknown = sorted(set(names) - set(manager.all_tasks))
     if unknown and broken:
         reported = "\n  ".join(f"{path}: {reason}" for path, reason in broken.items())
-        raise UserError(f"there is no task {', '.join(unknown)} in what can be read of --include:\n  {reported}")
+        raise UserError(f"there is no task {', '.join(unknown)} in the valid files of --include:\n  {reported}")
     if unknown:
         raise UserError(f"lm-eval has no task {', '.join(unknown)}", hint="see lm-eval ls tasks, or add --include DIR")
     for path, reason in broken.items():
-        console.warn(f"{path}: {reason}; its task is left out")
+        console.warn(f"{path}: {reason}; its task is skipped")
     found = simple_evaluate(
         model=LmEvalModel(writer, options.batch),
         tasks=list(names),
@@ -69,11 +69,11 @@ def run(writer: Writer, names: Sequence[str], options: TaskOptions) -> dict[str,
 
 
 def _broken(folder: Path) -> dict[Path, str]:
-    """Task files that cannot be read, and why. lm-eval passes over them without a word.
+    """Task files that cannot be read, and why. lm-eval skips them silently.
 
-    They are parsed and not built: what a file names in Python is not run.
+    They are parsed but not built: Python code that a file names is not run.
     """
-    yaml: Any = import_module("yaml")  # It comes with lm-eval.
+    yaml: Any = import_module("yaml")  # A dependency of lm-eval.
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}", where="--include")
     broken = {}
@@ -87,21 +87,21 @@ def _broken(folder: Path) -> dict[Path, str]:
             broken[path] = str(error).splitlines()[0]
         else:
             if not isinstance(found, yaml.MappingNode):
-                broken[path] = "it is no table of settings"
+                broken[path] = "it is not a table of settings"
             elif missing := [name for name in _included(found) if not (path.parent / name).is_file()]:
-                broken[path] = f"it includes {missing[0]}, which is not there"
+                broken[path] = f"it includes {missing[0]}, which does not exist"
     return broken
 
 
 def _included(settings: Any) -> list[str]:
-    """The files that a task file takes settings from."""
+    """The files that a task file includes."""
     found = next((value for key, value in settings.value if key.value == "include"), None)
     inner = [] if found is None else found.value if isinstance(found.value, list) else [found]
     return [str(node.value) for node in inner]
 
 
 def _plain(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Metrics by name; the default filter, which every task has, is not worth saying."""
+    """Metrics by name, without the suffix of the default filter, which every task has."""
     return {
         key.removesuffix(",none"): value
         for key, value in metrics.items()
@@ -110,7 +110,7 @@ def _plain(metrics: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_text(result: dict[str, Any]) -> str:
-    """One line for each metric of each task, its error beside it."""
+    """One line per metric of each task, with its standard error."""
     lines = []
     for task, metrics in result["tasks"].items():
         for name, value in metrics.items():

@@ -1,8 +1,8 @@
-"""Checking a checkpoint of any format as far as that goes: every checksum, every tensor's place and size, every value.
+"""Verifies a checkpoint of any format: every checksum, every tensor's name and size, every value.
 
-A checkpoint from elsewhere may have no checksums at all. It is then read whole, which finds files that are cut, missing
-or unreadable, and weights that are not finite; a flipped bit that leaves a finite number is not found. What has no
-checksum is therefore named in the result.
+A checkpoint from elsewhere may have no checksums. It is then read completely, which finds files that are truncated,
+missing or unreadable, and weights that are not finite. A flipped bit that leaves a finite number is not found. So the
+result lists the files without a checksum.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from steelyard.core.safe_parse import read_json_object
 from steelyard.sparsity.mask_file import MaskFile, is_mask_file
 
 ADAPTER = "adapter_config.json"
-OF_A_MODEL = {".safetensors", ".bin", ".pt", ".distcp", ".json", ".model", ".jinja"}  # What SHA256SUMS always lists.
-NAMED = 5  # files without a checksum that are listed by name
+OF_A_MODEL = {".safetensors", ".bin", ".pt", ".distcp", ".json", ".model", ".jinja"}  # SHA256SUMS must list them.
+NAMED = 5  # Up to this many files without a checksum are listed by name.
 
 
 @dataclass
 class VerifyFindings:
-    """What a verification found."""
+    """The result of a verification."""
 
     path: Path
     problems: list[str] = field(default_factory=list)
@@ -48,7 +48,7 @@ class VerifyFindings:
 
     @contextlib.contextmanager
     def attempt(self, what: str = "") -> Iterator[None]:
-        """Turn whatever ends the block into a problem: a damaged file can make its reader fail in any way."""
+        """Turn any exception in the block into a problem: a damaged file can make its reader fail in any way."""
         try:
             yield
         except SteelyardError as error:
@@ -58,11 +58,11 @@ class VerifyFindings:
 
     def _add(self, where: str, message: str) -> None:
         line = f"{where}: {message}" if where else message
-        if line not in self.problems:  # A recipe is read once for each checkpoint.
+        if line not in self.problems:  # A recipe is read for each checkpoint.
             self.problems.append(line)
 
     def as_dict(self) -> dict[str, Any]:
-        """The result for a program."""
+        """The result for `--json`."""
         return {
             "path": str(self.path),
             "sound": not self.problems,
@@ -73,7 +73,7 @@ class VerifyFindings:
         }
 
     def as_text(self) -> str:
-        """A line for each problem, or a summary."""
+        """One line per problem, or a summary."""
         if self.problems:
             return "\n".join(self.problems)
         checked = ", ".join(f"{count:,} {kind}" for kind, count in self.checked.items()) or "nothing to check"
@@ -83,7 +83,7 @@ class VerifyFindings:
 
 
 def verify_checkpoint(path: Path) -> VerifyFindings:
-    """Check a checkpoint, all checkpoints of a run, or a single file of weights or masks."""
+    """Verify a checkpoint, all checkpoints of a run, or a single file of weights or masks."""
     findings = VerifyFindings(path)
     if not path.exists():
         raise UserError(f"there is no file or folder {path}")
@@ -95,15 +95,15 @@ def verify_checkpoint(path: Path) -> VerifyFindings:
 
 
 def check_checkpoints(folder: Path, findings: VerifyFindings) -> None:
-    """Check all checkpoints of a run."""
+    """Verify all checkpoints of a run."""
     for path in step_folders.by_age(folder):
         check_one(path, findings)
     for path in step_folders.by_age(folder / step_folders.DAMAGED):
-        findings.not_checked.append(f"{path}, which was found damaged before")
+        findings.not_checked.append(f"{path}, which was found damaged earlier")
 
 
 def check_one(path: Path, findings: VerifyFindings) -> None:
-    """Check one checkpoint, or one file."""
+    """Verify one checkpoint or one file."""
     if (path / folders.STATE).is_file():
         _check_own(path, findings)
         return
@@ -123,7 +123,7 @@ def check_one(path: Path, findings: VerifyFindings) -> None:
 
 
 def _check_own(path: Path, findings: VerifyFindings) -> None:
-    """A checkpoint of ours, whose state.json has checksums of itself and of the other files."""
+    """A Steelyard checkpoint, whose state.json has checksums of itself and of the other files."""
     with findings.attempt():
         state, sums = state_file.read(path)
         wrong = sha256sums.mismatches(path, sums, folders.STATE)
@@ -139,7 +139,7 @@ def _check_own(path: Path, findings: VerifyFindings) -> None:
         saved = folders.Checkpoint(path, state)
         _check_values(saved.tensors(), lambda name: _loaded(saved, name), path, findings)
         if "model" not in state and not (path.resolve().parents[1] / MANIFEST).is_file():
-            findings.not_checked.append(f"{path}: which tensors belong to it, since it is not inside of its run")
+            findings.not_checked.append(f"{path}: its tensor names, since it is not inside its run")
         elif state.get("sparsity", {}).get("method") != "learned":
             _check_names(SteelyardSource(saved), findings)
 
@@ -152,7 +152,7 @@ def _loaded(saved: folders.Checkpoint, name: str) -> Tensor:
 
 
 def _check_sums(path: Path, findings: VerifyFindings, own: Iterable[str] = ()) -> None:
-    """Compare with SHA256SUMS, of the folder or of the one around it; files in `own` have another checksum."""
+    """Compare with SHA256SUMS of the folder or of its parent. Files in `own` have another checksum."""
     listed: dict[Path, str] = {}
     for base in (path, path.parent) if path.is_dir() else (path.parent,):
         with findings.attempt():
@@ -186,7 +186,7 @@ def _check_source(source: CheckpointSource, findings: VerifyFindings) -> None:
 
 
 def _check_names(source: CheckpointSource, findings: VerifyFindings) -> bool:
-    """Whether all tensors of the model are there, and no others."""
+    """Whether the checkpoint has all tensors of the model and no others."""
     wrong = [] if holds_adapters(source) else misfits(source, source.config)
     findings.problems += [f"{source.path}: {line}" for line in wrong]
     return not wrong

@@ -1,4 +1,4 @@
-"""Checking a run folder and what its recipe names: records, checkpoints, token files, masks."""
+"""Verifies a run folder and the files its recipe names: records, checkpoints, token files, masks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def verify_run(path: Path) -> VerifyFindings:
     for file in sorted(path.rglob(EVENTS)):
         _check_events(file, findings)
     for leftover in sorted(path.glob(f"**/{files.TEMPORARY}*")):
-        findings.not_checked.append(f"{leftover}, which a killed command left")
+        findings.not_checked.append(f"{leftover}, left by a killed command")
     check_checkpoints(run.checkpoints, findings)
     if (path / "hf").is_dir():
         check_one(path / "hf", findings)
@@ -52,7 +52,7 @@ def verify_run(path: Path) -> VerifyFindings:
 
 
 def _check_records(file: Path, findings: VerifyFindings) -> None:
-    """Every line is a JSON object. A last line without its end was being written when the writer was killed."""
+    """Every line must be a JSON object. A last line without a newline was being written when the writer was killed."""
     with open(file, "rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:
@@ -64,11 +64,11 @@ def _check_records(file: Path, findings: VerifyFindings) -> None:
             elif line.endswith(b"\n"):
                 findings.problems.append(f"{file}: line {number} is not a record")
             else:
-                findings.not_checked.append(f"{file}: line {number}, which a killed writer left unfinished")
+                findings.not_checked.append(f"{file}: line {number}, left incomplete by a killed writer")
 
 
 def _check_events(file: Path, findings: VerifyFindings) -> None:
-    """Compare TensorBoard's records with their checksums: u64 length, its masked CRC-32C, the record, the record's."""
+    """Compare TensorBoard's records with their checksums: u64 length, its masked CRC-32C, the record, its CRC-32C."""
     try:
         from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c  # type: ignore[import-untyped]
     except ImportError:
@@ -79,7 +79,7 @@ def _check_events(file: Path, findings: VerifyFindings) -> None:
         while head := events.read(12):
             length = int.from_bytes(head[:8], "little")
             if len(head) < 12 or events.tell() + length + 4 > size:
-                findings.not_checked.append(f"{file}: the last record, which is not complete")
+                findings.not_checked.append(f"{file}: the last record, which is incomplete")
                 return
             record, crc = events.read(length), events.read(4)
             for part, expected in ((head[:8], head[8:]), (record, crc)):
@@ -96,7 +96,7 @@ def _check_token_files(recipe: Recipe, findings: VerifyFindings) -> None:
                 found = inspect.verify(prefix, recipe.model.vocab)
             except RuntimeFailure:
                 raise
-            except SteelyardError as error:  # One of the two files is not here.
+            except SteelyardError as error:  # One of the two files does not exist here.
                 findings.not_checked.append(f"{prefix}: {error.message}")
                 continue
             findings.checked["token files"] += 1
@@ -105,7 +105,7 @@ def _check_token_files(recipe: Recipe, findings: VerifyFindings) -> None:
 
 
 def _prefixes(recipe: Recipe, findings: VerifyFindings) -> Iterator[str]:
-    """The token files that a recipe names. They may lie on another machine, which is no fault of the run."""
+    """The token files that a recipe names. They may be on another machine, which is not an error."""
     for key in ("train", "valid", "test"):
         sources = getattr(recipe.data, key)
         try:
@@ -120,7 +120,7 @@ def _check_masks(recipe: Recipe, findings: VerifyFindings) -> None:
         if name is None or name == "weights":
             continue
         if not Path(name).is_file():
-            findings.not_checked.append(f"{name}: there is no such file here")
+            findings.not_checked.append(f"{name}: the file does not exist here")
             continue
         with findings.attempt(name):
             findings.checked["masks by checksum"] += len(MaskFile(name).names())

@@ -1,4 +1,4 @@
-"""What the weights of a Hugging Face folder say about themselves: how many, of which dtype, how many of them zero."""
+"""Counts the weights of a Hugging Face folder: their number, dtype, and zeros."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from torch import Tensor
 from steelyard.checkpoint.formats.safetensors import extents
 from steelyard.core.console import console
 
-# Tables by token or position, and heads: pruning leaves them alone, so they are not counted among the matrices.
+# Embeddings and heads: they are not pruned, so they are not counted as matrices.
 TABLES = ("embed", "wte", "wpe", "lm_head")
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Counts over all tensors, and over the matrices that pruning may touch."""
+    """Counts over all tensors, and over the matrices that may be pruned."""
 
     parameters: int
     dtype: str
     matrices: int
-    """How many matrices the layers have."""
+    """The number of matrices in the layers."""
     elements: int
     zeros: int
-    """Elements of those matrices, and how many are zero."""
+    """The elements of those matrices, and how many are zero."""
     two_of_four: int
-    """Matrices of which every four neighbours of a row hold two zeros or more."""
+    """Matrices in which every group of four neighbours of a row has at least two zeros."""
 
     @property
     def sparsity(self) -> float:
-        """The share of zeros in the matrices of the layers."""
+        """The fraction of zeros in the matrices of the layers."""
         return self.zeros / self.elements if self.elements else 0.0
 
 
 def measure(folder: Path) -> Weights:
-    """Read every tensor once and count."""
+    """Read every tensor once and count its elements."""
     paths = sorted(folder.glob("*.safetensors"))
     dtypes: Counter[str] = Counter()
     matrices = elements = zeros = two_of_four = 0
@@ -55,7 +55,7 @@ def measure(folder: Path) -> Weights:
 
 
 def _is_two_of_four(matrix: Tensor) -> bool:
-    """Along either dimension: Hugging Face's GPT-2 keeps its matrices turned."""
+    """Along either dimension: Hugging Face's GPT-2 stores its matrices transposed."""
     return any(
         each.shape[1] % 4 == 0 and bool((each.unflatten(1, (-1, 4)).count_nonzero(2) <= 2).all())
         for each in (matrix, matrix.t())

@@ -1,11 +1,11 @@
-"""Which tokens a model sees together when a long text is scored, and which of its predictions count.
+"""Splits a long text into the windows that a model scores, and selects the predictions that count.
 
-hf         windows of `length` tokens one after the other, each on its own: its first token is not predicted. What
-           does not fill a window is dropped. The result is the mean over windows of their means.
-hf, stride a window begins every `stride` tokens, and only what no window before it predicted counts. Nothing is
+hf         consecutive windows of `length` tokens, scored independently: the first token of each is not predicted.
+           Tokens that do not fill a window are dropped. The result is the mean over windows of their means.
+hf, stride a window starts every `stride` tokens, and only tokens that no earlier window predicted count. Nothing is
            dropped. The result is the mean over all predictions.
 megatron   labels are the whole text shifted by one, so that a window's last label is the first token of the next.
-           The last window is filled up with tokens that do not count. The sum is divided by the tokens less one.
+           The last window is padded with tokens that do not count. The sum is divided by the tokens minus one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Protocol = Literal["hf", "megatron"]
 
 @dataclass(frozen=True)
 class Window:
-    """Tokens from `start` up to `end` go in, the ones after each are predicted; the last `counted` of those count."""
+    """Tokens from `start` up to `end` are inputs, and the token after each is predicted; the last `counted` count."""
 
     start: int
     end: int
@@ -30,7 +30,7 @@ class Window:
 
 @dataclass(frozen=True)
 class WindowPlan:
-    """All windows of a text, and the words for how they were chosen."""
+    """All windows of a text, and a description of how they were chosen."""
 
     windows: list[Window]
     divisor: int
@@ -39,29 +39,29 @@ class WindowPlan:
 
 
 def plan(tokens: int, length: int, stride: int | None, protocol: Protocol) -> WindowPlan:
-    """Cut a text of so many tokens into windows of `length`."""
+    """Split a text of `tokens` tokens into windows of `length`."""
     if stride is not None and not 0 < stride <= length:
-        raise UserError(f"a stride of {stride} over windows of {length} would leave tokens out", where="--stride",
+        raise UserError(f"a stride of {stride} with windows of {length} skips tokens", where="--stride",
                         hint=f"choose 1 to {length}")  # fmt: skip
     stride = None if stride == length else stride
     if protocol == "megatron":
         return _megatron(tokens, length, stride or length)
-    return _side_by_side(tokens, length) if stride is None else _overlapping(tokens, length, stride)
+    return _consecutive(tokens, length) if stride is None else _overlapping(tokens, length, stride)
 
 
-def _side_by_side(tokens: int, length: int) -> WindowPlan:
+def _consecutive(tokens: int, length: int) -> WindowPlan:
     count = tokens // length
     if not count or length < 2:
         raise UserError(
             f"the text has {tokens} tokens, which do not fill one window of {length}",
-            hint=f"use --sequence-length {tokens} or less, or --protocol megatron, which fills the window up",
+            hint=f"use --sequence-length {tokens} or less, or --protocol megatron, which pads the window",
         )
     windows = [Window(start, start + length - 1, length - 1) for start in range(0, count * length, length)]
     dropped = tokens - count * length
     described = {
-        "windows": f"{count} of {length} tokens, not overlapping, each on its own",
+        "windows": f"{count} of {length} tokens, not overlapping, scored independently",
         "stride": f"{length}, the whole window",
-        "predicted": f"every token of a window but its first: {length - 1}",
+        "predicted": f"every token of a window except its first: {length - 1}",
         "divided": f"each window's sum by {length - 1}, then the sum of these means by {count}",
         "dropped tail": f"{dropped} tokens that do not fill a window",
     }
@@ -75,8 +75,8 @@ def _overlapping(tokens: int, length: int, stride: int) -> WindowPlan:
         raise UserError(f"the text has {tokens} tokens: there is nothing to predict")
     described = {
         "windows": f"{len(windows)} of up to {length} tokens, overlapping",
-        "stride": f"a window begins every {stride} tokens",
-        "predicted": "what no window before has predicted: every token but the first",
+        "stride": f"a window starts every {stride} tokens",
+        "predicted": "tokens that no earlier window predicted: every token except the first",
         "divided": f"the sum over all predictions by their number, {predictions}",
         "dropped tail": "nothing; the last window is shorter",
     }
@@ -84,7 +84,7 @@ def _overlapping(tokens: int, length: int, stride: int) -> WindowPlan:
 
 
 def _every(stride: int, tokens: int, length: int) -> Iterator[Window]:
-    reached = 1  # The first token has nothing before it.
+    reached = 1  # The first token has no context.
     for start in range(0, tokens, stride):
         end = min(start + length, tokens)
         if end > reached:
@@ -105,10 +105,10 @@ def _megatron(tokens: int, length: int, stride: int) -> WindowPlan:
             windows.append(Window(start, end, end - seen))
     last = windows[-1]
     described = {
-        "windows": f"{len(windows)} of {length} tokens of one stream, labels shifted by one over all of it",
-        "stride": f"a window begins every {stride} tokens" + (", the whole window" if stride == length else ""),
-        "predicted": "every token of the stream but the first",
-        "divided": f"the sum over all predictions by the tokens less one, {labels}",
-        "dropped tail": f"nothing; {length - (last.end - last.start)} places of the last window are masked",
+        "windows": f"{len(windows)} of {length} tokens of one stream, labels shifted by one over the whole stream",
+        "stride": f"a window starts every {stride} tokens" + (", the whole window" if stride == length else ""),
+        "predicted": "every token of the stream except the first",
+        "divided": f"the sum over all predictions by the number of tokens minus one, {labels}",
+        "dropped tail": f"nothing; {length - (last.end - last.start)} positions of the last window are masked",
     }
     return WindowPlan(windows, labels, 0, described)

@@ -1,1 +1,1 @@
-"""How ranks are started, and how they all end when one does."""
+"""Starts jobs and their ranks, and ends all ranks when one fails."""

@@ -1,9 +1,9 @@
-"""What a rank says before it ends: one small JSON file, named by STEELYARD_ERROR_FILE.
+"""The error file: the last error of a rank, as one small JSON file, named by STEELYARD_ERROR_FILE.
 
     {"kind": "UserError", "message": "...", "exit_code": 2, "time": 1700000000.0, "lost_peer": false, "shared": false}
 
-Many ranks fail when one does. `lost_peer` marks those that only noticed, `shared` those that all say the same, so that
-the launcher can tell a person the one error that counts.
+When one rank fails, many others fail too. `lost_peer` marks ranks that only noticed, `shared` an error that all ranks
+raise, so that the launcher can report the root cause.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ class ErrorRecord:
     lost_peer: bool = False
     shared: bool = False
     agreed: bool = False
-    """All ranks agreed to stop, and each saves its part."""
+    """All ranks agreed to stop, and each saves its shard."""
 
 
-def leave(path: Path, words: ErrorRecord) -> None:
-    """Write them down, whole or not at all."""
-    files.write_json(path, asdict(words))
+def leave(path: Path, record: ErrorRecord) -> None:
+    """Write the record atomically."""
+    files.write_json(path, asdict(record))
 
 
 def find(path: Path) -> ErrorRecord | None:
-    """What a rank left, if it left anything."""
+    """The record that a rank wrote, or None."""
     try:
         return ErrorRecord(**loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):

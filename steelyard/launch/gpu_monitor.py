@@ -1,14 +1,14 @@
-"""What the devices of a host are doing, sampled every few seconds into `logs/<host>.gpu`: one JSON object per line.
+"""Samples the devices of a host every few seconds into `logs/<host>.gpu`: one JSON object per line.
 
     {"time": 1700000000.0, "host": "a1", "kind": "gpu", "devices": [{"index": 0, "name": "NVIDIA A10",
       "temperature": 49, "utilisation": 97, "memory_used": 9563013120, "memory_total": 23835246592, "power": 148.2,
       "processes": [{"pid": 4711, "name": "python", "memory": 9550430208}]}], "disk": {"free": ..., "total": ...},
       "logged": 1234}
 
-`logged` is how long `logs/<host>.err` was at that time, from which a reader knows when an error was written.
-GPUs are asked through NVML. A run without GPUs has the same shape with one device, the processor, from /proc; what a
-device does not tell is null. A process that was stopped (SIGSTOP) has `"stopped": true`. A full disk stops the
-samples, never the run.
+`logged` is the size of `logs/<host>.err` at that time, which tells a reader when an error was written. GPUs are read
+through NVML. A run without GPUs has one device, the CPU, read from /proc, in the same format. Values that a device does
+not provide are null. A process that was stopped (SIGSTOP) has `"stopped": true`. A full disk stops the samples, never
+the run.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ class Sampler:
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
-        self._thread.join(timeout=5)  # A driver that hangs must not hold the end of the run.
+        self._thread.join(timeout=5)  # A driver that hangs must not block the end of the run.
 
     def _work(self) -> None:
         devices = _devices()
         path = self.run / "logs" / f"{self.host}.gpu"
-        devices(self.ranks())  # The first look at a processor has nothing to compare with.
-        looks = 0
-        while not self._over.wait(self.every if looks else min(self.every, SECONDS_TO_FIRST_SAMPLE)) or not looks:
-            looks += 1  # A job that ends before the first look is looked at once, too.
+        devices(self.ranks())  # CPU utilisation is a difference of two readings; this is the first.
+        samples = 0
+        while not self._over.wait(self.every if samples else min(self.every, SECONDS_TO_FIRST_SAMPLE)) or not samples:
+            samples += 1  # A job that ends before the first sample gets one sample, too.
             with suppress(OSError):
                 line = json.dumps(sample(self.run, self.host, devices, self.ranks()))
                 with open(path, "a", encoding="utf-8") as file:
@@ -60,7 +60,7 @@ class Sampler:
 
 
 def sample(run: Path, host: str, devices: Callable[[list[int]], tuple[str, list[Device]]], ranks: list[int]) -> Device:
-    """One look at everything."""
+    """One sample."""
     kind, found = devices(ranks)
     disk = shutil.disk_usage(run)
     return {
@@ -81,11 +81,11 @@ def _size(path: Path) -> int:
 
 
 def _devices() -> Callable[[list[int]], tuple[str, list[Device]]]:
-    """How this host's devices are read: the GPUs that this job may use, else the processor."""
+    """A function that reads this host's devices: the GPUs that the job may use, else the CPU."""
     gpus = _Gpus.open()
     if gpus is not None:
         return lambda ranks: ("gpu", gpus.read())
-    processor = _Processor()
+    processor = _Cpu()
     return lambda ranks: ("cpu", [processor.read(ranks)])
 
 
@@ -104,7 +104,7 @@ class _Gpus:
             handles = [
                 (index, pynvml.nvmlDeviceGetHandleByIndex(index)) for index in range(pynvml.nvmlDeviceGetCount())
             ]
-        except Exception:  # No library, no driver, no GPU, or no right to ask: NVML has an error for each.
+        except Exception:  # No library, driver, GPU or permission: NVML raises a different error for each.
             return None
         wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
         if wanted is not None:
@@ -131,7 +131,7 @@ class _Gpus:
             "power": None if power is None else power / 1000,
             "processes": [
                 {"pid": int(each.pid), "name": _name(int(each.pid)), "memory": each.usedGpuMemory}
-                | _standing(int(each.pid))
+                | _stopped(int(each.pid))
                 for each in processes
             ],
         }
@@ -139,7 +139,7 @@ class _Gpus:
     def _ask(self, question: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return question(*arguments)
-        except self.nvml.NVMLError:  # A virtual or older GPU does not tell everything.
+        except self.nvml.NVMLError:  # A virtual or older GPU does not provide every value.
             return None
 
 
@@ -154,8 +154,8 @@ def _text(value: Any) -> str:
     return value.decode("utf-8", errors="replace") if isinstance(value, bytes) else str(value)
 
 
-class _Processor:
-    """The processor as if it were a device; its processes are the ranks."""
+class _Cpu:
+    """The CPU as a device. Its processes are the ranks."""
 
     def __init__(self) -> None:
         self.name = _processor_name()
@@ -175,7 +175,7 @@ class _Processor:
             "memory_total": memory.get("MemTotal", 0),
             "power": None,
             "processes": [
-                {"pid": pid, "name": _name(pid), "memory": resident} | _standing(pid)
+                {"pid": pid, "name": _name(pid), "memory": resident} | _stopped(pid)
                 for pid in ranks
                 if (resident := _resident(pid))
             ],
@@ -183,7 +183,7 @@ class _Processor:
 
 
 def _ticks() -> tuple[int, int]:
-    """Time that the processor was busy, and all time, since the machine started."""
+    """Busy time and total time of the CPU since boot."""
     numbers = [int(field) for field in _read("/proc/stat").partition("\n")[0].split()[1:9]]
     idle = sum(numbers[3:5])
     return sum(numbers) - idle, sum(numbers)
@@ -203,9 +203,9 @@ def _name(pid: int) -> str:
     return _read(f"/proc/{pid}/comm").strip()
 
 
-def _standing(pid: int) -> dict[str, bool]:
-    """`stopped` where somebody sent the process SIGSTOP: it lives, holds its memory, and does nothing."""
-    state = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()  # A name may hold spaces and parentheses.
+def _stopped(pid: int) -> dict[str, bool]:
+    """`stopped` if the process was stopped with SIGSTOP: it exists, holds its memory and does not run."""
+    state = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()  # The name may contain spaces and parentheses.
     return {"stopped": True} if state[:1] == ["T"] else {}
 
 

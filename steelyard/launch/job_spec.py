@@ -1,9 +1,8 @@
-"""What a job is made of, whichever backend runs it: its command, and its nodes in the order of its ranks.
+"""A job before a backend submits it: its command, and its nodes in rank order.
 
-The nodes follow from the plan, so that nothing is said twice. `parallel.placement = ["a100:1", "a10:7"]` and the
-cluster file give two groups: one node of partition and gres of the a100s, then seven of the a10s, each with as many
-ranks as GPUs. A plan without a placement needs so many ranks, and the site, the cluster file or the command line say
-how many of them share a node.
+The nodes follow from the plan. `parallel.placement = ["a100:1", "a10:7"]` and the cluster file give two groups: one
+node with the partition and gres of the a100s, then seven of the a10s, each with as many ranks as GPUs. A plan without a
+placement has a number of ranks; the site, the cluster file or the command line give the ranks per node.
 """
 
 from __future__ import annotations
@@ -30,23 +29,23 @@ COMMAND = "command.json"
 
 @dataclass(frozen=True)
 class NodeGroup:
-    """Nodes that are alike and stand side by side in the order of the ranks."""
+    """Identical nodes that are consecutive in rank order."""
 
     nodes: int
-    ranks: int  # on each of them
+    ranks: int  # per node
     partition: str | None = None
     gres: str | None = None
-    gpu: Gpu | None = field(default=None, compare=False)  # which kind, where that is known
+    gpu: Gpu | None = field(default=None, compare=False)  # the type, if known
 
     @property
     def gpus(self) -> int | None:
-        """GPUs of a node, where they are asked for."""
+        """GPUs per node, if any are requested."""
         return self.ranks if self.gres else None
 
 
 @dataclass(frozen=True)
 class JobSpec:
-    """A job that is checked and not started yet."""
+    """A job that is checked but not yet started."""
 
     run: Path
     name: str
@@ -59,29 +58,29 @@ class JobSpec:
     mark: str = ""
     time_limit: str | None = None
     reload_container: bool = False
-    allocation: str | None = None  # a job that has the nodes already
-    is_training: bool = False  # or another command
+    allocation: str | None = None  # id of a running job whose nodes are used
+    is_training: bool = False  # False for any other command
 
     @property
     def has_gpus(self) -> bool:
-        """Whether any of its nodes is asked for GPUs."""
+        """Whether GPUs are requested on any node."""
         return any(group.gres for group in self.groups)
 
     @property
     def private_command(self) -> Path | None:
-        """The file, for its owner alone, that holds a command with a secret in it; scripts and records do not."""
+        """The file, readable only by its owner, for a command that contains a secret. Scripts and records omit it."""
         has_secret = secrets.redact(self.command) != self.command
         return self.run / FOLDER / COMMAND if has_secret else None
 
     @property
     def command_arguments(self) -> list[str]:
-        """The last arguments of the node agent: the command, or the file that holds it."""
+        """The last arguments of the node agent: the command, or the file that contains it."""
         private = self.private_command
         return ["--", *self.command] if private is None else ["--command-file", str(private)]
 
 
 def agent_command(spec: JobSpec, backend: str, variables: Sequence[str], *options: str) -> list[str]:
-    """The command of the node agent, which starts ranks, inside the site's container; `variables` go inside too."""
+    """The command of the node agent inside the site's container, which gets `variables` from the environment."""
     words = [spec.python, "-P", "-m", "steelyard.launch.node_agent", "--backend", backend, "--run", str(spec.run)]
     return site_environment.wrapped(
         spec.site, [*words, *options], spec.workdir, str(spec.run), spec.has_gpus, variables
@@ -89,7 +88,7 @@ def agent_command(spec: JobSpec, backend: str, variables: Sequence[str], *option
 
 
 def nodes_of(request: SubmitRequest, cluster: Cluster | None) -> list[NodeGroup]:
-    """The nodes for a request: those of its plan, or of a command that has none."""
+    """The nodes for a request: those of its plan, or the defaults for a command without one."""
     if request.recipe is None:
         return of_command(request.site, request.nodes, request.ranks_per_node)
     return of_plan(request.recipe, cluster, request.site, request.nodes, request.ranks_per_node)
@@ -103,9 +102,9 @@ def of_plan(
     if placement and cluster is not None:
         if nodes is not None or per_node is not None:
             raise UserError(
-                "the plan's placement says how many nodes and ranks there are",
+                "the plan's placement already sets the number of nodes and ranks",
                 where=recipe.where("parallel.placement"),
-                hint="drop --nodes and --ranks-per-node, or parallel.placement",
+                hint="remove --nodes and --ranks-per-node, or parallel.placement",
             )
         groups = _merged([_placed(recipe, cluster, entry) for entry in placement])
         if [group.nodes for group in groups] == [1] and recipe.parallel.data is not None:
@@ -119,17 +118,17 @@ def of_plan(
 
 
 def of_command(site: SiteSection, nodes: int | None, per_node: int | None) -> list[NodeGroup]:
-    """The groups for a command that has no plan: one rank on one node, unless told otherwise."""
+    """The group for a command without a plan: by default one rank on one node."""
     return [NodeGroup(nodes or 1, per_node or 1, site.slurm.partition, site.slurm.gres)]
 
 
 def world(groups: Sequence[NodeGroup]) -> int:
-    """Ranks in all."""
+    """The total number of ranks."""
     return sum(group.nodes * group.ranks for group in groups)
 
 
 def written(groups: Sequence[NodeGroup]) -> str:
-    """As the starter on a node reads them: `1x4,7x8`."""
+    """The groups in the format that the node agent reads: `1x4,7x8`."""
     return ",".join(f"{group.nodes}x{group.ranks}" for group in groups)
 
 
@@ -137,14 +136,14 @@ def _placed(recipe: Recipe, cluster: Cluster, entry: str) -> NodeGroup:
     type_, _, count = entry.rpartition(":")
     if type_ not in cluster.by_type or not count.isdigit():
         raise UserError(
-            f"{entry} names no nodes of the cluster",
+            f"{entry} does not name nodes of the cluster",
             where=recipe.where("parallel.placement"),
             hint=f"entries are TYPE:COUNT; the cluster file has {', '.join(cluster.by_type)}",
         )
     described = cluster.nodes_of(type_)
     if int(count) > described.count:
         raise UserError(
-            f"{entry} asks for {count} nodes, and the cluster has {described.count} of that type",
+            f"{entry} requests {count} nodes, but the cluster has {described.count} of that type",
             where=recipe.where("parallel.placement"),
             hint="plan again with this cluster file",
         )
@@ -154,7 +153,7 @@ def _placed(recipe: Recipe, cluster: Cluster, entry: str) -> NodeGroup:
 def _alike(
     recipe: Recipe, cluster: Cluster | None, site: SiteSection, nodes: int | None, per_node: int | None
 ) -> NodeGroup:
-    """Nodes that are all alike: those of the cluster's only type, or of the site."""
+    """One group of identical nodes: those of the cluster's only type, or of the site."""
     described = _only_type(recipe, cluster)
     ranks = per_node or (described.gpus if described else None) or site.ranks_per_node
     needed = recipe.parallel.least_world
@@ -163,7 +162,7 @@ def _alike(
         ranks = min(ranks, needed) if per_node is None else ranks
         if needed % ranks:
             raise UserError(
-                f"the plan has {needed} ranks, which do not fill nodes of {ranks}",
+                f"the plan has {needed} ranks, which is not a multiple of {ranks} ranks per node",
                 hint="give --nodes and --ranks-per-node, or plan for this cluster",
             )
         nodes = needed // ranks
@@ -175,7 +174,7 @@ def _alike(
 
 
 def _named_in(gres: str) -> Gpu | None:
-    """The GPU that an option like `gpu:a10:4` names, if the catalogue knows it."""
+    """The GPU that a gres such as `gpu:a10:4` names, if it is in the catalogue."""
     kind, _, rest = gres.partition(":")
     return by_name(rest.rpartition(":")[0]) if kind == "gpu" and ":" in rest else None
 
@@ -185,22 +184,22 @@ def _only_type(recipe: Recipe, cluster: Cluster | None) -> Nodes | None:
         types = {entry.rpartition(":")[0] for entry in recipe.parallel.placement}
         if len(types) > 1:
             raise UserError(
-                "the plan is for several types of nodes, and nothing says what they are",
+                "the plan is for several types of nodes, but there is no cluster file that describes them",
                 where=recipe.where("parallel.placement"),
                 hint="give the cluster file that it was planned for: --cluster CLUSTER.toml",
             )
         return None
     if len(cluster.nodes) > 1:
         raise UserError(
-            "the cluster has several types of nodes, and the plan does not say which it is for",
+            "the cluster has several types of nodes, and the plan does not say which one to use",
             where=recipe.where("parallel.placement"),
-            hint="steelyard plan writes parallel.placement; or set it, like " + f'["{cluster.nodes[0].type}:1"]',
+            hint="steelyard plan writes parallel.placement; or set it, such as " + f'["{cluster.nodes[0].type}:1"]',
         )
     return cluster.nodes[0]
 
 
 def _merged(groups: list[NodeGroup]) -> list[NodeGroup]:
-    """Neighbours that are alike are one group."""
+    """Merge consecutive identical groups."""
     merged: list[NodeGroup] = []
     for group in groups:
         if merged and replace(merged[-1], nodes=group.nodes) == group:

@@ -1,28 +1,28 @@
-"""What a run folder says of its job: `launch.json`, how it was submitted, and `scheduler.jsonl`, its states.
+"""Records of a job in its run folder: `launch.json`, how it was submitted, and `scheduler.jsonl`, its states.
 
 `launch.json` has these keys:
 
-    backend     as `--on` names it
-    name        what the job is called
-    jobs        its ids, as the backend gives them: one, or one for each of several jobs that make up a run
+    backend     the value of `--on`
+    name        the name of the job
+    jobs        its ids, as the backend gives them: one, or several if several jobs make up the run
     command     the command of every rank, without secrets
-    nodes       how many, or null where the backend decides
+    nodes       the number of nodes, or null if the backend decides
     ranks, gpus_per_node, partitions, placement, site, workdir, submitted
     process     {"pid", "started", "host"} of the supervisor, for a job that runs under one (`supervisor.py`)
-    marks       one for each job: the backend finds jobs by them whose ids nobody could write down
+    marks       one tag per job: the backend uses them to find jobs whose ids were not recorded
 
-Whoever submits may be killed between the scheduler's answer and `launch.json`. So the file is written before, without
-ids and with marks, and whoever reads it next fills in the ids.
+The submitting process may be killed after the scheduler accepts a job and before `launch.json` is written. So the file
+is written before, without ids and with marks, and the next reader fills in the ids.
 
-`scheduler.jsonl` has one object for each change. `state` is a `JobState`; files written before have Slurm's states,
-which are translated when they are read.
+`scheduler.jsonl` has one object for each change. `state` is a `JobState`. Older files have Slurm's states, which are
+translated when they are read.
 
     {"time": ISO, "job": "123", "state": "running", "reason": "", "nodes": "a[1-2]", "exit_code": null,
      "elapsed": 12, "time_limit": 3600, "restarts": 0}
 
-A job that waits may have `hint`, what helps, and `never`, true where it cannot start as it is. The scripts of a job lie
-in the folder `launch/` beside these files. There `jobs` has the ids once more, one on each line, for the scripts to
-read. A command with a secret in it is in `command.json` there, which only its owner can read.
+A waiting job may have `hint`, and `never`, true if it can never start as submitted. The scripts of a job are in the
+folder `launch/`. There, `jobs` repeats the ids, one per line, for the scripts. `command.json` has a command that
+contains a secret; only its owner can read it.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from steelyard.launch import backends
 from steelyard.launch.backends import ENDED, JobState, Record
 
 LAUNCH, RECORDS, FOLDER, JOBS = "launch.json", "scheduler.jsonl", "launch", "jobs"
-# An id is an argument of the backend's programs: none may be an option, or mean something to a shell.
+# An id is passed to the backend's programs: it must not look like an option or contain shell syntax.
 JOB_ID = re.compile(r"[A-Za-z0-9][\w.+:@/\[\]-]*", re.ASCII)
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What `launch.json` says."""
+    """The contents of `launch.json`."""
 
     backend: str
     name: str
@@ -68,17 +68,17 @@ class Launch:
     marks: list[str] = field(default_factory=list)
 
     def owns(self, named: str) -> bool:
-        """Whether a job id is that of one of its jobs, or of a part of one."""
+        """Whether a job id belongs to one of the launch's jobs, or to a part of one."""
         return any(backends.owns(self.backend, job, named) for job in self.jobs)
 
 
 def write(run: Path, launch: Launch) -> None:
-    """Write `launch.json`; an earlier launch of the same run is replaced."""
+    """Write `launch.json`, replacing an earlier launch of the same run."""
     files.write_json(run / LAUNCH, asdict(launch))
 
 
 def read(run: Path) -> Launch | None:
-    """How a run was launched, as it was written down; None where nobody submitted it."""
+    """The launch as recorded; None if the run was not submitted."""
     try:
         values = loads((run / LAUNCH).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -88,16 +88,16 @@ def read(run: Path) -> Launch | None:
     try:
         launch = Launch(**{key: value for key, value in values.items() if key in Launch.__dataclass_fields__})
         if not all(JOB_ID.fullmatch(job) for job in launch.jobs):
-            raise TypeError(f"no job ids: {launch.jobs}")
+            raise TypeError(f"invalid job ids: {launch.jobs}")
         return launch
     except (TypeError, AttributeError) as error:
-        raise UserError(f"{run / LAUNCH} is not what a launch writes: {error}") from None
+        raise UserError(f"{run / LAUNCH} is not a valid launch record: {error}") from None
 
 
 def launched(run: Path) -> Launch | None:
-    """How a run was launched, with the ids of its jobs though nobody wrote them down; None: nobody launched it.
+    """The launch, with job ids from the backend if none were recorded; None if the run was not submitted.
 
-    Where the backend knows only some of the jobs yet, or will never know more, those are named and nothing is written.
+    If the backend knows only some of the jobs, now or ever, those are returned and nothing is written.
     """
     launch = read(run)
     if launch is None or launch.jobs or not launch.marks:
@@ -105,22 +105,22 @@ def launched(run: Path) -> Launch | None:
     found = backends.load(launch.backend).find(run, launch.marks)
     launch = replace(launch, jobs=[job for job in found if job is not None])
     if None not in found:
-        with suppress(OSError):  # Somebody who may only read is answered all the same.
+        with suppress(OSError):  # The folder may be read-only for this user.
             write_jobs(run, launch.jobs)
             write(run, launch)
     return launch
 
 
 def write_jobs(run: Path, jobs: list[str]) -> None:
-    """Write the ids of several jobs of one run, for their scripts."""
+    """Write the ids of the jobs of a run, for their scripts."""
     files.write_text(run / FOLDER / JOBS, "".join(f"{job}\n" for job in jobs))
 
 
 def next_mark(run: Path) -> str:
-    """The mark of the next launch of a folder: the same in a dry run and in what follows it, and never used before."""
+    """The mark of the next launch of a folder: never used before, and the same in a dry run and the submission."""
     try:
         launch = read(run)
-    except UserError:  # Whoever needs the file reports it.
+    except UserError:  # A reader that needs the file reports the error.
         launch = None
     before = [re.search(r"-(\d+)", mark) for mark in launch.marks] if launch is not None else []
     number = max((int(found[1]) for found in before if found), default=0) + 1
@@ -130,9 +130,9 @@ def next_mark(run: Path) -> str:
 
 @contextmanager
 def intended(launches: dict[Path, Launch]) -> Iterator[None]:
-    """Write down what is about to be submitted, for whoever comes after a kill; a refusal restores what was there.
+    """Record what is about to be submitted, in case this process is killed. A refusal restores the previous record.
 
-    After any other end, a scheduler that does not answer in time, say, there may be a job, and the marks stay.
+    After any other error, such as a scheduler timeout, there may be a job, so the marks stay.
     """
     before = {run: read(run) for run in launches}
     for run, launch in launches.items():
@@ -149,20 +149,20 @@ def intended(launches: dict[Path, Launch]) -> Iterator[None]:
 
 
 def refresh(run: Path) -> list[Record]:
-    """Poll the backend, append what has changed, and return all records. A backend that is silent changes nothing.
+    """Poll the backend, append changed records, and return all records. A backend that does not answer changes nothing.
 
-    Whoever may only read the folder is answered all the same; somebody who may write notes the change then.
+    For a user who can only read the folder, changes are returned but not written.
     """
     launch = launched(run)
     records = read_records(run)
     if launch is None:
         return records
     last = {each["job"]: each for each in records}
-    asked = now()  # On a busy machine an answer takes seconds, and what it says of elapsed time is older than its end.
+    polled_at = now()  # A poll can take seconds on a busy machine, so elapsed times refer to its start, not its end.
     found = backends.load(launch.backend).poll(run, launch, last)
     changed = [each for each in found if _differs(last.get(each["job"]), each)]
     if changed:
-        stamped = [each | {"time": asked} for each in changed]
+        stamped = [each | {"time": polled_at} for each in changed]
         with suppress(OSError), open(run / RECORDS, "a", encoding="utf-8") as file:
             file.write("".join(json.dumps(each) + "\n" for each in stamped))
         records += stamped
@@ -170,7 +170,7 @@ def refresh(run: Path) -> list[Record]:
 
 
 def read_records(run: Path) -> list[Record]:
-    """All records so far; a torn line is none."""
+    """All records so far, without incomplete lines."""
     try:
         lines = (run / RECORDS).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -187,12 +187,12 @@ def read_records(run: Path) -> list[Record]:
 
 
 def current(records: list[Record], launch: Launch) -> list[Record]:
-    """The newest record of each of a launch's jobs, and of each part of one that is polled by itself."""
+    """The newest record of each job of a launch, and of each part that is polled separately."""
     return list({each["job"]: each for each in records if launch.owns(str(each["job"]))}.values())
 
 
 def state(records: list[Record], launch: Launch) -> JobState | None:
-    """One state for all jobs of a launch: the first bad end, else what still goes on, else finished."""
+    """One state for all jobs of a launch: the first failed one, else the first live one, else finished."""
     states = [JobState(each["state"]) for each in current(records, launch)]
     bad = [each for each in states if each in ENDED - {JobState.FINISHED}]
     live = [each for each in states if each not in ENDED]
@@ -200,7 +200,7 @@ def state(records: list[Record], launch: Launch) -> JobState | None:
 
 
 def is_over(run: Path) -> bool:
-    """Whether nothing more will come: the launch ended, or nobody launched the run and nobody writes to it."""
+    """Whether the run is over: its launch ended, or it was never launched and no process writes to it."""
     launch = launched(run)
     if launch is None:
         return not (run / MANIFEST).is_file() or Run(run).state not in ("running", "created")
@@ -208,7 +208,7 @@ def is_over(run: Path) -> bool:
 
 
 def _differs(before: Record | None, after: Record) -> bool:
-    """Whether anything changed but the time that goes by."""
+    """Whether anything except the elapsed time changed."""
     steady = ("state", "reason", "nodes", "exit_code", "time_limit", "restarts")
     return before is None or any(before.get(key) != after.get(key) for key in steady)
 
@@ -231,7 +231,7 @@ def _age(path: Path) -> tuple[float, str]:
 
 
 def find(word: str | Path, folder: Path = Path("runs")) -> Path:
-    """The run that a person means: a folder, the name of one under `runs/`, or the id of its job."""
+    """The run for a folder, the name of a folder under `runs/`, or a job id."""
     for candidate in (Path(word), folder / word):
         if (candidate / LAUNCH).is_file() or (candidate / MANIFEST).is_file():
             return candidate
@@ -239,6 +239,6 @@ def find(word: str | Path, folder: Path = Path("runs")) -> Path:
     if matching:
         return matching[-1]
     raise UserError(
-        f"{word} is no run: it is no folder of one, and no run under {folder} has the job {word}",
-        hint="steelyard list shows them",
+        f"{word} is not a run: it is not a run folder, and no run under {folder} has the job {word}",
+        hint="steelyard list shows all runs",
     )

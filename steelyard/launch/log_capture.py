@@ -1,8 +1,7 @@
-"""What ranks print, on its way into `logs/<host>.out` and `logs/<host>.err`.
+"""Captures the output of ranks into `logs/<host>.out` and `logs/<host>.err`.
 
-It passes through the starter of the node rather than straight into the files: lines of several ranks stay whole, no
-secret comes through, and a full disk costs lines of the log, never a rank. The last lines are kept for whoever asks why
-a rank ended.
+Output goes through the node agent instead of directly to the files: lines of several ranks are not mixed, secrets are
+removed, and a full disk loses log lines but never a rank. The last lines are kept for the report of a failed rank.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ LONGEST_LINE = 1 << 16
 
 
 class LogFile:
-    """One file that several ranks write to, line by line."""
+    """A file that several ranks write to, line by line."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.lost = path, 0
         self._lock = threading.Lock()
         with suppress(OSError):
-            path.touch()  # An empty log says that nothing was said.
+            path.touch()  # An empty log means that there was no output.
 
     def add(self, line: str) -> None:
-        """Append a line, if the disk has room for it."""
+        """Append a line. If the disk is full, count it as lost."""
         with self._lock:
             try:
                 with open(self.path, "a", encoding="utf-8") as file:
@@ -42,7 +41,7 @@ class LogFile:
 
 
 class PipeReader:
-    """A thread that carries one rank's output into a log."""
+    """A thread that copies one rank's output to a log."""
 
     def __init__(self, source: IO[bytes], log: LogFile) -> None:
         self.last: deque[str] = deque(maxlen=LINES_KEPT)
@@ -58,5 +57,5 @@ class PipeReader:
                 self._log.add(line)
 
     def finish(self, seconds: float = 5.0) -> None:
-        """Wait until all is written; a process that a rank left behind may hold the other end open."""
+        """Wait until all output is written, with a timeout: a process that a rank left may hold the pipe open."""
         self._thread.join(seconds)

@@ -1,7 +1,7 @@
-"""What each host printed, read back: the end of every log, and what is added while one looks.
+"""Reads the logs of each host: the last lines of every log, and the lines that are added while following it.
 
 `logs/<host>.out` and `.err` are text, `logs/<host>.gpu` are samples (see `gpu_monitor.py`), shown one line per device.
-What ranks print is not trusted: control characters, with which a line could rewrite the terminal, are shown as `?`.
+Output of ranks is not trusted: control characters, which could rewrite the terminal, are shown as `?`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ PRINTED = (
     "out",
     "err",
     "log",
-)  # A `.log` is the launcher's own: of a job that ends before its ranks begin, all there is.
+)  # A `.log` belongs to the launcher. It is the only log of a job that fails before its ranks start.
 BYTES_TO_LOOK_BACK = 1 << 18
 SECONDS_BETWEEN_LOOKS = 0.5
-SECONDS_BETWEEN_QUESTIONS = 3.0  # to the scheduler, whether the run is over
+SECONDS_BETWEEN_QUESTIONS = 3.0  # between queries of the scheduler whether the run is over
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def paths(run: Path, node: str | None = None, stream: str | None = None) -> list[Path]:
-    """The logs of a run, host by host."""
+    """The logs of a run, sorted by host."""
     wanted = PRINTED if stream is None else (stream,)
     launch = launch_record.read(run)
     present = backends.load(launch.backend if launch is not None else "local").logs(run)
@@ -43,34 +43,34 @@ def paths(run: Path, node: str | None = None, stream: str | None = None) -> list
 
 
 def sizes(found: list[Path]) -> dict[Path, int]:
-    """Where each log ends now."""
+    """The current size of each log."""
     return {path: path.stat().st_size for path in found}
 
 
 def tail(path: Path, lines: int, size: int | None = None) -> list[str]:
-    """The last lines of a log, or of its first `size` bytes, however long it is: only the end is read."""
+    """The last lines of a log, or of its first `size` bytes. Reads only the end of the file."""
     with open(path, "rb") as file:
         size = file.seek(0, 2) if size is None else size
         file.seek(max(0, size - BYTES_TO_LOOK_BACK))
         text = file.read(size - file.tell()).decode("utf-8", errors="replace")
-    kept = text.splitlines()
-    if size > BYTES_TO_LOOK_BACK and len(kept) > 1:
-        kept = kept[1:]  # Its beginning was not read.
-    return [line for each in kept[-lines:] for line in shown(each, path.suffix)] if lines else []
+    lines_read = text.splitlines()
+    if size > BYTES_TO_LOOK_BACK and len(lines_read) > 1:
+        lines_read = lines_read[1:]  # The first line is incomplete.
+    return [line for each in lines_read[-lines:] for line in shown(each, path.suffix)] if lines else []
 
 
 def shown(line: str, suffix: str) -> list[str]:
-    """A line as it may stand on a terminal; a sample as one line per device."""
+    """A line as it is safe to print on a terminal; a sample becomes one line per device."""
     return [clean(each) for each in (devices(line) if suffix == ".gpu" else [line])]
 
 
 def clean(line: str) -> str:
-    """The line without anything a terminal would obey."""
+    """The line with control characters replaced."""
     return _CONTROL.sub("?", line.rstrip("\n"))
 
 
 def devices(line: str) -> list[str]:
-    """A sample, device by device, like `[0] NVIDIA A10 | 49 C,  97 % |  9120 / 22731 MiB | 148 W | 1 process`."""
+    """The lines of a sample, one per device: `[0] NVIDIA A10 | 49 C,  97 % |  9120 / 22731 MiB | 148 W | 1 process`."""
     try:
         sample = loads(line)
         return [_device(each) for each in sample["devices"]]
@@ -97,22 +97,22 @@ def _device(device: dict[str, object]) -> str:
 def follow(
     find: Callable[[], list[Path]], is_over: Callable[[], bool], shown_to: dict[Path, int]
 ) -> Iterator[tuple[Path, str]]:
-    """Lines that are added to logs behind what was shown, those of hosts that join later too, until the run is over."""
-    places = dict(shown_to)
-    was_over, asked_at = False, -math.inf
+    """Yield lines appended to logs after `shown_to`, including logs of hosts that start later, until the run ends."""
+    offsets = dict(shown_to)
+    was_over, polled_at = False, -math.inf
     while True:
-        if time.monotonic() - asked_at > SECONDS_BETWEEN_QUESTIONS:
-            was_over, asked_at = is_over(), time.monotonic()
+        if time.monotonic() - polled_at > SECONDS_BETWEEN_QUESTIONS:
+            was_over, polled_at = is_over(), time.monotonic()
         for path in find():
-            places.setdefault(path, 0)
+            offsets.setdefault(path, 0)
             with open(path, "rb") as file:
-                if file.seek(0, 2) < places[path]:  # A new launch began the file anew.
-                    places[path] = 0
-                file.seek(places[path])
+                if file.seek(0, 2) < offsets[path]:  # A new launch truncated the file.
+                    offsets[path] = 0
+                file.seek(offsets[path])
                 added = file.read()
-            whole = len(added) if was_over else added.rfind(b"\n") + 1
-            places[path] += whole
-            for line in added[:whole].decode("utf-8", errors="replace").splitlines():
+            complete = len(added) if was_over else added.rfind(b"\n") + 1
+            offsets[path] += complete
+            for line in added[:complete].decode("utf-8", errors="replace").splitlines():
                 for each in shown(line, path.suffix):
                     yield path, each
         if was_over:

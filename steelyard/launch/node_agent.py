@@ -1,12 +1,12 @@
-"""What runs on each node of a job: it starts the ranks, keeps their logs, samples the devices, passes signals on.
+"""The process that runs on each node of a job: starts the ranks, writes their logs, samples devices, forwards signals.
 
     python -m steelyard.launch.node_agent --backend slurm --run RUN --groups 1x4,7x8 --attempt 123.0 -- python ...
 
-`--groups 1x4,7x8` is one node with four ranks and then seven with eight, in the order of the ranks. It is started once
-on each node, and the backend says which of them this is; or, with `--one-rank`, once for each rank by a launcher that
-numbers the ranks itself. Under torchrun it leaves the rank's end for the process that keeps torchrun (`torchrun.py`).
-The node of rank 0 says where it is in `launch/meeting.json` of the run folder, which all nodes share; `--attempt` keeps
-a requeued job from meeting its own past.
+`--groups 1x4,7x8` means one node with four ranks and then seven nodes with eight, in rank order. The agent is started
+once per node, and the backend says which node this is. With `--one-rank` it is started once per rank by a launcher that
+numbers the ranks itself. Under torchrun it leaves the rank's exit status for the process that runs torchrun
+(`torchrun.py`). The node of rank 0 publishes its address in `launch/meeting.json` of the run folder, which all nodes
+share. `--attempt` keeps a requeued job from using the file of its previous attempt.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from steelyard.parallel.rendezvous import MEETING
 
 @dataclass(frozen=True)
 class NodeRanks:
-    """The ranks of this node among all."""
+    """The ranks of this node: the first rank, their number, and the world size."""
 
     first: int
     count: int
@@ -49,14 +49,14 @@ class NodeRanks:
 
     @classmethod
     def of(cls, groups: str, node: int) -> NodeRanks:
-        """Where the ranks of the node with this number begin."""
+        """The ranks of the node with this index."""
         pairs = [tuple(map(int, group.split("x"))) for group in groups.split(",")]
         counts = [ranks for nodes, ranks in pairs for _ in range(nodes)]
         return cls(sum(counts[:node]), counts[node], sum(counts))
 
 
 class LoggedRank(Rank):
-    """A rank whose output goes into the logs of the host."""
+    """A rank whose output goes to the log files of the host."""
 
     streams: list[PipeReader]
 
@@ -87,9 +87,9 @@ class LoggedRank(Rank):
         return process
 
 
-def main(words: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Start this node's ranks and return their exit code."""
-    options = _options(words)
+    options = _options(arguments)
     same = site_environment.hold(SAME_REQUEST_SECONDS)
     if torchrun_ipc.is_kept():
         torchrun_ipc.end_with_torchrun()
@@ -99,10 +99,10 @@ def main(words: Sequence[str]) -> int:
     logs = (LogFile(run / "logs" / f"{host}.out"), LogFile(run / "logs" / f"{host}.err"))
     try:
         with ExitStack() as stack:
-            asked, failed = torchrun_ipc.requests(stack.enter_context(signals(same)), stack)
+            stop_signals, failed = torchrun_ipc.requests(stack.enter_context(signals(same)), stack)
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="steelyard-")))
-            environments = _one_rank(place) if options.one_rank else _ranks(options, run, place, asked, stack)
-            if not environments:  # Asked to stop while it waited for the others.
+            environments = _one_rank(place) if options.one_rank else _ranks(options, run, place, stop_signals, stack)
+            if not environments:  # A stop signal arrived during the rendezvous.
                 return Interrupted.exit_code
             ranks = []
             for rank, environment in environments:
@@ -110,9 +110,9 @@ def main(words: Sequence[str]) -> int:
                 stack.callback(ranks[-1].kill)
             if not options.one_rank or place.local_rank == 0:
                 own = [rank.process.pid for rank in ranks]
-                stack.enter_context(Sampler(run, _ranks_beside if options.one_rank else lambda: own, host))
-            hung = watch(list(ranks), asked, failed)
-            return _end(options, run, ranks, hung, bool(asked), logs[1])
+                stack.enter_context(Sampler(run, _local_ranks if options.one_rank else lambda: own, host))
+            hung = watch(list(ranks), stop_signals, failed)
+            return _end(options, run, ranks, hung, bool(stop_signals), logs[1])
     except SteelyardError as error:
         console.error(str(error))
         logs[1].add(f"error: {error}")
@@ -122,7 +122,7 @@ def main(words: Sequence[str]) -> int:
 def _end(
     options: argparse.Namespace, run: Path, ranks: list[LoggedRank], hung: list[int], was_asked: bool, log: LogFile
 ) -> int:
-    """Tell how the ranks ended, or leave that to whoever keeps torchrun; returns what to exit with."""
+    """Report how the ranks ended, or leave that to the process that runs torchrun. Returns the exit code."""
     for rank in ranks:
         rank.kill()
         for stream in rank.streams:
@@ -131,27 +131,27 @@ def _end(
     last = {rank.rank: list(rank.streams[1].last) for rank in ranks}
     if torchrun_ipc.is_kept():
         return torchrun_ipc.leave(ends[0], bool(hung), last[ends[0].rank])
-    code = tell(ends, last, hung, was_asked, log)
+    code = report(ends, last, hung, was_asked, log)
     if options.group is not None and code not in (0, Interrupted.exit_code):
         rendezvous_file.failed(run, options.attempt, only_noticed(ends))
     agreed = all(end.words is not None and end.words.agreed for end in ends)
     if code == Interrupted.exit_code and agreed and options.attempt:
         return rendezvous_file.stopped(run, options.attempt)
-    return code  # Also of ranks that were stopped before they met the others, who must not wait for them.
+    return code  # Also for ranks that were stopped before the rendezvous: the other nodes must not wait for them.
 
 
-def _options(words: Sequence[str]) -> argparse.Namespace:
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m steelyard.launch.node_agent", description=__doc__)
     parser.add_argument("--backend", default="local", help="which backend started this process")
     parser.add_argument("--run", required=True)
     parser.add_argument("--groups", default="1x1")
     parser.add_argument("--attempt", default="")
-    parser.add_argument("--group", type=int, help="this job's group, where each is a job of its own")
+    parser.add_argument("--group", type=int, help="index of this job's group, if each group is a separate job")
     parser.add_argument("--port", type=int)
     parser.add_argument("--one-rank", action="store_true")
-    parser.add_argument("--command-file", type=Path, help="the command as JSON, where it holds a secret")
+    parser.add_argument("--command-file", type=Path, help="JSON file with the command, if it contains a secret")
     parser.add_argument("command", nargs=argparse.REMAINDER)
-    options = parser.parse_args(words)
+    options = parser.parse_args(arguments)
     if options.command_file is not None:
         options.command = json.loads(options.command_file.read_text(encoding="utf-8"))
     options.command = options.command[1:] if options.command[:1] == ["--"] else options.command
@@ -159,23 +159,23 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _one_rank(place: Place) -> list[tuple[int, dict[str, str]]]:
-    """The backend has said which rank this is, and where the ranks meet."""
+    """The environment of the rank. The backend has set its rank and the rendezvous address."""
     return [(place.rank, {name: value for name, value in os.environ.items() if name != torchrun_ipc.FOLDER})]
 
 
 def _ranks(
-    options: argparse.Namespace, run: Path, own: Place, asked: list[int], stack: ExitStack
+    options: argparse.Namespace, run: Path, own: Place, stop_signals: list[int], stack: ExitStack
 ) -> list[tuple[int, dict[str, str]]]:
-    """The environment of each of this node's ranks, once it is known where they meet."""
+    """The environment of each rank of this node, after the rendezvous; empty if a stop signal came first."""
     node = own.node
-    if options.group is not None:  # Nodes of the groups before are in other jobs.
+    if options.group is not None:  # Nodes of earlier groups are in other jobs.
         node += sum(int(group.partition("x")[0]) for group in options.groups.split(",")[: options.group])
     place = NodeRanks.of(options.groups, node)
     if place.count == place.world:
         found: tuple[str, str] | None = "127.0.0.1", options.attempt or f"process {os.getpid()}"
     else:
         followers = len(options.groups.split(",")) - 1 if options.group is not None else 0
-        found = rendezvous_file.meet(run, options.attempt, node, options.group, followers, asked, stack, own)
+        found = rendezvous_file.meet(run, options.attempt, node, options.group, followers, stop_signals, stack, own)
     if found is None:
         return []
     where = {"MASTER_ADDR": found[0], MEETING: f"{run} {found[1]}"}
@@ -183,27 +183,27 @@ def _ranks(
     return [(rank, _environment(place, rank, where)) for rank in range(place.first, place.first + place.count)]
 
 
-def _ranks_beside() -> list[int]:
-    """The ranks of this host, each under a node agent of its own: their children and this process's."""
+def _local_ranks() -> list[int]:
+    """The ranks of this host if each has its own node agent: the children of this process and of its siblings."""
     parents = _parents()
-    beside = {pid for pid, parent in parents.items() if parent == os.getppid()}
-    return sorted(pid for pid, parent in parents.items() if parent in beside)
+    agents = {pid for pid, parent in parents.items() if parent == os.getppid()}
+    return sorted(pid for pid, parent in parents.items() if parent in agents)
 
 
 def _parents() -> dict[int, int]:
-    """Every process and its parent."""
+    """The parent of every process."""
     found = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
             found[int(path.parent.name)] = int(fields[1])
-        except (OSError, ValueError, IndexError):  # It has just ended.
+        except (OSError, ValueError, IndexError):  # The process has just exited.
             continue
     return found
 
 
 def _environment(place: NodeRanks, rank: int, where: dict[str, str]) -> dict[str, str]:
-    """What torchrun would set, but for a port that nobody set; nothing of an outer launcher may shine through."""
+    """What torchrun would set, but MASTER_PORT only if `--port` is given. Drops variables of an outer launcher."""
     outer = ("TORCHELASTIC_", "MASTER_PORT")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
     threads = max(1, len(usable_cpus()) // place.count)
@@ -213,24 +213,24 @@ def _environment(place: NodeRanks, rank: int, where: dict[str, str]) -> dict[str
     } | where  # fmt: skip
 
 
-def tell(ends: list[RankExit], last: dict[int, list[str]], hung: list[int], was_asked: bool, log: LogFile) -> int:
-    """Say why the ranks here ended, in the host's log too; what all nodes would say, the first one says.
+def report(ends: list[RankExit], last: dict[int, list[str]], hung: list[int], was_asked: bool, log: LogFile) -> int:
+    """Report why the ranks of this node ended, also in the host's log. An error of all nodes is reported by the first.
 
-    `last` are the last lines of each rank.
+    `last` has the last lines of each rank.
     """
     cause = blame(ends, hung, was_asked)
     if cause is None:
         return 0
     end = next((each for each in ends if each.rank == cause.rank), ends[0])
-    is_elsewhere_too = end.words is not None and end.words.shared and ends[0].rank > 0
+    is_on_other_nodes = end.words is not None and end.words.shared and ends[0].rank > 0
     only_noticed = end.code != 0 and not end.is_stopped and end.only_noticed
-    said = last.get(end.rank, [])
-    has_spoken = any(line.startswith("error: ") for line in said) and not cause.has_words
-    if not is_elsewhere_too and not has_spoken:
+    last_lines = last.get(end.rank, [])
+    has_reported = any(line.startswith("error: ") for line in last_lines) and not cause.has_words
+    if not is_on_other_nodes and not has_reported:
         kind = "note" if only_noticed or cause.exit_code == Interrupted.exit_code else "error"
         lines = [f"{kind}: {cause.message}"]
-        if not cause.has_words and said:
-            lines += ["  its last lines:", *(f"  | {line}" for line in said)]
+        if not cause.has_words and last_lines:
+            lines += ["  its last lines:", *(f"  | {line}" for line in last_lines)]
         for line in map(secrets.scrub, lines):
             log.add(line)
             sys.stderr.write(line + "\n")
@@ -238,5 +238,5 @@ def tell(ends: list[RankExit], last: dict[int, list[str]], hung: list[int], was_
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # A warning that comes before anyone listens.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # A warning that arrives before the handlers are installed.
     sys.exit(main(sys.argv[1:]))

@@ -1,8 +1,8 @@
-"""Checks before a job is queued: a mistake should not cost hours in a queue.
+"""Checks before a job is queued, so that a mistake does not cost hours in a queue.
 
-Token files, tokenizer and `train.init_from` are opened as training will open them, and the predicted memory of each
-rank is compared with its GPU. Nodes share the run folder's file system, so a file that is missing there is missing. A
-path on another file system, inside a container or on the hub may be there for the nodes: it is named in a warning.
+Token files, tokenizer and `train.init_from` are opened as in training, and the predicted memory of each rank is
+compared with its GPU. Nodes share the file system of the run folder, so a missing file there is an error. A path on
+another file system, inside a container or on the hub may exist on the nodes: it causes a warning.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 
 ON_THE_HUB = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 SECONDS_TO_OPEN = 600  # a checkpoint, which imports torch
-SAME = ("family", "layers", "hidden", "heads", "kv_heads", "ffn")  # of a checkpoint and the recipe
+SAME = ("family", "layers", "hidden", "heads", "kv_heads", "ffn")  # must match between a checkpoint and the recipe
 
 
 def check_files(request: SubmitRequest, run: Path) -> None:
-    """Refuse files that training would refuse; warn of those that cannot be seen from this machine.
+    """Raise an error for files that training would reject. Warn about files that this machine cannot see.
 
-    A run that goes on from a checkpoint of its own reads no other.
+    A run that resumes from its own checkpoint reads no other.
     """
     recipe = request.recipe
     if recipe is None:
@@ -67,12 +67,12 @@ def check_files(request: SubmitRequest, run: Path) -> None:
 
 
 class _Files:
-    """The files of a job as the machine that submits it sees them."""
+    """The files of a job as seen from the machine that submits it."""
 
     def __init__(self, request: SubmitRequest, recipe: Recipe) -> None:
         site, self.recipe, self.is_here = request.site, recipe, not backends.load(request.on).is_remote
         self.workdir = Path(site.workdir).expanduser() if site.workdir else Path.cwd()
-        self.shown: list[tuple[Path, Path]] | None = None  # inside a container, and outside
+        self.shown: list[tuple[Path, Path]] | None = None  # paths inside and outside the container
         if site.container.kind != "none":
             binds = [[*bind.split(":"), bind][:2] for bind in site.container.binds]
             own = [Path.home()] if site.container.kind in ("apptainer", "singularity") else []
@@ -80,7 +80,7 @@ class _Files:
             self.shown += [(each, each) for each in (self.workdir, *own)]
 
     def check_tokens(self, split: samples.Split) -> None:
-        """Open the token files of a split that can be seen."""
+        """Open the token files of a split that are visible here."""
         sources, key, _ = samples.sources_of(self.recipe, split)
         seen = []
         for source in sources:
@@ -90,19 +90,19 @@ class _Files:
             samples.check_files(self.recipe, split, seen)
 
     def check(self, key: str, name: str | None, opened: Callable[[Path], Any] | None = None) -> None:
-        """Open a file or folder, if one is named and can be seen."""
+        """Open a file or folder, if one is named and visible here."""
         if not name:
             return
         path = Path(name)
         if ON_THE_HUB.fullmatch(name) and not path.suffix and not (self.workdir / path.parts[0]).exists():
-            console.warn(f"{key}: {name} is not here, so the job fetches it from the hub; it was not checked")
+            console.warn(f"{key}: {name} is not a local path, so the job downloads it from the hub; it was not checked")
         elif self._sees(key, name, Path.exists, f"{key}: there is no {name}") and opened is not None:
             outside = self._outside(name)
             assert outside is not None
             opened(outside)
 
     def _outside(self, name: str) -> Path | None:
-        """Where a path of the job is on this machine; None for one that only the image can have."""
+        """The path on this machine for a path of the job; None if only the image can contain it."""
         path = self.workdir / Path(name).expanduser()
         if self.shown is None:
             return path
@@ -111,13 +111,13 @@ class _Files:
         )
 
     def _sees(self, key: str, name: str, is_there: Callable[[Path], bool], missing: str) -> bool:
-        """Whether a file is here; one that must be and is not is a mistake."""
+        """Whether a file is visible here. Raises an error if it must be and is not."""
         path = self._outside(name)
         if path is not None and is_there(path):
             return True
         if path is not None and (self.is_here or _device(path) == _device(self.workdir)):
             raise UserError(missing, where=self.recipe.where(key), hint=f"relative paths start at {self.workdir}")
-        console.warn(f"{key}: {name} cannot be seen from this machine and was not checked; every node needs it")
+        console.warn(f"{key}: {name} is not visible on this machine and was not checked; every node needs it")
         return False
 
 
@@ -126,7 +126,7 @@ def _token_files(prefix: Path) -> bool:
 
 
 def _device(path: Path) -> int:
-    """The file system that a path is on, or would be."""
+    """The file system that a path is on, or would be created on."""
     return next(each for each in (path, *path.parents) if each.exists()).stat().st_dev
 
 
@@ -136,9 +136,9 @@ def _refuse_another_model(recipe: Recipe) -> Callable[[Path], None]:
         for key in SAME:
             if key in found and key in wanted and found[key] != wanted[key]:
                 raise UserError(
-                    f"{recipe.train.init_from} has {key} {found[key]}, and model.{key} is {wanted[key]}",
+                    f"{recipe.train.init_from} has {key} {found[key]}, but model.{key} is {wanted[key]}",
                     where=recipe.where("train.init_from"),
-                    hint="begin from a checkpoint of the same model",
+                    hint="start from a checkpoint of the same model",
                 )
 
     return opened
@@ -146,7 +146,7 @@ def _refuse_another_model(recipe: Recipe) -> Callable[[Path], None]:
 
 @functools.cache
 def _model_in(path: str) -> dict[str, Any]:
-    """What the checkpoint's model is like, found out by a process of its own: this one does without torch."""
+    """The model config of a checkpoint, read in a subprocess so that this process does not import torch."""
     command = [sys.executable, "-P", "-m", "steelyard", "checkpoint", "info", path, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS_TO_OPEN)
     if done.returncode:
@@ -157,7 +157,7 @@ def _model_in(path: str) -> dict[str, Any]:
 
 
 def check_memory(recipe: Recipe | None, found: Sequence[NodeGroup]) -> None:
-    """Refuse a layout that is predicted not to fit the GPUs that its ranks lie on."""
+    """Raise an error if a layout is predicted not to fit on the GPUs of its ranks."""
     if recipe is None or recipe.train.device == "cpu" or not any(group.gres for group in found):
         return
     gpus = [group.gpu for group in found for _ in range(group.nodes * group.ranks)]
@@ -167,7 +167,7 @@ def check_memory(recipe: Recipe | None, found: Sequence[NodeGroup]) -> None:
         here = gpus[number * ranks // stages : (number + 1) * ranks // stages]
         known = [gpu for gpu in here if gpu is not None and gpu.memory is not None]
         if len(known) < len(here):
-            console.warn("memory was not checked: neither --cluster nor gres (gpu:TYPE:COUNT) says which GPUs they are")
+            console.warn("memory was not checked: neither --cluster nor gres (gpu:TYPE:COUNT) gives the GPU types")
             return
         smallest = min(known, key=lambda gpu: gpu.memory or 0)
         rooms.append(Room(number, memory, memory_fit.usable(smallest.memory or 0), smallest.name))
@@ -175,4 +175,4 @@ def check_memory(recipe: Recipe | None, found: Sequence[NodeGroup]) -> None:
     if reason is not None:
         helpful = remedies(recipe, ranks, min(room.usable for room in rooms))
         tried = "; ".join(f"{change} would need {units.size(size)}" for change, size in helpful)
-        raise UserError(reason, hint=f"{tried or 'use more ranks'}; --skip-checks submits it all the same")
+        raise UserError(reason, hint=f"{tried or 'use more ranks'}; --skip-checks submits the job anyway")

@@ -1,19 +1,19 @@
-"""How the nodes of a job learn where their ranks meet: through the run folder, which all of them see.
+"""The rendezvous of the nodes of a job, through files in the run folder, which all nodes share.
 
-    launch/meeting.json     {"attempt": "123.0", "address": "a1", "followers": ["124.0"]}, by the node of rank 0
-    launch/arrived-1.json   {"attempt": "124.0"}: the first node of follower job 1 is there, and waits
-    launch/met-123.0        a master or follower has met the others: the attempts of all of them, one on each line
-    launch/stopped-123.0    the ranks saved and stopped because they were asked to
-    launch/lost-123.0       of a master and followers: ranks here noticed the loss of others, and
-    launch/failed-123.0     ranks here failed by themselves
+    launch/meeting.json     {"attempt": "123.0", "address": "a1", "followers": ["124.0"]}, written by the node of rank 0
+    launch/arrived-1.json   {"attempt": "124.0"}: the first node of follower job 1 has started and waits
+    launch/met-123.0        the rendezvous of a master or follower is complete: the attempts of all jobs, one per line
+    launch/stopped-123.0    the ranks saved and stopped after a stop signal
+    launch/lost-123.0       in a job with a master and followers: ranks here failed because they lost other ranks
+    launch/failed-123.0     ranks here failed on their own
 
-An attempt is a job and how often it was started again, and so tells this meeting from the last. A master and its
-followers are several jobs, which start at different times and count their restarts for themselves. What an earlier
-follower has left is not believed: the master takes away what it finds, and a follower that is alive says it again. A
-follower believes only a meeting that names its own attempt.
+An attempt is a job id and its restart count, which distinguishes this rendezvous from earlier ones. A master and its
+followers are several jobs, which start at different times and count their restarts separately. Files of earlier
+followers are not trusted: the master deletes them, and a running follower writes its file again. A follower accepts
+only a meeting.json that contains its own attempt.
 
-No port is written. Ranks ask rank 0 for its port under the name of the attempt (`parallel/port_discovery.py`); rank 0
-binds a free one itself, since a port chosen here could be taken by the time torch has been imported.
+No port is written. Ranks ask rank 0 for its port under the name of the attempt (`parallel/port_discovery.py`). Rank 0
+binds a free port itself, since a port chosen here could be in use by the time torch is imported.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from steelyard.launch.launch_record import FOLDER
 
 MEETING, ARRIVED, MET, STOPPED, LOST, FAILED = "meeting.json", "arrived-", "met-", "stopped-", "lost-", "failed-"
 SECONDS_BETWEEN_LOOKS = 0.2
-SECONDS_BETWEEN_LOOKS_OF_FOLLOWERS = 1.0  # They may look for hours.
-SECONDS_TO_ARRIVE = 600.0  # For nodes of one job, which start together.
+SECONDS_BETWEEN_LOOKS_OF_FOLLOWERS = 1.0  # They may wait for hours.
+SECONDS_TO_ARRIVE = 600.0  # for nodes of one job, which start together
 
 
 def meet(
@@ -42,23 +42,23 @@ def meet(
     node: int,
     group: int | None,
     followers: int,
-    asked: list[int],
+    stop_signals: list[int],
     stack: ExitStack,
     place: Place = Place(),  # noqa: B008
 ) -> tuple[str, str] | None:
-    """The address of rank 0, and under which name to ask there; None when asked to stop before they were known.
+    """The address of rank 0 and the attempt to ask for there; None if a stop signal arrives first.
 
-    `node` counts through all jobs of the run, `place` says which node of its own job this is.
+    `node` counts across all jobs of the run. `place` says which node of its own job this is.
     """
     folder = run / FOLDER
     folder.mkdir(exist_ok=True)
     if node == 0:
-        found = _call(folder, attempt, followers, asked, place.address or socket.gethostname())
+        found = _publish(folder, attempt, followers, stop_signals, place.address or socket.gethostname())
     else:
         arrived = folder / f"{ARRIVED}{group}.json" if group and place.node == 0 else None
         if arrived is not None:
             stack.callback(lambda: arrived.unlink(missing_ok=True))
-        found = _await_meeting(folder, attempt, arrived, asked, is_patient=followers > 0)
+        found = _await_meeting(folder, attempt, arrived, stop_signals, is_patient=followers > 0)
     if found is None:
         return None
     if group is not None and place.node == 0:
@@ -68,31 +68,33 @@ def meet(
 
 
 def stopped(run: Path, attempt: str) -> int:
-    """Leave word that the ranks were asked to stop, and did; returns what a node then exits with.
+    """Record that the ranks stopped after a stop signal. Returns the exit code of the node.
 
-    A node that ends with an error has srun end the others at once, which may still be writing. So it is no error, and
-    the script of the job looks for this word.
+    The exit code is 0: srun kills the other nodes when one fails, and they may still be writing. The job script checks
+    for the file instead.
     """
     (run / FOLDER / f"{STOPPED}{attempt}").touch()
     return 0
 
 
 def failed(run: Path, attempt: str, only_noticed: bool) -> None:
-    """Leave word whether ranks here failed by themselves, for the script of one of several jobs."""
-    with suppress(OSError):  # The disk may be what failed them.
+    """Record whether ranks here failed on their own, for the script of one of several jobs."""
+    with suppress(OSError):  # A full disk may be the reason for the failure.
         (run / FOLDER / f"{LOST if only_noticed else FAILED}{attempt}").touch()
 
 
-def _call(folder: Path, attempt: str, followers: int, asked: list[int], address: str) -> dict[str, Any] | None:
-    """Wait for all followers and tell where to meet."""
+def _publish(
+    folder: Path, attempt: str, followers: int, stop_signals: list[int], address: str
+) -> dict[str, Any] | None:
+    """Wait for all followers and publish the address of rank 0."""
     (folder / MEETING).unlink(missing_ok=True)
     places = [folder / f"{ARRIVED}{number}.json" for number in range(1, followers + 1)]
     for place in places:
         place.unlink(missing_ok=True)
     while not all(arrived := [_read(place, "attempt") for place in places]):
-        if asked:
+        if stop_signals:
             return None
-        _look_again(folder)
+        _list_folder(folder)
         time.sleep(SECONDS_BETWEEN_LOOKS)
     there = [str(each["attempt"]) for each in arrived if each]
     found = {"attempt": attempt, "address": address, "followers": there}
@@ -101,12 +103,12 @@ def _call(folder: Path, attempt: str, followers: int, asked: list[int], address:
 
 
 def _await_meeting(
-    folder: Path, attempt: str, arrived: Path | None, asked: list[int], is_patient: bool
+    folder: Path, attempt: str, arrived: Path | None, stop_signals: list[int], is_patient: bool
 ) -> dict[str, Any] | None:
-    """Wait for the node of rank 0; with followers, of which any may be queued, for as long as it takes."""
+    """Wait for the node of rank 0. With followers there is no timeout, since any of the jobs may be queued."""
     deadline = time.monotonic() + SECONDS_TO_ARRIVE
-    while not asked:
-        names = _look_again(folder)
+    while not stop_signals:
+        names = _list_folder(folder)
         if arrived is not None and arrived.name not in names:
             files.write_json(arrived, {"attempt": attempt})
         found = _read(folder / MEETING, "attempt", "address", "followers")
@@ -114,15 +116,15 @@ def _await_meeting(
             return found
         if not is_patient and time.monotonic() > deadline:
             raise RuntimeFailure(
-                f"the node of rank 0 did not say where to meet within {SECONDS_TO_ARRIVE:.0f} s",
-                hint=f"see its log, and whether all nodes see {folder}",
+                f"the node of rank 0 did not publish its address within {SECONDS_TO_ARRIVE:.0f} s",
+                hint=f"check its log, and whether all nodes see {folder}",
             )
         time.sleep(SECONDS_BETWEEN_LOOKS_OF_FOLLOWERS if is_patient else SECONDS_BETWEEN_LOOKS)
     return None
 
 
-def _look_again(folder: Path) -> set[str]:
-    """What lies in the folder; being asked, a network filesystem looks again."""
+def _list_folder(folder: Path) -> set[str]:
+    """The names in the folder. Listing it makes a network filesystem refresh its cache."""
     with suppress(OSError):
         return {path.name for path in folder.iterdir()}
     return set()

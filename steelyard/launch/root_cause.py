@@ -1,4 +1,4 @@
-"""Which rank's error is the one to tell: the first that is not the mere consequence of another."""
+"""Finds the root cause of a failed job: the first error of a rank that is not a consequence of another's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from steelyard.launch.error_file import ErrorRecord
 
 @dataclass(frozen=True)
 class RankExit:
-    """How one rank ended: `code` is negative for a signal, `sent` are the signals it had from the launcher."""
+    """How one rank ended: `code` is negative for a signal, `sent` has the signals that the launcher sent it."""
 
     rank: int
     code: int
@@ -22,20 +22,20 @@ class RankExit:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it ended because the launcher said so, and not for a reason that it had left word of before."""
+        """Whether it ended because the launcher stopped it, and not because of an error that it recorded before."""
         if self.words is None or self.words.lost_peer:
             return -self.code in self.sent
         return self.words.kind == Interrupted.__name__ and bool(self.sent)
 
     @property
     def only_noticed(self) -> bool:
-        """Whether it ended because another was gone. NCCL's watchdog does not raise then, it aborts."""
+        """Whether it ended because another rank was lost. NCCL's watchdog then aborts without an exception."""
         return self.code == -signal.SIGABRT if self.words is None else self.words.lost_peer
 
 
 @dataclass(frozen=True)
 class RootCause:
-    """What a person is told, and what the job exits with."""
+    """The message for the user, and the exit code of the job."""
 
     rank: int
     message: str
@@ -44,7 +44,7 @@ class RootCause:
 
 
 def blame(ends: Sequence[RankExit], hung: Sequence[int], was_asked: bool) -> RootCause | None:
-    """The cause of a job's end; None when nothing failed."""
+    """The root cause of a job's end; None if nothing failed."""
     failed = [end for end in ends if end.code and not end.is_stopped]
     causes = [end for end in failed if not end.only_noticed]
     if causes:
@@ -55,19 +55,19 @@ def blame(ends: Sequence[RankExit], hung: Sequence[int], was_asked: bool) -> Roo
         return RootCause(0, reported, Interrupted.exit_code, has_words=True)
     if hung:
         who = f"rank {hung[0]}" if len(hung) == 1 else f"ranks {', '.join(map(str, hung))}"
-        message = f"{who} stopped answering, and the others gave up waiting"
+        message = f"{who} stopped responding, and the other ranks timed out"
         return RootCause(hung[0], message, RuntimeFailure.exit_code, has_words=False)
     return _cause(min(failed, key=_order)) if failed else None
 
 
 def only_noticed(ends: Sequence[RankExit]) -> bool:
-    """Whether ranks failed, and none of them for a reason of its own."""
+    """Whether ranks failed, all of them because they lost other ranks."""
     failed = [end for end in ends if end.code and not end.is_stopped]
     return bool(failed) and all(end.only_noticed for end in failed)
 
 
 def _order(end: RankExit) -> tuple[bool, float, int]:
-    """A shared error is told by rank 0, who found it; others by who was first."""
+    """Sort key: rank 0 reports a shared error; otherwise the earliest error is the cause."""
     if end.words is None:
         return False, end.at, end.rank
     return end.words.shared, 0.0 if end.words.shared else end.words.time, end.rank

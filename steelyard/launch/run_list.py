@@ -1,4 +1,4 @@
-"""The runs under a folder, and how they stand."""
+"""The runs under a folder, with the state of each, for `steelyard list`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHOWN = ("name", "state", "backend", "jobs", "nodes", "step", "since")
 def rows(folder: Path) -> list[dict[str, Any]]:
     """One row for each run, oldest first."""
     if not folder.is_dir():
-        raise UserError(f"there is no folder {folder}", hint="steelyard train and steelyard submit make runs/")
+        raise UserError(f"there is no folder {folder}", hint="steelyard train and steelyard submit create runs/")
     return [_row(path) for path in launch_record.runs(folder)]
 
 
@@ -54,7 +54,7 @@ def _started(path: Path) -> str | None:
 
 
 def _step(path: Path) -> int | None:
-    """The last step that was logged, from the end of the metrics alone."""
+    """The last logged step, read from the end of the metrics file."""
     try:
         for line in reversed(log_reader.tail(path / "metrics.jsonl", 5)):
             value = loads(line)
@@ -66,7 +66,7 @@ def _step(path: Path) -> int | None:
 
 
 def as_text(rows_: list[dict[str, Any]], folder: Path) -> str:
-    """A table."""
+    """The rows as a table."""
     if not rows_:
         return f"no runs under {folder}"
     cells = [list(SHOWN), *(_cells(row) for row in rows_)]
@@ -81,7 +81,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _when(moment: str | None) -> str | None:
-    """A moment as the clock on the wall here shows it."""
+    """A timestamp in local time."""
     try:
         return datetime.fromisoformat(moment).astimezone().strftime("%Y-%m-%d %H:%M") if moment else None
     except ValueError:

@@ -1,13 +1,13 @@
-"""A command in the environment of a site: modules and variables, and the container that it runs inside.
+"""Wraps a command in the environment of a site: modules, variables and container.
 
-Arguments are lists until the script is written, where every one of them is quoted: what comes from a person is an
-argument and nothing else. The folders that a run lives in are shown inside a container under the same names, so that a
-path means the same on both sides.
+Arguments are lists until the script is written, where each one is quoted, so that user input cannot inject shell code.
+The folders of a run are mounted in a container under the same paths, so that a path means the same inside and outside.
 
-Docker and Podman run a container apart from the `run` that asked for it. Killing that client, as `cancel --now`, a
-scheduler or the kernel do, would leave the ranks training. So a shell holds a pipe in the run folder open and waits for
-the client; who starts the ranks inside reads from the pipe and dies when nobody holds it any more. The client must not
-hold the pipe itself: Podman's hands all it holds on to the process that watches the container.
+Docker and Podman run a container separately from the `run` client that requested it. Killing that client, as
+`cancel --now`, a scheduler or the kernel do, would leave the ranks training. So a shell holds a pipe in the run folder
+open and waits for the client. The node agent inside reads from the pipe and dies when no process holds it open any
+more. The client must not hold the pipe itself: Podman passes its open files on to the process that monitors the
+container.
 """
 
 from __future__ import annotations
@@ -25,44 +25,44 @@ from steelyard.core.errors import UserError
 from steelyard.core.recipe.site_section import ContainerSection, SiteSection
 from steelyard.launch.launch_record import FOLDER
 
-# Docker, Podman and Enroot pass on only variables that are named: these, and those that the backend sets for ranks.
+# Docker, Podman and Enroot pass only named variables: these, and those that the backend sets for ranks.
 PASSED_ON = (
     "CUDA_VISIBLE_DEVICES", "MASTER_ADDR", "MASTER_PORT", "HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE",
     "WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL",
 )  # fmt: skip
-# A Python of the host's must not reach into the image.
+# Settings of a Python installation on the host must not affect Python in the image.
 CLEARED = ("PYTHONHOME", "PYTHONPATH", "CONDA_PREFIX", "CONDA_DEFAULT_ENV", "CONDA_EXE", "CONDA_PYTHON_EXE")
 SHELL = "/bin/sh"
-NO_PULL = "error: the image cannot be pulled; one that was built here is new already: leave --reload-container out"
-# Enroot clears the environment and goes home. It takes names to keep, of which one that is not set would become empty.
+NO_PULL = "error: the image cannot be pulled; an image built on this machine is current: omit --reload-container"
+# Enroot clears the environment and changes to the home folder. It keeps named variables, but sets unset ones to "".
 ENROOT = """kept=()
 for name in $1; do if [ -n "${!name+set}" ]; then kept+=(--env "$name"); fi; done
 shift
 exec enroot start "${kept[@]}" "$@"
 """
-# A folder must belong to the user or to $2, be no link, and be writable for nobody else. One that may have the sticky
-# bit ($3), like /tmp, may be a link and writable for all.
+# A folder must belong to the user or to $2, not be a link, and not be writable for others. A folder that may have the
+# sticky bit ($3), like /tmp, may be a link and writable for all.
 REFUSING = """refuse_others() {
     { [ -n "$3" ] || [ ! -L "$1" ]; } && read -r owner mode < <(stat -L -c '%u %a' -- "$1") || owner= mode=0
     [[ $owner == "$EUID" || $owner == "$2" ]] && (( (0$mode & 022) == 0 || 0$mode & ${3:-0} )) && return
-    echo "error: $1 belongs to another user or can be written by others: name a folder of your own as unpack" >&2
+    echo "error: $1 belongs to another user or is writable for others: set unpack to a folder of your own" >&2
     exit 1
 }
 """
 IN_FOLDER = [SHELL, "-c", 'cd "$0" && exec "$@"']
-HEAD = "#!/bin/bash\n# Written by steelyard submit; changes are lost with the next one.\n"
+HEAD = "#!/bin/bash\n# Written by steelyard submit; the next submission overwrites changes.\n"
 MODULES = """if ! command -v module >/dev/null; then
     for file in /etc/profile.d/modules.sh /etc/profile.d/lmod.sh /usr/share/modules/init/bash; do
         if [ -r "$file" ]; then . "$file"; break; fi
     done
 fi
 """
-VARIABLE = "STEELYARD_LIFELINE"  # names the pipe
+VARIABLE = "STEELYARD_LIFELINE"  # the path of the pipe
 SAME_REQUEST_SECONDS = 5.0
-# $1 is the folder, the rest the client's words. Who reads inside may be another user; a file system without pipes does
-# without. Signals are passed on, and a session of its own spares the client those for the group; what a shell starts in
-# the background ignores SIGINT, so that goes on as SIGTERM. Since a killed mpirun leaves what it started, the parent is
-# looked for.
+# $1 is the folder, the rest the client's command. The reader inside may be another user. On a file system without
+# pipes the container runs without one. Signals are forwarded. The client has its own session, so that it does not also
+# get signals of the process group. Background processes of a shell ignore SIGINT, so it is forwarded as SIGTERM. The
+# parent is polled, because a killed mpirun does not stop what it started.
 KEEPER = f"""pipe=$(mktemp -u -- "$1/alive.XXXXXXXX")
 shift
 if mkfifo -m 644 -- "$pipe" 2>/dev/null && exec 9<>"$pipe"; then export {VARIABLE}="$pipe"; fi
@@ -74,18 +74,18 @@ while read -r _ _ _ parent _ </proc/$$/stat; do
     [ "$parent" = $PPID ] || {{ kill -KILL $$; break; }}
     sleep 1
 done 9>&- >/dev/null 2>&1 &
-lookout=$!
+watcher=$!
 while wait $client; kill -0 $client 2>/dev/null; do :; done
 wait $client
 code=$?
-kill $lookout 2>/dev/null
+kill $watcher 2>/dev/null
 rm -f -- "$pipe"
 exit $code
 """
 
 
 def preamble(site: SiteSection, workdir: str) -> str:
-    """What a place needs before a command: modules, environment, and the folder to work in."""
+    """The start of a script: modules, environment, and the working directory."""
     lines = [HEAD]
     if site.modules:
         lines.append(f"{MODULES}module load {join(site.modules)} || exit 1\n")
@@ -102,7 +102,7 @@ def preamble(site: SiteSection, workdir: str) -> str:
 
 
 def _exported(site: SiteSection, name: str, value: str) -> str:
-    """A variable; apptainer takes some, like LD_LIBRARY_PATH, only under a name of its own."""
+    """A line that exports a variable. apptainer accepts some, like LD_LIBRARY_PATH, only with its own prefix."""
     lines = f"export {name}={value}\n"
     if site.container.kind in ("apptainer", "singularity"):
         lines += f'export {site.container.kind.upper()}ENV_{name}="${name}"\n'
@@ -110,7 +110,7 @@ def _exported(site: SiteSection, name: str, value: str) -> str:
 
 
 def _exported_path(site: SiteSection, folders: str) -> str:
-    """PATH, which inside an image is the image's own: the host's would hide its programs."""
+    """A line that extends PATH. Inside an image the image's PATH stays, since the host's would hide its programs."""
     lines = f'export PATH={folders}"${{PATH:+:$PATH}}"\n'
     if site.container.kind in ("apptainer", "singularity"):
         lines += f"export {site.container.kind.upper()}ENV_PREPEND_PATH={folders}\n"
@@ -118,7 +118,7 @@ def _exported_path(site: SiteSection, folders: str) -> str:
 
 
 def executing(command: Sequence[str]) -> str:
-    """A last line: the command in the place of the shell, so that signals reach it."""
+    """The last line of a script: exec of the command, so that signals reach it."""
     return f"exec {join(command)}\n"
 
 
@@ -130,9 +130,9 @@ def wrapped(
     gpus: bool,
     variables: Sequence[str] = (),
 ) -> list[str]:
-    """The command with the container runtime before it. A command of a run ends with whoever waits for it.
+    """The command with the container runtime in front. With `run`, the container ends when its client ends.
 
-    `variables` are those of the backend. Pyxis adds nothing here: it is options of the scheduler (`pyxis_options`).
+    `variables` are those of the backend. Pyxis adds nothing here: it consists of srun options (`pyxis_options`).
     """
     container = site.container
     binds = _binds(container, [workdir, *([run] if run else [])])
@@ -158,9 +158,9 @@ def _docker(site: SiteSection, binds: Sequence[str], workdir: str, gpus: bool, v
     words = [kind, "run", "--rm", "--init", "--network=host", "--ipc=host"]
     if kind == "docker":
         words.append(f"--user={os.getuid()}:{os.getgid()}")
-        if os.getuid():  # Nobody that the image knows: without a home and a name, compilers find no place for caches.
+        if os.getuid():  # The image does not know this user. Compilers need a home and a name for their caches.
             words += ["--env=HOME=/tmp", f"--env=USER={os.getuid()}"]
-    if gpus:  # Memory that cards of InfiniBand read is locked.
+    if gpus:  # InfiniBand cards access locked memory.
         words += ["--gpus=all", "--ulimit=memlock=-1"] if kind == "docker" else ["--device=nvidia.com/gpu=all"]
     words += [word for bind in binds for word in ("--volume", bind)]
     return [
@@ -173,13 +173,13 @@ def _docker(site: SiteSection, binds: Sequence[str], workdir: str, gpus: bool, v
 
 
 def _passed(site: SiteSection, variables: Sequence[str]) -> list[str]:
-    """What goes inside. The host's PATH does not, unless a site sets all of it: it would hide the image's programs."""
+    """Variables to pass. The host's PATH is passed only if a site sets it: it would hide the image's programs."""
     prepended = [name for name in site.prepend if name != "PATH"]
     return list(dict.fromkeys([*PASSED_ON, *variables, VARIABLE, *site.environment, *prepended]))
 
 
 def pyxis_options(site: SiteSection, workdir: str, run: str) -> list[str]:
-    """The options that pyxis adds to the command that starts ranks."""
+    """The options that pyxis adds to the srun command."""
     container = site.container
     if container.kind != "pyxis":
         return []
@@ -194,19 +194,21 @@ def _binds(container: ContainerSection, folders: Sequence[str]) -> list[str]:
     for folder in folders:
         if ":" in folder or "," in folder:
             raise UserError(
-                f"{folder} cannot be shown inside a container: its name holds a colon or a comma",
+                f"{folder} cannot be mounted in a container: its name contains a colon or a comma",
                 hint="use a folder with a plainer name",
             )
-    given = [bind if ":" in bind else f"{bind}:{bind}" for bind in container.binds]
-    shown = {bind.split(":")[1] for bind in given}
-    binds = [*given, *(f"{folder}:{folder}" for folder in dict.fromkeys(folders) if folder not in shown)]
+    configured = [bind if ":" in bind else f"{bind}:{bind}" for bind in container.binds]
+    shown = {bind.split(":")[1] for bind in configured}
+    binds = [*configured, *(f"{folder}:{folder}" for folder in dict.fromkeys(folders) if folder not in shown)]
     return [_for_enroot(bind, container.kind) for bind in binds] if container.kind in ("enroot", "pyxis") else binds
 
 
 def _for_enroot(bind: str, kind: str) -> str:
-    """Enroot makes a line of fstab of it, where spaces part the fields and `ro` alone is no bind."""
+    """The bind for Enroot, which writes it to an fstab: spaces separate fields, and `ro` alone is not a bind option."""
     if any(character.isspace() for character in bind):
-        raise UserError(f"{kind} cannot show {bind}: its name holds a space", hint="use a folder with a plainer name")
+        raise UserError(
+            f"{kind} cannot mount {bind}: its name contains a space", hint="use a folder with a plainer name"
+        )
     source, inside, *options = bind.split(":")
     if kind == "enroot" and options and "bind" not in options[-1]:
         return f"{source}:{inside}:rbind,x-create=auto,{options[-1]}"
@@ -214,22 +216,22 @@ def _for_enroot(bind: str, kind: str) -> str:
 
 
 def python(site: SiteSection, otherwise: str) -> str:
-    """The Python that runs ranks."""
+    """The Python interpreter of the ranks."""
     return site.python or otherwise if site.container.kind == "none" else site.container.python
 
 
 def name(container: ContainerSection) -> str:
-    """What an unpacked image is called on a node: the same image, the same name."""
+    """The name of an unpacked image on a node, derived from the image."""
     return f"steelyard-{hashlib.sha256(container.image.encode()).hexdigest()[:12]}"
 
 
 def unpacked(container: ContainerSection) -> str:
-    """Where an image lies unpacked on a node."""
+    """The path of an unpacked image on a node."""
     return str(Path(container.unpack or "/tmp") / f"{name(container)}-{os.getuid()}" / "image")
 
 
 def preparation(container: ContainerSection, reload: bool) -> str | None:
-    """A script for each node, run before the ranks: unpack the image, unless it is there already. None: not needed."""
+    """A script that runs on each node before the ranks: unpack the image if it is not there. None: not needed."""
     image, called = quote(container.image), quote(name(container))
     match container.kind:
         case "enroot":
@@ -248,9 +250,9 @@ def preparation(container: ContainerSection, reload: bool) -> str | None:
 
 
 def _unpacking(container: ContainerSection, reload: bool) -> str:
-    """Two jobs may come to a node at once: one unpacks, the other waits; a killed one leaves nothing that counts.
+    """Two jobs may start on a node at once: one unpacks, the other waits. A killed one leaves no incomplete image.
 
-    The name of the folder can be guessed, and on many nodes everybody may write beside it.
+    The folder name is predictable, and on many nodes every user can write to its parent.
     """
     image, place = quote(container.image), quote(unpacked(container))
     parent, own = (
@@ -271,22 +273,22 @@ fi
 
 
 def kept(client: list[str], folder: str) -> list[str]:
-    """A client's words, with the shell before them that holds the pipe."""
+    """The client's command, wrapped in the shell that holds the pipe."""
     return ["bash", "-c", KEEPER, "lifeline", folder, *client]
 
 
 def hold(otherwise: float) -> float:
-    """Inside: die once nobody outside holds the pipe. Does nothing where there is none.
+    """Inside the container: die when no process outside holds the pipe. Does nothing without a pipe.
 
-    Returns within how many seconds two requests to stop are one, `otherwise` without a pipe: a scheduler signals the
-    shell and the client, and on a busy machine a runtime needs time to pass each on.
+    Returns the seconds within which two stop signals count as one, `otherwise` without a pipe. A scheduler signals the
+    shell and the client, and on a busy machine a runtime needs time to forward each.
     """
     path = os.environ.pop(VARIABLE, None)
     if path is None:
         return otherwise
     try:
         pipe = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:  # The client was killed, and its keeper has tidied up, before this came to run.
+    except FileNotFoundError:  # The client was killed, and its shell removed the pipe, before this process started.
         _die(path)
     except OSError:
         pass

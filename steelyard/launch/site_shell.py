@@ -1,4 +1,4 @@
-"""A shell where ranks would run: the site's modules, environment and container around it."""
+"""A shell in the environment of the ranks: with the site's modules, variables and container."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ INTERACTIVE = {"docker": ["--interactive", "--tty"], "podman": ["--interactive",
 
 
 def script_for(site: SiteSection, command: Sequence[str], reload: bool = False) -> str:
-    """What bash is to run: the preparation, then the command or a shell in its place."""
+    """The script for bash: the preparation, then the command, or a shell if there is none."""
     workdir = str(Path(site.workdir).expanduser() if site.workdir else Path.cwd())
     container = site.container
-    if container.kind == "pyxis":  # It is a part of srun; what it runs is enroot's.
+    if container.kind == "pyxis":  # Pyxis is a plugin of srun; without srun, enroot runs the image.
         container = container.model_copy(update={"kind": "enroot"})
     if container.kind in INTERACTIVE and not command:
         container = container.model_copy(update={"options": [*INTERACTIVE[container.kind], *container.options]})
@@ -33,5 +33,5 @@ def script_for(site: SiteSection, command: Sequence[str], reload: bool = False) 
 
 
 def enter(text: str) -> NoReturn:
-    """Become that shell."""
+    """Replace this process with that shell."""
     os.execvp("bash", ["bash", "-c", text])  # noqa: S606

@@ -1,6 +1,6 @@
-"""The places where runs run, described once: `~/.config/steelyard/sites.toml`, one table for each.
+"""Sites: named descriptions of where jobs run, in `~/.config/steelyard/sites.toml`, one table per site.
 
-    default = "campus"                  # taken where none is named
+    default = "campus"                  # used if no site is named
 
     [campus]
     modules = ["apptainer", "cuda/12.4"]
@@ -18,7 +18,7 @@
     image = "/images/steelyard.sif"
     binds = ["/data"]
 
-A recipe may have a `[site]` of its own, whose keys override those of the file. All keys: `core/recipe/site_section.py`.
+A recipe may have its own `[site]`, whose keys override those of the file. All keys: `core/recipe/site_section.py`.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ DEFAULT = "default"
 
 
 def path() -> Path:
-    """Where the file is looked for."""
+    """The path of the sites file."""
     home = os.environ.get("XDG_CONFIG_HOME") or Path("~/.config").expanduser()
     return Path(home) / "steelyard" / "sites.toml"
 
 
 def find(name: str | None, own: SiteSection | None = None, file: Path | None = None) -> tuple[str | None, SiteSection]:
-    """The site of this name, or the default one, with the recipe's own keys on top; and what it is called."""
+    """The name and the keys of a site, or of the default site, with the recipe's own keys on top."""
     tables, places, where = _read(file)
     wanted = name if name is not None else tables.get(DEFAULT)
     if wanted is not None and (not isinstance(wanted, str) or not isinstance(tables.get(wanted), dict)):
@@ -63,7 +63,7 @@ def find(name: str | None, own: SiteSection | None = None, file: Path | None = N
 
 
 def changed(site: SiteSection, hosts: str | None, port: int | None) -> SiteSection:
-    """The site with what the command line says instead."""
+    """The site with the values of the command line."""
     if hosts is not None:
         names = [host.strip() for host in hosts.split(",")]
         site = site.model_copy(update={"mpi": site.mpi.model_copy(update={"hosts": names})})

@@ -1,9 +1,9 @@
-"""Ranks on this machine: started together, told together, ended together.
+"""Starts ranks on this machine, forwards signals to them, and ends them together.
 
-Rank 0 has the terminal; what the others print is kept and shown only for the one that failed. Ranks live in sessions of
-their own, so that a Ctrl-C reaches them once, from here. When one fails, the others usually notice and end; those that
-do not are ended, so that a job never hangs longer than a few seconds behind its first failure, and never outlives its
-launcher: the kernel kills the ranks when the launcher dies.
+Rank 0 writes to the terminal. Output of the other ranks is captured and shown only for a rank that failed. Ranks have
+their own sessions, so that a Ctrl-C reaches them once, from here. When a rank fails, the others usually notice and
+exit. Those that do not are killed, so that a job never hangs longer than a few seconds after its first failure. The
+kernel kills the ranks when the launcher dies.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ SHOW_CURSOR = "\x1b[?25h"
 
 def run(command: Sequence[str], nproc: int) -> int:
     """Run a command as `nproc` ranks and return the exit code of the job."""
-    with TemporaryDirectory(prefix="steelyard-") as folder, signals() as asked:
+    with TemporaryDirectory(prefix="steelyard-") as folder, signals() as stop_signals:
         ranks: list[Rank] = []
         try:
             for rank in range(nproc):
                 environment = _environment(rank, nproc, meeting=folder)
                 ranks.append(Rank(command, rank, environment, Path(folder), keep_output=rank > 0))
-            hung = watch(ranks, asked)
+            hung = watch(ranks, stop_signals)
         finally:
             for rank_ in ranks:
                 rank_.kill()
             if any(rank_.was_killed for rank_ in ranks) and sys.stderr.isatty():
                 sys.stderr.write(SHOW_CURSOR)
-        return _tell(ranks, hung, was_asked=bool(asked), debug="--debug" in command)
+        return _report(ranks, hung, was_asked=bool(stop_signals), debug="--debug" in command)
 
 
 class Rank:
@@ -79,21 +79,21 @@ class Rank:
         )
 
     def is_running(self) -> bool:
-        """Whether the rank still runs; what an ended one started is ended with it."""
+        """Whether the rank still runs. Kills the processes that a finished rank has left."""
         if self.code is None and os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)  # Before wait(), while the number cannot be another's.
+                os.killpg(self.process.pid, signal.SIGKILL)  # Before wait(), while the pid cannot be reused.
             self.code, self.ended_at = self.process.wait(), time.time()
         return self.code is None
 
     def send(self, number: int) -> None:
-        """Send a signal, if there is still someone to get it."""
+        """Send a signal if the rank still runs."""
         if self.is_running():
             self.sent.add(number)
             os.kill(self.process.pid, number)
 
     def kill(self) -> None:
-        """End the rank and all it started, now."""
+        """Kill the rank and its process group."""
         if self.is_running():
             self.was_killed = True
             self.sent.add(signal.SIGKILL)
@@ -102,24 +102,24 @@ class Rank:
             self.is_running()
 
     def ended(self) -> RankExit:
-        """How it ended, for blame."""
+        """How the rank ended, for `blame`."""
         return RankExit(self.rank, self.code or 0, self.ended_at, frozenset(self.sent), find(self.error_file))
 
 
-def watch(ranks: list[Rank], asked: list[int], failed_elsewhere: Sequence[int] = ()) -> list[int]:
-    """Pass signals on until all ranks have ended, or must; returns the ranks that did not notice a failure.
+def watch(ranks: list[Rank], stop_signals: list[int], failed_elsewhere: Sequence[int] = ()) -> list[int]:
+    """Forward signals until all ranks have ended or are overdue. Returns the ranks that did not notice a failure.
 
-    `failed_elsewhere` is not empty any more once a rank has failed that is not among these.
+    `failed_elsewhere` becomes non-empty when a rank fails that is not in `ranks`.
     """
     forwarded, failed_at = 0, None
     hung: list[int] = []
     while running := [rank for rank in ranks if rank.is_running()]:
         now = time.monotonic()
-        for number in asked[forwarded:]:
+        for number in stop_signals[forwarded:]:
             for rank in running:
                 rank.send(number)
-        forwarded = len(asked)
-        # Whoever asks twice does not want to wait for ranks that cannot hear.
+        forwarded = len(stop_signals)
+        # A second request means: do not wait for ranks that do not respond.
         if failed_at is None and (forwarded > 1 or failed_elsewhere or any(rank.code for rank in ranks)):
             failed_at = now
         if failed_at is not None and now > failed_at + SECONDS_TO_NOTICE + SECONDS_TO_END:
@@ -132,8 +132,8 @@ def watch(ranks: list[Rank], asked: list[int], failed_elsewhere: Sequence[int] =
     return hung
 
 
-def _tell(ranks: list[Rank], hung: list[int], was_asked: bool, debug: bool) -> int:
-    """Name the one error that counts, and return its exit code."""
+def _report(ranks: list[Rank], hung: list[int], was_asked: bool, debug: bool) -> int:
+    """Report the root cause and return its exit code."""
     cause = blame([rank.ended() for rank in ranks], hung, was_asked)
     if cause is None:
         return 0
@@ -146,7 +146,7 @@ def _tell(ranks: list[Rank], hung: list[int], was_asked: bool, debug: bool) -> i
 
 
 def _environment(rank: int, nproc: int, meeting: str) -> dict[str, str]:
-    """What torchrun would set, but for the port, which rank 0 takes; nothing of an outer torchrun may shine through."""
+    """What torchrun would set, except the port, which rank 0 binds. Drops the variables of an outer torchrun."""
     outer = ("TORCHELASTIC_", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
     threads = max(1, len(usable_cpus()) // nproc)
@@ -158,19 +158,19 @@ def _environment(rank: int, nproc: int, meeting: str) -> dict[str, str]:
 
 @contextmanager
 def signals(same: float = SAME_REQUEST_SECONDS) -> Iterator[list[int]]:
-    """Collect the requests to stop, in order; what follows within `same` seconds is one request over another road."""
-    asked: list[int] = []
-    asked_at = -math.inf
+    """Collect stop signals in order. Signals within `same` seconds of one count as the same request, sent twice."""
+    stop_signals: list[int] = []
+    received_at = -math.inf
 
-    def note(number: int, frame: FrameType | None) -> None:
-        nonlocal asked_at
-        if time.monotonic() - asked_at > same:
-            asked_at = time.monotonic()
-            asked.append(number)
+    def receive(number: int, frame: FrameType | None) -> None:
+        nonlocal received_at
+        if time.monotonic() - received_at > same:
+            received_at = time.monotonic()
+            stop_signals.append(number)
 
-    previous = {number: signal.signal(number, note) for number in FORWARDED}
+    previous = {number: signal.signal(number, receive) for number in FORWARDED}
     try:
-        yield asked
+        yield stop_signals
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

@@ -1,8 +1,8 @@
-"""From what a person asks for to a job that runs, and to its end: `steelyard submit` and `steelyard cancel`.
+"""Submits and cancels jobs: `steelyard submit` and `steelyard cancel`.
 
-The recipe is written down as it was when it was submitted (`launch/recipe.toml`): a job may wait for days, and must not
-train what somebody edits meanwhile. `launch/` also keeps the very scripts that were started. How a job is started is up
-to the backend (`backends/`).
+The recipe is saved as it is at submission (`launch/recipe.toml`): a job may wait for days, and later edits must not
+change what it trains. `launch/` also contains the scripts that were started. Starting a job is up to the backend
+(`backends/`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SECONDS_BETWEEN_POLLS = 5.0
 
 @dataclass(frozen=True)
 class SubmitRequest:
-    """What a person asks for. Either a recipe to train or another command."""
+    """The arguments of `submit`: a recipe to train, or another command."""
 
     on: str
     site: SiteSection
@@ -55,17 +55,17 @@ class SubmitRequest:
 
 
 def submit(request: SubmitRequest) -> dict[str, Any]:
-    """Start the job, or have it queued, and say where it is."""
+    """Start or queue the job. Returns its run folder, ids and state."""
     require_linux(f"starting a job (--on {request.on})", "steelyard train works here, in one process; --dry-run too")
     spec = prepare(request)
     return note(spec, backends.load(request.on).submit(spec, described(request, spec)))
 
 
 def prepare(request: SubmitRequest) -> JobSpec:
-    """Make the run folder with the scripts in it; nothing is started yet."""
+    """Create the run folder with its scripts, without starting anything."""
     found = groups_of(request)
     backend, place = backends.load(request.on), _place(request)
-    backend.scripts(_spec(request, found, place.resolve()))  # What they cannot say is refused here.
+    backend.scripts(_spec(request, found, place.resolve()))  # Raises an error for a request that cannot be scripted.
     if not request.skip_checks:
         from steelyard.launch import preflight
 
@@ -85,7 +85,7 @@ def prepare(request: SubmitRequest) -> JobSpec:
 
 
 def note(spec: JobSpec, launch: Launch) -> dict[str, Any]:
-    """Write down what was started, and return it."""
+    """Write `launch.json` and return a summary of the job."""
     launch_record.write(spec.run, launch)
     state = launch_record.state(launch_record.refresh(spec.run), launch)
     return {
@@ -94,7 +94,7 @@ def note(spec: JobSpec, launch: Launch) -> dict[str, Any]:
 
 
 def described(request: SubmitRequest, spec: JobSpec) -> Launch:
-    """What `launch.json` says of a job before the backend has it."""
+    """The contents of `launch.json` before the backend submits the job."""
     return Launch(
         backend=request.on, name=spec.name, jobs=[], command=secrets.redact(spec.command),
         nodes=sum(group.nodes for group in spec.groups), ranks=job_spec.world(spec.groups),
@@ -105,7 +105,7 @@ def described(request: SubmitRequest, spec: JobSpec) -> Launch:
 
 
 def preview(request: SubmitRequest) -> tuple[dict[str, Any], str]:
-    """What would be run, exactly; nothing is written or started."""
+    """The commands and scripts that `submit` would run. Writes and starts nothing."""
     spec, backend = planned(request), backends.load(request.on)
     scripts, lines = backend.scripts(spec), [join(command) for command in backend.commands(spec)]
     pages = [f"# {FOLDER}/{name}\n{text}" for name, text in scripts.items()]
@@ -113,12 +113,12 @@ def preview(request: SubmitRequest) -> tuple[dict[str, Any], str]:
 
 
 def planned(request: SubmitRequest) -> JobSpec:
-    """The job as it would be; nothing is written."""
+    """The job that would be submitted. Writes nothing."""
     return _spec(request, groups_of(request), _place(request).resolve())
 
 
 def wait(run: Path) -> int:
-    """Stay until the job is over; returns 0 where it finished."""
+    """Wait until the job is over. Returns 0 if it finished, else 1."""
     launch = launch_record.read(run)
     assert launch is not None
     while (state := launch_record.state(launch_record.refresh(run), launch)) not in ENDED:
@@ -127,7 +127,7 @@ def wait(run: Path) -> int:
 
 
 def cancel_run(run: Path, at_once: bool = False) -> dict[str, Any]:
-    """Have a job end: its ranks save and stop, or, `at_once`, are killed."""
+    """End a job: its ranks save and stop, or are killed with `at_once`."""
     launch = launch_record.launched(run)
     if launch is None:
         raise UserError(
@@ -135,8 +135,8 @@ def cancel_run(run: Path, at_once: bool = False) -> dict[str, Any]:
         )
     if not launch.jobs:
         raise UserError(
-            f"{launch.backend} has no job of {run}: whoever submitted it was ended before, or is still at it",
-            hint="submit it again, or look again in a minute",
+            f"{launch.backend} has no job for {run}: the submission was interrupted or is still in progress",
+            hint="submit it again, or try again in a minute",
         )
     state = launch_record.state(launch_record.refresh(run), launch)
     if state in ENDED:
@@ -147,7 +147,7 @@ def cancel_run(run: Path, at_once: bool = False) -> dict[str, Any]:
 
 
 def groups_of(request: SubmitRequest) -> list[NodeGroup]:
-    """The nodes a request needs; mistakes in it are found here, before anything is written."""
+    """The nodes that a request needs. Raises an error for an invalid request, before anything is written."""
     cluster = clusters.load(request.cluster) if request.cluster else None
     if request.time_limit is not None:
         backends.refuse_option(request.on, Option.TIME, ", or train.max_hours in the recipe")
@@ -176,7 +176,7 @@ def _name(request: SubmitRequest) -> str:
 
 
 def folder_name(name: str) -> str:
-    """A name as a folder can be called."""
+    """A name as a valid folder name."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:100] or "run"
 
 
@@ -185,7 +185,7 @@ def _where(request: SubmitRequest) -> Path:
 
 
 def _folder(request: SubmitRequest) -> Path:
-    """The run folder, made where it is not there yet."""
+    """The run folder, created if necessary."""
     found = _place(request)
     if request.recipe is not None:
         for_training(request.recipe, _where(request))
@@ -198,7 +198,7 @@ def _folder(request: SubmitRequest) -> Path:
 
 
 def _place(request: SubmitRequest) -> Path:
-    """Where the run folder is or will be: for training as `train` would choose it, for other commands a new one."""
+    """The path of the run folder: for training the one that `train` would choose, for other commands a new one."""
     wanted = _where(request)
     if request.recipe is not None:
         return place_for_training(request.recipe, wanted)[0]
@@ -217,17 +217,17 @@ def _refuse_live(run: Path) -> None:
     if state is not None and state not in ENDED:
         raise UserError(
             f"{run} is already {state}: job {', '.join(launch.jobs)}",
-            hint="steelyard cancel it first, or give another --run",
+            hint="run steelyard cancel first, or use another --run",
         )
 
 
 def array_requests(
     base: SubmitRequest, array: Sequence[str], load: Callable[[list[str]], Recipe]
 ) -> list[SubmitRequest]:
-    """One request for each combination of values (`--array 'train.seed=[1, 2]'`), with a name of its own."""
+    """One request for each combination of values (`--array 'train.seed=[1, 2]'`), each with its own name."""
     backends.refuse_option(base.on, Option.ARRAY, ", or steelyard tune for searches")
     if base.recipe is None or base.job is not None:
-        raise UserError("--array is for recipes, and without --job", hint="steelyard tune is for searches")
+        raise UserError("--array needs a recipe and excludes --job", hint="use steelyard tune for searches")
     name, run = base.name or base.recipe.name, base.run
     return [
         replace(
@@ -241,20 +241,22 @@ def array_requests(
 
 
 def combinations(array: Sequence[str]) -> Iterator[list[str]]:
-    """Every choice of one value for each key, as overrides of a recipe."""
+    """Every combination of one value per key, as overrides of a recipe."""
     axes = []
     for word in array:
         key, separator, text = word.partition("=")
         values = parse_value(text.strip())
         if not separator or not isinstance(values, list) or not values:
-            raise UserError(f"{word!r} is no list of values", hint="write KEY=[A, B], like 'train.seed=[1, 2, 3]'")
+            raise UserError(
+                f"{word!r} is not a list of values", hint="write KEY=[A, B], such as 'train.seed=[1, 2, 3]'"
+            )
         axes.append([f"{key.strip()}={json.dumps(value)}" for value in values])
     return (list(choice) for choice in itertools.product(*axes))
 
 
 def preview_array(requests: list[SubmitRequest]) -> tuple[dict[str, Any], str]:
-    """What would be run for an array, exactly; nothing is written or started."""
-    _refuse_unlike(requests)
+    """The command and scripts that an array would run. Writes and starts nothing."""
+    _refuse_different_nodes(requests)
     specs = [planned(request) for request in requests]
     command, scripts = backends.load(requests[0].on).array(specs)
     line, runs = join(command), [{"run": str(spec.run), "jobs": []} for spec in specs]
@@ -263,17 +265,15 @@ def preview_array(requests: list[SubmitRequest]) -> tuple[dict[str, Any], str]:
 
 
 def submit_array(requests: list[SubmitRequest]) -> list[dict[str, Any]]:
-    """Submit all of them as one array, each with a run folder of its own."""
-    _refuse_unlike(requests)
+    """Submit all requests as one array, each with its own run folder."""
+    _refuse_different_nodes(requests)
     specs = [prepare(request) for request in requests]
     launches = [described(request, spec) for request, spec in zip(requests, specs, strict=True)]
     launches = backends.load(requests[0].on).submit_array(specs, launches)
     return [note(spec, launch) for spec, launch in zip(specs, launches, strict=True)]
 
 
-def _refuse_unlike(requests: list[SubmitRequest]) -> None:
+def _refuse_different_nodes(requests: list[SubmitRequest]) -> None:
     groups = {tuple(groups_of(request)) for request in requests}
     if len(groups) > 1 or any(len(each) > 1 for each in groups):
-        raise UserError(
-            "the jobs of an array need nodes of one kind, and the same number of them", hint="submit them one by one"
-        )
+        raise UserError("the jobs of an array need the same number of nodes of one type", hint="submit them one by one")

@@ -1,9 +1,9 @@
-"""A command and all that it starts, ended together: `python -m steelyard.launch.subreaper COMMAND...`.
+"""Runs a command and ends it together with all of its descendants: `python -m steelyard.launch.subreaper COMMAND...`.
 
-What a foreign command starts may leave its process group or outlive it, and whoever asked for it may be killed. The
-guard stands in between. It adopts orphans (Linux), passes a request to stop on, kills what does not end in time, and
-asks itself to stop when its own parent dies. Its exit code is the command's, 128 + N for signal N, 127 where the
-command could not be started.
+Descendants of a third-party command may leave its process group or outlive it, and the caller may be killed. The
+subreaper runs between the two. It adopts orphans (Linux), forwards stop signals, kills what does not exit in time, and
+gets SIGTERM when its own parent dies. Its exit code is that of the command, 128 + N for signal N, or 127 if the command
+could not be started.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ NOT_STARTED = 127
 
 
 def start(command: Sequence[str], output: int | IO[Any], environment: dict[str, str] | None = None) -> ProcessTree:
-    """Start a command under a guard; both streams go to `output`."""
-    guard = [sys.executable, "-P", str(Path(__file__)), str(os.getpid()), *command]
+    """Start a command under a subreaper. Both streams go to `output`."""
+    subreaper = [sys.executable, "-P", str(Path(__file__)), str(os.getpid()), *command]
     return ProcessTree(
         subprocess.Popen(
-            guard, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment,
+            subreaper, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment,
             start_new_session=True,
         )
     )  # fmt: skip
 
 
 class ProcessTree:
-    """A command under guard, seen from outside."""
+    """A command that runs under a subreaper, as its caller sees it."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self.process = process
 
     @property
     def code(self) -> int | None:
-        """The exit code; None while it runs."""
+        """The exit code; None while the command runs."""
         return self.process.poll()
 
     def ask(self, number: int) -> None:
-        """Pass a request to stop on to the command: SIGTERM or SIGINT."""
+        """Forward a stop signal to the command: SIGTERM or SIGINT."""
         if self.process.poll() is None:
             self.process.send_signal(number)
 
     def stop(self) -> int:
-        """Ask it to end, see that it does, and return its exit code."""
+        """Send SIGTERM, kill the command if it does not exit, and return its exit code."""
         if self.process.poll() is None:
             self.ask(signal.SIGTERM)
             try:
@@ -63,14 +63,14 @@ class ProcessTree:
         return self.process.wait()
 
 
-def main(words: Sequence[str]) -> int:
-    """Run a command, and leave nothing of it behind."""
-    parent, *command = words
-    asked: list[int] = []
+def main(arguments: Sequence[str]) -> int:
+    """Run a command and end all of its descendants."""
+    parent, *command = arguments
+    stop_signals: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, lambda number, _: asked.append(number))
-    _ask_kernel(PR_SET_CHILD_SUBREAPER, 1)
-    _ask_kernel(PR_SET_PDEATHSIG, signal.SIGTERM)
+        signal.signal(number, lambda number, _: stop_signals.append(number))
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != int(parent):
         return 128 + signal.SIGTERM
     try:
@@ -78,23 +78,23 @@ def main(words: Sequence[str]) -> int:
     except OSError as error:
         sys.stderr.write(f"error: {command[0]} could not be started: {error.strerror}\n")
         return NOT_STARTED
-    _wait(process, asked)
+    _wait(process, stop_signals)
     _end_all()
     code = process.wait()
     return 128 - code if code < 0 else code
 
 
-def _wait(process: subprocess.Popen[bytes], asked: list[int]) -> None:
-    """Until the command has ended, or must."""
+def _wait(process: subprocess.Popen[bytes], stop_signals: list[int]) -> None:
+    """Wait until the command exits. After a stop signal, kill it when the grace period is over."""
     deadline = float("inf")
     while not _has_ended(process.pid) and time.monotonic() < deadline:
-        if asked and deadline == float("inf"):
+        if stop_signals and deadline == float("inf"):
             deadline = time.monotonic() + SECONDS_TO_END
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGINT if asked[0] == signal.SIGINT else signal.SIGTERM)
+                os.killpg(process.pid, signal.SIGINT if stop_signals[0] == signal.SIGINT else signal.SIGTERM)
         time.sleep(SECONDS_BETWEEN_LOOKS)
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # Not waited for yet, so the number cannot be another's.
+        os.killpg(process.pid, signal.SIGKILL)  # Not reaped yet, so the pid cannot be reused.
 
 
 def _has_ended(process: int) -> bool:
@@ -102,7 +102,7 @@ def _has_ended(process: int) -> bool:
 
 
 def _end_all() -> None:
-    """Kill the children that are left, and those of theirs that come to us then."""
+    """Kill the remaining children, and the orphans that this process adopts as a result."""
     while children := _children():
         for child in children:
             with contextlib.suppress(ProcessLookupError):
@@ -111,7 +111,7 @@ def _end_all() -> None:
 
 
 def _children() -> list[int]:
-    """Our children that still run; on systems without /proc none are known."""
+    """The running children of this process; an empty list on systems without /proc."""
     me, found = str(os.getpid()), []
     for status in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -121,18 +121,18 @@ def _children() -> list[int]:
     return found
 
 
-def _ask_kernel(option: int, value: int) -> None:
+def _prctl(option: int, value: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value)
 
 
 def _killed_with(parent: int) -> Callable[[], None]:
-    def ask() -> None:
-        _ask_kernel(PR_SET_PDEATHSIG, signal.SIGKILL)
+    def request() -> None:
+        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(NOT_STARTED)
 
-    return ask
+    return request
 
 
 if __name__ == "__main__":

@@ -26,43 +26,43 @@ from steelyard.core.errors import RuntimeFailure
 from steelyard.core.host import die_with_parent, usable_cpus
 from steelyard.launch import site_environment, torchrun_ipc
 from steelyard.launch.log_capture import LogFile
-from steelyard.launch.node_agent import tell
+from steelyard.launch.node_agent import report
 from steelyard.launch.spawn import SAME_REQUEST_SECONDS, SECONDS_TO_END, SECONDS_TO_NOTICE, signals
 
 SECONDS_BETWEEN_LOOKS = 0.05
 LINES_SHOWN = 20
 
 
-def main(words: Sequence[str]) -> int:
-    """Keep a torchrun until it ends, and return the exit code of the job."""
-    given = _given(words)
+def main(arguments: Sequence[str]) -> int:
+    """Run torchrun until it ends, and return the exit code of the job."""
+    options = _options(arguments)
     same = site_environment.hold(SAME_REQUEST_SECONDS)
     with ExitStack() as stack:
-        asked = stack.enter_context(signals(same))
+        stop_signals = stack.enter_context(signals(same))
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="steelyard-")))
         with open(folder / "torchrun.log", "wb") as log:
             child = subprocess.Popen(
-                given.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-                env=_environment(folder, given.ranks), preexec_fn=die_with_parent(),
+                options.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                env=_environment(folder, options.ranks), preexec_fn=die_with_parent(),
             )  # fmt: skip
         stack.callback(child.wait)
         stack.callback(child.kill)
-        _keep(child, folder, asked)
-        return _tell(child, folder, given, was_asked=bool(asked))
+        _forward_signals(child, folder, stop_signals)
+        return _report(child, folder, options, was_asked=bool(stop_signals))
 
 
-def _given(words: Sequence[str]) -> argparse.Namespace:
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m steelyard.launch.torchrun", description=__doc__)
     parser.add_argument("--run", required=True, type=Path)
     parser.add_argument("--ranks", required=True, type=int)
     parser.add_argument("command", nargs=argparse.REMAINDER)
-    given = parser.parse_args(words)
-    given.command = given.command[1:]  # behind `--`
-    return given
+    options = parser.parse_args(arguments)
+    options.command = options.command[1:]  # after `--`
+    return options
 
 
 def _environment(folder: Path, ranks: int) -> dict[str, str]:
-    """Nothing of an outer torchrun may shine through; torchrun would give each rank one thread."""
+    """The environment without variables of an outer torchrun. torchrun itself would give each rank one thread."""
     outer = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     for name in outer:
@@ -71,13 +71,15 @@ def _environment(folder: Path, ranks: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(threads)} | environment | {torchrun_ipc.FOLDER: str(folder)}
 
 
-def _keep(child: subprocess.Popen[bytes], folder: Path, asked: list[int]) -> None:
-    """Pass requests on until torchrun ends; one that two requests do not end is killed with all it started."""
+def _forward_signals(child: subprocess.Popen[bytes], folder: Path, stop_signals: list[int]) -> None:
+    """Forward stop signals until torchrun ends. Kill it with its children if it outlasts the second one."""
     passed_on, deadline = 0, float("inf")
     while child.poll() is None and time.monotonic() < deadline:
-        if len(asked) > passed_on:
-            passed_on = len(asked)
-            (folder / torchrun_ipc.ASKED).write_text("".join(f"{int(number)}\n" for number in asked), encoding="ascii")
+        if len(stop_signals) > passed_on:
+            passed_on = len(stop_signals)
+            (folder / torchrun_ipc.ASKED).write_text(
+                "".join(f"{int(number)}\n" for number in stop_signals), encoding="ascii"
+            )
             if passed_on == 2:
                 deadline = time.monotonic() + 2 * (SECONDS_TO_NOTICE + SECONDS_TO_END)
         time.sleep(SECONDS_BETWEEN_LOOKS)
@@ -86,20 +88,20 @@ def _keep(child: subprocess.Popen[bytes], folder: Path, asked: list[int]) -> Non
         child.wait()
 
 
-def _tell(child: subprocess.Popen[bytes], folder: Path, given: argparse.Namespace, was_asked: bool) -> int:
-    left = {rank: torchrun_ipc.found(folder, rank) for rank in range(given.ranks)}
-    present = {rank: each for rank, each in left.items() if each is not None}
-    log = LogFile(given.run / "logs" / f"{socket.gethostname()}.err")
+def _report(child: subprocess.Popen[bytes], folder: Path, options: argparse.Namespace, was_asked: bool) -> int:
+    reports = {rank: torchrun_ipc.found(folder, rank) for rank in range(options.ranks)}
+    present = {rank: each for rank, each in reports.items() if each is not None}
+    log = LogFile(options.run / "logs" / f"{socket.gethostname()}.err")
     if not present and child.returncode:
-        return _tell_of_torchrun(child.returncode, folder, log)
+        return _report_torchrun(child.returncode, folder, log)
     ends = [each.end for each in present.values()]
-    ends += [torchrun_ipc.killed(rank, time.time()) for rank in left if rank not in present and child.returncode]
+    ends += [torchrun_ipc.killed(rank, time.time()) for rank in reports if rank not in present and child.returncode]
     hung = [rank for rank, each in present.items() if each.is_hung]
-    return tell(ends, {rank: each.last for rank, each in present.items()}, hung, was_asked, log) if ends else 0
+    return report(ends, {rank: each.last for rank, each in present.items()}, hung, was_asked, log) if ends else 0
 
 
-def _tell_of_torchrun(code: int, folder: Path, log: LogFile) -> int:
-    """It came to no rank: what torchrun said is all there is."""
+def _report_torchrun(code: int, folder: Path, log: LogFile) -> int:
+    """torchrun failed before any rank ended: its own output is the only information."""
     last = (folder / "torchrun.log").read_text(encoding="utf-8", errors="replace").splitlines()[-LINES_SHOWN:]
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     for line in map(secrets.scrub, (f"error: torchrun {how} before any rank did", *(f"  | {line}" for line in last))):

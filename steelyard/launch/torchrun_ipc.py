@@ -1,11 +1,11 @@
-"""What the starters of single ranks under torchrun and the one who keeps torchrun tell each other, in a folder.
+"""Communication through a folder between the process that runs torchrun and the node agents of single ranks.
 
-    asked         one line for each request to stop, the number of its signal
-    end-3.json    how rank 3 ended, which its starter leaves: what blame asks for, and the rank's last lines
+    asked         one line per stop request: the number of its signal
+    end-3.json    how rank 3 ended, written by its node agent: the fields of `RankExit`, and the rank's last lines
 
-torchrun ends the ranks 30 s after it was told to stop, in the middle of a checkpoint if need be, and at once when one
-of them fails; its own exit code is 1 whatever happened. So requests go past it through the folder, and a SIGTERM of
-torchrun's means that another rank has failed.
+torchrun kills the ranks 30 s after a stop signal, even in the middle of a checkpoint, and at once when one of them
+fails. Its own exit code is always 1. So stop requests bypass it through the folder, and a SIGTERM from torchrun means
+that another rank has failed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from steelyard.core.safe_parse import loads
 from steelyard.launch.error_file import ErrorRecord
 from steelyard.launch.root_cause import RankExit
 
-FOLDER = "STEELYARD_KEPT"  # the variable that names it
+FOLDER = "STEELYARD_KEPT"  # the environment variable with its path
 ASKED = "asked"
 SECONDS_BETWEEN_LOOKS = 0.1
 SECONDS_BETWEEN_PARENTS = 1.0
@@ -33,7 +33,7 @@ SECONDS_BETWEEN_PARENTS = 1.0
 
 @dataclass(frozen=True)
 class RankReport:
-    """What a starter left."""
+    """What a node agent wrote about its rank."""
 
     end: RankExit
     is_hung: bool
@@ -41,37 +41,37 @@ class RankReport:
 
 
 def is_kept() -> bool:
-    """Whether this starter is one of torchrun's, which someone keeps."""
+    """Whether this node agent was started by a torchrun that `launch/torchrun.py` runs."""
     return FOLDER in os.environ
 
 
 def requests(signals: list[int], stack: ExitStack) -> tuple[list[int], list[int]]:
-    """Where requests to stop will stand, and where word that another rank has failed."""
+    """A list that collects stop requests, and a list that becomes non-empty when another rank has failed."""
     if not is_kept():
         return signals, []
-    asked: list[int] = []
+    received: list[int] = []
     is_over = threading.Event()
-    thread = threading.Thread(target=_listen, args=(asked, is_over), daemon=True)
+    thread = threading.Thread(target=_listen, args=(received, is_over), daemon=True)
     thread.start()
     stack.callback(thread.join)
     stack.callback(is_over.set)
-    return asked, signals
+    return received, signals
 
 
-def _listen(asked: list[int], is_over: threading.Event) -> None:
+def _listen(received: list[int], is_over: threading.Event) -> None:
     path = Path(os.environ[FOLDER]) / ASKED
     while not is_over.wait(SECONDS_BETWEEN_LOOKS):
         try:
             lines = path.read_text(encoding="ascii").splitlines()
         except OSError:
             continue
-        asked.extend(int(line) for line in lines[len(asked) :])
+        received.extend(int(line) for line in lines[len(received) :])
 
 
 def leave(end: RankExit, is_hung: bool, last: list[str]) -> int:
-    """Leave word of a rank's end; returns what its starter exits with.
+    """Write how a rank ended. Returns the exit code of its node agent.
 
-    A rank that saved and stopped has not failed: torchrun would end the others, which may still be writing.
+    A rank that saved and stopped has not failed: otherwise torchrun would kill the others, which may still be writing.
     """
     words = None if end.words is None else asdict(end.words)
     value = {"rank": end.rank, "code": end.code, "at": end.at, "sent": sorted(end.sent), "words": words}
@@ -82,7 +82,7 @@ def leave(end: RankExit, is_hung: bool, last: list[str]) -> int:
 
 
 def found(folder: Path, rank: int) -> RankReport | None:
-    """What the starter of a rank left; None where it had no time to."""
+    """What the node agent of a rank wrote; None if it was killed before."""
     try:
         value = loads((folder / f"end-{rank}.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -93,16 +93,16 @@ def found(folder: Path, rank: int) -> RankReport | None:
 
 
 def end_with_torchrun() -> None:
-    """Have the kernel kill this starter, and so its rank, when torchrun dies; torchrun itself does not ask for it."""
+    """Have the kernel kill this node agent, and so its rank, when torchrun dies. torchrun does not request this."""
     ask = die_with_parent(os.getppid())
     if ask is not None:
         ask()
 
 
 def end_with_parent() -> None:
-    """End this starter, and so its rank, when mpirun is killed, which then tells nobody.
+    """End this node agent, and so its rank, when mpirun is killed: a killed mpirun does not signal its ranks.
 
-    The kernel would do so already when the thread of mpirun's ends that started it, so it is looked for instead.
+    The parent is polled. PR_SET_PDEATHSIG would fire as soon as the thread of mpirun ends that started this process.
     """
     parent = os.getppid()
 
@@ -115,5 +115,5 @@ def end_with_parent() -> None:
 
 
 def killed(rank: int, at: float) -> RankExit:
-    """A rank whose starter left no word."""
+    """The exit of a rank whose node agent wrote nothing."""
     return RankExit(rank, -signal.SIGKILL, at, frozenset(), None)

@@ -84,7 +84,7 @@ def test_an_image_is_made_whole_from_outside_and_undo_leaves_no_trace(bench, ima
     found = diagnose.examine_image(machine, str(image), "campus", lambda question: True)
     assert named(found.findings, "libcudnn.so.8").verdict == "ok"
     assert [finding.verdict for finding in found.after] == ["ok"]
-    assert found.after[0].words == "all of 2 libraries load"
+    assert found.after[0].words == "all 2 libraries load"
     site = tomllib.loads(sites_file(machine).read_text())["campus"]
     links = bench.path / "home/.local/share/steelyard/doctor/images/pytorch_24.01-py3.sif"
     assert site["container"] == {
@@ -198,7 +198,7 @@ def test_a_profile_keeps_its_comments_and_what_it_had(tmp_path):
     assert written["default"] == site_profile.default(path) == "campus"
 
 
-@pytest.mark.parametrize(("text", "message"), [("a = [", "not TOML"), ("campus = 3\n", "is no table")])
+@pytest.mark.parametrize(("text", "message"), [("a = [", "not TOML"), ("campus = 3\n", "is not a table")])
 def test_a_profile_that_cannot_be_edited_is_left_and_told(tmp_path, text, message):
     path = tmp_path / "sites.toml"
     path.write_text(text)

@@ -184,7 +184,7 @@ def test_a_line_that_is_no_error_is_not_taken_for_one(line):
     assert explain_line(line) is None
 
 
-def names_of(reported: explain.Told) -> list[tuple[str, int]]:
+def names_of(reported: explain.LogReport) -> list[tuple[str, int]]:
     return [(met.explained.name, met.line) for met in reported.met.values()]
 
 
@@ -206,7 +206,7 @@ def test_kernels_that_were_compiled_are_no_error_and_those_that_were_not_are(tmp
     (tmp_path / "n061.out").write_text(healthy)
     assert names_of(explain.explain([str(log), str(tmp_path / "n061.out")])) == [("fused-kernels", 6)]
     log.write_text(healthy)
-    assert explain.as_text(explain.explain([str(log)])) == "nothing that looks like an error"
+    assert explain.as_text(explain.explain([str(log)])) == "no errors found"
 
 
 def test_the_missing_library_is_named_in_the_answer():

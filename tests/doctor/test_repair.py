@@ -134,11 +134,11 @@ def test_a_file_comes_back_byte_for_byte(bench, text):
 def test_a_file_that_is_no_text_is_refused_and_never_lost(bench):
     machine, home = bench.machine(), bench.path / "home"
     (home / "a").write_bytes(b"\xff\xfe")
-    with pytest.raises(UserError, match="not text in UTF-8"):
+    with pytest.raises(UserError, match="not UTF-8"):
         undo_log.file(home / "a", "x")
     undo_log.apply(machine, undo_log.file(home / "b", "x"))
     (home / "b").write_bytes(b"\xff")
-    assert "was changed since" in undo_log.undo(machine)[1][0]
+    assert "was modified since" in undo_log.undo(machine)[1][0]
 
 
 def test_what_somebody_changed_since_is_left_and_named(broken):
@@ -151,8 +151,8 @@ def test_what_somebody_changed_since_is_left_and_named(broken):
     link.symlink_to("/mine")
     environment_file(machine).write_text("mine\n")
     _, left = undo_log.undo(machine)
-    assert f"{link}: leads to /mine by now" in left
-    assert any("was changed since" in path for path in left)
+    assert f"{link}: now points to /mine" in left
+    assert any("was modified since" in path for path in left)
     assert str(link.readlink()) == "/mine"
     assert environment_file(machine).read_text() == "mine\n"
     assert not record_file(machine).exists()
@@ -181,7 +181,7 @@ def test_a_repair_that_was_killed_in_the_middle_is_undone(broken, monkeypatch):
 
 def test_a_file_where_a_link_should_go_is_not_replaced(bench):
     (bench.path / "libx.so.1").write_text("mine")
-    with pytest.raises(RuntimeFailure, match="no link is put in its place"):
+    with pytest.raises(RuntimeFailure, match="not replaced with a link"):
         undo_log.link(bench.path / "libx.so.1", "/x")
 
 

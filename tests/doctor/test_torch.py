@@ -59,7 +59,7 @@ def test_an_nvidia_smi_that_fails_is_told_in_its_own_words(bench):
     ("change", "name", "words"),
     [
         ({"torch": "2.2.0+cu118"}, "torch", "versions 2.11 to 2.13"),
-        ({"torch": "2.13.0+cpu", "torch_cuda": None}, "torch on this driver", "built for processors"),
+        ({"torch": "2.13.0+cpu", "torch_cuda": None}, "torch on this driver", "CPU-only build"),
         ({"available": False}, "GPUs in torch", "torch sees none"),
         ({"capabilities": [[7, 0]]}, "GPUs in torch", "compute capability 7.0"),
         ({"errors": {"sum_on_gpu": "AcceleratorError: CUDA error: initialization error"}}, "GPUs in torch", "a sum on"),

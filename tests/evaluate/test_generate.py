@@ -67,7 +67,7 @@ def test_a_text_longer_than_the_context_goes_on_from_its_end(models, tokenizer, 
     assert len(tokenizer.encode(long)) > 64
     text = Writer(network, tokenizer, 64, ()).text(long, Sampling(max_tokens=100, temperature=0))
     assert text.startswith(long)
-    assert "the model sees 64 at once: only the last 32 are read" in capsys.readouterr().err
+    assert "the model's context is 64: only the last 32 are used" in capsys.readouterr().err
     last = tokenizer.encode(long)[-55:]
     expected = list(tokens(network, last, Sampling(max_tokens=10, temperature=0), 64, ()))
     assert list(tokens(network, tokenizer.encode(long), Sampling(max_tokens=10, temperature=0), 64, ())) == expected

@@ -116,7 +116,7 @@ def test_a_gpt_is_measured_within_its_positions(models):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"length": 48, "stride": 49}, "leave tokens out"), ({"length": 100_000}, "do not fill one window")],
+    [({"length": 48, "stride": 49}, "skips tokens"), ({"length": 100_000}, "do not fill one window")],
 )
 def test_what_cannot_be_measured_is_refused(models, options, message):
     with pytest.raises(UserError, match=message):

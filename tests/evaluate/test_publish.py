@@ -122,7 +122,7 @@ def test_a_public_model_is_not_taken_for_a_private_one(hub, folder):
         (lambda t: t | {"model.norm.weight": t["model.norm.weight"] * torch.nan}, "not finite"),
         (lambda t: {k: v for k, v in t.items() if k != "model.norm.weight"}, "model.norm.weight: missing"),
         (lambda t: t | {"model.extra.weight": torch.ones(3)}, "model.extra.weight: unknown"),
-        (lambda t: t | {"model.norm.weight": torch.ones(65)}, "model.norm.weight: of another size"),
+        (lambda t: t | {"model.norm.weight": torch.ones(65)}, "model.norm.weight: wrong size"),
     ],
 )
 def test_a_model_that_does_not_work_is_not_uploaded(hub, folder, damage, reported):
@@ -190,7 +190,7 @@ def test_only_files_of_the_model_are_published(hub, folder):
 
 def test_a_token_inside_the_folder_is_not_published(hub, folder):
     (folder / "README.md").write_text(f"export HF_TOKEN={TOKEN}")
-    with pytest.raises(UserError, match="holds your token") as caught:
+    with pytest.raises(UserError, match="contains your hub token") as caught:
         publish.push(folder, NAME)
     assert TOKEN not in str(caught.value)
     assert writes(hub) == []
@@ -315,7 +315,7 @@ def test_sparsity_is_measured_in_the_weights(folder):
     assert measured.two_of_four == measured.matrices == 14
     card = publish.push(folder, NAME, dry_run=True)["card"]
     assert "50.00% of the elements" in card
-    assert "14 of them hold two zeros in every four" in card
+    assert "14 of them have two zeros in every group of four" in card
 
 
 def test_the_card_tells_the_run_and_no_place_on_this_machine(in_workplace, folder):

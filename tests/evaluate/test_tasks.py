@@ -107,8 +107,8 @@ def test_a_task_from_a_folder_is_scored(models, tmp_path, monkeypatch):
     ("content", "reported"),
     [
         ("task: mine\ndoc_to_text: [\n", "mine.yaml: line 3: expected the node content"),
-        ("- task: mine\n", "mine.yaml: it is no table of settings"),
-        ("task: mine\ninclude: _base.yaml\n", "mine.yaml: it includes _base.yaml, which is not there"),
+        ("- task: mine\n", "mine.yaml: it is not a table of settings"),
+        ("task: mine\ninclude: _base.yaml\n", "mine.yaml: it includes _base.yaml, which does not exist"),
         (TASK % "x" + "process_docs: !function utils.anything\n", None),
     ],
 )

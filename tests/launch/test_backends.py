@@ -121,7 +121,7 @@ def test_a_fourth_backend_in_one_file_submits_watches_and_cancels(spool: Path, t
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"time_limit": "1:00:00"}, "--on spool keeps no time limit\n.*--on slurm"),
+        ({"time_limit": "1:00:00"}, "--on spool has no time limits\n.*--on slurm"),
         ({"job": "7"}, "--on spool has no allocations\n.*--on slurm"),
         ({"on": "nowhere"}, "there is no backend nowhere\n.*local, mpi, slurm, spool"),
     ],

@@ -150,7 +150,7 @@ def test_a_rank_that_stops_answering_is_named_after_the_timeout(start):
     reported = job.end()
     assert (job.process.returncode, reported) == (
         1,
-        "error: rank 1 stopped answering, and the others gave up waiting\n",
+        "error: rank 1 stopped responding, and the other ranks timed out\n",
     )
 
 
@@ -255,8 +255,8 @@ def ended(rank, code, said=None, sent=(), at=9.0) -> RankExit:
         ([ended(0, 1, words(at=2)), ended(1, 1, words(at=1))], [], False, "rank 1: Fault at 1"),
         ([ended(0, 1, words(lost=True, at=1)), ended(1, 1, words(at=2))], [], False, "rank 1: Fault at 2"),
         ([ended(0, 1, words(lost=True, at=1)), ended(1, -9)], [], False, "rank 1 was killed by SIGKILL"),
-        ([ended(0, 1, words(lost=True, at=1)), ended(1, -9, sent=[9])], [1], False, "rank 1 stopped answering"),
-        ([ended(0, -6), ended(1, -9, sent=[9])], [1], False, "rank 1 stopped answering"),
+        ([ended(0, 1, words(lost=True, at=1)), ended(1, -9, sent=[9])], [1], False, "rank 1 stopped responding"),
+        ([ended(0, -6), ended(1, -9, sent=[9])], [1], False, "rank 1 stopped responding"),
         ([ended(0, -6), ended(1, -9)], [], False, "rank 1 was killed by SIGKILL"),
         ([ended(0, 0), ended(1, -6)], [], False, "rank 1 was killed by SIGABRT"),
         ([ended(0, 1, words(lost=True)), ended(1, 130, words("Interrupted"), [15])], [1], False, "rank 1 stopped"),

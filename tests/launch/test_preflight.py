@@ -69,7 +69,7 @@ def test_what_cannot_be_seen_from_here_is_named_in_a_warning(queue, capsys):
     submit.submit(asked(f"data.train={hidden}", "data.tokenizer=someone/small", "train.device=cpu"))
     assert queue.exists()
     reported = capsys.readouterr().err
-    assert f"data.train: {hidden} cannot be seen from this machine" in reported
+    assert f"data.train: {hidden} is not visible on this machine" in reported
     assert "data.tokenizer: someone/small" in reported
 
 
@@ -83,7 +83,7 @@ def test_paths_inside_a_container_are_looked_for_where_they_are_bound_from(queue
     submit.submit(asked("data.train=/data/tokens_text_document", "train.device=cpu", site=bound))
     assert "warning" not in capsys.readouterr().err
     submit.submit(asked("data.train=/image/tokens", "train.device=cpu", site=bound, run=Path("second")))
-    assert "data.train: /image/tokens cannot be seen" in capsys.readouterr().err
+    assert "data.train: /image/tokens is not visible" in capsys.readouterr().err
 
 
 def test_a_layout_that_does_not_fit_the_gpus_is_refused_with_what_would_help(queue, capsys):

@@ -172,14 +172,14 @@ def test_a_run_is_found_by_folder_name_and_job(tmp_path, monkeypatch):
     assert [launch_record.find(word) for word in ("runs/mine", "mine", "13", "12+1")] == [run] * 4
     with pytest.raises(UserError, match="no run under runs has the job 14"):
         launch_record.find("14")
-    with pytest.raises(UserError, match="yours is no run"):
+    with pytest.raises(UserError, match="yours is not a run"):
         launch_record.find("yours")
 
 
 @pytest.mark.parametrize("jobs", [["--user=me"], ["1;x"], None, [7]])
 def test_a_launch_whose_jobs_are_no_numbers_is_not_believed(tmp_path, jobs):
     run = launched(tmp_path, jobs=jobs)
-    with pytest.raises(UserError, match="not what a launch writes"):
+    with pytest.raises(UserError, match="not a valid launch record"):
         launch_record.read(run)
 
 

@@ -136,7 +136,7 @@ def test_the_rank_that_failed_is_named_and_not_those_that_noticed(start):
 def test_a_rank_that_stopped_answering_is_named_and_ended(start):
     job = start("if rank: os.kill(os.getpid(), signal.SIGSTOP)\ntime.sleep(1); end('LostPeer', 'timed out', 1, True)")
     job.until_ranks_run()
-    assert job.end() == (1, "error: rank 1 stopped answering, and the others gave up waiting\n")
+    assert job.end() == (1, "error: rank 1 stopped responding, and the other ranks timed out\n")
 
 
 @pytest.mark.slow

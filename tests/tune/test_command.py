@@ -148,7 +148,7 @@ def test_nodes_that_a_layout_cannot_fill_are_known_before_anything_is_submitted(
     prior = PlannerPrior(load_tune("jobs.toml"))
     reported = {data: prior.of({"parallel.data": data}).why_not for data in (2, 3, 4)}
     assert (reported[2], reported[4]) == (None, None)
-    assert "the plan has 3 ranks, which do not fill nodes of 2" in reported[3]
+    assert "the plan has 3 ranks, which is not a multiple of 2 ranks per node" in reported[3]
 
 
 TWO_TYPES = "".join(

@@ -152,7 +152,7 @@ def test_an_override_of_the_file_is_told_by_its_line_and_one_of_the_command_line
         ("on = 'slrum'", r"bad.toml:\d+: launch.on: there is no backend slrum"),
         ("onn = 'slurm'", r"bad.toml:\d+: launch.onn: unknown key\n  hint: did you mean launch.on\?"),
         ("on = 'slurm'\nhosts = ['a']", r"bad.toml:\d+: launch.hosts: slurm takes no hosts"),
-        ("on = 'mpi'\ntime = '1:00'", r"bad.toml:\d+: launch.time: mpi keeps no time limit"),
+        ("on = 'mpi'\ntime = '1:00'", r"bad.toml:\d+: launch.time: mpi has no time limits"),
     ],
 )
 def test_a_launch_that_cannot_be_is_told_with_its_line(in_workplace, launch, said):

@@ -1,1 +1,1 @@
-"""One file per topic. A check looks at a `Machine` and returns findings; it changes nothing."""
+"""Checks, one file per topic. A check inspects a `Machine` and returns findings; it changes nothing."""

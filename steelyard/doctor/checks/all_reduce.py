@@ -1,4 +1,4 @@
-"""A real all-reduce between processes, and its bandwidth against what the catalogue says of the GPUs' links."""
+"""A real all-reduce between processes, and its bandwidth compared with the catalogue's value for the GPUs' links."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from steelyard.sizes.gpu_catalogue import by_device_name
 
 TOPIC = "all-reduce"
 SECONDS = 240
-LOW = 0.5  # Below this share of what is expected, something else than noise is at work.
+LOW = 0.5  # A smaller share of the expected bandwidth is more than noise.
 
 
 def check(machine: Machine, seen: PythonInfo) -> Iterator[Finding]:
-    """Between the ranks of the job, or between ranks that are started here."""
+    """An all-reduce between the ranks of the job, or between ranks started here."""
     if seen.torch is None:
-        yield Finding(TOPIC, TOPIC, "absent", "torch was not seen, so no rank can be started")
+        yield Finding(TOPIC, TOPIC, "absent", "torch cannot be imported, so no rank can be started")
         return
     try:
         world = detect(machine.environment)
@@ -39,14 +39,14 @@ def check(machine: Machine, seen: PythonInfo) -> Iterator[Finding]:
         lines = (answer.err if answer else "").strip().splitlines()
         meaning = next((found for found in map(known_errors.explain_line, lines) if found and not found.harmless), None)
         error = next((line for line in lines if "error" in line.lower()), answer.gist if answer else "no Python")
-        hint = meaning.hint if meaning else "NCCL_DEBUG=INFO or TORCH_DISTRIBUTED_DEBUG=DETAIL tells more"
-        yield Finding(TOPIC, TOPIC, "fail", f"ranks on {device} did not manage one: {error[:300]}", hint)
+        hint = meaning.hint if meaning else "NCCL_DEBUG=INFO or TORCH_DISTRIBUTED_DEBUG=DETAIL shows more"
+        yield Finding(TOPIC, TOPIC, "fail", f"the all-reduce on {device} failed: {error[:300]}", hint)
         return
     yield judge(measured, seen.gpus)
 
 
 def exchange(machine: Machine, seen: PythonInfo, world: World) -> tuple[Answer | None, str]:
-    """Run it: as one rank of the launcher's, or with a rank for each GPU, or with two on processors."""
+    """Run the all-reduce: as one rank of the launcher, with one rank per GPU, or with two ranks on CPUs."""
     many = len(seen.gpus) > 1 or (world.size > 1 and bool(seen.gpus))
     device = "cuda" if many and seen.answers.get("available") else "cpu"
     count = [] if world.size > 1 else [str(len(seen.gpus) if device == "cuda" else 2)]
@@ -67,17 +67,17 @@ def _measured(answer: Answer | None) -> dict[str, Any] | None:
 
 
 def judge(measured: dict[str, Any], gpus: list[str]) -> Finding:
-    """A verdict on what was measured."""
+    """The verdict on a measurement."""
     who = f"{measured['ranks']} ranks" + (f" on {measured['hosts']} machines" if measured["hosts"] > 1 else "")
     speed = f"{measured['bandwidth'] / 1e9:.3g} GB/s"
-    words = f"{who}, {units.size(measured['bytes'])} in {1e3 * measured['seconds']:.3g} ms, {speed} a rank"
+    words = f"{who}, {units.size(measured['bytes'])} in {1e3 * measured['seconds']:.3g} ms, {speed} per rank"
     if not measured["right"]:
         return Finding(
             TOPIC,
             TOPIC,
             "fail",
             f"{who}: the sum is wrong",
-            "a link or a GPU is broken: run nvidia-smi -q and dcgmi diag, and try pairs of GPUs alone",
+            "a link or a GPU is defective: run nvidia-smi -q and dcgmi diag, and test pairs of GPUs separately",
             measured,
         )
     gpu = by_device_name(gpus[0]) if measured["device"] == "cuda" and gpus else None
@@ -87,16 +87,16 @@ def judge(measured: dict[str, Any], gpus: list[str]) -> Finding:
     facts = measured | {"expected": expected}
     if measured["bandwidth"] < LOW * expected:
         hint = (
-            "look at the topology above; NCCL_DEBUG=INFO names the way taken (SHM and NET/Socket are slow ones); "
+            "check the topology above; NCCL_DEBUG=INFO shows the transport (SHM and NET/Socket are slow); "
             "NCCL_P2P_DISABLE must not be set"
         )
         return Finding(
-            TOPIC, TOPIC, "warn", f"{words}; the links of {gpu.name} give about {expected / 1e9:.3g} GB/s", hint, facts
+            TOPIC, TOPIC, "warn", f"{words}; the links of {gpu.name} reach about {expected / 1e9:.3g} GB/s", hint, facts
         )
     return Finding(
         TOPIC,
         TOPIC,
         "ok",
-        f"{words}, of about {expected / 1e9:.3g} GB/s that the links of {gpu.name} give",
+        f"{words}, of about {expected / 1e9:.3g} GB/s that the links of {gpu.name} reach",
         facts=facts,
     )

@@ -1,4 +1,4 @@
-"""Programs that launch, compile and wrap: each with its version, and what it would be needed for."""
+"""Programs that launch jobs, compile code and run containers: their versions, and what needs them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from steelyard.doctor.python_info import PythonInfo, installed_torch
 TOPIC = "programs"
 OLDEST_SLURM = (20, 11)
 RUNTIMES = ("apptainer", "singularity", "enroot", "docker", "podman")
-# A client without its daemon runs nothing, and says so only when it is asked for more than its version.
-ASKED = {"docker": "info", "podman": "info", "enroot": "version"}
+# A client without its daemon cannot run anything, and `--version` does not show that.
+COMMANDS = {"docker": "info", "podman": "info", "enroot": "version"}
 
 
 def check(machine: Machine, seen: PythonInfo) -> Iterator[Finding]:
-    """All of them."""
+    """Check all programs."""
     yield _nvcc(machine, seen)
     yield _torchrun(machine, seen)
     yield _mpirun(machine)
@@ -31,7 +31,7 @@ def _nvcc(machine: Machine, seen: PythonInfo) -> Finding:
         home = machine.environment.get(name)
         if home and not (Path(home) / "bin" / "nvcc").exists():
             real = machine.which("nvcc")
-            words = f"{name} is {home}, where there is no bin/nvcc: whatever compiles will fail with FileNotFoundError"
+            words = f"{name} is {home}, which has no bin/nvcc: compiling CUDA code fails with FileNotFoundError"
             hint = (
                 f"set it to {Path(real).resolve().parent.parent}"
                 if real
@@ -40,26 +40,26 @@ def _nvcc(machine: Machine, seen: PythonInfo) -> Finding:
             return Finding(TOPIC, "nvcc", "warn", words, hint, unset=() if real else (name,))
     path = machine.which("nvcc")
     if path is None:
-        return Finding(TOPIC, "nvcc", "absent", "not here, and not needed: Steelyard compiles nothing with it")
+        return Finding(TOPIC, "nvcc", "absent", "not on PATH and not needed: Steelyard compiles nothing with it")
     answer = machine.run(["nvcc", "--version"])
     version = version_in(answer.out) if answer and answer.is_good else None
     if version is None:
         return Finding(
-            TOPIC, "nvcc", "warn", f"{path} does not answer: {answer.gist if answer else ''}", "take it off PATH"
+            TOPIC, "nvcc", "warn", f"{path} does not run: {answer.gist if answer else ''}", "remove it from PATH"
         )
     disk = installed_torch(machine)
     cuda = seen.torch_cuda or (disk.cuda if disk else None)
     facts = {"version": dotted(version), "path": path}
     if cuda and cuda[0] != version[0]:
-        words = f"{dotted(version)} at {path}, and torch is built for CUDA {dotted(cuda)}: extensions will not build"
-        return Finding(TOPIC, "nvcc", "warn", words, f"only for building extensions: load CUDA {cuda[0]}.x", facts)
+        words = f"{dotted(version)} at {path}, but torch is built for CUDA {dotted(cuda)}: extensions will not build"
+        return Finding(TOPIC, "nvcc", "warn", words, f"only needed to build extensions: load CUDA {cuda[0]}.x", facts)
     return Finding(TOPIC, "nvcc", "ok", f"{dotted(version)}, {path}", facts=facts)
 
 
 def _torchrun(machine: Machine, seen: PythonInfo) -> Finding:
     path = machine.which("torchrun")
     if path is None:
-        words = "not on PATH; steelyard --nproc and steelyard submit do without"
+        words = "not on PATH; steelyard --nproc and steelyard submit do not need it"
         return Finding(
             TOPIC,
             "torchrun",
@@ -70,7 +70,7 @@ def _torchrun(machine: Machine, seen: PythonInfo) -> Finding:
     prefix = seen.answers.get("prefix")
     if prefix and Path(path).resolve().parent != (Path(prefix) / "bin").resolve():
         words = f"{path} belongs to another Python than {machine.python}: its ranks would use another torch"
-        return Finding(TOPIC, "torchrun", "warn", words, f"call {machine.python} -m torch.distributed.run instead")
+        return Finding(TOPIC, "torchrun", "warn", words, f"run {machine.python} -m torch.distributed.run instead")
     return Finding(TOPIC, "torchrun", "ok", path)
 
 
@@ -82,7 +82,7 @@ def _mpirun(machine: Machine) -> Finding:
             "mpirun",
             "absent",
             "not on PATH; needed only for submit --on mpi",
-            "load your site's MPI module, or name its path in the site profile",
+            "load your site's MPI module, or set its path in the site profile",
         )
     answer = machine.run(["mpirun", "--version"])
     if answer is None or not answer.is_good:
@@ -91,7 +91,7 @@ def _mpirun(machine: Machine) -> Finding:
             "mpirun",
             "warn",
             f"{path} does not run: {answer.gist if answer else ''}",
-            "load the whole MPI module, not its bin folder alone",
+            "load the complete MPI module, not only its bin folder",
         )
     return Finding(
         TOPIC,
@@ -108,7 +108,7 @@ def _ssh(machine: Machine) -> Finding:
         return Finding(
             TOPIC, "ssh", "absent", "not on PATH; mpirun over several machines needs it", "install openssh-client"
         )
-    return Finding(TOPIC, "ssh", "ok", f"{path}; --nodes a,b tries it between machines")
+    return Finding(TOPIC, "ssh", "ok", f"{path}; --nodes a,b tests it between machines")
 
 
 def _slurm(machine: Machine) -> Finding:
@@ -119,21 +119,23 @@ def _slurm(machine: Machine) -> Finding:
             "Slurm",
             "absent",
             "no sbatch on PATH; needed only for submit --on slurm",
-            "log in to the cluster's head node, or load its module",
+            "log in to a login node of the cluster, or load its module",
         )
-    asked = machine.run(["sbatch", "--version"])
-    version = version_in(asked.out) if asked and asked.is_good else None
+    answer = machine.run(["sbatch", "--version"])
+    version = version_in(answer.out) if answer and answer.is_good else None
     if version is None:
-        words = f"{path} does not say its version: {asked.gist if asked else ''}"
+        words = f"{path} does not print its version: {answer.gist if answer else ''}"
         return Finding(TOPIC, "Slurm", "warn", words, "its slurm.conf or libraries are missing here")
     facts = {"version": dotted(version)}
     if version[:2] < OLDEST_SLURM:
-        words = f"{dotted(version)}: {dotted(OLDEST_SLURM)} is the oldest that is supported"
+        words = f"{dotted(version)}: {dotted(OLDEST_SLURM)} is the oldest supported version"
         return Finding(TOPIC, "Slurm", "warn", words, "submit may still work; heterogeneous jobs may not", facts)
     answer = machine.run(["sinfo", "--noheader", "--format=%P|%D|%t"], seconds=10)
     if answer is None or not answer.is_good:
-        words = f"{dotted(version)}, but no controller answers: {answer.gist if answer else 'there is no sinfo'}"
-        return Finding(TOPIC, "Slurm", "warn", words, "is this a node of the cluster, and is munge running?", facts)
+        words = (
+            f"{dotted(version)}, but the controller does not answer: {answer.gist if answer else 'there is no sinfo'}"
+        )
+        return Finding(TOPIC, "Slurm", "warn", words, "is this a node of the cluster, and does munge run?", facts)
     return Finding(TOPIC, "Slurm", "ok", f"{dotted(version)}, {_partitions(answer.out)}", facts=facts)
 
 
@@ -149,10 +151,10 @@ def _container(machine: Machine) -> Finding:
             TOPIC,
             "containers",
             "absent",
-            f"none of {', '.join(RUNTIMES)}; needed only where a site profile names an image",
+            f"none of {', '.join(RUNTIMES)}; needed only if a site profile names an image",
             "often: module load apptainer",
         )
-    answers = {name: machine.run([name, ASKED.get(name, "--version")], seconds=10) for name in there}
+    answers = {name: machine.run([name, COMMANDS.get(name, "--version")], seconds=10) for name in there}
     works = [name for name, answer in answers.items() if answer and answer.is_good]
     broken = [f"{name}: {answer.gist}" for name, answer in answers.items() if answer and not answer.is_good]
     if not works:
@@ -160,7 +162,7 @@ def _container(machine: Machine) -> Finding:
             TOPIC,
             "containers",
             "warn",
-            f"there, but not working: {'; '.join(broken)}",
+            f"installed, but not working: {'; '.join(broken)}",
             "start its daemon, or load apptainer, which needs none",
         )
     if works == ["podman"] and not _has_init(machine):
@@ -176,7 +178,7 @@ def _container(machine: Machine) -> Finding:
 
 
 def _has_init(machine: Machine) -> bool:
-    """Whether podman's init is where podman looks for it."""
+    """Whether podman's init is in one of podman's search paths."""
     places = (
         "/usr/libexec/podman",
         "/usr/local/libexec/podman",

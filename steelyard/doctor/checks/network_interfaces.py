@@ -1,4 +1,4 @@
-"""Ports, the host's own name, and the interfaces that variables name."""
+"""Ports, the host name, and the network interfaces that environment variables select."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from steelyard.doctor.machine import Machine
 from steelyard.doctor.python_info import PythonInfo
 
 TOPIC = "network"
-PORTS = range(15000, 30000)  # Those that Steelyard's launchers choose from.
+PORTS = range(15000, 30000)  # The range from which Steelyard's launchers choose.
 INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 
 def check(machine: Machine, seen: PythonInfo) -> Iterator[Finding]:
-    """Whether ranks can meet here."""
+    """Whether a rendezvous can work on this machine."""
     yield _port(machine)
     yield _hostname(machine)
     yield _interfaces(machine)
@@ -30,7 +30,7 @@ def _port(machine: Machine) -> Finding:
             TOPIC,
             "ports",
             "fail",
-            f"MASTER_PORT is {given!r}, which is no port",
+            f"MASTER_PORT is {given!r}, which is not a port",
             "set it to a number below 65536, or unset it",
         )
     port = int(given) if given else random.choice(PORTS)
@@ -42,13 +42,13 @@ def _port(machine: Machine) -> Finding:
             "ports",
             "fail",
             words,
-            f"unset MASTER_PORT and a free one is chosen; ss -tlnp 'sport = :{port}' shows who has it",
+            f"unset MASTER_PORT to use a free port; ss -tlnp 'sport = :{port}' shows which process uses it",
         )
     if problem:
         tried = [_try(other) for other in random.sample(PORTS, 10)]
         if all(tried):
             words = f"no port between {PORTS.start} and {PORTS.stop} can be used: {problem}"
-            return Finding(TOPIC, "ports", "fail", words, "a firewall or a container's rules stand in the way")
+            return Finding(TOPIC, "ports", "fail", words, "a firewall or a container's network rules block them")
     return Finding(
         TOPIC,
         "ports",
@@ -58,7 +58,7 @@ def _port(machine: Machine) -> Finding:
 
 
 def _try(port: int) -> str:
-    """Listen, connect, and say what failed."""
+    """Listen and connect. Returns the error, or an empty string."""
     try:
         with socket.socket() as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -71,7 +71,7 @@ def _try(port: int) -> str:
 
 
 def _hostname(machine: Machine) -> Finding:
-    """Gloo and others take the address of the host's own name, which on Debian is 127.0.1.1 and reaches nobody."""
+    """Gloo and others use the address of the host name: on Debian 127.0.1.1, which other machines cannot reach."""
     answer = machine.run(["hostname"])
     name = answer.out.strip() if answer and answer.is_good else socket.gethostname()
     addresses = _addresses(machine, name)
@@ -82,21 +82,21 @@ def _hostname(machine: Machine) -> Finding:
     if all(address.startswith("127.") or address == "::1" for address in addresses):
         words = f"{name} resolves to {addresses[0]}, which other machines cannot reach"
         hint = (
-            "harmless on one machine, and steelyard's own launchers work around it; for others set MASTER_ADDR to a "
-            f"number and {outward(machine)}"
+            "harmless on one machine, and steelyard's own launchers work around it; for others set MASTER_ADDR to an "
+            f"IP address and {outward(machine)}"
         )
         return Finding(TOPIC, "hostname", "warn", words, hint, facts)
     return Finding(TOPIC, "hostname", "ok", f"{name} is {addresses[0]}", facts=facts)
 
 
 def outward(machine: Machine) -> str:
-    """The setting that leads gloo and NCCL to an interface other machines can reach."""
+    """The setting that makes gloo use an interface that other machines can reach."""
     names = [name for name in interfaces(machine) if not name.startswith(("lo", "docker", "veth", "br-", "virbr"))]
     return f"GLOO_SOCKET_IFNAME={names[0] if names else 'INTERFACE'}"
 
 
 def _addresses(machine: Machine, name: str) -> list[str]:
-    """As the machine's own resolver has it, /etc/hosts first."""
+    """The addresses of a name, from /etc/hosts or else from the machine's resolver."""
     hosts = machine.text("/etc/hosts") or ""
     rows = [line.split("#")[0].split() for line in hosts.splitlines()]
     found = [row[0] for row in rows if name in row[1:]]
@@ -115,7 +115,7 @@ def _interfaces(machine: Machine) -> Finding:
     there = interfaces(machine)
     for variable in INTERFACE_VARIABLES:
         value = machine.environment.get(variable, "")
-        if not value or value.startswith("^"):  # NCCL: all but these.
+        if not value or value.startswith("^"):  # NCCL: all except these.
             continue
         exact = value.startswith("=")
         named = [name for name in value.lstrip("=").split(",") if name]
@@ -124,9 +124,14 @@ def _interfaces(machine: Machine) -> Finding:
             for name in named
             for one in there
         ):
-            words = f"{variable} is {value}, and this machine has {', '.join(there)}"
+            words = f"{variable} is {value}, but this machine has {', '.join(there)}"
             return Finding(
-                TOPIC, "interfaces", "fail", words, f"unset {variable}, or name one that is there", {"there": there}
+                TOPIC,
+                "interfaces",
+                "fail",
+                words,
+                f"unset {variable}, or use an interface that exists",
+                {"there": there},
             )
     if not there:
         return Finding(TOPIC, "interfaces", "absent", "the kernel lists no network interfaces")

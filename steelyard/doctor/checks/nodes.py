@@ -1,4 +1,4 @@
-"""Other machines (`--nodes a,b`): reached by ssh without a question, with the same Python, torch and time as here."""
+"""Other machines (`--nodes a,b`): reachable by ssh without a prompt, with the same Python, torch and time as here."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]*")
 OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=8")
 CLOCK_SECONDS = 2.0
 SHARED = "runs over several machines need a filesystem they share"
-# The smallest question that tells everything: asked of the same Python, which a shared filesystem has everywhere.
-QUESTION = (
+# A short script for the same Python, which a shared filesystem provides on all nodes.
+SCRIPT = (
     "import json,sys,time,os\n"
     "from importlib import metadata\n"
     "try: torch=metadata.version('torch')\n"
@@ -34,7 +34,7 @@ QUESTION = (
 
 @dataclass(frozen=True)
 class Reply:
-    """What a node said, or why it said nothing."""
+    """The facts of a node, or the error."""
 
     node: str
     said: dict[str, Any]
@@ -43,26 +43,26 @@ class Reply:
 
 
 def names(text: str) -> list[str]:
-    """The nodes of `--nodes`; what could be taken for an option is refused."""
-    given = [name.strip() for name in text.split(",") if name.strip()]
-    for name in given:
+    """The nodes of `--nodes`. A name that looks like an option is an error."""
+    hosts = [name.strip() for name in text.split(",") if name.strip()]
+    for name in hosts:
         if not NAME.fullmatch(name):
-            raise UserError(f"--nodes: {name!r} is no name of a machine", hint="write them like node1,node2")
-    if not given:
-        raise UserError("--nodes names no machine", hint="write them like node1,node2")
-    return given
+            raise UserError(f"--nodes: {name!r} is not a host name", hint="list them as node1,node2")
+    if not hosts:
+        raise UserError("--nodes names no host", hint="list them as node1,node2")
+    return hosts
 
 
 def options_of(site: SiteSection) -> list[str]:
-    """The port and options that a site's mpirun gives to ssh."""
+    """The port and options that the site's mpirun passes to ssh."""
     port = ["-p", str(site.mpi.ssh_port)] if site.mpi.ssh_port else []
     return port + [word for option in site.mpi.ssh_options for word in shlex.split(option)]
 
 
 def check(machine: Machine, seen: PythonInfo, nodes: Sequence[str], options: Sequence[str] = ()) -> Iterator[Finding]:
-    """Each node from here, then each pair, then what differs among them."""
+    """Check each node from here, then each pair, then the differences between them."""
     if machine.which("ssh") is None:
-        yield Finding(TOPIC, "ssh", "fail", "there is no ssh on PATH", "install openssh-client")
+        yield Finding(TOPIC, "ssh", "fail", "ssh is not on PATH", "install openssh-client")
         return
     replies = [_ask(machine, node, options) for node in nodes]
     for reply in replies:
@@ -76,42 +76,42 @@ def check(machine: Machine, seen: PythonInfo, nodes: Sequence[str], options: Seq
 
 
 def _ask(machine: Machine, node: str, options: Sequence[str]) -> Reply:
-    remote = f"cd {shlex.quote(str(machine.folder))} && {shlex.quote(machine.python)} -c {shlex.quote(QUESTION)}"
+    remote = f"cd {shlex.quote(str(machine.folder))} && {shlex.quote(machine.python)} -c {shlex.quote(SCRIPT)}"
     before = time.time()
     answer = machine.run(["ssh", *OPTIONS, *options, "--", node, remote], seconds=30)
     after = time.time()
     if answer is None or not answer.is_good:
-        return Reply(node, {}, answer.gist if answer else "there is no ssh")
+        return Reply(node, {}, answer.gist if answer else "ssh is not on PATH")
     try:
         said = json.loads(answer.out.strip().splitlines()[-1])
         offset = float(said["time"]) - (before + after) / 2
     except (ValueError, IndexError, KeyError, TypeError):
         return Reply(node, {}, f"it answered {answer.out.strip()[:100]!r}")
-    # The question may wait anywhere on its way: only what cannot be explained by that counts.
+    # The round trip may be delayed in either direction: subtract what it can explain.
     return Reply(node, said, offset=max(0.0, abs(offset) - (after - before) / 2))
 
 
 def _reached(machine: Machine, reply: Reply) -> Finding:
     if not reply.problem:
-        return Finding(TOPIC, f"ssh {reply.node}", "ok", f"reached without a question, as {reply.said.get('host')}")
-    mends = {
-        "Permission denied": f"let your key in without a passphrase: ssh-copy-id {reply.node}",
+        return Finding(TOPIC, f"ssh {reply.node}", "ok", f"reached without a prompt, as {reply.said.get('host')}")
+    hints = {
+        "Permission denied": f"add your key, without a passphrase: ssh-copy-id {reply.node}",
         "Host key verification failed": f"accept its key once: ssh-keyscan {reply.node} >> ~/.ssh/known_hosts",
         "Could not resolve": "check the name, or add it to /etc/hosts",
-        "Connection refused": "no sshd listens there; another port goes into ~/.ssh/config",
-        "timed out": "a firewall, or the machine is down",
-        "No such file or directory": f"{machine.folder} or {machine.python} is not there: {SHARED}",
-        "can't cd": f"{machine.folder} is not there: {SHARED}",
-        "not found": f"{machine.python} is not there: install it at the same path, or share the filesystem",
+        "Connection refused": "no sshd listens there; set another port in ~/.ssh/config",
+        "timed out": "a firewall blocks it, or the machine is down",
+        "No such file or directory": f"{machine.folder} or {machine.python} does not exist there: {SHARED}",
+        "can't cd": f"{machine.folder} does not exist there: {SHARED}",
+        "not found": f"{machine.python} does not exist there: install it at the same path, or share the filesystem",
     }
     hint = next(
-        (words for sign, words in mends.items() if sign in reply.problem), f"try it by hand: ssh {reply.node} true"
+        (words for sign, words in hints.items() if sign in reply.problem), f"try it manually: ssh {reply.node} true"
     )
     return Finding(TOPIC, f"ssh {reply.node}", "fail", reply.problem, hint)
 
 
 def _between(machine: Machine, nodes: Sequence[str], options: Sequence[str]) -> Finding:
-    """mpirun starts machines from machines, so each must reach the next; the ring finds one that cannot."""
+    """mpirun starts nodes from other nodes, so each must reach the next one; the ring finds one that cannot."""
     failed: list[str] = []
     for first, second in zip(nodes, [*nodes[1:], nodes[0]], strict=True):
         inner = shlex.join(["ssh", *OPTIONS, *options, "--", second, "true"])
@@ -128,7 +128,7 @@ def _clocks(replies: Sequence[Reply]) -> Finding:
     offsets = {reply.node: round(reply.offset, 1) for reply in replies}
     worst = max(replies, key=lambda reply: reply.offset)
     if worst.offset > CLOCK_SECONDS:
-        words = f"the clock of {worst.node} differs by {worst.offset:.0f} s from the one here"
+        words = f"the clock of {worst.node} differs by {worst.offset:.0f} s from this machine's"
         return Finding(
             TOPIC,
             "clocks",
@@ -146,19 +146,19 @@ def _versions(machine: Machine, seen: PythonInfo, replies: Sequence[Reply]) -> F
     for reply in replies:
         there = (reply.said.get("python"), reply.said.get("torch"))
         if here[0] and there[0] != here[0]:
-            words = f"{reply.node} has Python {dotted(there[0] or ())}, here it is {dotted(here[0])}"
+            words = f"{reply.node} has Python {dotted(there[0] or ())}, this machine has {dotted(here[0])}"
             return Finding(
-                TOPIC, "versions", "fail", words, "use one environment for all: a shared folder, or the same image"
+                TOPIC, "versions", "fail", words, "use one environment on all nodes: a shared folder, or the same image"
             )
         if there[1] != here[1]:
-            words = f"{reply.node} has torch {there[1]}, here it is {here[1]}"
+            words = f"{reply.node} has torch {there[1]}, this machine has {here[1]}"
             return Finding(
-                TOPIC, "versions", "fail", words, "use one environment for all: a shared folder, or the same image"
+                TOPIC, "versions", "fail", words, "use one environment on all nodes: a shared folder, or the same image"
             )
     return Finding(
         TOPIC,
         "versions",
         "ok",
-        f"Python and torch are the same on {len(replies)} and here",
+        f"Python and torch are the same on {len(replies)} nodes and here",
         facts={"folder": str(Path(machine.python))},
     )

@@ -1,4 +1,4 @@
-"""InfiniBand and NVLink: what should carry the gradients, and whether it does."""
+"""InfiniBand and NVLink: whether the links that should carry the gradients are used."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from steelyard.doctor.python_info import PythonInfo
 from steelyard.sizes.gpu_catalogue import by_device_name
 
 TOPIC = "topology"
-NVLINK_GB = 100.0  # The slowest NVLink board of the catalogue sends more, the fastest slot less.
+NVLINK_GB = 100.0  # The slowest NVLink in the catalogue has more, the fastest PCIe slot less.
 KINDS = {
     "NV": "NVLink",
     "PIX": "one PCIe switch",
     "PXB": "PCIe switches",
     "PHB": "the host bridge",
-    "NODE": "one processor",
-    "SYS": "the link between processors",
+    "NODE": "one CPU",
+    "SYS": "the link between CPUs",
 }
 
 
 def check(machine: Machine, seen: PythonInfo) -> Iterator[Finding]:
-    """Between machines, and inside this one."""
+    """The links between machines, and inside this one."""
     yield _infiniband(machine)
     yield _nvlink(machine)
 
@@ -34,7 +34,7 @@ def _infiniband(machine: Machine) -> Finding:
     name = "InfiniBand"
     ports = sorted(machine.at("/sys/class/infiniband").glob("*/ports/*"))
     if not ports:
-        return Finding(TOPIC, name, "absent", "no card: machines talk over Ethernet sockets")
+        return Finding(TOPIC, name, "absent", "no InfiniBand card: machines communicate over Ethernet sockets")
     reported = {f"{port.parent.parent.name}:{port.name}": _port(port) for port in ports}
     down = [port for port, (state, _, _) in reported.items() if state != "ACTIVE"]
     up = [f"{port} {rate} {kind}" for port, (state, rate, kind) in reported.items() if state == "ACTIVE"]
@@ -46,14 +46,14 @@ def _infiniband(machine: Machine) -> Finding:
             name,
             "fail",
             words,
-            "check the cable and the subnet manager; NCCL_IB_DISABLE=1 goes on over sockets, slowly",
+            "check the cable and the subnet manager; with NCCL_IB_DISABLE=1 NCCL uses sockets, which are slow",
             facts,
         )
     if machine.environment.get("NCCL_IB_DISABLE") == "1":
-        words = f"{', '.join(up)}, but NCCL_IB_DISABLE=1 keeps NCCL off it"
+        words = f"{', '.join(up)}, but NCCL_IB_DISABLE=1 disables it for NCCL"
         return Finding(TOPIC, name, "warn", words, "unset NCCL_IB_DISABLE", facts)
     if not machine.at("/dev/infiniband").is_dir():
-        words = f"{', '.join(up)}, but /dev/infiniband is not here"
+        words = f"{', '.join(up)}, but /dev/infiniband does not exist"
         return Finding(
             TOPIC,
             name,
@@ -64,12 +64,12 @@ def _infiniband(machine: Machine) -> Finding:
         )
     if down:
         words = f"{', '.join(up)}; not active: {', '.join(down)}"
-        return Finding(TOPIC, name, "warn", words, "NCCL_IB_HCA can name the ports to use; ibstat tells more", facts)
+        return Finding(TOPIC, name, "warn", words, "NCCL_IB_HCA selects the ports to use; ibstat shows more", facts)
     return Finding(TOPIC, name, "ok", ", ".join(up), facts=facts)
 
 
 def _port(port: Path) -> tuple[str, str, str]:
-    """State, rate and link layer of a port, as the kernel writes them."""
+    """State, rate and link layer of a port, from /sys."""
 
     def line(name: str) -> str:
         try:
@@ -93,8 +93,8 @@ def _nvlink(machine: Machine) -> Finding:
             TOPIC,
             name,
             "warn",
-            f"nvidia-smi topo does not say{f': {answer.gist}' if answer else ''}",
-            "the all-reduce below tells the speed",
+            f"nvidia-smi topo shows no links{f': {answer.gist}' if answer else ''}",
+            "the all-reduce below measures the speed",
         )
     kinds = [re.sub(r"\d+", "", kind) for kind in pairs.values()]
     counted = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
@@ -103,12 +103,14 @@ def _nvlink(machine: Machine) -> Finding:
     gpu = by_device_name(kernel.gpus[0])
     expects = gpu is not None and (gpu.link_gb or 0) >= NVLINK_GB
     if expects and counted.get("NV", 0) < len(kinds):
-        hint = "does nvidia-fabricmanager run, are links up (nvidia-smi nvlink -s)? PCIe cards of this name have none"
+        hint = (
+            "check that nvidia-fabricmanager runs and links are up (nvidia-smi nvlink -s); PCIe models have no NVLink"
+        )
         return Finding(
             TOPIC,
             name,
             "warn",
-            f"{kernel.gpus[0]} has NVLink, and only {counted.get('NV', 0)} of {len(kinds)} pairs use it: {words}",
+            f"{kernel.gpus[0]} has NVLink, but only {counted.get('NV', 0)} of {len(kinds)} pairs use it: {words}",
             hint,
             facts,
         )
@@ -120,14 +122,14 @@ def _nvlink(machine: Machine) -> Finding:
             name,
             "warn",
             f"{words}; {len(dead)} NVLinks are inactive",
-            "nvidia-smi nvlink -s and -e tell which, and their errors",
+            "nvidia-smi nvlink -s and -e show which, and their errors",
             facts,
         )
     return Finding(TOPIC, name, "ok", words, facts=facts)
 
 
 def _pairs(text: str) -> dict[str, str]:
-    """How each pair of GPUs is joined, from the table of nvidia-smi topo -m."""
+    """The link of each pair of GPUs, from the table of nvidia-smi topo -m."""
     text = re.sub(r"\x1b\[[\d;]*m", "", text)
     header = next((line.split() for line in text.splitlines() if "GPU0" in line.split()), [])
     columns = [word for word in header if re.fullmatch(r"GPU\d+", word)]

@@ -1,6 +1,6 @@
-"""Asked inside an image: which libraries its torch asks for, and which cannot be loaded. Prints one JSON object.
+"""Runs inside an image: prints the libraries that its torch needs and those that cannot be loaded, as one JSON object.
 
-It is sent as text behind `doctor/elf.py`, whose `read` it uses: nothing of Steelyard's need be in the image.
+It is sent as text after `doctor/elf.py`, whose `read` it uses, so the image does not need Steelyard.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ FAMILIES = (
 
 
 def wanted(folder: str) -> Any:
-    """Names, and where the asker looks first."""
+    """The sonames that torch's libraries need, with the search path of the library that needs them."""
     names: Any = {}
     for path in sorted(Path(folder, "lib").glob("*.so*")):
         library: Any = None if re.match(FAMILIES, path.name) else read(path)
@@ -34,7 +34,7 @@ def wanted(folder: str) -> Any:
 
 
 def loads(name: str, search: Any) -> bool:
-    """Whether the loader takes it, from the asker's own folders or from everywhere else."""
+    """Whether the library loads, from the search path or from the loader's defaults."""
     for path in [*(str(folder / name) for folder in search), name]:
         if path == name or Path(path).exists():
             try:
@@ -46,14 +46,14 @@ def loads(name: str, search: Any) -> bool:
 
 
 def main() -> None:
-    """Look, and print."""
+    """Collect the facts and print them."""
     found = importlib.util.find_spec("torch")
     folder = str(Path(found.origin).parent) if found and found.origin else None
     names = wanted(folder) if folder else {}
     nvcc = shutil.which("nvcc") or next(iter(glob.glob("/usr/local/cuda/bin/nvcc")), None)
     home = os.environ.get("CUDA_HOME")
     if nvcc and not home and glob.glob(str(Path(nvcc).resolve().parent.parent / "include" / "cuda*.h")):
-        home = str(Path(nvcc).resolve().parent.parent)  # Not that of a script in /usr/local/bin.
+        home = str(Path(nvcc).resolve().parent.parent)  # Not for a wrapper script in /usr/local/bin.
     sys.stdout.write("\n" + json.dumps({
         "python": list(sys.version_info[:3]),
         "torch": folder,

@@ -1,4 +1,4 @@
-"""Asked of the loader: can this library be loaded here, and which version does it say it is? Prints one JSON object."""
+"""Prints whether a library can be loaded here, and its version, as one JSON object."""
 
 import ctypes
 import json
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def version(library: Any, family: str) -> Any:
-    """What the library answers when asked by its own function; None for a family that has none."""
+    """The version that the library's own function returns; None for a family without such a function."""
     number = ctypes.c_int(0)
     if family == "nccl":
         library.ncclGetVersion(ctypes.byref(number))
@@ -25,7 +25,7 @@ def version(library: Any, family: str) -> Any:
 
 
 def main() -> None:
-    """Load, ask, print."""
+    """Load the library, read its version, print both."""
     path, family = sys.argv[1:3]
     try:
         library = ctypes.CDLL(path)

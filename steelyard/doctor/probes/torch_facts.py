@@ -1,6 +1,6 @@
-"""Asked of a Python: its version, and what torch and the packages around it say. Prints one JSON object.
+"""Prints the version of a Python interpreter and facts about torch and related packages, as one JSON object.
 
-Every question is asked by itself: one that fails leaves its error under its name and the others their answers.
+Each fact is read separately: one that fails leaves its error under its name and does not affect the others.
 """
 
 import json
@@ -12,7 +12,7 @@ PACKAGES = ("triton", "flash_attn", "flash_attn_interface", "transformer_engine"
 
 
 def ask(answers: Any, name: str, question: Any) -> None:
-    """Note an answer, or the error in its place."""
+    """Record a fact, or the error if reading it fails."""
     try:
         answers[name] = question()
     except BaseException as error:
@@ -21,7 +21,7 @@ def ask(answers: Any, name: str, question: Any) -> None:
 
 
 def ask_torch(answers: Any) -> None:
-    """All that torch knows of itself and of the GPUs."""
+    """The facts that torch knows about itself and the GPUs."""
     import torch
 
     cuda = torch.backends.cuda
@@ -43,7 +43,7 @@ def ask_torch(answers: Any) -> None:
 
 
 def package_version(name: str) -> Any:
-    """A package's version, without importing it; None where it is not installed."""
+    """A package's version, without importing it; None if it is not installed."""
     from importlib import metadata, util
 
     if util.find_spec(name) is None:
@@ -57,14 +57,14 @@ def package_version(name: str) -> Any:
 
 
 def import_package(name: str) -> bool:
-    """Import it for real."""
+    """Import a package."""
     __import__(name)
     return True
 
 
 def main() -> None:
-    """Ask everything, and print it."""
-    sys.path.pop(0)  # This folder, whose files are no modules of anyone's.
+    """Collect all facts and print them."""
+    sys.path.pop(0)  # This folder: its files must not be imported as modules.
     answers: Any = {"python": list(sys.version_info[:3]), "executable": sys.executable, "prefix": sys.prefix}
     if sys.version_info >= (3, 8):
         ask(answers, "import_torch", lambda: ask_torch(answers))
@@ -76,7 +76,7 @@ def main() -> None:
         answers["packages"] = versions
     sys.stdout.write("\n" + json.dumps(answers) + "\n")
     sys.stdout.flush()
-    os._exit(0)  # Some libraries crash while they are unloaded, which says nothing about the answers.
+    os._exit(0)  # Some libraries crash when they are unloaded, which does not affect the facts.
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Launch backends: the programs that start the ranks of a job, behind one protocol.
 
-A backend is one module of this folder. Its name is what `--on` takes, and its `BACKEND` implements `Backend`. A module
-with an underscore in its name belongs to a backend and is none itself. Nothing outside this folder asks for the name
-of a backend, or knows a word of a scheduler: job states are `JobState`, and a job id is a string that only its backend
-reads.
+A backend is one module of this folder. Its name is the value of `--on`, and its `BACKEND` implements `Backend`. A
+module with an underscore in its name belongs to a backend and is not one itself. Code outside this folder does not test
+for the name of a backend and uses no terms of a scheduler: job states are `JobState`, and a job id is a string that
+only its backend interprets.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from steelyard.planning.cluster import Cluster
 
 Record = dict[str, Any]  # a line of scheduler.jsonl, see launch_record.py
-FIRST_WORDS = "slurm"  # Records from before JobState have this backend's words, whichever backend wrote them.
+FIRST_WORDS = "slurm"  # Records older than JobState have this backend's state names, whichever backend wrote them.
 
 
 class JobState(StrEnum):
-    """What a job does, in the same words for every backend."""
+    """The state of a job, the same for every backend."""
 
     QUEUED = "queued"
-    HELD = "held"  # queued, and does not start until somebody changes something
+    HELD = "held"  # queued, but does not start until something is changed
     REQUEUED = "requeued"
     SUSPENDED = "suspended"
     RUNNING = "running"
@@ -54,74 +54,74 @@ ENDED = frozenset(JobState) - LIVE
 
 
 class Option(StrEnum):
-    """Options of `submit` that only some backends take; the value says what a backend without it lacks."""
+    """Options of `submit` that only some backends support; the value completes "this backend ..."."""
 
     HOSTS = "takes no hosts"
-    TIME = "keeps no time limit"
+    TIME = "has no time limits"
     ALLOCATION = "has no allocations"
     ARRAY = "has no job arrays"
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process that a backend started stands in its job."""
+    """The position in its job of a process that a backend started."""
 
-    node: int = 0  # among the nodes of its job; the node agent numbers the ranks from it
-    rank: int = 0  # where the backend starts each rank by itself
+    node: int = 0  # index among the nodes of its job; the node agent derives the ranks from it
+    rank: int = 0  # if the backend starts each rank separately
     local_rank: int = 0
-    address: str | None = None  # by which the other nodes reach this one; None: the host name
+    address: str | None = None  # at which the other nodes reach this one; None: the host name
 
 
 class Backend(Protocol):
-    """What starts, polls and ends jobs."""
+    """Starts, polls and cancels jobs."""
 
     takes: ClassVar[frozenset[Option]] = frozenset()
     is_remote: ClassVar[bool] = True
     """Whether ranks run on other machines than the one that submits."""
     program: ClassVar[str | None] = None
-    """What must be installed where one submits."""
+    """The program that must be installed on the machine that submits."""
     rank_variables: ClassVar[tuple[str, ...]] = ()
     """The variables that `place` reads: a container must pass them on."""
 
     def nodes(self, request: SubmitRequest, cluster: Cluster | None) -> list[NodeGroup]:
-        """The nodes a request needs; a request that the backend cannot run is refused."""
+        """The nodes that a request needs. Raises an error if the backend cannot run the request."""
 
     def scripts(self, spec: JobSpec) -> dict[str, str]:
-        """The scripts of a job by file name; they lie in `launch/` of the run folder."""
+        """The scripts of a job by file name, written to `launch/` of the run folder."""
 
     def commands(self, spec: JobSpec) -> list[list[str]]:
         """The commands that `submit` runs."""
 
     def submit(self, spec: JobSpec, launch: Launch) -> Launch:
-        """Start a job whose scripts are written, or queue it; returns the launch with its job ids."""
+        """Start or queue a job whose scripts are written. Returns the launch with its job ids."""
 
     def poll(self, run: Path, launch: Launch, last: Mapping[str, Record]) -> list[Record]:
         """The state of each job of a launch. `last` has the last record of each job."""
 
     def cancel(self, run: Path, launch: Launch, at_once: bool) -> None:
-        """End the jobs of a launch: ranks save and stop, or, `at_once`, are killed."""
+        """End the jobs of a launch: ranks save and stop, or are killed with `at_once`."""
 
     def place(self, environ: Mapping[str, str]) -> Place:
-        """Rank environment and rendezvous: which node or rank this process is, and where others reach it."""
+        """Which node or rank this process is, and the address at which others reach it."""
 
     def logs(self, run: Path) -> list[Path]:
         """The log files of a run."""
         return sorted((run / "logs").glob("*.*"))
 
     def trial_site(self, site: SiteSection, minutes: int) -> SiteSection:
-        """The site for a trial of `tune`: its job is not requeued, and ends after `minutes` unless the site says."""
+        """The site for a trial of `tune`: no requeue, and a time limit of `minutes` unless the site sets one."""
         return site
 
     def owns(self, job: str, named: str) -> bool:
-        """Whether `named` is this job, or a part of it under a name of its own."""
+        """Whether `named` is the id of this job or of a part of it."""
         return job == named
 
     def find(self, run: Path, marks: list[str]) -> list[str | None]:
-        """The ids of jobs that were submitted with these marks and whose ids nobody wrote down."""
+        """The ids of jobs that were submitted with these marks and whose ids were not recorded."""
         return [None for _ in marks]
 
     def translate(self, record: Record) -> Record:
-        """A record in the backend's own words as a neutral one."""
+        """Translate a record with the backend's own state names to a neutral one."""
         return record | {"state": JobState.UNKNOWN}
 
     def array(self, specs: list[JobSpec]) -> tuple[list[str], dict[str, str]]:
@@ -134,7 +134,7 @@ class Backend(Protocol):
 
 
 def names() -> list[str]:
-    """The backends there are."""
+    """The names of all backends."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__) if "_" not in module.name)
 
 
@@ -148,7 +148,7 @@ def load(name: str) -> Backend:
 
 
 def owns(name: object, job: str, named: str) -> bool:
-    """Whether `named` is a job of a backend or a part of it; a backend that is not known has no parts."""
+    """Whether `named` is a job of a backend or a part of it. An unknown backend has no parts."""
     try:
         return load(str(name)).owns(job, named)
     except UserError:
@@ -156,14 +156,14 @@ def owns(name: object, job: str, named: str) -> bool:
 
 
 def refuse_option(name: str, option: Option, otherwise: str = "") -> None:
-    """Refuse an option that a backend does not take, and name those that do."""
+    """Raise an error if a backend does not support an option, and name the backends that do."""
     if option not in load(name).takes:
         taking = " or ".join(f"--on {each}" for each in names() if option in load(each).takes)
         raise UserError(f"--on {name} {option}", hint=f"use {taking}{otherwise}")
 
 
 def neutral(record: Record) -> Record:
-    """A record as it was read: states in other words than `JobState`'s are translated."""
+    """The record with a `JobState`: states of other schedulers are translated."""
     state = record.get("state")
     is_neutral = isinstance(state, str) and state in frozenset(JobState)
     if not state or is_neutral:

@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 
 class Local(Backend):
-    """Ranks that a supervisor on this machine starts by one script."""
+    """Ranks that a supervisor on this machine starts with one script."""
 
     is_remote = False
     stop_signal: ClassVar[int] = signal.SIGTERM
 
     def nodes(self, request: SubmitRequest, cluster: Cluster | None) -> list[NodeGroup]:
-        """One node, with as many ranks as the plan has at least."""
+        """One node, with the smallest number of ranks that the plan allows."""
         if request.nodes not in (None, 1):
-            raise UserError("--on local is one node", hint="use --on mpi or --on slurm for several")
+            raise UserError("--on local runs on one node", hint="use --on mpi or --on slurm for several")
         if request.recipe is None:
             return job_spec.nodes_of(request, cluster)
         world = request.ranks_per_node or request.recipe.parallel.least_world
@@ -37,36 +37,36 @@ class Local(Backend):
         return [NodeGroup(1, world, gres=None if request.recipe.train.device == "cpu" else "gpu")]
 
     def scripts(self, spec: JobSpec) -> dict[str, str]:
-        """One script, which becomes the command that starts the ranks."""
+        """One script, which ends with exec of the command that starts the ranks."""
         text = site_environment.preamble(spec.site, spec.workdir)
         return {"job.sh": f"{text}{self.preparation(spec)}{site_environment.executing(self.command(spec))}"}
 
     def preparation(self, spec: JobSpec) -> str:
-        """The line of the script that unpacks an image, where one must be."""
+        """The script line that unpacks the image, if necessary."""
         text = site_environment.preparation(spec.site.container, spec.reload_container)
         return f"bash -c {quote(text)} || exit 1\n" if text else ""
 
     def command(self, spec: JobSpec) -> list[str]:
-        """torchrun; a command alone needs no torch."""
+        """torchrun; a command with one rank that does not train runs without torch."""
         if not spec.is_training and job_spec.world(spec.groups) == 1:
             return agent_command(spec, "local", self.rank_variables, *spec.command_arguments)
         return torchrun_command(spec)
 
     def commands(self, spec: JobSpec) -> list[list[str]]:
-        """bash, with the script."""
+        """bash with the script."""
         return [["bash", str(spec.run / FOLDER / "job.sh")]]
 
     def submit(self, spec: JobSpec, launch: Launch) -> Launch:
-        """Start a supervisor, whose process id is the job's."""
+        """Start a supervisor, whose process id is the job id."""
         process = supervisor.start(spec.run, self.commands(spec)[0])
         return replace(launch, jobs=[str(process["pid"])], process=process)
 
     def poll(self, run: Path, launch: Launch, last: Mapping[str, Record]) -> list[Record]:
-        """What the supervisor does, or how it ended."""
+        """The state of the supervisor, or how it ended."""
         return [supervisor.poll(run, launch)]
 
     def cancel(self, run: Path, launch: Launch, at_once: bool) -> None:
-        """Signal the supervisor, which passes it on; a killed one takes the ranks with it."""
+        """Signal the supervisor, which forwards the signal. When it is killed, the kernel kills the ranks."""
         supervisor.cancel(run, launch, signal.SIGKILL if at_once else self.stop_signal)
 
     def place(self, environ: Mapping[str, str]) -> Place:
@@ -75,17 +75,17 @@ class Local(Backend):
 
 
 def torchrun_command(spec: JobSpec) -> list[str]:
-    """The process that keeps torchrun, torchrun, and what torchrun starts, inside the site's container."""
+    """The process that runs torchrun, torchrun, and the node agents, inside the site's container."""
     [group] = spec.groups
     python, run = [spec.python, "-P", "-m"], ["--run", str(spec.run)]
-    keeper = [*python, "steelyard.launch.torchrun", *run, "--ranks", str(group.ranks), "--"]
+    launcher = [*python, "steelyard.launch.torchrun", *run, "--ranks", str(group.ranks), "--"]
     agent = [*python, "steelyard.launch.node_agent", "--backend", "local", *run, "--one-rank", *spec.command_arguments]
-    words = [*keeper, *python, *torchrun_options(group.ranks, spec.site.port), "--no-python", "--", *agent]
+    words = [*launcher, *python, *torchrun_options(group.ranks, spec.site.port), "--no-python", "--", *agent]
     return site_environment.wrapped(spec.site, words, spec.workdir, str(spec.run), spec.has_gpus)
 
 
 def torchrun_options(ranks: int, port: int | None) -> list[str]:
-    """torchrun as a module, and its options: on this machine alone, on a free port unless one is set."""
+    """torchrun as a module, with its options: this machine only, a free port unless one is set."""
     where = ["--standalone", "--local-addr=127.0.0.1"]
     if port is not None:
         where = ["--master-addr=127.0.0.1", f"--master-port={port}"]

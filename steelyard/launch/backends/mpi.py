@@ -1,7 +1,7 @@
 """Ranks on several hosts: mpirun starts them, under a supervisor on this machine.
 
-mpirun starts each rank under a node agent that captures its log (`node_agent.py --one-rank`). Ranks meet at the first
-host, on a free port of its unless one is set.
+mpirun starts each rank under a node agent that captures its log (`node_agent.py --one-rank`). The rendezvous is on the
+first host, on a free port unless one is set.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ if TYPE_CHECKING:
 
 
 class Mpi(Local):
-    """Ranks that mpirun starts, itself started by a supervisor."""
+    """Ranks that mpirun starts under a supervisor."""
 
     takes = frozenset({Option.HOSTS})
     is_remote = True
-    stop_signal = signal.SIGUSR1  # mpirun kills its ranks a second after a SIGTERM, and passes a SIGUSR1 on.
+    stop_signal = signal.SIGUSR1  # mpirun kills its ranks one second after SIGTERM, but forwards SIGUSR1.
     rank_variables = (
         "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
         "PMIX_NAMESPACE",
     )  # fmt: skip
 
     def nodes(self, request: SubmitRequest, cluster: Cluster | None) -> list[NodeGroup]:
-        """Those of the plan, for which there must be hosts."""
+        """The nodes of the plan. Raises an error if there are too few hosts."""
         found = job_spec.nodes_of(request, cluster)
         refuse_hosts(request.site, found)
         return found
 
     def preparation(self, spec: JobSpec) -> str:
-        """The same on each host."""
+        """The preparation, once on each host."""
         text = site_environment.preparation(spec.site.container, spec.reload_container)
         if text is None:
             return ""
@@ -50,19 +50,19 @@ class Mpi(Local):
         return f"{join([*options(spec.site, once), 'bash', '-c', text])} || exit 1\n"
 
     def command(self, spec: JobSpec) -> list[str]:
-        """mpirun's whole line."""
+        """The complete mpirun command."""
         words = ["--one-rank", "--attempt", HERE, *spec.command_arguments]
         return [*options(spec.site, spec.groups), *agent_command(spec, "mpi", self.rank_variables, *words)]
 
     def place(self, environ: Mapping[str, str]) -> Place:
-        """Open MPI numbers the ranks of the job and of each host; others say only which rank it is."""
+        """Open MPI numbers the ranks of the job and of each host; other versions give only the rank."""
         ranks = [environ[name] for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK") if name in environ]
         local = [environ[name] for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK") if name in environ]
         return Place(rank=int([*ranks, "0"][0]), local_rank=int([*local, "0"][0]))
 
 
 def options(site: SiteSection, groups: Sequence[NodeGroup]) -> list[str]:
-    """mpirun and its options, up to the command."""
+    """mpirun and its options, without the command."""
     mpi, group = site.mpi, _only(groups)
     hosts = mpi.hosts[: group.nodes]
     words = [mpi.mpirun]
@@ -83,28 +83,28 @@ def options(site: SiteSection, groups: Sequence[NodeGroup]) -> list[str]:
 def _only(groups: Sequence[NodeGroup]) -> NodeGroup:
     if len(groups) > 1:
         raise UserError(
-            "mpirun starts the same number of ranks on every host, and the plan has several types of nodes",
-            hint="submit it --on slurm, or plan for nodes that are alike",
+            "mpirun starts the same number of ranks on every host, but the plan has several types of nodes",
+            hint="use --on slurm, or plan for nodes of one type",
         )
     return groups[0]
 
 
 def refuse_hosts(site: SiteSection, groups: Sequence[NodeGroup]) -> None:
-    """Say what is missing before anything starts."""
+    """Raise an error if hosts are missing or host names or ssh options are invalid."""
     hosts, needed = site.mpi.hosts, _only(groups).nodes
     if needed > max(len(hosts), 1):
         raise UserError(
-            f"the plan needs {needed} hosts, and mpirun is told of {len(hosts)}",
-            hint="name them: --hosts a1,a2 or mpi.hosts of the site",
+            f"the plan needs {needed} hosts, but only {len(hosts)} are given for mpirun",
+            hint="list them: --hosts a1,a2 or mpi.hosts of the site",
         )
     for option in site.mpi.ssh_options:
-        if any(character in option for character in '$`"\\\n'):  # mpirun hands them on to shells on the hosts.
+        if any(character in option for character in '$`"\\\n'):  # mpirun passes them to shells on the hosts.
             raise UserError(
-                f"{option!r} would be read by a shell", hint="set it in ~/.ssh/config, or without such signs"
+                f"{option!r} would be interpreted by a shell", hint='set it in ~/.ssh/config, or without $ ` " \\'
             )
     for host in hosts:
         if not host or any(character in host for character in ",: \n\t"):
-            raise UserError(f"{host!r} is no name of a host", hint="hosts are names or addresses, without slots")
+            raise UserError(f"{host!r} is not a host name", hint="hosts are names or addresses, without slots")
 
 
 BACKEND = Mpi()

@@ -1,7 +1,7 @@
-"""Slurm: sbatch queues a job, squeue and sacct tell its state, scancel ends it.
+"""Slurm: sbatch queues a job, squeue and sacct report its state, scancel ends it.
 
-The scripts are in `slurm_script.py`, what Slurm says of jobs is read in `slurm_queue.py`. In an allocation that is
-there already (`--job`) a supervisor on this machine runs the script, whose srun starts a step there.
+The scripts are in `slurm_script.py`; `slurm_queue.py` parses the output of squeue and sacct. In an existing allocation
+(`--job`) a supervisor on this machine runs the script, whose srun starts a step there.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ if TYPE_CHECKING:
     from steelyard.launch.submit import SubmitRequest
     from steelyard.planning.cluster import Cluster
 
-# A submission from inside a job must not hand that job's shape on to the new one.
+# A submission from inside a job must not pass that job's options on to the new one.
 KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT")
 SECONDS_TO_FIND = 5.0
 
 
 class Slurm(Backend):
-    """Jobs that Slurm queues, or steps in an allocation of its."""
+    """Jobs that Slurm queues, or steps in an existing allocation."""
 
     takes = frozenset({Option.TIME, Option.ALLOCATION, Option.ARRAY})
     program = "sbatch"
     rank_variables = slurm_script.RANK_VARIABLES
 
     def nodes(self, request: SubmitRequest, cluster: Cluster | None) -> list[NodeGroup]:
-        """Those of the plan."""
+        """The nodes of the plan."""
         if request.job is not None and not slurm_queue.JOB.fullmatch(request.job):
-            raise UserError(f"--job: {request.job!r} is no number of a job", hint="squeue --me shows yours")
+            raise UserError(f"--job: {request.job!r} is not a job id", hint="squeue --me shows your jobs")
         return job_spec.nodes_of(request, cluster)
 
     def scripts(self, spec: JobSpec) -> dict[str, str]:
-        """One for each job."""
+        """One script per job."""
         return {slurm_script.script_name(group): slurm_script.text(spec, group) for group in slurm_script.jobs(spec)}
 
     def commands(self, spec: JobSpec) -> list[list[str]]:
-        """sbatch for each job, or the script in an allocation."""
+        """sbatch for each job, or the script for an existing allocation."""
         if spec.allocation is not None:
             return [["bash", str(spec.run / FOLDER / "job.sh")]]
         return [slurm_script.line(spec, group) for group in slurm_script.jobs(spec)]
 
     def submit(self, spec: JobSpec, launch: Launch) -> Launch:
-        """Queue each job; where one of several is refused, none is left behind to wait for it."""
+        """Queue each job. If one of several is refused, cancel the others, which would wait for it."""
         if spec.allocation is not None:
             process = supervisor.start(spec.run, self.commands(spec)[0], environment())
             return replace(launch, jobs=[spec.allocation], process=process)
@@ -76,13 +76,13 @@ class Slurm(Backend):
         return replace(launch, jobs=jobs)
 
     def array(self, specs: list[JobSpec]) -> tuple[list[str], dict[str, str]]:
-        """sbatch's line, and the scripts of all tasks."""
+        """The sbatch command, and the scripts of all tasks."""
         scripts = {str(slurm_script.array_path(specs)): slurm_script.array_script(specs)}
         scripts |= {str(spec.run / FOLDER / name): text for spec in specs for name, text in self.scripts(spec).items()}
         return slurm_script.array_line(specs), scripts
 
     def submit_array(self, specs: list[JobSpec], launches: list[Launch]) -> list[Launch]:
-        """Queue one array; each task has a run folder of its own, and is known by the mark of the first."""
+        """Queue one array. Each task has its own run folder and is identified by the mark of the first."""
         files.write_text(slurm_script.array_path(specs), slurm_script.array_script(specs))
         for number, spec in enumerate(specs):
             task = specs[0].run / FOLDER / f"task-{number}"
@@ -94,13 +94,13 @@ class Slurm(Backend):
         return [replace(each, jobs=[f"{job}_{number}"]) for number, each in enumerate(launches)]
 
     def poll(self, run: Path, launch: Launch, last: Mapping[str, Record]) -> list[Record]:
-        """What Slurm says, or the supervisor of a step."""
+        """The states from Slurm, or from the supervisor of a step."""
         if launch.process is not None:
             return [supervisor.poll(run, launch)]
         return slurm_queue.poll(run, launch.jobs, last)
 
     def cancel(self, run: Path, launch: Launch, at_once: bool) -> None:
-        """Cancel the jobs; of an allocation only the step, since the allocation is not ours to end."""
+        """Cancel the jobs; in an existing allocation cancel only the step."""
         if launch.process is None:
             scancel(launch.jobs, at_once)
             return
@@ -109,17 +109,17 @@ class Slurm(Backend):
             _kill_step(launch)
 
     def place(self, environ: Mapping[str, str]) -> Place:
-        """srun numbers the nodes of a job; Slurm's name of a node is one that every node can resolve."""
+        """srun numbers the nodes of a job. Every node can resolve Slurm's node names."""
         return Place(int(environ.get("SLURM_PROCID", "0")), address=environ.get("SLURMD_NODENAME"))
 
     def trial_site(self, site: SiteSection, minutes: int) -> SiteSection:
-        """Without a requeue, which would be measured with its time in the queue, and without a warning."""
+        """No requeue, since its time in the queue would count in the measurement, and no signal before the limit."""
         limit = site.slurm.time_limit or str(minutes)
         changes = {"requeue": False, "warning_seconds": 0, "time_limit": limit}
         return site.model_copy(update={"slurm": site.slurm.model_copy(update=changes)})
 
     def owns(self, job: str, named: str) -> bool:
-        """Whether an id is this job's, or that of a part or task of it."""
+        """Whether an id belongs to this job, or to a part or task of it."""
         return slurm_queue.owns(job, named)
 
     def find(self, run: Path, marks: list[str]) -> list[str | None]:
@@ -127,17 +127,17 @@ class Slurm(Backend):
         return slurm_queue.find(run, marks)
 
     def translate(self, record: Record) -> Record:
-        """A record with Slurm's state as a neutral one."""
+        """Translate a record with Slurm's state to a neutral one."""
         return slurm_queue.translate(record)
 
 
 def environment() -> dict[str, str]:
-    """This process's, less what an outer job or step says of itself: sbatch and srun would take it for options."""
+    """The environment without SLURM_ variables of an outer job or step, which sbatch and srun would use as options."""
     return {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name in KEPT}
 
 
 def sbatch(command: Sequence[str]) -> str:
-    """Run sbatch and return the number it prints. It must not go on when nobody waits for the number any more."""
+    """Run sbatch and return the job id it prints. sbatch is killed if this process dies before reading the id."""
     try:
         answer = subprocess.run(
             command, capture_output=True, text=True, timeout=120, env=environment(), preexec_fn=die_with_parent()
@@ -148,25 +148,25 @@ def sbatch(command: Sequence[str]) -> str:
         ) from None
     except subprocess.TimeoutExpired:
         raise RuntimeFailure(
-            "sbatch did not answer within 120 s", hint="see whether Slurm's controller is up: sinfo"
+            "sbatch did not answer within 120 s", hint="check whether the Slurm controller is up: sinfo"
         ) from None
     if answer.returncode:
         reason = answer.stderr.strip().removeprefix("sbatch: error: ") or f"exit code {answer.returncode}"
-        raise UserError(f"sbatch refuses the job: {reason}", hint="--dry-run shows what was asked for")
+        raise UserError(f"sbatch refuses the job: {reason}", hint="--dry-run shows the options and the script")
     return answer.stdout.strip().splitlines()[-1].partition(";")[0]
 
 
 def _kill_step(launch: Launch) -> None:
-    """End what a supervisor that was killed had srun start in an allocation. The allocation is not ours to end.
+    """End the step that the srun of a killed supervisor started in an allocation. The allocation itself stays.
 
-    Its srun may still be about to start it, so it is looked for more than once.
+    srun may still be starting the step, so this looks for it repeatedly.
     """
     job, name = launch.jobs[0], slurm_script.step_name(launch.name, launch.submitted)
-    ask = ["squeue", "--noheader", "--steps", f"--jobs={job}", "--format=%i %j"]
+    query = ["squeue", "--noheader", "--steps", f"--jobs={job}", "--format=%i %j"]
     deadline = time.monotonic() + SECONDS_TO_FIND
     was_found = False
     while time.monotonic() < deadline:
-        pairs = [line.split(maxsplit=1) for line in slurm_queue.ask(ask)[0].splitlines()]
+        pairs = [line.split(maxsplit=1) for line in slurm_queue.ask(query)[0].splitlines()]
         steps = [pair[0] for pair in pairs if pair[1:] == [name] and slurm_queue.STEP.fullmatch(pair[0])]
         if steps:
             was_found = True
@@ -177,7 +177,7 @@ def _kill_step(launch: Launch) -> None:
 
 
 def scancel(jobs: list[str], at_once: bool = False) -> None:
-    """scancel warns with SIGTERM and kills after the cluster's KillWait; its SIGKILL leaves no time to save."""
+    """scancel sends SIGTERM, and SIGKILL after the cluster's KillWait. With `at_once`, ranks cannot save."""
     now = ["--signal=KILL", *([] if any("." in job for job in jobs) else ["--full"])]  # A step has no script to kill.
     words = ["scancel", *(now if at_once else []), *jobs]
     try:

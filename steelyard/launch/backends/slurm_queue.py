@@ -1,13 +1,13 @@
-"""What Slurm says of jobs, as neutral records.
+"""Parses the output of squeue and sacct into neutral records.
 
-`squeue` knows a job until a few minutes after its end, `sacct` from a few seconds after its start; both are read as
-text, since their JSON is younger than the oldest Slurm in use (20.11). Only fields without text of the user's are asked
-for, so that no name can pass for a state. A mark, by which a job is found whose id nobody wrote down, is the argument
-behind the script on sbatch's line, which changes nothing and which squeue shows as part of the job's command; a job
-that has begun leaves its id in `launch/began-MARK`, for when squeue has forgotten it.
+`squeue` knows a job until a few minutes after its end, `sacct` from a few seconds after its start. Both are read as
+text, since the oldest Slurm in use (20.11) has no JSON output. Only fields without user-defined text are requested, so
+that no name can be mistaken for a state. A mark identifies a job whose id was not recorded. It is the argument after
+the script in the sbatch command, has no effect, and is part of the job's command in squeue. A job that has started
+writes its id to `launch/began-MARK`, for when squeue no longer lists it.
 
     2f31c0a9d4b8-1      the first launch of a run folder
-    2f31c0a9d4b8-2.0    the second: its master, and behind .1 and so on its followers
+    2f31c0a9d4b8-2.0    the second: its master; .1 and so on are its followers
     2f31c0a9d4b8-1_4    the fourth task of an array, which has the mark of its first run
 """
 
@@ -26,10 +26,10 @@ from steelyard.launch.launch_record import FOLDER
 JOB = re.compile(r"\d+(_\d+|\+\d+)?")
 STEP = re.compile(JOB.pattern + r"\.\d+(\+\d+)?")
 SECONDS_TO_ANSWER = 30
-# Slurm's states, and what is lost of them in a neutral one.
+# Slurm's states: the neutral state, and a reason where the neutral state is less specific.
 STATES = {
     "PENDING": (JobState.QUEUED, ""),
-    "CONFIGURING": (JobState.QUEUED, "its nodes are prepared"),
+    "CONFIGURING": (JobState.QUEUED, "its nodes are being prepared"),
     "REQUEUED": (JobState.REQUEUED, ""),
     "REQUEUE_FED": (JobState.REQUEUED, ""),
     "REQUEUE_HOLD": (JobState.HELD, "held after a requeue"),
@@ -46,28 +46,28 @@ STATES = {
     "FAILED": (JobState.FAILED, ""),
     "LAUNCH_FAILED": (JobState.FAILED, "its nodes could not launch it"),
     "CANCELLED": (JobState.CANCELLED, ""),
-    "REVOKED": (JobState.CANCELLED, "another cluster took it"),
+    "REVOKED": (JobState.CANCELLED, "another cluster started it"),
     "TIMEOUT": (JobState.TIMED_OUT, ""),
-    "DEADLINE": (JobState.TIMED_OUT, "its deadline"),
+    "DEADLINE": (JobState.TIMED_OUT, "its deadline passed"),
     "OUT_OF_MEMORY": (JobState.OUT_OF_MEMORY, ""),
     "NODE_FAIL": (JobState.NODE_FAILED, ""),
     "BOOT_FAIL": (JobState.NODE_FAILED, "the node did not boot"),
     "PREEMPTED": (JobState.PREEMPTED, ""),
 }
-# Why Slurm lets a job wait: what helps. Those in STUCK do not go away by waiting.
+# Hints for Slurm's reasons why a job waits. Those in STUCK do not go away by waiting.
 REASONS = {
     "Priority": "wait: jobs of higher priority come first",
-    "Resources": "wait: it is next, and starts when enough nodes are free",
+    "Resources": "wait: it is next in the queue and starts when enough nodes are free",
     "Dependency": "wait for the job it depends on",
-    "BeginTime": "wait: it was told not to begin before a time, or is held back after a requeue",
-    "ReqNodeNotAvail": "see which of its nodes are down or reserved: sinfo -R; ask for others if need be",
+    "BeginTime": "wait: it has a start time, or is delayed after a requeue",
+    "ReqNodeNotAvail": "check which of its nodes are down or reserved: sinfo -R; request other nodes if necessary",
     "JobHeldUser": "release it: scontrol release JOB",
     "JobHeldAdmin": "ask the administrators why it is held",
-    "PartitionTimeLimit": "ask for less time than the partition allows: scontrol show partition",
-    "PartitionNodeLimit": "ask for fewer nodes than the partition allows, or another partition",
+    "PartitionTimeLimit": "request less time than the partition allows: scontrol show partition",
+    "PartitionNodeLimit": "request fewer nodes than the partition allows, or another partition",
     "PartitionDown": "choose another partition: sinfo",
     "PartitionInactive": "choose another partition: sinfo",
-    "BadConstraints": "no node has what is asked for: compare gres and constraints with sinfo -o '%P %G %f'",
+    "BadConstraints": "no node matches the request: compare gres and constraints with sinfo -o '%P %G %f'",
     "DependencyNeverSatisfied": "cancel it: the job it depends on has failed",
     "AccountNotAllowed": "choose an account that may use the partition: sacctmgr show associations",
     "InvalidAccount": "choose an account that exists: sacctmgr show associations",
@@ -75,18 +75,18 @@ REASONS = {
 }
 STUCK = ("held", "hold", "partition", "badconstraints", "neversatisfied", "invalid", "notallowed", "launch failed",
          "perjob", "qosmin", "maxwall")  # fmt: skip
-# Why Slurm leaves a job waiting that can never start as it is.
+# Slurm's reasons for a job that can never start as submitted.
 NEVER = re.compile(
     r"Partition(Time|Node)Limit|BadConstraints|DependencyNeverSatisfied|Invalid(Account|QOS)"
     r"|(Account|QOS|Association|Partition)NotAllowed|(Assoc|QOS)Max\w*PerJob"
 )
-# Names and widths: squeue pads each field, and cuts it there.
+# Names and widths: squeue pads or truncates each field to its width.
 QUEUE_FIELDS = {
     "jobarrayid": 40, "hetjoboffset": 12, "state": 24, "restartcnt": 12, "timeused": 24, "timelimit": 24,
     "exit_code": 12, "reason": 64, "nodelist": 512,
 }  # fmt: skip
 ACCOUNT_FIELDS = ("JobID", "State", "ExitCode", "Elapsed", "Timelimit", "NodeList")
-# How squeue answers for a job it has forgotten, and sacct where nobody keeps accounts.
+# Error messages of squeue for a job it no longer lists, and of sacct without accounting.
 FORGOTTEN, NO_ACCOUNTS = "Invalid job id", "accounting storage is disabled"
 UNKNOWN = ("None", "N/A", "(null)", "None assigned", "")
 MARK_FIELDS = {"jobarrayid": 40, "command": 8192}
@@ -97,7 +97,7 @@ MARK_COMMAND = [
 
 
 def translate(record: Record) -> Record:
-    """A record with Slurm's state (`CANCELLED by 1000`, `FAILED+`) as a neutral one; a job that waits gets a hint."""
+    """Translate a record with Slurm's state (`CANCELLED by 1000`, `FAILED+`); a waiting job gets a hint."""
     word, _, behind = str(record["state"]).strip().partition(" ")
     state, note = STATES.get(word.rstrip("+").upper(), (JobState.UNKNOWN, word.lower()))
     reason = str(record.get("reason") or behind or note).strip("()")
@@ -110,35 +110,35 @@ def translate(record: Record) -> Record:
 
 
 def _hint(reason: str, job: str, is_held: bool) -> str:
-    """What helps a job that waits."""
+    """The hint for a waiting job."""
     known = next((advice for word, advice in REASONS.items() if reason.startswith(word)), None)
     if known is not None:
         return known
     if is_held:
         is_limit = any(sign in reason.lower() for sign in ("perjob", "qosmin", "maxwall"))
-        limits = "ask for what a job of this account may have: sacctmgr show qos, associations"
-        return limits if is_limit else f"see why it is held, then release it: scontrol release {job}"
+        limits = "request no more than the limits of this account: sacctmgr show qos, associations"
+        return limits if is_limit else f"find out why it is held, then release it: scontrol release {job}"
     is_limit = "QOS" in reason or reason.startswith(("Assoc", "MaxJobs"))
-    return "wait for your other jobs: a limit of the account is reached" if is_limit else "wait"
+    return "wait for your other jobs: the account has reached a limit" if is_limit else "wait"
 
 
 def poll(run: Path, jobs: list[str], last: Mapping[str, Record]) -> list[Record]:
-    """What squeue says, and sacct of jobs that squeue has forgotten; without sacct, how the run itself ended."""
+    """Records from squeue, or from sacct for jobs that squeue no longer lists; without sacct, the run's own state."""
     found: list[Record] = []
     for job in jobs:
-        queue, silence = ask(_queue_command(job))
+        queue, queue_error = ask(_queue_command(job))
         records = queued(queue)
         if not records:
-            account, refusal = ask(_account_command(job))
+            account, account_error = ask(_account_command(job))
             records = accounted(account)
-            if FORGOTTEN in silence and NO_ACCOUNTS in refusal:
+            if FORGOTTEN in queue_error and NO_ACCOUNTS in account_error:
                 records = [_forgotten(run, each) for each in last.values() if owns(job, str(each["job"]))]
         found += records
     return found
 
 
 def owns(job: str, named: str) -> bool:
-    """Whether an id is this job's, or that of a part (`123+1`) or task (`123_4`) of it."""
+    """Whether an id belongs to this job, or to a part (`123+1`) or task (`123_4`) of it."""
     return named == job or re.split(r"[+_]", named)[0] == job
 
 
@@ -146,7 +146,7 @@ def _forgotten(run: Path, before: Record) -> Record:
     if before["state"] in ENDED:
         return before
     is_finished = (run / MANIFEST).is_file() and Run(run).state == "finished"
-    reason = "Slurm has forgotten the job and keeps no accounts: this is how the run ended"
+    reason = "Slurm no longer lists the job and has no accounting: this is the state of the run itself"
     return before | {"state": JobState.FINISHED if is_finished else JobState.FAILED, "reason": reason}
 
 
@@ -179,13 +179,13 @@ def queued(text: str) -> list[Record]:
         if not JOB.fullmatch(fields["jobarrayid"]):
             continue
         offset = fields["hetjoboffset"]
-        is_part = offset.isdigit() and not set("_+") & set(fields["jobarrayid"])  # Newer ones say 123+1 by themselves.
+        is_part = offset.isdigit() and not set("_+") & set(fields["jobarrayid"])  # Newer versions print 123+1.
         found.append((fields["jobarrayid"], int(offset) if is_part else None, _from_queue(fields)))
     return _numbered(found)
 
 
 def _numbered(found: list[tuple[str, int | None, Record]]) -> list[Record]:
-    """Parts of a heterogeneous job are told apart by the leader's number: 123+0, 123+1."""
+    """Parts of a heterogeneous job are numbered after the leader's id: 123+0, 123+1."""
     leader = next((job for job, offset, _ in found if offset == 0), None)
     return [
         translate({"job": job if offset is None or leader is None else f"{leader}+{offset}"} | fields)
@@ -207,7 +207,7 @@ def _from_queue(fields: dict[str, str]) -> Record:
 
 
 def accounted(text: str) -> list[Record]:
-    """Records from sacct; a job that was requeued has a line for each time it ran, and the last one counts."""
+    """Records from sacct. A requeued job has one line per start, and the last one counts."""
     newest: dict[str, Record] = {}
     for line in text.splitlines():
         fields = line.split("|")
@@ -232,7 +232,7 @@ def accounted(text: str) -> list[Record]:
 
 
 def _exit_code(text: str) -> int | None:
-    """sacct's `1:0` is exit code 1 and `0:9` signal 9, told as a shell would; squeue prints what wait() returned."""
+    """sacct's `1:0` is exit code 1, `0:9` is signal 9, returned as 128 + 9. squeue prints the status of wait()."""
     parts = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())
     if parts is None:
         return None
@@ -242,7 +242,7 @@ def _exit_code(text: str) -> int | None:
 
 
 def seconds(text: str) -> int | None:
-    """Slurm's durations: `1-02:03:04`, `02:03:04`, `3:04`; UNLIMITED and what is not set are None."""
+    """Slurm's durations: `1-02:03:04`, `02:03:04`, `3:04`; None for UNLIMITED and unset values."""
     parts = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)(?:\.\d+)?", text.strip())
     if parts is None:
         return None
@@ -251,13 +251,13 @@ def seconds(text: str) -> int | None:
 
 
 def find(run: Path, marks: list[str]) -> list[str | None]:
-    """The jobs with these marks: by what they left when they began, or by squeue."""
+    """The jobs with these marks, from the files that started jobs wrote, or from squeue."""
     queue = marked(ask(MARK_COMMAND)[0])
     return [_began(run, mark) or _in_queue(queue, mark) for mark in marks]
 
 
 def marked(text: str) -> dict[str, str]:
-    """The newest job for each last word of a command, from squeue's columns; parts and tasks are their job."""
+    """The newest job for each last argument of a command, from squeue's columns. Parts and tasks map to their job."""
     found: dict[str, str] = {}
     for line in text.splitlines():
         job = re.split(r"[_+]", line[: MARK_FIELDS["jobarrayid"]].strip())[0]
@@ -282,7 +282,7 @@ def _began(run: Path, mark: str) -> str | None:
 
 
 def ask(command: list[str]) -> tuple[str, str]:
-    """What a program answers, and its error message; an answer with an error counts for nothing."""
+    """The standard output of a program, or its standard error if it failed."""
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS_TO_ANSWER)
     except (OSError, subprocess.SubprocessError):

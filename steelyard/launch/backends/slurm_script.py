@@ -1,16 +1,16 @@
 """The commands and scripts of a Slurm job: options as arguments of sbatch, and a script that runs srun.
 
-Nothing of the user's stands in `#SBATCH` comments, whose quoting is Slurm's own; sbatch takes every option as an
-argument. srun starts one node agent on each node. Nodes that are alike make one job, nodes of several partitions one
-heterogeneous job or, where a site forbids those, a master and followers, which are several jobs of one run. Slurm warns
-the ranks before the time limit and before a pre-emption; they save and end with 130, and the script has the job queued
-again, unless it was cancelled. A lost node requeues the job by itself.
+The user's values are not written to `#SBATCH` comments, which have their own quoting rules: sbatch gets every option as
+an argument. srun starts one node agent per node. Identical nodes make one job. Nodes of several partitions make one
+heterogeneous job or, if a site forbids those, a master and followers, which are several jobs of one run. Slurm signals
+the ranks before the time limit and before a preemption. They save and exit with 130, and the script requeues the job
+unless it was cancelled. After a node failure Slurm itself requeues the job.
 
-All parts of a heterogeneous job are queued again together. A master and its followers look after each other from their
-scripts, because there is no squeue inside a container. Where one is over, the others would wait for it up to their time
-limits, and end. Where one was queued again, the others have lost ranks and are queued again too. Ranks may notice a
-loss long before Slurm does, which waits for a silent node (SlurmdTimeout): a job whose ranks failed only for the loss
-of others waits as long for what becomes of those.
+All parts of a heterogeneous job are requeued together. The scripts of a master and its followers poll each other's
+jobs, because there is no squeue inside a container. If one job is over, the others would wait for it until their time
+limits, so they end. If one was requeued, the others have lost ranks and are requeued too. Ranks may notice a loss long
+before Slurm does, which waits for an unresponsive node (SlurmdTimeout). So a job whose ranks failed only because they
+lost others waits that long for the state of the other jobs.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from steelyard.launch.rendezvous_file import FAILED, LOST, MET, STOPPED
 
 RANK_VARIABLES = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID", "SLURMD_NODENAME")
 BEGAN = "began-"
-ATTEMPT = '"$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"'  # For the shell to fill in.
-# For the shell to fill in: what the job is called in squeue and sacct.
+ATTEMPT = '"$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"'  # expanded by the shell
+# Expanded by the shell: the job id as squeue and sacct show it.
 JOB_ID = '"${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}"'
-# In an allocation that is there, nobody but this script can tell the ranks to save and stop: a signal would end bash
-# and leave srun behind, and srun kills its ranks at a SIGTERM but hands a SIGUSR1 on.
+# In an existing allocation only this script can signal the ranks to save and stop. Without the trap, a signal would end
+# bash and leave srun running. srun kills its ranks on SIGTERM but forwards SIGUSR1.
 LISTENING = """step= asked=
 trap 'asked=1; [ -z "$step" ] || kill -USR1 "$step"' TERM INT USR1
 """
@@ -47,7 +47,7 @@ while kill -0 "$step" 2>/dev/null; do
 done
 """
 NAMES = {"jobs": JOBS, "met": MET, "lost": LOST, "failed": FAILED}
-OVER, AGAIN = 3, 4  # what the one who looks exits with
+OVER, AGAIN = 3, 4  # exit codes of the subshell that polls the other jobs
 LOOKING = """how_others_are() {
     [ -e %(jobs)s ] || return
     while read -r job; do
@@ -83,22 +83,22 @@ WATCHING = f"""step=$!
         if [ $patience -le 0 ]; then exit 0; fi
     done
 ) &
-lookout=$!
+watcher=$!
 wait "$step"
 code=$?
 if [ $code = 0 ] || [ ! -e %(lost)s"$attempt" ] || [ -e %(failed)s"$attempt" ]; then
-    kill "$lookout" 2>/dev/null
+    kill "$watcher" 2>/dev/null
 fi
-wait "$lookout"
+wait "$watcher"
 case $? in
     {OVER}) echo "error: another job of this run is over, so this one ends too" >&2; exit 1 ;;
-    {AGAIN}) echo "another job of this run is queued again, so this one is too"; code={Interrupted.exit_code} ;;
+    {AGAIN}) echo "another job of this run was requeued, so this one is requeued too"; code={Interrupted.exit_code} ;;
 esac
 """
 
 
 def sbatch(spec: JobSpec, group: int | None = None) -> list[str]:
-    """sbatch's line, but for the script: one part for each group, or that of one group of several jobs."""
+    """The sbatch command without the script: one part per group, or only the given group of several jobs."""
     wanted = spec.groups if group is None else [spec.groups[group]]
     suffix = "" if group in (None, 0) else f"-follower-{group}"
     parts = [_options(spec, each) for each in wanted]
@@ -109,24 +109,24 @@ def sbatch(spec: JobSpec, group: int | None = None) -> list[str]:
 
 
 def job_name(name: str) -> str:
-    """What squeue shows: one line of plain text, whatever the run is called."""
+    """The job name for squeue: plain text without spaces, whatever the run is called."""
     return re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip("_") or "steelyard"
 
 
 def step_name(name: str, submitted: str) -> str:
-    """What a step in an allocation that is there is called, by which it alone is cancelled."""
+    """The name of a step in an existing allocation. It identifies the step when only the step is cancelled."""
     return f"{job_name(name)[:60]}-{re.sub(r'[^0-9]', '', submitted)}"
 
 
 def _once(spec: JobSpec) -> list[str]:
-    """What is said once for all parts. A `%` in a path would stand for something."""
+    """Options that apply to all parts. A `%` in a path is escaped, since sbatch expands patterns such as %j."""
     logs = str(spec.run / "logs").replace("%", "%%")
     words = [f"--output={logs}/slurm-%j.log", "--open-mode=append", f"--chdir={spec.workdir}"]
     return [*words, "--requeue" if spec.site.slurm.requeue else "--no-requeue"]
 
 
 def _options(spec: JobSpec, group: NodeGroup) -> list[str]:
-    """What each part of a heterogeneous job needs for itself."""
+    """Options of one part of a heterogeneous job."""
     site, limit = spec.site.slurm, spec.time_limit or spec.site.slurm.time_limit
     words = [f"--nodes={group.nodes}", "--ntasks-per-node=1", f"--cpus-per-task={_cpus(site, group)}"]
     words += [f"--partition={group.partition}"] if group.partition else []
@@ -143,7 +143,7 @@ def _cpus(site: SlurmSection, group: NodeGroup) -> int:
 
 
 def text(spec: JobSpec, group: int | None = None) -> str:
-    """The script of the job, of one group of several jobs, or for an allocation that is there already."""
+    """The script of the job, of one group of several jobs, or for an existing allocation."""
     job = spec.allocation
     lines = [site_environment.preamble(spec.site, spec.workdir)]
     if job is None:
@@ -172,8 +172,8 @@ def _requeueing(spec: JobSpec) -> str:
         f"if [ $code = {Interrupted.exit_code} ] &&\n"
         f'    [ "${{SLURM_RESTART_COUNT:-0}}" -lt {spec.site.slurm.max_restarts} ] &&\n'
         '    [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T | head -n 1)" = RUNNING ]; then\n'
-        '    echo "to be queued again"\n'
-        '    scontrol requeue "$SLURM_JOB_ID" || echo "error: Slurm refuses; submit it again to go on" >&2\n'
+        '    echo "requeueing the job"\n'
+        '    scontrol requeue "$SLURM_JOB_ID" || echo "error: Slurm refuses to requeue the job; submit it again" >&2\n'
         "fi\n"
     )
 
@@ -190,7 +190,7 @@ def _attempt(spec: JobSpec) -> str:
 
 
 def _srun(spec: JobSpec, words: Sequence[str], tail: str, group: int | None, inside: bool = True) -> str:
-    """srun's line: the same command on every node of every group."""
+    """The srun command line: the same command on every node of every group."""
     job = spec.allocation
     wanted = spec.groups if group is None else [spec.groups[group]]
     container = site_environment.pyxis_options(spec.site, spec.workdir, str(spec.run)) if inside else []
@@ -206,29 +206,29 @@ def _srun(spec: JobSpec, words: Sequence[str], tail: str, group: int | None, ins
 
 
 def looking_after_others(run: Path, line: str) -> str:
-    """The part of a script that runs a line of srun's, with an eye on the other jobs of the run; `code` is its end."""
+    """The part of a script that runs an srun line and polls the other jobs of the run. It sets `code`."""
     words = {name: quote(str(run / FOLDER / each)) for name, each in NAMES.items()}
     return f"{LOOKING % words}{line} &\n{WATCHING % words}"
 
 
 def jobs(spec: JobSpec) -> list[int | None]:
-    """The jobs a spec becomes: one for all groups (None), or one for each."""
+    """The jobs of a spec: one for all groups (None), or one for each group."""
     is_several = len(spec.groups) > 1 and spec.site.slurm.heterogeneous == "several-jobs" and spec.allocation is None
     return list(range(len(spec.groups))) if is_several else [None]
 
 
 def script_name(group: int | None) -> str:
-    """What the script of a job is called."""
+    """The file name of the script of a job."""
     return "job.sh" if group is None else f"job-{group}.sh"
 
 
 def line(spec: JobSpec, group: int | None) -> list[str]:
-    """sbatch's whole line; the last word is for whoever looks for the job."""
+    """The complete sbatch command. Its last argument is the mark that identifies the job."""
     return [*sbatch(spec, group), str(spec.run / FOLDER / script_name(group)), mark(spec, group)]
 
 
 def mark(spec: JobSpec, group: int | None) -> str:
-    """The argument by which a job is found whose id nobody wrote down."""
+    """The argument that identifies a job whose id was not recorded."""
     return spec.mark if group is None else f"{spec.mark}.{group}"
 
 
@@ -238,12 +238,12 @@ def marks(spec: JobSpec) -> list[str]:
 
 
 def array_path(specs: list[JobSpec]) -> Path:
-    """Where the script of an array lies: with its first run."""
+    """The path of the script of an array: in the folder of its first run."""
     return specs[0].run / FOLDER / "array.sh"
 
 
 def array_line(specs: list[JobSpec]) -> list[str]:
-    """sbatch's line for an array. What Slurm logs of a task belongs to its run: `task-%a` leads there."""
+    """The sbatch command for an array. Slurm's log of a task goes to its run folder, through the link `task-%a`."""
     folder = str(specs[0].run / FOLDER).replace("%", "%%")
     output = f"--output={folder}/task-%a/logs/slurm-%j.log"
     return [*sbatch(specs[0]), output, f"--array=0-{len(specs) - 1}", str(array_path(specs)), specs[0].mark]
