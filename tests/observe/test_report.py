@@ -74,7 +74,7 @@ def test_a_run_that_has_not_begun_has_a_report_too(in_workplace):
     run = for_training(load_recipe("tiny.toml"))
     page = report.render(run)
     assert "Nothing was recorded yet" in page
-    assert "kept no timeline" in page
+    assert "has no timeline" in page
 
 
 def test_a_loss_of_preferences_has_no_perplexity(in_workplace):
