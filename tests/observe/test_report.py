@@ -222,7 +222,7 @@ def test_the_bubble_is_that_of_the_timetable_and_the_slow_stage_is_seen(pipeline
 def test_without_a_known_device_there_is_no_prediction_and_the_page_says_why(pipelined):
     pipelined.update(device="Weird Accelerator 9000")
     page = report.render(pipelined)
-    assert "--cluster FILE describes it" in page
+    assert "describe it with --cluster FILE" in page
     assert "NaN" not in page[page.rindex("</script>") :]
 
 
