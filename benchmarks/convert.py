@@ -103,8 +103,8 @@ def measured(program: str, source: Path, target: Path) -> tuple[float, float]:
     if done.returncode:
         sys.exit(done.stderr)
     seconds = time.perf_counter() - started
-    said = dict(line.split() for line in done.stdout.splitlines())
-    return float(said.get("seconds", seconds)), float(said["peak"])
+    printed = dict(line.split() for line in done.stdout.splitlines())
+    return float(printed.get("seconds", seconds)), float(printed["peak"])
 
 
 if __name__ == "__main__":

@@ -137,9 +137,9 @@ def timed(pages: list[Path], times: int, screenshot: Path | None) -> dict[str, o
     complaints: list[str] = []
     for number in range(times):
         for page in pages:
-            seconds, said = opened(page, screenshot if (number, page) == (0, pages[0]) else None)
+            seconds, errors = opened(page, screenshot if (number, page) == (0, pages[0]) else None)
             found[page].append(seconds)
-            complaints += said
+            complaints += errors
     reported: dict[str, object] = {
         str(page): {"MB": round(page.stat().st_size / 1e6, 2)}
         | {f"{part}_seconds": round(statistics.median(one[part] for one in each), 2) for part in each[0]}

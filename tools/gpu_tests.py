@@ -30,7 +30,7 @@ from xml.etree import ElementTree
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
-import shared_gpu  # noqa: E402 - beside this file
+import shared_gpu  # noqa: E402 - in this folder
 from slices import Record, device, versions  # noqa: E402
 
 FILES = (

@@ -40,10 +40,10 @@ def gpus() -> list[str]:
     """The names of the GPUs visible to this process, without creating a CUDA context in it."""
     if shutil.which("nvidia-smi") is None:
         raise CannotRun("nvidia-smi is not on the PATH: no NVIDIA driver is installed", "run on a machine with a GPU")
-    asked = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False)
-    if asked.returncode:
-        raise CannotRun(f"nvidia-smi fails: {(asked.stdout + asked.stderr).strip()}", "check the driver")
-    found = [line for line in asked.stdout.splitlines() if line.startswith("GPU ")]
+    done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode:
+        raise CannotRun(f"nvidia-smi fails: {(done.stdout + done.stderr).strip()}", "check the driver")
+    found = [line for line in done.stdout.splitlines() if line.startswith("GPU ")]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         found = found[: len([each for each in visible.split(",") if each])]
@@ -52,8 +52,8 @@ def gpus() -> list[str]:
     can = "import torch; print(torch.cuda.is_available(), torch.version.cuda)"
     seen = subprocess.run([sys.executable, "-c", can], capture_output=True, text=True, timeout=300, check=False)
     if not seen.stdout.startswith("True"):
-        said = (seen.stdout + seen.stderr).strip().splitlines()[-1:]
-        raise CannotRun(f"torch cannot use the GPU: {' '.join(said)}", "make setup TORCH=auto, then steelyard doctor")
+        last = (seen.stdout + seen.stderr).strip().splitlines()[-1:]
+        raise CannotRun(f"torch cannot use the GPU: {' '.join(last)}", "make setup TORCH=auto, then steelyard doctor")
     return found
 
 
@@ -67,12 +67,12 @@ def nccl(given: str | None = None) -> tuple[Path, tuple[int, int, int]]:
     )
     if not path.exists():
         raise CannotRun(f"there is no NCCL at {path}", hint)
-    asked = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", ASK_VERSION, str(path)], capture_output=True, text=True, timeout=60, check=False
     )
-    if asked.returncode:
-        raise CannotRun(f"{path} cannot be loaded: {asked.stderr.strip().splitlines()[-1]}", hint)
-    number = int(asked.stdout)
+    if done.returncode:
+        raise CannotRun(f"{path} cannot be loaded: {done.stderr.strip().splitlines()[-1]}", hint)
+    number = int(done.stdout)
     release = number // 10000, number // 100 % 100, number % 100
     if release < SINCE:
         text = ".".join(map(str, release))

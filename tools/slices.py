@@ -40,16 +40,16 @@ class Record:
         """Write an entry; it replaces an earlier one of the same name."""
         others = [each for each in self.known[self.entries] if each["name"] != entry["name"]]
         self.known[self.entries] = [*others, entry]
-        beside = self.path.with_name(f".{self.path.name}.part")
-        beside.write_text(json.dumps(self.known, indent=1) + "\n")
-        beside.replace(self.path)
+        partial = self.path.with_name(f".{self.path.name}.part")
+        partial.write_text(json.dumps(self.known, indent=1) + "\n")
+        partial.replace(self.path)
 
 
 def device() -> str:
     """The GPU and its driver, or else the CPU."""
     try:
-        asked = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-        return subprocess.run(asked, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+        command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
 

@@ -69,12 +69,12 @@ def world_of(tune: Tune, recipe: Recipe) -> int:
     return job_spec.world(groups_of(request(tune, recipe, Path())))
 
 
-def start(asked: SubmitRequest) -> Path:
+def start(trial: SubmitRequest) -> Path:
     """Submit the trial and return its run folder. Jobs do not get the database URL, which may contain a password."""
     with _without(STORAGE):
-        reported = submit(asked)
+        reported = submit(trial)
     ranks = f"{reported['ranks']} ranks" if reported["ranks"] > 1 else "one rank"
-    console.say(f"{asked.name} is job {', '.join(reported['jobs'])}, {ranks}")
+    console.say(f"{trial.name} is job {', '.join(reported['jobs'])}, {ranks}")
     return Path(reported["run"])
 
 

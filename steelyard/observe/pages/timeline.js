@@ -295,11 +295,11 @@ function steelyardTimeline(root, packed) {
   function hover(event) {
     const box = canvas.getBoundingClientRect(), time = timeAt(event), y = event.clientY - box.top + scroller.scrollTop;
     const row = rows().found.find((each) => y >= each.y && y < each.y + 3 * LANE);
-    const text = row && event.clientX > box.left + LABEL ? told(row.place, Math.floor((y - row.y) / LANE), time) : null;
+    const text = row && event.clientX > box.left + LABEL ? tooltip(row.place, Math.floor((y - row.y) / LANE), time) : null;
     if (text === null) tip.hide();
     else tip.show(event, text);
   }
-  function told(rank, lane, time) {
+  function tooltip(rank, lane, time) {
     for (let step = chosen[0]; step <= chosen[1]; step++) {
       const begin = data.begin[step] - data.begin[chosen[0]];
       if (time < begin || time > begin + data.length[step]) continue;

@@ -29,9 +29,9 @@ MOST_SPANS = 500_000  # 17 bytes each on the page
 SLOWEST = 8
 
 
-def pack(spans: Spans, pipeline_rank: dict[int, int], asked: Iterable[int] = (), most: int = MOST_SPANS) -> str:
+def pack(spans: Spans, pipeline_rank: dict[int, int], requested: Iterable[int] = (), most: int = MOST_SPANS) -> str:
     """The timeline as JSON that is safe inside a script element."""
-    whole = choose(spans, asked, most)
+    whole = choose(spans, requested, most)
     kinds = [KINDS.get(name, UNKNOWN) for name in spans.names]
     packed: dict[str, Any] = {
         "ranks": [rank.rank for rank in spans.ranks],
@@ -49,13 +49,13 @@ def pack(spans: Spans, pipeline_rank: dict[int, int], asked: Iterable[int] = (),
     return as_script(packed)
 
 
-def choose(spans: Spans, asked: Iterable[int], most: int) -> list[int]:
+def choose(spans: Spans, requested: Iterable[int], most: int) -> list[int]:
     """Indices of the steps to store in full: the most important first, until the budget is spent."""
     count = len(spans.steps)
     sizes = np.zeros(count, dtype=np.int64)
     for rank in spans.ranks:
         np.add.at(sizes, np.searchsorted(spans.steps, rank.step), 1)
-    wanted = [int(place) for place in np.flatnonzero(np.isin(spans.steps, list(asked)))]
+    wanted = [int(place) for place in np.flatnonzero(np.isin(spans.steps, list(requested)))]
     slowest = [int(place) for place in np.argsort(-spans.length, kind="stable")[:SLOWEST]]
     middle = int(np.argsort(spans.length, kind="stable")[count // 2])
     chosen: dict[int, None] = {}
