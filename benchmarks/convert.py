@@ -1,11 +1,11 @@
-"""Conversion beside a plain copy of the same bytes, and the memory that it takes.
+"""Time of a checkpoint conversion compared with a plain copy of the same bytes, and its peak memory.
 
     python benchmarks/convert.py [--layers 2] [--folder DIR] [--repeats 3]
 
-Weights of the Llama 3.1 70B shape at reduced depth are written once as a Hugging Face folder. Then, alternating, the
-folder is copied (in blocks of 16 MiB, synced like ours) and converted to Megatron with TP8 x PP2, each in a process
-of its own whose peak memory is read from the system. The largest tensor does not grow with depth, so neither does the
-peak. Beside the medians, the ratio of the fastest is told: what another process takes of the machine slows both.
+Weights of the Llama 3.1 70B config at reduced depth are written once as a Hugging Face folder. Then, alternating, the
+folder is copied (in blocks of 16 MiB, synced like ours) and converted to Megatron with TP8 x PP2, each in a separate
+process whose peak memory is read from the system. The largest tensor does not grow with depth, so neither does the
+peak. The ratios of the medians and of the fastest runs are printed, since other processes on the machine slow both.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def generate(folder: Path, layers: int) -> None:
-    """Random bits as bf16 weights, written tensor by tensor."""
+    """Write random bf16 weights, tensor by tensor."""
     import torch
 
     from steelyard.checkpoint.formats import hf_config, safetensors
@@ -96,15 +96,15 @@ def generate(folder: Path, layers: int) -> None:
 
 
 def measured(program: str, source: Path, target: Path) -> tuple[float, float]:
-    """Seconds of the work itself, and peak memory in GiB."""
+    """Seconds without imports, if the program prints them, and peak memory in GiB."""
     started = time.perf_counter()
     wrapped = program + "\nimport resource\nprint('peak', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)"
     done = subprocess.run([sys.executable, "-c", wrapped, str(source), str(target)], capture_output=True, text=True)
     if done.returncode:
         sys.exit(done.stderr)
     seconds = time.perf_counter() - started
-    said = dict(line.split() for line in done.stdout.splitlines())
-    return float(said.get("seconds", seconds)), float(said["peak"])
+    printed = dict(line.split() for line in done.stdout.splitlines())
+    return float(printed.get("seconds", seconds)), float(printed["peak"])
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Writing at batch 1, side by side with transformers.generate on the same weights, in one run.
+"""Generation at batch 1, compared with transformers.generate on the same weights, in one run.
 
     python benchmarks/generate.py SmolLM2-135M-Instruct.Q4_1.gguf
 
-Greedy, a fixed number of tokens, both with their caches; the tokens must be the same. The two take turns, so that
-whatever else the machine does falls on both, and the best of the turns counts. Seconds are also given as this process's
-own time, which another's load changes less.
+Greedy decoding of a fixed number of tokens, both with a KV cache; the tokens must be the same. The two alternate, so
+that other load on the machine affects both, and the best turn counts. Rates per CPU second of this process are also
+given, since other load affects them less.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from steelyard.evaluate.generation import Sampling, tokens
 
 
 def main() -> None:
-    """Measure what the command line asks for."""
+    """Run the measurement of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a GGUF or a Hugging Face folder")
     parser.add_argument("--prompt", type=int, default=32, help="tokens of the prompt")
-    parser.add_argument("--tokens", type=int, default=64, help="tokens to write")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens to generate")
     parser.add_argument("--turns", type=int, default=5)
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def timed(write: Callable[[], list[int]]) -> tuple[tuple[float, float], list[int]]:
-    """Seconds by the clock and of this process, and what was written."""
+    """Wall seconds and CPU seconds of this process, and the tokens."""
     clock, own = time.perf_counter(), time.process_time()
     written = write()
     return (time.perf_counter() - clock, time.process_time() - own), written

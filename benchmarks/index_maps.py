@@ -1,10 +1,10 @@
-"""Index maps and blends: steelyard beside megatron-core with its compiled helper.
+"""Index maps and blends: steelyard compared with megatron-core and its compiled helper.
 
     python benchmarks/index_maps.py [--documents 10000000] [--datasets 20] [--rounds 5]
 
-Both build everything anew in each round, save it, and end with arrays ready for use; rounds alternate, and the median
-counts. The token files are sparse: their indexes are real, their tokens take no room. That the arrays are equal is
-checked.
+In each round both build everything again, save it, and end with arrays ready for use. Rounds alternate, and the median
+counts. The token files are sparse: their indexes are real, their tokens take no disk space. The arrays are checked for
+equality.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def make(prefix: Path, documents: int, seed: int) -> int:
-    """A pair of token files with real lengths and no content."""
+    """Write token files with real lengths and no content; returns the number of tokens."""
     lengths = np.random.RandomState(seed).randint(1, 2000, size=documents).astype(np.int32)
     dtype = np.dtype(np.uint16)
     tokens = int(lengths.sum(dtype=np.int64))
@@ -96,7 +96,7 @@ def timed(folder: Path, build: Callable[[str], Any]) -> tuple[float, Any]:
 
 
 def arrays(built: Any) -> tuple[Any, Any]:
-    """Two arrays that tell results apart."""
+    """Two arrays of the result, for comparison."""
     if hasattr(built, "dataset_index"):
         return built.dataset_index, getattr(built, "dataset_sample_index", getattr(built, "sample_index", None))
     maps = getattr(built, "maps", built)
@@ -104,7 +104,7 @@ def arrays(built: Any) -> tuple[Any, Any]:
 
 
 def steelyards(folder: Path, sources: dict[str, float], samples: int, cache: str) -> Any:
-    """Our samples."""
+    """Build steelyard's samples."""
     entries = ", ".join(f"{{prefix='{prefix}', weight={weight}}}" for prefix, weight in sources.items())
     overrides = [
         f"data.train=[{entries}]",
@@ -116,12 +116,12 @@ def steelyards(folder: Path, sources: dict[str, float], samples: int, cache: str
 
 
 def megatrons(sources: dict[str, float], samples: int, cache: str) -> Any:
-    """megatron-core's dataset."""
+    """Build megatron-core's dataset."""
     import torch
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
-    if not torch.distributed.is_initialized():  # It asks for the rank before it saves a blend.
+    if not torch.distributed.is_initialized():  # It reads the rank before it saves a blend.
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 
     class Tokenizer:

@@ -1,9 +1,9 @@
-"""What sharing a step among eight ranks costs on a CPU, in processor time of all ranks together.
+"""The overhead of parallelizing a step over eight ranks on a CPU, in total CPU time of all ranks.
 
     python benchmarks/layouts.py [WORD ...]     all layouts, or those with one of the words in their name
 
-Each layout takes the same steps of a small Llama. With fewer cores than ranks wall time says little, since ranks wait
-for each other's turns; so the processor time that all ranks spend in a step is compared with one rank's.
+Each layout runs the same steps of a small Llama. With fewer cores than ranks, wall time is not meaningful, since ranks
+wait for a core. So the CPU time of all ranks in a step is compared with that of a single rank.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ LAYOUTS = {
 
 
 def main() -> None:
-    """Measure the layouts that were asked for and print a table; or, as a rank of one, take its steps."""
+    """Measure the selected layouts and print a table; as a rank of a layout, run its steps."""
     if "LAYOUT" in os.environ:
         rank(os.environ["LAYOUT"])
         return
     words = sys.argv[1:]
     alone = 0.0
-    print("| layout | CPU seconds per step, all ranks | of one rank's |\n|---|---|---|")
+    print("| layout | CPU seconds per step, all ranks | relative to one rank |\n|---|---|---|")
     for what, parallel in LAYOUTS.items():
         if not words or what == "one rank" or any(word in what for word in words):
             seconds = measured(what, 8 if parallel else 1)
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def measured(what: str, ranks: int) -> float:
-    """Processor seconds of a step, all ranks together."""
+    """CPU seconds of a step, summed over all ranks."""
     command = [
         sys.executable,
         "-m",
@@ -69,7 +69,7 @@ def measured(what: str, ranks: int) -> float:
 
 
 def rank(what: str) -> None:
-    """One rank's steps."""
+    """Run the steps of one rank."""
     torch.set_num_threads(1)
     recipe = Recipe.model_validate(
         {

@@ -1,12 +1,12 @@
-"""What 2:4 costs a real model in perplexity: each way of pruning, and learned masks, in one run.
+"""Perplexity of a model after 2:4 pruning: each one-shot method, and learned masks, in one run.
 
     python benchmarks/mask_quality.py MODEL --text wikitext2-valid.txt --more english-prose.txt
-    python benchmarks/mask_quality.py --tiny        # a small random model on the project's own pages: does it run?
+    python benchmarks/mask_quality.py --tiny        # a small random model on docs/, as a smoke test
 
-The last 15% of the lines of --text are measured on and seen by nothing else; the rest of it, and all of --more, is what
-masks are calibrated on and learned from. Masks are learned as published (docs/sparsity.md), near the mask of SparseGPT,
-in 500 steps of 16 x 1024 tokens; --try changes keys of that and may be given several times, each a row. A row is
-printed as one line of JSON as soon as it is known, the most telling first.
+The last 15% of the lines of --text are only for evaluation; the rest, and all of --more, are for calibration and mask
+learning. Masks are learned as published (docs/sparsity.md), with the mask of SparseGPT as prior, in 500 steps of 16 x
+1024 tokens. --try changes recipe keys of that and can be repeated; each is a row. Each row is printed at once as one
+line of JSON, the most important first.
 """
 
 from __future__ import annotations
@@ -36,20 +36,22 @@ DENSE: list[float] = []
 
 
 def main() -> None:
-    """Measure what the command line asks for."""
+    """Run the measurement of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", help="a checkpoint of any kind, with its tokenizer")
-    parser.add_argument("--text", type=Path, help="a part of it is measured on")
-    parser.add_argument("--more", type=Path, nargs="*", default=[], help="texts to learn from beside it")
+    parser.add_argument("model", nargs="?", help="a checkpoint of any format, with its tokenizer")
+    parser.add_argument("--text", type=Path, help="text file; a part of it is for evaluation")
+    parser.add_argument("--more", type=Path, nargs="*", default=[], help="more text files for training")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--micro-batch", type=int, default=4, help="each draws its own noise")
-    parser.add_argument("--samples", type=int, default=128, help="windows that pruning is shown")
-    parser.add_argument("--try", dest="tries", action="append", help="keys for learning, such as optim.eps=1e-8")
+    parser.add_argument("--micro-batch", type=int, default=4, help="each micro-batch draws its own noise")
+    parser.add_argument("--samples", type=int, default=128, help="calibration windows for pruning")
+    parser.add_argument(
+        "--try", dest="tries", action="append", help="recipe keys for mask learning, such as optim.eps=1e-8"
+    )
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     if not options.tiny and (options.model is None or options.text is None):
-        parser.error("name a model and --text, or --tiny")
+        parser.error("pass a model and --text, or --tiny")
     folder = Path(tempfile.mkdtemp(prefix="steelyard-masks-"))
     try:
         if options.tiny:
@@ -60,7 +62,7 @@ def main() -> None:
 
 
 def shrink(options: argparse.Namespace, folder: Path) -> None:
-    """A random model, a tokenizer and a text that a CPU gets through in a minute."""
+    """Use a random model, a tokenizer and a text that take a minute on a CPU."""
     from steelyard.core.recipe.model_section import LlamaConfig
     from steelyard.text.tokenizer.train_tokenizer import train_byte_bpe
     from tests.checkpoint.models import Held
@@ -75,7 +77,7 @@ def shrink(options: argparse.Namespace, folder: Path) -> None:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> None:
-    """A row for the dense model, for SparseGPT, for each try, and for the other ways of pruning."""
+    """Print a row for the dense model, for SparseGPT, for each --try, and for the other pruning methods."""
     lines = options.text.read_text(encoding="utf-8").splitlines(keepends=True)
     cut = int(SHARE * len(lines))
     learn, held_out = folder / "learn.txt", folder / "measure.txt"
@@ -104,7 +106,7 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
 
 
 def learned(options: argparse.Namespace, prefix: str, mask: Path, words: list[str], path: Path) -> tuple[Any, float]:
-    """A run that learns masks, by MaskLLM's public settings but for what `words` say."""
+    """Run mask learning with MaskLLM's published settings and the overrides in `words`."""
     small = options.tiny
     values = {
         "name": "masks",
@@ -127,7 +129,7 @@ def learned(options: argparse.Namespace, prefix: str, mask: Path, words: list[st
 
 
 def steelyard(*words: object) -> dict[str, Any]:
-    """A command's result."""
+    """Run a command, and return its JSON result."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         try:
@@ -140,7 +142,7 @@ def steelyard(*words: object) -> dict[str, Any]:
 
 
 def row(what: str, result: dict[str, Any], **more: Any) -> None:
-    """Print a measurement; the first is the dense model's."""
+    """Print a measurement; the first is of the dense model."""
     DENSE.append(result["perplexity"])
     reported = {"what": what, "perplexity": round(result["perplexity"], 3)}
     print(json.dumps(reported | {"times_dense": round(result["perplexity"] / DENSE[0], 4), **more}), flush=True)

@@ -1,10 +1,10 @@
-"""Learning masks, side by side with training the weights of the same model, on one GPU in one run.
+"""Speed of mask learning compared with training the weights of the same model, on one GPU in one run.
 
-    python benchmarks/mask_training.py              # the shape of Llama 3.2 1B at sequence 4096
-    python benchmarks/mask_training.py --tiny       # on a CPU: does it run?
+    python benchmarks/mask_training.py              # the config of Llama 3.2 1B at sequence 4096
+    python benchmarks/mask_training.py --tiny       # on a CPU, as a smoke test
 
-Whole optimizer steps on random tokens, as `train_speed.py` times them; the same batches for both. The yardstick is 0.8
-of the dense tokens per second. `--breaks` lists where torch.compile leaves a layer's graph, which costs speed.
+Full optimizer steps on random tokens, timed as in `train_speed.py`, with the same batches for both. The target is 0.8
+of the dense tokens per second. `--breaks` lists graph breaks of torch.compile, which cost speed.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ WANTED = 0.8
 
 
 def main() -> None:
-    """Measure what the command line asks for."""
+    """Run the measurement of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("overrides", nargs="*", help="of the recipe, like train.micro_batch=8")
+    parser.add_argument("overrides", nargs="*", help="recipe overrides, such as train.micro_batch=8")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--tiny", action="store_true", help="a model that a CPU gets through")
+    parser.add_argument("--tiny", action="store_true", help="a model that is small enough for a CPU")
     parser.add_argument("--profile", action="store_true", help="print where the time of one step goes")
-    parser.add_argument("--breaks", action="store_true", help="list the breaks in compiled graphs, and no times")
+    parser.add_argument("--breaks", action="store_true", help="log graph breaks and recompilations")
     options = parser.parse_args()
     if DEVICE.type != "cuda" and not options.tiny:
-        parser.error("there is no GPU here; --tiny runs on a CPU and shows nothing about speed")
+        parser.error("there is no GPU; --tiny runs on a CPU, without meaningful speeds")
     name, overrides = SHAPES["tiny" if options.tiny else "llama"]
     learning = ['sparsity.method="learned"', 'sparsity.base="random"']
     recipes = {
@@ -66,12 +66,12 @@ def main() -> None:
 
 
 def measured(recipe: Recipe, steps: int, profiled: bool) -> tuple[float, float, list[float]]:
-    """Median seconds of a step, the memory it took, and its losses."""
+    """Median seconds of a step, its peak memory in GiB, and the losses."""
     extension = sparsity_extension.extension(recipe) or Extension()
     engine = Engine(recipe, mesh.alone(), DEVICE, extension, None)
     engine.initialise()
     generator = torch.Generator(device=DEVICE).manual_seed(0)
-    with torch.no_grad():  # Frozen weights would come from a base; random ones are as fast.
+    with torch.no_grad():  # Frozen weights usually come from a base; random ones are as fast.
         for part in engine.parts:
             if not part.parameter.requires_grad:
                 part.tensor.normal_(std=0.02, generator=generator) if part.tensor.ndim > 1 else part.tensor.fill_(1.0)

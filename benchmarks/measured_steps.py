@@ -1,7 +1,6 @@
 """Measured training steps of published work, as recipes, clusters and layouts, for `plan_accuracy.py` to predict.
 
-Each source is a csv file; which program ran it, in which precision and over which links is written down here, and what
-of that was fitted is marked.
+Each source is a csv file. Software, precision and links of each are defined here; fitted numbers are marked.
 """
 
 from __future__ import annotations
@@ -31,21 +30,21 @@ class Case:
     set: str
     name: str
     group: str
-    """Cases among which a planner would have had to choose."""
+    """Cases of the same group are alternatives that a planner would choose from."""
     measured: float
     recipe: Recipe
     cluster: Cluster
     layout: Layout
     software: Software
     widths: tuple[Width, ...] = ()
-    """Of the stages, where these are not alike."""
+    """Degrees of each stage, if they differ."""
     peak_bytes: float | None = None
-    """Memory that was measured, of the fullest rank."""
+    """Measured memory of the fullest rank."""
     device: bool = False
-    """Measured was all that the driver counts, and not what PyTorch knows of."""
+    """Whether the measured memory is the driver's count rather than PyTorch's."""
 
     def peak(self) -> float:
-        """Bytes of the fullest rank by our account."""
+        """Predicted bytes of the fullest rank."""
         predictor = Predictor(self.recipe, self.cluster, self.software)
         staged = StagedLayout(self.layout, self.widths)
         layouts = [self.layout] * self.layout.pipeline
@@ -56,7 +55,7 @@ class Case:
         return max(ranks) + (beside(self.cluster) if self.device else 0)
 
     def predicted(self) -> float:
-        """Seconds by our account."""
+        """Predicted seconds."""
         if self.widths:
             predictor = Predictor(self.recipe, self.cluster, self.software)
             staged = StagedLayout(self.layout, self.widths)
@@ -99,7 +98,7 @@ def layout(
 
 
 def even(layers: int, stages: int) -> tuple[int, ...]:
-    """Layers as Megatron deals them out."""
+    """Layers per stage as Megatron distributes them."""
     return tuple(layers // stages + (stage < layers % stages) for stage in range(stages))
 
 
@@ -110,14 +109,14 @@ def cluster(nodes: list[dict[str, Any]], network: float, latency: float = 5.0, *
 
 
 def rows(path: Path) -> Iterator[dict[str, str]]:
-    """The lines of a csv file, if it is there."""
+    """The rows of a csv file; empty if it does not exist."""
     if path.exists():
         with open(path, newline="") as file:
             yield from csv.DictReader(file)
 
 
 def vtrain(folder: Path) -> Iterator[Case]:
-    """A100s: AWS p4d nodes by themselves, and 64 to 512 GPUs in nodes of eight with four HDR InfiniBand cards."""
+    """A100: single AWS p4d nodes, and 64 to 512 GPUs in nodes of eight with four HDR InfiniBand cards."""
     for name, gpu, network in (("single", "a100-40", 50.0), ("multi", "a100-80", 100.0)):
         for row in rows(folder / f"vtrain_ground_truth_{name}.csv"):
             tensor, data, pipeline = (int(row[f"{axis} parallelism"]) for axis in ("tensor", "data", "pipeline"))
@@ -161,7 +160,7 @@ def korthikanti(folder: Path) -> Iterator[Case]:
 
 
 def fasops_cluster() -> Iterator[Case]:
-    """GPT2-XL on 8 nodes of 4 A10, as its README shows it."""
+    """GPT2-XL on 8 nodes of 4 A10, from FASOP's README."""
     nodes = [{"type": "a10", "count": 8, "gpu": "a10", "gpus": 4}]
     yield Case(
         "FASOP example", "gpt2-xl tp1 dp4 pp8", "FASOP example", 1.402,
@@ -173,7 +172,7 @@ def fasops_cluster() -> Iterator[Case]:
 
 
 def amp(folder: Path) -> Iterator[Case]:
-    """AWS nodes of T4 and V100; counts of layers include three modules before the first and behind the last."""
+    """AWS nodes of T4 and V100. Layer counts include three modules before the first layer and after the last."""
     for row in rows(folder / "amp_real_trials.csv"):
         if row["status"] != "ok" or row["experiment"] == "het_model":
             continue
@@ -199,23 +198,23 @@ def amp(folder: Path) -> Iterator[Case]:
         )  # fmt: skip
 
 
-# Layers, width, heads, logits. Sailor's GPT-Neo ends with its last norm and takes the loss over the stream itself.
+# Layers, width, heads, logits. Sailor's GPT-Neo ends with its last norm and computes the loss on the hidden states.
 SAILOR = {"OPT-350M": (24, 1024, 16, 50257), "GPT-Neo-2.7B": (32, 2560, 20, 2560)}
-# Its OPT has ReLU where GPT-Neo has GELU.
+# Its OPT uses ReLU, its GPT-Neo GELU.
 SAILORS = {"OPT-350M": replace(DEEPSPEED, inner_kept=1), "GPT-Neo-2.7B": DEEPSPEED}
 RTX = {"RTX-3090": "rtx3090", "RTX-2080": "rtx2080", "Titan-RTX": "titan-rtx", "GH-96": "gh200-96"}
 
 
 def sailor(folder: Path) -> Iterator[Case]:
-    """GH200 nodes of four, and nodes of eight RTX cards; counts of layers include embedding and head."""
+    """GH200 nodes of four, and nodes of eight RTX cards. Layer counts include embedding and head."""
     for row in rows(folder / "sailor_validation_measured.csv"):
         counts = [int(n) for n in row["layers_per_stage"].split("-")]
         counts[0] -= 1
         counts[-1] -= 1
-        # One row names a model that its layers are not; the layers are what was run.
+        # In one row, model and layers contradict each other; the layers are right.
         name = next((name for name, shape in SAILOR.items() if shape[0] == sum(counts)), row["model"])
         if name not in SAILOR:
-            print(f"left out: Sailor's {name}, of which no shape is written down here", file=sys.stderr)
+            print(f"skipped: Sailor's {name}, whose config is not in SAILOR", file=sys.stderr)
             continue
         layers, hidden, heads, vocab = SAILOR[name]
         stages = [
@@ -223,7 +222,7 @@ def sailor(folder: Path) -> Iterator[Case]:
             for stage in row["stage_devices"].split("|")
         ]
         if any(len({each[2] for each in stage}) > 1 for stage in stages):
-            continue  # Tensor widths that differ within a stage.
+            continue  # Tensor degrees differ within a stage.
         widest = max(map(len, stages))
         widths = tuple(
             Width(int(stage[0][2]), len(stage), int(row["micro_batch"]) * widest // len(stage)) for stage in stages
@@ -250,17 +249,17 @@ def sailor(folder: Path) -> Iterator[Case]:
         )  # fmt: skip
 
 
-# What GPUs of Sailor's nodes send each other and what the RTX nodes send over Ethernet: fitted, as the sources do not
-# say. RTX cards reach each other through the host; where eight do, all of it lies between them and not half.
+# GB/s between GPUs of Sailor's nodes, and of the RTX nodes' Ethernet. These are fitted, since the sources do not give
+# them. RTX cards communicate through the host; with up to four GPUs per node the bandwidth is doubled.
 NVLINK, PCIE, ETHERNET = 135.0, 3.75, 0.55
 
 
 def inside(kind: str, gpus: int) -> float:
-    """GB/s between GPUs of a node of Sailor's."""
+    """GB/s between GPUs of one of Sailor's nodes."""
     return NVLINK if kind == "gh200-96" else PCIE * (2 if gpus <= 4 else 1)
 
 
-# The 500 W part, which keeps up less of the same peak; its share is fitted.
+# The 500 W H100, which sustains a smaller share of the same peak; the share is fitted.
 H100_500W = {"name": "h100-500w", "memory_gib": 94.0, "fp32": 67.0, "tf32": 494.0, "fp16": 989.0, "bf16": 989.0,
              "fp8": 1979.0,
              "bandwidth_gb": 2400.0, "units": 132, "watts": 500.0, "link_gb": 450.0, "sustained": 0.45}  # fmt: skip
@@ -277,7 +276,7 @@ def torchtitan(folder: Path) -> Iterator[Case]:
         axis = {name: int(n) for name, n in re.findall(r"(FSDP|TP|PP|CP)(\d+)", row["parallelism"])}
         data, tensor, context, pipeline = (axis.get(name, 1) for name in ("FSDP", "TP", "CP", "PP"))
         local, length, gpus = int(row["local_batch"]), int(row["seq"]), int(row["n_gpus"])
-        micro = max(1, local // pipeline)  # As many micro-batches as pipeline ranks, unless told otherwise.
+        micro = max(1, local // pipeline)  # By default as many micro-batches as pipeline ranks.
         virtual = 2 if "nterleaved" in row["technique"] and pipeline > 1 else 1
         model = {"family": "llama", "layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads,
                  "ffn": ffn, "vocab": 128256}  # fmt: skip
@@ -304,7 +303,7 @@ def torchtitan(folder: Path) -> Iterator[Case]:
 
 
 def titan(technique: str) -> Software:
-    """TorchTitan as a row of its tables has it: layers are compiled but where FSDP alone is named."""
+    """TorchTitan as in a row of its tables: layers are compiled, except where only FSDP is listed."""
     found = TORCHTITAN
     if technique == "FSDP":
         found = replace(
@@ -325,11 +324,11 @@ def cases(folder: Path) -> list[Case]:
     ]
 
 
-# Bytes that the driver counts beside PyTorch's: the context, loaded kernels, and NCCL's buffers, of which NVLink's many
-# channels need more. Fitted on Sailor's eight runs of two clusters.
+# Bytes that the driver counts in addition to PyTorch's: the context, loaded kernels, and NCCL's buffers, which are
+# larger with NVLink's many channels. Fitted on Sailor's eight runs on two clusters.
 BESIDE, BESIDE_ON_NVLINK = 2.65 * 2**30, 4.65 * 2**30
 
 
 def beside(here: Cluster) -> float:
-    """What a process takes on the GPUs of a cluster beside PyTorch's memory."""
+    """Bytes of a process on a GPU in addition to PyTorch's memory."""
     return BESIDE_ON_NVLINK if any(here.inside(nodes).bandwidth > 64e9 for nodes in here.nodes) else BESIDE

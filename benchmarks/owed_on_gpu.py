@@ -1,16 +1,16 @@
-"""Everything that is owed on a GPU (docs/roadmap.md), in order of value, each within its own time.
+"""Runs the GPU measurements that are still missing (docs/roadmap.md), most important first, each with a time limit.
 
     python benchmarks/owed_on_gpu.py --out owed.json --model smol --text wikitext2-valid.txt --more english-prose.txt
-    python benchmarks/owed_on_gpu.py --out tiny.json --tiny         # the same road on a CPU, in about two minutes
+    python benchmarks/owed_on_gpu.py --out tiny.json --tiny         # the same on a CPU, in about two minutes
 
-Each measurement is a program of its own in this folder. What it prints is written to --out at once, a line at a time
-and by rename, so that whatever cuts this off (a lease that ends, a kill) loses nothing. The same command goes on behind
-what --out has finished; --minutes stops it before a lease does: nothing is begun that would not fit. A measurement that
-fails, or runs out of time, is told and the next one begun.
+Each measurement is a program in this folder. Its output is written to --out after every line, by rename, so that an
+interruption (the end of a lease, a kill) loses nothing. The same command continues after the measurements that --out
+has. --minutes is a time limit: measurements that would exceed it are not started. A measurement that fails or times out
+is recorded, and the next one starts.
 
 --out is JSON: {"device", "versions", "steps": [{"name", "command", "page", "bar", "begun", "seconds", "state",
 "reached", "lines", "tail"}]}. `state` is running, done, failed, out of time or left out (and why); `lines` are the
-objects that the program printed; `reached` holds them to the bar, where one number says so.
+objects that the program printed; `reached` says whether they reach the bar, if the bar is a number.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ class Step:
     """Seconds."""
     reached: Callable[[Lines], bool | None]
     lacks: str | None = None
-    """What it needs and is not there."""
+    """A missing requirement."""
 
 
 def main() -> None:
-    """Take the steps that are left."""
+    """Run the remaining steps."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--model", help="SmolLM2-135M: a Hugging Face folder, or a GGUF")
-    parser.add_argument("--text", help="a text to learn from and to measure on (benchmarks/mask_quality.py)")
-    parser.add_argument("--more", nargs="*", default=[], help="texts to learn from")
+    parser.add_argument("--text", help="a text for training and evaluation (benchmarks/mask_quality.py)")
+    parser.add_argument("--more", nargs="*", default=[], help="more texts for training")
     parser.add_argument("--only", nargs="*", help="names of steps")
-    parser.add_argument("--again", action="store_true", help="steps that failed or ran out of time, too")
+    parser.add_argument("--again", action="store_true", help="also run steps again that failed or timed out")
     parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
@@ -73,7 +73,7 @@ def main() -> None:
     if options.only:
         unknown = set(options.only) - {step.name for step in steps}
         if unknown:
-            parser.error(f"no step is called {', '.join(sorted(unknown))}: {', '.join(step.name for step in steps)}")
+            parser.error(f"unknown step {', '.join(sorted(unknown))}; known: {', '.join(step.name for step in steps)}")
         steps = [step for step in steps if step.name in options.only]
     end = time.monotonic() + 60 * options.minutes
     record = Record(options.out, "steps", device=device(), versions=versions(*PACKAGES))
@@ -83,16 +83,16 @@ def main() -> None:
         if step.lacks is not None:
             put(record, step, state=f"left out: {step.lacks}")
         elif time.monotonic() + step.limit > end:
-            print(f"{step.name} may take {step.limit} s, which would not fit: not begun", flush=True)
+            print(f"{step.name} may take {step.limit} s, more than the time left: not started", flush=True)
         else:
             take(step, record)
     print(table(record), flush=True)
 
 
 def whole(options: argparse.Namespace) -> list[Step]:
-    """What is owed, the most telling first."""
-    without_model = None if options.model else "no --model was named"
-    without_text = without_model or (None if options.text else "no --text was named")
+    """The missing measurements, most important first."""
+    without_model = None if options.model else "no --model"
+    without_text = without_model or (None if options.text else "no --text")
     texts = ["--text", str(options.text), "--more", *options.more]
     return [
         Step("kernels", ["sparse_kernels.py"], PAGE,
@@ -113,7 +113,7 @@ def whole(options: argparse.Namespace) -> list[Step]:
 
 
 def tiny() -> list[Step]:
-    """The same road, where nothing is shown about speed."""
+    """The same steps at small size, as a smoke test."""
     commands = {
         "kernels": ["sparse_kernels.py", "--tiny"],
         "mask-training": ["mask_training.py", "--tiny", "--steps", "1"],
@@ -126,7 +126,7 @@ def tiny() -> list[Step]:
 
 
 def take(step: Step, record: Record) -> None:
-    """Run a measurement; its lines are in the record as they come, and it and its children end with its time."""
+    """Run a measurement. Its lines are recorded at once, and it is killed with its children at the time limit."""
     words = [sys.executable, str(HERE / step.command[0]), *step.command[1:]]
     print(f"--- {step.name}: {' '.join(words[1:])}", flush=True)
     begun, lines, tail = time.monotonic(), [], ""
@@ -164,12 +164,12 @@ def take(step: Step, record: Record) -> None:
 
 
 def put(record: Record, step: Step, **reported: Any) -> None:
-    """Write down what is known of a step."""
+    """Record the current state of a step."""
     record.put({"name": step.name, "command": step.command, "page": step.page, "bar": step.bar, **reported})
 
 
 def table(record: Record) -> str:
-    """All of it for a person."""
+    """All steps as a text table."""
     rows = [f"{'step':16} {'state':28} {'seconds':>8}  reached  bar"]
     for each in record.known["steps"]:
         reached = {True: "yes", False: "no", None: "-"}[each.get("reached")]
@@ -178,7 +178,7 @@ def table(record: Record) -> str:
 
 
 def parsed(line: str) -> dict[str, Any] | None:
-    """The object that a line is, if it is one."""
+    """The JSON object of a line; None if it is not one."""
     try:
         found = json.loads(line)
     except ValueError:
@@ -187,7 +187,7 @@ def parsed(line: str) -> dict[str, Any] | None:
 
 
 def verdict(step: Step, lines: Lines) -> bool | None:
-    """Whether the bar was reached; nobody knows where a number is missing."""
+    """Whether the bar was reached; None if a number is missing."""
     try:
         return step.reached(lines)
     except (KeyError, StopIteration, ZeroDivisionError, TypeError):
@@ -195,17 +195,17 @@ def verdict(step: Step, lines: Lines) -> bool | None:
 
 
 def value(lines: Lines, what: str, key: str) -> float:
-    """A number of the line that speaks of something."""
+    """A number from the line with this `what`."""
     return float(next(line[key] for line in lines if line.get("what") == what))
 
 
 def ratio(lines: Lines, ours: str, theirs: str) -> float:
-    """How many times their tokens a second are ours."""
+    """Our tokens per second divided by theirs."""
     return value(lines, ours, "tokens_per_second") / value(lines, theirs, "tokens_per_second")
 
 
 def kernels(lines: Lines) -> bool | None:
-    """Rows with a bar name the least gain ("above 0.74"); of several algorithms for one product the best counts."""
+    """Rows with a bar give the minimum gain ("above 0.74"); of several algorithms for one product the best counts."""
     gains: dict[tuple[str, str], float] = {}
     for row in (row for line in lines for row in line.get("rows", []) if row["wanted"].startswith("above")):
         key = re.sub(r"algorithm \d+, ", "", row["what"]), row["wanted"].split()[1]
@@ -215,7 +215,7 @@ def kernels(lines: Lines) -> bool | None:
 
 
 def quality(lines: Lines) -> bool:
-    """The best of the learned masks counts, and must beat SparseGPT with its update."""
+    """The best learned mask counts, and must be better than SparseGPT with weight updates."""
     best = min(line["perplexity"] for line in lines if line["what"].startswith("learned"))
     return best <= 1.2 * value(lines, "dense", "perplexity") and best < value(lines, "sparsegpt", "perplexity")
 

@@ -1,4 +1,4 @@
-"""The same weights for both sides of a comparison: a Hugging Face folder or GGUF, opened by transformers and by us."""
+"""Loads the same weights, a Hugging Face folder or a GGUF, with transformers and with steelyard."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""How far the planner's predictions are from measured training steps, beside what published simulators reach.
+"""Errors of the planner's predictions for measured training steps, compared with published simulators.
 
     python benchmarks/plan_accuracy.py FOLDER [--cases]     FOLDER holds the measurements, one csv file per source
 
-Read are, where they are there: vtrain_ground_truth_single.csv and _multi.csv (A100), amp_real_trials.csv (T4, V100+T4),
-sailor_validation_measured.csv (GH200, mixed RTX), korthikanti2022_table5_a100.csv, torchtitan_benchmarks.csv (H100).
-`measured_steps.py` describes them all, and FASOP's example job. Per set: mean absolute percentage error, rank
+Files that are read if they exist: vtrain_ground_truth_single.csv and _multi.csv (A100), amp_real_trials.csv (T4,
+V100+T4), sailor_validation_measured.csv (GH200, mixed RTX), korthikanti2022_table5_a100.csv, torchtitan_benchmarks.csv
+(H100). `measured_steps.py` describes them and FASOP's example job. Per set: mean absolute percentage error, rank
 correlation (Spearman, over the whole set), and regret (within groups of the same model and batch: how much slower the
-plan is that would have been chosen than the best). Then memory, for every case that has it.
-The measurements are not part of the package; docs/plan.md says what was calibrated on which of them.
+chosen plan is than the best). Then memory, for every case that has it.
+The measurements are not part of the package; docs/plan.md lists what was calibrated on which of them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def spearman(one: np.ndarray, other: np.ndarray) -> float:
 
 
 def memory(found: list[Case], details: bool) -> None:
-    """Predicted and measured memory of the fullest rank, by set; of FASOP's example job what its log says of ranks."""
+    """Print predicted and measured memory of the fullest rank, by set; for FASOP's example job, of logged ranks."""
     print("\nmemory            cases    MAPE    bias   rank")
     sets: dict[str, list[tuple[float, float, str]]] = {}
     for case in found:

@@ -1,11 +1,11 @@
-"""How large a report is, how long it takes to write and to open: 1,000 steps of 64 ranks, made up.
+"""Size of a report, and the time to write and to open it, for a synthetic run of 1,000 steps on 64 ranks.
 
     PYTHONPATH=. python benchmarks/report.py [FOLDER] [--steps 1000] [--ranks 64] [--beside PAGE] [--screenshot FILE]
 
-The run is synthetic and says so in its name: eight stages of eight data-parallel ranks, eight micro-batches, a 1F1B
-timetable with noise, and a few steps in which one rank is slow. Opening is timed in Chromium through Playwright, from
-asking for the page until the first curve is drawn, the timeline, and everything. `--beside` opens another report of the
-same run in turns with it, for instance one that an older checkout wrote; the medians of `--times` openings are told.
+The run has eight stages of eight data-parallel ranks, eight micro-batches, a 1F1B schedule with noise, and a few steps
+in which one rank is slow. Opening is timed in Chromium through Playwright, from the request until the first curve, the
+timeline, and everything is drawn. `--beside` alternates with another report of the same run, such as one of an older
+checkout. The medians of `--times` openings are printed.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _metrics(run: Run, steps: int) -> None:
 
 
 def _timeline(path: Path, stage: int, rank: int, steps: int, chance: random.Random) -> None:
-    """A rank's spans by the schedule's own timetable; what is left between passes is receiving."""
+    """Write a rank's spans by the simulated schedule; the time between passes is `receive`."""
     forward = tuple(8e-3 if one in (0, STAGES - 1) else 7e-3 for one in range(STAGES))
     times = Times(forward, tuple(2 * one for one in forward), (0.0,) * STAGES, (4e-4,) * (STAGES - 1))
     events = pipeline_sim.events(times, "1f1b", STAGES, 1, MICRO_BATCHES)
@@ -93,7 +93,7 @@ def _timeline(path: Path, stage: int, rank: int, steps: int, chance: random.Rand
             begin = close + 1_000_000
 
 
-# Asked at every frame, so that what is there has been painted. Reports drew their curves by plotly before.
+# Checked at every frame, so that what exists has been painted. Older reports draw their curves with plotly.
 CLOCK = """
 window.seen = {};
 const place = (name) => document.querySelector(name);
@@ -111,13 +111,13 @@ const parts = {
 
 
 def opened(page: Path, screenshot: Path | None = None) -> tuple[dict[str, float], list[str]]:
-    """Seconds until Chromium has drawn the parts of a page, and what its console complained of."""
+    """Seconds until Chromium has drawn the parts of a page, and the errors of its console."""
     from playwright.sync_api import sync_playwright
 
     complaints: list[str] = []
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        # Asking the page needs a right that its own policy denies.
+        # The page's Content-Security-Policy would block evaluate().
         tab = browser.new_page(viewport={"width": 1300, "height": 900}, bypass_csp=True)
         tab.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
         tab.on("pageerror", lambda error: complaints.append(str(error)))
@@ -132,14 +132,14 @@ def opened(page: Path, screenshot: Path | None = None) -> tuple[dict[str, float]
 
 
 def timed(pages: list[Path], times: int, screenshot: Path | None) -> dict[str, object]:
-    """The pages in turns: their sizes, and the median seconds until each part is there."""
+    """Open the pages alternately; returns their sizes, and the median seconds until each part is drawn."""
     found: dict[Path, list[dict[str, float]]] = {page: [] for page in pages}
     complaints: list[str] = []
     for number in range(times):
         for page in pages:
-            seconds, said = opened(page, screenshot if (number, page) == (0, pages[0]) else None)
+            seconds, errors = opened(page, screenshot if (number, page) == (0, pages[0]) else None)
             found[page].append(seconds)
-            complaints += said
+            complaints += errors
     reported: dict[str, object] = {
         str(page): {"MB": round(page.stat().st_size / 1e6, 2)}
         | {f"{part}_seconds": round(statistics.median(one[part] for one in each), 2) for part in each[0]}
@@ -149,7 +149,7 @@ def timed(pages: list[Path], times: int, screenshot: Path | None) -> dict[str, o
 
 
 def main() -> None:
-    """Make the run, write its report, open it, and print the figures."""
+    """Create the run, write its report, open it, and print the numbers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path)
     parser.add_argument("--steps", type=int, default=1000)

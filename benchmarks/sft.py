@@ -1,12 +1,12 @@
-"""Tuning on conversations, side by side with TRL's SFTTrainer on the same model and text, in one run.
+"""Supervised fine-tuning, compared with TRL's SFTTrainer on the same model and text, in one run.
 
     python benchmarks/sft.py --shape smollm2-135m [--length 2048] [--steps 30] [--micro-batch 8] [--tiny]
 
-Random weights of a shipped shape, made-up conversations whose lengths are spread as those of chat data are. TRL runs
-with what its documentation recommends for speed: bf16, packing by best fit, fused kernels where the `liger_kernel`
-package is there, flash attention where `flash_attn` is, compiled and not; the best of these is its figure. Both count
-the tokens that are no padding; the first steps, in which things are compiled, are not counted, and nobody waits for the
-GPU within those that are, but we do at every tenth, for its line of the log. `--tiny` tries it all out on a CPU.
+Random weights of a shipped config, and synthetic conversations with the length distribution of chat data. TRL runs with
+the settings that its documentation recommends for speed: bf16, best-fit packing, fused kernels if `liger_kernel` is
+installed, flash attention if `flash_attn` is, compiled and not; the best of these counts. Both count tokens without
+padding. The first steps, which compile, do not count. In the others neither synchronizes with the GPU, except that
+steelyard does at every tenth step, for its log line. `--tiny` is a smoke test on a CPU.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ TINY = ["model.layers=2", "model.hidden=64", "model.heads=4", "model.kv_heads=2"
 
 
 def main() -> None:
-    """Measure both and print a line each."""
+    """Measure both, and print a line for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="smollm2-135m")
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--micro-batch", type=int, default=8)
     parser.add_argument("--precision", default="bf16", help="ours; TRL has bf16")
-    parser.add_argument("--alone", action="store_true", help="leave TRL out")
-    parser.add_argument("--no-compile", dest="compile", action="store_false", help="try TRL only as it is not compiled")
+    parser.add_argument("--alone", action="store_true", help="do not run TRL")
+    parser.add_argument("--no-compile", dest="compile", action="store_false", help="run TRL only without torch.compile")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     if options.steps % WARM_UP:
-        parser.error(f"--steps is a multiple of {WARM_UP}")
+        parser.error(f"--steps must be a multiple of {WARM_UP}")
     folder = Path(tempfile.mkdtemp(prefix="steelyard-sft-"))
     try:
         talks = made_up(options.micro_batch * (options.steps + WARM_UP) * 14, folder / "talks.jsonl", options.tiny)
         base = a_model(options, folder)
         row("steelyard", options, ours(base, folder, talks, options))
         if options.alone or find_spec("trl") is None:
-            row("trl", options, {"left_out": "not asked for" if options.alone else "it is not installed"})
+            row("trl", options, {"left_out": "--alone" if options.alone else "not installed"})
             return
         attentions = ["sdpa", *(["flash_attention_2"] if find_spec("flash_attn") else [])]
         tried = []
@@ -72,19 +72,19 @@ def main() -> None:
 
 
 def row(what: str, options: argparse.Namespace, found: dict[str, Any]) -> None:
-    """Print a measurement, and leave the GPU's memory to the next."""
+    """Print a measurement, and free the GPU's memory for the next."""
     print(json.dumps({"what": what, "shape": options.shape, **found}), flush=True)
     if on_gpu():
         torch.cuda.empty_cache()
 
 
 def on_gpu() -> bool:
-    """Whether there is one."""
+    """Whether a GPU is available."""
     return torch.cuda.is_available()
 
 
 def made_up(number: int, path: Path, tiny: bool) -> list[dict[str, Any]]:
-    """Conversations with lengths as chat data has them: many short, some long."""
+    """Conversations with the length distribution of chat data: many short, some long."""
     chance, rows = random.Random(0), []
     for _ in range(number):
         size = int(chance.lognormvariate(2.0 if tiny else 4.6, 0.9)) + 2
@@ -110,7 +110,7 @@ def a_model(options: argparse.Namespace, folder: Path) -> Path:
 
 
 def ours(base: Path, folder: Path, talks: list[Any], options: argparse.Namespace) -> dict[str, Any]:
-    """Tokens a second of `steelyard sft`, from the records of its run."""
+    """Tokens per second of `steelyard sft`, from the records of its run."""
     precision = options.precision if on_gpu() else "fp32"
     words = [
         "finetune.template=chatml", f"data.sequence_length={options.length}",
@@ -138,7 +138,7 @@ def ours(base: Path, folder: Path, talks: list[Any], options: argparse.Namespace
 def theirs(
     base: Path, folder: Path, talks: list[Any], options: argparse.Namespace, attention: str, compiled: bool
 ) -> dict[str, Any]:
-    """Tokens a second of TRL's trainer."""
+    """Tokens per second of TRL's trainer."""
     import datasets
     import transformers
     import trl
@@ -173,7 +173,7 @@ def _Clock() -> Any:
     import transformers
 
     class Clock(transformers.TrainerCallback):
-        """Notes when the first steps and all steps have ended."""
+        """Records the times after the warm-up and after the last step."""
 
         def __init__(self) -> None:
             self.ends: list[float] = []

@@ -1,17 +1,17 @@
-"""Every kernel of sparsity on one GPU: held to its plain twin, then timed against what it must beat.
+"""All sparsity kernels on one GPU: checked against the reference version, then timed against a baseline.
 
-    python benchmarks/sparse_kernels.py                 # all of it, on one GPU
-    python benchmarks/sparse_kernels.py masked decode   # parts of it
-    python benchmarks/sparse_kernels.py --tiny          # on a CPU, interpreted: does it run?
+    python benchmarks/sparse_kernels.py                 # all parts, on one GPU
+    python benchmarks/sparse_kernels.py masked decode   # some parts
+    python benchmarks/sparse_kernels.py --tiny          # interpreted on a CPU, as a smoke test
 
-masked   forward and backward of a linear map whose masks are learned, beside a dense trainable one (three products), a
-         dense frozen one (two) and the plain version; memory held between the passes
-decode   1 to 16 rows with a compressed 2:4 matrix, beside the dense product, for each way there is
-prefill  thousands of rows through cuSPARSELt, beside the dense product
-prune    SparseGPT on one matrix, beside the algorithm as it is published, written straight down
+masked   forward and backward of a linear layer with learned masks, compared with a dense trainable layer (three
+         products), a dense frozen one (two) and the reference version; memory held between the passes
+decode   1 to 16 rows with a compressed 2:4 matrix, compared with the dense product, for each kernel variant
+prefill  thousands of rows through cuSPARSELt, compared with the dense product
+prune    SparseGPT on one matrix, compared with a direct implementation of the published algorithm
 
-Times are of recorded CUDA graphs, medians of replays. Matrices of `decode` take turns with others of their size, so
-that none is found in the cache. Prints a table and, after each part, one line of JSON.
+Times are medians of replays of CUDA graphs. `decode` alternates between several matrices of the same size, so that none
+is in the L2 cache. Prints a table and, after each part, one line of JSON.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-if not torch.cuda.is_available():  # Kernels are interpreted then; Triton wants to know before it is imported.
+if not torch.cuda.is_available():  # Interpret the kernels; this must be set before Triton is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from torch import Tensor
@@ -53,7 +53,7 @@ ROWS: list[dict[str, Any]] = []
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured."""
+    """The measured sizes."""
 
     masked: tuple[tuple[int, int], ...] = ((4096, 4096), (11008, 4096))
     tokens: int = 4096
@@ -70,15 +70,17 @@ TINY = Sizes(((16, 32),), 8, ((32, 2048),), (1, 3), ((32, 64),), (24,), (32, 64)
 
 
 def main() -> None:
-    """Measure what the command line asks for."""
+    """Run the measurements of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = {"masked": masked, "decode": few_rows, "prefill": prefill, "prune": prune}
-    parser.add_argument("parts", nargs="*", help=f"of {', '.join(parts)}; left out: all")
-    parser.add_argument("--tiny", action="store_true", help="sizes that an interpreter gets through")
-    parser.add_argument("--all-ways", action="store_true", help="a row for each way of decode, not for the best alone")
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(parts)}; default: all")
+    parser.add_argument("--tiny", action="store_true", help="sizes that are small enough for the interpreter")
+    parser.add_argument(
+        "--all-ways", action="store_true", help="a row for each kernel variant of decode, not only for the best"
+    )
     options = parser.parse_args()
     if DEVICE.type != "cuda" and not options.tiny:
-        parser.error("there is no GPU here; --tiny runs on a CPU and shows nothing about speed")
+        parser.error("there is no GPU; --tiny runs on a CPU, without meaningful speeds")
     device = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu"
     for name in options.parts or parts:
         ROWS.clear()
@@ -87,7 +89,7 @@ def main() -> None:
 
 
 def row(what: str, milliseconds: float, beside: float | None = None, wanted: str = "", **more: Any) -> None:
-    """Print a measurement; a gain is how many times faster it is than what stands beside it."""
+    """Print a measurement; `gain` is the speedup over the baseline `beside`."""
     gain = None if beside is None else round(beside / milliseconds, 3)
     ROWS.append({"what": what, "ms": round(milliseconds, 5), "gain": gain, "wanted": wanted, **more})
     reported = "  ".join(f"{key} {value}" for key, value in more.items())
@@ -98,13 +100,13 @@ def row(what: str, milliseconds: float, beside: float | None = None, wanted: str
 
 
 def masked(sizes: Sizes, options: argparse.Namespace) -> None:
-    """A linear map whose masks are learned."""
+    """Measure linear layers with learned masks."""
     for outputs, inputs in sizes.masked:
         masked_map(outputs, inputs, sizes.tokens)
 
 
 def masked_map(outputs: int, inputs: int, tokens: int) -> None:
-    """One of them."""
+    """Measure one linear layer with learned masks."""
     weight, x, grad = (random(*size) for size in ((outputs, inputs), (tokens, inputs), (tokens, outputs)))
     logits = 0.01 * random(outputs, inputs // 4, 6, dtype=torch.float32)
     place, salt = GroupOffset(0, 0, inputs // 4), gumbel.salt_of(0, "benchmark")
@@ -138,7 +140,7 @@ def masked_map(outputs: int, inputs: int, tokens: int) -> None:
 
 
 def few_rows(sizes: Sizes, options: argparse.Namespace) -> None:
-    """Few rows with a compressed matrix: what writing is made of."""
+    """Measure few rows with a compressed matrix, as in decoding."""
     for outputs, inputs in sizes.decode:
         copies = -(-CACHE_BYTES // (outputs * inputs * 9 // 8)) if DEVICE.type == "cuda" else 1
         whole = [pruned(outputs, inputs) for _ in range(copies)]
@@ -149,7 +151,7 @@ def few_rows(sizes: Sizes, options: argparse.Namespace) -> None:
 
 
 def few_rows_of(x: Tensor, whole: list[Tensor], compressed: list[Packed], all_ways: bool) -> None:
-    """So many rows, by every way."""
+    """Measure the rows of `x` with every kernel variant."""
     outputs, inputs = whole[0].shape
     name = f"{len(x)} rows, {outputs}x{inputs}"
     expected = (x.float() @ whole[0].float().t()).to(x.dtype)
@@ -159,7 +161,7 @@ def few_rows_of(x: Tensor, whole: list[Tensor], compressed: list[Packed], all_wa
     for way in sparse_gemv.ways(len(x), compressed[0]):
         try:
             error = difference(sparse_gemv.few_rows(x, compressed[0], way), expected)
-        except Exception as problem:  # A way that this GPU or this Triton cannot go must not hide the others.
+        except Exception as problem:  # A variant that this GPU or Triton does not support must not hide the others.
             print(f"  {shown(way)} failed: {problem}", flush=True)
             continue
         assert error < 0.02, f"{way}: {error}"
@@ -172,7 +174,7 @@ def few_rows_of(x: Tensor, whole: list[Tensor], compressed: list[Packed], all_wa
 
 
 def prefill(sizes: Sizes, options: argparse.Namespace) -> None:
-    """Many rows: cuSPARSELt where it is, and the dense matrix made for the moment."""
+    """Measure many rows: cuSPARSELt if available, and a temporary dense matrix."""
     for outputs, inputs in sizes.prefill:
         whole = pruned(outputs, inputs)
         compressed = packed(*compress(whole))
@@ -185,7 +187,7 @@ def prefill(sizes: Sizes, options: argparse.Namespace) -> None:
 
 
 def many_rows_of(x: Tensor, whole: Tensor, compressed: Packed, form: Tensor | None) -> None:
-    """So many rows, by cuSPARSELt's usual algorithm, by the one it finds best, and expanded."""
+    """Measure the rows of `x` with cuSPARSELt's default and its best algorithm, and with the expanded matrix."""
     name = f"{len(x)} rows, {whole.shape[0]}x{whole.shape[1]}"
     plain = timed(lambda: F.linear(x, whole))
     row(f"dense {name}", plain)
@@ -201,7 +203,7 @@ def many_rows_of(x: Tensor, whole: Tensor, compressed: Packed, form: Tensor | No
 
 
 def prune(sizes: Sizes, options: argparse.Namespace) -> None:
-    """SparseGPT on one matrix: collecting x x^T, and walking the columns."""
+    """Measure SparseGPT on one matrix: accumulating x x^T, and pruning the columns."""
     outputs, inputs = sizes.prune
     weight = random(outputs, inputs)
     windows = [random(sizes.length, inputs) for _ in range(sizes.windows)]
@@ -225,7 +227,7 @@ def prune(sizes: Sizes, options: argparse.Namespace) -> None:
 
 
 def published(weight: Tensor, windows: list[Tensor]) -> Tensor:
-    """SparseGPT's algorithm for 2:4, straight from the paper: windows one by one, columns one by one."""
+    """SparseGPT's algorithm for 2:4 as in the paper: one window and one column at a time."""
     columns = weight.shape[1]
     hessian = torch.zeros(columns, columns, device=weight.device)
     for seen, window in enumerate(windows, start=1):
@@ -263,7 +265,7 @@ def published(weight: Tensor, windows: list[Tensor]) -> Tensor:
 
 
 def shown(way: sparse_gemv.Way | sparse_mma.Form) -> str:
-    """A way in few words."""
+    """A kernel variant as text."""
     reported = " ".join(f"{field.name} {getattr(way, field.name)}" for field in dataclasses.fields(way))
     return f"cores {reported}" if isinstance(way, sparse_mma.Form) else reported
 
@@ -280,12 +282,12 @@ def pruned(outputs: int, inputs: int) -> Tensor:
 
 
 def difference(a: Tensor, b: Tensor) -> float:
-    """The norm of a difference, relative to that of what is meant."""
+    """The norm of the difference, relative to the norm of the expected tensor `b`."""
     return round(((a.float() - b.float()).norm() / b.float().norm().clamp(min=1e-30)).item(), 6)
 
 
 def held(forward: Callable[[], Tensor], weight: Tensor) -> float | None:
-    """Bytes that a forward pass keeps for the backward, beside its output, for each weight."""
+    """Bytes per weight that a forward pass keeps for the backward pass, without its output."""
     if DEVICE.type != "cuda":
         return None
     forward()
@@ -297,7 +299,7 @@ def held(forward: Callable[[], Tensor], weight: Tensor) -> float | None:
 
 
 def clocked(function: Callable[[], object]) -> float:
-    """Milliseconds by the clock, the device's work included."""
+    """Wall milliseconds, including the device's work."""
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
     begun = time.perf_counter()

@@ -1,11 +1,11 @@
-"""SparseGPT on one matrix, side by side with a straightforward reference, in one run.
+"""SparseGPT on one matrix, compared with a direct reference implementation, in one run.
 
     python benchmarks/sparsegpt.py                                                          # 4096 x 4096 on a GPU
     python benchmarks/sparsegpt.py --size 512 --windows 8 --length 256 --device cpu         # small, anywhere
 
-Both see the same bf16 inputs, sum x x^T, factor the damped inverse, and prune to 2:4 with the update. The reference
-takes the paper at its word: inputs in fp32, one column at a time, a product for each update. The best of the rounds
-counts, and the outputs' errors are printed, which must agree.
+Both take the same bf16 inputs, sum x x^T, factor the damped inverse, and prune to 2:4 with the update. The reference
+follows the paper literally: inputs in fp32, one column at a time, a product for each update. The best of the rounds
+counts. The output errors are printed and must agree.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from steelyard.sparsity.patterns import Pattern
 
 
 def main() -> None:
-    """Measure what the command line asks for."""
+    """Run the measurement of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, default=4096)
     parser.add_argument("--windows", type=int, default=128)
@@ -53,7 +53,7 @@ def main() -> None:
 
 def _best(way: Callable[[], Tensor], rounds: int, device: torch.device) -> tuple[float, Tensor]:
     times = []
-    for _ in range(rounds + 1):  # The first warms up.
+    for _ in range(rounds + 1):  # The first is the warm-up.
         begun = time.perf_counter()
         pruned = way()
         if device.type == "cuda":

@@ -1,17 +1,16 @@
-"""Text to token files: steelyard beside Megatron's way and beside the fastest library that gives the same ids.
+"""Text to token files: steelyard compared with Megatron's preprocessing and with the fastest library with equal ids.
 
     python benchmarks/text_to_tokens.py --tokenizer vocab.json,merges.txt --text prose.txt --text more.txt
     [--mebibytes 256]
 
-Everything runs in this one call on the same documents. Rates are MiB of text per CPU-second over all processes, so
-that they read as "per core". - Megatron's way, as its preprocessing script does it: a worker turns text into token
-strings and those into ids with a Hugging Face
-  tokenizer, sends lists to one writer, and that writes with megatron-core's builder. It is slow, so it gets the first
-  4 MiB.
-- Encoding only: each library on documents that lie in memory, ids thrown away. Equal ids are checked first. -
-steelyard: the whole command, from the jsonl on disk to the finished pair of files; the start of its processes, which
-does
-  not grow with the corpus, is measured on eight documents and shown both ways.
+Everything runs in one call on the same documents. Rates are MiB of text per CPU second over all processes, that is, per
+core.
+
+- Megatron's preprocessing: a worker turns text into token strings and those into ids with a Hugging Face tokenizer, and
+  sends lists to one writer, which uses megatron-core's builder. It is slow, so it gets only the first 4 MiB.
+- Encoding only: each library on documents in memory; the ids are discarded. They are checked for equality first.
+- steelyard: the full command, from the jsonl on disk to the finished token files. The start of its processes, which
+  does not grow with the corpus, is measured on eight documents. Rates are shown with and without it.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ def main() -> None:
         with open(corpus, "w", encoding="utf-8") as file:
             for _ in range(repeats):
                 file.writelines(json.dumps({"text": d}, ensure_ascii=False) + "\n" for d in documents)
-        print(f"{len(documents)} documents, {size:.1f} MiB of text, {repeats} times over\n")
-        rows = [("Megatron's way, text to files", megatrons_way(options.tokenizer, documents, folder))]
+        print(f"{len(documents)} documents, {size:.1f} MiB of text, repeated {repeats} times\n")
+        rows = [("Megatron's preprocessing, text to files", megatrons_way(options.tokenizer, documents, folder))]
         rows += encoding_only(options.tokenizer, documents, repeats)
         few = Path(folder) / "few.jsonl"
         few.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents[:8]), encoding="utf-8")
@@ -58,19 +57,19 @@ def main() -> None:
         one, one_wall = steelyard(options.tokenizer, corpus, folder, 1)
         _, two_wall = steelyard(options.tokenizer, corpus, folder, 2)
         total = size * repeats
-        rows.append(("steelyard, text to files, start included", total / one))
+        rows.append(("steelyard, text to files, including start", total / one))
         rows.append(("steelyard, text to files", total / (one - start)))
     for name, rate in rows:
-        print(f"{name:45} {rate:8.2f} MiB per CPU-second")
+        print(f"{name:45} {rate:8.2f} MiB per CPU second")
     best_name, best = max(rows[1:-2], key=lambda row: row[1])
-    print(f"\nagainst Megatron's way: {rows[-1][1] / rows[0][1]:.1f} times")
-    print(f"against encoding only with {best_name}: {rows[-1][1] / best:.2f}")
+    print(f"\nsteelyard relative to Megatron's preprocessing: {rows[-1][1] / rows[0][1]:.1f}")
+    print(f"steelyard relative to encoding only with {best_name}: {rows[-1][1] / best:.2f}")
     faster = (one_wall - start_wall) / (two_wall - start_wall)
-    print(f"from 1 to 2 workers, by the clock: {faster:.2f} times, {one_wall / two_wall:.2f} with the start")
+    print(f"wall-time speedup from 1 to 2 workers: {faster:.2f}; including start: {one_wall / two_wall:.2f}")
 
 
 def make_documents(paths: list[Path]) -> list[str]:
-    """Documents of a few kilobytes, cut between lines."""
+    """Documents of a few kilobytes, split between lines."""
     documents, lines, size = [], [], 0
     for path in paths:
         for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
@@ -83,7 +82,7 @@ def make_documents(paths: list[Path]) -> list[str]:
 
 
 def encoding_only(source: str, documents: list[str], repeats: int) -> list[tuple[str, float]]:
-    """Each library alone, on text in memory."""
+    """The rate of each library, on text in memory."""
     from steelyard.text import tokenizer as tokenizers
 
     loaded = tokenizers.load_tokenizer(source)
@@ -104,7 +103,7 @@ def encoding_only(source: str, documents: list[str], repeats: int) -> list[tuple
     size = sum(len(document.encode()) for document in documents) / MEBIBYTE
     for name, (encode, times) in candidates.items():
         if [list(ids) for ids in encode()] != reference:
-            print(f"{name}: other ids, left out")
+            print(f"{name}: skipped, its ids differ")
             continue
         start = time.process_time()
         for _ in range(times):
@@ -130,14 +129,14 @@ def _tiktoken(loaded, documents):
 
 
 def _byte_characters() -> dict[int, str]:
-    """The printable stand-ins of byte-level vocabularies."""
+    """The printable characters for bytes in byte-level vocabularies."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
 
 
 def megatrons_way(source: str, documents: list[str], folder: str) -> float:
-    """A worker that sends lists, and one writer."""
+    """The rate of Megatron's preprocessing: a worker that sends lists, and one writer."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import torch
@@ -176,7 +175,7 @@ def _tokens_then_ids(line: str) -> list[int]:
 
 
 def steelyard(source: str, corpus: Path, folder: str, workers: int) -> tuple[float, float]:
-    """The whole command: CPU-seconds and seconds."""
+    """Run the full command; returns CPU seconds and wall seconds."""
     words = ["data", "tokenize", "--input", str(corpus), "--tokenizer", source, "--workers", str(workers)]
     words += ["--output-prefix", f"{folder}/{corpus.stem}{workers}", "--append-eod", "--quiet"]
     before, start = _cpu(), time.perf_counter()

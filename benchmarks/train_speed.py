@@ -1,11 +1,11 @@
-"""Training speed on one GPU, side by side with transformers, in one run.
+"""Training speed on one GPU, compared with transformers, in one run.
 
     python benchmarks/train_speed.py llama --precision bf16 fp8 --peer
     python benchmarks/train_speed.py gpt2 --peer
 
-Whole optimizer steps on random tokens: forward, backward, clipping, fused AdamW. The median step counts. MFU is of the
-GPU's dense bf16 peak, 6 per multiplying parameter and token plus causal attention counted half. `--floor` times the
-step's matrix products and attention alone, one after the other: what no training step of this shape can beat.
+Full optimizer steps on random tokens: forward, backward, clipping, fused AdamW. The median step counts. MFU is relative
+to the GPU's dense bf16 peak, with 6 FLOPs per matmul parameter and token, plus half of full attention (causal).
+`--floor` times only the matrix products and attention of the step, one after the other: a lower bound of its time.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ SHAPES = {
 
 
 def main() -> None:
-    """Measure what the command line asks for."""
+    """Run the measurement of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", choices=SHAPES)
-    parser.add_argument("overrides", nargs="*", help="of the recipe, like train.micro_batch=8")
+    parser.add_argument("overrides", nargs="*", help="recipe overrides, such as train.micro_batch=8")
     parser.add_argument("--precision", nargs="+", default=["bf16"])
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--peer", action="store_true", help="time transformers, compiled under autocast, as well")
-    parser.add_argument("--floor", action="store_true", help="time the matrix products and attention alone as well")
+    parser.add_argument("--peer", action="store_true", help="also time transformers, compiled and under autocast")
+    parser.add_argument("--floor", action="store_true", help="also time only the matrix products and attention")
     parser.add_argument("--profile", action="store_true", help="print where the time of one step goes")
     options = parser.parse_args()
     name, overrides = SHAPES[options.shape]
@@ -130,7 +130,7 @@ def theirs(recipe: Recipe, steps: int) -> tuple[float, float, list[float]]:
 
 
 def floor(recipe: Recipe) -> float:
-    """Seconds for the step's matrix products and attention alone, in bf16, each timed on its own and added up."""
+    """Seconds of the step's matrix products and attention in bf16, timed separately and summed."""
     shape, length = recipe.model, recipe.data.sequence_length
     rows = recipe.train.global_batch * length
     head_dim = shape.hidden // shape.heads
@@ -156,14 +156,14 @@ def floor(recipe: Recipe) -> float:
 
 
 def products(rows: int, inputs: int, outputs: int) -> float:
-    """Seconds for the three products of a linear map: forward, gradient of the input, gradient of the weight."""
+    """Seconds of the three products of a linear layer: forward, gradient of the input, gradient of the weight."""
     x, w, g = (torch.randn(*size, device="cuda", dtype=torch.bfloat16)
                for size in ((rows, inputs), (outputs, inputs), (rows, outputs)))  # fmt: skip
     return timed(lambda: (x @ w.t(), g @ w, g.t() @ x), 10)
 
 
 def data(recipe: Recipe) -> Iterator[np.ndarray]:
-    """Batches of random tokens, some of them repeated so that there is something to learn."""
+    """Batches of random tokens with repetitions, so that the loss can decrease."""
     random = np.random.RandomState(0)
     rows = [
         random.randint(0, min(recipe.model.vocab, 1000), (recipe.train.global_batch, recipe.data.sequence_length + 1))
@@ -174,7 +174,7 @@ def data(recipe: Recipe) -> Iterator[np.ndarray]:
 
 
 def timed(step: Callable[[], object], steps: int) -> float:
-    """The median seconds of a call after a warm-up; on a GPU of the device's time, which calls do not wait for."""
+    """The median seconds of a call after a warm-up; on a GPU, device time, without synchronizing after each call."""
     for _ in range(5):
         step()
     if not torch.cuda.is_available():
@@ -202,7 +202,7 @@ def profile(step: Callable[[], object]) -> None:
 
 
 def memory() -> float:
-    """The most GPU memory allocated since the last call, in GiB."""
+    """Peak allocated GPU memory since the last call, in GiB."""
     if not torch.cuda.is_available():
         return 0.0
     most = torch.cuda.max_memory_allocated() / 2**30

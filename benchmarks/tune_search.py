@@ -15,7 +15,7 @@ from tests.tune.test_study import SPACE, TRAIN, TUNE
 
 
 def main() -> None:
-    """Print, for each seed, the place of what was found among all settings, and after how many trials."""
+    """Print, for each seed, the rank of the best trial among all settings, and the number of that trial."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=6)
     arguments = parser.parse_args()
@@ -36,7 +36,7 @@ def main() -> None:
                 measured.line(f"loss: {losses[tuple(trial.params.values())]}")
                 study.end(trial, TrialEnd(FINISHED, "", 1.0), [measured])
                 found.append(measured.value)
-            print(f"seed {seed}: place {order.index(min(found)) + 1}, trial {found.index(min(found)) + 1}", flush=True)
+            print(f"seed {seed}: rank {order.index(min(found)) + 1}, trial {found.index(min(found)) + 1}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What watching costs: 64 ranks' logs that grow fast, and a log of a gigabyte.
+"""The cost of `steelyard watch`: with fast-growing logs of 64 ranks, and with logs of 1 GiB.
 
     PYTHONPATH=. python benchmarks/watch.py [--seconds 20] [--rate 50000]
 
-A second process writes to the streams of 64 hosts, the metrics and the device samples; `steelyard watch --follow` runs
-on the folder as its own process, and its CPU time is measured from outside, start included and excluded. Bars: under 5%
-of one core, and under a second from the start to the page on a log of 1 GiB.
+A second process writes the output of 64 hosts, the metrics and the GPU samples. `steelyard watch --follow` runs on the
+folder as a separate process, and its CPU time is measured with and without its start. Targets: under 5% of one core,
+and under a second from the start to the page with a log of 1 GiB.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from steelyard.core import files
 from steelyard.core.run import session
 
 HOSTS = 64
-FORK = multiprocessing.get_context("fork")  # the helpers need no import of their own
+FORK = multiprocessing.get_context("fork")  # the helper processes import nothing again
 RECIPE = """
 [model]
 family = "gpt"
@@ -45,7 +45,7 @@ global_batch = 64
 
 
 def make(folder: Path) -> None:
-    """A run that seems to live."""
+    """Write a run folder that looks like an active run."""
     (folder / "logs").mkdir(parents=True)
     (folder / "hosts").mkdir()
     (folder / "recipe.toml").write_text(RECIPE)
@@ -57,7 +57,7 @@ def make(folder: Path) -> None:
 
 
 def write(folder: Path, rate: int, stop: float) -> None:
-    """Append so many bytes a second to each of the 128 logs, and a record and 64 samples a second."""
+    """Append `rate` bytes per second to each of the 128 logs, and a record and 64 samples per second."""
     line = b"[rank0] step 12345/1000000  loss 4.1234  grad_norm 1.234  some Warning: the usual talk of a library\n"
     device = {"index": 0, "name": "H200", "utilisation": 99, "memory_used": 1, "memory_total": 2, "processes": [{}]}
     step = 0
@@ -78,7 +78,7 @@ def write(folder: Path, rate: int, stop: float) -> None:
 
 
 def cpu_seconds(process: int) -> float:
-    """CPU time of a process and of what it started and has waited for."""
+    """CPU time of a process and of its children that have ended."""
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return sum(int(field) for field in fields[11:15]) / os.sysconf("SC_CLK_TCK")
 
@@ -94,16 +94,16 @@ def following(folder: Path, seconds: float, rate: int) -> None:
         before, began = cpu_seconds(watcher.pid), time.time()
         time.sleep(seconds / 2)
         used, passed = cpu_seconds(watcher.pid) - before, time.time() - began
-        print(f"{mode:10} {100 * used / passed:.2f}% of one core, {cpu_seconds(watcher.pid):.2f} s with its start")
+        print(f"{mode:10} {100 * used / passed:.2f}% of one core, {cpu_seconds(watcher.pid):.2f} s including start")
         watcher.kill()
         watcher.wait()
     writer.join()
     grown = sum(path.stat().st_size for path in (folder / "logs").iterdir())
-    print(f"{HOSTS} hosts, {2 * HOSTS * rate / 1e6:.1f} MB/s written, {grown / 1e6:.0f} MB in all")
+    print(f"{HOSTS} hosts, {2 * HOSTS * rate / 1e6:.1f} MB/s written, {grown / 1e6:.0f} MB in total")
 
 
 def start(folder: Path, mode: str) -> subprocess.Popen[bytes]:
-    """Watch in a process of its own; as a terminal it gets one from `script`-like plumbing: a pseudo-terminal."""
+    """Start a watching process, with a pseudo-terminal in terminal mode."""
     command = [sys.executable, "-m", "steelyard", "watch", str(folder)]
     if mode == "--follow":
         return subprocess.Popen([*command, mode], stdout=subprocess.DEVNULL)
@@ -115,7 +115,7 @@ def start(folder: Path, mode: str) -> subprocess.Popen[bytes]:
 
 
 def drain(descriptor: int) -> None:
-    """Read what a terminal would show."""
+    """Read and discard the output of a terminal."""
     try:
         while os.read(descriptor, 1 << 16):
             pass
@@ -129,14 +129,14 @@ def _children() -> float:
 
 
 def forget(path: Path) -> None:
-    """Have a file's pages leave the cache."""
+    """Drop a file from the page cache."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def starting(folder: Path) -> None:
-    """Measure the time to the page on logs of 1 GiB that nobody has read yet: they are taken out of the cache."""
+    """Measure the time to the page with logs of 1 GiB that are not in the page cache."""
     line = b"step 12345/1000000  loss 4.1234  grad_norm 1.234  some Warning: the usual talk of a library\n"
     chunk = line * ((64 << 20) // len(line))
     logs = [folder / "logs" / f"{socket.gethostname()}.{kind}" for kind in ("out", "err")]
@@ -152,17 +152,17 @@ def starting(folder: Path) -> None:
         began, before = time.perf_counter(), _children()
         command = [sys.executable, "-m", "steelyard", "watch", "--once", str(folder)]
         reported = subprocess.run(command, capture_output=True, text=True)
-        assert "says: KeyError: the first line (and 1 more)" in reported.stdout, reported
+        assert ": KeyError: the first line (and 1 more)" in reported.stdout, reported
         passed, used = time.perf_counter() - began, _children() - before
         print(f"two logs of 1 GiB: the page after {passed:.2f} s, {used:.2f} s of CPU")
     print(f"largest process so far {resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024:.0f} MiB")
 
 
 def main() -> None:
-    """Both measurements."""
+    """Run both measurements."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=40)
-    parser.add_argument("--rate", type=int, default=50_000, help="bytes a second into each of 128 logs")
+    parser.add_argument("--rate", type=int, default=50_000, help="bytes per second into each of 128 logs")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as base:
         for name, measure in (

@@ -1,6 +1,6 @@
-"""The public Python API: each function is a few lines over the one that the command of the same task calls.
+"""The public Python API: thin functions over those that the command line uses.
 
-Import it as `import steelyard as sy`. torch is imported by the functions that need it.
+Import it as `import steelyard as sy`. Only functions that need torch import it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 PathLike = str | os.PathLike[str]
 RecipeLike = Recipe | PathLike
-SECONDS_SEARCHED = 5.0  # in the error logs of a run, which may be very long
+SECONDS_SEARCHED = 5.0  # limit for the search in error logs, which may be very long
 
 
 def build_model(recipe: RecipeLike, seed: int | None = None) -> LanguageModel:
@@ -62,7 +62,7 @@ class LoadedModel:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that was named, or the checkpoint's own."""
+        """The given tokenizer, or the checkpoint's."""
         from steelyard.evaluate.load_model import tokenizer_for
 
         return tokenizer_for(self.source, self._tokenizer)
@@ -79,9 +79,9 @@ class LoadedModel:
         return writer.text(prompt, Sampling(max_tokens, temperature, top_k, top_p, seed))
 
     def perplexity(self, text: str, sequence_length: int | None = None, stride: int | None = None) -> float:
-        """Return the perplexity of a text, in windows as `steelyard eval ppl` cuts them (docs/evaluate.md).
+        """Return the perplexity of a text, with the windows of `steelyard eval ppl` (docs/evaluate.md).
 
-        Without `sequence_length` a window is as long as the model sees, 4096 tokens at most, or the text if shorter.
+        By default a window is as long as the model's context, at most 4096 tokens, or the text if it is shorter.
         """
         import numpy as np
 
@@ -102,7 +102,7 @@ def load_model(
 ) -> LoadedModel:  # fmt: skip
     """Load a checkpoint of any format for inference: a run, a Hugging Face folder or name, GGUF, Megatron.
 
-    `mask` is a mask file through which the weights are read.
+    `mask` is a mask file that is applied to the weights.
     """
     from steelyard.evaluate.load_model import loaded
     from steelyard.sparsity import pruned_source
@@ -151,9 +151,9 @@ def prune(
 
 
 def plan(recipe: RecipeLike, cluster: Cluster | PathLike, objective: str = "time", top: int = 10) -> SearchResult:
-    """Search the layouts of a recipe on a cluster; `plans` of the result has the best first.
+    """Search the layouts of a recipe on a cluster; `plans` of the result is sorted, best first.
 
-    `objective` is `time`, `cost`, `energy`, or `pareto` for all plans that no other beats in both time and price.
+    `objective` is `time`, `cost`, `energy`, or `pareto` for the Pareto front of time and price.
     """
     from steelyard.planning import cluster as clusters
     from steelyard.planning.search import search
@@ -165,7 +165,7 @@ def plan(recipe: RecipeLike, cluster: Cluster | PathLike, objective: str = "time
 
 
 class OpenedRun:
-    """A run folder, read anew at every access."""
+    """A run folder. Properties read its files at every access."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -175,7 +175,7 @@ class OpenedRun:
 
     @property
     def path(self) -> Path:
-        """The run folder, which `load_model` takes too."""
+        """The run folder, which `load_model` also accepts."""
         return self._run.path
 
     @property
@@ -185,12 +185,12 @@ class OpenedRun:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe that the run follows."""
+        """The recipe of the run."""
         return self._run.recipe()
 
     @property
     def metrics(self) -> dict[str, list[Any]]:
-        """The records of `metrics.jsonl` as columns of one length, with None where a record has no such value."""
+        """The records of `metrics.jsonl` as columns of equal length; missing values are None."""
         records = self._run.metrics()
         names = dict.fromkeys(name for record in records for name in record)
         return {name: [record.get(name) for record in records] for name in names}
@@ -204,7 +204,7 @@ class OpenedRun:
         return judge(RunState(self.path).refresh().search(SECONDS_SEARCHED))[0]
 
     def report(self, path: PathLike | None = None) -> Path:
-        """Write the report as one HTML file, `report.html` in the run folder unless named; returns its path."""
+        """Write the report as one HTML file, by default `report.html` in the run folder. Returns its path."""
         from steelyard.observe import report
 
         return report.write(self._run, None if path is None else Path(path))
@@ -218,9 +218,9 @@ def open_run(path: PathLike) -> OpenedRun:
 def train(
     recipe: RecipeLike, run: PathLike | None = None, extension: Extension | None = None, resume: str = "auto"
 ) -> OpenedRun:
-    """Train in this process as a recipe says, or resume an unfinished run of it; `run` is the folder.
+    """Train a recipe in this process, or resume an unfinished run of it; `run` is the run folder.
 
-    Without `extension` the recipe's `[sparsity]` is followed, as `steelyard train` does.
+    Without `extension` the recipe's `[sparsity]` applies, as in `steelyard train`.
     """
     from steelyard.sparsity import sparsity_extension
     from steelyard.training import trainer
@@ -233,7 +233,7 @@ def train(
 def finetune(
     recipe: RecipeLike, run: PathLike | None = None, destination: PathLike | None = None, resume: str = "auto"
 ) -> OpenedRun:
-    """Finetune in this process as `[finetune]` says, and export a finished run for transformers.
+    """Fine-tune a recipe with `[finetune]` in this process, and export a finished run for transformers.
 
     The export goes to `destination`, or to `hf` in the run folder.
     """

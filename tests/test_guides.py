@@ -330,6 +330,6 @@ def test_the_guide_to_profiling_works_as_written(place):
     assert "Rank 0: 2 steps" in said[0]
     assert "Of 2 ranks" in said[1]
     assert "Rank 1: 1 step," in said[2]
-    assert "Memory held at most" in said[3]
+    assert "Peak memory" in said[3]
     assert "Timeline of my-recipe-profile-2" in Path("before-and-after.html").read_text()
     assert 'id="spans-0"' in Path("runs/timed/report.html").read_text()

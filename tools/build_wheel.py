@@ -1,7 +1,7 @@
-"""Builds the source distribution, and from it the wheel, without touching the checkout.
+"""Builds the source distribution, and the wheel from it, without changing the checkout.
 
-setuptools keeps a `build` folder beside the sources; files that were deleted since stay in it and end up in the next
-wheel. So the sources are copied first. Nothing is downloaded: the setuptools of the environment builds.
+setuptools keeps a `build` folder next to the sources. Files that were deleted since stay in it and would be part of the
+next wheel, so the sources are copied first. Nothing is downloaded: the environment's setuptools builds.
 
 Use: `.venv/bin/python tools/build_wheel.py [DIR]`, or `make wheel`.
 """
@@ -22,9 +22,9 @@ BUILD = "import sys; from setuptools import build_meta as b; print(getattr(b, 'b
 
 
 def main() -> None:
-    """Print the two files."""
+    """Build, and print the paths of both files."""
     parser = argparse.ArgumentParser(description="Build the source distribution and the wheel.")
-    parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "dist", help="where to put them")
+    parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "dist", help="output folder")
     for file in build(parser.parse_args().folder):
         print(file)
 
@@ -50,10 +50,10 @@ def build(folder: Path) -> tuple[Path, Path]:
 
 
 def run_backend(kind: str, folder: Path, source: Path) -> str:
-    """Let setuptools build one of the two; gives the file's name, its last line."""
+    """Build one distribution with setuptools; returns the file name, which is its last line of output."""
     done = subprocess.run([sys.executable, "-c", BUILD, kind, folder], cwd=source, capture_output=True, text=True)
     if done.returncode:
-        sys.exit(f"error: setuptools could not build the {kind}\n{done.stderr}")
+        sys.exit(f"error: setuptools cannot build the {kind}\n{done.stderr}")
     return done.stdout.splitlines()[-1]
 
 

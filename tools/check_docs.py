@@ -108,7 +108,7 @@ def links_of(page: Page) -> Iterator[tuple[int, str]]:
 
 
 def check_links(root: Path, page: Page, pages: dict[str, Page]) -> Iterator[Problem]:
-    """Every link to a file or an anchor of this repository leads somewhere."""
+    """Every link to a file or an anchor of this repository has an existing target."""
     for number, target in links_of(page):
         if re.match(r"[a-z]+:", target):
             continue

@@ -1,11 +1,11 @@
-"""Checks that every pinned version installs on each supported Python and processor, without having any of them.
+"""Checks that every pinned version can be installed on each supported Python and architecture, on any machine.
 
-For each pin it reads the package's page on the index and looks for a wheel that fits the target, or a source
-distribution (listed, since pip then builds it). The dependencies of the packages installed here are evaluated for each
-target too: a dependency that only another Python needs must be pinned as well.
+For each pin it reads the package's page on the index and looks for a wheel for the target, or a source distribution
+(listed, since pip has to build it). The dependencies of the packages installed here are also evaluated for each
+target: a dependency that only another Python needs must be pinned as well.
 
-Use: `.venv/bin/python tools/check_pins.py [--index URL] [--json FILE]`. Exits with 1 if a pin fits nowhere or a
-dependency has no pin.
+Use: `.venv/bin/python tools/check_pins.py [--index URL] [--json FILE]`. Exits with 1 if a pin has no file for a target
+or a dependency has no pin.
 """
 
 from __future__ import annotations
@@ -43,33 +43,33 @@ from setup import PYTHONS, TORCH, TRITON  # noqa: E402
 FILES = ("requirements.txt", "requirements-dev.txt", "requirements-peers.txt")
 NO_DEPENDENCIES = "requirements-peers.txt"
 MACHINES = ("x86_64", "aarch64")
-GLIBC = (2, 28)  # what PyTorch's own wheels need
+GLIBC = (2, 28)  # minimum of PyTorch's wheels
 LINK = re.compile(r"<a\s([^>]*)>([^<]*)</a>", re.IGNORECASE)
 REQUIRES_PYTHON = re.compile(r'data-requires-python="([^"]*)"', re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Target:
-    """One Python on one kind of processor, under Linux."""
+    """One Python version on one architecture, on Linux."""
 
     python: tuple[int, int]
     machine: str
 
     @property
     def name(self) -> str:
-        """As a column is headed: `3.13 aarch64`."""
+        """Its column heading, such as `3.13 aarch64`."""
         return f"{self.python[0]}.{self.python[1]} {self.machine}"
 
     @cached_property
     def tags(self) -> set[Tag]:
-        """What pip would accept there."""
+        """The wheel tags that pip accepts there."""
         platforms = [f"manylinux_2_{minor}_{self.machine}" for minor in range(GLIBC[1], 4, -1)]
         platforms += [f"manylinux{old}_{self.machine}" for old in ("2014", "2010", "1")] + [f"linux_{self.machine}"]
         interpreter = f"cp{self.python[0]}{self.python[1]}"
         return {*cpython_tags(self.python, platforms=platforms), *compatible_tags(self.python, interpreter, platforms)}
 
     def environment(self) -> dict[str, str]:
-        """What environment markers are evaluated with."""
+        """The variables of environment markers."""
         version = f"{self.python[0]}.{self.python[1]}"
         return {
             "python_version": version,
@@ -81,7 +81,7 @@ class Target:
 
 @dataclass(frozen=True)
 class File:
-    """A wheel of an index, or without tags a source distribution."""
+    """A wheel of an index or, without tags, a source distribution."""
 
     tags: frozenset[Tag]
     requires_python: SpecifierSet
@@ -91,10 +91,10 @@ TARGETS = tuple(Target(python, machine) for machine in MACHINES for python in PY
 
 
 def main() -> int:
-    """Print a table of pins that need a look and a count for each target."""
-    parser = argparse.ArgumentParser(description="Check the pins against every supported Python and processor.")
+    """Print the pins without wheels, and counts for each target."""
+    parser = argparse.ArgumentParser(description="Check the pins for every supported Python and architecture.")
     parser.add_argument("--index", default="https://pypi.org/simple", help="the package index to read")
-    parser.add_argument("--json", type=Path, help="also write each pin's answer for each target here")
+    parser.add_argument("--json", type=Path, help="also write the result of each pin and target to this file")
     given = parser.parse_args()
     pins = read_pins()
     with ThreadPoolExecutor(8) as pool:
@@ -110,7 +110,7 @@ def main() -> int:
 
 
 def read_pins() -> dict[str, Requirement]:
-    """Every pin by its name, torch and triton with them."""
+    """All pins by name, including torch and triton."""
     found = [Requirement(TORCH), Requirement(TRITON), *(pin for file in FILES for pin in read_file(file))]
     return {canonicalize_name(pin.name): pin for pin in found}
 
@@ -122,7 +122,7 @@ def read_file(name: str) -> list[Requirement]:
 
 
 def fetch(index: str, pin: Requirement) -> list[File]:
-    """The files of the pinned version that the index has."""
+    """The files of the pinned version on the index."""
     url = f"{index.rstrip('/')}/{canonicalize_name(pin.name)}/"
     with urllib.request.urlopen(urllib.request.Request(url, headers={"Accept": "text/html"}), timeout=60) as answer:
         page = answer.read().decode("utf-8")
@@ -131,7 +131,7 @@ def fetch(index: str, pin: Requirement) -> list[File]:
 
 
 def read_link(attributes: str, name: str, pin: Requirement) -> File | None:
-    """One link of an index's page, unless it is withdrawn, another version, or no wheel and no source distribution."""
+    """The file of a link; None if it is yanked, another version, or neither a wheel nor a source distribution."""
     try:
         if name.endswith(".whl"):
             _, version, _, tags = parse_wheel_filename(name)
@@ -146,7 +146,7 @@ def read_link(attributes: str, name: str, pin: Requirement) -> File | None:
 
 
 def offer(files: list[File], pin: Requirement, target: Target) -> str:
-    """What the index has of a pin for a target: `wheel`, `sdist`, `none`, or `not needed` where a marker says so."""
+    """What the index has for a pin and a target: `wheel`, `sdist`, `none`, or `not needed` by its marker."""
     if pin.marker and not pin.marker.evaluate(target.environment()):
         return "not needed"
     fitting = [file for file in files if target.environment()["python_full_version"] in file.requires_python]
@@ -156,7 +156,7 @@ def offer(files: list[File], pin: Requirement, target: Target) -> str:
 
 
 def unpinned(pins: dict[str, Requirement]) -> list[str]:
-    """Dependencies of pinned packages that a target needs and no pin gives, or only in a version that does not fit."""
+    """Dependencies of pinned packages that have no pin for a target, or a pin with an incompatible version."""
     loose = {canonicalize_name(pin.name) for pin in read_file(NO_DEPENDENCIES)} | {"torch", "triton"}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     lines = set()
@@ -179,7 +179,7 @@ def unpinned(pins: dict[str, Requirement]) -> list[str]:
 
 @cache
 def requirements_of(name: str) -> list[Requirement]:
-    """What a package installed here needs; nothing is known of one that is not installed."""
+    """The dependencies of an installed package; empty if it is not installed."""
     try:
         return [Requirement(text) for text in metadata.requires(name) or []]
     except metadata.PackageNotFoundError:
@@ -187,7 +187,7 @@ def requirements_of(name: str) -> list[Requirement]:
 
 
 def lacks(pins: dict[str, Requirement], requirement: Requirement, target: Target) -> bool:
-    """Whether the pin of something that a target needs is missing or another version."""
+    """Whether the pin of a requirement is missing for a target or has an incompatible version."""
     pin = pins.get(canonicalize_name(requirement.name))
     if pin is None or (pin.marker and not pin.marker.evaluate(target.environment())):
         return True
@@ -196,7 +196,7 @@ def lacks(pins: dict[str, Requirement], requirement: Requirement, target: Target
 
 
 def show(table: dict[str, dict[str, str]], pins: dict[str, Requirement]) -> None:
-    """Pins that are not a wheel everywhere, then how many are what for each target."""
+    """Print the pins that do not have a wheel for every target, and the counts for each target."""
     for name, row in table.items():
         if set(row.values()) != {"wheel"}:
             print(f"{pins[name]}: " + ", ".join(f"{target} {kind}" for target, kind in row.items()))

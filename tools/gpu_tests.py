@@ -1,15 +1,15 @@
-"""Everything of the test suite that needs a GPU: the tests marked `gpu`, and layouts over NCCL on 2 and 4 ranks.
+"""Runs all tests that need a GPU: the tests marked `gpu`, and layouts over NCCL on 2 and 4 ranks.
 
     python tools/gpu_tests.py                              # make test-gpu
-    python tools/gpu_tests.py --out gpu.json --minutes 9   # a slice; the same command continues behind it
+    python tools/gpu_tests.py --out gpu.json --minutes 9   # a part; the same command continues after it
     python tools/gpu_tests.py --device cpu --only "tensor*"  # the same program over gloo, without a GPU
 
-The ranks share one GPU (tools/shared_gpu.py), or have one each where there are four. Every layout is compared with one
-process on the same GPU (tests/parallel/gpu_cases.py). --out is JSON, on disk after every case:
+The ranks share one GPU (tools/shared_gpu.py), or have one each if there are four. Every layout is compared with one
+process on the same GPU (tests/parallel/gpu_cases.py). --out is JSON, written after every case:
 {"machine", "seconds", "cases": [{"name", "kind", "ranks", "family", "layout", "precision", "compiled", "tolerance",
-"difference", "state", "begun", "seconds", "error"}]}; a case of kind `tests` is a file of tests, with how many passed.
+"difference", "state", "begun", "seconds", "error"}]}; a case of kind `tests` is a test file, with the number of passes.
 
-Exit code: 0 all selected cases passed; 1 some failed; 2 it cannot run here; 3 some are left for the next slice.
+Exit code: 0 all selected cases passed; 1 some failed; 2 it cannot run here; 3 some remain for the next call.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from xml.etree import ElementTree
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
-import shared_gpu  # noqa: E402 - beside this file
+import shared_gpu  # noqa: E402 - in this folder
 from slices import Record, device, versions  # noqa: E402
 
 FILES = (
@@ -46,13 +46,15 @@ MOST_FAILURES = 4
 
 
 def main() -> int:
-    """Run the cases that are left."""
+    """Run the remaining cases."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("gpu-tests.json"))
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no case that would not fit")
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="time limit; cases that would exceed it are not started"
+    )
     parser.add_argument("--only", nargs="*", metavar="PATTERN", help='names of cases, such as "tensor*" "*compiled"')
-    parser.add_argument("--again", action="store_true", help="run cases that failed or ran out of time again")
+    parser.add_argument("--again", action="store_true", help="run cases again that failed or timed out")
     parser.add_argument(
         "--nccl", metavar="LIBNCCL", help=f"a libnccl.so.2 of 2.30 or later; also ${shared_gpu.OVERRIDE}"
     )
@@ -72,7 +74,7 @@ def main() -> int:
     if options.only:
         names = [name for name in names if any(fnmatch.fnmatch(name, pattern) for pattern in options.only)]
     if options.list or not names:
-        print("\n".join(names) or f"no case is named like {' '.join(options.only)}")
+        print("\n".join(names) or f"no case matches {' '.join(options.only)}")
         return 0 if names else 2
     record = Record(options.out, "cases", machine=place.machine)
     try:
@@ -88,34 +90,34 @@ def main() -> int:
 
 
 def prepared(options: argparse.Namespace) -> Place:
-    """Where the ranks run."""
+    """Check the machine, and return where the ranks run."""
     machine: dict[str, Any] = {"device": device(), "versions": versions(*PACKAGES)}
     if options.device == "cpu" or options.list:
         return Place("cpu", machine | {"device": "cpu"})
-    found = shared_gpu.gpus()
-    if len(found) >= 4:
+    gpus = shared_gpu.gpus()
+    if len(gpus) >= 4:
         return Place("cuda", machine | {"sharing": "a GPU for each rank"})
     try:
         library, number = shared_gpu.nccl(options.nccl)
     except shared_gpu.CannotRun as reason:
-        print(f"no layouts: {reason}\nhint: {reason.hint}", file=sys.stderr)
+        print(f"layouts are skipped: {reason}\nhint: {reason.hint}", file=sys.stderr)
         return Place("cuda", machine, why_not=str(reason))
     return Place("cuda", machine | {"nccl": ".".join(map(str, number))}, library)
 
 
 class Place:
-    """The pool of ranks, started when the first layout needs it and replaced, with MPS, after a failure."""
+    """The pool of ranks. It starts with the first layout, and is restarted together with MPS after a failure."""
 
     def __init__(self, kind: str, machine: dict[str, Any], library: Path | None = None, why_not: str = "") -> None:
         self.kind, self.machine, self.library, self.why_not = kind, machine, library, why_not
         self.mps = shared_gpu.Mps(ranks=4)
         self.layouts: Any = None
         self.failures = 0
-        """Errors of the last cases, in a row: on a machine where nothing works, a lease is not spent on timeouts."""
+        """Consecutive errors. After `MOST_FAILURES` of them no more layouts run, to save time on a broken machine."""
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def open(self) -> None:
-        """Start MPS and make the folder that all runs are in. The ranks themselves are started by their first job."""
+        """Start MPS and create the folder of all runs. The ranks start with their first job."""
         from tests.conftest import TINY, write_tokens
         from tests.parallel.conftest import Layouts
         from tests.parallel.ranks import Ranks
@@ -125,11 +127,11 @@ class Place:
         write_tokens(folder / "tokens_text_document")
         (folder / "tiny.toml").write_text(TINY)
         os.environ.update({"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"})
-        # Compiled layers of all ranks share a cache; each rank compiles on some cores of its own.
+        # All ranks share a cache of compiled layers; each rank compiles on its own cores.
         os.environ.update({"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TORCHINDUCTOR_COMPILE_THREADS": "4"})
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         self._share()
-        # CUDA does not survive a fork; a rank that crashed has left MPS unusable, so that nothing is done once more.
+        # CUDA does not work after a fork. A crashed rank makes MPS unusable, so there are no retries.
         ranks = Ranks(folder) if self.kind == "cpu" else Ranks(folder, "spawn", retries=0)
         self.layouts = Layouts(folder, ranks, [f"train.device={self.kind}", "parallel.timeout_minutes=3"])
 
@@ -142,7 +144,7 @@ class Place:
         self.machine["sharing"] = shared
 
     def run(self, case: Any, record: Record, end: float) -> None:
-        """Run a case, if it fits, and write down what came of it."""
+        """Run a case, if there is time for it, and record the result."""
         from tests.parallel.gpu_cases import compared
 
         entry = {"name": case.name, **case.described}
@@ -189,7 +191,7 @@ class Place:
 
 
 def run_file(name: str, record: Record, end: float) -> None:
-    """Run a file's tests that are marked `gpu` in a process of their own."""
+    """Run the tests of a file that are marked `gpu` in a separate process."""
     if not fits(name, FILE_SECONDS, end):
         return
     began, entry = time.monotonic(), {"name": name, "kind": "tests", "begun": now()}
@@ -207,7 +209,7 @@ def run_file(name: str, record: Record, end: float) -> None:
 
 
 def counted(path: Path) -> dict[str, Any]:
-    """How many tests of a report passed and were skipped, and what the others said."""
+    """The numbers of passed and skipped tests of a report, and the messages of failed ones."""
     if not path.exists():
         return {"passed": 0, "error": "pytest wrote no report"}
     tests = list(ElementTree.parse(path).iter("testcase"))
@@ -222,10 +224,10 @@ def counted(path: Path) -> dict[str, Any]:
 
 
 def fits(name: str, seconds: float, end: float) -> bool:
-    """Whether a case that takes so long would end in time."""
+    """Whether a case of `seconds` would end in time."""
     if time.monotonic() + seconds <= end:
         return True
-    print(f"{name}: left for the next slice, it takes about {seconds:.0f} s", flush=True)
+    print(f"{name}: takes about {seconds:.0f} s; left for the next call", flush=True)
     return False
 
 
@@ -237,12 +239,12 @@ def report(entry: dict[str, Any], record: Record) -> None:
         numbers = f"{entry.get('passed', 0)} tests"
     print(f"{entry['state']:8} {entry['name']:44} {numbers:20} {entry['seconds']:6.1f} s", flush=True)
     if error := entry.get("error"):
-        said = error.items() if isinstance(error, dict) else [("", error[-ERROR_CHARACTERS // 3 :])]
-        print("\n".join(f"    {name} {words}" for name, words in said), flush=True)
+        messages = error.items() if isinstance(error, dict) else [("", error[-ERROR_CHARACTERS // 3 :])]
+        print("\n".join(f"    {name} {text}" for name, text in messages), flush=True)
 
 
 def summary(record: Record, names: list[str]) -> int:
-    """Print how many cases of those selected are in which state; the exit code that says so."""
+    """Print the number of selected cases in each state, and return the exit code."""
     entries = [each for each in record.known["cases"] if each["name"] in names]
     record.known["seconds"] = round(sum(each.get("seconds", 0) for each in record.known["cases"]), 1)
     if entries:
@@ -251,14 +253,14 @@ def summary(record: Record, names: list[str]) -> int:
     left_out = {each["state"] for each in entries if each["state"].startswith("left out")}
     passed = sum(each["state"] == "passed" for each in entries)
     left = len(names) - passed - len(failed)
-    print(f"{passed} passed, {len(failed)} failed, {left} left; {record.known['seconds']} s in all: {record.path}")
+    print(f"{passed} passed, {len(failed)} failed, {left} left; {record.known['seconds']} s in total: {record.path}")
     for each in sorted(left_out):
         print(each)
     return 1 if failed else 2 if left_out else 3 if left else 0
 
 
 def now() -> str:
-    """The time, for a record."""
+    """The current time in UTC, for a record."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 

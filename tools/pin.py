@@ -1,6 +1,6 @@
-"""Writes requirements.txt and requirements-dev.txt: the exact versions installed here of everything the project needs.
+"""Writes requirements.txt and requirements-dev.txt: the installed versions of all dependencies of the project.
 
-Use: install what you want in .venv (`.venv/bin/pip install -U pydantic`), run the tests, then `.venv/bin/python
+Use: change packages in .venv (`.venv/bin/pip install -U pydantic`), run the tests, then `.venv/bin/python
 tools/pin.py`.
 """
 
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def closure(requirements: Iterable[str]) -> set[str]:
-    """The names of these packages and all they need on this machine, what their extras need with it."""
+    """The names of these packages and of all their dependencies on this machine, including those of extras."""
     seen: set[tuple[str, str]] = set()
     waiting = [pair for text in requirements for pair in parts(Requirement(text))]
     while waiting:
@@ -67,12 +67,12 @@ def closure(requirements: Iterable[str]) -> set[str]:
 
 
 def parts(requirement: Requirement) -> list[tuple[str, str]]:
-    """The package that a requirement names, alone and with each of its extras."""
+    """The package of a requirement, without extra and with each of its extras."""
     return [(canonicalize_name(requirement.name), extra) for extra in ("", *requirement.extras)]
 
 
 def write(file: str, names: Iterable[str], title: str) -> None:
-    """One pinned package a line."""
+    """Write a requirements file with one pin per line."""
     pins = [f"{name}=={re.sub(r'[+].*', '', metadata.version(name))}" for name in sorted(names)]
     (ROOT / file).write_text(f"# {title} Written by tools/pin.py.\n" + "\n".join(pins) + "\n", encoding="utf-8")
 

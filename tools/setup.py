@@ -1,8 +1,8 @@
-"""Makes `.venv` from the pinned requirements. Runs on the bare machine, so it uses the standard library alone.
+"""Creates `.venv` from the pinned requirements. It runs before anything is installed, so it has no dependencies.
 
-torch comes first and exactly, from PyTorch's own index for the wanted variant where that can be reached: the
-registries' default build pulls gigabytes of CUDA packages onto machines without a GPU. A stamp remembers what was
-installed; while it matches, there is nothing to do. `--use` leaves out what only work on Steelyard needs: images.
+torch is installed first, from PyTorch's index for the chosen variant if that is reachable: the default build on PyPI
+pulls gigabytes of CUDA packages onto machines without a GPU. A stamp records what was installed; while it matches,
+nothing is done. `--use` skips what only the development of Steelyard needs; container images use it.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ STAMP = VENV / "steelyard-setup"
 REQUIREMENTS = [ROOT / "requirements.txt", ROOT / "requirements-dev.txt"]
 PEERS = ROOT / "requirements-peers.txt"
 TORCH = "torch==2.13.0"
-TRITON = "triton==3.9.0"  # Builds of torch for GPUs bring their own; on a CPU the tests of kernels interpret them.
+TRITON = "triton==3.9.0"  # GPU builds of torch include it; on a CPU the kernel tests use its interpreter.
 TORCH_INDEX = "https://download.pytorch.org/whl"
 EXTRAS = "all"
 VARIANTS = ("cpu", "cu126", "cu128", "cu130")
-OLDEST_MACOS = 14  # of torch's wheels
-WSL_DRIVER = "/usr/lib/wsl/lib/nvidia-smi"  # Windows brings the driver; the folder need not be on PATH.
+OLDEST_MACOS = 14  # minimum of torch's wheels
+WSL_DRIVER = "/usr/lib/wsl/lib/nvidia-smi"  # The driver comes from Windows; the folder may not be in PATH.
 PYTHONS = ((3, 11), (3, 12), (3, 13), (3, 14))
 
 
 def main() -> None:
     """Bring `.venv` up to date."""
-    parser = argparse.ArgumentParser(description="Make .venv from the pinned requirements.")
+    parser = argparse.ArgumentParser(description="Create .venv from the pinned requirements.")
     parser.add_argument("--torch", choices=("auto", *VARIANTS), default="auto", help="which build of PyTorch")
-    parser.add_argument("--use", action="store_true", help="for using Steelyard: all optional parts, no tools or tests")
+    parser.add_argument("--use", action="store_true", help="all optional dependencies, but no development tools")
     given = parser.parse_args()
     if STAMP.is_file() and STAMP.read_text(encoding="utf-8") == stamp(given.torch, given.use):
         return
@@ -55,15 +55,15 @@ def main() -> None:
 
 
 def install_for_use() -> None:
-    """Steelyard and what it can use, in the pinned versions."""
+    """Install Steelyard with all optional dependencies, in the pinned versions."""
     run, work = REQUIREMENTS
     pip("install", f"--requirement={run}")
     pip("install", f"--constraint={work}", "--no-build-isolation", "--editable", f"{ROOT}[{EXTRAS}]")
 
 
 def install_for_work(build: str) -> None:
-    """Steelyard and all that it is developed and tested with."""
-    is_linux = platform.system() == "Linux"  # Triton has wheels for Linux alone, and Megatron's helper is built there.
+    """Install Steelyard with its development and test dependencies."""
+    is_linux = platform.system() == "Linux"  # Triton has wheels only for Linux, and Megatron's helper is built there.
     if build == "cpu" and is_linux:
         pip("install", "--no-deps", TRITON)
     pip("install", *(f"--requirement={file}" for file in REQUIREMENTS))
@@ -73,35 +73,35 @@ def install_for_work(build: str) -> None:
 
 
 def stamp(variant: str, use: bool) -> str:
-    """What the environment depends on."""
+    """A fingerprint of the inputs of the environment."""
     inputs = b"".join(file.read_bytes() for file in [*REQUIREMENTS, PEERS, ROOT / "pyproject.toml", Path(__file__)])
     purpose = " use" if use else ""
     return f"torch={variant}{purpose} place={ROOT} inputs={hashlib.sha256(inputs).hexdigest()}\n"
 
 
 def refuse_platform(system: str, machine: str, macos: str) -> None:
-    """End with a clear message where torch has no wheels."""
+    """Fail on platforms without torch wheels."""
     if system == "Darwin":
         if machine != "arm64":
-            fail("on macOS steelyard needs a Mac with Apple silicon", "PyTorch has no builds for Intel Macs any more")
+            fail("on macOS steelyard needs a Mac with Apple silicon", "PyTorch no longer has builds for Intel Macs")
         if macos and int(macos.split(".")[0]) < OLDEST_MACOS:
             fail(f"{TORCH} needs macOS {OLDEST_MACOS} or newer; this is {macos}", "update macOS, or train on Linux")
     elif system != "Linux":
-        fail(f"steelyard runs on Linux and macOS; this is {system}", "on Windows install WSL2 and run this inside it")
+        fail(f"steelyard runs on Linux and macOS; this is {system}", "on Windows, install WSL2 and run this inside it")
 
 
 def find_python() -> str:
-    """A Python that the project supports: the one running this, or one on the path."""
+    """A supported Python: the running one, or one in PATH."""
     for candidate in (sys.executable, "python3.12", "python3.13", "python3.14", "python3.11", "python3"):
         if candidate and version_of(candidate) in PYTHONS:
             return candidate
     known = " to ".join(f"{major}.{minor}" for major, minor in (PYTHONS[0], PYTHONS[-1]))
-    hint = "name one with make setup PYTHON=..., or build an image: see containers/"
+    hint = "choose one with make setup PYTHON=..., or build an image: see containers/"
     fail(f"steelyard needs Python {known}; this is {sys.version.split()[0]}", hint)
 
 
 def version_of(python: str) -> tuple[int, int] | None:
-    """Major and minor version of an interpreter, if it runs at all."""
+    """Major and minor version of an interpreter; None if it does not run."""
     question = "import sys; print(*sys.version_info[:2])"
     try:
         answer = subprocess.run([python, "-c", question], capture_output=True, text=True, timeout=30, check=True)
@@ -112,7 +112,7 @@ def version_of(python: str) -> tuple[int, int] | None:
 
 
 def make_venv(python: str) -> None:
-    """An environment with a working pip; one that a killed set-up left half-made is made anew."""
+    """Create an environment with a working pip; an incomplete one of a killed setup is replaced."""
     inside = VENV / "bin" / "python"
     works = inside.exists() and subprocess.run([inside, "-m", "pip", "--version"], capture_output=True).returncode == 0
     if works and version_of(str(inside)) == version_of(python):
@@ -120,29 +120,29 @@ def make_venv(python: str) -> None:
     if subprocess.run([python, "-c", "import ensurepip, venv"], capture_output=True).returncode:
         major, minor = version_of(python) or (3, 11)
         fail(
-            f"{python} cannot make virtual environments: its venv package is missing",
+            f"{python} cannot create virtual environments: its venv package is missing",
             f"on Debian and Ubuntu: apt-get install python3-venv (or python{major}.{minor}-venv), then run this again",
         )
-    print(f"making {VENV.name} with {python}", flush=True)
+    print(f"creating {VENV.name} with {python}", flush=True)
     shutil.rmtree(VENV, ignore_errors=True)
     if subprocess.run([python, "-m", "venv", VENV]).returncode:
-        fail("the virtual environment could not be made", "see the message above")
+        fail("cannot create the virtual environment", "see the message above")
 
 
 def install_torch(variant: str) -> None:
-    """torch, exactly: from PyTorch's own index for the variant, or where that is out of reach the configured one."""
+    """Install the pinned torch from PyTorch's index for the variant or, if unreachable, from the configured index."""
     base = os.environ.get("STEELYARD_TORCH_INDEX", TORCH_INDEX).rstrip("/")
     index = f"{base}/{variant}"
     if not reachable(f"{index}/torch/"):
-        print(f"PyTorch's index for {variant} is out of reach: taking {TORCH} from the configured index", flush=True)
+        print(f"PyTorch's index for {variant} is not reachable: using {TORCH} from the configured index", flush=True)
         pip("install", TORCH)
         return
-    print(f"taking {TORCH} ({variant}) from {index}", flush=True)
+    print(f"installing {TORCH} ({variant}) from {index}", flush=True)
     pip("install", "--index-url", index, TORCH)
 
 
 def reachable(url: str) -> bool:
-    """Whether a page answers soon."""
+    """Whether a URL answers within 10 seconds."""
     try:
         with urllib.request.urlopen(url, timeout=10) as answer:
             return bool(answer.status == 200)
@@ -151,7 +151,7 @@ def reachable(url: str) -> bool:
 
 
 def driver_cuda() -> tuple[int, int] | None:
-    """The newest CUDA that the NVIDIA driver of this machine serves, if there is one."""
+    """The newest CUDA version that this machine's NVIDIA driver supports; None without a driver."""
     program = "nvidia-smi" if shutil.which("nvidia-smi") else WSL_DRIVER
     try:
         answer = subprocess.run([program], capture_output=True, text=True, timeout=30)
@@ -162,7 +162,7 @@ def driver_cuda() -> tuple[int, int] | None:
 
 
 def fitting_variant(cuda: tuple[int, int] | None) -> str:
-    """The newest build that a driver serves; the CPU's without a driver, or with one too old for any."""
+    """The newest build that a driver supports; `cpu` without a driver or with one too old for all builds."""
     served = [v for v in VARIANTS if v != "cpu" and cuda is not None and (int(v[2:4]), int(v[4:])) <= cuda]
     return served[-1] if served else "cpu"
 
@@ -172,11 +172,11 @@ def pip(*arguments: str) -> None:
     if subprocess.run(
         [VENV / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "-q", *arguments]
     ).returncode:
-        fail(f"pip {' '.join(arguments)} failed", "see the message above; running this again goes on from here")
+        fail(f"pip {' '.join(arguments)} failed", "see the message above; running this again continues from here")
 
 
 def fail(message: str, hint: str) -> NoReturn:
-    """End with one clear message."""
+    """Print an error with a hint, and exit with 1."""
     print(f"error: {message}\n  {hint}", file=sys.stderr)
     sys.exit(1)
 

@@ -1,8 +1,8 @@
-"""Several NCCL ranks on one GPU: a new enough NCCL, and CUDA MPS so that the ranks' kernels run side by side.
+"""Several NCCL ranks on one GPU: a recent NCCL, and CUDA MPS so that kernels of all ranks run concurrently.
 
-NCCL refuses two ranks on one GPU before 2.30; later ones accept them with NCCL_MULTI_RANK_GPU_ENABLE=1. Without MPS the
-ranks are time-sliced: correct, and slow. With MPS each rank is limited to its share of the GPU, because a collective
-whose kernels are not all resident at once never ends.
+NCCL before 2.30 rejects two ranks on one GPU; later versions accept them with NCCL_MULTI_RANK_GPU_ENABLE=1. Without MPS
+the ranks are time-sliced, which is correct but slow. With MPS each rank is limited to its share of the GPU, because a
+collective whose kernels are not all resident at once never ends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ASK_VERSION = (
     "ctypes.CDLL(sys.argv[1]).ncclGetVersion(ctypes.byref(number)); print(number.value)"
 )
 CONTROL = "nvidia-cuda-mps-control"
-# Small communicators are made faster; the messages of the tests are tiny.
+# Faster creation of communicators; the messages of the tests are tiny.
 FAST_START = {"NCCL_NVLS_ENABLE": "0", "NCCL_MAX_NCHANNELS": "4"}
 
 
@@ -37,13 +37,13 @@ class CannotRun(Exception):
 
 
 def gpus() -> list[str]:
-    """The names of the GPUs that this process may use, without a CUDA context in it."""
+    """The names of the GPUs visible to this process, without creating a CUDA context in it."""
     if shutil.which("nvidia-smi") is None:
         raise CannotRun("nvidia-smi is not on the PATH: no NVIDIA driver is installed", "run on a machine with a GPU")
-    asked = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False)
-    if asked.returncode:
-        raise CannotRun(f"nvidia-smi fails: {(asked.stdout + asked.stderr).strip()}", "check the driver")
-    found = [line for line in asked.stdout.splitlines() if line.startswith("GPU ")]
+    done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode:
+        raise CannotRun(f"nvidia-smi fails: {(done.stdout + done.stderr).strip()}", "check the driver")
+    found = [line for line in done.stdout.splitlines() if line.startswith("GPU ")]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         found = found[: len([each for each in visible.split(",") if each])]
@@ -52,36 +52,36 @@ def gpus() -> list[str]:
     can = "import torch; print(torch.cuda.is_available(), torch.version.cuda)"
     seen = subprocess.run([sys.executable, "-c", can], capture_output=True, text=True, timeout=300, check=False)
     if not seen.stdout.startswith("True"):
-        said = (seen.stdout + seen.stderr).strip().splitlines()[-1:]
-        raise CannotRun(f"torch cannot use the GPU: {' '.join(said)}", "make setup TORCH=auto, then steelyard doctor")
+        last = (seen.stdout + seen.stderr).strip().splitlines()[-1:]
+        raise CannotRun(f"torch cannot use the GPU: {' '.join(last)}", "make setup TORCH=auto, then steelyard doctor")
     return found
 
 
 def nccl(given: str | None = None) -> tuple[Path, tuple[int, int, int]]:
-    """A library that lets ranks share a GPU: the one that is named, or else the one that torch was installed with."""
+    """An NCCL that lets ranks share a GPU: the given one, or else torch's."""
     named = given or os.environ.get(OVERRIDE)
     path = Path(named).resolve() if named else Path(sysconfig.get_path("purelib")) / "nvidia/nccl/lib/libnccl.so.2"
     hint = (
-        f"pip download --no-deps nvidia-nccl-cu13, unpack the wheel, and name nvidia/nccl/lib/libnccl.so.2 with --nccl "
+        f"pip download --no-deps nvidia-nccl-cu13, unpack the wheel, and pass nvidia/nccl/lib/libnccl.so.2 with --nccl "
         f"or {OVERRIDE}"
     )
     if not path.exists():
         raise CannotRun(f"there is no NCCL at {path}", hint)
-    asked = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", ASK_VERSION, str(path)], capture_output=True, text=True, timeout=60, check=False
     )
-    if asked.returncode:
-        raise CannotRun(f"{path} cannot be loaded: {asked.stderr.strip().splitlines()[-1]}", hint)
-    number = int(asked.stdout)
-    found = number // 10000, number // 100 % 100, number % 100
-    if found < SINCE:
-        is_named = ".".join(map(str, found))
-        raise CannotRun(f"ranks can share a GPU from NCCL 2.30 on, and {path} is {is_named}", hint)
-    return path, found
+    if done.returncode:
+        raise CannotRun(f"{path} cannot be loaded: {done.stderr.strip().splitlines()[-1]}", hint)
+    number = int(done.stdout)
+    release = number // 10000, number // 100 % 100, number % 100
+    if release < SINCE:
+        text = ".".join(map(str, release))
+        raise CannotRun(f"ranks can share a GPU with NCCL 2.30 or later, but {path} is {text}", hint)
+    return path, release
 
 
 class Mps:
-    """A daemon of CUDA MPS of our own, in a folder of its own, and what its clients have in their environment."""
+    """A private CUDA MPS daemon with its own folder, and the environment of its clients."""
 
     def __init__(self, ranks: int) -> None:
         self.share = 100 // ranks
@@ -91,7 +91,7 @@ class Mps:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables of daemon and clients; none where MPS does not run."""
+        """Variables of daemon and clients; empty if MPS does not run."""
         if self.folder is None:
             return {}
         return {
@@ -101,41 +101,41 @@ class Mps:
         }
 
     def start(self) -> None:
-        """Start the daemon; where that fails, `why_not` says why."""
+        """Start the daemon; if that fails, `why_not` has the reason."""
         if self.control is None:
             return
         self.folder = Path(tempfile.mkdtemp(prefix="steelyard-mps-"))
         for name in ("pipe", "log"):
             (self.folder / name).mkdir()
-        said = self._call("-d")
-        if said is None:
-            self._call(asked=f"set_default_active_thread_percentage {self.share}")
+        problem = self._call("-d")
+        if problem is None:
+            self._call(request=f"set_default_active_thread_percentage {self.share}")
             return
-        self.why_not = f"{CONTROL} does not start, the ranks are time-sliced: {said}"
+        self.why_not = f"{CONTROL} does not start, the ranks are time-sliced: {problem}"
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder = None
 
     def stop(self) -> None:
-        """End the daemon and its server, by its own word or else by its id."""
+        """Stop the daemon and its server with `quit`, or else kill it by its pid."""
         if self.folder is None:
             return
         with contextlib.suppress(OSError, ValueError):
             pid = int((self.folder / "pipe" / f"{CONTROL}.pid").read_text())
-            if self._call(asked="quit") is not None:
+            if self._call(request="quit") is not None:
                 os.kill(pid, signal.SIGKILL)
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder = None
 
-    def _call(self, *words: str, asked: str = "") -> str | None:
-        """Call the control program; returns what is wrong."""
+    def _call(self, *words: str, request: str = "") -> str | None:
+        """Call the control program. Returns the error, or None."""
         assert self.folder is not None
         clean = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-        said = self.folder / "said"
+        output = self.folder / "said"
         try:
-            with said.open("w") as out:  # The daemon may keep what it was given: a pipe would never end.
+            with output.open("w") as out:  # Not a pipe: the daemon may keep it open forever.
                 done = subprocess.run(
                     [str(self.control), *words],
-                    input=asked + "\n",
+                    input=request + "\n",
                     stdout=out,
                     stderr=subprocess.STDOUT,
                     text=True,
@@ -145,11 +145,11 @@ class Mps:
                 )
         except (OSError, subprocess.SubprocessError) as error:
             return str(error)
-        return None if done.returncode == 0 else said.read_text().strip() or f"exit code {done.returncode}"
+        return None if done.returncode == 0 else output.read_text().strip() or f"exit code {done.returncode}"
 
 
 def environment(library: Path, mps: Mps) -> dict[str, str]:
-    """What ranks that share the first GPU need to have in their environment before they start."""
+    """The environment of ranks that share the first GPU; it must be set before they start."""
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     preloaded = [each for each in os.environ.get("LD_PRELOAD", "").split() if each != str(library)]
     preload = " ".join([str(library), *preloaded])

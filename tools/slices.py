@@ -1,4 +1,4 @@
-"""Work in slices on a machine that may be taken away: results are on disk after every step, the next call continues.
+"""Resumable work on a machine with limited time: results are written after every step, and the next call continues.
 
 Used by `tools/gpu_tests.py` and `benchmarks/owed_on_gpu.py`.
 """
@@ -17,7 +17,7 @@ FINISHED = ("done", "passed")
 
 
 class Record:
-    """A JSON file with a header and a list of entries, one for each step. It is replaced by rename: never half written.
+    """A JSON file with a header and a list of entries, one for each step. It is replaced atomically, by rename.
 
     An entry has at least `name` and `state`: running, done, passed, failed, out of time, or left out (and why).
     """
@@ -28,7 +28,7 @@ class Record:
         self.known = {**header, **{key: self.known[key] for key in self.known if key not in header}}
 
     def state(self, name: str) -> str:
-        """The state of a step; one that is not in the file yet counts as interrupted."""
+        """The state of a step; a step that is not in the file counts as interrupted (`running`)."""
         return next((each["state"] for each in self.known[self.entries] if each["name"] == name), "running")
 
     def is_due(self, name: str, again: bool) -> bool:
@@ -37,19 +37,19 @@ class Record:
         return state == "running" or state.startswith("left out") or (again and state not in FINISHED)
 
     def put(self, entry: dict[str, Any]) -> None:
-        """Write an entry in place of the earlier one of that name."""
+        """Write an entry; it replaces an earlier one of the same name."""
         others = [each for each in self.known[self.entries] if each["name"] != entry["name"]]
         self.known[self.entries] = [*others, entry]
-        beside = self.path.with_name(f".{self.path.name}.part")
-        beside.write_text(json.dumps(self.known, indent=1) + "\n")
-        beside.replace(self.path)
+        partial = self.path.with_name(f".{self.path.name}.part")
+        partial.write_text(json.dumps(self.known, indent=1) + "\n")
+        partial.replace(self.path)
 
 
 def device() -> str:
-    """The GPU and its driver, or else the processor."""
+    """The GPU and its driver, or else the CPU."""
     try:
-        asked = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-        return subprocess.run(asked, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+        command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
 

@@ -1,1 +1,1 @@
-"""Seeing what a run does and did. Reads the run folder and nothing else."""
+"""Monitoring and reports of runs. Reads only the run folder."""

@@ -1,8 +1,8 @@
-"""Which lines of a log are errors, and which only look like it.
+"""Finds the error lines of a log, and skips lines that only look like errors.
 
-Libraries print warnings, notes and the names of error classes to standard error while all is well. A line counts when
-it says what went wrong in one of the ways that Python, CUDA, NCCL, MPI, Slurm, shells and kernels say it, and is not
-marked as less by whoever wrote it. Of a traceback the line that names the error counts, not the one that announces it.
+Libraries print warnings, notes and the names of error classes to standard error in healthy runs. A line counts if it
+matches an error format of Python, CUDA, NCCL, MPI, Slurm, a shell or the kernel, and is not marked as a warning or
+less. In a traceback, the line that names the exception counts, not the header.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import deque
 
-# Every error has one of these in it. They are looked for in a whole chunk, which is ten times faster than a pattern.
+# Every error contains one of these. Searching a whole chunk for them is ten times faster than a regex per line.
 _SIGNS = (
     b"rror", b"xception", b"raceback", b"tion fault", b"core dumped", b"illed", b"ut of memory", b"ut-of-memory",
     b"oom", b"space left", b"quota exceeded", b"terminate called", b"undefined symbol", b"shared object", b"FATAL",
@@ -33,9 +33,9 @@ _LESS = re.compile(
     r"""
     (?i:\bwarn(?:ing|ings)?\b) | (?i:warning:) | \[W\d{3,4}\ | ^W\d{4}\ \d\d:\d\d | \b(?:INFO|DEBUG|NOTE|WARN)\b
     | (?i:\bignored\b|\bignoring\b|\bretrying\b|\bwill\ retry\b|\bharmless\b|\bno\ errors?\b|\b0\ errors?\b)
-    | ^error:\ interrupted\b                             # as asked
+    | ^error:\ interrupted\b                             # requested by the user
     | \berror_file\b | ^\s*(?:File\ "|\^|~|\|\s*$)      # parts of tracebacks
-    | CUPTI_ERROR_|\bKineto\b|cuptiGetLastError         # a profiler that has no rights; training goes on
+    | CUPTI_ERROR_|\bKineto\b|cuptiGetLastError         # a profiler without permissions; training continues
     | Unable\ to\ register\ cu(?:DNN|FFT|BLAS)\ factory
     """,
     re.VERBOSE,
@@ -46,28 +46,28 @@ LONGEST, KEPT = 500, 500
 
 
 class Complaints:
-    """Looks through one log as it grows, and keeps its errors, each with its place in the file."""
+    """Scans one growing log and keeps its errors with their byte offsets."""
 
     def __init__(self) -> None:
         self._first: list[tuple[int, str]] = []
         self._last: deque[tuple[int, str]] = deque(maxlen=KEPT)
         self.count = 0
-        """How many there were in all."""
+        """Total number of errors, including dropped ones."""
         self.looked = 0
-        """Where in the file the last look ended."""
+        """File offset at which the last scan ended."""
         self._in_ignored = False
         self._is_announced = False
 
     @property
     def found(self) -> list[tuple[int, str]]:
-        """All that are kept, in order."""
+        """The kept errors, in file order."""
         return [*self._first, *self._last]
 
     def look(self, chunk: bytes, begins: int = 0) -> None:
-        """Go through whole lines that are new, the first of which begins at a place in the file."""
+        """Scan new complete lines; `begins` is the file offset of the first."""
         at, self.looked = 0, begins + len(chunk)
         for start, end in _suspects(chunk):
-            # What follows an announcement belongs to it, suspect or not.
+            # Lines after a traceback header belong to it, whether they contain a sign or not.
             while (self._is_announced or self._in_ignored) and at < start:
                 at = self._consider_line(chunk, at, begins)
             if start >= at:
@@ -83,11 +83,11 @@ class Complaints:
         return end + 1
 
     def begin_anew(self) -> None:
-        """The next look is at another part of the file."""
+        """Reset the traceback state: the next chunk is from another part of the file."""
         self._in_ignored = self._is_announced = False
 
     def forget(self) -> None:
-        """The file is another one now."""
+        """Reset everything: the file was replaced."""
         self.__init__()  # type: ignore[misc]
 
     def _consider(self, line: str, place: int) -> None:
@@ -100,43 +100,43 @@ class Complaints:
             return
         if self._in_ignored or self._is_announced:
             if not text or text[0] in " \t|+":
-                return  # The frames of a traceback.
+                return  # Frames of a traceback.
             was_ignored, self._in_ignored, self._is_announced = self._in_ignored, False, False
             if was_ignored:
                 return
-            if re.match(r"[\w.]+(?::|$)", text):  # The name of the error, whatever it is called.
+            if re.match(r"[\w.]+(?::|$)", text):  # The name of the exception class.
                 self._keep(place, text)
                 return
         if is_error(line):
             self._keep(place, text)
 
     def _keep(self, place: int, text: str) -> None:
-        """The first errors are causes, the last ones may be a later attempt's: of very many the middle is dropped."""
+        """Keep the first and the last errors. The first are causes, the last may be from a later attempt."""
         self.count += 1
         (self._first if len(self._first) < KEPT else self._last).append((place, text[:LONGEST]))
 
 
 def _suspects(chunk: bytes) -> list[tuple[int, int]]:
-    """Where the lines begin and end that have a sign in them."""
-    found: dict[int, int] = {}
+    """The start and end of each line that contains a sign."""
+    lines: dict[int, int] = {}
     for sign in _SIGNS:
         at = chunk.find(sign)
         while at >= 0:
             start, end = chunk.rfind(b"\n", 0, at) + 1, chunk.find(b"\n", at)
             end = len(chunk) if end < 0 else end
-            found[start] = end
+            lines[start] = end
             at = chunk.find(sign, end)
-    return sorted(found.items())
+    return sorted(lines.items())
 
 
 def is_error(line: str) -> bool:
-    """Whether a line by itself says that something failed."""
+    """Whether a line alone reports a failure."""
     text = _RANK.sub("", line)
     return bool(_ERROR.search(text)) and not _LESS.search(text)
 
 
 def is_lost_peer(text: str) -> bool:
-    """Whether a rank only says that another is gone, which is never why a run failed."""
+    """Whether the text only reports that a peer rank is gone, which is never the root cause."""
     signs = ("lost another rank", "Connection closed by peer", "Connection reset")
     return any(sign in text for sign in signs)
 
@@ -148,7 +148,7 @@ _CONTROL = re.compile(
 
 
 def clean(line: bytes | str) -> str:
-    """A line of somebody else's as text that can do nothing to a terminal; of a progress bar, what it showed last."""
+    """A log line without terminal control sequences; for a progress bar, its last state."""
     text = line[-65536:].decode("utf-8", "replace") if isinstance(line, bytes) else line
     text = text.rstrip("\r\n").rpartition("\r")[2]
     return _CONTROL.sub("", text).expandtabs(4)

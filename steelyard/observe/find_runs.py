@@ -1,4 +1,4 @@
-"""Finding runs: by their folder, by a job's number, or all of them below a folder."""
+"""Finds runs: by folder, by job id, or all below a folder."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ DEEPEST = 4
 
 
 def below(folder: Path, deepest: int = DEEPEST) -> Iterator[Path]:
-    """All run folders below a folder, which may be one itself. What links lead to elsewhere is left alone."""
+    """All run folders in or below a folder. Symbolic links are not followed."""
     try:
-        with os.scandir(folder) as entries:
-            found = list(entries)
+        with os.scandir(folder) as scan:
+            entries = list(scan)
     except OSError:
         return
-    if any(entry.name in (MANIFEST, LAUNCH) for entry in found):
+    if any(entry.name in (MANIFEST, LAUNCH) for entry in entries):
         yield folder
         return
     if deepest > 0:
-        for entry in sorted(found, key=lambda each: each.name):
+        for entry in sorted(entries, key=lambda each: each.name):
             if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
                 yield from below(folder / entry.name, deepest - 1)
 
 
 def find(named: str | None, folder: Path) -> Path:
-    """The run that is meant: a folder, a job of one below `folder`, or, where nothing is named, the newest of those."""
+    """The run named by a folder or by a job id of a run below `folder`; by default the newest run below `folder`."""
     if named is None:
         runs = list(below(folder))
         if not runs:
-            raise UserError(f"there is no run below {folder}", hint="name a run folder, or a job")
+            raise UserError(f"there is no run below {folder}", hint="pass a run folder or a job id")
         return max(runs, key=_touched)
     path = Path(named)
     if any((path / name).is_file() for name in (MANIFEST, LAUNCH)):
@@ -49,14 +49,14 @@ def find(named: str | None, folder: Path) -> Path:
 
 
 def by_job(job: str, folder: Path) -> Path:
-    """The run that a job belongs to; the id of a job also means its parts, and theirs the job."""
-    found = [path for path in below(folder) if _has(path, job)]
-    if not found:
+    """The run of a job; the id of a job matches its parts, and the id of a part its job."""
+    runs = [path for path in below(folder) if _has(path, job)]
+    if not runs:
         raise UserError(
             f"there is no run folder {job}, and no run below {folder} belongs to job {job}",
-            hint="name the run folder, or the folder above it with --folder",
+            hint="pass the run folder, or the folder above it with --folder",
         )
-    return max(found, key=_touched)
+    return max(runs, key=_touched)
 
 
 def _has(path: Path, job: str) -> bool:

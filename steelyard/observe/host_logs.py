@@ -1,4 +1,4 @@
-"""What one host writes while a run lives: its output, its errors, and samples of its devices."""
+"""The files that one host writes during a run: standard output, standard error, and GPU samples."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ NUMBERS = ("temperature", "utilisation", "memory_used", "memory_total", "power")
 
 @dataclass
 class HostLog:
-    """One host's stream: its last lines, and for standard error what it complained of.
+    """One output stream of a host: its last lines and, for standard error, its errors.
 
-    The end is read first, since it tells how the run stands. What a look leaves out is made up for piece by piece, from
-    the beginning on, since the first error is the one to name.
+    The end is read first, because it shows the current state of the run. Skipped parts are read later in pieces, from
+    the beginning, because the first error is the one to report.
     """
 
     tail: Tail
     complaints: Complaints | None
     complained: float = 0.0
-    """When the last of its errors was written, at the latest: other lines may have come with it, not those after."""
+    """Upper bound of the time of the last error: the mtime of the file when the error was read."""
     raw: deque[bytes] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
     _earlier: Complaints = field(default_factory=Complaints)
 
     def refresh(self) -> int:
-        """Read on; returns how many bytes were new."""
+        """Read new data; returns the number of new bytes."""
         new, is_new = self.tail.chunk()
         if is_new:
             self.raw.clear()
@@ -46,19 +46,19 @@ class HostLog:
         return len(new)
 
     def errors(self, since: int) -> list[tuple[int, str]]:
-        """The errors behind a place in the file, each with its own, in order."""
-        found = self.complaints.found if self.complaints is not None else []
-        return [each for each in sorted([*self._earlier.found, *found]) if each[0] >= since]
+        """The errors from file offset `since` on, with their offsets, in order."""
+        recent = self.complaints.found if self.complaints is not None else []
+        return [each for each in sorted([*self._earlier.found, *recent]) if each[0] >= since]
 
     def unread(self, since: int) -> int:
-        """Bytes behind a place in the file that no look has gone through."""
+        """Number of bytes from file offset `since` on that were not scanned."""
         return 0 if self.complaints is None else sum(max(0, end - max(begin, since)) for begin, end in self.tail.gaps)
 
     def catch_up(self, since: int, most: int) -> int:
-        """Look through some of what was left out behind a place in the file; returns how many bytes it were."""
+        """Scan at most `most` of the skipped bytes from offset `since` on; returns the number of scanned bytes."""
         chunk, begins = self.tail.fill(since, most)
         if begins != self._earlier.looked:
-            self._earlier.begin_anew()  # Another gap: what was announced in the last one is not told here.
+            self._earlier.begin_anew()  # Another gap: a traceback of the last one does not continue here.
         before = self._earlier.count
         self._earlier.look(chunk, begins)
         if self._earlier.count > before and not self.complained:
@@ -66,19 +66,19 @@ class HostLog:
         return len(chunk)
 
     def last(self, number: int) -> list[str]:
-        """The last lines, as text that can do no harm."""
+        """The last lines, without terminal control sequences."""
         return [clean(line) for line in list(self.raw)[-number:]]
 
 
 @dataclass
 class GpuSamples:
-    """What one host says of its devices, newest last."""
+    """GPU samples of one host, newest last."""
 
     tail: Tail
     samples: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=KEPT_SAMPLES))
 
     def refresh(self) -> None:
-        """Read on."""
+        """Read new samples."""
         new, is_new = self.tail.lines()
         if is_new:
             self.samples.clear()
@@ -86,33 +86,33 @@ class GpuSamples:
 
     @property
     def last(self) -> dict[str, Any]:
-        """The newest sample; empty before there is one."""
+        """The newest sample; empty if there is none yet."""
         return self.samples[-1] if self.samples else {}
 
     @property
     def heard(self) -> float:
-        """When the newest sample came, by the clock of the filesystem: the host's own may be wrong by hours."""
+        """Time of the newest sample by the filesystem's clock. The host's own clock may be wrong by hours."""
         return self.tail.changed or float(self.last.get("time", 0.0))
 
     @property
     def behind(self) -> float:
-        """By how much the host's clock is behind the filesystem's, while it samples."""
+        """Seconds by which the host's clock is behind the filesystem's. Valid while the host samples."""
         return self.heard - float(self.last["time"]) if self.samples else 0.0
 
     def when_logged(self, place: int) -> float | None:
-        """The host's time at which its error log was longer than that for the first time, as far as samples tell."""
+        """Host time of the first sample at which the error log was longer than offset `place`; None if unknown."""
         sizes = [(sample["logged"], sample["time"]) for sample in self.samples if is_number(sample.get("logged"))]
         after = bisect_right(sizes, place, key=lambda each: each[0])
         return float(sizes[after][1]) if after < len(sizes) else None
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether a field that somebody else wrote is a finite number."""
+    """Whether a field of an untrusted file is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
 
 
 def _sample(reported: dict[str, Any]) -> dict[str, Any]:
-    """A sample whose fields are what they should be, or not there: readers need not ask again."""
+    """The sample with fields of the wrong type removed or set to None, so that readers need no checks."""
     listed = reported["devices"] if isinstance(reported.get("devices"), list) else []
     devices = [each for each in listed if isinstance(each, dict)]
     for device in devices:

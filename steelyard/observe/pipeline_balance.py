@@ -1,9 +1,10 @@
-"""How well a pipeline was filled: its bubble and its stages, measured and as the plan predicts them.
+"""Pipeline bubble and stage times of a run, measured and predicted.
 
 The bubble is the share of time, from the first pass of a step to its last, in which a rank computes nothing, as the
-mean over ranks. Beside the measured one stand three others: the schedule's with stages that take equally long, the
-schedule's with the stages as measured and sends that take no time, and the planner's prediction. Between the first two
-lies what the partition costs, between the second and the measured what communication and waiting for the host cost.
+mean over ranks. The measured bubble is reported with three others: (1) the schedule with stages of equal time, (2) the
+schedule with the measured stage times and sends that take no time, and (3) the planner's prediction. The difference
+between (1) and (2) is the cost of the partition. The difference between (2) and the measured bubble is the cost of
+communication and of waiting for the host.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from steelyard.planning.predict import Predictor
 
 @dataclass(frozen=True)
 class StageBalance:
-    """Mean seconds of a stage's passes for one micro-batch; predicted ones where there is a prediction."""
+    """Mean seconds of a stage's passes for one micro-batch, measured and, if available, predicted."""
 
     stage: int
     forward: float
@@ -36,7 +37,7 @@ class StageBalance:
 
 @dataclass(frozen=True)
 class Balance:
-    """A run's pipeline, measured and predicted. Shares are of one."""
+    """The pipeline of a run, measured and predicted. Shares are fractions of 1."""
 
     step_seconds: float
     predicted_seconds: float | None
@@ -48,11 +49,11 @@ class Balance:
     predicted_imbalance: float | None
     stages: list[StageBalance]
     parts: dict[int, dict[str, float]]
-    """Seconds a step by pipeline rank and kind of span, as the mean over steps and the ranks there."""
+    """Seconds per step by pipeline rank and kind of span, as the mean over steps and over the ranks of that stage."""
     why_no_prediction: str | None
 
     def as_result(self) -> dict[str, Any]:
-        """As numbers for programs."""
+        """The numbers for `--json`."""
         return {
             "step_seconds": self.step_seconds, "predicted_step_seconds": self.predicted_seconds,
             "bubble": self.bubble, "bubble_of_even_stages": self.bubble_even,
@@ -62,7 +63,7 @@ class Balance:
 
 
 def measure(spans: Spans, recipe: Recipe, world: int, cluster: Cluster | None) -> Balance:
-    """What the timeline says, beside what the planner would have said."""
+    """Measure the timeline, and compare it with the planner's prediction."""
     place = pipeline_ranks(recipe, world)
     stages = _stages(spans)
     micro_batches = _micro_batches(spans)
@@ -103,7 +104,7 @@ def pipeline_ranks(recipe: Recipe, world: int) -> dict[int, int]:
 
 
 def _stages(spans: Spans) -> list[StageBalance]:
-    """Mean seconds of each stage's passes; a backward pass in two halves counts as one."""
+    """Mean seconds of each stage's passes; a split backward pass counts as one."""
     totals: dict[tuple[int, bool], list[float]] = {}
     number = {name: place for place, name in enumerate(spans.names)}
     kinds = {True: [number.get("forward", -1)], False: [number.get("backward", -1), number.get("weights", -1)]}
@@ -115,13 +116,13 @@ def _stages(spans: Spans) -> list[StageBalance]:
                 total = totals.setdefault((int(stage), ahead), [0.0, 0])
                 total[0] += float((rank.end[here] - rank.start[here]).sum()) / 1e9
                 total[1] += len(np.unique(rank.step[here] << 32 | np.clip(rank.micro_batch[here], 0, None)))
-    found = sorted({stage for stage, _ in totals if stage >= 0})
+    numbers = sorted({stage for stage, _ in totals if stage >= 0})
 
     def mean(stage: int, ahead: bool) -> float:
         seconds, count = totals.get((stage, ahead), (0.0, 0))
         return seconds / max(1, count)
 
-    return [StageBalance(stage, mean(stage, True), mean(stage, False)) for stage in found]
+    return [StageBalance(stage, mean(stage, True), mean(stage, False)) for stage in numbers]
 
 
 def _micro_batches(spans: Spans) -> int:
@@ -131,7 +132,7 @@ def _micro_batches(spans: Spans) -> int:
 
 
 def _bubble(spans: Spans) -> float:
-    """The share of the passes' time in which ranks did not compute."""
+    """Share of the time from the first to the last pass in which ranks did not compute."""
     count, passes = len(spans.steps), spans.lane(COMPUTE)
     first, last = np.full(count, np.iinfo(np.int64).max), np.full(count, np.iinfo(np.int64).min)
     for rank in spans.ranks:
@@ -145,7 +146,7 @@ def _bubble(spans: Spans) -> float:
 
 
 def _simulated(forward: list[float], backward: list[float], plan: tuple[str, int, int, int]) -> float | None:
-    """The bubble of a schedule whose stages take so long and whose sends take no time."""
+    """The bubble of a schedule with these stage times, and sends that take no time."""
     count = len(forward)
     split = plan[0] == "zero-bubble" and plan[1] > 1
     halves = tuple(value / 2 if split else value for value in backward)
@@ -156,32 +157,32 @@ def _simulated(forward: list[float], backward: list[float], plan: tuple[str, int
 def _bubble_of(times: Times, plan: tuple[str, int, int, int]) -> float | None:
     try:
         table = pipeline_sim.simulate(times, *plan)
-    except (AssertionError, ValueError):  # Numbers that the schedule does not allow, from a timeline cut short.
+    except (AssertionError, ValueError):  # A truncated timeline gives numbers that the schedule does not allow.
         return None
     return float(1 - np.mean(table.busy) / table.makespan) if table.makespan else None
 
 
 def _imbalance(seconds: list[float]) -> float:
-    """How much longer the slowest stage takes than the mean one."""
+    """How much longer the slowest stage takes than the mean, as a fraction."""
     mean = float(np.mean(seconds)) if seconds else 0.0
     return max(seconds) / mean - 1 if mean else 0.0
 
 
 def _parts(spans: Spans, place: dict[int, int]) -> dict[int, dict[str, float]]:
     means = spans.sums.mean(axis=0) / 1e9
-    found: dict[int, dict[str, float]] = {}
+    parts: dict[int, dict[str, float]] = {}
     for at in sorted({place.get(rank.rank, 0) for rank in spans.ranks}):
         here = [number for number, rank in enumerate(spans.ranks) if place.get(rank.rank, 0) == at]
-        found[at] = {name: float(means[here, number].mean()) for number, name in enumerate(spans.names)}
-    return found
+        parts[at] = {name: float(means[here, number].mean()) for number, name in enumerate(spans.names)}
+    return parts
 
 
 def _predict(
     recipe: Recipe, world: int, cluster: Cluster | None
 ) -> tuple[tuple[Times, float, float | None] | None, str | None]:
-    """Stage times, seconds of a step and the bubble as the planner has them, or why there are none."""
+    """The planner's stage times, step seconds and bubble, or the reason why there is no prediction."""
     if cluster is None:
-        return None, "what it ran on is not in the catalogue; --cluster FILE describes it"
+        return None, "the device is not in the catalogue; describe it with --cluster FILE"
     try:
         settings = recipe.settings()
         settings["parallel"] = settings.get("parallel", {}) | {"data": recipe.parallel.data_for(world)}

@@ -1,4 +1,4 @@
-"""The cluster that a run was on, for its prediction: as described, or guessed from what the run folder says."""
+"""The cluster that a run used, for its prediction: from a cluster file, or inferred from the run folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from steelyard.sizes.gpu_catalogue import by_name
 
 
 def of_run(run: Run, described: Path | None = None) -> Cluster | None:
-    """The described cluster, or nodes that are all alike; None where the device is not in the catalogue."""
+    """The described cluster, or identical nodes of the run's device; None if the device is not in the catalogue."""
     if described is not None:
         return clusters.load(described)
     hosts = [read_object(path) for path in sorted((run.path / "hosts").glob("*.json"))]

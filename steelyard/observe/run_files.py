@@ -1,4 +1,4 @@
-"""Reading small files of a run folder that may be missing, torn or not what they should be."""
+"""Reads small files of a run folder, which may be missing, truncated or invalid."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ MOST_BYTES = 1 << 16
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; an empty one where there is none."""
+    """The JSON object in a file; empty if the file is missing or invalid."""
     try:
-        found = loads(path.read_text(encoding="utf-8"))
+        value = loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def last_lines(path: Path, count: int) -> list[str]:
-    """The last lines of a text, however long it is."""
+    """The last lines of a text file; reads at most `MOST_BYTES`."""
     try:
         with open(path, "rb") as file:
             file.seek(0, 2)
@@ -32,7 +32,7 @@ def last_lines(path: Path, count: int) -> list[str]:
 
 
 def listed(folder: Path, *suffixes: str) -> list[Path]:
-    """The files of a folder whose names end in one of some ways, in order; none where there is no folder."""
+    """The files of a folder with one of these suffixes, sorted; empty if there is no folder."""
     try:
         with os.scandir(folder) as entries:
             return sorted(

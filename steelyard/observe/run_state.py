@@ -1,8 +1,7 @@
-"""What is known of a run at this moment, from its folder alone.
+"""The current state of a run, read from its folder only.
 
-A `State` is refreshed again and again; each time it reads only what is new (`observe/tail.py`), so that following 64
-ranks costs next to nothing and a log of a gigabyte costs what its last lines cost. Nothing here writes, and nothing
-here judges: rules do (`observe/verdict.py`).
+Each refresh of a `RunState` reads only new data (`observe/tail.py`), so following 64 ranks is cheap, and a log of a
+gigabyte costs only its last lines. This module writes nothing and judges nothing; the rules do (`observe/verdict.py`).
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ from steelyard.observe.run_files import listed
 from steelyard.observe.tail import Small, Tail, records
 
 LAUNCH, SCHEDULER, HOSTS, LOGS = "launch.json", "scheduler.jsonl", "hosts", "logs"
-LAUNCHED = "launch"  # the folder in which a launch keeps the recipe that was submitted
+LAUNCHED = "launch"  # folder with the submitted recipe
 KEPT_RECORDS = 1024
-PATIENCE = 60.0  # seconds without a step that are no reason to worry: a filesystem may keep a record from us so long
+PATIENCE = 60.0  # seconds without a step that are normal: a network filesystem may delay a record this long
 FIRST_METRICS, FIRST_LINES = 512 << 10, 16 << 10
 MOST_METRICS, MOST_LINES = 4 << 20, 16 << 10
 FIRST_OF_ONE = 1 << 20
-# Bytes of error logs that a look goes through, at first and later, shared by all hosts; no less than so many of each.
+# Bytes of error logs per refresh: the first one, later ones (both shared by all hosts), and the minimum for each host.
 FIRST_ERRORS, MOST_ERRORS, LEAST_ERRORS = 4 << 20, 1 << 20, 16 << 10
-MOST_EARLIER = 2 << 20  # what a look reads of them altogether where there is something to make up for
+MOST_EARLIER = 2 << 20  # total bytes of error logs per refresh while skipped parts remain
 
 
 class RunState:
-    """One run, as its files tell it."""
+    """The state of one run, from its files."""
 
     def __init__(self, path: Path, patience: float = PATIENCE) -> None:
         self.path, self.patience = path, patience
@@ -48,16 +47,16 @@ class RunState:
         self.launch: dict[str, Any] = {}
         self.scheduler: list[dict[str, Any]] = []
         self.unwritten: list[dict[str, Any]] = []
-        """What the scheduler said and nobody could note in the folder."""
+        """Scheduler records that could not be written to the folder."""
         self.metrics: deque[dict[str, Any]] = deque(maxlen=KEPT_RECORDS)
         self.hosts: dict[str, dict[str, Any]] = {}
         self.out: dict[str, HostLog] = {}
         self.err: dict[str, HostLog] = {}
         self.devices: dict[str, GpuSamples] = {}
         self.recipe: Recipe | None = None
-        """What the run follows, as its ranks read it."""
+        """The recipe that the ranks read."""
         self.submitted: Recipe | None = None
-        """What was submitted, where somebody submitted it."""
+        """The recipe that was submitted, if the run was submitted."""
         self.is_held = False
         self.disk: tuple[int, int] | None = None
         self._manifest, self._launch = Small(path / MANIFEST), Small(path / LAUNCH)
@@ -67,7 +66,7 @@ class RunState:
         self._recipes: dict[Path, tuple[int, Recipe]] = {}
 
     def refresh(self, now: float | None = None) -> RunState:
-        """Read what is new. `now` is the present, unless a test says otherwise."""
+        """Read new data. Tests pass `now`; by default it is the current time."""
         self.now = time.time() if now is None else now
         self.manifest, self.launch = self._manifest.read(), self._launch.read()
         self._refresh_recipes()
@@ -96,7 +95,7 @@ class RunState:
 
     @property
     def is_superseded(self) -> bool:
-        """Whether the jobs of the last launch have ended and somebody else goes on with the run: by hand, perhaps."""
+        """Whether all jobs of the last launch have ended and another process continues the run, such as one by hand."""
         launched = list(self._launched().values())
         if not launched or not {record["state"] for record in launched} <= ENDED:
             return False
@@ -106,12 +105,12 @@ class RunState:
 
     @property
     def jobs(self) -> dict[str, dict[str, Any]]:
-        """The last word of the scheduler on each job that the run is in the hands of."""
+        """The last scheduler record of each current job of the run."""
         return {} if self.is_superseded else self._launched()
 
     def _launched(self) -> dict[str, dict[str, Any]]:
         jobs, backend = self.launch.get("jobs"), self.launch.get("backend")
-        own = [str(job) for job in jobs] if isinstance(jobs, list) else []  # An earlier launch had others.
+        own = [str(job) for job in jobs] if isinstance(jobs, list) else []  # Earlier launches had other jobs.
         return {
             job: record
             for record in [*self.scheduler, *self.unwritten]
@@ -127,7 +126,7 @@ class RunState:
 
     @property
     def is_live(self) -> bool:
-        """Whether somebody works on the run now: the scheduler is asked first, since locks may not reach this host."""
+        """Whether the run is active. The scheduler's state comes first, since locks may not be visible on this host."""
         states = self.job_states
         if states:
             return not states <= ENDED | WAITING
@@ -135,13 +134,13 @@ class RunState:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the scheduler has not started the run, or is about to start it again."""
+        """Whether the run is queued or requeued."""
         states = self.job_states
         return bool(states & WAITING) and states <= WAITING | ENDED
 
     @property
     def began(self) -> float | None:
-        """When the ranks of the present attempt met; before that, when the job last began to run, or the run did."""
+        """When the ranks of this attempt met; before that, when the job last started, or else the run."""
         clocks: list[float] = [host["clock"] for host in self.hosts.values() if is_number(host.get("clock"))]
         running = [record for record in self.scheduler if record.get("state") == JobState.RUNNING]
         starts = [
@@ -158,17 +157,17 @@ class RunState:
         last = self.metrics[-1].get("time") if self.metrics else None
         if not is_number(last):
             return self._metrics.changed if self.metrics else None
-        writer = self.devices.get(self.host_of(0) or "")  # Its clock is the one that records are timed by.
+        writer = self.devices.get(self.host_of(0) or "")  # Records carry the time of rank 0's host.
         return float(last) + (writer.behind if writer is not None and self.is_live else 0.0)
 
     def errors_of(self, host: str) -> list[tuple[int, str]]:
-        """What a host complained of since its ranks met, and where; before that an earlier attempt may have spoken."""
+        """Errors of a host since its ranks met, with offsets. Earlier ones may be from an earlier attempt."""
         return self.err[host].errors(self._met(host))
 
     def written(self, host: str, place: int) -> float:
-        """When a part of a host's error log was there at the latest.
+        """Upper bound of the time at which offset `place` of a host's error log was written.
 
-        A log has no times in it, and its own is that of its last line. The samples tell how long it was at theirs.
+        A log has no timestamps, and its mtime is that of its last line. GPU samples record the log's size over time.
         """
         log, samples = self.err[host], self.devices.get(host)
         sampled = None if samples is None else samples.when_logged(place)
@@ -177,29 +176,29 @@ class RunState:
         return min(sampled + (samples.behind if self.is_live else 0.0), log.complained)
 
     def search(self, seconds: float) -> RunState:
-        """Go on through what was left out of the error logs, from the beginning, for so long."""
+        """Scan skipped parts of the error logs, from the beginning, for at most `seconds`."""
         until = time.monotonic() + seconds
         while self._search(MOST_EARLIER) and time.monotonic() < until:
             pass
         return self
 
     def _search(self, most: int) -> int:
-        """The same for so many bytes of all hosts together; returns how many it were."""
+        """Scan at most `most` skipped bytes of all hosts; returns the number of scanned bytes."""
         behind = [host for host, log in self.err.items() if log.unread(self._met(host))]
         share = max(LEAST_ERRORS, most // max(1, len(behind)))
         return sum(self.err[host].catch_up(self._met(host), share) for host in behind)
 
     def _met(self, host: str) -> int:
-        """How long a host's error log was when its ranks met."""
+        """Size of a host's error log when its ranks met."""
         met = self.hosts.get(host, {}).get("logged", 0)
         return int(met) if is_number(met) and met <= self.err[host].tail.offset else 0
 
     def unread(self, host: str) -> int:
-        """Bytes of the present attempt's error log of a host that nobody has looked through yet."""
+        """Bytes of a host's error log, from this attempt, that were not scanned yet."""
         return self.err[host].unread(self._met(host)) if host in self.err else 0
 
     def host_of(self, rank: int) -> str | None:
-        """Where a rank runs."""
+        """The host of a rank."""
         return next((name for name, host in self.hosts.items() if rank in (host.get("ranks") or [])), None)
 
     def _refresh_recipes(self) -> None:
@@ -214,19 +213,19 @@ class RunState:
         self.submitted = self._recipes.get(self.path / LAUNCHED / RECIPE, (0, None))[1]
 
     def _refresh_hosts(self) -> None:
-        found = {path.stem: path for path in listed(self.path / HOSTS, ".json")}
-        self._hosts = {name: self._hosts.get(name) or Small(path) for name, path in found.items()}
+        paths = {path.stem: path for path in listed(self.path / HOSTS, ".json")}
+        self._hosts = {name: self._hosts.get(name) or Small(path) for name, path in paths.items()}
         self.hosts = {name: _host(value) for name, small in sorted(self._hosts.items()) if (value := small.read())}
 
     def _refresh_logs(self) -> None:
-        found = listed(self.path / LOGS, ".out", ".err", ".gpu")
-        if not any(path.suffix == ".err" for path in found):
-            found = [
-                *found,
+        logs = listed(self.path / LOGS, ".out", ".err", ".gpu")
+        if not any(path.suffix == ".err" for path in logs):
+            logs = [
+                *logs,
                 *listed(self.path / LOGS, ".log"),
-            ]  # All there is of a job that ended before its ranks began.
-        share = max(1, sum(path.suffix == ".err" for path in found))
-        for path in found:
+            ]  # A job that ended before its ranks started has only this.
+        share = max(1, sum(path.suffix == ".err" for path in logs))
+        for path in logs:
             host, kind = path.stem, path.suffix
             if kind == ".gpu" and host not in self.devices:
                 self.devices[host] = GpuSamples(Tail(path, FIRST_LINES * 4, MOST_LINES * 4))
@@ -245,7 +244,7 @@ class RunState:
 
 
 def is_held(path: Path) -> bool:
-    """Whether somebody holds a lock file. A shared lock is asked for, so that the question needs no right to write."""
+    """Whether a process holds a lock file. Tries a shared lock, which needs no write permission."""
     try:
         with open(path, "rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -257,7 +256,7 @@ def is_held(path: Path) -> bool:
 
 
 def seconds_of(value: Any) -> float | None:
-    """A time as files write it, ISO or seconds, as seconds since 1970."""
+    """Seconds since 1970, from an ISO time or a number of seconds."""
     if is_number(value):
         return float(value)
     try:
@@ -267,7 +266,7 @@ def seconds_of(value: Any) -> float | None:
 
 
 def span_of(value: Any) -> float | None:
-    """A length of time in seconds, or as `1-02:03:04`, `02:03:04` or `03:04`, as seconds."""
+    """Seconds, from a number or a text such as `1-02:03:04`, `02:03:04` or `03:04`."""
     if is_number(value):
         return float(value)
     days, _, clock = str(value or "").rpartition("-")
@@ -280,7 +279,7 @@ def span_of(value: Any) -> float | None:
 
 
 def _host(reported: dict[str, Any]) -> dict[str, Any]:
-    """What the ranks of a host say, with fields that are what they should be, or not there."""
+    """The report of a host's ranks, without fields of the wrong type."""
     ranks = reported["ranks"] if isinstance(reported.get("ranks"), list) else []
     ranks = [rank for rank in ranks if type(rank) is int]
     layout = reported["layout"] if isinstance(reported.get("layout"), dict) else {}

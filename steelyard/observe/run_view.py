@@ -1,6 +1,6 @@
-"""A run as a page shows it: one JSON object, the same for the terminal, `--json` and the browser.
+"""The view of a run: one JSON object, the same for the terminal, `--json` and the browser.
 
-Text from logs is cleaned of what could act on a terminal and scrubbed of secrets here, once, for all readers.
+Terminal control sequences and secrets are removed from all texts here, once for all readers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def summary(state: RunState) -> dict[str, Any]:
 
 
 def view(state: RunState) -> dict[str, Any]:
-    """All that a page shows."""
+    """The full view of a run."""
     verdicts = judge(state)
     last = state.trained[-1] if state.trained else {}
     shown = {
@@ -69,7 +69,7 @@ def _state(state: RunState) -> str:
 
 
 def told_of(verdict: Verdict, state: RunState) -> dict[str, str]:
-    """A verdict whose advice can be copied: `RUN` is the run's own path, quoted for a shell."""
+    """The verdict with `RUN` replaced by the run's path, quoted for a shell, so that commands can be copied."""
     shown = {key: _text(value) for key, value in asdict(verdict).items()}
     return shown | {"what_to_do": shown["what_to_do"].replace(" RUN", f" {shlex.quote(_text(str(state.path)))}")}
 
@@ -81,8 +81,8 @@ def _progress(state: RunState) -> dict[str, Any]:
 
 
 def _configuration(state: RunState) -> dict[str, dict[str, Any]]:
-    """What was asked for, and what the ranks of each host report, key by key."""
-    asked = requested(state)
+    """The requested layout, and the layout that the ranks of each host report, key by key."""
+    wanted = requested(state)
     reported: dict[str, Any] = {}
     for host, shown in state.hosts.items():
         layout = shown.get("layout")
@@ -90,20 +90,20 @@ def _configuration(state: RunState) -> dict[str, dict[str, Any]]:
             if key in reported and reported[key] != value:
                 value = f"{reported[key]}, but {value} on {host}"
             reported[key] = value
-    return {"requested": _plain(asked), "reported": _plain(reported)}
+    return {"requested": _plain(wanted), "reported": _plain(reported)}
 
 
 def _curve(state: RunState) -> dict[str, list[Any]]:
-    """The loss by step; one that is no number is none, which is a gap."""
-    kept = state.trained[:: max(1, len(state.trained) // SHOWN_POINTS)]
-    losses = [record["loss"] if is_number(record["loss"]) else None for record in kept]
-    return {"step": [record["step"] for record in kept], "loss": losses}
+    """The loss by step; a loss that is not finite is None, which is a gap."""
+    points = state.trained[:: max(1, len(state.trained) // SHOWN_POINTS)]
+    losses = [record["loss"] if is_number(record["loss"]) else None for record in points]
+    return {"step": [record["step"] for record in points], "loss": losses}
 
 
 def _names(state: RunState) -> list[str]:
-    """Of the hosts; a launcher that has nothing to say is none."""
-    said = {name for logs in (state.out, state.err) for name, log in logs.items() if log.raw}
-    return sorted({*state.hosts, *state.devices, *said})
+    """The names of the hosts. A launcher without output is not a host."""
+    logged = {name for logs in (state.out, state.err) for name, log in logs.items() if log.raw}
+    return sorted({*state.hosts, *state.devices, *logged})
 
 
 def _host(state: RunState, name: str) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def _text(text: str) -> str:
 
 
 def _scrubbed(value: dict[str, Any]) -> dict[str, Any]:
-    """The same without secrets. All texts are scrubbed as one: asking for each what is secret would cost the most."""
+    """The value without secrets. All texts are scrubbed in one call, because one call per text is slow."""
     texts: list[str] = []
 
     def take(each: Any) -> Any:
@@ -160,7 +160,7 @@ def _scrubbed(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """What somebody else's JSON holds, with every text in it made harmless."""
+    """A value from an untrusted JSON file, with all texts cleaned and its size limited."""
     if isinstance(value, dict):
         return {_text(str(key)): _plain(each) for key, each in list(value.items())[:100]}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Asking the scheduler now and then, so that `scheduler.jsonl` knows what it says; no more often than is polite."""
+"""Polls the scheduler and updates `scheduler.jsonl`, at most once every `SECONDS_BETWEEN` seconds."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ SECONDS_BETWEEN = 10.0
 
 
 class Asking:
-    """Asks for one run. A scheduler that does not answer is told of once; what the folder says still stands."""
+    """Polls for one run. A scheduler that does not answer is warned about once; the run folder is still shown."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._asked: float | None = None
-        self._has_told = False
+        self._has_warned = False
 
     def ask(self, state: RunState) -> None:
-        """Ask, if it is time. A state is told what could not be written down: the folder may only be read, perhaps."""
+        """Poll if it is due. Records that cannot be written, as in a read-only folder, go to `state.unwritten`."""
         now = time.monotonic()
         if self._asked is not None and now - self._asked < SECONDS_BETWEEN:
             return
@@ -33,6 +33,6 @@ class Asking:
             records = launch_record.refresh(self.path)
             state.unwritten = records[len(launch_record.read_records(self.path)) :]
         except (SteelyardError, OSError) as error:
-            if not self._has_told:
-                console.warn(f"the scheduler was not asked: {error}")
-            self._has_told = True
+            if not self._has_warned:
+                console.warn(f"cannot poll the scheduler: {error}")
+            self._has_warned = True

@@ -1,7 +1,7 @@
-"""What all ranks did in the timed steps: `timeline/rank-*.jsonl` as arrays.
+"""The timelines of all ranks, `timeline/rank-*.jsonl`, as arrays.
 
-A thousand steps of 64 ranks are millions of spans. They are read rank by rank into arrays, and what most readers want
-of a step (how long each rank spent on each kind of work) is summed up on the way.
+A thousand steps of 64 ranks are millions of spans. They are read rank by rank into arrays. The time of each rank per
+step and kind of span is summed while reading, because most readers need only that.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Array = npt.NDArray[Any]
 
 COMPUTE, COMMUNICATION, OTHER = 0, 1, 2
 LANES = ("compute", "communication", "data and optimizer")
-# The lane and the colour of each kind of span that a rank marks.
+# Lane and colour of each kind of span.
 KINDS = {
     "forward": (COMPUTE, "#3b78c3"),
     "backward": (COMPUTE, "#e8833a"),
@@ -35,12 +35,12 @@ KINDS = {
 }
 UNKNOWN = (OTHER, "#77808c")
 MOST_NUMBER = 1 << 62  # Nanoseconds since 1970 have 61 bits.
-MOST_NAMES = 64  # A file with more kinds of spans than that is no timeline.
+MOST_NAMES = 64  # A file with more kinds of spans is not a timeline.
 
 
 @dataclass
 class RankSpans:
-    """The spans of one rank, in the order they began."""
+    """The spans of one rank, ordered by start."""
 
     rank: int
     step: Array
@@ -53,7 +53,7 @@ class RankSpans:
 
 @dataclass
 class Spans:
-    """All ranks' spans and, for each step, when it ran and how long each rank spent on what (nanoseconds)."""
+    """The spans of all ranks and, for each step, its time range and the time of each rank by kind (nanoseconds)."""
 
     names: list[str]
     ranks: list[RankSpans]
@@ -67,23 +67,23 @@ class Spans:
 
     @property
     def length(self) -> Array:
-        """Nanoseconds that each step took, from the first rank's first span to the last one's last."""
+        """Nanoseconds of each step, from the first span of any rank to the last span of any rank."""
         return self.end - self.begin
 
     def lane(self, lane: int) -> list[int]:
-        """The numbers of the names that belong to a lane."""
+        """Indices of the names that belong to a lane."""
         return [number for number, name in enumerate(self.names) if KINDS.get(name, UNKNOWN)[0] == lane]
 
 
 def read(folder: Path) -> Spans | None:
-    """The timeline of a run; None where it kept none."""
+    """The timeline of a run; None if there is none."""
     names = list(KINDS)
     ranks, dropped = [], 0
     for path in sorted(folder.glob("rank-*.jsonl")):
-        found, bad = _read_rank(path, names)
+        spans, bad = _read_rank(path, names)
         dropped += bad
-        if found is not None:
-            ranks.append(found)
+        if spans is not None:
+            ranks.append(spans)
     return _together(names, ranks, dropped) if ranks else None
 
 
@@ -116,7 +116,7 @@ def _read_rank(path: Path, names: list[str]) -> tuple[RankSpans | None, int]:
 
 
 def _entries(path: Path) -> tuple[list[Any], int]:
-    """The objects of a file; one call for all lines is several times faster than one for each."""
+    """The JSON objects of a file. Parsing all lines in one call is several times faster than one call per line."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     try:
         return loads(f"[{','.join(lines)}]"), 0

@@ -1,8 +1,8 @@
-"""Reading files that others are writing, by offset: what a look costs depends on what is new, never on the size.
+"""Follows growing files by offset: the cost of a read depends on the new data, not on the file size.
 
-A file that is met for the first time is read from near its end. What was added since the last look is read from where
-that look ended; if more was added than a look may read, the middle is left out, and may be asked for later. A file that
-was replaced or cut short is met anew.
+The first read of a file starts near its end. Later reads start where the last one ended. If more was added than one
+read allows, the middle is skipped and recorded as a gap, which can be read later. A replaced or truncated file counts
+as new.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from steelyard.core.safe_parse import loads
 
-LONGEST_TORN = 1 << 20  # A line that never ends must not fill the memory.
+LONGEST_TORN = 1 << 20  # limits the memory that an endless line takes
 MOST_GAPS = 256
 
 
@@ -25,21 +25,21 @@ class Tail:
         self.path, self.first, self.most = path, first, most
         self.offset = 0
         self.begins = 0
-        """Where in the file the chunk began that was read last."""
+        """File offset of the chunk that was read last."""
         self.gaps: list[tuple[int, int]] = []
-        """What was left out, in order: where each part begins and ends."""
+        """Skipped parts, in order: start and end offsets."""
         self.changed: float | None = None
-        """When the file was last written to, by its filesystem's clock."""
+        """mtime of the file, by its filesystem's clock."""
         self._inode = -1
         self._torn = b""
 
     def lines(self) -> tuple[list[bytes], bool]:
-        """The whole lines that are new, and whether the file is met anew, so that earlier ones no longer count."""
+        """The new complete lines, and whether the file is new, so that earlier lines no longer count."""
         chunk, is_new = self.chunk()
         return chunk.split(b"\n")[:-1], is_new
 
     def chunk(self) -> tuple[bytes, bool]:
-        """The same as one piece that ends with a line's end, or empty."""
+        """The same as one chunk that ends with a newline, or empty."""
         try:
             status = self.path.stat()
         except OSError:
@@ -64,7 +64,7 @@ class Tail:
         except OSError:
             return b"", is_new
         self.offset += len(data)
-        if grown > most:  # The first line has lost its beginning.
+        if grown > most:  # The first line is incomplete.
             data = data.partition(b"\n")[2]
         data = self._torn + data
         self.begins = self.offset - len(data)
@@ -75,7 +75,7 @@ class Tail:
         return data[:end], is_new
 
     def fill(self, since: int, most: int) -> tuple[bytes, int]:
-        """Some of what was left out behind a place, in whole lines from the first on, and where it begins."""
+        """At most `most` bytes of the first gap from offset `since` on, in complete lines, and their offset."""
         self.gaps = [(max(begin, since), end) for begin, end in self.gaps if end > since]
         if not self.gaps:
             return b"", 0
@@ -86,7 +86,7 @@ class Tail:
                 data = file.read(min(most, end - begin))
         except OSError:
             data = b""
-        if begin + len(data) < end:  # A line that is longer than a look is cut.
+        if begin + len(data) < end:  # A line longer than one read is split.
             data = data[: data.rfind(b"\n") + 1] or data
         self.gaps[0] = begin + len(data), end
         if begin + len(data) >= end or not data:
@@ -95,7 +95,7 @@ class Tail:
 
 
 def records(lines: list[bytes]) -> Iterator[dict[str, Any]]:
-    """The JSON objects among lines; what is none was torn by a killed writer, or is no business of ours."""
+    """The JSON objects among the lines. Other lines are skipped, such as one truncated by a killed writer."""
     for line in lines:
         with contextlib.suppress(ValueError, RecursionError):
             record = loads(line)
@@ -104,7 +104,7 @@ def records(lines: list[bytes]) -> Iterator[dict[str, Any]]:
 
 
 class Small:
-    """A small JSON file, read again only when it was replaced."""
+    """A small JSON file, read again only after it changed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -112,7 +112,7 @@ class Small:
         self._seen: tuple[int, int, int] | None = None
 
     def read(self) -> dict[str, Any]:
-        """What it holds now; empty while it is not there or not whole."""
+        """The current object; empty if the file is missing, the last valid one if it is incomplete."""
         try:
             status = self.path.stat()
             seen = status.st_ino, status.st_mtime_ns, status.st_size

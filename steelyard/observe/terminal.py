@@ -1,7 +1,7 @@
-"""`steelyard watch`: a run's page on a terminal, or as plain text.
+"""`steelyard watch`: the view of a run on a terminal or as plain text.
 
-A terminal has a page that renews itself until the run ends; anything else gets the page once, or, with `follow`, a line
-for each change until the run ends. The exit code is the verdict's (`observe/verdict.py`).
+On a terminal the page is updated until the run ends. Other outputs get the page once or, with `follow`, one line per
+change until the run ends. The exit code is that of the verdict (`observe/verdict.py`).
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ COLOURS = {"ok": "green", "waiting": "cyan", "warning": "yellow", "wrong": "bold
 SECONDS_BETWEEN_LINES = 30.0
 SECONDS_FRESH = 30.0
 MOST_HOSTS = 16
-INDENT = 9  # of what a verdict says, behind its level
+INDENT = 9  # of a verdict's message, after its level
 
 
 def once(path: Path, patience: float = PATIENCE) -> dict[str, Any]:
-    """Look at a run once, after asking the scheduler."""
+    """Poll the scheduler, and return the view of a run."""
     state = RunState(path, patience)
     Asking(path).ask(state)
     return view(state.refresh())
 
 
 def looks(path: Path, seconds: float, patience: float = PATIENCE) -> Iterator[dict[str, Any]]:
-    """Look at a run every so often until it has ended."""
+    """Yield the view of a run every `seconds` until it has ended."""
     state, asking = RunState(path, patience), Asking(path)
     while True:
         asking.ask(state)
@@ -45,7 +45,7 @@ def looks(path: Path, seconds: float, patience: float = PATIENCE) -> Iterator[di
 
 
 def live(path: Path, seconds: float, patience: float = PATIENCE) -> int:
-    """Show the page on a terminal until the run has ended; returns the exit code."""
+    """Show the page on a terminal until the run has ended. Returns the exit code."""
     from rich.console import Console, Group
     from rich.live import Live
     from rich.text import Text
@@ -62,7 +62,7 @@ def live(path: Path, seconds: float, patience: float = PATIENCE) -> int:
 
 
 def follow(path: Path, seconds: float, patience: float = PATIENCE) -> int:
-    """Print a line whenever the verdict changes, and now and then how far the run is, until it has ended."""
+    """Print a line when the verdict changes, and the progress regularly, until the run has ended."""
     shown: list[dict[str, str]] = []
     last_line = -SECONDS_BETWEEN_LINES
     seen: dict[str, Any] = {}
@@ -83,7 +83,7 @@ def _kinds(shown: list[dict[str, str]]) -> set[tuple[str, str]]:
 
 
 def print_line(line: str) -> None:
-    """Print at once, so that whoever reads through a pipe is never behind."""
+    """Print and flush, so that a reader of a pipe sees the line at once."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
@@ -94,7 +94,7 @@ def plain(seen: dict[str, Any]) -> str:
 
 
 def rendered(seen: dict[str, Any]) -> list[tuple[str, str]]:
-    """The lines of the page, each with its style: what matters first, since a small terminal shows only the top."""
+    """The lines of the page with their styles, most important first: a small terminal shows only the top."""
     lines = [(f"{seen['name']}  {seen['state']}  {seen['path']}", "bold")]
     for verdict in seen["verdicts"]:
         lines.append((f"{verdict['level'].upper():{INDENT - 1}} {verdict['message']}", COLOURS[verdict["level"]]))
@@ -113,7 +113,7 @@ def rendered(seen: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def fitted(lines: list[tuple[str, str]], width: int) -> list[tuple[str, str]]:
-    """The page for a terminal of this width: verdicts and advice go on below, all else is cut at the edge."""
+    """The page for a terminal of this width: verdicts and hints are wrapped, other lines are cut."""
     verdicts = lines.index(("", "")) if ("", "") in lines else 0
     shown: list[tuple[str, str]] = []
     for line, style in lines[1:verdicts]:
@@ -123,7 +123,7 @@ def fitted(lines: list[tuple[str, str]], width: int) -> list[tuple[str, str]]:
 
 
 def progress_line(seen: dict[str, Any]) -> str:
-    """How far the run is, how fast, and what it has learned."""
+    """Progress, speed and loss in one line."""
     progress, now = seen["progress"], seen["now"]
     fields = [f"step {progress['step']}" + (f" of {progress['steps']}" if progress["steps"] else "")]
     if progress["steps"]:
@@ -139,7 +139,7 @@ def progress_line(seen: dict[str, Any]) -> str:
     if now.get("mfu") is not None:
         fields.append(f"MFU {now['mfu']:.3f}")
     if now.get("peak_memory") is not None:
-        fields.append(f"{units.size(now['peak_memory'])} at most")
+        fields.append(f"peak memory {units.size(now['peak_memory'])}")
     if slowest := seen["slowest"]:
         fields.append(f"slowest rank {slowest.get('slowest')}")
     return "  ".join(fields)
@@ -159,13 +159,13 @@ def _job(record: dict[str, Any]) -> str:
 
 
 def _configuration(shown: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
-    asked, reported = shown["requested"], shown["reported"]
-    keys = [key for key in asked if asked[key] not in (1, False, 0) or reported.get(key, asked[key]) != asked[key]]
+    wanted, reported = shown["requested"], shown["reported"]
+    keys = [key for key in wanted if wanted[key] not in (1, False, 0) or reported.get(key, wanted[key]) != wanted[key]]
     if not keys:
         return []
-    if reported and all(reported.get(key) == asked[key] for key in keys):
-        return [("asked for and reported  " + "  ".join(f"{key} {asked[key]}" for key in keys), "")]
-    lines = [("asked for  " + "  ".join(f"{key} {asked[key]}" for key in keys), "")]
+    if reported and all(reported.get(key) == wanted[key] for key in keys):
+        return [("requested and reported  " + "  ".join(f"{key} {wanted[key]}" for key in keys), "")]
+    lines = [("requested  " + "  ".join(f"{key} {wanted[key]}" for key in keys), "")]
     if reported:
         lines.append(("reported   " + "  ".join(f"{key} {reported.get(key, '?')}" for key in keys), ""))
     return lines
@@ -177,13 +177,13 @@ def _host(host: dict[str, Any], few: bool, ended: bool) -> list[tuple[str, str]]
     title = "  ".join(filter(None, [host["host"], which, host["device"]]))
     lines = [("", ""), (title, "bold")]
     old = f"  ({units.duration(host['age'])} ago)" if (host["age"] or 0.0) > SECONDS_FRESH else ""
-    if not ended:  # What devices did last tells nothing of what they do now.
+    if not ended:  # After the end, the last samples no longer describe the GPUs.
         lines += [(f"  {_device(device)}{old}", "dim" if old else "") for device in host["devices"]]
     for stream, style in (("out", "dim"), ("err", "magenta")):
         shown = host[stream][-1:] if few else host[stream]
         lines += [(f"  {stream}| {line}", style) for line in shown]
     if host["unread"] > 0:
-        lines.append((f"  err: {units.size(host['unread'])} before that are not looked through yet", "dim"))
+        lines.append((f"  err: {units.size(host['unread'])} before that are not scanned yet", "dim"))
     return lines
 
 

@@ -1,6 +1,6 @@
-"""The verdict on a run: a table of rules over its state (`observe/rules/`), the worst first.
+"""The verdicts on a run: a table of rules over its state (`observe/rules/`), worst verdict first.
 
-A rule that sees nothing to say gives none. A run of which no rule says anything is running, and healthy.
+A rule returns a verdict or None. A run without any verdict is running and healthy.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from steelyard.observe.rules import LEVELS, Level, Verdict, exit_rules, machine_
 from steelyard.observe.run_state import RunState
 
 Rule = Callable[[RunState], Verdict | None]
-# In the order in which verdicts of one level are told: causes before consequences.
+# The order of verdicts with the same level: causes before consequences.
 RULES: tuple[Rule, ...] = (
     progress_rules.errors,
     machine_rules.disk_nearly_full,
@@ -36,27 +36,27 @@ EXIT_CODES: dict[Level, int] = {"ok": 0, "wrong": 1, "waiting": 3, "warning": 4}
 
 
 def judge(state: RunState) -> list[Verdict]:
-    """All that there is to say about a run, the worst first; never nothing."""
-    found = [verdict for rule in RULES if (verdict := rule(state)) is not None]
-    if not found:
-        found = [Verdict("healthy", "ok", f"running well{_pace(state)}", "nothing")]
-    return sorted(found, key=lambda verdict: -LEVELS.index(verdict.level))
+    """All verdicts on a run, worst first; at least one."""
+    verdicts = [verdict for rule in RULES if (verdict := rule(state)) is not None]
+    if not verdicts:
+        verdicts = [Verdict("healthy", "ok", f"running well{_remaining(state)}", "nothing")]
+    return sorted(verdicts, key=lambda verdict: -LEVELS.index(verdict.level))
 
 
 def exit_code(verdicts: list[Verdict]) -> int:
-    """What a script is told: 0 healthy or completed, 1 something is wrong, 3 not started yet, 4 a warning."""
+    """The exit code for scripts: 0 healthy or completed, 1 something is wrong, 3 not started yet, 4 a warning."""
     return EXIT_CODES[verdicts[0].level]
 
 
 def has_ended(state: RunState) -> bool:
-    """Whether nothing more will happen by itself."""
+    """Whether the run has ended and will not start again by itself."""
     if state.is_live or state.is_waiting:
         return False
     return bool(state.job_states) or state.manifest.get("state", "created") != "created"
 
 
 def seconds_left(state: RunState) -> float | None:
-    """How long the steps that are left will take at the present pace."""
+    """Seconds for the remaining steps at the current speed."""
     seconds = state.trained[-1].get("seconds") if state.trained else None
     if state.recipe is None or not is_number(seconds):
         return None
@@ -64,6 +64,6 @@ def seconds_left(state: RunState) -> float | None:
     return left if is_number(left) else None
 
 
-def _pace(state: RunState) -> str:
+def _remaining(state: RunState) -> str:
     left = seconds_left(state)
     return "" if left is None else f", {units.duration(left)} left"

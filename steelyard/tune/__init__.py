@@ -1,1 +1,1 @@
-"""Which settings? A search space, trials that are real short runs, and a study that outlives whoever runs it."""
+"""Hyperparameter search: a search space, trials that are short runs, and a study that survives its workers."""

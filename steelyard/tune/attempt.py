@@ -1,4 +1,4 @@
-"""One attempt at a point: its folder, the run, and what is learned from it."""
+"""One trial: its folder, its run and its result."""
 
 from __future__ import annotations
 
@@ -23,61 +23,66 @@ if TYPE_CHECKING:
     from optuna.trial import Trial
 
 
-def make(study: Study, asked: Trial, folder: Path) -> None:
-    """One trial, from its folder to what is learned from it."""
-    tune, place, began = study.tune, folder_of(folder, asked.number), time.monotonic()
+def make(study: Study, optuna_trial: Trial, folder: Path) -> None:
+    """Run one trial, from creating its folder to recording its result."""
+    tune, place, began = study.tune, folder_of(folder, optuna_trial.number), time.monotonic()
     measured = [ObjectiveValues(objective) for objective in tune.objectives]
-    retries = int(asked.user_attrs.get("retries", 0))
-    words = candidate.prepare(tune, asked.params, place, asked.number)
+    retries = int(optuna_trial.user_attrs.get("retries", 0))
+    words = candidate.prepare(tune, optuna_trial.params, place, optuna_trial.number)
     limits = TrialLimits(60 * tune.trial.timeout_minutes, 60 * tune.trial.hang_minutes, began + study.seconds_left())
     beats = iter(range(1, 1 << 62))
-    watching = (measured, limits, study.behind(measured), lambda: asked.set_user_attr("beat", next(beats)))
+    watching = (measured, limits, study.behind(measured), lambda: optuna_trial.set_user_attr("beat", next(beats)))
     try:
         if tune.launch.on is None:
             ended = local_trial.run(words, place, *watching)
         else:
-            ended = _elsewhere(tune, asked, folder, *watching)
+            ended = _elsewhere(tune, optuna_trial, folder, *watching)
     except (Interrupted, RuntimeFailure) as error:
         why = "interrupted" if isinstance(error, Interrupted) else error.message
-        study.end(asked, TrialEnd(outcome.INTERRUPTED, why, time.monotonic() - began), [])
-        study.again(asked, retries)
+        study.end(optuna_trial, TrialEnd(outcome.INTERRUPTED, why, time.monotonic() - began), [])
+        study.again(optuna_trial, retries)
         raise
     if ended.outcome == outcome.LOST and retries >= RETRIES:
-        ended = TrialEnd(outcome.CRASHED, f"{ended.reason}, as before", ended.seconds)
+        ended = TrialEnd(outcome.CRASHED, f"{ended.reason}, again", ended.seconds)
     if ended.outcome == outcome.LOST:
-        study.again(asked, retries + 1)
-    if ended.outcome == outcome.CUT_SHORT:  # It says nothing about the point, which is first when more hours are given.
-        study.again(asked, retries)
+        study.again(optuna_trial, retries + 1)
+    if ended.outcome == outcome.CUT_SHORT:  # No result for the point; it is first in the queue if the budget is raised.
+        study.again(optuna_trial, retries)
     ended = _with_numbers(ended, measured)
-    study.end(asked, ended, measured)
+    study.end(optuna_trial, ended, measured)
     values = {each.objective.label: each.value for each in measured}
-    record = {"number": asked.number, "settings": asked.params, "outcome": ended.outcome, "reason": ended.reason}
-    record |= {"values": values, "seconds": ended.seconds, "predicted": asked.user_attrs.get("predicted")}
+    record = {
+        "number": optuna_trial.number,
+        "settings": optuna_trial.params,
+        "outcome": ended.outcome,
+        "reason": ended.reason,
+    }
+    record |= {"values": values, "seconds": ended.seconds, "predicted": optuna_trial.user_attrs.get("predicted")}
     files.write_json(place / "trial.json", secrets.redact(record) | {"command": shlex.join(secrets.redact(words))})
-    console.say(_line(asked.number, asked.params, ended, measured))
+    console.say(_line(optuna_trial.number, optuna_trial.params, ended, measured))
 
 
 def _elsewhere(
     tune: Tune,
-    asked: Trial,
+    optuna_trial: Trial,
     folder: Path,
     measured: list[ObjectiveValues],
     limits: TrialLimits,
     is_behind: Callable[[], str | None],
     beat: Callable[[], None],
 ) -> TrialEnd:
-    """Submit a trial and follow it, or take up the job that a killed worker left behind for the same point."""
-    place = folder_of(folder, asked.number)
-    before = asked.user_attrs.get("takes_up")
+    """Submit a trial and follow it, or adopt the job that a killed worker submitted for the same point."""
+    place = folder_of(folder, optuna_trial.number)
+    before = optuna_trial.user_attrs.get("takes_up")
     left = None if before is None else folder_of(folder, int(before)) / RUN
     if left is not None and submitted_trial.can_be_taken_up(left):
-        console.say(f"trial {asked.number} takes up what trial {before} left running")
+        console.say(f"trial {optuna_trial.number} adopts the running job of trial {before}")
         (place / RUN).symlink_to(Path("..", left.parent.name, RUN))
     else:
-        recipe = candidate.recipe_at(tune, asked.params, is_trial=True)
+        recipe = candidate.recipe_at(tune, optuna_trial.params, is_trial=True)
         try:
-            submitted_trial.start(submitted_trial.request(tune, recipe, place / RUN, asked.number))
-        except UserError as refusal:  # More nodes than there are, say: the next point may ask for fewer.
+            submitted_trial.start(submitted_trial.request(tune, recipe, place / RUN, optuna_trial.number))
+        except UserError as refusal:  # For example too few nodes: the next point may need fewer.
             files.write_text(place / LOG, secrets.scrub(refusal.message) + "\n")
             return TrialEnd(outcome.CRASHED, " ".join(refusal.message.split()), 0.0)
     log = TrialLog(place / LOG, measured)
@@ -85,11 +90,11 @@ def _elsewhere(
 
 
 def _with_numbers(ended: TrialEnd, measured: list[ObjectiveValues]) -> TrialEnd:
-    """A trial that ended well with a loss that is no number did not."""
+    """A finished trial whose objective is not finite counts as crashed."""
     wrong = next((each.objective.label for each in measured if not _is_number(each.value)), None)
     if ended.outcome != outcome.FINISHED or wrong is None:
         return ended
-    return TrialEnd(outcome.CRASHED, f"{wrong} is no number", ended.seconds)
+    return TrialEnd(outcome.CRASHED, f"{wrong} is not finite", ended.seconds)
 
 
 def _is_number(value: float | None) -> bool:

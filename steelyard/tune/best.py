@@ -1,4 +1,4 @@
-"""What a study has found: the best trial, or those that no other beats in every objective, and their settings."""
+"""The result of a study: the best trial, or the Pareto front of several objectives, and their settings."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
 MOST = 20  # recipes of a frontier that are written
-MOST_NAMED = 8  # trials that did as well as the best
+MOST_NAMED = 8  # tied trials that are listed
 
 
 def front(tune: Tune, trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
-    """Finished trials that none beats in every objective, the best in the first objective first.
+    """The Pareto front of the finished trials, ordered by the first objective, best first.
 
-    Of several that are equal in all of them the first stands for the others (`ties`).
+    Of trials with equal values, only the first is included (the others: `ties`).
     """
     done = [trial for trial in trials if trial_history.result_of(trial) == outcome.FINISHED]
     first = {tuple(trial.values): trial for trial in reversed(done)}.values()
@@ -31,7 +31,7 @@ def front(tune: Tune, trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
 
 
 def ties(trial: FrozenTrial, trials: Sequence[FrozenTrial]) -> list[int]:
-    """The numbers of other trials that came out just the same."""
+    """The numbers of other finished trials with the same values."""
     done = [
         other for other in trials if trial_history.result_of(other) == outcome.FINISHED and other.number != trial.number
     ]
@@ -45,7 +45,7 @@ def _beats(tune: Tune, one: FrozenTrial, other: FrozenTrial) -> bool:
 
 
 def write_best(tune: Tune, trials: Sequence[FrozenTrial], folder: Path) -> dict[str, Any]:
-    """Write the best settings as a recipe (or a command), and return what there is to tell."""
+    """Write the best settings as a recipe (or a command), and return a summary."""
     best = front(tune, trials)
     if len(tune.objectives) == 1:
         best = best[:1]
@@ -56,7 +56,7 @@ def write_best(tune: Tune, trials: Sequence[FrozenTrial], folder: Path) -> dict[
     for file, trial in frontier.items():
         _write(folder / "best" / file, tune, trial)
     for old in (folder / "best").glob(f"trial-*{Path(name).suffix}"):
-        if old.name not in frontier:  # Beaten since.
+        if old.name not in frontier:  # No longer on the front.
             old.unlink(missing_ok=True)
     outcomes = Counter(trial_history.result_of(trial) for trial in trials)
     return {
@@ -77,7 +77,7 @@ def write_best(tune: Tune, trials: Sequence[FrozenTrial], folder: Path) -> dict[
 
 
 def of_folder(folder: Path, url: str | None = None) -> dict[str, Any]:
-    """The same, from a study's folder."""
+    """Write the best settings of a study's folder, and return a summary."""
     tune, study = study_folder.opened(folder, url)
     with storage.faults():
         return write_best(tune, study.get_trials(deepcopy=False), folder)
@@ -93,13 +93,13 @@ def _write(path: Path, tune: Tune, trial: FrozenTrial) -> None:
 
 
 def tied(numbers: Sequence[int]) -> str:
-    """How many trials did just as well, and which."""
+    """The number of tied trials, and their numbers."""
     named = ", ".join(map(str, numbers[:MOST_NAMED])) + (", ..." if len(numbers) > MOST_NAMED else "")
-    return f"{len(numbers)} more did just as well: trial{'s' if len(numbers) > 1 else ''} {named}"
+    return f"{len(numbers)} more tied: trial{'s' if len(numbers) > 1 else ''} {named}"
 
 
 def as_text(summary: dict[str, Any]) -> str:
-    """What was found, for a person."""
+    """The summary as text."""
     lines = [f"study  {summary['study']}: {trial_history.counted(summary['trials'])}"]
     lines += [f"       {count} {name.replace('_', ' ')}" for name, count in summary["outcomes"].items()]
     for each in summary["best"]:

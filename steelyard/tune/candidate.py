@@ -1,4 +1,4 @@
-"""A point of the space as something to run: a recipe of its own, or the words of a command."""
+"""A point of the space as a runnable trial: a recipe, or the arguments of a command."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from steelyard.tune.submitted_trial import abandon
 from steelyard.tune.trial import RUN
 
 RECIPE = "recipe.toml"
-RECORDS = 20  # of metrics.jsonl in a trial, about: enough for a median, few enough to cost nothing
+RECORDS = 20  # approximate number of records in metrics.jsonl per trial: enough for a median, at negligible cost
 
 
 def recipe_at(tune: Tune, point: Point, is_trial: bool) -> Recipe:
-    """The recipe with a point's settings; as a trial, short and without what is of no use in one.
+    """The recipe with a point's settings; for a trial, shortened and without checkpoints and reports.
 
-    Where jobs run on a cluster with several types of nodes, and the recipe names none, it says on which.
+    If jobs run on a cluster with several types of nodes and the recipe has no placement, one is added.
     """
     overrides = [*tune.overrides, *(f"{key}={_toml(value)}" for key, value in point.items())]
     recipe = load_recipe(str(tune.recipe), overrides, _completion(tune, overrides, is_trial), tune.override_places)
@@ -42,24 +42,24 @@ def recipe_at(tune: Tune, point: Point, is_trial: bool) -> Recipe:
 
 @functools.cache
 def _cluster(path: str) -> Cluster:
-    """The cluster file as it was first read: points are made by the hundred."""
+    """The cluster file, cached: recipes are built for hundreds of points."""
     return clusters.load(path)
 
 
 def refuse_recipe(tune: Tune) -> None:
-    """Refuse a recipe that cannot be tuned, before anything is started."""
+    """Reject a recipe that cannot be tuned, before anything starts."""
     recipe = recipe_at(tune, {}, is_trial=True)
     if recipe.finetune is not None:
         raise UserError(
-            f"{tune.recipe} tunes on conversations, which is another command",
-            hint='tune that: command = "steelyard sft ... --run {folder}/run"',
+            f"{tune.recipe} is a fine-tuning recipe, which trials cannot run",
+            hint='tune the command instead: command = "steelyard sft ... --run {folder}/run"',
         )
 
 
 def prepare(tune: Tune, point: Point, folder: Path, number: int) -> list[str]:
-    """Make a trial's folder and return the words that run it."""
+    """Create a trial's folder, and return its command."""
     abandon(folder / RUN)
-    shutil.rmtree(folder, ignore_errors=True)  # What a study of the same name left whose database is gone.
+    shutil.rmtree(folder, ignore_errors=True)  # Left by a study of the same name whose database was deleted.
     folder.mkdir(parents=True)
     if tune.command is not None:
         values = point | {"trial": number, "folder": str(folder)}
@@ -71,7 +71,7 @@ def prepare(tune: Tune, point: Point, folder: Path, number: int) -> list[str]:
 
 
 def written(tune: Tune, point: Point) -> str:
-    """The best settings as a recipe file, or as the command that has them."""
+    """The settings of a point as a recipe file, or as a command."""
     if tune.command is not None:
         named = {"trial": "best", "folder": "best"}
         return shlex.join(commands.filled(commands.words(tune.command), point | named)) + "\n"
@@ -82,7 +82,7 @@ def written(tune: Tune, point: Point) -> str:
 
 
 def _completion(tune: Tune, overrides: list[str], is_trial: bool) -> Callable[[Any], None]:
-    """What a trial's recipe has instead: fewer steps, no checkpoint, no report; and keys that are left out."""
+    """Changes for a trial's recipe: fewer steps, no checkpoint, no report, and dropped keys."""
     given = {override.partition("=")[0].strip() for override in overrides}
 
     def complete(values: Any) -> None:
@@ -103,9 +103,9 @@ def _completion(tune: Tune, overrides: list[str], is_trial: bool) -> Callable[[A
             steps = train.get("steps") if isinstance(train, dict) else None
             if "log.every" not in given and isinstance(steps, int):
                 log["every"] = max(1, steps // RECORDS)
-        kept = values.setdefault("checkpoint", {})
-        if isinstance(kept, dict):
-            kept |= {"every": 0, "at_end": False, "keep_best": False}
+        checkpoint = values.setdefault("checkpoint", {})
+        if isinstance(checkpoint, dict):
+            checkpoint |= {"every": 0, "at_end": False, "keep_best": False}
 
     return complete
 

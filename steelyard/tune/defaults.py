@@ -1,4 +1,4 @@
-"""The space for a recipe alone: what makes it faster or smaller without changing what it learns."""
+"""The default search space of a recipe: settings that change speed or memory but not the training result."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from steelyard.planning.layout_space import SearchLimits, divisors, micro_batche
 from steelyard.tune.spec import Tune, checked
 
 STEPS, WARM_UP = 20, 5
-# What these keys say would contradict other layouts.
+# Keys that would contradict other layouts.
 DEGREES = ("parallel.tensor", "parallel.pipeline", "parallel.zero", "parallel.sequence_parallel", "parallel.schedule")
 LAYOUT = ("parallel.data", "parallel.partition", "parallel.placement", "parallel.virtual", "parallel.replicate")
 
 
 def tune_for(source: str, overrides: Sequence[str], nproc: int | None, changes: dict[str, Any]) -> Tune:
-    """A tune file for a recipe: its layout on so many ranks, micro-batch and recomputation, for tokens per second.
+    """A tune file for a recipe: layout on `nproc` ranks, micro-batch and recomputation, for tokens per second.
 
-    Where jobs are submitted and nobody says how many ranks there are, they are those that the recipe's plan needs.
+    If jobs are submitted and `nproc` is not given, it is the number of ranks that the recipe's layout needs.
     """
     recipe = load_recipe(source, overrides)
     nproc = nproc or (recipe.parallel.least_world if changes.get("launch.on") else 1)
@@ -54,7 +54,7 @@ def _space(recipe: Recipe, nproc: int, given: set[str]) -> tuple[dict[str, list[
     }
     written = {name: getattr(getattr(recipe, name.split(".")[0]), name.split(".")[1]) for name in space}
     space |= {name: [written[name]] for name in space if name in given}
-    # With one value there is nothing to search; it matters where the recipe, made for other ranks, says something else.
+    # A single value is kept only if the recipe, written for another number of ranks, has a different one.
     space = {
         name: choices
         for name, choices in space.items()

@@ -1,7 +1,7 @@
-"""Constraints: expressions over the names of a space, read as a tree and never handed to Python.
+"""Constraints: expressions over the names of a space, evaluated from their syntax tree and never with `eval`.
 
-`parallel.tensor * parallel.pipeline <= world and train.micro_batch in (1, 2, 4)`: numbers, words in quotes, names of
-the space, arithmetic, comparisons, and, or, not, in, min and max. Everything else is refused when the file is read.
+`parallel.tensor * parallel.pipeline <= world and train.micro_batch in (1, 2, 4)`: numbers, strings, names of the
+space, arithmetic, comparisons, and, or, not, in, min and max. Everything else is rejected when the file is read.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {"min": min, "max": max, "abs": abs}
 
 
 class Refused(ValueError):
-    """An expression that is not one, with the reason."""
+    """An invalid expression, with the reason."""
 
 
 class Expression:
@@ -44,19 +44,19 @@ class Expression:
         try:
             self._tree = ast.parse(text.strip(), mode="eval").body
         except (SyntaxError, ValueError, RecursionError, MemoryError):
-            raise Refused("this is no expression") from None
+            raise Refused("not a valid expression") from None
         self.names: set[str] = set()
         self._check(self._tree, names)
 
     def holds(self, values: Mapping[str, Any]) -> bool:
-        """Whether it is true of a point. What cannot be reckoned (a division by zero, a word plus one) is not true."""
+        """Whether it is true for a point. Errors (a division by zero, a string plus a number) count as false."""
         try:
             return bool(_value(self._tree, values))
         except (ArithmeticError, TypeError):
             return False
 
     def _check(self, node: ast.expr, names: Collection[str]) -> None:
-        """Refuse what is not in the language, here rather than in the middle of a search."""
+        """Reject unsupported syntax here, rather than in the middle of a search."""
         name = _dotted(node)
         if name is not None:
             if name not in names:
@@ -70,7 +70,7 @@ class Expression:
 
 
 def _parts(node: ast.expr) -> list[ast.expr]:
-    """The expressions inside one; raises for a kind that does not belong here."""
+    """The subexpressions of a node; raises for unsupported nodes."""
     match node:
         case ast.BoolOp(values=values):
             return values
@@ -86,7 +86,9 @@ def _parts(node: ast.expr) -> list[ast.expr]:
             return elements
         case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in FUNCTIONS and arguments:
             return arguments
-    raise Refused(f"{ast.unparse(node)} is not allowed: names of the space, numbers, words, arithmetic, comparisons")
+    raise Refused(
+        f"{ast.unparse(node)} is not allowed; use names of the space, numbers, strings, arithmetic and comparisons"
+    )
 
 
 def _dotted(node: ast.expr) -> str | None:
@@ -125,7 +127,7 @@ def _value(node: ast.expr, values: Mapping[str, Any]) -> Any:
             return [_value(element, values) for element in elements]
         case ast.Call(func=ast.Name(id=function), args=arguments):
             return FUNCTIONS[function](*(_value(argument, values) for argument in arguments))
-    raise AssertionError("checked when it was read")
+    raise AssertionError("unsupported nodes are rejected by _check")
 
 
 def _compared(node: ast.Compare, values: Mapping[str, Any]) -> bool:
@@ -139,7 +141,7 @@ def _compared(node: ast.Compare, values: Mapping[str, Any]) -> bool:
 
 
 def _number(node: ast.expr, values: Mapping[str, Any]) -> int | float:
-    """An operand of arithmetic. A word times a number would be a long word."""
+    """A numeric operand. Strings are rejected, since a string times a number is a long string."""
     value = _value(node, values)
     if not isinstance(value, int | float):
         raise TypeError

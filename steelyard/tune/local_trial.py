@@ -1,4 +1,4 @@
-"""A trial beside the tuner: a command under guard, whose output is read line by line, freed of secrets and kept."""
+"""A trial on this machine: a command under a subreaper, whose output is read by line and logged without secrets."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from steelyard.tune.outcome import TrialEnd
 from steelyard.tune.trial import TrialLimits
 from steelyard.tune.trial_output import LOG, TrialLog
 
-SECONDS_TO_END = 0.02  # between a closed output and a process that is gone
+SECONDS_TO_END = 0.02  # poll interval between the end of the output and the exit of the process
 
 
 class LocalJob:
-    """A command that runs under guard."""
+    """A command that runs under a subreaper."""
 
     settling = 0.0
 
@@ -28,15 +28,15 @@ class LocalJob:
         self.log, self._kills = log, outcome.kills_by_memory()
         self._reading, writing = os.pipe()
         try:
-            kept = {name: os.environ[name] for name in os.environ if name != STORAGE}
-            self._guarded = subreaper.start(command, writing, kept)
+            environment = {name: os.environ[name] for name in os.environ if name != STORAGE}
+            self._process = subreaper.start(command, writing, environment)
         finally:
             os.close(writing)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._reading, selectors.EVENT_READ)
 
     def look(self, seconds: float) -> bool:
-        """Take what it says, within so long."""
+        """Read output for at most `seconds`; whether there was any."""
         if not self._selector.get_map():
             time.sleep(SECONDS_TO_END)
             return False
@@ -49,17 +49,17 @@ class LocalJob:
         return True
 
     def is_waiting(self) -> bool:
-        """It began at once."""
+        """Never: it starts at once."""
         return False
 
     def is_over(self) -> bool:
-        """Whether it has ended, and all that it started."""
-        return self._guarded.code is not None
+        """Whether it and all its descendants have ended."""
+        return self._process.code is not None
 
     def stop(self) -> None:
-        """End it, and take what is still in the pipe; nobody writes any more."""
+        """End it, and read the rest of the pipe, which has no writer any more."""
         try:
-            self._guarded.stop()
+            self._process.stop()
         finally:
             self._selector.close()
             os.set_blocking(self._reading, False)
@@ -72,8 +72,8 @@ class LocalJob:
                 os.close(self._reading)
 
     def failure(self) -> tuple[str, str] | None:
-        """Outcome and reason of an exit that was no good one."""
-        code = self._guarded.code or 0
+        """Outcome and reason of a non-zero exit."""
+        code = self._process.code or 0
         return outcome.of_exit(code, self.log.tail, outcome.kills_by_memory() > self._kills) if code else None
 
 
@@ -85,6 +85,6 @@ def run(
     is_behind: Callable[[], str | None] = lambda: None,
     beat: Callable[[], None] = lambda: None,
 ) -> TrialEnd:
-    """Run a command to its end, or end it, and say how it ended."""
+    """Run a command until it ends or reaches a limit, and return how it ended."""
     log = TrialLog(folder / LOG, measured)
     return trial.run(LocalJob(command, log), log, folder, limits, is_behind, beat)

@@ -1,4 +1,4 @@
-"""Several workers on this machine: the same command once for each, with its share of the devices, ended together."""
+"""Several workers on this machine: the same command for each, with its share of the devices; all end together."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ SECONDS_BETWEEN_LOOKS = 0.1
 
 
 def run(arguments: Sequence[str], workers: int, on: str | None = None) -> None:
-    """Run a command as so many workers until all have ended. An interruption reaches them all.
+    """Run a command in `workers` processes until all have ended. An interruption is passed on to all.
 
-    Where trials run on other machines, there is nothing here to share out.
+    If trials run on other machines, the devices of this one are not divided.
     """
     running: list[subreaper.ProcessTree] = []
     alone = Share(usable_cpus(), {})
@@ -42,7 +42,7 @@ def run(arguments: Sequence[str], workers: int, on: str | None = None) -> None:
         deadline = time.monotonic() + subreaper.SECONDS_TO_END + 5
         while any(each.code is None for each in running) and time.monotonic() < deadline:
             time.sleep(SECONDS_BETWEEN_LOOKS)
-        raise Interrupted("what was learned is kept; the same command goes on") from None
+        raise Interrupted("all results are saved; the same command continues the study") from None
     finally:
         for each in running:
             each.stop()
@@ -50,14 +50,14 @@ def run(arguments: Sequence[str], workers: int, on: str | None = None) -> None:
     if any(codes):
         kind = UserError if all(code == UserError.exit_code for code in codes) else RuntimeFailure
         wrong = sum(code != 0 for code in codes)
-        raise kind(f"{wrong} of {workers} workers failed", hint="what they said stands above; trials are kept")
+        raise kind(f"{wrong} of {workers} workers failed", hint="see their messages above; finished trials are saved")
 
 
 def _started(command: Sequence[str], environment: dict[str, str], are_jobs: bool) -> subreaper.ProcessTree:
-    """A worker, which dies with this process.
+    """Start a worker that dies with this process.
 
-    A guard would ask it to stop first, and end all that it started: its trial, which is right, unless that is a job.
-    Jobs outlive a tuner that is killed.
+    A subreaper also ends all processes that the worker started. This is right for a local trial but not for jobs,
+    which survive a killed tuner.
     """
     if not are_jobs:
         return subreaper.start(command, sys.stderr, environment)
@@ -71,14 +71,14 @@ def _started(command: Sequence[str], environment: dict[str, str], are_jobs: bool
 
 @dataclass(frozen=True)
 class Share:
-    """What one worker may use: processors, and the GPUs that its environment names."""
+    """The resources of one worker: CPU cores, and the GPUs in its environment."""
 
     cores: list[int]
     environment: dict[str, str]
 
 
 def shares(workers: int) -> list[Share]:
-    """Equal shares of the GPUs at hand, or, where there are none, of the cores."""
+    """Equal shares of the visible GPUs or, without GPUs, of the cores."""
     cores = usable_cpus()
     allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = named_gpus(allowed) if allowed else []
@@ -87,14 +87,14 @@ def shares(workers: int) -> list[Share]:
         return [Share(own, {}) for own in shared_out(cores, workers)]
     each = len(gpus) // workers
     if each == 0:
-        raise UserError(f"{workers} workers cannot share {len(gpus)} GPUs", hint=f"--workers {len(gpus)}")
+        raise UserError(f"{workers} workers cannot share {len(gpus)} GPUs", hint=f"use --workers {len(gpus)}")
     if len(gpus) % workers:
-        console.warn(f"{len(gpus) % workers} GPUs stay idle: {workers} workers have {each} each")
+        console.warn(f"{len(gpus) % workers} GPUs are not used: {workers} workers have {each} each")
     return [Share(cores, {"CUDA_VISIBLE_DEVICES": ",".join(gpus[n * each : (n + 1) * each])}) for n in range(workers)]
 
 
 def shared_out(cores: Sequence[int], workers: int) -> list[list[int]]:
-    """Each worker's cores: equally many, so that trials can be compared. More workers than cores have to share."""
+    """The cores of each worker: the same number, so that trials are comparable. More workers than cores share cores."""
     each = len(cores) // workers
     if each == 0:
         console.warn(f"{workers} workers on {len(cores)} cores: trials slow each other down")
@@ -104,7 +104,7 @@ def shared_out(cores: Sequence[int], workers: int) -> list[list[int]]:
 
 @contextmanager
 def _on(cores: Sequence[int]) -> Iterator[None]:
-    """Have what is started here run on these cores alone: children inherit them, with no moment in between."""
+    """Start processes on these cores only. Children inherit the affinity from their first instruction."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     try:

@@ -1,4 +1,4 @@
-"""How a trial ended, told apart, because what to learn from it differs."""
+"""The outcomes of trials. They are distinguished because the sampler learns something different from each."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ CUT_SHORT = "cut_short"
 SURPLUS = "surplus"
 
 RAN = (FINISHED, OUT_OF_MEMORY, CRASHED, HUNG, TIMED_OUT, STOPPED_EARLY)
-"""What counts as a trial of the budget."""
+"""Outcomes that count against the budget."""
 REJECTED = (PRUNED_BY_PLAN, BREAKS_CONSTRAINT, REPEATED)
-"""Points that were not run, because it is known what would come of it."""
+"""Points that were not run, because their outcome is known."""
 VOID = (LOST, INTERRUPTED, CUT_SHORT, SURPLUS)
-"""Runs that say nothing about their point: their worker was killed, told to stop, or out of the study's time."""
+"""Runs without a result for their point: the worker was killed or interrupted, or the study's time was over."""
 
 NOT_ITS_OWN = {
     JobState.NODE_FAILED: "its node failed",
-    JobState.PREEMPTED: "another job took its place",
-    JobState.CANCELLED: "somebody cancelled its job",
+    JobState.PREEMPTED: "preempted by another job",
+    JobState.CANCELLED: "its job was cancelled",
 }
-"""Ends of a job that say nothing about its point."""
+"""Ends of a job that are independent of its point."""
 
 _MEMORY = re.compile(
     r"out[ _]of[ _]memory|OutOfMemoryError|cudaErrorMemoryAllocation|CUBLAS_STATUS_ALLOC_FAILED"
@@ -44,14 +44,14 @@ _MEMORY = re.compile(
     r"|can't allocate memory|Cannot allocate memory|NCCL.{0,40}Cuda failure.{0,20}memory",
     re.IGNORECASE,
 )
-# A hint that memory may have run out, not a finding: launch/root_cause.py asks it of every SIGKILL.
-_ONLY_ASKED = re.compile(r"out of memory\? see dmesg")
+# Only a hint that memory may have run out: launch/root_cause.py prints it for every SIGKILL.
+_ONLY_HINT = re.compile(r"out of memory\? see dmesg")
 _ERROR = re.compile(r"^(?:\w*: )?(error: .+|\w*(?:Error|Exception)\b.*)")
 
 
 @dataclass(frozen=True)
 class TrialEnd:
-    """How a trial ended, why in a line, and after how many seconds."""
+    """Outcome, reason in one line, and duration of a trial."""
 
     outcome: str
     reason: str
@@ -59,19 +59,19 @@ class TrialEnd:
 
 
 def kills_by_memory(root: Path = Path("/")) -> int:
-    """How often the kernel has killed for want of memory in this process's control group; 0 where it does not say."""
+    """Number of OOM kills in this process's control group; 0 if unknown."""
     for events in _memory_events(root):
         try:
-            found = re.search(r"^oom_kill (\d+)", events.read_text(), re.MULTILINE)
+            match = re.search(r"^oom_kill (\d+)", events.read_text(), re.MULTILINE)
         except OSError:
             continue
-        if found:
-            return int(found[1])
+        if match:
+            return int(match[1])
     return 0
 
 
 def _memory_events(root: Path) -> Iterator[Path]:
-    """Where the kernel counts: the group's own files (a scheduler's job), a container's, and the whole machine."""
+    """Files with the kernel's counters: of the control group (a scheduler's job), of a container, of the machine."""
     groups = root / "sys/fs/cgroup"
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -86,47 +86,47 @@ def _memory_events(root: Path) -> Iterator[Path]:
 
 
 def of_silence(missing: str, tail: Sequence[str]) -> tuple[str, str]:
-    """Outcome and reason of a command that ended well without its numbers: a pipe (`| tee`) hides what went before."""
+    """Outcome and reason of a command with exit code 0 but without values: a pipe (`| tee`) hides the exit code."""
     short = _short_of_memory(tail)
     if short is not None:
         return OUT_OF_MEMORY, short
-    return CRASHED, f"it ended well, but {missing}"
+    return CRASHED, f"exit code 0, but {missing}"
 
 
 def of_exit(code: int, tail: Sequence[str], was_killed_by_memory: bool) -> tuple[str, str]:
-    """Outcome and reason of a command that ended by itself with an error."""
+    """Outcome and reason of a command that ended with an error."""
     short = _short_of_memory(tail)
     if short is not None or was_killed_by_memory:
-        return OUT_OF_MEMORY, short or "the kernel killed it for want of memory"
-    said = reason_in(tail)
+        return OUT_OF_MEMORY, short or "killed by the kernel: out of memory"
+    reason = reason_in(tail)
     if code > 128:
-        return CRASHED, f"{_code(code)}; it said last: {said}" if said else _code(code)
-    return CRASHED, said or _code(code)
+        return CRASHED, f"{_code(code)}; last output: {reason}" if reason else _code(code)
+    return CRASHED, reason or _code(code)
 
 
 def of_state(state: JobState, code: int | None, tail: Sequence[str]) -> tuple[str, str] | None:
-    """Outcome and reason of a job by its last state; None where it finished."""
+    """Outcome and reason of a job by its last state; None if it finished."""
     if state is JobState.FINISHED:
         return None
     if state is JobState.OUT_OF_MEMORY:
-        return OUT_OF_MEMORY, _short_of_memory(tail) or "the scheduler ended it for want of memory"
+        return OUT_OF_MEMORY, _short_of_memory(tail) or "killed by the scheduler: out of memory"
     if state is JobState.TIMED_OUT:
-        return TIMED_OUT, "the scheduler ended it at its time limit"
+        return TIMED_OUT, "killed by the scheduler: time limit"
     if state in NOT_ITS_OWN:
         return LOST, NOT_ITS_OWN[state]
     return of_exit(code or 1, tail, False)
 
 
 def _short_of_memory(tail: Sequence[str]) -> str | None:
-    """The line that says so."""
-    return next((line.strip()[:300] for line in tail if _MEMORY.search(_ONLY_ASKED.sub("", line))), None)
+    """The line that reports an out-of-memory error."""
+    return next((line.strip()[:300] for line in tail if _MEMORY.search(_ONLY_HINT.sub("", line))), None)
 
 
 def reason_in(tail: Sequence[str]) -> str:
-    """The line that says why, as far as one can tell: the last error, or else the last line."""
+    """The likely reason: the last error, or else the last line."""
     errors = [match[1] for line in tail if (match := _ERROR.match(line.strip()))]
-    said = [line.strip() for line in tail if any(map(str.isalnum, line))]  # mpirun draws lines around what it says.
-    return (errors or said or [""])[-1].removeprefix("error: ")[:300]
+    lines = [line.strip() for line in tail if any(map(str.isalnum, line))]  # Skips rulers that mpirun prints.
+    return (errors or lines or [""])[-1].removeprefix("error: ")[:300]
 
 
 def _code(code: int) -> str:

@@ -1,4 +1,4 @@
-"""What the planner knows before a trial runs: which points cannot run or fit, and which promise the most."""
+"""The planner's predictions before trials run: which points cannot run or fit, and which are most promising."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from steelyard.tune.search_space import Point, Space, key
 from steelyard.tune.spec import Tune
 from steelyard.tune.submitted_trial import world_of
 
-LOOKED_AT = 400  # Points that are predicted to find the first ones.
+LOOKED_AT = 400  # points that are predicted to choose the first trials
 METRICS = ("seconds", "tokens_per_second", "tflops")
 FEWEST, MOST = 1, 8  # first trials in the planner's order
 
 
 @dataclass(frozen=True)
 class Foreseen:
-    """What is known of a point: why it cannot run, or what it should measure, by the names of metrics."""
+    """The prediction for a point: why it cannot run, or its predicted metrics."""
 
     why_not: str | None
     predicted: dict[str, float]
 
 
 class PlannerPrior:
-    """The planner's word on points of a recipe's space. Of a foreign command it knows nothing."""
+    """The planner's predictions for points of a recipe's space. For a command there are none."""
 
     def __init__(self, tune: Tune) -> None:
         self.tune = tune
@@ -52,43 +52,43 @@ class PlannerPrior:
         if tune.cluster is not None:
             self.cluster = clusters.load(tune.cluster)
             if self.cluster.ranks < (tune.ranks or 1):
-                raise UserError(f"trials have {tune.ranks} ranks, and {tune.cluster} {self.cluster.ranks} GPUs")
+                raise UserError(f"trials have {tune.ranks} ranks, but {tune.cluster} has {self.cluster.ranks} GPUs")
         self.profiles = [self._profile(Path(path)) for path in tune.profile]
 
     def _profile(self, path: Path) -> Profile:
-        """A profile, which must be of the recipe's layers and of a device that trials run on."""
+        """Load a profile, which must have the recipe's layers and a device that trials run on."""
         profile, recipe = profiles.load(path), recipe_at(self.tune, {}, is_trial=True)
         cluster = self._machines(recipe, self.tune.ranks or 1)
         if cluster is None:
             raise UserError(
-                "nothing says which machines the planner should use this profile for", where=str(path),
-                hint="give a cluster file: cluster = ..., or --cluster",
+                "a profile needs a description of the machines", where=str(path),
+                hint="set a cluster file: cluster = ..., or --cluster",
             )  # fmt: skip
         profile = _named_here(profile, cluster)
-        if not any(_changes_layers(name) for name in self.tune.space):  # Else it is of some points' layers.
+        if not any(_changes_layers(name) for name in self.tune.space):  # Otherwise it matches only some points.
             profiles.refuse_another(profile, recipe, path, cluster)
         return profile
 
     def _machines(self, recipe: Recipe, world: int) -> Cluster | None:
-        """What trials run on: the cluster file's nodes, or this machine, unless others start them."""
+        """The machines of trials: the cluster file's nodes or, for local trials, this machine."""
         on = self.tune.launch.on
         if self.cluster is not None or not self.tune.plan or (on is not None and backends.load(on).is_remote):
             return self.cluster
         return this_machine.here(recipe, world)
 
     def of(self, point: Point) -> Foreseen:
-        """What is known of a point."""
-        word = key(point)
-        if word not in self._known:
-            self._known[word] = Foreseen(None, {}) if self.tune.recipe is None else self._foreseen(point)
-        return self._known[word]
+        """The prediction for a point, cached."""
+        text = key(point)
+        if text not in self._known:
+            self._known[text] = Foreseen(None, {}) if self.tune.recipe is None else self._foreseen(point)
+        return self._known[text]
 
     def _foreseen(self, point: Point) -> Foreseen:
         try:
             recipe = recipe_at(self.tune, point, is_trial=True)
             world = world_of(self.tune, recipe)
             data_ranks(recipe, world)
-        except UserError as mistake:  # Sizes that do not divide: the trial would say the same, later.
+        except UserError as mistake:  # For example sizes that do not divide; the trial would fail the same way.
             return Foreseen(_in_a_line(mistake), {})
         cluster = self._machines(recipe, world)
         if cluster is None:
@@ -96,11 +96,11 @@ class PlannerPrior:
         try:
             measured = [each for each in self.profiles if _is_of(each, recipe)]
             return _planned(_on(recipe, world), cluster, world, measured)
-        except UserError:  # A precision whose peak is not known, say. Nothing foretold is no reason not to try.
+        except UserError:  # For example a precision with unknown peak. The point is run without a prediction.
             return Foreseen(None, {})
 
     def first(self, space: Space, trials: int | None) -> list[Point]:
-        """The points to begin with, the most promising first; none where speed is not what is wanted."""
+        """The first points to try, most promising first; empty if the objective is not speed."""
         if self.tune.recipe is None or not self.tune.plan or not self.tune.objectives[0].is_speed:
             return []
         chance = random.Random(self.tune.seed)
@@ -112,7 +112,7 @@ class PlannerPrior:
         return self.ordered(points)[: max(FEWEST, min(MOST, (trials or MOST) // 4))]
 
     def ordered(self, points: Sequence[Point]) -> list[Point]:
-        """Those that can run and are predicted, the most promising first."""
+        """The points with a prediction, most promising first."""
         known = [(self.of(point).predicted, number) for number, point in enumerate(points)]
         goal = self.tune.objectives[0]
         metric = goal.metric if goal.metric in METRICS else "tokens_per_second"
@@ -121,13 +121,13 @@ class PlannerPrior:
 
 
 def _on(recipe: Recipe, world: int) -> Recipe:
-    """The recipe with the data degree that so many ranks give it."""
+    """The recipe with its data-parallel degree on `world` ranks."""
     parallel = recipe.parallel.model_copy(update={"data": recipe.parallel.data_for(world)})
     return recipe.model_copy(update={"parallel": parallel})
 
 
 def _named_here(profile: Profile, cluster: Cluster) -> Profile:
-    """A profile by the name of this machine's devices, where they are the ones that it was measured on."""
+    """The profile renamed to this machine's device, if it was measured on the same device."""
     if cluster.name != this_machine.HERE or profile.gpu not in this_machine.names():
         return profile
     return profile.model_copy(update={"gpu": this_machine.HERE})

@@ -1,7 +1,7 @@
-"""When a trial is far behind: seen from its live numbers, beside those of finished trials at the same step.
+"""Early stopping: compares the values of a running trial with those of finished trials at the same step.
 
-It must be worse than half of them and worse than the best by a margin, in every objective, and past its warm-up. A
-median alone stops half of all trials; a margin alone stops losses that only start slowly.
+A trial is stopped if it is worse than the median and worse than the best by a margin, in every objective, after its
+warm-up. The median alone would stop half of all trials; the margin alone would stop losses that only start slowly.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Stopping:
-    """The rule for one trial; calling it gives the reason to stop, or None."""
+    """The rule for one trial; a call returns the reason to stop, or None."""
 
     def __init__(self, tune: Tune, trials: Sequence[FrozenTrial], measured: Sequence[ObjectiveValues]) -> None:
         self.rule, self.measured = tune.early_stopping, measured
@@ -29,7 +29,7 @@ class Stopping:
         self._judged = -1
 
     def __call__(self) -> str | None:
-        """Why the trial should be stopped now."""
+        """The reason to stop the trial now, or None."""
         if not self.rule.enabled or len(self.curves) < self.rule.trials:
             return None
         records = min(len(each.curve) for each in self.measured)
@@ -48,5 +48,5 @@ class Stopping:
         best, median = (max if goal.direction == "maximize" else min)(others), statistics.median(others)
         is_far = abs(best - value) > self.rule.margin * abs(best)
         if goal.better(median, value) and goal.better(best, value) and is_far:
-            return f"{goal.label} was {value:.6g} at step {step}, where the best had {best:.6g}"
+            return f"{goal.label} was {value:.6g} at step {step}; the best trial had {best:.6g}"
         return None

@@ -1,4 +1,4 @@
-"""What is searched: settings, each a choice or a range, and which points of them are allowed."""
+"""The search space: settings, each a choice or a range, and constraints on their points."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from steelyard.tune.expression import Expression
 
 Value = bool | int | float | str
 Point = dict[str, Any]
-MOST_POINTS = 20_000  # A larger grid is drawn from, not walked through.
+MOST_POINTS = 20_000  # A larger grid is sampled instead of enumerated.
 
 
 class Dimension(Section):
-    """One setting: `choice = [1, 2, 4]`, or `low` and `high` with `step` or `log`. Whole numbers stay whole."""
+    """One setting: `choice = [1, 2, 4]`, or `low` and `high` with `step` or `log`. Integers stay integers."""
 
     choice: list[Value] | None = Field(None, min_length=1)
     low: int | float | None = None
@@ -29,39 +29,39 @@ class Dimension(Section):
     log: bool = False
 
     def problem(self) -> str | None:
-        """Why this is no setting that can be searched."""
+        """Why this is not a valid setting; None if it is."""
         if self.choice is not None:
             given = [name for name in ("low", "high", "step") if getattr(self, name) is not None]
             if given or self.log:
-                return "a choice has no range beside it"
+                return "choice cannot be combined with low, high, step or log"
             written = [json.dumps(value) for value in self.choice]
-            return "a value is named twice" if len(set(written)) < len(written) else None
+            return "a value occurs twice" if len(set(written)) < len(written) else None
         if self.low is None or self.high is None:
-            return "give choice = [...], or low and high"
+            return "set choice = [...], or low and high"
         if not (math.isfinite(self.low) and math.isfinite(self.high)) or self.low > self.high:
-            return f"from {self.low} to {self.high} there is nothing"
+            return f"the range from {self.low} to {self.high} is empty"
         if self.log and self.low <= 0:
-            return "a logarithmic range begins above 0"
+            return "a logarithmic range must start above 0"
         if self.log and self.step is not None:
-            return "a logarithmic range has no step"
+            return "a logarithmic range cannot have a step"
         if self.is_whole and isinstance(self.step, float):
-            return "whole numbers have whole steps"
+            return "a range of integers needs an integer step"
         return None
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is a range of whole numbers."""
+        """Whether it is a range of integers."""
         return isinstance(self.low, int) and isinstance(self.high, int)
 
     def values(self) -> list[Any] | None:
-        """All of them, where they can be counted and are few enough."""
+        """All values; None if they are continuous or too many."""
         if self.choice is not None:
             return list(self.choice)
-        count = self._notches()
+        count = self._count()
         return None if count is None or count > MOST_POINTS else [self._at(number) for number in range(count)]
 
-    def _notches(self) -> int | None:
-        """How many values a range has; None for any number between."""
+    def _count(self) -> int | None:
+        """Number of values of a range; None if it is continuous."""
         assert self.low is not None
         assert self.high is not None
         if self.is_whole:
@@ -71,15 +71,15 @@ class Dimension(Section):
         return int((self.high - self.low) / self.step + 1e-9) + 1
 
     def _at(self, number: int) -> Any:
-        """The value at a notch of a range."""
+        """The value at an index of a range."""
         assert self.low is not None
         return self.low + number * (self.step or 1)
 
     def drawn(self, chance: random.Random) -> Any:
-        """One of them, at random."""
+        """A random value."""
         if self.choice is not None:
             return chance.choice(self.choice)
-        count = None if self.log else self._notches()
+        count = None if self.log else self._count()
         if count is not None:
             return self._at(chance.randrange(count))
         assert self.low is not None
@@ -90,7 +90,7 @@ class Dimension(Section):
         return min(int(self.high), max(int(self.low), round(value))) if self.is_whole else value
 
     def distribution(self) -> Any:
-        """As Optuna has it."""
+        """The Optuna distribution."""
         from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
         if self.choice is not None:
@@ -98,17 +98,17 @@ class Dimension(Section):
         assert self.low is not None
         assert self.high is not None
         if self.is_whole:
-            last = self._at((self._notches() or 1) - 1)
+            last = self._at((self._count() or 1) - 1)
             return IntDistribution(int(self.low), int(last), log=self.log, step=int(self.step or 1))
         if self.step is not None:
-            last = self._at((self._notches() or 1) - 1)
+            last = self._at((self._count() or 1) - 1)
             return FloatDistribution(float(self.low), float(last), step=float(self.step))
         return FloatDistribution(float(self.low), float(self.high), log=self.log)
 
 
 class Space:
-    """Settings by name, and constraints over them. `world` is the number of ranks, which constraints may name too,
-    unless every point has ranks of its own."""
+    """Settings by name, with constraints. Constraints can also use `world`, the number of ranks, unless it differs
+    between points."""
 
     def __init__(
         self, dimensions: dict[str, Dimension], constraints: Sequence[str] = (), world: int | None = 1
@@ -118,16 +118,16 @@ class Space:
         self.constraints = [Expression(text, names) for text in constraints]
 
     def distributions(self) -> dict[str, Any]:
-        """As Optuna has them."""
+        """The Optuna distributions by name."""
         return {name: dimension.distribution() for name, dimension in self.dimensions.items()}
 
     def broken(self, point: Point) -> str | None:
-        """The first constraint that a point breaks."""
+        """The first constraint that a point violates, or None."""
         values = {"world": self.world} | point
         return next((each.text for each in self.constraints if not each.holds(values)), None)
 
     def grid(self) -> list[Point] | None:
-        """Every point that keeps the constraints; None where there are too many to count."""
+        """All points that satisfy the constraints; None if there are too many."""
         values = [dimension.values() for dimension in self.dimensions.values()]
         if any(each is None for each in values) or math.prod(len(each or ()) for each in values) > MOST_POINTS:
             return None
@@ -137,7 +137,7 @@ class Space:
         return [point for point in points if self.broken(point) is None]
 
     def distance(self, one: Point, other: Point) -> float:
-        """How far apart two points are: notches of what can be counted, wholes of what has no order."""
+        """Distance of two points: index differences of discrete settings, 1 for different unordered values."""
         total = 0.0
         for name, dimension in self.dimensions.items():
             values, first, second = dimension.values(), one[name], other[name]
@@ -151,7 +151,7 @@ class Space:
         return total
 
     def drawn(self, chance: random.Random, tries: int) -> Iterator[Point]:
-        """Random points that keep the constraints, out of so many tries."""
+        """Random points that satisfy the constraints, out of `tries` draws."""
         for _ in range(tries):
             point = {name: dimension.drawn(chance) for name, dimension in self.dimensions.items()}
             if self.broken(point) is None:
@@ -159,5 +159,5 @@ class Space:
 
 
 def key(point: Point) -> str:
-    """A point as a word, to tell whether it was tried."""
+    """A point as a string, to look up whether it was tried."""
     return json.dumps(point, sort_keys=True)

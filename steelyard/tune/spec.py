@@ -1,4 +1,4 @@
-"""TUNE.toml: what is tuned, over which settings, judged by what, and for how long.
+"""TUNE.toml, the tune file: recipe or command, search space, objectives and budget.
 
 recipe = "my.toml"             # or command = "bash train.sh --tp {tp} --mbs {mbs}"
 nproc = 4                      # ranks of a recipe's trial
@@ -21,7 +21,7 @@ steps = 20
 timeout_minutes = 30.0
 
 [launch]
-on = "slurm"                   # each trial a job of its own, as `steelyard submit --on slurm` starts one
+on = "slurm"                   # each trial is a job, as `steelyard submit --on slurm` starts one
 """
 
 from __future__ import annotations
@@ -46,52 +46,50 @@ DIMENSION_KEYS = frozenset(Dimension.model_fields)
 
 
 class TuneBudget(Section):
-    """When a study is done: so many trials, or so many hours in which trials ran, whichever comes first."""
+    """When a study is done: number of trials, or hours in which trials ran, whichever comes first."""
 
     trials: PositiveInt | None = None
     hours: PositiveFloat | None = None
 
 
 class TrialLimits(Section):
-    """How long a trial is, and how long it may take."""
+    """Length and time limits of a trial."""
 
-    steps: PositiveInt | None = Field(None, description="left out: the recipe's own")
+    steps: PositiveInt | None = Field(None, description="default: the recipe's")
     timeout_minutes: PositiveFloat = 60.0
     hang_minutes: PositiveFloat = Field(10.0, description="without a line of output or a record")
 
 
 class EarlyStopping(Section):
-    """When a trial is far behind: worse than the median of others at the same step, and than the best by `margin`."""
+    """Stop trials that are worse than the median at the same step, and worse than the best by `margin`."""
 
     enabled: bool = True
-    trials: PositiveInt = Field(3, description="that must have ended well before any is stopped")
-    after: NonNegativeInt = Field(2, description="records beyond the warm-up before it is judged")
+    trials: PositiveInt = Field(3, description="that must have finished before any is stopped")
+    after: NonNegativeInt = Field(2, description="records after the warm-up before it is compared")
     margin: NonNegativeFloat = 0.3
 
 
 class Launching(Section):
-    """Who starts a recipe's trials, as `steelyard submit` would; with no `on` the tuner does, beside itself."""
+    """The backend that runs a recipe's trials, as in `steelyard submit`; without `on` they run on this machine."""
 
-    on: str | None = Field(None, description="a backend, as `submit --on` takes it")
+    on: str | None = Field(None, description="a backend, as in `submit --on`")
     site: str | None = None
     sites: str | None = Field(None, description="a file, instead of the user's sites.toml")
     hosts: list[str] | None = Field(None, description="mpi: instead of the site's")
     ranks_per_node: Degree | None = None
-    time: str | None = Field(
-        None, description="slurm: a job's time limit; left out: the site's, or the trial's timeout"
-    )
+    time: str | None = Field(None, description="slurm: a job's time limit; default: the site's, or the trial's timeout")
 
 
 class Tune(Section):
-    """The whole file."""
+    """A tune file."""
 
     name: Annotated[str, Field(pattern=NAME, max_length=100)]
     recipe: str | None = None
     command: str | None = None
-    nproc: Degree | None = Field(None, description="left out: 1, or, where jobs are submitted, the layout's")
+    nproc: Degree | None = Field(None, description="default: 1, or for submitted jobs the layout's")
     overrides: list[str] = Field([])
-    drop: list[str] = Field([], description="keys of the recipe that trials leave out")
-    cluster: str | None = Field(None, description="a cluster file; left out: this machine")
+    drop: list[str] = Field([], description="keys of the recipe that trials omit")
+    cluster: str | None = Field(None, description="a cluster file; default: this machine")
     profile: list[str] = Field([], description="files of `steelyard plan profile`, for the planner")
     plan: bool = Field(True, description="whether the planner prunes and orders trials")
     storage: str | None = None
@@ -108,29 +106,29 @@ class Tune(Section):
 
     @property
     def override_places(self) -> list[str]:
-        """The places of those overrides that the file makes; the others are the command line's."""
+        """The source lines of the file's overrides. The other overrides are from the command line."""
         return self._override_places
 
     @property
     def ranks(self) -> int | None:
-        """Ranks of every trial; None where they follow from each trial's own layout."""
+        """Ranks of every trial; None if they depend on each trial's layout."""
         return self.nproc or (None if self.launch.on else 1)
 
     def identity(self) -> dict[str, Any]:
-        """What may not change in a study: with another space or objective its trials would mean something else."""
-        kept = ("recipe", "command", "overrides", "drop", "constraints", "space", "objectives")
+        """The settings that must not change in a study, because its trials would no longer be comparable."""
+        fixed = ("recipe", "command", "overrides", "drop", "constraints", "space", "objectives")
         settings = self.model_dump(mode="json", exclude_none=True)
         launch = {key: settings["launch"][key] for key in ("on", "site", "ranks_per_node") if key in settings["launch"]}
-        found = {key: settings[key] for key in kept if key in settings} | {"steps": self.trial.steps}
-        return found | {"nproc": self.ranks} | ({"launch": launch} if launch else {})
+        identity = {key: settings[key] for key in fixed if key in settings} | {"steps": self.trial.steps}
+        return identity | {"nproc": self.ranks} | ({"launch": launch} if launch else {})
 
     def searched(self) -> Space:
-        """Its space, with constraints."""
+        """The search space, with constraints."""
         return Space(self.space, self.constraints, self.ranks)
 
 
 def is_tune_file(source: str) -> bool:
-    """Whether a name is a tune file rather than a recipe: it has a space, and no model."""
+    """Whether a name is a tune file rather than a recipe."""
     if source in shipped() and not Path(source).is_file():
         return False
     try:
@@ -141,7 +139,7 @@ def is_tune_file(source: str) -> bool:
 
 
 def load(path: str | Path, changes: dict[str, Any] | None = None) -> Tune:
-    """Read and check a tune file; `changes` are what the command line says instead."""
+    """Read and validate a tune file; `changes` are settings from the command line."""
     path = Path(path)
     values, places = read(path, "a tune file")
     values.setdefault("name", name_after(path, "study"))
@@ -156,7 +154,7 @@ def load(path: str | Path, changes: dict[str, Any] | None = None) -> Tune:
 
 
 def checked(values: dict[str, Any], places: dict[str, str], source: str, changes: dict[str, Any] | None = None) -> Tune:
-    """A tune file's values, checked, each mistake told with its line."""
+    """Validate the values of a tune file. Errors are reported with their line."""
     if isinstance(values.get("space"), dict):
         values["space"] = _flat(values["space"])
     overridden = values.get("overrides")
@@ -164,9 +162,9 @@ def checked(values: dict[str, Any], places: dict[str, str], source: str, changes
     for name, value in (changes or {}).items():
         section, _, key = name.rpartition(".")
         if name == "overrides" and isinstance(values.get(name), list):
-            value = [*values[name], *value]  # The last word on a key counts.
+            value = [*values[name], *value]  # The last override of a key wins.
         table = values.setdefault(section, {}) if section else values
-        if isinstance(table, dict):  # What is no table is refused below, by its line.
+        if isinstance(table, dict):  # Other types are rejected below, with their line.
             table[key] = value
     try:
         tune = Tune.model_validate(values)
@@ -179,13 +177,13 @@ def checked(values: dict[str, Any], places: dict[str, str], source: str, changes
 
 
 def beside(file: Path, name: str) -> str:
-    """A file named in another: beside it where it is there, otherwise as it is written."""
+    """A path in a file: relative to that file if it exists there, otherwise as written."""
     near = file.parent / Path(name).expanduser()
     return str(near) if near.is_file() else name
 
 
 def _flat(tables: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`train.micro_batch = {...}` under [space] is a table in a table; a setting is the innermost one."""
+    """Flatten [space]: `train.micro_batch = {...}` is a nested table, and the innermost table is the setting."""
     flat: dict[str, Any] = {}
     for name, value in tables.items():
         is_section = name in Recipe.model_fields and not prefix
@@ -197,6 +195,6 @@ def _flat(tables: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _is_setting(table: dict[str, Any]) -> bool:
-    """Whether a table is a setting's own, misspelt perhaps, rather than one of settings."""
+    """Whether a table is a setting, possibly with misspelt keys, rather than a table of settings."""
     near = any(difflib.get_close_matches(key, DIMENSION_KEYS, n=1) for key in table)
     return near or not all(isinstance(inner, dict | list) for inner in table.values())

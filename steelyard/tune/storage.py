@@ -1,4 +1,4 @@
-"""Where a study is kept: an SQLite file in its folder, or any database that Optuna knows, shared by many hosts."""
+"""Storage of a study: an SQLite file in its folder, or any database that Optuna supports, shared by many hosts."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 DATABASE = "study.db"
-SECONDS_TO_WAIT = 60  # for another worker's turn at an SQLite file
+SECONDS_TO_WAIT = 60  # for the lock of an SQLite file
 TRIES, SECONDS_BETWEEN_TRIES = 30, 0.1
-CONNECTIONS_LIVE = 300  # seconds, before a server or a wall in between may have dropped them
+CONNECTIONS_LIVE = 300  # seconds before a server or a firewall may have dropped them
 
 
 def url_of(folder: Path, given: str | None) -> str:
-    """The address of the database. A password in it is never printed."""
+    """The URL of the database. Its password is never printed."""
     if given is None:
         return f"sqlite:///{folder.resolve() / DATABASE}"
     from sqlalchemy.engine import make_url
@@ -35,10 +35,10 @@ def url_of(folder: Path, given: str | None) -> str:
     try:
         url = make_url(given)
     except ArgumentError:
-        raise UserError("--storage is no address of a database", hint="one is postgresql://host/database") from None
+        raise UserError("--storage is not a database URL", hint="for example postgresql://host/database") from None
     if url.password:
         secrets.hide(str(url.password))
-    if url.drivername in ("postgresql", "postgres"):  # SQLAlchemy would take a driver that we do not bring.
+    if url.drivername in ("postgresql", "postgres"):  # SQLAlchemy's default driver is not a dependency.
         url = url.set(drivername="postgresql+psycopg")
         if find_spec("psycopg") is None:
             raise UserError("PostgreSQL needs a driver", hint="pip install 'steelyard[postgresql]'")
@@ -46,7 +46,7 @@ def url_of(folder: Path, given: str | None) -> str:
 
 
 def shown(url: str) -> str:
-    """The address without what is secret in it."""
+    """The URL without secrets."""
     from sqlalchemy.engine import make_url
 
     made = make_url(url)
@@ -56,7 +56,7 @@ def shown(url: str) -> str:
 
 @contextlib.contextmanager
 def faults(file: Path | None = None) -> Iterator[None]:
-    """What a database says becomes one message; `file` is where it was, if it is one."""
+    """Turn database errors into one message; `file` is the database file, if it is one."""
     from optuna.exceptions import StorageInternalError
     from sqlalchemy.exc import NoSuchModuleError, SQLAlchemyError
 
@@ -68,16 +68,16 @@ def faults(file: Path | None = None) -> Iterator[None]:
     except (SQLAlchemyError, StorageInternalError) as error:
         cause = error.__cause__ if isinstance(error, StorageInternalError) and error.__cause__ else error
         first = str(getattr(cause, "orig", None) or cause).strip().splitlines()[0]
-        if file is not None and not file.is_file():  # SQLite calls that read-only.
-            hint = "each trial's trial.json still says what it measured; the same command begins anew"
-            raise RuntimeFailure(f"the study's database {file} is gone", hint=hint) from None
+        if file is not None and not file.is_file():  # SQLite reports a missing file as read-only.
+            hint = "each trial's trial.json still has its results; the same command starts a new study"
+            raise RuntimeFailure(f"the study's database {file} is missing", hint=hint) from None
         raise RuntimeFailure(
-            f"the study's database: {first}", hint="trials that ended are kept; see that it answers"
+            f"the study's database: {first}", hint="finished trials are saved; check that the database is reachable"
         ) from None
 
 
 def quiet() -> None:
-    """Optuna's own messages are not for our users: what counts is said by us."""
+    """Silence Optuna's own messages; steelyard reports what matters."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -86,7 +86,7 @@ def quiet() -> None:
 
 
 def connect(url: str) -> Any:
-    """Optuna's storage at an address; several workers may make its tables at the same time."""
+    """Optuna's storage for a URL. Several workers may create its tables at the same time."""
     from optuna.storages import RDBStorage
 
     quiet()
@@ -99,7 +99,7 @@ def connect(url: str) -> Any:
 
 
 def open_study(url: str, name: str, directions: Sequence[Goal]) -> Study:
-    """The study of this name, made where it is not there."""
+    """The study of this name, created if it does not exist."""
     import optuna
 
     storage = connect(url)
@@ -108,44 +108,48 @@ def open_study(url: str, name: str, directions: Sequence[Goal]) -> Study:
         study = persistently(
             lambda: optuna.create_study(storage=storage, study_name=name, directions=directions, load_if_exists=True)
         )
-        kept = [direction.name.lower() for direction in study.directions]
-    if kept != list(directions):
-        raise UserError(f"the study {name} in this database has other objectives", hint="give the study another name")
+        stored = [direction.name.lower() for direction in study.directions]
+    if stored != list(directions):
+        raise UserError(
+            f"the study {name} in this database has other objectives", hint="choose another name for the study"
+        )
     return study
 
 
 def forget(study: Study) -> None:
-    """Remove a study and its trials, unless another worker has just done so."""
+    """Delete a study and its trials, unless another worker has just done so."""
     with contextlib.suppress(KeyError):
         study._storage.delete_study(study._study_id)
 
 
 def own_file(url: str) -> Path | None:
-    """The file of a study that is kept in one."""
+    """The SQLite file of a study; None for other databases."""
     return Path(url.removeprefix("sqlite:///")) if url.startswith("sqlite:///") else None
 
 
 def load_study(url: str, name: str) -> Study:
-    """The study of this name, which must be there."""
+    """The study of this name, which must exist."""
     import optuna
 
     file = own_file(url)
-    if file is not None and not file.is_file():  # To connect would make an empty one.
-        hint = "each trial's trial.json still says what it measured; the study's command begins anew"
-        raise UserError(f"the study's database {file} is gone", hint=hint)
+    if file is not None and not file.is_file():  # Connecting would create an empty one.
+        hint = "each trial's trial.json still has its results; the study's command starts a new study"
+        raise UserError(f"the study's database {file} is missing", hint=hint)
     storage = connect(url)
     with faults():
         try:
             migrate_keys(storage, name)
             return optuna.load_study(storage=storage, study_name=name)
         except KeyError:
-            raise UserError(f"there is no study {name} in this database", hint="steelyard tune makes one") from None
+            raise UserError(
+                f"there is no study {name} in this database", hint="create one with steelyard tune"
+            ) from None
 
 
 def migrate_keys(storage: Any, name: str) -> None:
-    """Rename what a study stored under the old name of a recipe key: parameters, and names inside attributes.
+    """Rename parameters, and names inside attributes, that a study stored under the old name of a recipe key.
 
-    Optuna has no call for that, so its tables are changed before it reads them.
+    Optuna has no API for this, so its tables are changed before it reads them.
     """
     from sqlalchemy import text
 
@@ -166,9 +170,9 @@ def migrate_keys(storage: Any, name: str) -> None:
 
 
 def persistently(do: Callable[[], T]) -> T:
-    """Do what two workers may be doing at the same moment: make tables, a study, an attribute of it.
+    """Retry an operation that two workers may do at the same time: create tables, a study, or one of its attributes.
 
-    Whoever comes second is refused by the database, table after table perhaps, and tries again.
+    The database rejects the second worker, possibly once per table, and it tries again.
     """
     from sqlalchemy.exc import IntegrityError, OperationalError, ProgrammingError
 

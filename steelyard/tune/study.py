@@ -1,7 +1,7 @@
-"""A study: which point comes next, and what became of it.
+"""A study: chooses the next point, and records the results.
 
-The sampler is made anew for every point, from the seed and the number of points settled so far. So a study that was
-killed goes on with the points it would have had, whoever goes on with it.
+The sampler is created again for every point, from the seed and the number of points settled so far. A study that was
+killed therefore continues with the same points, on any worker.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from optuna.samplers import BaseSampler
     from optuna.trial import FrozenTrial, Trial
 
-REJECTED_IN_A_ROW = 4  # of the sampler's points, before one is chosen among those that are left
-DRAWN = 2_000  # random points that are looked at, where all cannot be
-SECONDS_OF_GRACE = 60.0  # without a beat, before a worker on another host is taken for dead
-SECONDS_TO_SAY_WHO = 5.0  # from the beginning of a trial
-RETRIES = 1  # of a point whose worker died: it may be what killed it
+REJECTED_IN_A_ROW = 4  # of the sampler's points, before one of the remaining points is chosen
+DRAWN = 2_000  # random points that are considered if the grid is too large
+SECONDS_OF_GRACE = 60.0  # without a heartbeat, before a worker on another host counts as dead
+SECONDS_TO_SAY_WHO = 5.0  # from the start of a trial, for its worker to register
+RETRIES = 1  # of a point whose worker died, since the point may have killed it
 
 
 class Study:
@@ -52,23 +52,23 @@ class Study:
         if worker == 0 and (known == {outcome.CRASHED} or (not known and self._changed())):
             storage.forget(self.optuna)
             self.optuna = storage.open_study(url, tune.name, goals)
-            what = "nothing but crashes is" if known else "nothing is"
-            console.say(f"{what} known of the study {tune.name}: it begins anew")
+            what = "only crashed trials" if known else "no results"
+            console.say(f"the study {tune.name} has {what}: it starts again")
         self._refuse_another()
 
     def _known(self) -> set[str]:
-        """How trials ended that taught something or may still: those that run, and jobs that may be taken up."""
+        """Outcomes of trials with results or possible results: running ones, and jobs that may be adopted."""
         idle = {*outcome.REJECTED, *outcome.VOID, "waiting"}
         left = {"left running"} if self.left_by_the_lost() else set()
         return {trial_history.result_of(trial) for trial in self.trials()} - idle | left
 
     def _changed(self) -> list[str]:
-        """What the study began with and the file no longer says, as lines to read."""
-        kept, mine = self.optuna.user_attrs.get("tune"), self._identity()
-        if kept is None:
+        """Differences between the settings that the study started with and the file, as text lines."""
+        stored, mine = self.optuna.user_attrs.get("tune"), self._identity()
+        if stored is None:
             return []
-        changed = sorted(name for name in mine.keys() | kept.keys() if mine.get(name) != kept.get(name))
-        return [f"  {name}: {_short(kept.get(name))} -> {_short(mine.get(name))}" for name in changed]
+        changed = sorted(name for name in mine.keys() | stored.keys() if mine.get(name) != stored.get(name))
+        return [f"  {name}: {_short(stored.get(name))} -> {_short(mine.get(name))}" for name in changed]
 
     def _identity(self) -> dict[str, Any]:
         """A study's recipe, space and objectives, without secrets."""
@@ -77,13 +77,13 @@ class Study:
         return identity
 
     def _refuse_another(self) -> None:
-        """Trials of another recipe, space or objective would mean something else."""
+        """Reject a changed recipe, space or objective, with which trials would not be comparable."""
         if self.optuna.user_attrs.get("tune") is None:
             storage.persistently(lambda: self.optuna.set_user_attr("tune", self._identity()))
         elif changed := self._changed():
             raise UserError(
-                f"the study {self.tune.name} began with another file:\n" + "\n".join(changed),
-                hint="undo the change to go on with it, or begin another: --study DIR, and a name in a shared database",
+                f"the study {self.tune.name} was started with other settings:\n" + "\n".join(changed),
+                hint="undo the change to continue it, or start another: --study DIR, and a name in a shared database",
             )
 
     def trials(self) -> list[FrozenTrial]:
@@ -91,7 +91,7 @@ class Study:
         return self.optuna.get_trials(deepcopy=False)
 
     def begin(self) -> None:
-        """Queue the points that the planner would begin with, once for all workers."""
+        """Queue the planner's first points, once for all workers."""
         if self.optuna.user_attrs.get("begun"):
             return
         if self.tune.sampler == "tpe":
@@ -100,7 +100,7 @@ class Study:
         storage.persistently(lambda: self.optuna.set_user_attr("begun", True))
 
     def next(self) -> Trial | None:
-        """A trial whose point is worth running; None where there is none left in the space."""
+        """The next trial to run; None if no point of the space is left."""
         if self.tune.sampler == "grid":
             return self._next_left()
         for _ in range(REJECTED_IN_A_ROW):
@@ -110,7 +110,7 @@ class Study:
         return self._next_left()
 
     def _next_left(self) -> Trial | None:
-        """The next of what is queued or left."""
+        """The next queued or remaining point."""
         while True:
             if not any(trial.state.name == "WAITING" for trial in self.trials()):
                 point = self._left()
@@ -134,21 +134,21 @@ class Study:
         seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
         if self.tune.sampler == "random":
             return RandomSampler(seed=seed)
-        # Independent settings, as in all versions; trials that run elsewhere keep others away from their points.
+        # Settings are sampled independently, as in all versions. The constant liar avoids points of running trials.
         trials = self.tune.budget.trials or 40
         return TPESampler(
             seed=seed, multivariate=False, constant_liar=True, n_startup_trials=max(4, min(10, trials // 4))
         )
 
     def _is_accepted(self, trial: Trial) -> bool:
-        """Whether a point is to be run; if not, the trial is over, with the reason."""
+        """Whether a point is to be run; if not, the trial ends with the reason."""
         trials = [each for each in self.trials() if each.number != trial.number]
         point, foreseen = trial.params, None
         broken, before = self.space.broken(point), trial_history.tried(trials).get(key(point))
         if broken is not None:
             ended = (outcome.BREAKS_CONSTRAINT, broken)
         elif before is not None:
-            ended = (outcome.REPEATED, f"as trial {before}")
+            ended = (outcome.REPEATED, f"same point as trial {before}")
         else:
             foreseen = self.prior.of(point)
             ended = (outcome.PRUNED_BY_PLAN, foreseen.why_not or "")
@@ -159,7 +159,7 @@ class Study:
         return False
 
     def _left(self) -> Point | None:
-        """A point not tried yet that may run: near the best, or, now and then, by the planner's word or anywhere."""
+        """An untried point that may run: near the best or, every third time, by the planner's order or at random."""
         trials = self.trials()
         known = trial_history.tried(trials)
         chance = random.Random(f"{self.tune.seed} {trial_history.settled(trials)}")
@@ -177,7 +177,7 @@ class Study:
         return next((point for point in points if self.prior.of(point).why_not is None), None)
 
     def end(self, trial: Trial, ended: TrialEnd, measured: list[ObjectiveValues]) -> None:
-        """Write down how a trial ended, for the sampler and for people."""
+        """Record how a trial ended, for the sampler and the reports."""
         from optuna.trial import TrialState
 
         reported = {"outcome": ended.outcome, "reason": ended.reason, "seconds": round(ended.seconds, 3)}
@@ -189,27 +189,27 @@ class Study:
             return
         if ended.outcome == outcome.STOPPED_EARLY and len(measured) == 1 and measured[0].curve:
             trial.report(measured[0].curve[-1][1], step=measured[0].curve[-1][0])
-        # The sampler keeps away from points that were pruned, and learns nothing from those that failed.
+        # The sampler avoids pruned points, and ignores failed ones.
         failed = (outcome.CRASHED, outcome.REPEATED, *outcome.VOID)
         state = TrialState.FAIL if ended.outcome in failed else TrialState.PRUNED
         self.optuna.tell(trial, state=state)
 
     def again(self, trial: Trial | FrozenTrial, retries: int, takes_up: int | None = None) -> None:
-        """Queue a trial's point once more; `takes_up` is the trial whose job may be gone on with."""
-        noted = {"retries": retries} | ({} if takes_up is None else {"takes_up": takes_up})
-        self.optuna.enqueue_trial(trial.params, user_attrs=noted)
+        """Queue a trial's point again; `takes_up` is the trial whose job may be adopted."""
+        attributes = {"retries": retries} | ({} if takes_up is None else {"takes_up": takes_up})
+        self.optuna.enqueue_trial(trial.params, user_attrs=attributes)
 
     def left_by_the_lost(self) -> list[int]:
-        """The lost trials whose jobs nobody has taken up, and nobody will when the study is over."""
+        """The lost trials whose jobs no worker has adopted, and none will when the study is over."""
         idle = ("waiting", outcome.REPEATED, outcome.SURPLUS, outcome.PRUNED_BY_PLAN)
         left = [trial for trial in self.trials() if trial_history.result_of(trial) in idle]
         return [int(each.user_attrs["takes_up"]) for each in left if "takes_up" in each.user_attrs]
 
     def fail_the_lost(self) -> list[int]:
-        """End the trials whose worker was killed, and queue their points again; returns their numbers.
+        """End the trials whose worker was killed, and queue their points again. Returns their numbers.
 
-        A point may be what killed its worker, so it has one more chance; a job that was submitted runs elsewhere and
-        has nothing to do with it.
+        The point may have killed its worker, so it is retried only `RETRIES` times. A submitted job runs elsewhere
+        and cannot have killed it.
         """
         from optuna.trial import TrialState
 
@@ -220,7 +220,7 @@ class Study:
             retries, is_elsewhere = int(trial.user_attrs.get("retries", 0)), self.tune.launch.on is not None
             reported = {"outcome": outcome.LOST, "reason": "its worker was killed"}
             if retries >= RETRIES and not is_elsewhere:
-                reported = {"outcome": outcome.CRASHED, "reason": "its worker was killed, as before"}
+                reported = {"outcome": outcome.CRASHED, "reason": "its worker was killed, again"}
             try:
                 self.optuna._storage.set_trial_user_attr(trial._trial_id, "ended", reported)
                 self.optuna.tell(trial.number, state=TrialState.FAIL)
@@ -236,7 +236,7 @@ class Study:
         return lost
 
     def has_nameless(self) -> bool:
-        """Whether a trial was begun by a worker that has not said who it is: it has a moment to do so."""
+        """Whether a trial was started by a worker that has not registered yet."""
         return any(trial.state.name == "RUNNING" and "worker" not in trial.user_attrs for trial in self.trials())
 
     def _is_lost(self, trial: FrozenTrial) -> bool:
@@ -253,7 +253,7 @@ class Study:
         return worker.get("host") != trial_history.me()["host"] and now - seen[1] > SECONDS_OF_GRACE
 
     def is_over(self) -> str | None:
-        """Why no further trial is to be started; None while some are."""
+        """Why no further trial is started; None if there is budget left."""
         trials, budget = self.trials(), self.tune.budget
         if budget.trials is not None and trial_history.spent(trials) >= budget.trials:
             return trial_history.counted(budget.trials)
@@ -262,26 +262,26 @@ class Study:
         return None
 
     def seconds_left(self) -> float:
-        """Of the study's hours."""
+        """Remaining seconds of the study's hours."""
         hours = self.tune.budget.hours
         if hours is None:
             return float("inf")
         return 3600 * hours - trial_history.seconds_used(self.trials(), trial_history.now())
 
     def is_surplus(self, trial: Trial) -> bool:
-        """Whether other workers have meanwhile begun the last trials of the budget."""
+        """Whether other workers have meanwhile started the last trials of the budget."""
         most = self.tune.budget.trials
         return most is not None and trial_history.spent([t for t in self.trials() if t.number < trial.number]) >= most
 
     def behind(self, measured: list[ObjectiveValues]) -> Callable[[], str | None]:
-        """Whether a running trial is far behind those that finished, to be asked again and again."""
+        """The early-stopping rule for a running trial, to be called repeatedly."""
         from steelyard.tune.pruner import Stopping
 
         return Stopping(self.tune, self.trials(), measured)
 
 
 def folder_of(study: Path, number: int) -> Path:
-    """A trial's own folder."""
+    """The folder of a trial."""
     return study / "trials" / f"{number:05d}"
 
 

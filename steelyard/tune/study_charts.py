@@ -1,4 +1,4 @@
-"""The charts of a study's report: history, importances, parallel coordinates, predicted against measured, frontier."""
+"""The charts of a study's report: history, importances, parallel coordinates, predicted and measured, Pareto front."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from optuna.study import Study
     from optuna.trial import FrozenTrial
 
-FEWEST = 4  # finished trials, before importances say anything
+FEWEST = 4  # finished trials needed for importances
 SCRIPTS = (*charts.SCRIPTS, "coordinates.js")
-BEST = 2  # the place of its colour in the series
+BEST = 2  # index of its colour
 
 
 def all_of(tune: Tune, study: Study, trials: Sequence[FrozenTrial]) -> list[str]:
-    """Every chart that the study has numbers for, as HTML."""
+    """All charts that the study has data for, as HTML."""
     done = [trial for trial in trials if trial_history.result_of(trial) == outcome.FINISHED]
     drawn: list[tuple[str, str]] = []
     for index, objective in enumerate(tune.objectives):
@@ -37,9 +37,9 @@ def all_of(tune: Tune, study: Study, trials: Sequence[FrozenTrial]) -> list[str]
         drawn.append((f"Parallel coordinates, {objective.label}", _coordinates(tune, objective, index, done)))
         compared = _compared(objective, index, done)
         if compared is not None:
-            drawn.append((f"Predicted against measured {objective.label}", compared))
+            drawn.append((f"Predicted and measured {objective.label}", compared))
     if len(tune.objectives) > 1 and done:
-        drawn.append(("Objectives against each other", _against(tune, done)))
+        drawn.append(("Trade-off of the objectives", _against(tune, done)))
     return [f"<h2>{html.escape(title)}</h2>{chart}" for title, chart in drawn]
 
 
@@ -53,7 +53,7 @@ def _history(objective: Objective, index: int, trials: Sequence[FrozenTrial]) ->
         if value is not None:
             shown.setdefault(name, []).append((trial.number, value, _settings(trial)))
         if name == outcome.FINISHED and value is not None:
-            if best:  # A stair: the best so far stays until a trial is better.
+            if best:  # A step function: the best so far holds until a trial is better.
                 best.append((trial.number, best[-1][1]))
             if not best or objective.better(value, best[-1][1]):
                 best.append((trial.number, value))
@@ -69,7 +69,7 @@ def _history(objective: Objective, index: int, trials: Sequence[FrozenTrial]) ->
 
 
 def _importances(study: Study, index: int) -> dict[str, float]:
-    """How much of the difference among good trials each setting explains; none where trials are too alike."""
+    """Share of the difference among good trials that each setting explains; empty if trials are too similar."""
     from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 
     try:
@@ -101,8 +101,8 @@ def _axis(name: str, tune: Tune, done: Sequence[FrozenTrial]) -> ChartAxis:
     if dimension.choice is not None:
         places = {repr(value): number for number, value in enumerate(dimension.choice)}
         marks = [(float(number), secrets.scrub(str(value))) for number, value in enumerate(dimension.choice)]
-        found = [places.get(repr(trial.params[name]), 0) for trial in done]
-        return ChartAxis(name, found, marks, [marks[place][1] for place in found])
+        indices = [places.get(repr(trial.params[name]), 0) for trial in done]
+        return ChartAxis(name, indices, marks, [marks[index][1] for index in indices])
     numbers = [float(trial.params[name]) for trial in done]
     if not dimension.log:
         return ChartAxis(name, numbers)
@@ -112,7 +112,7 @@ def _axis(name: str, tune: Tune, done: Sequence[FrozenTrial]) -> ChartAxis:
 
 
 def _compared(objective: Objective, index: int, done: Sequence[FrozenTrial]) -> str | None:
-    """Predicted and measured, with a line where they agree; None where the planner predicts nothing of the kind."""
+    """Predicted and measured values, with a diagonal; None if the planner does not predict the metric."""
     points = [
         (
             trial.user_attrs["predicted"][objective.metric],

@@ -1,4 +1,4 @@
-"""A study's folder as others find it: which tune file it follows, and where its database is."""
+"""The metadata of a study's folder: its tune file, and the address of its database."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ SETTINGS, RECIPE = "tune.json", "recipe.toml"
 
 
 def remember(tune: Tune, folder: Path, url: str) -> None:
-    """Write down what a reader needs to know. A password is not."""
+    """Write the study's settings and database address, without passwords."""
     settings = secrets.redact(tune.model_dump(mode="json", exclude_none=True))
-    if tune.recipe is not None:  # The study must be understood where that file is not, and after it has changed.
+    if tune.recipe is not None:  # The study must be readable on other machines, and after the recipe has changed.
         files.write_text(folder / RECIPE, to_toml(written(tune.recipe)))
     is_own = url == storage.url_of(folder, None)
     files.write_json(folder / SETTINGS, {"tune": settings, "storage": None if is_own else storage.shown(url)})
@@ -34,19 +34,19 @@ def remember(tune: Tune, folder: Path, url: str) -> None:
 def opened(folder: Path, given: str | None = None) -> tuple[Tune, Study]:
     """The tune file and the study of a folder."""
     try:
-        kept = loads(migrate_dotted((folder / SETTINGS).read_text(encoding="utf-8")))
-        tune = Tune.model_validate(kept["tune"])
+        stored = loads(migrate_dotted((folder / SETTINGS).read_text(encoding="utf-8")))
+        tune = Tune.model_validate(stored["tune"])
         if tune.recipe is not None:
             tune = tune.model_copy(update={"recipe": str(folder / RECIPE)})
     except FileNotFoundError:
-        hint = "steelyard tune makes one under studies/"
+        hint = "steelyard tune creates studies under studies/"
         raise UserError(f"{folder} is not a study: it has no {SETTINGS}", hint=hint) from None
     except (OSError, ValueError, KeyError, TypeError, ValidationError):
         raise UserError(f"{folder / SETTINGS} is damaged", hint="run the study's command again") from None
-    address = given or kept.get("storage")
+    address = given or stored.get("storage")
     if given is None and address and "***" in address:
         raise UserError(
-            f"the study is in {address}, whose password is not kept",
-            hint="give --storage, or set STEELYARD_TUNE_STORAGE",
+            f"the study is in {address}, whose password is not stored",
+            hint="pass --storage, or set STEELYARD_TUNE_STORAGE",
         )
     return tune, storage.load_study(storage.url_of(folder, address), tune.name)

@@ -1,4 +1,4 @@
-"""A study's story as one HTML file that opens without a network."""
+"""The report of a study as one HTML file that needs no network."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ UNLISTED = (outcome.REPEATED, outcome.BREAKS_CONSTRAINT)
 
 
 def write(folder: Path, url: str | None = None, path: Path | None = None) -> Path:
-    """Write the report of a study, finished or not, and return where it lies."""
+    """Write the report of a study, finished or not, and return its path."""
     tune, study = study_folder.opened(folder, url)
     path = path or folder / "report.html"
     with storage.faults():
@@ -31,7 +31,7 @@ def write(folder: Path, url: str | None = None, path: Path | None = None) -> Pat
 
 
 def render(tune: Tune, study: Study) -> str:
-    """The report. Whatever comes from the study is escaped."""
+    """The report as HTML. All text from the study is escaped."""
     trials = study.get_trials(deepcopy=False)
     best = front(tune, trials)
     body = [
@@ -49,7 +49,7 @@ def _summary(tune: Tune, trials: Sequence[FrozenTrial]) -> list[tuple[str, str]]
     seconds = sum(float(trial_history.reported(trial, "seconds", 0.0)) for trial in trials)
     objectives = "; ".join(f"{each.direction} {each.label} ({each.picked})" for each in tune.objectives)
     return [
-        ("Of", secrets.scrub(tune.command or f"the recipe {tune.name}")),
+        ("Tuned", secrets.scrub(tune.command or f"the recipe {tune.name}")),
         ("Objectives", objectives),
         ("Trials", f"{len(trial_history.ran(trials))}, {units.duration(seconds)} of runs"),
         ("Outcomes", ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in sorted(reported.items()))),
@@ -62,16 +62,16 @@ def _best(tune: Tune, best: Sequence[FrozenTrial], trials: Sequence[FrozenTrial]
     first = best[0]
     shown = ", ".join(f"{each.label} {value:.6g}" for each, value in zip(tune.objectives, first.values, strict=True))
     title = f"<h2>Best settings: trial {first.number}, {html.escape(shown)}</h2>"
-    several = f"<p>{len(best)} trials are beaten by none in every objective; this is the best in the first.</p>"
+    several = f"<p>{len(best)} trials are on the Pareto front; this one is the best in the first objective.</p>"
     whole = secrets.scrub(candidate.written(tune, first.params))
-    what = "The whole recipe (best.toml)" if tune.recipe is not None else "The whole command (best.txt)"
+    what = "The full recipe (best.toml)" if tune.recipe is not None else "The full command (best.txt)"
     equal = ties(first, trials)
     remarks = [several if len(tune.objectives) > 1 else "", f"<p>{tied(equal)}.</p>" if equal else ""]
     return [title, *remarks, _rows(list(first.params.items())), page.folded(what, whole)]
 
 
 def _trials(tune: Tune, trials: Sequence[FrozenTrial]) -> str:
-    head = ["trial", *tune.space, *(each.label for each in tune.objectives), "outcome", "seconds", "why"]
+    head = ["trial", *tune.space, *(each.label for each in tune.objectives), "outcome", "seconds", "reason"]
     rows = []
     unlisted = 0
     for trial in trials:
@@ -88,7 +88,9 @@ def _trials(tune: Tune, trials: Sequence[FrozenTrial]) -> str:
             trial_history.reported(trial, "reason", ""),
         ]
         rows.append([_cell(cell) for cell in cells])
-    remark = f"<p>{unlisted} proposals are not listed: repeated, or against a constraint.</p>" if unlisted else ""
+    remark = (
+        f"<p>{unlisted} proposals are not listed: they repeat a point or violate a constraint.</p>" if unlisted else ""
+    )
     return f"<div class='scroll'>{page.table(rows, head)}</div>{remark}"
 
 

@@ -1,7 +1,7 @@
-"""A trial that was submitted to a backend, as `steelyard submit` does it.
+"""A trial that was submitted to a backend, as `steelyard submit` does.
 
-The tuner follows the run folder, as everybody does who observes a run: its logs, its records and what the scheduler
-says. Such a job outlives a tuner that is killed; whoever goes on with the study takes it up where it is.
+The tuner follows the run folder, like `steelyard watch`: its logs, its records and the scheduler's records. The job
+survives a killed tuner; the next worker of the study adopts it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from steelyard.tune.command import STORAGE
 from steelyard.tune.spec import Tune
 from steelyard.tune.trial_output import TrialLog
 
-FIRST_QUESTION, LAST_QUESTION = 0.5, 10.0  # seconds between questions to the scheduler: rarer, the longer it takes
-SECONDS_TO_CANCEL = 30.0  # before it is killed at once, and again before it is left alone
+FIRST_QUESTION, LAST_QUESTION = 0.5, 10.0  # seconds between polls of the scheduler, increasing with the age of the job
+SECONDS_TO_CANCEL = 30.0  # before it is killed, and again before it is left running
 
 
 def site_of(tune: Tune, recipe: Recipe) -> tuple[str | None, SiteSection]:
-    """Where a trial runs. A trial that is queued again would be measured with its waiting, so none is."""
+    """The site of a trial. Trials are not requeued, since the waiting time would be measured."""
     launch = tune.launch
     name, site = sites.find(launch.site, recipe.site, Path(launch.sites) if launch.sites else None)
     site = sites.changed(site, ",".join(launch.hosts) if launch.hosts else None, None)
@@ -41,7 +41,7 @@ def site_of(tune: Tune, recipe: Recipe) -> tuple[str | None, SiteSection]:
 
 
 def request(tune: Tune, recipe: Recipe, run: Path, number: int = 0) -> SubmitRequest:
-    """What is asked of the launch layer for a trial. Ranks and nodes follow from its layout."""
+    """The submit request of a trial. Ranks and nodes follow from its layout."""
     launch = tune.launch
     name, site = site_of(tune, recipe)
     if tune.nproc is not None:
@@ -63,33 +63,33 @@ def request(tune: Tune, recipe: Recipe, run: Path, number: int = 0) -> SubmitReq
 
 
 def world_of(tune: Tune, recipe: Recipe) -> int:
-    """Ranks of a trial; a layout for which there are no nodes is refused."""
+    """Ranks of a trial; raises if there are not enough nodes for its layout."""
     if tune.launch.on is None:
         return tune.ranks or 1
     return job_spec.world(groups_of(request(tune, recipe, Path())))
 
 
-def start(asked: SubmitRequest) -> Path:
-    """Submit it, and return its run folder. Where the study is, with a password perhaps, is no business of a job's."""
+def start(trial: SubmitRequest) -> Path:
+    """Submit the trial and return its run folder. Jobs do not get the database URL, which may contain a password."""
     with _without(STORAGE):
-        reported = submit(asked)
+        reported = submit(trial)
     ranks = f"{reported['ranks']} ranks" if reported["ranks"] > 1 else "one rank"
-    console.say(f"{asked.name} is job {', '.join(reported['jobs'])}, {ranks}")
+    console.say(f"{trial.name} is job {', '.join(reported['jobs'])}, {ranks}")
     return Path(reported["run"])
 
 
 @contextlib.contextmanager
 def _without(name: str) -> Iterator[None]:
-    kept = os.environ.pop(name, None)
+    value = os.environ.pop(name, None)
     try:
         yield
     finally:
-        if kept is not None:
-            os.environ[name] = kept
+        if value is not None:
+            os.environ[name] = value
 
 
 class Submitted:
-    """A job that a scheduler runs, seen through its run folder."""
+    """A job of a scheduler, followed through its run folder."""
 
     settling = 10.0
 
@@ -105,7 +105,7 @@ class Submitted:
         self._ask()
 
     def look(self, seconds: float) -> bool:
-        """Take what its logs say after so long, and ask the scheduler now and then."""
+        """Wait `seconds`, read new log data, and poll the scheduler if due."""
         time.sleep(seconds)
         now, before = time.monotonic(), self.state
         if now - self._asked > min(max((now - self._began) / 10, FIRST_QUESTION), LAST_QUESTION):
@@ -120,11 +120,11 @@ class Submitted:
 
     @property
     def state(self) -> JobState | None:
-        """Its state, as the backend last said."""
+        """The last state that the backend reported."""
         return launch_record.state(self._now, self._launch)
 
     def _take_logs(self) -> bool:
-        heard = False
+        is_new = False
         for path in sorted((self.run / "logs").glob("*")):
             if path.suffix not in (".out", ".err", ".log"):
                 continue
@@ -136,27 +136,27 @@ class Submitted:
                 continue
             self._read[path] = self._read.get(path, 0) + len(data)
             if data:
-                heard = True
+                is_new = True
                 self.log.feed(data, path.name)
-        return heard
+        return is_new
 
     def is_waiting(self) -> bool:
-        """Whether it is queued, or suspended."""
+        """Whether it is queued or suspended."""
         return self.state is None or self.state in WAITING
 
     def _is_live(self) -> bool:
         return self.state not in ENDED
 
     def is_over(self) -> bool:
-        """Whether the scheduler is done with it, or will never begin."""
+        """Whether the job has ended or will never start."""
         return not self._is_live() or self._never is not None
 
     def stop(self) -> None:
-        """Cancel what is left of it, first gently; a scheduler that does not answer is told about and left."""
+        """Cancel the job, at first gracefully. If the scheduler does not answer, warn and continue."""
         try:
             self._cancel()
         except SteelyardError as error:
-            console.warn(f"job {', '.join(self._launch.jobs)} could not be cancelled: {error}")
+            console.warn(f"cannot cancel job {', '.join(self._launch.jobs)}: {error}")
         self._take_logs()
 
     def _cancel(self) -> None:
@@ -170,7 +170,7 @@ class Submitted:
                 time.sleep(FIRST_QUESTION)
 
     def failure(self) -> tuple[str, str] | None:
-        """Outcome and reason, by the scheduler's words and by what the ranks said."""
+        """Outcome and reason, from the scheduler's state and the output of the ranks."""
         if self._never is not None:
             return outcome.CRASHED, f"{self._launch.backend} will never start it: {self._never}"
         bad = [each for each in self._now if each["state"] == self.state]
@@ -180,10 +180,10 @@ class Submitted:
 
 
 def can_be_taken_up(run: Path) -> bool:
-    """Whether a killed tuner has left a job here that still runs, or that has ended well since."""
+    """Whether a killed tuner left a job here that still runs or has finished since."""
     try:
         launch = launched(run)
-        if launch is None or len(launch.jobs) < len(launch.marks):  # A follower is missing, and will not come.
+        if launch is None or len(launch.jobs) < len(launch.marks):  # The tuner was killed before it submitted all jobs.
             return False
         state = launch_record.state(launch_record.refresh(run), launch)
     except UserError:
@@ -192,14 +192,14 @@ def can_be_taken_up(run: Path) -> bool:
 
 
 def abandon(run: Path) -> None:
-    """End a job that nobody will follow any more."""
+    """Cancel a job that no worker will follow."""
     try:
         launch = launched(run)
         if launch is None or not launch.jobs:
             return
         reported = cancel_run(run)
     except SteelyardError as error:
-        console.warn(f"what runs in {run} could not be cancelled: {error}")
+        console.warn(f"cannot cancel the job of {run}: {error}")
         return
     if reported["cancelled"]:
-        console.say(f"job {', '.join(reported['jobs'])} of {run} is cancelled: nobody follows it any more")
+        console.say(f"job {', '.join(reported['jobs'])} of {run} is cancelled: no worker follows it")

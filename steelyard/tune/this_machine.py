@@ -1,4 +1,4 @@
-"""The machine at hand as a cluster of one node, for the planner, where no cluster file describes it."""
+"""This machine as a cluster of one node, for the planner, if there is no cluster file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HERE = "here"
 
 
 def here(recipe: Recipe, ranks: int) -> Cluster | None:
-    """One node with as many devices as there are ranks; None where the planner knows nothing of its GPUs."""
+    """One node with one device per rank; None if its GPUs are not in the catalogue or too few."""
     gpus = [] if recipe.train.device == "cpu" else visible_gpus()
     if not gpus:
         return _of(_core(ranks), ranks)
@@ -27,22 +27,22 @@ def here(recipe: Recipe, ranks: int) -> Cluster | None:
 
 
 def names() -> set[str]:
-    """What profiles call the devices at hand: the catalogue's names, or their own."""
+    """Names of this machine's devices in profiles: catalogue names, or else their own."""
     gpus = {name for name, _ in visible_gpus()}
     return {known.name if (known := by_device_name(name)) else name for name in gpus} or {CORE.name}
 
 
 def visible_gpus() -> list[tuple[str, int]]:
-    """Name and memory of each GPU that this process may use, without importing torch."""
+    """Name and memory of each GPU visible to this process, without importing torch."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
-    except Exception:  # No library, no driver, no device: all mean the same here.
+    except Exception:  # No library, no driver or no device.
         return []
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        found = [
+        gpus = [
             (_text(pynvml.nvmlDeviceGetName(handle)), int(pynvml.nvmlDeviceGetMemoryInfo(handle).total))
             for handle in handles
         ]
@@ -52,13 +52,13 @@ def visible_gpus() -> list[tuple[str, int]]:
         pynvml.nvmlShutdown()
     allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if allowed is None:
-        return found
+        return gpus
     numbers = named_gpus(allowed)
-    return [found[int(word)] if word.isdigit() and int(word) < len(found) else found[0] for word in numbers if found]
+    return [gpus[int(word)] if word.isdigit() and int(word) < len(gpus) else gpus[0] for word in numbers if gpus]
 
 
 def named_gpus(allowed: str) -> list[str]:
-    """The GPUs that CUDA_VISIBLE_DEVICES names. As in CUDA, the list ends where a number is none (-1)."""
+    """The GPUs in CUDA_VISIBLE_DEVICES. As in CUDA, the list ends at the first invalid index (-1)."""
     words = (word.strip() for word in allowed.split(",") if word.strip())
     return list(itertools.takewhile(lambda word: not word.startswith("-"), words))
 
@@ -68,7 +68,7 @@ def _text(name: str | bytes) -> str:
 
 
 def _core(ranks: int) -> Gpu:
-    """A rank's share of this host's cores and memory, by the planner's figures for one core."""
+    """A rank's share of this host's cores and memory, from the planner's numbers for one core."""
     cores = max(1, len(usable_cpus()) // ranks)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks / GIB
     fp32, half = cores * (CORE.fp32 or 0.0), cores * (CORE.fp16 or 0.0)

@@ -1,7 +1,7 @@
-"""One trial, watched until it ends or must: when it takes too long, says nothing for too long, or is far behind.
+"""Follows one trial until it ends, and stops it if it takes too long, hangs or is far behind.
 
-What runs is a `Job`: a command beside the tuner (`local_trial.py`), or one that was submitted to a backend
-(`submitted_trial.py`). Records are read from the run's `metrics.jsonl` as they come.
+A trial is a `TrialJob`: a command on this machine (`local_trial.py`), or a job submitted to a backend
+(`submitted_trial.py`). Records are read from the run's `metrics.jsonl` while it grows.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ SECONDS_BETWEEN_BEATS = 5.0
 
 @dataclass(frozen=True)
 class TrialLimits:
-    """Seconds that a trial may take, and may say nothing."""
+    """Time limits of a trial, in seconds: total, and without output."""
 
     timeout: float
     hang: float
     deadline: float = float("inf")
-    """When, on the monotonic clock, the whole study must end."""
+    """End of the study, on the monotonic clock."""
 
     def reached(self, began: float, heard: float) -> tuple[str, str] | None:
-        """The outcome and reason of a trial that began then and was heard of then, where it must end now."""
+        """Outcome and reason if a trial with this start and this last output must end now; otherwise None."""
         now = time.monotonic()
         if now - began > self.timeout:
-            return outcome.TIMED_OUT, f"not done after {self.timeout:g} s"
+            return outcome.TIMED_OUT, f"not finished after {self.timeout:g} s"
         if now > self.deadline:
             return outcome.CUT_SHORT, "the study's hours were over"
         if now - heard > self.hang:
@@ -45,25 +45,25 @@ class TrialLimits:
 
 
 class TrialJob(Protocol):
-    """What runs, and writes what it says to a log."""
+    """A running trial, which writes its output to a log."""
 
     settling: float
-    """Seconds until what it wrote last is seen here: not at once, where folders are shared over a network."""
+    """Seconds until its last writes are visible here; not zero on a network filesystem."""
 
     def look(self, seconds: float) -> bool:
-        """Wait for at most so long, and take what it says; whether it said anything."""
+        """Read output for at most `seconds`; whether there was any."""
 
     def is_waiting(self) -> bool:
-        """Whether it has not begun: time in a queue is no time of the trial's."""
+        """Whether it has not started: time in a queue does not count."""
 
     def is_over(self) -> bool:
         """Whether it has ended."""
 
     def stop(self) -> None:
-        """See that it has ended, whatever it does, and take the rest of what it said."""
+        """End it if it still runs, and read the rest of its output."""
 
     def failure(self) -> tuple[str, str] | None:
-        """Outcome and reason of one that ended by itself and not well."""
+        """Outcome and reason if it failed by itself; otherwise None."""
 
 
 def run(
@@ -74,7 +74,7 @@ def run(
     is_behind: Callable[[], str | None] = lambda: None,
     beat: Callable[[], None] = lambda: None,
 ) -> TrialEnd:
-    """Watch a job to its end, or end it, and say how it ended. An interruption ends it too, and goes on."""
+    """Follow a job until it ends or reaches a limit, and return how it ended. An interruption also ends it."""
     metrics = Metrics(folder / RUN / METRICS, log.measured)
     clock = Clock()
     try:
@@ -82,7 +82,7 @@ def run(
         if verdict is None:
             _settle(job, metrics, log.measured)
     finally:
-        job.stop()  # An interruption comes through here as well.
+        job.stop()  # Also after an interruption.
         metrics.look()
         log.close()
     verdict = verdict or job.failure()
@@ -93,18 +93,18 @@ def run(
 
 
 class Clock:
-    """When a trial began to run, and when it was last heard of."""
+    """The start of a trial, and the time of its last output."""
 
     def __init__(self) -> None:
         self.began = self.heard = self.last = time.monotonic()
 
     @property
     def seconds(self) -> float:
-        """That it has run."""
+        """Run time so far."""
         return self.last - self.began
 
     def tick(self, is_waiting: bool, was_heard: bool) -> None:
-        """Let time go by."""
+        """Update the times to now."""
         self.last = time.monotonic()
         self.began = self.last if is_waiting else self.began
         self.heard = self.last if is_waiting or was_heard else self.heard
@@ -118,7 +118,7 @@ def _watch(
     is_behind: Callable[[], str | None],
     beat: Callable[[], None],
 ) -> tuple[str, str] | None:
-    """Until the job has ended; or the outcome and reason that it is to be ended with."""
+    """Follow the job until it ends; or return the outcome and reason with which it must be stopped."""
     looked = beaten = time.monotonic()
     while not job.is_over():
         was_heard, now = job.look(SECONDS_BETWEEN_LOOKS), time.monotonic()
@@ -138,7 +138,7 @@ def _watch(
 
 
 def _settle(job: TrialJob, metrics: Metrics, measured: Sequence[ObjectiveValues]) -> None:
-    """Wait for the last records of a job elsewhere."""
+    """Wait for the last records of a job on another host."""
     deadline = time.monotonic() + job.settling
     metrics.look()
     while any(each.value is None for each in measured) and time.monotonic() < deadline:

@@ -1,9 +1,9 @@
-"""What a study remembers of its trials, as Optuna keeps it, and the words we keep beside.
+"""Queries over the trials of a study, as Optuna stores them with our user attributes.
 
 A trial's user attributes: `ended` (outcome, reason, seconds, values and curves of its objectives so far), `predicted`
-by the planner, `worker` (host, process, when that began, and since when it works at this trial) with a `beat` that
-counts up while it lives, `retries`, and `takes_up`, the number of a lost trial whose job may still run. Moments are in
-UTC: Optuna's own are those of each host's clock and place.
+by the planner, `worker` (host, process, its start time, and since when it runs this trial), a heartbeat counter `beat`,
+`retries`, and `takes_up`, the number of a lost trial whose job may still run. Times are in UTC, since Optuna's own
+are in each host's local time.
 """
 
 from __future__ import annotations
@@ -23,50 +23,50 @@ if TYPE_CHECKING:
 
 
 TIMED = (*outcome.RAN, outcome.INTERRUPTED, outcome.CUT_SHORT, "running")
-"""Trials whose end is known to the second. That of a lost one is when somebody noticed."""
+"""Trials whose end time is known. For a lost trial only the time of its detection is known."""
 
 
 def result_of(trial: FrozenTrial) -> str:
-    """How a trial ended; `running` or `waiting` where it has not."""
+    """The outcome of a trial; `running` or `waiting` if it has not ended."""
     if not trial.state.is_finished():
         return trial.state.name.lower()
     return str(reported(trial, "outcome", outcome.LOST))
 
 
 def reported(trial: FrozenTrial, name: str, otherwise: Any = None) -> Any:
-    """What was written down at a trial's end."""
+    """A field that was recorded at a trial's end."""
     return trial.user_attrs.get("ended", {}).get(name, otherwise)
 
 
 def ran(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
-    """Those that count as trials: run to some end of their own."""
+    """The trials that count against the budget."""
     return [trial for trial in trials if result_of(trial) in outcome.RAN]
 
 
 def counted(trials: int) -> str:
-    """So many trials, in words."""
+    """The number of trials as text."""
     return "1 trial" if trials == 1 else f"{trials} trials"
 
 
 def spent(trials: Sequence[FrozenTrial]) -> int:
-    """Trials of the budget that are used up or being used."""
+    """Trials of the budget that have ended or are running."""
     return sum(result_of(trial) in (*outcome.RAN, "running") for trial in trials)
 
 
 def settled(trials: Sequence[FrozenTrial]) -> int:
-    """Points that something is known about. What the sampler does next follows from their number and the seed alone,
-    so that a study that was killed goes on as if nothing had happened."""
+    """Number of points with a known outcome. The sampler's next point depends only on this number and the seed, so a
+    killed study continues with the same points."""
     return sum(result_of(trial) in (*outcome.RAN, *outcome.REJECTED) for trial in trials)
 
 
 def tried(trials: Sequence[FrozenTrial]) -> dict[str, int]:
-    """Points that need not be run again, or are being run, with the number of their trial."""
+    """Points that need not be run again or are running, with the number of their trial."""
     known = (*outcome.RAN, outcome.PRUNED_BY_PLAN, outcome.BREAKS_CONSTRAINT, "running")
     return {key(trial.params): trial.number for trial in reversed(trials) if result_of(trial) in known}
 
 
 def seconds_used(trials: Sequence[FrozenTrial], now: datetime) -> float:
-    """Time in which at least one trial ran: with pauses left out, and workers side by side counted once."""
+    """Seconds in which at least one trial ran: without pauses, and with parallel workers counted once."""
     spans = sorted(
         (first, _moment(reported(trial, "at"), trial.datetime_complete) or now)
         for trial in trials
@@ -83,34 +83,34 @@ def seconds_used(trials: Sequence[FrozenTrial], now: datetime) -> float:
 
 
 def _moment(written: str | None, naive: datetime | None) -> datetime | None:
-    """A moment as we write it; of studies that are older, Optuna's, as if it was taken here."""
+    """A time that we stored; in older studies Optuna's time, interpreted in the local time zone."""
     if written is not None:
         return datetime.fromisoformat(written)
     return None if naive is None else naive.astimezone(UTC)
 
 
 def now() -> datetime:
-    """This moment, the same everywhere."""
+    """The current time in UTC."""
     return datetime.now(UTC)
 
 
 def me() -> dict[str, Any]:
-    """Who this worker is: enough to tell later whether it still lives."""
+    """The identity of this worker, to check later whether it is alive."""
     own = {"host": socket.gethostname(), "process": os.getpid(), "began": _began(os.getpid())}
     return own | {"since": now().isoformat()}
 
 
 def is_dead(worker: dict[str, Any]) -> bool:
-    """Whether a worker of this host is gone for certain. Of other hosts nothing is certain."""
+    """Whether a worker of this host is certainly dead. For other hosts this is unknown."""
     if worker.get("host") != socket.gethostname():
         return False
     return _began(int(worker.get("process", 0))) != worker.get("began")
 
 
 def _began(process: int) -> str | None:
-    """When a process of this number began, in the kernel's ticks; None where there is none.
+    """Start time of a process, in kernel ticks, with the boot id; None if there is no such process.
 
-    Numbers are used again, and a boot begins the count anew: the boot's name is part of it.
+    Process ids are reused, and ticks restart at a boot, so the boot id is included.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

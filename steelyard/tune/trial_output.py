@@ -1,4 +1,4 @@
-"""What a trial says, read as it comes: lines of output without secrets, and the records of its run."""
+"""The output of a trial, read while it runs: lines without secrets, and the records of its run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TAIL = 200
 
 
 class TrialLog:
-    """The output of a trial: lines without secrets, to a file and to the objectives."""
+    """Passes the output of a trial, without secrets, to a log file and to the objectives."""
 
     def __init__(self, path: Path, measured: Sequence[ObjectiveValues]) -> None:
         self.file: IO[str] = open(path, "w", encoding="utf-8")  # noqa: SIM115 (closed by close)
@@ -26,7 +26,7 @@ class TrialLog:
         self._rests: dict[str, bytes] = {}
 
     def feed(self, data: bytes, source: str = "") -> None:
-        """Take what one of its sources has said; a line counts once it is whole, so that no secret is cut in two."""
+        """Add data of one source. Only complete lines are processed, so that no secret is split."""
         rest = self._rests.get(source, b"") + data.replace(b"\r", b"\n")
         *whole, rest = rest.split(b"\n")
         if len(rest) > LONGEST_LINE:
@@ -45,7 +45,7 @@ class TrialLog:
             each.line(text)
 
     def close(self) -> None:
-        """Take what is left, and close."""
+        """Process the remaining data, and close the file."""
         for rest in self._rests.values():
             if rest:
                 self._line(rest)
@@ -53,14 +53,14 @@ class TrialLog:
 
 
 class Metrics:
-    """A run's metrics.jsonl, read as it grows."""
+    """Reads a growing metrics.jsonl."""
 
     def __init__(self, path: Path, measured: Sequence[ObjectiveValues]) -> None:
         self.path, self.measured = path, measured
         self._at = 0
 
     def look(self) -> bool:
-        """Take the records that are new; whether there were any."""
+        """Read new records; whether there were any."""
         try:
             with open(self.path, "rb") as file:
                 file.seek(self._at)

@@ -1,4 +1,4 @@
-"""What is fine alone in a tune file and wrong together, told with its line before anything runs."""
+"""Validation of a tune file across its keys, before anything runs. Errors have their line."""
 
 from __future__ import annotations
 
@@ -22,22 +22,26 @@ Wrong = Callable[..., UserError]
 
 
 def refuse(tune: Tune, places: Mapping[str, str], source: str) -> None:
-    """Refuse what is fine alone and wrong together, with its line."""
+    """Reject settings that contradict each other, with their line."""
 
     def wrong(key: str, message: str, hint: str | None = None) -> UserError:
         return UserError(f"{key}: {message}", where=place_of(key, places) or source, hint=hint)
 
     if (tune.recipe is None) == (tune.command is None):
-        raise wrong("recipe", "give either a recipe or a command to tune", 'recipe = "my.toml"')
+        raise wrong("recipe", "set either a recipe or a command to tune", 'recipe = "my.toml"')
     for name, dimension in tune.space.items():
         problem = dimension.problem()
         if problem is not None:
-            raise wrong(f"space.{name}", problem, "like { choice = [1, 2, 4] } or { low = 1, high = 8 }")
+            raise wrong(f"space.{name}", problem, "for example { choice = [1, 2, 4] } or { low = 1, high = 8 }")
     try:
         tune.searched()
     except Refused as refused:
         text = next(text for text in tune.constraints if _is_refused(tune, text))
-        hint = "nproc = 16, say: otherwise ranks follow from each layout" if str(refused).startswith("world ") else None
+        hint = (
+            "set nproc, for example 16; otherwise ranks follow from each layout"
+            if str(refused).startswith("world ")
+            else None
+        )
         raise wrong("constraints", f"{text!r}: {refused}", hint) from None
     if tune.command is not None:
         _refuse_command(tune, wrong)
@@ -45,36 +49,36 @@ def refuse(tune: Tune, places: Mapping[str, str], source: str) -> None:
         _refuse_keys(tune, wrong)
         _refuse_launch(tune, wrong)
     if tune.budget.trials is None and tune.budget.hours is None:
-        raise wrong("budget", "a study ends after so many trials or hours", "trials = 30")
+        raise wrong("budget", "a study needs a number of trials or hours", "trials = 30")
     labels = [each.label for each in tune.objectives]
     twice = next((label for label in labels if labels.count(label) > 1), None)
     if twice is not None:
-        raise wrong("objectives", f"two are called {twice}", 'give each a name = "..."')
+        raise wrong("objectives", f"two objectives are called {twice}", 'set a different name = "..." for each')
     if tune.command is not None and "objectives" not in tune.model_fields_set:
         raise wrong("objectives", "a command needs an objective", "[[objectives]] with regex and goal")
 
 
 def _refuse_keys(tune: Tune, wrong: Wrong) -> None:
-    """A setting that no recipe has would be refused by every trial, and a key to drop that is misspelt by none."""
+    """Reject unknown keys. In [space] they would fail in every trial; in drop they would be ignored."""
     known = set(valid_keys(Recipe))
     for name, place in [*((name, f"space.{name}") for name in tune.space), *((name, "drop") for name in tune.drop)]:
         if name not in known:
-            message = "is no key of a recipe" if place != "drop" else f"{name} is no key of a recipe"
+            message = "not a key of a recipe" if place != "drop" else f"{name} is not a key of a recipe"
             raise wrong(place, message, nearest(name))
 
 
 def _refuse_launch(tune: Tune, wrong: Wrong) -> None:
-    """What one backend would not hear."""
+    """Reject launch settings that the backend does not support."""
     launch = tune.launch
     for name in sorted(launch.model_fields_set - {"on"}):
         if launch.on is None and getattr(launch, name) is not None:
-            raise wrong(f"launch.{name}", "says how jobs are submitted, and none is", 'on = "slurm", or --on slurm')
+            raise wrong(f"launch.{name}", "is only for submitted jobs", 'set on = "slurm", or use --on slurm')
     if launch.on is not None:
         if launch.on not in backends.names():
             raise wrong("launch.on", f"there is no backend {launch.on}", f"backends: {', '.join(backends.names())}")
         takes = backends.load(launch.on).takes
         if launch.hosts is not None and Option.HOSTS not in takes:
-            raise wrong("launch.hosts", f"{launch.on} {Option.HOSTS}", "leave them out")
+            raise wrong("launch.hosts", f"{launch.on} {Option.HOSTS}", "remove the key")
         if launch.time is not None and Option.TIME not in takes:
             raise wrong("launch.time", f"{launch.on} {Option.TIME}", "set trial.timeout_minutes")
     per_node, ranks = launch.ranks_per_node, tune.nproc
@@ -86,20 +90,20 @@ def _refuse_command(tune: Tune, wrong: Wrong) -> None:
     try:
         words = commands.words(str(tune.command))
     except ValueError as error:
-        raise wrong("command", f"cannot be split into words: {error}", "close every quote") from None
+        raise wrong("command", f"cannot be split into arguments: {error}", "close every quote") from None
     if not words:
         raise wrong("command", "is empty")
     idle = {"overrides": tune.overrides, "drop": tune.drop, "cluster": tune.cluster, "trial.steps": tune.trial.steps}
     for name, value in (idle | {"profile": tune.profile, "launch.on": tune.launch.on}).items():
         if value:
-            raise wrong(name, "says something about a recipe, and this is a command", "put it into the command")
+            raise wrong(name, "is only for recipes, not for commands", "put it into the command")
     taken = next((name for name in commands.OWN if name in tune.space), None)
     if taken is not None:
-        raise wrong(f"space.{taken}", f"every trial has its own {{{taken}}}", "give the setting another name")
+        raise wrong(f"space.{taken}", f"{{{taken}}} is set for every trial", "rename the setting")
     used = commands.placeholders(words)
     unknown = sorted(used - tune.space.keys() - set(commands.OWN))
     if unknown:
-        hint = f"add it to [space], or write {{{{{unknown[0]}}}}} for the word itself"
+        hint = f"add it to [space], or write {{{{{unknown[0]}}}}} for literal braces"
         raise wrong("command", f"{{{unknown[0]}}} is not in the space", hint)
     unused = sorted(tune.space.keys() - used)
     if unused:

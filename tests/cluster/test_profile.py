@@ -36,5 +36,5 @@ def test_four_ranks_over_two_partitions_are_profiled_and_read(yard: Yard):
     page = report.render(run, cluster=yard.path / "cluster.toml")
     assert "Rank 2: 2 steps" in page
     assert "4 ranks" in page
-    assert "the plan&#x27;s prediction" in page
+    assert "<th>predicted</th>" in page
     assert "No prediction" not in page

@@ -107,11 +107,11 @@ def test_a_gpu_s_time_is_told_apart_to_the_microsecond(tmp_path, source):
         ("forward", 100, ""), ("optimizer", 100, "cudaStreamSynchronize"), ("optimizer", 50, ""),
     ]  # fmt: skip
     words = "\n".join(reported([seen]))
-    assert "worked 75.0% of it and was idle 0.25 ms (25.0%), most during optimizer 0.15 ms" in words
-    assert "50.0% of that ran beside computation" in words
+    assert "was busy 75.0% of it and idle 0.25 ms (25.0%), mostly during optimizer 0.15 ms" in words
+    assert "50.0% of that overlapped with compute" in words
     asker = "by aten::_foreach_add_ in optimizer" if source == "torch" else "in optimizer"  # nsys sees no operators.
-    assert f"most in cudaStreamSynchronize (1 calls, 0.20 ms), most of those {asker}." in words
-    assert "asks the GPU for a number" in words
+    assert f"mostly in cudaStreamSynchronize (1 calls, 0.20 ms), mostly called {asker}." in words
+    assert "reads a value from the GPU" in words
 
 
 def test_kernels_that_ncu_measured_are_summed_up_with_what_bounds_them():
@@ -133,11 +133,11 @@ def test_kernels_that_ncu_measured_are_summed_up_with_what_bounds_them():
     assert seen.kernels[-1].name == "7 more"
     words = reported([seen])
     assert words[:4] == [
-        "Rank 0: ncu measured 34 kernels, each alone: 1.26 ms in all.",
-        "  gemm<4, Half>: 1.21 ms in 2, memory at 20% of its speed, computing at 90%: bound by computing.",
-        "  add: 0.02 ms in 2, memory at 66% of its speed, computing at 2%: bound by memory.",
-        "  small 0: 0.00 ms in 1, memory at 3% of its speed, computing at 4%: bound by neither, it may be too small "
-        "or wait too long for single numbers.",
+        "Rank 0: ncu measured 34 kernels, each alone: 1.26 ms in total.",
+        "  gemm<4, Half>: 1.21 ms in 2, memory at 20% of peak, compute at 90%: bound by compute.",
+        "  add: 0.02 ms in 2, memory at 66% of peak, compute at 2%: bound by memory.",
+        "  small 0: 0.00 ms in 1, memory at 3% of peak, compute at 4%: bound by neither; it may be too small, "
+        "or bound by latency.",
     ]
     assert nsight.kernels_of("", 0).kernels == []
 
@@ -218,7 +218,7 @@ def test_a_rank_starts_itself_under_nsight_only_where_it_is_meant(in_workplace, 
     ("words", "said"),
     [
         (["--steps", "12-10"], "12-10 names no steps"),
-        (["--steps", "3,7"], "steps in a row"),
+        (["--steps", "3,7"], "must be consecutive"),
         (["--ranks", "0,1"], "there is no rank 1; the run has 1"),
         (["--ranks", "zero"], "no list of ranks"),
         (["--tool", "nsys"], "nsys is not installed here"),

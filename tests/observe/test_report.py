@@ -74,7 +74,7 @@ def test_a_run_that_has_not_begun_has_a_report_too(in_workplace):
     run = for_training(load_recipe("tiny.toml"))
     page = report.render(run)
     assert "Nothing was recorded yet" in page
-    assert "kept no timeline" in page
+    assert "has no timeline" in page
 
 
 def test_a_loss_of_preferences_has_no_perplexity(in_workplace):
@@ -167,7 +167,7 @@ def test_what_ranks_did_is_read_with_its_torn_and_foreign_lines_counted(pipeline
 
 def test_a_packed_timeline_holds_every_span_of_its_whole_steps_and_the_sums_of_all(pipelined):
     found = spans.read(pipelined.path / "timeline")
-    packed = json.loads(pack(found, {0: 0, 1: 1}, asked=[2], most=40))
+    packed = json.loads(pack(found, {0: 0, 1: 1}, requested=[2], most=40))
     assert packed["stages"] == [0, 1]
     assert packed["whole"] == [0, 1]  # 18 spans each: the one asked for, and the slowest that still fits
     index, start, length = array(packed, "index", "<u4"), array(packed, "start", "<u4"), array(packed, "span", "<u4")
@@ -186,7 +186,7 @@ def test_steps_that_were_asked_for_and_the_slowest_are_carried_whole(in_workplac
             range(1, 101)]  # fmt: skip
     write_spans(run, 0, rows)
     found = spans.read(run.path / "timeline")
-    chosen = [int(found.steps[place]) for place in choose(found, asked=[55, 4000], most=10)]
+    chosen = [int(found.steps[place]) for place in choose(found, requested=[55, 4000], most=10)]
     assert {37, 55} < set(chosen)
     assert len(chosen) == 10
     assert len(choose(found, [], 1000)) == 100
@@ -222,7 +222,7 @@ def test_the_bubble_is_that_of_the_timetable_and_the_slow_stage_is_seen(pipeline
 def test_without_a_known_device_there_is_no_prediction_and_the_page_says_why(pipelined):
     pipelined.update(device="Weird Accelerator 9000")
     page = report.render(pipelined)
-    assert "--cluster FILE describes it" in page
+    assert "describe it with --cluster FILE" in page
     assert "NaN" not in page[page.rindex("</script>") :]
 
 

@@ -173,7 +173,7 @@ def test_a_terminal_has_a_page_that_renews_itself_and_ends_with_the_run(workplac
         read_until(ours, "step 310 of 1000")
         folder.jobs.append(folder.job("TIMEOUT"))
         (folder.path / "scheduler.jsonl").write_text("".join(json.dumps(job) + "\n" for job in folder.jobs))
-        assert "\x1b[1;31m" in read_until(ours, "ran into its time limit of 2:00:00")
+        assert "\x1b[1;31m" in read_until(ours, "reached its time limit of 2:00:00")
         assert process.wait(20) == 1
     finally:
         if process.poll() is None:

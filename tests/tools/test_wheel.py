@@ -121,5 +121,5 @@ def test_all_is_every_other_optional_part():
 
 
 def test_a_folder_of_wheels_refuses_an_unknown_optional_part():
-    with pytest.raises(SystemExit, match="no optional part is named evaluation"):
+    with pytest.raises(SystemExit, match="there is no extra evaluation"):
         tool("wheelhouse").pins("evaluation")

@@ -48,9 +48,9 @@ def test_one_number_that_is_none_spoils_what_is_made_of_all(pick):
     ("regex", "skip", "why"),
     [
         ("ms: ([0-9.]+)", 0, "time was not found"),
-        ("lap [0-9.]+", 0, "time matched 'lap 3', which is no number: put a group ( ) around the number"),
-        ("(lap) [0-9.]+", 0, "time matched 'lap', which is no number"),
-        ("lap ([0-9.]+)", 3, "time was found 2 times, all of them within skip = 3"),
+        ("lap [0-9.]+", 0, "time matched 'lap 3', which is not a number: put a group ( ) around the number"),
+        ("(lap) [0-9.]+", 0, "time matched 'lap', which is not a number"),
+        ("lap ([0-9.]+)", 3, "time was found 2 times, all within skip = 3"),
         ("lap ([0-9.]+)", 1, None),
     ],
 )

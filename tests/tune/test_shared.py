@@ -121,7 +121,7 @@ def test_two_workers_share_a_study_on_postgresql(database, tmp_path):
     words = [sys.executable, "-P", "-m", "steelyard", "tune", "report", "here"]
     done = preloaded.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 2
-    assert "whose password is not kept" in done.stderr
+    assert "whose password is not stored" in done.stderr
     shutil.rmtree(tmp_path / "there")
 
 

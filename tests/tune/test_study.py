@@ -182,7 +182,7 @@ def test_an_interruption_keeps_what_was_learned(valley):
     wait_for(lambda: runs(valley) >= 3)
     process.send_signal(signal.SIGINT)
     _, errors = done(process, 130)
-    assert re.search(r"interrupted; \d+ trials? kept in study; the same command goes on", errors)
+    assert re.search(r"interrupted; \d+ trials? saved in study; the same command continues the study", errors)
     assert "Traceback" not in errors
     before = ended(valley / "study", outcome.FINISHED)
     assert len(before) >= 2
@@ -199,7 +199,7 @@ def test_a_changed_space_is_refused_and_a_larger_budget_is_not(valley, monkeypat
     worker_loop.search(spec.load("valley.toml", {"budget.trials": 2}), Path("study"))
     assert worker_loop.search(spec.load("valley.toml", {"budget.trials": 3}), Path("study"))["trials"] == 3
     (valley / "valley.toml").write_text((valley / "valley.toml").read_text().replace("high = 20 }", "high = 30 }", 1))
-    with pytest.raises(UserError, match=r"began with another file:\n  space\.x\.high: 20 -> 30\n"):
+    with pytest.raises(UserError, match=r"was started with other settings:\n  space\.x\.high: 20 -> 30\n"):
         worker_loop.search(spec.load("valley.toml"), Path("study"))
 
 
@@ -310,7 +310,7 @@ def test_a_study_that_only_crashed_begins_anew_with_what_was_mended(valley, monk
     monkeypatch.chdir(valley)
     good = (valley / "valley.toml").read_text()
     (valley / "valley.toml").write_text(good.replace("value: (.+)", "valu.*"))
-    with pytest.raises(RuntimeFailure, match=r"value matched 'value: \d+', which is no number: put a group"):
+    with pytest.raises(RuntimeFailure, match=r"value matched 'value: \d+', which is not a number: put a group"):
         worker_loop.search(spec.load("valley.toml"), Path("study"))
     (valley / "valley.toml").write_text(good)
     assert worker_loop.search(spec.load("valley.toml", {"budget.trials": 2}), Path("study"))["outcomes"] == {
@@ -338,7 +338,7 @@ def test_an_edited_file_is_refused_while_a_job_of_the_study_may_be_taken_up(vall
     study.optuna.enqueue_trial({"x": 1, "y": 2}, user_attrs={"takes_up": 0})
     text = (valley / "valley.toml").read_text()
     (valley / "valley.toml").write_text(text.replace("high = 20", "high = 10"))
-    with pytest.raises(UserError, match="began with another file"):
+    with pytest.raises(UserError, match="was started with other settings"):
         Study(spec.load("valley.toml"), storage.url_of(folder, None))
 
 
@@ -346,13 +346,13 @@ def test_a_database_that_is_gone_is_told(valley, monkeypatch, capsys):
     monkeypatch.chdir(valley)
     worker_loop.search(spec.load("valley.toml", {"budget.trials": 1}), Path("study"))
     Path("study/study.db").unlink()
-    with pytest.raises(UserError, match=r"study.db is gone\n  hint: each trial's trial.json still says"):
+    with pytest.raises(UserError, match=r"study.db is missing\n  hint: each trial's trial.json still has"):
         study_folder.opened(Path("study"))
     assert not Path("study/study.db").exists()
     (valley / "valley.py").write_text(f"import os; os.unlink({str(valley / 'study/study.db')!r}); print('value: 1')")
-    with pytest.raises(RuntimeFailure, match=r"study.db is gone"):
+    with pytest.raises(RuntimeFailure, match=r"study.db is missing"):
         worker_loop.search(spec.load("valley.toml", {"budget.trials": 1}), Path("study"))
-    assert "study.db is gone: the study begins anew" in capsys.readouterr().err
+    assert "study.db is missing: a new study starts" in capsys.readouterr().err
 
 
 def test_what_is_beaten_later_leaves_the_frontier(tmp_path):
@@ -390,7 +390,7 @@ def test_of_trials_that_are_equal_the_first_is_listed_and_the_others_are_counted
     ]
     summary = best.write_best(two, trials, tmp_path)
     assert [(each["trial"], each["ties"]) for each in summary["best"]] == [(1, [2, 3])]
-    assert "2 more did just as well: trials 2, 3" in best.as_text(summary)
+    assert "2 more tied: trials 2, 3" in best.as_text(summary)
 
 
 @pytest.mark.slow

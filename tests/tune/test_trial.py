@@ -57,7 +57,7 @@ def test_an_end_is_told_by_its_kind(tmp_path, code, ended, reason):
     ("state", "code", "tail", "reported"),
     [
         (JobState.FINISHED, 0, [], None),
-        (JobState.OUT_OF_MEMORY, 0, ["step 3"], (outcome.OUT_OF_MEMORY, "the scheduler ended it for want of memory")),
+        (JobState.OUT_OF_MEMORY, 0, ["step 3"], (outcome.OUT_OF_MEMORY, "killed by the scheduler: out of memory")),
         (
             JobState.FAILED,
             1,
@@ -66,10 +66,10 @@ def test_an_end_is_told_by_its_kind(tmp_path, code, ended, reason):
         ),
         (JobState.FAILED, 1, ["ValueError: boom", "srun: error"], (outcome.CRASHED, "ValueError: boom")),
         (JobState.FAILED, 137, [], (outcome.CRASHED, "killed by SIGKILL")),
-        (JobState.TIMED_OUT, None, [], (outcome.TIMED_OUT, "the scheduler ended it at its time limit")),
+        (JobState.TIMED_OUT, None, [], (outcome.TIMED_OUT, "killed by the scheduler: time limit")),
         (JobState.NODE_FAILED, None, [], (outcome.LOST, "its node failed")),
-        (JobState.PREEMPTED, None, [], (outcome.LOST, "another job took its place")),
-        (JobState.CANCELLED, None, [], (outcome.LOST, "somebody cancelled its job")),
+        (JobState.PREEMPTED, None, [], (outcome.LOST, "preempted by another job")),
+        (JobState.CANCELLED, None, [], (outcome.LOST, "its job was cancelled")),
     ],
 )
 def test_an_end_is_told_by_the_schedulers_word(state, code, tail, reported):

@@ -1,8 +1,8 @@
 "use strict";
-// Everything that comes from a run is put on the page as text (textContent), never as HTML.
+// Data from a run is added to the page as text (textContent), never as HTML.
 const page = document.getElementById("page");
 const find = document.getElementById("find");
-const SECONDS = 2, FEW = 10; // So few runs need not be searched.
+const SECONDS = 2, FEW = 10; // FEW: no search field below this number of runs
 let shown = null;
 
 function make(tag, options = {}, ...children) {
@@ -67,48 +67,48 @@ function facts(run) {
   const all = [["step", progressText(run.progress)]];
   if (run.progress.seconds_left !== null) all.push(["time left", duration(run.progress.seconds_left)]);
   if ("loss" in now) all.push(["loss", number(now.loss)]);
-  if (now.seconds) all.push(["a step", `${number(1000 * now.seconds, 3)} ms`]);
+  if (now.seconds) all.push(["step time", `${number(1000 * now.seconds, 3)} ms`]);
   if (now.tokens_per_second) all.push(["tokens per second", number(now.tokens_per_second, 3)]);
   if ("grad_norm" in now) all.push(["gradient norm", number(now.grad_norm, 3)]);
   if (now.learning_rate) all.push(["learning rate", now.learning_rate.toExponential(2)]);
   if (now.mfu) all.push(["MFU", number(now.mfu, 3)]);
-  if (now.peak_memory) all.push(["memory at most", size(now.peak_memory)]);
+  if (now.peak_memory) all.push(["peak memory", size(now.peak_memory)]);
   if (run.slowest) all.push(["slowest rank", `${run.slowest.slowest}: ${number(1000 * run.slowest.seconds, 3)} ms, others ${number(1000 * run.slowest.median, 3)} ms`]);
   if (run.disk) all.push(["disk left", size(run.disk.free)]);
   return make("div", { class: "facts" }, all.map(([name, value]) => make("div", {}, make("span", {}, name), value)));
 }
 
-function configuration(told) {
-  const keys = Object.keys(told.requested);
+function configuration(info) {
+  const keys = Object.keys(info.requested);
   if (!keys.length) return [];
   const cells = (key) => {
-    const there = key in told.reported;
-    const differs = there && String(told.reported[key]) !== String(told.requested[key]);
-    return make("tr", {}, make("td", {}, key), make("td", { class: "long" }, String(told.requested[key])),
-      make("td", { class: differs ? "long differs" : "long" }, there ? String(told.reported[key]) : ""));
+    const there = key in info.reported;
+    const differs = there && String(info.reported[key]) !== String(info.requested[key]);
+    return make("tr", {}, make("td", {}, key), make("td", { class: "long" }, String(info.requested[key])),
+      make("td", { class: differs ? "long differs" : "long" }, there ? String(info.reported[key]) : ""));
   };
-  const head = ["", "asked for", "as the ranks report it"].map((name) => make("th", {}, name));
+  const head = ["", "requested", "reported by the ranks"].map((name) => make("th", {}, name));
   return [make("h2", {}, "Configuration"), make("table", {}, make("tr", {}, head), keys.map(cells))];
 }
 
-function host(told, hasEnded) {
-  const ranks = told.ranks.length ? `${told.ranks.length > 1 ? "ranks" : "rank"} ${told.ranks.join(", ")}` : "";
-  // What devices did last tells nothing of what they do now.
-  const devices = (hasEnded ? [] : told.devices).map((device) => make("tr", {},
+function host(info, hasEnded) {
+  const ranks = info.ranks.length ? `${info.ranks.length > 1 ? "ranks" : "rank"} ${info.ranks.join(", ")}` : "";
+  // After the end, the last samples no longer describe the GPUs.
+  const devices = (hasEnded ? [] : info.devices).map((device) => make("tr", {},
     make("td", { class: "long" }, `${device.index ?? ""} ${device.name ?? ""}`),
     make("td", { class: "number" }, device.utilisation == null ? "" : `${number(device.utilisation, 3)}%`),
     make("td", { class: "number" }, device.memory_total && device.memory_used != null ? `${size(device.memory_used)} of ${size(device.memory_total)}` : ""),
     make("td", { class: "number" }, device.temperature == null ? "" : `${number(device.temperature, 3)} °C`),
     make("td", { class: "number" }, device.power == null ? "" : `${number(device.power, 3)} W`),
     make("td", { class: "number" }, `${device.processes} ${device.processes === 1 ? "process" : "processes"}`)));
-  return [make("h2", {}, told.host, " ", make("span", { class: "quiet" }, `${told.device} ${ranks}`)),
+  return [make("h2", {}, info.host, " ", make("span", { class: "quiet" }, `${info.device} ${ranks}`)),
     devices.length ? make("table", {}, devices) : null,
-    told.out.length ? make("pre", {}, told.out.join("\n")) : null,
-    told.err.length ? make("pre", { class: "err" }, told.err.join("\n")) : null,
-    told.unread ? make("p", { class: "quiet" }, `${size(told.unread)} of errors before that are not looked through yet`) : null];
+    info.out.length ? make("pre", {}, info.out.join("\n")) : null,
+    info.err.length ? make("pre", { class: "err" }, info.err.join("\n")) : null,
+    info.unread ? make("p", { class: "quiet" }, `${size(info.unread)} of the error log before that are not scanned yet`) : null];
 }
 
-// The drawing of a run's loss. It is kept while the page renews itself, so that whoever zoomed in stays there.
+// The loss chart. It is reused when the page updates, so that its zoom is kept.
 let kept = null;
 function lossChart(run) {
   const lines = [{ run: "", label: "training", colour: 0, x: run.curve.step, y: run.curve.loss }];
@@ -136,7 +136,7 @@ function one(run) {
       make("tr", {}, keys.map((key) => make("th", {}, key.replace("_", " ")))),
       run.scheduler.map((job) => make("tr", {}, keys.map((key) => make("td", { class: "long" }, cell(job, key)))))));
   }
-  nodes.push(...run.hosts.flatMap((told) => host(told, run.ended)), ...configuration(run.configuration));
+  nodes.push(...run.hosts.flatMap((info) => host(info, run.ended)), ...configuration(run.configuration));
   return nodes.filter((node) => node !== null);
 }
 
@@ -149,7 +149,7 @@ async function refresh() {
     const body = await answer.text();
     if (decodeURIComponent(location.hash.slice(1)) !== id) return;
     fresh.textContent = "";
-    if (body === shown || String(window.getSelection())) return;  // Whoever marks text keeps it.
+    if (body === shown || String(window.getSelection())) return;  // Do not clear a text selection.
     shown = body;
     if (!answer.ok) {
       page.replaceChildren(make("p", { class: "quiet" }, answer.status === 404 ? "There is no such run." : "This run cannot be read."));

@@ -1,6 +1,6 @@
 "use strict";
 // Draws a packed timeline (observe/report/timeline_data.py) on a canvas: a strip of all steps to choose from, and below it the
-// chosen ones, a group of three lanes for each rank. Text from the run reaches the page as textContent alone.
+// chosen steps with three lanes per rank. Text from the run is added to the page only as textContent.
 function steelyardTimeline(root, packed) {
   const LABEL = 92, LANE = 9, GROUP = 3 * LANE + 6, GAP = 10, AXIS = 22, VIEW = 560, STRIP = 90;
   const { element, sized, theme, bytes } = steelyard;
@@ -179,7 +179,7 @@ function steelyardTimeline(root, packed) {
   }
   function spansOf(pen, number, rank, begin, at, x, scale) {
     const cell = number * ranks.length + rank, last = data.index[cell + 1];
-    const seen = [-1, -1, -1]; // The pixel up to which each lane is painted: what is thinner than one is painted once.
+    const seen = [-1, -1, -1]; // The pixel up to which each lane is painted, so that spans thinner than a pixel are painted once.
     for (let i = firstAfter(data.index[cell], last, Math.max(0, (view[0] - begin) / ms)); i < last; i++) {
       const start = begin + data.start[i] * ms;
       if (start > view[1]) break;
@@ -249,7 +249,7 @@ function steelyardTimeline(root, packed) {
     }
   }
 
-  // ---- hands: wheel zooms, dragging moves, a click on the strip chooses
+  // ---- input: wheel zooms, dragging moves, a click on the strip chooses
   function zoom(factor, around) {
     const size = Math.min(total(), Math.max((view[1] - view[0]) * factor, 1e-4));
     const share = (around - view[0]) / (view[1] - view[0]);
@@ -295,11 +295,11 @@ function steelyardTimeline(root, packed) {
   function hover(event) {
     const box = canvas.getBoundingClientRect(), time = timeAt(event), y = event.clientY - box.top + scroller.scrollTop;
     const row = rows().found.find((each) => y >= each.y && y < each.y + 3 * LANE);
-    const text = row && event.clientX > box.left + LABEL ? told(row.place, Math.floor((y - row.y) / LANE), time) : null;
+    const text = row && event.clientX > box.left + LABEL ? tooltip(row.place, Math.floor((y - row.y) / LANE), time) : null;
     if (text === null) tip.hide();
     else tip.show(event, text);
   }
-  function told(rank, lane, time) {
+  function tooltip(rank, lane, time) {
     for (let step = chosen[0]; step <= chosen[1]; step++) {
       const begin = data.begin[step] - data.begin[chosen[0]];
       if (time < begin || time > begin + data.length[step]) continue;
@@ -324,7 +324,7 @@ function steelyardTimeline(root, packed) {
     const lines = [];
     names.forEach((name, number) => {
       const value = data.sums[(step * ranks.length + rank) * names.length + number];
-      if (lanes[number] === lane && value > 0) lines.push(name + " " + round(value) + " ms in all");
+      if (lanes[number] === lane && value > 0) lines.push(name + " " + round(value) + " ms in total");
     });
     return lines.length ? [...lines, head].join("\n") : null;
   }

@@ -1,1 +1,1 @@
-"""Profiling a run: asking for traces, reading them, and telling what they hold."""
+"""Profiling: starts profiled runs, reads traces and summarizes them."""

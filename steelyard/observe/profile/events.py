@@ -1,4 +1,4 @@
-"""What a profiler saw of one rank, whichever profiler it was: stretches of time with a name, in microseconds."""
+"""The events of one rank, independent of the profiler: named time intervals, in microseconds."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 
 from steelyard.observe.spans import Array
 
-# Collective operations by the names that NCCL's kernels, gloo and torch give them.
+# Communication, by the names of NCCL's kernels, gloo and torch.
 COMMUNICATION = re.compile(r"nccl|gloo|c10d|symm_mem|nvshmem|allreduce|all_reduce|all_gather|reduce_scatter", re.I)
-# Host calls that wait for the device, or for somebody else.
+# Host calls that wait for the device or for another process.
 WAITING = re.compile(
     r"(Stream|Device|Event|Ctx)Synchronize|^cudaMemcpy(_v\d+)?$|^cuda(Malloc|Free)(_v\d+)?$|^cudaHost(Alloc|Unregister)"
     r"|^pthread_cond|^pthread_join|^sem_|^poll$|^epoll|^select$|^futex|^read$|^recv|^fsync"
@@ -21,7 +21,7 @@ WAITING = re.compile(
 
 @dataclass(frozen=True)
 class Stretch:
-    """Something that lasted."""
+    """A named interval."""
 
     name: str
     start: float
@@ -30,24 +30,24 @@ class Stretch:
 
 @dataclass
 class Events:
-    """All stretches of one rank by kind. Without kernels it is a processor's trace, and `ops` are what it computed."""
+    """All intervals of one rank by kind. A trace without kernels is of a CPU, and `ops` are its compute."""
 
     kernels: list[Stretch] = field(default_factory=list)
     copies: list[Stretch] = field(default_factory=list)
     calls: list[Stretch] = field(default_factory=list)
-    """Of the host into CUDA's runtime or the system."""
+    """Host calls of the CUDA runtime or of the operating system."""
     ops: list[Stretch] = field(default_factory=list)
-    """Operators on the host, of the thread that calls them; they nest."""
+    """Operators of the main thread on the host; they nest."""
     exchanges: list[Stretch] = field(default_factory=list)
-    """Communication of processors, on whatever thread."""
+    """Communication on a CPU, of any thread."""
     ranges: list[Stretch] = field(default_factory=list)
-    """Named by the training loop: `step 10`, `forward 3`."""
+    """Ranges of the training loop: `step 10`, `forward 3`."""
     allocations: list[tuple[float, int, int, bool]] = field(default_factory=list)
-    """Moment, bytes (negative when given back), bytes held then, and whether on a GPU."""
+    """Time, bytes (negative for a free), total allocated bytes, and whether on a GPU."""
 
 
 def union(stretches: Iterable[Stretch]) -> Array:
-    """The moments that any of the stretches covers, as rows of start and end that do not touch."""
+    """The union of the intervals, as disjoint rows of start and end."""
     rows = np.array([(one.start, one.end) for one in stretches], dtype=np.float64).reshape(-1, 2)
     if not len(rows):
         return rows
@@ -59,25 +59,25 @@ def union(stretches: Iterable[Stretch]) -> Array:
 
 
 def length(rows: Array) -> float:
-    """How long a union is."""
+    """Total length of a union."""
     return float((rows[:, 1] - rows[:, 0]).sum())
 
 
 def clipped(rows: Array, start: float, end: float) -> Array:
-    """The part of a union between two moments."""
+    """The part of a union between two times."""
     cut = np.clip(rows, start, end)
     return cut[cut[:, 1] > cut[:, 0]]
 
 
 def both(one: Array, other: Array) -> float:
-    """How long two unions cover the same moments."""
+    """Length of the intersection of two unions."""
     together = np.concatenate([one, other])
     joined = union(Stretch("", start, end) for start, end in together)
     return length(one) + length(other) - length(joined)
 
 
 def gaps(rows: Array, start: float, end: float) -> Array:
-    """The moments between two that a union leaves open."""
+    """The intervals between two times that a union does not cover."""
     rows = clipped(rows, start, end)
     starts, ends = np.concatenate([[start], rows[:, 1]]), np.concatenate([rows[:, 0], [end]])
     open_ = np.stack([starts, ends], axis=1)
@@ -85,7 +85,7 @@ def gaps(rows: Array, start: float, end: float) -> Array:
 
 
 def own_time(ops: list[Stretch]) -> list[tuple[str, float]]:
-    """Each operator's time less that of those inside it, for operators of one thread."""
+    """Self time of each operator: its time without that of nested ones, for operators of one thread."""
     ordered = sorted(ops, key=lambda op: (op.start, -op.end))
     own = [op.end - op.start for op in ordered]
     outer: list[int] = []

@@ -1,4 +1,4 @@
-"""Reading what Nsight's programs wrote, through those programs themselves: nsys exports SQLite, ncu prints CSV."""
+"""Reads reports of the Nsight tools through the tools themselves: nsys exports SQLite, ncu prints CSV."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from steelyard.observe.profile.trace import OWN_RANGES
 from steelyard.observe.profile.trace_analysis import MOST_KERNELS, Look, Named, most_of
 
 DURATION = "gpu__time_duration.sum"
-SPEEDS = {  # in percent of what the GPU can
+SPEEDS = {  # in percent of the GPU's peak
     "memory": "gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed",
     "computing": "sm__throughput.avg.pct_of_peak_sustained_elapsed",
 }
@@ -30,28 +30,28 @@ RAW = ".qdstrm"
 
 
 def read_nsys(path: Path) -> Events:
-    """The events of an nsys report, of a database that nsys exported, or of what it could not make a report from."""
+    """The events of an nsys report, of a database that nsys exported, or of raw data that nsys did not import."""
     if path.suffix == ".sqlite":
         return _database(path)
     if path.suffix == RAW:
         path = _imported(path)
     with TemporaryDirectory(prefix="steelyard-nsys-") as folder:
         exported = Path(folder) / "report.sqlite"
-        _asked([find("nsys"), "export", "--type", "sqlite", "--force-overwrite", "true", "--output", str(exported),
-                str(path)])  # fmt: skip
+        _output([find("nsys"), "export", "--type", "sqlite", "--force-overwrite", "true", "--output", str(exported),
+                 str(path)])  # fmt: skip
         return _database(exported)
 
 
 def _imported(path: Path) -> Path:
-    """The report that Nsight's importer makes of raw data; some packages of nsys lack it."""
+    """Import raw data with Nsight's importer, which some packages of nsys lack."""
     importer = shutil.which("QdstrmImporter")
     if importer is None:
         raise RuntimeFailure(
-            "nsys wrote raw data only, since its importer is missing; QdstrmImporter of a whole Nsight Systems makes "
-            "a report of it, here or elsewhere"
+            "nsys wrote only raw data, since its importer is missing; import it with QdstrmImporter from a full "
+            "installation of Nsight Systems, on this or another machine"
         )
     report = path.with_suffix(".nsys-rep")
-    _asked([importer, "-i", str(path), "-o", str(report)])
+    _output([importer, "-i", str(path), "-o", str(report)])
     return report
 
 
@@ -70,9 +70,9 @@ def _events(database: sqlite3.Connection) -> Events:
     def stretches(table: str, column: str) -> Iterator[Stretch]:
         if table not in tables:
             return
-        # The names are written here, not by users.
+        # Table and column names are constants of this file.
         query = f'SELECT "{column}", start, "end" FROM {table} WHERE "end" IS NOT NULL'  # noqa: S608
-        if table == "OSRT_API":  # Threads that only wait for work say nothing; the first one's number is the process's.
+        if table == "OSRT_API":  # Only the main thread (tid = pid): other threads wait for work.
             query += " AND (globalTid & 0xFFFFFF) = ((globalTid >> 24) & 0xFFFFFF)"
         for name, start, end in database.execute(query):
             text = names.get(name, name) if isinstance(name, int) else name
@@ -96,29 +96,29 @@ def _events(database: sqlite3.Connection) -> Events:
 
 
 def read_ncu(path: Path, rank: int) -> Look:
-    """The kernels of an ncu report. Each was run alone and several times, so nothing is said of idle or overlap."""
-    return kernels_of(_asked([find("ncu"), "--import", str(path), "--csv", "--page", "raw"]), rank)
+    """The kernels of an ncu report. ncu runs each kernel alone and several times, so idle and overlap are unknown."""
+    return kernels_of(_output([find("ncu"), "--import", str(path), "--csv", "--page", "raw"]), rank)
 
 
 def kernels_of(text: str, rank: int) -> Look:
-    """The kernels in what `ncu --csv --page raw` prints: a line of names, a line of units, a line for each kernel."""
+    """The kernels in the output of `ncu --csv --page raw`: a line of names, a line of units, a line per kernel."""
     lines = text[text.find('"ID"') :] if '"ID"' in text else ""
     rows = list(csv.DictReader(io.StringIO(lines)))
     unit = UNITS.get(str(rows[0].get(DURATION, "")).strip(), 1e-9) if rows else 1e-9
-    found: dict[str, list[dict[str, float]]] = {}
+    by_name: dict[str, list[dict[str, float]]] = {}
     for row in rows[1:]:
         numbers = {name: _number(row.get(column)) for name, column in {"seconds": DURATION, **SPEEDS}.items()}
         if numbers["seconds"] is not None:
             known = {name: value for name, value in numbers.items() if value is not None}
-            found.setdefault(str(row.get("Kernel Name", "")), []).append(known)
-    kernels = most_of([_kernel(name, each, unit) for name, each in found.items()], MOST_KERNELS)
+            by_name.setdefault(str(row.get("Kernel Name", "")), []).append(known)
+    kernels = most_of([_kernel(name, each, unit) for name, each in by_name.items()], MOST_KERNELS)
     none: dict[str, Any] = {"busy": 0.0, "communication": 0.0, "overlapped": 0.0, "copies": 0.0, "waiting": 0.0}
     return Look(rank=rank, tool="ncu", device="gpu", steps=0, seconds=0.0, kernels=kernels, waits=[], idle_by_part={},
                 longest_gaps=[], **none)  # fmt: skip
 
 
 def _kernel(name: str, times: list[dict[str, float]], unit: float) -> Named:
-    """All times that a kernel ran, as one; its speeds count by how long it had them."""
+    """All launches of a kernel as one; throughputs are averaged, weighted by time."""
     total = sum(each["seconds"] for each in times)
     speeds = {
         speed: sum(each[speed] * each["seconds"] for each in times) / total
@@ -135,11 +135,11 @@ def _number(text: Any) -> float | None:
         return None
 
 
-def _asked(command: list[str]) -> str:
+def _output(command: list[str]) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise RuntimeFailure(f"{command[0]} could not read its report: {error}") from None
+        raise RuntimeFailure(f"{command[0]} cannot read its report: {error}") from None
     if done.returncode:
-        raise RuntimeFailure(f"{command[0]} could not read its report: {(done.stderr or done.stdout).strip()[:500]}")
+        raise RuntimeFailure(f"{command[0]} cannot read its report: {(done.stderr or done.stdout).strip()[:500]}")
     return done.stdout

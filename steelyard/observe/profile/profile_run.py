@@ -1,4 +1,4 @@
-"""Starting a run that is only there to be looked at."""
+"""Starts a run for profiling: a few steps, without checkpoints."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from steelyard.observe.profile.trace_cache import read
 
 @dataclass(frozen=True)
 class ProfiledRun:
-    """What came of it."""
+    """A profiled run with the analysis of its traces."""
 
     run: Run
     looks: list[Look]
     problems: list[str]
 
     def as_result(self) -> dict[str, Any]:
-        """As one JSON object."""
+        """The result as one JSON object."""
         return {
             "run": str(self.run.path),
             "traces": [str(path) for path in sorted((self.run.path / nsight_tools.PROFILE).glob("*-rank-*"))],
@@ -41,15 +41,15 @@ class ProfiledRun:
         }
 
     def as_text(self) -> str:
-        """For people."""
+        """The summary as text."""
         lines = [*reported(self.looks), *(f"not read: {problem}" for problem in self.problems)]
         return "\n".join([*lines, "", f"traces  {self.run.path / nsight_tools.PROFILE}"])
 
 
 def asked_for(recipe: Recipe, tool: str, steps: list[int], ranks: list[int]) -> Recipe:
-    """The recipe of a run that ends with the last step looked at, and saves nothing."""
+    """The recipe of a run that ends with the last profiled step and saves no checkpoint."""
     if steps != list(range(steps[0], steps[-1] + 1)):
-        raise UserError("--steps: a profile is of steps in a row", hint="write them like 10-12")
+        raise UserError("--steps: the steps of a profile must be consecutive", hint="use a range such as 10-12")
     settings = recipe.settings()
     settings["name"] = f"{recipe.name}-profile"
     settings["train"] = {key: value for key, value in settings["train"].items() if key not in ("tokens", "samples")}
@@ -57,7 +57,7 @@ def asked_for(recipe: Recipe, tool: str, steps: list[int], ranks: list[int]) -> 
     settings["optim"] = {"decay_steps": recipe.train.steps} | settings.get("optim", {})
     settings["log"] = settings.get("log", {}) | {
         "every": 1, "profile": [steps[0], steps[-1]], "profile_tool": tool, "profile_ranks": ranks,
-        # From the step before on, so that clocks are compared before the profiler looks.
+        # From the step before, so that clocks are synchronized before the profiler starts.
         "timeline": [max(1, steps[0] - 1), steps[-1]] if tool in ("torch", "memory") else None,
     }  # fmt: skip
     settings["log"] = {key: value for key, value in settings["log"].items() if value is not None}
@@ -67,23 +67,23 @@ def asked_for(recipe: Recipe, tool: str, steps: list[int], ranks: list[int]) -> 
 
 
 def prepare(recipe: Recipe, run: Path | None) -> Run:
-    """A new run folder with a place for traces, where a profiler can write before the run has begun."""
+    """Create a run folder with a folder for traces, so that a profiler can write before the run starts."""
     made = for_training(recipe, run, fresh=True)
     (made.path / nsight_tools.PROFILE).mkdir(exist_ok=True)
     return made
 
 
 def refuse_unfit(request: SubmitRequest, ranks: list[int]) -> int:
-    """Refuse what cannot be started, before anything is written; returns how many ranks there will be."""
+    """Reject requests that cannot be started, before anything is written. Returns the number of ranks."""
     world = job_spec.world(submit.groups_of(request))
     absent = [rank for rank in ranks if rank >= world]
     if absent:
-        raise UserError(f"--ranks: there is no rank {absent[0]}; the run has {world}, from 0 on")
+        raise UserError(f"--ranks: there is no rank {absent[0]}; the run has {world}, numbered from 0")
     return world
 
 
 def here(run: Run, ranks: int) -> None:
-    """Run it on this machine, in sight."""
+    """Run on this machine, in the foreground."""
     command = [sys.executable, "-P", "-m", "steelyard", "train", str(run.path / RECIPE), "--run", str(run.path)]
     command += ["--quiet"] if console.quiet else []
     with _results_to_errors():
@@ -92,7 +92,7 @@ def here(run: Run, ranks: int) -> None:
 
 
 def elsewhere(request: SubmitRequest, run: Run) -> None:
-    """Run it over mpirun or on Slurm, and wait for its end."""
+    """Run with mpirun or on Slurm, and wait for the end."""
     result = submit.submit(replace(request, run=run.path))
     console.say(f"{run.path}: job {', '.join(result['jobs'])}, {result['state']}; waiting for its end")
     _refuse_failed(submit.wait(run.path), run)
@@ -100,20 +100,20 @@ def elsewhere(request: SubmitRequest, run: Run) -> None:
 
 @contextmanager
 def _results_to_errors() -> Iterator[None]:
-    """Have what processes started in the block print as results go where messages go: the result is not theirs."""
+    """Redirect the standard output of processes started in the block to standard error."""
     sys.stdout.flush()
-    kept = os.dup(1)
+    stdout = os.dup(1)
     os.dup2(2, 1)
     try:
         yield
     finally:
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 def _refuse_failed(code: int, run: Run) -> None:
     if code:
-        raise RuntimeFailure("the run that was to be profiled failed", hint=f"steelyard watch {run.path} tells more")
+        raise RuntimeFailure("the profiled run failed", hint=f"for details: steelyard watch {run.path}")
 
 
 def seen(run: Run) -> ProfiledRun:
@@ -122,6 +122,6 @@ def seen(run: Run) -> ProfiledRun:
     if not looks and not problems:
         raise UserError(
             f"{run.path} has no profile",
-            hint="steelyard profile RECIPE makes one; on a cluster wait until its job is over",
+            hint="create one with steelyard profile RECIPE; on a cluster, wait until its job has ended",
         )
     return ProfiledRun(run, looks, problems)

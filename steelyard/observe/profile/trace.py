@@ -1,4 +1,4 @@
-"""Reading the traces of torch's profiler: Chrome's JSON, packed or not."""
+"""Reads traces of torch's profiler: Chrome trace JSON, gzipped or not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from steelyard.core.errors import RuntimeFailure
 from steelyard.observe.profile.events import COMMUNICATION, Events, Stretch
 
 OWN_RANGES = ("step", "data", "forward", "backward", "weights", "send", "receive", "wait", "gradients", "optimizer")
-CUDA = 1  # How torch numbers devices in memory events: 0 is the processor.
+CUDA = 1  # torch's device type in memory events; 0 is the CPU
 
 
 def read(path: Path) -> Events:
@@ -21,13 +21,13 @@ def read(path: Path) -> Events:
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as file:
             entries = json.load(file)["traceEvents"]
-        found = _sorted_out([entry for entry in entries if isinstance(entry, dict)])
+        events = _events([entry for entry in entries if isinstance(entry, dict)])
     except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
         raise RuntimeFailure(f"{path} cannot be read as a trace: {error}") from None
-    return found
+    return events
 
 
-def _sorted_out(entries: list[dict[str, Any]]) -> Events:
+def _events(entries: list[dict[str, Any]]) -> Events:
     events = Events()
     threads = Counter(entry.get("tid") for entry in entries if entry.get("cat") == "cpu_op")
     main = threads.most_common(1)[0][0] if threads else None

@@ -1,7 +1,7 @@
-"""What is in a rank's events: top kernels, idle, communication beside computation, waiting hosts, memory.
+"""Analysis of a rank's events: top kernels, idle time, overlap of communication, host stalls and memory.
 
-On a GPU, busy means that a kernel or a copy runs. On a processor it means that an operator of torch runs; kernels are
-then operators, each with its own time.
+On a GPU, busy means that a kernel or a copy runs. On a CPU it means that a torch operator runs; `kernels` are then
+operators with their self time.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ OUTSIDE = "between the parts"
 
 @dataclass(frozen=True)
 class Named:
-    """Something that happened several times: how often, how long in all (or how many bytes)."""
+    """A kernel, call or operator: number of occurrences, and total seconds (or bytes)."""
 
     name: str
     count: int
     amount: float
     memory: float | None = None
-    """How much of the memory's speed it used, in percent, where that was measured."""
+    """Memory throughput in percent of the peak, if measured."""
     computing: float | None = None
-    """The same of its computing units."""
+    """Compute throughput in percent of the peak, if measured."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """What was seen of one rank. Times are in seconds, over all steps looked at."""
+    """The analysis of one rank. Times are in seconds, over all profiled steps."""
 
     rank: int
     tool: str
@@ -55,16 +55,16 @@ class Look:
     busy: float
     communication: float
     overlapped: float
-    """Communication while something is computed."""
+    """Communication that overlaps with compute."""
     copies: float
     kernels: list[Named]
     waits: list[Named]
     waiting: float
     idle_by_part: dict[str, float]
     longest_gaps: list[tuple[str, float, str]]
-    """The part of the step, how long, and what the host did most of that time."""
+    """The part of the step, seconds, and the host call or operator that took most of the gap."""
     asker: str | None = None
-    """In which operator, if any, and in which part of the step the host waited most."""
+    """The operator, if any, and the part of the step in which the host waited most."""
     peak_bytes: int | None = None
     peak_part: str | None = None
     allocators: list[Named] | None = None
@@ -75,25 +75,27 @@ class Look:
         return max(0.0, self.seconds - self.busy)
 
     def as_result(self) -> dict[str, Any]:
-        """As one JSON object."""
+        """The analysis as one JSON object."""
         return asdict(self)
 
 
 def look(events: Events, rank: int, tool: str) -> Look | None:
-    """Sum a rank's events up; None where there is nothing to sum."""
+    """Analyze a rank's events; None if there are no events."""
     is_gpu = bool(events.kernels)
     work = [*events.kernels, *events.copies] if is_gpu else [*events.ops, *events.exchanges, *events.calls]
     steps = [one for one in events.ranges if one.name.startswith("step ")]
     if not work and not steps:
         return None
     begin = min(one.start for one in (steps or work))
-    # Kernels may end after the host has left the step; on a processor nothing does.
+    # On a GPU, kernels may end after the host has left the step.
     end = max(one.end for one in [*steps, *(work if is_gpu or not steps else ())])
     inside = [one for one in work if one.end > begin and one.start < end]
     computing, talking, copying = _kinds(events, is_gpu, begin, end)
     waits = [one for one in events.calls if WAITING.search(one.name) and begin <= one.start < end]
     waits = [Stretch(one.name, one.start, min(one.end, end)) for one in waits]
-    if not is_gpu and not events.ops:  # Only calls into the system are known: who does not wait there works.
+    if (
+        not is_gpu and not events.ops
+    ):  # Only system calls were recorded: time outside of waiting calls counts as compute.
         computing = gaps(union(waits), begin, end)
     busy = union(inside) if is_gpu else computing
     parts = [one for one in events.ranges if not one.name.startswith("step ")]
@@ -119,7 +121,7 @@ def look(events: Events, rank: int, tool: str) -> Look | None:
 
 
 def _kinds(events: Events, is_gpu: bool, begin: float, end: float) -> tuple[Array, Array, Array]:
-    """When something is computed, when ranks talk, and when bytes are copied."""
+    """The intervals of compute, of communication and of copies."""
     if is_gpu:
         talk = [one for one in events.kernels if COMMUNICATION.search(one.name)]
         compute = [one for one in events.kernels if not COMMUNICATION.search(one.name)]
@@ -134,10 +136,10 @@ def _kernels(events: Events, is_gpu: bool) -> list[Named]:
     return _summed(own_time(events.ops), MOST_KERNELS)
 
 
-def _summed(found: Iterable[tuple[str, float]], most: int) -> list[Named]:
-    """The names with the most microseconds, as seconds, and all others as one."""
+def _summed(times: Iterable[tuple[str, float]], most: int) -> list[Named]:
+    """The names with the most time, as seconds from microseconds, and one entry for all others."""
     totals: dict[str, list[float]] = {}
-    for name, time in found:
+    for name, time in times:
         total = totals.setdefault(name, [0, 0.0])
         total[0] += 1
         total[1] += time
@@ -145,7 +147,7 @@ def _summed(found: Iterable[tuple[str, float]], most: int) -> list[Named]:
 
 
 def most_of(named: list[Named], most: int) -> list[Named]:
-    """Those with the largest amounts, and all others as one, last."""
+    """The entries with the largest amounts, and one last entry for all others."""
     ordered = sorted(named, key=lambda each: -each.amount)
     first, rest = ordered[:most], ordered[most:]
     if rest:
@@ -155,7 +157,7 @@ def most_of(named: list[Named], most: int) -> list[Named]:
 
 
 def _part_at(parts: list[Stretch], starts: Array, moment: float) -> str:
-    """The part of the step that the host is in, without the number of its micro-batch."""
+    """The part of the step that the host is in, without the micro-batch number."""
     place = int(np.searchsorted(starts, moment, side="right")) - 1
     if place < 0 or parts[place].end < moment:
         return OUTSIDE
@@ -168,13 +170,13 @@ def _ordered(parts: list[Stretch]) -> tuple[list[Stretch], Array]:
 
 
 def _idle_by_part(open_: Array, parts: list[Stretch]) -> dict[str, float]:
-    """Seconds without work by the part of the step that the host was in."""
+    """Idle seconds by the part of the step that the host was in."""
     ordered, starts = _ordered(parts)
-    found: dict[str, float] = {}
+    idle: dict[str, float] = {}
     for start, end in open_:
         part = _part_at(ordered, starts, (start + end) / 2)
-        found[part] = found.get(part, 0.0) + (end - start) / 1e6
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+        idle[part] = idle.get(part, 0.0) + (end - start) / 1e6
+    return dict(sorted(idle.items(), key=lambda item: -item[1]))
 
 
 def _longest(open_: Array, parts: list[Stretch], events: Events) -> list[tuple[str, float, str]]:
@@ -194,28 +196,28 @@ def _longest(open_: Array, parts: list[Stretch], events: Events) -> list[tuple[s
 
 
 def _asker(waits: list[Stretch], parts: list[Stretch], ops: list[Stretch]) -> str | None:
-    """The outermost operator around the waits that took longest of all of a kind, and the part they were in."""
+    """The outermost operator around, and the part of the step of, the kind of wait that took most time."""
     ordered, starts = _ordered(parts)
     outermost: list[Stretch] = []
     for op in sorted(ops, key=lambda op: (op.start, -op.end)):
         if not outermost or op.start >= outermost[-1].end:
             outermost.append(op)
     begins = np.array([op.start for op in outermost])
-    found: dict[tuple[str, str], float] = {}
+    waited: dict[tuple[str, str], float] = {}
     for wait in waits:
         place = int(np.searchsorted(begins, wait.start, side="right")) - 1
         part = _part_at(ordered, starts, wait.start)
         where = part if part == OUTSIDE else f"in {part}"
         if place >= 0 and wait.end <= outermost[place].end:
             where = f"by {outermost[place].name} {where}"
-        found[wait.name, where] = found.get((wait.name, where), 0.0) + wait.end - wait.start
+        waited[wait.name, where] = waited.get((wait.name, where), 0.0) + wait.end - wait.start
     most = _summed(((one.name, one.end - one.start) for one in waits), 1)
-    of_most = {where: time for (name, where), time in found.items() if name == most[0].name}
+    of_most = {where: time for (name, where), time in waited.items() if name == most[0].name}
     return max(of_most, key=lambda where: of_most[where], default=None)
 
 
 def _memory(events: Events, parts: list[Stretch]) -> dict[str, Any]:
-    """The peak, where in the step it was, and which operators took most."""
+    """The peak, its part of the step, and the operators that allocated most."""
     on_gpu = any(is_gpu for *_, is_gpu in events.allocations)
     mine = sorted(entry for entry in events.allocations if entry[3] == on_gpu)
     if not mine:

@@ -1,4 +1,4 @@
-"""All traces of a run, read once: `profile/summary.json` keeps what was found until a trace changes."""
+"""Analyzes all traces of a run. The result is cached in `profile/summary.json` until a trace changes."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from steelyard.observe.profile.trace_analysis import Look, Named, look
 from steelyard.observe.run_files import read_object
 
 SUMMARY = "summary.json"
-VERSION = 3  # Of what is kept; another one is not believed.
+VERSION = 3  # of the cache; other versions are ignored
 
 
 def read(run: Run) -> tuple[list[Look], list[str]]:
-    """What every profiled rank did, and which traces could not be read, and why."""
+    """The analysis of every profiled rank, and why traces could not be read."""
     folder = run.path / PROFILE
     traces = _traces(folder)
     if not traces:
         return [], []
-    seen = {name: [path.stat().st_size, path.stat().st_mtime_ns] for name, path in traces.items()}
-    kept = read_object(folder / SUMMARY)
-    if kept.get("version") == VERSION and kept.get("traces") == seen:
+    stamps = {name: [path.stat().st_size, path.stat().st_mtime_ns] for name, path in traces.items()}
+    cached = read_object(folder / SUMMARY)
+    if cached.get("version") == VERSION and cached.get("traces") == stamps:
         try:
-            return [_restored(values) for values in kept["ranks"]], list(kept["problems"])
+            return [_restored(values) for values in cached["ranks"]], list(cached["problems"])
         except (KeyError, TypeError):
             pass
     looks, problems = _read_all(traces)
-    summary = {"version": VERSION, "traces": seen, "problems": problems, "ranks": [one.as_result() for one in looks]}
-    with suppress(OSError):  # A folder that can only be read is read again each time.
+    summary = {"version": VERSION, "traces": stamps, "problems": problems, "ranks": [one.as_result() for one in looks]}
+    with suppress(OSError):  # A read-only folder has no cache.
         files.write_json(folder / SUMMARY, summary)
     return looks, problems
 
 
 def _traces(folder: Path) -> dict[str, Path]:
-    """Every trace by its name. Raw data of nsys counts where no report was made of it."""
-    found = {}
+    """All traces by name. Raw data of nsys counts if there is no report of it."""
+    traces = {}
     for tool, suffix in SUFFIXES.items():
         for path in sorted(folder.glob(f"{tool}-rank-*")):
             is_raw = path.suffix == nsight.RAW and not path.with_suffix(suffix).exists()
             if path.name.endswith(suffix) or is_raw:
-                found[path.name] = path
-    return found
+                traces[path.name] = path
+    return traces
 
 
 def _read_all(traces: dict[str, Path]) -> tuple[list[Look], list[str]]:
@@ -54,14 +54,14 @@ def _read_all(traces: dict[str, Path]) -> tuple[list[Look], list[str]]:
     for name, path in traces.items():
         try:
             tool, _, rank = name.split(".")[0].split("-")
-            found = _read(path, tool, int(rank))
+            one = _read(path, tool, int(rank))
         except (SteelyardError, ValueError) as error:
             problems.append(f"{name}: {getattr(error, 'message', error)}")
             continue
-        if found is None:
-            problems.append(f"{name}: nothing was recorded in it")
+        if one is None:
+            problems.append(f"{name}: no events recorded")
         else:
-            looks.append(found)
+            looks.append(one)
     return looks, problems
 
 

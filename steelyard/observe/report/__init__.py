@@ -1,4 +1,4 @@
-"""One HTML file that tells a run's story, or compares several, and opens without a network."""
+"""The report of a run, or a comparison of several, as one HTML file that needs no network."""
 
 from steelyard.observe.report.report_page import render, write
 

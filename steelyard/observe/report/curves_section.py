@@ -1,4 +1,4 @@
-"""Curves of one run or several over their steps."""
+"""Curves of one or several runs by step."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from typing import Any, Literal, TypeVar
 from steelyard.core.pages import charts
 from steelyard.core.pages.charts import Line
 
-MOST_POINTS = 4000  # Of a curve; a longer one keeps the lowest and the highest of each stretch.
-WIDE = 50  # How many times the lowest value of such a curve the highest is where the scale begins as one of powers.
-SPIKED = ("Loss", "Gradient norm")  # Curves whose low values are what matters.
+MOST_POINTS = 4000  # per curve; a longer one keeps the lowest and the highest point of each interval
+WIDE = 50  # ratio of highest to lowest value from which on the scale is logarithmic at first
+SPIKED = ("Loss", "Gradient norm")  # curves whose low values matter
 DASHES: tuple[Literal["", "dash", "dot"], ...] = ("", "dot", "dash")
 NATS = "nats per token"
-# Title, what the values are, and the keys of a record with their names and factors.
+# Title, unit, and the keys of a record with their labels and factors.
 CURVES: list[tuple[str, str, list[tuple[str, str, float]]]] = [
     ("Loss", NATS, [("loss", "training", 1), ("valid_loss", "validation", 1)]),
     (
         "Preferences",
         "over the reference model",
-        [("reward_margin", "margin of rewards", 1), ("reward_accuracy", "share of pairs in order", 1)],
+        [("reward_margin", "margin of rewards", 1), ("reward_accuracy", "share of correctly ordered pairs", 1)],
     ),
     ("Throughput", "tokens per second", [("tokens_per_second", "tokens/s", 1)]),
     ("Learning rate", "", [("learning_rate", "learning rate", 1)]),
     ("Gradient norm", "", [("grad_norm", "gradient norm", 1)]),
-    ("Seconds of a step", "s", [("seconds", "mean since the last record", 1)]),
+    ("Step time", "s", [("seconds", "mean since the last record", 1)]),
     ("MFU", "% of the device's peak", [("mfu", "MFU", 100)]),
-    ("Arithmetic of each rank", "TFLOP/s", [("tflops", "TFLOP/s", 1)]),
-    ("Memory", "GiB, the fullest rank's peak", [("peak_memory", "peak memory", 2**-30)]),
+    ("Compute per rank", "TFLOP/s", [("tflops", "TFLOP/s", 1)]),
+    ("Memory", "GiB, peak of the fullest rank", [("peak_memory", "peak memory", 2**-30)]),
     (
         "Masks",
         "shares of all groups",
         [
-            ("mask_max_probability", "how decided", 1),
+            ("mask_max_probability", "mean probability of the likeliest mask", 1),
             ("mask_changed", "changed since the last record", 1),
-            ("mask_from_prior", "not the prior's", 1),
+            ("mask_from_prior", "different from the prior", 1),
         ],
     ),
 ]
@@ -44,7 +44,7 @@ X = TypeVar("X")
 
 
 def draw(runs: Mapping[str, Records], predicts_tokens: bool = True) -> str:
-    """All curves that any of the runs, given by name, has values for; the loss may be another than of tokens."""
+    """All curves that any of the runs, by name, has values for. `predicts_tokens`: the loss is in nats per token."""
     drawn = []
     for title, unit, kinds in CURVES:
         lines = [line for number, run in enumerate(runs) for line in _lines(runs, run, number, kinds)]
@@ -58,7 +58,7 @@ def draw(runs: Mapping[str, Records], predicts_tokens: bool = True) -> str:
 def _lines(
     runs: Mapping[str, Records], run: str, number: int, kinds: Sequence[tuple[str, str, float]]
 ) -> Iterator[Line]:
-    """A run's lines of one chart: coloured by kind where it is alone, else by run."""
+    """The lines of a run in one chart, coloured by kind for a single run, else by run."""
     several = len(runs) > 1
     for place, (key, label, factor) in enumerate(kinds):
         steps, values = points(runs[run], key, factor)
@@ -70,30 +70,30 @@ def _lines(
 
 
 def _is_wide(lines: Sequence[Line]) -> bool:
-    """Whether values are spread so widely that the low ones could not be told apart on a plain scale."""
+    """Whether the range is so wide that low values could not be distinguished on a linear scale."""
     values = [value for line in lines for value in line.y if value is not None]
     return bool(values) and min(values) > 0 and max(values) > WIDE * min(values)
 
 
 def points(records: Records, key: str, factor: float = 1) -> tuple[list[int], list[float | None]]:
-    """Steps and values of a key, thinned. A value that is no number is a gap."""
-    found = [
+    """Steps and values of a key, thinned. A value that is not finite is a gap."""
+    curve = [
         (record["step"], record[key] * factor if is_number(record[key]) else None)
         for record in records
         if key in record
     ]
-    found = thinned(found, MOST_POINTS)
-    return [step for step, _ in found], [value for _, value in found]
+    curve = thinned(curve, MOST_POINTS)
+    return [step for step, _ in curve], [value for _, value in curve]
 
 
-def thinned(found: list[tuple[X, float | None]], most: int) -> list[tuple[X, float | None]]:
-    """At most so many points: of each stretch the lowest and the highest, so that no peak is lost."""
-    if len(found) <= most:
-        return found
-    stretch = -(-len(found) // (most // 2))
+def thinned(curve: list[tuple[X, float | None]], most: int) -> list[tuple[X, float | None]]:
+    """At most `most` points: the lowest and the highest of each interval, so that no peak is lost."""
+    if len(curve) <= most:
+        return curve
+    interval = -(-len(curve) // (most // 2))
     kept: list[tuple[X, float | None]] = []
-    for first in range(0, len(found), stretch):
-        part = found[first : first + stretch]
+    for first in range(0, len(curve), interval):
+        part = curve[first : first + interval]
         low, high = (pick(range(len(part)), key=lambda place: _height(part[place])) for pick in (min, max))
         kept += [part[place] for place in sorted({low, high})]
     return kept

@@ -1,4 +1,4 @@
-"""What the hosts' devices did, from the samples in `logs/<host>.gpu`."""
+"""GPU curves of each host, from the samples in `logs/<host>.gpu`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from steelyard.core.safe_parse import loads
 from steelyard.observe.report.curves_section import is_number, thinned
 
 MOST_HOSTS, MOST_BYTES, MOST_POINTS = 16, 16 << 20, 600
-# Title, unit, the key of a device's sample, and what to divide by.
+# Title, unit, key of a device's sample, and divisor.
 KINDS = (
     ("Utilisation", "%, mean of the host's devices", "utilisation", 1.0),
     ("Memory in use", "GiB, mean of the host's devices", "memory_used", float(1 << 30)),
@@ -23,17 +23,17 @@ Point = tuple[float, float | None]
 
 
 def devices(run: Run) -> list[str]:
-    """Curves over the minutes of a run, one for each host; nothing where nobody took samples."""
+    """Curves over the minutes of a run, one per host; empty without samples."""
     paths = sorted((run.path / "logs").glob("*.gpu"))
-    samples = {path.stem: found for path in paths[:MOST_HOSTS] if (found := _samples(path))}
+    samples = {path.stem: each for path in paths[:MOST_HOSTS] if (each := _samples(path))}
     if not samples:
         return []
-    begin = min(found[0]["time"] for found in samples.values())
+    begin = min(each[0]["time"] for each in samples.values())
     drawn = []
     for title, unit, key, factor in KINDS:
         lines = []
-        for number, (host, found) in enumerate(samples.items()):
-            points: list[Point] = [((one["time"] - begin) / 60, _mean(one, key, factor)) for one in found]
+        for number, (host, each) in enumerate(samples.items()):
+            points: list[Point] = [((one["time"] - begin) / 60, _mean(one, key, factor)) for one in each]
             points = thinned([point for point in points if point[1] is not None], MOST_POINTS)
             if points:
                 minutes, values = zip(*points, strict=True)
@@ -48,8 +48,8 @@ def devices(run: Run) -> list[str]:
 
 
 def _samples(path: Path) -> list[dict[str, Any]]:
-    """The samples of a host, the newest where there are very many."""
-    found = []
+    """The samples of a host; only the newest of a large file."""
+    samples = []
     try:
         with open(path, "rb") as file:
             file.seek(0, 2)
@@ -60,11 +60,11 @@ def _samples(path: Path) -> list[dict[str, Any]]:
     for line in lines:
         try:
             sample = loads(line)
-        except ValueError:  # Torn, or cut by the limit.
+        except ValueError:  # Truncated by a killed writer or by the limit.
             continue
         if isinstance(sample, dict) and is_number(sample.get("time")) and isinstance(sample.get("devices"), list):
-            found.append(sample)
-    return found
+            samples.append(sample)
+    return samples
 
 
 def _mean(sample: dict[str, Any], key: str, factor: float) -> float | None:

@@ -1,4 +1,4 @@
-"""What the hosts last wrote on standard error."""
+"""The last lines of each host's standard error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MOST_HOSTS, MOST_LINES, MOST_LETTERS = 16, 30, 400
 
 
 def last_errors(run: Run) -> list[str]:
-    """The last lines of each host's `logs/*.err`, without secrets; nothing where there are none."""
+    """The last lines of each host's `logs/*.err`, without secrets; empty without such logs."""
     pieces = []
     paths = sorted((run.path / "logs").glob("*.err"))
     for path in paths[:MOST_HOSTS]:

@@ -1,4 +1,4 @@
-"""The sections that a timeline gives: who did what when, and how well the pipeline was filled."""
+"""The report sections of a timeline: the timeline itself, and the pipeline's bubble and balance."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ Sections = dict[str, tuple[str, list[str]]]
 
 
 def pipeline_sections(run: Run, cluster: Path | None, steps: Iterable[int], budget: int, number: int) -> Sections:
-    """The timeline of a run as a canvas, and its balance; or how to have one. `number` tells canvases apart."""
-    found = spans.read(run.path / "timeline")
-    if found is None:
-        hint = "The run kept no timeline. log.timeline = [10, 12] in the recipe has every rank time those steps."
+    """The timeline of a run as a canvas, and its balance, or how to record one. `number` makes element ids unique."""
+    timeline = spans.read(run.path / "timeline")
+    if timeline is None:
+        hint = "The run has no timeline. To record steps 10 to 12, set log.timeline = [10, 12] in the recipe."
         return {"timeline": ("Timeline", [page.paragraph(hint, "note")])}
-    recipe, world = run.recipe(), max(int(run.manifest().get("world_size", 1) or 1), len(found.ranks))
-    packed = pack(found, pipeline_balance.pipeline_ranks(recipe, world), steps, budget)
-    measured = pipeline_balance.measure(found, recipe, world, run_cluster.of_run(run, cluster))
+    recipe, world = run.recipe(), max(int(run.manifest().get("world_size", 1) or 1), len(timeline.ranks))
+    packed = pack(timeline, pipeline_balance.pipeline_ranks(recipe, world), steps, budget)
+    measured = pipeline_balance.measure(timeline, recipe, world, run_cluster.of_run(run, cluster))
     reported = [
-        f"{len(found.steps)} steps on {len(found.ranks)} ranks, in ms on rank 0's clock. Three lanes for each rank: "
-        "compute; communication; data and optimizer. Shades tell micro-batches apart. The wheel zooms, dragging moves, "
-        "shift and the wheel go through the ranks, a double click shows all; + - and arrows do the same."
+        f"{len(timeline.steps)} steps on {len(timeline.ranks)} ranks, in ms of rank 0's clock. Each rank has three "
+        "lanes: compute; communication; data and optimizer. Micro-batches differ in shade. The wheel zooms, dragging "
+        "moves, shift and the wheel scroll through the ranks, a double click shows all; + - and arrows do the same."
     ]
-    if found.dropped:
-        reported.append(f"{found.dropped} lines of the timeline could not be read and are left out.")
-    if len(found.ranks) < world:
-        reported.append(f"{world - len(found.ranks)} of {world} ranks left no timeline.")
+    if timeline.dropped:
+        reported.append(f"{timeline.dropped} lines of the timeline could not be read and are skipped.")
+    if len(timeline.ranks) < world:
+        reported.append(f"{world - len(timeline.ranks)} of {world} ranks have no timeline.")
     canvas = [
         page.paragraph(" ".join(reported), "note"),
         f'<div id="lanes-{number}"></div>',
@@ -56,19 +56,17 @@ def _table(measured: Balance) -> str:
         return "" if value is None else f"{1e3 * value:.2f} ms"
 
     rows = [
-        ["A step", seconds(measured.step_seconds), seconds(measured.predicted_seconds)],
-        ["Bubble: ranks not computing during the passes", share(measured.bubble), share(measured.predicted_bubble)],
-        ["Bubble of the schedule with these stages and instant sends", share(measured.bubble_stages), ""],
+        ["Step time", seconds(measured.step_seconds), seconds(measured.predicted_seconds)],
+        ["Bubble: share of the passes' time without compute", share(measured.bubble), share(measured.predicted_bubble)],
+        ["Bubble of the schedule with these stage times and instant sends", share(measured.bubble_stages), ""],
         ["Bubble of the schedule with equal stages", share(measured.bubble_even), ""],
         [
-            "Imbalance: the slowest stage against the mean",
+            "Imbalance: the slowest stage relative to the mean",
             share(measured.imbalance),
             share(measured.predicted_imbalance),
         ],
     ]
-    return page.table(
-        [row for row in rows if any(row[1:])], head=["", "measured", "the plan's prediction"], numbers=True
-    )
+    return page.table([row for row in rows if any(row[1:])], head=["", "measured", "predicted"], numbers=True)
 
 
 def _note(measured: Balance) -> list[str]:
@@ -78,7 +76,7 @@ def _note(measured: Balance) -> list[str]:
 
 
 def _bars(measured: Balance) -> list[str]:
-    """Per stage: passes of a micro-batch, measured and predicted; per pipeline rank: where a step goes."""
+    """Per stage: passes of a micro-batch, measured and predicted. Per pipeline rank: the time of a step by kind."""
     drawn = []
     if measured.stages:
         passes = []
@@ -95,7 +93,7 @@ def _bars(measured: Balance) -> list[str]:
         for name in next(iter(measured.parts.values()), {})
     ]
     at = [f"pipeline rank {place}" for place in measured.parts]
-    drawn.append(charts.titled("Where a step goes", charts.bars(at, parts, "ms of a step")))
+    drawn.append(charts.titled("Step time by kind", charts.bars(at, parts, "ms of a step")))
     return [charts.side_by_side(drawn)]
 
 

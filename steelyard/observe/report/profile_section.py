@@ -1,4 +1,4 @@
-"""The section of a report that tells what a profiler saw."""
+"""The profile section of a report."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from steelyard.observe.profile.summary import reported
 from steelyard.observe.profile.trace_analysis import Look, Named
 from steelyard.observe.profile.trace_cache import read
 
-MOST_RANKS, MOST_LETTERS = 8, 110  # Ranks whose kernels are listed, and letters of a kernel's name.
+MOST_RANKS, MOST_LETTERS = 8, 110  # ranks whose kernels are listed, and characters of a kernel's name
 
 
 def profile_section(run: Run) -> list[str]:
-    """In words, a table of all ranks, and the top kernels of the first ones; nothing where there is no profile."""
+    """The summary, a table of all ranks, and the top kernels of the first ranks; empty without a profile."""
     looks, problems = read(run)
     if not looks and not problems:
         return []
     pieces = [page.text("\n".join(reported(looks)), wrapped=True)] if looks else []
     measured = [one for one in looks if one.seconds]
     if measured:
-        head = ["", "looked at", "worked", "communication", "of that beside computing", "idle", "host waited"]
+        head = ["", "profiled", "busy", "communication", "of that overlapped", "idle", "host waited"]
         pieces.append(page.table([_row(one) for one in measured], head=head, numbers=True))
     for one in looks[:MOST_RANKS]:
         noun = "kernels" if one.device == "gpu" else "operators"
-        pieces += _listed(f"Rank {one.rank}, {one.tool}: {noun}, by their own time", one.kernels, is_bytes=False)
-        pieces += _listed(f"Rank {one.rank}: who took memory", one.allocators or [], is_bytes=True)
+        pieces += _listed(f"Rank {one.rank}, {one.tool}: {noun}, by self time", one.kernels, is_bytes=False)
+        pieces += _listed(f"Rank {one.rank}: memory by operator", one.allocators or [], is_bytes=True)
         pieces += _listed(f"Rank {one.rank}: where the host waited", one.waits, is_bytes=False)
         pieces += _gaps(one)
     if len(looks) > MOST_RANKS:
-        hint = f"steelyard profile show {run.path} --json lists those of all {len(looks)} ranks."
+        hint = f"For all {len(looks)} ranks: steelyard profile show {run.path} --json"
         pieces.append(page.paragraph(hint, "note"))
     return pieces + [page.paragraph(f"Not read: {problem}", "note") for problem in problems]
 
@@ -38,10 +38,10 @@ def _row(one: Look) -> list[str]:
     def share(part: float) -> str:
         return f"{100 * part / one.seconds:.1f}%"
 
-    beside = f"{100 * one.overlapped / one.communication:.1f}%" if one.communication else ""
+    overlap = f"{100 * one.overlapped / one.communication:.1f}%" if one.communication else ""
     return [
         f"rank {one.rank}, {one.tool}", f"{1e3 * one.seconds:.2f} ms", share(one.busy), share(one.communication),
-        beside, share(one.idle), share(one.waiting),
+        overlap, share(one.idle), share(one.waiting),
     ]  # fmt: skip
 
 
@@ -59,7 +59,7 @@ def _listed(title: str, named: list[Named], is_bytes: bool) -> list[str]:
         ]
         for each in named
     ]
-    head = ["", "times", "in all", "of these", *(["memory's speed", "computing's"] if speeds else ())]
+    head = ["", "count", "total", "share", *(["memory throughput", "compute throughput"] if speeds else ())]
     return [page.folded_piece(title, page.table(rows, head=head, numbers=True))]
 
 
@@ -67,5 +67,5 @@ def _gaps(one: Look) -> list[str]:
     if not one.longest_gaps:
         return []
     rows = [[part, f"{1e3 * seconds:.3f} ms", doing[:MOST_LETTERS]] for part, seconds, doing in one.longest_gaps]
-    shown = page.table(rows, head=["in", "lasted", "the host was mostly in"])
-    return [page.folded_piece(f"Rank {one.rank}: the longest idle stretches", shown)]
+    shown = page.table(rows, head=["part of the step", "duration", "host mostly in"])
+    return [page.folded_piece(f"Rank {one.rank}: the longest idle gaps", shown)]

@@ -1,4 +1,4 @@
-"""The whole page: which sections it has, and those that are tables alone."""
+"""The report page: its list of sections, and the sections that are only tables."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ from steelyard.observe.run_files import read_object
 def write(
     runs: Run | Sequence[Run], path: Path | None = None, cluster: Path | None = None, steps: Iterable[int] = ()
 ) -> Path:
-    """Write the report of a run, finished or not, or of several beside each other; returns where it lies.
+    """Write the report of one run, finished or not, or of several side by side. Returns its path.
 
-    `cluster` describes the machines for the planner's prediction, and `steps` names those whose timeline is wanted
-    whole.
+    `cluster` describes the machines for the planner's prediction. The timeline of `steps` is included in full.
     """
     several = [runs] if isinstance(runs, Run) else list(runs)
     path = path or several[0].path / "report.html"
@@ -37,13 +36,13 @@ def write(
     try:
         files.write_text(path, text)
     except OSError as error:
-        message = f"the report cannot be written: {path}: {error.strerror or error}"
-        raise UserError(message, hint="name another place: -o FILE") from None
+        message = f"cannot write the report: {path}: {error.strerror or error}"
+        raise UserError(message, hint="choose another file: -o FILE") from None
     return path
 
 
 def render(runs: Run | Sequence[Run], cluster: Path | None = None, steps: Iterable[int] = ()) -> str:
-    """The report as HTML. Whatever comes from a run is escaped."""
+    """The report as HTML. All text from a run is escaped."""
     several = [runs] if isinstance(runs, Run) else list(runs)
     named = dict(zip(names(several), several, strict=True))
     records = {name: run.metrics() for name, run in named.items()}
@@ -75,7 +74,7 @@ def render(runs: Run | Sequence[Run], cluster: Path | None = None, steps: Iterab
 
 
 def names(runs: Sequence[Run]) -> list[str]:
-    """What to call each run: its folder's name, or as much of its path as tells it from the others."""
+    """A unique name for each run: its folder's name, or as much of its path as needed."""
     paths = [run.path.resolve().parts for run in runs]
     for length in range(1, max(map(len, paths)) + 1):
         shown = ["/".join(parts[-length:]) for parts in paths]
@@ -89,7 +88,7 @@ def _summaries(runs: dict[str, Run], records: dict[str, list[dict[str, Any]]]) -
 
 
 def _columns(columns: dict[str, dict[str, str]]) -> str:
-    """Named values of each run side by side."""
+    """The named values of each run, side by side."""
     if len(columns) == 1:
         return page.pairs(next(iter(columns.values())))
     titles = list(dict.fromkeys(title for column in columns.values() for title in column))
@@ -117,26 +116,24 @@ def _summary(run: Run, records: list[dict[str, Any]]) -> dict[str, str]:
         summary |= _speed(trained)
     if valid:
         first, last_valid = valid[0]["valid_loss"], valid[-1]["valid_loss"]
-        summary["Validation loss"] = f"{_loss(first)} at first, {_loss(last_valid)} at last"
+        summary["Validation loss"] = f"first {_loss(first)}, last {_loss(last_valid)}"
         if is_number(first) and is_number(last_valid) and _predicts_tokens(run):
-            summary["Validation perplexity"] = (
-                f"{units.perplexity(first)} at first, {units.perplexity(last_valid)} at last"
-            )
+            summary["Validation perplexity"] = f"first {units.perplexity(first)}, last {units.perplexity(last_valid)}"
     return summary
 
 
 def _predicts_tokens(run: Run) -> bool:
-    """Whether the loss is nats per token; that of preferences is none of which a perplexity could be told."""
+    """Whether the loss is in nats per token. The DPO loss is not, so it has no perplexity."""
     tuned = run.recipe().finetune
     return tuned is None or tuned.dpo is None
 
 
 def _loss(value: Any) -> str:
-    return f"{value:.4f}" if is_number(value) else "no number"
+    return f"{value:.4f}" if is_number(value) else "not finite"
 
 
 def _speed(trained: list[dict[str, Any]]) -> dict[str, str]:
-    """What a step takes, with the first record left out where there are others: compiling spoils it."""
+    """Time and memory of a step. The first record is skipped if there are others, since it includes compilation."""
     reported = {}
     settled = trained[1:] or trained
     seconds = sorted(_numbers(settled, "seconds"))
@@ -147,7 +144,7 @@ def _speed(trained: list[dict[str, Any]]) -> dict[str, str]:
         reported["MFU"] = f"{100 * shares[len(shares) // 2]:.1f}%"
     peaks = _numbers(trained, "peak_memory")
     if peaks:
-        reported["Peak memory"] = f"{units.size(max(peaks))}, the fullest rank"
+        reported["Peak memory"] = f"{units.size(max(peaks))} on the fullest rank"
     return reported
 
 
@@ -176,7 +173,7 @@ def _environment(run: Run) -> dict[str, str]:
 def _recipes(runs: dict[str, Run]) -> list[str]:
     recipes = {name: run.recipe() for name, run in runs.items()}
     if len(recipes) == 1:
-        return [page.text(_told(next(iter(recipes.values()))))]
+        return [page.text(_text(next(iter(recipes.values()))))]
     flat = {name: dict(leaves(recipe.settings())) for name, recipe in recipes.items()}
     keys = sorted({key for settings in flat.values() for key in settings})
     rows = [
@@ -185,9 +182,9 @@ def _recipes(runs: dict[str, Run]) -> list[str]:
         if len({repr(settings.get(key)) for settings in flat.values()}) > 1
     ]
     what = page.table(rows, head=["differs in", *flat]) if rows else page.paragraph("All have the same recipe.")
-    return [what, *(page.folded(f"recipe of {name}", _told(recipe)) for name, recipe in recipes.items())]
+    return [what, *(page.folded(f"recipe of {name}", _text(recipe)) for name, recipe in recipes.items())]
 
 
-def _told(recipe: Recipe) -> str:
-    """A recipe's text; an address in it may carry a password."""
+def _text(recipe: Recipe) -> str:
+    """The recipe as TOML without secrets: a URL in it may contain a password."""
     return secrets.scrub(to_toml(recipe.settings()))

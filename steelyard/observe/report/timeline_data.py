@@ -1,14 +1,14 @@
-"""A timeline as the page carries it: arrays of numbers in base64, drawn by `timeline.js`.
+"""The format of a timeline in a report: arrays in base64, drawn by `timeline.js`.
 
-Steps that were asked for, the slowest, the first and the last, and then as many others as fit the budget are carried
-whole, span by span; of every step each rank's sums by kind are carried, which is what is drawn for the others.
+The requested steps, the slowest, the first and the last, and as many others as fit the budget are stored in full, span
+by span. For every step the sums of each rank by kind are stored, which are drawn for the other steps.
 
     ranks, stages       the ranks, and the pipeline rank of each
     names, lanes, colours   of the kinds of spans
-    steps, begin, length    of each step: its number (int32), when it began (float64) and lasted (float32), in ms
+    steps, begin, length    of each step: its number (int32), start (float64) and duration (float32), in ms
     sums                ms by step, rank and name (float32)
-    whole               places in `steps` of those carried whole, ascending
-    index               where the spans of whole step w and rank r begin: index[w * ranks + r] (uint32)
+    whole               indices in `steps` of those stored in full, ascending
+    index               offset of the first span of full step w and rank r: index[w * ranks + r] (uint32)
     start, span         of each span, in ticks from its step's begin (uint32)
     name, stage, micro  of each span (uint8, int16, int16)
     tick                nanoseconds
@@ -29,9 +29,9 @@ MOST_SPANS = 500_000  # 17 bytes each on the page
 SLOWEST = 8
 
 
-def pack(spans: Spans, pipeline_rank: dict[int, int], asked: Iterable[int] = (), most: int = MOST_SPANS) -> str:
-    """The timeline as JSON that may stand inside a script element."""
-    whole = choose(spans, asked, most)
+def pack(spans: Spans, pipeline_rank: dict[int, int], requested: Iterable[int] = (), most: int = MOST_SPANS) -> str:
+    """The timeline as JSON that is safe inside a script element."""
+    whole = choose(spans, requested, most)
     kinds = [KINDS.get(name, UNKNOWN) for name in spans.names]
     packed: dict[str, Any] = {
         "ranks": [rank.rank for rank in spans.ranks],
@@ -49,13 +49,13 @@ def pack(spans: Spans, pipeline_rank: dict[int, int], asked: Iterable[int] = (),
     return as_script(packed)
 
 
-def choose(spans: Spans, asked: Iterable[int], most: int) -> list[int]:
-    """Places of the steps to carry whole, those that matter most first until the budget is spent."""
+def choose(spans: Spans, requested: Iterable[int], most: int) -> list[int]:
+    """Indices of the steps to store in full: the most important first, until the budget is spent."""
     count = len(spans.steps)
     sizes = np.zeros(count, dtype=np.int64)
     for rank in spans.ranks:
         np.add.at(sizes, np.searchsorted(spans.steps, rank.step), 1)
-    wanted = [int(place) for place in np.flatnonzero(np.isin(spans.steps, list(asked)))]
+    wanted = [int(place) for place in np.flatnonzero(np.isin(spans.steps, list(requested)))]
     slowest = [int(place) for place in np.argsort(-spans.length, kind="stable")[:SLOWEST]]
     middle = int(np.argsort(spans.length, kind="stable")[count // 2])
     chosen: dict[int, None] = {}
@@ -68,7 +68,7 @@ def choose(spans: Spans, asked: Iterable[int], most: int) -> list[int]:
 
 
 def _spread(count: int) -> list[int]:
-    """All places, evenly spread from the first on: halves, quarters, and so on."""
+    """All indices, evenly spread from the first: halves, quarters, and so on."""
     step, order = 1 << max(0, (count - 1).bit_length()), []
     seen: set[int] = set()
     while step:

@@ -1,6 +1,6 @@
-"""The rules that judge a run: each is a function of its state that gives a `Verdict`, or none.
+"""The rules that judge a run: each is a function of its state that returns a `Verdict` or None.
 
-`observe/verdict.py` holds the table of all of them, in the order in which they are told.
+`observe/verdict.py` has the table of all rules, in the order in which they are reported.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ LEVELS: tuple[Level, ...] = ("ok", "waiting", "warning", "wrong")
 
 @dataclass(frozen=True)
 class Verdict:
-    """One thing to know about a run, and what to do about it."""
+    """One finding about a run, and what to do about it."""
 
     kind: str
     level: Level

@@ -1,7 +1,7 @@
-"""Whether the run has ended, and how; whether it has begun at all.
+"""Rules for how a run ended, and whether it started.
 
-The scheduler knows of deaths that no process lived to tell, the manifest of what the run itself thought; where both
-speak, the worse word counts, and each explains the other.
+The scheduler reports ends that no process could record. The manifest has the run's own view. If both report an end,
+the worse one counts, and the message combines both.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from steelyard.observe.error_scan import is_lost_peer
 from steelyard.observe.rules import Verdict
 from steelyard.observe.run_state import RunState, seconds_of, span_of
 
-RESUME = "the same command goes on from the last checkpoint"
-ANEW = "the same command begins anew: no checkpoint was written yet"
-# How a job ended: the kind of verdict it is, how it reads, and what to do.
+RESUME = "the same command resumes from the last checkpoint"
+ANEW = "the same command starts from step 0: no checkpoint was written yet"
+# How a job ended: the kind of verdict, its message, and what to do.
 ENDS = {
-    JobState.OUT_OF_MEMORY: ("out-of-memory", "was killed for using more memory than the job may",
-                             "ask for more, lower train.micro_batch, or raise parallel.zero; " + RESUME),
+    JobState.OUT_OF_MEMORY: ("out-of-memory", "was killed for exceeding its memory limit",
+                             "request more memory, lower train.micro_batch, or raise parallel.zero; " + RESUME),
     JobState.NODE_FAILED: ("node-failed", "lost a node",
-                           "submit again, without the node if it fails again; " + RESUME),
-    JobState.TIMED_OUT: ("timed-out", "ran into its time limit",
-                         "submit again, with a longer limit if there is one; " + RESUME),
+                           "submit again; exclude the node if it fails again; " + RESUME),
+    JobState.TIMED_OUT: ("timed-out", "reached its time limit",
+                         "submit again, with a longer limit if possible; " + RESUME),
     JobState.PREEMPTED: ("preempted", "was pre-empted by another job", "submit again, or let it requeue; " + RESUME),
-    JobState.CANCELLED: ("cancelled", "was cancelled", "if that was not meant, submit again; " + RESUME),
+    JobState.CANCELLED: ("cancelled", "was cancelled", "if this was a mistake, submit again; " + RESUME),
     JobState.FAILED: ("failed", "failed", "read the first error below, or: steelyard logs RUN --stream err; " + RESUME),
 }  # fmt: skip
 
 
 def scheduler_ended(state: RunState) -> Verdict | None:
-    """The scheduler says that a job has ended other than well."""
+    """The scheduler reports that a job ended badly."""
     jobs = state.jobs
     states = {job: JobState(record["state"]) for job, record in jobs.items() if record["state"] in ENDS}
     if not states or state.is_waiting or (state.manifest.get("state") == "finished" and not state.is_live):
@@ -45,55 +45,55 @@ def scheduler_ended(state: RunState) -> Verdict | None:
     if end is JobState.TIMED_OUT and (limit := span_of(record.get("time_limit"))):
         after = f" of {units.duration(limit)}"
     why = f" ({record['reason']})" if record.get("reason") not in (None, "", "None") else ""
-    still = ", while others of its jobs still run" if state.is_live else ""
+    still = ", while other jobs of the run still run" if state.is_live else ""
     if end is JobState.FAILED and str(exit_code).partition(":")[0] == str(Interrupted.exit_code):
         kind, how, code, what_to_do = "interrupted", "was interrupted", "", RESUME
     error = _error(state)
-    said = f"; it said: {error}" if error and end is JobState.FAILED and not _is_told(state, error) else ""
-    message = f"job {job} {how}{code}{after}{where}{why}{still}{said}{_reached(state)}"
+    cause = f"; error: {error}" if error and end is JobState.FAILED and not _is_reported(state, error) else ""
+    message = f"job {job} {how}{code}{after}{where}{why}{still}{cause}{_reached(state)}"
     return Verdict(kind, "wrong", message, what_to_do.replace(RESUME, _resume(state)))
 
 
 def _finished_badly(state: RunState, states: dict[str, JobState]) -> Verdict | None:
-    """All steps are done and saved, and still the scheduler counts the job as failed: a process ended badly later."""
+    """All steps are done and saved, but the scheduler reports a failure: a process failed afterwards."""
     if not states or state.is_waiting:
         return None
     job, end = next(iter(states.items()))
     message = f"all steps are done, but job {job} {ENDS[end][1]} afterwards"
-    return Verdict("failed-after-end", "warning", message, "the checkpoint is whole; see the end of the error log")
+    return Verdict("failed-after-end", "warning", message, "the checkpoint is complete; see the end of the error log")
 
 
 def run_ended(state: RunState) -> Verdict | None:
-    """What the run itself says of its end, where the scheduler has none or knows no better."""
+    """The end that the manifest records, if the scheduler reports no bad end."""
     if state.is_waiting or not state.job_states.isdisjoint(ENDS):
         return None
     ended = seconds_of(state.manifest.get("ended"))
     if state.is_live and (ended is None or ended < (state.began or 0.0)):
-        return None  # The scheduler has started it again since.
+        return None  # The scheduler has restarted it since.
     known = str(state.manifest.get("state", ""))
     resume = _resume(state)
     if known == "finished":
         return Verdict(
-            "completed", "ok", f"completed{_reached(state)}", "nothing; steelyard report RUN tells the story"
+            "completed", "ok", f"completed{_reached(state)}", "nothing; steelyard report RUN shows the details"
         )
     if known == "failed":
-        why = _error(state) or "it does not say why"
-        return Verdict("failed", "wrong", f"failed: {why}{_reached(state)}", f"mend that; {resume}")
+        why = _error(state) or "no reason recorded"
+        return Verdict("failed", "wrong", f"failed: {why}{_reached(state)}", f"fix the error; {resume}")
     if known == "interrupted":
         return Verdict("interrupted", "wrong", f"was interrupted{_reached(state)}", resume)
     if known == "stopped":
-        return Verdict("stopped", "ok", f"stopped by train.max_hours, as asked{_reached(state)}", resume)
+        return Verdict("stopped", "ok", f"stopped by train.max_hours{_reached(state)}", resume)
     if known == "running":
         where = state.manifest.get("host", "its host")
-        what = f"see dmesg on {where} for a process killed for memory; {resume}"
-        return Verdict("killed", "wrong", f"was killed: nobody holds the run any more{_reached(state)}", what)
+        what = f"check dmesg on {where} for the out-of-memory killer; {resume}"
+        return Verdict("killed", "wrong", f"was killed: no process holds the run's lock{_reached(state)}", what)
     if state.job_states:
         return Verdict("completed", "ok", "the job completed", "nothing")
     return None
 
 
 def not_started(state: RunState) -> Verdict | None:
-    """It waits in the queue, was put back there, or its ranks have not met yet."""
+    """The run is queued or requeued, or its ranks have not met yet."""
     if state.is_waiting:
         return _queued(state)
     if state.job_states and state.job_states <= ENDED:
@@ -103,7 +103,7 @@ def not_started(state: RunState) -> Verdict | None:
         return Verdict("not-started", "waiting", "has not started", "start it: steelyard train or steelyard submit")
     if state.is_live and not state.metrics and "command" not in state.manifest:  # Other commands take no steps.
         since = f" for {units.duration(state.now - state.began)}" if state.began else ""
-        what = "wait: data is prepared, ranks meet, kernels are compiled"
+        what = "wait: ranks meet, data is prepared and kernels are compiled"
         return Verdict("starting", "waiting", f"has been starting{since}; no step is done yet", what)
     return None
 
@@ -120,22 +120,22 @@ def _queued(state: RunState) -> Verdict:
 
 
 def _error(state: RunState) -> str:
-    """What the run said of its end, in one line; that a rank lost another is told in our words, not in gloo's."""
+    """The run's own error in one line; a lost peer is described in plain words instead of gloo's message."""
     error = str(state.manifest.get("error") or "").strip().partition("\n")[0]
-    return "a rank lost another one, which ended first" if is_lost_peer(error) else error
+    return "a rank lost its connection to another rank, which ended first" if is_lost_peer(error) else error
 
 
-def _is_told(state: RunState, error: str) -> bool:
-    """Whether a verdict on the error logs says the same already."""
+def _is_reported(state: RunState, error: str) -> bool:
+    """Whether the verdict on the error logs already contains the error."""
     return any(error in text for host in state.err for _, text in state.errors_of(host))
 
 
 def _resume(state: RunState) -> str:
-    """What the same command would do now. A run of another command keeps no checkpoints here."""
+    """What the same command would do now. Runs of other commands have no checkpoints here."""
     if "command" in state.manifest or state.recipe is None:
         return RESUME
     steps = [path.name.partition("-")[2] for path in (state.path / "checkpoints").glob("step-*")]
-    return f"the same command goes on from step {max(map(int, filter(str.isdigit, steps)))}" if steps else ANEW
+    return f"the same command resumes from step {max(map(int, filter(str.isdigit, steps)))}" if steps else ANEW
 
 
 def _reached(state: RunState) -> str:

@@ -1,4 +1,4 @@
-"""Whether the machines are fit: devices that nobody uses, ranks that lag, disks, clocks and versions that differ."""
+"""Rules about machines: unused GPUs, slow ranks, full disks, and clocks or versions that differ between hosts."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from steelyard.sizes.param_count import parameters
 from steelyard.sizes.stage_layers import partition_of
 
 STARTING = 300.0  # seconds in which a job loads its container and imports before it touches a GPU
-EMPTY_FOR = 30.0  # seconds without a process before that means something
-SILENT_FOR = 90.0  # seconds without a sample, while other hosts send theirs
-BARE_MEMORY = 1 << 30  # what a driver holds of a GPU that nobody uses
+EMPTY_FOR = 30.0  # seconds without a process before a GPU counts as unused
+SILENT_FOR = 90.0  # seconds without a sample, while other hosts write theirs
+BARE_MEMORY = 1 << 30  # bytes that the driver takes on an unused GPU
 SLOWER, RECORDS_SLOW, SECONDS_SLOW = 1.25, 3, 30.0
 DISK_SHARE, DISK_BYTES, DISK_LAST = 0.05, 50 << 30, 0.005
 CLOCKS_APART = 2.0  # seconds
@@ -29,22 +29,22 @@ def frozen(state: RunState) -> Verdict | None:
     """A process was stopped with SIGSTOP, and all others wait for it."""
     if not state.is_live:
         return None
-    found: list[tuple[str, int]] = []
+    stopped: list[tuple[str, int]] = []
     for host, samples in state.devices.items():
         if state.now - samples.heard > EMPTY_FOR:
             continue
-        found += [
+        stopped += [
             (host, each["pid"])
             for device in samples.last.get("devices") or []
             for each in device.get("processes") or []
             if isinstance(each, dict) and each.get("stopped") is True and type(each.get("pid")) is int
         ]
-    if not found:
+    if not stopped:
         return None
-    found = list(dict.fromkeys(found))  # A process may be on several GPUs.
-    named = [f"{_rank_of(state, host, pid)} on {host}" for host, pid in found]
-    host, pid = found[0]
-    what = f"let it go on: kill -CONT {pid} on {host}" + (", and so with the others" if len(found) > 1 else "")
+    stopped = list(dict.fromkeys(stopped))  # A process may be on several GPUs.
+    named = [f"{_rank_of(state, host, pid)} on {host}" for host, pid in stopped]
+    host, pid = stopped[0]
+    what = f"resume it: kill -CONT {pid} on {host}" + (", and likewise the others" if len(stopped) > 1 else "")
     return Verdict("frozen", "wrong", f"stopped by a signal (SIGSTOP): {_some(named)}", what)
 
 
@@ -57,7 +57,7 @@ def _rank_of(state: RunState, host: str, pid: int) -> str:
 
 
 def nobody_on_device(state: RunState) -> Verdict | None:
-    """The job runs, but no process is on a GPU. A container may hide processes from the driver, not their memory."""
+    """The job runs, but no process uses a GPU. A container may hide processes from the driver, but not their memory."""
     if not state.is_live:
         return None
     since = state.now - (state.began or state.now)
@@ -66,7 +66,7 @@ def nobody_on_device(state: RunState) -> Verdict | None:
     for host, samples in state.devices.items():
         if state.now - samples.heard > 2 * EMPTY_FOR:
             continue
-        # Among themselves samples are compared by the host's own clock, which may be hours from ours.
+        # Samples of a host are compared by that host's clock, which may differ from ours by hours.
         recent = [each for each in samples.samples if samples.last["time"] - each["time"] <= 2 * EMPTY_FOR]
         if not recent or recent[-1]["time"] - recent[0]["time"] < EMPTY_FOR or not recent[-1].get("devices"):
             continue
@@ -78,13 +78,13 @@ def nobody_on_device(state: RunState) -> Verdict | None:
         elif unused:
             partly.append(f"{len(unused)} of {len(recent[-1]['devices'])} on {host}")
     if empty:
-        message = f"running, but no process is on a GPU of {_some(empty)}"
+        message = f"running, but no process uses a GPU of {_some(empty)}"
         if any(state.devices[host].last.get("kind") == "cpu" for host in empty):
             message = f"running, but no process of the run is on {_some(empty)}"
-        what = "see the last lines of the error log there; if the ranks have died, steelyard cancel and submit again"
+        what = "read the end of that host's error log; if the ranks have died, steelyard cancel and submit again"
         return Verdict("no-process", "wrong", message, what)
     if partly:
-        what = "start as many ranks as there are GPUs, or ask for fewer GPUs"
+        what = "start as many ranks as there are GPUs, or request fewer GPUs"
         return Verdict("idle-gpus", "warning", f"GPUs that no process uses: {_some(partly)}", what)
     return None
 
@@ -99,7 +99,7 @@ def _is_unused(sample: dict[str, Any], index: int) -> bool:
 
 
 def silent_host(state: RunState) -> Verdict | None:
-    """A host that sends nothing while the others do: powered off, cut off, or frozen."""
+    """A host that writes no samples while the others do: powered off, disconnected or frozen."""
     if not state.is_live or len(state.devices) < 2:
         return None
     last = {host: samples.heard for host, samples in state.devices.items() if samples.samples}
@@ -111,37 +111,37 @@ def silent_host(state: RunState) -> Verdict | None:
     if not silent:
         return None
     host, at = min(silent.items(), key=lambda item: item[1])
-    message = f"nothing was heard from {_some(list(silent))} for {units.duration(state.now - at)}"
-    what = f"see whether it lives: ping {host}; a scheduler will requeue the job if it does not"
+    message = f"no samples from {_some(list(silent))} for {units.duration(state.now - at)}"
+    what = f"check whether it is up: ping {host}; if it is down, the scheduler requeues the job"
     return Verdict("silent-host", "wrong", message, what)
 
 
 def other_configuration(state: RunState) -> Verdict | None:
-    """What the ranks say of their layout is not what was asked for, or they do not say the same."""
+    """The layout that the ranks report differs from the requested one, or between hosts."""
     if state.is_waiting or not state.hosts:
         return None
     differences: list[str] = []
-    asked = requested(state)
+    wanted = requested(state)
     for host, reported in state.hosts.items():
         layout = reported.get("layout")
         if not isinstance(layout, dict):
             continue
-        for key, wanted in asked.items():
-            if key in layout and layout[key] != wanted:
-                differences.append(f"{host} has {key} {layout[key]} where {wanted} was asked for")
+        for key, value in wanted.items():
+            if key in layout and layout[key] != value:
+                differences.append(f"{host} has {key} {layout[key]}, but {value} was requested")
     ranks = sorted(rank for host in state.hosts.values() for rank in host.get("ranks") or [] if is_number(rank))
     worlds = {host["layout"].get("world") for host in state.hosts.values() if isinstance(host.get("layout"), dict)}
     if len(worlds) == 1 and None not in worlds and ranks != list(range(next(iter(worlds)))):
-        differences.append(f"of {next(iter(worlds))} ranks {len(ranks)} are told of in hosts/")
+        differences.append(f"hosts/ lists {len(ranks)} of {next(iter(worlds))} ranks")
     if not differences:
         return None
     more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
-    what = "cancel it; have every node read the same recipe and start the ranks that the plan names; submit again"
+    what = "cancel the run; make all nodes use the same recipe and the planned number of ranks; submit again"
     return Verdict("other-configuration", "wrong", differences[0] + more, what)
 
 
 def requested(state: RunState) -> dict[str, Any]:
-    """The layout as the recipe and the launch ask for it, in the words in which ranks report theirs."""
+    """The layout that the recipe and the launch request, with the same keys as the ranks' reports."""
     wanted: dict[str, Any] = {}
     if is_number(state.launch.get("ranks")) and not state.is_superseded:
         wanted["world"] = state.launch["ranks"]
@@ -159,13 +159,13 @@ def requested(state: RunState) -> dict[str, Any]:
 
 
 def slow_rank(state: RunState) -> Verdict | None:
-    """One rank, or one host's ranks, computes longer than others do for the same, record after record."""
+    """One rank, or the ranks of one host, take longer than the others for the same work in every record."""
     if not state.is_live:
         return None
     records = [record for record in state.trained if isinstance(record.get("rank_seconds"), dict)]
     newest = state.trained[-1].get("time", 0.0) if records else 0.0
     recent = [record for record in records if newest - record.get("time", 0.0) <= SECONDS_SLOW]
-    # Steps may be so short that a few records are a moment: what lasts so long is no accident of the scheduler's.
+    # Steps may be so short that a few records cover only a moment. An OS scheduling delay does not last this long.
     records = recent if len(recent) > RECORDS_SLOW else records[-RECORDS_SLOW:]
     lasted = records[-1].get("time", 0.0) - records[0].get("time", 0.0) if records else 0.0
     reported = [record["rank_seconds"] for record in records]
@@ -185,10 +185,10 @@ def slow_rank(state: RunState) -> Verdict | None:
     devices = {name: each.get("device") for name, each in state.hosts.items()}
     if host and devices.get(host) not in (None, Counter(devices.values()).most_common(1)[0][0]):
         who += f" ({devices[host]})"
-    message = f"{who} computes {times_slower:.1f} times as long as others do for the same, and all wait for it"
+    message = f"{who} takes {times_slower:.1f} times as long as the others for the same work, and all ranks wait for it"
     what = (
-        "look for another process, heat or a slow clock there (nvidia-smi -q -d PERFORMANCE, top); "
-        "leave the host out, or give it fewer layers (steelyard plan)"
+        "check for other processes, heat or a low clock rate there (nvidia-smi -q -d PERFORMANCE, top); "
+        "exclude the host, or assign it fewer layers (steelyard plan)"
     )
     return Verdict("slow-rank", "warning", message, what)
 
@@ -201,7 +201,7 @@ def _lags(reported: dict[str, Any]) -> bool:
 
 
 def disk_nearly_full(state: RunState) -> Verdict | None:
-    """The disk that the run writes to has little room: for the next checkpoint, or at all."""
+    """The disk of the run is nearly full, or has no room for the next checkpoint."""
     ended_well = state.manifest.get("state") in ("finished", "stopped")
     if state.is_waiting or ended_well or state.disk is None:
         return None
@@ -214,9 +214,7 @@ def disk_nearly_full(state: RunState) -> Verdict | None:
     needed = 0
     if state.recipe is not None:
         needed = BYTES_SAVED * parameters(state.recipe.model).total
-    what = (
-        "make room, or lower checkpoint.keep_last; a run whose disk is full fails, and goes on from its last checkpoint"
-    )
+    what = "free space, or lower checkpoint.keep_last; a run fails on a full disk and resumes from its last checkpoint"
     has = f"{where} has {units.size(free)} of {units.size(total)} left"
     if free < total * DISK_LAST:
         return Verdict("disk-full", "wrong", f"the disk is full: {has}", what)
@@ -228,20 +226,20 @@ def disk_nearly_full(state: RunState) -> Verdict | None:
 
 
 def clocks_differ(state: RunState) -> Verdict | None:
-    """Hosts that met at one moment call it by different times."""
+    """The hosts' clocks differed at the moment when their ranks met."""
     clocks = sorted((host["clock"], name) for name, host in state.hosts.items() if is_number(host.get("clock")))
     if state.is_waiting or len(clocks) < 2 or clocks[-1][0] - clocks[0][0] <= CLOCKS_APART:
         return None
     _, before = max((b[0] - a[0], number) for number, (a, b) in enumerate(pairwise(clocks)))
     few = clocks[: before + 1] if before + 1 <= len(clocks) // 2 else clocks[before + 1 :]
     apart = clocks[-1][0] - clocks[0][0]
-    message = f"the clocks of the hosts differ by {apart:.1f} s: {_some([name for _, name in few])} stands apart"
-    what = "have the hosts' clocks set (chrony, timedatectl); logs and file times cannot be compared until then"
+    message = f"the clocks of the hosts differ by {apart:.1f} s: {_some([name for _, name in few])} differs most"
+    what = "synchronize the clocks (chrony, timedatectl); until then, times of logs and files cannot be compared"
     return Verdict("clocks-differ", "warning", message, what)
 
 
 def versions_differ(state: RunState) -> Verdict | None:
-    """Hosts run different versions of what computes."""
+    """Library versions differ between hosts."""
     versions = {name: host["versions"] for name, host in state.hosts.items() if isinstance(host.get("versions"), dict)}
     if state.is_waiting:
         return None
@@ -257,7 +255,7 @@ def versions_differ(state: RunState) -> Verdict | None:
 
 
 def hot_device(state: RunState) -> Verdict | None:
-    """A GPU so hot that it slows itself down."""
+    """A GPU is so hot that it lowers its clock."""
     if not state.is_live:
         return None
     hot = [
@@ -267,7 +265,7 @@ def hot_device(state: RunState) -> Verdict | None:
         for device in samples.last.get("devices") or []
         if is_number(device.get("temperature")) and device["temperature"] >= HOT
     ]
-    what = "tell whoever keeps the machines; a hot GPU lowers its clock, and all ranks wait for it"
+    what = "report it to the administrator; a hot GPU lowers its clock, and all ranks wait for it"
     return Verdict("hot-gpu", "warning", f"too hot: {_some(hot)}", what) if hot else None
 
 

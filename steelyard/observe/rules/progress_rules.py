@@ -1,4 +1,4 @@
-"""Whether the run goes on as it should: errors, progress, loss."""
+"""Rules about training: errors, progress and loss."""
 
 from __future__ import annotations
 
@@ -14,44 +14,45 @@ from steelyard.observe.rules import Verdict
 from steelyard.observe.run_state import RunState, seconds_of
 from steelyard.sizes.param_count import parameters
 
-MUCH = 4.0  # times what is usual
-LEAST_SAVING = 60.0  # seconds that a checkpoint may take, however small
+MUCH = 4.0  # times the usual duration
+LEAST_SAVING = 60.0  # seconds allowed for any checkpoint
 MANY = 20  # records
 FIRST_STEP = 1200.0  # seconds from the start of the ranks to the first record: data is prepared, kernels are compiled
-SAVING_RATE = 100e6  # bytes a second that a slow shared filesystem takes
+SAVING_RATE = 100e6  # bytes per second that a slow shared filesystem writes
 BYTES_SAVED = 14  # per parameter: weights and the optimizer's state
 AGREED_ERRORS = 30.0  # seconds: an error this much older than the last record did not stop the run
 SPIKE, SPIKE_SPREADS, LEAST_HISTORY = 1.3, 8.0, 12
 
 
 def errors(state: RunState) -> Verdict | None:
-    """Something on standard error that is no warning; the first of it is named."""
+    """An error on standard error; the message has the first one."""
     if state.is_waiting:
         return None
-    found = {host: reported for host in state.err if (reported := _errors(state, host))}
-    if not found:
+    by_host = {host: reported for host in state.err if (reported := _errors(state, host))}
+    if not by_host:
         return None
 
     def order(item: tuple[str, list[tuple[int, str]]]) -> tuple[bool, float]:
         host, reported = item
         return all(_is_consequence(text) for _, text in reported), state.written(host, reported[0][0])
 
-    host, reported = min(found.items(), key=order)
+    host, reported = min(by_host.items(), key=order)
     first = min((text for _, text in reported), key=_is_consequence)
-    others = sum(map(len, found.values())) - 1
-    more = f" (and {others} more{f' on {len(found)} hosts' if len(found) > 1 else ''})" if others else ""
-    message = f"{host} says: {first}{more}"
+    others = sum(map(len, by_host.values())) - 1
+    more = f" (and {others} more{f' on {len(by_host)} hosts' if len(by_host) > 1 else ''})" if others else ""
+    message = f"{host}: {first}{more}"
     what = (
-        f"steelyard logs RUN --node {host} --stream err shows it in its place; steelyard doctor explain RUN knows many"
+        f"read it in context: steelyard logs RUN --node {host} --stream err; for known errors: "
+        "steelyard doctor explain RUN"
     )
     finished = state.manifest.get("state") == "finished"
     if finished or (state.progressed or 0.0) > state.written(host, reported[-1][0]) + AGREED_ERRORS:
-        return Verdict("errors", "warning", message + "; the run went on", what)
+        return Verdict("errors", "warning", message + "; the run continued", what)
     return Verdict("errors", "wrong", message, what)
 
 
 def _errors(state: RunState, host: str) -> list[tuple[int, str]]:
-    """What a host complained of in the present attempt."""
+    """The errors of a host in this attempt."""
     reported = state.errors_of(host)
     if not reported:
         return []
@@ -60,32 +61,32 @@ def _errors(state: RunState, host: str) -> list[tuple[int, str]]:
 
 
 def _is_consequence(text: str) -> bool:
-    """Whether a rank says no more than that another is gone: the other's error is the one to name."""
+    """Whether the error only follows from the failure of another rank, whose error is the one to report."""
     return is_lost_peer(text) or any(sign in text for sign in ("NCCL", "ChildFailedError", "srun: error", "SIGTERM"))
 
 
 def no_progress(state: RunState) -> Verdict | None:
-    """No step has ended for longer than steps, validation and saving take here."""
+    """No step has ended for longer than steps, validation and checkpoints take in this run."""
     if not state.is_live or state.recipe is None:
         return None
     begun, progressed = state.began, state.progressed
-    if (begun is None and progressed is None) or _has_said_its_end(state):
+    if (begun is None and progressed is None) or _has_recorded_end(state):
         return None
     since = state.now - max(begun or 0.0, progressed or 0.0)
-    is_rank0 = progressed is None or (begun or 0.0) > progressed
-    allowed = FIRST_STEP if is_rank0 else expected_pause(state, state.recipe)
+    is_first = progressed is None or (begun or 0.0) > progressed
+    allowed = FIRST_STEP if is_first else expected_pause(state, state.recipe)
     if since <= allowed:
         return None
     step = state.metrics[-1]["step"] if state.metrics else 0
-    usual = f"{units.duration(allowed)} would be much already"
-    message = f"no progress for {units.duration(since)} behind step {step}, where {usual}{_idle_devices(state)}"
-    wait = f"after {state.recipe.parallel.timeout_minutes:g} minutes the ranks give up by themselves"
-    what = f"see what the ranks do: py-spy dump --pid PID on each host (ids: hosts/*.json); {wait}; then submit again"
+    limit = f"expected at most {units.duration(allowed)}"
+    message = f"no progress for {units.duration(since)} after step {step}, {limit}{_idle_devices(state)}"
+    wait = f"the ranks time out after {state.recipe.parallel.timeout_minutes:g} minutes"
+    what = f"dump the ranks' stacks: py-spy dump --pid PID on each host (pids: hosts/*.json); {wait}; then submit again"
     return Verdict("no-progress", "wrong", message, what)
 
 
-def _has_said_its_end(state: RunState) -> bool:
-    """Whether the manifest's word is the present attempt's; an earlier one's stands there until the ranks have met."""
+def _has_recorded_end(state: RunState) -> bool:
+    """Whether the manifest has the end of this attempt. Until the ranks meet, it has that of the previous attempt."""
     if state.manifest.get("state") not in ("finished", "failed", "interrupted", "stopped"):
         return False
     ended = seconds_of(state.manifest.get("ended"))
@@ -93,7 +94,7 @@ def _has_said_its_end(state: RunState) -> bool:
 
 
 def expected_pause(state: RunState, recipe: Recipe) -> float:
-    """How long it may take from the last record to the next one: several times the usual, and what is due now."""
+    """Seconds allowed until the next record: several times the usual, plus a validation or checkpoint that is due."""
     trained = state.trained[-50:]
     seconds = [record["seconds"] for record in trained if is_number(record.get("seconds"))]
     step_seconds = median(seconds) if seconds else 1.0
@@ -101,13 +102,13 @@ def expected_pause(state: RunState, recipe: Recipe) -> float:
     times = [float(record["time"]) for record in state.metrics if is_number(record.get("time"))]
     begun = state.began or 0.0
     gaps = sorted(after - before for before, after in pairwise(times) if before >= begun)
-    # What happened once among many (a host that slept) is no measure; a validation or a checkpoint happens again.
+    # Ignore a single outlier (such as a suspended host); validations and checkpoints occur more than once.
     longest = 2 * (gaps[-2] if len(gaps) > MANY else max(gaps, default=0.0))
     return max(state.patience, usual, longest) + _due(state, recipe, step_seconds)
 
 
 def _due(state: RunState, recipe: Recipe, step_seconds: float) -> float:
-    """Seconds for a validation or a checkpoint that may be under way before the next record."""
+    """Seconds for a validation or a checkpoint that may run before the next record."""
     last = state.metrics[-1]["step"] if state.metrics else 0
     coming = range(last, last + recipe.log.every + 1)
 
@@ -120,7 +121,7 @@ def _due(state: RunState, recipe: Recipe, step_seconds: float) -> float:
 
 
 def _idle_devices(state: RunState) -> str:
-    """On a GPU waiting for another rank looks like work: the one that does nothing is the one waited for."""
+    """Names idle GPUs. A GPU that waits in a collective shows as busy, so the others wait for the idle one."""
     busy: list[str] = []
     idle: list[str] = []
     for host, samples in state.devices.items():
@@ -129,34 +130,36 @@ def _idle_devices(state: RunState) -> str:
         for device in samples.last.get("devices") or []:
             if is_number(device.get("utilisation")):
                 (idle if device["utilisation"] < 10 else busy).append(f"{host}'s GPU {device.get('index')}")
-    return f"; {', '.join(idle[:4])} stands still while the others wait" if idle and len(idle) < len(busy) else ""
+    return f"; {', '.join(idle[:4])} is idle while the others wait" if idle and len(idle) < len(busy) else ""
 
 
 def loss_not_finite(state: RunState) -> Verdict | None:
-    """The loss or the gradient is no number, now or in steps that were skipped."""
+    """The loss or the gradient norm is not finite, now or in skipped steps."""
     if state.is_waiting or not state.trained:
         return None
     last = state.trained[-1]
-    what = "go on from a checkpoint before it with a lower optim.learning_rate or a longer optim.warmup_steps"
+    what = "resume from an earlier checkpoint with a lower optim.learning_rate or a longer optim.warmup_steps"
     if not is_number(last.get("loss")) or (not is_number(last.get("grad_norm")) and not _is_overflow(state)):
         named = "gradient norm" if is_number(last.get("loss")) else "loss"
-        return Verdict("not-finite", "wrong", f"the {named} is no finite number at step {last['step']}", what)
+        return Verdict("not-finite", "wrong", f"the {named} is not finite at step {last['step']}", what)
     recent = [record for record in state.trained[-20:] if is_number(record.get("nonfinite"))]
     if len(recent) > 1 and (skipped := recent[-1]["nonfinite"] - recent[0]["nonfinite"]) > 0:
-        message = f"{skipped} of the last {last['step'] - recent[0]['step']} steps were skipped: not finite"
+        message = (
+            f"{skipped} of the last {last['step'] - recent[0]['step']} steps were skipped: loss or gradient not finite"
+        )
         return Verdict("not-finite", "warning", message, what)
     return None
 
 
 def _is_overflow(state: RunState) -> bool:
-    """Whether the gradient was too large for fp16's scale, which is lowered then: usual, unless it never ends."""
+    """Whether the gradient overflowed at the current fp16 loss scale, which is then lowered. This is normal."""
     skipped = [record.get("skipped") for record in state.trained[-2:]]
     before, now = (skipped[0] if len(skipped) > 1 else 0), skipped[-1]
     return is_number(before) and is_number(now) and now > before
 
 
 def loss_spike(state: RunState) -> Verdict | None:
-    """The loss stands far above where it was, and not for one record only."""
+    """The loss is far above its recent values for more than one record."""
     if state.is_waiting:
         return None
     losses = [float(record["loss"]) for record in state.trained if is_number(record.get("loss"))]
@@ -172,7 +175,7 @@ def loss_spike(state: RunState) -> Verdict | None:
 
 
 def _against_spikes(recipe: Recipe | None) -> str:
-    steps = ["wait a little: most spikes pass"]
+    steps = ["wait: most spikes pass"]
     if recipe is not None and not recipe.optim.clip:
         steps.append("set optim.clip")
-    return "; ".join([*steps, "if it stays, go on from a checkpoint before it with a lower optim.learning_rate"])
+    return "; ".join([*steps, "if it stays, resume from an earlier checkpoint with a lower optim.learning_rate"])
