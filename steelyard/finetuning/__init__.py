@@ -1,1 +1,1 @@
-"""Tuning a model on conversations: what is read, how it is written out, which tokens are trained, what is added."""
+"""Fine-tuning on conversations and preferences: dataset formats, chat templates, packing, LoRA, DPO and NEFTune."""

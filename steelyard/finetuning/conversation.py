@@ -1,4 +1,4 @@
-"""A conversation, and a pair of answers to choose between: what every shape of data becomes."""
+"""Conversations and preference pairs: the common form of all dataset formats."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 
 class BadRow(Exception):
-    """A row that does not say what its shape promises, or that its template does not take."""
+    """A row that does not match its dataset format, or that its chat template rejects."""
 
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -15,39 +15,39 @@ Role = Literal["system", "user", "assistant", "tool"]
 
 @dataclass(frozen=True)
 class Message:
-    """Something that was said."""
+    """One message."""
 
     role: Role
     content: str
     is_trained: bool = True
-    """Whether it is an answer to learn from: said by the assistant, and not given as part of a prompt."""
+    """Whether it counts in the loss: by the assistant, and not part of a prompt."""
 
     beside: dict[str, Any] = field(default_factory=dict)
-    """What else it says: calls of tools, what it is an answer to, thoughts (`tools.py`)."""
+    """Its fields besides role and content: tool calls, tool call id, reasoning (`tool_calls.py`)."""
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it."""
+        """The message as chat templates expect it."""
         return {"role": self.role, "content": self.content, **self.beside}
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages in order, and where they were found."""
+    """Messages in order, and their location (file and row)."""
 
     messages: tuple[Message, ...]
     where: str = ""
     tools: list[dict[str, Any]] | None = None
-    """Schemas of what the assistant may call."""
+    """JSON schemas of the tools that the assistant may call."""
 
     @property
     def answers(self) -> list[int]:
-        """Which messages are to be learned."""
+        """Indices of the messages that count in the loss."""
         return [n for n, message in enumerate(self.messages) if message.role == "assistant" and message.is_trained]
 
 
 @dataclass(frozen=True)
 class Preference:
-    """Two conversations that differ in their last answers: the one that was chosen, and the one that was not."""
+    """Two conversations that differ in their last answers: the chosen and the rejected one."""
 
     chosen: Conversation
     rejected: Conversation

@@ -1,12 +1,12 @@
-"""Direct preference optimization on the one training loop.
+"""Direct preference optimization (DPO) as an extension of the training loop.
 
 For a pair, let m be how much more the model prefers the chosen answer than the reference does:
-m = (log p(chosen) - log r(chosen)) - (log p(rejected) - log r(rejected)). The loss is -log sigmoid(beta m), and its
-gradient is that of a weighted sum of log probabilities, with weights of beta sigmoid(-beta m) for the tokens of the
-chosen answer and their opposite for the rejected one. So a step computes the pairs once without a gradient, sets the
-weights, and goes on like any other, on any layout. Dropout is a hash, so both passes drop the same.
+m = (log p(chosen) - log r(chosen)) - (log p(rejected) - log r(rejected)). The loss is -log sigmoid(beta m). Its
+gradient is that of a weighted sum of log probabilities, with weight beta sigmoid(-beta m) for the tokens of the chosen
+answer and the negative of it for the rejected one. So a step runs a forward pass without gradient, sets these loss
+weights, and then is an ordinary step on any layout. Dropout is a hash, so both passes drop the same elements.
 
-The reference is the model as it was before the first step. It is asked once, and checkpoints keep what it said.
+The reference is the model before the first step. Its log probabilities are computed once and saved in checkpoints.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ ROWS_AT_ONCE = 16
 
 
 class PairSamples:
-    """Two rows for each pair, the chosen answer's and the rejected one's; pairs in a new order each epoch."""
+    """Two rows for each pair, chosen and rejected; pairs are shuffled each epoch."""
 
     def __init__(self, pairs: Sequence[Pair], length: int, samples: int, seed: int | None) -> None:
         self.pairs, self.length = pairs, length
         self.reference = torch.zeros(2 * len(pairs), dtype=torch.float64)
-        """What the reference makes of each answer: its log probability. Set before the first step."""
-        wanted = samples // 2
+        """The reference's log probability of each answer. Set before the first step."""
+        number = samples // 2
         if seed is None:
-            self.order = np.arange(wanted) % max(1, len(pairs))
-            self.is_real = np.arange(wanted) < len(pairs)
+            self.order = np.arange(number) % max(1, len(pairs))
+            self.is_real = np.arange(number) < len(pairs)
         else:
             random = np.random.RandomState(seed)
-            epochs = -(-wanted // len(pairs))
-            self.order = np.concatenate([random.permutation(len(pairs)) for _ in range(epochs)])[:wanted]
-            self.is_real = np.ones(wanted, dtype=np.bool_)
-        # A pair is one thing to learn.
-        self.counts: npt.NDArray[np.int64] = np.stack([self.is_real, np.zeros(wanted)], axis=1).reshape(-1).astype(int)
+            epochs = -(-number // len(pairs))
+            self.order = np.concatenate([random.permutation(len(pairs)) for _ in range(epochs)])[:number]
+            self.is_real = np.ones(number, dtype=np.bool_)
+        # A pair counts as one label.
+        self.counts: npt.NDArray[np.int64] = np.stack([self.is_real, np.zeros(number)], axis=1).reshape(-1).astype(int)
 
     @property
     def per_epoch(self) -> int:
-        """Samples that hold every pair once."""
+        """Samples in one epoch."""
         return 2 * len(self.pairs)
 
     def __len__(self) -> int:
@@ -74,7 +74,7 @@ class PairSamples:
         return row
 
     def in_order(self) -> Iterator[Row]:
-        """Every answer once, as the reference is asked about them."""
+        """Every answer once, in the order of `reference`."""
         for pair in range(len(self.pairs)):
             for side in (0, 1):
                 yield self._row(pair, side)
@@ -84,7 +84,7 @@ class PairSamples:
 
 
 class Preferring(Extension):
-    """Adds preferences to an extension that says what learns."""
+    """Adds the DPO loss to another extension, which selects the trainable parameters."""
 
     is_likelihood = False
 
@@ -108,24 +108,24 @@ class Preferring(Extension):
         self.needs_samples = inner.needs_samples
 
     def start(self, engine: Engine, world: World) -> str:
-        """Give the run its weights, and ask the reference, which is what they are now."""
+        """Load the weights, and compute the reference log probabilities with them."""
         how = self.inner.start(engine, world)
         engine.optimizer.take_weights()
         for samples in self.samples:
-            ask(samples, engine)
+            compute_reference(samples, engine)
         return how
 
     def resumed(self, engine: Engine, world: World, state: dict[str, Any]) -> None:
-        """What the reference said is in the checkpoint."""
+        """The reference log probabilities are in the checkpoint."""
         self.inner.resumed(engine, world, state)
 
     def pieces(self) -> dict[str, TensorShard]:
-        """What the reference said."""
+        """The reference log probabilities, besides the tensors of the inner extension."""
         own = {f"reference.{n}": TensorShard.whole(samples.reference) for n, samples in enumerate(self.samples)}
         return self.inner.pieces() | own
 
     def weigh(self, engine: Engine, batch: Batch) -> tuple[Batch, Tensor | None]:
-        """Set each token's weight by how far its pair is from being preferred enough."""
+        """Set each token's loss weight from the margin of its pair."""
         reference = batch.extra[REFERENCE].double()
         gained = -engine.row_losses(batch) - reference
         margins = gained[0::2] - gained[1::2]
@@ -133,12 +133,12 @@ class Preferring(Extension):
         assert weights_BL is not None
         is_real = weights_BL.flatten(1).any(dim=1)
         if engine.mesh.context.size > 1:
-            held = is_real.to(torch.int32)
-            dist.all_reduce(held, dist.ReduceOp.MAX, group=engine.mesh.context.group)
-            is_real = held.bool()
+            flags = is_real.to(torch.int32)
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=engine.mesh.context.group)
+            is_real = flags.bool()
         real = is_real[0::2].double()
-        push = self.beta * torch.sigmoid(-self.beta * margins)
-        signed = torch.stack([push, -push], dim=1).flatten().to(weights_BL.dtype)
+        weight = self.beta * torch.sigmoid(-self.beta * margins)
+        signed = torch.stack([weight, -weight], dim=1).flatten().to(weights_BL.dtype)
         batch = batch.replace(loss_weights_BL=weights_BL * signed[:, None])
         sharing = engine.mesh.context.size * engine.mesh.pipeline.size
         self.data = engine.mesh.data
@@ -146,21 +146,21 @@ class Preferring(Extension):
         return batch, (-F.logsigmoid(self.beta * margins) * real).sum() / sharing
 
     def metrics(self) -> dict[str, float]:
-        """How far apart the answers of the last batch are, and in how many pairs the chosen one is ahead."""
+        """The mean reward margin of the last batch, and the share of pairs with a positive margin."""
         sums = self.margin.clone()
         if self.data is not None and self.data.size > 1:
             dist.all_reduce(sums, group=self.data.group)
         margin, ahead, pairs = sums.tolist()
-        found = {"reward_margin": self.beta * margin / pairs, "reward_accuracy": ahead / pairs} if pairs else {}
-        return self.inner.metrics() | found
+        rewards = {"reward_margin": self.beta * margin / pairs, "reward_accuracy": ahead / pairs} if pairs else {}
+        return self.inner.metrics() | rewards
 
 
 @torch.no_grad()
-def ask(samples: PairSamples, engine: Engine) -> None:
-    """Have the model as it is now say what each answer's log probability is; ranks share the work."""
+def compute_reference(samples: PairSamples, engine: Engine) -> None:
+    """Compute each answer's log probability with the current weights; data-parallel ranks share the work."""
     rows, mesh = list(samples.in_order()), engine.mesh
-    found = torch.zeros(len(rows), dtype=torch.float64, device=engine.device)
-    # All ranks compute equally often, since shards of the weights must come together; what is left over is thrown away.
+    log_probs = torch.zeros(len(rows), dtype=torch.float64, device=engine.device)
+    # All ranks run the same number of forward passes, since each gathers weight shards; surplus results are dropped.
     share = -(-len(rows) // mesh.data.size)
     first = mesh.data.index * share
     mine = [rows[min(number, len(rows) - 1)] for number in range(first, first + share)]
@@ -170,18 +170,18 @@ def ask(samples: PairSamples, engine: Engine) -> None:
         for start in range(0, share, ROWS_AT_ONCE):
             number = min(ROWS_AT_ONCE, share - start)
             losses = engine.row_losses(engine.batch_of(read(_Listed(mine), start, number)))
-            held = found[first + start : first + start + number]
-            held.copy_(-losses[: len(held)])
+            target = log_probs[first + start : first + start + number]
+            target.copy_(-losses[: len(target)])
             progress.advance(number)
     for model in engine.assembly.stages.values():
         model.train()
     if mesh.data.size > 1:
-        dist.all_reduce(found, group=mesh.data.group)
-    samples.reference.copy_(found)
+        dist.all_reduce(log_probs, group=mesh.data.group)
+    samples.reference.copy_(log_probs)
 
 
 class _Listed:
-    """Rows at hand, as samples."""
+    """A list of rows with the interface of samples."""
 
     counts = None
 
@@ -196,10 +196,10 @@ class _Listed:
 
 
 def refuse_odd(batch: int, ranks: int, where: str) -> None:
-    """Pairs must not be torn apart."""
+    """Refuse a batch that would split a pair over ranks."""
     if batch % (2 * ranks):
         raise UserError(
-            f"a batch of {batch} rows is no whole number of pairs for {ranks} data-parallel ranks, two rows each",
+            f"a batch of {batch} rows cannot be split into whole pairs (two rows each) on {ranks} data-parallel ranks",
             where=where,
             hint=f"choose a multiple of {2 * ranks}",
         )

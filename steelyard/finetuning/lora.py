@@ -1,10 +1,10 @@
-"""Adapters: small matrices that learn beside frozen ones.
+"""LoRA and DoRA: trainable low-rank adapters of frozen matrices.
 
-LoRA computes W + s B A with s = alpha / rank, A (rank x in) random and B (out x rank) zero, so that training begins at
-the base. DoRA also learns the length of each row: g (W + s B A) / |W + s B A|, g beginning at the rows' lengths, which
-are taken for constants when gradients are computed. Both are what PEFT computes, so both can be read there.
+LoRA computes W + s B A with s = alpha / rank, A (rank x in) random and B (out x rank) zero, so that training starts at
+the base model. DoRA also trains the norm of each row: g (W + s B A) / |W + s B A|. g starts at the row norms of W, and
+the denominator is a constant in the backward pass. Both are what PEFT computes, so PEFT can load both.
 
-Over a pruned model LoRA may keep its zeros: m * (W + s B A), where m is where W is not zero. PEFT has nothing like it.
+On a pruned model LoRA can keep its zeros: m * (W + s B A), where m is 1 where W is not zero. PEFT has no equivalent.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ NAMES = (ADAPTER_IN, ADAPTER_OUT, MAGNITUDE)
 
 
 class AdaptedLinear(Linear):
-    """A frozen product and what is learned on top of it."""
+    """A frozen linear module with an adapter."""
 
     axis: MeshAxis | None = None
-    """The ranks that hold the other pieces of it."""
+    """The tensor-parallel ranks that hold the other shards of it."""
 
     def __init__(self, linear: Linear, adapter: AdapterSection, keeps_zeros: bool) -> None:
         nn.Module.__init__(self)
@@ -44,7 +44,7 @@ class AdaptedLinear(Linear):
             self.magnitude = nn.Parameter(torch.empty(linear.out_features, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The frozen product and the adapter's."""
+        """The frozen product plus the adapter's."""
         if self.keeps_zeros:
             added = self.adapter_out.to(x.dtype) @ self.adapter_in.to(x.dtype) * self.scale
             return self.product(x, self.weight.to(x.dtype) + added.where(self.weight != 0, 0.0), self.bias)
@@ -57,29 +57,29 @@ class AdaptedLinear(Linear):
 
     @torch.no_grad()
     def lengths(self) -> Tensor:
-        """The length of each row of the adapted matrix; ranks that hold other columns of it add theirs."""
+        """The norm of each row of the adapted matrix, summed over ranks that hold other columns of it."""
         squares = self.merged_direction().square().sum(dim=1)
         if self.axis is not None and self.part[0] == 1:
             dist.all_reduce(squares, group=self.axis.group)
         return squares.sqrt()
 
     def merged_direction(self) -> Tensor:
-        """The matrix with what was learned added."""
+        """The matrix plus the scaled adapter, in fp32."""
         return self.weight.float() + self.scale * (self.adapter_out.float() @ self.adapter_in.float())
 
 
-def put_adapters(model: LanguageModel, adapter: AdapterSection, keeps_zeros: bool = False) -> None:
-    """Freeze a model and give its layers' matrices adapters, which may leave zeros as they are."""
+def add_adapters(model: LanguageModel, adapter: AdapterSection, keeps_zeros: bool = False) -> None:
+    """Freeze a model and add adapters to the target matrices of its layers; `keeps_zeros` preserves pruned weights."""
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):
             module.to(model.dtype)
     model.requires_grad_(False)
     model.tie()
-    found = {path.rpartition(".")[2] for layer in model.layers.values() for path, _ in layer.named_modules()}
-    if model.layers and not found & set(adapter.targets):
+    names = {path.rpartition(".")[2] for layer in model.layers.values() for path, _ in layer.named_modules()}
+    if model.layers and not names & set(adapter.targets):
         raise UserError(
-            f"no matrix of this family is called {' or '.join(adapter.targets)}",
-            hint=f"choose finetune.adapter.targets among {', '.join(sorted(found & set(get_args(Target))))}",
+            f"finetune.adapter.targets matches no matrix of this model family: {', '.join(adapter.targets)}",
+            hint=f"use one of {', '.join(sorted(names & set(get_args(Target))))}",
         )
     for layer in model.layers.values():
         for path, linear in list(layer.named_modules()):
@@ -94,7 +94,7 @@ def is_adapter(name: str) -> bool:
 
 
 def merged(weight: Tensor, learned: dict[str, Tensor], scale: float, keeps_zeros: bool = False) -> Tensor:
-    """A matrix with its adapter folded in, in fp32."""
+    """A matrix with its adapter merged, in fp32."""
     total = weight.float() + scale * (learned[ADAPTER_OUT].float() @ learned[ADAPTER_IN].float())
     if MAGNITUDE in learned:
         total = total * (learned[MAGNITUDE].float() / total.norm(dim=1))[:, None]

@@ -1,4 +1,4 @@
-"""Adapters in the training loop: where they begin, what a checkpoint holds, and weights with them folded in."""
+"""LoRA in the training loop: initial values, adapter-only checkpoints, and merged weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from steelyard.checkpoint.formats import CheckpointSource
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.finetune_section import AdapterSection
-from steelyard.finetuning.lora import NAMES, is_adapter, merged, put_adapters
+from steelyard.finetuning.lora import NAMES, add_adapters, is_adapter, merged
 from steelyard.model import LanguageModel
 from steelyard.parallel.mesh import Mesh, alone
 from steelyard.parallel.param_shards import ParamShard
@@ -24,11 +24,11 @@ from steelyard.training.engine import Engine
 from steelyard.training.extension import Extension
 
 STATE = "adapter"
-MOVED = "say where it is now with train.init_from"
+MOVED = "set train.init_from to its current path"
 
 
 class Adapting(Extension):
-    """The model is frozen and belongs to a base that checkpoints name; adapters are what is trained."""
+    """Trains adapters of a frozen base model. Checkpoints hold the adapters and a reference to the base."""
 
     def __init__(self, recipe: Recipe) -> None:
         assert recipe.finetune is not None
@@ -39,41 +39,41 @@ class Adapting(Extension):
             recipe.sparsity.method != "fixed" or recipe.sparsity.mask is not None or self.adapter.kind != "lora"
         ):
             raise UserError(
-                'of [sparsity], adapters know method = "fixed" without a mask file, and that with LoRA alone',
+                'with [sparsity], adapters support only method = "fixed" without a mask file, and only LoRA',
                 where=recipe.where("sparsity.method"),
-                hint="apply a mask file first (steelyard mask apply), or tune in full",
+                hint="apply a mask file first (steelyard mask apply), or use full fine-tuning",
             )
         self.base: dict[str, str] = {}
         self.mesh: Mesh = alone()
 
     def transform(self, model: LanguageModel) -> None:
         """Freeze the model and add adapters."""
-        put_adapters(model, self.adapter, self.keeps_zeros)
+        add_adapters(model, self.adapter, self.keeps_zeros)
 
     def assembled(self, stages: dict[int, LanguageModel], parts: list[ParamShard], mesh: Mesh) -> None:
-        """Know the ranks that share a matrix."""
+        """Store the mesh, for sums over tensor-parallel ranks."""
         self.mesh = mesh
 
     def initial_std(self, part: ParamShard) -> float | None:
-        """The way in is random, with the deviation that PEFT's has; the way out is zero."""
+        """A is random, with PEFT's standard deviation; B is zero."""
         return (3 * part.shape[1]) ** -0.5 if part.name.endswith(ADAPTER_IN) else 0.0
 
     def start(self, engine: Engine, world: World) -> str:
-        """Weights from the base; lengths of rows, where they are learned, from the weights."""
+        """Load weights from the base; initialise DoRA's magnitudes from the row norms."""
         self._load_base(None, engine, world)
         self._set_magnitudes(engine)
-        return f"new run that adapts {self.base['path']}"
+        return f"new run with adapters for {self.base['path']}"
 
     def resumed(self, engine: Engine, world: World, state: dict[str, Any]) -> None:
-        """Weights from the base that the checkpoint names."""
+        """Load weights from the base that the checkpoint refers to."""
         self._load_base(state.get(STATE, {}).get("base", {}), engine, world)
 
     def saves(self, part: ParamShard) -> bool:
-        """Frozen weights are in the base already."""
+        """Only adapters are saved; frozen weights are in the base."""
         return part.parameter.requires_grad
 
     def state(self) -> dict[str, Any]:
-        """What the adapters belong to."""
+        """The base and the settings of the adapters."""
         return {STATE: {"base": self.base, "keeps_zeros": self.keeps_zeros, "adapter": self.adapter.model_dump()}}
 
     def _load_base(self, recorded: dict[str, Any] | None, engine: Engine, world: World) -> None:
@@ -109,7 +109,7 @@ class Adapting(Extension):
 
 
 class AdaptedSource(CheckpointSource):
-    """A base with the adapters of a run folded in."""
+    """A base with the adapters of a run merged."""
 
     format = "steelyard"
 
@@ -121,18 +121,18 @@ class AdaptedSource(CheckpointSource):
         self.layout, self.extra, self.tokenizer_files = adapters.layout, dict(origin.extra), origin.tokenizer_files
         self.adapted = {name.rpartition(".")[0] for name in adapters.names() if is_adapter(name)}
         if not self.adapted:
-            raise UserError(f"{adapters.path} holds no adapters")
+            raise UserError(f"{adapters.path} contains no adapters")
 
     def names(self) -> list[str]:
-        """Those of the base."""
+        """Those of the base model."""
         return self.origin.names()
 
     def sizes(self) -> dict[str, tuple[int, ...]]:
-        """Those of the base."""
+        """Those of the base model."""
         return self.origin.sizes()
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor of the base, with its adapter if it has one."""
+        """A tensor of the base, with its adapter merged if it has one."""
         weight = self.origin.tensor(name)
         module = name.removesuffix(".weight")
         if module not in self.adapted:
@@ -140,6 +140,6 @@ class AdaptedSource(CheckpointSource):
         return merged(weight, self.learned(module), self.adapter.alpha / self.adapter.rank, self.keeps_zeros)
 
     def learned(self, module: str) -> dict[str, Tensor]:
-        """The adapter of one matrix, by its parameters' names."""
+        """The adapter's parameters of one matrix, by name."""
         known = set(self.adapters.names())
         return {name: self.adapters.tensor(f"{module}.{name}") for name in NAMES if f"{module}.{name}" in known}

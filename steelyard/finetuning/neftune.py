@@ -1,6 +1,6 @@
-"""NEFTune: noise on the embeddings while training, uniform in [-1, 1] times strength / sqrt(length x width).
+"""NEFTune: noise on the embeddings in training, uniform in [-1, 1] times strength / sqrt(length x width).
 
-As all randomness here, each element's is a hash of seed, sample, place and channel, the same on every layout.
+Like all random numbers here, each element is a hash of seed, sample, position and channel, the same on every layout.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from steelyard.training.extension import Extension
 
 
 class NoisyDropout(Dropout):
-    """The dropout behind the embedding, with noise before it."""
+    """The dropout after the embedding, with noise added before it."""
 
     def __init__(self, share: float, strength: float, length: int) -> None:
         super().__init__(share)
         self.strength, self.length = strength, length
 
     def forward(self, x: Tensor, sample_ids_B: Tensor | None, row_positions_BL: Tensor | None) -> Tensor:
-        """Add noise, then drop."""
+        """Add noise, then apply dropout."""
         if self.training and sample_ids_B is not None and row_positions_BL is not None:
             here = x.shape[-2]
             places = row_positions_BL[:, self.part[0] * here : self.part[0] * here + here]
@@ -31,7 +31,7 @@ class NoisyDropout(Dropout):
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def uniform(like: Tensor, sample_ids_B: Tensor, row_positions_BL: Tensor, salt: int) -> Tensor:
-    """Numbers between -1 and 1 for samples, places and the channels of `like`."""
+    """Random numbers in [-1, 1] for samples, positions and the channels of `like`."""
     rows_BL = mixed(mixed(sample_ids_B * FACTORS[0] + salt)[:, None] + row_positions_BL * FACTORS[1])
     columns = torch.arange(like.shape[-1], device=like.device) * FACTORS[2]
     bits = mixed(rows_BL[..., None] + columns) >> (62 - KEPT_BITS) & ((1 << KEPT_BITS) - 1)
@@ -39,7 +39,7 @@ def uniform(like: Tensor, sample_ids_B: Tensor, row_positions_BL: Tensor, salt: 
 
 
 def add_noise(extension: Extension, strength: float, length: int) -> Extension:
-    """Have an extension also put noise on the embeddings of rows of so many places."""
+    """Make an extension also add noise to the embeddings; `length` is the sequence length."""
     plain = extension.transform
 
     def transform(model: LanguageModel) -> None:

@@ -1,4 +1,4 @@
-"""Rows for the training loop: conversations side by side, each by itself in attention and positions."""
+"""Rows for the training loop: packed conversations, each with its own attention and position ids."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Row = dict[str, npt.NDArray[Any]]
 
 
 class PackedSamples:
-    """Rows of `length` places, in a new order each epoch; or, in order and once, filled up with empty ones."""
+    """Rows of `length` tokens, shuffled each epoch; without a seed in order and once, padded with empty rows."""
 
     def __init__(
         self, conversations: Sequence[Encoded], length: int, samples: int, seed: int | None, packing: bool = True
@@ -31,7 +31,7 @@ class PackedSamples:
 
     @property
     def per_epoch(self) -> int:
-        """Samples that hold every conversation once."""
+        """Samples in one epoch."""
         return len(self.rows)
 
     def __len__(self) -> int:
@@ -42,7 +42,7 @@ class PackedSamples:
         return self._row(self.rows[row] if row >= 0 else [])
 
     def _order(self, samples: int, seed: int | None) -> npt.NDArray[np.int64]:
-        """Which row each sample is; -1 is an empty one."""
+        """The row of each sample; -1 is an empty row."""
         if seed is None:
             order = np.full(samples, -1, dtype=np.int64)
             order[: len(self.rows)] = np.arange(min(samples, len(self.rows)))
@@ -56,7 +56,7 @@ class PackedSamples:
 
 
 def row_of(conversations: Sequence[Encoded], length: int) -> Row:
-    """Conversations one after the other; what is left over is a document of its own, of which nothing is learned."""
+    """Concatenated conversations; the padding is a document of its own with loss weight 0."""
     row: Row = {
         "tokens_BL": np.zeros(length, dtype=np.int64),
         "labels_BL": np.zeros(length, dtype=np.int64),

@@ -1,4 +1,4 @@
-"""Filling rows with whole conversations: each goes, longest first, where the least room is left that will do."""
+"""Best-fit-decreasing packing: each conversation, longest first, goes to the row with the least sufficient space."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 
 def best_fit(sizes: npt.NDArray[np.int64], capacity: int) -> list[list[int]]:
-    """Rows of indices whose sizes sum to at most `capacity`; every index is in one row. Sizes must fit alone."""
+    """Rows of indices whose sizes sum to at most `capacity`; every index is in one row. Each size must fit alone."""
     rows: list[list[int]] = []
     by_room: dict[int, list[int]] = {}
     rooms: list[int] = []  # The keys of `by_room`, sorted.
@@ -35,5 +35,5 @@ def best_fit(sizes: npt.NDArray[np.int64], capacity: int) -> list[list[int]]:
 
 
 def efficiency(sizes: npt.NDArray[np.int64], rows: list[list[int]], capacity: int) -> float:
-    """The share of places in the rows that hold something."""
+    """The share of positions in the rows that are used."""
     return float(sizes.sum()) / max(1, len(rows) * capacity)

@@ -1,11 +1,11 @@
-"""Adapters in PEFT's format, written and read.
+"""Reads and writes adapters in PEFT's format.
 
     adapter_config.json           rank, alpha and targets
     adapter_model.safetensors     base_model.model.<module>.lora_A.weight (rank x in), .lora_B.weight (out x rank) and
                                   for DoRA .lora_magnitude_vector (out)
 
-Modules are those of `transformers`. Where one of them holds several of our matrices, as GPT-2's `c_attn` does, their
-adapters are put side by side: the ranks add up, and so does alpha, which leaves the scale as it is.
+Modules are those of `transformers`. If a module holds several of our matrices, such as GPT-2's `c_attn`, their adapters
+are concatenated: both rank and alpha add up, so the scale is unchanged.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ from steelyard.parallel.tensor_parallel import ADAPTER_IN, ADAPTER_OUT, MAGNITUD
 from steelyard.sparsity import frozen_base
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
-# What a configuration may say that changes the arithmetic, and the one value of it that is known here.
+# Settings that change the computation, and the only value of each that is supported here.
 PLAIN = {
     "bias": "none", "modules_to_save": None, "use_qalora": False, "layer_replication": None, "lora_bias": False,
     "trainable_token_indices": None, "target_parameters": None, "alora_invocation_tokens": None, "use_bdlora": None,
 }  # fmt: skip
 
-BEGIN_AT_BASE = ("gaussian", "eva", "orthogonal")  # Ways for an adapter to begin that leave the base as it is.
-MOVED = "name the base that the adapter was trained on"
+BEGIN_AT_BASE = ("gaussian", "eva", "orthogonal")  # Initialisations that leave the base weights unchanged.
+MOVED = "give the base that the adapter was trained on"
 
 
 def export(run: Path, out: Path) -> dict[str, Any]:
-    """Write a run's adapter, of its best step where that was kept."""
+    """Write a run's adapter, of its best step if it was saved."""
     source = of_run(run, None)
     if source.keeps_zeros:
         raise UserError(
-            "the adapter leaves the zeros of a pruned model as they are, which PEFT's format cannot say",
-            hint="the merged weights are in the run's hf folder; steelyard adapter merge writes them anew",
+            "the adapter keeps the zeros of a pruned model, which PEFT's format does not support",
+            hint="use the merged weights in the run's hf folder, or write them again with steelyard adapter merge",
         )
     shape, adapter = source.config, source.adapter
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
     for entry in _matrices(source.origin):
-        module, learned = entry.name.removesuffix(".weight"), _side_by_side(entry, source)
+        module, learned = entry.name.removesuffix(".weight"), _concatenated(entry, source)
         if learned is not None:
             tensors |= {f"{PREFIX}{module}.{name}": tensor for name, tensor in learned.items()}
             ranks[_target(module)] = len(learned["lora_A.weight"])
@@ -76,7 +76,7 @@ def export(run: Path, out: Path) -> dict[str, Any]:
         "inference_mode": True,
     }
     if out.exists():
-        raise UserError(f"{out} is there already", hint="name a new folder")
+        raise UserError(f"{out} already exists", hint="give a new folder")
     with files.atomic_folder(out) as folder:
         sizes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         list(safetensors.write(folder / WEIGHTS, sizes, torch.float32, tensors.values()))
@@ -86,26 +86,26 @@ def export(run: Path, out: Path) -> dict[str, Any]:
 
 
 def merge(model: str, adapter: str, out: Path) -> dict[str, Any]:
-    """Fold an adapter, of PEFT's or of a run, into its base, and write that for transformers in the base's dtype."""
+    """Merge an adapter, of PEFT or of a run, into its base, and write it for transformers in the base's dtype."""
     origin = open_source(model)
-    is_theirs = (Path(adapter) / CONFIG).is_file()
-    source = PeftSource(origin, Path(adapter)) if is_theirs else of_run(Path(adapter), origin)
+    is_peft = (Path(adapter) / CONFIG).is_file()
+    source = PeftSource(origin, Path(adapter)) if is_peft else of_run(Path(adapter), origin)
     source.tokenizer, source.load_tokenizer = origin.tokenizer, origin.load_tokenizer  # type: ignore[method-assign]
     return convert(source, out, Target("hf", dtype=origin.dtype)) | {"adapted": len(source.adapted)}
 
 
 def of_run(path: Path, origin: CheckpointSource | None, is_checked: bool = True) -> AdaptedSource:
-    """The adapters of a run, or of one of its checkpoints, over the base they belong to and no other."""
+    """The adapters of a run, or of one of its checkpoints, with their base; another base is refused."""
     saved = checkpoint.source(_best(path))
     if STATE not in saved.state:
-        raise UserError(f"{path} tuned no adapter", hint="name a run with [finetune.adapter], or a folder of PEFT's")
-    reported = saved.state[STATE]
-    adapter = AdapterSection.model_validate(reported["adapter"])
+        raise UserError(f"{path} has no adapter", hint="give a run with [finetune.adapter], or a PEFT folder")
+    state = saved.state[STATE]
+    adapter = AdapterSection.model_validate(state["adapter"])
     if origin is None:
-        origin = frozen_base.found(reported["base"], None, MOVED)
+        origin = frozen_base.found(state["base"], None, MOVED)
     elif is_checked:
-        frozen_base.check(reported["base"], origin, MOVED)
-    return AdaptedSource(open_source(saved.path), origin, adapter, reported["keeps_zeros"])
+        frozen_base.check(state["base"], origin, MOVED)
+    return AdaptedSource(open_source(saved.path), origin, adapter, state["keeps_zeros"])
 
 
 def _best(path: Path) -> Path:
@@ -113,19 +113,19 @@ def _best(path: Path) -> Path:
 
 
 def _matrices(origin: CheckpointSource) -> list[Entry]:
-    """The tensors of `transformers` that adapters may belong to."""
+    """The tensors of `transformers` that can have adapters."""
     return [
         entry for entry in hugging_face(origin.config) if entry.layer is not None and entry.name.endswith(".weight")
     ]
 
 
 def _target(module: str) -> str:
-    """How a configuration names a module of every layer: GPT-2 has two that end alike."""
+    """The name of a module in `target_modules`, with its parent: GPT-2 has two modules with the same last name."""
     return ".".join(module.split(".")[-2:])
 
 
-def _side_by_side(entry: Entry, source: AdaptedSource) -> dict[str, Tensor] | None:
-    """The adapters of the matrices that one of theirs holds, as one."""
+def _concatenated(entry: Entry, source: AdaptedSource) -> dict[str, Tensor] | None:
+    """The adapters of all our matrices in one `transformers` module, as one adapter."""
     modules = [name.removesuffix(".weight") for name in entry.ours]
     if not any(module in source.adapted for module in modules):
         return None
@@ -139,20 +139,20 @@ def _side_by_side(entry: Entry, source: AdaptedSource) -> dict[str, Tensor] | No
         if source.adapter.kind == "dora":
             own = source.origin.tensor(f"{module}.weight").float().norm(dim=1)
             lengths.append(learned.get(MAGNITUDE, own))
-    side_by_side = {"lora_A.weight": torch.cat(ways_in), "lora_B.weight": torch.block_diag(*ways_out)}
-    return side_by_side | ({"lora_magnitude_vector": torch.cat(lengths)} if lengths else {})
+    concatenated = {"lora_A.weight": torch.cat(ways_in), "lora_B.weight": torch.block_diag(*ways_out)}
+    return concatenated | ({"lora_magnitude_vector": torch.cat(lengths)} if lengths else {})
 
 
 @dataclass(frozen=True)
-class _Theirs:
-    """Where the adapter of one of our matrices lies: a module of theirs, and the rows of it."""
+class _PeftModule:
+    """Location of the adapter of one of our matrices: a `transformers` module, and the rows of it."""
 
     module: str
     rows: slice
 
 
 class PeftSource(CheckpointSource):
-    """A base with an adapter of PEFT's folded in."""
+    """A base with a PEFT adapter merged."""
 
     format = "hf"
 
@@ -161,9 +161,9 @@ class PeftSource(CheckpointSource):
         self.layout, self.extra, self.tokenizer_files = origin.layout, dict(origin.extra), origin.tokenizer_files
         self.adapter_config = _config(folder / CONFIG)
         if not (folder / WEIGHTS).is_file():
-            raise UserError(f"{folder} has no {WEIGHTS}", hint="adapters are read from safetensors alone")
+            raise UserError(f"{folder} has no {WEIGHTS}", hint="adapters are read only from safetensors")
         self.tensors = safetensors.extents(files.inside(folder / WEIGHTS))
-        self.adapted: dict[str, _Theirs] = {}
+        self.adapted: dict[str, _PeftModule] = {}
         used: set[str] = set()
         for entry in _matrices(origin):
             module = PREFIX + entry.name.removesuffix(".weight")
@@ -173,8 +173,8 @@ class PeftSource(CheckpointSource):
                 self._place(entry, module)
         unknown = sorted(self.tensors.keys() - used)
         if unknown or not used:
-            what = ", ".join(unknown[:5]) or "no tensor at all"
-            raise UserError(f"{folder} holds {what}, which is no part of {origin.path}", hint="name its own base")
+            what = ", ".join(unknown[:5]) or "no adapter"
+            raise UserError(f"{folder} does not match {origin.path}: it contains {what}", hint="give its own base")
 
     def _place(self, entry: Entry, module: str) -> None:
         first = 0
@@ -186,28 +186,31 @@ class PeftSource(CheckpointSource):
             raise UserError(f"the adapter of {module} does not fit a matrix of {total} x {width}", where=str(self.path))
         for name in entry.ours:
             rows = sizes[name][0]
-            self.adapted[name] = _Theirs(module, slice(first, first + rows))
+            self.adapted[name] = _PeftModule(module, slice(first, first + rows))
             first += rows
 
     def names(self) -> list[str]:
-        """Those of the base."""
+        """Those of the base model."""
         return self.origin.names()
 
     def sizes(self) -> dict[str, tuple[int, ...]]:
-        """Those of the base."""
+        """Those of the base model."""
         return self.origin.sizes()
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor of the base, with its adapter if it has one."""
+        """A tensor of the base, with its adapter merged if it has one."""
         weight = self.origin.tensor(name)
-        theirs = self.adapted.get(name)
-        if theirs is None:
+        adapted = self.adapted.get(name)
+        if adapted is None:
             return weight
-        way_in = self.tensors[f"{theirs.module}.lora_A.weight"].read()
-        learned = {ADAPTER_IN: way_in, ADAPTER_OUT: self.tensors[f"{theirs.module}.lora_B.weight"].read()[theirs.rows]}
+        way_in = self.tensors[f"{adapted.module}.lora_A.weight"].read()
+        learned = {
+            ADAPTER_IN: way_in,
+            ADAPTER_OUT: self.tensors[f"{adapted.module}.lora_B.weight"].read()[adapted.rows],
+        }
         if self.adapter_config.get("use_dora"):
-            learned[MAGNITUDE] = self.tensors[f"{theirs.module}.lora_magnitude_vector"].read()[theirs.rows]
-        return merged(weight, learned, self._scale(theirs.module, len(way_in)))
+            learned[MAGNITUDE] = self.tensors[f"{adapted.module}.lora_magnitude_vector"].read()[adapted.rows]
+        return merged(weight, learned, self._scale(adapted.module, len(way_in)))
 
     def _scale(self, module: str, rank: int) -> float:
         patterns = self.adapter_config.get("alpha_pattern") or {}
@@ -221,15 +224,15 @@ def _config(path: Path) -> dict[str, Any]:
         config = read_json_object(path)
         kind, alpha = config["peft_type"], float(config["lora_alpha"])
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"this is no configuration of an adapter: {error!r}", where=str(path)) from None
+        raise UserError(f"not a valid adapter config: {error!r}", where=str(path)) from None
     if kind != "LORA" or not alpha > 0:
-        raise UserError(f"the adapter is of the kind {kind}, and LoRA and DoRA are known", where=str(path))
-    begun = config.get("init_lora_weights", True)
-    if isinstance(begun, str) and begun not in BEGIN_AT_BASE:
+        raise UserError(f"peft_type {kind} is not supported, only LoRA and DoRA", where=str(path))
+    init = config.get("init_lora_weights", True)
+    if isinstance(init, str) and init not in BEGIN_AT_BASE:
         raise UserError(
-            f"it began with {begun}, which changes the base", where=str(path), hint="merge it with PEFT itself"
+            f"init_lora_weights = {init} changes the base weights", where=str(path), hint="merge it with PEFT"
         )
     for key, value in PLAIN.items():
         if config.get(key, value) not in (value, [], {}, None, False):
-            raise UserError(f"{key} = {config[key]} is not known", where=str(path), hint="merge it with PEFT itself")
+            raise UserError(f"{key} = {config[key]} is not supported", where=str(path), hint="merge it with PEFT")
     return config

@@ -1,4 +1,4 @@
-"""A look at what would be learned: conversations as text, each token learned or not, and how full the rows are."""
+"""Preview of the training data: conversations as text with their loss mask, and statistics of the dataset."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ td { padding: .1em 1.5em .1em 0 }
 """
 
 
-Talk = list[tuple[str, bool]]
+Spans = list[tuple[str, bool]]
 
 
 @dataclass(frozen=True)
 class Shown:
-    """Some conversations as runs of text that are learned or not, by their titles, and figures of the whole set."""
+    """Some conversations as spans of text with their loss mask, their titles, and statistics of the whole dataset."""
 
-    talks: list[Talk]
+    samples: list[Spans]
     titles: list[str]
     figures: dict[str, Any]
 
 
 def preview(tuning: Tuning, samples: int) -> Shown:
-    """Look at the first conversations, or pairs of answers, and at all of them."""
+    """The first conversations, or preference pairs, and statistics of all of them."""
     rows = tuning.training
     if isinstance(rows, PairSamples):
         every = [side for pair in rows.pairs for side in pair]
@@ -66,15 +66,15 @@ def preview(tuning: Tuning, samples: int) -> Shown:
         "longest": int(lengths.max()),
         "median": int(np.median(lengths)),
         **full,
-        **{key: tuning.tally.counts[key] for key in ("truncated", "overlong", "untrained", "bad")},
+        **{key: tuning.stats.counts[key] for key in ("truncated", "overlong", "untrained", "bad")},
         "template": tuning.template.name,
     }
-    first = list(islice(_talks(tuning), samples * (2 if isinstance(rows, PairSamples) else 1)))
-    return Shown([talk for _, talk in first], [title for title, _ in first], figures)
+    first = list(islice(_titled(tuning), samples * (2 if isinstance(rows, PairSamples) else 1)))
+    return Shown([spans for _, spans in first], [title for title, _ in first], figures)
 
 
-def _talks(tuning: Tuning) -> Iterator[tuple[str, Talk]]:
-    """Every conversation, or both answers of every pair, with a title. What the template refuses was counted."""
+def _titled(tuning: Tuning) -> Iterator[tuple[str, Spans]]:
+    """Every conversation, or both answers of every pair, with a title. Rows that the template rejects are skipped."""
     tune = tuning.recipe.finetune
     assert tune is not None
     paths = paths_of(tune.data)
@@ -89,30 +89,30 @@ def _talks(tuning: Tuning) -> Iterator[tuple[str, Talk]]:
                 yield f"conversation {number}", runs(each, tuning, tune.loss)
 
 
-def runs(conversation: Conversation, tuning: Tuning, loss: Loss) -> Talk:
-    """A conversation's text, cut where learning begins and ends, and where a row would."""
-    encoded, text, places = located(conversation, tuning.template, tuning.tokenizer, loss)
+def runs(conversation: Conversation, tuning: Tuning, loss: Loss) -> Spans:
+    """A conversation's text, split where the loss mask changes, and truncated like a row."""
+    encoded, text, offsets = located(conversation, tuning.template, tuning.tokenizer, loss)
     end = tuning.recipe.data.sequence_length + 1
     is_learned = np.zeros(len(text), dtype=np.bool_)
-    for (first, last), learned in zip(places[1:end].tolist(), encoded.learned[1:end].tolist(), strict=True):
+    for (first, last), learned in zip(offsets[1:end].tolist(), encoded.learned[1:end].tolist(), strict=True):
         is_learned[first:last] |= learned
-    shown = text if len(places) <= end else text[: places[end - 1][1]]
-    marked = zip(shown, is_learned.tolist(), strict=False)
+    visible = text if len(offsets) <= end else text[: offsets[end - 1][1]]
+    marked = zip(visible, is_learned.tolist(), strict=False)
     return [("".join(character for character, _ in run), key) for key, run in groupby(marked, key=lambda each: each[1])]
 
 
 def as_result(shown: Shown) -> dict[str, Any]:
-    """For a program."""
-    talks = [[{"text": text, "learned": learned} for text, learned in talk] for talk in shown.talks]
-    return shown.figures | {"samples": talks, "titles": shown.titles}
+    """The preview as a JSON object."""
+    samples = [[{"text": text, "learned": learned} for text, learned in spans] for spans in shown.samples]
+    return shown.figures | {"samples": samples, "titles": shown.titles}
 
 
 def as_text(shown: Shown) -> str:
-    """For a terminal, learned text green; elsewhere it stands between « and »."""
+    """The preview as text. Text in the loss is green on a terminal, otherwise between « and »."""
     coloured = sys.stdout.isatty()
     lines = [f"{key:20} {value}" for key, value in shown.figures.items()]
-    for title, talk in zip(shown.titles, shown.talks, strict=True):
-        text = "".join(_marked(text, learned, coloured) for text, learned in talk)
+    for title, spans in zip(shown.titles, shown.samples, strict=True):
+        text = "".join(_marked(text, learned, coloured) for text, learned in spans)
         lines += ["", f"--- {title}", text]
     return "\n".join(lines)
 
@@ -124,13 +124,13 @@ def _marked(text: str, learned: bool, coloured: bool) -> str:
 
 
 def write_html(shown: Shown, path: Path) -> None:
-    """For a browser, in one file."""
+    """Write the preview as one HTML file."""
     rows = "".join(f"<tr><td>{key}</td><td>{html.escape(str(value))}</td></tr>" for key, value in shown.figures.items())
-    talks = "".join(_section(*each) for each in zip(shown.titles, shown.talks, strict=True))
-    page = f"<!doctype html><meta charset=utf-8><title>What is learned</title><style>{STYLE}</style>"
-    files.write_text(path, f"{page}<h1>What is learned</h1><table>{rows}</table>{talks}\n")
+    sections = "".join(_section(*each) for each in zip(shown.titles, shown.samples, strict=True))
+    page = f"<!doctype html><meta charset=utf-8><title>Tokens in the loss</title><style>{STYLE}</style>"
+    files.write_text(path, f"{page}<h1>Tokens in the loss</h1><table>{rows}</table>{sections}\n")
 
 
-def _section(title: str, talk: Talk) -> str:
-    texts = (f"<b>{html.escape(text)}</b>" if learned else html.escape(text) for text, learned in talk)
+def _section(title: str, spans: Spans) -> str:
+    texts = (f"<b>{html.escape(text)}</b>" if learned else html.escape(text) for text, learned in spans)
     return f"<h2>{title}</h2><pre>{''.join(texts)}</pre>"

@@ -1,12 +1,12 @@
-"""From files of conversations to the rows that are trained on.
+"""Reads files of conversations and encodes them for training.
 
-Encoding a large set takes minutes, so its result is kept beside the first file, under a name that is a digest of
-everything it depends on:
+Encoding a large dataset takes minutes, so the result is cached next to the first file, under a digest of everything it
+depends on:
 
-    .steelyard-<digest>.npz    ids (int32, all conversations in a row), lengths (int64), learned (packed bits),
-                               counts (JSON: what became of the rows)
+    .steelyard-<digest>.npz    ids (int32, all conversations concatenated), lengths (int64), learned (packed bits: the
+                               loss mask), counts (JSON: rows read, truncated and dropped)
 
-Of the files in a folder the few that were used last stay.
+Only the most recently used cache files of a folder are kept.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from steelyard.text import download
 from steelyard.text.corpus import BadDocument, named_files, pieces, records, where
 from steelyard.text.tokenizer import Tokenizer
 
-VERSION = 3  # of what the kept files mean
-KEPT, KEEP = ".steelyard-*.npz", 8  # files in a folder: training and validation of a few settings
+VERSION = 3  # of the cache format
+CACHE_FILES, CACHES_TO_KEEP = ".steelyard-*.npz", 8  # files in a folder: training and validation of a few settings
 EMPTY = "the line is empty"
 
 
@@ -45,39 +45,37 @@ Corpus = tuple[list[Encoded], EncodeStats]
 
 
 def open_corpus(recipe: Recipe, names: Sequence[str], tokenizer: Tokenizer) -> Corpus:
-    """Read, write out and encode the conversations of some files, or find that done; and what became of the rest."""
+    """Read, render and encode the conversations of files, or load them from the cache; with counts of dropped rows."""
     tune = _section(recipe)
     template = templates.load(tune.template, tokenizer)
     paths = paths_of(names)
-    kept = _kept_at(paths, recipe, tokenizer, template)
-    found = _reopened(kept)
-    if found is not None:
-        return found
-    tally = EncodeStats()
-    encoded = _encoded(conversations(paths, tune, tally), template, tokenizer, tune, tally)
+    cache = _cache_path(paths, recipe, tokenizer, template)
+    cached = _read_cache(cache)
+    if cached is not None:
+        return cached
+    stats = EncodeStats()
+    encoded = _encoded(conversations(paths, tune, stats), template, tokenizer, tune, stats)
     length = recipe.data.sequence_length
-    corpus = list(fitting(encoded, length, tune.overlong, tune.untrained, tally)), tally
-    _refuse_empty(corpus[0], names, tally)
-    with contextlib.suppress(OSError):  # A folder that may only be read costs time, not the run.
-        _keep(corpus, kept)
+    corpus = list(fitting(encoded, length, tune.overlong, tune.untrained, stats)), stats
+    _refuse_empty(corpus[0], names, stats)
+    with contextlib.suppress(OSError):  # In a read-only folder there is no cache.
+        _write_cache(corpus, cache)
     return corpus
 
 
-def conversations(paths: Sequence[Path], tune: FinetuneSection, tally: EncodeStats) -> Iterator[Conversation]:
-    """The conversations of files, in order. A row that cannot be read is refused, or left out and counted."""
+def conversations(paths: Sequence[Path], tune: FinetuneSection, stats: EncodeStats) -> Iterator[Conversation]:
+    """The conversations of files, in order. A row that cannot be read raises, or is dropped and counted."""
     name = tune.format
     if name is not None and name not in dataset_formats.NAMES:
-        raise UserError(
-            f"finetune.format {name} is not known", hint=f"the formats are {', '.join(dataset_formats.NAMES)}"
-        )
-    rows = _rows(paths, tune, tally)
+        raise UserError(f"unknown finetune.format {name}", hint=f"use one of {', '.join(dataset_formats.NAMES)}")
+    rows = _rows(paths, tune, stats)
     first = next(rows, None)
     if first is None:
-        raise UserError(f"{', '.join(map(str, paths))} holds no rows")
+        raise UserError(f"{', '.join(map(str, paths))} contains no rows")
     name = name or dataset_formats.format_of(*first)
     markers = dataset_formats.Markers(tune.user_marker, tune.assistant_marker)
     if name == "preference":
-        raise UserError("these rows are preferences, not conversations", hint="add [finetune.dpo] to learn from them")
+        raise UserError("these rows are preferences, not conversations", hint="add [finetune.dpo] to train with DPO")
     found = _from(first, rows)
     if name == "flat-tree":
         name, found = "messages", dataset_formats.threads(found)
@@ -85,60 +83,60 @@ def conversations(paths: Sequence[Path], tune: FinetuneSection, tally: EncodeSta
         try:
             yield dataset_formats.conversation(row, name, markers, place, tune.system)
         except BadRow as error:
-            _complain(error, place, tune, tally)
+            _handle_bad_row(error, place, tune, stats)
 
 
-def preferences(paths: Sequence[Path], tune: FinetuneSection, tally: EncodeStats) -> Iterator[Preference]:
-    """The pairs of answers of files, in order; as for conversations."""
-    for row, place in _rows(paths, tune, tally):
+def preferences(paths: Sequence[Path], tune: FinetuneSection, stats: EncodeStats) -> Iterator[Preference]:
+    """The preference pairs of files, in order; bad rows are handled as in `conversations`."""
+    for row, place in _rows(paths, tune, stats):
         try:
             if not {"chosen", "rejected"} <= row.keys():
-                raise BadRow("a preference has the keys chosen and rejected, and perhaps prompt")
+                raise BadRow("a preference needs the keys chosen and rejected, and optionally prompt")
             yield dataset_formats.preference(row, place, tune.system)
         except BadRow as error:
-            _complain(error, place, tune, tally)
+            _handle_bad_row(error, place, tune, stats)
 
 
 def open_pairs(
     recipe: Recipe, names: Sequence[str], tokenizer: Tokenizer
 ) -> tuple[list[tuple[Encoded, Encoded]], EncodeStats]:
-    """Read and encode pairs of answers, of which the last is learned. A pair that does not fit is cut on both sides."""
-    tune, tally = _section(recipe), EncodeStats()
+    """Read and encode preference pairs; only the last answer counts in the loss. A dropped side drops the pair."""
+    tune, stats = _section(recipe), EncodeStats()
     template, length = templates.load(tune.template, tokenizer), recipe.data.sequence_length
     pairs: list[tuple[Encoded, Encoded]] = []
-    for found in preferences(paths_of(names), tune, tally):
+    for found in preferences(paths_of(names), tune, stats):
         both, place = (found.chosen, found.rejected), found.chosen.where
         try:
             sides = [(encode(each, template, tokenizer, "completion"), place) for each in both]
         except BadRow as error:
-            _complain(error, place, tune, tally)
+            _handle_bad_row(error, place, tune, stats)
             continue
-        fit = list(fitting(sides, length, tune.overlong, tune.untrained, tally))
+        fit = list(fitting(sides, length, tune.overlong, tune.untrained, stats))
         if len(fit) == 2:
             pairs.append((fit[0], fit[1]))
-    _refuse_empty(pairs, names, tally)
-    return pairs, tally
+    _refuse_empty(pairs, names, stats)
+    return pairs, stats
 
 
 def _encoded(
-    found: Iterable[Conversation], template: Template, tokenizer: Tokenizer, tune: FinetuneSection, tally: EncodeStats
+    found: Iterable[Conversation], template: Template, tokenizer: Tokenizer, tune: FinetuneSection, stats: EncodeStats
 ) -> Iterator[tuple[Encoded, str]]:
     for each in found:
         try:
             yield encode(each, template, tokenizer, tune.loss), each.where
         except BadRow as error:
-            _complain(error, each.where, tune, tally)
+            _handle_bad_row(error, each.where, tune, stats)
 
 
-def _refuse_empty(found: Sequence[Any], names: Sequence[str], tally: EncodeStats) -> None:
+def _refuse_empty(found: Sequence[Any], names: Sequence[str], stats: EncodeStats) -> None:
     if not found:
-        raise UserError(f"nothing in {', '.join(names)} can be learned from", hint="; ".join(tally.lines()) or None)
+        raise UserError(f"{', '.join(names)} has no row to train on", hint="; ".join(stats.lines()) or None)
 
 
-def _rows(paths: Sequence[Path], tune: FinetuneSection, tally: EncodeStats) -> Iterator[tuple[Row, str]]:
+def _rows(paths: Sequence[Path], tune: FinetuneSection, stats: EncodeStats) -> Iterator[tuple[Row, str]]:
     for path in paths:
         if path.suffix == ".json" and _starts_with(path, b"["):
-            yield from _listed(path, tune, tally)
+            yield from _listed(path, tune, stats)
             continue
         before = 0
         for piece in pieces(path):
@@ -148,11 +146,11 @@ def _rows(paths: Sequence[Path], tune: FinetuneSection, tally: EncodeStats) -> I
                 for row in records(piece, bad):
                     number += 1
                     yield row, f"{path}:{before + number + len(bad)}"
-            except BadDocument as damage:  # Of a parquet file: what follows in it is lost as well.
+            except BadDocument as damage:  # In a parquet file the rows after it are lost too.
                 bad.append(damage)
             for document in bad:
                 if document.reason != EMPTY:
-                    _complain(document, where(piece, document.number), tune, tally)
+                    _handle_bad_row(document, where(piece, document.number), tune, stats)
             before += number + len(bad)
 
 
@@ -161,24 +159,24 @@ def _starts_with(path: Path, sign: bytes) -> bool:
         return file.read(4096).lstrip().startswith(sign)
 
 
-def _listed(path: Path, tune: FinetuneSection, tally: EncodeStats) -> Iterator[tuple[Row, str]]:
-    """The rows of a file that is one JSON list, as Alpaca's is."""
+def _listed(path: Path, tune: FinetuneSection, stats: EncodeStats) -> Iterator[tuple[Row, str]]:
+    """The rows of a file that is one JSON list, such as Alpaca's."""
     try:
         rows = loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(f"{path} is no JSON: {error}", hint="a list of rows, or a row a line") from None
+        raise UserError(f"{path} is not valid JSON: {error}", hint="use a JSON list of rows, or JSON lines") from None
     for number, row in enumerate(rows, start=1):
         if isinstance(row, dict):
             yield row, f"{path}:{number}"
         else:
-            _complain(BadRow("a row must be an object"), f"{path}:{number}", tune, tally)
+            _handle_bad_row(BadRow("a row must be an object"), f"{path}:{number}", tune, stats)
 
 
-def _complain(error: BadRow | BadDocument, place: str, tune: FinetuneSection, tally: EncodeStats) -> None:
+def _handle_bad_row(error: BadRow | BadDocument, place: str, tune: FinetuneSection, stats: EncodeStats) -> None:
     reason = error.reason if isinstance(error, BadDocument) else str(error)
     if tune.bad_rows == "refuse":
-        raise UserError(reason, where=place, hint='finetune.bad_rows = "drop" leaves such rows out and counts them')
-    tally.counts["bad"] += 1
+        raise UserError(reason, where=place, hint='finetune.bad_rows = "drop" skips such rows and counts them')
+    stats.counts["bad"] += 1
 
 
 def _from(first: tuple[Row, str], rest: Iterator[tuple[Row, str]]) -> Iterator[tuple[Row, str]]:
@@ -187,7 +185,7 @@ def _from(first: tuple[Row, str], rest: Iterator[tuple[Row, str]]) -> Iterator[t
 
 
 def paths_of(names: Sequence[str]) -> list[Path]:
-    """The files that names stand for; a data set on the hub is fetched into its cache."""
+    """The files of names; a dataset on the Hub is downloaded into its cache."""
     found: list[Path] = []
     for name in names:
         is_on_hub = name.count("/") == 1 and not Path(name).exists() and not Path(name).parent.exists()
@@ -197,11 +195,11 @@ def paths_of(names: Sequence[str]) -> list[Path]:
 
 def _section(recipe: Recipe) -> FinetuneSection:
     if recipe.finetune is None:
-        raise UserError(f"the recipe {recipe.name} has no [finetune]", hint="say there what to learn from")
+        raise UserError(f"the recipe {recipe.name} has no [finetune] section", hint="add it, with finetune.data")
     return recipe.finetune
 
 
-def _kept_at(paths: list[Path], recipe: Recipe, tokenizer: Tokenizer, template: Template) -> Path:
+def _cache_path(paths: list[Path], recipe: Recipe, tokenizer: Tokenizer, template: Template) -> Path:
     tune = _section(recipe)
     inputs = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
     choices = tune.model_dump(include={"format", "user_marker", "assistant_marker", "system", "loss", "overlong",
@@ -212,41 +210,41 @@ def _kept_at(paths: list[Path], recipe: Recipe, tokenizer: Tokenizer, template: 
     return paths[0].parent / f".steelyard-{digest}.npz"
 
 
-# What NumPy and zipfile raise for a file that is not as it was written.
-DAMAGE = (
+# What NumPy and zipfile raise for a corrupt file.
+READ_ERRORS = (
     OSError, ValueError, KeyError, EOFError, RuntimeError, NotImplementedError, SyntaxError, TokenError,
     zipfile.BadZipFile,
 )  # fmt: skip
 
 
-def _keep(corpus: Corpus, path: Path) -> None:
-    samples, tally = corpus
+def _write_cache(corpus: Corpus, path: Path) -> None:
+    samples, stats = corpus
     with files.atomic_file(path, "wb") as file:
         np.savez(
             file,
             ids=np.concatenate([each.ids for each in samples]),
             lengths=np.array([len(each.ids) for each in samples], dtype=np.int64),
             learned=np.packbits(np.concatenate([each.learned for each in samples])),
-            counts=np.frombuffer(json.dumps(tally.counts).encode(), dtype=np.uint8),
+            counts=np.frombuffer(json.dumps(stats.counts).encode(), dtype=np.uint8),
         )
-    newest = sorted(path.parent.glob(KEPT), key=lambda each: each.stat().st_mtime_ns, reverse=True)
-    for old in newest[KEEP:]:
+    newest = sorted(path.parent.glob(CACHE_FILES), key=lambda each: each.stat().st_mtime_ns, reverse=True)
+    for old in newest[CACHES_TO_KEEP:]:
         old.unlink(missing_ok=True)
 
 
-def _reopened(path: Path) -> Corpus | None:
+def _read_cache(path: Path) -> Corpus | None:
     try:
-        with np.load(path, allow_pickle=False) as kept:
-            ids, lengths = kept["ids"], kept["lengths"]
-            learned = np.unpackbits(kept["learned"], count=len(ids)).astype(np.bool_)
-            tally = EncodeStats()
-            tally.counts.update(loads(kept["counts"].tobytes()))
+        with np.load(path, allow_pickle=False) as arrays:
+            ids, lengths = arrays["ids"], arrays["lengths"]
+            learned = np.unpackbits(arrays["learned"], count=len(ids)).astype(np.bool_)
+            stats = EncodeStats()
+            stats.counts.update(loads(arrays["counts"].tobytes()))
         with contextlib.suppress(OSError):
-            path.touch()  # It was used.
+            path.touch()  # Mark it as recently used.
     except FileNotFoundError:
         return None
-    except DAMAGE:
-        console.warn(f"{path} is damaged and is made anew")
+    except READ_ERRORS:
+        console.warn(f"the cache {path} is corrupt and is rebuilt")
         return None
     ends = np.cumsum(lengths)[:-1]
-    return [Encoded(*each) for each in zip(np.split(ids, ends), np.split(learned, ends), strict=True)], tally
+    return [Encoded(*each) for each in zip(np.split(ids, ends), np.split(learned, ends), strict=True)], stats

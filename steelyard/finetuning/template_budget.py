@@ -1,7 +1,7 @@
-"""What a render of a template may do: a budget in characters, from which all work is paid before it happens.
+"""The work limit of rendering a template: a budget in characters, charged before each operation.
 
-Turns of loops and calls have a fixed price, texts and containers cost the characters they would print. So the budget
-bounds time and memory alike, and no clock is needed: a template that renders on one machine renders on all.
+Loop iterations and calls have a fixed cost; strings and containers cost the characters they would print. So the budget
+bounds both time and memory without a clock: a template that renders on one machine renders on all.
 """
 
 from __future__ import annotations
@@ -14,38 +14,38 @@ from typing import Any
 
 from jinja2.utils import Namespace
 
-BUDGET = 10_000_000  # characters, about: a hundred times what a long template needs
-PER_INPUT = 100  # more for each character of the conversation
-TURN, CALL, PART = 20, 200, 4  # prices of a turn of a loop, of a call, and of a part of a container
+BUDGET = 10_000_000  # characters: about a hundred times what a long template needs
+PER_INPUT = 100  # additional budget for each character of the conversation
+TURN, CALL, PART = 20, 200, 4  # costs of a loop iteration, of a call, and of an element of a container
 MOST_BITS = 10_000  # of a product or a power
-WIDEST = 999  # of what is filled up with spaces
+WIDEST = 999  # padded width
 LONGEST_FORMAT = 1 << 20
 WIDE_FORMAT = re.compile(r"%(?:\([^)]*\))?[-#0 +]*(?:\*|\d{4,}|\d*\.(?:\*|\d{4,}))")
-# Methods and filters that no chat template needs, and that can take long over short texts.
+# Methods and filters that no chat template needs, and that can be slow on short texts.
 LEFT_OUT = ("urlize", "striptags", "xmlattr", "pprint", "filesizeformat")
 Sized: tuple[type[Any], ...] = (list, tuple, dict, set, frozenset, type({}.keys()), type({}.values()), type({}.items()))
 Plain: tuple[type[Any], ...] = (str, bytes, int, float, *Sized)
 
 
 class TooMuchWork(Exception):
-    """A template that would go on for too long, or write too much."""
+    """A template exceeds its budget."""
 
 
 class RenderBudget:
-    """What one render may still do."""
+    """The remaining budget of one render."""
 
     def __init__(self, size: int) -> None:
         self.left = BUDGET + PER_INPUT * size
-        self._weights: dict[int, tuple[int, Any]] = {}  # With the value, so that no other gets its id.
+        self._weights: dict[int, tuple[int, Any]] = {}  # With the value, so that its id is not reused.
 
     def pay(self, price: int) -> None:
-        """Take a price from what is left."""
+        """Subtract a cost; raise if the budget is exhausted."""
         self.left -= price
         if self.left < 0:
-            raise TooMuchWork("it loops or calls itself without end, or writes a text without end")
+            raise TooMuchWork("it loops or recurses too often, or writes too much text")
 
     def weight(self, value: Any) -> int:
-        """About how many characters a value prints as; a part that occurs twice counts twice."""
+        """The approximate number of characters that a value prints as; an element that occurs twice counts twice."""
         if isinstance(value, (str, bytes)):
             return len(value)
         if isinstance(value, int):
@@ -61,7 +61,7 @@ class RenderBudget:
         return known[0]
 
     def made(self, value: Any) -> Any:
-        """Pay for a new value; one whose parts come later pays for each of them."""
+        """Charge for a new value; an iterator is charged per element."""
         if hasattr(value, "__next__"):
             return self._each(value)
         if isinstance(value, (str, bytes)):
@@ -83,7 +83,7 @@ _current: ContextVar[RenderBudget | None] = ContextVar("budget of a template", d
 
 @contextmanager
 def limited(size: int) -> Iterator[None]:
-    """Have a render of a conversation of so many characters pay for what it does."""
+    """Limit the work of a render in the block; `size` is the conversation's number of characters."""
     token = _current.set(RenderBudget(size))
     try:
         yield
@@ -92,18 +92,18 @@ def limited(size: int) -> Iterator[None]:
 
 
 def budget_of_render() -> RenderBudget:
-    """The budget of the render, or, while constants are computed at compilation, one of its own."""
+    """The budget of the current render, or a new one for constant folding at compilation."""
     return _current.get() or RenderBudget(0)
 
 
 def refuse(is_too_much: bool) -> None:
-    """Refuse what no price would be right for."""
+    """Raise for an operation that is never allowed, whatever the budget."""
     if is_too_much:
-        raise TooMuchWork("it computes a number or fills up a text beyond any use")
+        raise TooMuchWork("it computes too large a number or pads a text too wide")
 
 
 def pay_for_product(budget: RenderBudget, left: Any, right: Any) -> None:
-    """Pay for a product of numbers, or for a text or a list repeated."""
+    """Charge for a product of numbers, or for repeating a text or a list."""
     if isinstance(left, int) and isinstance(right, int):
         refuse(left.bit_length() + right.bit_length() > MOST_BITS)
     for whole, times in ((left, right), (right, left)):
@@ -112,18 +112,18 @@ def pay_for_product(budget: RenderBudget, left: Any, right: Any) -> None:
 
 
 def pay_for_format(budget: RenderBudget, text: str | bytes, values: Any) -> None:
-    """Pay for `text % values`."""
+    """Charge for `text % values`."""
     refuse(len(text) > LONGEST_FORMAT)
     shown = text if isinstance(text, str) else text.decode("latin-1")
     refuse(WIDE_FORMAT.search(shown) is not None)
-    # The fields of a mapping may each be written many times.
+    # Each field of a mapping may be written many times.
     budget.pay(len(text) + budget.weight(values) * (shown.count("%") if isinstance(values, dict) else 1))
 
 
 def pay_for_method(
     budget: RenderBudget, owner: Any, name: str, arguments: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[Any, ...]:
-    """Pay for a method of a text, a number or a container before it is called."""
+    """Charge for a method of a text, a number or a container before it is called."""
     given = [*arguments, *named.values()]
     if isinstance(owner, dict) and name in ("get", "items", "keys", "values", "copy"):
         budget.pay(len(owner) if name == "copy" else 1)
@@ -147,14 +147,14 @@ def pay_for_method(
 
 
 def _replaced(text: Any, old: Any, new: Any) -> int:
-    """The characters that replacing adds at most."""
+    """The maximum number of characters that replacing adds."""
     if not all(isinstance(each, (str, bytes)) for each in (text, old, new)):
         return 0
     return (text.count(old) if old else len(text) + 1) * len(new)
 
 
 def pay_for_growth(budget: RenderBudget, name: str, value: Any, given: list[Any]) -> None:
-    """Pay for what a filter adds to what it is given."""
+    """Charge for the characters that a filter adds to its input."""
     texts = [len(each) for each in given if isinstance(each, str)]
     numbers = [each for each in given if isinstance(each, int)]
     if name == "join":

@@ -1,8 +1,8 @@
-"""A Jinja sandbox for templates of strangers, in which all work is paid from a budget (template_budget.py).
+"""A Jinja sandbox for untrusted templates, in which all work is charged to a budget (template_budget.py).
 
-Jinja's own sandbox keeps a template away from Python, but not from endless loops and texts without end. What a template
-computes is unchanged. Operators, calls, filters, tests and output can be intercepted by an environment. Loops,
-comparisons, literals, slices and `~` cannot: the syntax tree is changed, and filters that only pay are put around them.
+Jinja's own sandbox blocks access to Python, but not endless loops and unlimited output. The result of a template is
+unchanged. The environment intercepts operators, calls, filters, tests and output. It cannot intercept loops,
+comparisons, literals, slices and `~`, so the syntax tree is changed: these are wrapped in filters that only charge.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from steelyard.finetuning.template_budget import (
 )
 
 LONGEST_SOURCE = 1 << 20
-# Filters that look at a container, and not at what is inside.
+# Filters that do not read the elements of a container.
 SHALLOW = (
     "length", "count", "first", "last", "default", "d", "select", "reject", "selectattr", "rejectattr", "map", "items",
     "list", "reverse", "batch", "slice", "attr", "random", "safe",
@@ -50,13 +50,13 @@ SORTING = ("sort", "dictsort", "unique", "groupby", "min", "max")
 SIZED = ("center", "indent", "batch", "slice", "round", "tojson")
 
 
-@pass_context  # So that it is not taken for a constant.
+@pass_context  # So that it is not constant-folded.
 def _turn(context: Context, price: int) -> None:
     budget_of_render().pay(price)
 
 
 def _used(value: Any) -> Any:
-    """Pay for looking at the whole of a value."""
+    """Charge for reading a whole value."""
     budget = budget_of_render()
     budget.left -= len(value) if type(value) is str else budget.weight(value)
     if budget.left < 0:
@@ -65,7 +65,7 @@ def _used(value: Any) -> Any:
 
 
 def _iterated(value: Any) -> Any:
-    """Pay for going through a value once, whatever becomes of its parts."""
+    """Charge for iterating over a value once."""
     budget = budget_of_render()
     if hasattr(value, "__next__"):
         return budget.made(value)
@@ -83,7 +83,7 @@ PRICES: dict[str, Callable[..., Any]] = {
 
 
 class _Priced(NodeTransformer):
-    """Puts prices into a syntax tree."""
+    """Inserts charges into a syntax tree."""
 
     def visit_For(self, node: nodes.For) -> Any:
         self.generic_visit(node)
@@ -139,7 +139,7 @@ def _statement(price: int) -> nodes.Node:
 
 
 class LimitedEnvironment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox for values that may not be changed, in which work has a price."""
+    """Jinja's immutable sandbox with a budget."""
 
     intercepted_binops = frozenset(("+", "-", "*", "/", "//", "**", "%"))
 
@@ -155,11 +155,11 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         self.concat = self._joined  # type: ignore[method-assign]
 
     def add_filter(self, name: str, function: Callable[..., Any]) -> None:
-        """Offer a filter to templates, for a price."""
+        """Add a filter that charges the budget."""
         self.filters[name] = _filter(name, function)
 
     def compiled(self, source: str) -> Callable[..., str]:
-        """A template as a function of its values."""
+        """Compile a template to a function of its variables."""
         if len(source) > LONGEST_SOURCE:
             raise TooMuchWork(f"it is longer than {LONGEST_SOURCE >> 20} MiB")
         tree = _Priced().visit(self.parse(source))
@@ -176,7 +176,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return "".join(texts)
 
     def call(self, context: Context, function: Any, /, *arguments: Any, **named: Any) -> Any:
-        """Call what a template calls."""
+        """Call a function from a template."""
         budget = budget_of_render()
         budget.pay(CALL)
         if isinstance(function, (BuiltinMethodType, MethodType)) and isinstance(function.__self__, Plain):
@@ -184,7 +184,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return budget.made(super().call(context, function, *arguments, **named))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Compute with two values."""
+        """Apply a binary operator."""
         budget = budget_of_render()
         if operator == "*":
             pay_for_product(budget, left, right)
@@ -202,7 +202,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return budget.made(super().call_binop(context, operator, left, right))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """`str.format` as a function that pays for each field."""
+        """`str.format` as a function that charges for each field."""
         if super().wrap_str_format(value) is None:
             return None
         text, is_map = value.__self__, value.__name__ == "format_map"
@@ -223,7 +223,7 @@ class _Formatter(SandboxedFormatter):
 
 
 def _filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that pays for what it is given, and for what it makes."""
+    """A filter that charges for its inputs and its output."""
     first = 1 if hasattr(function, "jinja_pass_arg") else 0
 
     @wraps(function)

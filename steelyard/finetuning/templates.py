@@ -1,13 +1,14 @@
-"""Writing a conversation out as text, and knowing which characters of it are answers.
+"""Renders a conversation as text with a chat template, and locates the answers in it.
 
-Templates are Jinja, as tokenizers bring them, run in a sandbox that bounds their work (template_sandbox.py). Where the
-answers lie is found out in one of three ways, the first that holds:
+Templates are Jinja, as in tokenizers, and run in a sandbox that limits their work (template_sandbox.py). The first of
+three methods that applies locates the answers:
 
-1. the template says so with `{% generation %}`;
-2. the conversation up to an answer, asked to begin one, is the beginning of the whole: the answer is what follows;
-3. the answers, set between two marks, come out whole between them, and the text is otherwise the same.
+1. the template marks them with `{% generation %}`;
+2. the conversation before an answer, rendered with the generation prompt, is a prefix of the whole text: the answer
+   follows it;
+3. the answers are rendered between two marker characters, and the text is otherwise the same.
 
-Token ids are never searched. An answer includes what ends it (the model must learn to stop), and no space after that.
+Token ids are never searched. An answer includes its end token (the model must learn to stop), without trailing space.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from steelyard.core.errors import UserError
 from steelyard.finetuning.conversation import BadRow, Conversation
 from steelyard.finetuning.template_budget import TooMuchWork, limited
 from steelyard.finetuning.template_sandbox import LimitedEnvironment
-from steelyard.finetuning.tool_calls import CALLS, THOUGHTS, unsaid
+from steelyard.finetuning.tool_calls import CALLS, THOUGHTS, dropped_field
 from steelyard.text.tokenizer import Tokenizer
 
-BEGIN, END = "\ufdd0", "\ufdd1"  # Unicode sets these apart: no text contains them.
+BEGIN, END = "\ufdd0", "\ufdd1"  # Unicode noncharacters: no text contains them.
 Span = tuple[int, int]
-NO_PLACE = "{{ raise_exception('it has no place for what the ' ~ message['role'] ~ ' says here') }}"
+UNSUPPORTED_ROLE = "{{ raise_exception('it does not support a message of role ' ~ message['role'] ~ ' here') }}"
 
 NAMED = {
     "chatml": (
@@ -48,7 +49,7 @@ NAMED = {
         "{% if loop.first and system is not none %}<<SYS>>\n{{ system }}\n<</SYS>>\n\n{% endif %}"
         "{{ message['content'] | trim }} [/INST]"
         "{% elif message['role'] == 'assistant' %}{% generation %} {{ message['content'] | trim }} {{ eos_token }}"
-        "{% endgeneration %}{% else %}" + NO_PLACE + "{% endif %}{% endfor %}"
+        "{% endgeneration %}{% else %}" + UNSUPPORTED_ROLE + "{% endif %}{% endfor %}"
     ),
     "llama3": (
         "{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n"
@@ -62,7 +63,7 @@ NAMED = {
         "{% elif message['role'] == 'user' %}### Instruction:\n{{ message['content'] }}\n\n"
         "{% elif message['role'] == 'assistant' %}### Response:\n"
         "{% generation %}{{ message['content'] }}{{ eos_token }}{% endgeneration %}{{ '\n\n' }}"
-        "{% else %}" + NO_PLACE + "{% endif %}{% endfor %}"
+        "{% else %}" + UNSUPPORTED_ROLE + "{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}### Response:\n{% endif %}"
     ),
     "japanese": (
@@ -71,7 +72,7 @@ NAMED = {
         "{% elif message['role'] == 'user' %}### 指示:\n{{ message['content'] }}\n\n"
         "{% elif message['role'] == 'assistant' %}### 応答:\n"
         "{% generation %}{{ message['content'] }}{{ eos_token }}{% endgeneration %}{{ '\n\n' }}"
-        "{% else %}" + NO_PLACE + "{% endif %}{% endfor %}"
+        "{% else %}" + UNSUPPORTED_ROLE + "{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}### 応答:\n{% endif %}"
     ),
     "plain": (
@@ -84,7 +85,7 @@ NAMED = {
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as text, and the characters of it that are answers to learn."""
+    """A conversation as text, and the character spans of the answers in the loss."""
 
     text: str
     spans: tuple[Span, ...]
@@ -92,14 +93,14 @@ class Rendered:
 
 @dataclass(frozen=True)
 class Template:
-    """A chat template and the special tokens it may name."""
+    """A chat template and the special tokens it can use."""
 
     name: str
     source: str
     specials: tuple[tuple[str, str], ...] = ()
 
     def render(self, conversation: Conversation) -> Rendered:
-        """Write a conversation out."""
+        """Render a conversation and locate its answers."""
         marked = self._text(conversation)
         whole = _without_marks(marked)
         if BEGIN in marked:
@@ -107,14 +108,14 @@ class Template:
             assistants = [message.is_trained for message in conversation.messages if message.role == "assistant"]
             if not all(assistants):
                 if len(spans) != len(assistants):
-                    raise self._hides_answers(conversation)
+                    raise self._answers_not_located(conversation)
                 spans = [span for span, is_trained in zip(spans, assistants, strict=True) if is_trained]
         else:
             spans = self._by_beginnings(whole, conversation) or self._by_marks(whole, conversation)
         return Rendered(whole, tuple(_trimmed(whole, span) for span in spans))
 
     def prompt(self, conversation: Conversation) -> str:
-        """The messages, and the beginning of an answer to them."""
+        """The messages, with the generation prompt."""
         return _without_marks(self._text(conversation, add_generation_prompt=True))
 
     def _by_beginnings(self, whole: str, conversation: Conversation) -> list[Span]:
@@ -127,7 +128,7 @@ class Template:
                 return []
             begins = len(before)
             if before == _without_marks(self._text(earlier)):
-                # The template does not know how to begin an answer: what names the speaker is not one.
+                # The template has no generation prompt: the role header is not part of the answer.
                 begins = self._by_marks(whole, conversation)[len(spans)][0]
             spans.append((begins, len(upto)))
         return spans
@@ -139,30 +140,30 @@ class Template:
             for number, message in enumerate(conversation.messages)
         ]
         if any(key in conversation.messages[number].beside for number in answers for key in (CALLS, THOUGHTS)):
-            raise self._hides_answers(conversation)  # An answer is more than its content.
+            raise self._answers_not_located(conversation)  # The answer is not only its content.
         marked = self._text(replace(conversation, messages=tuple(set_apart)))
         if _without_marks(marked) != whole or marked.count(BEGIN) != len(answers):
-            raise self._hides_answers(conversation)
+            raise self._answers_not_located(conversation)
         return _spans_in(marked)
 
-    def _hides_answers(self, conversation: Conversation) -> UserError:
+    def _answers_not_located(self, conversation: Conversation) -> UserError:
         return UserError(
-            f"the chat template {self.name} does not show which part of its text is the assistant's",
+            f"the answers cannot be located in the output of the chat template {self.name}",
             where=conversation.where or None,
             hint="put {% generation %} and {% endgeneration %} around each answer in the template, once",
         )
 
     def text(self, conversation: Conversation) -> str:
-        """A conversation written out, wherever its answers are."""
+        """The text of a conversation, without locating the answers."""
         return _without_marks(self._text(conversation))
 
     def _text(self, conversation: Conversation, add_generation_prompt: bool = False) -> str:
         write, messages = self._compiled, conversation.messages
-        lost = unsaid(conversation.tools, [message.beside for message in messages], self.source)
+        lost = dropped_field(conversation.tools, [message.beside for message in messages], self.source)
         if lost is not None:
             raise BadRow(
-                f"the chat template {self.name} has no place for {lost}, which would be left out; "
-                "finetune.template names another"
+                f"the chat template {self.name} does not use {lost} and would drop it; "
+                "set finetune.template to another template"
             )
         try:
             beside = [conversation.tools, *(message.beside for message in messages)]
@@ -176,56 +177,56 @@ class Template:
                     **dict(self.specials),
                 )
         except (TooMuchWork, RecursionError, MemoryError) as error:
-            raise self._endless(error) from None
-        except Exception as error:  # A template is a program of somebody else's.
+            raise self._too_much_work(error) from None
+        except Exception as error:  # A template is third-party code.
             raise BadRow(f"the chat template {self.name} fails: {error}") from None
 
     @cached_property
     def _compiled(self) -> Callable[..., str]:
         environment = LimitedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
         environment.add_filter("tojson", _as_json)
-        # No clock is offered: a template then names a day of its own, and the same data stays the same tomorrow.
+        # There is no clock: a template then uses its default date, and the same data encodes the same on any day.
         environment.globals["raise_exception"] = _refuse
         try:
             return environment.compiled(self.source)
         except (TooMuchWork, RecursionError, MemoryError) as error:
-            raise self._endless(error) from None
-        except Exception as error:  # Python's own compiler, too, may not take what a template becomes.
-            raise UserError(f"the chat template {self.name} is not sound: {error}") from None
+            raise self._too_much_work(error) from None
+        except Exception as error:  # Python's compiler may also reject the generated code.
+            raise UserError(f"the chat template {self.name} is not valid: {error}") from None
 
-    def _endless(self, error: Exception) -> UserError:
-        reason = "it is nested too deeply, or calls itself without end" if isinstance(error, RecursionError) else error
+    def _too_much_work(self, error: Exception) -> UserError:
+        reason = "it is nested too deeply, or recurses without end" if isinstance(error, RecursionError) else error
         return UserError(
-            f"the chat template {self.name} does more than any conversation needs: {reason}",
-            hint="finetune.template names another template",
+            f"the chat template {self.name} exceeds its work limit: {reason}",
+            hint="set finetune.template to another template",
         )
 
 
-def load(wanted: str | None, tokenizer: Tokenizer) -> Template:
-    """A template by its name or file; left out, the tokenizer's own."""
+def load(name: str | None, tokenizer: Tokenizer) -> Template:
+    """A template by name or file; by default the tokenizer's."""
     roles = ("bos_token", "eos_token", "unk_token", "pad_token")
     specials = tuple((role, tokenizer.special(role) or "") for role in roles)
-    if wanted is None:
+    if name is None:
         own = tokenizer.chat_template()
         if own is None:
             raise UserError(
-                f"the tokenizer {tokenizer.source} brings no chat template",
+                f"the tokenizer {tokenizer.source} has no chat template",
                 hint=f"set finetune.template to one of {', '.join(NAMED)}, or to a file",
             )
         return Template("of the tokenizer", own, specials)
-    if wanted in NAMED:
-        return Template(wanted, NAMED[wanted], specials)
-    path = Path(wanted).expanduser()
+    if name in NAMED:
+        return Template(name, NAMED[name], specials)
+    path = Path(name).expanduser()
     if not path.is_file():
-        raise UserError(f"there is no chat template {wanted}", hint=f"name one of {', '.join(NAMED)}, or a file")
+        raise UserError(f"unknown chat template {name}", hint=f"use one of {', '.join(NAMED)}, or a file")
     try:
         return Template(str(path), path.read_text(encoding="utf-8"), specials)
     except UnicodeDecodeError:
-        raise UserError("this is not a text file", where=str(path), hint="a template is UTF-8") from None
+        raise UserError("this is not a text file", where=str(path), hint="a template must be UTF-8") from None
 
 
 class _Generation(Extension):
-    """`{% generation %}`: sets what the assistant says between marks."""
+    """`{% generation %}`: puts its block between the marker characters."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -239,7 +240,7 @@ class _Generation(Extension):
 
 
 def _spans_in(marked: str) -> list[Span]:
-    """Where the marks stood, in the text without them."""
+    """The marked spans, as offsets in the text without the marks."""
     spans: list[Span] = []
     place, begin = 0, 0
     for character in marked:
@@ -268,7 +269,7 @@ def _as_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As `transformers` has it: Jinja's own would write letters as entities of HTML."""
+    """The filter of `transformers`; Jinja's own escapes HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,9 +1,9 @@
-"""What conversations say beside words: tools that may be called, calls of them, and what was thought before an answer.
+"""Tools, tool calls and reasoning in conversations.
 
-Rows have them as `transformers` takes them: `tools` beside the messages, a list of JSON schemas; `tool_calls` in an
-answer; `tool_call_id` and `name` in what a tool returns; `reasoning_content` (or `thinking`, or `reasoning`). Each may
-also be JSON in a string, since the columns of a parquet file cannot hold objects of many kinds, and so may the
-arguments of a call, which OpenAI's format writes that way and templates expect as objects.
+Rows have them as in `transformers`: `tools` next to the messages, a list of JSON schemas; `tool_calls` in an answer;
+`tool_call_id` and `name` in a tool's result; `reasoning_content` (or `thinking`, or `reasoning`). Each may also be a
+JSON string, since a parquet column cannot hold objects of different types. So may the arguments of a call: OpenAI's
+format has them as a string, and templates expect objects.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ PLAIN = ("tool_call_id", "name")
 
 
 def tools_in(row: Row) -> list[dict[str, Any]] | None:
-    """The tools that a row offers. None and an empty list are the same: templates write a preamble for the latter."""
+    """The tools of a row; None for an empty list, for which templates would write a preamble."""
     return _objects(row.get("tools"), "tools") or None
 
 
-def said_beside(entry: Row) -> dict[str, Any]:
-    """What a message says beside its content, as templates expect it."""
-    found = {key: entry[key] for key in PLAIN if isinstance(entry.get(key), str)}
+def extra_fields(entry: Row) -> dict[str, Any]:
+    """The fields of a message besides role and content, as templates expect them."""
+    fields = {key: entry[key] for key in PLAIN if isinstance(entry.get(key), str)}
     calls = _objects(entry.get(CALLS), CALLS)
     if calls:
-        found[CALLS] = [_with_arguments(call) for call in calls]
+        fields[CALLS] = [_with_arguments(call) for call in calls]
     thoughts = next((entry[key] for key in NAMES_OF_THOUGHTS if isinstance(entry.get(key), str)), None)
     if thoughts:
-        found |= {THOUGHTS: thoughts, "thinking": thoughts}  # Templates ask for either.
-    return found
+        fields |= {THOUGHTS: thoughts, "thinking": thoughts}  # Templates use either name.
+    return fields
 
 
-def unsaid(tools: object, beside: list[dict[str, Any]], template: str) -> str | None:
-    """The name of something that a template would leave out without a word, since it never mentions it."""
+def dropped_field(tools: object, beside: list[dict[str, Any]], template: str) -> str | None:
+    """The name of a field that a template never mentions and would silently drop, if there is one."""
     if tools and "tools" not in template:
         return "tools"
     for each in beside:
@@ -48,25 +48,25 @@ def unsaid(tools: object, beside: list[dict[str, Any]], template: str) -> str | 
 
 
 def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """A call whose arguments are an object; a call may stand by itself or under `function`."""
+    """A call with its arguments as an object; the call may be nested under `function`."""
     if isinstance(call.get("function"), dict):
         return call | {"function": _with_arguments(call["function"])}
     if not isinstance(call.get("name"), str):
-        raise BadRow("a call of a tool does not say which one")
+        raise BadRow("a tool call has no name")
     return call | {"arguments": _parsed(call["arguments"])} if isinstance(call.get("arguments"), str) else call
 
 
 def _objects(value: Any, key: str) -> list[dict[str, Any]]:
-    found = _parsed(value) if isinstance(value, str) and value.strip() else value
-    if not found:
+    objects = _parsed(value) if isinstance(value, str) and value.strip() else value
+    if not objects:
         return []
-    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
-        raise BadRow(f"{key} is no list of objects")
-    return found
+    if not isinstance(objects, list) or not all(isinstance(each, dict) for each in objects):
+        raise BadRow(f"{key} is not a list of objects")
+    return objects
 
 
 def _parsed(text: str) -> Any:
-    """JSON, or the text itself where it is none."""
+    """The parsed JSON, or the text itself if it is not JSON."""
     try:
         return loads(text)
     except ValueError:

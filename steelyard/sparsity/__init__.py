@@ -1,1 +1,1 @@
-"""Weights that are zero on purpose: patterns, one-shot pruning, masks as files, masks learned in training."""
+"""Weight sparsity: patterns, one-shot pruning, mask files, mask learning, and kernels for 2:4 weights."""

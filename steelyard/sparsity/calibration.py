@@ -1,7 +1,7 @@
-"""Text that shows a model at work: windows of tokens from a text or from token files, at places that a seed chooses.
+"""Calibration data for pruning: windows of tokens at random positions of a text or of token files.
 
-Each window begins at a random token, wherever documents begin and end. A text is taken from its beginning, and of a
-long one no more than sixteen characters for each token that the windows hold (at least four million).
+Each window starts at a random token, regardless of document boundaries. A text is read from its start, at most sixteen
+characters for each token of the windows (at least four million).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ JOIN = "\n\n"
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was asked for: so many windows of so many tokens."""
+    """The requested calibration data: `samples` windows of `length` tokens."""
 
     data: str
     samples: int = 128
@@ -38,52 +38,52 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Windows:
-    """Rows of tokens, and in words where they are from."""
+    """Rows of tokens, and a description of their origin."""
 
     tokens_BL: Tensor
     described: str
 
 
 def is_prefix(data: str) -> bool:
-    """Whether a name stands for a pair of token files."""
+    """Whether a name is a pair of token files."""
     return data.endswith((".idx", ".bin")) or idx_path(data).is_file()
 
 
-def windows(asked: Calibration, tokenizer: Tokenizer | None, vocab: int) -> Windows:
-    """Choose the windows. Token files need no tokenizer."""
-    if is_prefix(asked.data):
-        files = IndexedTokens(asked.data)
+def windows(request: Calibration, tokenizer: Tokenizer | None, vocab: int) -> Windows:
+    """Draw the windows. Token files need no tokenizer."""
+    if is_prefix(request.data):
+        files = IndexedTokens(request.data)
         stream = files.stream(0, int(files.lengths.sum(dtype=np.int64)))
         described = f"token files {files.prefix}"
     else:
         if tokenizer is None:
-            raise UserError("a text needs a tokenizer, and the checkpoint has none", hint="name one with --tokenizer")
-        text, whole = _text(asked)
+            raise UserError("a text needs a tokenizer, and the checkpoint has none", hint="give one with --tokenizer")
+        text, whole = _text(request)
         stream = np.asarray(tokenizer.framed(text), dtype=np.int64)
-        described = f"{asked.data}, {'all' if whole else 'the first'} {len(stream)} tokens"
+        described = f"{request.data}, {'all' if whole else 'the first'} {len(stream)} tokens"
     if len(stream) < 2:
-        raise UserError(f"{asked.data} holds no text to speak of", where="--calibration", hint="name another text")
-    if len(stream) < asked.length:
+        raise UserError(f"{request.data} has fewer than two tokens", where="--calibration", hint="give another text")
+    if len(stream) < request.length:
         raise UserError(
-            f"{asked.data} has {len(stream)} tokens, which do not fill one window of {asked.length}",
+            f"{request.data} has {len(stream)} tokens, fewer than one window of {request.length}",
             where="--calibration",
             hint=f"use --sequence-length {len(stream)} or less, or more text",
         )
-    starts = np.random.RandomState(asked.seed).randint(0, len(stream) - asked.length + 1, asked.samples)
-    rows: npt.NDArray[Any] = np.stack([stream[start : start + asked.length] for start in starts]).astype(np.int64)
+    starts = np.random.RandomState(request.seed).randint(0, len(stream) - request.length + 1, request.samples)
+    rows: npt.NDArray[Any] = np.stack([stream[start : start + request.length] for start in starts]).astype(np.int64)
     if rows.max() >= vocab:
         raise UserError(
-            f"{asked.data} holds the id {rows.max()}, but the model knows {vocab}",
+            f"{request.data} contains token id {rows.max()}, but the model's vocabulary has {vocab}",
             where="--calibration",
             hint="use the tokenizer that the model was trained with",
         )
-    return Windows(torch.from_numpy(rows), f"{asked.samples} windows of {asked.length} tokens from {described}")
+    return Windows(torch.from_numpy(rows), f"{request.samples} windows of {request.length} tokens from {described}")
 
 
-def _text(asked: Calibration) -> tuple[str, bool]:
-    """The beginning of a text, and whether that is all of it."""
-    most = max(FEWEST_CHARACTERS, CHARACTERS_A_TOKEN * asked.samples * asked.length)
-    paths = named_files([asked.data])
+def _text(request: Calibration) -> tuple[str, bool]:
+    """The start of a text, and whether that is the whole text."""
+    most = max(FEWEST_CHARACTERS, CHARACTERS_A_TOKEN * request.samples * request.length)
+    paths = named_files([request.data])
     plain = all(format_of(path).base == "txt" for path in paths)
     texts = (_beginning(path, most + 1) for path in paths) if plain else documents(paths)
     gathered: list[str] = []
@@ -101,7 +101,7 @@ def _beginning(path: Path, most: int) -> str:
     with reading(path, format_of(path).compression) as file:
         data = file.read(4 * most)
     try:
-        # A character that the limit cuts in two is left out.
+        # A character that the limit splits is dropped.
         return data.decode("utf-8", errors="ignore" if len(data) == 4 * most else "strict")
     except UnicodeDecodeError as error:
-        raise UserError(f"byte {error.start} is no UTF-8", where=str(path)) from None
+        raise UserError(f"byte {error.start} is not valid UTF-8", where=str(path)) from None

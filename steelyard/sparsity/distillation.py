@@ -1,9 +1,9 @@
-"""Learning from the dense model: beside the text's next token, the masked model follows what its own weights predict.
+"""Distillation from the dense model in mask learning: adds the KL divergence from its predictions to the loss.
 
-The dense model is the same frozen weights without masks: one more forward pass, and no more memory than its last
+The dense model is the same frozen weights without masks. It costs one more forward pass, and memory only for its last
 hidden states. The divergence sum_v p(v) (log p(v) - log q(v)), p the dense model's predictions and q the masked one's,
 both at a temperature T and the whole times T^2, is computed in chunks together with its gradient, so that full logits
-never exist. Its value stays out of the loss that records show, which remains that of the text.
+never exist. The loss in the records does not include it: that remains the loss on the text.
 
 Tensor suffixes: N tokens, D hidden, V rows of the vocabulary.
 """
@@ -24,7 +24,7 @@ CHUNK_BYTES = 1 << 28  # of logits in fp32
 
 
 class Distilling:
-    """A forward pass that computes the dense model first, and adds the divergence from it to the loss."""
+    """A forward pass that runs the dense model first, and adds the divergence from it to the loss."""
 
     def __init__(self, course: Course, weight: float, temperature: float) -> None:
         self.course, self.weight, self.temperature = course, weight, temperature
@@ -33,26 +33,26 @@ class Distilling:
         """Divergence and tokens since the last record."""
 
     def __call__(self, model: LanguageModel, batch: Batch) -> Tensor:
-        """Keep the dense model's last hidden states for the loss, then compute the masked model."""
-        # The divergence has no weights: a token counts wherever it stands.
+        """Run the dense model and keep its last hidden states for the loss, then run the masked model."""
+        # The divergence ignores loss weights: every token counts.
         batch = batch.replace(loss_positions_BK=None)
-        self.course.dense, model.loss = True, self._remember
+        self.course.dense, model.loss = True, self._store_dense
         try:
             with torch.no_grad():
-                model(batch.replace(sample_ids_B=None))  # Without sample ids nothing is dropped.
+                model(batch.replace(sample_ids_B=None))  # Without sample ids there is no dropout.
         finally:
-            self.course.dense, model.loss = False, self._both
+            self.course.dense, model.loss = False, self._loss_and_divergence
         try:
             loss: Tensor = model(batch)
             return loss
         finally:
             model.loss, self.dense_BLD = linear_cross_entropy, None
 
-    def _remember(self, x_BLD: Tensor, *others: Any) -> Tensor:
+    def _store_dense(self, x_BLD: Tensor, *others: Any) -> Tensor:
         self.dense_BLD = x_BLD
         return x_BLD.new_zeros(())
 
-    def _both(
+    def _loss_and_divergence(
         self,
         x_BLD: Tensor,
         weight_VD: Tensor,
@@ -63,17 +63,17 @@ class Distilling:
     ) -> Tensor:
         assert self.dense_BLD is not None
         loss = linear_cross_entropy(x_BLD, weight_VD, labels_BL, loss_weights_BL, vocab, vocabulary)
-        apart = divergence(x_BLD, self.dense_BLD, weight_VD, vocab, self.temperature)
-        self.sums_2 += torch.stack([apart.detach().double(), torch.full_like(apart, labels_BL.numel()).double()])
-        return loss + self.weight * (apart - apart.detach())
+        distance = divergence(x_BLD, self.dense_BLD, weight_VD, vocab, self.temperature)
+        self.sums_2 += torch.stack([distance.detach().double(), torch.full_like(distance, labels_BL.numel()).double()])
+        return loss + self.weight * (distance - distance.detach())
 
 
 def divergence(x_BLD: Tensor, dense_BLD: Tensor, head_VD: Tensor, vocab: int, temperature: float) -> Tensor:
-    """How far the predictions lie from the dense model's, summed over tokens, in nats."""
-    found: Tensor = _Divergence.apply(  # type: ignore[no-untyped-call]
+    """The KL divergence of the predictions from the dense model's, summed over tokens, in nats."""
+    total: Tensor = _Divergence.apply(  # type: ignore[no-untyped-call]
         x_BLD.flatten(0, 1), dense_BLD.flatten(0, 1), head_VD, vocab, temperature
     )
-    return found
+    return total
 
 
 class _Divergence(torch.autograd.Function):
@@ -85,11 +85,11 @@ class _Divergence(torch.autograd.Function):
         rows = max(1, CHUNK_BYTES // (4 * vocab))
         for first in range(0, len(x_ND), rows):
             part = slice(first, first + rows)
-            ours = F.log_softmax((x_ND[part] @ head.t()).float() / temperature, dim=1)
-            theirs = F.log_softmax((dense_ND[part] @ head.t()).float() / temperature, dim=1)
-            chances = theirs.exp()
-            total += temperature**2 * (chances * (theirs - ours)).sum()
-            torch.mm((temperature * (ours.exp() - chances)).to(x_ND.dtype), head, out=grad_x[part])
+            masked = F.log_softmax((x_ND[part] @ head.t()).float() / temperature, dim=1)
+            dense = F.log_softmax((dense_ND[part] @ head.t()).float() / temperature, dim=1)
+            probabilities = dense.exp()
+            total += temperature**2 * (probabilities * (dense - masked)).sum()
+            torch.mm((temperature * (masked.exp() - probabilities)).to(x_ND.dtype), head, out=grad_x[part])
         ctx.save_for_backward(grad_x)
         return total
 

@@ -1,14 +1,14 @@
-"""Which weights a mask belongs to: where they lie, and a hash of what they are.
+"""The base weights of masks and adapters: their path, and a hash of their contents.
 
-Masks say nothing without the weights they were found for. So what holds masks names its base, and whoever puts the two
-together checks that they are the same weights still. The hash is over tensors under Steelyard's names, not over files:
-a base that was converted to another format, or cut into other shards, is the same base.
+Masks are useless without the weights they were made for. So mask files and checkpoints record their base, and readers
+verify that the weights are the same. The hash covers tensors under Steelyard's names, not files: a base that is
+converted to another format, or sharded differently, is the same base.
 
-    sha256 of the JSON [[name, dtype, size, sha256 of the bytes], ...], sorted by name, rows that pad the vocabulary
-    left out
+    sha256 of the JSON [[name, dtype, size, sha256 of the bytes], ...], sorted by name, without rows that pad the
+    vocabulary
 
-Tensors are read one after the other and hashed by several threads: 70 billion parameters in bf16 are as fast as eight
-cores (about 10 GB/s) or the disk.
+Tensors are read sequentially and hashed by several threads: 70 billion parameters in bf16 are limited by eight cores
+(about 10 GB/s) or the disk.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ VOCABULARY = ("embed.weight", "head.weight")
 
 
 def identity(source: CheckpointSource) -> dict[str, str]:
-    """Path and hash of a checkpoint, as a mask file and a checkpoint of a learned run hold them."""
+    """Path and hash of a checkpoint, as recorded in mask files and in checkpoints of mask-learning runs."""
     return {"path": str(Path(source.path).resolve()), "sha256": fingerprint(source)}
 
 
 def fingerprint(source: CheckpointSource) -> str:
-    """A hash of all weights. Every one of them is read."""
+    """The hash of all weights; reads all of them."""
     return joined(digests(source, source.names()))
 
 
 def digests(source: CheckpointSource, names: list[str]) -> list[list[Any]]:
-    """What a hash of all weights is made of, for some of them."""
+    """The entries of the hash for some of the weights."""
     entries: list[list[Any]] = []
     waiting: deque[tuple[str, Tensor, Future[str]]] = deque()
 
@@ -67,27 +67,27 @@ def digests(source: CheckpointSource, names: list[str]) -> list[list[Any]]:
 
 
 def joined(entries: list[list[Any]]) -> str:
-    """The hash of all weights, from what ranks have found of each."""
+    """The hash of all weights, from the entries of each."""
     return hashlib.sha256(json.dumps(sorted(entries)).encode()).hexdigest()
 
 
 def identity_by_all(path: str, world: World) -> dict[str, str]:
-    """Path and hash of a checkpoint, each rank of the world reading its share of the tensors."""
+    """Path and hash of a checkpoint; each rank reads its share of the tensors."""
     with raise_on_all_ranks(world):
         source = open_source(path)
     with gather_errors(world):
         entries = digests(source, source.names()[world.rank :: world.size])
     if world.size > 1:
-        everyones: list[Any] = [None] * world.size
-        dist.all_gather_object(everyones, entries)
-        entries = [entry for each in everyones for entry in each]
+        all_ranks: list[Any] = [None] * world.size
+        dist.all_gather_object(all_ranks, entries)
+        entries = [entry for each in all_ranks for entry in each]
     return {"path": str(Path(source.path).resolve()), "sha256": joined(entries)}
 
 
 def found(recorded: dict[str, Any], moved_to: str | None, hint: str, checks: bool = True) -> CheckpointSource:
-    """The base that masks belong to, opened and checked; `mend` says how to name the place it was moved to.
+    """Open the base of masks and verify it; `hint` tells the user how to give its new path.
 
-    Of many ranks one `checks`, which costs reading everything, and the others may do without.
+    `checks` reads all weights, so with many ranks only one needs to set it.
     """
     source = open_source(place(recorded, moved_to, hint))
     if checks:
@@ -96,22 +96,22 @@ def found(recorded: dict[str, Any], moved_to: str | None, hint: str, checks: boo
 
 
 def place(recorded: dict[str, Any], moved_to: str | None, hint: str) -> str:
-    """Where a base is now; asked for where it is not at its place."""
+    """The current path of a base; raises if it does not exist."""
     path = str(moved_to or recorded.get("path", ""))
     if not path or not Path(path).expanduser().exists():
-        raise UserError(f"the weights that the masks belong to are not at {path or 'any known place'}", hint=hint)
+        raise UserError(f"the base weights of the masks do not exist at {path or 'any known path'}", hint=hint)
     return path
 
 
 def check(recorded: dict[str, Any], source: CheckpointSource, hint: str) -> None:
-    """Refuse weights that are not those the masks were found for."""
+    """Refuse weights other than the base of the masks."""
     refuse_others(recorded, {"path": str(source.path), "sha256": fingerprint(source)}, hint)
 
 
-def refuse_others(recorded: dict[str, Any], found: dict[str, str], hint: str) -> None:
-    """Refuse weights of another hash than the recorded one."""
-    if recorded.get("sha256") != found["sha256"]:
-        raise UserError(f"the masks belong to other weights than those of {found['path']}", hint=hint)
+def refuse_others(recorded: dict[str, Any], identity: dict[str, str], hint: str) -> None:
+    """Refuse weights whose hash is not the recorded one."""
+    if recorded.get("sha256") != identity["sha256"]:
+        raise UserError(f"the masks belong to other weights than those of {identity['path']}", hint=hint)
 
 
 def _digest(tensor: Tensor) -> str:

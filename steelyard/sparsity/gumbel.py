@@ -1,20 +1,20 @@
-"""Masks that are drawn: the plain arithmetic of learning which weights of a group stay.
+"""Gumbel-softmax masks for mask learning, in plain torch.
 
 Each group of weights has logits over its candidate masks. In training a micro-batch draws Gumbel noise g and computes
 with the soft mask
 
     y = softmax((scale * logits + g) / temperature),    m = y @ candidates,    product = weight * m
 
-or, where it is `hard`, with the candidate of the largest y, whose gradient is taken to be that of the soft mask.
+or, if `hard`, with the candidate of the largest y, with the gradient of the soft mask (straight-through).
 
-Noise is no generator's state but a hash, in 32-bit integers, of the draw (which micro-batch), the salt (which run and
-which parameter) and the element's index in the whole parameter. So every layout draws the same, a layer computed again
-draws what it drew before, and the backward pass draws it once more instead of keeping it.
+Noise has no generator state. It is a hash, in 32-bit integers, of the draw (the micro-batch), the salt (the run and the
+parameter) and the element's index in the whole parameter. So every layout draws the same noise, a recomputed layer
+draws it again, and the backward pass recomputes it instead of storing it.
 
-The loss has the term -weight_reg * sum ||weight * m||^2. It has no value of its own in the forward pass: its gradient
-by the mask, -2 weight_reg * weight^2 * m, is added where the product's gradient arrives.
+The loss has the term -weight_reg * sum ||weight * m||^2. The forward pass does not compute its value; its gradient with
+respect to the mask, -2 weight_reg * weight^2 * m, is added to that of the product.
 
-This is the specification of `kernels.py`. Tensor suffixes: O outputs, I inputs, G groups of a row, C candidates,
+This is the specification of `masked_kernels.py`. Tensor suffixes: O outputs, I inputs, G groups of a row, C candidates,
 M members of a group.
 """
 
@@ -30,12 +30,12 @@ from torch import Tensor
 WORD = 1 << 32
 FACTORS = (0x85EBCA6B, 0xC2B2AE35)
 GROUP_STEP, CANDIDATE_STEP = 0x9E3779B1, 0x85157AF5
-UNIFORM_BITS = 23  # and a half more, so that neither 0 nor 1 is ever drawn in fp32
+UNIFORM_BITS = 23  # plus a half, so that neither 0 nor 1 is ever drawn in fp32
 
 
 @dataclass(frozen=True)
 class GroupOffset:
-    """Where a rank's part of a parameter lies: its first row, its first group in a row, and groups of a whole row."""
+    """The offset of a rank's shard of a parameter: first row, first group in a row, and groups of a whole row."""
 
     first_row: int
     first_group: int
@@ -43,24 +43,24 @@ class GroupOffset:
 
 
 def salt_of(seed: int, name: str) -> tuple[int, int]:
-    """Two 32-bit numbers, signed, that stand for a parameter in a run."""
+    """Two signed 32-bit numbers that identify a parameter in a run."""
     digest = hashlib.sha256(f"{seed}/{name}/gumbel".encode()).digest()
     return _signed(int.from_bytes(digest[:4], "little")), _signed(int.from_bytes(digest[4:8], "little"))
 
 
 def draw_of(sample_ids_B: Tensor) -> Tensor:
-    """Two 32-bit numbers, on the samples' device, that stand for a micro-batch: those of its first sample in the run.
+    """Two 32-bit numbers, on the samples' device, that identify a micro-batch by its first sample in the run.
 
-    Which sample that is follows from the step and the micro-batch's index in the global batch.
+    The step and the micro-batch's index in the global batch determine this sample.
     """
     first = sample_ids_B[:1].long()
     return torch.cat([first, first * FACTORS[1] + (first >> 32)]).to(torch.int32)
 
 
 def noise(draw_2: Tensor, salt: tuple[int, int], shape: tuple[int, int, int], place: GroupOffset) -> Tensor:
-    """Standard Gumbel noise for a part of so many rows, groups of a row and candidates, in fp32.
+    """Standard Gumbel noise for a shard of shape (rows, groups of a row, candidates), in fp32.
 
-    All integers are of 32 bits and wrap around; shifts fill with zeros.
+    All integers have 32 bits and wrap around; shifts fill with zeros.
 
         k0, k1   = mix(draw0 + salt0), mix(draw1 + salt1)
         group    = row * groups of a whole row + group of the row, both counted in the whole parameter
@@ -81,7 +81,7 @@ def noise(draw_2: Tensor, salt: tuple[int, int], shape: tuple[int, int, int], pl
 
 
 def mixed(value: Tensor) -> Tensor:
-    """Spread every bit of an int32 over all of them; reversible."""
+    """Mix the bits of an int32: every bit affects all bits; reversible."""
     value = (value ^ _shifted(value, 16)) * _signed(FACTORS[0])
     value = (value ^ _shifted(value, 13)) * _signed(FACTORS[1])
     return value ^ _shifted(value, 16)
@@ -90,24 +90,24 @@ def mixed(value: Tensor) -> Tensor:
 def soft_choice(logits_OGC: Tensor, noise_OGC: Tensor, scale: Tensor | float, temperature: Tensor | float) -> Tensor:
     """The probabilities y of the candidates under this noise."""
     scaled_OGC = (logits_OGC.float() * scale + noise_OGC) / temperature
-    # Six neighbours at a time are slow on a CPU; six long rows take a third of the time, copies included.
+    # A softmax over six adjacent values is slow on a CPU; over six long rows it takes a third, copies included.
     return torch.softmax(scaled_OGC.movedim(-1, 0).contiguous(), dim=0).movedim(0, -1)
 
 
 def mask_of(choice_OGC: Tensor, candidates_CM: Tensor, hard: bool) -> Tensor:
-    """The mask (O, I) of a soft choice: its mean candidate, or its likeliest one; of equals the first."""
+    """The mask (O, I) of a soft choice: the mean of the candidates, or the most probable one (the first of ties)."""
     if hard:
         return candidates_CM[choice_OGC.argmax(dim=-1)].flatten(1)
     return (choice_OGC @ candidates_CM).flatten(1)
 
 
 def argmax_mask(logits_OGC: Tensor, candidates_CM: Tensor) -> Tensor:
-    """The mask that the logits stand for without noise, as truth values (O, I)."""
+    """The mask (O, I) of the largest logits, without noise, as bool."""
     return candidates_CM.bool()[logits_OGC.argmax(dim=-1)].flatten(1)
 
 
 def prior_shift(mask_OI: Tensor, candidates_CM: Tensor, std: float, strength: float) -> Tensor:
-    """What a prior mask M0 adds to logits: (<M0, Mi> - 1) * std * strength for candidate Mi."""
+    """The shift of the logits by a prior mask M0: (<M0, Mi> - 1) * std * strength for candidate Mi."""
     members_OGM = mask_OI.unflatten(1, (-1, candidates_CM.shape[1])).float()
     shift_OGC: Tensor = (members_OGM @ candidates_CM.float().t() - 1) * (std * strength)
     return shift_OGC
@@ -123,10 +123,10 @@ def masked_weight(
     place: GroupOffset,
     hard: bool,
 ) -> Tensor:
-    """weight * mask in the weight's dtype; its gradient reaches the logits alone.
+    """weight * mask in the weight's dtype; only the logits get a gradient.
 
-    `course_3` holds scale, temperature and weight_reg of the step, in fp32 on the device: the host changes them from
-    step to step without a new kernel and without waiting. weight_reg is multiplied by whatever the loss is.
+    `course_3` holds scale, temperature and weight_reg of the step, in fp32 on the device: the host changes them each
+    step without recompilation and without synchronisation. weight_reg includes the factor that scales the loss.
     """
     product: Tensor = _MaskedWeight.apply(  # type: ignore[no-untyped-call]
         weight_OI, logits_OGC, candidates_CM, draw_2, course_3, salt, place, hard
@@ -137,7 +137,7 @@ def masked_weight(
 def logits_gradient(
     grad_OI: Tensor, weight_OI: Tensor, mask_OI: Tensor, choice_OGC: Tensor, candidates_CM: Tensor, course_3: Tensor
 ) -> Tensor:
-    """(scale / temperature) * y * (c - <y, c>), with c the gradient by the mask times each candidate."""
+    """(scale / temperature) * y * (c - <y, c>), with c the mask's gradient times each candidate."""
     scale, temperature, weight_reg = course_3.unbind()
     weight_OI = weight_OI.float()
     by_mask_OI = grad_OI.float() * weight_OI - 2 * weight_reg * weight_OI.square() * mask_OI
@@ -189,10 +189,10 @@ def _drawn(
 
 
 def _shifted(value: Tensor, bits: int) -> Tensor:
-    """An int32 shifted right with zeros coming in from the left."""
+    """Logical right shift of an int32."""
     return (value >> bits) & (WORD - 1 >> bits)
 
 
 def _signed(value: int) -> int:
-    """A 32-bit number as int32 has it."""
+    """An unsigned 32-bit number as int32."""
     return value - WORD if value >= WORD // 2 else value

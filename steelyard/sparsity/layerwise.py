@@ -1,12 +1,12 @@
-"""Pruning a model layer by layer, with one layer on the device at a time.
+"""Layer-wise pruning, with one layer on the device at a time.
 
-The windows of the calibration text are embedded once. Then each layer is loaded, shown the windows while the inputs of
-its matrices are summed into x x^T, pruned, and shown them again: what comes out is the input of the next layer. So a
-layer is pruned for what the pruned layers before it hand on. With `dense_inputs` the outputs of the first showing go
-on, as if nothing had been pruned. The stream of windows stays on the device where it takes a quarter of what is free
-there, else in the host's memory.
+The calibration windows are embedded once. Then each layer is loaded, run on the windows while the inputs of its
+matrices are summed into x x^T, pruned, and run again: its outputs are the inputs of the next layer. So a layer is
+pruned for the outputs of the pruned layers before it. With `dense_inputs` the outputs of the first run are used, as if
+nothing were pruned. The hidden states of the windows stay on the device if they take at most a quarter of its free
+memory, otherwise in host memory.
 
-Matrices that have the same input (query, key and value; gate and up) share one sum.
+Matrices with the same input (query, key and value; gate and up) share one sum.
 
 Tensor suffixes: B windows, L length, D hidden, O outputs, I inputs.
 """
@@ -36,7 +36,7 @@ TOKENS_AT_ONCE = {"cpu": 4096, "cuda": 16384}
 
 @dataclass(frozen=True)
 class Task:
-    """What to do to which matrices, and where to compute."""
+    """Method, pattern and matrices of a pruning run, and its device and dtype."""
 
     method: Method
     pattern: Pattern
@@ -49,7 +49,7 @@ class Task:
 
 @dataclass(frozen=True)
 class LayerOnDevice:
-    """A pruned layer: its matrices, on the CPU and in the source's dtype, and the report's rows about them."""
+    """A pruned layer: its matrices, on the CPU and in the source's dtype, and their rows of the report."""
 
     number: int
     matrices: dict[str, Pruned]
@@ -57,15 +57,15 @@ class LayerOnDevice:
     rows: list[dict[str, Any]]
 
     def pruned(self) -> int:
-        """How many weights went."""
+        """The number of pruned weights."""
         return sum(row["pruned"] for row in self.rows)
 
     def elements(self) -> int:
-        """How many weights its matrices have."""
+        """The number of weights of its matrices."""
         return sum(row["elements"] for row in self.rows)
 
     def summary(self) -> dict[str, Any]:
-        """The layer in one row: sparsity, the relative error of the outputs of its matrices together, time."""
+        """The layer in one row: sparsity, the relative output error over all its matrices, time."""
         known = [row for row in self.rows if row["squared_output"]]
         error = (
             sum(row["squared_error"] for row in known) / sum(row["squared_output"] for row in known) if known else None
@@ -75,11 +75,11 @@ class LayerOnDevice:
             "sparsity": self.pruned() / self.elements(),
             "error": error,
             "seconds": round(self.seconds, 3),
-            "matrices": [_shown(row) for row in self.rows],
+            "matrices": [_report_row(row) for row in self.rows],
         }
 
 
-def _shown(row: dict[str, Any]) -> dict[str, Any]:
+def _report_row(row: dict[str, Any]) -> dict[str, Any]:
     error = row["squared_error"] / row["squared_output"] if row["squared_output"] else None
     shown = {"name": row["name"], "sparsity": row["pruned"] / row["elements"], "error": error}
     return shown | {key: row[key] for key in ("damping", "dead")}
@@ -88,7 +88,7 @@ def _shown(row: dict[str, Any]) -> dict[str, Any]:
 def pruned_layers(
     source: CheckpointSource, task: Task, tokens_BL: Tensor | None
 ) -> Generator[LayerOnDevice, None, None]:
-    """Prune the layers that hold one of the task's matrices, in order. Without tokens, by the weights alone."""
+    """Prune the layers that contain one of the task's matrices, in order. Without tokens, only by the weights."""
     by_layer: dict[int, list[str]] = {}
     for name in task.names:
         by_layer.setdefault(int(name.split(".")[1]), []).append(name)
@@ -98,10 +98,10 @@ def pruned_layers(
             names = by_layer.get(number, [])
             begun = time.monotonic()
             grams: dict[str, Gram] = {}
-            stage = None  # The last layer goes before this one comes.
+            stage = None  # Free the last layer before this one is loaded.
             if stream is not None:
                 stage = _stage(source, task, StageSpec(range(number, number + 1), first=False, last=False))
-                grams = _shown_windows(stage, stream, names, keep=task.dense_inputs or not names)
+                grams = _run_layer(stage, stream, names, keep=task.dense_inputs or not names)
             matrices, rows = {}, []
             for name in names:
                 matrices[name], row = _prune(source.tensor(name), name, grams.pop(name, None), task)
@@ -110,7 +110,7 @@ def pruned_layers(
                     with torch.no_grad():
                         stage.get_parameter(name).copy_(matrices[name].weight_OI)
             if stage is not None and stream is not None and names and not task.dense_inputs and number < max(by_layer):
-                _shown_windows(stage, stream, [], keep=True)
+                _run_layer(stage, stream, [], keep=True)
             if names:
                 layer = LayerOnDevice(number, matrices, time.monotonic() - begun, rows)
                 progress.advance(1)
@@ -122,9 +122,9 @@ def _prune(weight_OI: Tensor, name: str, gram: Gram | None, task: Task) -> tuple
     hessian = None if gram is None else gram.hessian
     pruned = prune_matrix(weight_OI, hessian, task.pattern, task.method, task.update)
     if pruned.damping is not None and pruned.damping > DAMPING:
-        console.warn(f"{name}: H could be factored only with a damping of {pruned.damping:g} of its mean diagonal")
+        console.warn(f"{name}: the Cholesky factorisation of H needed a damping of {pruned.damping:g} x mean diagonal")
     if pruned.dead:
-        console.say(f"{name}: {pruned.dead} inputs are zero in every token; their weights go first")
+        console.say(f"{name}: {pruned.dead} inputs are zero in every token; their weights are pruned first")
     lost, whole = (
         (0.0, 0.0) if hessian is None else reconstruction_error(weight_OI, pruned.weight_OI, hessian.matrix_II)
     )
@@ -148,30 +148,30 @@ class Gram:
         self.tokens = 0
 
     def add(self, x: Tensor) -> None:
-        """See more inputs, whose last dimension are the channels."""
+        """Add inputs, whose last dimension is the channels."""
         rows = x.flatten(0, -2)
         self.tokens += len(rows)
         if rows.dtype == torch.float32 or rows.device.type != "cuda":
             rows = rows.float()
             self.sum_II.addmm_(rows.t(), rows)
-        else:  # Products of bf16 numbers are exact in fp32, and are summed there.
+        else:  # Products of bf16 numbers are exact in fp32, and accumulate in fp32.
             self.sum_II += torch.mm(rows.t(), rows, out_dtype=torch.float32)
 
     @cached_property
     def hessian(self) -> Hessian:
-        """(2/n) sum x x^T, when all tokens were seen: the sum is scaled where it lies."""
+        """(2/n) sum x x^T, after all tokens; the sum is scaled in place."""
         return Hessian(self.sum_II.mul_(2 / self.tokens))
 
 
 class HiddenStates:
-    """The hidden states of all windows, kept where there is room."""
+    """The hidden states of all windows, on the device or in host memory."""
 
     def __init__(self, windows: list[Tensor], device: torch.device) -> None:
         self.device = device
         self.batches = windows
 
     def put(self, number: int, batch_BLD: Tensor) -> None:
-        """Replace a batch by what a layer made of it."""
+        """Replace a batch by a layer's output."""
         self.batches[number] = batch_BLD.to(self.batches[number].device)
 
 
@@ -191,7 +191,7 @@ def _home(task: Task, needed: int) -> torch.device:
 
 
 def _stage(source: CheckpointSource, task: Task, part: StageSpec) -> LanguageModel:
-    """A slice of the model on the device: products in the precision to compute in, norms in fp32."""
+    """A stage of the model on the device: matrices in the compute dtype, norms in fp32."""
     with torch.device("meta"):
         stage = model.build(source.config, part)
     for module in stage.modules():
@@ -205,8 +205,8 @@ def _stage(source: CheckpointSource, task: Task, part: StageSpec) -> LanguageMod
     return stage.requires_grad_(False).eval()
 
 
-def _shown_windows(stage: LanguageModel, stream: HiddenStates, names: list[str], keep: bool) -> dict[str, Gram]:
-    """Show a layer all windows; gives the sums of the named matrices' inputs. `keep` lets its outputs go on."""
+def _run_layer(stage: LanguageModel, stream: HiddenStates, names: list[str], keep: bool) -> dict[str, Gram]:
+    """Run a layer on all windows; returns the sums of the named matrices' inputs. `keep` stores its outputs."""
     grams: dict[str, Gram] = {}
     last: list[tuple[Tensor, str]] = []
     owner: dict[str, str] = {}

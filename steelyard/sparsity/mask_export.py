@@ -1,4 +1,4 @@
-"""Masks leave the run that made them: as a mask file, or as weights with zeros for any other program."""
+"""Exports the masks of a run: as a mask file, or as weights with zeros for other programs."""
 
 from __future__ import annotations
 
@@ -22,48 +22,46 @@ def write(
     moved_to: str | None = None,
     tokenizer: str | None = None,
 ) -> dict[str, Any]:
-    """Write the masks that a run or a checkpoint brings; its weights are checked either way."""
+    """Write the masks of a run or checkpoint; its base weights are verified in both formats."""
     if form == "packed" and tokenizer is not None:
         raise UserError(
-            "a file of masks holds no tokenizer", where="--tokenizer", hint="leave it out, or add --format hf"
+            "a mask file contains no tokenizer", where="--tokenizer", hint="remove the option, or add --format hf"
         )
     refuse_destination(destination, is_file=form == "packed")
-    brought = carried(path, moved_to)
-    if brought is None:
-        raise _brings_none(path)
+    attached = carried(path, moved_to)
+    if attached is None:
+        raise _no_masks(path)
     if form == "hf":
-        return {"format": form, **convert(through(brought), destination, Target("hf", tokenizer=tokenizer))}
-    found = brought.masks
-    each = ((name, found.mask(name)) for name in found.names())
-    made_by = {"method": brought.how, "from": str(found.path), "step": brought.step}
-    mask_file.write(destination, each, found.pattern, brought.identity or frozen_base.identity(brought.base), made_by)
+        return {"format": form, **convert(through(attached), destination, Target("hf", tokenizer=tokenizer))}
+    masks = attached.masks
+    each = ((name, masks.mask(name)) for name in masks.names())
+    made_by = {"method": attached.how, "from": str(masks.path), "step": attached.step}
+    mask_file.write(destination, each, masks.pattern, attached.identity or frozen_base.identity(attached.base), made_by)
     return {"format": form, **mask_file.described(destination)}
 
 
 def apply(path: str, mask: Path, destination: Path, tokenizer: str | None = None) -> dict[str, Any]:
-    """Write a checkpoint for transformers, with zeros where a mask file has them."""
+    """Write a checkpoint for transformers with a mask file applied."""
     refuse_destination(destination)
     return convert(masked(open_source(path), mask), destination, Target("hf", tokenizer=tokenizer))
 
 
-def _brings_none(path: str) -> UserError:
-    """Why there is nothing to export; a run that keeps zeros has them in its weights already."""
+def _no_masks(path: str) -> UserError:
+    """The error for a path without masks; a run with fixed zeros has them only in its weights."""
     method = checkpoint.source(path).state.get(SPARSITY, {}).get("method") if is_own(path) else None
     if method == "fixed":
         return UserError(
-            f"{path} keeps the zeros that its weights had, and holds no masks beside them",
-            hint=f"steelyard checkpoint convert {shlex.quote(path)} OUT --to hf writes the weights, zeros and all; "
+            f"{path} keeps the zeros of its weights, and has no separate masks",
+            hint=f"steelyard checkpoint convert {shlex.quote(path)} OUT --to hf writes the weights with their zeros; "
             "steelyard export-sparse writes them compressed",
         )
-    return UserError(
-        f"{path} brings no masks", hint="name a run with a [sparsity] section or a checkpoint of MaskLLM's"
-    )
+    return UserError(f"{path} has no masks", hint="give a run with a [sparsity] section or a MaskLLM checkpoint")
 
 
 def as_text(result: dict[str, Any]) -> str:
-    """What was written, in a line."""
+    """One line about the written file."""
     if result["format"] == "hf":
         return f"{result['path']}: hf, {result['dtype']}"
     return (
-        f"{result['path']}: {result['matrices']} masks of {result['pattern']}, {result['bits_a_weight']} bits a weight"
+        f"{result['path']}: {result['matrices']} {result['pattern']} masks, {result['bits_a_weight']} bits per weight"
     )

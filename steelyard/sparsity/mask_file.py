@@ -1,21 +1,21 @@
-"""Mask files: which weights stay, in less than a bit each.
+"""Mask files: masks of all matrices in less than a bit per weight.
 
-A safetensors file whose tensors are bytes (U8), one for each masked matrix and under its name. A matrix of the pattern
-2:4 or 1:4 is a row of groups, row after row of the matrix, and a group is the number of its mask among
-`Pattern.candidates()`: three bits for 2:4 (0.75 bits a weight), two for 1:4 (0.5). All groups' lowest bits come first,
-then all second bits, then all third. Any other pattern has a bit a weight. Eight bits are a byte, the first the lowest;
-each of these rows of bits begins with a byte of its own.
+A safetensors file with one byte tensor (U8) for each masked matrix, under its name. With the pattern 2:4 or 1:4 a
+matrix is a sequence of groups in row-major order, and a group is stored as the index of its mask in
+`Pattern.candidates()`: three bits for 2:4 (0.75 bits per weight), two for 1:4 (0.5). The lowest bits of all groups come
+first, then all second bits, then all third bits (bit planes). Any other pattern has one bit per weight. Bits are packed
+into bytes, the first in the lowest position; each bit plane starts at a byte boundary.
 
-The header's metadata has
+The metadata of the header has
 
     format    "steelyard-mask", and `version` "1"
     pattern   such as "2:4" or "0.5"
     shapes    JSON: the shape of each matrix, [out, in], by name
-    base      JSON: what the masks belong to
-    made_by   JSON: how the masks came about
-    sha256    of the names, shapes, pattern and bytes; it is checked when a file is opened
+    base      JSON: path and hash of the weights
+    made_by   JSON: how the masks were made
+    sha256    of the names, shapes, pattern and bytes; verified when a file is opened
 
-Masks are whole: a file knows no layout.
+Masks are of whole matrices: a file does not depend on a layout.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from steelyard.core.safe_parse import loads
 from steelyard.sparsity.patterns import Pattern
 
 FORMAT, VERSION = "steelyard-mask", "1"
-CODED = {"2:4": 3, "1:4": 2}  # bits of a group's number
+CODED = {"2:4": 3, "1:4": 2}  # bits of a group's index
 
 
 def write(
@@ -48,7 +48,7 @@ def write(
     base: dict[str, Any],
     made_by: dict[str, Any] | None = None,
 ) -> int:
-    """Write masks (bool, [out, in]) as they come, each packed at once; gives the bytes of the file."""
+    """Write masks (bool, [out, in]) from an iterable, packing each immediately; returns the file size in bytes."""
     packed: dict[str, Tensor] = {}
     shapes: dict[str, list[int]] = {}
     for name, mask in masks:
@@ -76,16 +76,16 @@ def write(
 
 
 def is_mask_file(path: str | Path) -> bool:
-    """Whether a path is a mask file, whole or not."""
-    found = Path(path)
+    """Whether a path is a mask file, valid or corrupt."""
+    file = Path(path)
     try:
-        return found.is_file() and safetensors.metadata(found).get("format") == FORMAT
+        return file.is_file() and safetensors.metadata(file).get("format") == FORMAT
     except UserError:
         return False
 
 
 class MaskFile:
-    """A mask file that was found to be whole."""
+    """A verified mask file."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser()
@@ -93,10 +93,10 @@ class MaskFile:
             raise UserError(f"there is no mask file {path}", hint="steelyard prune --save mask writes one")
         about = safetensors.metadata(self.path)
         if about.get("format") != FORMAT:
-            raise UserError("this is no mask file", where=str(path), hint="steelyard prune --save mask writes one")
+            raise UserError("this is not a mask file", where=str(path), hint="steelyard prune --save mask writes one")
         if about.get("version") != VERSION:
             raise UserError(
-                f"it is of version {about.get('version')}, and {VERSION} is known",
+                f"the mask file has version {about.get('version')}, but only {VERSION} is supported",
                 where=str(path),
                 hint="update steelyard",
             )
@@ -108,14 +108,16 @@ class MaskFile:
             self.pattern = Pattern.parse(about["pattern"], where=str(path))
         except (KeyError, TypeError, ValueError):
             raise UserError(
-                "its header does not describe masks", where=str(path), hint="make or copy it again"
+                "the header of the mask file is not valid", where=str(path), hint="create or copy the file again"
             ) from None
         self._extents = safetensors.extents(self.path)
         self._check_sizes()
         packed = {name: self._extents[name].read() for name in self.shapes}
         if _checksum(packed, {name: list(shape) for name, shape in self.shapes.items()}, str(self.pattern)) != claimed:
             raise UserError(
-                "its contents do not match its checksum: it is damaged", where=str(path), hint="make or copy it again"
+                "the mask file is corrupt: its checksum does not match",
+                where=str(path),
+                hint="create or copy the file again",
             )
 
     def _check_sizes(self) -> None:
@@ -127,7 +129,7 @@ class MaskFile:
                 wrong.add(name)
         if wrong:
             raise UserError(
-                f"{min(wrong)} is not as its header says", where=str(self.path), hint="make or copy it again"
+                f"{min(wrong)} does not match the header", where=str(self.path), hint="create or copy the file again"
             )
 
     def names(self) -> list[str]:
@@ -139,16 +141,16 @@ class MaskFile:
         return self.shapes[name]
 
     def mask(self, name: str) -> Tensor:
-        """True where a weight stays."""
+        """True where a weight is kept."""
         return unpack(self._extents[name].read(), self.shapes[name], self.pattern)
 
     def packed(self, name: str) -> Tensor:
-        """The bytes of a mask, as they lie in the file."""
+        """The packed bytes of a mask."""
         return self._extents[name].read()
 
 
 def described(path: str | Path) -> dict[str, Any]:
-    """What a mask file is. All of it is read: the checksum is checked, and the share that is pruned is counted."""
+    """The description of a mask file. Reads all of it to verify the checksum and count pruned weights."""
     masks = MaskFile(path)
     weights = sum(math.prod(masks.shape(name)) for name in masks.names())
     kept = sum(int(masks.mask(name).sum()) for name in masks.names())
@@ -167,7 +169,7 @@ def described(path: str | Path) -> dict[str, Any]:
 
 
 def as_text(result: dict[str, Any]) -> str:
-    """The same for a person."""
+    """The description as text."""
     lines = {
         **result,
         **{f"{key}.{inner}": value for key in ("base", "made_by") for inner, value in result[key].items()},
@@ -176,16 +178,16 @@ def as_text(result: dict[str, Any]) -> str:
 
 
 def packed_bytes(shape: tuple[int, ...], pattern: Pattern) -> int:
-    """How many bytes a matrix's mask takes."""
+    """The number of bytes of a matrix's mask."""
     planes = CODED.get(str(pattern), 1)
     places = math.prod(shape) // (pattern.group if str(pattern) in CODED else 1)
     return planes * -(-places // 8)
 
 
 def pack(mask: Tensor, pattern: Pattern) -> Tensor:
-    """A mask as bytes."""
+    """Pack a mask into bytes."""
     if not pattern.follows(mask):
-        raise UserError(f"a mask is not {pattern}", hint="every group must keep as many weights as the pattern says")
+        raise UserError(f"a mask does not follow {pattern}", hint="each group must keep as many weights as the pattern")
     bits = CODED.get(str(pattern))
     if bits is None:
         return _bytes([mask])
@@ -194,7 +196,7 @@ def pack(mask: Tensor, pattern: Pattern) -> Tensor:
 
 
 def unpack(packed: Tensor, shape: tuple[int, int], pattern: Pattern) -> Tensor:
-    """The mask that bytes stand for."""
+    """Unpack a mask from bytes."""
     bits = CODED.get(str(pattern))
     if bits is None:
         return _bits(packed, math.prod(shape)).bool().view(shape)
@@ -204,12 +206,12 @@ def unpack(packed: Tensor, shape: tuple[int, int], pattern: Pattern) -> Tensor:
         codes |= _bits(plane, groups) << bit
     candidates = pattern.candidates().bool()
     if codes.max() >= len(candidates):
-        raise UserError(f"a group has the mask {int(codes.max())}, and {pattern} knows {len(candidates)}")
+        raise UserError(f"a group has the mask index {int(codes.max())}, but {pattern} has {len(candidates)} masks")
     return candidates[codes.int()].view(shape)
 
 
 def _codes(pattern: Pattern) -> Tensor:
-    """The place among the candidates of each group's bits read as a number."""
+    """The index in the candidates, by the group's bits read as a number."""
     codes = torch.zeros(1 << pattern.group, dtype=torch.uint8)
     numbers = _as_numbers(pattern.candidates().bool())
     codes[numbers] = torch.arange(len(numbers), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""The mask that learning begins near: from whatever brings masks, or where the weights themselves are not zero."""
+"""The prior of mask learning: the masks of a file, run or checkpoint, or the nonzero weights of the base."""
 
 from __future__ import annotations
 
@@ -26,58 +26,58 @@ class MaskPrior:
         if masks is None:
             return
         if masks.base.get("sha256", base["sha256"]) != base["sha256"]:
-            console.warn(f"the masks of {masks.path} were found for other weights than those of {base['path']}")
+            console.warn(f"the masks of {masks.path} were made for other weights than those of {base['path']}")
         check_masks(masks, recipe, "sparsity.prior")
 
     def mask(self, weight: ParamShard) -> Tensor:
-        """True where the prior keeps a weight, of the part that this rank holds."""
+        """True where the prior keeps a weight, for this rank's shard."""
         mask = weight.tensor != 0 if self.masks is None else held(self.masks.mask(weight.name), weight)
         self.zeros += (mask.numel() - int(mask.sum())) / weight.copies
         return mask
 
     def refuse_if_empty(self, mesh: Mesh) -> None:
-        """A prior that drops nothing says nothing: the user believes to have pruned weights and has not."""
+        """Refuse a prior that prunes nothing: the user assumes pruned weights, but they are dense."""
         zeros = torch.tensor(self.zeros, dtype=torch.float64)
         if mesh.world.size > 1:
             zeros = zeros.to("cuda" if dist.get_backend() == "nccl" else "cpu")
             dist.all_reduce(zeros)
         if not zeros.item():
             raise UserError(
-                "the prior is to come from the zeros of the weights, and they have none",
+                "sparsity.prior uses the zeros of the weights, but they have none",
                 where=self.recipe.where("sparsity.prior"),
-                hint="name a mask file (steelyard prune --save mask writes one), or pruned weights as the base",
+                hint="give a mask file (steelyard prune --save mask writes one), or pruned weights as the base",
             )
 
 
 def check_masks(masks: Masks, recipe: Recipe, key: str) -> None:
-    """Refuse masks that are not there for every matrix that the recipe chooses."""
+    """Refuse masks that lack a matrix that the recipe selects."""
     known = set(masks.names())
     for name, size in masked_sizes(recipe).items():
-        found = masks.shape(name) if name in known else None
-        if found != size:
-            what = "no mask" if found is None else f"a mask of {found}"
+        shape = masks.shape(name) if name in known else None
+        if shape != size:
+            what = "no mask" if shape is None else f"a mask of {shape}"
             raise UserError(
                 f"{masks.path} has {what} for {name}, which is {size}",
                 where=recipe.where(key),
-                hint="name masks of this model, or leave such weights out with sparsity.exclude",
+                hint="give masks of this model, or exclude such weights with sparsity.exclude",
             )
 
 
 def refuse_fewer(masks: Masks, chosen: Container[str], recipe: Recipe) -> None:
-    """Refuse to go on from masks of which the recipe chooses only some: the others' weights would be dense again."""
+    """Refuse masks of which the recipe selects only some: the other matrices would become dense again."""
     dropped = [name for name in masks.names() if name not in chosen]
     if dropped:
         key = "sparsity.include" if recipe.sparsity is not None and recipe.sparsity.include else "sparsity.exclude"
         raise UserError(
-            f"{masks.path} has masks that the recipe leaves out, {dropped[0].removesuffix('.weight')} and "
-            f"{len(dropped) - 1} more: those matrices would be dense again",
+            f"{masks.path} has masks that the recipe does not select, {dropped[0].removesuffix('.weight')} and "
+            f"{len(dropped) - 1} more: those matrices would become dense again",
             where=recipe.where(key),
-            hint="choose the matrices that it chose",
+            hint="select the same matrices as in the masks",
         )
 
 
 def held(whole: Tensor, part: ParamShard) -> Tensor:
-    """What this rank holds of a tensor that lies like a parameter."""
+    """This rank's shard of a whole tensor that has the shape of a parameter."""
     for dim, (first, length) in enumerate(zip(part.offset, part.tensor.shape, strict=True)):
         whole = whole.narrow(dim, first, length)
     return whole

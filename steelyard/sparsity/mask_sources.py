@@ -1,4 +1,4 @@
-"""Masks that something brings: a mask file, a run that learned them or trains under them, MaskLLM's checkpoints."""
+"""Sources of masks: mask files, mask-learning and SR-STE runs, and MaskLLM checkpoints."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from steelyard.sparsity.mask_file import MaskFile, is_mask_file
 from steelyard.sparsity.patterns import Pattern
 from steelyard.sparsity.target_modules import chosen, maskable
 
-MOVED = "say where they are now with --base PATH"
+MOVED = "give their current path with --base PATH"
 LOGITS = "mask_logits"
-SPARSITY = "sparsity"  # what a checkpoint's state calls the masks of its run
+SPARSITY = "sparsity"  # the key in a checkpoint's train state
 
 
 class Masks(Protocol):
-    """Masks of whole matrices, by Steelyard's names, wherever they lie."""
+    """Masks of whole matrices, by Steelyard's names."""
 
     path: Path
     pattern: Pattern
     base: dict[str, Any]
-    """Path and hash of the weights that they were found for, where these are known."""
+    """Path and hash of the weights that they were made for, if known."""
 
     def names(self) -> list[str]:
         """The matrices that have masks."""
@@ -37,7 +37,7 @@ class Masks(Protocol):
         """The shape of a matrix, [out, in]."""
 
     def mask(self, name: str) -> Tensor:
-        """True where a weight stays."""
+        """True where a weight is kept."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,13 @@ class Carried:
     step: int | None
     tokenizer: str | None
     identity: dict[str, str] | None
-    """Path and hash of the weights, where they are known already."""
+    """Path and hash of the weights, if already known."""
     how: str
-    """How the masks came about, in a word or two."""
+    """The kind of masks, as text."""
 
 
 class RunMasks:
-    """The masks that a run has learned so far, from a checkpoint of any layout."""
+    """The masks of a mask-learning run, from a checkpoint of any layout."""
 
     def __init__(self, saved: checkpoint.Checkpoint) -> None:
         self.saved, self.path = saved, saved.path
@@ -84,16 +84,16 @@ class RunMasks:
         return tensor
 
     def mask(self, name: str) -> Tensor:
-        """True where a weight stays: the candidate of the largest logit."""
+        """True where a weight is kept: the candidate with the largest logit."""
         return gumbel.argmax_mask(self.logits(name), self.pattern.candidates())
 
 
 class MagnitudeMasks:
-    """The masks under which a run of N:M training computes: the largest weights of each group."""
+    """The masks of an SR-STE run: the largest weights of each group."""
 
     def __init__(self, source: CheckpointSource, about: dict[str, Any]) -> None:
         self.source, self.path = source, source.path
-        self.base: dict[str, Any] = {}  # its own weights, which go on changing
+        self.base: dict[str, Any] = {}  # The run's own weights, which change in training.
         self.pattern = Pattern.parse(str(about["pattern"]), where=str(source.path))
         self._sizes = maskable(source.config)
         self._names = chosen(self._sizes, about.get("include", []), about.get("exclude", []))
@@ -107,15 +107,15 @@ class MagnitudeMasks:
         return self._sizes[name]
 
     def mask(self, name: str) -> Tensor:
-        """True where a weight stays."""
+        """True where a weight is kept."""
         return self.pattern.keep_best(self.source.tensor(name).abs())
 
 
 def carried(path: str | Path, moved_to: str | None = None, checks: bool = True, hint: str = MOVED) -> Carried | None:
-    """The masks that a run or a checkpoint brings along, and its weights; none where it brings no masks.
+    """The masks of a run or checkpoint and its weights; None if it has no masks.
 
-    Without `checks` the weights are taken to be those that the masks belong to. `mend` says how a place that they were
-    moved to is named.
+    Without `checks` the weights are not verified against the masks. `hint` tells the user how to give the weights' new
+    path.
     """
     if not is_own(path):
         source = open_source(path)
@@ -137,17 +137,17 @@ def carried(path: str | Path, moved_to: str | None = None, checks: bool = True, 
 
 
 def masks_of(path: str) -> Masks:
-    """The masks of a mask file, or those that a run or a checkpoint brings; its weights are not looked at."""
+    """The masks of a mask file, run or checkpoint, without verifying its weights."""
     if is_mask_file(path):
         return MaskFile(path)
     if is_own(path):
         saved = checkpoint.source(path)
         if saved.state.get(SPARSITY, {}).get("method") == "learned":
             return RunMasks(saved)
-    found = carried(path) if Path(path).is_dir() else MaskFile(path)
-    if found is None:
+    masks = carried(path) if Path(path).is_dir() else MaskFile(path)
+    if masks is None:
         raise UserError(
-            f"{path} brings no masks",
-            hint="name a mask file, a run with a [sparsity] section, or a checkpoint of MaskLLM's",
+            f"{path} has no masks",
+            hint="give a mask file, a run with a [sparsity] section, or a MaskLLM checkpoint",
         )
-    return found.masks if isinstance(found, Carried) else found
+    return masks.masks if isinstance(masks, Carried) else masks

@@ -1,23 +1,23 @@
-"""Masked weights as Triton kernels: noise, softmax, mask and product in one pass, and their gradient in another.
+"""Masked weights as Triton kernels: noise, softmax, mask and product in one kernel, and their gradient in another.
 
-`steelyard.sparsity.gumbel` is the specification; the tests hold these kernels to it. Noise is drawn again in the
-backward pass, so nothing is kept between the two but what autograd keeps of the product anyway: weight * mask in the
-weight's dtype, two bytes a weight in bf16, which the gradient of the layer's input needs.
+`steelyard.sparsity.gumbel` is the specification; the tests compare these kernels with it. The backward pass draws the
+noise again, so nothing is stored between the passes except what autograd stores for the product anyway: weight * mask
+in the weight's dtype, two bytes per weight in bf16, which the gradient of the layer's input needs.
 
-What a pass moves, in bytes a weight, bf16 weights and fp32 logits over six candidates (6 / 4 * 4 = 6 bytes a weight):
+Memory traffic in bytes per weight, with bf16 weights and fp32 logits of six candidates (6 / 4 * 4 = 6 per weight):
 
     forward    weight 2 + logits 6 read, product 2 written                            10
     backward   gradient 2 + weight 2 + logits 6 read, gradient of the logits 6 written   16
 
-At 4.3 TB/s that is 0.10 ms for 4096x4096 and 0.27 ms for 11008x4096, beside three matrix products of together about
-0.55 and 1.42 ms: 1.19 times a dense trainable layer, if memory is all that matters. Compiled for Hopper a pair of
-groups takes about 480 instructions forward and 590 backward, 39 of them special functions (two logarithms and a power
-of each candidate): 0.03 and 0.04 ms for 4096x4096 where every cycle issues one. Both hide behind memory.
+At 4.3 TB/s that is 0.10 ms for 4096x4096 and 0.27 ms for 11008x4096, in addition to three matrix products of about 0.55
+and 1.42 ms in total: 1.19 times a dense trainable layer, if memory-bound. Compiled for Hopper a pair of groups takes
+about 480 instructions forward and 590 backward, 39 of them special functions (two logarithms and a power for each
+candidate): 0.03 and 0.04 ms for 4096x4096 at one instruction per cycle. Memory traffic hides both.
 
-A thread takes two neighbouring groups: eight weights are 16 bytes, their logits three times 16 bytes, so that every
-access is as wide as it can be although six candidates are no power of two. Scale, temperature, weight_reg and the draw
-are read from the device: no step waits for the host, and none compiles anew. The operators are opaque to torch.compile,
-which goes around them. This module is imported only where there is a GPU, since other machines may have no Triton.
+A thread takes two adjacent groups: eight weights are 16 bytes, their logits three times 16 bytes, so every access has
+the maximal width although six candidates are not a power of two. Scale, temperature, weight_reg and the draw are read
+from the device: no step synchronises with the host or recompiles. The operators are opaque to torch.compile. This
+module is imported only on machines with a GPU, since others may have no Triton.
 """
 
 # Kernels have no types that mypy could check.
@@ -36,7 +36,7 @@ from triton.language.extra import libdevice
 
 from steelyard.sparsity.gumbel import CANDIDATE_STEP, FACTORS, GROUP_STEP, WORD, GroupOffset
 
-BLOCK, WARPS = 256, 8  # pairs of groups of a program, and its warps: a pair for each thread
+BLOCK, WARPS = 256, 8  # pairs of groups per program, and its warps: one pair per thread
 GROUP = 4
 CANDIDATES = (6, 4)  # of 2:4 and of 1:4
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
@@ -46,7 +46,7 @@ _STEP1, _STEP2, _STEP3, _STEP4, _STEP5 = (tl.constexpr(n * CANDIDATE_STEP % WORD
 
 
 def suits(weight_OI: Tensor, logits_OGC: Tensor) -> bool:
-    """Whether the kernels can take these: 2:4 or 1:4, an even number of groups, all in one stretch of memory."""
+    """Whether the kernels support these tensors: 2:4 or 1:4, an even number of groups, contiguous."""
     return (
         logits_OGC.shape[-1] in CANDIDATES
         and weight_OI.numel() == logits_OGC.shape[0] * logits_OGC.shape[1] * GROUP
@@ -66,7 +66,7 @@ def masked_weight(
     place: GroupOffset,
     hard: bool,
 ) -> Tensor:
-    """weight * mask, as `gumbel.masked_weight` gives it; its gradient reaches the logits alone."""
+    """weight * mask, as in `gumbel.masked_weight`; only the logits get a gradient."""
     product: Tensor = _masked_weight(
         weight_OI, logits_OGC, draw_2, course_3, *salt, place.first_row, place.first_group, place.groups, hard
     )
@@ -113,20 +113,20 @@ def _(gradient: Tensor, weight: Tensor, logits: Tensor, *rest: Any) -> Tensor:
     return torch.empty_like(logits)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     weight, logits, draw, course, *ctx.rest = inputs
     ctx.save_for_backward(weight, logits, draw, course)
 
 
-def _give_back(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+def _autograd_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     weight, logits, draw, course = ctx.saved_tensors
     of_logits = _masked_weight_backward(gradient.contiguous(), weight, logits, draw, course, *ctx.rest)
     return None, of_logits, *[None] * (2 + len(ctx.rest))
 
 
-_masked_weight.register_autograd(_give_back, setup_context=_keep)
+_masked_weight.register_autograd(_autograd_backward, setup_context=_setup_context)
 
-# What changes from parameter to parameter or from step to step must not make a new kernel.
+# Values that change between parameters or steps must not trigger a recompilation.
 _NOT_SPECIAL = ["salt0", "salt1", "first_row", "first_group", "groups"]
 
 
@@ -209,7 +209,7 @@ def _place(group, groups_here, first_row, first_group, groups, whole_rows: tl.co
 
 @triton.jit
 def _log2(x):
-    """The GPU's own logarithm: one instruction where the exact one takes twenty."""
+    """The GPU's approximate logarithm: one instruction instead of twenty."""
     if _INTERPRETED:
         return tl.log2(x)
     return libdevice.fast_log2f(x)
@@ -217,9 +217,9 @@ def _log2(x):
 
 @triton.jit
 def _gumbel(word):
-    """Gumbel noise divided by ln 2, as powers of 2 want it."""
+    """Gumbel noise divided by ln 2, for exp2."""
     uniform = (word >> 9).to(tl.float32) * 1.1920928955078125e-07 + 5.9604644775390625e-08
-    # The error of that logarithm is absolute: near 1, where the logarithm itself is small, a series stands in for it.
+    # The error of that logarithm is absolute: near 1, where the logarithm itself is small, a series replaces it.
     rest = 1.0 - uniform
     series = rest * (1.0 + rest * (0.5 + rest * 0.3333333333))
     return -_log2(tl.where(rest < 0.0078125, series, -0.6931471805599453 * _log2(uniform)))
@@ -227,7 +227,7 @@ def _gumbel(word):
 
 @triton.jit
 def _choice(logits, place, key0, key1, scale, temperature, candidates: tl.constexpr):
-    """The probabilities of a group's candidates; of 1:4 the last two are there for form."""
+    """The probabilities of a group's candidates; for 1:4 the last two are placeholders."""
     drawn = _mixed(place * _GROUP_STEP + key0) + key1
     cold, scale = 1.0 / temperature, scale * 1.4426950408889634
     z0 = (logits[0] * scale + _gumbel(_mixed(drawn))) * cold
@@ -258,7 +258,7 @@ def _soft(y, candidates: tl.constexpr):
 
 @triton.jit
 def _mask(y, candidates: tl.constexpr, hard: tl.constexpr):
-    """The mean candidate, or the likeliest; of equals the first."""
+    """The mean of the candidates, or the most probable one (the first of ties)."""
     if not hard:
         return _soft(y, candidates)
     top, zero = tl.maximum(tl.maximum(y[0], y[1]), tl.maximum(y[2], y[3])), y[0] * 0.0

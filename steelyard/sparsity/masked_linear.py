@@ -1,8 +1,8 @@
-"""Learning which weights stay: the model's weights are frozen, and logits over the masks of each group are trained.
+"""Linear modules for mask learning: weights are frozen, and logits over the masks of each group are trained.
 
-A linear map of a layer gets a parameter `mask_logits` beside its weight, and multiplies with the weight under a mask
-that each micro-batch draws anew (`gumbel.py`). Which micro-batch it is comes in with the stream, in the context of the
-layer: a layer computed again, or one that other micro-batches have passed meanwhile, draws what it drew before.
+A linear module gets a parameter `mask_logits` next to its weight, and multiplies with the weight under a mask that is
+drawn for each micro-batch (`gumbel.py`). The context of the layer identifies the micro-batch. So a recomputed layer
+draws the same mask again, even if other micro-batches ran in between.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from steelyard.sparsity.target_modules import chosen, maskable
 
 @dataclass(eq=False)
 class Course:
-    """What all masked maps of a stage share: numbers of the step, on the device, and the candidates."""
+    """Shared by all masked modules of a stage: values of the step, on the device, and the candidate masks."""
 
     candidates_CM: Tensor
     course_3: Tensor
     """Scale, temperature and weight_reg of the step."""
     hard: bool
     dense: bool = False
-    """Leave the masks out, for the predictions of the model as it was."""
+    """Compute without masks, for the predictions of the dense model."""
 
 
 class MaskedLinear(Linear):
-    """A matrix product with some weights of each group; which ones is drawn, or the likeliest where nothing is."""
+    """A linear module under a mask: drawn in training, otherwise the most probable one."""
 
     mask_logits: nn.Parameter
     draw: Tensor | None = None
-    """Which micro-batch this is, and which parameter: `gumbel.draw_of` plus the salt."""
+    """Identifies the micro-batch and the parameter: `gumbel.draw_of` plus the salt."""
 
     def __init__(self, linear: Linear, course: Course) -> None:
         nn.Module.__init__(self)
@@ -55,7 +55,7 @@ class MaskedLinear(Linear):
 
     @property
     def place(self) -> GroupOffset:
-        """Where this rank's part of the weight lies in the whole."""
+        """The offset of this rank's shard in the whole weight."""
         dim, index, _ = self.part
         rows, groups, _ = self.mask_logits.shape
         return GroupOffset(index * rows, 0, self.groups) if dim == 0 else GroupOffset(0, index * groups, self.groups)
@@ -75,23 +75,23 @@ class MaskedLinear(Linear):
 
 
 def masked_sizes(recipe: Recipe) -> dict[str, tuple[int, int]]:
-    """The weights of the whole model that the recipe chooses, and their sizes."""
+    """The weights of the whole model that the recipe selects, and their sizes."""
     assert recipe.sparsity is not None
     sizes, where = maskable(recipe.model), (recipe.where("sparsity.include"), recipe.where("sparsity.exclude"))
     return {name: sizes[name] for name in chosen(sizes, recipe.sparsity.include, recipe.sparsity.exclude, where)}
 
 
 def replace_linears(model: LanguageModel, names: Container[str], make: Callable[[Linear, str], Linear]) -> None:
-    """Put other maps in the place of those whose weights are named."""
-    found = [(f"{name}.weight", module) for name, module in model.named_modules() if isinstance(module, Linear)]
-    for name, linear in found:
+    """Replace the linear modules whose weights are in `names`."""
+    linears = [(f"{name}.weight", module) for name, module in model.named_modules() if isinstance(module, Linear)]
+    for name, linear in linears:
         if name in names:
             path, _, own = name.removesuffix(".weight").rpartition(".")
             setattr(model.get_submodule(path), own, make(linear, name))
 
 
 def freeze(model: LanguageModel) -> None:
-    """Have nothing learn, and keep matrices in the precision they are used in; norms stay fp32, as they compute."""
+    """Freeze all parameters, and store matrices in the compute dtype; norms stay fp32, since they compute in fp32."""
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):
             module.to(model.dtype)
@@ -100,7 +100,7 @@ def freeze(model: LanguageModel) -> None:
 
 
 def put_masks(model: LanguageModel, names: Container[str], seed: int, course: Course) -> None:
-    """Put masked maps in the place of a frozen model's plain ones, and have each layer tell them what to draw."""
+    """Replace linear modules of a frozen model by masked ones, and wrap their layers in `MaskedLayer`."""
     replace_linears(model, names, lambda linear, name: MaskedLinear(linear, course))
     for number, layer in list(model.layers.items()):
         masked = {name: module for name, module in layer.named_modules() if isinstance(module, MaskedLinear)}
@@ -111,13 +111,13 @@ def put_masks(model: LanguageModel, names: Container[str], seed: int, course: Co
 
 
 def course_of(sparsity: SparsitySection, device: torch.device) -> Course:
-    """What the masked maps of a run share, before its first step."""
+    """The shared values of a run's masked modules, before its first step."""
     candidates = Pattern.parse(sparsity.pattern).candidates().to(device)
     return Course(candidates, torch.ones(3, device=device), sparsity.hard)
 
 
 def _arithmetic(weight_OI: Tensor, logits_OGC: Tensor) -> Callable[..., Tensor]:
-    """The fused kernels where there is a GPU and they take these sizes, else their specification."""
+    """The fused kernels on a GPU if they support these sizes, otherwise their specification."""
     if weight_OI.is_cuda:
         from steelyard.sparsity import masked_kernels
 
@@ -127,9 +127,9 @@ def _arithmetic(weight_OI: Tensor, logits_OGC: Tensor) -> Callable[..., Tensor]:
 
 
 class MaskedLayer(TransformerLayer):
-    """A layer that tells its masked maps which micro-batch this is, before it computes.
+    """A layer that sets the draw of its masked modules for the micro-batch before it computes.
 
-    Salts are tensors: numbers would be compiled in, and every layer would be a graph of its own.
+    Salts are tensors: numbers would be compiled as constants, and every layer would need its own graph.
     """
 
     def __init__(self, layer: nn.Module, masked: list[MaskedLinear], salts_N2: Tensor) -> None:
@@ -139,7 +139,7 @@ class MaskedLayer(TransformerLayer):
         self.masked, self.salts_N2 = tuple(masked), salts_N2
 
     def compute(self, x_BLD: Tensor, context: Context) -> Tensor:
-        """Set what to draw, then compute; the backward pass that computes a layer again sets it again."""
+        """Set the draws, then compute; recomputation in the backward pass sets them again."""
         sample_ids_B = context.sample_ids_B
         draws: list[Tensor | None] = [None] * len(self.masked)
         if sample_ids_B is not None and self.training:

@@ -1,8 +1,8 @@
-"""Training weights under masks: N:M from scratch or from dense weights (SR-STE), and fine-tuning what was pruned.
+"""Training weights under masks: SR-STE for N:M from scratch or from dense weights, and fine-tuning of pruned weights.
 
-`sr-ste` multiplies with the largest N of each M weights; the gradient goes straight through to all of them, and those
-that are out are pulled to zero by `decay`, so that a choice once made becomes steady. `fixed` multiplies with what is
-there: a weight that is zero gets no gradient, and so stays exactly zero under any optimizer.
+`sr-ste` multiplies with the largest N of each M weights. The gradient reaches all of them (straight-through), and
+`decay` pulls the pruned ones to zero, which stabilises the masks. `fixed` keeps zeros: a weight that is zero gets no
+gradient, so it stays exactly zero with any optimizer.
 """
 
 from __future__ import annotations
@@ -31,14 +31,12 @@ from steelyard.training import device as devices
 from steelyard.training.engine import Engine
 from steelyard.training.extension import Extension
 
-MOVED = "say where they are now with sparsity.base=PATH"
-OTHERS = (
-    "name the weights they were found for in train.init_from; zeros that weights have already need no sparsity.mask"
-)
+MOVED = "give their current path with sparsity.base=PATH"
+OTHERS = "set train.init_from to the weights that the masks were made for; weights with zeros need no sparsity.mask"
 
 
 class _OnMatrices(Extension):
-    """What both ways share: other linear maps for the chosen matrices, and a word about it in each checkpoint."""
+    """Common parts of both methods: the chosen matrices, and their settings in each checkpoint."""
 
     def __init__(self, recipe: Recipe) -> None:
         assert recipe.sparsity is not None
@@ -48,16 +46,16 @@ class _OnMatrices(Extension):
         self.parts: list[ParamShard] = []
 
     def assembled(self, stages: dict[int, LanguageModel], parts: list[ParamShard], mesh: Mesh) -> None:
-        """Find the masked weights among the parts."""
+        """Collect the masked weights among the parameter shards."""
         self.mesh, self.parts = mesh, [part for part in parts if part.name in self.names]
 
     def state(self) -> dict[str, Any]:
-        """Which matrices are masked, and how."""
-        kept = {"include": self.sparsity.include, "exclude": self.sparsity.exclude}
-        return {SPARSITY: {"method": self.sparsity.method, "pattern": self.sparsity.pattern, **kept}}
+        """The method, the pattern and the masked matrices."""
+        targets = {"include": self.sparsity.include, "exclude": self.sparsity.exclude}
+        return {SPARSITY: {"method": self.sparsity.method, "pattern": self.sparsity.pattern, **targets}}
 
     def _share(self, sums: Tensor) -> float:
-        """The share of the masked weights, over the world, that sums of (count, weights) speak of."""
+        """count / weights over the world, from this rank's sums (count, weights)."""
         if self.mesh.world.size > 1:
             dist.all_reduce(sums)
         count, weights = sums.tolist()
@@ -65,12 +63,12 @@ class _OnMatrices(Extension):
 
 
 class SrSte(_OnMatrices):
-    """SR-STE: weights are trained, and the largest of each group count."""
+    """SR-STE: all weights are trained, and products use the largest of each group."""
 
     decay_1: Tensor | None = None
 
     def transform(self, model: LanguageModel) -> None:
-        """Have the chosen matrices multiply with their largest weights."""
+        """Make the chosen matrices multiply with their largest weights."""
         if self.decay_1 is None:
             self.decay_1 = torch.zeros(1, device=devices.choose(self.recipe))
         pattern, decay_1 = Pattern.parse(self.sparsity.pattern), self.decay_1
@@ -82,17 +80,17 @@ class SrSte(_OnMatrices):
         replace_linears(model, self.names, make)
 
     def begin_step(self, step: int, batch: int, loss_scale: float) -> None:
-        """Count the pull once for the whole step: each micro-batch of the world adds its share."""
+        """Set the decay so that it counts once per step: each micro-batch of the world adds its share."""
         assert self.decay_1 is not None
         micro_batches = batch // self.recipe.train.micro_batch
         self.decay_1.fill_(self.sparsity.decay * loss_scale / (micro_batches * self.mesh.context.size))
 
 
 class FixedZeros(_OnMatrices):
-    """Fine-tuning in which weights that are zero stay zero."""
+    """Fine-tuning that keeps zero weights at zero."""
 
     def transform(self, model: LanguageModel) -> None:
-        """Have the zeros of the chosen matrices get no gradient."""
+        """Block the gradient of zeros in the chosen matrices."""
 
         def make(linear: Linear, name: str) -> Linear:
             linear.product = _KeptProduct(linear.product)
@@ -101,15 +99,15 @@ class FixedZeros(_OnMatrices):
         replace_linears(model, self.names, make)
 
     def start(self, engine: Engine, world: World) -> str:
-        """Weights from elsewhere, with the zeros of the mask file, if one is named."""
+        """Load the weights, and apply the mask file if one is set."""
         origin = self.recipe.train.init_from
         assert origin is not None, "the recipe was checked"
-        brought = self._brought(origin, world)
-        masks = self._masks(origin if brought is None else str(brought.base.path), world)
-        if brought is not None:
+        attached = self._attached_masks(origin, world)
+        masks = self._masks(origin if attached is None else str(attached.base.path), world)
+        if attached is not None:
             with gather_errors(world):
-                refuse_fewer(brought.masks, self.names, self.recipe)
-                how = self._start_under_masks(brought, engine)
+                refuse_fewer(attached.masks, self.names, self.recipe)
+                how = self._start_under_masks(attached, engine)
         else:
             how = super().start(engine, world)
         with raise_on_all_ranks(world):
@@ -119,49 +117,49 @@ class FixedZeros(_OnMatrices):
             zeros = self.metrics()["zeros"]
             if zeros == 0:
                 raise UserError(
-                    "the weights to keep the zeros of have none",
+                    'sparsity.method is "fixed", but the weights have no zeros',
                     where=self.recipe.where("sparsity.method"),
-                    hint="name pruned weights in train.init_from, or a mask file in sparsity.mask",
+                    hint="set train.init_from to pruned weights, or sparsity.mask to a mask file",
                 )
-        return f"{how}, {100 * zeros:.1f}% of the masked weights zero"
+        return f"{how}, {100 * zeros:.1f}% of the masked weights are zero"
 
-    def _brought(self, origin: str, world: World) -> Carried | None:
-        """The masks that a run or a checkpoint brings, and their weights, which the first rank checks."""
+    def _attached_masks(self, origin: str, world: World) -> Carried | None:
+        """The masks of a run or checkpoint and their weights, which rank 0 verifies."""
         moved_to = self.sparsity.base
-        brings = run_on_rank0(world, lambda: carried(origin, moved_to, hint=MOVED) is not None)
+        has_masks = run_on_rank0(world, lambda: carried(origin, moved_to, hint=MOVED) is not None)
         with raise_on_all_ranks(world):
-            brought = carried(origin, moved_to, checks=False, hint=MOVED) if brings else None
-            if moved_to is not None and (brought is None or brought.identity is None):
+            attached = carried(origin, moved_to, checks=False, hint=MOVED) if has_masks else None
+            if moved_to is not None and (attached is None or attached.identity is None):
                 raise UserError(
-                    f"{origin} has its weights with it, and is no run that learned masks for others",
+                    f"sparsity.base is set, but {origin} has its own weights and is not a mask-learning run",
                     where=self.recipe.where("sparsity.base"),
-                    hint="leave it out",
+                    hint="remove the key",
                 )
-        return brought
+        return attached
 
     def _masks(self, weights: str, world: World) -> Masks | None:
-        """The masks that the recipe names, which must have been found for these weights, if it is known for which."""
+        """The masks of `sparsity.mask`; if they record their base, it must be these weights."""
         if self.sparsity.mask is None:
             return None
         with raise_on_all_ranks(world):
             masks = masks_of(self.sparsity.mask)
             check_masks(masks, self.recipe, "sparsity.mask")
         if "sha256" in masks.base:
-            found = frozen_base.identity_by_all(weights, world)
+            identity = frozen_base.identity_by_all(weights, world)
             with raise_on_all_ranks(world):
-                frozen_base.refuse_others(masks.base, found, OTHERS)
+                frozen_base.refuse_others(masks.base, identity, OTHERS)
         return masks
 
-    def _start_under_masks(self, brought: Carried, engine: Engine) -> str:
-        """Weights with the zeros of the masks that a run or a checkpoint brings."""
+    def _start_under_masks(self, attached: Carried, engine: Engine) -> str:
+        """Load the weights with the masks of a run or checkpoint applied."""
         pieces = engine.pieces(for_saving=False, with_optimizer=False)
-        formats.load_pieces(through(brought), pieces, self.recipe.model)
+        formats.load_pieces(through(attached), pieces, self.recipe.model)
         return (
-            f"new run from the weights of {brought.base.path} under the {brought.how} of {self.recipe.train.init_from}"
+            f"new run from the weights of {attached.base.path} with the {attached.how} of {self.recipe.train.init_from}"
         )
 
     def metrics(self) -> dict[str, float]:
-        """The share of zeros, which does not change."""
+        """The share of zeros, which is constant."""
         sums = torch.zeros(2, dtype=torch.float64, device=devices.choose(self.recipe))
         for part in self.parts:
             zeros = part.tensor.numel() - part.tensor.count_nonzero()
@@ -175,13 +173,13 @@ class _LargestProduct:
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         mask = self.pattern.keep_best(weight.detach().abs())
-        kept: Tensor = _Largest.apply(weight, mask, self.decay_1)  # type: ignore[no-untyped-call]
-        product: Tensor = self.product(x, kept, bias)
+        masked: Tensor = _Largest.apply(weight, mask, self.decay_1)  # type: ignore[no-untyped-call]
+        product: Tensor = self.product(x, masked, bias)
         return product
 
 
 class _Largest(torch.autograd.Function):
-    """Masked weights forward; backward, the gradient of all, and a pull on those that are out."""
+    """Forward: masked weights. Backward: the gradient of all weights, plus decay of the pruned ones."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, mask: Tensor, decay_1: Tensor) -> Tensor:

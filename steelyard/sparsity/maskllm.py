@@ -1,11 +1,11 @@
-"""MaskLLM's own checkpoints: Megatron's `torch` files that hold, beside the weight of each product,
+"""Reads MaskLLM's checkpoints: Megatron's `torch` files that also contain, for the weight of each linear module,
 
-    <product>.diff_mask.gate           logits, (weights of this rank / 4, candidates), row after row of the weight
+    <product>.diff_mask.gate           logits, (weights of this rank / 4, candidates), in row-major order of the weight
     <product>.diff_mask.mask_options   (1, candidates, 4), always the same
     <product>.mask                     the mask of the last forward pass or of one-shot pruning, shaped like the weight
 
-Logits count where there are any: the mask is then the candidate of the largest. Pieces of tensor ranks are joined, and
-Megatron's order of query, key, value and of gate and up undone, exactly as for the weights they lie beside.
+If there are logits, they determine the mask: the candidate with the largest logit. Shards of tensor ranks are joined,
+and Megatron's order of query, key, value and of gate and up is undone, exactly as for the weights.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PATTERNS = {6: Pattern(2, 4), 4: Pattern(1, 4)}  # by the number of candidates
 
 
 def masks_in(source: CheckpointSource) -> MaskLlm | None:
-    """The masks that a checkpoint of MaskLLM's carries, or None where it is none."""
+    """The masks of a MaskLLM checkpoint, or None if it is something else."""
     if isinstance(source, Mapped) and isinstance(source.store, Ranks) and source.store.masks:
         return MaskLlm(source, source.store)
     return None
@@ -39,7 +39,7 @@ class MaskLlm:
 
     def __init__(self, source: Mapped, ranks: Ranks) -> None:
         self.path: Path = source.path
-        self.base: dict[str, Any] = {}  # weights lie beside the masks
+        self.base: dict[str, Any] = {}  # The weights are in the same checkpoint.
         self._config, self._ranks = source.config, ranks
         self._sizes = source.sizes()
         self._entries = {
@@ -53,7 +53,7 @@ class MaskLlm:
             name for name, entry in self._entries.items() if self.learned and self._key(entry) not in ranks.masks
         ]
         if lacking or not self._entries:
-            raise UserError(f"{lacking[0] if lacking else 'no product'} has no logits", where=str(self.path))
+            raise UserError(f"{lacking[0] if lacking else 'the checkpoint'} has no logits", where=str(self.path))
         self.pattern = self._pattern()
 
     def _key(self, entry: Entry) -> str:
@@ -65,14 +65,14 @@ class MaskLlm:
         counts = {piece.shape[-1] for name, row in self._ranks.masks.items() if name.endswith(GATE) for piece in row}
         if len(counts) != 1 or counts - PATTERNS.keys():
             raise UserError(
-                f"its logits are over {' and '.join(map(str, sorted(counts)))} candidates",
+                f"its logits have {' and '.join(map(str, sorted(counts)))} candidates",
                 where=str(self.path),
-                hint="known are six (2:4) and four (1:4)",
+                hint="six (2:4) and four (1:4) are supported",
             )
         pattern = PATTERNS[counts.pop()]
         for name, pieces in self._ranks.masks.items():
             if name.endswith(OPTIONS) and not torch.equal(pieces[0].float().squeeze(0), pattern.candidates()):
-                raise UserError(f"{name} has its candidates in another order", where=str(self.path))
+                raise UserError(f"{name} has the candidates in another order", where=str(self.path))
         return pattern
 
     def names(self) -> list[str]:
@@ -93,14 +93,14 @@ class MaskLlm:
             rows, columns = weight.shape
             if columns % self.pattern.group or gate.numel() != rows * columns // self.pattern.group * gate.shape[-1]:
                 raise UserError(
-                    f"{self._key(entry)} is {tuple(gate.shape)} beside a weight of {tuple(weight.shape)}",
+                    f"{self._key(entry)} is {tuple(gate.shape)}, which does not fit a weight of {tuple(weight.shape)}",
                     where=str(self.path),
                 )
             pieces.append(gate.float().view(rows, columns // self.pattern.group, gate.shape[-1]))
         return self._ours(entry, name, pieces)
 
     def mask(self, name: str) -> Tensor:
-        """True where a weight stays."""
+        """True where a weight is kept."""
         entry = self._entries[name]
         if not self.learned:
             return self._ours(entry, name, self._ranks.masks[self._key(entry)]) != 0

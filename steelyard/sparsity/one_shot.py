@@ -1,13 +1,13 @@
-"""The one-shot methods: which weights of one matrix to keep, given what flowed into it.
+"""One-shot pruning methods: which weights of a matrix to keep, given its inputs.
 
 magnitude  keeps the largest |w|.
 wanda      keeps the largest |w| times the norm of its input, ||x_i||.
 hessian    keeps the largest w^2 / U_ii^2, where U is the upper Cholesky factor of the inverse of the damped H.
-sparsegpt  walks the columns from left to right with the same score, and lets the columns to come make up for what each
-           pruned weight did (the OBS update). Later scores see the changed weights.
+sparsegpt  processes the columns from left to right with the same score, and updates the later columns to compensate for
+           each pruned weight (the OBS update). Later scores use the updated weights.
 
-H = (2/n) sum x x^T over n tokens. Everything is computed on whole matrices in fp32, so no result depends on how a
-checkpoint was cut. A column whose input was always zero is dead: its H_ii becomes 1 and its weights count as zero.
+H = (2/n) sum x x^T over n tokens. Everything is computed on whole matrices in fp32, so results do not depend on how a
+checkpoint is sharded. A column whose input is always zero is dead: its H_ii becomes 1 and its weights count as zero.
 
 Tensor suffixes: O outputs, I inputs.
 """
@@ -34,57 +34,57 @@ COLUMNS_AT_ONCE = 128
 
 @dataclass(frozen=True)
 class Pruned:
-    """What became of a matrix."""
+    """A pruned matrix."""
 
     mask_OI: Tensor
     weight_OI: Tensor
-    """The weights that stay, zero elsewhere; changed by sparsegpt alone, and only where that was asked for."""
+    """The kept weights, zero elsewhere; changed only by sparsegpt, and only if `update` is set."""
     damping: float | None = None
-    """Of H, as a share of its mean diagonal, where there was one."""
+    """Of H, relative to its mean diagonal; None without H."""
     dead: int = 0
-    """Inputs that were zero in every token."""
+    """Inputs that are zero in every token."""
 
 
 class Hessian:
-    """H of a matrix's inputs. What is made of it is made once, for all matrices that share the inputs."""
+    """H of a matrix's inputs. Its factors are computed once for all matrices that share the inputs."""
 
     def __init__(self, matrix_II: Tensor) -> None:
         self.matrix_II = matrix_II
 
     @cached_property
     def dead_I(self) -> Tensor:
-        """Inputs that were zero in every token."""
+        """Inputs that are zero in every token."""
         return self.matrix_II.diagonal() == 0
 
     @cached_property
     def factor(self) -> tuple[Tensor, float]:
-        """U, and the damping that it took."""
+        """U, and the damping that it needed."""
         return inverse_factor(self.matrix_II)
 
 
 def method_named(name: str) -> Method:
-    """The method of that name, whatever its case."""
+    """The method of a name, ignoring case."""
     for method in METHODS:
         if name.lower() == method:
             return method
     near = difflib.get_close_matches(name.lower(), METHODS, n=1)
     raise UserError(
-        f"{name} is no method of pruning",
+        f"unknown pruning method {name}",
         where="--method",
-        hint=f"did you mean {near[0]}?" if near else f"there are {', '.join(METHODS)}",
+        hint=f"did you mean {near[0]}?" if near else f"use one of {', '.join(METHODS)}",
     )
 
 
 def prune_matrix(
     weight_OI: Tensor, hessian: Hessian | None, pattern: Pattern, method: Method, update: bool = False
 ) -> Pruned:
-    """Prune one matrix. The result has the weight's dtype, and lies where it lay."""
+    """Prune one matrix. The result has the weight's dtype and device."""
     weight = weight_OI.float()
     if method == "magnitude":
         return _without(weight_OI, pattern.keep_best(weight.abs()))
     assert hessian is not None, "only magnitude needs no inputs"
     if method == "wanda":
-        # ||x_i||^2 is H_ii times n/2, which orders alike.
+        # ||x_i||^2 is H_ii times n/2, which gives the same order.
         return _without(weight_OI, pattern.keep_best(weight.abs() * hessian.matrix_II.diagonal().sqrt()))
     weight = weight.masked_fill(hessian.dead_I, 0.0)
     dead = int(hessian.dead_I.sum())
@@ -103,7 +103,7 @@ def _without(weight_OI: Tensor, mask_OI: Tensor, damping: float | None = None, d
 
 
 def inverse_factor(hessian_II: Tensor) -> tuple[Tensor, float]:
-    """U with H^-1 = U^T U, and the damping that it took: ten times as much whenever the factors do not exist."""
+    """U with H^-1 = U^T U, and the damping that it needed: ten times more after each failed factorisation."""
     diagonal = hessian_II.diagonal()
     dead = diagonal == 0
     mean = torch.where(dead, 1.0, diagonal).mean()
@@ -118,16 +118,16 @@ def inverse_factor(hessian_II: Tensor) -> tuple[Tensor, float]:
             return factor, damping
         damping *= 10
     raise RuntimeFailure(
-        f"the inputs of a matrix give no usable H, even with {MOST_DAMPING:g} times its mean diagonal added",
-        hint="look for infinite or missing numbers in the checkpoint's weights",
+        f"H of a matrix's inputs cannot be factored, even with a damping of {MOST_DAMPING:g} x mean diagonal",
+        hint="look for infinite or NaN values in the checkpoint's weights",
     )
 
 
 def walk(weight_OI: Tensor, factor_II: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor]:
-    """SparseGPT: the mask, and the weights that make up for what it takes away.
+    """SparseGPT: the mask, and the updated weights that compensate for it.
 
-    Columns are rows here, so that each lies in one piece. What a block of columns does to those after it is one
-    product.
+    The matrix is transposed, so that each column is contiguous. The update of later columns by a block of columns is
+    one matrix product.
     """
     inputs = weight_OI.shape[1]
     group = pattern.group or COLUMNS_AT_ONCE
@@ -155,7 +155,7 @@ def walk(weight_OI: Tensor, factor_II: Tensor, pattern: Pattern) -> tuple[Tensor
 
 
 def reconstruction_error(before_OI: Tensor, after_OI: Tensor, hessian_II: Tensor) -> tuple[float, float]:
-    """The squared error of a matrix's output over all tokens, and the squared output itself, up to one factor."""
+    """The squared error of a matrix's output over all tokens, and the squared output, up to a common factor."""
     before, difference = before_OI.float(), before_OI.float() - after_OI.float()
     lost, whole = ((matrix @ hessian_II * matrix).sum(dtype=torch.float64) for matrix in (difference, before))
     return max(lost.item(), 0.0), whole.item()

@@ -1,6 +1,6 @@
-"""One-shot pruning of a checkpoint: check everything, then prune layer by layer straight into what is written.
+"""One-shot pruning of a checkpoint: validates the request, then prunes layer by layer while writing the output.
 
-The output appears when it is whole, by rename; a killed command leaves nothing.
+The complete output appears by rename; a killed command leaves nothing.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from steelyard.sparsity.target_modules import chosen, maskable
 from steelyard.text import tokenizer as tokenizers
 from steelyard.training.device import NAMES, device_for, dtype_for
 
-LONGEST = 4096  # the length of windows, where none is asked for and the model sees as much
+LONGEST = 4096  # The default length of windows, if the model supports it.
 
 
 @dataclass(frozen=True)
 class PruneRequest:
-    """What to prune, and how."""
+    """The options of `steelyard prune`."""
 
     checkpoint: str
     destination: Path
     method: str
     pattern: str = "2:4"
     update: bool | None = None
-    """Whether the weights that stay make up for those that go; left out: with sparsegpt, where weights are saved."""
+    """Whether the remaining weights compensate for the pruned ones; by default with sparsegpt if weights are saved."""
     calibration: str | None = None
     samples: int = 128
     length: int | None = None
@@ -59,7 +59,7 @@ class PruneRequest:
 
 
 def prune(request: PruneRequest) -> dict[str, Any]:
-    """Prune a checkpoint; gives the report."""
+    """Prune a checkpoint; returns the report."""
     method, pattern = method_named(request.method), Pattern.parse(request.pattern)
     update = _update(request, method)
     refuse_destination(request.destination, is_file=request.save == "mask")
@@ -70,8 +70,8 @@ def prune(request: PruneRequest) -> dict[str, Any]:
     pattern.check({name: sizes[name] for name in names})
     device = device_for(request.device)
     task = Task(method, pattern, names, update, request.dense_inputs, device, dtype_for(request.dtype, source, device))
-    shown = _windows(request, source, method)
-    begun = time.monotonic()
+    calibration = _windows(request, source, method)
+    started = time.monotonic()
     if device.type == "cuda":
         torch.cuda.init()
         torch.cuda.reset_peak_memory_stats(device)
@@ -80,11 +80,11 @@ def prune(request: PruneRequest) -> dict[str, Any]:
         "pattern": str(pattern),
         "update_weights": update,
         "dense_inputs": request.dense_inputs,
-        "calibration": shown.described if shown else None,
+        "calibration": calibration.described if calibration else None,
         "seed": request.seed,
         "computed": f"{NAMES[task.dtype]} on {device.type}, scores and factors in fp32",
     }
-    report = _write(request, source, task, None if shown is None else shown.tokens_BL, about)
+    report = _write(request, source, task, None if calibration is None else calibration.tokens_BL, about)
     peak = {"peak_device_bytes": torch.cuda.max_memory_allocated(device)} if device.type == "cuda" else {}
     return {
         "checkpoint": str(source.path),
@@ -92,7 +92,7 @@ def prune(request: PruneRequest) -> dict[str, Any]:
         "saved": request.save,
         **about,
         **_totals(report, sizes),
-        "seconds": round(time.monotonic() - begun, 3),
+        "seconds": round(time.monotonic() - started, 3),
         **peak,
         "layers": [layer["row"] for layer in report],
     }
@@ -100,43 +100,43 @@ def prune(request: PruneRequest) -> dict[str, Any]:
 
 def _update(request: PruneRequest, method: Method) -> bool:
     if request.update and method != "sparsegpt":
-        raise UserError(f"{method} changes no weights", where="--update-weights", hint="sparsegpt does")
+        raise UserError(f"{method} does not update weights", where="--update-weights", hint="use --method sparsegpt")
     if request.update and request.save == "mask":
         raise UserError(
-            "a mask file holds no weights, so updated ones would be lost",
+            "a mask file contains no weights, so the update would be lost",
             where="--update-weights",
-            hint="use --save weights, or leave out --update-weights",
+            hint="use --save weights, or remove --update-weights",
         )
     return method == "sparsegpt" and request.save == "weights" if request.update is None else request.update
 
 
 def _windows(request: PruneRequest, source: CheckpointSource, method: Method) -> Windows | None:
-    """The calibration's tokens; magnitude alone can do without."""
+    """The calibration tokens; only magnitude does not need them."""
     if request.calibration is None:
         if method != "magnitude":
-            raise UserError(f"{method} needs to see inputs", where="--calibration", hint="name a text or token files")
+            raise UserError(f"{method} needs calibration", where="--calibration", hint="give a text or token files")
         return None
-    sees = positions_of(source.config, source.extra)
-    length = request.length or min(LONGEST, sees)
-    if length > sees:
+    positions = positions_of(source.config, source.extra)
+    length = request.length or min(LONGEST, positions)
+    if length > positions:
         if isinstance(source.config, GptConfig):
             raise UserError(
-                f"windows of {length} tokens are longer than the model's {sees} positions",
+                f"windows of {length} tokens are longer than the model's {positions} positions",
                 where="--sequence-length",
-                hint=f"use {sees} or less",
+                hint=f"use {positions} or less",
             )
-        console.warn(f"windows of {length} tokens are longer than the {sees} that the model was made for")
+        console.warn(f"windows of {length} tokens are longer than the model's context of {positions}")
     tokenizer = None
     if not is_prefix(request.calibration) and (request.tokenizer or source.tokenizer):
         tokenizer = tokenizers.load_tokenizer(request.tokenizer) if request.tokenizer else source.load_tokenizer()
-    asked = Calibration(request.calibration, request.samples, length, request.seed)
-    return windows(asked, tokenizer, source.config.vocab)
+    calibration = Calibration(request.calibration, request.samples, length, request.seed)
+    return windows(calibration, tokenizer, source.config.vocab)
 
 
 def _write(
     request: PruneRequest, source: CheckpointSource, task: Task, tokens_BL: Tensor | None, about: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Write the result while it comes about; gives a row for each layer."""
+    """Write the result during pruning; returns a row for each layer."""
     rows: list[dict[str, Any]] = []
 
     def reported() -> Generator[LayerOnDevice, None, None]:
@@ -165,19 +165,19 @@ def _totals(report: list[dict[str, Any]], sizes: dict[str, tuple[int, int]]) -> 
 
 
 def as_line(row: dict[str, Any]) -> str:
-    """A layer's row for a person."""
+    """A layer's row as a log line."""
     error = "unknown" if row["error"] is None else f"{row['error']:.5f}"
     return f"layer {row['layer']:3d}  sparsity {row['sparsity']:.4f}  error {error}  {row['seconds']:.2f} s"
 
 
 def as_text(report: dict[str, Any]) -> str:
-    """The report for a person."""
+    """The report as text."""
     head = {
         "written": f"{report['path']} ({report['saved']})",
         "method": report["method"] + (", weights updated" if report["update_weights"] else ""),
         "pattern": f"{report['pattern']}, {report['sparsity']:.4f} of the chosen matrices pruned",
         "calibration": report["calibration"] or "none",
-        "inputs": "of the dense model" if report["dense_inputs"] else "through the pruned layers before",
+        "inputs": "of the dense model" if report["dense_inputs"] else "of the pruned layers before",
         "time": f"{report['seconds']:.1f} s",
     }
     lines = [f"{key:12} {value}" for key, value in head.items()]

@@ -1,4 +1,4 @@
-"""Checkpoints whose matrices come out pruned: any source, seen through masks or through pruning itself."""
+"""Views of checkpoints with pruned matrices: any source with masks applied, or pruned while it is read."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from steelyard.sparsity.mask_file import MaskFile
 from steelyard.sparsity.mask_sources import Carried, Masks, carried
 from steelyard.text.tokenizer import Tokenizer
 
-DENSE = "none"  # What `--mask` is called where a model is to be seen without its masks.
+DENSE = "none"  # The value of `--mask` that leaves out a model's masks.
 
 
 class SourceView(CheckpointSource):
-    """Another source, unchanged."""
+    """A view of another source, unchanged."""
 
     def __init__(self, source: CheckpointSource) -> None:
         self.source = source
@@ -30,25 +30,25 @@ class SourceView(CheckpointSource):
         self.tokenizer, self.tokenizer_files = source.tokenizer, source.tokenizer_files
 
     def names(self) -> list[str]:
-        """As the other's."""
+        """The same as in the source."""
         return self.source.names()
 
     def sizes(self) -> dict[str, tuple[int, ...]]:
-        """As the other's."""
+        """The same as in the source."""
         return self.source.sizes()
 
     def tensor(self, name: str) -> Tensor:
-        """As the other's."""
+        """The same as in the source."""
         return self.source.tensor(name)
 
     def load_tokenizer(self) -> Tokenizer:
-        """As the other's, which may lie where no tokenizer is looked for: in a GGUF. Or another that was set."""
+        """The source's tokenizer (in a GGUF it is not a file of its own), or another one that was set."""
         is_set = self.tokenizer is not None and self.tokenizer != self.source.tokenizer
         return super().load_tokenizer() if is_set else self.source.load_tokenizer()
 
 
 class MaskedSource(SourceView):
-    """A source of which only the weights that masks keep are left."""
+    """A source with masks applied."""
 
     def __init__(self, source: CheckpointSource, masks: Masks) -> None:
         super().__init__(source)
@@ -57,19 +57,19 @@ class MaskedSource(SourceView):
         for name in masks.names():
             if sizes.get(name) != masks.shape(name):
                 raise UserError(
-                    f"{name} is {masks.shape(name)} in the masks and {sizes.get(name, 'not there')} in {source.path}",
+                    f"{name} is {masks.shape(name)} in the masks, but {sizes.get(name, 'missing')} in {source.path}",
                     where=str(masks.path),
                     hint="use the masks with the checkpoint that they were made for",
                 )
 
     def tensor(self, name: str) -> Tensor:
-        """The other's, with zeros where the mask has them."""
+        """The tensor, with its mask applied if it has one."""
         whole = super().tensor(name)
         return whole.masked_fill(~self.masks.mask(name), 0) if name in self._masked else whole
 
 
 class BeingPruned(SourceView):
-    """A source whose layers are pruned as they are asked for, in their order: one is held at a time."""
+    """A source whose layers are pruned when they are read, in order; only one is in memory at a time."""
 
     def __init__(self, source: CheckpointSource, layers: Iterator[LayerOnDevice], names: list[str]) -> None:
         super().__init__(source)
@@ -77,50 +77,50 @@ class BeingPruned(SourceView):
         self.current: LayerOnDevice | None = None
 
     def tensor(self, name: str) -> Tensor:
-        """The other's, or what pruning made of it."""
+        """The tensor, pruned if it is one of the chosen matrices."""
         if name not in self.wanted:
             return super().tensor(name)
         while self.current is None or name not in self.current.matrices:
-            assert self.current is None or self.current.number < int(name.split(".")[1]), f"{name} comes too late"
+            assert self.current is None or self.current.number < int(name.split(".")[1]), f"{name} is read out of order"
             self.current = next(self.layers)
         return self.current.matrices[name].weight_OI
 
 
 def masked(source: CheckpointSource, mask: str | Path, checks: bool = True) -> CheckpointSource:
-    """A checkpoint seen through a mask file that was made for it."""
+    """A checkpoint with a mask file applied, which must be made for it."""
     masks = MaskFile(mask)
-    seen = MaskedSource(source, masks)
+    view = MaskedSource(source, masks)
     if checks:
         frozen_base.check(masks.base, source, "use the masks with the checkpoint that they were made for")
-    return seen
+    return view
 
 
-def through(brought: Carried) -> CheckpointSource:
-    """Weights seen through the masks that something brings for them."""
-    seen = MaskedSource(brought.base, brought.masks)
-    seen.path, seen.step = brought.masks.path, brought.step
-    if brought.tokenizer != brought.base.tokenizer:  # A run may have learned with one of its own.
-        seen.tokenizer = brought.tokenizer
-        folder = Path(brought.tokenizer or "")
-        seen.tokenizer_files = tokenizer_files(folder) if tokenizer_in(folder) else []
-    return seen
+def through(attached: Carried) -> CheckpointSource:
+    """The weights of a run or checkpoint with its masks applied."""
+    view = MaskedSource(attached.base, attached.masks)
+    view.path, view.step = attached.masks.path, attached.step
+    if attached.tokenizer != attached.base.tokenizer:  # A run may use its own tokenizer.
+        view.tokenizer = attached.tokenizer
+        folder = Path(attached.tokenizer or "")
+        view.tokenizer_files = tokenizer_files(folder) if tokenizer_in(folder) else []
+    return view
 
 
 def opened(
     path: str | Path, mask: str | None = None, moved_to: str | None = None, checks: bool = True
 ) -> CheckpointSource:
-    """A checkpoint of any kind, seen through a mask file, through the masks it brings itself, or dense (`none`).
+    """A checkpoint of any kind with a mask file applied, with its own masks, or dense (`none`).
 
-    Where masks were learned, the weights are those of the base, which may have `moved_to` another place. That weights
-    are those that masks belong to is found out by reading all of them: of many ranks one `checks`.
+    For learned masks the weights are those of the base, which may have `moved_to` another path. `checks` verifies that
+    the masks belong to the weights, which reads all of them: with many ranks only one needs to.
     """
-    brought = carried(path, moved_to, checks)
-    source = open_source(path) if brought is None else brought.base
+    attached = carried(path, moved_to, checks)
+    source = open_source(path) if attached is None else attached.base
     if mask == DENSE:
         return source
     if mask is not None:
         return masked(source, mask, checks)
-    if brought is None:
+    if attached is None:
         return source
-    console.say(f"{path} brings {brought.how}, which are applied")
-    return through(brought)
+    console.say(f"applying the {attached.how} of {path}")
+    return through(attached)

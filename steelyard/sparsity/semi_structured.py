@@ -1,6 +1,6 @@
-"""Matrices of which every four neighbours keep two: in a GPU's memory, and found in any checkpoint.
+"""2:4 semi-structured matrices: their compressed form in GPU memory, and detection in any checkpoint.
 
-How they lie in a file stands in `checkpoint.formats.compressed`, how they lie in memory in `decode.py`.
+`checkpoint.formats.compressed_tensors` describes the file layout, `sparse_gemv.py` the memory layout.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from steelyard.core.errors import UserError
 from steelyard.sparsity.pruned_source import SourceView
 
 BLOCK_WORDS, BLOCK_GROUPS = 16, 128
-TILE = 16  # rows of a matrix that the tensor cores' instruction takes
+TILE = 16  # matrix rows of one sparse tensor-core instruction
 SHOWN = 10
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A matrix in a GPU's memory: its weights two to a group, and each group's mask, as `decode` reads them."""
+    """A matrix in GPU memory: two weights per group, and each group's mask, in the layout of `sparse_gemv`."""
 
     values: Tensor
     """(outputs, 2 * groups), 16-bit floats."""
     words: Tensor
     """(outputs, words of a row), int32."""
     places: Tensor | None = None
-    """The same for `cores`, where the matrix has whole tiles and blocks only: `places_of`."""
+    """The metadata for `sparse_mma` (see `places_of`); None unless the matrix consists of whole tiles and blocks."""
 
     @property
     def outputs(self) -> int:
@@ -57,12 +57,12 @@ class Packed:
 
 
 def packed(values: Tensor, indices: Tensor) -> Packed:
-    """A compressed matrix as a GPU's kernels read it."""
+    """A compressed matrix in the layout of the GPU kernels."""
     groups = values.shape[1] // KEPT
     masks = masks_of(indices, groups)
     blocks = -(-groups // BLOCK_GROUPS)
     filled = torch.zeros(len(masks), blocks * BLOCK_GROUPS, dtype=torch.int32, device=masks.device)
-    filled[:, :groups] = masks  # four bits to a number for now
+    filled[:, :groups] = masks  # four bits per number for now
     steps = filled.unflatten(1, (blocks, 8, BLOCK_WORDS))
     words = torch.zeros(len(masks), blocks, BLOCK_WORDS, dtype=torch.int32, device=masks.device)
     for step in range(8):
@@ -72,24 +72,24 @@ def packed(values: Tensor, indices: Tensor) -> Packed:
 
 
 def places_of(masks: Tensor) -> Tensor:
-    """Where each group's two weights stand, from its mask (outputs, groups), as `cores` hands it to the hardware.
+    """The positions of each group's two weights, from its mask (outputs, groups), as the metadata of `mma.sp`.
 
     For each tile of rows and each block a thread has eight words, in two times four: (tiles, blocks, 2, 32, 4), int32.
     """
     first, second, third, fourth = (masks.int() >> place & 1 for place in range(4))
     lower, upper = (1 - first) * (2 - second), 2 * (third | fourth) | (fourth | (1 - third))
     tiles, blocks = len(masks) // TILE, masks.shape[1] // BLOCK_GROUPS
-    # Rows: tile, half, g. Groups: block, t, parity of q, slot, upper and lower half of i; the latter says q < 2 or not.
+    # Rows: tile, half, g. Groups: block, t, parity of q, slot, upper and lower half of i; the latter is q < 2 or not.
     parts = (lower | upper << 2).view(tiles, 2, 8, blocks, 4, 2, 4, 2, 2)
     shifts = torch.tensor([[0, 4, 8, 12], [16, 20, 24, 28]], dtype=torch.int32, device=masks.device)
     words = (parts << shifts.view(1, 2, 1, 1, 1, 1, 4, 1, 1)).sum((1, 6), dtype=torch.int32)
-    # Left are tile, g, block, t, parity, and i's halves; a thread is (g, lower, parity), its words (t's half, upper).
+    # The rest: tile, g, block, t, parity, and i's halves; a thread is (g, lower, parity), its words (t's half, upper).
     split = words.view(tiles, 8, blocks, 2, 2, 2, 2, 2)
     return split.permute(0, 2, 3, 1, 7, 5, 4, 6).contiguous().view(tiles, blocks, 2, 32, 4)
 
 
 def dense(held: Packed) -> Tensor:
-    """The matrix with its zeros, from what a GPU's kernels read."""
+    """The dense matrix, from the layout of the GPU kernels."""
     blocks = held.words.unflatten(1, (-1, 1, BLOCK_WORDS))
     shifts = 4 * torch.arange(8, dtype=torch.int32, device=held.words.device)[:, None]
     masks = (blocks >> shifts).flatten(1)[:, : held.groups]
@@ -100,7 +100,7 @@ def dense(held: Packed) -> Tensor:
 
 
 class Compressing(SourceView):
-    """A checkpoint whose 2:4 matrices can be had compressed, as `CompressedSource` has them."""
+    """A view of a checkpoint that compresses its 2:4 matrices, with the interface of `CompressedSource`."""
 
     def __init__(self, source: CheckpointSource, compressed: list[str]) -> None:
         super().__init__(source)
@@ -108,36 +108,36 @@ class Compressing(SourceView):
         self._last: tuple[str, tuple[Tensor, Tensor]] | None = None
 
     def tensor(self, name: str) -> Tensor:
-        """The other's, or the values or indices of one of its matrices."""
+        """A tensor of the source, or the values or indices of one of its matrices."""
         if not name.endswith((VALUES, INDICES)):
             return super().tensor(name)
         stem, _, kind = name.rpartition(".")
-        if self._last is None or self._last[0] != stem:  # Both are asked for, one after the other.
+        if self._last is None or self._last[0] != stem:  # Both are read, one after the other.
             self._last = stem, compress(super().tensor(stem + WEIGHT))
         return self._last[1][kind == INDICES[1:]]
 
 
 def compressible(source: CheckpointSource, allow_dense: bool) -> CompressedSource | Compressing:
-    """A checkpoint with the list of its 2:4 matrices. Where others are not allowed, they are refused by name."""
+    """A checkpoint with the list of its 2:4 matrices. Without `allow_dense`, other matrices raise an error."""
     if isinstance(source, CompressedSource):
         return source
-    wanted = matrices(source.sizes())
-    found: list[tuple[str, str | None]] = []
+    names = matrices(source.sizes())
+    sparse: list[tuple[str, str | None]] = []
     others: list[tuple[str, str | None]] = []
-    with console.progress("looking for 2:4", len(wanted), "matrices") as progress:
-        for name in wanted:
+    with console.progress("checking for 2:4", len(names), "matrices") as progress:
+        for name in names:
             reason = crowded(source.tensor(name))
-            (found if reason is None else others).append((name, reason))
+            (sparse if reason is None else others).append((name, reason))
             progress.advance(1)
-    if not found or (others and not allow_dense):
+    if not sparse or (others and not allow_dense):
         listed = [f"{name}: {reason}" for name, reason in others[:SHOWN]]
         more = [f"and {len(others) - SHOWN} more"] if len(others) > SHOWN else []
         raise UserError(
             f"{source.path} has matrices that do not follow 2:4:\n  " + "\n  ".join(listed + more),
-            hint="prune it (steelyard prune --pattern 2:4) or name a mask file with --mask; "
-            "--allow-dense leaves single matrices dense",
+            hint="prune it (steelyard prune --pattern 2:4) or give a mask file with --mask; "
+            "--allow-dense keeps other matrices dense",
         )
-    return Compressing(source, [name for name, _ in found])
+    return Compressing(source, [name for name, _ in sparse])
 
 
 def export(
@@ -147,17 +147,17 @@ def export(
     allow_dense: bool,
     tokenizer: str | None = None,
 ) -> dict[str, Any]:
-    """Write a 2:4 checkpoint compressed and say what was written."""
-    seen = compressible(source, allow_dense)
+    """Write a 2:4 checkpoint in compressed form; returns the report."""
+    view = compressible(source, allow_dense)
     if dtype is None:
         dtype = source.dtype if source.dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
     if dtype.itemsize < source.dtype.itemsize:
         console.say(f"weights are rounded from {_name(source.dtype)} to {_name(dtype)}")
-    result = convert(seen, destination, Target("compressed", dtype=dtype, tokenizer=tokenizer))
+    result = convert(view, destination, Target("compressed", dtype=dtype, tokenizer=tokenizer))
     sizes = source.sizes()
     return result | {
-        "compressed": len(seen.compressed),
-        "dense_matrices": len(matrices(sizes)) - len(seen.compressed),
+        "compressed": len(view.compressed),
+        "dense_matrices": len(matrices(sizes)) - len(view.compressed),
         "bytes": sum(file.stat().st_size for file in destination.glob("sparse*.safetensors")),
     }
 

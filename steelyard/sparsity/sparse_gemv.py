@@ -1,33 +1,32 @@
-"""Products of few rows with a 2:4 matrix, straight from its compressed form, and the way back to the dense matrix.
+"""Kernels for products of few rows with a compressed 2:4 matrix, and for expanding it to the dense matrix.
 
-With 1 to 16 rows a product only waits for the weights to come out of memory. Dense they are 2 bytes each, compressed
-9/8: at most 1.78 times faster. What is needed for that is every load wide and every one of them used.
+With 1 to 16 rows a product is limited by reading the weights. Dense weights are 2 bytes each, compressed ones 9/8: at
+most 1.78 times faster. That requires that every load is wide and fully used.
 
-The kept weights lie as in the file: a row after the other, two to a group of four, so a group is one 32-bit word, and
-neighbouring threads take neighbouring 16 bytes. Which two of the four they are is, here, not two indices but the mask
-of the group, also four bits: a bit is tested where it lies, and an index would have to be taken out first. Eight masks
-make a word: not those of neighbours, whose word one thread would have to hand to others, but those of groups that are
-16 apart:
+The kept weights are stored as in the file: row-major, two per group of four, so a group is one 32-bit word, and
+adjacent threads read adjacent 16 bytes. The positions are stored not as two indices but as the mask of the group, also
+four bits: a kernel can test a bit directly, but would have to extract an index. Eight masks make a word. They are not
+those of adjacent groups, which other threads need, but of groups that are 16 apart:
 
     word c of block k of a row has, in bits 4s to 4s + 3, the mask of group 128 k + 16 s + c        (c < 16, s < 8)
 
-So a thread that holds words c to c + 3 needs them for its own groups in eight steps, each 16 bytes of weights, and no
-word moves between threads. A block is 512 inputs; the last one is filled up with empty masks.
+So a thread that holds words c to c + 3 uses them for its own groups in eight steps of 16 bytes of weights, and threads
+exchange no words. A block is 512 inputs; the last block is padded with empty masks.
 
-Two kernels multiply. `_vectors` takes one row of inputs and adds up in fp32: x is read as 64-bit words, one of a group,
-and each weight's x is chosen by the mask's bits. Compiled for Hopper that is 16 to 20 instructions a group, 8 to 10
-microseconds at 14336x4096 where memory takes 16. `_tiles` takes up to 16 rows: the words of a group's weights become
-four tiles, one for each member, with zeros where the mask has none, and go through the tensor cores; 18 to 24
-instructions, whatever the number of rows. Where rows of the matrix are too few to occupy the GPU (4096x14336), the
-inputs are divided among programs too (`parts`); whichever finishes last adds up, always in the same order, so results
-repeat to the bit. Where a matrix has whole tiles and blocks only, `cores.py` does
-what `_tiles` does, and faster wherever its forms divide the matrix well.
+There are two kernels for products. `_vectors` takes one row of inputs and accumulates in fp32: x is read as 64-bit
+words, one per group, and the mask's bits select the x of each weight. Compiled for Hopper that is 16 to 20 instructions
+per group, 8 to 10 microseconds at 14336x4096, where memory takes 16. `_tiles` takes up to 16 rows: a group's weights
+become four tiles, one per member, with zeros where the mask is zero, and use the tensor cores; 18 to 24 instructions,
+independent of the number of rows. If the matrix has too few rows to occupy the GPU (4096x14336), the inputs are also
+split over programs (`parts`). The last program to finish sums the parts, always in the same order, so results are
+reproducible bit for bit. For matrices of whole tiles and blocks, `sparse_mma.py` replaces `_tiles`, and is faster if
+one of its forms divides the matrix well.
 
-Tried for `_tiles`, by what it compiles to, and left: masks in words of 16 or 8 bits, for smaller steps (each test of a
-bit takes two instructions); parts of a word's steps at a time, shifted by a number known at run time (the compiler then
-moves every tile through fast memory); tiles of two members (no packing, but every tile through fast memory).
+Rejected for `_tiles`, judged by the compiled code: masks in words of 16 or 8 bits, for smaller steps (each bit test
+takes two instructions); some of a word's steps at a time, shifted by a run-time value (the compiler then moves every
+tile through shared memory); tiles of two members (no packing, but every tile goes through shared memory).
 
-`compressed.dense` and a plain product are the twin. This module is imported only where there is a GPU.
+`semi_structured.dense` and a plain product are the specification. This module is imported only on machines with a GPU.
 """
 
 # Kernels have no types that mypy could check.
@@ -53,21 +52,21 @@ _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 @dataclass(frozen=True)
 class Way:
-    """One way to run a product: which kernel, rows of the matrix and blocks of inputs at once, and how divided."""
+    """A configuration of a product: kernel, matrix rows and input blocks per program, and the split of the inputs."""
 
     kernel: Literal["vectors", "tiles"]
     rows: int
     blocks: int = 1
-    """Side by side; more than one in `_vectors` alone."""
+    """Adjacent blocks; more than one only in `_vectors`."""
     warps: int = 4
     stages: int = 1
-    """From 2 on, loads wait in fast memory; from 3 on, one is under way while another is computed with."""
+    """From 2 on, loads are buffered in shared memory; from 3 on, they overlap with computation."""
     parts: int = 1
-    """Into how many the inputs are divided."""
+    """The number of parts that the inputs are split into."""
 
 
-# What is measured where a shape is met for the first time, undivided and divided. Of `_tiles` a program takes
-# (stages - 1) * (576 * rows + 16384) bytes of a multiprocessor's fast memory, of which Hopper has 227 KiB.
+# The configurations that are measured for a new shape, with and without a split. A program of `_tiles` takes
+# (stages - 1) * (576 * rows + 16384) bytes of a multiprocessor's shared memory, of which Hopper has 227 KiB.
 VECTORS = (
     Way("vectors", 32), Way("vectors", 16, blocks=2), Way("vectors", 64), Way("vectors", 8, blocks=4),
     Way("vectors", 16, warps=2), Way("vectors", 32, stages=3),
@@ -77,11 +76,11 @@ TILES = (
     Way("tiles", 32, warps=2, stages=2), Way("tiles", 128, warps=8, stages=3), Way("tiles", 128, stages=2),
 )  # fmt: skip
 PARTS = (1, 2, 4, 7)
-PROGRAMS = (100, 1200)  # of a product: fewer leave multiprocessors idle, more only add up more parts
+PROGRAMS = (100, 1200)  # per product: fewer leave multiprocessors idle, more only sum more parts
 
 
 def ways(rows: int, packed: Packed) -> list[Way | sparse_mma.Form]:
-    """The ways that suit so many rows of inputs and such a matrix; the first is a good guess."""
+    """The configurations for a number of input rows and a matrix; the first is a good guess."""
     in_cores = [] if packed.places is None or _INTERPRETED else sparse_mma.forms(packed)
     blocks = packed.words.shape[1] // BLOCK_WORDS
     fewest, most = PROGRAMS
@@ -89,17 +88,17 @@ def ways(rows: int, packed: Packed) -> list[Way | sparse_mma.Form]:
     for form in {1: VECTORS, 2: (*TILES, *VECTORS[:3])}.get(rows, TILES):
         programs = triton.cdiv(packed.outputs, form.rows) * (rows if form.kernel == "vectors" else 1)
         for parts in PARTS:
-            # More parts than one only where blocks and programs suffice for them.
+            # Split only if there are enough blocks and not too many programs.
             if parts == 1 or (parts * form.blocks <= blocks and programs * parts <= min(most, sparse_mma.COUNTERS)):
                 found.append((programs * parts, replace(form, parts=parts)))
     enough = [way for programs, way in found if programs >= fewest] or [way for _, way in found]
-    # Where a form fits the matrix well, the others are there only in case that this GPU has no such instruction.
+    # If a form fits the matrix well, the others are only a fallback for GPUs without the instruction.
     is_enough = rows > 1 and bool(in_cores) and sparse_mma.warps(in_cores[0], packed) >= sparse_mma.WARPS // 2
     return [*in_cores, *(enough[:1] if is_enough else enough)]
 
 
 def few_rows(x_BI: Tensor, packed: Packed, way: Way | sparse_mma.Form) -> Tensor:
-    """The product of 1 to 16 rows, by one of the ways."""
+    """The product of 1 to 16 rows, with one of the configurations."""
     if isinstance(way, sparse_mma.Form):
         return sparse_mma.few_rows(x_BI, packed, way)
     batch, inputs = x_BI.shape
@@ -107,7 +106,7 @@ def few_rows(x_BI: Tensor, packed: Packed, way: Way | sparse_mma.Form) -> Tensor
     y_BO = x_BI.new_empty(batch, outputs)
     x = x_BI.contiguous().view(torch.int64)
     steps = triton.cdiv(words, way.blocks * BLOCK_WORDS * way.parts)
-    # No mask is needed where blocks, parts and rows all come out even.
+    # No mask is needed if blocks, parts and rows divide evenly.
     even = (
         words == steps * way.parts * way.blocks * BLOCK_WORDS
         and inputs == 4 * BLOCK_GROUPS // BLOCK_WORDS * words
@@ -117,7 +116,7 @@ def few_rows(x_BI: Tensor, packed: Packed, way: Way | sparse_mma.Form) -> Tensor
     repeats = batch if way.kernel == "vectors" else 1
     sums, done = y_BO, y_BO
     if way.parts > 1:
-        assert programs * repeats <= sparse_mma.COUNTERS, f"{outputs} outputs are too many to divide the inputs as well"
+        assert programs * repeats <= sparse_mma.COUNTERS, f"{outputs} outputs are too many to split the inputs as well"
         sums = torch.empty(way.parts, batch, outputs, dtype=torch.float32, device=x_BI.device)
         done = sparse_mma.counters(x_BI.device)
     kernel = _tiles if way.kernel == "tiles" else _vectors
@@ -130,7 +129,7 @@ def few_rows(x_BI: Tensor, packed: Packed, way: Way | sparse_mma.Form) -> Tensor
 
 
 def expand(packed: Packed) -> Tensor:
-    """The dense matrix, written by a kernel."""
+    """Expand to the dense matrix with a kernel."""
     whole = packed.values.new_empty(packed.outputs, packed.groups * 4)
     rows = 32
     words = packed.words.shape[1]
@@ -153,7 +152,7 @@ def _high(word, kind: tl.constexpr):
 
 @triton.jit
 def _low_wide(word, kind: tl.constexpr):
-    """The lower half in fp32; bf16 is the upper half of it already."""
+    """The lower half as fp32; bf16 is the upper half of an fp32."""
     return (word << 16).to(tl.float32, bitcast=True) if kind == tl.bfloat16 else _low(word, kind).to(tl.float32)
 
 
@@ -170,7 +169,7 @@ def _bit(words, place: tl.constexpr):
 
 @triton.jit
 def _dot(a, b, total):
-    if _INTERPRETED:  # which would multiply the bits of bf16 as whole numbers
+    if _INTERPRETED:  # The interpreter would multiply the bits of bf16 as integers.
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total)
     return tl.dot(a, b, total)
 
@@ -202,7 +201,7 @@ def _vectors(
                 pair = tl.load(pairs + at[None, :], eviction_policy="evict_first")
             else:
                 pair = tl.load(pairs + at[None, :], mask=(at < groups)[None, :], other=0)
-            if blocks > 2:  # One load for each row costs less than moving one load's words to all threads.
+            if blocks > 2:  # A load per row costs less than broadcasting one load to all threads.
                 wide = at[None, :] + 0 * row[:, None]
                 four = tl.load(x + wide) if even else tl.load(x + wide, mask=wide < groups, other=0)
             else:
@@ -264,7 +263,7 @@ def _tiles(
 
 @triton.jit
 def _spread(pair, masks, s: tl.constexpr):
-    """A group's two weights at their places among four, as two words of two."""
+    """A group's two weights at their positions among four, as two words of two."""
     front = tl.where(_bit(masks, 4 * s), pair, pair << 16)
     front = tl.where(_bit(masks, 4 * s + 1), front, front & 0xFFFF)
     upper = (pair.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)
@@ -275,13 +274,13 @@ def _spread(pair, masks, s: tl.constexpr):
 
 @triton.jit
 def _settle(total, place, here, y, sums, counter, size, parts, divided: tl.constexpr):
-    """Write a product, or a part of it; who comes last adds the parts up and leaves the counter at zero."""
+    """Write a product, or a part of it; the last program sums the parts and resets the counter."""
     if not divided:
         tl.store(y + place, total.to(y.dtype.element_ty), mask=here)
     else:
         part = tl.program_id(2).to(tl.int64)
         tl.store(sums + part * size + place, total, mask=here, cache_modifier=".cg")
-        tl.debug_barrier()  # The counter is moved by one thread, and must not be before the others have written.
+        tl.debug_barrier()  # One thread increments the counter, only after all others have written.
         if tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
             whole = tl.zeros_like(total)
             for number in range(parts):

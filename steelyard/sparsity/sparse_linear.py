@@ -1,21 +1,21 @@
-"""Linear maps that compute with compressed 2:4 weights, each product by whichever way was measured to be the fastest.
+"""Linear modules with compressed 2:4 weights; each product uses the algorithm that was measured to be fastest.
 
-Ways to multiply on a GPU:
+Algorithms on a GPU:
 
-    few rows    the kernels of `decode.py` and `cores.py`, up to 16 rows, in several forms
-    cusparselt  the hardware's 2:4 products through NVIDIA's library, for many rows; from a form of its own
-    expand      the dense matrix, made for the moment, and torch's product
+    few rows    the kernels of `sparse_gemv.py` and `sparse_mma.py`, up to 16 rows, in several configurations
+    cusparselt  2:4 tensor cores through NVIDIA's library, for many rows; in the library's own format
+    expand      a temporary dense matrix, and torch's product
 
-Which is best depends on the matrix, on the number of rows, on the GPU, and on whether calls are recorded in a CUDA
-graph: cuSPARSELt plans every call anew, which takes the host longer than the GPU takes for small products. So each
-shape is measured when it is first met, once for a power of two of rows, and the answer is kept for the process.
+The fastest depends on the matrix, the number of rows, the GPU, and whether calls are recorded in a CUDA graph:
+cuSPARSELt creates a plan for every call, which takes the host longer than the GPU takes for small products. So each
+shape is measured at its first use, once per power of two of rows, and the result is cached for the process.
 
-cuSPARSELt's form begins with the values as we have them. Where that is found to be so, the two share memory, and a map
-takes 10/16 of the dense one: values 8, their places for the library 1, masks for our kernels 1; or 11/16, where `cores`
-can take it and wants the places in an order of its own.
+cuSPARSELt's format starts with the values in our order. If that is verified, the two share memory, and a module takes
+10/16 of the dense one: values 8, metadata for the library 1, masks for our kernels 1; or 11/16 if `sparse_mma` supports
+the matrix, which needs metadata in its own order.
 
-On a CPU a map makes the dense matrix for each product, which is slow and the twin of all this; models are loaded dense
-there.
+On a CPU a module expands the dense matrix for each product. This is slow and serves as the specification; models are
+loaded dense there.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from steelyard.model.modules import Linear
 from steelyard.sparsity.semi_structured import Packed, dense, packed
 
 MOST_FEW_ROWS = 16
-MULTIPLE = 16  # of both sides of a matrix, and of half that of rows, that cuSPARSELt multiplies
+MULTIPLE = 16  # cuSPARSELt needs both sides of a matrix as multiples of this, and rows as multiples of half of it.
 ROUNDS = 10
-LARGEST_ERROR = 0.02  # beside the norm of the product; rounding to 16 bits is a tenth of that
+LARGEST_ERROR = 0.02  # relative to the norm of the product; rounding to 16 bits is a tenth of that
 DTYPES = (torch.bfloat16, torch.float16)
-# decode.Way or cores.Form, whose modules need Triton; the number of an algorithm of cuSPARSELt's; or None: expand
+# sparse_gemv.Way or sparse_mma.Form, whose modules need Triton; the number of a cuSPARSELt algorithm; or None: expand
 Way = Any
 
 
 class SparseLinear(Linear):
-    """A matrix product with compressed weights, which are filled in like any and then `prepared`."""
+    """A linear module with compressed weights. They are loaded like others, then `prepare` converts them."""
 
     values: nn.Parameter | Tensor
     indices: nn.Parameter | None
@@ -66,7 +66,7 @@ class SparseLinear(Linear):
         self.indices = nn.Parameter(indices, requires_grad=False)
 
     def prepare(self) -> None:
-        """Bring the weights into the forms that products read, once they are there."""
+        """Convert the loaded weights to the formats of the kernels."""
         assert self.indices is not None
         ours = packed(self.values.detach(), self.indices.detach())
         theirs = _cusparselt_form(ours) if ours.values.is_cuda else None
@@ -80,7 +80,7 @@ class SparseLinear(Linear):
         self.register_buffer("for_many", values.new_empty(0) if theirs is None else theirs)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The product, by whichever way suits."""
+        """The product, with the fastest algorithm."""
         rows = x.flatten(0, -2)
         y: Tensor = _product(rows, self.values, self.words, self.places, self.for_many)
         y = y.view(*x.shape[:-1], self.out_features)
@@ -88,20 +88,20 @@ class SparseLinear(Linear):
 
 
 def put(network: LanguageModel, names: list[str], dtype: torch.dtype) -> None:
-    """Put compressed maps in the place of the plain ones whose weights have these names."""
+    """Replace the linear modules of these weights by compressed ones."""
     for name in names:
         path, _, own = name.removesuffix(".weight").rpartition(".")
         module = network.get_submodule(path)
         linear = getattr(module, own)
-        assert isinstance(linear, Linear), f"{name} is no weight of a linear map"
+        assert isinstance(linear, Linear), f"{name} is not the weight of a linear module"
         setattr(module, own, SparseLinear(linear, dtype))
 
 
 def prepare(network: LanguageModel) -> None:
-    """Make all compressed maps ready, and measure the products of a single row, which writing consists of."""
+    """Prepare all compressed modules, and measure products of a single row, which decoding uses."""
     sparse = [module for module in network.modules() if isinstance(module, SparseLinear)]
     if sparse and sparse[0].values.is_cuda:
-        console.say("choosing the fastest ways to multiply on this GPU; the first time, kernels are compiled for it")
+        console.say("measuring sparse matrix products on this GPU; the first time, kernels are compiled")
     for module in sparse:
         module.prepare()
         if module.values.is_cuda:
@@ -111,18 +111,18 @@ def prepare(network: LanguageModel) -> None:
 
 @dataclass
 class Choices:
-    """Which way was found to be the fastest, by GPU, matrix, rows, and whether calls are recorded in a graph."""
+    """The fastest algorithm by GPU, matrix, rows, and whether calls are recorded in a graph."""
 
     for_graphs: bool = False
     found: dict[tuple[object, ...], Way] = field(default_factory=dict)
 
 
-CHOICES = Choices()  # What a process has measured stays measured; no model owns it.
+CHOICES = Choices()  # Measurements of the process, shared by all models.
 
 
 @contextlib.contextmanager
 def for_graphs() -> Iterator[None]:
-    """What is measured inside is measured as a CUDA graph replays it: without the host's time."""
+    """Measure in the block as a CUDA graph replays: without host time."""
     before, CHOICES.for_graphs = CHOICES.for_graphs, True
     try:
         yield
@@ -139,7 +139,7 @@ def _product(x: Tensor, values: Tensor, words: Tensor, places: Tensor | None, fo
     if key in CHOICES.found:
         way = CHOICES.found[key]
     elif torch.cuda.is_current_stream_capturing():
-        way = candidates(x, held, for_many)[0]  # Nothing can be measured now.
+        way = candidates(x, held, for_many)[0]  # No measurement during capture.
     else:
         way = choose(x, held, for_many)
     return multiplied(x, held, for_many, way)
@@ -151,7 +151,7 @@ def _(x: Tensor, values: Tensor, words: Tensor, places: Tensor | None, for_many:
 
 
 def multiplied(x: Tensor, held: Packed, for_many: Tensor, way: Way) -> Tensor:
-    """The product by one way: a form of the kernels for few rows, an algorithm of cuSPARSELt's, or none of these."""
+    """The product with one algorithm: a kernel for few rows, a cuSPARSELt algorithm, or expansion (None)."""
     from steelyard.sparsity import sparse_gemv
 
     if way is None:
@@ -160,7 +160,7 @@ def multiplied(x: Tensor, held: Packed, for_many: Tensor, way: Way) -> Tensor:
 
 
 def candidates(x: Tensor, held: Packed, for_many: Tensor) -> list[Way]:
-    """The ways that may be the fastest; the first is a good guess."""
+    """The algorithms that may be the fastest; the first is a good guess."""
     from steelyard.sparsity import sparse_gemv
 
     found: list[Way] = [*sparse_gemv.ways(len(x), held)] if len(x) <= MOST_FEW_ROWS else []
@@ -169,13 +169,14 @@ def candidates(x: Tensor, held: Packed, for_many: Tensor) -> list[Way]:
 
 
 def choose(x: Tensor, held: Packed, for_many: Tensor) -> Way:
-    """The fastest way, measured when such rows first meet such a matrix.
+    """Measure the fastest algorithm for these rows and this matrix.
 
-    What a GPU or its compiler cannot do is left out, and so is what gives another answer than the dense matrix.
+    Algorithms that fail on the GPU or in its compiler are skipped, and so are those with another result than the dense
+    matrix.
     """
     found = candidates(x, held, for_many)
     if for_many.numel() and len(x) > MOST_FEW_ROWS and len(x) % 8 == 0:
-        with warnings.catch_warnings():  # It will be renamed; until then it would say so to whoever runs a model.
+        with warnings.catch_warnings():  # torch warns that the function will be renamed.
             warnings.simplefilter("ignore", UserWarning)
             found.append(int(torch._cslt_sparse_mm_search(for_many, x.t(), transpose_result=True)))
     expected = multiplied(x, held, for_many, None).float()
@@ -185,10 +186,10 @@ def choose(x: Tensor, held: Packed, for_many: Tensor) -> Way:
             error = (multiplied(x, held, for_many, way).float() - expected).norm() / expected.norm().clamp(min=1e-30)
             milliseconds = _milliseconds(partial(multiplied, x, held, for_many, way))
         except Exception as problem:
-            console.warn(f"a way to multiply compressed weights fails here and is left out: {way}: {problem}")
+            console.warn(f"a sparse matrix product fails on this GPU and is not used: {way}: {problem}")
             continue
         if not error < LARGEST_ERROR:
-            console.warn(f"a way to multiply compressed weights is wrong by {error:.2g} and is left out: {way}")
+            console.warn(f"a sparse matrix product has a relative error of {error:.2g} and is not used: {way}")
         elif milliseconds < least:
             best, least = way, milliseconds
     CHOICES.found[_key(x, held)] = best
@@ -196,12 +197,12 @@ def choose(x: Tensor, held: Packed, for_many: Tensor) -> Way:
 
 
 def _key(x: Tensor, held: Packed) -> tuple[object, ...]:
-    """What a measurement holds for: rows up to the same power of two share one."""
+    """The key of a measurement: rows up to the same power of two share one."""
     return (x.device, x.dtype, held.outputs, held.groups, (len(x) - 1).bit_length(), CHOICES.for_graphs)
 
 
 def _milliseconds(product: Callable[[], Tensor]) -> float:
-    """The mean of a few calls after some to warm up; of a recorded graph of them, where graphs are what counts."""
+    """The mean time of a few calls after warmup; as a CUDA graph if `CHOICES.for_graphs` is set."""
     for _ in range(3):
         product()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -231,7 +232,7 @@ def _expanded_product(x: Tensor, held: Packed) -> Tensor:
 
 
 def _cusparselt_form(held: Packed) -> Tensor | None:
-    """The matrix as cuSPARSELt wants it, where the library is there and takes such a matrix."""
+    """The matrix in cuSPARSELt's format; None if the library is missing or does not support the matrix."""
     from steelyard.sparsity import sparse_gemv
 
     if held.outputs % MULTIPLE or held.groups * 4 % MULTIPLE or not torch.backends.cusparselt.is_available():
@@ -239,7 +240,7 @@ def _cusparselt_form(held: Packed) -> Tensor | None:
     try:
         form: Tensor = torch._cslt_compress(sparse_gemv.expand(held))
         _cusparselt_product(held.values.new_zeros(MULTIPLE, held.groups * 4), form, 0)
-    except RuntimeError:  # A GPU that the library does not know.
+    except RuntimeError:  # A GPU that the library does not support.
         return None
     return form
 

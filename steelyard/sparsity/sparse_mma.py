@@ -1,29 +1,29 @@
-"""Few rows with a 2:4 matrix through the tensor cores' own instruction for such matrices.
+"""Products of few rows with a 2:4 matrix on the sparse tensor cores (`mma.sp`).
 
-`mma.sp` multiplies 16 rows of a compressed matrix by 8 rows of inputs, 8 groups of four at a time: each thread hands in
-the words of its groups as they lie in memory, so nothing is spread out and a product takes few instructions a group,
-whatever the number of rows. Triton has no word for the instruction. It is written here as assembler, between vectors
-that have one element for each thread: element i of such a vector is thread i's.
+`mma.sp` multiplies 16 rows of a compressed matrix by 8 rows of inputs, 8 groups of four at a time: each thread passes
+the words of its groups as they are in memory, so nothing is expanded and a product takes few instructions per group,
+independent of the number of rows. Triton does not expose the instruction, so it is inline assembly here, on vectors
+with one element per thread: element i of such a vector belongs to thread i.
 
-What the instruction wants (PTX ISA, "mma.sp", m16n8k32). Of a thread, `g` is its number in the warp divided by 4, `q`
-the remainder. Of eight groups, its slots 0 to 7, thread (g, q) hands in
+The operands (PTX ISA, "mma.sp", m16n8k32): `g` is a thread's index in the warp divided by 4, `q` the remainder. Of
+eight groups, its slots 0 to 7, thread (g, q) passes
 
     the pair of slot q of row g, that of row g + 8, those of slot q + 4 of both rows                        four words
     of the inputs of row g: half q % 2 of slots q / 2, q / 2 + 2, + 4 and + 6                               four words
-    places: slots 0 to 3 (q even) or 4 to 7 (q odd) of rows g and g + 8, two bits a weight                  one word
+    metadata: slots 0 to 3 (q even) or 4 to 7 (q odd) of rows g and g + 8, two bits per weight              one word
 
-and the last from threads with q < 2, or with q > 1: the instruction says which. Which groups are called slots is free,
-if weights and inputs agree. Here slot s is group 32 t + 4 s + i of a piece of 64, for t from 0 to 1 and i from 0 to 3
-one after the other: so a thread's words for the four i are 16 bytes in a row, and those of its neighbours follow.
-Places are kept as the instruction wants them (`compressed.places_of`): for each 16 rows and each piece, four words of a
-thread.
+and the last from threads with q < 2, or with q > 1: an operand of the instruction selects which. The assignment of
+groups to slots is free, if weights and inputs agree. Here slot s is group 32 t + 4 s + i of a piece of 64, for t from 0
+to 1 and i from 0 to 3: so a thread's words for the four i are 16 contiguous bytes, followed by those of its neighbours.
+Metadata is stored as the instruction needs it (`semi_structured.places_of`): for each 16 rows and each piece, four
+words per thread.
 
-Weights are read once and past the first cache, which is left to the inputs. These come from as many places as there are
-rows, and each thread reads twice what it needs: up to 8 rows that is hidden behind the weights. More rows are first put
-in order by `arrange`, a kernel of one to two microseconds, and are then read like the weights.
+Weights are read once and bypass the L1 cache, which is left to the inputs. Inputs come from one address per row, and
+each thread reads twice what it needs: up to 8 rows this is hidden by the weights. More rows are first reordered by
+`arrange`, a kernel of one to two microseconds, and are then read like the weights.
 
-The twin is that of `decode.py`; the interpreter knows no assembler, so tests put a model of it in the place of `_four`,
-`_four_once` and `_multiply`.
+The specification is that of `sparse_gemv.py`. Triton's interpreter does not support inline assembly, so tests replace
+`_four`, `_four_once` and `_multiply` by a model of it.
 """
 
 # Kernels have no types that mypy could check.
@@ -46,33 +46,33 @@ from steelyard.sparsity.semi_structured import TILE, Packed
 KINDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 COUNTERS = 1 << 16
 PIECE = 64  # groups
-PIECE_WORDS = 1024  # of 8 rows of inputs
-HALF = 8  # rows of inputs that the instruction takes
+PIECE_WORDS = 1024  # of 8 input rows
+HALF = 8  # input rows of one instruction
 ARRANGED_AT_ONCE = 512
 
 
 @dataclass(frozen=True)
 class Form:
-    """How a product is divided: who takes which tiles of the matrix's rows, and which pieces of its inputs."""
+    """How a product is split over warps and programs: tiles of matrix rows, and pieces of inputs."""
 
     tiles: int
-    """Of a warp, one or two: what it has read of the inputs serves them all."""
+    """Tiles per warp, one or two, which share the inputs that it reads."""
     across: int
-    """Warps of a program that take other tiles."""
+    """Warps of a program that take different tiles."""
     along: int
-    """Warps of a program that take other pieces; their sums are added up at the end, in one order."""
+    """Warps of a program that take different pieces; their sums are added at the end, in a fixed order."""
     parts: int = 1
-    """Programs that take other pieces; whichever finishes last adds up, always in one order."""
+    """Programs that take different pieces; the last to finish sums them, in a fixed order."""
 
 
 FORMS = (Form(2, 1, 4), Form(1, 4, 2), Form(1, 2, 4), Form(1, 2, 8), Form(1, 1, 4), Form(2, 2, 2))
 PARTS = (1, 2, 4, 7)
-WARPS = 2048  # of a product: what was fastest on an H200 had 1,800 to 3,600
+WARPS = 2048  # per product: the fastest forms on an H200 had 1,800 to 3,600
 TRIED = 6
 
 
 def forms(packed: Packed) -> list[Form]:
-    """The forms that suit a matrix, the most promising first."""
+    """The forms that fit a matrix, the most promising first."""
     tiles, pieces = packed.outputs // TILE, packed.groups // PIECE
     found = []
     for form in (replace(form, parts=parts) for form in FORMS for parts in PARTS):
@@ -83,7 +83,7 @@ def forms(packed: Packed) -> list[Form]:
 
 
 def warps(form: Form, packed: Packed) -> int:
-    """How many warps work on a product."""
+    """The number of warps of a product."""
     return packed.outputs // (TILE * form.tiles) * form.along * form.parts
 
 
@@ -113,13 +113,13 @@ def few_rows(x_BI: Tensor, packed: Packed, form: Form) -> Tensor:
 
 @cache
 def counters(device: torch.device) -> Tensor:
-    """Counters at zero, and left there by every product. Products on one stream follow each other, and share them."""
+    """Counters at zero, which every product resets. Products on one stream run in sequence, so they share them."""
     return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
 @triton.jit
 def _four(address):
-    """Sixteen bytes, as four words."""
+    """Load sixteen bytes as four words."""
     return tl.inline_asm_elementwise(
         "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,l", [address],
         dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
@@ -128,7 +128,7 @@ def _four(address):
 
 @triton.jit
 def _four_once(address):
-    """The same, where nobody will ask for them again."""
+    """The same for data that is read only once: bypasses the L1 cache."""
     return tl.inline_asm_elementwise(
         "ld.global.nc.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,l", [address],
         dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
@@ -137,7 +137,7 @@ def _four_once(address):
 
 @triton.jit
 def _multiply(t0, t1, t2, t3, a0, a1, a2, a3, b0, b1, b2, b3, places, late: tl.constexpr, kind: tl.constexpr):
-    """Totals plus the product; `late` says that the places are those of threads with q > 1."""
+    """Totals plus the product; `late` selects the metadata of threads with q > 1."""
     name: tl.constexpr = "bf16" if kind == tl.bfloat16 else "f16"
     return tl.inline_asm_elementwise(
         "mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32." + name + "." + name + ".f32 "
@@ -180,7 +180,7 @@ def _halves(address, odd):
 
 @triton.jit
 def _four_times(total, w, x, early, late, kind: tl.constexpr):
-    """The products for the four i; two of them share a word of places, the first with the threads of q < 2."""
+    """The products for the four i; two of them share a word of metadata, the first from the threads with q < 2."""
     t0, t1, t2, t3 = total
     t0, t1, t2, t3 = _multiply(t0, t1, t2, t3, w[0][0], w[1][0], w[2][0], w[3][0], x[0][0], x[1][0], x[2][0], x[3][0],
                                early, False, kind)  # fmt: skip
@@ -195,9 +195,9 @@ def _four_times(total, w, x, early, late, kind: tl.constexpr):
 
 @triton.jit
 def arrange(x, arranged, batch, words_of_row, at_once: tl.constexpr):
-    """Put 16 rows of inputs in the order in which threads hand them in: piece, t, half of the rows, i, thread, slot.
+    """Reorder 16 input rows into the order in which threads read them: piece, t, half of the rows, i, thread, slot.
 
-    Rows that are not there repeat the last one: what becomes of them is not written.
+    Missing rows repeat the last one; their results are not written.
     """
     place = tl.program_id(0) * at_once + tl.arange(0, at_once)
     slot, q, g, i = place % 4, place // 4 % 4, place // 16 % 8, place // 128 % 4
@@ -212,7 +212,7 @@ def multiply_few(
     kind: tl.constexpr, more: tl.constexpr, tiles: tl.constexpr, across: tl.constexpr, along: tl.constexpr,
     divided: tl.constexpr,
 ):  # fmt: skip
-    """A program's part of a product; `more` than 8 rows of inputs are arranged, and take a second instruction."""
+    """A program's part of a product; `more` than 8 input rows are arranged, and take a second instruction."""
     thread = tl.arange(0, 32 * across * along)
     g, q = thread % 32 // 4, thread % 4
     odd = q % 2 == 1
@@ -258,7 +258,7 @@ def multiply_few(
         if tiles > 1:
             _write(lower_more, first_tile + 1, 8, whole, batch, outputs, tiles, across, along)
     if divided:
-        tl.debug_barrier()  # The counter is moved by one thread, and must not be before the others have written.
+        tl.debug_barrier()  # One thread increments the counter, only after all others have written.
         if tl.atomic_add(done + tl.program_id(0), 1, sem="acq_rel") == parts - 1:
             _add_up(sums, y, first_tile * 16, batch, outputs, parts, 16 if more else 8, 16 * tiles * across)
             tl.store(done + tl.program_id(0), 0)
@@ -268,7 +268,7 @@ def multiply_few(
 def _write(
     total, tile, first: tl.constexpr, y, batch, outputs, tiles: tl.constexpr, across: tl.constexpr, along: tl.constexpr
 ):
-    """Add up the sums of warps that share a tile, and put 16 rows of 8 where they belong."""
+    """Sum over the warps that share a tile, and write 16 rows of 8."""
     threads: tl.constexpr = 32 * across
     by_warp = (tl.reshape(total[0], (along, threads)), tl.reshape(total[1], (along, threads)),
                tl.reshape(total[2], (along, threads)), tl.reshape(total[3], (along, threads)))  # fmt: skip
@@ -288,7 +288,7 @@ def _added(a0, a1, a2, a3, b0, b1, b2, b3):
 
 @triton.jit
 def _add_up(sums, y, first_row, batch, outputs, parts, samples: tl.constexpr, rows: tl.constexpr):
-    """Make one of the sums of all parts."""
+    """Sum all parts."""
     sample = tl.arange(0, samples)[:, None]
     place = sample.to(tl.int64) * outputs + first_row + tl.arange(0, rows)[None, :]
     whole = tl.zeros((samples, rows), tl.float32)

@@ -1,4 +1,4 @@
-"""What `[sparsity]` adds to the training loop."""
+"""The training extension for `[sparsity]`: mask learning, SR-STE or fixed zeros."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FROM_WEIGHTS = "weights"
 
 
 def extension(recipe: Recipe) -> Extension | None:
-    """The extension that a recipe's `[sparsity]` asks for."""
+    """The extension for a recipe's `[sparsity]`."""
     if recipe.sparsity is None:
         return None
     if recipe.sparsity.method == "learned":
@@ -42,7 +42,7 @@ def extension(recipe: Recipe) -> Extension | None:
 
 
 class LearnedMasks(Extension):
-    """Weights are frozen and belong to a base that checkpoints name; logits over masks are what is trained."""
+    """Mask learning: trains logits over masks. The weights are frozen; checkpoints hold a reference to their base."""
 
     needs_samples = True
 
@@ -57,7 +57,7 @@ class LearnedMasks(Extension):
         self.distilling: Distilling | None = None
 
     def transform(self, model: LanguageModel) -> None:
-        """Freeze the model and put masked maps into its layers."""
+        """Freeze the model and replace linear modules of its layers by masked ones."""
         if self.course is None:
             self.course = masked_linear.course_of(self.sparsity, devices.choose(self.recipe))
         masked_linear.freeze(model)
@@ -67,11 +67,11 @@ class LearnedMasks(Extension):
             self.distilling = Distilling(self.course, weight, temperature)
 
     def forward(self, model: LanguageModel, batch: Batch) -> Tensor:
-        """Follow the dense model's predictions too, if the recipe says so."""
+        """The loss, with distillation from the dense model if the recipe sets it."""
         return super().forward(model, batch) if self.distilling is None else self.distilling(model, batch)
 
     def assembled(self, stages: dict[int, LanguageModel], parts: list[ParamShard], mesh: Mesh) -> None:
-        """Find the logits among the parts, each with the weight it belongs to."""
+        """Collect the logits among the parameter shards, each with its weight."""
         self.mesh = mesh
         by_name = {part.name: part for part in parts}
         self.masked = [
@@ -79,17 +79,17 @@ class LearnedMasks(Extension):
         ]
 
     def initial_std(self, part: ParamShard) -> float | None:
-        """Logits begin near zero."""
+        """Logits start near zero."""
         return self.sparsity.std
 
     def pace(self, part: ParamShard) -> ParamGroupOptions:
-        """Logits have a learning rate and a decay of their own."""
-        own, usual = self.sparsity.learning_rate, self.recipe.optim.learning_rate
-        rate = self.sparsity.learning_rate_multiplier if own is None else own / usual
+        """Logits have their own learning rate and weight decay."""
+        own, default = self.sparsity.learning_rate, self.recipe.optim.learning_rate
+        rate = self.sparsity.learning_rate_multiplier if own is None else own / default
         return ParamGroupOptions(rate, self.sparsity.weight_decay)
 
     def start(self, engine: Engine, world: World) -> str:
-        """Weights from the base; logits from an earlier run of masks, or from the prior."""
+        """Load weights from the base, and logits from an earlier mask-learning run or the prior."""
         origin = self.recipe.train.init_from
         saved = None if origin is None else run_on_rank0(world, lambda: learned_checkpoint(origin))
         theirs = _maskllm_logits(origin) if origin is not None and saved is None else None
@@ -97,31 +97,31 @@ class LearnedMasks(Extension):
             self._load_base(self.sparsity.base or str(origin), None, engine, world)
             with raise_on_all_ranks(world):
                 self._take_logits(theirs)
-            return f"new run that goes on from MaskLLM's masks of {origin}"
+            return f"new run from MaskLLM's mask logits in {origin}"
         if saved is None:
             with raise_on_all_ranks(world):
                 path = self._only_base()
             self._load_base(path, None, engine, world)
             with raise_on_all_ranks(world):
-                begun = self._add_prior(world)
-            return f"new run that learns masks for {self.base['path']}, {begun}"
+                prior = self._add_prior(world)
+            return f"new run that learns masks for {self.base['path']}, {prior}"
         with gather_errors(world):
             refuse_fewer(RunMasks(saved), self.names, self.recipe)
             checkpoint.load(saved, engine.pieces(for_saving=False, with_optimizer=False) | self.pieces())
         self._load_recorded_base(saved.state, engine, world)
-        return f"new run that goes on from the masks of {saved.path}"
+        return f"new run from the mask logits of {saved.path}"
 
     def resumed(self, engine: Engine, world: World, state: dict[str, Any]) -> None:
-        """Weights from the base that the checkpoint names."""
+        """Load weights from the base that the checkpoint refers to."""
         if self.distilling is not None and world.is_rank0:
             self.distilling.sums_2.copy_(torch.tensor(state[SPARSITY].get("distilled", [0.0, 0.0])))
         self._load_recorded_base(state, engine, world)
 
     def begin_step(self, step: int, batch: int, loss_scale: float) -> None:
-        """Set scale, temperature and weight_reg, which go linearly from the first step's to the last step's.
+        """Set scale, temperature and weight_reg, interpolated linearly between the first and the last step.
 
-        The regulariser is counted once for the whole step: each micro-batch of the world adds its share, and the ranks
-        that share a micro-batch's sequence a part of that.
+        The regulariser counts once per step: each micro-batch of the world adds its share, which context-parallel ranks
+        split.
         """
         share = (step - 1) / max(1, self.recipe.train.steps - 1)
         scale, temperature, weight_reg = (
@@ -136,18 +136,18 @@ class LearnedMasks(Extension):
         self.course.course_3.copy_(values, non_blocking=True)
 
     def metrics(self) -> dict[str, float]:
-        """How decided the masks are, how many changed since the last record, and how far they are from the prior."""
+        """Mean largest mask probability, and shares of masks that changed since the last record or left the prior."""
         scale, temperature, weight_reg = self.numbers
         sums = torch.zeros(6, dtype=torch.float64, device=devices.choose(self.recipe))
         for masked in self.masked:
-            sums[:4] += masked.looked_at(scale)
+            sums[:4] += masked.statistics(scale)
         if self.distilling is not None:
             sums[4:] += self.distilling.sums_2
             self.distilling.sums_2.zero_()
         if self.mesh.world.size > 1:
             dist.all_reduce(sums)
-        certain, changed, away, groups, apart, tokens = sums.tolist()
-        distilled = {} if self.distilling is None else {"distill_loss": apart / max(1, tokens)}
+        certain, changed, away, groups, divergence, tokens = sums.tolist()
+        distilled = {} if self.distilling is None else {"distill_loss": divergence / max(1, tokens)}
         return distilled | {
             "mask_max_probability": certain / groups,
             "mask_changed": changed / groups,
@@ -158,15 +158,15 @@ class LearnedMasks(Extension):
         }
 
     def saves(self, part: ParamShard) -> bool:
-        """Frozen weights are in the base already."""
+        """Only logits are saved; frozen weights are in the base."""
         return part.parameter.requires_grad
 
     def pieces(self) -> dict[str, TensorShard]:
-        """Each group's choice at the last record, and the prior's: what records compare with."""
+        """Each group's mask at the last record and in the prior, for the metrics."""
         return {name: piece for masked in self.masked for name, piece in masked.pieces().items()}
 
     def state(self) -> dict[str, Any]:
-        """What the masks belong to."""
+        """The pattern of the masks, and the base weights."""
         about: dict[str, Any] = {"method": "learned", "pattern": self.sparsity.pattern, "base": self.base}
         if self.distilling is not None:
             sums = self.distilling.sums_2.clone()
@@ -176,14 +176,14 @@ class LearnedMasks(Extension):
         return {SPARSITY: about}
 
     def _only_base(self) -> str:
-        origin, named = self.recipe.train.init_from, self.sparsity.base
-        if origin is not None and named is not None and origin != named:
+        origin, base = self.recipe.train.init_from, self.sparsity.base
+        if origin is not None and base is not None and origin != base:
             raise UserError(
-                f"masks are learned for the weights of {named}, and {origin} is no run of masks to begin with",
+                f"sparsity.base is {base}, but train.init_from = {origin} is not a mask-learning run",
                 where=self.recipe.where("train.init_from"),
-                hint="name the weights once",
+                hint="set only one of the two keys to the weights",
             )
-        path = named or origin
+        path = base or origin
         assert path is not None, "the recipe was checked"
         return path
 
@@ -192,15 +192,17 @@ class LearnedMasks(Extension):
         self._load_base(self.sparsity.base or str(recorded.get("path", "")), recorded, engine, world)
 
     def _load_base(self, path: str, recorded: dict[str, Any] | None, engine: Engine, world: World) -> None:
-        """Read the frozen weights, which must be those recorded, if any are."""
+        """Load the frozen weights; refuse weights other than the recorded ones."""
 
-        def look() -> None:
+        def check_path() -> None:
             if Path(path).exists() and learned_checkpoint(path) is not None:
-                raise UserError(f"{path} is a run of masks, and no weights", hint="name the weights it belongs to")
+                raise UserError(
+                    f"{path} is a mask-learning run without weights", hint="give the weights that it was trained on"
+                )
             if recorded is not None:
                 frozen_base.place(recorded, path, MOVED)
 
-        run_on_rank0(world, look)
+        run_on_rank0(world, check_path)
         self.base = frozen_base.identity_by_all(path, world)
         if recorded is not None:
             with raise_on_all_ranks(world):
@@ -214,16 +216,16 @@ class LearnedMasks(Extension):
             formats.load_pieces(formats.open_source(path), pieces, self.recipe.model)
 
     def _take_logits(self, theirs: MaskLlm) -> None:
-        """Set the logits to those of another run, as far as this rank holds them."""
+        """Set this rank's logits to those of a MaskLLM checkpoint."""
         assert self.course is not None
         refuse_fewer(theirs, self.names, self.recipe)
         known = set(theirs.names())
         for name, size in self.names.items():
             if name not in known or theirs.shape(name) != size or str(theirs.pattern) != self.sparsity.pattern:
                 raise UserError(
-                    f"{theirs.path} has no {self.sparsity.pattern} logits for {name} of {size}",
+                    f"{theirs.path} has no {self.sparsity.pattern} logits for {name} of size {size}",
                     where=self.recipe.where("train.init_from"),
-                    hint="choose its pattern, or leave such weights out with sparsity.exclude",
+                    hint="use its pattern, or exclude such weights with sparsity.exclude",
                 )
         for masked in self.masked:
             if masked.logits.tensor.numel():
@@ -232,19 +234,19 @@ class LearnedMasks(Extension):
 
     def _add_prior(self, world: World) -> str:
         assert self.course is not None
-        named, candidates = self.sparsity.prior or _masks_alone(self.recipe.train.init_from), self.course.candidates_CM
+        origin, candidates = self.sparsity.prior or _masks_alone(self.recipe.train.init_from), self.course.candidates_CM
         prior = None
-        if named is not None:
-            prior = MaskPrior(None if named == FROM_WEIGHTS else masks_of(named), self.base, self.recipe)
+        if origin is not None:
+            prior = MaskPrior(None if origin == FROM_WEIGHTS else masks_of(origin), self.base, self.recipe)
         for masked in self.masked:
             masked.begin(prior, candidates, self.sparsity)
         if prior is not None:
             prior.refuse_if_empty(self.mesh)
-        return "with no prior" if named is None else f"near the masks of {named}"
+        return "without a prior" if origin is None else f"with the masks of {origin} as prior"
 
 
 class LogitsShard:
-    """The logits of one weight on this rank, and the choices that records compare with."""
+    """The logits of one weight on this rank, and the mask choices that metrics compare with."""
 
     def __init__(self, logits: ParamShard, weight: ParamShard) -> None:
         self.logits, self.weight = logits, weight
@@ -255,25 +257,25 @@ class LogitsShard:
 
     @property
     def device(self) -> torch.device:
-        """Where the logits lie."""
+        """The device of the logits."""
         return self.last.device
 
     def begin(self, prior: MaskPrior | None, candidates: Tensor, sparsity: SparsitySection) -> None:
-        """Add the prior to the initial logits. Without one, what is compared with is how they began."""
+        """Add the prior to the initial logits. Without a prior, metrics compare with the initial logits."""
         if not self.logits.tensor.numel():
             return
-        towards = self.logits.tensor
+        shift = self.logits.tensor
         if prior is not None:
             mask = prior.mask(self.weight).to(self.device)
-            towards = gumbel.prior_shift(mask, candidates, sparsity.std, sparsity.prior_strength)
-            self.logits.tensor.add_(towards)
-        self.prior.copy_(towards.argmax(dim=-1))
+            shift = gumbel.prior_shift(mask, candidates, sparsity.std, sparsity.prior_strength)
+            self.logits.tensor.add_(shift)
+        self.prior.copy_(shift.argmax(dim=-1))
         self.last.copy_(self.logits.tensor.argmax(dim=-1))
 
-    def looked_at(self, scale: float) -> Tensor:
-        """Sums over this rank's share of the groups: largest probability, changed, not the prior's, and their number.
+    def statistics(self, scale: float) -> Tensor:
+        """Sums over this rank's groups: largest probability, changed, different from the prior, number of groups.
 
-        The probability is that of being drawn, which the temperature does not change.
+        The probability is that of drawing a mask, which does not depend on the temperature.
         """
         logits_OGC = self.logits.tensor
         if not logits_OGC.numel():
@@ -286,7 +288,7 @@ class LogitsShard:
         return torch.stack([certain, changed.double(), away.double(), groups]) / self.logits.copies
 
     def pieces(self) -> dict[str, TensorShard]:
-        """The choices, as pieces of the whole."""
+        """The choices, as shards for a checkpoint."""
         if not self.last.numel():
             return {}
         shape, offset = self.logits.shape[:-1], self.logits.offset[:-1]
@@ -297,7 +299,7 @@ class LogitsShard:
 
 
 def learned_checkpoint(path: str) -> checkpoint.Checkpoint | None:
-    """The checkpoint of a run of masks that a path means, or none where it means something else."""
+    """The checkpoint of a mask-learning run at a path, or None if the path is something else."""
     if not formats.is_own(path):
         return None
     saved = checkpoint.source(path)
@@ -305,15 +307,15 @@ def learned_checkpoint(path: str) -> checkpoint.Checkpoint | None:
 
 
 def _maskllm_logits(path: str) -> MaskLlm | None:
-    """The logits of a checkpoint of MaskLLM's, if that is what a path means."""
-    found = None if formats.is_own(path) else masks_in(formats.open_source(path))
-    return found if found is not None and found.learned else None
+    """The logits of a MaskLLM checkpoint, or None if the path is something else."""
+    masks = None if formats.is_own(path) else masks_in(formats.open_source(path))
+    return masks if masks is not None and masks.learned else None
 
 
 def _masks_alone(path: str | None) -> str | None:
-    """The path of a checkpoint of MaskLLM's that holds masks and no logits: they are what to begin near."""
-    found = None if path is None or formats.is_own(path) else masks_in(formats.open_source(path))
-    return None if found is None or found.learned else path
+    """The path if it is a MaskLLM checkpoint with masks but without logits: the masks are the prior."""
+    masks = None if path is None or formats.is_own(path) else masks_in(formats.open_source(path))
+    return None if masks is None or masks.learned else path
 
 
 def _weight_of(name: str) -> str:

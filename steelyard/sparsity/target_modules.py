@@ -1,8 +1,8 @@
-"""Which matrices of a model are masked: those of the products inside layers, less what a user leaves out.
+"""Selects the matrices to mask: linear modules inside layers, filtered by the user's patterns.
 
-Embeddings, norms, biases and the head are never masked. A matrix is named by a pattern over its name without the last
-word, such as `layers.3.mlp.down`: the whole name (`layers.*.mlp.*`), a run of its parts (`mlp`, `attention.output`,
-`layers.3`), or numbers of layers (`0`, `4-7`).
+Embeddings, norms, biases and the head are never masked. A pattern matches a matrix's name without `.weight`, such as
+`layers.3.mlp.down`: the whole name (`layers.*.mlp.*`), consecutive parts of it (`mlp`, `attention.output`,
+`layers.3`), or layer numbers (`0`, `4-7`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LAYERS = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 def maskable(config: GptConfig | LlamaConfig) -> dict[str, tuple[int, int]]:
-    """The matrices that may be masked and their sizes, [out, in], in the order of the layers."""
+    """The matrices that can be masked and their sizes, [out, in], in layer order."""
     with torch.device("meta"):
         network = model.build(config)
     return {
@@ -35,33 +35,33 @@ def maskable(config: GptConfig | LlamaConfig) -> dict[str, tuple[int, int]]:
 def chosen(
     names: Iterable[str], include: Sequence[str] = (), exclude: Sequence[str] = (), where: tuple[str, str] | None = None
 ) -> list[str]:
-    """The names that `include` means, or all, without those that `exclude` means. Each pattern must mean something.
+    """The names that match `include` (by default all) and not `exclude`. Each pattern must match a matrix.
 
-    `where` says what the two lists are called by the user.
+    `where` gives the user's names of the two lists, for errors.
     """
     known = list(names)
-    called = where or ("--include", "--exclude")
-    for patterns, place in zip((include, exclude), called, strict=True):
+    options = where or ("--include", "--exclude")
+    for patterns, place in zip((include, exclude), options, strict=True):
         for pattern in patterns:
             if not any(matches(name, pattern) for name in known):
                 raise UserError(
-                    f"{pattern} means no matrix of the model",
+                    f"{pattern} matches no matrix of the model",
                     where=place,
-                    hint="such as 0-3, mlp.down, attention or layers.*.mlp.up",
+                    hint="use a pattern such as 0-3, mlp.down, attention or layers.*.mlp.up",
                 )
-    found = [
+    matched = [
         name
         for name in known
         if (not include or any(matches(name, pattern) for pattern in include))
         and not any(matches(name, pattern) for pattern in exclude)
     ]
-    if not found:
-        raise UserError("no matrix is left to be masked", where=" and ".join(called))
-    return found
+    if not matched:
+        raise UserError("no matrix remains to be masked", where=" and ".join(options))
+    return matched
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a pattern means the matrix of this name."""
+    """Whether a pattern matches the name of a matrix."""
     parts = name.removesuffix(".weight").split(".")
     numbers = LAYERS.fullmatch(pattern)
     if numbers:

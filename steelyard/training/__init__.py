@@ -1,4 +1,4 @@
-"""Training: `run` is the one loop that everything else extends."""
+"""Training: `run` is the only training loop; pre-training, fine-tuning and sparsity extend it."""
 
 from steelyard.training.trainer import run
 

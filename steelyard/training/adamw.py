@@ -1,8 +1,8 @@
-"""AdamW, with a kernel of our own for large tensors on a GPU.
+"""AdamW, with a Triton kernel for large tensors on a GPU.
 
-torch's fused AdamW is the specification, and moves everything else: it takes many small tensors in one launch, but
-reads and writes large ones at two thirds of the memory's speed. The state has the same names and shapes either way,
-gradients are divided by `grad_scale`, and nothing moves where `found_inf` is 1.
+torch's fused AdamW is the specification, and updates all other tensors: it takes many small tensors in one launch, but
+reaches only two thirds of the memory bandwidth on large ones. The state has the same names and shapes in both cases,
+gradients are divided by `grad_scale`, and nothing is updated if `found_inf` is 1.
 """
 
 from __future__ import annotations
@@ -12,34 +12,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LARGE = 1 << 22  # elements; a launch of ours costs the host more than a share in one of torch's
+LARGE = 1 << 22  # elements; for smaller tensors a launch per tensor costs the host more than torch's shared launch
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's AdamW at the speed of memory."""
+    """torch's AdamW at full memory bandwidth."""
 
     grad_scale: Tensor
     found_inf: Tensor
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Move every parameter that has a gradient."""
-        moved = [
+        """Update every parameter that has a gradient."""
+        updated = [
             (parameter, parameter.grad)
             for group in self.param_groups
             for parameter in group["params"]
-            if _is_large(parameter) and self._move(parameter, group)
+            if _is_large(parameter) and self._update_large(parameter, group)
         ]
-        if moved:
-            steps = [self.state[parameter]["step"] for parameter, _ in moved]
-            torch._foreach_add_(steps, [1 - self.found_inf] * len(steps))  # A single tensor would be asked its value.
-        for parameter, _ in moved:
+        if updated:
+            steps = [self.state[parameter]["step"] for parameter, _ in updated]
+            torch._foreach_add_(steps, [1 - self.found_inf] * len(steps))  # A single tensor would synchronise.
+        for parameter, _ in updated:
             parameter.grad = None
         super().step()
-        for parameter, gradient in moved:
+        for parameter, gradient in updated:
             parameter.grad = gradient
 
-    def _move(self, parameter: Tensor, group: dict[str, Any]) -> bool:
+    def _update_large(self, parameter: Tensor, group: dict[str, Any]) -> bool:
         from steelyard.training.adamw_kernel import move
 
         state = self.state[parameter]

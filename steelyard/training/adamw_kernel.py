@@ -1,6 +1,6 @@
-"""AdamW's arithmetic as a Triton kernel for one large tensor. torch's fused AdamW is the specification.
+"""AdamW's update as a Triton kernel for one large tensor. torch's fused AdamW is the specification.
 
-This module is imported only where there is a GPU, since other machines may have no Triton.
+This module is imported only on machines with a GPU, since others may have no Triton.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def move(
     eps: float,
     decay: float,
 ) -> None:
-    """One step of one parameter; `state["step"]` counts those before it and is left to the caller."""
+    """Update one parameter. `state["step"]` is the number of earlier steps; the caller increments it."""
     size = parameter.numel()
     logs = [math.log(beta) if beta else -1e30 for beta in betas]
     _kernel[(-(-size // BLOCK),)](

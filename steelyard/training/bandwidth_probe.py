@@ -1,7 +1,7 @@
-"""What two ranks of this machine reach when they sum a tensor: for `steelyard plan profile`.
+"""All-reduce bandwidth and latency between two ranks of this machine, for `steelyard plan profile`.
 
-Two processes meet, on two GPUs or on the CPU, and time a large and a small all-reduce. A ring of two sends its bytes
-once each way, so the large one gives the bandwidth and the small one the latency of the link between them.
+Two processes, on two GPUs or on the CPU, time a large and a small all-reduce. A ring of two sends its bytes once each
+way, so the large one gives the bandwidth and the small one the latency of the link.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ SMALL = 8
 
 
 def measure(device: torch.device) -> dict[str, float]:
-    """Gigabytes per second and microseconds; nothing where there is only one GPU."""
+    """Gigabytes per second and microseconds; empty with only one GPU."""
     if device.type == "cuda" and torch.cuda.device_count() < 2:
         return {}
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_rank, (device.type, folder), nprocs=2, join=True)
-        found: dict[str, float] = json.loads((Path(folder) / "found.json").read_text(encoding="utf-8"))
-    return found
+        rates: dict[str, float] = json.loads((Path(folder) / "rates.json").read_text(encoding="utf-8"))
+    return rates
 
 
 def _rank(rank: int, kind: str, folder: str) -> None:
-    """One of the two processes."""
+    """The main function of each of the two processes."""
     device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
         torch.cuda.set_device(device)
@@ -38,18 +38,18 @@ def _rank(rank: int, kind: str, folder: str) -> None:
         torch.set_num_threads(1)
     backend = "nccl" if kind == "cuda" else "gloo"
     dist.init_process_group(
-        backend, init_method=f"file://{folder}/meet", rank=rank, world_size=2, timeout=timedelta(minutes=2)
+        backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2, timeout=timedelta(minutes=2)
     )
     large = 1 << (28 if kind == "cuda" else 23)
     short, long = (_seconds(bytes_, device) for bytes_ in (SMALL, large))
     if rank == 0:
         rates = {"link_gbps": large / max(long - short, 1e-9) / 1e9, "link_latency_us": 1e6 * short / 2}
-        (Path(folder) / "found.json").write_text(json.dumps(rates), encoding="utf-8")
+        (Path(folder) / "rates.json").write_text(json.dumps(rates), encoding="utf-8")
     dist.destroy_process_group()
 
 
 def _seconds(bytes_: int, device: torch.device) -> float:
-    """The median of some all-reduces."""
+    """The median duration of `ROUNDS` all-reduces."""
     tensor = torch.zeros(bytes_ // 4, device=device)
     times = []
     for _ in range(3 + ROUNDS):

@@ -1,4 +1,4 @@
-"""Where a run or a command computes, and in which precision."""
+"""Device and precision of a run or command."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ FP8_SINCE = (8, 9)  # compute capability
 
 
 def choose(recipe: Recipe) -> torch.device:
-    """The device of `train.device`; `auto` is a GPU where there is one."""
-    wanted = recipe.train.device
+    """The device of `train.device`; `auto` is a GPU if there is one."""
+    name = recipe.train.device
     has_gpu = torch.cuda.is_available()
-    if wanted == "cuda" and not has_gpu:
+    if name == "cuda" and not has_gpu:
         raise UserError("no CUDA device is available", where=recipe.where("train.device"), hint="use auto or cpu")
-    is_cuda = wanted == "cuda" or (wanted == "auto" and has_gpu)
+    is_cuda = name == "cuda" or (name == "auto" and has_gpu)
     if recipe.train.precision == "fp8" and (not is_cuda or torch.cuda.get_device_capability() < FP8_SINCE):
         raise UserError(
-            "this device has no fp8 arithmetic", where=recipe.where("train.precision"), hint='use "bf16" here'
+            "this device does not support fp8", where=recipe.where("train.precision"), hint='use "bf16" here'
         )
     return torch.device("cuda" if is_cuda else "cpu")
 
 
 def compiles(recipe: Recipe, device: torch.device) -> bool:
-    """Whether layers are compiled: as `train.compile` says, or on a GPU where the schedule allows it."""
+    """Whether layers are compiled: `train.compile` if set, otherwise on a GPU if the schedule allows it."""
     if recipe.train.compile is not None:
         return recipe.train.compile
     return device.type == "cuda" and not (recipe.parallel.pipeline > 1 and recipe.parallel.schedule == "zero-bubble")
 
 
 def device_for(name: str) -> torch.device:
-    """The device that `auto`, `cpu` or `cuda` means on this machine."""
+    """The device for `auto`, `cpu` or `cuda` on this machine."""
     has_gpu = torch.cuda.is_available()
     if name == "cuda" and not has_gpu:
         raise UserError("no CUDA device is available", hint="use --device auto or cpu")
@@ -43,12 +43,12 @@ def device_for(name: str) -> torch.device:
 
 
 def dtype_for(name: str, source: CheckpointSource, device: torch.device) -> torch.dtype:
-    """The precision to compute in; `auto` is fp32 on a CPU and the checkpoint's own on a GPU."""
+    """The compute dtype; `auto` is fp32 on a CPU and the checkpoint's dtype on a GPU."""
     if name != "auto":
         return DTYPES[name]
     return source.dtype if device.type == "cuda" and source.dtype in NAMES else torch.float32
 
 
 def name(device: torch.device) -> str:
-    """What the device is called."""
+    """The name of the device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -1,7 +1,7 @@
-"""What a recipe would need, found out without a GPU, data or weights.
+"""Predicts the parameters and memory of a recipe without a GPU, data or weights.
 
-The model is built from meta tensors, which have shapes and no storage, so that what is counted is what would be
-trained; the memory of each rank is predicted by `sizes.memory`.
+The model is built from meta tensors, which have shapes and no storage, so the counted parameters are those that would
+be trained. `sizes.memory` predicts the memory of each rank.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from steelyard.sizes.stage_layers import partition_of, stage_parameters
 
 @dataclass(frozen=True)
 class StageParams:
-    """One pipeline stage: its layers, and its parameters in all and on each tensor rank."""
+    """One pipeline stage: its layers, and its parameters in total and on each tensor rank."""
 
     number: int
     pipeline_rank: int
@@ -37,20 +37,20 @@ class StageParams:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """What a rank's memory is held against: a name to show and its bytes."""
+    """The memory of a device, with a name to display."""
 
     name: str
     memory: int
 
     @property
     def usable(self) -> int:
-        """Bytes left for tensors."""
+        """Bytes available for tensors."""
         return self.memory - RESERVED
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """The plan as it would run. `memory` has one entry per pipeline rank; `device` is None where none was named."""
+    """The predicted run. `memory` has one entry per pipeline rank; `device` is None if it is not known."""
 
     recipe: Recipe
     world: int
@@ -60,14 +60,14 @@ class DryRun:
 
     @property
     def too_full(self) -> list[int]:
-        """The pipeline ranks that would not fit."""
+        """The pipeline ranks that do not fit."""
         if self.device is None:
             return []
         return [rank for rank, memory in enumerate(self.memory) if memory.total > self.device.usable]
 
 
 def dry_run(recipe: Recipe, world: int | None = None, gpu: str | None = None) -> DryRun:
-    """Build the recipe's model without weights and predict each rank's memory in a world of so many ranks."""
+    """Build the recipe's model without weights and predict each rank's memory with `world` ranks."""
     world = recipe.parallel.least_world if world is None else world
     memory = memory_of(recipe, world)
     partition = partition_of(recipe)
@@ -76,7 +76,7 @@ def dry_run(recipe: Recipe, world: int | None = None, gpu: str | None = None) ->
 
 
 def device_of(recipe: Recipe, gpu: str | None) -> DeviceMemory | None:
-    """The device that `--gpu` names, by the catalogue or as bare memory (`80`, `24GiB`), or else the GPU at hand."""
+    """The device of `--gpu`, a catalogue name or an amount of memory (`80`, `24GiB`); by default the local GPU."""
     if gpu is None:
         if recipe.train.device == "cpu" or not torch.cuda.is_available():
             return None
@@ -85,16 +85,16 @@ def device_of(recipe: Recipe, gpu: str | None) -> DeviceMemory | None:
     known = by_name(gpu)
     if known is not None and known.memory is not None:
         return DeviceMemory(known.name, known.memory)
-    written = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GiB|GB|G)?", gpu, re.IGNORECASE)
-    if written is None:
+    amount = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GiB|GB|G)?", gpu, re.IGNORECASE)
+    if amount is None:
         names = ", ".join(entry.name for entry in CATALOGUE if entry.memory is not None)
-        raise UserError(f"--gpu: {gpu} is not known", hint=f"give its memory, like 80GiB, or one of {names}")
-    unit = 10**9 if (written[2] or "").upper() == "GB" else GIB
-    return DeviceMemory(f"{gpu} of memory", int(float(written[1]) * unit))
+        raise UserError(f"--gpu: unknown GPU {gpu}", hint=f"give its memory, like 80GiB, or one of {names}")
+    unit = 10**9 if (amount[2] or "").upper() == "GB" else GIB
+    return DeviceMemory(f"{gpu} of memory", int(float(amount[1]) * unit))
 
 
 def refuse_what_does_not_fit(plan: DryRun) -> None:
-    """Raise where a rank would run out of memory, with its stages and with settings that would help."""
+    """Raise if a rank would run out of memory, with its stages and with settings that reduce memory."""
     if not plan.too_full or plan.device is None:
         return
     worst = max(plan.too_full, key=lambda rank: plan.memory[rank].total)
@@ -104,15 +104,15 @@ def refuse_what_does_not_fit(plan: DryRun) -> None:
     helpful = remedies(plan.recipe, plan.world, plan.device.usable)
     tried = "; ".join(f"{change} would need {units.size(size)}" for change, size in helpful)
     raise RuntimeFailure(
-        f"stage {stages} needs {units.size(memory.total)} on each rank and {plan.device.name} has "
-        f"{units.size(plan.device.usable)} for it, most of it "
+        f"stage {stages} needs {units.size(memory.total)} on each rank, but {plan.device.name} has "
+        f"{units.size(plan.device.usable)} for tensors; the largest parts are "
         + " and ".join(f"{kind.replace('_', ' ')} ({units.size(size)})" for kind, size in largest),
         hint=tried or "spread the model over more ranks: parallel.tensor, parallel.pipeline, --world",
     )
 
 
 def _stage(recipe: Recipe, partition: Partition, number: int) -> StageParams:
-    """A stage, of which one layer is built: all layers are alike, and there may be thousands."""
+    """The parameters of a stage. Only one layer is built: all layers are equal, and there may be thousands."""
     layers = partition.layers_of(number)
     with torch.device("meta"):
         built = model.build(recipe.model, StageSpec(layers[:1], number == 0, number == recipe.parallel.stages - 1))
@@ -120,7 +120,7 @@ def _stage(recipe: Recipe, partition: Partition, number: int) -> StageParams:
     counted += sum(parameter.numel() for parameter in built.layers.parameters()) * max(0, len(layers) - 1)
     expected = stage_parameters(recipe, number)
     if counted != expected.total:
-        raise AssertionError(f"stage {number} has {counted} parameters, but sizes counts {expected.total}")
+        raise AssertionError(f"stage {number} has {counted} parameters, but steelyard.sizes counts {expected.total}")
     return StageParams(
         number=number,
         pipeline_rank=number % recipe.parallel.pipeline,
@@ -165,18 +165,18 @@ def as_result(plan: DryRun) -> dict[str, Any]:
 
 
 def as_text(plan: DryRun) -> str:
-    """The plan as tables for a person: stages and their parameters, then the memory of a rank by kind."""
+    """The plan as text tables: stages and their parameters, then the memory of a rank by kind."""
     stages = [["stage", "pipeline rank", "layers", "parameters", "on each rank"]]
     for stage in plan.stages:
-        held = f"{stage.layers[0]}-{stage.layers[-1]}" if stage.layers else "none"
+        layers = f"{stage.layers[0]}-{stage.layers[-1]}" if stage.layers else "none"
         sizes = [units.count(stage.parameters), units.count(stage.parameters_per_rank)]
-        stages.append([str(stage.number), str(stage.pipeline_rank), held, *sizes])
+        stages.append([str(stage.number), str(stage.pipeline_rank), layers, *sizes])
     kinds = [["memory of a rank", *(f"pipeline rank {rank}" for rank in range(len(plan.memory)))]]
     for kind in plan.memory[0].by_kind():
         kinds.append([kind.replace("_", " "), *(units.size(memory.by_kind()[kind]) for memory in plan.memory)])
-    kinds.append(["in all", *(units.size(memory.total) for memory in plan.memory)])
+    kinds.append(["total", *(units.size(memory.total) for memory in plan.memory)])
     if any(memory.host for memory in plan.memory):
-        kinds.append(["(in the host's memory)", *(units.size(memory.host) for memory in plan.memory)])
+        kinds.append(["(in host memory)", *(units.size(memory.host) for memory in plan.memory)])
     return "\n\n".join([_heading(plan), _table(stages), _table(kinds), _verdict(plan)])
 
 
@@ -184,9 +184,9 @@ def _heading(plan: DryRun) -> str:
     parallel, train = plan.recipe.parallel, plan.recipe.train
     mesh = {"tensor": parallel.tensor, "context": parallel.context, "pipeline": parallel.pipeline}
     mesh["data"] = plan.world // parallel.model_ranks
-    written = " x ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "no parallelism"
+    axes = " x ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "no parallelism"
     return (
-        f"{plan.recipe.name} on {plan.world} rank{'s' if plan.world > 1 else ''}: {written}, zero {parallel.zero}, "
+        f"{plan.recipe.name} on {plan.world} rank{'s' if plan.world > 1 else ''}: {axes}, zero {parallel.zero}, "
         f"{train.precision}, {micro_batches(plan.recipe, plan.world)} micro-batches of "
         f"{train.micro_batch} x {plan.recipe.data.sequence_length} tokens, recompute {parallel.recompute}"
     )
@@ -195,7 +195,7 @@ def _heading(plan: DryRun) -> str:
 def _verdict(plan: DryRun) -> str:
     most = units.size(max(memory.total for memory in plan.memory))
     if plan.device is None:
-        return f"needs {most} on the fullest rank, and about {units.size(RESERVED)} beside its tensors"
+        return f"needs {most} on the fullest rank for tensors, plus about {units.size(RESERVED)} reserved"
     answer = "does not fit" if plan.too_full else "fits"
     return f"{answer}: {most} on the fullest rank, {plan.device.name} has {units.size(plan.device.usable)} for tensors"
 

@@ -1,6 +1,6 @@
-"""One optimizer step on whatever mesh there is: micro-batches through the model, gradients together, weights moved.
+"""One optimizer step on any mesh: micro-batches, gradient reduction, clipping, weight update.
 
-Nothing in a step asks the device for a number: losses and norms stay tensors until someone writes them down.
+A step never synchronises with the device: losses and norms stay tensors until they are logged.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FIELDS = {field.name for field in dataclasses.fields(Batch)}
 
 
 class Engine:
-    """A model in training: this rank's share of it, and how it computes with the others."""
+    """This rank's part of a model in training, with its gradients and optimizer."""
 
     def __init__(
         self, recipe: Recipe, mesh: Mesh, device: torch.device, extension: Extension, end_of_document: int | None
@@ -53,22 +53,22 @@ class Engine:
         self.assembly = assemble(recipe, mesh, device, dtype, compiled, transform)
         self.parts = self.assembly.parts
         self.micro_losses: list[Tensor] = []
-        """The losses of the last step's micro-batches, as far as this rank computes them."""
+        """The losses of the last step's micro-batches that this rank computes."""
         self.gradients = Gradients(self.parts, mesh, device)
         self.optimizer = Optimizer(self.parts, recipe.optim, recipe.optim.offload, extension.pace)
         extension.assembled(self.assembly.stages, self.parts, mesh)
 
     def initialise(self) -> None:
-        """Set all weights that learn: each part draws its rows of the whole parameter."""
-        shape, seed = self.recipe.model, self.recipe.train.seed
+        """Initialise all trainable weights: each part draws its rows of the whole parameter."""
+        config, seed = self.recipe.model, self.recipe.train.seed
         with torch.no_grad():
             for part in self.parts:
                 if not part.parameter.requires_grad:
                     continue
                 _, *row_shape = part.shape
                 own = self.extension.initial_std(part)
-                std = shape.init_std if own is None else own
-                rows = models.initial(part.name, part.rows, row_shape, seed, std, shape.layers)
+                std = config.init_std if own is None else own
+                rows = models.initial(part.name, part.rows, row_shape, seed, std, config.layers)
                 for dim in range(1, rows.ndim):
                     rows = rows.narrow(dim, part.offset[dim], part.tensor.shape[dim])
                 part.tensor.copy_(rows)
@@ -88,10 +88,10 @@ class Engine:
     def step(
         self, rows: Rows, first_sample: int, rate: float, labels: int, loss_scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """One step on this rank's rows; `labels` is how many tokens the whole step predicts.
+        """One step on this rank's rows; `labels` is the number of tokens that the whole step predicts.
 
         Returns the summed loss of the whole step, the gradient norm before clipping, and whether the step was skipped
-        because that norm is not finite: all as tensors that the device may still be computing.
+        because that norm is not finite. All are tensors that the device may still be computing.
         """
         batch = self.batch_of(rows, first_sample)
         batch, other_loss = self.extension.weigh(self, batch)
@@ -101,7 +101,7 @@ class Engine:
             loss = other_loss
         self.timeline.mark("gradients")
         self.gradients.finish()
-        scaled_norm, sums = self.gradients.norm_with(self._of_the_world(loss)[None])
+        scaled_norm, sums = self.gradients.norm_with(self._share_of_sum(loss)[None])
         norm = scaled_norm / loss_scale
         skipped = ~torch.isfinite(norm)
         clip = self.recipe.optim.clip
@@ -117,7 +117,7 @@ class Engine:
         return sums[0], norm, skipped
 
     def evaluate(self, rows: Rows) -> Tensor:
-        """The summed loss of rows, over all ranks that have their own."""
+        """The summed loss of rows over all data-parallel ranks."""
         for model in self.assembly.stages.values():
             model.eval()
         batch, loss = self.extension.weigh(self, self.batch_of(rows))
@@ -125,15 +125,15 @@ class Engine:
             loss = self._losses(batch, self.recipe.train.micro_batch).sum()
         for model in self.assembly.stages.values():
             model.train()
-        loss = self._of_the_world(loss)
+        loss = self._share_of_sum(loss)
         if self.mesh.world.size > 1:
             torch.distributed.all_reduce(loss)
         return loss
 
     def row_losses(self, batch: Batch) -> Tensor:
-        """The loss of each row by itself, without a gradient, known to all ranks that share the rows.
+        """The loss of each row, without a gradient, on all ranks that share the rows.
 
-        A row's is the same to the bit whatever stands beside it, so nothing here may depend on other rows.
+        The loss of a row must be the same bit for bit in any batch, so nothing here may depend on other rows.
         """
         losses = self._losses(batch.replace(loss_positions_BK=None), 1)
         for axis in (self.mesh.context, self.mesh.pipeline):
@@ -143,14 +143,14 @@ class Engine:
 
     @torch.no_grad()
     def _losses(self, batch: Batch, size: int) -> Tensor:
-        """The loss of every `size` rows, as far as this rank computes it."""
+        """This rank's contribution to the loss of every `size` rows."""
         micro_batches = batch.micro_batches(size)
         if self.assembly.pipeline is not None:
             return torch.stack(self.assembly.pipeline.evaluate(micro_batches))
         return torch.stack([self.assembly.model(micro).double().sum() for micro in micro_batches])
 
     def forward_and_backward(self, batch: Batch, scale: float) -> Tensor:
-        """Add the gradients of this rank's rows and return the sum of their losses."""
+        """Accumulate the gradients of this rank's rows and return the sum of their losses."""
         factor = torch.full((), scale, device=self.device)
         count = len(batch) // self.recipe.train.micro_batch
         if self.assembly.pipeline is not None:
@@ -171,9 +171,9 @@ class Engine:
         return total
 
     def add_stage_losses(self, batch: Batch, scale: float) -> None:
-        """Losses that an extension takes from weights alone, once for all micro-batches of the step.
+        """Add losses that an extension computes from weights alone, once for all micro-batches of the step.
 
-        Gradients are summed over the ranks of data by now: what each rank adds here stands for all of them.
+        Gradients are already summed over data-parallel ranks here, so each rank scales the loss by their number.
         """
         factor = scale * (len(batch) // self.recipe.train.micro_batch)
         for model in self.assembly.stages.values():
@@ -182,52 +182,52 @@ class Engine:
                 (loss * factor * self.mesh.data.size).backward()
 
     def batch_of(self, rows: Rows, first_sample: int | None = None) -> Batch:
-        """What the model takes, on its device: this rank's part of each row where sequences are cut.
+        """The model's input on its device; with context parallelism, this rank's part of each row.
 
-        Where documents begin stays on the host, which makes of it what attention needs.
+        Document starts stay on the host, which computes `cu_seqlens` from them.
         """
         vocab, data = self.recipe.model.vocab, self.recipe.data
         largest = max(rows["tokens_BL"].max(), rows["labels_BL"].max())
         if largest >= vocab:
-            raise UserError(f"the data holds the id {largest}, but model.vocab is {vocab}")
+            raise UserError(f"the data contains token id {largest}, but model.vocab is {vocab}")
         number, length = rows["tokens_BL"].shape
-        places = np.broadcast_to(np.arange(length), (number, length))
+        positions = np.broadcast_to(np.arange(length), (number, length))
         batch = dict(rows)
         if self.mesh.world.size > 1:
-            batch.setdefault("position_ids_BL", places)
+            batch.setdefault("position_ids_BL", positions)
         if self.end_of_document is not None and "documents_BL" not in rows:
             documents = documents_in(rows["tokens_BL"], self.end_of_document)
             if data.mask_documents:
                 batch["documents_BL"] = documents.number
             if data.reset_positions:
                 batch["position_ids_BL"] = documents.position
-        if "documents_BL" in batch and self._attends_within():
+        if "documents_BL" in batch and self._uses_varlen_attention():
             batch["document_starts_BN"] = starts_of(batch.pop("documents_BL"))
         drops = self.recipe.model.dropout or self.recipe.model.attention_dropout
         if first_sample is not None and (drops or self.extension.needs_samples):
             batch["sample_ids_B"] = np.arange(first_sample, first_sample + number)
-            batch["row_positions_BL"] = places
+            batch["row_positions_BL"] = positions
         if self.mesh.context.size > 1:
             here = context_parallel.places(length, self.mesh.context).numpy()
             for name in ("tokens_BL", "labels_BL", "loss_weights_BL", "position_ids_BL", "row_positions_BL"):
                 if name in batch:
                     batch[name] = batch[name][:, here]
         if "loss_weights_BL" in batch:
-            learned = learned_in(batch["loss_weights_BL"])
-            if learned.shape[1] < batch["loss_weights_BL"].shape[1]:
-                batch["loss_positions_BK"] = learned
+            loss_positions = learned_in(batch["loss_weights_BL"])
+            if loss_positions.shape[1] < batch["loss_weights_BL"].shape[1]:
+                batch["loss_positions_BK"] = loss_positions
         on_host = {name: torch.from_numpy(batch.pop(name)) for name in ("document_starts_BN",) if name in batch}
         tensors = {name: self._to_device(value) for name, value in batch.items()} | on_host
         extra = {name: tensors.pop(name) for name in set(tensors) - FIELDS}
         return Batch(**tensors, extra=extra)  # type: ignore[arg-type]
 
-    def _attends_within(self) -> bool:
-        """Whether attention takes documents by where they begin, which saves it the pairs of tokens between them."""
-        shape = self.recipe.model
-        if self.mesh.context.size > 1 or shape.attention_dropout:
+    def _uses_varlen_attention(self) -> bool:
+        """Whether attention takes document starts (varlen), which skips the token pairs between documents."""
+        config = self.recipe.model
+        if self.mesh.context.size > 1 or config.attention_dropout:
             return False
         dtype = devices.DTYPES[self.recipe.train.precision]
-        return has_varlen_attention(self.device, dtype, getattr(shape, "head_dim", shape.hidden // shape.heads))
+        return has_varlen_attention(self.device, dtype, getattr(config, "head_dim", config.hidden // config.heads))
 
     def _to_device(self, array: npt.NDArray[Any]) -> Tensor:
         tensor = torch.from_numpy(np.require(array, requirements=("C", "W")))  # torch warns about read-only arrays.
@@ -235,8 +235,8 @@ class Engine:
             tensor = tensor.pin_memory()
         return tensor.to(self.device, non_blocking=True)
 
-    def _of_the_world(self, loss: Tensor) -> Tensor:
-        """A rank's share of the loss in a sum over the world: ranks along the tensor axis all have the same."""
+    def _share_of_sum(self, loss: Tensor) -> Tensor:
+        """A rank's share of the loss in a sum over the world: tensor-parallel ranks all have the same loss."""
         return loss.double() / self.mesh.tensor.size
 
     def drop_gradients(self) -> None:

@@ -1,7 +1,7 @@
-"""What may be added to training without a second loop: masks, adapters, another loss.
+"""Hooks that change training without a second training loop: masks, adapters, another loss.
 
-An extension is told what happens in this order: `transform` for each stage, while it has no weights; `assembled`, when
-it has memory; `start` or `resumed`; then for each step `begin_step`, and for each record `metrics`.
+The hooks are called in this order: `transform` for each stage, while it has no weights; `assembled`, when its weights
+are allocated; `start` or `resumed`; then for each step `begin_step`, and for each record `metrics`.
 """
 
 from __future__ import annotations
@@ -23,51 +23,51 @@ if TYPE_CHECKING:
 
 
 class Extension:
-    """Training as it is. A subclass changes what it needs to."""
+    """The default hooks, which change nothing. A subclass overrides those it needs."""
 
     needs_samples = False
-    """Whether layers must know which samples they see: `Context.sample_ids_B`."""
+    """Whether layers need the sample ids of their rows: `Context.sample_ids_B`."""
 
     is_likelihood = True
-    """Whether the loss is that of predicting tokens, so that a perplexity can be told of it."""
+    """Whether the loss is a cross-entropy over tokens, so that it has a perplexity."""
 
     def transform(self, model: LanguageModel) -> None:
-        """Change a model, or a stage of it, before it is cut and sharded; it has no weights yet."""
+        """Change a model, or a stage of it, before tensor parallelism and sharding; it has no weights yet."""
 
     def assembled(self, stages: dict[int, LanguageModel], parts: list[ParamShard], mesh: Mesh) -> None:
-        """Know what this rank holds, and its place among the others."""
+        """Receive the stages and parameter shards of this rank, and its mesh."""
 
     def initial_std(self, part: ParamShard) -> float | None:
-        """The deviation of a parameter's initial values, where it is not the model's."""
+        """The standard deviation of a parameter's initial values; None for the model's."""
         return None
 
     def pace(self, part: ParamShard) -> ParamGroupOptions:
-        """How a parameter moves beside the others."""
+        """The param-group options of a parameter."""
         return ParamGroupOptions()
 
     def start(self, engine: Engine, world: World) -> str:
-        """Give a new run its weights, which are at their initial values; says where they came from."""
+        """Load the weights of a new run over their initial values; returns their origin as text."""
         return initial_weights.from_recipe(engine, world)
 
     def resumed(self, engine: Engine, world: World, state: dict[str, Any]) -> None:
-        """Set what a checkpoint does not hold; what it does hold is in place."""
+        """Set the state that the checkpoint does not hold; the checkpoint is already loaded."""
 
     def begin_step(self, step: int, batch: int, loss_scale: float) -> None:
-        """Prepare for a step, counted from 1, of so many samples, whose loss is multiplied by `loss_scale`.
+        """Prepare for a step, counted from 1, of `batch` samples, whose loss is multiplied by `loss_scale`.
 
         Called again for a step that was skipped and is recomputed (`training/nonfinite.py`).
         """
 
     def forward(self, model: LanguageModel, batch: Batch) -> Tensor:
-        """The loss of a micro-batch in training, as a tensor of one element; not called in a pipeline."""
+        """The loss of a micro-batch in training, as a tensor of one element; not called with a pipeline."""
         loss: Tensor = model(batch)
         return loss
 
     def weigh(self, engine: Engine, batch: Batch) -> tuple[Batch, Tensor | None]:
-        """Change a rank's rows before they are computed, for a step or for validation.
+        """Change a rank's rows before the forward pass, for a step or for validation.
 
-        Where the loss is not the weighted sum that the model computes, its sum over this rank's rows comes along; all
-        ranks but those along the tensor axis add theirs.
+        If the loss is not the weighted sum that the model computes, returns its sum over this rank's rows too. These
+        sums are added over all ranks, except along the tensor axis.
         """
         return batch, None
 
@@ -76,7 +76,7 @@ class Extension:
         return None
 
     def metrics(self) -> dict[str, float]:
-        """What to add to each record. All ranks ask at the same steps."""
+        """Fields to add to each record. Called on all ranks at the same steps."""
         return {}
 
     def saves(self, part: ParamShard) -> bool:
@@ -84,9 +84,9 @@ class Extension:
         return True
 
     def pieces(self) -> dict[str, TensorShard]:
-        """What a checkpoint holds beside parameters and optimizer."""
+        """Further tensors of a checkpoint, besides parameters and optimizer state."""
         return {}
 
     def state(self) -> dict[str, Any]:
-        """What the state of a checkpoint says beside the counters."""
+        """Further entries of a checkpoint's train state, besides the counters."""
         return {}

@@ -1,8 +1,8 @@
-"""Matrix products of layers in 8-bit floating point: twice the arithmetic of bf16 on GPUs that have it.
+"""Linear layers in fp8: twice the FLOP/s of bf16 on GPUs that support it.
 
-Each tensor is scaled by its own largest value when it is used, so nothing has to be remembered between steps. Inputs
-and weights are e4m3 (more precision), gradients e5m2 (more range); products are summed in fp32 and given as bf16, those
-for weights' gradients in the weights' dtype. Norms, attention, the head and the stream stay as they are.
+Each tensor is scaled by its current absolute maximum (dynamic scaling), so there is no state between steps. Inputs and
+weights are e4m3 (more precision), gradients e5m2 (more range). Products accumulate in fp32 and are returned in bf16,
+weight gradients in the dtype of the weights. Norms, attention, the head and the residual stream are unchanged.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from steelyard.model import LanguageModel
 from steelyard.model.modules import Linear
 
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
-MULTIPLE = 16  # of every dimension that the hardware multiplies
+MULTIPLE = 16  # Every dimension of an fp8 product must be a multiple of this.
 
 
 def convert(model: LanguageModel) -> None:
-    """Have the linear maps of all layers multiply in fp8, where their sizes allow it."""
+    """Make the linear modules of all layers compute in fp8, if their sizes allow it."""
     for module in model.layers.modules():
         if isinstance(module, Linear) and not any(size % MULTIPLE for size in module.weight.shape):
             module.product = product
@@ -34,7 +34,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def scaled(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A tensor in fp8, and the factor that brings it back."""
+    """A tensor in fp8, and the factor that reverses the scaling."""
     factor = torch.finfo(dtype).max / x.abs().amax().float().clamp(min=1e-12)
     largest = torch.finfo(dtype).max
     return (x.float() * factor).clamp(-largest, largest).to(dtype), factor.reciprocal()
@@ -53,7 +53,7 @@ class _Fp8Function(torch.autograd.Function):
     def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor, Tensor]:
         x, of_x, weight, of_weight = ctx.saved_tensors
         grad, of_grad = scaled(grad_NO, BACKWARD)
-        # The hardware wants its second factor by columns: a transposed copy, which compiles into the rounding.
+        # The second operand must be column-major: a transposed copy, which the compiler fuses with the rounding.
         grad_x = torch._scaled_mm(grad, weight.t().contiguous().t(), of_grad, of_weight, out_dtype=grad_NO.dtype)
         grad_weight = torch._scaled_mm(
             grad.t().contiguous(), x.t().contiguous().t(), of_grad, of_x, out_dtype=ctx.weight_dtype

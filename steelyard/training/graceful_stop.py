@@ -1,7 +1,7 @@
-"""Stopping when asked: the first SIGINT, SIGTERM or SIGUSR1 ends the run after its step, a second one at once.
+"""Graceful stop: the first SIGINT, SIGTERM or SIGUSR1 ends the run after the current step, a second one immediately.
 
-A scheduler may tell only some ranks, or tell them during different steps, so the ranks agree once per step. What comes
-within a second of the first request is the same request over another road (terminal, launcher, scheduler).
+A scheduler may signal only some ranks, or signal them during different steps, so the ranks agree once per step. A
+signal within a second of the first is the same request by another path (terminal, launcher, scheduler).
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ SAME_REQUEST_SECONDS = 1.0
 
 
 class StopRequest:
-    """Whether someone asked the run to stop."""
+    """Whether the run has been requested to stop."""
 
-    asked = False
-    asked_at = 0.0
+    is_requested = False
+    requested_at = 0.0
     agreed_by_clock = False
 
-    def ask(self, number: int, frame: FrameType | None) -> None:
-        """The handler of the signals."""
-        if self.asked:
-            if time.monotonic() - self.asked_at > SAME_REQUEST_SECONDS:
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """The signal handler."""
+        if self.is_requested:
+            if time.monotonic() - self.requested_at > SAME_REQUEST_SECONDS:
                 raise Interrupted
             return
-        self.asked, self.asked_at = True, time.monotonic()
-        console.say("stopping after this step; ask again to stop at once")
+        self.is_requested, self.requested_at = True, time.monotonic()
+        console.say("stopping after this step; send the signal again to stop immediately")
 
     def agreed(self, out_of_time: bool = False) -> bool:
-        """Whether any rank was asked, or sees its time run out. All ranks call this once per step, and agree."""
-        flags = torch.tensor([self.asked, out_of_time], dtype=torch.int32)
+        """Whether any rank has a request or is out of time. All ranks call this once per step and get one result."""
+        flags = torch.tensor([self.is_requested, out_of_time], dtype=torch.int32)
         if dist.is_initialized():
             dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        was_asked, self.agreed_by_clock = (bool(flag) for flag in flags)
-        return was_asked or self.agreed_by_clock
+        is_requested, self.agreed_by_clock = (bool(flag) for flag in flags)
+        return is_requested or self.agreed_by_clock
 
 
 @contextmanager
 def stop_request() -> Iterator[StopRequest]:
-    """Listen for requests during the block."""
+    """Handle the stop signals during the block."""
     request = StopRequest()
-    previous = {number: signal.signal(number, request.ask) for number in SIGNALS}
+    previous = {number: signal.signal(number, request.handle) for number in SIGNALS}
     try:
         yield request
     finally:

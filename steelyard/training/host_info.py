@@ -1,11 +1,11 @@
-"""`hosts/<host>.json`: what the ranks of each host say of themselves once they have met.
+"""`hosts/<host>.json`: facts about the ranks of each host, written after rendezvous.
 
     {"host": "a1", "ranks": [0, 1], "process ids": [311, 312], "device": "NVIDIA H200", "clock": 1700000000.0,
      "logged": 0, "versions": {"torch": ...}, "layout": {"world": 4, "tensor": 1, "pipeline": 2, ...}}
 
-`clock` is the host's own time right after a barrier, so that clocks can be compared; `layout` is what the ranks really
-do, so that it can be compared with what was asked for; `logged` is how long `logs/<host>.err` was by then, since what
-stands before did not stop these ranks. Watchers read these files.
+`clock` is the host's time right after a barrier, for comparing clocks. `layout` is the actual layout, for comparison
+with the requested one. `logged` is the size of `logs/<host>.err` at that time: earlier errors did not stop these ranks.
+`steelyard watch` reads these files.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ HOSTS = "hosts"
 
 
 def report(folder: Run, recipe: Recipe, mesh: Mesh, world: World, device: torch.device) -> None:
-    """Have the first rank of each host write its file. All ranks call this together."""
+    """Write the file of each host, on its first rank. All ranks call this."""
     if world.is_rank0:
         shutil.rmtree(folder.path / HOSTS, ignore_errors=True)  # An earlier attempt may have had other hosts.
     if world.size > 1:
         dist.barrier()
     own = _own(recipe, mesh, world, device)
-    everyone: list[dict[str, Any]] = [own] * world.size
+    all_ranks: list[dict[str, Any]] = [own] * world.size
     if world.size > 1:
-        dist.all_gather_object(everyone, own)
-    here = [each for each in everyone if each["host"] == own["host"]]
+        dist.all_gather_object(all_ranks, own)
+    here = [each for each in all_ranks if each["host"] == own["host"]]
     if here[0]["rank"] == world.rank:
         reported = {key: value for key, value in own.items() if key not in ("rank", "process id")}
         reported["logged"] = _size(folder.path / "logs" / f"{own['host']}.err")

@@ -1,4 +1,4 @@
-"""Where the weights of a new run come from."""
+"""Loads the weights of a new run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def from_recipe(engine: Engine, world: World) -> str:
-    """Weights of the checkpoint that `train.init_from` names, if it names one."""
+    """Load the checkpoint of `train.init_from`, if set; returns the origin of the weights as text."""
     origin = engine.recipe.train.init_from
     if origin is None:
         return "new run"
@@ -23,8 +23,8 @@ def from_recipe(engine: Engine, world: World) -> str:
 
 
 def load(origin: str, pieces: dict[str, TensorShard], recipe: Recipe, world: World) -> None:
-    """Fill pieces of the model from a checkpoint of any format."""
-    if formats.is_own(origin):  # The first rank checks the sums, and each reads only what it needs.
+    """Load shards of the model from a checkpoint of any format."""
+    if formats.is_own(origin):  # Rank 0 verifies checksums, and each rank reads only what it needs.
         saved = run_on_rank0(world, lambda: checkpoint.source(origin))
         with gather_errors(world):
             checkpoint.load(saved, pieces)

@@ -1,7 +1,7 @@
-"""How long one layer takes on the device at hand: what `steelyard plan profile` measures.
+"""Measures the time of one layer on the local device, for `steelyard plan profile`.
 
-A layer is built alone, with the widths that one of `tensor` ranks would have, and its two passes are timed as a step
-runs them, compiled where a run would compile. Sums over tensor ranks are not in it: the planner adds them from links.
+One layer is built with the widths of one of `tensor` ranks. Its forward and backward passes are timed as in a step,
+compiled if a run would compile. All-reduces over tensor ranks are not included: the planner adds them from the links.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ WARM_UP, ROUNDS = 3, 10
 
 
 def measure(recipe: Recipe, tensors: list[int], micro_batches: list[int], with_links: bool = False) -> dict[str, Any]:
-    """The profile of a recipe's layer here, as `plan.profile` reads it; with the link between two ranks if asked."""
+    """The profile of a recipe's layer, in the format of `plan.profile`; optionally with the link between two ranks."""
     device = devices.choose(recipe)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     known = by_device_name(name)
-    for tensor in tensors:  # Before anything is measured, and would be lost.
-        _shape(recipe.model, tensor)
+    for tensor in tensors:  # Fail before anything is measured.
+        _config(recipe.model, tensor)
     layers = [
         {"tensor": tensor, "micro_batch": micro_batch, **_layer(recipe, device, tensor, micro_batch)}
         for tensor in tensors
@@ -66,23 +66,23 @@ def measure(recipe: Recipe, tensors: list[int], micro_batches: list[int], with_l
     }  # fmt: skip
 
 
-def _shape(model: GptConfig | LlamaConfig, tensor: int) -> GptConfig | LlamaConfig:
-    """One layer with the widths of a tensor rank."""
+def _config(model: GptConfig | LlamaConfig, tensor: int) -> GptConfig | LlamaConfig:
+    """The config of one layer with the widths of a tensor rank."""
     one = {"layers": 1, "dropout": 0.0, "attention_dropout": 0.0}
     if model.heads % tensor or model.ffn % tensor or getattr(model, "kv_heads", tensor) % tensor:
         raise UserError(
-            f"{model.heads} heads, their keys and {model.ffn} columns of the MLP "
-            f"do not divide among {tensor} tensor ranks",
-            hint="measure other --tensor degrees; the planner scales by the nearest",
+            f"model.heads = {model.heads}, its key-value heads or model.ffn = {model.ffn} "
+            f"is not divisible by {tensor} tensor ranks",
+            hint="measure other --tensor degrees; the planner scales from the nearest",
         )
-    if isinstance(model, GptConfig):  # Its heads' width follows from their number, so the layer itself is cut.
+    if isinstance(model, GptConfig):  # head_dim depends on the number of heads, so `cut` shards the layer itself.
         return model.model_copy(update=one)
     cut = {"heads": model.heads // tensor, "kv_heads": model.kv_heads // tensor, "ffn": model.ffn // tensor}
     return model.model_copy(update=one | cut)
 
 
 def cut(layer: Any, model: GptConfig, tensor: int) -> None:
-    """A GPT layer's maps cut as tensor parallelism does: by heads, and by columns of the MLP."""
+    """Shard a GPT layer's matrices as tensor parallelism does: by heads, and by columns of the MLP."""
     attention, mlp, width, ffn = layer.attention, layer.mlp, model.hidden // tensor, model.ffn // tensor
     attention.query, attention.key, attention.value = (Linear(model.hidden, width) for _ in range(3))
     attention.output, attention.heads = Linear(width, model.hidden), range(model.heads // tensor)
@@ -92,7 +92,7 @@ def cut(layer: Any, model: GptConfig, tensor: int) -> None:
 def _layer(recipe: Recipe, device: torch.device, tensor: int, micro_batch: int) -> dict[str, float]:
     """Seconds of a layer's forward and backward pass."""
     dtype = devices.DTYPES[recipe.train.precision]
-    built = models.build(_shape(recipe.model, tensor), StageSpec(range(1), first=False, last=False))
+    built = models.build(_config(recipe.model, tensor), StageSpec(range(1), first=False, last=False))
     if isinstance(recipe.model, GptConfig) and tensor > 1:
         cut(built.layers["0"], recipe.model, tensor)
     built = built.to(device)
@@ -119,7 +119,7 @@ def _layer(recipe: Recipe, device: torch.device, tensor: int, micro_batch: int) 
 
 
 def _rates(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """What large products and copies reach here."""
+    """TFLOP/s of large matrix products and GB/s of large copies on this device."""
     size = 4096 if device.type == "cuda" else 512
     one, other = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     block = torch.empty(1 << (28 if device.type == "cuda" else 24), dtype=torch.uint8, device=device)

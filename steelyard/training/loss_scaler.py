@@ -1,4 +1,4 @@
-"""Loss scaling for fp16, whose smallest gradients would vanish: as large as overflow allows, found by trying."""
+"""Dynamic loss scaling for fp16, where small gradients underflow: the largest scale that does not overflow."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ SMALLEST = 1.0
 
 @dataclass
 class LossScale:
-    """The factor on the loss: halved when a step overflows, doubled after `window` good ones. 1 but for fp16."""
+    """The factor on the loss: halved when a step overflows, doubled after `window` good steps. 1 except for fp16."""
 
     scale: float
     window: int
     good_steps: int = 0
 
     def after(self, overflowed: bool) -> None:
-        """Learn from a step."""
+        """Update the scale after a step."""
         if overflowed:
             self.scale, self.good_steps = max(SMALLEST, self.scale / 2), 0
             return

@@ -1,4 +1,4 @@
-"""Writing down what a step did: to metrics.jsonl and the log always, to TensorBoard and W&B when asked."""
+"""Metrics of steps: always written to metrics.jsonl and the log, optionally to TensorBoard and W&B."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from steelyard.core.run import Run
 
 
 class Recorder:
-    """Keeps time between records and writes them. Only the first rank writes; the others only keep time."""
+    """Measures time between records and writes them. Only rank 0 writes; other ranks only measure time."""
 
     def __init__(self, recipe: Recipe, folder: Run, writes: bool) -> None:
         self.recipe, self.folder, self.writes = recipe, folder, writes
@@ -45,22 +45,22 @@ class Recorder:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Time in the block is not a step's."""
+        """Exclude the time of the block from step times."""
         began = time.perf_counter()
         yield
         self._paused += time.perf_counter() - began
 
     def seconds(self) -> tuple[float, int]:
-        """Time and steps since the last time this was asked."""
+        """Seconds and steps since the last call."""
         now = time.perf_counter()
         seconds, steps = now - self._began - self._paused, self._steps
         self._began, self._paused, self._steps = now, 0.0, 0
         return max(seconds, 1e-9), max(steps, 1)
 
     def record(self, record: dict[str, Any]) -> None:
-        """Write one record everywhere it should go, with the time. What is no number is none, as JSON has it.
+        """Write one record to all writers, with the time. Non-finite values become null, since JSON has no NaN.
 
-        Watchers learn from the times how long pauses usually are.
+        `steelyard watch` learns from the times how long pauses usually are.
         """
         if not self.writes:
             return
@@ -109,7 +109,7 @@ def line(record: dict[str, Any], steps: int) -> str:
 
 
 def check_writers(recipe: Recipe) -> None:
-    """Refuse before training what would fail or ask for a key in it."""
+    """Check before training that TensorBoard and W&B are installed and W&B has a key."""
     if recipe.log.tensorboard:
         try:
             import torch.utils.tensorboard  # noqa: F401
@@ -127,12 +127,12 @@ def check_writers(recipe: Recipe) -> None:
     raise UserError(
         "W&B has no key",
         where=recipe.where("log.wandb"),
-        hint="set WANDB_API_KEY or run wandb login; WANDB_MODE=offline needs none and keeps the run on this machine",
+        hint="set WANDB_API_KEY or run wandb login; WANDB_MODE=offline needs no key and keeps the run on this machine",
     )
 
 
 def _has_wandb_key() -> bool:
-    """Whether W&B will find a key by itself: in the environment, or where `wandb login` leaves it."""
+    """Whether W&B will find a key: in the environment, or in the file that `wandb login` writes."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
@@ -155,7 +155,7 @@ def _wandb(recipe: Recipe, folder: Run) -> Any:
     return wandb.init(
         project=recipe.log.wandb,
         name=folder.name,
-        id=folder.manifest().get("wandb_id") or _remember(folder, secrets.token_hex(4)),
+        id=folder.manifest().get("wandb_id") or _store_id(folder, secrets.token_hex(4)),
         resume="allow",
         dir=str(folder.path),
         config=recipe.settings(),
@@ -163,6 +163,6 @@ def _wandb(recipe: Recipe, folder: Run) -> Any:
     )
 
 
-def _remember(folder: Run, identity: str) -> str:
+def _store_id(folder: Run, identity: str) -> str:
     folder.update(wandb_id=identity)
     return identity

@@ -1,14 +1,14 @@
-"""Steps that were skipped because a loss or a gradient was not finite: which parameter, rank and micro-batch, and why.
+"""Root cause of steps that were skipped because a loss or a gradient was not finite: parameter, rank, micro-batch, why.
 
-During a step the device notes, without the host waiting for it, the norm of each parameter's gradient and the first
-micro-batch whose loss is not finite. When the host learns that a step was skipped, all ranks compute that step again
-with deterministic kernels: twice from their own rows, and, where ranks are data-parallel, once from a neighbour's rows.
+During a step the device stores the norm of each parameter's gradient and the first micro-batch whose loss is not
+finite, without synchronising with the host. When the host reads that a step was skipped, all ranks recompute it with
+deterministic kernels: twice from their own rows and, with data parallelism, once from a neighbour's rows.
 
-    non-finite again, in the same places     data or weights; on one data-parallel rank only: persistent hardware fault
-    finite now, or in other places           transient hardware fault
-    cannot be told                           undetermined, with the reason
+    non-finite again, same values            data or weights; on one data-parallel rank only: persistent hardware fault
+    finite now, or other values              transient hardware fault
+    not decidable                            undetermined, with the reason
 
-This costs up to three steps, so it is done for the first skipped step of a session and before a limit ends the run.
+This costs up to three steps, so it runs for the first skipped step of a session and before a limit ends the run.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ PERSISTENT, UNDETERMINED = "persistent hardware fault", "undetermined"
 HINTS = {
     DATA_OR_WEIGHTS: "lower optim.learning_rate, or inspect these samples",
     TRANSIENT: "check this machine with steelyard doctor",
-    PERSISTENT: "check this machine with steelyard doctor, and start again without it",
+    PERSISTENT: "check this machine with steelyard doctor, and resume without it",
     UNDETERMINED: "lower optim.learning_rate",
 }
-NOT_ONE = -1  # Instead of a micro-batch: the whole step, or the loss that an extension takes from weights.
+NOT_ONE = -1  # Instead of a micro-batch: the whole step, or the loss that an extension computes from weights.
 
 
 class SkippedStep(NamedTuple):
-    """What is needed to compute a step again. `first` and `rows` are the samples of this rank."""
+    """The inputs needed to recompute a step. `first` and `rows`: first sample and number of samples of this rank."""
 
     number: int
     first: int
@@ -58,36 +58,36 @@ class SkippedStep(NamedTuple):
 
 @dataclass(frozen=True)
 class NonfiniteFindings:
-    """Where one rank found values that are not finite when it computed a step."""
+    """Where one rank found non-finite values when it computed a step."""
 
     data: int
     """The rank's index along the data axis."""
     micro_batches: tuple[int, ...] = ()
-    """Those whose loss, or gradient at the embedding's output, is not finite. Nothing from other ranks is in these."""
+    """Those whose loss, or gradient at the embedding's output, is not finite, before any sum over ranks."""
     gradients: tuple[tuple[int, str], ...] = ()
     """Micro-batch and parameter of each gradient that is not finite, after the sum over data-parallel ranks."""
 
 
 class NonfiniteCause(NamedTuple):
-    """What recomputing says about a step that was not finite."""
+    """The result of recomputing a step that was not finite."""
 
     kind: str
     reason: str
 
 
 class SkippedSteps:
-    """Attributes skipped steps of a run, and ends it when a limit is exceeded. All ranks call it at the same steps."""
+    """Finds the cause of skipped steps, and fails when a limit is exceeded. All ranks call it at the same steps."""
 
     def __init__(self, engine: Engine, samples: Samples, world: World) -> None:
         self.engine, self.samples, self.world = engine, samples, world
-        self._steps: dict[int, SkippedStep] = {}  # Those since the last check.
+        self._steps: dict[int, SkippedStep] = {}  # The steps since the last check.
         self._is_reported = False
         # Of the last skipped step: its number, the first micro-batch whose loss is not finite, the gradients' norms.
         size = 2 + len(engine.gradients.counted)
         self._noted = torch.full((size,), -1.0, dtype=torch.float64, device=engine.device)
 
     def note(self, step: SkippedStep, skipped: Tensor) -> None:
-        """Remember a step on the device if it was skipped; the host does not wait to know."""
+        """Store a step on the device if it was skipped; the host does not wait for the result."""
         self._steps[step.number] = step
         first = torch.full((1,), NOT_ONE, device=self.engine.device)
         if losses := self.engine.micro_losses:
@@ -98,7 +98,7 @@ class SkippedSteps:
         self._noted = torch.where(skipped, noted, self._noted)
 
     def check(self, counters: Counters, exceeded: str | None) -> None:
-        """Report the first skipped step, and stop the run if a limit on skipped steps is `exceeded`."""
+        """Report the first skipped step, and raise if a limit on skipped steps is `exceeded`."""
         is_new = any(step in self._steps for step in counters.recent_skips)
         if exceeded is not None or (is_new and not self._is_reported):
             self._is_reported = True
@@ -108,15 +108,15 @@ class SkippedSteps:
             if step is not None:
                 reported, hint = self._attributed(step, int(micro_batch), norms, is_latest=step.number == counters.step)
             if exceeded is not None:
-                fault = RuntimeFailure(exceeded + reported, hint=hint)
-                fault.shared = self.world.size > 1
-                raise fault
+                failure = RuntimeFailure(exceeded + reported, hint=hint)
+                failure.shared = self.world.size > 1
+                raise failure
             if self.world.is_rank0:
                 console.warn(f"step {int(number)} was skipped{reported}")
         self._steps.clear()
 
     def _attributed(self, step: SkippedStep, micro_batch: int, norms: list[float], is_latest: bool) -> tuple[str, str]:
-        """What is known about a skipped step, in words, and what to do about it."""
+        """The location and cause of a skipped step as text, and the hint."""
         data = self.engine.mesh.data
         parts = zip(self.engine.gradients.counted, norms, strict=True)
         gradients = tuple((NOT_ONE, f"model.{part.name}") for part, norm in parts if not math.isfinite(norm))
@@ -134,7 +134,7 @@ class SkippedSteps:
                 raise
             first, cause = (
                 [],
-                NonfiniteCause(UNDETERMINED, "the device has not enough memory to compute the step again"),
+                NonfiniteCause(UNDETERMINED, "the device does not have enough memory to recompute the step"),
             )
         finally:
             self.engine.drop_gradients()
@@ -144,7 +144,7 @@ class SkippedSteps:
         return f": {where}. Cause: {cause.kind} ({cause.reason})", HINTS[cause.kind]
 
     def _recomputed(self, step: SkippedStep, shift: int = 0) -> list[NonfiniteFindings]:
-        """What every rank finds in the step, from the rows of the data-parallel rank `shift` places behind it."""
+        """The findings of all ranks in the step, each with the rows of the rank `shift` further along the data axis."""
         engine, data = self.engine, self.engine.mesh.data
         first = step.first + ((data.index + shift) % data.size - data.index) * step.rows
         rows = engine.batch_of(read(self.samples, first, step.rows), first)
@@ -168,16 +168,16 @@ class SkippedSteps:
         return self._gathered(NonfiniteFindings(data.index, micro_batches, tuple(gradients)))
 
     def _nonfinite_gradients(self, micro_batch: int) -> list[tuple[int, str]]:
-        found = {f"model.{part.name}": part.gradient for part in self.engine.parts}
-        names = nonfinite({name: gradient for name, gradient in found.items() if gradient is not None})
+        by_name = {f"model.{part.name}": part.gradient for part in self.engine.parts}
+        names = nonfinite({name: gradient for name, gradient in by_name.items() if gradient is not None})
         self.engine.drop_gradients()
         return [(micro_batch, name) for name in names]
 
     def _gathered(self, findings: NonfiniteFindings) -> list[NonfiniteFindings]:
-        everyones = [findings] * self.world.size
+        all_ranks = [findings] * self.world.size
         if self.world.size > 1:
-            dist.all_gather_object(everyones, findings)
-        return everyones
+            dist.all_gather_object(all_ranks, findings)
+        return all_ranks
 
     def _hosts(self) -> list[str]:
         hosts = [socket.gethostname()] * self.world.size
@@ -188,7 +188,7 @@ class SkippedSteps:
 
 @contextmanager
 def deterministic_kernels() -> Iterator[None]:
-    """Have torch use deterministic kernels where it has them."""
+    """Use deterministic kernels where torch has them."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     memory: Any = torch.utils.deterministic
     filled = memory.fill_uninitialized_memory
@@ -205,17 +205,17 @@ def deterministic_kernels() -> Iterator[None]:
 
 @contextmanager
 def _embedding_gradients(engine: Engine) -> Iterator[list[Tensor]]:
-    """Collects the largest gradient at the embedding's output of each micro-batch: where a backward pass ends."""
-    found: list[Tensor] = []
+    """Collect the largest gradient at the embedding's output, where a backward pass ends, of each micro-batch."""
+    largest: list[Tensor] = []
 
     def watch(module: torch.nn.Module, inputs: object, output: Tensor) -> None:
         if output.requires_grad:
-            output.register_hook(lambda gradient: found.append(gradient.detach().abs().max()))
+            output.register_hook(lambda gradient: largest.append(gradient.detach().abs().max()))
 
     embeddings = [model.embed for model in engine.assembly.stages.values() if model.embed is not None]
     handles = [embedding.register_forward_hook(watch) for embedding in embeddings]
     try:
-        yield found
+        yield largest
     finally:
         for handle in handles:
             handle.remove()
@@ -232,20 +232,20 @@ def classify(
     swapped: list[NonfiniteFindings] | None,
     same_weights: bool,
 ) -> NonfiniteCause:
-    """Why a step was not finite, from what all ranks found when they computed it again, twice and with others' rows.
+    """Why a step was not finite, from the findings of all ranks in two recomputations and one with swapped rows.
 
-    `swapped` is of a pass in which each data-parallel rank had the rows of the next one. `same_weights` says whether no
-    step has moved the weights since.
+    In `swapped` each data-parallel rank had the rows of the next one. `same_weights` is true if no later step has
+    updated the weights.
     """
     if first != second:
         return NonfiniteCause(TRANSIENT, "computed twice on the same device, the non-finite values differ")
     if not any(map(is_bad, first)):
         if same_weights:
             return NonfiniteCause(
-                TRANSIENT, "computed again on the same device with deterministic kernels, all is finite"
+                TRANSIENT, "computed again on the same device with deterministic kernels, all values are finite"
             )
         return NonfiniteCause(
-            UNDETERMINED, "computed again all is finite, but the weights have moved since; log.every = 1 helps"
+            UNDETERMINED, "computed again, all values are finite, but the weights have changed; log.every = 1 helps"
         )
     if len(first) == 1:
         return NonfiniteCause(DATA_OR_WEIGHTS, "computed again on the only device, the same values are non-finite")
@@ -267,12 +267,12 @@ def classify(
     return NonfiniteCause(UNDETERMINED, "on another device some of the values are finite, but not all")
 
 
-def _by_device(everyones: list[NonfiniteFindings], ranks: int) -> list[set[int]]:
-    """The micro-batches that were not finite, by the index along the data axis of the ranks that computed them."""
-    found: list[set[int]] = [set() for _ in range(ranks)]
-    for findings in everyones:
-        found[findings.data] |= set(findings.micro_batches)
-    return found
+def _by_device(all_ranks: list[NonfiniteFindings], ranks: int) -> list[set[int]]:
+    """The non-finite micro-batches, by data-axis index of the ranks that computed them."""
+    bad: list[set[int]] = [set() for _ in range(ranks)]
+    for findings in all_ranks:
+        bad[findings.data] |= set(findings.micro_batches)
+    return bad
 
 
 def located(
@@ -283,11 +283,11 @@ def located(
     data: int,
     micro_batch: int,
 ) -> str:
-    """The parameters, the rank and the micro-batch, from what was noted in the step, or else found in it again."""
+    """The parameters, rank and micro-batch, from the values noted in the step, otherwise from its recomputation."""
     names = list(dict.fromkeys(name for each in (*noted, *again) for _, name in each.gradients))
-    reported = f"non-finite gradient of {listed(names)}" if names else "no gradient is non-finite, but their norm is"
-    for everyones in (noted, again):
-        for rank, findings in enumerate(everyones):
+    reported = f"non-finite gradient of {listed(names)}" if names else "all gradients are finite, but their norm is not"
+    for all_ranks in (noted, again):
+        for rank, findings in enumerate(all_ranks):
             for number in findings.micro_batches[:1]:
                 first = step.first + (findings.data - data) * step.rows + number * micro_batch
                 samples = f"samples {first} to {first + micro_batch - 1}"

@@ -1,4 +1,4 @@
-"""The optimizer over a rank's parts: stepping it without asking the device, and its state as pieces by name."""
+"""The optimizer of a rank's parameter shards: steps without device synchronisation, and its state for checkpoints."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ from steelyard.training.sgd import Sgd, SgdSai
 
 
 class ParamGroupOptions(NamedTuple):
-    """How a part moves, beside the others: its learning rate against theirs, and a weight decay of its own."""
+    """Options of a parameter: a factor on the learning rate, and its own weight decay (None: the recipe's)."""
 
     rate: float = 1.0
     weight_decay: float | None = None
 
 
 class Optimizer:
-    """Moves the parts of a model along their gradients.
+    """Updates the parameter shards of a rank from their gradients.
 
-    It works on the plain tensors of the parts, or, when its state is to stay in the host's memory, on copies of them
-    there.
+    It works on the local tensors of the shards, or on copies in host memory if the state is offloaded.
     """
 
     def __init__(
@@ -35,20 +34,20 @@ class Optimizer:
         parts: list[ParamShard],
         optim: OptimSection,
         on_host: bool,
-        pace_of: Callable[[ParamShard], ParamGroupOptions] = lambda part: ParamGroupOptions(),
+        options_of: Callable[[ParamShard], ParamGroupOptions] = lambda part: ParamGroupOptions(),
     ) -> None:
         self.parts = [part for part in parts if part.tensor.numel() and part.parameter.requires_grad]
         self.on_host = on_host
         self.tensors = [_host_copy(part.tensor) if on_host else part.tensor for part in self.parts]
-        self.torch = _build(self.parts, self.tensors, optim, pace_of) if self.parts else None
+        self.torch = _build(self.parts, self.tensors, optim, options_of) if self.parts else None
 
     def step(self, rate: float, grad_scale: Tensor, found_inf: Tensor, ratios: dict[ParamShard, Tensor] | None) -> None:
-        """One step with gradients divided by `grad_scale`; none where `found_inf` is 1. Gradients are let go."""
+        """One step with gradients divided by `grad_scale`, skipped if `found_inf` is 1. Gradients are freed."""
         if self.torch is None:
             return
         for part, tensor in zip(self.parts, self.tensors, strict=True):
             gradient = part.gradient
-            # Zero bubble hands gradients on as they lie, and a fused step reads them as if they lay like the tensor.
+            # Zero-bubble gradients may have other strides, but a fused step assumes those of the tensor.
             tensor.grad = gradient.to(tensor.device).contiguous() if gradient is not None else None
         for group in self.torch.param_groups:
             group["lr"] = rate * group["rate"]
@@ -65,11 +64,11 @@ class Optimizer:
 
     @property
     def needs_ratios(self) -> bool:
-        """Whether SGD-SaI still waits for its first gradient."""
+        """Whether SGD-SaI has not seen its first gradient."""
         return isinstance(self.torch, SgdSai) and self.torch.needs_ratios
 
     def make_state(self) -> None:
-        """Have the state created, so that a checkpoint can be loaded into it: one step that moves nothing."""
+        """Create the state, so that a checkpoint can be loaded into it: one step that updates nothing."""
         if self.torch is None:
             return
         device = self.tensors[0].device
@@ -95,7 +94,7 @@ class Optimizer:
         }
 
     def take_weights(self) -> None:
-        """Let copies on the host follow weights that were set from elsewhere."""
+        """Update the copies in host memory after the weights were set directly."""
         if self.on_host:
             for part, tensor in zip(self.parts, self.tensors, strict=True):
                 tensor.copy_(part.tensor)
@@ -105,18 +104,18 @@ def _build(
     parts: list[ParamShard],
     tensors: list[Tensor],
     optim: OptimSection,
-    pace_of: Callable[[ParamShard], ParamGroupOptions],
+    options_of: Callable[[ParamShard], ParamGroupOptions],
 ) -> torch.optim.Optimizer:
-    """The recipe's optimizer, with decay on matrices and none on norms, biases and what the recipe exempts."""
-    by_pace: dict[tuple[float, float], list[Tensor]] = {}
+    """The recipe's optimizer, with weight decay on matrices and none on norms, biases and `optim.no_decay`."""
+    by_options: dict[tuple[float, float], list[Tensor]] = {}
     for part, tensor in zip(parts, tensors, strict=True):
-        pace = pace_of(part)
+        options = options_of(part)
         is_decayed = len(part.shape) >= 2 and not any(fnmatch(part.name, name) for name in optim.no_decay)
-        usual = optim.weight_decay if is_decayed else 0.0
-        decay = usual if pace.weight_decay is None else pace.weight_decay
-        by_pace.setdefault((-decay, pace.rate), []).append(tensor)
+        default = optim.weight_decay if is_decayed else 0.0
+        decay = default if options.weight_decay is None else options.weight_decay
+        by_options.setdefault((-decay, options.rate), []).append(tensor)
     groups: list[dict[str, Any]] = [
-        {"params": moved, "weight_decay": -decay, "rate": rate} for (decay, rate), moved in sorted(by_pace.items())
+        {"params": params, "weight_decay": -decay, "rate": rate} for (decay, rate), params in sorted(by_options.items())
     ]
     if optim.name == "sgd":
         return Sgd(groups, optim.learning_rate, optim.momentum)

@@ -1,8 +1,8 @@
-"""How much memory a run really takes: in every record, and said once its first steps are done.
+"""Peak memory of a run: in every record, and logged once after the first steps.
 
-On a GPU that is what tensors took of it at their fullest. Without one it is the largest resident set of the process,
-which holds Python, torch's libraries and touched pages of token files too: what was resident before the model was built
-goes into the manifest, so that readers can tell the model's share.
+On a GPU this is the peak of allocated tensors. Without a GPU it is the peak resident set of the process, which includes
+Python, torch's libraries and pages of token files. The manifest holds the resident set before the model was built, so
+that readers can compute the model's share.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from steelyard.core import host, units
 
 
 def begin(device: torch.device) -> int:
-    """Forget earlier peaks, of a run in the same process for one; returns bytes taken now, the most of all ranks."""
+    """Reset earlier peaks (of a run in the same process); returns bytes in use now, the maximum over ranks."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        return _most([torch.cuda.memory_allocated(device)], device)[0]
+        return _max_over_ranks([torch.cuda.memory_allocated(device)], device)[0]
     host.reset_peak()
-    return _most([host.resident_bytes()], device)[0]
+    return _max_over_ranks([host.resident_bytes()], device)[0]
 
 
 def peak(device: torch.device) -> int:
-    """Bytes at the fullest moment of the fullest rank since `begin`. All ranks call this."""
+    """Peak bytes of the fullest rank since `begin`. All ranks call this."""
     own = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else host.peak_resident_bytes()
-    return _most([own], device)[0]
+    return _max_over_ranks([own], device)[0]
 
 
 def report(device: torch.device) -> str:
-    """The most that ranks have taken so far, of the GPU or, without one, of the host. All ranks call this."""
+    """The peak over ranks so far, of GPU memory or, without a GPU, of host memory. All ranks call this."""
     if device.type != "cuda":
         return f"memory at most {units.size(peak(device))} per process"
-    taken = [torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)]
-    allocated, reserved = (units.size(value) for value in _most(taken, device))
+    peaks = [torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)]
+    allocated, reserved = (units.size(value) for value in _max_over_ranks(peaks, device))
     total = units.size(torch.cuda.get_device_properties(device).total_memory)
-    return f"GPU memory at most {allocated}, {reserved} with reserves, of {total}"
+    return f"GPU memory at most {allocated}, {reserved} with the allocator's cache, of {total}"
 
 
-def _most(values: list[int], device: torch.device) -> list[int]:
-    """The largest of each over all ranks."""
+def _max_over_ranks(values: list[int], device: torch.device) -> list[int]:
+    """The maximum of each value over all ranks."""
     most = torch.tensor(values, dtype=torch.int64, device=device)
     if dist.is_initialized():
         dist.all_reduce(most, dist.ReduceOp.MAX)

@@ -1,11 +1,11 @@
-"""A profiler's eye on the steps in `log.profile`, of the ranks in `log.profile_ranks`.
+"""Profiles the steps in `log.profile` on the ranks in `log.profile_ranks`.
 
-    profile/torch-rank-00000.json.gz     a trace of torch's profiler, for tools that read Chrome's traces
+    profile/torch-rank-00000.json.gz     a trace of torch's profiler, in the Chrome trace format
     profile/memory-rank-00000.json.gz    the same with every allocation
     profile/memory-rank-00000.pickle     on a GPU: the allocator's history, for PyTorch's memory viewer
 
-Nsight's programs look from outside: for them the steps stand between cudaProfilerStart and Stop, and in NVTX ranges.
-Whatever looks, the parts of a step (data, forward 3, gradients, ...) are named ranges.
+Nsight's tools attach from outside: for them the steps run between cudaProfilerStart and cudaProfilerStop, in NVTX
+ranges. For all tools the parts of a step (data, forward 3, gradients, ...) are named ranges.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Pause = Callable[[], AbstractContextManager[None]]
 
 
 class Profiler:
-    """Starts and stops what was asked to look. Time in `paused` is not a step's."""
+    """Starts and stops the profiler. Time in `paused` does not count as step time."""
 
     def __init__(
         self, log: LogSection, folder: Path, device: torch.device, rank: int, timeline: Timeline, paused: Pause
@@ -45,11 +45,11 @@ class Profiler:
         self._paused = paused
         self.is_chosen = not log.profile_ranks or rank in log.profile_ranks
         self._profile: Any = None
-        self._is_looking = False
+        self._is_started = False
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
-        """A step, looked at where it was asked for."""
+        """Run a step, profiled if it is in `log.profile`."""
         steps, tool = self.log.profile, self.log.profile_tool
         if steps is None or not steps[0] <= step <= steps[1]:
             yield
@@ -57,7 +57,7 @@ class Profiler:
         if not self.is_chosen or (tool not in BY_TORCH and self.device.type != "cuda"):
             yield
         else:
-            if not self._is_looking:
+            if not self._is_started:
                 self._start()
             with self._in_ranges(step):
                 yield
@@ -66,9 +66,9 @@ class Profiler:
                 self._stop()
 
     def finish(self) -> None:
-        """Write what was seen so far: the run ends before the last step that was to be looked at."""
+        """Write the trace so far, when the run ends before the last step to profile."""
         if self._profile is not None:
-            console.warn("the run ends inside the steps to profile: the trace holds those that were taken")
+            console.warn("the run ends before the last step of log.profile: the trace holds the steps up to here")
             self._write()
 
     @contextmanager
@@ -83,7 +83,7 @@ class Profiler:
                 self.timeline.ranges = None
 
     def _start(self) -> None:
-        self._is_looking = True
+        self._is_started = True
         is_cuda = self.device.type == "cuda"
         if self.log.profile_tool not in BY_TORCH:
             torch.cuda.cudart().cudaProfilerStart()
@@ -96,10 +96,10 @@ class Profiler:
         self._profile.start()
 
     def _stop(self) -> None:
-        if self._is_looking:
+        if self._is_started:
             self._write()
         if self.log.profile_tool in BY_TORCH and dist.is_initialized():
-            dist.barrier()  # Whoever reads the traces when the run is over finds all of them.
+            dist.barrier()  # After the run the traces of all ranks are complete.
 
     def _write(self) -> None:
         if self.device.type == "cuda":
@@ -123,11 +123,11 @@ class Profiler:
 
 
 class NvtxRanges:
-    """Ranges that Nsight's programs see."""
+    """Ranges for Nsight's tools."""
 
     @contextmanager
     def around(self, name: str) -> Iterator[None]:
-        """A range that holds the others."""
+        """The outer range."""
         torch.cuda.nvtx.range_push(name)
         torch.cuda.nvtx.range_push("start")
         try:
@@ -137,20 +137,20 @@ class NvtxRanges:
             torch.cuda.nvtx.range_pop()
 
     def next(self, name: str) -> None:
-        """End the range that is open, and begin this one."""
+        """End the open range and begin this one."""
         torch.cuda.nvtx.range_pop()
         torch.cuda.nvtx.range_push(name)
 
 
 class TorchRanges:
-    """Ranges that torch's profiler sees."""
+    """Ranges for torch's profiler."""
 
     def __init__(self) -> None:
         self._open: record_function | None = None
 
     @contextmanager
     def around(self, name: str) -> Iterator[None]:
-        """A range that holds the others."""
+        """The outer range."""
         with record_function(name):
             try:
                 yield
@@ -158,7 +158,7 @@ class TorchRanges:
                 self._close()
 
     def next(self, name: str) -> None:
-        """End the range that is open, and begin this one."""
+        """End the open range and begin this one."""
         self._close()
         self._open = record_function(name)
         self._open.__enter__()
@@ -170,24 +170,24 @@ class TorchRanges:
 
 
 def refuse_absent(recipe: Recipe, ranks: int) -> None:
-    """Refuse to look at ranks that are not there, or at steps that are not taken."""
+    """Refuse to profile ranks or steps that the run does not have."""
     log = recipe.log
     absent = [rank for rank in log.profile_ranks if rank >= ranks]
     if absent:
         raise UserError(
-            f"there is no rank {absent[0]} to profile: the run has {ranks}, from 0 on",
+            f"log.profile_ranks names rank {absent[0]}, but the run has {ranks} ranks, numbered from 0",
             where=recipe.where("log.profile_ranks"),
         )
     if log.profile_tool is not None and log.profile is None:
         raise UserError(
-            f"log.profile_tool is {log.profile_tool}, but no steps are named",
+            f"log.profile_tool is {log.profile_tool}, but log.profile is not set",
             where=recipe.where("log.profile_tool"),
-            hint="log.profile = [10, 12] names the first and the last",
+            hint="set log.profile to the first and last step, such as [10, 12]",
         )
     if log.profile_tool is not None and log.profile is not None and log.profile[1] > recipe.train.steps:
         raise UserError(
-            f"log.profile ends with step {log.profile[1]}, but the run with step {recipe.train.steps}: nothing would "
+            f"log.profile ends at step {log.profile[1]}, but the run ends at step {recipe.train.steps}: no trace would "
             "be written",
             where=recipe.where("log.profile"),
-            hint="name steps that are taken, or raise train.steps",
+            hint="choose steps within the run, or increase train.steps",
         )

@@ -1,4 +1,4 @@
-"""The state of a run in its folder: held while it runs, written when it ends, and read as its results."""
+"""The state of a run in its folder: locked while it runs, written when it ends, and read as its results."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from steelyard.parallel.world import World, run_on_rank0
 
 @contextlib.contextmanager
 def writing(folder: Run, world: World) -> Iterator[None]:
-    """Hold the folder, if this is the first rank; copy what is said to the log of the host."""
+    """Lock the folder on rank 0; copy console output to the log of the host."""
     with contextlib.ExitStack() as stack:
         run_on_rank0(world, lambda: stack.enter_context(folder.writing()))
-        if world.local_rank == 0 and LOGGED not in os.environ:  # Else the launcher keeps what is printed.
+        if world.local_rank == 0 and LOGGED not in os.environ:  # Otherwise the launcher captures the output.
             stack.enter_context(console.copied_to(folder.path / "logs" / f"{socket.gethostname()}.out"))
         yield
 
@@ -32,27 +32,27 @@ def conclude(folder: Run, world: World, state: str) -> None:
 
 
 def failed(folder: Run, world: World, error: Exception) -> Exception:
-    """Note the failure in the manifest as far as the disk allows, and say what was saved."""
+    """Write the failure to the manifest if the disk allows, and add the last checkpoint to the hint."""
     if not world.is_rank0:
         return error
-    # On a full disk the manifest goes on saying running, which readers take for killed.
+    # On a full disk the state stays "running", which readers interpret as killed.
     with contextlib.suppress(OSError):
         folder.update(state="failed", ended=now(), error=str(error)[:1000])
     if not isinstance(error, (RuntimeFailure, OSError)):
         return error
     try:
         saved = checkpoint.latest(folder.checkpoints)
-        kept = f"step {saved.step} is saved; the same command goes on from there" if saved else "no step was saved"
+        last = f"step {saved.step} is saved; the same command resumes from it" if saved else "no step was saved"
     except (RuntimeFailure, UserError) as problem:
-        kept = problem.message
+        last = problem.message
     advice = getattr(error, "hint", None)
-    hint = f"{advice}; {kept}" if advice else kept
+    hint = f"{advice}; {last}" if advice else last
     kind = type(error) if isinstance(error, RuntimeFailure) else RuntimeFailure
     return kind(getattr(error, "message", str(error)), hint=hint)
 
 
 def results(folder: Run) -> dict[str, Any]:
-    """What a run achieved: first and last validation loss, last training loss, tokens."""
+    """The results of a run: first and last validation loss, last training loss, tokens."""
     records = folder.metrics()
     valid = [record["valid_loss"] for record in records if "valid_loss" in record]
     trained = [record for record in records if "loss" in record]

@@ -1,4 +1,4 @@
-"""What is done before a run begins: refuse what cannot run on these ranks, and open the data."""
+"""Setup before a run starts: check the recipe against these ranks, and open the data."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from steelyard.training.profiler import refuse_absent
 
 
 def refuse_unfit(recipe: Recipe, world: World) -> None:
-    """Refuse what these ranks cannot run, and what would fail only once it is needed."""
+    """Refuse recipes that these ranks cannot run, or that would fail only during training."""
     data_ranks(recipe, world.size)
     check_writers(recipe)
     refuse_absent(recipe, world.size)
 
 
 def open_data(recipe: Recipe, world: World) -> tuple[Samples, Samples | None]:
-    """The samples to train and validate on. The first rank looks first, so that index maps are made once."""
+    """The training and validation samples. Rank 0 opens them first, so that index maps are built once."""
 
     def opened() -> tuple[Samples, Samples | None]:
         total = recipe.train.samples_in(recipe.train.steps)
@@ -30,14 +30,14 @@ def open_data(recipe: Recipe, world: World) -> tuple[Samples, Samples | None]:
     if world.size == 1:
         return opened()
 
-    def look() -> None:
+    def build_index_maps() -> None:
         opened()
 
-    run_on_rank0(world, look)
-    console_was, console.quiet = console.quiet, True
+    run_on_rank0(world, build_index_maps)
+    was_quiet, console.quiet = console.quiet, True
     with raise_on_all_ranks(world):
         samples = opened()
-    console.quiet = console_was
+    console.quiet = was_quiet
     return samples
 
 
@@ -54,7 +54,7 @@ def _open_validation(recipe: Recipe) -> Samples | None:
 
 
 def end_of_document(recipe: Recipe) -> int | None:
-    """The id that ends a document, where the recipe needs to know."""
+    """The end-of-document token id, if the recipe needs it."""
     data = recipe.data
     if not (data.mask_documents or data.reset_positions):
         return None
@@ -62,7 +62,7 @@ def end_of_document(recipe: Recipe) -> int | None:
         return data.end_of_document
     if data.tokenizer is None:
         raise UserError(
-            "to keep documents apart, their end must be known",
+            "data.mask_documents and data.reset_positions need the end-of-document token, which is not set",
             where=recipe.where("data.mask_documents" if data.mask_documents else "data.reset_positions"),
             hint="set data.tokenizer or data.end_of_document",
         )

@@ -1,11 +1,11 @@
-"""Gradient descent with momentum, plain and scaled at initialisation, both with decoupled weight decay.
+"""SGD with momentum and SGD-SaI (scaled at initialisation), both with decoupled weight decay.
 
-SGD-SaI gives each tensor a learning rate of its own, once: its gradient signal-to-noise ratio ||g|| / (std(g) + eps),
-from the first gradient of the whole tensor, wherever its parts lie. After that it is momentum SGD, with half of AdamW's
-state. The ratio is part of the state and is saved with it.
+SGD-SaI sets a learning-rate factor for each tensor once: its gradient signal-to-noise ratio ||g|| / (std(g) + eps),
+from the first gradient of the whole tensor, over all its shards. After that it is momentum SGD, with half of AdamW's
+state. The ratio is part of the optimizer state and is saved with it.
 
-Like torch's fused AdamW, both divide gradients by `grad_scale` and leave everything as it is where `found_inf` is 1,
-without asking the device.
+Like torch's fused AdamW, both divide gradients by `grad_scale` and change nothing if `found_inf` is 1, without a device
+synchronisation.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Sgd(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Move every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         skip = self.found_inf.bool()
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -37,12 +37,12 @@ class Sgd(torch.optim.Optimizer):
                 state = self.state[parameter]
                 gradient = parameter.grad / self.grad_scale
                 momentum, rate = self._update(state, gradient, group)
-                moved = parameter * (1 - group["lr"] * group["weight_decay"]) - momentum * rate
-                parameter.copy_(torch.where(skip, parameter, moved))
+                updated = parameter * (1 - group["lr"] * group["weight_decay"]) - momentum * rate
+                parameter.copy_(torch.where(skip, parameter, updated))
                 state["momentum"].copy_(torch.where(skip, state["momentum"], momentum))
 
     def _update(self, state: dict[str, Tensor], gradient: Tensor, group: dict[str, Any]) -> tuple[Tensor, Any]:
-        """The new momentum, and how far to follow it."""
+        """The new momentum, and the factor on it."""
         if "momentum" not in state:
             state["momentum"] = torch.zeros_like(gradient)
         return state["momentum"] * group["momentum"] + gradient, group["lr"]
@@ -57,7 +57,7 @@ class SgdSai(Sgd):
         return not any("gsnr" in state for state in self.state.values())
 
     def start(self, ratios: dict[Tensor, Tensor]) -> None:
-        """Give each parameter its ratio and, as its first momentum, the gradient it came from."""
+        """Set the ratio of each parameter, and its first gradient as the initial momentum."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 first = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad / self.grad_scale

@@ -1,4 +1,4 @@
-"""How fast a run is: tokens, arithmetic, and the share of what the device could do at most."""
+"""Throughput of a run: tokens per second, TFLOP/s, and MFU (share of the device's peak)."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from steelyard.sizes.param_count import flops_per_token
 
 
 class Speed:
-    """Turns tokens and seconds into the numbers of a record."""
+    """Computes the throughput fields of a record from tokens and seconds."""
 
     def __init__(self, recipe: Recipe, device: torch.device, ranks: int) -> None:
         self.ranks = ranks
         self.flops = flops_per_token(recipe.model, recipe.data.sequence_length)
         gpu = by_device_name(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-        # fp8 speeds up some of the products; measured against bf16's peak all runs can be compared.
+        # fp8 speeds up only some products; relative to bf16's peak all runs are comparable.
         precision = "bf16" if recipe.train.precision == "fp8" else recipe.train.precision
         self.peak = None if gpu is None else gpu.peak(precision)
         self._tokens: int | None = None
 
     def begin(self, tokens: int) -> None:
-        """Count from so many tokens on."""
+        """Start counting at `tokens`."""
         self._tokens = tokens
 
     def of(self, tokens: int, seconds: float, steps: int) -> dict[str, float]:
-        """Speed since the last time: of the whole job, and arithmetic per device."""
+        """Throughput since the last call: tokens of the whole job, TFLOP/s per device."""
         rate = (tokens - (self._tokens or 0)) / seconds
         self._tokens = tokens
         each = rate * self.flops / self.ranks

@@ -1,4 +1,4 @@
-"""How many steps fit into a given time on this machine, from the time that a few real steps take."""
+"""The number of steps that fit into a given time on this machine, from the measured time of a few steps."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from steelyard.training.extension import Extension
 
 WARM_UP_STEPS = 2  # The first steps allocate memory and optimizer state.
 TIMED_STEPS = 5
-LONGEST = 10.0  # seconds; a machine this slow is known well enough after fewer steps
+LONGEST = 10.0  # seconds; a slow machine is measured well enough by fewer steps
 FORWARD_SHARE = 1 / 3  # of a step's time: the backward pass takes twice as long as the forward pass
 
 
 def seconds_per_step(recipe: Recipe) -> float:
-    """The median time of a recipe's first steps in this process. Nothing of them is kept.
+    """The median time of a recipe's first steps in this process. Their results are discarded.
 
-    Layers are not compiled for it: compiling takes longer than the steps, and the run would compile again.
+    Layers are not compiled here: compiling takes longer than the steps, and the run would compile again.
     """
     device, batch, length = devices.choose(recipe), recipe.train.global_batch, recipe.data.sequence_length
     plain = recipe.model_copy(update={"train": recipe.train.model_copy(update={"compile": False})})
@@ -42,9 +42,9 @@ def seconds_per_step(recipe: Recipe) -> float:
 
 
 def steps_within(seconds: float, per_step: float, recipe: Recipe, fewest: int, most: int) -> int:
-    """As many steps, in tens, as take so many seconds with the recipe's validations, but at least and at most so many.
+    """The number of steps that take `seconds` with the recipe's validations, rounded down to tens, in [fewest, most].
 
-    A validation is made before the first step, after the last, and every `eval.every` steps between.
+    Validation runs before the first step, after the last, and every `eval.every` steps.
     """
     validation = recipe.eval.batches * FORWARD_SHARE
     each = 1 + (validation / recipe.eval.every if recipe.eval.every else 0)

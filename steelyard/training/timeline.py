@@ -1,9 +1,9 @@
-"""What a rank does during a step, for the steps in `log.timeline`.
+"""Timeline of a rank's work within a step, for the steps in `log.timeline`.
 
     timeline/rank-00000.jsonl    one object per span: step, name, stage, micro_batch, start_ns, end_ns
 
-Times are of rank 0's clock. Each mark ends what went before it. On a GPU a mark is an event in its stream, so that it
-shows when the work was done and not when it was asked for.
+Times are on rank 0's clock. Each mark ends the span before it. On a GPU a mark is an event in the stream, so that it
+shows when the work ran and not when it was launched.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ PINGS = 8
 
 
 class Ranges(Protocol):
-    """A profiler's named ranges, one after the other."""
+    """A profiler's consecutive named ranges."""
 
     def next(self, name: str) -> None:
-        """End the range that is open, and begin this one."""
+        """End the open range and begin this one."""
 
 
 class Timeline:
-    """Collects marks while it is on, and passes them on to a profiler's ranges; otherwise a mark costs nothing."""
+    """Collects marks while it is on, and forwards them to a profiler's ranges; otherwise a mark costs nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -41,7 +41,7 @@ class Timeline:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether anybody listens to marks."""
+        """Whether marks are used."""
         return self.is_on or self.ranges is not None
 
     def begin(self) -> None:
@@ -56,14 +56,14 @@ class Timeline:
         self.mark("data")
 
     def mark(self, name: str, stage: int = -1, micro_batch: int = -1) -> None:
-        """From now on the rank does this."""
+        """Begin a span."""
         if self.is_on:
             self._marks.append((name, stage, micro_batch, self._now()))
         if self.ranges is not None:
             self.ranges.next(name if micro_batch < 0 else f"{name} {micro_batch}")
 
     def end(self, step: int, folder: Path, rank: int) -> None:
-        """Write what was collected."""
+        """Write the collected spans."""
         self.mark("end")
         self.is_on = False
         times = [self._nanoseconds(at) for *_, at in self._marks]
@@ -91,14 +91,14 @@ class Timeline:
 
 
 def forget_after(folder: Path, step: int) -> None:
-    """Drop what all ranks did in steps that a resumed run will do again, and what a killed one left torn."""
+    """Drop the spans of steps that a resumed run will repeat, and truncated lines of a killed run."""
     for path in folder.glob("rank-*.jsonl"):
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
         files.write_text(path, "".join(line for line in lines if line.endswith("\n") and _is_before(line, step)))
 
 
 def _is_before(line: str, step: int) -> bool:
-    """Whether a span belongs to a step that stays; what a machine that went down left (zeros, halves) does not."""
+    """Whether a span belongs to `step` or earlier; false for damaged lines (zeros, truncated) after a crash."""
     try:
         return bool(loads(line)["step"] <= step)
     except (ValueError, KeyError, TypeError):
@@ -106,21 +106,21 @@ def _is_before(line: str, step: int) -> bool:
 
 
 def clock_offset() -> int:
-    """Nanoseconds to add to this host's clock to have rank 0's: from the quickest of a few questions to it."""
+    """Nanoseconds to add to this host's clock to get rank 0's, from the fastest of a few round trips."""
     if not dist.is_initialized():
         return 0
     rank, best = dist.get_rank(), (1 << 62, 0)
     answer = torch.zeros(1, dtype=torch.int64)
-    for asking in range(1, dist.get_world_size()):
+    for peer in range(1, dist.get_world_size()):
         for _ in range(PINGS):
             if rank == 0:
-                dist.recv(answer, src=asking)
+                dist.recv(answer, src=peer)
                 answer[0] = time.time_ns()
-                dist.send(answer, dst=asking)
-            elif rank == asking:
-                asked = time.time_ns()
+                dist.send(answer, dst=peer)
+            elif rank == peer:
+                sent = time.time_ns()
                 dist.send(answer, dst=0)
                 dist.recv(answer, src=0)
-                answered = time.time_ns()
-                best = min(best, (answered - asked, int(answer) - (asked + answered) // 2))
+                received = time.time_ns()
+                best = min(best, (received - sent, int(answer) - (sent + received) // 2))
     return best[1]

@@ -1,11 +1,11 @@
-"""What a run must remember beside its tensors, and how a step's outcome gets there.
+"""The counters that a checkpoint holds beside tensors, and how the outcome of a step updates them.
 
-The outcome of a step is added up on the device; the host asks for it when it needs a number: for a record, for a
-checkpoint, or after each step where asking costs nothing.
+The outcomes of steps are summed on the device. The host reads the sums for a record, for a checkpoint, and after each
+step where that costs no synchronisation.
 
 Skipped steps are limited twice: in a row (`train.nonfinite_limit`), and as a fraction of the last `WINDOW` steps
 (`train.max_skipped_fraction`). A step that fp16's loss scale skips counts toward the fraction only at the smallest
-scale: above it the scaler has yet to find a scale that works.
+scale: above it the scaler is still searching for a scale that works.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WINDOW = 100
 
 @dataclass
 class Counters:
-    """Numbers of a run. `loss_sum` and `loss_tokens` reach back to the last record."""
+    """Counters of a run. `loss_sum` and `loss_tokens` count since the last record."""
 
     step: int = 0
     samples: int = 0
@@ -36,17 +36,17 @@ class Counters:
     skipped: int = 0
     """Steps that fp16's loss scale skipped."""
     nonfinite: int = 0
-    """Other steps skipped because loss or gradient was not finite."""
+    """Other steps skipped because the loss or the gradient was not finite."""
     streak: int = 0
-    """Steps skipped in a row, up to now."""
+    """Steps skipped in a row, up to the last one."""
     schedule_steps: int = 0
     schedule_samples: int = 0
     recent_skips: list[int] = field(default_factory=list)
-    """Which of the last `WINDOW` steps were skipped, as far as they count toward the fraction."""
+    """The skipped steps among the last `WINDOW`, if they count toward the fraction."""
     loss_scale: dict[str, float] = field(default_factory=dict)
 
     def progress_after(self, batch: int, sequence_length: int) -> TrainProgress:
-        """Where the learning rate's schedule is after one more step."""
+        """Progress of the learning-rate schedule after one more step."""
         samples = self.schedule_samples + batch
         return TrainProgress(self.schedule_steps + 1, samples, samples * sequence_length)
 
@@ -61,13 +61,16 @@ class TrainState:
         self.loss_scale = LossScale(recipe.train.loss_scale if self.is_fp16 else 1.0, recipe.train.loss_scale_window)
         self.norm = torch.zeros((), device=device)
         self._loss = torch.zeros((), device=device)
-        # Summed loss, predictions it is of, steps skipped, and steps skipped in a row.
+        # Summed loss, its number of predicted tokens, skipped steps, and steps skipped in a row.
         self._sums = torch.zeros(4, dtype=torch.float64, device=device)
-        # 1 where a step was skipped, by its number modulo the window.
+        # 1 if a step was skipped, by step modulo window.
         self._recent = torch.zeros(WINDOW, dtype=torch.float64, device=device)
 
     def add(self, loss: Tensor, norm: Tensor, skipped: Tensor, batch: int, labels: int) -> None:
-        """Add a step of so many samples and predictions. With fp16 the schedule and the scale wait for its outcome."""
+        """Add a step of `batch` samples and `labels` predicted tokens.
+
+        With fp16 the host waits for the outcome, which the schedule and the loss scale depend on.
+        """
         counters = self.counters
         counters.step += 1
         counters.samples += batch
@@ -89,11 +92,11 @@ class TrainState:
 
     @property
     def is_due(self) -> bool:
-        """Whether to settle after this step: where the host knows its outcome already, and once a window."""
+        """Whether to settle after this step: if that needs no synchronisation, and once per window."""
         return self.device.type == "cpu" or self.is_fp16 or self.counters.step % WINDOW == 0
 
     def settle(self) -> None:
-        """Bring the device's sums into the counters."""
+        """Move the device's sums into the counters."""
         counters = self.counters
         loss_sum, tokens, skipped, streak, *recent = torch.cat([self._sums, self._recent]).tolist()
         self._sums[:3] = 0
@@ -113,7 +116,7 @@ class TrainState:
         if counters.streak > self.train.nonfinite_limit:
             loss, norm = self._loss.item(), self.norm.item()
             what = f"the gradient norm became {norm}" if math.isfinite(loss) else f"the loss became {loss}"
-            return f"{what} by step {counters.step}, the last {counters.streak} of which were skipped"
+            return f"{what} by step {counters.step}, and the last {counters.streak} steps were skipped"
         skipped, allowed = len(counters.recent_skips), math.floor(fraction * WINDOW + 1e-9)
         if skipped > allowed:
             return (
@@ -123,20 +126,20 @@ class TrainState:
         return None
 
     def mean_loss(self) -> float | None:
-        """The mean loss of a token since this was last asked; none where every step was skipped."""
+        """The mean loss per token since the last call; None if every step was skipped."""
         counters = self.counters
         mean = counters.loss_sum / counters.loss_tokens if counters.loss_tokens else None
         counters.loss_sum, counters.loss_tokens = 0.0, 0
         return mean
 
     def state(self) -> dict[str, Any]:
-        """As a checkpoint holds it."""
+        """The counters for a checkpoint."""
         self.settle()
         self.counters.loss_scale = {"scale": self.loss_scale.scale, "good_steps": self.loss_scale.good_steps}
         return asdict(self.counters)
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from what a checkpoint holds."""
+        """Restore the counters of a checkpoint."""
         known = {field.name for field in fields(Counters)}
         self.counters = Counters(**{key: value for key, value in state.items() if key in known})
         self._sums[3] = self.counters.streak

@@ -114,7 +114,7 @@ def test_a_rank_that_is_killed_ends_the_job_soon_and_the_run_can_go_on(workplace
         pytest.param(["trian.steps=5"], "did you mean train.steps?", marks=pytest.mark.slow),
         (["train.global_batch=3", "train.micro_batch=3"], "a batch of 3 does not divide"),
         pytest.param(["train.init_from=nowhere"], "there is no checkpoint nowhere", marks=pytest.mark.slow),
-        pytest.param(["data.mask_documents=true"], "their end must be known", marks=pytest.mark.slow),
+        pytest.param(["data.mask_documents=true"], "need the end-of-document token", marks=pytest.mark.slow),
         pytest.param(["log.wandb=project"], "W&B is not installed", marks=pytest.mark.slow),
         pytest.param(["log.tensorboard=true"], "TensorBoard is not installed", marks=pytest.mark.slow),
         pytest.param(

@@ -68,7 +68,7 @@ def test_a_preview_shows_both_answers_and_what_of_them_is_learned(bases, place):
     shown = preview.preview(sft.prepare(recipe_of(bases / "llama", *WORDS)), 1)
     assert shown.titles == ["pair 1, chosen", "pair 1, rejected"]
     row = pairs(1)[0]
-    for side, talk in zip(("chosen", "rejected"), shown.talks, strict=True):
+    for side, talk in zip(("chosen", "rejected"), shown.samples, strict=True):
         assert [text for text, learned in talk if learned] == [f"{row[side][0]['content']}<|im_end|>"]
     assert (shown.figures["pairs"], shown.figures["rows"]) == (NUMBER, 2 * NUMBER)
     preview.write_html(shown, place / "page.html")
@@ -105,9 +105,9 @@ def test_preferences_are_learned_as_trl_learns_them(bases, place):
 
 def test_torn_pairs_and_rows_that_are_none_are_refused(bases, place):
     write_jsonl(place / "talks.jsonl", pairs(NUMBER))
-    with pytest.raises(UserError, match="no whole number of pairs"):
+    with pytest.raises(UserError, match="cannot be split into whole pairs"):
         sft.prepare(recipe_of(bases / "llama", *WORDS, "train.global_batch=3", "train.micro_batch=1"))
-    with pytest.raises(UserError, match="no whole number of pairs for 2"):
+    with pytest.raises(UserError, match=r"whole pairs \(two rows each\) on 2"):
         sft.prepare(recipe_of(bases / "llama", *WORDS, "train.global_batch=6", "train.micro_batch=1"), ranks=2)
     with pytest.raises(UserError, match="these rows are preferences"):
         sft.prepare(recipe_of(bases / "llama"))

@@ -79,9 +79,9 @@ def test_threads_of_single_messages_are_joined(tmp_path):
     assert [message.content for message in found.messages] == [ASKED, SAID, "Thanks."]
     rows[1]["role"] = "wizard"
     write_jsonl(tmp_path / "oasst.jsonl", rows)
-    with pytest.raises(UserError, match=r"oasst.jsonl:2: 'wizard'"):
+    with pytest.raises(UserError, match=r"oasst.jsonl:2: unknown role 'wizard'"):
         list(conversations([tmp_path / "oasst.jsonl"], tune, EncodeStats()))
-    with pytest.raises(UserError, match="not of the shape flat-tree"):
+    with pytest.raises(UserError, match="not of format flat-tree"):
         write_jsonl(tmp_path / "other.jsonl", [ROWS["messages"]])
         list(conversations([tmp_path / "other.jsonl"], FinetuneSection(data=["x"], format="flat-tree"), EncodeStats()))
 
@@ -89,14 +89,14 @@ def test_threads_of_single_messages_are_joined(tmp_path):
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"messages": [{"role": "wizard", "content": "x"}]}, "'wizard' is no role"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "unknown role 'wizard'"),
         ({"messages": []}, "is empty"),
-        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "does not say which one"),
-        ({"messages": [{"role": "assistant", "tool_calls": "no"}]}, "tool_calls is no list of objects"),
-        ({"messages": [{"role": "user", "content": "x"}], "tools": [1]}, "tools is no list of objects"),
+        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "a tool call has no name"),
+        ({"messages": [{"role": "assistant", "tool_calls": "no"}]}, "tool_calls is not a list of objects"),
+        ({"messages": [{"role": "user", "content": "x"}], "tools": [1]}, "tools is not a list of objects"),
         ({"messages": ["x"]}, "not an object"),
-        ({"messages": [{"role": "user", "content": None}]}, "no text under content"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "something else than text"),
+        ({"messages": [{"role": "user", "content": None}]}, "content is not a text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content other than text"),
         ({"text": "no marker here"}, "neither '### Human:'"),
         ({"messages": [{"role": "user", "content": "a\ufdd0"}]}, "U\\+FDD0"),
     ],
@@ -138,7 +138,7 @@ def test_calls_of_tools_are_read_as_objects_however_they_are_written():
 
 
 def test_an_unknown_shape_is_told_with_its_keys():
-    with pytest.raises(UserError, match="has the keys a, b"):
+    with pytest.raises(UserError, match="matches the keys of this row: a, b"):
         format_of({"a": 1, "b": 2}, "rows.jsonl:1")
 
 
@@ -153,9 +153,9 @@ def test_a_preference_is_two_answers_to_the_same():
     assert preference(whole, "here", None) == pair
     assert preference({"prompt": ASKED, **whole}, "here", None) == pair
     for odd, reason in (
-        ({"prompt": "Another?", **whole}, "do not hold the prompt"),
+        ({"prompt": "Another?", **whole}, "do not contain the row's prompt"),
         ({"chosen": "Human: a", "rejected": "Human: b"}, "there is no prompt"),
-        ({"prompt": ASKED, "chosen": [], "rejected": SAID}, "must end with an answer"),
+        ({"prompt": ASKED, "chosen": [], "rejected": SAID}, "must end with an assistant message"),
     ):
         with pytest.raises(BadRow, match=reason):
             preference(odd, "here", None)

@@ -125,12 +125,12 @@ def test_encoding_is_kept_and_made_anew_when_anything_changes(bases, place):
 
 
 def test_of_what_was_encoded_before_only_the_newest_few_are_kept(bases, place):
-    for number in range(sft_dataset.KEEP + 3):
+    for number in range(sft_dataset.CACHES_TO_KEEP + 3):
         sft.prepare(recipe_of(bases / "llama", f"finetune.system=Be {number}."))
-    kept = set(place.glob(sft_dataset.KEPT))
-    assert len(kept) == sft_dataset.KEEP
-    sft.prepare(recipe_of(bases / "llama", f"finetune.system=Be {sft_dataset.KEEP + 2}."))
-    assert set(place.glob(sft_dataset.KEPT)) == kept
+    kept = set(place.glob(sft_dataset.CACHE_FILES))
+    assert len(kept) == sft_dataset.CACHES_TO_KEEP
+    sft.prepare(recipe_of(bases / "llama", f"finetune.system=Be {sft_dataset.CACHES_TO_KEEP + 2}."))
+    assert set(place.glob(sft_dataset.CACHE_FILES)) == kept
 
 
 def test_a_conversation_that_the_template_has_no_place_for_is_named_or_counted(bases, place):
@@ -138,20 +138,20 @@ def test_a_conversation_that_the_template_has_no_place_for_is_named_or_counted(b
     rows = talks(3)
     rows[1]["messages"].append(called)
     write_jsonl(place / "talks.jsonl", rows)
-    with pytest.raises(UserError, match="no place for tool_calls") as refused:
+    with pytest.raises(UserError, match="does not use tool_calls") as refused:
         sft.prepare(recipe_of(bases / "llama"))
     assert "talks.jsonl:2" in str(refused.value.where)
     dropped = sft.prepare(recipe_of(bases / "llama", "finetune.bad_rows=drop", "finetune.valid_share=0.0"))
-    assert dropped.tally.counts["bad"] == 1
+    assert dropped.stats.counts["bad"] == 1
     assert preview.preview(dropped, 3).titles == ["conversation 1", "conversation 3"]
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["finetune.template=nothing"], "there is no chat template nothing"),
-        (["finetune.format=odd"], "finetune.format odd is not known"),
-        (["data.sequence_length=8", "finetune.overlong=drop"], "can be learned from"),
+        (["finetune.template=nothing"], "unknown chat template nothing"),
+        (["finetune.format=odd"], "unknown finetune.format odd"),
+        (["data.sequence_length=8", "finetune.overlong=drop"], "has no row to train on"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_trained(bases, place, words, message):
@@ -176,7 +176,7 @@ def test_a_tuned_model_stops_where_its_answers_end(place, bases, capsys):
     sft.export(prepared, run, place / "out")
     ends = json.loads((place / "out/generation_config.json").read_text())["eos_token_id"]
     assert prepared.tokenizer.encode("<|im_end|>")[0] in ends
-    assert "spelled out" not in capsys.readouterr().err
+    assert "not single tokens" not in capsys.readouterr().err
     sft.prepare(recipe_of(bases / "llama", "finetune.template=llama3", "data.sequence_length=256"))
     assert "<|eot_id|>" in capsys.readouterr().err
 
@@ -244,14 +244,14 @@ def test_a_tokenizer_of_another_vocabulary_is_told_before_the_run(bases, place):
 def test_a_tokenizer_without_a_template_needs_one_named(bases, place):
     from steelyard.cli.sft import recipe_for
 
-    with pytest.raises(UserError, match="brings no chat template"):
+    with pytest.raises(UserError, match="has no chat template"):
         sft.prepare(recipe_for(None, [], str(bases / "llama"), ["talks.jsonl"]))
 
 
 def test_the_preview_marks_what_is_learned(bases, place):
     shown = preview.preview(sft.prepare(recipe_of(bases / "llama")), 2)
     said = talks(1)[0]["messages"]
-    assert [text for text, learned in shown.talks[0] if learned] == [
+    assert [text for text, learned in shown.samples[0] if learned] == [
         f"{message['content']}<|im_end|>" for message in said if message["role"] == "assistant"
     ]
     assert shown.figures["learned"] + shown.figures["masked"] == shown.figures["tokens"]

@@ -272,7 +272,7 @@ def test_two_ranks_are_profiled_by_the_command_and_one_of_them_under_nsight(work
 
 def test_steps_that_are_not_taken_are_refused_before_the_run(in_workplace):
     recipe = load_recipe("tiny.toml", ["log.profile=[15, 30]", "log.profile_tool=torch"])
-    with pytest.raises(UserError, match="the run with step 20"):
+    with pytest.raises(UserError, match="the run ends at step 20"):
         refuse_absent(recipe, 1)
 
 
@@ -280,6 +280,6 @@ def test_a_run_that_is_stopped_inside_the_steps_to_profile_leaves_those_it_took(
     run = training.run(
         load_recipe("tiny.toml", ["log.profile=[1, 20]", "log.profile_tool=torch", "train.max_hours=1e-9"])
     )
-    assert "the trace holds those that were taken" in capsys.readouterr().err
+    assert "the trace holds the steps up to here" in capsys.readouterr().err
     [seen], problems = trace_cache.read(run)
     assert (seen.steps, problems) == (1, [])

@@ -141,7 +141,7 @@ ERRORS = [
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB",
     "[rank3]: RuntimeError: CUDA error: device-side assert triggered",
     "[1,0]<stderr>:ValueError: from mpirun",
-    "error: the data holds the id 99",
+    "error: the data contains token id 99",
     "srun: error: n1: task 3: Killed",
     "slurmstepd: error: Detected 1 oom_kill event in StepId=12.0",
     "bash: line 1: steelyard: command not found",

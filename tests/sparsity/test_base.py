@@ -22,7 +22,7 @@ def test_a_base_is_the_same_in_every_format_and_place(tmp_path: Path, name: str)
         open_source(written(tmp_path, name, "megatron", layout=MegatronLayout(2)))
     )
     moved = shutil.move(source.path, tmp_path / "elsewhere")
-    with pytest.raises(UserError, match=r"not at .*hf") as asked:
+    with pytest.raises(UserError, match=r"do not exist at .*hf") as asked:
         frozen_base.found(known, None, "say where")
     assert asked.value.hint == "say where"
     assert frozen_base.found(known, str(moved), "say where").path == moved

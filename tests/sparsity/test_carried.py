@@ -70,7 +70,7 @@ def test_a_moved_base_is_asked_for_and_another_refused(learned: Place, capsys):
     learned.train("other", "train.steps=1")
     with pytest.raises(UserError, match="other weights"):
         pruned_source.opened("masks", moved_to="other")
-    with pytest.raises(UserError, match="not at nowhere") as asked:
+    with pytest.raises(UserError, match="do not exist at nowhere") as asked:
         pruned_source.opened("masks", moved_to="nowhere")
     assert "--base PATH" in str(asked.value)
 
@@ -137,7 +137,7 @@ def _all_refuse(capsys, out: str, reported: str) -> None:
 @pytest.mark.parametrize("method", ["learned", "fixed"])
 def test_going_on_with_fewer_matrices_is_refused(learned: Place, method: str):
     words = ("train.init_from=masks", f"sparsity.method={method}", 'sparsity.include=["mlp"]')
-    with pytest.raises(UserError, match=r"layers.0.attention.* would be dense again") as refused:
+    with pytest.raises(UserError, match=r"layers.0.attention.* would become dense again") as refused:
         learned.learn("narrower", *words)
     assert "sparsity.include" in str(refused.value.where)
 
@@ -162,8 +162,8 @@ def test_a_run_that_keeps_zeros_says_how_they_leave_it(place: Place, capsys):
 @pytest.mark.parametrize(
     ("words", "reported"),
     [
-        (("mask", "export", "base", "x.mask"), "base brings no masks"),
-        (("mask", "export", "masks", "x.mask", "--tokenizer", "t"), "holds no tokenizer"),
+        (("mask", "export", "base", "x.mask"), "base has no masks"),
+        (("mask", "export", "masks", "x.mask", "--tokenizer", "t"), "contains no tokenizer"),
         (("checkpoint", "convert", "masks", "x", "--to", "hf"), "mask export --format hf"),
     ],
 )

@@ -148,7 +148,7 @@ def test_the_fastest_way_that_is_right_is_chosen_and_remembered(monkeypatch, cap
     assert sparse_linear.choose(x, held, nothing) == "fast"
     reported = capsys.readouterr().err
     assert "out of resources" in reported
-    assert "wrong by 0.1" in reported
+    assert "relative error of 0.1" in reported
     key = sparse_linear._key(torch.ones(4, 8), held)
     assert sparse_linear.CHOICES.found[key] == "fast"  # Three and four rows share a measurement,
     assert sparse_linear._key(torch.ones(5, 8), held) not in sparse_linear.CHOICES.found  # five have their own,

@@ -139,7 +139,7 @@ def test_a_moved_base_is_asked_for_and_another_one_refused(place: Place):
     shutil.copytree(place.path.joinpath("tiny.toml").resolve().parent / "base", place.path / "base")
     run = place.learn("masks", "train.steps=1")
     shutil.move(place.path / "base", place.path / "moved")
-    with pytest.raises(UserError, match="are not at") as asked:
+    with pytest.raises(UserError, match="do not exist at") as asked:
         place.learn("masks", "train.steps=2")
     assert "sparsity.base=PATH" in str(asked.value)
     place.learn("masks", "train.steps=2", "sparsity.base=moved")
@@ -171,7 +171,7 @@ def test_logits_have_a_pace_of_their_own(place: Place):
 
 
 def test_nothing_left_to_mask_is_refused(place: Place):
-    with pytest.raises(UserError, match="no matrix is left"):
+    with pytest.raises(UserError, match="no matrix remains"):
         place.learn("masks", 'sparsity.exclude=["*"]')
 
 

@@ -141,8 +141,8 @@ def test_other_checkpoints_carry_no_masks(tmp_path):
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (lambda gate, options: (gate[:, :5], options), "over 5 candidates"),
-        (lambda gate, options: (gate[:-1], options), "beside a weight of"),
+        (lambda gate, options: (gate[:, :5], options), "have 5 candidates"),
+        (lambda gate, options: (gate[:-1], options), "does not fit a weight of"),
         (lambda gate, options: (gate, options.flip(1)), "in another order"),
     ],
 )

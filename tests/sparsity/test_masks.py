@@ -52,7 +52,7 @@ def test_the_layout_of_the_bits_is_the_one_that_is_documented():
 
 
 def test_a_mask_that_is_not_of_the_pattern_is_not_written(tmp_path):
-    with pytest.raises(UserError, match="not 2:4"):
+    with pytest.raises(UserError, match="does not follow 2:4"):
         mask_file.write(tmp_path / "m.mask", [("w", torch.ones(2, 8).bool())], Pattern.parse("2:4"), BASE)
     assert not list(tmp_path.iterdir())
 
@@ -72,16 +72,16 @@ def test_every_damaged_byte_of_the_masks_is_noticed(tmp_path):
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"format": "pt"}, "no mask file"),
+        ({"format": "pt"}, "not a mask file"),
         ({"version": "2"}, "version 2"),
-        ({"shapes": "[]"}, "not as its header says"),
-        ({"shapes": '{"w": [2]}'}, "does not describe"),
-        ({"shapes": '{"w": [20, 16]}'}, "not as its header says"),
-        ({"shapes": '{"w": [-2, -8]}'}, "not as its header says"),
+        ({"shapes": "[]"}, "does not match the header"),
+        ({"shapes": '{"w": [2]}'}, "header of the mask file is not valid"),
+        ({"shapes": '{"w": [20, 16]}'}, "does not match the header"),
+        ({"shapes": '{"w": [-2, -8]}'}, "does not match the header"),
         ({"shapes": '{"w": [4, 4]}'}, "checksum"),
-        ({"pattern": "9:4"}, "no pattern"),
-        ({"pattern": "1:4"}, "not as its header says"),
-        ({"base": "x"}, "does not describe"),
+        ({"pattern": "9:4"}, "not a sparsity pattern"),
+        ({"pattern": "1:4"}, "does not match the header"),
+        ({"base": "x"}, "header of the mask file is not valid"),
     ],
 )
 def test_a_header_that_lies_is_refused(tmp_path, change, complaint):
@@ -103,5 +103,5 @@ def test_a_header_that_lies_is_refused(tmp_path, change, complaint):
 def test_a_file_of_weights_is_no_mask_file(tmp_path):
     list(safetensors.write(tmp_path / "w.safetensors", {"w": (2, 2)}, torch.float32, [torch.ones(2, 2)]))
     assert not mask_file.is_mask_file(tmp_path / "w.safetensors")
-    with pytest.raises(UserError, match="no mask file"):
+    with pytest.raises(UserError, match="not a mask file"):
         MaskFile(tmp_path / "w.safetensors")

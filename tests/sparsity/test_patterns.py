@@ -16,7 +16,7 @@ def test_a_pattern_reads_back_as_it_is_written(text):
     "text", ["", "4:4", "5:4", "0:4", "2:", "1", "1.0", "0", "0.0", "-0.5", "half", "2:4:8", "1:9999"]
 )
 def test_what_is_no_pattern_is_refused(text):
-    with pytest.raises(UserError, match="no pattern"):
+    with pytest.raises(UserError, match="not a sparsity pattern"):
         Pattern.parse(text)
 
 

@@ -181,7 +181,7 @@ def test_dead_inputs_and_raised_damping_are_told(tmp_path, capsys, monkeypatch):
     report = pruned(source, tmp_path / "out", "sparsegpt")
     said = capsys.readouterr().err
     assert "layers.1.attention.query.weight: 2 inputs are zero in every token" in said
-    assert "a damping of 0.01 of its mean diagonal" in said
+    assert "a damping of 0.01 x mean diagonal" in said
     assert [matrix["dead"] for matrix in report["layers"][1]["matrices"][:4]] == [2, 2, 2, 0]
     after = open_source(tmp_path / "out")
     assert not after.tensor("layers.1.attention.query.weight")[:, :2].any()
@@ -191,14 +191,14 @@ def test_dead_inputs_and_raised_damping_are_told(tmp_path, capsys, monkeypatch):
     ("words", "complaint"),
     [
         (["--method", "sparsgpt"], "did you mean sparsegpt?"),
-        (["--method", "wanda", "--pattern", "2-4"], "2-4 is no pattern"),
-        (["--method", "wanda", "--pattern", "2:7"], "has 32 inputs, which are no multiple of 7"),
-        (["--method", "wanda", "--update-weights"], "wanda changes no weights"),
-        (["--method", "SparseGPT", "--update-weights", "--save", "mask"], "a mask file holds no weights"),
-        (["--method", "wanda", "--exclude", "layers"], "no matrix is left"),
-        (["--method", "wanda", "--include", "mlp,embed"], "embed means no matrix of the model"),
-        (["--method", "wanda", "--include", "7"], "7 means no matrix of the model"),
-        (["--method", "wanda", "--sequence-length", "5000"], "do not fill one window of 5000"),
+        (["--method", "wanda", "--pattern", "2-4"], "2-4 is not a sparsity pattern"),
+        (["--method", "wanda", "--pattern", "2:7"], "has 32 inputs, which is not a multiple of 7"),
+        (["--method", "wanda", "--update-weights"], "wanda does not update weights"),
+        (["--method", "SparseGPT", "--update-weights", "--save", "mask"], "a mask file contains no weights"),
+        (["--method", "wanda", "--exclude", "layers"], "no matrix remains"),
+        (["--method", "wanda", "--include", "mlp,embed"], "embed matches no matrix of the model"),
+        (["--method", "wanda", "--include", "7"], "7 matches no matrix of the model"),
+        (["--method", "wanda", "--sequence-length", "5000"], "fewer than one window of 5000"),
         (["--method", "wanda", "--calibration", "text.txt"], "a text needs a tokenizer"),
         (["--method", "wanda", "--calibration", "nowhere.idx"], "there is no token file nowhere.idx"),
     ],
@@ -218,7 +218,7 @@ def test_a_mistake_is_refused_before_work_and_leaves_nothing(tmp_path, capsys, w
 def test_calibration_is_asked_for_and_an_existing_place_is_not_overwritten(tmp_path, capsys):
     source = written(tmp_path, "llama")
     code, _, said = answer(capsys, "prune", source, tmp_path / "out", "--method", "wanda")
-    assert (code, "wanda needs to see inputs" in said) == (2, True)
+    assert (code, "wanda needs calibration" in said) == (2, True)
     (tmp_path / "out").write_text("mine")
     code, _, said = answer(capsys, "prune", source, tmp_path / "out", "--method", "magnitude")
     assert (code, "already exists" in said) == (2, True)
@@ -289,7 +289,7 @@ def test_windows_are_chosen_by_the_seed_and_the_same_from_text_and_from_token_fi
     assert from_text.tokens_BL.shape == (7, 50)
     others = windows(Calibration(str(tmp_path / "a"), 7, 50, 4), None, 256)
     assert not torch.equal(others.tokens_BL, from_files.tokens_BL)
-    with pytest.raises(UserError, match="holds the id"):
+    with pytest.raises(UserError, match="contains token id"):
         windows(asked, Bytes(), 80)
 
 
@@ -299,7 +299,7 @@ def test_an_empty_text_is_called_so(tmp_path):
             return []
 
     (tmp_path / "a.txt").write_text("")
-    with pytest.raises(UserError, match="holds no text to speak of"):
+    with pytest.raises(UserError, match="has fewer than two tokens"):
         windows(Calibration(str(tmp_path / "a.txt"), 2, 10, 0), Nothing(), 256)
 
 

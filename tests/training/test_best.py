@@ -19,7 +19,7 @@ def test_the_best_step_is_kept_and_a_run_that_gets_no_better_ends(in_workplace, 
     losses = {record["step"]: record["valid_loss"] for record in run.metrics() if "valid_loss" in record}
     best, last = min(losses, key=losses.get), max(losses)
     assert last == best + 6 < 200
-    assert "the run ends here" in capsys.readouterr().err
+    assert "early stop: the validation loss has not improved in" in capsys.readouterr().err
     assert sorted(path.name for path in run.checkpoints.iterdir()) == [f"step-{best:08d}", f"step-{last:08d}"]
     kept = checkpoint.best(run.checkpoints)
     assert json.loads((kept / checkpoint.STATE).read_text())["valid_loss"] == losses[best]

@@ -89,7 +89,7 @@ def test_a_loss_that_is_no_number_ends_the_run_and_says_what_is_saved(in_workpla
 def test_a_run_that_is_further_than_asked_is_left_as_it_is(in_workplace):
     run = training.run(load_recipe("tiny.toml"))
     run.update(state="running")  # as a kill leaves it
-    with pytest.raises(UserError, match="at step 20 already"):
+    with pytest.raises(UserError, match="already at step 20"):
         training.run(load_recipe("tiny.toml", ["train.steps=5"]))
     assert run.recipe().train.steps == 20
     assert run.state == "killed"

@@ -119,7 +119,7 @@ def test_weights_that_became_nan_are_not_saved_and_the_checkpoint_before_stays(i
 def test_the_error_of_a_limit_names_parameter_and_cause(in_workplace):
     settings = [*QUICK, "train.nonfinite_limit=1"]
     with pytest.raises(
-        RuntimeFailure, match=r"by step 5, the last 2 of which were skipped: non-finite gradient of"
+        RuntimeFailure, match=r"by step 5, and the last 2 steps were skipped: non-finite gradient of"
     ) as fault:
         training.run(load_recipe("tiny.toml", settings), extension=FaultyWeight())
     assert "micro-batch 0 (samples 16 to 17)" in str(fault.value)

@@ -118,7 +118,7 @@ def test_too_many_in_a_row_end_the_run_with_one_clear_fault(in_workplace):
     settings = ["train.nonfinite_limit=2", "checkpoint.every=2", "log.every=1"]
     training.run(load_recipe("tiny.toml", [*settings, "name=enough"]), extension=Poison(3, 4, 6, 7, 10, 11))
     with pytest.raises(
-        RuntimeFailure, match="the gradient norm became nan by step 7, the last 3 of which were skipped"
+        RuntimeFailure, match="the gradient norm became nan by step 7, and the last 3 steps were skipped"
     ) as fault:
         training.run(load_recipe("tiny.toml", settings), extension=Poison(3, 5, 6, 7, 8, 9))
     assert "step 6 is saved" in str(fault.value)
@@ -129,7 +129,7 @@ def test_too_many_in_a_row_end_the_run_with_one_clear_fault(in_workplace):
 def test_a_streak_is_remembered_over_a_restart(in_workplace):
     settings = ["train.nonfinite_limit=2", "eval.every=0"]
     training.run(load_recipe("tiny.toml", [*settings, "train.steps=5"]), extension=Poison(4, 5))
-    with pytest.raises(RuntimeFailure, match="by step 6, the last 3"):
+    with pytest.raises(RuntimeFailure, match="by step 6, and the last 3"):
         training.run(load_recipe("tiny.toml", settings), extension=Poison(6, 7, 8))
 
 
