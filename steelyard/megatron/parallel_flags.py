@@ -187,8 +187,8 @@ def _recompute(draft: Draft) -> None:
         how = "full"
     method = given.text("--recompute-method", key)
     count = given.whole("--recompute-num-layers", key) if how == "full" and method == "block" else None
-    given.leave("--recompute-num-layers", "each layer is checkpointed separately; this changes only memory", matters=False)
-    given.leave("--checkpoint-num-layers", "each layer is checkpointed separately; this changes only memory", matters=False)
+    given.leave("--recompute-num-layers", "layers are checkpointed one by one; only memory changes", matters=False)
+    given.leave("--checkpoint-num-layers", "layers are checkpointed one by one; only memory changes", matters=False)
     draft.put_or(key, count if count is not None else how, "none")
 
 

@@ -79,7 +79,7 @@ class ParallelSection(Section):
     recompute: Literal["none", "selective", "full"] | NonNegativeInt = Field(
         "none", description="activation checkpointing; a number: full, for this many layers per stage"
     )
-    timeout_minutes: PositiveFloat = Field(10.0, description="timeout of collectives")
+    timeout_minutes: PositiveFloat = Field(10.0, description="timeout of the process groups")
 
     @property
     def model_ranks(self) -> int:
