@@ -1,7 +1,7 @@
-"""The command line: parse, call one function, print.
+"""The command line: each command parses its arguments, calls one function, and prints the result.
 
-Each command lives in a module of its own that is imported only when it is asked for, so that `steelyard --help` costs
-next to nothing. `--debug` and `--quiet` are understood anywhere on the line.
+Each command is a module that is imported only when the command is used, so that `steelyard --help` is fast. `--debug`
+and `--quiet` may be anywhere on the command line.
 """
 
 from __future__ import annotations
@@ -32,74 +32,74 @@ from steelyard.parallel.world import LostPeer, World, detect
 # Every command by task, in the order of the help: its module below `steelyard.cli`, and its line in the help.
 TASKS = {
     "Data": {
-        "data": ("data", "Fetch and convert text, and turn it into token files."),
-        "tokenizer": ("tokenizer", "Train, look at and export tokenizers."),
+        "data": ("data", "Download, convert and tokenize text."),
+        "tokenizer": ("tokenizer", "Train, inspect and export tokenizers."),
     },
     "Train": {
-        "quickstart": ("quickstart", "Train a small model here, in minutes."),
-        "recipe": ("recipe", "Check, show, list and import recipes."),
-        "train": ("train", "Train a model as a recipe says."),
-        "sft": ("sft", "Tune a model on conversations."),
-        "adapter": ("adapter", "Fold adapters into the weights they belong to."),
-        "tune": ("tune", "Search the best settings by short real runs."),
+        "quickstart": ("quickstart", "Train a small model on this machine in minutes."),
+        "recipe": ("recipe", "Check, show, list, migrate and import recipes."),
+        "train": ("train", "Train a model from a recipe."),
+        "sft": ("sft", "Fine-tune a model on conversations."),
+        "adapter": ("adapter", "Merge and export adapters."),
+        "tune": ("tune", "Search for the best settings with short runs."),
     },
     "Compress": {
         "prune": ("prune", "Prune a checkpoint in one shot."),
-        "mask": ("mask", "Look at masks, and apply them to weights."),
-        "export-sparse": ("export_sparse", "Write a 2:4 model compressed."),
+        "mask": ("mask", "Inspect, export and apply masks."),
+        "export-sparse": ("export_sparse", "Export a 2:4 model in compressed form."),
     },
     "Evaluate and publish": {
-        "eval": ("eval", "Measure perplexity, and score tasks."),
-        "generate": ("generate", "Let a trained model write."),
-        "bench": ("bench", "Measure how fast a model runs here."),
-        "checkpoint": ("checkpoint", "Convert, look at, compare and verify checkpoints of any format."),
-        "hub": ("hub", "Publish models on the hub, and fetch them from it."),
+        "eval": ("eval", "Measure perplexity and evaluate tasks."),
+        "generate": ("generate", "Generate text with a trained model."),
+        "bench": ("bench", "Benchmark a model on this machine."),
+        "checkpoint": ("checkpoint", "Convert, inspect, compare and verify checkpoints of any format."),
+        "hub": ("hub", "Upload models to the hub and download them."),
     },
     "Cluster": {
-        "plan": ("plan", "Find the best layout for the machines at hand."),
-        "submit": ("submit", "Run a recipe, or any command, here, over mpirun or on Slurm."),
-        "cancel": ("cancel", "End a job that was submitted."),
-        "shell": ("shell", "Open a shell inside a site's container and environment."),
-        "doctor": ("doctor", "Say whether this machine is fit, mend it, and explain logs."),
+        "plan": ("plan", "Find the best layout for a cluster."),
+        "submit": ("submit", "Run a recipe or any command on this machine, with mpirun or on Slurm."),
+        "cancel": ("cancel", "Cancel a submitted job."),
+        "shell": ("shell", "Open a shell in a site's container and environment."),
+        "doctor": ("doctor", "Check and fix this machine, and explain logs."),
     },
     "Inspect": {
-        "list": ("list", "List the runs under a folder and how they stand."),
-        "watch": ("watch", "Follow a run, and tell what is wrong with it."),
-        "serve": ("serve", "Show all runs below a folder in a browser, live."),
-        "logs": ("logs", "Show what each node printed, and what its devices did."),
-        "report": ("report", "Write a run's report as one HTML file."),
-        "profile": ("profile", "Look at a few steps with a profiler."),
-        "run": ("run", "Check a run folder."),
+        "list": ("list", "List the runs in a folder and their states."),
+        "watch": ("watch", "Monitor a run and diagnose problems."),
+        "serve": ("serve", "Show all runs in a folder in a browser, live."),
+        "logs": ("logs", "Show the logs of each node and the metrics of its devices."),
+        "report": ("report", "Write the report of a run as one HTML file."),
+        "profile": ("profile", "Profile a few steps."),
+        "run": ("run", "Verify a run folder."),
     },
 }
 COMMANDS = {name: command for commands in TASKS.values() for name, command in commands.items()}
-# Groups with a command that need not be named: a first word that names none of the others belongs to it.
+# Groups with a default command: it is used if the first word is not a command of the group.
 DEFAULTS = {
     "sft": ("run", ("run", "preview")),
     "tune": ("run", ("run", "report")),
     "profile": ("run", ("run", "show")),
     "doctor": ("check", ("check", "explain")),
 }
-# Of these, the ones that have an answer to no words at all; the others show their help.
+# Of these, the ones that run without arguments; the others show their help.
 NEED_NO_WORDS = ("doctor",)
-# Options that take several values after one flag, as people write them: --input a.txt b.txt
+# Options that take several values after one flag: --input a.txt b.txt
 SEVERAL = ("--input", "--json-keys", "--symbols")
-# What the system says of a path that the user should not have named.
+# System errors for a path that is wrong in the user's input.
 WRONG_PATH = (IsADirectoryError, NotADirectoryError, FileExistsError, PermissionError)
 WRONG_PATH_CODES = (errno.ENAMETOOLONG, errno.ELOOP)
 LONGEST_NAME = 200  # characters of a path in a message
-TOO_MANY_DIGITS = "Exceeds the limit ("  # Python's own error for numbers of more than 4300 digits.
-# The parser's own errors; typer shows only some of them by name.
+TOO_MANY_DIGITS = "Exceeds the limit ("  # Python's error for numbers of more than 4300 digits.
+# The base class of the parser's errors; typer exports only some of them by name.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 SAME_REQUEST_SECONDS = 1.0
 _interrupted_at = -SAME_REQUEST_SECONDS
-HELP = "Text and GPUs in, a trained and published language model out."
-EPILOG = "Exit codes: 0 done, 1 a fault of the machine or the work, 2 a mistake in what was asked, 130 interrupted."
+HELP = "Train, fine-tune, compress, evaluate and publish language models."
+EPILOG = "Exit codes: 0 success, 1 the machine or the run failed, 2 wrong input or options, 130 interrupted."
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run one command and exit with its code."""
-    # The command `list`, once loaded, is what that name means in here.
+    # Importing the command `list` rebinds that name in this module, so list() is not used here.
     words, passed_on = _cut([*(sys.argv[1:] if arguments is None else arguments)])
     debug = _take(words, "--debug")
     console.quiet = _take(words, "--quiet")
@@ -113,9 +113,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         code = exit_.code if isinstance(exit_.code, int) else 1
     except Interrupted as interruption:
         message = f"interrupted; {interruption.saved}" if interruption.saved else "interrupted"
-        code = _tell(interruption, message, interruption.exit_code)
+        code = _report(interruption, message, interruption.exit_code)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # The reader has left; so do we, without a word.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # The reader has exited; print nothing.
         code = 1
     except UsageError as error:
         code = _refuse_usage(error)
@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _with_default(words: list[str]) -> list[str]:
-    """Name the command of a group that was left out."""
+    """Insert the default command of a group if none is given."""
     default, known = DEFAULTS.get(words[0], (None, ())) if words else (None, ())
     following = words[1] if len(words) > 1 else "" if words and words[0] in NEED_NO_WORDS else "--help"
     if default is None or following in (*known, "--help"):
@@ -134,7 +134,7 @@ def _with_default(words: list[str]) -> list[str]:
 
 
 class _ByTask(TyperGroup):
-    """The help of `steelyard` itself lists the commands under their tasks."""
+    """Lists the commands by task in `steelyard --help`."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         width = max(map(len, COMMANDS))
@@ -144,7 +144,7 @@ class _ByTask(TyperGroup):
 
 
 def app(words: Sequence[str]) -> typer.Typer:
-    """The command tree, of which only the command that is asked for is really there."""
+    """The command tree; only the module of the given command is imported."""
     root = typer.Typer(
         help=HELP, epilog=EPILOG, rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False,
         no_args_is_help=True, cls=_ByTask,
@@ -171,20 +171,20 @@ def _root(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print results and problems only.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print only results, warnings and errors.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
-    """`--quiet` and `--debug` stand here for the help; `main` has taken them off the line already."""
+    """`--quiet` and `--debug` are declared here for the help; `main` has already removed them from the arguments."""
 
 
 def _not_imported() -> None:
-    raise AssertionError("only the command that was asked for is imported")
+    raise AssertionError("only the given command is imported")
 
 
 def _cut(words: list[str]) -> tuple[list[str], list[str]]:
-    """The words before `--`, and those from it on, which are another program's.
+    """The words before `--`, and those from `--` on, which belong to another program.
 
-    The parser swallows a first `--`, so that one is doubled: a command then sees where its own words end.
+    The parser consumes the first `--`, so it is doubled: a command then sees where its own arguments end.
     """
     end = words.index("--") if "--" in words else len(words)
     return words[:end], ["--", *words[end:]] if words[end:] else []
@@ -198,7 +198,7 @@ def _take(words: list[str], flag: str) -> bool:
 
 
 def _flag_each(words: list[str]) -> list[str]:
-    """`--input a b` as `--input a --input b`, which is what the parser knows."""
+    """Rewrite `--input a b` to `--input a --input b`, which the parser supports."""
     spread: list[str] = []
     flag: str | None = None
     for word in words:
@@ -219,43 +219,43 @@ def _refuse_unknown(word: str) -> NoReturn:
 
 
 def _refuse_usage(error: Exception) -> int:
-    """Tell words that a command does not take as any other mistake is told; a group alone shows its help."""
+    """Print a usage error in the format of other errors; a group without a command shows its help."""
     context, message = getattr(error, "ctx", None), str(getattr(error, "format_message", error.__str__)())
     if message.startswith("Usage:"):
         print(message, file=sys.stderr)
         return UserError.exit_code
     message = message[:1].lower() + message[1:].rstrip(".")
-    hint = "" if context is None else f"\n  {context.get_usage()}\n  {context.command_path} --help tells more"
+    hint = "" if context is None else f"\n  {context.get_usage()}\n  {context.command_path} --help shows the options"
     console.error(message + hint)
     return UserError.exit_code
 
 
 def _explain(error: Exception, debug: bool) -> int:
-    """Print an error as its kind deserves and return the exit code."""
+    """Print an error according to its type and return the exit code."""
     if debug:
         console.trace(error)
     if isinstance(error, SteelyardError):
-        return _tell(error, str(error), error.exit_code)
+        return _report(error, str(error), error.exit_code)
     if isinstance(error, OSError):
         name = files.final(str(error.filename)) if error.filename else ""
         is_wrong = isinstance(error, WRONG_PATH) or error.errno in WRONG_PATH_CODES
         code = UserError.exit_code if is_wrong else RuntimeFailure.exit_code
         name = name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..."
-        return _tell(error, f"{error.strerror or error}" + (f": {name}" if name else ""), code)
+        return _report(error, f"{error.strerror or error}" + (f": {name}" if name else ""), code)
     if isinstance(error, RecursionError) or str(error).startswith(TOO_MANY_DIGITS):
-        reported = (
-            "is nested too deeply" if isinstance(error, RecursionError) else "holds a number of thousands of digits"
+        problem = (
+            "is nested too deeply" if isinstance(error, RecursionError) else "contains a number of thousands of digits"
         )
-        return _tell(error, f"what was given {reported}\n  --debug shows where it was read", UserError.exit_code)
-    hint = "" if debug else "\n  this is a bug in steelyard; --debug shows where"
-    return _tell(error, f"{type(error).__name__}: {error}{hint}", RuntimeFailure.exit_code)
+        return _report(error, f"the input {problem}\n  --debug shows where it was read", UserError.exit_code)
+    hint = "" if debug else "\n  this is a bug in steelyard; --debug shows the traceback"
+    return _report(error, f"{type(error).__name__}: {error}{hint}", RuntimeFailure.exit_code)
 
 
-def _tell(error: BaseException, message: str, code: int) -> int:
-    """Say why the command failed, once per job as far as that can be known, and return the exit code.
+def _report(error: BaseException, message: str, code: int) -> int:
+    """Print why the command failed, once per job if possible, and return the exit code.
 
-    Under `--nproc` the launcher tells it, and a rank only leaves word. Elsewhere rank 0 tells what all ranks share, and
-    any other error carries the number of its rank.
+    Under `--nproc` a rank only writes its error file, and the launcher prints the error. Otherwise rank 0 prints errors
+    that all ranks share, and any other error is printed with the number of its rank.
     """
     try:
         world = detect(os.environ)
@@ -265,9 +265,9 @@ def _tell(error: BaseException, message: str, code: int) -> int:
     path = os.environ.get(error_file.ERROR_FILE)
     if path and world.size > 1:
         lost_peer, agreed = isinstance(error, LostPeer), isinstance(error, Interrupted) and bool(error.saved)
-        words = error_file.ErrorRecord(type(error).__name__, message, code, time.time(), lost_peer, shared, agreed)
+        record = error_file.ErrorRecord(type(error).__name__, message, code, time.time(), lost_peer, shared, agreed)
         with contextlib.suppress(OSError):
-            error_file.leave(Path(path), words)
+            error_file.leave(Path(path), record)
             return code
     if world.size == 1 or (shared and world.is_rank0):
         console.error(message)
@@ -277,7 +277,7 @@ def _tell(error: BaseException, message: str, code: int) -> int:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Stop; what comes within a second is the same request over another road (terminal, launcher, scheduler)."""
+    """Stop. A signal within a second is the same request by another route (terminal, launcher, scheduler)."""
     global _interrupted_at
     is_same, _interrupted_at = time.monotonic() - _interrupted_at < SAME_REQUEST_SECONDS, time.monotonic()
     if not is_same:

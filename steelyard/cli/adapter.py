@@ -19,12 +19,12 @@ def register(root: typer.Typer, name: str, help_: str) -> None:
 
 
 def merge(
-    base: Annotated[str, typer.Argument(metavar="BASE", help="The model that the adapter belongs to.")],
+    base: Annotated[str, typer.Argument(metavar="BASE", help="The base model of the adapter.")],
     adapter: Annotated[str, typer.Argument(metavar="ADAPTER", help="A folder in PEFT's format, or a run.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write, for transformers.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The Hugging Face folder to write.")],
     json: JsonOption = False,
 ) -> None:
-    """Fold an adapter into the weights it belongs to.
+    """Merge an adapter into the weights of its base model.
 
     Example: steelyard adapter merge models/base runs/tuned models/merged
     """
@@ -35,11 +35,11 @@ def merge(
 
 
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run that tuned an adapter.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run that trained an adapter.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
     json: JsonOption = False,
 ) -> None:
-    """Write a run's adapter in PEFT's format.
+    """Export the adapter of a run in PEFT's format.
 
     Example: steelyard adapter export runs/tuned adapters/tuned
     """

@@ -1,4 +1,4 @@
-"""`steelyard bench`: how fast a model runs here."""
+"""`steelyard bench`: the speed of a model on this machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def register(root: typer.Typer, name: str, help_: str) -> None:
 
     @group.callback()
     def only_one_command() -> None:
-        """Have the command keep its name, though there is one only."""
+        """Typer drops the name of a single command unless the group has a callback."""
 
     group.command(sparse.__name__)(sparse)
     root.add_typer(group, name=name, help=help_)
@@ -35,17 +35,15 @@ def sparse(
     checkpoint: CheckpointArgument,
     mask: MaskOption = None,
     base: BaseOption = None,
-    prompt: Annotated[int, typer.Option(min=1, help="Tokens of the prompt that is read.")] = 4096,
-    context: Annotated[int, typer.Option(min=1, help="Tokens before the one that is written.")] = 512,
-    batch: Annotated[list[int] | None, typer.Option(min=1, help="Texts at once.  [default: 1 2 4 8 16]")] = None,
-    allow_dense: Annotated[
-        bool, typer.Option("--allow-dense", help="Leave matrices that do not follow 2:4 dense.")
-    ] = False,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of the prompt, for the prefill.")] = 4096,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of context, for the decoding.")] = 512,
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="Batch sizes.  [default: 1 2 4 8 16]")] = None,
+    allow_dense: Annotated[bool, typer.Option("--allow-dense", help="Keep matrices that are not 2:4 dense.")] = False,
     device: DeviceOption = DeviceChoice.auto,
     dtype: DtypeOption = DtypeChoice.auto,
     json: JsonOption = False,
 ) -> None:
-    """Run a 2:4 model dense and compressed, and compare tokens per second and memory.
+    """Compare tokens per second and memory of a 2:4 model, dense and compressed.
 
     Example: steelyard bench sparse compressed
     """

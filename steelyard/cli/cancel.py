@@ -10,9 +10,7 @@ from steelyard.cli.options import JsonOption, print_result
 from steelyard.launch import launch_record
 from steelyard.launch.submit import cancel_run
 
-RunArgument = Annotated[
-    str, typer.Argument(metavar="RUN|JOB", help="A run folder, a name under runs/, or the number of a job.")
-]
+RunArgument = Annotated[str, typer.Argument(metavar="RUN|JOB", help="A run folder, a name in runs/, or a job id.")]
 
 
 def register(root: typer.Typer, name: str, help_: str) -> None:
@@ -22,13 +20,13 @@ def register(root: typer.Typer, name: str, help_: str) -> None:
 
 def cancel(
     run: RunArgument,
-    now: Annotated[bool, typer.Option("--now", help="Kill it without letting it save.")] = False,
+    now: Annotated[bool, typer.Option("--now", help="Kill it without saving.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """End a job that was submitted. Its ranks save and stop.
+    """Cancel a submitted job. Its ranks save a checkpoint and stop.
 
     Example: steelyard cancel runs/my
     """
     result = cancel_run(launch_record.find(run), at_once=now)
-    verb = "cancelled" if result["cancelled"] else "was over already"
+    verb = "cancelled" if result["cancelled"] else "had already ended"
     print_result(result, json, f"{result['run']}  job {', '.join(result['jobs'])} {verb}: {result['state']}")

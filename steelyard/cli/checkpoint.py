@@ -1,4 +1,4 @@
-"""`steelyard checkpoint`: convert, look at, compare and verify checkpoints of any format."""
+"""`steelyard checkpoint`: convert, inspect, compare and verify checkpoints of any format."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SourceArgument = Annotated[
 
 
 class CheckpointFormat(StrEnum):
-    """Formats that can be written."""
+    """Output formats."""
 
     hf = "hf"
     megatron = "megatron"
@@ -32,7 +32,7 @@ class CheckpointFormat(StrEnum):
 
 
 class StoredDtype(StrEnum):
-    """Number formats that can be written."""
+    """Output dtypes."""
 
     fp32 = "fp32"
     bf16 = "bf16"
@@ -40,7 +40,7 @@ class StoredDtype(StrEnum):
 
 
 class Layers(StrEnum):
-    """Kinds of Megatron's layers, which name the norms differently."""
+    """Megatron's layer implementations, which name the norms differently."""
 
     local = "local"
     transformer_engine = "transformer-engine"
@@ -57,21 +57,21 @@ def register(root: typer.Typer, name: str, help_: str) -> None:
 def convert(
     source: SourceArgument,
     destination: Annotated[Path, typer.Argument(metavar="DST", help="The folder to write.")],
-    to: Annotated[CheckpointFormat, typer.Option(help="What to write.")],
-    tensor: Annotated[int, typer.Option(min=1, help="Tensor ranks of a megatron checkpoint.")] = 1,
-    pipeline: Annotated[int, typer.Option(min=1, help="Pipeline ranks of a megatron checkpoint.")] = 1,
+    to: Annotated[CheckpointFormat, typer.Option(help="The output format.")],
+    tensor: Annotated[int, typer.Option(min=1, help="Tensor-parallel size of a megatron checkpoint.")] = 1,
+    pipeline: Annotated[int, typer.Option(min=1, help="Pipeline-parallel size of a megatron checkpoint.")] = 1,
     partition: Annotated[
         str | None, typer.Option(help="Layers of each pipeline rank, such as 11-13.", show_default=False)
     ] = None,
-    layers: Annotated[Layers, typer.Option(help="Whose names the norms of a megatron checkpoint get.")] = Layers.local,
-    dtype: Annotated[StoredDtype | None, typer.Option(help="Left out: that of the source.", show_default=False)] = None,
-    shard_size: Annotated[str, typer.Option(help="Above this, hf weights are written in several files.")] = "5GB",
+    layers: Annotated[Layers, typer.Option(help="The naming of the norms in a megatron checkpoint.")] = Layers.local,
+    dtype: Annotated[StoredDtype | None, typer.Option(help="[default: that of the source]", show_default=False)] = None,
+    shard_size: Annotated[str, typer.Option(help="Maximum size of an hf weight file.")] = "5GB",
     tokenizer: Annotated[
-        str | None, typer.Option(help="The tokenizer, where the source has none.", show_default=False)
+        str | None, typer.Option(help="The tokenizer, if the source has none.", show_default=False)
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Write a checkpoint in another format, or for another layout. Needs no GPU, and little memory.
+    """Convert a checkpoint to another format or layout. Needs no GPU and little memory.
 
     Example: steelyard checkpoint convert models/Llama-3.1-70B megatron --to megatron --tensor 8 --pipeline 2
     """
@@ -88,9 +88,9 @@ def convert(
 
 
 def info(source: SourceArgument, json: JsonOption = False) -> None:
-    """Say what a checkpoint is: format, layout, parameters, step, dtype, configuration.
+    """Show the format, layout, parameters, step, dtype and configuration of a checkpoint.
 
-    Exits with 1 if a tensor is missing, unknown or of another size than the configuration says.
+    Exits with 1 if a tensor is missing, is unknown, or does not have the size in the configuration.
 
     Example: steelyard checkpoint info runs/quickstart
     """
@@ -106,12 +106,14 @@ def info(source: SourceArgument, json: JsonOption = False) -> None:
 
 
 def verify(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint of any format, a run, or a file of it.")],
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="A checkpoint of any format, a run, or one of its files.")
+    ],
     json: JsonOption = False,
 ) -> None:
-    """Check all that can be checked: every checksum, every tensor's place and size, every value, the tokenizer.
+    """Verify a checkpoint: every checksum, the name and size of every tensor, every value, the tokenizer.
 
-    Prints a line for each problem and exits with 1, or says what was checked and what has no checksum.
+    Prints one line per problem and exits with 1, or prints what was checked and what has no checksum.
 
     Example: steelyard checkpoint verify models/Llama-3.1-8B
     """
@@ -122,14 +124,14 @@ def verify(
 
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint of any format.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="Another.")],
-    logits: Annotated[bool, typer.Option("--logits", help="Also compare what the models say.")] = False,
-    prompt: Annotated[str | None, typer.Option(help="What they are to continue.", show_default=False)] = None,
+    b: Annotated[str, typer.Argument(metavar="B", help="Another checkpoint.")],
+    logits: Annotated[bool, typer.Option("--logits", help="Also compare the logits of the models.")] = False,
+    prompt: Annotated[str | None, typer.Option(help="The prompt for the logits.", show_default=False)] = None,
     json: JsonOption = False,
 ) -> None:
-    """Say how two checkpoints differ, whatever their formats: names, sizes, and the largest difference of a weight.
+    """Compare two checkpoints of any formats: names, sizes, and the largest difference of a weight.
 
-    Exits with 0 if they compute the same, with 1 if a weight or a setting that matters to the result differs.
+    Exits with 0 if they are equivalent, with 1 if a weight or a setting that affects the result differs.
 
     Example: steelyard checkpoint diff models/Llama-3.1-8B megatron --logits
     """
@@ -157,7 +159,7 @@ def _shown(value: Any) -> str:
 def _counts(partition: str) -> tuple[int, ...]:
     if not all(part.isdecimal() and len(part) < 6 for part in partition.split("-")):
         raise UserError(
-            f"{partition:.40} is no partition", where="--partition", hint="layer counts joined by dashes: 11-13"
+            f"{partition:.40} is not a partition", where="--partition", hint="layer counts joined by dashes: 11-13"
         )
     return tuple(map(int, partition.split("-")))
 
@@ -166,5 +168,5 @@ def _bytes(size: str) -> int:
     number, unit = size[:-2], size[-2:].upper()
     scale = {"KB": 10**3, "MB": 10**6, "GB": 10**9}.get(unit)
     if scale is None or not number.isdecimal() or len(number) > 15 or int(number) == 0:
-        raise UserError(f"{size:.40} is no size", where="--shard-size", hint="such as 500MB or 5GB")
+        raise UserError(f"{size:.40} is not a size", where="--shard-size", hint="such as 500MB or 5GB")
     return int(number) * scale

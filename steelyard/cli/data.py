@@ -1,4 +1,4 @@
-"""`steelyard data`: convert, tokenize, download, look at, check and merge data."""
+"""`steelyard data`: convert, tokenize, download, inspect, verify and merge data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PrefixArgument = Annotated[str, typer.Argument(metavar="PREFIX", help="A pair of
 
 
 class OnBadLine(StrEnum):
-    """What to do with a document that cannot be read."""
+    """What to do with a document that cannot be parsed."""
 
     stop = "stop"
     skip = "skip"
@@ -32,21 +32,19 @@ def register(root: typer.Typer, name: str, help_: str) -> None:
 
 
 def convert(
-    files: Annotated[
-        list[Path], typer.Argument(metavar="IN... OUT", help="The files to read, and last the one to write.")
-    ],
+    files: Annotated[list[Path], typer.Argument(metavar="IN... OUT", help="The input files, then the output file.")],
     document: DocumentOption = DocumentSplit.line,
-    json_key: Annotated[str, typer.Option(help="Where objects hold the text that a .txt takes.")] = "text",
+    json_key: Annotated[str, typer.Option(help="The key of the text, for a .txt output.")] = "text",
     json: JsonOption = False,
 ) -> None:
-    """Convert between .txt, .jsonl and .parquet, each also under .gz or .zst, any to any.
+    """Convert between .txt, .jsonl and .parquet, each also with .gz or .zst.
 
     Example: steelyard data convert train-00000.parquet train-00001.parquet train.jsonl.zst
     """
     from steelyard.text.convert_corpus import convert as run
 
     if len(files) < 2:
-        raise typer.BadParameter("name at least one file to read and one to write")
+        raise typer.BadParameter("give at least one input file and an output file")
     count = run(files[:-1], files[-1], document.value, json_key)
     print_result({"output": str(files[-1]), "documents": count}, json, f"{files[-1]}: {count} documents")
 
@@ -56,22 +54,24 @@ def tokenize(
     tokenizer: Annotated[str, typer.Option(help="A tokenizer of any kind, see steelyard tokenizer info --help.")],
     output_prefix: Annotated[str, typer.Option(help="Writes PREFIX_KEY_document.bin and .idx.")],
     json_keys: Annotated[
-        list[str] | None, typer.Option(help="Keys that hold text, a pair of files each. [text]")
+        list[str] | None, typer.Option(help="Keys of the texts; each key gets a pair of files. [text]")
     ] = None,
-    append_eod: Annotated[bool, typer.Option("--append-eod", help="Close each document with the end token.")] = False,
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes.  [default: one per core]")] = None,
+    append_eod: Annotated[
+        bool, typer.Option("--append-eod", help="Append the end-of-document token to each document.")
+    ] = False,
+    workers: Annotated[int | None, typer.Option(min=1, help="Number of processes.  [default: one per core]")] = None,
     on_bad_line: Annotated[
-        OnBadLine, typer.Option(help="Stop at what cannot be read, or skip and count it.")
+        OnBadLine, typer.Option(help="Stop at a document that cannot be parsed, or skip and count it.")
     ] = OnBadLine.stop,
     document: DocumentOption = DocumentSplit.line,
     fixed_length: Annotated[
         int | None,
-        typer.Option(min=1, help="Cut the joined text into samples of so many tokens, for data.fixed_length."),
+        typer.Option(min=1, help="Cut the joined text into samples of this many tokens, for data.fixed_length."),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what another job made.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output of another job.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Turn text into Megatron's token files. Killed, the same command goes on where it was.
+    """Tokenize text into Megatron's token files. After a kill, the same command continues.
 
     Example: steelyard data tokenize --input "corpus/*.jsonl.gz" --tokenizer gpt2 --output-prefix data/mine --append-eod
     """
@@ -96,27 +96,27 @@ def tokenize(
 
 
 def _warn_of_short_lines(inputs: list[str], document: DocumentSplit, made: list[dict[str, Any]]) -> None:
-    """Say so where a text was cut to pieces: a model learns from them what it will not meet in a whole text."""
+    """Warn if every line of a text became a short document: a model then never sees whole texts."""
     tokens, documents = (sum(each[key] for each in made) for key in ("tokens", "documents"))
     is_text = any(".txt" in Path(name).suffixes for name in inputs)
     if is_text and document is DocumentSplit.line and documents > 1 and tokens < SHORT * documents:
         console.warn(
-            f"every line became a document, of {tokens / documents:.0f} tokens in the mean; "
+            f"every line became a document, of {tokens / documents:.0f} tokens on average; "
             "--document blank or file keeps a text together"
         )
 
 
 def download(
     source: Annotated[str, typer.Argument(metavar="NAME|URL", help="See the list below.")],
-    out: Annotated[Path, typer.Option(help="The folder to write to.")],
-    shards: Annotated[str, typer.Option(help="For c4: which shards, like 0-3 or 0,7.")] = "0",
+    out: Annotated[Path, typer.Option(help="The output folder.")],
+    shards: Annotated[str, typer.Option(help="c4: the shards, like 0-3 or 0,7.")] = "0",
     json: JsonOption = False,
 ) -> None:
-    """Download a data set. Parts already there are not fetched again; a broken download goes on where it was.
+    """Download a dataset. Existing files are not downloaded again; an interrupted download is resumed.
 
     NAME is wikitext-2-v1, wikitext-2-raw-v1, wikitext-103-v1, wikitext-103-raw-v1 (one jsonl per split), c4 (English,
-    jsonl.gz shards), or hf:org/name or hf:org/name/config (any data set of the hub; needs the datasets library). A
-    URL fetches one file.
+    jsonl.gz shards), or hf:org/name or hf:org/name/config (any dataset of the hub; needs the datasets library). A
+    URL downloads one file.
 
     Example: steelyard data download wikitext-2-raw-v1 --out data/wikitext-2
     """
@@ -128,10 +128,10 @@ def download(
 
 def info(
     prefix: PrefixArgument,
-    tokenizer: Annotated[str | None, typer.Option(help="Show the beginning as text.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="Decode the first tokens with this tokenizer.")] = None,
     json: JsonOption = False,
 ) -> None:
-    """Say what a pair of token files holds.
+    """Show the content of a pair of token files.
 
     Example: steelyard data info data/mine_text_document --tokenizer gpt2
     """
@@ -149,10 +149,10 @@ def info(
 
 def verify(
     prefix: PrefixArgument,
-    vocab_size: Annotated[int | None, typer.Option(min=1, help="No id may reach this.")] = None,
+    vocab_size: Annotated[int | None, typer.Option(min=1, help="Every id must be below this.")] = None,
     json: JsonOption = False,
 ) -> None:
-    """Check a pair of token files: the index, all checksums, with --vocab-size every id. Exits with 1 if unsound.
+    """Verify a pair of token files: the index, all checksums, and with --vocab-size every id. Exits with 1 if corrupt.
 
     Example: steelyard data verify data/mine_text_document --vocab-size 50257
     """
@@ -161,23 +161,23 @@ def verify(
     result = run(prefix, vocab_size)
     unchecked = "" if result["checksums"] else "; it has no checksums, so only its index was checked"
     print_result(
-        result, json, f"{prefix}: sound, {result['documents']} documents, {result['tokens']} tokens{unchecked}"
+        result, json, f"{prefix}: valid, {result['documents']} documents, {result['tokens']} tokens{unchecked}"
     )
 
 
 def merge(
     prefixes: Annotated[
-        list[str], typer.Argument(metavar="PREFIX... OUT", help="The pairs to join, and last the new one.")
+        list[str], typer.Argument(metavar="PREFIX... OUT", help="The pairs to merge, then the output.")
     ],
     json: JsonOption = False,
 ) -> None:
-    """Join pairs of token files into one.
+    """Merge pairs of token files into one.
 
     Example: steelyard data merge data/a_text_document data/b_text_document data/ab_text_document
     """
     from steelyard.tokens import merge
 
     if len(prefixes) < 2:
-        raise typer.BadParameter("name at least one pair to read and one to write")
+        raise typer.BadParameter("give at least one input pair and an output")
     result = merge.merge(prefixes[:-1], prefixes[-1])
     print_result(result, json, f"{result['prefix']}: {result['documents']} documents, {result['tokens']} tokens")

@@ -20,62 +20,65 @@ def register(root: typer.Typer, name: str, help_: str) -> None:
 
 
 def check(
-    fix: Annotated[bool, typer.Option("--fix", help="Mend what is safe to mend, after showing it.")] = False,
-    undo: Annotated[bool, typer.Option("--undo", help="Take back all that --fix and --container did.")] = False,
+    fix: Annotated[bool, typer.Option("--fix", help="Apply safe fixes, after showing them.")] = False,
+    undo: Annotated[bool, typer.Option("--undo", help="Undo all changes of --fix and --container.")] = False,
     container: Annotated[
         str | None,
-        typer.Option(metavar="IMAGE", help="Bring into a site profile what this image lacks.", show_default=False),
+        typer.Option(metavar="IMAGE", help="Add what this image lacks to a site profile.", show_default=False),
     ] = None,
     site: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="The site for --container, and for ssh.  [default: the file's]", show_default=False
+            metavar="NAME", help="The site for --container and ssh.  [default: the file's default]", show_default=False
         ),
     ] = None,
     nodes: Annotated[
-        str | None, typer.Option(metavar="A,B", help="Also try ssh, clocks and versions of these.", show_default=False)
+        str | None,
+        typer.Option(metavar="A,B", help="Also check ssh, clocks and versions of these nodes.", show_default=False),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Leave out the all-reduce.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Skip the all-reduce.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Say whether this machine is fit, check by check, and what to do where it is not.
+    """Check whether this machine can train, with a hint for each failed check.
 
-    The word check may be left out. Exits with 1 where a check failed. Example: steelyard doctor --nodes node1,node2
+    The word check is optional. Exits with 1 if a check failed. Example: steelyard doctor --nodes node1,node2
     """
     from steelyard.doctor import diagnose, undo_log
     from steelyard.doctor.machine import here
 
     require_linux("steelyard doctor", "run it on the machine that will train; steelyard doctor explain works here")
     if sum((fix, undo, container is not None)) > 1:
-        raise UserError("--fix, --undo and --container are three different things", hint="choose one")
+        raise UserError("--fix, --undo and --container cannot be combined", hint="choose one")
     machine = here()
     if undo:
         taken, left = undo_log.undo(machine)
-        text = "\n".join([f"taken back: {path}" for path in taken] + [f"left as it is: {path}" for path in left])
-        print_result({"taken_back": taken, "left": left}, json, text or "there is nothing to take back")
+        text = "\n".join([f"undone: {path}" for path in taken] + [f"unchanged: {path}" for path in left])
+        print_result({"taken_back": taken, "left": left}, json, text or "there is nothing to undo")
         raise typer.Exit(1 if left else 0)
-    agree = _agree(yes)
+    confirm = _confirm(yes)
     if container is not None:
-        found: diagnose.Visit | None = diagnose.examine_image(machine, container, site, agree)
+        visit: diagnose.Visit | None = diagnose.examine_image(machine, container, site, confirm)
     else:
-        found = diagnose.examine(machine, nodes, quick, fix, agree, site)
-    if found is not None:
-        print_result(found.as_result(), json, found.as_text())
-        raise typer.Exit(1 if found.verdict == "fail" else 0)
+        visit = diagnose.examine(machine, nodes, quick, fix, confirm, site)
+    if visit is not None:
+        print_result(visit.as_result(), json, visit.as_text())
+        raise typer.Exit(1 if visit.verdict == "fail" else 0)
 
 
-def _agree(yes: bool) -> Callable[[str], bool]:
-    """Ask the person, unless told not to; where there is none, nothing is changed."""
+def _confirm(yes: bool) -> Callable[[str], bool]:
+    """A function that asks for confirmation, unless `yes`; without a terminal it raises, so nothing is changed."""
 
-    def agree(question: str) -> bool:
+    def confirm(question: str) -> bool:
         if yes:
             return True
         if not sys.stdin.isatty():
-            raise UserError("nobody is here to be asked", hint="look at what would be changed above, then pass --yes")
+            raise UserError(
+                "there is no terminal to ask for confirmation", hint="check the changes above, then pass --yes"
+            )
         return typer.confirm(question, err=True)
 
-    return agree
+    return confirm
 
 
 def explain(
@@ -85,11 +88,11 @@ def explain(
     ],
     json: JsonOption = False,
 ) -> None:
-    """Find known errors in a log of any size, and say what they mean, what to do, and which are harmless.
+    """Find known errors in a log of any size, with their meaning, what to do, and which are harmless.
 
     Example: steelyard doctor explain slurm-1234.out
     """
     from steelyard.doctor import explain as explaining
 
-    reported = explaining.explain(logs)
-    print_result(explaining.as_result(reported), json, explaining.as_text(reported))
+    explanation = explaining.explain(logs)
+    print_result(explaining.as_result(explanation), json, explaining.as_text(explanation))

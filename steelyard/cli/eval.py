@@ -24,7 +24,7 @@ from steelyard.core.errors import UserError
 
 
 class ProtocolName(StrEnum):
-    """Whose way of cutting and dividing is followed."""
+    """Whose windows and normalization are used."""
 
     hf = "hf"
     megatron = "megatron"
@@ -44,12 +44,14 @@ def ppl(
         str, typer.Option(help="A .txt, .jsonl or .parquet, wikitext2, wikitext103 (raw test splits), or token files.")
     ],
     sequence_length: Annotated[
-        int | None, typer.Option(min=2, help="Tokens of a window.  [default: 4096, or what the model sees]")
+        int | None, typer.Option(min=2, help="Tokens per window.  [default: 4096, or the model's limit]")
     ] = None,
-    stride: Annotated[int | None, typer.Option(min=1, help="Tokens from window to window.  [default: all]")] = None,
-    protocol: Annotated[ProtocolName, typer.Option(help="What is counted and divided by what.")] = ProtocolName.hf,
+    stride: Annotated[
+        int | None, typer.Option(min=1, help="Tokens from window to window.  [default: a window]")
+    ] = None,
+    protocol: Annotated[ProtocolName, typer.Option(help="Whose windows and normalization.")] = ProtocolName.hf,
     nproc: NprocOption = None,
-    tensor: Annotated[int, typer.Option(min=1, help="Ranks that share one copy of the model.")] = 1,
+    tensor: Annotated[int, typer.Option(min=1, help="Tensor-parallel size.")] = 1,
     tokenizer: TokenizerOption = None,
     mask: MaskOption = None,
     base: BaseOption = None,
@@ -57,12 +59,12 @@ def ppl(
     dtype: DtypeOption = DtypeChoice.auto,
     json: JsonOption = False,
 ) -> None:
-    """Measure a model's perplexity on a text, and say exactly how.
+    """Measure the perplexity of a model on a text, and print how it was computed.
 
     Example: steelyard eval ppl runs/mine --data wikitext2 --sequence-length 4096
     """
     if nproc is not None and nproc % tensor:
-        raise UserError(f"{nproc} ranks are no multiple of --tensor {tensor}", where="--nproc")
+        raise UserError(f"{nproc} ranks are not a multiple of --tensor {tensor}", where="--nproc")
     if nproc is not None and nproc > 1:
         raise typer.Exit(launch(nproc))
     from steelyard.evaluate import perplexity
@@ -77,11 +79,11 @@ def ppl(
 
 def tasks(
     checkpoint: CheckpointArgument,
-    tasks: Annotated[str, typer.Option(help="Names of lm-eval's tasks, joined by commas.")],
-    shots: Annotated[int | None, typer.Option(min=0, help="Examples before each.  [default: the task's]")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many samples of each task.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Texts at once.")] = 8,
-    include: Annotated[str | None, typer.Option(metavar="DIR", help="A folder of your own task definitions.")] = None,
+    tasks: Annotated[str, typer.Option(help="Names of lm-eval tasks, joined by commas.")],
+    shots: Annotated[int | None, typer.Option(min=0, help="Few-shot examples.  [default: the task's]")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only the first N samples of each task.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 8,
+    include: Annotated[str | None, typer.Option(metavar="DIR", help="A folder with your task definitions.")] = None,
     tokenizer: TokenizerOption = None,
     mask: MaskOption = None,
     base: BaseOption = None,
@@ -89,7 +91,7 @@ def tasks(
     dtype: DtypeOption = DtypeChoice.auto,
     json: JsonOption = False,
 ) -> None:
-    """Score a model on tasks of lm-eval (pip install 'steelyard[eval]').
+    """Evaluate a model on tasks of lm-eval (pip install 'steelyard[eval]').
 
     Example: steelyard eval tasks runs/mine --tasks hellaswag,piqa --limit 100
     """

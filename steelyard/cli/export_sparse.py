@@ -20,7 +20,7 @@ from steelyard.core import units
 
 
 class Stored(StrEnum):
-    """What weights may be stored as."""
+    """Dtypes of the stored weights."""
 
     bf16 = "bf16"
     fp16 = "fp16"
@@ -37,19 +37,17 @@ def export_sparse(
     destination: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.", show_default=False)],
     mask: MaskOption = None,
     base: BaseOption = None,
-    allow_dense: Annotated[
-        bool, typer.Option("--allow-dense", help="Leave matrices that do not follow 2:4 as they are.")
-    ] = False,
+    allow_dense: Annotated[bool, typer.Option("--allow-dense", help="Keep matrices that are not 2:4 dense.")] = False,
     dtype: Annotated[
-        Stored | None, typer.Option(help="Left out: the checkpoint's, bf16 if that is wider.", show_default=False)
+        Stored | None, typer.Option(help="[default: the checkpoint's, or bf16 if that is wider]", show_default=False)
     ] = None,
     tokenizer: TokenizerOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Write a 2:4 model compressed: half of its weights, and two bits for each that say where they belong.
+    """Export a 2:4 model in compressed form: half of its weights, with a 2-bit index for each.
 
-    The checkpoint has the zeros already, or comes with masks (--mask, or a run that learned them). What is written is
-    read by generate, eval and bench, and 9/16 as large where matrices are 2:4.
+    The checkpoint already has the zeros, or has masks (--mask, or a run that learned them). generate, eval and bench
+    read the output. A 2:4 matrix shrinks to 9/16 of its size.
 
     Example: steelyard export-sparse runs/masks compressed
     """

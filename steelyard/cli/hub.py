@@ -1,4 +1,4 @@
-"""`steelyard hub`: publish a model, fetch one, log in."""
+"""`steelyard hub`: upload and download models, log in."""
 
 from __future__ import annotations
 
@@ -19,24 +19,26 @@ def register(root: typer.Typer, name: str, help_: str) -> None:
     group = typer.Typer(help=help_, rich_markup_mode=None, no_args_is_help=True)
     for command in (push, pull, whoami):
         group.command(command.__name__)(command)
-    # Whatever follows is taken in, so that a token on the line is answered without being repeated.
+    # All further arguments are accepted, so that the error for a token on the command line does not repeat the token.
     group.command("login", context_settings={"ignore_unknown_options": True})(login)
     root.add_typer(group, name=name)
 
 
 def push(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A Hugging Face folder, a run, or a checkpoint.")],
-    name: Annotated[str, typer.Argument(metavar="NAME", help="user/model on the hub, or model under your own name.")],
-    private: Annotated[bool, typer.Option("--private", help="Make it visible to you alone.")] = False,
-    test_prompt: Annotated[str, typer.Option(help="What the model must continue first.")] = "Once upon a time,",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the files, print the card, send nothing.")] = False,
-    card: Annotated[bool, typer.Option("--card", help="Write a new card in place of an old README.md.")] = False,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="user/model on the hub, or model in your own namespace.")],
+    private: Annotated[bool, typer.Option("--private", help="Create a private repository.")] = False,
+    test_prompt: Annotated[str, typer.Option(help="A prompt to test the model before the upload.")] = (
+        "Once upon a time,"
+    ),
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the files, print the card, upload nothing.")] = False,
+    card: Annotated[bool, typer.Option("--card", help="Replace an existing README.md with a new card.")] = False,
     run: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="The run the model comes from, for the card.", show_default=False)
+        Path | None, typer.Option(metavar="DIR", help="The run of the model, for the card.", show_default=False)
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Try a model out, and publish it with its tokenizer and a model card. Rerun, it sends only what is missing.
+    """Test a model, and upload it with its tokenizer and a model card. A rerun uploads only missing files.
 
     Example: steelyard hub push hf/my-model me/my-model --private
     """
@@ -46,7 +48,7 @@ def push(
     lines = [result["generated"], ""]
     if dry_run:
         lines += [f"{units.size(size):>10}  {file}" for file, size in result["files"].items()]
-        lines += ["", result["card"].rstrip(), "", "dry run: nothing was sent"]
+        lines += ["", result["card"].rstrip(), "", "dry run: nothing was uploaded"]
     else:
         lines += [f"sent       {', '.join(result['sent']) or 'nothing'} ({units.size(result['bytes'])})"]
         for key in ("unchanged", "kept", "removed"):
@@ -57,27 +59,28 @@ def push(
 
 def pull(
     name: Annotated[str, typer.Argument(metavar="NAME", help="user/model on the hub.")],
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to put it.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The output folder.")],
     revision: Annotated[
         str | None, typer.Option(help="A branch, tag or commit.  [default: main]", show_default=False)
     ] = None,
     include: Annotated[
-        list[str] | None, typer.Option(metavar="GLOB", help="Take these files instead of the model's; may be repeated.")
+        list[str] | None,
+        typer.Option(metavar="GLOB", help="Download these files instead of the default ones; repeatable."),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files that differ.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Fetch a model: weights once, in one format, configuration and tokenizer. Broken off, it goes on where it was.
+    """Download a model: weights in one format, configuration and tokenizer. An interrupted download is resumed.
 
     Example: steelyard hub pull HuggingFaceTB/SmolLM2-135M models/smollm2
     """
     from steelyard.checkpoint import hub
 
     result = hub.pull(name, folder, revision, include or (), overwrite)
-    fetched, whole = len(result["fetched"]), len(result["files"])
-    text = f"{folder}: {whole} files, {fetched} of them fetched now ({units.size(result['bytes'])})"
+    fetched, total = len(result["fetched"]), len(result["files"])
+    text = f"{folder}: {total} files, {fetched} of them downloaded now ({units.size(result['bytes'])})"
     if result["left_out"]:
-        text += f"\nleft on the hub: {', '.join(result['left_out'])}"
+        text += f"\nnot downloaded: {', '.join(result['left_out'])}"
     print_result(result, json, text)
 
 
@@ -88,7 +91,7 @@ def login(
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Keep a token of the hub for later commands. It is asked for without being shown, or read from a pipe.
+    """Save a token of the hub for later commands. It is read from a hidden prompt, a pipe or a file.
 
     Example: steelyard hub login --token-file token.txt
     """
@@ -97,14 +100,14 @@ def login(
     if words:
         raise UserError(
             "a token on the command line can be read by everyone on this machine",
-            hint="revoke it if it was one; then give the new one to the prompt, a pipe, or --token-file",
+            hint="if it was a token, revoke it; pass the new one at the prompt, by a pipe, or with --token-file",
         )
     name = hub.login(hub.read_token(token_file))
     print_result({"name": name}, json, name)
 
 
 def whoami(json: JsonOption = False) -> None:
-    """Print whose token is in use.
+    """Print the user of the current token.
 
     Example: steelyard hub whoami
     """

@@ -17,10 +17,10 @@ def register(root: typer.Typer, name: str, help_: str) -> None:
 
 
 def list_(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where runs are.")] = Path("runs"),
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder of the runs.")] = Path("runs"),
     json: JsonOption = False,
 ) -> None:
-    """List the runs under a folder and how they stand.
+    """List the runs in a folder and their states.
 
     Example: steelyard list
     """

@@ -13,7 +13,7 @@ from steelyard.launch import launch_record, log_reader
 
 
 class LogStream(StrEnum):
-    """Which log of a node."""
+    """The logs of a node."""
 
     out = "out"
     err = "err"
@@ -27,14 +27,14 @@ def register(root: typer.Typer, name: str, help_: str) -> None:
 
 def logs_(
     run: RunArgument,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run is over.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new lines until the run ends.")] = False,
     node: Annotated[str | None, typer.Option(metavar="HOST", help="Only this node.")] = None,
     stream: Annotated[
-        LogStream | None, typer.Option(help="out, err, or gpu: what its devices did.  [default: out and err]")
+        LogStream | None, typer.Option(help="out, err, or gpu: metrics of its devices.  [default: out and err]")
     ] = None,
-    lines: Annotated[int, typer.Option(min=0, help="So many from the end of each.")] = 20,
+    lines: Annotated[int, typer.Option(min=0, help="Number of lines from the end of each log.")] = 20,
 ) -> None:
-    """Show what each node printed, and what its devices did.
+    """Show the logs of each node and the metrics of its devices.
 
     Example: steelyard logs runs/my -f --node a1 --stream err
     """

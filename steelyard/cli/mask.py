@@ -1,4 +1,4 @@
-"""`steelyard mask`: masks as files of their own."""
+"""`steelyard mask`: apply, export and inspect mask files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MaskArgument = Annotated[Path, typer.Argument(metavar="MASK", help="A mask file.
 
 
 class MaskFormat(StrEnum):
-    """How masks are written."""
+    """Output formats of masks."""
 
     packed = "packed"
     hf = "hf"
@@ -29,15 +29,13 @@ def register(root: typer.Typer, name: str, help_: str) -> None:
 
 
 def apply(
-    base: Annotated[
-        str, typer.Argument(metavar="BASE", help="The checkpoint that the masks belong to, of any format.")
-    ],
+    base: Annotated[str, typer.Argument(metavar="BASE", help="The checkpoint of the masks, in any format.")],
     mask: MaskArgument,
     destination: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
     tokenizer: TokenizerOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Write a checkpoint as a Hugging Face folder, with zeros where the masks have them.
+    """Write a checkpoint as a Hugging Face folder, with the masks applied.
 
     Example: steelyard mask apply models/Llama-3.1-8B wanda.mask pruned
     """
@@ -50,17 +48,19 @@ def apply(
 def export(
     run: Annotated[
         str,
-        typer.Argument(metavar="RUN|CKPT", help="A run with a [sparsity] section, a checkpoint of one, or MaskLLM's."),
+        typer.Argument(
+            metavar="RUN|CKPT", help="A run with [sparsity], one of its checkpoints, or a checkpoint of MaskLLM."
+        ),
     ],
     destination: Annotated[Path, typer.Argument(metavar="OUT", help="The file or folder to write.")],
     format: Annotated[
-        MaskFormat, typer.Option(help="packed: the masks alone. hf: the weights, with zeros where the masks have them.")
+        MaskFormat, typer.Option(help="packed: only the masks. hf: the weights, with the masks applied.")
     ] = MaskFormat.packed,
     base: BaseOption = None,
     tokenizer: TokenizerOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Write the masks that a run has learned, or its weights under them.
+    """Export the learned masks of a run, or its weights with the masks applied.
 
     Example: steelyard mask export runs/masks learned.mask
     """
@@ -71,7 +71,7 @@ def export(
 
 
 def info(mask: MaskArgument, json: JsonOption = False) -> None:
-    """Say what a mask file holds: pattern, matrices, bits a weight, what it was made for and how.
+    """Show the content of a mask file: pattern, matrices, bits per weight, base model and method.
 
     Example: steelyard mask info wanda.mask
     """

@@ -1,4 +1,4 @@
-"""Arguments and options that several commands share."""
+"""Arguments and options shared by several commands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class DocumentSplit(StrEnum):
-    """What separates documents in plain text."""
+    """The separator of documents in plain text."""
 
     line = "line"
     blank = "blank"
@@ -22,7 +22,7 @@ class DocumentSplit(StrEnum):
 
 
 class DeviceChoice(StrEnum):
-    """Where to compute."""
+    """The device to compute on."""
 
     auto = "auto"
     cpu = "cpu"
@@ -30,7 +30,7 @@ class DeviceChoice(StrEnum):
 
 
 class DtypeChoice(StrEnum):
-    """What to compute in."""
+    """The precision to compute in."""
 
     auto = "auto"
     fp32 = "fp32"
@@ -40,12 +40,16 @@ class DtypeChoice(StrEnum):
 
 DocumentOption = Annotated[
     DocumentSplit,
-    typer.Option("--document", help="A .txt holds one document per line, between blank lines, or per file."),
+    typer.Option(
+        "--document", help="A .txt has one document per line, per paragraph between blank lines, or per file."
+    ),
 ]
-RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a shipped one.")]
+RecipeArgument = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a shipped recipe.")
+]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="SECTION.KEY=VALUE", help="Change keys of the recipe.", show_default=False),
+    typer.Argument(metavar="SECTION.KEY=VALUE", help="Override keys of the recipe.", show_default=False),
 ]
 RunOption = Annotated[
     Path | None,
@@ -54,40 +58,38 @@ RunOption = Annotated[
 CheckpointArgument = Annotated[
     str,
     typer.Argument(
-        metavar="CKPT", help="A checkpoint of any format, or a run whose newest one is meant.", show_default=False
+        metavar="CKPT", help="A checkpoint of any format, or a run for its newest checkpoint.", show_default=False
     ),
 ]
-TokenizerOption = Annotated[
-    str | None, typer.Option(metavar="PATH", help="The tokenizer, where the checkpoint's own is not meant.")
-]
-DeviceOption = Annotated[DeviceChoice, typer.Option(help="Where to compute; auto is a GPU where there is one.")]
+TokenizerOption = Annotated[str | None, typer.Option(metavar="PATH", help="A tokenizer other than the checkpoint's.")]
+DeviceOption = Annotated[DeviceChoice, typer.Option(help="Device; auto is a GPU if there is one.")]
 DtypeOption = Annotated[
-    DtypeChoice, typer.Option(help="Precision; auto is fp32 on a CPU and the checkpoint's own on a GPU.")
+    DtypeChoice, typer.Option(help="Precision; auto is fp32 on a CPU and the checkpoint's dtype on a GPU.")
 ]
 MaskOption = Annotated[
     str | None,
     typer.Option(
         metavar="FILE|none",
-        help="Masks to apply; none leaves out those that the checkpoint brings.",
+        help="Masks to apply; none ignores the masks of the checkpoint.",
         show_default=False,
     ),
 ]
 BaseOption = Annotated[
     str | None,
     typer.Option(
-        metavar="PATH", help="Where the weights of a run of masks are, if they were moved.", show_default=False
+        metavar="PATH", help="The base weights of a mask-learning run, if they were moved.", show_default=False
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 
 
 def print_result(result: dict[str, Any], as_json: bool, text: str) -> None:
-    """Print a command's result for a person or for a program."""
+    """Print the result of a command as text or JSON."""
     print(json.dumps(result, ensure_ascii=False) if as_json else text)
 
 
 def print_findings(findings: VerifyFindings, as_json: bool) -> None:
-    """Print what a verification found, and exit with 1 if anything is wrong."""
+    """Print the findings of a verification, and exit with 1 if there are problems."""
     print_result(findings.as_dict(), as_json, findings.as_text())
     if findings.problems:
         raise typer.Exit(1)

@@ -192,15 +192,15 @@ def cluster(
     """
     from steelyard.planning import slurm_cluster
 
-    found = slurm_cluster.nodes(slurm_cluster.ask() if source == "slurm" else slurm_cluster.read(Path(source)))
-    text = slurm_cluster.as_toml(found)
+    nodes = slurm_cluster.nodes(slurm_cluster.ask() if source == "slurm" else slurm_cluster.read(Path(source)))
+    text = slurm_cluster.as_toml(nodes)
     if out is not None:
         files.write_text(out, text)
         console.say(f"wrote {out}: fill in links and prices")
-    guessed = slurm_cluster.guesses(found)
-    for guess in guessed:
+    guesses = slurm_cluster.guesses(nodes)
+    for guess in guesses:
         console.warn(guess)
-    result = {"nodes": found, "guesses": guessed, "out": str(out) if out else None}
+    result = {"nodes": nodes, "guesses": guesses, "out": str(out) if out else None}
     print_result(result, json, text.rstrip() if out is None else "")
 
 
@@ -222,13 +222,13 @@ def profile(
     from steelyard.training.layer_profile import measure
 
     recipe = load_recipe(model, set_ or ())
-    found = measure(recipe, _numbers("--tensor", tensor), _numbers("--micro-batch", micro_batch), links)
-    files.write_text(out, to_toml(found))
+    measured = measure(recipe, _numbers("--tensor", tensor), _numbers("--micro-batch", micro_batch), links)
+    files.write_text(out, to_toml(measured))
     rows = [f"tensor {one['tensor']}, micro-batch {one['micro_batch']}: forward {1e3 * one['forward']:.3f} ms, "
-            f"backward {1e3 * one['backward']:.3f} ms" for one in found["layers"]]  # fmt: skip
+            f"backward {1e3 * one['backward']:.3f} ms" for one in measured["layers"]]  # fmt: skip
     console.say(f"wrote {out}")
-    rows += [f"{name.replace('_', ' ')}: {rate:.4g}" for name, rate in found["rates"].items()]
-    print_result(found | {"out": str(out)}, json, "\n".join([found["device"], *rows]))
+    rows += [f"{name.replace('_', ' ')}: {rate:.4g}" for name, rate in measured["rates"].items()]
+    print_result(measured | {"out": str(out)}, json, "\n".join([measured["device"], *rows]))
 
 
 def _numbers(option: str, text: str) -> list[int]:

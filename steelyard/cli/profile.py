@@ -1,4 +1,4 @@
-"""`steelyard profile`: what the ranks of a run do with their time and memory."""
+"""`steelyard profile`: the time and memory of the ranks of a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from steelyard.core.step_ranges import steps_in
 
 
 class Tool(StrEnum):
-    """What looks."""
+    """Profilers."""
 
     torch = "torch"
     nsys = "nsys"
@@ -35,24 +35,26 @@ def register(root: typer.Typer, name: str, help_: str) -> None:
 def run(
     recipe: RecipeArgument,
     overrides: Overrides = None,
-    tool: Annotated[Tool, typer.Option(help="What looks; nsys and ncu must be installed.")] = Tool.torch,
+    tool: Annotated[Tool, typer.Option(help="The profiler; nsys and ncu must be installed.")] = Tool.torch,
     steps: Annotated[
-        str, typer.Option(metavar="FIRST-END", help="Which steps: 10-12 is 10 and 11, the end is left out.")
+        str, typer.Option(metavar="FIRST-END", help="The steps: 10-12 is 10 and 11, the end is exclusive.")
     ] = "10-12",
-    ranks: Annotated[str | None, typer.Option(metavar="LIST", help="Which ranks, like 0,4.  [default: all]")] = None,
-    on: Annotated[str, typer.Option(metavar=BACKENDS, help="Who starts the ranks.")] = "local",
+    ranks: Annotated[str | None, typer.Option(metavar="LIST", help="The ranks, like 0,4.  [default: all]")] = None,
+    on: Annotated[str, typer.Option(metavar=BACKENDS, help="The backend that starts the ranks.")] = "local",
     nproc: NprocOption = None,
     run_: RunOption = None,
     cluster: Annotated[
-        Path | None, typer.Option(metavar="CLUSTER.toml", help="mpi and slurm: what the plan's node types are.")
+        Path | None, typer.Option(metavar="CLUSTER.toml", help="mpi and slurm: the node types of the plan.")
     ] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="mpi and slurm: where the plan has no placement.")] = None,
-    hosts: Annotated[str | None, typer.Option(metavar="A,B", help="mpi: the hosts, the one of rank 0 first.")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="mpi and slurm: if the plan has no placement.")] = None,
+    hosts: Annotated[str | None, typer.Option(metavar="A,B", help="mpi: the hosts, starting with that of rank 0.")] = (
+        None
+    ),
     site: SiteOption = None,
     sites_file: SitesOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Train a recipe for a few steps under a profiler, and tell what it saw. The traces lie in the run folder.
+    """Train a recipe for a few steps under a profiler, and summarize the traces, which stay in the run folder.
 
     Example: steelyard profile my.toml --tool torch --steps 10-12 --ranks 0,4 --nproc 8
     """
@@ -87,7 +89,7 @@ def run(
 def show(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder with traces.")], json: JsonOption = False
 ) -> None:
-    """Tell what the traces of a run hold.
+    """Summarize the traces of a run.
 
     Example: steelyard profile show runs/my-profile
     """
@@ -105,5 +107,5 @@ def _ranks(text: str | None) -> list[int]:
         return []
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() and len(part) < 8 for part in parts):
-        raise UserError(f"--ranks: {text or 'nothing'} is no list of ranks", hint="write it like 0,4")
+        raise UserError(f"--ranks: {text or 'an empty value'} is not a list of ranks", hint="use a form like 0,4")
     return sorted({int(part) for part in parts})

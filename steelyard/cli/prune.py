@@ -21,7 +21,7 @@ from steelyard.cli.options import (
 
 
 class Save(StrEnum):
-    """What to write."""
+    """The output."""
 
     weights = "weights"
     mask = "mask"
@@ -39,34 +39,35 @@ def prune(
     pattern: Annotated[str, typer.Option(help="N:M keeps N of M neighbours; 0.5 prunes half.")] = "2:4",
     calibration: Annotated[
         str | None,
-        typer.Option(metavar="FILE|PREFIX", help="Text or token files to show the model; magnitude can do without."),
+        typer.Option(metavar="FILE|PREFIX", help="Calibration text or token files; magnitude needs none."),
     ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Windows of the calibration text.")] = 128,
+    samples: Annotated[int, typer.Option(min=1, help="Number of calibration windows.")] = 128,
     sequence_length: Annotated[
-        int | None, typer.Option(min=2, help="Tokens of a window.  [default: 4096, or what the model sees]")
+        int | None, typer.Option(min=2, help="Tokens per window.  [default: 4096, or the model's limit]")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Chooses the windows.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed for the choice of windows.")] = 0,
     update_weights: Annotated[
         bool | None,
         typer.Option(
             "--update-weights/--no-update-weights",
-            help="Let the weights that stay make up for those that go.  [default: with sparsegpt]",
+            help="Update the remaining weights to compensate for the pruned ones.  [default: with sparsegpt]",
         ),
     ] = None,
-    save: Annotated[Save, typer.Option(help="A Hugging Face folder with zeros, or the mask alone.")] = Save.weights,
+    save: Annotated[Save, typer.Option(help="A Hugging Face folder with zeros, or only the mask.")] = Save.weights,
     dense_inputs: Annotated[
-        bool, typer.Option("--dense-inputs", help="Show each layer what the dense model hands on.")
+        bool, typer.Option("--dense-inputs", help="Calibrate each layer on the activations of the dense model.")
     ] = False,
     include: Annotated[
-        list[str] | None, typer.Option(help="Only these: 0-3, mlp.down, layers.*.attention.*; several by commas.")
+        list[str] | None,
+        typer.Option(help="Only these matrices: 0-3, mlp.down, layers.*.attention.*; joined by commas."),
     ] = None,
-    exclude: Annotated[list[str] | None, typer.Option(help="All but these.")] = None,
+    exclude: Annotated[list[str] | None, typer.Option(help="All except these matrices.")] = None,
     tokenizer: TokenizerOption = None,
     device: DeviceOption = DeviceChoice.auto,
     dtype: DtypeOption = DtypeChoice.auto,
     json: JsonOption = False,
 ) -> None:
-    """Prune a checkpoint in one shot, layer by layer: one layer is in memory at a time.
+    """Prune a checkpoint in one shot, layer by layer, with one layer in memory at a time.
 
     Example: steelyard prune models/Llama-3.1-8B pruned --method sparsegpt --calibration c4.jsonl
     """

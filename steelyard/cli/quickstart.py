@@ -1,8 +1,8 @@
-"""`steelyard quickstart`: the whole road in one command, each step the command a user would type.
+"""`steelyard quickstart`: corpus, tokenizer, token files, training and generation in one command.
 
-Every step leaves its result under `quickstart/` by rename, so that a killed quickstart goes on where it was.
-Training is sized to this machine: its first steps are measured, and as many are taken as fit into two minutes. The
-number is kept in the run's recipe, so that a killed quickstart goes on to the same end, by the same learning rates.
+It prints the equivalent command of each step. Every step writes its result to `quickstart/` by a rename, so a killed
+quickstart continues. Training takes as many steps as fit into two minutes, from a measurement of the first steps. The
+number is stored in the run's recipe, so a resumed quickstart has the same length and learning rates.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from steelyard.core.run import place_for_training
 
 PROMPT = "def read(self, "
 SECONDS_TO_TRAIN = 120.0
-FEWEST_STEPS = 150  # The validation loss falls by 2.4 nats, and the sample has the layout of Python code.
-MOST_STEPS = 1200  # Almost once through the text; a faster machine is done earlier.
+FEWEST_STEPS = 150  # The validation loss decreases by 2.4 nats, and the sample has the layout of Python code.
+MOST_STEPS = 1200  # Almost one epoch; a faster machine finishes earlier.
 LENGTHS = ("train.steps", "train.samples", "train.tokens")
 
 
@@ -31,10 +31,10 @@ def register(root: typer.Typer, name: str, help_: str) -> None:
 
 
 def quickstart(overrides: Overrides = None, run: RunOption = None, json: JsonOption = False) -> None:
-    """Train a tokenizer and a small model on Python's own source, then let it write.
+    """Train a tokenizer and a small model on the source of Python's standard library, and generate a sample.
 
-    Training takes about two minutes: its first steps are measured, and as many are taken as fit. train.steps=N takes N
-    steps, and measures nothing.
+    Training takes about two minutes: the number of steps follows from a measurement of the first ones. train.steps=N
+    trains N steps without a measurement.
 
     Example: steelyard quickstart train.steps=900
     """
@@ -61,29 +61,29 @@ def quickstart(overrides: Overrides = None, run: RunOption = None, json: JsonOpt
     text = (
         f"\nvalidation loss        {before:.3f} -> {after:.3f} nats\n"
         f"validation perplexity  {math.exp(before):.0f} -> {math.exp(after):.1f}\n\n"
-        f"what the model wrote:\n\n{_indented(sample)}\n\n"
+        f"sample of the model:\n\n{_indented(sample)}\n\n"
         f"run folder  {folder.path}\nreport      {page}"
     )
     print_result(result, json, text)
 
 
 def _sized(recipe: Recipe, run: Path | None) -> tuple[int, float | None, Path]:
-    """The steps to take, the seconds measured for one, and where to train.
+    """The number of steps, the measured seconds per step, and the run folder.
 
-    An unfinished run keeps its number, since its learning rates follow from it; nothing is measured then.
+    An unfinished run keeps its number of steps, since its learning rates depend on it; nothing is measured then.
     """
     from steelyard.training import time_budget
 
     shortest = recipe.model_copy(update={"train": recipe.train.model_copy(update={"steps": 1})})
-    place, unfinished = place_for_training(shortest, run)  # A finished run is never too short for one step.
+    place, unfinished = place_for_training(shortest, run)  # With one step, a finished run is never resumed.
     if unfinished is not None:
         steps = unfinished.recipe().train.steps
-        console.say(f"{place} is not finished: it goes on to its {steps} steps")
+        console.say(f"{place} is not finished: it continues to {steps} steps")
         return steps, None, place
     per_step = time_budget.seconds_per_step(recipe)
     steps = time_budget.steps_within(SECONDS_TO_TRAIN, per_step, recipe, FEWEST_STEPS, MOST_STEPS)
-    why = {FEWEST_STEPS: " (fewer would show little)", MOST_STEPS: " (more would repeat the text)"}.get(steps, "")
-    console.say(f"measured {per_step:.2g} s per step here: training {steps} steps{why}, {_about(steps * per_step)}")
+    why = {FEWEST_STEPS: " (the minimum)", MOST_STEPS: " (the maximum: more would repeat the text)"}.get(steps, "")
+    console.say(f"measured {per_step:.2g} s per step: training {steps} steps{why}, {_about(steps * per_step)}")
     return steps, per_step, place
 
 
@@ -95,7 +95,7 @@ def _about(seconds: float) -> str:
 
 
 def _prepare(recipe: Recipe) -> None:
-    """Corpus, tokenizer and token files, as far as they are not there yet."""
+    """Create the corpus, tokenizer and token files that do not exist yet."""
     from steelyard.text import tokenizer as tokenizers
     from steelyard.text.corpus import documents
     from steelyard.text.stdlib import write_corpus
@@ -127,7 +127,7 @@ def _prepare(recipe: Recipe) -> None:
 
 def _step(what: str, result: Path, make: Callable[[], object]) -> None:
     if result.is_file():
-        console.say(f"{what}  (already there)")
+        console.say(f"{what}  (exists)")
     else:
         console.say(what)
         make()

@@ -21,7 +21,7 @@ from steelyard.sizes.param_count import parameters
 
 
 class SgdChoice(StrEnum):
-    """Which optimizer a script's `--optimizer sgd` is."""
+    """The optimizer that `--optimizer sgd` of a script means."""
 
     sgd = "sgd"
     sgd_sai = "sgd-sai"
@@ -39,22 +39,22 @@ def register(root: typer.Typer, name: str, help_: str) -> None:
 
 
 def check(recipe: RecipeArgument, overrides: Overrides = None, json: JsonOption = False) -> None:
-    """Say whether a recipe is sound.
+    """Validate a recipe.
 
     Example: steelyard recipe check my.toml train.steps=50
     """
     loaded = load_recipe(recipe, overrides or ())
     size = parameters(loaded.model).total
-    text = f"{recipe} is sound: {loaded.model.family}, {units.count(size)} parameters, {loaded.train.steps} steps"
-    unseen = _files_named(loaded)
-    if unseen:
-        text += f"\nnot looked at: the files of {', '.join(unseen)}"
-    print_result({"recipe": recipe, "sound": True, "parameters": size, "not_looked_at": unseen}, json, text)
+    text = f"{recipe} is valid: {loaded.model.family}, {units.count(size)} parameters, {loaded.train.steps} steps"
+    unchecked = _keys_of_files(loaded)
+    if unchecked:
+        text += f"\nnot checked: the files of {', '.join(unchecked)}"
+    print_result({"recipe": recipe, "sound": True, "parameters": size, "not_looked_at": unchecked}, json, text)
 
 
-def _files_named(recipe: Recipe) -> list[str]:
-    """The keys that name files, which may or may not be there."""
-    named = {
+def _keys_of_files(recipe: Recipe) -> list[str]:
+    """The keys whose values are files, which may or may not exist."""
+    values = {
         "data.train": recipe.data.train,
         "data.valid": recipe.data.valid,
         "data.test": recipe.data.test,
@@ -63,11 +63,11 @@ def _files_named(recipe: Recipe) -> list[str]:
         "sparsity.base": recipe.sparsity.base if recipe.sparsity is not None else None,
         "finetune.data": recipe.finetune is not None,
     }
-    return [key for key, value in named.items() if value]
+    return [key for key, value in values.items() if value]
 
 
 def show(recipe: RecipeArgument, overrides: Overrides = None, json: JsonOption = False) -> None:
-    """Print a recipe with everything it extends, every override and every default filled in.
+    """Print the complete recipe: inherited values, overrides and defaults.
 
     Example: steelyard recipe show llama2-7b train.steps=50 > my.toml
     """
@@ -112,48 +112,46 @@ def migrate(
         raise UserError(f"cannot be read: {error.strerror}", where=str(file)) from None
     parse(text, str(file))
     is_sites = file.name == "sites.toml"
-    new, found = migrate_text(text, is_sites)
+    new, old_keys = migrate_text(text, is_sites)
     values, places = parse(new, str(file))
     if not is_sites and migrate_values(values) != values:
         left = next(key for key in places if renamed(key))
-        raise UserError(f"{left} is not rewritten here: write {renamed(left)}", where=places[left])
-    if found and not check:
+        raise UserError(f"{left} cannot be replaced in this form: write {renamed(left)}", where=places[left])
+    if old_keys and not check:
         files.write_text(file, new)
-    renames = {old: RENAMED_KEYS[old] for old in found}
+    renames = {old: RENAMED_KEYS[old] for old in old_keys}
     lines = [f"{file}: {old} -> {new_key}" for old, new_key in renames.items()]
-    print_result({"file": str(file), "renamed": renames, "written": bool(found) and not check}, json,
+    print_result({"file": str(file), "renamed": renames, "written": bool(old_keys) and not check}, json,
                  "\n".join(lines) or f"{file}: no old keys")  # fmt: skip
-    if found and check:
+    if old_keys and check:
         raise typer.Exit(1)
 
 
 def from_megatron(
     scripts: Annotated[
         list[str],
-        typer.Argument(metavar="SCRIPT... [-- ARGS]", help="Launch scripts, and what they would be started with."),
+        typer.Argument(metavar="SCRIPT... [-- ARGS]", help="Launch scripts, and their arguments."),
     ],
     out: Annotated[Path | None, typer.Option(help="Write the recipe to this file.", show_default=False)] = None,
-    sgd: Annotated[
-        SgdChoice | None, typer.Option(help="Which optimizer --optimizer sgd is.", show_default=False)
-    ] = None,
+    sgd: Annotated[SgdChoice | None, typer.Option(help="The meaning of --optimizer sgd.", show_default=False)] = None,
     json: JsonOption = False,
 ) -> None:
-    """Write the recipe that a Megatron launch script means. The script is read, never run.
+    """Convert a Megatron launch script to a recipe. The script is read, never run.
 
-    Commands that replace preprocess_data.py and convert.py, questions, and every flag that is not carried over are
-    listed beside it.
+    Also lists the commands that replace preprocess_data.py and convert.py, questions, and every flag that is not
+    carried over.
 
     Example: steelyard recipe from-megatron train_gpt3.sh --out gpt3.toml -- checkpoints logs vocab.json merges.txt data
     """
     end = scripts.index("--") if "--" in scripts else len(scripts)
     if not end:
-        raise typer.BadParameter("name at least one script")
+        raise typer.BadParameter("give at least one script")
     paths, arguments = [Path(script) for script in scripts[:end]], scripts[end + 1 :]
     reading = megatron.read(paths, arguments, environment=os.environ, sgd=sgd, count=_ids_of)
     for line in megatron.lines(reading):
         console.say(line)
     if reading.recipe is None:
-        console.say("nothing here trains a model, so there is no recipe: only commands")
+        console.say("the scripts start no training, so there is no recipe, only commands")
     elif out is not None:
         files.write_text(out, reading.recipe)
         console.say(f"wrote {out}")
@@ -161,7 +159,7 @@ def from_megatron(
     lost = sum(left.matters for left in reading.left)
     if console.quiet and (reading.questions or lost):
         console.warn(
-            f"{len(reading.questions)} questions, {lost} flags not carried over; without --quiet they are listed"
+            f"{len(reading.questions)} questions, {lost} flags not carried over; run without --quiet to list them"
         )
     text = "\n".join(reading.commands) if reading.recipe is None else reading.recipe.rstrip() if out is None else ""
     if json or text:
@@ -169,7 +167,7 @@ def from_megatron(
 
 
 def _ids_of(tokenizer: str) -> int | None:
-    """The ids of a tokenizer that is on this machine."""
+    """The number of ids of a tokenizer, if it is on this machine."""
     from steelyard.text import tokenizer as tokenizers
 
     if not all(Path(part).expanduser().exists() for part in tokenizer.split(",")):

@@ -1,4 +1,4 @@
-"""Starting a command again as several ranks of itself."""
+"""Restarts a command as several ranks."""
 
 from __future__ import annotations
 
@@ -13,23 +13,21 @@ from steelyard.core.host import require_linux
 from steelyard.launch import spawn
 from steelyard.parallel.world import detect
 
-NprocOption = Annotated[
-    int | None, typer.Option("--nproc", min=1, metavar="N", help="Work with N ranks on this machine.")
-]
+NprocOption = Annotated[int | None, typer.Option("--nproc", min=1, metavar="N", help="Run N ranks on this machine.")]
 
 
 def launch(nproc: int) -> int:
-    """The same command again, as so many ranks; returns the exit code of the job."""
-    require_linux(f"--nproc {nproc}", "leave it out: one process works here")
+    """Start the same command as `nproc` ranks; returns the exit code of the job."""
+    require_linux(f"--nproc {nproc}", "remove it: one process works on this system")
     world = detect(os.environ)
     if world.size > 1:
         raise UserError(
             f"--nproc {nproc} starts ranks, and {world.launcher} has already started {world.size}",
-            hint="drop --nproc, or start a single process",
+            hint="remove --nproc, or start a single process",
         )
     return spawn.run([sys.executable, *_without(sys.orig_argv[1:], "--nproc")], nproc)
 
 
 def _without(words: list[str], option: str) -> list[str]:
-    kept = [word for word in words if not word.startswith(f"{option}=")]
-    return [word for before, word in zip(["", *kept], kept, strict=False) if option not in (before, word)]
+    others = [word for word in words if not word.startswith(f"{option}=")]
+    return [word for before, word in zip(["", *others], others, strict=False) if option not in (before, word)]

@@ -16,26 +16,26 @@ def register(root: typer.Typer, name: str, help_: str) -> None:
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="The run folder; several are compared.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="The run folder, or several to compare.")],
     output: Annotated[
         Path | None,
         typer.Option(
             "-o",
             "--output",
-            help="Where to write it.  [default: RUN/report.html; of several, compare.html here]",
+            help="The output file.  [default: RUN/report.html; for several runs compare.html]",
             show_default=False,
         ),
     ] = None,
     cluster: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="The machines, for the prediction.  [default: as the run tells]"),
+        typer.Option(metavar="FILE", help="The cluster file, for the prediction.  [default: from the run]"),
     ] = None,
     steps: Annotated[
-        str | None, typer.Option(metavar="LIST", help="Steps to show span by span, like 10-12,500 (the end left out).")
+        str | None, typer.Option(metavar="LIST", help="Steps to show in detail, like 10-12,500 (the end is exclusive).")
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Write a run's report, or compare several runs, as one HTML file that opens offline.
+    """Write the report of a run, or a comparison of several, as one HTML file that works offline.
 
     Example: steelyard report runs/first runs/second -o compared.html
     """  # fmt: skip

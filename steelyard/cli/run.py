@@ -19,16 +19,16 @@ def register(root: typer.Typer, name: str, help_: str) -> None:
 
 
 def _group() -> None:
-    """Keep the name of the only command."""
+    """Typer drops the name of a single command unless the group has a callback."""
 
 
 def verify(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     json: JsonOption = False,
 ) -> None:
-    """Check a run folder: manifest, recipe, records, all checkpoints, and the token files and masks it names.
+    """Verify a run folder: manifest, recipe, records, all checkpoints, and its token files and masks.
 
-    Prints a line for each problem and exits with 1, or says what was checked and what has no checksum.
+    Prints one line per problem and exits with 1, or prints what was checked and what has no checksum.
 
     Example: steelyard run verify runs/quickstart
     """

@@ -14,11 +14,13 @@ def register(root: typer.Typer, name: str, help_: str) -> None:
 
 
 def serve(
-    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="The folder whose runs to show.")] = Path("runs"),
-    host: Annotated[str, typer.Option(help="The address to listen on; anyone who reaches it can read.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 takes a free one.")] = 8327,
+    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="The folder of the runs.")] = Path("runs"),
+    host: Annotated[
+        str, typer.Option(help="The address to listen on; everyone who can reach it can read.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 selects a free one.")] = 8327,
 ) -> None:
-    """Show all runs below a folder in a browser, live. Nothing can be changed from there.
+    """Show all runs in a folder in a browser, live and read-only.
 
     Example: steelyard serve runs
     """

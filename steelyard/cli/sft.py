@@ -20,19 +20,19 @@ from steelyard.parallel.world import detect, raise_on_all_ranks
 
 RecipeOrNone = Annotated[
     str | None,
-    typer.Argument(metavar="[RECIPE]", help="A recipe with [finetune]; or --model and --data.", show_default=False),
+    typer.Argument(metavar="[RECIPE]", help="A recipe with [finetune], or use --model and --data.", show_default=False),
 ]
 ModelOption = Annotated[
-    str | None, typer.Option(metavar="CKPT", help="The model to tune: any checkpoint, or a name on the hub.")
+    str | None, typer.Option(metavar="CKPT", help="The model to fine-tune: any checkpoint, or a name on the hub.")
 ]
 DataOption = Annotated[
-    list[str] | None, typer.Option(metavar="FILE", help="Conversations: jsonl, parquet, or a data set on the hub.")
+    list[str] | None, typer.Option(metavar="FILE", help="Conversations: jsonl, parquet, or a dataset on the hub.")
 ]
 OutOption = Annotated[
     Path | None,
-    typer.Option(metavar="DIR", help="The folder for transformers.  [default: hf in the run]", show_default=False),
+    typer.Option(metavar="DIR", help="The Hugging Face folder to write.  [default: hf in the run]", show_default=False),
 ]
-# For a model and a file, and nothing else said.
+# Defaults for --model and --data without a recipe.
 DEFAULTS: dict[str, Any] = {
     "train": {"global_batch": 8, "micro_batch": 1},
     "optim": {"learning_rate": 2e-5, "weight_decay": 0.0, "warmup_share": 0.03},
@@ -59,20 +59,20 @@ def run(
     resume: ResumeOption = "auto",
     json: JsonOption = False,
 ) -> None:
-    """Tune a model on conversations, as a recipe says or with usual settings, and write it for transformers.
+    """Fine-tune a model on conversations, with a recipe or default settings, and export it as a Hugging Face folder.
 
-    The word run may be left out. Example: steelyard sft --model models/base --data talks.jsonl --out models/tuned
+    The word run is optional. Example: steelyard sft --model models/base --data talks.jsonl --out models/tuned
     """
     ranks = detect(os.environ)
     with raise_on_all_ranks(ranks):
         loaded = recipe_for(recipe, overrides, model, data)
         if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise UserError(f"{out} is there already", hint="name a new folder")
+            raise UserError(f"{out} already exists", hint="give a new folder")
     from steelyard.finetuning import sft
 
     if nproc is not None and nproc > 1:
         loaded.parallel.data_for(nproc)
-        sft.prepare(loaded, nproc)  # What is encoded here is found by the ranks, and mistakes are told once.
+        sft.prepare(loaded, nproc)  # The ranks reuse the encoded data, and errors are printed once.
         raise typer.Exit(launch(nproc))
     from steelyard.observe import report
     from steelyard.training import run_status
@@ -84,7 +84,7 @@ def run(
     folder = sft.run(prepared, run, resume)
     if not ranks.is_rank0:
         return
-    if folder.state != "finished":  # The clock ended it: the same command goes on.
+    if folder.state != "finished":  # train.max_hours ended it: the same command resumes it.
         return
     written = sft.export(prepared, folder, out)
     result = run_status.results(folder) | {"out": written["path"], "exported_step": written["step"]}
@@ -101,7 +101,7 @@ def preview(
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a page.", show_default=False)] = None,
     json: JsonOption = False,
 ) -> None:
-    """Show conversations, or pairs of answers, as they are written out, which tokens are learned, and how rows fill.
+    """Show conversations or preference pairs as formatted, their loss positions, and the packing of rows.
 
     Example: steelyard sft preview my.toml --samples 3 --html preview.html
     """
@@ -115,13 +115,13 @@ def preview(
 
 
 def recipe_for(recipe: str | None, overrides: list[str] | None, model: str | None, data: list[str] | None) -> Recipe:
-    """The recipe that the command line means: its model's shape is taken from the checkpoint, if it says none."""
+    """The recipe of the command line; the model config comes from the checkpoint if the recipe has none."""
     words = list(overrides or ())
     if recipe is not None and "=" in recipe and not Path(recipe).exists():
         words.insert(0, recipe)
         recipe = None
     if recipe is None and (model is None or not data):
-        raise UserError("there is nothing to tune", hint="name a recipe, or --model and --data")
+        raise UserError("there is no model or data to fine-tune", hint="give a recipe, or --model and --data")
 
     def complete(values: dict[str, Any]) -> None:
         from steelyard.checkpoint.formats import open_source

@@ -22,19 +22,19 @@ def shell_(
     ] = None,
     site: SiteOption = None,
     sites_file: SitesOption = None,
-    reload_container: Annotated[bool, typer.Option("--reload-container", help="Unpack the image anew.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be run.")] = False,
+    reload_container: Annotated[bool, typer.Option("--reload-container", help="Unpack the image again.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the script.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Open a shell inside a site's container and environment, or run one command there.
+    """Open a shell in a site's container and environment, or run one command there.
 
     Example: steelyard shell --site campus
     Example: steelyard shell --site campus -- python3 -c 'import torch; print(torch.cuda.is_available())'
     """
-    _, found = sites.find(site, None, sites_file)
+    _, settings = sites.find(site, None, sites_file)
     words = command or []
     words = words[1:] if words[:1] == ["--"] else words
-    text = site_shell.script_for(found, words, reload_container)
+    text = site_shell.script_for(settings, words, reload_container)
     if dry_run:
         print_result({"script": text}, json, text)
     else:

@@ -27,7 +27,7 @@ Words = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="RECIPE [SECTION.KEY=VALUE]... | -- COMMAND...",
-        help="A recipe to train, or another command of steelyard's behind --.",
+        help="A recipe to train, or another steelyard command after --.",
         show_default=False,
     ),
 ]
@@ -46,46 +46,48 @@ def register(root: typer.Typer, name: str, help_: str) -> None:
 
 def submit_(
     words: Words = None,
-    on: Annotated[str, typer.Option(metavar=BACKENDS, help="Who starts the ranks.")] = "local",
+    on: Annotated[str, typer.Option(metavar=BACKENDS, help="The backend that starts the ranks.")] = "local",
     site: SiteOption = None,
     sites_file: SitesOption = None,
     cluster: Annotated[
-        Path | None, typer.Option(metavar="CLUSTER.toml", help="What the plan's node types are: partition, gres, GPUs.")
+        Path | None, typer.Option(metavar="CLUSTER.toml", help="The node types of the plan: partition, gres, GPUs.")
     ] = None,
-    name: Annotated[str | None, typer.Option(help="What the job is called.  [default: the recipe's name]")] = None,
+    name: Annotated[str | None, typer.Option(help="The name of the job.  [default: the recipe's name]")] = None,
     run: RunOption = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="Where the plan has no placement.")] = None,
-    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Where the plan has no placement.")] = None,
-    hosts: Annotated[str | None, typer.Option(metavar="A,B", help="mpi: the hosts, the one of rank 0 first.")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="If the plan has no placement.")] = None,
+    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="If the plan has no placement.")] = None,
+    hosts: Annotated[str | None, typer.Option(metavar="A,B", help="mpi: the hosts, starting with that of rank 0.")] = (
+        None
+    ),
     time: Annotated[str | None, typer.Option(metavar="LIMIT", help="slurm: time limit, like 24:00:00.")] = None,
-    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Where ranks meet.  [default: a free one]")] = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Rendezvous port.  [default: a free one]")] = None,
     job: Annotated[
-        str | None, typer.Option(metavar="ID", help="slurm: use this allocation instead of asking for one.")
+        str | None, typer.Option(metavar="ID", help="slurm: run in this allocation instead of a new one.")
     ] = None,
     array: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=[..]", help="slurm: one job for each value; several make all combinations."),
+        typer.Option(metavar="KEY=[..]", help="slurm: one job per value; several options give all combinations."),
     ] = None,
     reload_container: Annotated[
-        bool, typer.Option("--reload-container", help="Unpack the image anew on each node.")
+        bool, typer.Option("--reload-container", help="Unpack the image again on each node.")
     ] = False,
     skip_checks: Annotated[
-        bool, typer.Option("--skip-checks", help="Submit without looking at token files, checkpoints and memory.")
+        bool, typer.Option("--skip-checks", help="Submit without checks of token files, checkpoints and memory.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be run.")] = False,
-    wait_: Annotated[bool, typer.Option("--wait", help="Stay until the job is over, and exit with 1 if it failed.")] = (
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the job script or command.")] = False,
+    wait_: Annotated[bool, typer.Option("--wait", help="Wait until the job ends, and exit with 1 if it failed.")] = (
         False
     ),
     json: JsonOption = False,
 ) -> None:
-    """Run a recipe, or any command, on this machine, over mpirun or on Slurm. Nodes and ranks follow from the plan.
+    """Run a recipe or any command on this machine, with mpirun or on Slurm. The plan determines nodes and ranks.
 
     Example: steelyard submit my.toml --on slurm --cluster cluster.toml --time 24:00:00
     Example: steelyard submit --on slurm --ranks-per-node 4 -- eval ppl runs/my
     """
     recipe, command = _split(words or [])
     if hosts is not None:
-        backends.refuse_option(on, backends.Option.HOSTS, ", or leave --hosts out")
+        backends.refuse_option(on, backends.Option.HOSTS, ", or remove --hosts")
     loaded = load_recipe(recipe[0], recipe[1:]) if recipe else None
     site_name, found = sites.find(site, loaded.site if loaded else None, sites_file)
     request = SubmitRequest(
@@ -114,10 +116,10 @@ def submit_(
 
 
 def _split(words: list[str]) -> tuple[list[str], list[str]]:
-    """A recipe with its overrides, or the words of another command behind `--`."""
-    before, behind = (words, []) if "--" not in words else (words[: words.index("--")], words[words.index("--") + 1 :])
-    if bool(before) == bool(behind):
-        raise UserError("name a recipe, or a command behind --", hint="steelyard submit my.toml --on slurm")
-    if behind and behind[0] not in COMMANDS:
-        raise UserError(f"there is no command {behind[0]}", hint="steelyard --help lists them")
-    return before, behind
+    """A recipe with its overrides, or the words of another command after `--`."""
+    before, after = (words, []) if "--" not in words else (words[: words.index("--")], words[words.index("--") + 1 :])
+    if bool(before) == bool(after):
+        raise UserError("give a recipe, or a command after --", hint="steelyard submit my.toml --on slurm")
+    if after and after[0] not in COMMANDS:
+        raise UserError(f"there is no command {after[0]}", hint="steelyard --help lists the commands")
+    return before, after

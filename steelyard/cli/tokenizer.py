@@ -1,4 +1,4 @@
-"""`steelyard tokenizer`: train, look at and export tokenizers."""
+"""`steelyard tokenizer`: train, inspect and export tokenizers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TokenizerArgument = Annotated[
 
 
 class TokenizerKind(StrEnum):
-    """Kinds of vocabulary that can be learned."""
+    """Algorithms for training a vocabulary."""
 
     unigram = "unigram"
     bpe = "bpe"
@@ -38,24 +38,26 @@ def register(root: typer.Typer, name: str, help_: str) -> None:
 
 def train(
     input: Annotated[list[str], typer.Option(help="Files or patterns: .txt, .jsonl, .parquet, also .gz or .zst.")],
-    model_prefix: Annotated[Path, typer.Option(help="PREFIX.model and .vocab, or for byte-bpe the folder to write.")],
-    vocab_size: Annotated[int, typer.Option(min=1, help="How many tokens to learn.")],
+    model_prefix: Annotated[Path, typer.Option(help="Writes PREFIX.model and .vocab; for byte-bpe a folder.")],
+    vocab_size: Annotated[int, typer.Option(min=1, help="Number of tokens.")],
     type: Annotated[
         TokenizerKind, typer.Option(help="SentencePiece unigram or bpe, or byte-level BPE.")
     ] = TokenizerKind.unigram,
-    character_coverage: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of characters kept.")] = 0.9995,
-    sample: Annotated[int, typer.Option(min=0, help="Learn from so many random lines; 0 from all.")] = 0,
-    byte_fallback: Annotated[bool, typer.Option("--byte-fallback", help="Unknown characters become bytes.")] = False,
-    split_digits: Annotated[bool, typer.Option("--split-digits", help="Every digit is a token of its own.")] = False,
-    symbols: Annotated[list[str] | None, typer.Option(help="Tokens to have in any case.", show_default=False)] = None,
+    character_coverage: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Fraction of characters covered.")
+    ] = 0.9995,
+    sample: Annotated[int, typer.Option(min=0, help="Train on this many random lines; 0 on all.")] = 0,
+    byte_fallback: Annotated[bool, typer.Option("--byte-fallback", help="Encode unknown characters as bytes.")] = False,
+    split_digits: Annotated[bool, typer.Option("--split-digits", help="Every digit is a separate token.")] = False,
+    symbols: Annotated[list[str] | None, typer.Option(help="User-defined tokens.", show_default=False)] = None,
     keep_whitespace: Annotated[
-        bool, typer.Option("--keep-whitespace", help="Keep runs of blanks and do not normalise characters.")
+        bool, typer.Option("--keep-whitespace", help="Keep runs of blanks and do not normalize characters.")
     ] = False,
-    json_key: Annotated[str, typer.Option(help="Where objects hold their text.")] = "text",
+    json_key: Annotated[str, typer.Option(help="The key of the text.")] = "text",
     document: DocumentOption = DocumentSplit.line,
     json: JsonOption = False,
 ) -> None:
-    """Learn a vocabulary from text.
+    """Train a tokenizer on text.
 
     Example: steelyard tokenizer train --input botchan.txt --model-prefix botchan --vocab-size 2000
     """
@@ -66,9 +68,7 @@ def train(
     if type is TokenizerKind.byte_bpe:
         trained: tokenizers.Tokenizer = tokenizers.train_byte_bpe(texts, vocab_size, symbols or ())
         if trained.vocab_size < vocab_size:
-            console.warn(
-                f"the text has only {trained.vocab_size} tokens to learn, fewer than the {vocab_size} asked for"
-            )
+            console.warn(f"the text yields only {trained.vocab_size} tokens, fewer than the requested {vocab_size}")
         trained.save(model_prefix)
         written = [str(model_prefix)]
     else:
@@ -83,10 +83,10 @@ def train(
 
 def info(
     tokenizer: TokenizerArgument,
-    encode: Annotated[str | None, typer.Option(help="Show what becomes of a text.")] = None,
+    encode: Annotated[str | None, typer.Option(help="Show the tokens of a text.")] = None,
     json: JsonOption = False,
 ) -> None:
-    """Say what a tokenizer is, and what it makes of a text.
+    """Show the type and size of a tokenizer, and the tokens of a text.
 
     Example: steelyard tokenizer info botchan.model --encode "Because of an hereditary recklessness"
     """
@@ -109,11 +109,11 @@ def export(
     tokenizer: TokenizerArgument,
     folder: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
     check: Annotated[
-        Path | None, typer.Option(help="Encode this text both ways through transformers and count differences.")
+        Path | None, typer.Option(help="Encode this text with both tokenizers and count differences.")
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Write a tokenizer as a Hugging Face folder that gives the same ids.
+    """Export a tokenizer as a Hugging Face folder that gives the same ids.
 
     Example: steelyard tokenizer export botchan.model hf/botchan --check botchan.txt
     """
@@ -123,14 +123,14 @@ def export(
     loaded = tokenizers.load_tokenizer(tokenizer)
     texts = (
         list(documents([check])) if check is not None else []
-    )  # Before anything is written, in case it cannot be read.
+    )  # Read first: if it cannot be read, nothing is written.
     tokenizers.export_hf(loaded, folder)
     result: dict[str, object] = {"folder": str(folder), "kind": loaded.kind}
     text = f"{folder}: {loaded.kind}, {loaded.vocab_size} tokens"
     if check is not None:
-        count, found = tokenizers.differences(loaded, folder, texts)
-        result |= {"texts": count, "different": len(found)}
-        text += f"\n{len(found)} of {count} texts get other ids"
-        for difference in found[:5]:
+        count, differences = tokenizers.differences(loaded, folder, texts)
+        result |= {"texts": count, "different": len(differences)}
+        text += f"\n{len(differences)} of {count} texts get different ids"
+        for difference in differences[:5]:
             console.say(f"{difference.text!r}\n  {difference.before}\n  {difference.after}")
     print_result(result, json, text)

@@ -17,12 +17,12 @@ from steelyard.parallel.world import detect, raise_on_all_ranks
 ResumeOption = Annotated[
     str,
     typer.Option(
-        metavar="HOW", help="auto: go on with an unfinished run. never: begin anew. Or a checkpoint to go on from."
+        metavar="HOW", help="auto: resume an unfinished run. never: start a new run. Or a checkpoint to resume from."
     ),
 ]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Only say what it would need, and whether it fits.")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Only print the memory needed and whether it fits.")]
 WorldOption = Annotated[
-    int | None, typer.Option(min=1, help="Dry run: ranks in all.  [default: as few as the plan needs]")
+    int | None, typer.Option(min=1, help="Dry run: world size.  [default: the smallest for the plan]")
 ]
 GpuOption = Annotated[
     str | None, typer.Option(metavar="NAME", help="Dry run: a GPU like h100-80, or its memory like 80GiB.")
@@ -45,7 +45,7 @@ def train(
     gpu: GpuOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Train a model as a recipe says, or go on with an unfinished run of it.
+    """Train a model from a recipe, or resume an unfinished run of it.
 
     Example: steelyard train my.toml train.steps=50 --nproc 4
     """
@@ -55,7 +55,7 @@ def train(
     if dry_run:
         return _dry_run(loaded, world, gpu, json)
     if world is not None or gpu is not None:
-        raise UserError("--world and --gpu belong to a dry run", hint="add --dry-run, or leave them out")
+        raise UserError("--world and --gpu belong to a dry run", hint="add --dry-run, or remove them")
     if nproc is not None and nproc > 1:
         loaded.parallel.data_for(nproc)
         raise typer.Exit(launch(nproc))
@@ -73,7 +73,7 @@ def train(
     if ranks.is_rank0:
         try:
             page = str(report.write(folder)) if loaded.log.report else None
-        except UserError as missing:  # What was trained is not worth less for it.
+        except UserError as missing:  # The training itself succeeded.
             page = None
             console.warn(f"no report: {missing.message}")
         result = run_status.results(folder) | {"report": page}

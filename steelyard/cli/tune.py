@@ -18,7 +18,7 @@ from steelyard.tune.command import STORAGE
 
 StorageOption = Annotated[
     str | None,
-    typer.Option(metavar="URL", help=f"The study's database, instead of a file in its folder. Also {STORAGE}."),
+    typer.Option(metavar="URL", help=f"The study's database, instead of a file in its folder. Also set by {STORAGE}."),
 ]
 
 
@@ -30,39 +30,43 @@ def register(root: typer.Typer, name: str, help_: str) -> None:
 def run(
     source: Annotated[str, typer.Argument(metavar="FILE", help="A tune file, or a recipe.", show_default=False)],
     overrides: Overrides = None,
-    trials: Annotated[int | None, typer.Option(min=1, help="Trials in all, those of earlier sessions too.")] = None,
-    hours: Annotated[float | None, typer.Option(help="Hours in which trials run, in all.")] = None,
-    nproc: Annotated[int | None, typer.Option(min=1, metavar="N", help="Ranks of a recipe's trial.")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Steps of a recipe's trial.")] = None,
+    trials: Annotated[
+        int | None, typer.Option(min=1, help="Total number of trials, including earlier sessions.")
+    ] = None,
+    hours: Annotated[float | None, typer.Option(help="Total hours of trials.")] = None,
+    nproc: Annotated[int | None, typer.Option(min=1, metavar="N", help="Ranks of a trial of a recipe.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps of a trial of a recipe.")] = None,
     cluster: Annotated[
-        str | None, typer.Option(metavar="FILE", help="The machines, for the planner and for jobs that are submitted.")
+        str | None, typer.Option(metavar="FILE", help="The cluster file, for the planner and for submitted jobs.")
     ] = None,
     profile: Annotated[
         list[str] | None,
-        typer.Option(metavar="FILE", help="Measured layers, for the planner: `steelyard plan profile`."),
+        typer.Option(metavar="FILE", help="Measured layers from `steelyard plan profile`, for the planner."),
     ] = None,
     on: Annotated[
         str | None,
-        typer.Option(metavar=BACKENDS, help="Submit each trial as a job.  [default: run it under the tuner, here]"),
+        typer.Option(metavar=BACKENDS, help="Submit each trial as a job.  [default: run it as a process of the tuner]"),
     ] = None,
     site: SiteOption = None,
     sites_file: SitesOption = None,
-    hosts: Annotated[str | None, typer.Option(metavar="A,B", help="mpi: the hosts, the one of rank 0 first.")] = None,
-    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Of jobs that are submitted.")] = None,
+    hosts: Annotated[str | None, typer.Option(metavar="A,B", help="mpi: the hosts, starting with that of rank 0.")] = (
+        None
+    ),
+    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Of submitted jobs.")] = None,
     time: Annotated[
-        str | None, typer.Option(metavar="LIMIT", help="slurm: time limit of a trial's job, like 0:30:00.")
+        str | None, typer.Option(metavar="LIMIT", help="slurm: time limit of a trial, like 0:30:00.")
     ] = None,
     study: Annotated[
         Path | None, typer.Option(metavar="DIR", help="The study's folder.  [default: studies/<name>]")
     ] = None,
     storage: StorageOption = None,
-    workers: Annotated[int, typer.Option(min=1, help="Trials side by side on this machine.")] = 1,
+    workers: Annotated[int, typer.Option(min=1, help="Number of concurrent trials on this machine.")] = 1,
     worker: Annotated[int | None, typer.Option(hidden=True)] = None,
     json: JsonOption = False,
 ) -> None:
-    """Search the best settings by trials: short real runs of a recipe, or of any command.
+    """Search for the best settings with trials: short runs of a recipe or of any command.
 
-    The word run may be left out. Example: steelyard tune my.toml --trials 30 --nproc 4
+    The word run is optional. Example: steelyard tune my.toml --trials 30 --nproc 4
     Example: steelyard tune my.toml --on slurm --cluster cluster.toml --nproc 16 --workers 4
     """
     from steelyard.tune import best, spec, worker_loop
@@ -101,20 +105,20 @@ def run(
 
 
 def _same(words: list[str]) -> list[str]:
-    """The words of this command for a worker: without how many there are."""
-    kept = [word for word in words if not word.startswith("--workers=") and word != "--json"]
-    return [word for before, word in zip(["", *kept], kept, strict=False) if "--workers" not in (before, word)]
+    """The arguments of this command for a worker, without --workers and --json."""
+    others = [word for word in words if not word.startswith("--workers=") and word != "--json"]
+    return [word for before, word in zip(["", *others], others, strict=False) if "--workers" not in (before, word)]
 
 
 def report(
     study: Annotated[Path, typer.Argument(metavar="STUDY", help="The study's folder.")],
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Where to write it.  [default: STUDY/report.html]")
+        Path | None, typer.Option("-o", "--output", help="The output file.  [default: STUDY/report.html]")
     ] = None,
     storage: StorageOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Write what a study found as one HTML file, and its best settings as a recipe.
+    """Write the report of a study as one HTML file, and its best settings as a recipe.
 
     Example: steelyard tune report studies/my
     """
@@ -122,7 +126,7 @@ def report(
     from steelyard.tune import study_report as reports
 
     if not study.is_dir():
-        raise UserError(f"there is no study folder {study}", hint="steelyard tune makes one under studies/")
+        raise UserError(f"there is no study folder {study}", hint="steelyard tune creates one in studies/")
     url = storage or os.environ.get(STORAGE)
     page = reports.write(study, url, output)
     summary = best.of_folder(study, url)

@@ -21,23 +21,23 @@ def register(root: typer.Typer, name: str, help_: str) -> None:
 def watch(
     run: Annotated[
         str | None,
-        typer.Argument(metavar="[RUN|JOBID]", help="The run folder, or a job of it.  [default: the newest run]"),
+        typer.Argument(metavar="[RUN|JOBID]", help="A run folder, or the id of its job.  [default: the newest run]"),
     ] = None,
-    once: Annotated[bool, typer.Option("--once", help="Print the page once and exit.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print the status once and exit.")] = False,
     follow: Annotated[bool, typer.Option("--follow", help="Print a line for each change until the run ends.")] = False,
-    folder: Annotated[Path, typer.Option(metavar="DIR", help="Where to look for runs.")] = Path("runs"),
-    every: Annotated[float, typer.Option(min=0.2, metavar="SECONDS", help="How often to look.")] = 2.0,
+    folder: Annotated[Path, typer.Option(metavar="DIR", help="The folder of the runs.")] = Path("runs"),
+    every: Annotated[float, typer.Option(min=0.2, metavar="SECONDS", help="Polling interval.")] = 2.0,
     patience: Annotated[
         float,
         typer.Option(
-            min=0.0, metavar="SECONDS", help="How long no step may end before that is wrong; longer where steps are."
+            min=0.0, metavar="SECONDS", help="Report a hang after this time without a step; longer for slow steps."
         ),
     ] = 60.0,
     json: JsonOption = False,
 ) -> None:
-    """Watch a run: what it does, how far it is, whether something is wrong, and what to do then.
+    """Monitor a run: its state, its progress, problems, and what to do about them.
 
-    On a terminal the page renews itself until the run ends; elsewhere it is printed once. Exit codes: 0 healthy or
+    On a terminal the status is refreshed until the run ends; otherwise it is printed once. Exit codes: 0 healthy or
     completed, 1 something is wrong, 3 not started yet, 4 running with a warning.
 
     Example: steelyard watch runs/gpt2-small
@@ -46,7 +46,7 @@ def watch(
     from steelyard.observe import terminal as page
 
     if once and follow:
-        raise UserError("--once and --follow are opposites", hint="leave one of them out")
+        raise UserError("--once and --follow cannot be combined", hint="remove one of them")
     path = find_runs.find(run, folder)
     if follow and not json:
         raise typer.Exit(page.follow(path, every, patience))

@@ -1,1 +1,1 @@
-"""What every room stands on: recipe, run folder, errors, console, files and units. Nothing here imports torch."""
+"""Shared by all packages: recipe, run folder, errors, console, files and units. Nothing here imports torch."""

@@ -1,8 +1,8 @@
-"""What a person sees while a command works.
+"""Messages and progress of a command.
 
-Messages and progress go to standard error, so that standard output carries only results. On a terminal long work has
-a bar; in a log the same work leaves a plain line every few seconds. There is one console per process, as there is one
-terminal. Nothing it prints holds a secret.
+They go to standard error, so that standard output holds only results. On a terminal, long tasks show a progress bar;
+in a log file they print a plain line every few seconds. There is one console per process. It removes secrets from
+everything it prints.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import IO, Any
 from steelyard.core import secrets, units
 
 SECONDS_BETWEEN_LINES = 5.0
-# Set where a launcher keeps the two streams of a rank in two logs: what goes well then belongs in the first.
+# Set by a launcher that logs the two streams of a rank to two files: `say` then prints to standard output.
 LOGGED = "STEELYARD_LOGGED"
 
 
 class Console:
-    """Standard error, with a voice that can be turned down."""
+    """Prints to standard error; `quiet` drops messages that are neither warnings nor errors."""
 
     def __init__(self) -> None:
         self.quiet = False
@@ -32,12 +32,12 @@ class Console:
         self._copy: IO[str] | None = None
 
     def say(self, message: str = "") -> None:
-        """Print a message for the person watching; `--quiet` drops it."""
+        """Print a message; `--quiet` drops it."""
         if not self.quiet:
             self._print(message, sys.stdout if LOGGED in os.environ else None)
 
     def warn(self, message: str) -> None:
-        """Print something that may matter; `--quiet` keeps it."""
+        """Print a warning, also with `--quiet`."""
         self._print(f"warning: {message}")
 
     def error(self, message: str) -> None:
@@ -55,13 +55,13 @@ class Console:
                 self._copy = None
 
     def trace(self, error: BaseException) -> None:
-        """Print where an error came from."""
+        """Print the traceback of an error."""
         self._print("".join(traceback.format_exception(error)).rstrip())
 
     def _print(self, message: str, stream: IO[str] | None = None) -> None:
         message = secrets.scrub(message)
         if self._copy is not None:
-            with suppress(OSError):  # A full disk must not take the terminal's message with it.
+            with suppress(OSError):  # The terminal must get the message even if the disk is full.
                 print(message, file=self._copy, flush=True)
         if self._bar is not None:
             self._bar.console.print(message, markup=False, highlight=False, soft_wrap=True)
@@ -72,9 +72,9 @@ class Console:
     def progress(
         self, task: str, total: float, unit: str, done: float = 0, lines: bool = True
     ) -> Iterator[ProgressBar]:
-        """Show how far some work is, how fast it goes and how long it will take; `done` is what an earlier run did.
+        """Show the progress, rate and remaining time of a task; `done` is what an earlier run completed.
 
-        Work that prints lines of its own needs none in a log (`lines=False`).
+        `lines=False` prints no lines in a log, for tasks that print their own.
         """
         progress = ProgressBar(self, task, total, unit, done, lines)
         if self.quiet or self._bar is not None or not sys.stderr.isatty():
@@ -89,7 +89,7 @@ class Console:
 
 
 class ProgressBar:
-    """One piece of long work: `advance` it, and it shows itself."""
+    """The progress of one task; `advance` updates the display."""
 
     def __init__(self, console: Console, task: str, total: float, unit: str, done: float, lines: bool) -> None:
         self.lines = lines
@@ -99,7 +99,7 @@ class ProgressBar:
         self.started = self.last_line = time.monotonic()
 
     def advance(self, amount: float = 1, note: str = "") -> None:
-        """Say that `amount` more units are done; `note` is a short remark to show beside them."""
+        """Add `amount` completed units; `note` is a short text to show with them."""
         self.done += amount
         now = time.monotonic()
         rate = (self.done - self.done_before) / max(now - self.started, 1e-9)

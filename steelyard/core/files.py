@@ -1,8 +1,8 @@
-"""Files that appear whole or not at all.
+"""Atomic writes of files and folders.
 
-Everything is written under a temporary name beside its destination, flushed to disk, and renamed. A killed command
-leaves the old file, the new file, or a leftover whose name starts with `.tmp-`; no reader looks at those. Whoever
-writes a folder of the same name again removes what the dead left of it, and says so.
+Everything is written under a temporary name in the destination's folder, flushed to disk, and renamed. A killed
+command leaves the old file, the new file, or a leftover whose name starts with `.tmp-`, which readers ignore. The next
+writer of a folder of the same name removes the leftovers of killed processes and prints a message.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ def temporary_beside(path: Path) -> Path:
 
 
 def final(path: str | Path) -> str:
-    """A path as it will be called in the end, for people to read."""
+    """The path after the rename, for messages."""
     return TEMPORARY_NAME.sub("", str(path))
 
 
 @contextlib.contextmanager
 def atomic_file(path: Path, mode: str = "w", durable: bool = True, private: bool = False) -> Iterator[IO[Any]]:
-    """Open a file that takes its name only when the block ends without an error.
+    """Open a temporary file that is renamed to `path` when the block ends without an error.
 
-    What can be made again at any time need not be `durable`: it then survives a kill, but perhaps not a power cut.
-    A `private` file holds a secret: nobody but its owner can open it, from the moment it is there.
+    With `durable=False`, for files that can be recomputed, there is no fsync: the file survives a killed process, but
+    perhaps not a power failure. A `private` file holds a secret: only its owner can open it, from its creation on.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_beside(path)
     try:
         if private:
             temporary.unlink(missing_ok=True)
-        opener = _opened_privately if private else None
+        opener = _open_private if private else None
         with open(temporary, mode, encoding=None if "b" in mode else "utf-8", opener=opener) as file:
             yield file
             file.flush()
@@ -61,13 +61,13 @@ def atomic_file(path: Path, mode: str = "w", durable: bool = True, private: bool
         temporary.unlink(missing_ok=True)
 
 
-def _opened_privately(path: str, flags: int) -> int:
+def _open_private(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_EXCL | os.O_NOFOLLOW, 0o600)
 
 
 @contextlib.contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Fill a folder that takes its name only when the block ends without an error. The name must be free."""
+    """A temporary folder that is renamed to `path` when the block ends without an error. `path` must not exist."""
     with temporary_folder(path) as temporary:
         yield temporary
         for file in temporary.rglob("*"):
@@ -80,9 +80,9 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def temporary_folder(path: Path) -> Iterator[Path]:
-    """A folder beside a path for as long as the block lasts. What killed writers left of the same name goes first."""
+    """A folder next to `path` that exists during the block. Removes leftovers of killed writers of `path` first."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    _sweep_the_dead(path)
+    _remove_stale(path)
     temporary = temporary_beside(path)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
@@ -94,9 +94,10 @@ def temporary_folder(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def locked(path: Path, wait: bool = False, tries: int = 3) -> Iterator[IO[str]]:
-    """Hold a lock file for the length of the block; it is free the moment its holder dies.
+    """Hold a lock file during the block; the kernel releases it when the process dies.
 
-    With `wait` until it is free, otherwise `BlockingIOError` after a few tries, which let a reader's glance pass.
+    With `wait`, blocks until it is free. Otherwise raises `BlockingIOError` after a few tries, since a reader that
+    tests the lock holds it for a moment.
     """
     with open(path, "a+", encoding="utf-8") as lock:
         for remaining in reversed(range(1 if wait else tries)):
@@ -122,21 +123,23 @@ def write_json(path: Path, value: Any, private: bool = False) -> None:
 
 
 def inside(path: Path) -> Path:
-    """A file of a folder that somebody else made, refused where it is a link out of that folder.
+    """Return the path of a file in an untrusted folder; raise if it is a link that leaves the folder.
 
-    Its content is copied or published with the folder, and the link may lead to a private key. In a cache of the hub
-    (`models--user--name/snapshots/COMMIT/`) files are links into `blobs`, which belongs to the same repository.
+    Its content is copied or published with the folder, and the link may point to a private key. In the cache of the
+    hub (`models--user--name/snapshots/COMMIT/`) files are links into `blobs`, which belongs to the same repository.
     """
     folder, real = path.parent.resolve(), path.resolve()
     cache = next((each.parent for each in folder.parents if each.name == "snapshots"), None)
     blobs = [cache / "blobs"] if cache is not None and cache.name.startswith(("models--", "datasets--")) else []
     if any(real.is_relative_to(allowed) for allowed in [folder, *blobs]):
         return path
-    raise UserError(f"{path} is a link out of its folder", hint="copy the file into the folder if it belongs there")
+    raise UserError(
+        f"{path} is a link that leaves its folder", hint="copy the file into the folder if it belongs there"
+    )
 
 
 def sweep_leftovers(folder: Path) -> None:
-    """Remove what killed writers left behind. Only for a folder that this process alone is writing to."""
+    """Remove leftovers of killed writers. Only for a folder that no other process writes to."""
     for leftover in folder.glob(f"{TEMPORARY}*"):
         if leftover.is_dir():
             shutil.rmtree(leftover, ignore_errors=True)
@@ -144,18 +147,18 @@ def sweep_leftovers(folder: Path) -> None:
             leftover.unlink(missing_ok=True)
 
 
-def _sweep_the_dead(path: Path) -> None:
-    """Remove what writers of this path left that are no longer alive, and say so: it may be large."""
+def _remove_stale(path: Path) -> None:
+    """Remove leftovers of this path whose process is dead, with a message, since they may be large."""
     name = re.compile(rf"{re.escape(TEMPORARY)}(\d+)-{re.escape(path.name)}")
     for leftover in path.parent.iterdir():
         match = name.fullmatch(leftover.name)
         if match and leftover.is_dir() and not _is_alive(int(match[1])):
-            console.say(f"removing {leftover}, which a killed command left")
+            console.say(f"removing {leftover}, left by a killed command")
             shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _is_alive(process: int) -> bool:
-    """Whether a process of this number runs here; one that is not ours is alive too."""
+    """Whether a process with this id runs on this host, of any user."""
     try:
         os.kill(process, 0)
     except (ProcessLookupError, OverflowError):
@@ -166,19 +169,19 @@ def _is_alive(process: int) -> bool:
 
 
 def free_space(path: Path) -> int:
-    """Bytes that can be written at a path, which need not be there yet."""
-    whole = path.expanduser().resolve()
-    return shutil.disk_usage(next(place for place in (whole, *whole.parents) if place.exists())).free
+    """Free bytes on the file system of a path, which need not exist yet."""
+    resolved = path.expanduser().resolve()
+    return shutil.disk_usage(next(folder for folder in (resolved, *resolved.parents) if folder.exists())).free
 
 
 def sync_file(path: Path) -> None:
-    """Have the disk hold what was written."""
+    """Flush a file to disk."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
 
 
 def sync_folder(path: Path) -> None:
-    """Have the disk hold the folder's list of names, where the file system can: Windows drives under WSL may not."""
+    """Flush a folder's entries to disk, if the file system can: Windows drives under WSL may not."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,7 @@
-"""What the operating system offers this process, on Linux and macOS.
+"""Operating-system calls that differ between Linux and macOS.
 
-Calls that only Linux has are made here, each beside what replaces it elsewhere. What has no replacement (launching
-ranks, Slurm, containers, the checks of the doctor) calls `require_linux` before it starts.
+Every call that only Linux has is made here, with its replacement for other systems. Features without a replacement
+(launching ranks, Slurm, containers, the checks of the doctor) call `require_linux` first.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ from steelyard.core.errors import UserError
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 PR_SET_PDEATHSIG = 1
-SECONDS_BETWEEN_LOOKS = 1.0
+POLL_SECONDS = 1.0
 NAMES = {"darwin": "macOS", "win32": "Windows"}
 
 
 def require_linux(what: str, hint: str) -> None:
-    """Refuse what works only on Linux."""
+    """Raise if this is not Linux."""
     if sys.platform != "linux":
         raise UserError(f"{what} needs Linux; this is {NAMES.get(sys.platform, sys.platform)}", hint=hint)
 
 
 def usable_cpus() -> list[int]:
-    """The CPUs that this process may run on; where the system has no CPU affinity (macOS), all of them."""
+    """The CPUs that this process may run on; all of them if the system has no CPU affinity (macOS)."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is resident now; where only the peak is known (macOS), the peak."""
+    """Resident memory of this process; on macOS, where only the peak is known, the peak."""
     return _status("VmRSS") or _peak_of_lifetime()
 
 
 def peak_resident_bytes() -> int:
-    """The largest resident set of this process since `reset_peak`; on macOS, of its whole life."""
+    """The peak resident memory of this process since `reset_peak`; on macOS, since its start."""
     return _status("VmHWM") or _peak_of_lifetime()
 
 
 def reset_peak() -> None:
-    """Set the peak to what is resident now, where the system can: some containers forbid it, macOS has no such call."""
+    """Reset the peak to the current value, if the system can: some containers forbid it, macOS has no such call."""
     with contextlib.suppress(OSError):
         CLEAR.write_text("5")
 
@@ -68,40 +68,40 @@ def _peak_of_lifetime() -> int:
 
 
 def die_with_parent(parent: int | None = None) -> Callable[[], None] | None:
-    """A `preexec_fn` that has the kernel kill the new process when its parent dies; None where it cannot (macOS).
+    """A `preexec_fn` with which the kernel kills the new process when its parent dies; None if unsupported (macOS).
 
-    The parent is this process, unless another is named.
+    The parent is this process by default.
     """
     prctl, expected = _prctl(), parent or os.getpid()
     if prctl is None:
         return None
 
-    def ask() -> None:
+    def set_death_signal() -> None:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != expected:  # It died before we could ask.
+        if os.getppid() != expected:  # It died before the call.
             os._exit(1)
 
-    return ask
+    return set_death_signal
 
 
 def end_with_parent(parent: int) -> None:
-    """End this process when its parent dies: by the kernel, or by a thread that looks every second."""
-    ask = die_with_parent(parent)
-    if ask is not None:
-        ask()
+    """End this process when its parent dies: by the kernel, or by a thread that polls every second."""
+    set_death_signal = die_with_parent(parent)
+    if set_death_signal is not None:
+        set_death_signal()
     else:
         threading.Thread(target=_end_after, args=(parent,), daemon=True).start()
 
 
 def _end_after(parent: int) -> None:
     while os.getppid() == parent:
-        time.sleep(SECONDS_BETWEEN_LOOKS)
+        time.sleep(POLL_SECONDS)
     os._exit(1)
 
 
 def _prctl() -> Callable[[int, int], object] | None:
-    """The system call by which a Linux process asks for a signal at its parent's death."""
+    """The Linux system call that requests a signal at the parent's death."""
     with contextlib.suppress(OSError, AttributeError):
-        found: Callable[[int, int], object] = ctypes.CDLL(None).prctl
-        return found
+        prctl: Callable[[int, int], object] = ctypes.CDLL(None).prctl
+        return prctl
     return None

@@ -1,15 +1,15 @@
-"""The run folder: what happened, in files that every reader accepts at any moment.
+"""The run folder. Readers may open its files at any time.
 
     recipe.toml      the resolved recipe
     run.json         manifest: state, versions, host, git commit, seed, world size, start and end
-    metrics.jsonl    one object per logged step; a torn last line is ignored
-    hosts/           what the ranks of each host say of themselves, once they have met
-    logs/            what each host printed
-    checkpoints/     step-00000100/ and so on, each whole
+    metrics.jsonl    one object per logged step; an incomplete last line is ignored
+    hosts/           one file per host with information about its ranks, written after the rendezvous
+    logs/            the output of each host
+    checkpoints/     step-00000100/ and so on, each complete
     report.html      written at the end, or by `steelyard report`
 
-The folder appears by rename with its recipe and manifest inside. `run.lock` is held by the process that writes; it is
-free again the moment that process dies, so a manifest that says `running` over a free lock is a run that was killed.
+The folder is created by a rename, with its recipe and manifest in it. The process that writes to it holds `run.lock`,
+which the kernel releases when that process dies. A run whose manifest says `running` and whose lock is free was killed.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from steelyard.core.recipe.toml import leaves
 from steelyard.core.safe_parse import loads
 
 MANIFEST, RECIPE, METRICS, LOCK = "run.json", "recipe.toml", "metrics.jsonl", "run.lock"
-# What a resumed run may do differently: how long it goes and how many steps it may skip, what it writes down, and where
-# it computes, which changes nothing but rounding.
+# Keys that may change when a run is resumed: its length, the steps it may skip, what it logs and saves, and the devices
+# and layout, which change only rounding.
 MAY_CHANGE = (
     "train.steps", "train.samples", "train.tokens", "train.max_hours", "train.micro_batch", "train.device",
     "train.compile",
@@ -52,20 +52,20 @@ class Run:
 
     @classmethod
     def open(cls, path: str | Path) -> Run:
-        """Open a folder that must be a run."""
+        """Open an existing run folder."""
         path = Path(path)
         if path.exists() and not path.is_dir():
             raise UserError(f"{path} is a file, not a run folder")
         if not path.is_dir():
-            raise UserError(f"there is no run folder {path}", hint="steelyard train makes one under runs/")
+            raise UserError(f"there is no run folder {path}", hint="steelyard train creates one in runs/")
         if not (path / MANIFEST).is_file():
-            raise UserError(f"{path} is not a run folder: it has no {MANIFEST}", hint="name a folder under runs/")
+            raise UserError(f"{path} is not a run folder: it has no {MANIFEST}", hint="give a folder in runs/")
         run = cls(path)
         run.manifest()
         return run
 
     def manifest(self) -> dict[str, Any]:
-        """What `run.json` says."""
+        """The content of `run.json`."""
         try:
             manifest: dict[str, Any] = loads((self.path / MANIFEST).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -75,26 +75,26 @@ class Run:
         return manifest
 
     def follow(self, recipe: Recipe) -> None:
-        """Have the run go on by a recipe that differs only in what may change."""
+        """Continue the run with a recipe that differs only in keys that may change."""
         files.write_text(self.path / RECIPE, to_toml(recipe.settings()))
 
     def recipe(self) -> Recipe:
-        """The resolved recipe this run follows."""
+        """The resolved recipe of this run."""
         return load_recipe(self.path / RECIPE)
 
     @property
     def name(self) -> str:
-        """The folder's own name."""
+        """The name of the folder."""
         return self.path.resolve().name
 
     @property
     def checkpoints(self) -> Path:
-        """Where checkpoints lie."""
+        """The folder of the checkpoints."""
         return self.path / "checkpoints"
 
     @property
     def state(self) -> str:
-        """running, finished, failed, interrupted, or killed: said to be running, but nobody holds the lock."""
+        """running, finished, failed, interrupted, or killed: marked as running, but the lock is free."""
         state = str(self.manifest()["state"])
         return "killed" if state == "running" and not self._is_held() else state
 
@@ -103,7 +103,7 @@ class Run:
         files.write_json(self.path / MANIFEST, self.manifest() | changes)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """All records so far, in order. Lines that a killed writer left torn are not records."""
+        """All records so far, in order. Lines that a killed writer left incomplete are skipped."""
         try:
             lines = (self.path / METRICS).read_text(encoding="utf-8", errors="replace").splitlines()
         except FileNotFoundError:
@@ -116,20 +116,20 @@ class Run:
             file.write(json.dumps(record) + "\n")
 
     def forget_after(self, step: int) -> None:
-        """Drop the records of steps that a resumed run will do again."""
+        """Drop the records of steps that a resumed run will repeat."""
         kept = [record for record in self.metrics() if record["step"] <= step]
         files.write_text(self.path / METRICS, "".join(json.dumps(record) + "\n" for record in kept))
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Hold the folder for the length of the block; only one process may write to a run."""
+        """Hold the lock of the folder during the block; only one process may write to a run."""
         with contextlib.ExitStack() as stack:
             try:
                 lock = stack.enter_context(files.locked(self.path / LOCK))
             except BlockingIOError:
                 owner = (self.path / LOCK).read_text(encoding="utf-8").strip() or "another process"
-                hint = "wait for it, or give another --run"
-                raise UserError(f"{self.path} is being written by {owner}", hint=hint) from None
+                hint = "wait until it ends, or give another --run"
+                raise UserError(f"{self.path} is in use by {owner}", hint=hint) from None
             lock.truncate(0)
             lock.write(f"process {os.getpid()} on {socket.gethostname()}")
             lock.flush()
@@ -143,18 +143,18 @@ class Run:
                 return False
         except BlockingIOError:
             return True
-        except OSError:  # A folder that can only be read has no writer here.
+        except OSError:  # A read-only folder has no writer on this host.
             return False
 
 
 def for_training(recipe: Recipe, path: Path | None = None, fresh: bool = False) -> Run:
-    """The run folder to train in: a new one, or, unless it is to be `fresh`, an unfinished one of the same recipe."""
+    """The run folder to train in: an unfinished one of the same recipe, or a new one, always with `fresh`."""
     place, run = place_for_training(recipe, path, fresh)
     return run or _create(place, recipe)
 
 
 def place_for_training(recipe: Recipe, path: Path | None = None, fresh: bool = False) -> tuple[Path, Run | None]:
-    """Where a run would be, and the run that is there and would go on; nothing is made."""
+    """The path of the run folder, and the existing run that would be resumed there, if any. Creates nothing."""
     first = path or Path("runs") / recipe.name
     number, candidate = 1, first
     while candidate.exists() and not _is_empty(candidate):
@@ -179,7 +179,7 @@ def _create(path: Path, recipe: Recipe) -> Run:
 
 
 def session(world_size: int) -> dict[str, Any]:
-    """What the manifest says about the process that is about to write."""
+    """Manifest entries about the process that is about to write."""
     return {
         "state": "running",
         "world_size": world_size,
@@ -191,7 +191,7 @@ def session(world_size: int) -> dict[str, Any]:
 
 
 def now() -> str:
-    """The time as manifests write it."""
+    """The current time in the format of the manifest."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
@@ -205,7 +205,7 @@ def _refuse_changes(run: Run, earlier: Recipe, recipe: Recipe) -> None:
     if changed:
         lines = "\n".join(f"  {key}: {before.get(key, 'unset')} -> {after.get(key, 'unset')}" for key in changed)
         raise UserError(
-            f"{run.path} is a run of another recipe, and not done:\n{lines}",
+            f"{run.path} is an unfinished run of another recipe:\n{lines}",
             hint="undo the change to resume it, give another --run, or remove the folder to start over",
         )
 
@@ -223,7 +223,7 @@ def _record(line: str) -> dict[str, Any] | None:
 
 
 def versions() -> dict[str, str]:
-    """The versions of what a run is computed with."""
+    """Versions of Steelyard, Python and the libraries."""
     from importlib import metadata
 
     versions = {"steelyard": steelyard.__version__, "python": platform.python_version()}
@@ -234,7 +234,7 @@ def versions() -> dict[str, str]:
 
 
 def _git_commit() -> str | None:
-    """The commit of the folder the command was started in, marked when files differ from it."""
+    """The commit of the folder the command was started in, marked as dirty if files differ from it."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--match=", "--exclude=*"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)

@@ -1,8 +1,8 @@
-"""JSON and TOML that somebody else wrote, parsed within limits.
+"""Parsers for untrusted JSON and TOML, with limits.
 
-Text from a stranger may be endless, nested thousands deep, or hold numbers of a hundred thousand digits, to which
-Python's parsers answer with RecursionError, with errors about conversions, or with minutes of work. Here all of that is
-a `ValueError` with one short sentence, and reading a file a `UserError` that names it.
+Untrusted text may be endless, nested thousands of levels deep, or hold numbers of a hundred thousand digits. Python's
+parsers then raise RecursionError or conversion errors, or run for minutes. Here all of these raise a `ValueError` with
+one short sentence; reading a file raises a `UserError` that names the file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LARGEST_IN_JSON = 10**100  # Fits a float. Tokenizers have 10**30 for no limit, 
 LARGEST_IN_TOML = 2**63 - 1
 TOO_DEEP = "it is nested too deeply"
 TOO_LONG = "it holds a number of more than 4300 digits"
-# Strings and comments, in which nothing counts; what opens and closes; and what a key is made of.
+# Strings and comments, which are skipped; brackets; and the separators of keys.
 TOML_TOKEN = re.compile(
     r'"""(?:\\.|[^\\])*?""""{0,2}|\'\'\'.*?\'\'\'\'{0,2}|"(?:\\.|[^"\\\n])*"|\'[^\'\n]*\'|#[^\n]*|[\[\]{}=,.\n]',
     re.DOTALL,
@@ -31,7 +31,7 @@ TOML_TOKEN = re.compile(
 
 
 def loads(text: str | bytes) -> Any:
-    """A JSON value, of which only the form is checked: for records that are read by the thousand."""
+    """A JSON value, checked for syntax only: for files with thousands of records."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -45,7 +45,7 @@ def loads(text: str | bytes) -> Any:
 
 
 def json_value(text: str | bytes) -> Any:
-    """A JSON value that is safe to walk through and to compute with."""
+    """A JSON value whose depth and numbers are within limits."""
     value = loads(text)
     _check(value, LARGEST_IN_JSON)
     return value
@@ -62,7 +62,7 @@ def read_json(path: str | Path) -> Any:
     except OSError as error:
         raise CorruptFileError(f"cannot be read: {error.strerror}", where=str(path)) from None
     except ValueError as error:
-        raise CorruptFileError(f"this is not JSON that can be read: {error}", where=str(path)) from None
+        raise CorruptFileError(f"this is not valid JSON: {error}", where=str(path)) from None
 
 
 def read_json_object(path: str | Path) -> dict[str, Any]:
@@ -74,10 +74,10 @@ def read_json_object(path: str | Path) -> dict[str, Any]:
 
 
 def toml_values(text: str) -> dict[str, Any]:
-    """The values of a TOML text. Raises `tomllib.TOMLDecodeError` for what is not TOML, otherwise `ValueError`."""
+    """The values of a TOML text. Raises `tomllib.TOMLDecodeError` for invalid TOML, `ValueError` beyond a limit."""
     if len(text) > MOST_TOML_BYTES:
         raise ValueError(f"it is larger than {MOST_TOML_BYTES >> 20} MiB")
-    for _ in toml_statements(text):  # Before the parser, which would need very long for keys of many parts.
+    for _ in toml_statements(text):  # Checks the limits first: the parser is very slow for keys of many parts.
         pass
     try:
         values = tomllib.loads(text)
@@ -92,7 +92,7 @@ def toml_values(text: str) -> dict[str, Any]:
 
 
 def toml_statements(text: str) -> Iterator[tuple[int, str]]:
-    """The statements of a TOML text, each with the number of its first line. A statement may span several lines."""
+    """Yield the statements of a TOML text, each with the number of its first line. They may span several lines."""
     depth = dots = start = 0
     line, in_key = 1, True
     for token in TOML_TOKEN.finditer(text):
@@ -113,7 +113,7 @@ def toml_statements(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _check(value: Any, largest: int) -> None:
-    """Refuse a value that is nested too deeply, and numbers and texts that nothing further on can hold."""
+    """Raise for a value that is nested too deeply, and for numbers and strings that later code cannot represent."""
     level: list[tuple[str, Any]] = [("", value)]
     for _ in range(3 * MOST_DEPTH):  # A header, a key below it, and a value below that.
         below: list[tuple[str, Any]] = []
@@ -123,9 +123,9 @@ def _check(value: Any, largest: int) -> None:
             elif isinstance(each, list):
                 below += [(key, inner) for inner in each]
             elif isinstance(each, int) and abs(each) > largest:
-                raise ValueError(f"{key or 'the number'} has {each.bit_length()} bits, more than any number may have")
+                raise ValueError(f"{key or 'the number'} has {each.bit_length()} bits, more than the limit")
             elif isinstance(each, str) and "\0" in each:
-                raise ValueError(f"{key or 'the text'} holds a character of code 0")
+                raise ValueError(f"{key or 'the string'} contains a NUL character")
         if not below:
             return
         level = below

@@ -1,9 +1,9 @@
-"""Keeping secrets out of everything that is printed or written.
+"""Removes secrets from everything that is printed or written.
 
-What a server or a library says may repeat a token, so text is scrubbed on its way out: of values that were hidden by
-name, of secrets in the environment, of passwords in URLs, of `NAME=value` where the name is that of a secret, and of
-whatever looks like a token of the hub. The console scrubs all it prints; records of a command line hold `redact`'s
-words. Recipes and sites, which are copied everywhere, may hold no secret (`is_secret`).
+Messages of a server or a library may repeat a token, so all output is scrubbed: of values passed to `hide`, of secrets
+in the environment, of passwords in URLs, of `NAME=value` with the name of a secret, and of anything that looks like a
+token of the hub. The console scrubs everything it prints; recorded command lines go through `redact`. Recipes and
+sites, which are copied to many places, must not hold secrets (`is_secret`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import re
 from typing import Any
 
 HIDDEN = "[hidden]"
-SHORTEST = 8  # A shorter value would blot out ordinary words.
-# As the end of a name or one of its words; what ends in a word for a file says only where one is. PWD is a folder.
+SHORTEST = 8  # Shorter values would match ordinary words.
+# At the end of a name, or as one of its words, unless the name ends in a word for a path. PWD is a folder.
 _IN_ENVIRONMENT = re.compile(
     r"""(?xi)
     (TOKEN|APIKEY|_KEY|SECRET|PASSWORD|PASSWD|PASSPHRASE|SSHPASS|(^|_)PASS|(^|_)PAT|_PWD)$
@@ -23,7 +23,7 @@ _IN_ENVIRONMENT = re.compile(
             WEBHOOK|DSN)(?=_|$)(?!.*_(PATH|FILE|DIR|HOME)$)
     """
 )
-# Names of keys and options; in lower case `token` alone is a secret, and `eos_token` is not.
+# Names of keys and options. In lower case `token` alone is a secret, but `eos_token` is not.
 _NAME = re.compile(
     r"(?i)(?:.*[_.-])?(?:password|passwd|passphrase|secret|credentials?|(?:api|access|private|secret|account)[_-]?key"
     r"|(?:access|api|auth|bearer|bot|hf|hub|refresh|session)[_-]?token)|(?:.*\.)?token"
@@ -35,7 +35,9 @@ _QUERY = (
     r"(?:[\w-]*[_-])?(?:key|token|sig|signature|secret|password|passwd|pwd|credential)|X-Amz-[\w-]+|Policy|Key-Pair-Id"
 )
 _USER = r"(?!git@)[^/\s@:]+"
-_USER_AND_PASSWORD = r"[^/\s@:]*:(?!\d+/)[^\s@'\"]*(?:@[^\s@/'\"]*)*"  # It may hold slashes; a port is none.
+_USER_AND_PASSWORD = (
+    r"[^/\s@:]*:(?!\d+/)[^\s@'\"]*(?:@[^\s@/'\"]*)*"  # A password may contain slashes; a port is not one.
+)
 _SHAPES = (
     (re.compile(r"\b(?:hf_(?:oauth_|jwt_)[\w.-]+|hf_[A-Za-z0-9]{20,}|gh[oprsu]_\w{20,}|glpat-[\w-]{20,})"), HIDDEN),
     (re.compile(r"(?i)\b(bearer) [\w.~+/=-]{16,}"), rf"\1 {HIDDEN}"),
@@ -46,12 +48,12 @@ _known: set[str] = set()
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a variable of this name holds a secret."""
+    """Whether an environment variable of this name holds a secret."""
     return _IN_ENVIRONMENT.search(name) is not None
 
 
 def hide(secret: str) -> None:
-    """Have this value never printed by this process."""
+    """Register a value that this process must never print."""
     if len(secret) >= SHORTEST:
         _known.add(secret)
 
@@ -60,7 +62,7 @@ def scrub(text: str) -> str:
     """The text without secrets."""
     named = {name: value for name, value in os.environ.items() if value and _IN_ENVIRONMENT.search(name)}
     for name, value in named.items():
-        if len(value) < SHORTEST and name in text:  # Hidden where it is named, as in a list of the environment.
+        if len(value) < SHORTEST and name in text:  # Hidden only next to its name, as in a dump of the environment.
             beside = rf"(\b{re.escape(name)}['\"]?\s*[=:,]\s*['\"]?){re.escape(value)}"
             text = re.sub(beside, rf"\1{HIDDEN}", text)
     # A key of several lines is printed line by line.
@@ -85,21 +87,21 @@ def _assigned(match: re.Match[str]) -> str:
 
 
 def _names_secret(name: str, value: str) -> bool:
-    """Whether `name=value` holds a secret: an option or key, or a variable, which is written in capitals."""
+    """Whether `name=value` holds a secret: an option, a key, or an environment variable in capitals."""
     is_count = "TOKENS" in name and value.replace("_", "").isdigit()
     is_variable = name.isupper() and is_secret_name(name) and not is_count
     return is_variable or _NAME.fullmatch(name.lstrip("-")) is not None
 
 
 def is_secret(text: str) -> bool:
-    """Whether text holds what looks like a secret, wherever this process runs."""
+    """Whether text contains something that looks like a secret, independent of this process's environment."""
     return _without_shapes(text) != text
 
 
 def redact(value: Any) -> Any:
-    """A value for a file that others may read: the same without secrets, in texts, lists and tables.
+    """A copy without secrets, for a file that others may read: of a string, or of nested lists and dicts.
 
-    A list of texts is a command line: what follows `--password` or `TOKEN=` in it goes to the end of its word.
+    A list of strings is a command line: after `--password` or `TOKEN=` the rest of the argument is hidden.
     """
     if isinstance(value, str):
         return scrub(value)

@@ -21,7 +21,7 @@ from steelyard.core.errors import CorruptFileError
 NAME = "SHA256SUMS"
 LINE = re.compile(r"([0-9a-f]{64}) [ *]([^\\\r\n]+)")
 MOST_BYTES = 16 << 20
-THREADS = 4  # hashlib lets other threads run while it hashes.
+THREADS = 4  # hashlib releases the GIL.
 
 
 def digest(path: Path) -> str:
@@ -39,15 +39,15 @@ def _for_each(folder: Path, names: list[str], function: Callable[[Path], str]) -
     """Apply a function that reads whole files to each of them, in several threads."""
     sizes = [(folder / name).stat().st_size for name in names]
     with console.progress("sha256", sum(sizes), "bytes") as progress, ThreadPoolExecutor(THREADS) as pool:
-        for name, size, found in zip(names, sizes, pool.map(lambda name: function(folder / name), names), strict=True):
+        for name, size, result in zip(names, sizes, pool.map(lambda name: function(folder / name), names), strict=True):
             progress.advance(size)
-            yield name, found
+            yield name, result
 
 
 def files_in(folder: Path) -> list[str]:
-    """All files below a folder that a SHA256SUMS of it lists."""
-    found = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(files.TEMPORARY))
-    return sorted(str(PurePosixPath(path.relative_to(folder))) for path in found if path != folder / NAME)
+    """All files in a folder and its subfolders that its SHA256SUMS must list."""
+    paths = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(files.TEMPORARY))
+    return sorted(str(PurePosixPath(path.relative_to(folder))) for path in paths if path != folder / NAME)
 
 
 def text_of(sums: Mapping[str, str]) -> str:
@@ -72,21 +72,21 @@ def read(folder: Path) -> dict[str, str] | None:
         match = LINE.fullmatch(line)
         if match is None or PurePosixPath(match[2]).is_absolute() or ".." in PurePosixPath(match[2]).parts:
             raise CorruptFileError(
-                f"line {number} is not a SHA-256 and the name of a file of this folder", where=str(path)
+                f"line {number} is not a SHA-256 and the name of a file in this folder", where=str(path)
             )
         sums[str(PurePosixPath(match[2]))] = match[1]
     return sums
 
 
 def mismatches(folder: Path, sums: Mapping[str, str], source: str = NAME) -> list[str]:
-    """What is wrong with the files whose sums the file `source` lists, one sentence each."""
-    here = [name for name in sums if (folder / name).is_file()]
-    wrong = [f"{folder / name} is missing, and {source} lists it" for name in sums if name not in here]
-    for name, found in _for_each(folder, here, _digest_or_reason):
-        if found != sums[name]:
-            reason = f"does not match its SHA-256 in {source}" if len(found) == 64 else found
-            wrong.append(f"{folder / name} {reason}")
-    return wrong
+    """Problems of the files that `source` lists, one sentence each."""
+    present = [name for name in sums if (folder / name).is_file()]
+    problems = [f"{folder / name} is missing, and {source} lists it" for name in sums if name not in present]
+    for name, result in _for_each(folder, present, _digest_or_reason):
+        if result != sums[name]:
+            reason = f"does not match its SHA-256 in {source}" if len(result) == 64 else result
+            problems.append(f"{folder / name} {reason}")
+    return problems
 
 
 def _digest_or_reason(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Steps as people name them on a command line: `10-12` is 10 and 11, for the end is left out."""
+"""Parses step ranges of the command line. `10-12` is steps 10 and 11: the end is exclusive."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ MOST = 100_000
 
 def steps_in(text: str, option: str) -> list[int]:
     """The steps of a list like `10-12,500`, ascending."""
-    found: set[int] = set()
+    steps: set[int] = set()
     for part in text.split(","):
         matched = re.fullmatch(r"\s*([0-9]{1,9})(?:-([0-9]{1,9}))?\s*", part)
         first = int(matched[1]) if matched else 0
         end = int(matched[2]) if matched and matched[2] else first + 1
         if not 0 < first < end or end - first > MOST:
             raise UserError(
-                f"{option}: {part.strip() or 'nothing'} names no steps",
-                hint="write them like 10-12, which is steps 10 and 11: the end is left out",
+                f"{option}: {part.strip() or 'an empty value'} is not a range of steps",
+                hint="10-12 is steps 10 and 11: the end is exclusive",
             )
-        found.update(range(first, end))
-    return sorted(found)
+        steps.update(range(first, end))
+    return sorted(steps)

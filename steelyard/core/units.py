@@ -1,4 +1,4 @@
-"""Numbers as people read them: `12.3k`, `1.5 GiB`, `1:04:09`."""
+"""Formats numbers for messages: `12.3k`, `1.5 GiB`, `1:04:09`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def size(bytes_: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A duration as a clock shows it: 3849 is `1:04:09`, 65 is `1:05`."""
+    """A duration in hours, minutes and seconds: 3849 is `1:04:09`, 65 is `1:05`."""
     whole = max(0, round(seconds))
     minutes, second = divmod(whole, 60)
     hours, minute = divmod(minutes, 60)
@@ -30,8 +30,8 @@ def duration(seconds: float) -> str:
 
 
 def perplexity(loss: float) -> str:
-    """The perplexity of a loss in nats; an untrained or broken model's may be beyond counting."""
-    return f"{math.exp(loss):.2f}" if loss < 50 else "beyond counting"
+    """The perplexity of a loss in nats; that of an untrained or diverged model may be too large to print."""
+    return f"{math.exp(loss):.2f}" if loss < 50 else "too large"
 
 
 def _three_digits(number: float) -> str:

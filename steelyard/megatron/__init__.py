@@ -1,6 +1,6 @@
-"""Megatron's launch scripts, read without running them, as recipes and commands.
+"""Converts Megatron's launch scripts to recipes and commands, without running them.
 
-`shell/` interprets a script, `import_script.py` finds what it starts, `flag_table.py` is the
+`shell/` interprets a script, `import_script.py` finds the commands it starts, `flag_table.py` is the
 table of flags.
 """
 

@@ -1,7 +1,7 @@
-"""The flags of one command, and what has become of each: carried into a key, or left with a reason.
+"""The flags of one command, each with its recipe key (`carried`) or the reason why it has none (`left`).
 
-Nothing is dropped: `left` lists every flag and stray word that no rule took, so that what is carried and what is left
-are together what was given.
+No flag is dropped silently: `left` lists every flag and positional argument that no rule converted, so `carried` and
+`left` together are the whole command line.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from steelyard.core.errors import UserError
 from steelyard.megatron.flag_table import ALIASES, CARRIED, NOT_CARRIED, NOT_NEEDED, RULED
 from steelyard.megatron.shell import symbolic
 
-KINDS = {int: "a whole number", float: "a number"}
+KINDS = {int: "an integer", float: "a number"}
 
 
 @dataclass(frozen=True)
 class DroppedFlag:
-    """Something that is not in the recipe, and why; `matters` is false where nothing is lost."""
+    """A flag that is not in the recipe, and the reason; `matters` is false if nothing is lost."""
 
     flag: str
     value: str
@@ -30,7 +30,7 @@ class DroppedFlag:
 
 @dataclass
 class Given:
-    """Flags by name with their values as text, in the order in which they were given."""
+    """Flags by name with their values as text, in the order of the command line."""
 
     where: str
     flags: dict[str, list[str]] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class Given:
     left: list[DroppedFlag] = field(default_factory=list)
 
     def add(self, words: list[str]) -> None:
-        """Take the words of a command line."""
+        """Parse the words of a command line."""
         at = 0
         while at < len(words):
             word = words[at]
@@ -56,44 +56,44 @@ class Given:
             most = _most_values(name)
             strays = values[most:] if most is not None else []
             if name in self.flags:
-                self._leave(self.spelled[name], self.flags[name], "given again later, which counts")
+                self._leave(self.spelled[name], self.flags[name], "given again later, and the last one counts")
             self.flags[name] = values[: len(values) - len(strays)]
             self.spelled[name] = written
             for stray in strays:
                 self._stray(stray)
 
     def _stray(self, word: str) -> None:
-        reason = "not set, and so nothing" if symbolic.is_unset(word) else "belongs to no flag"
+        reason = "not set, so it expands to nothing" if symbolic.is_unset(word) else "belongs to no flag"
         self.left.append(DroppedFlag(symbolic.shown(word), "", reason, not symbolic.is_unset(word)))
 
     def _leave(self, flag: str, values: list[str], reason: str, matters: bool = True) -> None:
         self.left.append(DroppedFlag(flag, symbolic.shown(" ".join(values)), reason, matters))
 
     def has(self, name: str) -> bool:
-        """Whether a flag is there."""
+        """Whether a flag is given."""
         return name in self.flags
 
     def leave(self, name: str, reason: str, matters: bool = True) -> None:
-        """Say that a flag is not carried over. Without effect where it is not given, or already accounted for."""
+        """Record that a flag is not carried over. No effect if it is not given, or already has a key."""
         if name in self.flags and name not in self.carried:
             self._leave(self.spelled[name], self.flags.pop(name), reason, matters)
 
     def note(self, what: str, reason: str) -> None:
-        """Keep something that is no flag, and is not carried over either."""
+        """Record something other than a flag that is not carried over."""
         self.left.append(DroppedFlag(what, "", reason))
 
     def carry(self, name: str, key: str) -> None:
-        """Say which key a flag has become part of."""
+        """Record the key that a flag is part of."""
         if name in self.flags:
             self.carried[name] = key
 
     def switch(self, name: str, key: str) -> bool:
-        """Whether a flag without a value is there."""
+        """Whether a flag without a value is given."""
         self.carry(name, key)
         return name in self.flags
 
     def texts(self, name: str, key: str) -> list[str]:
-        """All values of a flag; empty where it is not there or not known."""
+        """All values of a flag; empty if it is not given or its value is unknown."""
         values = self.flags.get(name, [])
         if name in self.flags and (not values or any(symbolic.is_unknown(value) for value in values)):
             self.leave(name, f"{_why_unknown(values)}: set {key}")
@@ -107,7 +107,7 @@ class Given:
         return values[0] if values else None
 
     def whole(self, name: str, key: str) -> int | None:
-        """The value of a flag as a whole number."""
+        """The value of a flag as an integer."""
         text = self.text(name, key)
         return None if text is None else int(self.number(name, text, int))
 
@@ -124,15 +124,15 @@ class Given:
                 raise ValueError(text)
         except (ValueError, OverflowError):
             message = f"{self.spelled[name]} is {text!r:.100}, which is not {KINDS[kind]}"
-            raise UserError(message, where=self.where, hint="give the script the arguments it needs: -- ARGS") from None
+            raise UserError(message, where=self.where, hint="pass the arguments of the script: -- ARGS") from None
         return value
 
     def carried_as_written(self) -> dict[str, str]:
-        """The carried flags by the names the script has for them, and their keys."""
+        """The keys of the carried flags, by the flag names in the script."""
         return {self.spelled[name]: key for name, key in self.carried.items()}
 
     def close(self) -> None:
-        """Give every flag that no rule took its reason."""
+        """Move every flag that no rule converted to `left`, with a reason."""
         for name in [name for name in self.flags if name not in self.carried]:
             reason = next(
                 (reason for reason, names in NOT_NEEDED.items() if any(fnmatch.fnmatchcase(name, n) for n in names)),
@@ -142,7 +142,7 @@ class Given:
                 self.leave(name, reason, matters=False)
             else:
                 self.leave(
-                    name, NOT_CARRIED.get(name, "there is no such setting here, or this reader does not know it")
+                    name, NOT_CARRIED.get(name, "Steelyard has no such setting, or the converter does not know it")
                 )
 
 
@@ -153,7 +153,7 @@ def _why_unknown(values: list[str]) -> str:
     if any(mark.group(1) == symbolic.COMPUTED for mark in marks):
         return "its value is known only when the script runs"
     names = " ".join(mark.group(2) for mark in marks)
-    return f"{names} is not set" + (", give it after --" if re.fullmatch(r"\$\{?\d\}?", names) else "")
+    return f"{names} is not set" + (", pass it after --" if re.fullmatch(r"\$\{?\d\}?", names) else "")
 
 
 def _is_flag(word: str) -> bool:
@@ -161,7 +161,7 @@ def _is_flag(word: str) -> bool:
 
 
 def _most_values(name: str) -> int | None:
-    """How many values a flag takes; None where that is any number, or not known."""
+    """The maximum number of values of a flag; None if unlimited or unknown."""
     if name in CARRIED:
         return 1
     return RULED.get(name)

@@ -1,13 +1,13 @@
-"""Megatron's flags as data: which key of the recipe each one is, what Megatron assumes where it is silent, and why
-the others are not needed or cannot be carried over.
+"""Megatron's flags as data: their recipe keys and Megatron's defaults, and why other flags are not needed or not
+carried over.
 
-Flags whose meaning depends on other flags are in `RULED` and have their code in `shape.py`, `course.py`,
-`layout.py` and `sparsity.py`. Defaults are those of Megatron-LM (core 0.5 to 0.16) unless said otherwise.
+Flags whose meaning depends on other flags are in `RULED`; their code is in `model_flags.py`, `training_flags.py`,
+`parallel_flags.py` and `sparsity_flags.py`. Defaults are those of Megatron-LM (core 0.5 to 0.16) unless noted.
 """
 
 from __future__ import annotations
 
-# flag: (key of the recipe, kind of value, Megatron's default; None where it has none)
+# flag: (recipe key, type of the value, Megatron's default or None)
 CARRIED: dict[str, tuple[str, type, object]] = {
     "--num-layers": ("model.layers", int, None),
     "--hidden-size": ("model.hidden", int, None),
@@ -30,7 +30,7 @@ CARRIED: dict[str, tuple[str, type, object]] = {
     "--log-interval": ("log.every", int, 100),
     "--wandb-project": ("log.wandb", str, None),
 }
-# Other names for the same flags, old or of Megatron-DeepSpeed.
+# Old names of flags, and those of Megatron-DeepSpeed.
 ALIASES = {
     "--norm-epsilon": "--layernorm-epsilon",
     "--model-parallel-size": "--tensor-model-parallel-size",
@@ -40,7 +40,7 @@ ALIASES = {
     "--deepspeed-config": "--deepspeed_config",
     "--checkpoint-activations": "--deepspeed-activation-checkpointing",
 }
-# Flags that the rules read; how many values each takes (None: any number).
+# Flags that the rules read, with their number of values (None: any number).
 RULED: dict[str, int | None] = {
     "--ffn-hidden-size": 1, "--group-query-attention": 0, "--num-query-groups": 1, "--kv-channels": 1,
     "--normalization": 1, "--swiglu": 0, "--position-embedding-type": 1, "--use-rotary-position-embeddings": 0,
@@ -70,9 +70,9 @@ RULED: dict[str, int | None] = {
     "--gumbel-temperature-range": 2, "--gumbel-scale-range": 2, "--N": 1, "--M": 1, "--mask-only": 0, "--hard": 0,
     "--weight-reg": 2, "--prior-strength": 1, "--lr-mult": 1,
 }  # fmt: skip
-# Flags that need nothing here, by the reason; a trailing or leading * stands for any letters.
+# Flags that need no key, by reason; * matches any characters.
 NOT_NEEDED: dict[str, list[str]] = {
-    "how fast, not what: the kernels and the overlap of communication are chosen here": [
+    "affects only speed: Steelyard chooses kernels and communication overlap itself": [
         "--use-flash-attn*", "--no-*-fusion", "--overlap-*", "--tp-comm-*", "--transformer-impl", "--attention-backend",
         "--use-mcore-models", "--use-legacy-models", "--no-async-tensor-model-parallel-allreduce", "--DDP-impl",
         "--no-contiguous-buffers-in-local-ddp", "--num-workers", "--data-impl", "--dataset-impl", "--nccl-*",
@@ -85,65 +85,65 @@ NOT_NEEDED: dict[str, list[str]] = {
         "--batch-p2p-communication", "--barrier-with-L1-time", "--use-fused-*", "--defer-embedding-wgrad-compute",
         "--gradient-accumulation-fusion", "--apply-query-key-layer-scaling", "--no-query-key-layer-scaling",
     ],
-    "always so here: softmax and the sums of gradients are fp32": [
+    "always on in Steelyard: softmax and gradient accumulation are fp32": [
         "--accumulate-allreduce-grads-in-fp32", "--attention-softmax-in-fp32",
     ],
-    "always so here: the same command resumes a run, it saves when it is asked to stop, and checkpoints are checked": [
+    "always on in Steelyard: the same command resumes a run, a stop signal saves, and checkpoints are verified": [
         "--exit-signal-handler*", "--no-load-optim", "--no-load-rng", "--no-save-optim", "--no-save-rng",
         "--auto-detect-ckpt-format", "--use-checkpoint-opt_param-scheduler", "--override-opt_param-scheduler",
         "--override-opt-param-scheduler", "--exit-on-missing-checkpoint", "--ckpt-format", "--dist-ckpt-format",
         "--use-dist-ckpt", "--ckpt-fully-parallel-*", "--no-ckpt-fully-parallel-save", "--async-save",
         "--ckpt-assume-constant-structure", "--dist-ckpt-strictness", "--enable-partial-load",
     ],
-    "the metrics, timers and report of a run are always written": [
+    "metrics, timers and the report of a run are always written": [
         "--log-*", "--no-log-*", "--timing-log-level", "--timing-log-option", "--tensorboard-log-interval",
         "--wandb-save-dir", "--one-logger-*", "--enable-one-logger", "--no-one-logger",
     ],
-    "DeepSpeed's way of saying what the other flags say; this engine is PyTorch's own": [
+    "selects DeepSpeed; Steelyard uses PyTorch, and other flags hold the settings": [
         "--deepspeed", "--no-pipeline-parallel", "--deepscale", "--deepscale_config", "--deepspeed_mpi",
     ],
 }  # fmt: skip
-# Flags that mean something this recipe cannot say.
+# Flags that a recipe cannot express.
 NOT_CARRIED: dict[str, str] = {
-    "--loss-scale": "the scale of the loss is always dynamic; train.loss_scale is where it starts",
-    "--grad-reduce-in-bf16": "gradients are summed in fp32",
-    "--fp32-residual-connection": "the precision of the residual is not a setting",
-    "--use-checkpoint-args": "the sizes of the model stand in the recipe, not in a checkpoint",
-    "--dataloader-type": "samples come in the order of Megatron's single loader",
-    "--exp-name": "a run is called after its recipe",
-    "--wandb-exp-name": "a run is called after its recipe",
+    "--loss-scale": "the loss scale is always dynamic; train.loss_scale is its initial value",
+    "--grad-reduce-in-bf16": "gradients are reduced in fp32",
+    "--fp32-residual-connection": "the precision of the residual is not configurable",
+    "--use-checkpoint-args": "the sizes of the model are in the recipe, not in a checkpoint",
+    "--dataloader-type": "samples are in the order of Megatron's single loader",
+    "--exp-name": "a run has the name of its recipe",
+    "--wandb-exp-name": "a run has the name of its recipe",
     "--standalone-embedding-stage": "write parallel.partition with a first stage of 0 layers",
-    "--hysteresis": "the scale falls at the first bad step",
-    "--min-loss-scale": "the scale has no floor",
-    "--eod-mask-loss": "the loss of the end token counts",
-    "--lr-warmup-init": "the climb starts at zero",
+    "--hysteresis": "the loss scale decreases at the first non-finite step",
+    "--min-loss-scale": "the loss scale has no minimum",
+    "--eod-mask-loss": "end-of-document tokens count in the loss",
+    "--lr-warmup-init": "the warm-up starts at zero",
     "--weight-decay-incr-style": "weight decay is constant",
     "--start-weight-decay": "weight decay is constant",
     "--end-weight-decay": "weight decay is constant",
     "--decoupled-lr": "there is one learning rate",
     "--decoupled-min-lr": "there is one learning rate",
-    "--exit-interval": "use train.steps; the schedule's end stays with optim.decay_steps",
+    "--exit-interval": "use train.steps; optim.decay_steps keeps the length of the schedule",
     "--mock-data": "use real token files in data.train",
-    "--data-args-path": "write the files into data.train",
-    "--per-split-data-args-path": "write the files into data.train, data.valid and data.test",
+    "--data-args-path": "list the files in data.train",
+    "--per-split-data-args-path": "list the files in data.train, data.valid and data.test",
     "--wandb-entity": "set WANDB_ENTITY",
-    "--pipeline-model-parallel-layout": "write the layers per stage into parallel.partition",
-    "--pipeline-model-parallel-split-rank": "encoder-decoder models are not trained here",
-    "--qk-layernorm": "this changes the model, and no family here has norms on queries and keys",
+    "--pipeline-model-parallel-layout": "set the layers per stage in parallel.partition",
+    "--pipeline-model-parallel-split-rank": "encoder-decoder models are not supported",
+    "--qk-layernorm": "this changes the model: query and key norms are not supported",
     "--apply-layernorm-1p": "this changes the model: its norm weights are stored as differences from 1",
     "--layernorm-zero-centered-gamma": "this changes the model: its norm weights are stored as differences from 1",
-    "--apply-residual-connection-post-layernorm": "this changes the model: branches here add to the unnormed input",
-    "--rotary-interleaved": "this changes the model: rotary halves are not interleaved here",
-    "--rotary-seq-len-interpolation-factor": "this changes the model: positions are not interpolated here",
-    "--window-size": "this changes the model: attention here reaches all earlier tokens",
-    "--init-method-xavier-uniform": "weights are drawn from a normal distribution of model.init_std",
+    "--apply-residual-connection-post-layernorm": "this changes the model: residuals add to the input before the norm",
+    "--rotary-interleaved": "this changes the model: interleaved RoPE is not supported",
+    "--rotary-seq-len-interpolation-factor": "this changes the model: position interpolation is not supported",
+    "--window-size": "this changes the model: sliding-window attention is not supported",
+    "--init-method-xavier-uniform": "weights are initialized from a normal distribution with model.init_std",
     "--cpu-offloading-num-layers": "activations stay on the GPU",
-    "--optimizer-cpu-offload": "optim.offload = true keeps the optimizer's state in the host's memory",
+    "--optimizer-cpu-offload": "optim.offload = true keeps optimizer state in host memory",
     "--sparse-pattern": "the pattern is that of --N and --M: sparsity.pattern",
-    "--freeze-weight": "weights are always frozen while masks are learned",
-    "--freeze-mask": 'a mask that stays is a method of its own: sparsity.method = "fixed"',
+    "--freeze-weight": "weights are always frozen in mask learning",
+    "--freeze-mask": 'a fixed mask is a separate method: sparsity.method = "fixed"',
 }
-# What makes a model that no family here is.
+# Flags of models that neither family supports.
 REFUSED: dict[str, str] = {
     "--num-experts": "a mixture of experts",
     "--multi-latent-attention": "multi-latent attention",
@@ -151,7 +151,7 @@ REFUSED: dict[str, str] = {
     "--hybrid-override-pattern": "a hybrid of Mamba and attention",
     "--mtp-num-layers": "multi-token prediction",
 }
-# Names of variables that a configuration file without a launch command uses for flags.
+# Variable names that configuration files without a launch command use for flags.
 VARIABLES: dict[str, str] = {
     "NUM_LAYERS": "--num-layers", "HIDDEN_SIZE": "--hidden-size", "NUM_ATTENTION_HEADS": "--num-attention-heads",
     "NUM_HEADS": "--num-attention-heads", "FFN_HIDDEN_SIZE": "--ffn-hidden-size", "SEQ_LENGTH": "--seq-length",
@@ -162,11 +162,11 @@ VARIABLES: dict[str, str] = {
     "LR": "--lr", "MIN_LR": "--min-lr", "DATA_PATH": "--data-path", "VOCAB_FILE": "--vocab-file",
     "MERGE_FILE": "--merge-file", "TOKENIZER_MODEL": "--tokenizer-model", "SEED": "--seed",
 }  # fmt: skip
-# The shapes that MODEL stands for in FASOP's configuration files.
+# The model sizes of MODEL in FASOP's configuration files.
 SHAPES: dict[str, dict[str, str]] = {
     "xl": {"--num-layers": "48", "--hidden-size": "1600", "--num-attention-heads": "16"},
     "gpt2": {"--num-layers": "48", "--hidden-size": "1600", "--num-attention-heads": "16"},
     "small": {"--num-layers": "24", "--hidden-size": "1024", "--num-attention-heads": "16"},
 }
-# Vocabularies by what their names or files usually say, for when the file is not here to be counted.
+# Vocabulary sizes by tokenizer name, for a tokenizer that is not on this machine.
 VOCABULARIES = {"llama-?3": 128256, "llama-?2|mistral-7b-v0.1|mixtral": 32000, "gpt-?2": 50257}

@@ -1,4 +1,4 @@
-"""A reading as a person and as a program sees it."""
+"""The result of a conversion as text and as JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from steelyard.megatron.tool_commands import LATER
 
 
 def lines(reading: Reading) -> Iterator[str]:
-    """What a person should know beside the recipe: questions first, what is lost, then what is not."""
+    """The report on a conversion: notes, questions, flags that are lost, and flags that are not needed."""
     yield from (f"note: {note}" for note in reading.notes)
     yield from (f"question: {question}" for question in reading.questions)
     lost = [left for left in reading.left if left.matters]
@@ -31,7 +31,7 @@ def lines(reading: Reading) -> Iterator[str]:
 
 
 def result(reading: Reading) -> dict[str, Any]:
-    """The same as one object. `recipe` holds only what the script or Megatron sets, and `toml` says why."""
+    """The same as a JSON object. `recipe` has only keys that the script or Megatron sets; `toml` has the reasons."""
     return {
         "recipe": reading.written,
         "toml": reading.recipe,

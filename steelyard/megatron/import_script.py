@@ -1,4 +1,4 @@
-"""From launch scripts to a recipe: follow them, find the training command, and say what became of every flag."""
+"""Converts launch scripts to a recipe: interprets them, finds the training command, and accounts for every flag."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TRAINING = {"--num-layers", "--hidden-size", "--micro-batch-size", "--train-iter
 
 @dataclass
 class Reading:
-    """What scripts mean: a recipe (None where nothing trains), commands, and what is left to a person."""
+    """The result of a conversion: a recipe (None if nothing trains), commands, and flags and questions for the user."""
 
     recipe: str | None = None
     written: dict[str, Any] | None = None
@@ -42,7 +42,7 @@ def read(
     sgd: str | None = None,
     count: model_flags.Count = lambda tokenizer: None,
 ) -> Reading:
-    """Read launch scripts in turn; `arguments` are their `$1`, `$2`, ..."""
+    """Convert launch scripts, read in order; `arguments` are their `$1`, `$2`, ..."""
     state = interpreter.follow(scripts, arguments, environment or {})
     reading = Reading(notes=state.notes)
     trainings = []
@@ -64,10 +64,10 @@ def read(
         _write(draft, training.program, parallel_flags.world(training.launchers, state.variables), sgd, count)
         parallel_flags.account(training.launchers, reading.left, reading.carried)
         if not trainings:
-            others = "name the script that starts the training too, so that its flags are not missing"
+            others = "also give the script that starts the training, so that its flags are not missing"
             draft.ask(f"{scripts[0]} starts no training: {others}")
         elif not training.program and not parallel_flags.names_nodes(state.variables):
-            draft.ask("nothing says how many nodes there are: they are taken as one")
+            draft.ask("the number of nodes is not given: one is assumed")
         _finish(reading, draft, scripts)
     return reading
 
@@ -83,7 +83,7 @@ def _tool(reading: Reading, command: Command, tool: str, words: list[str]) -> No
 
 @dataclass(frozen=True)
 class TrainingCommand:
-    """One command that trains, or flags without one; `program` is empty then."""
+    """A training command, or flags without a command; then `program` is empty."""
 
     where: str
     program: str
@@ -91,7 +91,7 @@ class TrainingCommand:
     flags: list[str]
 
     def given(self, state: ShellState) -> Given:
-        """Its flags; those of a configuration file are its variables."""
+        """The flags of the command; for a configuration file, its variables."""
         given = Given(self.where)
         given.add(self.flags)
         if not self.program:
@@ -100,11 +100,11 @@ class TrainingCommand:
 
 
 def _chosen(state: ShellState, trainings: list[TrainingCommand]) -> TrainingCommand | None:
-    """The first command that trains, or all lines of flags together, or what arrays and variables hold."""
+    """The first training command, or all lines of flags together, or the flags in arrays and variables."""
     started = [training for training in trainings if training.program]
     for other in started[1:]:
         if other.flags != started[0].flags:
-            state.notes.append(f"{other.where}: another training command, not read: the first counts")
+            state.notes.append(f"{other.where}: another training command, ignored: the first one is converted")
     if started:
         return started[0]
     if trainings:
@@ -121,7 +121,7 @@ def _flags_in(value: str | list[str]) -> list[str]:
 
 
 def _variables(state: ShellState, given: Given) -> None:
-    """A configuration file without a command: its variables by their usual names, and all others left."""
+    """Read a configuration file without a command: known variables become flags, all others go to `left`."""
     known = {name: value for name, value in state.variables.items() if isinstance(value, str) and not _flags_in(value)}
     named = {VARIABLES[name]: value for name, value in known.items() if name in VARIABLES and value}
     model = SHAPES.get(known.get("MODEL", "").lower(), {})
@@ -129,7 +129,7 @@ def _variables(state: ShellState, given: Given) -> None:
         return
     if model:
         sizes = ", ".join(f"{flag[2:]} {value}" for flag, value in model.items())
-        state.note(f"MODEL={known['MODEL']} is taken to be FASOP's: {sizes}")
+        state.note(f"MODEL={known['MODEL']} is assumed to be FASOP's: {sizes}")
     for flag, value in (model | named).items():
         if not given.has(flag):
             given.add([flag, value])
@@ -139,7 +139,7 @@ def _variables(state: ShellState, given: Given) -> None:
     counted = {name for pair in parallel_flags.VARIABLES for name in pair} | {"WORLD_SIZE", "DP_SIZE", *VARIABLES}
     for name, value in known.items():
         if name not in counted and not (name == "MODEL" and model):
-            given.left.append(DroppedFlag(name, symbolic.shown(value), "a variable that names no flag here"))
+            given.left.append(DroppedFlag(name, symbolic.shown(value), "a variable that is not a known flag"))
 
 
 def _write(draft: Draft, program: str, ranks: int | None, sgd: str | None, count: model_flags.Count) -> None:
@@ -159,7 +159,7 @@ def _write(draft: Draft, program: str, ranks: int | None, sgd: str | None, count
 
 
 def _finish(reading: Reading, draft: Draft, scripts: Sequence[Path]) -> None:
-    """Write the recipe and have it checked as any other is, before anyone sees it."""
+    """Write the recipe, and validate it like any other recipe before it is shown."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", scripts[-1].stem).strip("-._")[:100] or "recipe"
     head = [f"From {' '.join(script.name for script in scripts)}, by steelyard recipe from-megatron."]
     head += ["Before training:", *(f"    {command}" for command in reading.commands)] if reading.commands else []
@@ -175,13 +175,13 @@ def _finish(reading: Reading, draft: Draft, scripts: Sequence[Path]) -> None:
             load_recipe(path)
         except UserError as error:
             problem = str(error).replace(f"{path}", "the recipe")
-            raise UserError(f"what these flags say is no sound recipe\n{problem}", where=draft.given.where) from None
+            raise UserError(f"these flags do not form a valid recipe\n{problem}", where=draft.given.where) from None
 
 
 def _nothing(state: ShellState, scripts: Sequence[Path]) -> UserError:
     notes = "\n  ".join(state.notes)
     return UserError(
-        "there is no Megatron command with its flags in here" + (f"\n  {notes}" if notes else ""),
+        "there is no Megatron command with flags in this script" + (f"\n  {notes}" if notes else ""),
         where=str(scripts[-1]),
-        hint="name the script that starts pretrain_gpt.py, preprocess_data.py or convert.py, its arguments after --",
+        hint="give the script that starts pretrain_gpt.py, preprocess_data.py or convert.py; its arguments after --",
     )

@@ -1,4 +1,4 @@
-"""`[model]`: which family the flags describe, its sizes, and its vocabulary."""
+"""`[model]`: the family, the sizes and the vocabulary that the flags describe."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROTARY = "--use-rotary-position-embeddings"
 
 
 def model(draft: Draft, program: str) -> None:
-    """Everything that the sizes of the model follow from."""
+    """Convert the flags of the model's family and sizes."""
     _refuse_other_kinds(draft, program)
     family = _family(draft)
     draft.put("model.family", family)
@@ -25,13 +25,13 @@ def model(draft: Draft, program: str) -> None:
         value = draft.given.whole(flag, key)
         if value is None:
             known = [left for left in draft.given.left if left.flag == flag]
-            what = f"{flag} is {known[0].value or 'empty'}, which is not set" if known else f"{flag} is nowhere given"
+            what = f"{flag} is {known[0].value or 'empty'}, which is not set" if known else f"{flag} is not given"
             unset = " ".join(left.flag for left in draft.given.left if left.flag.startswith("$"))
-            hint = "name the script or the sourced file that sets it, or give the script its arguments: -- ARGS"
+            hint = "also give the script or sourced file that sets it, or pass the script's arguments: -- ARGS"
             hint = f"{unset} is not set; {hint}" if unset and not known else hint
             raise UserError(what, where=draft.given.where, hint=hint)
         if value < 1:
-            raise UserError(f"{flag} is {value}, which is no size", where=draft.given.where)
+            raise UserError(f"{flag} is {value}, which is not a valid size", where=draft.given.where)
         draft.put(key, value)
     _widths(draft, family)
     _positions(draft, family)
@@ -46,22 +46,22 @@ def _refuse_other_kinds(draft: Draft, program: str) -> None:
     for flag, what in REFUSED.items():
         if draft.given.has(flag):
             raise UserError(
-                f"{flag} makes {what}, which no family here is", where=draft.given.where, hint="families: gpt, llama"
+                f"{flag} selects {what}, which no family supports", where=draft.given.where, hint="families: gpt, llama"
             )
     if other := re.search(r"bert|t5|vision|vlm|mamba|retro|ict|multimodal", program.lower()):
-        message = f"{program} trains a {other.group()} model, which no family here is"
+        message = f"{program} trains a {other.group()} model, which no family supports"
         raise UserError(message, where=draft.given.where, hint="families: gpt, llama")
 
 
 def _family(draft: Draft) -> str:
-    """Rotary positions, RMSNorm and SwiGLU together are llama; none of them is gpt; a mix is neither."""
+    """llama if the model has RoPE, RMSNorm and SwiGLU, gpt if it has none of them; any other combination raises."""
     given = draft.given
     kind = given.text("--position-embedding-type", "model.family")
     old = given.switch(ROTARY, "model.family")
     given.switch("--no-position-embedding", "model.family")
     norm = given.text("--normalization", "model.family") or "LayerNorm"
     if kind not in (None, "rope", "learned_absolute") or norm not in ("LayerNorm", "RMSNorm"):
-        message = f"{kind} positions with {norm} are no family here"
+        message = f"no family has {kind} positions with {norm}"
         raise UserError(message, where=given.where, hint="families: gpt, llama")
     signs = {
         "rotary positions": kind == "rope" or old,
@@ -73,7 +73,7 @@ def _family(draft: Draft) -> str:
     there = " and ".join(sign for sign, here in signs.items() if here)
     missing = " and ".join(sign for sign, here in signs.items() if not here)
     raise UserError(
-        f"the model has {there} but not {missing}, and no family here is so",
+        f"the model has {there} but not {missing}, and no family has this combination",
         where=given.where,
         hint="llama has all three, gpt (learned positions, LayerNorm, GELU) none",
     )
@@ -95,7 +95,7 @@ def _widths(draft: Draft, family: str) -> None:
         return
     if (groups or (1 if grouped else heads)) != heads:
         raise UserError(
-            "gpt has as many key-value heads as heads, but --group-query-attention asks for fewer", where=given.where
+            "gpt has as many key-value heads as heads, but --group-query-attention sets fewer", where=given.where
         )
     if head_dim not in (None, hidden // heads):
         raise UserError(
@@ -109,14 +109,14 @@ def _positions(draft: Draft, family: str) -> None:
     table = given.whole("--max-position-embeddings", "model.positions" if family == "gpt" else "data.sequence_length")
     if length is None:
         length = table or 1024
-        draft.ask(f"--seq-length is nowhere given: is data.sequence_length = {length} right?")
+        draft.ask(f"--seq-length is not given: is data.sequence_length = {length} correct?")
     draft.put("data.sequence_length", length)
     if family == "gpt":
         draft.put("model.positions", table or length)
         return
     draft.put_or("model.rope_theta", given.real("--rotary-base", "model.rope_theta"), 10000.0)
     if given.real("--rotary-percent", "model.rope_theta") not in (None, 1.0):
-        raise UserError("--rotary-percent is below 1, but rotary positions here turn whole heads", where=given.where)
+        raise UserError("--rotary-percent is below 1, but partial RoPE is not supported", where=given.where)
     factor = given.real("--rope-scaling-factor", "model.rope_scaling")
     if given.switch("--use-rope-scaling", "model.rope_scaling"):
         scaling = {"factor": factor or 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_positions": 8192}
@@ -127,15 +127,15 @@ def _biases(draft: Draft, family: str) -> None:
     given = draft.given
     if family == "gpt":
         given.leave("--disable-bias-linear", "this changes the model: gpt has biases in its linear layers")
-        given.leave("--add-qkv-bias", "gpt has these biases anyway", matters=False)
+        given.leave("--add-qkv-bias", "gpt always has these biases", matters=False)
         return
     if not given.switch("--disable-bias-linear", "model.family"):
-        draft.ask("--disable-bias-linear is not given, so this model has biases that llama has not: is that meant?")
+        draft.ask("--disable-bias-linear is not given, so this model has biases that llama lacks: is that intended?")
     draft.put_or("model.qkv_bias", given.switch("--add-qkv-bias", "model.qkv_bias") or None, False)
 
 
 def vocabulary(draft: Draft, count: Count) -> None:
-    """`model.vocab`, its padding, and `data.tokenizer`; `count` counts the ids of a tokenizer that is here."""
+    """`model.vocab`, its padding, and `data.tokenizer`; `count` counts the ids of a tokenizer on this machine."""
     given, family = draft.given, draft.get("model.family")
     kind = given.text("--tokenizer-type", "model.vocab")
     tokenizer = _tokenizer(draft)
@@ -155,7 +155,7 @@ def vocabulary(draft: Draft, count: Count) -> None:
     elif padded:
         draft.put("model.vocab", padded)
         draft.ask(
-            f"only the padded vocabulary is known: set model.vocab to the ids the tokenizer has, at most {padded}"
+            f"only the padded vocabulary is known: set model.vocab to the tokenizer's number of ids, at most {padded}"
         )
     else:
         _guess(draft, kind or "", tokenizer, family)
@@ -177,12 +177,13 @@ def _guess(draft: Draft, kind: str, tokenizer: str | None, family: str) -> None:
         draft.put("model.vocab", 50257, "GPT-2's vocabulary")
         return
     name = f"{kind} {tokenizer or ''}".lower().replace("llama2tokenizer", "llama-2").replace("_", "-")
-    found = next((size for pattern, size in VOCABULARIES.items() if re.search(pattern, name)), None)
-    if found:
-        draft.put("model.vocab", found, f"guessed from the name {Path(tokenizer or kind).name}")
+    size = next((size for pattern, size in VOCABULARIES.items() if re.search(pattern, name)), None)
+    if size:
+        draft.put("model.vocab", size, f"guessed from the name {Path(tokenizer or kind).name}")
         draft.ask(
-            f"model.vocab = {found} is guessed from the tokenizer's name, which is not here to be counted: is it right?"
+            f"model.vocab = {size} is guessed from the name of the tokenizer, which is not on this machine: "
+            "is it correct?"
         )
         return
-    draft.put("model.vocab", PLACEHOLDER[family], "A PLACEHOLDER: nothing says how many ids the tokenizer has")
-    draft.ask(f"how many ids has the tokenizer? model.vocab = {PLACEHOLDER[family]} only holds the place")
+    draft.put("model.vocab", PLACEHOLDER[family], "A PLACEHOLDER: the tokenizer's number of ids is not given")
+    draft.ask(f"how many ids does the tokenizer have? model.vocab = {PLACEHOLDER[family]} is a placeholder")

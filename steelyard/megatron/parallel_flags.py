@@ -1,4 +1,4 @@
-"""`[parallel]` and the batch: how many ranks there are, and how the model lies on them."""
+"""`[parallel]` and the batch: the world size, the layout and the batch sizes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from steelyard.megatron.cli_args import DroppedFlag
 from steelyard.megatron.recipe_draft import DEFAULT, Draft
 from steelyard.megatron.shell import symbolic
 
-# Launchers: flags whose values multiply to the number of ranks.
+# Launchers: flags whose product is the world size.
 PER_NODE = {"--nproc_per_node", "--nproc-per-node", "--num_gpus", "--ntasks-per-node", "--gpus-per-node"}
 NODES = {"--nnodes", "--num_nodes", "--nodes", "-N"}
 RANKS = {"-np", "-n", "--np", "--ntasks", "--num_processes"}
@@ -22,7 +22,7 @@ TORCH = re.compile(r"torchrun$|torch\.distributed\.(launch|run)$|^deepspeed$|/de
 
 
 def world(launchers: list[list[str]], variables: Mapping[str, object]) -> int | None:
-    """Ranks in all, from the innermost launcher that says so, or from the variables scripts call it by."""
+    """The world size, from the innermost launcher that sets it, or from the usual variables of scripts."""
     batch = next((words for words in launchers if words[:1] == ["sbatch"]), [])
     for words in reversed(launchers):
         name = words[0].rpartition("/")[2] if words else ""
@@ -32,19 +32,19 @@ def world(launchers: list[list[str]], variables: Mapping[str, object]) -> int | 
             if ranks or per_node:
                 return ranks or (per_node or 1) * (nodes or 1)
         elif name in ("mpirun", "mpiexec", "mpirun.openmpi"):
-            if found := _option(words, RANKS) or _by_hosts(words):
-                return found
+            if ranks := _option(words, RANKS) or _by_hosts(words):
+                return ranks
         elif name == "srun":
-            found = _option(words, RANKS) or _option(batch, RANKS)
+            ranks = _option(words, RANKS) or _option(batch, RANKS)
             per_node = _option(words, {"--ntasks-per-node"}) or _option(batch, {"--ntasks-per-node"})
             nodes = _option(words, NODES) or _option(batch, NODES)
-            if found or (per_node and nodes):
-                return found or (per_node or 1) * (nodes or 1)
+            if ranks or (per_node and nodes):
+                return ranks or (per_node or 1) * (nodes or 1)
     return _from_variables(variables)
 
 
 def account(launchers: list[list[str]], left: list[DroppedFlag], carried: dict[str, str]) -> None:
-    """Say of every flag of the launchers too what became of it."""
+    """Add every flag of the launchers to `carried` or `left`."""
     for words in launchers:
         for at, word in enumerate(words):
             name, equals, value = word.partition("=")
@@ -55,7 +55,7 @@ def account(launchers: list[list[str]], left: list[DroppedFlag], carried: dict[s
                 value = value if equals or following.startswith("-") else following
                 left.append(
                     DroppedFlag(
-                        name, symbolic.shown(value), "the launcher's; starting processes is not in a recipe", False
+                        name, symbolic.shown(value), "a flag of the launcher; a recipe does not start processes", False
                     )
                 )
 
@@ -87,8 +87,8 @@ def _from_variables(variables: Mapping[str, object]) -> int | None:
         value = variables.get(name)
         return int(value) if isinstance(value, str) and value.isdigit() and int(value) > 0 else None
 
-    if found := whole("WORLD_SIZE"):
-        return found
+    if ranks := whole("WORLD_SIZE"):
+        return ranks
     for per_node, nodes in VARIABLES:
         if whole(per_node) and whole(nodes):
             return (whole(per_node) or 1) * (whole(nodes) or 1)
@@ -96,19 +96,19 @@ def _from_variables(variables: Mapping[str, object]) -> int | None:
 
 
 def names_nodes(variables: Mapping[str, object]) -> bool:
-    """Whether a script's variables speak of nodes; where they do not, there is one."""
+    """Whether a script's variables set the number of nodes; otherwise there is one."""
     return any(nodes in variables for _, nodes in VARIABLES)
 
 
 def parallel(draft: Draft, ranks: int | None, config: dict[str, Any]) -> None:
-    """The mesh, the stages, sharding and recomputation. `model.layers` and the sizes of the mesh are known."""
+    """Data parallelism, stages, ZeRO and recomputation. `model.layers` and the other mesh sizes are already set."""
     _data(draft, ranks)
     _stages(draft)
     _zero(draft, config)
     _recompute(draft)
     tensor, wanted = draft.get("parallel.tensor"), draft.given.has("--sequence-parallel")
     if wanted and tensor == 1:
-        draft.given.leave("--sequence-parallel", "nothing to share with parallel.tensor = 1", matters=False)
+        draft.given.leave("--sequence-parallel", "no effect with parallel.tensor = 1", matters=False)
     else:
         draft.put_or(
             "parallel.sequence_parallel",
@@ -120,16 +120,14 @@ def parallel(draft: Draft, ranks: int | None, config: dict[str, Any]) -> None:
 def _data(draft: Draft, ranks: int | None) -> None:
     for key in ("parallel.tensor", "parallel.pipeline", "parallel.context"):
         if draft.get(key) < 1:
-            raise UserError(f"{key} would be {draft.get(key)}, which is no size", where=draft.given.where)
+            raise UserError(f"{key} would be {draft.get(key)}, which is not a valid size", where=draft.given.where)
     copy = draft.get("parallel.tensor") * draft.get("parallel.pipeline") * draft.get("parallel.context")
     if ranks is None:
-        draft.ask("how many ranks will there be? parallel.data is left out, so it is the rest of the world")
+        draft.ask("how many ranks will there be? parallel.data is not set, so it follows from the world size")
         return
     if ranks % copy:
         message = f"{ranks} ranks are not a multiple of tensor x pipeline x context = {copy}"
-        raise UserError(
-            message, where=draft.given.where, hint="set the number of nodes and GPUs in the script to the real one"
-        )
+        raise UserError(message, where=draft.given.where, hint="set the correct number of nodes and GPUs in the script")
     draft.put("parallel.data", ranks // copy, f"{ranks} ranks / {copy}")
 
 
@@ -154,11 +152,11 @@ def _stages(draft: Draft) -> None:
 
 
 def _even(draft: Draft, layers: int, pipeline: int, virtual: int, first: int | None, last: int | None) -> None:
-    """Megatron gives every stage as many layers; without the key they would be balanced by cost here."""
+    """Megatron splits the layers evenly; without the key Steelyard would balance them by cost."""
     ends = [count for count in (first, last) if count is not None]
     rest = pipeline * virtual - len(ends)
     if rest and (layers - sum(ends)) % rest:
-        draft.ask(f"{layers} layers do not lie evenly on {pipeline * virtual} stages: parallel.partition is left out")
+        draft.ask(f"{layers} layers are not divisible by {pipeline * virtual} stages: parallel.partition is not set")
         return
     middle = [(layers - sum(ends)) // rest] * rest if rest else []
     counts = [*([] if first is None else [first]), *middle, *([] if last is None else [last])]
@@ -189,25 +187,25 @@ def _recompute(draft: Draft) -> None:
         how = "full"
     method = given.text("--recompute-method", key)
     count = given.whole("--recompute-num-layers", key) if how == "full" and method == "block" else None
-    given.leave("--recompute-num-layers", "every layer is kept apart; this only changes memory", matters=False)
-    given.leave("--checkpoint-num-layers", "every layer is kept apart; this only changes memory", matters=False)
+    given.leave("--recompute-num-layers", "layers are checkpointed one by one; only memory changes", matters=False)
+    given.leave("--checkpoint-num-layers", "layers are checkpointed one by one; only memory changes", matters=False)
     draft.put_or(key, count if count is not None else how, "none")
 
 
 def deepspeed(draft: Draft) -> dict[str, Any]:
-    """The DeepSpeed file that a flag names, where it is here; what it alone says is added to the flags."""
+    """The DeepSpeed config, if the file exists; settings that no flag gives are added to the flags."""
     name = draft.given.text("--deepspeed_config", "parallel.zero")
     if name is None:
         return {}
     try:
         config = loads(Path(name).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        reason = "this file is not here; the flags beside it say the zero stage, the batch and the precision"
+        reason = "this file cannot be read; other flags give the ZeRO stage, the batch and the precision"
         draft.given.carried.pop("--deepspeed_config", None)
         draft.given.leave("--deepspeed_config", reason)
         return {}
     if not isinstance(config, dict):
-        raise UserError("this DeepSpeed file is not a JSON object", where=name)
+        raise UserError("this DeepSpeed config is not a JSON object", where=name)
     known = {
         "zero_optimization",
         "train_batch_size",
@@ -217,12 +215,12 @@ def deepspeed(draft: Draft) -> dict[str, Any]:
         "gradient_clipping",
     }
     for entry in sorted(set(config) - known - {"steps_per_print"}):
-        draft.given.note(f"{entry} in {name}", "DeepSpeed's own setting")
+        draft.given.note(f"{entry} in {name}", "a setting of DeepSpeed")
     return _only_here(draft, config)
 
 
 def _only_here(draft: Draft, config: dict[str, Any]) -> dict[str, Any]:
-    """Settings for which Megatron-DeepSpeed takes the file's word where the flags are silent."""
+    """Settings that Megatron-DeepSpeed reads from the file if no flag gives them."""
     given = draft.given
     for entry, flag in (
         ("train_batch_size", "--global-batch-size"),
@@ -239,11 +237,11 @@ def _only_here(draft: Draft, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def batch(draft: Draft) -> None:
-    """`train.micro_batch`, `train.global_batch` and a batch that grows."""
+    """`train.micro_batch`, `train.global_batch` and `train.batch_ramp`."""
     given, data = draft.given, draft.get("parallel.data")
     micro = given.whole("--micro-batch-size", "train.micro_batch")
     if micro is None:
-        draft.ask("--micro-batch-size is nowhere given: train.micro_batch is set to 1")
+        draft.ask("--micro-batch-size is not given: train.micro_batch is set to 1")
     micro = micro or 1
     draft.put("train.micro_batch", micro)
     whole = given.whole("--global-batch-size", "train.global_batch")

@@ -1,4 +1,4 @@
-"""The recipe while it is being written: settings, why some were assumed, and what must be asked."""
+"""A recipe under construction: settings, the reasons for assumed values, and questions to the user."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEFAULT = "Megatron's default"
 
 @dataclass
 class Draft:
-    """Keys as `section.key`; `assumed` says of a key why it has a value that no flag gave it."""
+    """Keys are `section.key`; `assumed` has the reason for a value that no flag sets."""
 
     given: Given
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -30,31 +30,31 @@ class Draft:
             self.assumed[key] = assumed
 
     def put_or(self, key: str, value: Any, default: Any) -> None:
-        """Set a key to what a flag gave, or to what Megatron assumes without the flag."""
+        """Set a key to the value of a flag, or to Megatron's default if the flag is not given."""
         if value is not None:
             self.put(key, value)
         elif default is not None:
             self.put(key, default, DEFAULT)
 
     def get(self, key: str) -> Any:
-        """A key's value, or None."""
+        """The value of a key, or None."""
         section, _, name = key.partition(".")
         return self.settings.get(section, {}).get(name)
 
     def ask(self, question: str) -> None:
-        """Keep a question that only a person can answer."""
+        """Add a question to the user."""
         self.questions.append(question)
 
     def close(self) -> None:
-        """See that every flag said to be in a key is in the recipe, and give every other one its reason."""
+        """Check that the key of every carried flag is in the recipe, and give every other flag a reason."""
         for name, key in list(self.given.carried.items()):
             if self.get(key) is None:
                 del self.given.carried[name]
-                self.given.leave(name, "without effect beside the other flags", matters=False)
+                self.given.leave(name, "no effect with the other flags", matters=False)
         self.given.close()
 
     def toml(self, name: str, head: list[str]) -> str:
-        """The recipe as a file, with a comment beside what was assumed."""
+        """The recipe as TOML, with a comment after each assumed value."""
         ordered = {key: _name_first(self.settings[key]) for key in ORDER if key in self.settings}
         plain = to_toml({"name": name} | ordered)
         lines, section = [f"# {line}" for line in head], ""

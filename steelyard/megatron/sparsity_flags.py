@@ -1,4 +1,4 @@
-"""MaskLLM's flags: `[sparsity]`, where any of them is given."""
+"""`[sparsity]`: MaskLLM's flags."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TEMPERATURE, SCALE, STRENGTH, MULTIPLE = [4.0, 0.05], [1e2, 5e2], 3.0, 10.0
 
 
 def sparsity(draft: Draft) -> None:
-    """Which pattern is learned, and how."""
+    """Convert the flags of mask learning, if any is given."""
     given = draft.given
     if not any(given.has(flag) for flag in LEARNING):
         return
@@ -29,7 +29,7 @@ def sparsity(draft: Draft) -> None:
             raise UserError(f"{flag} is not a first and a last value", where=given.where)
         draft.put(key, ends or default, "" if ends else DEFAULT)
     weight_reg = _numbers(draft, "--weight-reg", "sparsity.weight_reg")
-    # MaskLLM lets it fall to nothing; its continued runs give both ends.
+    # In MaskLLM it decays to zero; its continued runs give both ends.
     draft.put(
         "sparsity.weight_reg", [*weight_reg, 0.0][:2] if weight_reg else [0.0, 0.0], "" if weight_reg else DEFAULT
     )
@@ -53,13 +53,13 @@ def _ask(draft: Draft, frozen: bool) -> None:
     source = draft.get("train.init_from")
     if source is None:
         draft.put("sparsity.base", "BASE", "not known")
-        draft.ask("nothing names the weights that masks are learned for: set sparsity.base to their checkpoint")
+        draft.ask("the weights of the masks are not given: set sparsity.base to their checkpoint")
     if not frozen:
-        draft.ask("without --mask-only MaskLLM trains the weights too; here they stay frozen while masks are learned")
+        draft.ask("without --mask-only MaskLLM also trains the weights; Steelyard freezes them in mask learning")
     if source and draft.get("sparsity.prior_strength"):
         draft.ask(
-            f"MaskLLM begins near the masks that {source} holds: unless it holds learned logits, which are continued, "
-            f"write them with steelyard mask export {source} prior.mask and set sparsity.prior"
+            f"MaskLLM starts from the masks in {source}: unless it holds learned logits, which are continued, "
+            f"export them with steelyard mask export {source} prior.mask and set sparsity.prior"
         )
     if draft.get("optim.weight_decay"):
-        draft.ask("MaskLLM's weight decay pulls on the logits; here they have none unless sparsity.weight_decay is set")
+        draft.ask("MaskLLM applies weight decay to the logits; here it is 0 unless sparsity.weight_decay is set")

@@ -1,4 +1,4 @@
-"""Megatron's tools beside training, as Steelyard's commands."""
+"""Converts Megatron's other tools (tokenization, checkpoint conversion) to Steelyard's commands."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ LATER = "steelyard checkpoint convert arrives in a later release"
 
 
 def program_of(words: list[str]) -> tuple[str, list[str], list[str]]:
-    """The Python file that a command starts, without its folder, the words before it, and those behind it.
+    """The name of the Python file that a command starts, the words before it, and the words after it.
 
-    A line of flags alone, as guides print them, or a program whose name is not known, is named "".
+    The name is "" for a line of flags without a command, as in guides, and for an unknown program.
     """
     for at, word in enumerate(words):
         if word.endswith(".py"):
@@ -39,9 +39,9 @@ def tokenize(given: Given) -> str:
     tokenizer = model or (f"{vocab},{merges}" if vocab and merges else vocab)
     if tokenizer is None:
         tokenizer = "TOKENIZER"
-        given.note("--tokenizer", "the script names no tokenizer file: put it in place of TOKENIZER")
+        given.note("--tokenizer", "the script has no tokenizer file: replace TOKENIZER")
     words += ["--tokenizer", tokenizer]
-    given.leave("--tokenizer-type", "the kind is found from the files", matters=False)
+    given.leave("--tokenizer-type", "the type is detected from the files", matters=False)
     words += ["--output-prefix", *_needed(given, "--output-prefix")]
     if keys := given.texts("--json-keys", "--json-keys"):
         words += ["--json-keys", *keys]
@@ -50,7 +50,7 @@ def tokenize(given: Given) -> str:
     if (workers := given.text("--workers", "--workers")) is not None:
         words += ["--workers", workers]
     for flag in ("--dataset-impl", "--log-interval", "--partitions", "--chunk-size", "--keep-sequential-samples"):
-        given.leave(flag, "the files come out the same without it", matters=False)
+        given.leave(flag, "the output is the same without it", matters=False)
     for flag in ("--split-sentences", "--keep-newlines", "--lang"):
         given.leave(flag, "documents are not split into sentences")
     return shlex.join(words)
@@ -74,7 +74,7 @@ def convert(given: Given) -> str:
         if given.switch(flag, "--dtype"):
             words += ["--dtype", flag[2:]]
     for flag in FOUND_IN_A_CHECKPOINT:
-        given.leave(flag, "found from the checkpoint itself", matters=False)
+        given.leave(flag, "read from the checkpoint", matters=False)
     return shlex.join(words)
 
 
@@ -92,7 +92,7 @@ def _needed(given: Given, flag: str) -> list[str]:
     if not values:
         value = next(left.value for left in given.left if left.flag == flag)
         raise UserError(
-            f"{flag} is {value or 'empty'}, which is not known", where=given.where, hint="give its value: -- ARGS"
+            f"{flag} is {value or 'empty'}, which is not known", where=given.where, hint="pass its value: -- ARGS"
         )
     return values
 

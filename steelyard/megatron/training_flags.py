@@ -1,4 +1,4 @@
-"""What is read, how long, how it learns and how it is watched: all sections but `[model]` and `[parallel]`."""
+"""`[data]`, `[train]`, `[optim]`, `[checkpoint]`, `[eval]` and `[log]`."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ DEFAULT_SPLIT = "969,30,1"
 
 
 def plain(draft: Draft) -> None:
-    """Every flag that is one key of the recipe by itself, and Megatron's default where it is not given."""
+    """Convert every flag that is exactly one recipe key, with Megatron's default if it is not given."""
     for flag, (key, kind, default) in CARRIED.items():
         if key in ("model.layers", "model.hidden", "model.heads"):
             continue
         read: Any = {int: draft.given.whole, float: draft.given.real, str: draft.given.text}[kind]
         draft.put_or(key, read(flag, key), default)
     if draft.get("optim.learning_rate") is None:
-        draft.ask("--lr is nowhere given: set optim.learning_rate")
+        draft.ask("--lr is not given: set optim.learning_rate")
 
 
 def data(draft: Draft) -> None:
-    """The token files and their shares."""
+    """The token files, their weights and the split."""
     given = draft.given
     for flag, key in (
         ("--data-path", "train"),
@@ -37,7 +37,7 @@ def data(draft: Draft) -> None:
         if sources := _sources(draft, given.texts(flag, f"data.{key}")):
             draft.put(f"data.{key}", sources)
     if draft.get("data.train") is None:
-        draft.ask("no token files are named: set data.train")
+        draft.ask("no token files are given: set data.train")
     split = given.text("--split", "data.split")
     draft.put_or("data.split", split and split.replace(" ", ""), DEFAULT_SPLIT)
     for flag, key in (
@@ -56,12 +56,12 @@ def _sources(draft: Draft, words: list[str]) -> list[dict[str, Any]]:
             {"prefix": prefix, "weight": float(weight)} for weight, prefix in zip(words[::2], words[1::2], strict=True)
         ]
     if len(words) > 1:
-        draft.ask("several token files without weights: here each counts the same, in newer Megatrons by its size")
+        draft.ask("several token files without weights: here they have equal weights, in newer Megatron their sizes")
     return [{"prefix": word} for word in words]
 
 
 def train(draft: Draft) -> None:
-    """How long, and in which precision."""
+    """The length of the run and the precision."""
     given = draft.given
     _length(draft)
     minutes = given.real("--exit-duration-in-mins", "train.max_hours")
@@ -81,7 +81,7 @@ def train(draft: Draft) -> None:
 
 
 def _length(draft: Draft) -> None:
-    """Steps, samples or tokens: the recipe takes one, Megatron-DeepSpeed stops at whichever comes first."""
+    """Steps, samples or tokens: a recipe has one of them, Megatron-DeepSpeed stops at the earliest."""
     given = draft.given
     steps = given.whole("--train-iters", "train.steps")
     samples = given.whole("--train-samples", "train.samples")
@@ -95,21 +95,21 @@ def _length(draft: Draft) -> None:
     if tokens:
         ends.append((tokens, "train.tokens", "--train-tokens", tokens))
     if not ends:
-        draft.ask("nothing says how long to train: set train.steps")
+        draft.ask("the length of the training is not given: set train.steps")
         return
     _, key, _, value = min(ends)
     draft.put(key, value)
     for _, _, flag, _ in sorted(ends)[1:]:
         given.carried.pop(flag, None)
-        given.leave(flag, f"{key} comes first", matters=False)
+        given.leave(flag, f"{key} is reached first", matters=False)
 
 
 def optim(draft: Draft, sgd: str | None) -> None:
-    """The optimizer and the course of its learning rate."""
+    """The optimizer and its learning-rate schedule."""
     given = draft.given
     name = given.text("--optimizer", "optim.name") or "adam"
     if name not in ("adam", "sgd"):
-        raise UserError(f"there is no optimizer {name} here", where=given.where, hint="optimizers: adamw, sgd, sgd-sai")
+        raise UserError(f"optimizer {name} is not supported", where=given.where, hint="optimizers: adamw, sgd, sgd-sai")
     betas = [given.real("--adam-beta1", "optim.betas"), given.real("--adam-beta2", "optim.betas")]
     eps, momentum = given.real("--adam-eps", "optim.eps"), given.real("--sgd-momentum", "optim.momentum")
     if name == "adam":
@@ -122,7 +122,7 @@ def optim(draft: Draft, sgd: str | None) -> None:
         draft.put_or("optim.momentum", momentum, 0.9)
         for flag in ("--adam-beta1", "--adam-beta2", "--adam-eps"):
             given.carried.pop(flag, None)
-            given.leave(flag, "this optimizer has none", matters=False)
+            given.leave(flag, "not used by this optimizer", matters=False)
     _schedule(draft)
 
 
@@ -130,11 +130,11 @@ def _sgd(draft: Draft, settled: str | None) -> None:
     draft.put("optim.name", settled or "sgd")
     if settled is None:
         draft.ask(
-            "which SGD is meant? Megatron's own sgd is momentum SGD; patched ones exist in which it is "
+            "which SGD is meant? Megatron's sgd is SGD with momentum; in some patched versions it is "
             'SGD-SaI: then set optim.name = "sgd-sai", or give --sgd sgd-sai'
         )
     if (settled or "sgd") == "sgd" and draft.get("optim.weight_decay"):
-        draft.ask("Megatron's sgd adds weight decay to the gradient, here it is decoupled from it: is that meant?")
+        draft.ask("Megatron's sgd adds weight decay to the gradient, here it is decoupled: is that intended?")
 
 
 def _schedule(draft: Draft) -> None:
@@ -142,10 +142,10 @@ def _schedule(draft: Draft) -> None:
     style = given.text("--lr-decay-style", "optim.schedule")
     if style is not None and style not in SCHEDULES:
         given.carried.pop("--lr-decay-style")
-        given.leave("--lr-decay-style", "there is no such schedule; optim.schedule is constant until another is chosen")
+        given.leave("--lr-decay-style", "this schedule is not supported; optim.schedule is set to constant")
         style = "constant"
     draft.put_or("optim.schedule", style and SCHEDULES[style], "linear")
-    horizon: tuple[str, int] | None = None
+    decay_length: tuple[str, int] | None = None
     for unit, flag in (
         ("steps", "--lr-decay-iters"),
         ("samples", "--lr-decay-samples"),
@@ -153,33 +153,31 @@ def _schedule(draft: Draft) -> None:
     ):
         value = given.whole(flag, f"optim.decay_{unit}")
         if value:
-            horizon = (unit, value)
+            decay_length = (unit, value)
             draft.put(f"optim.decay_{unit}", value)
-    _warmup(draft, horizon)
-    fall = given.whole("--lr-wsd-decay-iters", "optim.decay_fraction") or given.whole(
+    _warmup(draft, decay_length)
+    decay = given.whole("--lr-wsd-decay-iters", "optim.decay_fraction") or given.whole(
         "--lr-wsd-decay-samples", "optim.decay_fraction"
     )
-    end = horizon[1] if horizon else draft.get("train.steps") or draft.get("train.samples")
-    if fall and end and style == "WSD":
-        draft.put("optim.decay_fraction", round(fall / end, 6))
+    end = decay_length[1] if decay_length else draft.get("train.steps") or draft.get("train.samples")
+    if decay and end and style == "WSD":
+        draft.put("optim.decay_fraction", round(decay / end, 6))
         if given.text("--lr-wsd-decay-style", "optim.schedule") not in ("linear",):
-            draft.ask(
-                "Megatron's WSD falls exponentially unless told otherwise; here it falls linearly: is that meant?"
-            )
+            draft.ask("Megatron's WSD decays exponentially by default, here it decays linearly: is that intended?")
 
 
-def _warmup(draft: Draft, horizon: tuple[str, int] | None) -> None:
-    """A fraction is a fraction of the schedule's horizon, which is the run where it is not given."""
+def _warmup(draft: Draft, decay_length: tuple[str, int] | None) -> None:
+    """A fraction refers to the length of the schedule, which by default is that of the run."""
     given = draft.given
     fraction = given.real("--lr-warmup-fraction", "optim.warmup_steps")
     if fraction:
         lengths = [(unit, draft.get(f"train.{unit}")) for unit in ("steps", "samples", "tokens")]
-        unit, end = horizon or next(((unit, value) for unit, value in lengths if value), ("steps", 0))
+        unit, end = decay_length or next(((unit, value) for unit, value in lengths if value), ("steps", 0))
         if end:
             given.carry("--lr-warmup-fraction", f"optim.warmup_{unit}")
             draft.put(f"optim.warmup_{unit}", round(fraction * end), f"{fraction} of {end}")
             return
-        draft.ask(f"--lr-warmup-fraction {fraction} is of a length that is not known: set optim.warmup_steps")
+        draft.ask(f"--lr-warmup-fraction {fraction} is of an unknown length: set optim.warmup_steps")
     for unit, flag in (
         ("steps", "--lr-warmup-iters"),
         ("samples", "--lr-warmup-samples"),
@@ -193,12 +191,12 @@ def _warmup(draft: Draft, horizon: tuple[str, int] | None) -> None:
 
 
 def checkpoint(draft: Draft) -> None:
-    """Where weights come from, and where the run goes."""
+    """The initial weights and the run folder."""
     given = draft.given
     save, load = given.flags.get("--save"), given.flags.get("--load")
     finetune = given.switch("--finetune", "train.init_from")
     if load is not None and load == save and not finetune:
-        given.leave("--load", "an unfinished run is resumed by the same command", matters=False)
+        given.leave("--load", "the same command resumes an unfinished run", matters=False)
     else:
         source = given.text("--pretrained-checkpoint", "train.init_from") or given.text("--load", "train.init_from")
         if source:
@@ -208,17 +206,17 @@ def checkpoint(draft: Draft) -> None:
                 + ("" if finetune else ", not from its optimizer and step")
                 + "; if it must be converted first, see steelyard checkpoint convert"
             )
-    given.leave("--save", "the run folder is named where training starts: steelyard train RECIPE --run DIR")
+    given.leave("--save", "the run folder is an option of the command: steelyard train RECIPE --run DIR")
 
 
 def watching(draft: Draft) -> None:
-    """Validation, TensorBoard and profiles."""
+    """Validation, TensorBoard and profiling."""
     given = draft.given
     batches = given.whole("--eval-iters", "eval.batches")
     if batches == 0:
         draft.put("eval.every", 0)
         given.carried.pop("--eval-iters")
-        given.leave("--eval-iters", "validation is left to the first and the last step: eval.every = 0")
+        given.leave("--eval-iters", "validation runs only at the first and the last step: eval.every = 0")
     else:
         draft.put_or("eval.batches", batches, 100)
     if draft.get("log.every") == 0:
@@ -227,11 +225,11 @@ def watching(draft: Draft) -> None:
         draft.put("log.tensorboard", True)
         given.leave("--tensorboard-dir", "log.tensorboard = true; the files are in the run folder", matters=False)
     start, end = given.whole("--profile-step-start", "log.profile"), given.whole("--profile-step-end", "log.profile")
-    if given.switch("--profile", "log.profile"):  # Megatron counts the steps done before, this recipe the steps.
+    if given.switch("--profile", "log.profile"):  # Megatron counts completed steps, the recipe step numbers.
         draft.put("log.profile", [(10 if start is None else start) + 1, 12 if end is None else end])
         ranks = given.texts("--profile-ranks", "log.profile_ranks") or ["0"]  # Megatron's default.
         draft.put("log.profile_ranks", [int(given.number("--profile-ranks", rank, int)) for rank in ranks])
         if given.switch("--use-pytorch-profiler", "log.profile_tool"):
             draft.put("log.profile_tool", "torch")
     for flag in ("--use-pytorch-profiler", "--profile-ranks"):
-        given.leave(flag, "without --profile it means nothing", matters=False)
+        given.leave(flag, "no effect without --profile", matters=False)

@@ -89,7 +89,7 @@ def test_a_link_out_of_the_folder_is_not_followed(tmp_path, name):
     else:
         elsewhere.write_text("a private key")
     (folder / name).symlink_to(elsewhere)
-    with pytest.raises(UserError, match="is a link out of its folder"):
+    with pytest.raises(UserError, match="is a link that leaves its folder"):
         convert(open_source(folder), tmp_path / "copy", Target("hf"))
 
 
@@ -109,7 +109,7 @@ def test_links_inside_the_folder_and_into_a_cache_of_the_hub_are_followed(tmp_pa
     assert (tmp_path / "copy" / "chat_template.jinja").read_text() == "a template"
     (blobs / "key").symlink_to("/etc/hostname")
     (snapshot / "vocab.json").symlink_to("../../blobs/key")
-    with pytest.raises(UserError, match="is a link out of its folder"):
+    with pytest.raises(UserError, match="is a link that leaves its folder"):
         open_source(snapshot)
 
 

@@ -111,8 +111,8 @@ def mistake(done: subprocess.CompletedProcess) -> str:
         (["train", "tiny.toml", "--dry-run", "--gpu", "h10"], "h10 is not known"),
         (["recipe", "from-megatron", "nowhere.sh"], "nowhere.sh: there is no such file"),
         (["recipe", "from-megatron", "tiny.toml"], "tiny.toml"),
-        (["recipe", "from-megatron", "--", "a"], "name at least one script"),
-        (["submit"], "name a recipe, or a command behind --"),
+        (["recipe", "from-megatron", "--", "a"], "give at least one script"),
+        (["submit"], "give a recipe, or a command after --"),
         (["submit", "tiny.toml", "--on", "mpi", "--nodes", "2", "parallel.data=2"], "only 0 are given for mpirun"),
         (["submit", "tiny.toml", "--site", "nowhere"], "there is no site nowhere"),
         (["submit", "--", "trian", "x"], "there is no command trian"),
@@ -190,7 +190,7 @@ def test_quiet_still_says_that_something_is_missing(workplace):
     (workplace.path / "launch.sh").write_text(LAUNCH)
     done = workplace.steelyard("recipe", "from-megatron", "launch.sh", "--quiet")
     assert re.fullmatch(
-        r"warning: \d+ questions?, 3 flags not carried over; without --quiet they are listed\n", done.stderr
+        r"warning: \d+ questions?, 3 flags not carried over; run without --quiet to list them\n", done.stderr
     )
 
 
@@ -306,7 +306,7 @@ def test_a_check_of_a_recipe_says_which_files_it_did_not_look_at(in_workplace, c
     from steelyard.cli.recipe import check
 
     check("tiny.toml", ["train.init_from=nowhere"])
-    assert "not looked at: the files of data.train, train.init_from" in capsys.readouterr().out
+    assert "not checked: the files of data.train, train.init_from" in capsys.readouterr().out
 
 
 def test_a_text_that_is_cut_to_lines_is_told_of(tmp_path, capsys):

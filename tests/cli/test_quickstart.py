@@ -54,7 +54,7 @@ def test_an_unfinished_quickstart_keeps_its_steps_and_a_new_one_is_sized(in_work
     assert result["run"] == "runs/quickstart-2"
     assert FEWEST_STEPS <= result["steps"] == Run(Path(result["run"])).recipe().train.steps
     assert result["seconds_per_step_measured"] > 0
-    assert f"s per step here: training {result['steps']} steps" in sized.stderr
+    assert f"s per step: training {result['steps']} steps" in sized.stderr
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ import os, time
 from steelyard.core import host
 if {without_prctl}:
     host._prctl = lambda: None
-host.SECONDS_BETWEEN_LOOKS = 0.05
+host.POLL_SECONDS = 0.05
 host.end_with_parent(os.getppid())
 print(os.getpid(), flush=True)
 time.sleep(600)

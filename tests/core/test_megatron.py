@@ -255,7 +255,7 @@ def test_a_configuration_file_alone_and_with_the_script_that_sources_it(place):
     assert (alone.parallel.data, alone.train.global_batch, alone.train.micro_batch) == (4, 64, 1)
     assert any("starts no training" in question for question in reading.questions)
     assert {"HOMOGENEOUS_CLUSTER", "NSYS", "PROFILE"} <= set(left(reading))
-    assert "MODEL=xl is taken to be FASOP's" in reading.notes[0]
+    assert "MODEL=xl is assumed to be FASOP's" in reading.notes[0]
     whole, reading = meant("_01_run_inter.sh", arguments=("0",))
     assert whole.parallel == alone.parallel
     assert (whole.train.steps, whole.train.precision, whole.train.loss_scale) == (50, "fp16", 2**32)
@@ -278,12 +278,12 @@ def test_a_script_gets_its_arguments_and_says_when_they_are_missing(place):
     assert recipe.train.max_hours == 500000
     assert any("how many ranks" in question for question in reading.questions)
     assert any("PLACEHOLDER" in line for line in reading.recipe.splitlines())
-    assert "train.tokens comes first" in left(reading)["--train-samples"]
+    assert "train.tokens is reached first" in left(reading)["--train-samples"]
     assert reading.commands == [
         "steelyard data tokenize --input arxiv.jsonl --tokenizer b.model --output-prefix arxiv --append-eod"
     ]
     assert "only when the script runs" in left(reading)["--workers"]
-    with pytest.raises(UserError, match="after saying: Usage: give a tokenizer"):
+    with pytest.raises(UserError, match="after printing: Usage: give a tokenizer"):
         read([Path("deepspeed.sh")])
     with pytest.raises(UserError, match="Unknown parameter passed: --bogus"):
         read([Path("deepspeed.sh")], ["--bogus", "1"])
@@ -311,7 +311,7 @@ def test_a_condition_on_an_argument_chooses_where_the_weights_come_from(place):
     resumed, reading = meant("masks.sh", arguments=("1",))
     assert resumed.train.init_from is None
     assert any("set sparsity.base" in question for question in reading.questions)
-    assert "resumed by the same command" in left(reading)["--load"]
+    assert "the same command resumes" in left(reading)["--load"]
 
 
 def test_lines_of_flags_alone_mean_what_they_say_and_ask_for_the_rest(place):
@@ -326,7 +326,7 @@ def test_variables_in_one_file_and_flags_in_another_are_read_together(place):
     recipe, _ = meant("paths.sh", "fragment.sh")
     assert recipe.data.tokenizer == "gpt2-vocab.json,gpt2-merges.txt"
     assert recipe.data.train[0].prefix == "my-gpt2"
-    with pytest.raises(UserError, match="--num-layers is nowhere given"):
+    with pytest.raises(UserError, match="--num-layers is not given"):
         read([Path("paths.sh")])
 
 
@@ -349,7 +349,7 @@ def test_megatrons_own_example_keeps_its_ramp_and_its_horizon(place):
     assert str(recipe.parallel.partition) == "-".join(["6"] * 16)
     assert reading.questions == []
     _, reading = meant("gpt3.sh")
-    assert left(reading)["--data-path"] == "$5 is not set, give it after --: set data.train"
+    assert left(reading)["--data-path"] == "$5 is not set, pass it after --: set data.train"
 
 
 def test_what_megatron_assumes_is_written_out(place):
@@ -472,9 +472,9 @@ def test_a_tokenizer_that_is_here_is_counted(place):
         ("--swiglu", "the model has --swiglu but not rotary positions and --normalization RMSNorm"),
         ("--position-embedding-type alibi", "no family"),
         ("--num-experts 8", "mixture of experts"),
-        ("--optimizer lion", "there is no optimizer lion"),
+        ("--optimizer lion", "optimizer lion is not supported"),
         ("--lr fast", "--lr is 'fast', which is not a number"),
-        ("--num-layers " + "9" * 400, "which is not a whole number"),
+        ("--num-layers " + "9" * 400, "which is not an integer"),
         ("--tensor-model-parallel-size 3", "8 ranks are not a multiple of tensor x pipeline x context = 3"),
         ("--global-batch-size 10", "train.global_batch"),
         ("--pipeline-model-parallel-size 2 --balance 1-4", "holds 5 layers"),

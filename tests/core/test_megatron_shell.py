@@ -98,7 +98,7 @@ def test_a_branch_that_cannot_be_decided_is_left_out_and_noted(tmp_path):
     script.write_text("if [ $1 -eq 0 ]; then\n  show.py zero\nelse\n  show.py other\nfi\n")
     state = follow([script], [], {})
     assert [command.words for command in state.commands] == [["show.py", "other"]]
-    assert "run.sh:1: this condition depends on $1 (give it after --)" in state.notes[0]
+    assert "run.sh:1: this condition depends on $1 (pass it after --)" in state.notes[0]
     assert fields(script, "0") == [["zero"]]
 
 
@@ -114,8 +114,8 @@ def test_sourced_and_started_scripts_are_followed_and_missing_ones_noted(tmp_pat
     assert [command.words for command in state.commands] == [["show.py", "4"], ["show.py", "arg", "yes", "none"]]
     assert state.commands[1].launchers == [["mpirun", "-np", "4"]]
     missing, started = state.notes
-    assert missing.endswith("run.sh:5: gone.sh is sourced here and cannot be found; its settings are missing")
-    assert "run.sh:6: ./also_gone.sh is started here with the arguments 1 2 and cannot be found" in started
+    assert missing.endswith("run.sh:5: gone.sh is sourced here but was not found; its settings are missing")
+    assert "run.sh:6: ./also_gone.sh is started here with the arguments 1 2 but was not found" in started
 
 
 @pytest.mark.parametrize(
@@ -125,12 +125,12 @@ def test_sourced_and_started_scripts_are_followed_and_missing_ones_noted(tmp_pat
         ("echo ok\nif true; then\n", "run.sh:2: this if has no"),
         ("A=( --x 1\n", "this array is never closed"),
         ("echo $(date\n", "this ( is never closed"),
-        ("fi\n", "closes nothing here"),
-        ("def main():\n    print((1))\n", "out of place"),
-        ("f() { f; }\nf\n", "in a circle"),
-        (". run.sh\n", "in a circle"),
-        ("x=aa\nwhile true; do x=$x$x; done\n", "grows without end"),
-        ("for i in 1 2; do " * 30 + "echo; " + "done; " * 30, "without end"),
+        ("fi\n", "closes nothing"),
+        ("def main():\n    print((1))\n", "unexpected ("),
+        ("f() { f; }\nf\n", "in a cycle"),
+        (". run.sh\n", "in a cycle"),
+        ("x=aa\nwhile true; do x=$x$x; done\n", "grows without bound"),
+        ("for i in 1 2; do " * 30 + "echo; " + "done; " * 30, "runs more than 50000 statements"),
         ("x=" + "$((" + "(" * 5000 + ")" * 5000 + "))\n", ""),
         ("\0\1\2", "not a text file"),
     ],

@@ -137,7 +137,7 @@ def test_a_recipe_extends_another_and_blames_the_right_file(tmp_path):
 def test_recipes_that_extend_each_other_are_refused(tmp_path):
     (tmp_path / "a.toml").write_text('extends = "b.toml"')
     (tmp_path / "b.toml").write_text('extends = "a.toml"')
-    assert "circle" in refusal(tmp_path / "a.toml")
+    assert "cycle" in refusal(tmp_path / "a.toml")
 
 
 def test_lines_are_right_for_every_way_to_write_a_key(tmp_path):
@@ -157,7 +157,7 @@ def test_lines_are_right_for_every_way_to_write_a_key(tmp_path):
 
 
 def test_a_name_that_would_leave_the_runs_folder_is_refused():
-    assert re.search("name: '../x' may hold only", refusal(MIXED, "name=../x"))
+    assert re.search("name: '../x' may contain only", refusal(MIXED, "name=../x"))
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def test_a_recipe_that_cannot_be_rewritten_is_left_alone(old):
     old.recipe.write_text("train = {hours = 2.0}\n")
     done = old.steelyard("recipe", "migrate", "tiny.toml")
     assert (done.returncode, old.recipe.read_text()) == (2, "train = {hours = 2.0}\n")
-    assert done.stderr == "error: tiny.toml:1: train.hours is not rewritten here: write train.max_hours\n"
+    assert done.stderr == "error: tiny.toml:1: train.hours cannot be replaced in this form: write train.max_hours\n"
 
 
 def test_a_run_from_before_is_read_and_resumed(old):

@@ -78,7 +78,7 @@ def run(capsys, *words):
 
 def test_undo_with_nothing_done_says_so(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    assert run(capsys, "--undo") == (0, "there is nothing to take back\n", "")
+    assert run(capsys, "--undo") == (0, "there is nothing to undo\n", "")
 
 
 @pytest.mark.parametrize(

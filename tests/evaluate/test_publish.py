@@ -91,7 +91,7 @@ def test_a_second_push_sends_nothing_and_a_changed_file_alone(hub, folder):
 def test_a_link_out_of_the_folder_is_not_published(hub, folder, tmp_path):
     (tmp_path / "key").write_text("a private key")
     (folder / "LICENSE").symlink_to(tmp_path / "key")
-    with pytest.raises(UserError, match="LICENSE is a link out of its folder"):
+    with pytest.raises(UserError, match="LICENSE is a link that leaves its folder"):
         publish.push(folder, NAME)
     assert writes(hub) == []
 

@@ -25,7 +25,7 @@ def test_a_model_and_a_file_are_enough(bases, place):
     assert (place / "tuned/chat_template.jinja").is_file()
     assert result["steps"] > 1
     again = steelyard("sft", "--model", bases / "llama", "--data", "talks.jsonl", "--out", "tuned", *WORDS)
-    assert (again.returncode, again.stderr.splitlines()[0]) == (2, "error: tuned is there already")
+    assert (again.returncode, again.stderr.splitlines()[0]) == (2, "error: tuned already exists")
 
 
 @pytest.mark.slow
@@ -66,7 +66,7 @@ def test_a_preview_is_shown_and_written(bases, place):
     ("words", "message"),
     [
         (["sft"], "Usage"),
-        (["sft", "--model", "somewhere"], "there is nothing to tune"),
+        (["sft", "--model", "somewhere"], "there is no model or data to fine-tune"),
         (["sft", "nothing.toml"], "there is no such file or shipped recipe"),
         (["adapter", "merge", "nowhere", "nothing", "out"], "there is no checkpoint nowhere"),
     ],

@@ -387,7 +387,7 @@ def test_a_site_is_found_by_name_and_the_recipe_goes_before_it(tmp_path):
         ("[s.mpi]\noptions = ['-x', 'WANDB_API_KEY=0123']", "mpi.options: holds a secret"),
         ("[s.slurm]\nsbatch = ['--export=HF_TOKEN=0123']", "sbatch: holds a secret"),
         ("[s.environment]\nPROXY = 'http://me:pw@proxy'", "environment.PROXY: holds a secret"),
-        ("[s.environment]\n'A B' = 'x'", "may hold only"),
+        ("[s.environment]\n'A B' = 'x'", "may contain only"),
         ("s = 1", "there is no site s"),
     ],
 )

@@ -217,10 +217,10 @@ def test_a_rank_starts_itself_under_nsight_only_where_it_is_meant(in_workplace, 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--steps", "12-10"], "12-10 names no steps"),
+        (["--steps", "12-10"], "12-10 is not a range of steps"),
         (["--steps", "3,7"], "must be consecutive"),
         (["--ranks", "0,1"], "there is no rank 1; the run has 1"),
-        (["--ranks", "zero"], "no list of ranks"),
+        (["--ranks", "zero"], "is not a list of ranks"),
         (["--tool", "nsys"], "nsys is not installed here"),
         (["--tool", "ncu"], "ncu is not installed here"),
     ],

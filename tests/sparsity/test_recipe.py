@@ -20,11 +20,11 @@ def recipe(tmp_path):
     ("overrides", "reported"),
     [
         (["sparsity.method=lerned"], "sparsity.method"),
-        (["sparsity.method=learned"], "sparsity.base: masks are learned for weights that exist"),
+        (["sparsity.method=learned"], "sparsity.base: mask learning needs existing weights"),
         (["sparsity={method='learned', base='x', pattern='4:8'}"], "masks of 4:8 cannot be learned"),
         (["sparsity={method='sr-ste', pattern='4:2'}"], 'must be kept:group, like "2:4"'),
-        (["sparsity={method='sr-ste', temperature=[1.0, 2.0]}"], "sparsity.temperature: has no meaning with"),
-        (["sparsity={method='learned', base='x', mask='y'}"], "sparsity.mask: has no meaning with"),
+        (["sparsity={method='sr-ste', temperature=[1.0, 2.0]}"], "sparsity.temperature: is not used with"),
+        (["sparsity={method='learned', base='x', mask='y'}"], "sparsity.mask: is not used with"),
         (["sparsity={method='learned', base='x', temperature=[1.0]}"], "sparsity.temperature"),
         (["sparsity={method='learned', base='x', temperature=[1.0, 0.0]}"], "sparsity.temperature"),
         (["sparsity={method='learned', base='x', temprature=[1.0, 0.5]}"], "sparsity.temperature?"),
@@ -32,11 +32,11 @@ def recipe(tmp_path):
             ["sparsity={method='learned', base='x', learning_rate=1.0, learning_rate_multiplier=2.0}"],
             "choose one of the two",
         ),
-        ([LEARNED, "train.precision=fp8"], "no fp8 arithmetic"),
+        ([LEARNED, "train.precision=fp8"], "do not support fp8"),
         ([LEARNED, "model.ffn=18"], "groups of 4 do not divide model.ffn = 18"),
         ([LEARNED, "model.ffn=20", "parallel.tensor=2"], "model.ffn must be a multiple of 8"),
         ([LEARNED, "sparsity.distill=1.0", "parallel.pipeline=2"], "which must hold the whole model"),
-        (["sparsity.method=fixed"], "train.init_from: zeros are kept in weights that have some"),
+        (["sparsity.method=fixed"], "train.init_from: fixed masks need pruned weights"),
     ],
 )
 def test_what_cannot_be_is_refused_with_its_key(recipe, overrides, reported):

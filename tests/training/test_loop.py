@@ -97,7 +97,7 @@ def test_a_run_that_is_further_than_asked_is_left_as_it_is(in_workplace):
 
 def test_a_refused_second_writer_changes_nothing(in_workplace):
     run = training.run(load_recipe("tiny.toml", ["train.steps=4"]))
-    with run.writing(), pytest.raises(UserError, match="is being written"):
+    with run.writing(), pytest.raises(UserError, match="is in use by"):
         training.run(load_recipe("tiny.toml", ["train.steps=6"]))
     assert run.recipe().train.steps == 4
 

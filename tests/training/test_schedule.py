@@ -72,7 +72,7 @@ def test_a_run_may_be_measured_in_samples_or_tokens(workplace, unit, length):
     text = workplace.recipe.read_text()
     workplace.recipe.write_text(text.replace("steps = 20\n", f"{unit} = {length}\n"))
     assert load_recipe(workplace.recipe).train.steps == 25
-    with pytest.raises(UserError, match=f"give steps or {unit}, not both"):
+    with pytest.raises(UserError, match=f"set steps or {unit}, not both"):
         load_recipe(workplace.recipe, ["train.steps=20"])
 
 

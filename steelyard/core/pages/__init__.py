@@ -1,4 +1,4 @@
-"""HTML pages that open offline: their frame, their style, and charts that are drawn on canvases by a few small scripts.
+"""HTML pages that work offline: the page template, its style, and charts that small scripts draw on canvases.
 
-Reports of runs, plans and studies are made of these pieces.
+The reports of runs, plans and studies use them.
 """

@@ -1,8 +1,8 @@
 "use strict";
-// Stacked bars. A chart is
-//   at         names of the places along x
-//   y          what the values are
-//   bars       [{ label, stack, colour, faded, values: [... or null] }]; bars of one stack stand on each other
+// Stacked bars. A chart has
+//   at         labels of the categories along x
+//   y          label of the values
+//   bars       [{ label, stack, colour, faded, values: [... or null] }]; bars with the same stack are stacked
 steelyard.bars = function (root, chart) {
   const { element, sized, theme, ticks, short, exact } = steelyard;
   const LEFT = 54, RIGHT = 14, TOP = 20, BOTTOM = 24, LEGEND = 26;

@@ -1,6 +1,6 @@
 "use strict";
-// What all drawings of a page share: crisp canvases, the page's colours, axes, numbers, legends and the box that tells
-// of what is under the pointer. Text from a run reaches the page as textContent, or painted, and never as HTML.
+// Shared by all charts of a page: high-resolution canvases, the page's colours, axes, numbers, legends and tooltips.
+// Text from a run is set as textContent or drawn on a canvas, never inserted as HTML.
 const steelyard = (function () {
   const FONT = "11px system-ui, sans-serif", SERIES = 8;
 
@@ -11,7 +11,7 @@ const steelyard = (function () {
     return made;
   }
 
-  // A canvas of this size in the page, with as many pixels as the screen has there; returns its cleared pen.
+  // Resizes a canvas at the resolution of the screen; returns its cleared 2D context.
   function sized(canvas, width, height) {
     const ratio = window.devicePixelRatio || 1;
     const [wide, high] = [Math.round(width * ratio), Math.round(height * ratio)];
@@ -25,7 +25,7 @@ const steelyard = (function () {
     return Object.assign(pen, { font: FONT, textAlign: "left", textBaseline: "alphabetic" });
   }
 
-  // The page's colours, light or dark. A colour of a chart is its own, or a number: its place in the series.
+  // The page's colours, light or dark. A chart's colour is a CSS colour or an index into the series.
   const dark = matchMedia("(prefers-color-scheme: dark)");
   let known = null;
   function theme() {
@@ -40,7 +40,8 @@ const steelyard = (function () {
   }
   const colour = (given) => (typeof given === "number" ? theme().series[given % SERIES] : given);
 
-  // Draws again when the place changes its width, the screen its pixels, or the page its colours; and when it is told.
+  // Redraws when the width, the screen's resolution or the colour scheme changes, and when the returned function is
+  // called.
   const drawings = [];
   function keepDrawn(root, draw) {
     let width = root.clientWidth, due = false;
@@ -60,7 +61,7 @@ const steelyard = (function () {
   dark.addEventListener("change", () => { known = null; drawings.forEach((soon) => soon()); });
   window.addEventListener("resize", () => drawings.forEach((soon) => soon()));
 
-  // Round numbers from `low` to `high`, about as many as asked for.
+  // Round numbers from `low` to `high`, about `count` of them.
   function ticks(low, high, count) {
     const raw = (high - low) / Math.max(1, count), power = Math.pow(10, Math.floor(Math.log10(raw)));
     const step = [1, 2, 5, 10].map((each) => each * power).find((each) => each >= raw * 0.999);
@@ -68,7 +69,7 @@ const steelyard = (function () {
     for (let place = Math.ceil(low / step - 1e-9); place * step <= high + step * 1e-9; place++) found.push(place * step);
     return found;
   }
-  // The same for a scale of powers: whole powers of ten, and the numbers between them where they are few.
+  // The same for a log scale: powers of ten, and the numbers between them if there are few.
   function powers(low, high, count) {
     const [first, last] = [Math.floor(Math.log10(low)), Math.ceil(Math.log10(high))];
     const every = Math.max(1, Math.ceil((last - first) / count)), found = [];
@@ -100,7 +101,7 @@ const steelyard = (function () {
     return Number(value.toPrecision(6)).toLocaleString("en", { maximumFractionDigits: 6 });
   }
 
-  // A box beside the pointer with lines of text, or with rows of a colour, a name and a value.
+  // A tooltip with lines of text, or with rows of a colour, a name and a value.
   function tip(root) {
     const box = element("div", root);
     box.className = "tip";
@@ -131,7 +132,7 @@ const steelyard = (function () {
     if (faded) made.style.opacity = 0.5;
     made.style.setProperty("--colour", typeof given === "number" ? `var(--series-${given % SERIES})` : given);
   }
-  // An entry of a legend: a button that shows and hides; `press` says whether it is shown now.
+  // An entry of a legend: a button that shows and hides; `press` returns whether it is visible now.
   function entry(parent, look, name, press) {
     const button = element("button", parent);
     button.type = "button";
@@ -143,14 +144,14 @@ const steelyard = (function () {
     return button;
   }
 
-  // Base64 as bytes, which views of any kind of number may lie over.
+  // Decodes base64 to an ArrayBuffer, for typed arrays.
   function bytes(text) {
     const letters = atob(text), found = new Uint8Array(letters.length);
     for (let place = 0; place < letters.length; place++) found[place] = letters.charCodeAt(place);
     return found.buffer;
   }
 
-  // Draws the chart whose place and numbers stand right before the script that calls this.
+  // Draws the chart whose container and data are the two elements before the calling script.
   const charts = [];
   function here() {
     const data = document.currentScript.previousElementSibling, root = data.previousElementSibling;

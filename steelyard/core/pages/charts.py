@@ -1,8 +1,8 @@
-"""Charts of a page: numbers as JSON in their place, drawn by the scripts of this room as soon as a browser gets there.
+"""Charts of a page: JSON data in the page, drawn by the scripts of this package.
 
-A chart needs no library and no id: its place, its numbers and the word to draw it stand behind each other. So the first
-ones are there before the rest of a large page has been read. Whoever puts charts on a page hands `SCRIPTS` to its
-frame. Names reach the page as text: nothing needs to be escaped.
+A chart needs no library and no id: its container, its data and the call that draws it are consecutive elements. The
+browser therefore draws the first charts before it has parsed the rest of a large page. A page with charts passes
+`SCRIPTS` to `page`. Names are set as text, so callers need not escape them.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any, Literal
 
 from steelyard.core.pages.page import as_script
 
-SCRIPTS = ("canvas.js", "lines.js", "bars.js")  # and coordinates.js, where there are such
-DIGITS = 7  # of a number on the page, which is what a float has
+SCRIPTS = ("canvas.js", "lines.js", "bars.js")  # and coordinates.js, for parallel coordinates
+DIGITS = 7  # significant digits, as many as a float32 has
 Numbers = Sequence[float | None]
 
 
 @dataclass
 class Line:
-    """Values over x, ascending; one that is None or not finite is a gap.
+    """Values over ascending x; one that is None or not finite is a gap.
 
-    Lines of several runs have one colour for each run and one dash for each label. `colour` is a place in the page's
-    own series, or one of CSS.
+    With several runs, each run has a colour and each label a dash. `colour` is an index into the page's series or a
+    CSS colour.
     """
 
     label: str
@@ -33,13 +33,13 @@ class Line:
     colour: int | str = 0
     run: str = ""
     dash: Literal["", "dash", "dot"] = ""
-    marks: Literal["", "too", "only"] = ""  # points beside the line, or without one
-    texts: Sequence[str] | None = None  # more to tell of each point
+    marks: Literal["", "too", "only"] = ""  # points in addition to the line, or instead of it
+    texts: Sequence[str] | None = None  # tooltip text of each point
 
 
 @dataclass
 class Bar:
-    """Values at each place of a chart; bars of one stack stand on each other."""
+    """One value per category of a chart; bars with the same stack are stacked."""
 
     label: str
     values: Numbers
@@ -50,7 +50,7 @@ class Bar:
 
 @dataclass
 class ChartAxis:
-    """An axis of parallel coordinates: `marks` and `texts` where the numbers would not say what they stand for."""
+    """An axis of parallel coordinates: `marks` and `texts` for values that are not numbers to the reader."""
 
     label: str
     values: Sequence[float]
@@ -68,8 +68,8 @@ def lines(
     log: bool = False,
     height: int = 300,
 ) -> str:
-    """Curves, or with `points` a cloud. Charts of a group are zoomed together and hide the same runs."""
-    reported = [
+    """A line chart, or with `points` a scatter plot. Charts of a group zoom together and hide the same runs."""
+    data = [
         {
             "run": line.run, "label": line.label, "colour": line.colour, "dash": line.dash, "marks": line.marks,
             "x": [_short(value) for value in line.x], "y": [_short(value) for value in line.y],
@@ -77,29 +77,29 @@ def lines(
         for line in shown
     ]  # fmt: skip
     return _chart(
-        {"kind": "lines", "x": x, "y": y, "group": group, "points": points, "log": log, "lines": reported}, height
+        {"kind": "lines", "x": x, "y": y, "group": group, "points": points, "log": log, "lines": data}, height
     )
 
 
 def bars(at: Sequence[str], shown: Sequence[Bar], y: str, height: int = 300) -> str:
-    """Stacked bars, stacks beside each other at each place."""
-    reported = [vars(bar) | {"values": [_short(value) for value in bar.values]} for bar in shown]
-    return _chart({"kind": "bars", "at": list(at), "y": y, "bars": reported}, height)
+    """Stacked bars, with the stacks of a category side by side."""
+    data = [vars(bar) | {"values": [_short(value) for value in bar.values]} for bar in shown]
+    return _chart({"kind": "bars", "at": list(at), "y": y, "bars": data}, height)
 
 
 def coordinates(axes: Sequence[ChartAxis], names: Sequence[str], *, less: bool, height: int = 340) -> str:
-    """Parallel coordinates, coloured by the last axis; with `less` the lowest there are the strongest."""
-    reported = [{key: value for key, value in vars(axis).items() if value is not None} for axis in axes]
-    return _chart({"kind": "coordinates", "axes": reported, "names": list(names), "less": less}, height)
+    """Parallel coordinates, coloured by the last axis; with `less` its lowest values have the strongest colour."""
+    data = [{key: value for key, value in vars(axis).items() if value is not None} for axis in axes]
+    return _chart({"kind": "coordinates", "axes": data, "names": list(names), "less": less}, height)
 
 
 def titled(title: str, chart: str) -> str:
-    """A chart below its title; the title must be escaped already."""
+    """A chart with a title, which must be escaped already."""
     return f"<div><h3>{title}</h3>{chart}</div>"
 
 
 def side_by_side(drawn: Sequence[str]) -> str:
-    """Charts in as many columns as a window has room for."""
+    """Charts in as many columns as fit the window."""
     return f'<div class="charts">{"".join(drawn)}</div>'
 
 

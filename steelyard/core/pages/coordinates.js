@@ -1,10 +1,10 @@
 "use strict";
-// Parallel coordinates: an axis for each setting and one for what came of it, and a line for each trial. A chart is
-//   axes       [{ label, values, marks, texts }]: texts are how values are told, marks pairs of a value and how it is
-//              written beside the axis, where numbers would not say it; the last axis gives lines their colour
+// Parallel coordinates: an axis for each setting and one for the result, and a line for each trial. A chart has
+//   axes       [{ label, values, marks, texts }]: texts are the values as shown in tooltips, marks are pairs of a value
+//              and its tick label, for values that are not numbers; the last axis determines the colours of the lines
 //   names      of the lines
 //   less       whether less is better on the last axis
-// Dragging along an axis keeps only the lines that cross it there; a double click keeps all.
+// Dragging along an axis keeps only the lines that cross it there; a double click shows all lines again.
 steelyard.coordinates = function (root, chart) {
   const { element, sized, theme, ticks, short, exact } = steelyard;
   const SIDE = 70, TOP = 30, BOTTOM = 16, height = chart.height;
@@ -63,7 +63,7 @@ steelyard.coordinates = function (root, chart) {
     pen.fillRect(x(place) - 4, high, 9, low - high);
     pen.globalAlpha = 1;
   }
-  // The end of a name says the most: parallel.tensor and parallel.pipeline begin alike.
+  // Shortens a name at its start: parallel.tensor and parallel.pipeline differ only at the end.
   function fitted(pen, text, room) {
     if (pen.measureText(text).width <= room) return text;
     let from = 1;
@@ -71,7 +71,7 @@ steelyard.coordinates = function (root, chart) {
     return "…" + text.slice(from);
   }
 
-  // ---- hands
+  // Mouse input.
   const place = (event) => {
     const box = canvas.getBoundingClientRect();
     return [event.clientX - box.left, event.clientY - box.top];

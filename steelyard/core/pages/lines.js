@@ -1,10 +1,10 @@
 "use strict";
-// Curves and points over one axis. A chart is
-//   x, y       what the axes are
+// Curves and points over one axis. A chart has
+//   x, y       labels of the axes
 //   lines      [{ run, label, colour, dash, marks, x: [...], y: [... or null], texts }]; x ascends unless `points` is set
-//   group      charts of one group are zoomed together, and a run that is hidden in one is hidden in all
-//   log        whether the scale of y begins as one of powers
-//   points     hovering tells of the nearest point, rather than of all lines at one x
+//   group      charts of one group zoom together, and a run that is hidden in one is hidden in all
+//   log        whether the y axis starts as a log scale
+//   points     the tooltip shows the nearest point, rather than all lines at one x
 steelyard.groups = {};
 steelyard.lines = function (root, chart) {
   const { element, sized, theme, colour, ticks, powers, short, exact } = steelyard;
@@ -41,12 +41,12 @@ steelyard.lines = function (root, chart) {
     const scale = element("button", legend);
     scale.className = "scale";
     scale.type = "button";
-    const say = () => { scale.textContent = isLog ? "linear scale" : "log scale"; };
-    scale.onclick = () => { isLog = !isLog; say(); soon(); };
-    say();
+    const setLabel = () => { scale.textContent = isLog ? "linear scale" : "log scale"; };
+    scale.onclick = () => { isLog = !isLog; setLabel(); soon(); };
+    setLabel();
   }
 
-  // ---- what is shown
+  // Visible lines and their ranges.
   const shown = () => lines.filter((line) => !group.hidden.has(line.run) && !hidden.has(line.label));
   const cut = (name) => (name.length > 32 ? name.slice(0, 14) + "…" + name.slice(-16) : name);
   const nameOf = (line) => (line.run && labels.length > 1 ? `${cut(line.run)}, ${line.label}` : cut(line.run) || line.label);
@@ -67,8 +67,8 @@ steelyard.lines = function (root, chart) {
   function wholeX() {
     const [low, high] = extent((shown().length ? shown() : lines).map((line) => line.x));
     if (low === high) return chart.points && low > 0 ? [0, 2 * low] : [low - 1, low + 1];
-    const room = chart.points ? 0.02 * (high - low) : 0; // A point on the edge would be half a point.
-    return [low - room, high + room];
+    const margin = chart.points ? 0.02 * (high - low) : 0; // A point on the edge would be clipped.
+    return [low - margin, high + margin];
   }
   function rangeY([from, to]) {
     const inside = (line) => line.y.filter((value, at) => line.x[at] >= from && line.x[at] <= to && !(isLog && value <= 0));
@@ -87,7 +87,7 @@ steelyard.lines = function (root, chart) {
       back: (place) => view[0] + ((view[1] - view[0]) * (place - LEFT)) / (right - LEFT) };
   }
 
-  // ---- drawing
+  // Drawing.
   function draw() {
     const at = scales(), pen = sized(canvas, at.width, height);
     axes(pen, at);
@@ -129,7 +129,7 @@ steelyard.lines = function (root, chart) {
       pen.fillRect(Math.round(at.x(value)), at.base, 1, 4);
     }
   }
-  // A value that is no number interrupts the line; one that stands alone between two such is a dot.
+  // A value that is not a number interrupts the line; a single value between two gaps is drawn as a dot.
   function trace(pen, line, at) {
     pen.strokeStyle = pen.fillStyle = colour(line.colour);
     pen.lineWidth = 1.6;
@@ -168,7 +168,7 @@ steelyard.lines = function (root, chart) {
     }
   }
 
-  // ---- what is under the pointer
+  // Tooltips.
   function nearest(values, wanted) {
     let [low, high] = [0, values.length - 1];
     while (low < high) {
@@ -196,14 +196,14 @@ steelyard.lines = function (root, chart) {
       });
     return best && { x: best.line.x[best.place], found: [best] };
   }
-  function told(event) {
+  function showTip(event) {
     if (chart.points) {
       const { line, place } = hover.found[0];
       const rows = [{ name: chart.x, value: exact(line.x[place]) }, { name: chart.y, value: exact(line.y[place]) }];
       return tip.show(event, nameOf(line), rows, line.texts ? line.texts[place] : "");
     }
     const rows = hover.found.map(({ line, place }) => {
-      const value = line.y[place] === null ? "no number" : exact(line.y[place]);
+      const value = line.y[place] === null ? "not a number" : exact(line.y[place]);
       return { colour: line.colour, dash: line.dash, name: nameOf(line),
         value: line.x[place] === hover.x ? value : `${value} at ${exact(line.x[place])}` };
     });
@@ -213,12 +213,12 @@ steelyard.lines = function (root, chart) {
     const at = scales(), px = event.clientX - canvas.getBoundingClientRect().left;
     const py = event.clientY - canvas.getBoundingClientRect().top;
     hover = chart.points ? pointAt(px, py, at) : px < LEFT || px > at.right ? null : linesAt(at.back(px), at.view);
-    if (hover) told(event);
+    if (hover) showTip(event);
     else tip.hide();
     soon();
   }
 
-  // ---- hands: dragging zooms, a double click or Escape shows all
+  // Input: dragging zooms, a double click or Escape shows all.
   function zoom(view) {
     group.view = view;
     hover = null;

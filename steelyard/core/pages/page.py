@@ -1,4 +1,4 @@
-"""The frame of an HTML page that opens offline, and the pieces reports are made of. All text is escaped here."""
+"""The template of an HTML page that works offline, and the elements of reports. All text is escaped here."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterable, Sequence
 from importlib import resources
 from typing import Any
 
-# Nothing is fetched, nothing is sent: even text that found a way in could not.
+# The page makes no requests, so even injected text could not send or load anything.
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; font-src data:"
 )
 
 
 def page(title: str, body: Iterable[str], scripts: Iterable[str] = ()) -> str:
-    """A whole document; `scripts` are those of this room that its charts need."""
+    """A complete HTML document; `scripts` are the scripts of this package that its charts need."""
     programs = [f"<script>{asset(name)}</script>" for name in scripts]
     head = (
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
@@ -27,18 +27,18 @@ def page(title: str, body: Iterable[str], scripts: Iterable[str] = ()) -> str:
 
 
 def heading(title: str, anchor: str) -> str:
-    """A section's title, which the list of contents points to."""
+    """The title of a section, with the anchor that the table of contents links to."""
     return f'<h2 id="{html.escape(anchor)}">{html.escape(title)}</h2>'
 
 
 def contents(sections: Iterable[tuple[str, str]]) -> str:
-    """Links to sections, given as anchors and titles."""
+    """A table of contents: links to sections, given as anchors and titles."""
     links = (f'<a href="#{html.escape(anchor)}">{html.escape(title)}</a>' for anchor, title in sections)
     return f"<nav>{''.join(links)}</nav>"
 
 
 def paragraph(words: str, kind: str = "") -> str:
-    """Some words; `kind` is a class of the style."""
+    """A paragraph; `kind` is a CSS class."""
     return f'<p class="{html.escape(kind)}">{html.escape(words)}</p>' if kind else f"<p>{html.escape(words)}</p>"
 
 
@@ -48,7 +48,7 @@ def pairs(rows: dict[str, str]) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], head: Sequence[str] = (), numbers: bool = False) -> str:
-    """Rows of text. With `numbers` all columns but the first stand to the right."""
+    """A table of text. With `numbers` all columns except the first are right-aligned."""
     kind = ' class="number"' if numbers else ""
     top = f"<tr>{''.join(f'<th>{html.escape(cell)}</th>' for cell in head)}</tr>" if head else ""
     lines = []
@@ -59,28 +59,28 @@ def table(rows: Sequence[Sequence[str]], head: Sequence[str] = (), numbers: bool
 
 
 def text(words: str, wrapped: bool = False) -> str:
-    """Text as it stands; with `wrapped` long lines go on below."""
+    """Preformatted text; with `wrapped` long lines are wrapped."""
     kind = ' class="wrapped"' if wrapped else ""
     return f"<pre{kind}>{html.escape(words)}</pre>"
 
 
 def folded(title: str, words: str) -> str:
-    """Text that stands behind its title until it is asked for."""
+    """Text that is collapsed below its title."""
     return folded_piece(title, text(words))
 
 
 def folded_piece(title: str, piece: str) -> str:
-    """The same with a piece of a page, which must be escaped already."""
+    """The same with HTML, which must be escaped already."""
     return f"<details><summary>{html.escape(title)}</summary>{piece}</details>"
 
 
 def as_script(value: Any) -> str:
-    """JSON with nothing in it that a browser would take for markup."""
+    """JSON that contains nothing a browser parses as markup."""
     return (
         json.dumps(value, separators=(",", ":")).replace("<", "\\u003c").replace("\u2028", " ").replace("\u2029", " ")
     )
 
 
-def asset(name: str, room: str = "steelyard.core.pages") -> str:
-    """One of a room's scripts and styles, whole."""
-    return resources.files(room).joinpath(name).read_text(encoding="utf-8")
+def asset(name: str, package: str = "steelyard.core.pages") -> str:
+    """The content of a script or style file of a package."""
+    return resources.files(package).joinpath(name).read_text(encoding="utf-8")

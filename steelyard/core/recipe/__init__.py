@@ -1,6 +1,6 @@
-"""The recipe: one typed TOML file that says what to do.
+"""The recipe: one typed TOML file that describes a run.
 
-There is one module per section; `load_recipe` turns files and overrides into a checked `Recipe`.
+There is one module per section; `load_recipe` builds a validated `Recipe` from files and overrides.
 """
 
 from steelyard.core.recipe.loader import load_recipe, shipped

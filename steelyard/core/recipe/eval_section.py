@@ -1,4 +1,4 @@
-"""`[eval]`: validation while training."""
+"""`[eval]`: validation during training."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from steelyard.core.recipe.section import NonNegativeInt, PositiveInt, Section
 
 
 class EvalSection(Section):
-    """How often to measure the loss on the validation share of the data. 0 leaves only the first and the last step."""
+    """How often to compute the validation loss. 0: only at the first and the last step."""
 
     every: NonNegativeInt = 1000
     batches: PositiveInt = 10
-    patience: NonNegativeInt = Field(0, description="end after so many validations without a better one; 0: never")
+    patience: NonNegativeInt = Field(0, description="stop after this many validations without improvement; 0: never")

@@ -1,4 +1,4 @@
-"""From a file or a shipped name, what it extends, and overrides, to a checked `Recipe`."""
+"""Loads a recipe: reads a file or shipped recipe and those it extends, applies overrides, and validates the result."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from steelyard.core.recipe.toml import leaves, name_after, parse_value, place_of
 from steelyard.core.safe_parse import MOST_DEPTH
 
 COMMAND_LINE = "command line"
-PREFIXES = {Recipe: "", SiteSection: "site."}  # Of the keys of a section that has a file of its own, in renamed_keys.
-MOST_PROBLEMS, LONGEST_KEY, LONGEST_MESSAGE = 20, 200, 1000  # problems, and characters of one
+PREFIXES = {Recipe: "", SiteSection: "site."}  # In renamed_keys, of the keys of a section with its own file.
+MOST_PROBLEMS, LONGEST_KEY, LONGEST_MESSAGE = 20, 200, 1000  # problems of a file, and characters of one
 NAMES_ELSEWHERE = {
     "lr": "optim.learning_rate",
     "min_lr": "optim.min_learning_rate",
@@ -46,10 +46,10 @@ def load_recipe(
     complete: Callable[[Any], None] | None = None,
     override_places: Sequence[str] = (),
 ) -> Recipe:
-    """Load a recipe by path or shipped name, or take its values, and apply overrides such as `train.steps=50`.
+    """Load a recipe from a path, a shipped name or a dict of values, and apply overrides such as `train.steps=50`.
 
-    `complete` may add to the values what follows from others, before they are checked. `told_by` are the places of the
-    first overrides, where another file makes them; the others are the command line's.
+    `complete` may add derived values before validation. `override_places` are the places of the first overrides, if
+    they come from another file; the others come from the command line.
     """
     values, places = (source, {}) if isinstance(source, dict) else _read(str(source), ())
     for override, place in zip_longest(overrides, override_places[: len(overrides)], fillvalue=COMMAND_LINE):
@@ -67,13 +67,13 @@ def load_recipe(
 
 
 def written(source: str | Path) -> dict[str, Any]:
-    """What a recipe's file and those it extends say, and nothing that follows from it: to be kept elsewhere."""
+    """The values that a recipe and those it extends set, without defaults and derived values, to store elsewhere."""
     values, _ = _read(str(source), ())
     return values | {"name": values.get("name", name_after(source, "recipe"))}
 
 
 def shipped() -> dict[str, Path]:
-    """The recipes that come with the package, by name."""
+    """The recipes of this package, by name."""
     folder = Path(str(files("steelyard") / "recipes"))
     return {path.stem: path for path in sorted(folder.glob("*.toml"))}
 
@@ -81,7 +81,7 @@ def shipped() -> dict[str, Path]:
 def _read(source: str, below: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, str]]:
     path = _find(source, below[-1] if below else None)
     if str(path) in below:
-        raise UserError("recipes extend each other in a circle", where=str(path), hint=" -> ".join([*below, str(path)]))
+        raise UserError("recipes extend each other in a cycle", where=str(path), hint=" -> ".join([*below, str(path)]))
     values, places = read(path, "a recipe")
     if is_own(path):
         values = migrate_values(values)
@@ -89,7 +89,7 @@ def _read(source: str, below: tuple[str, ...]) -> tuple[dict[str, Any], dict[str
     if parent is None:
         return values, places
     if not isinstance(parent, str):
-        raise UserError("extends takes one name or path", where=places.get("extends"))
+        raise UserError("extends must be one name or path", where=places.get("extends"))
     inherited, inherited_places = _read(parent, (*below, str(path)))
     inherited.pop("name", None)
     return _merged(inherited, values), inherited_places | places
@@ -146,15 +146,15 @@ def explained(
     source: str,
     section: type[BaseModel] = Recipe,
 ) -> UserError:
-    """One message that names every problem of a file, each with its place and a way out."""
-    found = (problem for detail in error.errors() for problem in _problems(detail, values, section))
+    """One error that lists every problem of a file, each with its place and a hint."""
+    problems = (problem for detail in error.errors() for problem in _problems(detail, values, section))
     texts = []
-    for key, message, hint in islice(found, MOST_PROBLEMS):
+    for key, message, hint in islice(problems, MOST_PROBLEMS):
         place = place_of(key, places) or place_of(f"{key}.0", places) or source
         texts.append(
             f"{place}: {key:.{LONGEST_KEY}}: {message:.{LONGEST_MESSAGE}}" + (f"\n  hint: {hint}" if hint else "")
         )
-    more = ["there are more problems"] if next(found, None) else []
+    more = ["there are more problems"] if next(problems, None) else []
     return UserError("\n".join([*texts, *more]))
 
 
@@ -164,7 +164,7 @@ def _problems(detail: ErrorDetails, values: dict[str, Any], section: type[BaseMo
     if kind == "contradiction":
         yield context["key"], context["message"], context["hint"]
     elif kind == "default_factory_not_called":
-        return  # The key it would follow from is wrong itself, and already named.
+        return  # The key that the default depends on is wrong itself, and already listed.
     elif kind == "extra_forbidden":
         table = detail["input"]
         unknown = [f"{key}.{leaf}" for leaf, _ in leaves(table)] if isinstance(table, dict) and table else [key]
@@ -182,21 +182,21 @@ def _problems(detail: ErrorDetails, values: dict[str, Any], section: type[BaseMo
     elif kind in ("union_tag_invalid", "union_tag_not_found"):
         yield f"{key}.family", "must be one of gpt, llama", ""
     elif kind in ("model_type", "model_attributes_type"):
-        yield key, f"is a section with keys of its own, not {_shown(detail['input'])}", ""
+        yield key, f"must be a table, not {_shown(detail['input'])}", ""
     elif kind == "string_pattern_mismatch":
-        yield key, f"{detail['input']!r} may hold only letters, digits, dots, dashes and underscores", ""
+        yield key, f"{detail['input']!r} may contain only letters, digits, dots, dashes and underscores", ""
     else:
         message = detail["msg"].removeprefix("Value error, ").replace("Input should be", "should be")
         yield key, f"{message}, not {_shown(detail['input'])}", ""
 
 
 def _without_family(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """pydantic names the family between `model` and its key; the file does not."""
+    """Remove the family, which pydantic inserts between `model` and its key."""
     return (location[0], *location[2:]) if location[:1] == ("model",) and len(location) > 1 else location
 
 
 def nearest(key: str, values: Mapping[str, Any] = MappingProxyType({}), section: type[BaseModel] = Recipe) -> str:
-    """The valid name a misspelt key most likely means: the same word elsewhere, or a similar one."""
+    """A hint with the valid key closest to a misspelt one: the same word in another section, or a similar word."""
     if len(key) > LONGEST_KEY:
         return ""
     family = values.get("model", {}).get("family") if isinstance(values.get("model"), dict) else None
@@ -208,12 +208,12 @@ def nearest(key: str, values: Mapping[str, Any] = MappingProxyType({}), section:
         return f"did you mean {NAMES_ELSEWHERE[word]}?"
     near = difflib.get_close_matches(key, same_word or valid, n=1, cutoff=0.5) or same_word[:1]
     if not near and section is not Recipe:
-        return f"keys here are {', '.join(valid)}"
+        return f"valid keys are {', '.join(valid)}"
     return f"did you mean {near[0]}?" if near else "steelyard recipe show prints every valid key"
 
 
 def valid_keys(section: Any, prefix: str = "") -> Iterator[str]:
-    """Every dotted key that a section and those inside it have."""
+    """Every dotted key of a section and its subsections."""
     for name, field in section.model_fields.items():
         inner = [option for option in _options(field.annotation) if _is_section(option)]
         if inner:

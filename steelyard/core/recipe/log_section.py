@@ -1,4 +1,4 @@
-"""`[log]`: how often a step is written down, and where else."""
+"""`[log]`: how often to log a step, and where."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ Steps = Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]
 
 
 class LogSection(Section):
-    """metrics.jsonl is always written."""
+    """Logging and profiling. metrics.jsonl is always written."""
 
     every: PositiveInt = 10
     report: bool = Field(True, description="write report.html when the run ends")
     tensorboard: bool = False
-    wandb: str | None = Field(None, description="Weights & Biases project; WANDB_MODE=offline keeps it on this machine")
-    timeline: Steps | None = Field(None, description="first and last step whose parts every rank times: [10, 12]")
+    wandb: str | None = Field(None, description="Weights & Biases project; WANDB_MODE=offline uploads nothing")
+    timeline: Steps | None = Field(None, description="first and last step of the timeline of all ranks: [10, 12]")
     profile: Steps | None = Field(None, description="first and last step inside cudaProfilerApi and NVTX ranges")
     profile_tool: Literal["torch", "memory", "nsys", "ncu"] | None = Field(
-        None, description="what looks at these steps; left out: a profiler that was started around the command"
+        None, description="profiler of these steps; default: one that was started around the command"
     )
-    profile_ranks: list[NonNegativeInt] = Field([], description="whose steps are looked at; none named: all ranks'")
+    profile_ranks: list[NonNegativeInt] = Field([], description="ranks to profile; empty: all ranks")
 
     @model_validator(mode="after")
     def _first_before_last(self) -> LogSection:
         for name in ("timeline", "profile"):
             steps = getattr(self, name)
             if steps is not None and steps[0] > steps[1]:
-                raise contradiction(f"log.{name}", f"{steps[0]} comes after {steps[1]}", "write [first, last]")
+                raise contradiction(f"log.{name}", f"{steps[0]} is after {steps[1]}", "write [first, last]")
         return self

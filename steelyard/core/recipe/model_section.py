@@ -1,4 +1,4 @@
-"""`[model]`: the shape of the network. Each family has its own keys; presets are recipes, not code."""
+"""`[model]`: the sizes of the model. Each family has its own keys; presets are recipes, not code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import Field, PositiveFloat, model_validator
 from steelyard.core.recipe.section import Section, contradiction
 
 Share = Annotated[float, Field(ge=0, lt=1)]
-# No model is larger. Sizes of any two multiply to what 64 bits hold, and so many layers are built in a few seconds.
+# No model is larger. The product of any two sizes fits in 64 bits, and this many layers are built in a few seconds.
 Stretch = Annotated[float, Field(gt=0, le=10**6)]
 Layers = Annotated[int, Field(gt=0, le=4_000)]
 Heads = Annotated[int, Field(gt=0, le=10**5)]
@@ -19,18 +19,18 @@ Rows = Annotated[int, Field(gt=0, le=10**8)]
 
 
 class ModelConfig(Section):
-    """What every family has."""
+    """Keys of every family."""
 
     layers: Layers
     hidden: Width
     heads: Heads
-    vocab: Rows = Field(description="ids the tokenizer can produce")
+    vocab: Rows = Field(description="number of token ids")
     vocab_multiple: Width = Field(
-        128, description="the embedding is padded to a multiple of this; padding is never predicted nor exported"
+        128, description="the embedding is padded to a multiple of this; padding is never predicted or exported"
     )
     init_std: PositiveFloat = 0.02
-    dropout: Share = Field(0.0, description="share of the embedding's and of each branch's outputs dropped in training")
-    attention_dropout: Share = Field(0.0, description="share of attention weights dropped in training")
+    dropout: Share = Field(0.0, description="dropout of the embedding's and of each residual branch's outputs")
+    attention_dropout: Share = Field(0.0, description="dropout of attention weights")
 
     @property
     def padded_vocab(self) -> int:
@@ -55,7 +55,7 @@ class GptConfig(ModelConfig):
 
 
 class RopeScaling(Section):
-    """Llama 3's stretching of the rotary frequencies for contexts longer than the original."""
+    """Llama 3's scaling of the RoPE frequencies for contexts longer than the original."""
 
     factor: Stretch = 8.0
     low_freq_factor: Stretch = 1.0
@@ -64,7 +64,7 @@ class RopeScaling(Section):
 
 
 class LlamaConfig(ModelConfig):
-    """Llama and its kin: RMSNorm, SwiGLU, rotary positions, grouped-query attention."""
+    """Llama and similar models: RMSNorm, SwiGLU, RoPE, grouped-query attention."""
 
     family: Literal["llama"]
     ffn: InnerWidth = Field(default_factory=lambda data: _swiglu_width(data["hidden"]))
@@ -92,8 +92,8 @@ class LlamaConfig(ModelConfig):
         if self.head_dim % 2:
             raise contradiction(
                 "model.head_dim",
-                f"a head is {self.head_dim} wide, but rotary positions turn pairs",
-                "choose model.hidden and model.heads so that a head is even",
+                f"{self.head_dim} is odd, but RoPE rotates pairs of dimensions",
+                "choose model.hidden and model.heads so that the head dimension is even",
             )
         return self
 
@@ -102,7 +102,7 @@ Model = Annotated[GptConfig | LlamaConfig, Field(discriminator="family")]
 
 
 def _swiglu_width(hidden: int) -> int:
-    """Two thirds of 4 x hidden, rounded up to a multiple of 256: Llama's own rule."""
+    """Two thirds of 4 x hidden, rounded up to a multiple of 256, as in Llama."""
     return -(-8 * hidden // 3 // 256) * 256
 
 

@@ -32,25 +32,25 @@ class OptimSection(Section):
         0.1, description="wsd: the fraction of the schedule in which the learning rate decays"
     )
     weight_decay: NonNegativeFloat = Field(0.1, description="applied to matrices, not to norms and biases")
-    no_decay: list[str] = Field([], description='parameters without decay beside those, by pattern: "embed.*"')
-    betas: list[Beta] = Field([0.9, 0.95], min_length=2, max_length=2, description="adamw's")
-    momentum: Beta = Field(0.9, description="sgd's and sgd-sai's")
+    no_decay: list[str] = Field([], description='further parameters without decay, as patterns: "embed.*"')
+    betas: list[Beta] = Field([0.9, 0.95], min_length=2, max_length=2, description="of adamw")
+    momentum: Beta = Field(0.9, description="of sgd and sgd-sai")
     eps: PositiveFloat = 1e-8
     clip: NonNegativeFloat = Field(1.0, description="largest gradient norm; 0 turns clipping off")
-    offload: bool = Field(False, description="keep optimizer state in the host's memory and step there")
+    offload: bool = Field(False, description="keep optimizer state in host memory and run the optimizer on the CPU")
 
     @model_validator(mode="after")
-    def _floor_below_ceiling(self) -> OptimSection:
+    def _keys_agree(self) -> OptimSection:
         if self.min_learning_rate > self.learning_rate:
             raise contradiction(
                 "optim.min_learning_rate",
                 f"{self.min_learning_rate} is above optim.learning_rate = {self.learning_rate}",
-                "the learning rate falls from learning_rate to min_learning_rate",
+                "the learning rate decays from learning_rate to min_learning_rate",
             )
         for length in ("warmup", "decay"):
             units = (*UNITS, "share") if length == "warmup" else UNITS
             given = [f"optim.{length}_{unit}" for unit in units if getattr(self, f"{length}_{unit}")]
             if len(given) > 1:
                 hint = f"{', '.join(units[:-1])} or {units[-1]}: choose one"
-                raise contradiction(given[1], f"{given[0]} is set as well", hint)
+                raise contradiction(given[1], f"{given[0]} is also set", hint)
         return self

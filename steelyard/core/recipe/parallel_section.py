@@ -1,4 +1,4 @@
-"""`[parallel]`: where each layer runs. `steelyard plan` writes this section, `steelyard train` obeys it."""
+"""`[parallel]`: the layout. `steelyard plan` writes this section, `steelyard train` applies it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from steelyard.core.recipe.section import Degree, NonNegativeInt, Section
 class Partition:
     """Transformer layers per pipeline stage, written `0-11-8-8-5`.
 
-    The embedding belongs to the first stage, the final norm and the head to the last; a stage may hold no layer at all.
+    The embedding belongs to the first stage, the final norm and the head to the last. A stage may have zero layers.
     """
 
     counts: tuple[int, ...]
 
     @classmethod
     def parse(cls, text: str) -> Partition:
-        """Read the written form."""
+        """Parse the text form; raises `ValueError`."""
         parts = text.split("-")
         if not all(part.isascii() and part.isdigit() for part in parts):
             raise ValueError(text)
@@ -34,16 +34,16 @@ class Partition:
 
     @property
     def stages(self) -> int:
-        """How many stages there are."""
+        """Number of stages."""
         return len(self.counts)
 
     @property
     def total(self) -> int:
-        """Layers in all stages together."""
+        """Layers of all stages."""
         return sum(self.counts)
 
     def layers_of(self, stage: int) -> range:
-        """The numbers of one stage's layers."""
+        """The layer indices of one stage."""
         first = sum(self.counts[:stage])
         return range(first, first + self.counts[stage])
 
@@ -61,25 +61,25 @@ PartitionField = Annotated[Partition, PlainValidator(_partition), PlainSerialize
 
 
 class ParallelSection(Section):
-    """Sizes of the mesh and how the model lies on it."""
+    """Sizes of the mesh, the pipeline schedule and the sharding."""
 
     tensor: Degree = 1
     context: Degree = 1
     pipeline: Degree = 1
     virtual: Degree = Field(1, description="stages per pipeline rank")
-    data: Degree | None = Field(None, description="left out: the rest of the world")
-    replicate: Degree = Field(1, description="groups of hybrid sharding")
+    data: Degree | None = Field(None, description="default: world size / (tensor x context x pipeline)")
+    replicate: Degree = Field(1, description="replicas in hybrid sharding (HSDP)")
     zero: Literal[0, 1, 2, 3] = Field(
         0, description="shards optimizer state (1), gradients too (2), parameters too (3)"
     )
     sequence_parallel: bool = False
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"
-    partition: PartitionField | None = Field(None, description="left out: layers are balanced by cost")
+    partition: PartitionField | None = Field(None, description="default: layers are balanced by cost")
     placement: list[str] = Field([], description='nodes in rank order, like ["a100:1", "a10:7"]')
     recompute: Literal["none", "selective", "full"] | NonNegativeInt = Field(
-        "none", description="activations computed again in the backward pass; a number: of so many layers per stage"
+        "none", description="activation checkpointing; a number: full, for this many layers per stage"
     )
-    timeout_minutes: PositiveFloat = Field(10.0, description="how long a rank waits for the others before it gives up")
+    timeout_minutes: PositiveFloat = Field(10.0, description="timeout of the process groups")
 
     @property
     def model_ranks(self) -> int:
@@ -88,16 +88,16 @@ class ParallelSection(Section):
 
     @property
     def stages(self) -> int:
-        """Pipeline stages in all."""
+        """Pipeline stages of all ranks."""
         return self.pipeline * self.virtual
 
     @property
     def least_world(self) -> int:
-        """The fewest ranks that this plan can run on."""
+        """The smallest world size for this layout."""
         return self.model_ranks * (self.data or 1)
 
     def data_for(self, world: int) -> int:
-        """Copies of the model that learn side by side on so many ranks."""
+        """Data-parallel size for a world size."""
         data, left = divmod(world, self.model_ranks)
         if left or not data or self.data not in (None, data):
             sizes = f"tensor {self.tensor} x context {self.context} x pipeline {self.pipeline}"
@@ -105,6 +105,6 @@ class ParallelSection(Section):
             needed = f"{self.least_world} ranks" if self.data else f"a multiple of {self.model_ranks} ranks"
             raise UserError(
                 f"the plan ({sizes}) runs on {needed}, not on {world}",
-                hint=f"start {needed}, or change the sizes in [parallel]" + (" or drop data" if self.data else ""),
+                hint=f"start {needed}, or change the sizes in [parallel]" + (" or remove data" if self.data else ""),
             )
         return data

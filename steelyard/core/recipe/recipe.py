@@ -1,4 +1,4 @@
-"""The whole recipe."""
+"""The recipe: all sections and the checks between them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from steelyard.core.recipe.train_section import TrainSection
 
 
 class Recipe(Section):
-    """What to do."""
+    """The description of a run."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
     description: str = ""
@@ -41,12 +41,12 @@ class Recipe(Section):
     _places: dict[str, str] = PrivateAttr(default_factory=dict)
 
     def where(self, key: str) -> str:
-        """File, line and name of a key, for an error about its value."""
+        """File, line and name of a key, for error messages."""
         place = self._places.get(key)
         return f"{place}: {key}" if place else key
 
     def settings(self) -> dict[str, Any]:
-        """The recipe as plain tables; keys without a value are left out."""
+        """The recipe as nested dicts, without keys whose value is None."""
         return self.model_dump(exclude_none=True)
 
     @model_validator(mode="after")

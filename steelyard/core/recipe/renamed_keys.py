@@ -34,7 +34,7 @@ RENAMED_KEYS = {
 
 
 def renamed(key: str) -> str | None:
-    """The new name of a dotted key, or of the key of a table that it is in; None if it was not renamed."""
+    """The new name of a dotted key, also if a table that contains it was renamed; otherwise None."""
     for old, new in RENAMED_KEYS.items():
         if key == old or key.startswith(f"{old}."):
             return new + key[len(old) :]
@@ -42,7 +42,7 @@ def renamed(key: str) -> str | None:
 
 
 def migrate_values(values: dict[str, Any]) -> dict[str, Any]:
-    """The values of a recipe with old keys replaced by new ones; a new key that is set as well wins."""
+    """The values of a recipe with old keys replaced by new ones; a new key that is also set wins."""
     migrated = {name: dict(table) if isinstance(table, dict) else table for name, table in values.items()}
     for old, new in RENAMED_KEYS.items():
         section, _, key = old.partition(".")
@@ -57,19 +57,19 @@ def migrate_values(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def migrate_dotted(text: str) -> str:
-    """A text in which keys stand with their sections, as in the JSON that a study keeps, with old keys replaced."""
+    """Replace old keys in a text with dotted keys, such as the JSON of a study."""
     for old, new in RENAMED_KEYS.items():
         text = re.sub(rf"(?<![\w-]){re.escape(old)}(?![\w-])", new, text)
     return text
 
 
 def migrate_text(text: str, is_sites: bool = False) -> tuple[str, list[str]]:
-    """A recipe or tune file with old keys replaced, and the old keys that were found; `is_sites`: each table is a site.
+    """Replace old keys in a recipe or tune file; also return the replaced keys. `is_sites`: each table is a site.
 
-    Only names change: comments, order and spacing stay. A key counts where it stands in its table (`[optim]`, then
-    `decline = 0.2`) and where it is written with its section (`optim.decline = 0.2`, `"optim.decline=0.2"`).
+    Only names change: comments, order and spacing stay. A key is replaced in its table (`[optim]`, then
+    `decline = 0.2`) and where it has its section (`optim.decline = 0.2`, `"optim.decline=0.2"`).
     """
-    found: list[str] = []
+    replaced_keys: list[str] = []
     table, lines = "", []
     for line in text.splitlines(keepends=True):
         if header := re.match(r"\s*\[+\s*([\w.\-]+)\s*\]+", line):
@@ -81,10 +81,10 @@ def migrate_text(text: str, is_sites: bool = False) -> tuple[str, list[str]]:
                 pattern = rf"{pattern}|^(?P<indent>\s*){re.escape(key)}(?=\s*[=.])"
             replaced = re.sub(pattern, partial(_replacement, new), line)
             if replaced != line:
-                found.append(old)
+                replaced_keys.append(old)
                 line = replaced
         lines.append(line)
-    return "".join(lines), list(dict.fromkeys(found))
+    return "".join(lines), list(dict.fromkeys(replaced_keys))
 
 
 def _replacement(new: str, match: re.Match[str]) -> str:

@@ -1,4 +1,4 @@
-"""`[sparsity]`: training that ends in a model of which every group of weights keeps only some."""
+"""`[sparsity]`: training of N:M sparse models, with learned, SR-STE or fixed masks."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ OF_LEARNED = (
 
 
 class SparsitySection(Section):
-    """How a mask comes about, or is kept.
+    """The method and its parameters.
 
-    `learned`: weights are frozen, and which of them stay is learned. `sr-ste`: weights are trained, the largest of each
-    group at a time. `fixed`: weights are trained, and those that are zero, or that a mask file drops, stay zero.
+    `learned`: weights are frozen and the masks are trained. `sr-ste`: weights are trained, and the largest of each
+    group are used. `fixed`: weights are trained, and those that are zero, or masked in a mask file, stay zero.
     """
 
     method: Literal["learned", "sr-ste", "fixed"]
     pattern: str = Field("2:4", description="N:M keeps N of M neighbours along the input; learned: 2:4 or 1:4")
     include: list[str] = Field(
-        [], description='matrices to mask: "mlp", "attention.output", "0-3"; left out: all in layers'
+        [], description='matrices to mask: "mlp", "attention.output", "0-3"; default: all in layers'
     )
-    exclude: list[str] = Field([], description="matrices to leave whole, written alike")
+    exclude: list[str] = Field([], description="matrices to leave dense, in the same format")
 
     base: str | None = Field(
-        None, description="weights of the masks; left out: train.init_from, or the base of that run"
+        None, description="weights of the masks; default: train.init_from, or the base of that run"
     )
-    prior: str | None = Field(None, description='a mask file to begin near, or "weights": where they are not zero')
+    prior: str | None = Field(None, description='initial mask: a mask file, or "weights": the non-zero weights')
     prior_strength: NonNegativeFloat = 3.0
     std: PositiveFloat = Field(0.01, description="of the initial logits")
-    temperature: Range = Field([4.0, 0.05], description="first and last step's; linear between, as the next two")
-    scale: Range = Field([1e2, 5e2], description="what logits are multiplied by against the noise")
-    weight_reg: RangeFromZero = Field([1e-5, 0.0], description="how much large weights are favoured")
-    hard: bool = Field(False, description="compute with one candidate of each group, straight through")
-    learning_rate: PositiveFloat | None = Field(None, description="of the logits; left out: optim's, multiplied")
+    temperature: Range = Field([4.0, 0.05], description="at the first and last step, linear between, like the next two")
+    scale: Range = Field([1e2, 5e2], description="factor of the logits, relative to the Gumbel noise")
+    weight_reg: RangeFromZero = Field([1e-5, 0.0], description="strength of the preference for large weights")
+    hard: bool = Field(False, description="use one candidate of each group, with a straight-through estimator")
+    learning_rate: PositiveFloat | None = Field(None, description="of the logits; default: optim's, multiplied")
     learning_rate_multiplier: PositiveFloat = Field(1.0, description="of optim.learning_rate, for the logits")
     weight_decay: NonNegativeFloat = Field(0.0, description="of the logits")
-    distill: NonNegativeFloat = Field(0.0, description="weight of the divergence from the dense model's predictions")
+    distill: NonNegativeFloat = Field(0.0, description="weight of the KL divergence from the dense model's predictions")
     distill_temperature: PositiveFloat = 1.0
 
-    mask: str | None = Field(None, description="fixed: a mask file; left out: the zeros of the weights")
-    decay: NonNegativeFloat = Field(2e-4, description="sr-ste: pull on the weights that are out")
+    mask: str | None = Field(None, description="fixed: a mask file; default: the zeros of the weights")
+    decay: NonNegativeFloat = Field(2e-4, description="sr-ste: decay of the masked weights")
 
     @field_validator("pattern")
     @classmethod
@@ -75,7 +75,7 @@ class SparsitySection(Section):
         }
         for key in foreign[self.method]:
             if key in self.model_fields_set and getattr(self, key) != type(self).model_fields[key].default:
-                raise contradiction(f"sparsity.{key}", f'has no meaning with method = "{self.method}"', "leave it out")
+                raise contradiction(f"sparsity.{key}", f'is not used with method = "{self.method}"', "remove it")
         if self.method == "learned" and self.pattern not in LEARNED_PATTERNS:
             raise contradiction(
                 "sparsity.pattern",
@@ -84,6 +84,6 @@ class SparsitySection(Section):
             )
         if self.learning_rate is not None and self.learning_rate_multiplier != 1:
             raise contradiction(
-                "sparsity.learning_rate_multiplier", "sparsity.learning_rate is set as well", "choose one of the two"
+                "sparsity.learning_rate_multiplier", "sparsity.learning_rate is also set", "choose one of the two"
             )
         return self

@@ -1,7 +1,7 @@
-"""TOML in and out, with the line of every key.
+"""Reads and writes TOML, with the line number of every key.
 
-The standard parser gives values but no positions. A TOML file is a sequence of statements, though, and a statement is
-a whole document by itself: so the file is cut into statements, and each key gets the line its statement starts on.
+The standard parser returns values without positions. A TOML file is a sequence of statements, and each statement is
+itself a valid document. So the file is split into statements, and each key gets the first line of its statement.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from steelyard.core.safe_parse import toml_statements, toml_values
 
 
 def read(path: str | Path, kind: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """The values of a TOML file, and the place of each dotted key; `kind` is what the file should be: "a recipe"."""
+    """The values of a TOML file, and the place of each dotted key; `kind` is for the hint: "a recipe"."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
@@ -34,14 +34,14 @@ def parse(text: str, file: str) -> tuple[dict[str, Any], dict[str, str]]:
         values = toml_values(text)
     except tomllib.TOMLDecodeError as error:
         message, line = _line_of(str(error), text)
-        raise UserError(f"this is not TOML: {message}", where=f"{file}:{line}", hint=_mend_for(message)) from None
+        raise UserError(f"this is not TOML: {message}", where=f"{file}:{line}", hint=_hint_for(message)) from None
     except ValueError as error:
         raise UserError(f"this cannot be read: {error}", where=file) from None
     return values, {key: f"{file}:{line}" for key, line in _lines(text)}
 
 
 def parse_value(text: str) -> Any:
-    """The value of an override: TOML where it is TOML, otherwise the string itself (`0-2-2-0`, `98,2,0`, a path)."""
+    """The value of an override: parsed if it is TOML, otherwise the string itself (`0-2-2-0`, `98,2,0`, a path)."""
     try:
         parsed = toml_values(f"value = {text}")
     except tomllib.TOMLDecodeError:
@@ -54,7 +54,7 @@ def parse_value(text: str) -> Any:
 
 
 def to_toml(settings: dict[str, Any]) -> str:
-    """Write nested tables as TOML: plain keys first, then one section each."""
+    """Format nested dicts as TOML: plain keys first, then the tables."""
     import tomlkit
 
     document = tomlkit.document()
@@ -64,7 +64,7 @@ def to_toml(settings: dict[str, Any]) -> str:
 
 
 def place_of(key: str, places: Mapping[str, str]) -> str | None:
-    """Where a key stands, or the nearest table around it."""
+    """The place of a key, or of the innermost table that contains it."""
     while key:
         if key in places:
             return places[key]
@@ -73,7 +73,7 @@ def place_of(key: str, places: Mapping[str, str]) -> str | None:
 
 
 def name_after(path: str | Path, otherwise: str) -> str:
-    """A name for what gives itself none: its file's, as far as a folder can be called that."""
+    """A default name: the name of the file, reduced to characters that are safe in a folder name."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(path).name.removesuffix(".toml")).strip("-.") or otherwise
 
 
@@ -112,7 +112,7 @@ def _parsed(statement: str) -> dict[str, Any] | None:
 
 
 def _innermost(tables: dict[str, Any]) -> str:
-    """The dotted name a header such as `[a.b]` opens."""
+    """The dotted name of a header such as `[a.b]`."""
     names = []
     inner: Any = tables
     while isinstance(inner, dict) and inner:
@@ -129,13 +129,13 @@ def _every_key(values: dict[str, Any], prefix: str) -> Iterator[str]:
 
 
 def _line_of(message: str, text: str) -> tuple[str, int]:
-    found = re.search(r" \(at line (\d+), column \d+\)$", message)
-    if found:
-        return message[: found.start()], int(found.group(1))
+    match = re.search(r" \(at line (\d+), column \d+\)$", message)
+    if match:
+        return message[: match.start()], int(match.group(1))
     return message.removesuffix(" (at end of document)"), max(1, len(text.splitlines()))
 
 
-def _mend_for(message: str) -> str:
+def _hint_for(message: str) -> str:
     if message.startswith("Invalid value"):
-        return "text needs quotes, numbers need none, and yes and no are written true and false"
+        return "strings need quotes, numbers do not, and booleans are true and false"
     return "a line is [section], key = value, or # a comment"

@@ -1,4 +1,4 @@
-"""`[train]`: how long, how much at once, in which precision."""
+"""`[train]`: length of the run, batch sizes, precision."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ class BatchRamp(Section):
 
 
 class TrainSection(Section):
-    """The course of the run."""
+    """Length, batches and precision of a run."""
 
-    steps: PositiveInt = Field(1000, description="optimizer steps; follows from samples or tokens where those are set")
+    steps: PositiveInt = Field(1000, description="optimizer steps; computed from samples or tokens if one is set")
     samples: PositiveInt | None = Field(None, description="length of the run in samples, instead of steps")
     tokens: PositiveInt | None = Field(None, description="length of the run in tokens, instead of steps")
     max_hours: PositiveFloat | None = Field(None, description="save a checkpoint and stop after this many hours")
     global_batch: Batch = 32
     micro_batch: Batch = 1
-    batch_ramp: BatchRamp | None = Field(None, description="a batch that grows: start, increment and samples")
+    batch_ramp: BatchRamp | None = Field(None, description="a growing global batch: start, increment and samples")
     seed: Seed = 1234
     precision: Literal["fp32", "bf16", "fp16", "fp8"] = Field(
-        "fp32", description="of matrix products; weights, their gradients' sums and the optimizer stay fp32"
+        "fp32", description="of matrix products; weights, accumulated gradients and optimizer state are fp32"
     )
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    compile: bool | None = Field(None, description="torch.compile for each layer; left out: on a GPU")
-    loss_scale: PositiveFloat = Field(65536.0, description="fp16: where the dynamic scale of the loss starts")
-    loss_scale_window: PositiveInt = Field(1000, description="fp16: good steps before the scale is doubled")
+    compile: bool | None = Field(None, description="torch.compile for each layer; default: true on a GPU")
+    loss_scale: PositiveFloat = Field(65536.0, description="fp16: the initial dynamic loss scale")
+    loss_scale_window: PositiveInt = Field(1000, description="fp16: finite steps before the scale is doubled")
     nonfinite_limit: NonNegativeInt = Field(
-        10, description="steps in a row that may be skipped because loss or gradient is not finite"
+        10, description="consecutive steps that may be skipped because the loss or gradient is not finite"
     )
     max_skipped_fraction: float = Field(
-        0.1, ge=0, le=1, description="of the last 100 steps, the fraction that may be skipped; 1: no limit"
+        0.1, ge=0, le=1, description="fraction of the last 100 steps that may be skipped; 1: no limit"
     )
-    init_from: str | None = Field(None, description="a checkpoint or run whose weights a new run starts from")
+    init_from: str | None = Field(None, description="a checkpoint or run with the initial weights")
 
     @field_validator("device", mode="before")
     @classmethod
@@ -51,7 +51,7 @@ class TrainSection(Section):
             raise contradiction(
                 "train.device",
                 "mps is not supported: losses and gradient norms are summed in float64, which Apple's GPUs lack",
-                "use cpu, or auto, which is the CPU on a Mac",
+                "use cpu, or auto, which selects the CPU on a Mac",
             )
         return device
 
@@ -60,19 +60,20 @@ class TrainSection(Section):
         if self.global_batch % self.micro_batch:
             raise contradiction(
                 "train.micro_batch",
-                f"micro-batches of {self.micro_batch} do not fill train.global_batch = {self.global_batch}",
+                f"{self.micro_batch} does not divide train.global_batch = {self.global_batch}",
                 f"choose a divisor of {self.global_batch}",
             )
         ramp = self.batch_ramp
         if ramp is not None and (ramp.start > self.global_batch or (self.global_batch - ramp.start) % ramp.increment):
             raise contradiction(
                 "train.batch_ramp",
-                f"from {ramp.start} by {ramp.increment} a batch never becomes train.global_batch = {self.global_batch}",
+                f"from {ramp.start} in steps of {ramp.increment} the batch never reaches train.global_batch = "
+                f"{self.global_batch}",
                 "choose an increment that divides the difference",
             )
         if self.samples is not None and self.tokens is not None:
             raise contradiction(
-                "train.tokens", "train.samples is set as well", "a run is measured in steps, samples or tokens"
+                "train.tokens", "train.samples is also set", "choose one: the length is in steps, samples or tokens"
             )
         return self
 
@@ -105,12 +106,12 @@ class TrainSection(Section):
         return max(1, steps + max(0, samples - consumed) // self.global_batch)
 
     def _ramp(self) -> Iterator[tuple[int, int]]:
-        """The batches below the full one in their order, each with the number of steps it is used for."""
+        """The batch sizes below the final one, in order, each with its number of steps."""
         ramp, consumed = self.batch_ramp, 0
         while ramp is not None and (batch := self.batch_at(consumed)) < self.global_batch:
             increments = (self.global_batch - ramp.start) // ramp.increment
             following = (batch - ramp.start) // ramp.increment + 1
-            until = -(-following * ramp.samples // increments)  # Where the next batch begins.
+            until = -(-following * ramp.samples // increments)  # Start of the next batch size.
             steps = -(-(until - consumed) // batch)
             yield batch, steps
             consumed += steps * batch

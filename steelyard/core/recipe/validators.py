@@ -1,4 +1,4 @@
-"""Contradictions that only show between sections: each function looks at one kind and raises `contradiction`."""
+"""Checks between sections. Each function checks one kind of contradiction and raises `contradiction`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from steelyard.core.recipe.train_section import TrainSection
 
 
 def steps(train: TrainSection, sequence_length: int) -> int:
-    """The steps of a run, which follow from its samples or tokens where those are given."""
+    """The steps of a run, computed from its samples or tokens if one is set."""
     samples = train.samples if train.tokens is None else train.tokens // sequence_length
     if samples is None:
         return train.steps
@@ -19,21 +19,21 @@ def steps(train: TrainSection, sequence_length: int) -> int:
     if "steps" in train.model_fields_set and train.steps != wanted:
         raise contradiction(
             "train.steps",
-            f"{train.steps} steps are not what train.{unit} = {getattr(train, unit)} makes: {wanted}",
-            f"give steps or {unit}, not both",
+            f"is {train.steps}, but train.{unit} = {getattr(train, unit)} gives {wanted} steps",
+            f"set steps or {unit}, not both",
         )
     return wanted
 
 
 def pipeline(model: GptConfig | LlamaConfig, parallel: ParallelSection, train: TrainSection) -> None:
-    """The stages hold the model, and the schedule can run them."""
+    """The partition matches the model, and the schedule supports its stages."""
     partition, stages = parallel.partition, parallel.stages
-    most = 2 * model.layers + 64  # Some may be empty; many more are a slip.
+    most = 2 * model.layers + 64  # Some may be empty; many more are a mistake.
     if stages > most:
         raise contradiction(
             "parallel.pipeline",
-            f"most of {stages} stages would hold none of {model.layers} layers",
-            f"make parallel.pipeline x parallel.virtual {most} at most",
+            f"most of the {stages} stages would be empty: model.layers is {model.layers}",
+            f"set parallel.pipeline x parallel.virtual to {most} at most",
         )
     if partition is not None and partition.stages != stages:
         raise contradiction(
@@ -45,7 +45,7 @@ def pipeline(model: GptConfig | LlamaConfig, parallel: ParallelSection, train: T
         raise contradiction(
             "parallel.partition",
             f"{partition} holds {partition.total} layers, but model.layers is {model.layers}",
-            f"make the numbers sum to {model.layers}, or drop the key and let the layers be balanced by cost",
+            f"make the numbers sum to {model.layers}, or remove the key to balance the layers by cost",
         )
     if parallel.virtual > 1 and parallel.schedule not in ("interleaved", "zero-bubble"):
         raise contradiction(
@@ -57,19 +57,19 @@ def pipeline(model: GptConfig | LlamaConfig, parallel: ParallelSection, train: T
         if parallel.zero == 3:
             raise contradiction(
                 "parallel.zero",
-                "zero bubble computes gradients of weights later, when zero 3 has given the weights away again",
+                "zero-bubble computes weight gradients later, when ZeRO 3 has already resharded the weights",
                 "use zero 2 or less, or another schedule",
             )
         if train.compile:
             raise contradiction(
                 "train.compile",
-                "zero bubble splits the backward pass in two, and a compiled layer would run all of it twice",
-                "leave train.compile out, or use another schedule",
+                "zero-bubble splits the backward pass in two, and a compiled layer would run all of it twice",
+                "remove train.compile, or use another schedule",
             )
 
 
 def tensor(model: GptConfig | LlamaConfig, parallel: ParallelSection, sequence_length: int) -> None:
-    """Heads, widths and sequences divide among the ranks that share them."""
+    """Heads, widths and sequences are divisible by the ranks that share them."""
     tensor_ranks = f"{parallel.tensor} ranks"
     shares = [
         ("parallel.tensor", tensor_ranks, name, size, parallel.tensor)
@@ -81,15 +81,15 @@ def tensor(model: GptConfig | LlamaConfig, parallel: ParallelSection, sequence_l
         )
     ]
     if parallel.context > 1:
-        pieces = 2 * parallel.context
-        what = f"{pieces} pieces, two for each of {parallel.context} ranks,"
-        shares.append(("parallel.context", what, "data.sequence_length", sequence_length, pieces))
+        chunks = 2 * parallel.context
+        what = f"{chunks} chunks, two for each of {parallel.context} ranks,"
+        shares.append(("parallel.context", what, "data.sequence_length", sequence_length, chunks))
     if parallel.sequence_parallel:
         ranks = parallel.tensor * parallel.context
         shares.append(("parallel.sequence_parallel", f"{ranks} ranks", "data.sequence_length", sequence_length, ranks))
     for key, who, name, size, parts in shares:
         if size % parts:
-            raise contradiction(key, f"{who} cannot share {name} = {size} evenly", f"choose a divisor of {size}")
+            raise contradiction(key, f"{who} do not divide {name} = {size}", f"choose a divisor of {size}")
     if parallel.context > 1 and model.attention_dropout:
         raise contradiction(
             "model.attention_dropout", "is not available with context parallelism", "set parallel.context to 1"
@@ -97,7 +97,7 @@ def tensor(model: GptConfig | LlamaConfig, parallel: ParallelSection, sequence_l
 
 
 def batch(train: TrainSection, parallel: ParallelSection) -> None:
-    """Every data-parallel rank gets whole micro-batches, and hybrid sharding whole groups."""
+    """Batches are multiples of the micro-batches of all data-parallel ranks; hybrid sharding divides those ranks."""
     per_step = train.micro_batch * (parallel.data or 1)
     sizes = {"train.global_batch": train.global_batch}
     if train.batch_ramp is not None:
@@ -115,28 +115,28 @@ def batch(train: TrainSection, parallel: ParallelSection) -> None:
     if parallel.replicate > 1 and (parallel.zero == 0 or (parallel.data or 0) % parallel.replicate):
         raise contradiction(
             "parallel.replicate",
-            f"{parallel.replicate} groups need a zero stage and parallel.data as a multiple of them",
+            f"{parallel.replicate} replicas need parallel.zero > 0 and parallel.data as a multiple of them",
             "set parallel.zero to 1, 2 or 3 and parallel.data to a multiple of parallel.replicate",
         )
 
 
 def sequence(model: GptConfig | LlamaConfig, sequence_length: int) -> None:
-    """Learned positions reach as far as the sequences."""
+    """The position table is at least as long as the sequences."""
     if isinstance(model, GptConfig) and sequence_length > model.positions:
         raise contradiction(
             "data.sequence_length",
             f"{sequence_length} is longer than model.positions = {model.positions}",
-            "shorten the sequences or give the model more positions",
+            "decrease data.sequence_length or increase model.positions",
         )
 
 
 def sparsity(
     model: GptConfig | LlamaConfig, sparsity: SparsitySection, parallel: ParallelSection, train: TrainSection
 ) -> None:
-    """Groups of weights divide the inputs of every matrix, on every rank, and the method has what it starts from."""
+    """Groups of weights divide the inputs of every matrix on every rank, and the method has its initial weights."""
     _, group = sparsity.kept_and_group
     inner = model.heads * model.head_dim if isinstance(model, LlamaConfig) else model.hidden
-    # Attention's output and the MLP's second projection are cut along their inputs.
+    # Tensor parallelism shards attention's output and the MLP's second projection along their inputs.
     widths = [("model.hidden", model.hidden, 1), ("the heads' width", inner, parallel.tensor)]
     for name, width, ranks in [*widths, ("model.ffn", model.ffn, parallel.tensor)]:
         if width % (group * ranks):
@@ -150,8 +150,8 @@ def sparsity(
         if train.init_from is None and sparsity.base is None:
             raise contradiction(
                 "sparsity.base",
-                "masks are learned for weights that exist",
-                "name them in sparsity.base or train.init_from",
+                "mask learning needs existing weights",
+                "set sparsity.base or train.init_from",
             )
         if sparsity.distill and (parallel.pipeline > 1 or parallel.tensor > 1):
             raise contradiction(
@@ -161,7 +161,7 @@ def sparsity(
             )
     if sparsity.method == "fixed" and train.init_from is None:
         raise contradiction(
-            "train.init_from", "zeros are kept in weights that have some", "name the pruned weights in train.init_from"
+            "train.init_from", "fixed masks need pruned weights", "set train.init_from to the pruned weights"
         )
     if train.precision == "fp8":
-        raise contradiction("train.precision", "masked products have no fp8 arithmetic", 'use "bf16"')
+        raise contradiction("train.precision", "masked matrices do not support fp8", 'use "bf16"')

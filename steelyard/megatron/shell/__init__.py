@@ -1,1 +1,1 @@
-"""Reading bash scripts without running them: statements, expansions, conditions, and the commands that come out."""
+"""Interprets bash scripts without running programs: statements, expansions, conditions, and the commands found."""

@@ -1,4 +1,4 @@
-"""Bash's arithmetic: whole numbers, C's operators, names that stand for variables."""
+"""Bash's arithmetic: integers, the operators of C, and variables."""
 
 from __future__ import annotations
 
@@ -48,20 +48,20 @@ LONGEST_NUMBER = 20  # digits; bash has 64 bits
 
 
 def evaluate(text: str, get: Callable[[str], str], set_: Callable[[str, str], None]) -> int:
-    """The value of an expression; `get` gives a variable's text and `set_` takes a new one."""
+    """The value of an expression; `get` returns the text of a variable and `set_` assigns it."""
     tokens, at = [], 0
     text = text.strip()
     while at < len(text):
-        found = TOKEN.match(text, at)
-        if found is None:
+        match = TOKEN.match(text, at)
+        if match is None:
             raise UndecidedError(text)
-        tokens.append(found.group(1))
-        at = found.end()
-    return _Sum(tokens, get, set_, text).whole() if tokens else 0
+        tokens.append(match.group(1))
+        at = match.end()
+    return _Evaluator(tokens, get, set_, text).whole() if tokens else 0
 
 
-class _Sum:
-    """One expression being read from left to right."""
+class _Evaluator:
+    """A recursive-descent evaluator of one expression."""
 
     def __init__(
         self, tokens: list[str], get: Callable[[str], str], set_: Callable[[str, str], None], text: str
@@ -80,9 +80,9 @@ class _Sum:
         return self.tokens[self.at] if self.at < len(self.tokens) else ""
 
     def _takes(self, token: str) -> bool:
-        found = self._peek() == token
-        self.at += found
-        return found
+        matches = self._peek() == token
+        self.at += matches
+        return matches
 
     def _choice(self) -> int:
         name, following = self._peek(), self.tokens[self.at + 1 : self.at + 2]
@@ -155,12 +155,12 @@ class _Sum:
 
 
 def _wrapped(value: int) -> int:
-    """A sum as bash's 64 bits hold it."""
+    """Wrap around to 64 bits, as bash does."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def _quotient(a: int, b: int) -> int:
-    """Towards zero, as C has it."""
+    """Division that rounds towards zero, as in C."""
     if b == 0:
         raise UndecidedError("a division by zero")
     return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)

@@ -1,4 +1,4 @@
-"""The commands of a script: bash's own are followed, scripts that it starts are read, all others are kept."""
+"""The commands of a script: builtins are interpreted, started scripts are read, all other commands are recorded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHELLS = {"bash", "sh", "zsh", "dash"}
 SCRIPT_ENDS = (".sh", ".bash", ".sbatch", ".slurm", ".job")
 SBATCH = re.compile(r"^#SBATCH[ \t]+(.*?)(?:[ \t]#.*)?$", re.MULTILINE)
 SUCCEEDING = {"echo", "printf", "cd", "mkdir", "export", "declare", "typeset", "readonly", "local", "shopt", "module"}
-# What has no flags of a training in it, whatever it is given.
+# Commands that never hold training flags, whatever their arguments.
 SILENT = {
     "echo", "printf", "cd", "mkdir", "shopt", "module", "ulimit", "sleep", "wait", "trap", "pushd", "popd", "rm", "cp",
     "mv", "ln", "cat", "ls", "chmod", "touch", "hostname", "date", "sed", "grep", "awk", "tee", "wget", "curl", "git",
@@ -29,7 +29,7 @@ SILENT = {
 
 
 class LeaveError(Exception):
-    """`exit`, `return`, `break` and `continue`, on their way to whom they leave."""
+    """`exit`, `return`, `break` and `continue`; caught by the construct that they leave."""
 
     def __init__(self, kind: str) -> None:
         super().__init__(kind)
@@ -37,7 +37,7 @@ class LeaveError(Exception):
 
 
 def read_script(state: ShellState, path: Path, run: Run) -> None:
-    """Follow one file in the given view."""
+    """Interpret one file with the given state."""
     text = read_text(path)
     if directives := [word for line in SBATCH.findall(text) for word in line.split()]:
         state.launchers = [*state.launchers, ["sbatch", *directives]]
@@ -45,8 +45,8 @@ def read_script(state: ShellState, path: Path, run: Run) -> None:
         run(state, parser.parse(text, str(path)))
     except LeaveError as leave:
         if leave.kind == "exit":
-            reason = f", after saying: {state.said}" if state.said else ""
-            state.note(f"the script ends itself here{reason}")
+            reason = f", after printing: {state.last_output}" if state.last_output else ""
+            state.note(f"the script exits here{reason}")
 
 
 def read_text(path: Path) -> str:
@@ -54,20 +54,20 @@ def read_text(path: Path) -> str:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
-        raise UserError("this is not a text file", where=str(path), hint="name the launch script") from None
+        raise UserError("this is not a text file", where=str(path), hint="give the launch script") from None
     except IsADirectoryError:
-        raise UserError("this is a folder", where=str(path), hint="name the launch script in it") from None
+        raise UserError("this is a folder", where=str(path), hint="give the launch script in it") from None
     except FileNotFoundError:
         raise UserError("there is no such file", where=str(path)) from None
     except OSError as error:
         raise UserError(f"cannot be read: {error.strerror}", where=str(path)) from None
     if "\0" in text:
-        raise UserError("this is not a text file", where=str(path), hint="name the launch script")
+        raise UserError("this is not a text file", where=str(path), hint="give the launch script")
     return symbolic.without_marks(text)
 
 
 def invoke(state: ShellState, words: list[str], run: Run) -> bool | None:
-    """Follow one command."""
+    """Interpret one command."""
     name, arguments = words[0], words[1:]
     if name in state.functions:
         return _function(state, name, arguments, run)
@@ -82,13 +82,13 @@ def invoke(state: ShellState, words: list[str], run: Run) -> bool | None:
         return BUILTINS[name](state, arguments, run)
     if name in SILENT:
         if name in ("echo", "printf"):
-            state.said = symbolic.shown(" ".join(arguments))
+            state.last_output = symbolic.shown(" ".join(arguments))
         return True if name in SUCCEEDING else None
     return _started(state, words, run)
 
 
 def _plain(item: str) -> str | tuple[Text, ...]:
-    """A word of `[ ]` that has been expanded already; operators stay what they are."""
+    """An already expanded word of `[ ]`; operators are returned unchanged."""
     return item if item in ("!", "(", ")", "-a", "-o") or item.startswith("-") else (Text(item, True),)
 
 
@@ -109,22 +109,22 @@ def _function(state: ShellState, name: str, arguments: list[str], run: Run) -> b
 def _deeper(state: ShellState) -> None:
     state.depth += 1
     if state.depth > DEEPEST:
-        raise state.refuse("scripts or functions call each other in a circle")
+        raise state.refuse("scripts or functions call each other in a cycle")
 
 
 def _source(state: ShellState, arguments: list[str], run: Run) -> bool | None:
     if not arguments:
         return True
-    path = _found(state, arguments[0])
+    path = _find(state, arguments[0])
     if path is None:
-        state.note(f"{arguments[0]} is sourced here and cannot be found; its settings are missing")
+        state.note(f"{arguments[0]} is sourced here but was not found; its settings are missing")
         return True
     _deeper(state)
     file, line, before = state.file, state.line, state.arguments
     try:
         body = parser.parse(read_text(path), str(path))
     except UserError as error:
-        state.note(f"{arguments[0]} is sourced here and cannot be read; its settings are missing ({error.message})")
+        state.note(f"{arguments[0]} is sourced here but cannot be read; its settings are missing ({error.message})")
         state.depth -= 1
         return True
     state.file = str(path)
@@ -141,8 +141,8 @@ def _source(state: ShellState, arguments: list[str], run: Run) -> bool | None:
     return True
 
 
-def _found(state: ShellState, name: str) -> Path | None:
-    """A file named in a script: beside it, or where the command was started."""
+def _find(state: ShellState, name: str) -> Path | None:
+    """The path of a file that a script names: in the folder of the script, or in the working directory."""
     if symbolic.is_unknown(name):
         return None
     for folder in (Path(state.file).parent, Path(state.script).parent, Path()):
@@ -152,9 +152,9 @@ def _found(state: ShellState, name: str) -> Path | None:
 
 
 def _started(state: ShellState, words: list[str], run: Run) -> bool | None:
-    """A program: a script is read on as a process of its own, everything else is kept.
+    """Interpret a started program: a script is read with its own state, every other command is recorded.
 
-    A wrapper that is not here (`bash in_container.sh train.sh 0`) is passed over for the script behind it.
+    A missing wrapper (`bash in_container.sh train.sh 0`) is skipped in favour of the script after it.
     """
     missing: int | None = None
     for at, word in enumerate(words):
@@ -165,20 +165,20 @@ def _started(state: ShellState, words: list[str], run: Run) -> bool | None:
         if name in SHELLS and len(words) > at + 2 and words[at + 1] in ("-c", "-lc", "-xc"):
             return _inline(state, words, at, run)
         if word.endswith(SCRIPT_ENDS) or (at and words[at - 1].rpartition("/")[2] in SHELLS and word[:1] not in "-"):
-            if (path := _found(state, word)) is not None:
+            if (path := _find(state, word)) is not None:
                 return _script(state, words, at, path, run)
             missing = at if missing is None else missing
     if missing is not None:
         given = f" with the arguments {' '.join(words[missing + 1 :])}" if words[missing + 1 :] else ""
-        how = "name it as a SCRIPT, and its arguments after --"
-        state.note(f"{words[missing]} is started here{given} and cannot be found; {how}")
+        how = "give it as a SCRIPT, and its arguments after --"
+        state.note(f"{words[missing]} is started here{given} but was not found; {how}")
         return None
     state.commands.append(Command(words, state.where, list(state.launchers)))
     return None
 
 
 def _inline(state: ShellState, words: list[str], at: int, run: Run) -> bool:
-    """`bash -c "..."`, perhaps behind a launcher."""
+    """`bash -c "..."`, possibly after a launcher."""
     _deeper(state)
     child = state.child(state.file, words[at + 4 :])
     child.line = state.line
@@ -226,7 +226,7 @@ def _read(state: ShellState, arguments: list[str], run: Run) -> bool:
 
 
 def _eval(state: ShellState, arguments: list[str], run: Run) -> bool | None:
-    """Bash's eval: the text is read as a script, like all others without being run."""
+    """Bash's eval: the text is interpreted as a script."""
     _deeper(state)
     outcome = run(state, parser.parse(symbolic.shown(" ".join(arguments)), state.file, state.line))
     state.depth -= 1

@@ -1,4 +1,4 @@
-"""`[ ... ]` and `[[ ... ]]`: true, false, or undecided where that depends on what is not known."""
+"""`[ ... ]` and `[[ ... ]]`: true, false, or undecided if the result depends on unknown values."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ JOINED = {"-a": "&&", "-o": "||"}
 
 
 def holds(state: ShellState, items: Sequence[Word | str], patterns: bool) -> bool:
-    """Whether a test is true; `patterns` is for `[[ ]]`, where the right side may hold `*`."""
+    """Whether a test is true; `patterns` is for `[[ ]]`, where the right side may be a pattern."""
     test = _Test(state, list(items), patterns)
     value = test.either()
     if test.items:
-        raise UndecidedError("a test beyond this reader")
+        raise UndecidedError("an unsupported test")
     return value
 
 
 class _Test:
-    """A test being read from left to right. Both sides of `&&` are read, and undecided ones may not matter."""
+    """Evaluates a test from left to right. Both sides of `&&` are evaluated, and an undecided side may not matter."""
 
     def __init__(self, state: ShellState, items: list[Word | str], patterns: bool) -> None:
         self.state, self.items, self.patterns = state, items, patterns
@@ -104,7 +104,7 @@ class _Test:
         return self._compared()
 
     def _has_operand(self) -> bool:
-        """Whether `-z` is a question here, and not the text being compared or missing its word."""
+        """Whether `-z` is an operator here, and not a compared string or an operator without operand."""
         return len(self.items) > 1 and self.items[1] not in ("&&", "||", ")")
 
     def _compared(self) -> bool:

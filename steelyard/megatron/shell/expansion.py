@@ -1,4 +1,4 @@
-"""What words become: variables, defaults, cut ends, sums, and the few programs whose answer needs no program."""
+"""Expansion of words: variables, defaults, prefix and suffix removal, arithmetic, and a few command substitutions."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ DEEPEST = 40
 
 
 def words(state: ShellState, all_words: list[Word]) -> list[str]:
-    """Every field of several words, as a command or an array gets them."""
+    """The fields of several words, for a command or an array."""
     return [text for word in all_words for text in fields(state, word)]
 
 
 def fields(state: ShellState, word: Word) -> list[str]:
-    """One word's fields: what is unquoted is split at blanks, and `"${A[@]}"` is one field per entry."""
+    """The fields of one word: unquoted expansions are split at blanks, and `"${A[@]}"` is one field per entry."""
     done: list[str] = []
     current: str | None = None
     for number, part in enumerate(word):
@@ -50,7 +50,7 @@ def fields(state: ShellState, word: Word) -> list[str]:
 
 
 def text(state: ShellState, word: Word) -> str:
-    """One word as one string, as an assignment gets it."""
+    """One word as one string, for an assignment."""
     return "".join(
         _home(state, part) if isinstance(part, Text) and number == 0 else _one(state, part)
         for number, part in enumerate(word)
@@ -58,7 +58,7 @@ def text(state: ShellState, word: Word) -> str:
 
 
 def pattern(state: ShellState, word: Word) -> re.Pattern[str]:
-    """A word as a pattern: what is quoted stands for itself."""
+    """A word as a pattern; quoted parts match literally."""
     pieces = []
     for part in word:
         value = _one(state, part)
@@ -103,7 +103,7 @@ def _values(state: ShellState, part: Parameter | Arithmetic | Substitution) -> s
         if isinstance(part, Arithmetic):
             return str(number(state, part.expression))
         if isinstance(part, Substitution):
-            return _answer(state, part)
+            return _substitution(state, part)
         return _parameter(state, part)
     except UndecidedError:
         return symbolic.computed(part.source)
@@ -112,21 +112,21 @@ def _values(state: ShellState, part: Parameter | Arithmetic | Substitution) -> s
 
 
 def _parameter(state: ShellState, part: Parameter) -> str | list[str]:
-    value = _looked_up(state, part)
+    value = _lookup(state, part)
     if part.length:
         if isinstance(value, list):
             return str(len(value))
         return str(len(symbolic.decided(value or "")))
     if part.operator == "!":
         name = value if isinstance(value, str) else ""
-        found = state.get(name)
-        return found if isinstance(found, str) else symbolic.computed(part.source)
+        target = state.get(name)
+        return target if isinstance(target, str) else symbolic.computed(part.source)
     if part.operator:
-        return _operated(state, part, value)
+        return _apply_operator(state, part, value)
     return symbolic.unset(part.source) if value is None else value
 
 
-def _looked_up(state: ShellState, part: Parameter) -> str | list[str] | None:
+def _lookup(state: ShellState, part: Parameter) -> str | list[str] | None:
     if part.name in ("@", "*"):
         return list(state.arguments)
     if part.name == "#":
@@ -150,7 +150,7 @@ def _looked_up(state: ShellState, part: Parameter) -> str | list[str] | None:
     return entries[at] if -len(entries) <= at < len(entries) else None
 
 
-def _operated(state: ShellState, part: Parameter, value: str | list[str] | None) -> str | list[str]:
+def _apply_operator(state: ShellState, part: Parameter, value: str | list[str] | None) -> str | list[str]:
     kind = part.operator.removeprefix(":") if part.operator in (":-", ":=", ":+", ":?") else part.operator
     if kind in ("-", "=", "+", "?"):
         empty = value is None or (isinstance(value, str) and symbolic.is_unset(value))
@@ -197,8 +197,8 @@ def _cut(state: ShellState, part: Parameter, value: str) -> str:
     return value[: cuts[0]] if cuts else value
 
 
-def _answer(state: ShellState, part: Substitution) -> str:
-    """The output of a command where it follows from the command alone; nothing is run."""
+def _substitution(state: ShellState, part: Substitution) -> str:
+    """The output of a command, if it can be computed without running the command."""
     body = parser.parse(part.script, state.file, part.line)
     while len(body) == 1 and isinstance(body[0], syntax.Chain) and body[0].operator == "&&":
         body = [body[0].left, body[0].right]  # cd "$(dirname "$0")" && pwd
@@ -212,19 +212,21 @@ def _answer(state: ShellState, part: Substitution) -> str:
         return text(state, last.document).rstrip("\n")
     if name == "pwd" and all(isinstance(step, syntax.Simple) for step in before):
         return _folder_after(state, before)
-    if name in ANSWERS and not before and last.document is None:
-        return ANSWERS[name](state, [argument for argument in arguments if argument not in ("-f", "-m", "-n", "-e")])
+    if name in SUBSTITUTIONS and not before and last.document is None:
+        return SUBSTITUTIONS[name](
+            state, [argument for argument in arguments if argument not in ("-f", "-m", "-n", "-e")]
+        )
     raise UndecidedError(part.source)
 
 
 def _folder_after(state: ShellState, before: syntax.Body) -> str:
-    """What `pwd` says after `cd`s: the folder as it was named, since paths in a recipe may be relative too."""
+    """The output of `pwd` after `cd` commands. It may be relative, like the paths of a recipe."""
     folder = "."
     for step in before:
-        went = words(state, step.words) if isinstance(step, syntax.Simple) else []
-        if len(went) != 2 or went[0] != "cd":
+        command = words(state, step.words) if isinstance(step, syntax.Simple) else []
+        if len(command) != 2 or command[0] != "cd":
             raise UndecidedError("pwd")
-        folder = str(PurePosixPath(folder) / went[1])
+        folder = str(PurePosixPath(folder) / command[1])
     return folder
 
 
@@ -239,7 +241,7 @@ def _basename(state: ShellState, arguments: list[str]) -> str:
     return name.removesuffix(arguments[1]) if len(arguments) > 1 else name
 
 
-ANSWERS: dict[str, Callable[[ShellState, list[str]], str]] = {
+SUBSTITUTIONS: dict[str, Callable[[ShellState, list[str]], str]] = {
     "echo": lambda state, arguments: " ".join(arguments),
     "dirname": lambda state, arguments: str(_only(arguments).parent),
     "basename": _basename,

@@ -1,8 +1,8 @@
-"""Following a launch script without running it.
+"""Interprets a launch script without side effects.
 
-This is no shell: nothing is started, written or fetched. Variables are set, conditions decided, loops unrolled and
-files sourced as bash would; every other command is kept with its words expanded. Where the way depends on something
-only a running script could know, that is noted and the branch is left out.
+No program is started, and nothing is written or downloaded. Variables, conditions, loops and sourced files are
+evaluated as in bash; every other command is recorded with its words expanded. A branch whose condition depends on a
+value that only a running script knows is skipped, with a note.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from steelyard.megatron.shell.shell_state import ShellState
 from steelyard.megatron.shell.symbolic import UndecidedError
 from steelyard.megatron.shell.syntax import Body, Statement
 
-MOST_TURNS = 500
+MOST_ITERATIONS = 500
 
 
 def follow(scripts: Sequence[Path], arguments: Sequence[str], environment: Mapping[str, str]) -> ShellState:
-    """Read scripts in turn, as if one sourced the next, each with the same arguments."""
+    """Interpret scripts in order, as if one sourced the next, each with the same arguments."""
     state = ShellState(str(scripts[0]), str(scripts[0]), list(arguments), environment=environment)
     for script in scripts:
         state.file = state.script = str(script)
@@ -34,7 +34,7 @@ def follow(scripts: Sequence[Path], arguments: Sequence[str], environment: Mappi
 
 
 def run(state: ShellState, body: Body) -> bool | None:
-    """Follow statements; the outcome is the last one's."""
+    """Interpret statements; returns the outcome of the last one, None if unknown."""
     outcome: bool | None = True
     for statement in body:
         outcome = _statement(state, statement)
@@ -78,10 +78,10 @@ def _decided(state: ShellState, question: Callable[[], object]) -> bool | None:
 
 
 def _chain(state: ShellState, chain: syntax.Chain) -> bool | None:
-    """A command's outcome is not known, and is taken to be success, as its author hoped."""
+    """Interpret `&&` and `||`. The unknown exit status of a command is assumed to be success."""
     left = _statement(state, chain.left)
-    goes_on = left is not False if chain.operator == "&&" else left is False
-    return _statement(state, chain.right) if goes_on else left
+    runs_right = left is not False if chain.operator == "&&" else left is False
+    return _statement(state, chain.right) if runs_right else left
 
 
 def _group(state: ShellState, group: syntax.CommandGroup) -> bool | None:
@@ -102,7 +102,7 @@ def _if(state: ShellState, statement: syntax.If) -> bool | None:
             return run(state, body)
         if outcome is None:
             state.line = line
-            _left_out(state, "condition")
+            _note_skipped(state, "condition")
     return run(state, statement.otherwise)
 
 
@@ -111,7 +111,7 @@ def _case(state: ShellState, case: syntax.Case) -> bool | None:
         value = symbolic.decided(expansion.text(state, case.word))
     except UndecidedError as error:
         state.open_question = str(error)
-        _left_out(state, "case")
+        _note_skipped(state, "case")
         return None
     for patterns, body in case.branches:
         if any(expansion.pattern(state, pattern).fullmatch(value) for pattern in patterns):
@@ -124,43 +124,43 @@ def _loop(state: ShellState, loop: syntax.For | syntax.Count | syntax.While) -> 
         values = state.arguments if loop.words is None else expansion.words(state, loop.words)
         for value in [value for value in values if not symbolic.is_unset(value)]:
             state.set(loop.name, value)
-            if not _turn(state, loop.body):
+            if not _iterate(state, loop.body):
                 break
         return True
     if isinstance(loop, syntax.Count) and _decided(state, lambda: [expansion.number(state, loop.first)]) is None:
-        _left_out(state, "loop")
+        _note_skipped(state, "loop")
         return None
-    for _ in range(MOST_TURNS):
-        goes_on = _goes_on(state, loop)
-        if goes_on is None:
-            _left_out(state, "loop")
+    for _ in range(MOST_ITERATIONS):
+        condition = _loop_condition(state, loop)
+        if condition is None:
+            _note_skipped(state, "loop")
             return None
-        if not goes_on or not _turn(state, loop.body):
+        if not condition or not _iterate(state, loop.body):
             return True
         if isinstance(loop, syntax.Count):
             expansion.number(state, loop.after)
     state.line = loop.line
-    state.note(f"this loop was left after {MOST_TURNS} turns")
+    state.note(f"this loop was stopped after {MOST_ITERATIONS} iterations")
     return None
 
 
-def _goes_on(state: ShellState, loop: syntax.Count | syntax.While) -> bool | None:
+def _loop_condition(state: ShellState, loop: syntax.Count | syntax.While) -> bool | None:
     if isinstance(loop, syntax.Count):
         return _decided(state, lambda: expansion.number(state, loop.condition) != 0)
     outcome = run(state, loop.condition)
     return None if outcome is None else outcome == loop.wanted
 
 
-def _left_out(state: ShellState, what: str) -> None:
-    """Note why a way was not taken."""
-    reason = state.open_question or "the outcome of a program"
+def _note_skipped(state: ShellState, what: str) -> None:
+    """Note why a branch or loop was skipped."""
+    reason = state.open_question or "the exit status of a program"
     state.open_question = ""
-    given = " (give it after --)" if re.fullmatch(r"\$\{?\d\}?", reason) else ""
-    state.note(f"this {what} depends on {reason}{given}, which is not known here; it was left out")
+    given = " (pass it after --)" if re.fullmatch(r"\$\{?\d\}?", reason) else ""
+    state.note(f"this {what} depends on {reason}{given}, which is not known; it was skipped")
 
 
-def _turn(state: ShellState, body: Body) -> bool:
-    """One turn of a loop; false when it was the last."""
+def _iterate(state: ShellState, body: Body) -> bool:
+    """Interpret one iteration of a loop; returns false after `break`."""
     try:
         run(state, body)
     except LeaveError as leave:
@@ -183,7 +183,7 @@ def _simple(state: ShellState, simple: syntax.Simple) -> bool | None:
     while len(words) > 1 and words[0] in ("exec", "command", "builtin", "time", "nohup", "env", "sudo"):
         words = words[1:]
     before = dict(state.variables)
-    if simple.assignments and not declares:  # They hold for this command alone.
+    if simple.assignments and not declares:  # They apply to this command only.
         for assignment in simple.assignments:
             _assign(state, assignment)
             state.exported.add(assignment.name)
@@ -198,13 +198,13 @@ def _assign(state: ShellState, assignment: syntax.Assignment) -> None:
     old = state.get(assignment.name)
     if isinstance(assignment.value, list):
         entries = expansion.words(state, assignment.value)
-        kept = old if isinstance(old, list) else [] if old is None else [old]
-        state.set(assignment.name, [*kept, *entries] if assignment.append else entries)
+        earlier = old if isinstance(old, list) else [] if old is None else [old]
+        state.set(assignment.name, [*earlier, *entries] if assignment.append else entries)
         return
     value = expansion.text(state, assignment.value)
     if assignment.index is not None:
         entries = list(old) if isinstance(old, list) else []
-        at = _place(state, assignment)
+        at = _array_index(state, assignment)
         if at is not None:
             state.set(assignment.name, [*entries[:at], *[""] * (at - len(entries)), value, *entries[at + 1 :]])
     elif isinstance(old, list) and assignment.append:
@@ -213,13 +213,13 @@ def _assign(state: ShellState, assignment: syntax.Assignment) -> None:
         state.set(assignment.name, (old if isinstance(old, str) else "") + value if assignment.append else value)
 
 
-def _place(state: ShellState, assignment: syntax.Assignment) -> int | None:
-    """Which entry of an array is meant; None for one that goes by name, or lies beyond reason."""
+def _array_index(state: ShellState, assignment: syntax.Assignment) -> int | None:
+    """The index of an array entry; None if it is not a number or too large."""
     try:
         at = expansion.number(state, assignment.index or ())
     except UndecidedError:
         at = -1
-    if 0 <= at <= MOST_TURNS:
+    if 0 <= at <= MOST_ITERATIONS:
         return at
-    state.note(f"this entry of {assignment.name} goes by a name that is not a number; it was left out")
+    state.note(f"the index of this entry of {assignment.name} is not a supported number; it was skipped")
     return None

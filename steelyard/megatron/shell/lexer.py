@@ -1,4 +1,4 @@
-"""Reading the words of a script: quotes, expansions, here-documents. `parse.py` builds statements on top of it."""
+"""Reads the words of a script: quotes, expansions, here-documents. `parser.py` builds statements from them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ESCAPED_IN_QUOTES = '$`"\\\n'
 
 
 class Words:
-    """A place in a text, and what can be read there."""
+    """A position in a text, with methods that read from it."""
 
     def __init__(self, text: str, file: str, first_line: int = 1) -> None:
         self.text, self.file, self.at = text, file, 0
@@ -29,55 +29,55 @@ class Words:
         self._first_line = first_line
 
     def line(self, at: int | None = None) -> int:
-        """The number of the line at a place."""
+        """The line number of a position."""
         return bisect_right(self._starts, self.at if at is None else at) - 1 + self._first_line
 
     def where(self, line: int) -> str:
-        """A place as messages name it."""
+        """File and line, for messages."""
         return f"{self.file}:{line}"
 
     def refuse(self, message: str, at: int | None = None, hint: str | None = None) -> UserError:
-        """The error for a text that is not bash, or bash beyond this reader."""
+        """The error for text that is not bash, or not supported."""
         return UserError(message, where=self.where(self.line(at)), hint=hint)
 
     def sees(self, text: str) -> bool:
-        """Whether the text goes on like this."""
+        """Whether `text` comes next."""
         return self.text.startswith(text, self.at)
 
     def takes(self, text: str) -> bool:
-        """The same, and go past it."""
-        found = self.sees(text)
-        self.at += len(text) if found else 0
-        return found
+        """Skip `text` if it comes next; returns whether it did."""
+        matches = self.sees(text)
+        self.at += len(text) if matches else 0
+        return matches
 
     def skip_blank(self) -> None:
-        """Go past spaces and continued lines."""
-        if found := BLANK.match(self.text, self.at):
-            self.at = found.end()
+        """Skip blanks and line continuations."""
+        if match := BLANK.match(self.text, self.at):
+            self.at = match.end()
 
     def word(self) -> Word:
-        """One unquoted word, with whatever quotes and expansions are in it."""
+        """One word, with the quotes and expansions in it."""
         return self.parts(lambda: self.text[self.at] in WORD_ENDS)
 
     def parts(self, ends: Callable[[], bool], quoted: bool = False) -> Word:
-        """Parts up to where `ends` says so, or the end of the text."""
-        found: list[Part] = []
+        """Parts up to the first position where `ends` returns true, or the end of the text."""
+        parts: list[Part] = []
         while self.at < len(self.text) and not ends():
             character = self.text[self.at]
             if character == "\\":
-                found += self._escaped(quoted)
+                parts += self._escaped(quoted)
             elif character == "$":
-                found += self._dollar(quoted)
+                parts += self._dollar(quoted)
             elif character == "`":
-                found.append(self._backticks(quoted))
+                parts.append(self._backticks(quoted))
             elif character == '"' and not quoted:
-                found += self._double_quoted()
+                parts += self._double_quoted()
             elif character == "'" and not quoted:
-                found.append(self._single_quoted())
+                parts.append(self._single_quoted())
             else:
-                found.append(Text(character, quoted))
+                parts.append(Text(character, quoted))
                 self.at += 1
-        return _joined(found)
+        return _joined(parts)
 
     def _escaped(self, quoted: bool) -> list[Part]:
         following = self.text[self.at + 1 : self.at + 2]
@@ -146,7 +146,7 @@ class Words:
         indirect = self.takes("!")
         name = BRACED_PARAMETER.match(self.text, self.at)
         if name is None:
-            raise self.refuse("this ${ } holds no name", start)
+            raise self.refuse("this ${ } has no name", start)
         self.at = name.end()
         index = self._index() if self.sees("[") else None
         operator = OPERATOR.match(self.text, self.at)
@@ -168,7 +168,7 @@ class Words:
         return index
 
     def closing(self, opened: int) -> int:
-        """The place just behind the parenthesis that closes the one at `opened`, past quotes and here-documents."""
+        """The position after the parenthesis that closes the one at `opened`; skips quotes and here-documents."""
         depth, at = 0, opened
         while at < len(self.text):
             character = self.text[at]
@@ -207,7 +207,7 @@ class Words:
         return end.end() if end else opening.end()
 
     def document(self, opening: re.Match[str]) -> Word:
-        """The body of a here-document that begins at this place, which is the start of a line."""
+        """The body of a here-document that starts at the current position, the start of a line."""
         delimiter = next(name for name in opening.groups()[1:] if name is not None)
         end = re.compile(rf"^\t*{re.escape(delimiter)}[ \t\r]*(\n|\Z)", re.MULTILINE).search(self.text, self.at)
         if end is None:
@@ -222,7 +222,7 @@ class Words:
 
 
 def _joined(parts: list[Part]) -> Word:
-    """Neighbouring characters of one kind as one text."""
+    """Merge adjacent texts with the same quoting."""
     joined: list[Part] = []
     for part in parts:
         last = joined[-1] if joined else None

@@ -1,4 +1,4 @@
-"""From the text of a script to its statements."""
+"""Parses a script into statements."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ def parse(text: str, file: str, first_line: int = 1) -> Body:
     parser = Parser(text, file, first_line)
     body = parser.body()
     if parser.at < len(parser.text):
-        raise parser.refuse(f"{parser.text[parser.at : parser.at + 10].split()[0]!r} closes nothing here")
+        raise parser.refuse(f"{parser.text[parser.at : parser.at + 10].split()[0]!r} closes nothing")
     return body
 
 
 class Parser(Words):
-    """Reads statements, one kind per method."""
+    """Parses statements; one method per kind."""
 
     def __init__(self, text: str, file: str, first_line: int = 1) -> None:
         super().__init__(text, file, first_line)
         self._waiting: list[tuple[Simple, re.Match[str]]] = []
 
     def body(self) -> Body:
-        """Statements up to a word that closes the surrounding one, which is left standing."""
+        """Statements up to the word that closes the enclosing one, which is not consumed."""
         statements: Body = []
         while True:
             self._skip_between()
@@ -43,7 +43,7 @@ class Parser(Words):
             statements.append(self._chain())
 
     def _skip_between(self) -> None:
-        """Past blanks, comments, newlines and separators; a newline is where here-documents begin."""
+        """Skip blanks, comments, newlines and separators; here-documents start after a newline."""
         while True:
             self.skip_blank()
             if self.sees("#"):
@@ -64,8 +64,8 @@ class Parser(Words):
         return True
 
     def _reserved(self) -> str:
-        found = RESERVED.match(self.text, self.at)
-        return found.group() if found else ""
+        match = RESERVED.match(self.text, self.at)
+        return match.group() if match else ""
 
     def _expect(self, word: str, opened: str, at: int) -> None:
         self._skip_between()
@@ -231,7 +231,7 @@ class Parser(Words):
             elif word := self.word():
                 items.append(word)
             elif not self.takes("\n"):
-                raise self.refuse("this [[ ]] is beyond this reader", start)
+                raise self.refuse("this [[ ]] is not supported", start)
 
     def _simple(self) -> Simple:
         simple, start = Simple(self.line()), self.at
@@ -241,13 +241,13 @@ class Parser(Words):
             if self.at >= len(self.text) or self.text[self.at] in WORD_STOPS:
                 break
             if self.text[self.at] == "(":
-                raise self.refuse("this ( is out of place", hint="is this a bash script?")
-            if found := self._assignment(simple):
-                simple.assignments.append(found)
+                raise self.refuse("unexpected (", hint="is this a bash script?")
+            if assignment := self._assignment(simple):
+                simple.assignments.append(assignment)
             else:
                 simple.words.append(self.word())
         if self.at == start:
-            raise self.refuse(f"{self.text[self.at]!r} is out of place", hint="is this a bash script?")
+            raise self.refuse(f"unexpected {self.text[self.at]!r}", hint="is this a bash script?")
         return simple
 
     def _assignment(self, simple: Simple) -> Assignment | None:
@@ -255,12 +255,12 @@ class Parser(Words):
         declares = (
             first is not None and len(first) == 1 and isinstance(first[0], Text) and first[0].value in DECLARATIONS
         )
-        found = ASSIGNMENT.match(self.text, self.at) if first is None or declares else None
-        if found is None:
+        match = ASSIGNMENT.match(self.text, self.at) if first is None or declares else None
+        if match is None:
             return None
-        name, index, append = found.groups()
+        name, index, append = match.groups()
         at_index = Words(index[1:-1], self.file).parts(lambda: False) if index else None
-        self.at = found.end()
+        self.at = match.end()
         if self.sees("("):
             return Assignment(name, self._array(), bool(append), at_index)
         return Assignment(name, self.word(), bool(append), at_index)
@@ -278,7 +278,7 @@ class Parser(Words):
             words.append(self.word())
 
     def _redirections(self, simple: Simple) -> None:
-        """Past `> file`, `2>&1` and the like: nothing is written here. A here-document is kept."""
+        """Skip redirections such as `> file` and `2>&1`; record here-documents."""
         while True:
             self.skip_blank()
             if self.sees("#") and self.at and self.text[self.at - 1] in " \t\r\n":
@@ -290,7 +290,7 @@ class Parser(Words):
             elif redirection := REDIRECTION.match(self.text, self.at):
                 self.at = redirection.end()
                 self.skip_blank()
-                if self.sees("("):  # Process substitution: not run, so not read either.
+                if self.sees("("):  # Process substitution is not interpreted.
                     self.at = self.closing(self.at)
                 else:
                     self.word()

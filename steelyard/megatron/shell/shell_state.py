@@ -1,4 +1,4 @@
-"""Where a script stands: its variables, arguments and functions, and what it has brought out so far."""
+"""The state of the interpreter: variables, arguments and functions, and the commands and notes so far."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Command:
 
 @dataclass
 class ShellState:
-    """One script's view. What is collected is shared by all that a reading follows."""
+    """The state of one script. Commands, notes and counters are shared by all scripts of a conversion."""
 
     file: str
     script: str
@@ -38,49 +38,49 @@ class ShellState:
     notes: list[str] = field(default_factory=list)
     line: int = 1
     depth: int = 0
-    said: str = ""
+    last_output: str = ""
     open_question: str = ""
     spent: list[int] = field(default_factory=lambda: [0])
 
     @property
     def where(self) -> str:
-        """The place of the statement being read."""
+        """File and line of the current statement."""
         return f"{self.file}:{self.line}"
 
     def refuse(self, message: str, hint: str | None = None) -> UserError:
-        """The error for a script that cannot be followed."""
+        """The error for a script that cannot be interpreted."""
         return UserError(message, where=self.where, hint=hint)
 
     def note(self, message: str) -> None:
-        """Keep something that the reader of the recipe should know."""
+        """Add a note for the user."""
         note = f"{self.where}: {symbolic.shown(message)}"
         if note not in self.notes:
             self.notes.append(note)
 
     def get(self, name: str) -> str | list[str] | None:
-        """A variable, or what the surrounding environment has under that name."""
+        """A variable of the script or of the environment."""
         return self.variables[name] if name in self.variables else self.environment.get(name)
 
     def set(self, name: str, value: str | list[str]) -> None:
         """Set a variable."""
         if len(value) > LONGEST:
-            raise self.refuse(f"{name} grows without end")
+            raise self.refuse(f"{name} grows without bound")
         self.variables[name] = value
 
     def spend(self) -> None:
-        """Count one statement, so that no script can be followed for ever."""
+        """Count one statement, so that no script runs forever."""
         self.spent[0] += 1
         if self.spent[0] > MOST_STATEMENTS:
-            raise self.refuse("this script goes on without end")
+            raise self.refuse(f"this script runs more than {MOST_STATEMENTS} statements")
 
     def argument(self, number: int) -> str | None:
-        """`$0`, `$1`, ...; None where it was not given."""
+        """`$0`, `$1`, ...; None if it was not given."""
         if number == 0:
             return self.script
         return self.arguments[number - 1] if number <= len(self.arguments) else None
 
     def child(self, file: str, arguments: list[str]) -> ShellState:
-        """The view of a script that this one starts as a process of its own: it sees what was exported."""
+        """The state of a script that this one starts as a process: it inherits exported variables."""
         inherited = {name: value for name, value in self.variables.items() if name in self.exported}
         return ShellState(
             file, file, arguments, inherited, set(self.exported), {}, self.environment, self.launchers,

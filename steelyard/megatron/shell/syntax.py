@@ -1,7 +1,7 @@
-"""What a bash script says, as data: words made of parts, and the statements that hold them.
+"""The syntax tree of a bash script: words made of parts, and statements made of words.
 
-Only the bash that launch scripts use is known. `parse` builds these from a text; `shell.py` walks over them. A part
-remembers how it was written, because an expansion that cannot be worked out is shown to the reader in those words.
+It covers only the bash that launch scripts use. `parser.py` builds it from a text, `interpreter.py` walks it. A part
+keeps its source text, which messages show for an expansion that cannot be evaluated.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Text:
-    """Characters that stand for themselves."""
+    """Literal characters."""
 
     value: str
     quoted: bool = False
@@ -19,7 +19,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Parameter:
-    """`$name`, `${name}`, `${name[index]}`, `${name:-argument}` and their kin; `length` is `${#name}`."""
+    """`$name`, `${name}`, `${name[index]}`, `${name:-argument}` and similar; `length` is `${#name}`."""
 
     name: str
     source: str
@@ -41,7 +41,7 @@ class Arithmetic:
 
 @dataclass(frozen=True)
 class Substitution:
-    """`$( ... )` or backticks: a script whose output would stand here."""
+    """`$( ... )` or backticks: a script that is replaced by its output."""
 
     script: str
     source: str
@@ -100,7 +100,7 @@ class Chain:
 
 @dataclass
 class Pipe:
-    """Commands joined by `|`, perhaps negated."""
+    """Commands joined by `|`, possibly negated."""
 
     commands: list[Statement]
     negated: bool = False
@@ -108,7 +108,7 @@ class Pipe:
 
 @dataclass
 class CommandGroup:
-    """`{ ... }`, or `( ... )` whose changes stay inside."""
+    """`{ ... }`, or `( ... )` with `inside`, whose changes are local."""
 
     body: Body
     inside: bool
@@ -134,7 +134,7 @@ class Case:
 
 @dataclass
 class For:
-    """`for name in words`, or `for name` over the arguments where `words` is None."""
+    """`for name in words`, or `for name` over the arguments if `words` is None."""
 
     line: int
     name: str
@@ -155,7 +155,7 @@ class Count:
 
 @dataclass
 class While:
-    """`while`, or `until` where `wanted` is false."""
+    """`while`, or `until` if `wanted` is false."""
 
     line: int
     condition: Body
@@ -165,7 +165,7 @@ class While:
 
 @dataclass
 class Function:
-    """A definition."""
+    """A function definition."""
 
     name: str
     body: Body
