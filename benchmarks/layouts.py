@@ -19,7 +19,7 @@ import torch
 from steelyard.core.recipe import Recipe
 from steelyard.parallel import mesh as meshes
 from steelyard.parallel.world import init_distributed
-from steelyard.tokens.loader import columns
+from steelyard.tokens.dataloader import columns
 from steelyard.training.engine import Engine
 from steelyard.training.extension import Extension
 

@@ -22,7 +22,7 @@ if not torch.cuda.is_available():
 from steelyard.core.recipe import Recipe, load_recipe
 from steelyard.parallel import mesh
 from steelyard.sparsity import sparsity_extension
-from steelyard.tokens.loader import columns
+from steelyard.tokens.dataloader import columns
 from steelyard.training.engine import Engine
 from steelyard.training.extension import Extension
 

@@ -24,7 +24,7 @@ from steelyard.core.recipe import Recipe, load_recipe
 from steelyard.parallel import mesh
 from steelyard.sizes.gpu_catalogue import by_device_name
 from steelyard.sizes.param_count import flops_per_token
-from steelyard.tokens.loader import columns
+from steelyard.tokens.dataloader import columns
 from steelyard.training.engine import Engine
 from steelyard.training.extension import Extension
 

@@ -29,7 +29,7 @@ from steelyard.finetuning.packed_samples import Row, row_of
 from steelyard.model import Batch
 from steelyard.parallel.mesh import MeshAxis
 from steelyard.parallel.world import World
-from steelyard.tokens.loader import Rows, read
+from steelyard.tokens.dataloader import Rows, read
 from steelyard.training.engine import Engine
 from steelyard.training.extension import Extension
 

@@ -31,7 +31,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from steelyard.core.errors import UserError
-from steelyard.core.recipe.loader import explained
+from steelyard.core.recipe.load import explained
 from steelyard.core.recipe.site_section import SiteSection
 from steelyard.core.recipe.toml import parse
 

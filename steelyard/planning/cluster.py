@@ -43,7 +43,7 @@ from typing import Annotated
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PrivateAttr, ValidationError
 
 from steelyard.core.errors import UserError
-from steelyard.core.recipe.loader import explained
+from steelyard.core.recipe.load import explained
 from steelyard.core.recipe.section import PositiveInt, Section
 from steelyard.core.recipe.toml import read
 from steelyard.sizes.gpu_catalogue import CATALOGUE, Gpu, by_name

@@ -17,7 +17,7 @@ from pydantic import Field, PositiveFloat, ValidationError
 
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
-from steelyard.core.recipe.loader import explained
+from steelyard.core.recipe.load import explained
 from steelyard.core.recipe.section import PositiveInt, Section
 from steelyard.core.recipe.toml import read
 from steelyard.planning import communication, compute

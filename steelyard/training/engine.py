@@ -23,7 +23,7 @@ from steelyard.parallel import context_parallel, fsdp
 from steelyard.parallel.gradients import Gradients
 from steelyard.parallel.mesh import Mesh
 from steelyard.parallel.parallelize import assemble
-from steelyard.tokens.loader import Rows, documents_in, learned_in, starts_of
+from steelyard.tokens.dataloader import Rows, documents_in, learned_in, starts_of
 from steelyard.training import device as devices
 from steelyard.training import fp8
 from steelyard.training.extension import Extension

@@ -29,7 +29,7 @@ from steelyard.checkpoint.finite import listed, nonfinite
 from steelyard.core.console import console
 from steelyard.core.errors import RuntimeFailure
 from steelyard.parallel.world import World
-from steelyard.tokens.loader import read
+from steelyard.tokens.dataloader import read
 from steelyard.tokens.samples import Samples
 from steelyard.training.engine import Engine
 from steelyard.training.train_state import Counters

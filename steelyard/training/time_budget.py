@@ -8,7 +8,7 @@ import time
 from steelyard.core.recipe import Recipe
 from steelyard.parallel import mesh as meshes
 from steelyard.parallel.world import World
-from steelyard.tokens.loader import labels_in, read
+from steelyard.tokens.dataloader import labels_in, read
 from steelyard.training import device as devices
 from steelyard.training import setup
 from steelyard.training.engine import Engine

@@ -23,7 +23,7 @@ from steelyard.core.run import Run, for_training, now, session
 from steelyard.parallel import mesh as meshes
 from steelyard.parallel.world import World, gather_errors, init_distributed, raise_on_all_ranks, run_on_rank0
 from steelyard.sizes.param_count import flops_per_token, parameters
-from steelyard.tokens.loader import Loader, labels_in, read
+from steelyard.tokens.dataloader import Loader, labels_in, read
 from steelyard.tokens.samples import Samples
 from steelyard.training import device as devices
 from steelyard.training import host_info, peak_memory, run_status, setup, timeline

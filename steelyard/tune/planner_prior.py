@@ -9,7 +9,7 @@ from pathlib import Path
 
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
-from steelyard.core.recipe.loader import COMMAND_LINE
+from steelyard.core.recipe.load import COMMAND_LINE
 from steelyard.launch import backends
 from steelyard.planning import cluster as clusters
 from steelyard.planning import measured_layers as profiles

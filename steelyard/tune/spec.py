@@ -34,7 +34,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PrivateAttr, ValidationError
 
 from steelyard.core.recipe import Recipe, shipped
-from steelyard.core.recipe.loader import COMMAND_LINE, explained
+from steelyard.core.recipe.load import COMMAND_LINE, explained
 from steelyard.core.recipe.section import Degree, NonNegativeInt, PositiveInt, Section, Seed
 from steelyard.core.recipe.toml import name_after, place_of, read
 from steelyard.tune import validation
@@ -52,7 +52,7 @@ class TuneBudget(Section):
     hours: PositiveFloat | None = None
 
 
-class TrialLimits(Section):
+class TrialSection(Section):
     """Length and time limits of a trial."""
 
     steps: PositiveInt | None = Field(None, description="default: the recipe's")
@@ -99,7 +99,7 @@ class Tune(Section):
     space: Annotated[dict[str, Dimension], Field(min_length=1)]
     objectives: list[Objective] = Field([Objective(metric="tokens_per_second")], min_length=1)
     budget: TuneBudget = TuneBudget(trials=30)
-    trial: TrialLimits = TrialLimits()
+    trial: TrialSection = TrialSection()
     early_stopping: EarlyStopping = EarlyStopping()
     launch: Launching = Launching()
     _override_places: list[str] = PrivateAttr([])

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from steelyard.core import secrets
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
-from steelyard.core.recipe.loader import written
+from steelyard.core.recipe.load import written
 from steelyard.core.recipe.toml import leaves
 from steelyard.tune import outcome, storage, trial_history
 from steelyard.tune.best import front

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from steelyard.core import files, secrets
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import to_toml
-from steelyard.core.recipe.loader import written
+from steelyard.core.recipe.load import written
 from steelyard.core.recipe.renamed_keys import migrate_dotted
 from steelyard.core.safe_parse import loads
 from steelyard.tune import storage

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
-from steelyard.core.recipe.loader import nearest, valid_keys
+from steelyard.core.recipe.load import nearest, valid_keys
 from steelyard.core.recipe.toml import place_of
 from steelyard.launch import backends
 from steelyard.launch.backends import Option

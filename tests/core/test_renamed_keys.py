@@ -9,7 +9,7 @@ import pytest
 from steelyard.checkpoint.formats import open_source
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import load_recipe
-from steelyard.core.recipe.loader import valid_keys
+from steelyard.core.recipe.load import valid_keys
 from steelyard.core.recipe.recipe import Recipe
 from steelyard.core.recipe.renamed_keys import RENAMED_KEYS, migrate_text, renamed
 from steelyard.core.run import Run

@@ -5,7 +5,7 @@ from steelyard import model
 from steelyard.core.recipe import load_recipe
 from steelyard.model import attention
 from steelyard.model.llama import scaled
-from steelyard.tokens.loader import learned_in, starts_of
+from steelyard.tokens.dataloader import learned_in, starts_of
 
 TINY = {
     "gpt": ["model.layers=2", "model.hidden=32", "model.heads=4", "model.vocab=100"],

@@ -3,7 +3,7 @@
 There is one module per section; `load_recipe` builds a validated `Recipe` from files and overrides.
 """
 
-from steelyard.core.recipe.loader import load_recipe, shipped
+from steelyard.core.recipe.load import load_recipe, shipped
 from steelyard.core.recipe.recipe import Recipe
 from steelyard.core.recipe.toml import to_toml
 

@@ -25,7 +25,7 @@ Rows = dict[str, npt.NDArray[Any]]
 
 
 @dataclass(frozen=True)
-class Batch:
+class RankBatch:
     """The rows of one rank for one step."""
 
     rows: Rows
@@ -110,7 +110,7 @@ class Loader:
     ) -> None:
         self.samples, self.batch_at, self.consumed = samples, batch_at, consumed
         self.rank, self.ranks = rank, ranks
-        self._ready: queue.Queue[Batch | Exception] = queue.Queue(maxsize=AHEAD)
+        self._ready: queue.Queue[RankBatch | Exception] = queue.Queue(maxsize=AHEAD)
         self._closed = threading.Event()
         self._reader = threading.Thread(target=self._read_ahead, daemon=True, name="loader")
         self._reader.start()
@@ -121,10 +121,10 @@ class Loader:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._closed.set()
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[RankBatch]:
         return self
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> RankBatch:
         if self.consumed + self.batch_at(self.consumed) > len(self.samples):
             raise StopIteration
         batch = self._ready.get()
@@ -145,12 +145,12 @@ class Loader:
                 rows = read(self.samples, mine, part)
                 labels = labels_in(self.samples, first, size, rows["tokens_BL"].shape[1])
                 first += size
-                self._put(Batch(rows, mine, first, labels))
+                self._put(RankBatch(rows, mine, first, labels))
             except Exception as error:
                 self._put(error)
                 return
 
-    def _put(self, batch: Batch | Exception) -> None:
+    def _put(self, batch: RankBatch | Exception) -> None:
         while not self._closed.is_set():
             try:
                 self._ready.put(batch, timeout=0.5)

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from steelyard.tokens.loader import Loader, documents_in, learned_in, read, starts_of
+from steelyard.tokens.dataloader import Loader, documents_in, learned_in, read, starts_of
 
 
 class Numbers:
