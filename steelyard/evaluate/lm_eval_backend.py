@@ -47,7 +47,7 @@ class LmEvalModel(LM):  # type: ignore[misc]
         texts = []
         with console.progress("generate", len(requests), "texts") as progress:
             for context, settings in (request.args for request in requests):
-                texts.append(self._written(context, settings))
+                texts.append(self._generated(context, settings))
                 progress.advance()
         return texts
 

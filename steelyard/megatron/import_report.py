@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from steelyard.megatron.import_script import Reading
-from steelyard.megatron.tool_commands import LATER
 
 
 def lines(reading: Reading) -> Iterator[str]:
@@ -26,8 +25,6 @@ def lines(reading: Reading) -> Iterator[str]:
         yield from (f"  {' '.join(flags)}: {reason}" for reason, flags in groups.items())
     if reading.recipe is not None:
         yield from (f"command: {command}" for command in reading.commands)
-    if any(command.startswith("steelyard checkpoint convert") for command in reading.commands):
-        yield f"note: {LATER}"
 
 
 def result(reading: Reading) -> dict[str, Any]:

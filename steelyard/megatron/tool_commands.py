@@ -13,7 +13,6 @@ FOUND_IN_A_CHECKPOINT = (
     "--loader", "--checkpoint-type", "--model-type", "--model-size", "--megatron-path", "--tokenizer-model",
     "--no-checking", "--max-queue-size", "--true-vocab-size", "--vocab-file",
 )  # fmt: skip
-LATER = "steelyard checkpoint convert arrives in a later release"
 
 
 def program_of(words: list[str]) -> tuple[str, list[str], list[str]]:

@@ -108,7 +108,7 @@ def mistake(done: subprocess.CompletedProcess) -> str:
         (["train", "gpt2-small"], "data.train"),
         (["train", "tiny.toml", "--world", "8"], "belong to a dry run"),
         (["train", "llama3.1-70b", "--dry-run", "--world", "24"], "a multiple of 16 ranks, not on 24"),
-        (["train", "tiny.toml", "--dry-run", "--gpu", "h10"], "h10 is not known"),
+        (["train", "tiny.toml", "--dry-run", "--gpu", "h10"], "unknown GPU h10"),
         (["recipe", "from-megatron", "nowhere.sh"], "nowhere.sh: there is no such file"),
         (["recipe", "from-megatron", "tiny.toml"], "tiny.toml"),
         (["recipe", "from-megatron", "--", "a"], "give at least one script"),
@@ -133,7 +133,7 @@ def mistake(done: subprocess.CompletedProcess) -> str:
         (["hub", "pull", "https://hub/x", "model"], "is not a valid model name on the hub"),
         (["hub", "pull", "me/model", "tiny.toml"], "tiny.toml is a file"),
         (["hub", "login", "--token-file", "empty.txt"], "this is not a token"),
-        (["hub", "login", "--token-file", "missing.txt"], "there is no file missing.txt"),
+        (["hub", "login", "--token-file", "missing.txt"], "missing.txt does not exist"),
         (["hub", "login", "hf_pasted"], "a token on the command line can be read by everyone"),
         (["generate", ".", "--prompt", "x"], "is not a checkpoint of a supported format"),
         (

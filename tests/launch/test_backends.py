@@ -113,7 +113,7 @@ def test_a_fourth_backend_in_one_file_submits_watches_and_cancels(spool: Path, t
     assert submit.wait(run) == 1
     assert launch_record.is_over(run)
     trial = submitted_trial.Submitted(run, TrialLog(tmp_path / "trial.log", []))
-    assert trial.failure() == (outcome.LOST, "somebody cancelled its job")
+    assert trial.failure() == (outcome.LOST, "its job was cancelled")
     words = [json.loads(line)["state"] for line in (run / "scheduler.jsonl").read_text().splitlines()]
     assert words == ["queued", "running", "cancelled"]
 
