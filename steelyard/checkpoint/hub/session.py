@@ -35,7 +35,7 @@ def read_token(file: Path | None = None) -> str:
     """Read a token from a file, a pipe, or a prompt without echo. Never from the command line."""
     if file is not None:
         if not file.is_file():
-            raise UserError(f"{file} does not exist")
+            raise UserError(f"there is no file {file}")
         text = file.read_text(encoding="utf-8", errors="replace")
     elif sys.stdin.isatty():
         with warnings.catch_warnings():
