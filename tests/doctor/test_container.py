@@ -133,7 +133,7 @@ def test_an_image_that_is_not_there_or_has_no_runtime_is_told(bench):
     (bench.path / "a.sqsh").write_text("")
     with pytest.raises(RuntimeFailure, match="needs enroot"):
         container.choose(machine, str(bench.path / "a.sqsh"))
-    with pytest.raises(UserError, match="is no image"):
+    with pytest.raises(UserError, match="is not an image"):
         container.choose(machine, "--privileged")
     bench.says("docker", "")
     assert container.choose(machine, "name/of:image").kind == "docker"

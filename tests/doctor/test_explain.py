@@ -212,7 +212,7 @@ def test_kernels_that_were_compiled_are_no_error_and_those_that_were_not_are(tmp
 def test_the_missing_library_is_named_in_the_answer():
     explained = explain_line(MESSAGES[0][0])
     assert explained is not None
-    assert "by the name libcudnn.so.8," in explained.meaning
+    assert "as libcudnn.so.8," in explained.meaning
 
 
 def test_every_hint_is_a_part_of_what_its_pattern_finds():

@@ -162,7 +162,7 @@ def test_what_somebody_changed_since_is_left_and_named(broken):
 def test_a_repair_that_was_killed_in_the_middle_is_undone(broken, monkeypatch):
     machine = broken.machine()
     planned = repair.planned(machine, [Finding("a", "a", "fail", "", links={"libx.so.1": "/x", "liby.so.1": "/y"})])
-    real, made = undo_log._make, []
+    real, made = undo_log._apply, []
 
     def dies(change):
         if len(made) == 2:
@@ -170,11 +170,11 @@ def test_a_repair_that_was_killed_in_the_middle_is_undone(broken, monkeypatch):
         made.append(change)
         real(change)
 
-    monkeypatch.setattr(undo_log, "_make", dies)
+    monkeypatch.setattr(undo_log, "_apply", dies)
     with pytest.raises(KeyboardInterrupt):
         undo_log.apply(machine, planned)
     assert len(json.loads(record_file(machine).read_text())["changes"]) > len(made)  # Noted before it was made.
-    monkeypatch.setattr(undo_log, "_make", real)
+    monkeypatch.setattr(undo_log, "_apply", real)
     undo_log.undo(machine)
     assert tree(broken.path / "home") == {}
 

@@ -108,5 +108,5 @@ def test_kernels_that_are_missing_or_broken_are_named(bench):
     engine = found("Transformer Engine", packages={"transformer_engine": "1.2"}, errors=broken)
     assert engine.verdict == "warn"
     assert "another version of torch" not in engine.words
-    assert "build it again" in engine.hint
+    assert "rebuild it" in engine.hint
     assert found("flash-attn").verdict == "absent"

@@ -79,7 +79,7 @@ def test_a_submission_killed_before_sbatch_has_no_job(queue: Path, tmp_path: Pat
     (queue / "39").write_text("/elsewhere/job.sh abc-11\n")
     assert [(row["jobs"], row["state"]) for row in run_list.rows(run.parent)] == [([], "not submitted")]
     assert not submitted_trial.can_be_taken_up(run)
-    with pytest.raises(UserError, match="slurm has no job of"):
+    with pytest.raises(UserError, match="slurm has no job for"):
         cancel_run(run)
 
 
