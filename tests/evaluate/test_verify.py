@@ -202,7 +202,7 @@ def test_a_torn_last_record_and_token_files_that_are_elsewhere_are_named_and_no_
     (run.parent / "tokens_text_document.idx").unlink()
     found = verify_run(run)
     assert found.problems == []
-    assert any("unfinished" in line for line in found.not_checked)
+    assert any("incomplete" in line for line in found.not_checked)
     assert any("tokens_text_document.idx" in line for line in found.not_checked)
 
 
