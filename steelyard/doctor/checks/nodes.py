@@ -37,7 +37,7 @@ class Reply:
     """The facts of a node, or the error."""
 
     node: str
-    said: dict[str, Any]
+    facts: dict[str, Any]
     problem: str = ""
     offset: float = 0.0
 
@@ -83,17 +83,17 @@ def _ask(machine: Machine, node: str, options: Sequence[str]) -> Reply:
     if answer is None or not answer.is_good:
         return Reply(node, {}, answer.gist if answer else "ssh is not on PATH")
     try:
-        said = json.loads(answer.out.strip().splitlines()[-1])
-        offset = float(said["time"]) - (before + after) / 2
+        facts = json.loads(answer.out.strip().splitlines()[-1])
+        offset = float(facts["time"]) - (before + after) / 2
     except (ValueError, IndexError, KeyError, TypeError):
         return Reply(node, {}, f"it answered {answer.out.strip()[:100]!r}")
     # The round trip may be delayed in either direction: subtract what it can explain.
-    return Reply(node, said, offset=max(0.0, abs(offset) - (after - before) / 2))
+    return Reply(node, facts, offset=max(0.0, abs(offset) - (after - before) / 2))
 
 
 def _reached(machine: Machine, reply: Reply) -> Finding:
     if not reply.problem:
-        return Finding(TOPIC, f"ssh {reply.node}", "ok", f"reached without a prompt, as {reply.said.get('host')}")
+        return Finding(TOPIC, f"ssh {reply.node}", "ok", f"reached without a prompt, as {reply.facts.get('host')}")
     hints = {
         "Permission denied": f"add your key, without a passphrase: ssh-copy-id {reply.node}",
         "Host key verification failed": f"accept its key once: ssh-keyscan {reply.node} >> ~/.ssh/known_hosts",
@@ -144,7 +144,7 @@ def _versions(machine: Machine, seen: PythonInfo, replies: Sequence[Reply]) -> F
     disk = installed_torch(machine)
     here = (list(seen.python) if seen.python else None, seen.torch or (disk.version if disk else None))
     for reply in replies:
-        there = (reply.said.get("python"), reply.said.get("torch"))
+        there = (reply.facts.get("python"), reply.facts.get("torch"))
         if here[0] and there[0] != here[0]:
             words = f"{reply.node} has Python {dotted(there[0] or ())}, this machine has {dotted(here[0])}"
             return Finding(
