@@ -133,7 +133,7 @@ def mistake(done: subprocess.CompletedProcess) -> str:
         (["hub", "pull", "https://hub/x", "model"], "is not a valid model name on the hub"),
         (["hub", "pull", "me/model", "tiny.toml"], "tiny.toml is a file"),
         (["hub", "login", "--token-file", "empty.txt"], "this is not a token"),
-        (["hub", "login", "--token-file", "missing.txt"], "missing.txt does not exist"),
+        (["hub", "login", "--token-file", "missing.txt"], "there is no file missing.txt"),
         (["hub", "login", "hf_pasted"], "a token on the command line can be read by everyone"),
         (["generate", ".", "--prompt", "x"], "is not a checkpoint of a supported format"),
         (
