@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from steelyard import model as models
+from steelyard.checkpoint import folder
 from steelyard.core.console import console
 from steelyard.core.errors import SteelyardError, UserError
 from steelyard.core.recipe import load_recipe
@@ -47,6 +48,25 @@ def failing_training(overrides: list[str], run: str, extension: Extension | None
     except SteelyardError as error:
         return type(error).__name__, str(error), error.shared
     return "none", "", False
+
+
+def training_whose_last_save_is_damaged(overrides: list[str], run: str, damaged_rank: int) -> tuple[str, str, bool]:
+    """As `failing_training`; one rank's file of the last step changes on disk before it is read back."""
+    mismatched = folder._mismatched
+
+    def damage(path: Path, mine: dict[str, str]) -> list[str]:
+        own = [name for name in mine if name.endswith(".distcp")]
+        if int(os.environ["RANK"]) == damaged_rank and path.name.endswith("4"):
+            content = bytearray((path / own[0]).read_bytes())
+            content[len(content) // 2] ^= 1
+            (path / own[0]).write_bytes(content)
+        return mismatched(path, mine)
+
+    folder._mismatched = damage
+    try:
+        return failing_training(overrides, run)
+    finally:
+        folder._mismatched = mismatched
 
 
 def training_by_another_recipe(overrides: list[list[str]], run: str) -> str:

@@ -116,3 +116,17 @@ def test_all_ranks_refuse_a_checkpoint_of_which_one_reads_a_nan(layouts: Layouts
     assert {kind for kind, _, _ in failures} == {"UserError"}
     assert all("NaN or infinite values in model.layers.3.mlp.up.weight" in message for _, message, _ in failures)
     assert all(shared for *_, shared in failures)
+
+
+@pytest.mark.parametrize("damaged_rank", [0, 1])
+def test_all_ranks_refuse_a_save_that_one_reads_back_damaged_and_keep_the_one_before(
+    layouts: Layouts, damaged_rank: int
+):
+    settings = [*FOUR_STEPS, FAMILIES["llama"], *FEW, *parallel(zero=3), "checkpoint.every=1", "checkpoint.keep_last=1"]
+    path = f"unread-{damaged_rank}"
+    failures = layouts.ranks.do(2, jobs.training_whose_last_save_is_damaged, settings, path, damaged_rank)
+    for kind, message, _ in failures:
+        assert kind == "RuntimeFailure"
+        assert f"step-00000004 does not read back as it was written: __{damaged_rank}_0.distcp" in message
+    kept = sorted(folder.name for folder in (layouts.folder / path / "checkpoints").glob("step-*"))
+    assert kept == ["step-00000003", "step-00000004"]
