@@ -1,4 +1,4 @@
-"""`steelyard recipe`: check, show, list, migrate and import recipes."""
+"""`steelyard recipe`: check, show and list recipes, update renamed keys, convert Megatron scripts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from steelyard.sizes.param_count import parameters
 
 
 class SgdChoice(StrEnum):
-    """The optimizer that `--optimizer sgd` of a script means."""
+    """What `--optimizer sgd` means in a script: SGD with momentum, or SGD-SaI in patched versions."""
 
     sgd = "sgd"
     sgd_sai = "sgd-sai"
@@ -46,13 +46,13 @@ def check(recipe: RecipeArgument, overrides: Overrides = None, json: JsonOption 
     loaded = load_recipe(recipe, overrides or ())
     size = parameters(loaded.model).total
     text = f"{recipe} is valid: {loaded.model.family}, {units.count(size)} parameters, {loaded.train.steps} steps"
-    unchecked = _keys_of_files(loaded)
+    unchecked = _path_keys(loaded)
     if unchecked:
         text += f"\nnot checked: the files of {', '.join(unchecked)}"
     print_result({"recipe": recipe, "sound": True, "parameters": size, "not_looked_at": unchecked}, json, text)
 
 
-def _keys_of_files(recipe: Recipe) -> list[str]:
+def _path_keys(recipe: Recipe) -> list[str]:
     """The keys whose values are files, which may or may not exist."""
     values = {
         "data.train": recipe.data.train,
@@ -100,7 +100,7 @@ def migrate(
     check: Annotated[bool, typer.Option("--check", help="Write nothing; exit with 1 if there are old keys.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Replace keys that were renamed, in place. Comments and order stay.
+    """Rename deprecated keys in a file, in place. Comments and order stay.
 
     Example: steelyard recipe migrate my.toml
     """
@@ -133,7 +133,12 @@ def from_megatron(
         typer.Argument(metavar="SCRIPT... [-- ARGS]", help="Launch scripts, and their arguments."),
     ],
     out: Annotated[Path | None, typer.Option(help="Write the recipe to this file.", show_default=False)] = None,
-    sgd: Annotated[SgdChoice | None, typer.Option(help="The meaning of --optimizer sgd.", show_default=False)] = None,
+    sgd: Annotated[
+        SgdChoice | None,
+        typer.Option(
+            help="Optimizer for --optimizer sgd: sgd (Megatron's) or sgd-sai (patched versions).", show_default=False
+        ),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Convert a Megatron launch script to a recipe. The script is read, never run.
@@ -147,11 +152,11 @@ def from_megatron(
     if not end:
         raise typer.BadParameter("give at least one script")
     paths, arguments = [Path(script) for script in scripts[:end]], scripts[end + 1 :]
-    reading = megatron.read(paths, arguments, environment=os.environ, sgd=sgd, count=_ids_of)
+    reading = megatron.read(paths, arguments, environment=os.environ, sgd=sgd, count=_vocab_size)
     for line in megatron.lines(reading):
         console.say(line)
     if reading.recipe is None:
-        console.say("the scripts start no training, so there is no recipe, only commands")
+        console.say("no training command found in the scripts: no recipe was written, only commands")
     elif out is not None:
         files.write_text(out, reading.recipe)
         console.say(f"wrote {out}")
@@ -166,7 +171,7 @@ def from_megatron(
         print_result(result, json, text)
 
 
-def _ids_of(tokenizer: str) -> int | None:
+def _vocab_size(tokenizer: str) -> int | None:
     """The number of ids of a tokenizer, if it is on this machine."""
     from steelyard.text import tokenizer as tokenizers
 

@@ -1,7 +1,8 @@
 """Dataset formats of conversations, and how their rows are read.
 
-A format is a name, a predicate on a row's keys, and a function from a row to messages. The first row determines the
-format, unless the recipe sets it; every row must then match it.
+A format is a name, a predicate on a row, and a function from a row to messages. The first row determines the
+format, unless the recipe sets it; every row must then match it. `flat-tree` and `preference` are not in `FORMATS`:
+there a conversation spans several rows, or a row has two answers.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ INPUTS, OUTPUTS = ("input", "context"), ("output", "response")
 
 @dataclass(frozen=True)
 class Markers:
-    """The markers before each speaker's turn in a conversation that is one text."""
+    """The markers before each speaker's turn in a conversation stored as one string."""
 
     user: str = "### Human:"
     assistant: str = "### Assistant:"
@@ -232,7 +233,7 @@ def _role(name: Any) -> Role:
 
 def _text(value: Any, key: str) -> str:
     if not isinstance(value, str):
-        raise BadRow(f"{key} is not a text")
+        raise BadRow(f"{key} is not a string")
     return value
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from steelyard.core.recipe.model_section import GptConfig
 from steelyard.model.attention import attend, attend_dropping, rows_of
-from steelyard.model.language_model import Context, LanguageModel, StageSpec, TransformerLayer
+from steelyard.model.language_model import LanguageModel, LayerInputs, StageSpec, TransformerLayer
 from steelyard.model.modules import LayerNorm, Linear
 
 
@@ -49,18 +49,18 @@ class GptAttention(nn.Module):
         self.value = Linear(config.hidden, config.hidden)
         self.output = Linear(config.hidden, config.hidden)
 
-    def forward(self, x_BLD: Tensor, context: Context) -> Tensor:
+    def forward(self, x_BLD: Tensor, inputs: LayerInputs) -> Tensor:
         query_BHLE, key_BHLE, value_BHLE = (
             projection(x_BLD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.query, self.key, self.value)
         )
-        if context.cache is not None:
-            key_BHLE, value_BHLE = context.cache.extended(key_BHLE, value_BHLE)
-        if self.dropout and self.training and context.sample_ids_B is not None and context.row_positions_BL is not None:
-            rows = rows_of(context.sample_ids_B, context.row_positions_BL, self.heads, self.salt)
-            attn_out_BHLE = attend_dropping(query_BHLE, key_BHLE, value_BHLE, context.mask, rows, self.dropout)
+        if inputs.cache is not None:
+            key_BHLE, value_BHLE = inputs.cache.extended(key_BHLE, value_BHLE)
+        if self.dropout and self.training and inputs.sample_ids_B is not None and inputs.row_positions_BL is not None:
+            rows = rows_of(inputs.sample_ids_B, inputs.row_positions_BL, self.heads, self.salt)
+            attn_out_BHLE = attend_dropping(query_BHLE, key_BHLE, value_BHLE, inputs.mask, rows, self.dropout)
         else:
-            attn_out_BHLE = self.attend(query_BHLE, key_BHLE, value_BHLE, context.mask)
+            attn_out_BHLE = self.attend(query_BHLE, key_BHLE, value_BHLE, inputs.mask)
         output: Tensor = self.output(attn_out_BHLE.transpose(1, 2).flatten(-2))
         return output
 

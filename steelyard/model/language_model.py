@@ -1,9 +1,10 @@
 """The base of all model families: embedding, layers, final norm and head.
 
-A model may be built as one pipeline stage: without the embedding, with some of the layers, without norm and head.
+A model may be built as one pipeline stage: some of the layers, the embedding only on the first stage, the final norm
+and head only on the last.
 Parameter names are those of the whole model, so weight initialization and checkpoints do not depend on stages.
 
-Tensor suffixes: B batch, L length, D hidden, V vocabulary, N documents of a row, K loss positions of a row.
+Tensor suffixes: B batch, L length, D hidden, V vocabulary, N documents per row, K loss positions per row.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class StageSpec:
     last: bool = True
 
 
-class Context(NamedTuple):
+class LayerInputs(NamedTuple):
     """The inputs of a layer other than the residual stream. The same for all layers, except where noted."""
 
     rotation: tuple[Tensor, Tensor] | None = None
@@ -49,7 +50,7 @@ class Context(NamedTuple):
 class TransformerLayer(nn.Module):
     """Attention and MLP, each after a norm and added to the residual stream."""
 
-    checkpoint: Callable[..., Tensor] | None = None
+    recompute_fn: Callable[..., Tensor] | None = None
     """Calls `compute` with activation checkpointing; set by `parallel/activation_checkpoint.py`."""
 
     def __init__(self, attention: nn.Module, mlp: nn.Module, make_norm: Callable[[], nn.Module], drop: float) -> None:
@@ -57,23 +58,23 @@ class TransformerLayer(nn.Module):
         self.attention_norm, self.attention, self.attention_dropout = make_norm(), attention, Dropout(drop)
         self.mlp_norm, self.mlp, self.mlp_dropout = make_norm(), mlp, Dropout(drop)
 
-    def forward(self, x_BLD: Tensor, context: Context) -> Tensor:
-        if self.checkpoint is None:
-            return self.compute(x_BLD, context)
-        return self.checkpoint(self.compute, x_BLD, context)
+    def forward(self, x_BLD: Tensor, inputs: LayerInputs) -> Tensor:
+        if self.recompute_fn is None:
+            return self.compute(x_BLD, inputs)
+        return self.recompute_fn(self.compute, x_BLD, inputs)
 
-    def compute(self, x_BLD: Tensor, context: Context) -> Tensor:
-        """Compute the layer. What a subclass prepares here is recomputed in the backward pass."""
-        seeds = context.sample_ids_B, context.row_positions_BL
-        x_BLD = x_BLD + self.attention_dropout(self.attention(self.attention_norm(x_BLD), context), *seeds)
-        if context.loss_positions_BK is not None:
-            x_BLD = at_positions(context.loss_positions_BK, x_BLD)
-        x_BLD = x_BLD + self.mlp_dropout(self.mlp(self.mlp_norm(x_BLD)), *seeds)
+    def compute(self, x_BLD: Tensor, inputs: LayerInputs) -> Tensor:
+        """Compute the layer. With activation checkpointing the backward pass runs all of this again."""
+        dropout_keys = inputs.sample_ids_B, inputs.row_positions_BL
+        x_BLD = x_BLD + self.attention_dropout(self.attention(self.attention_norm(x_BLD), inputs), *dropout_keys)
+        if inputs.loss_positions_BK is not None:
+            x_BLD = at_positions(inputs.loss_positions_BK, x_BLD)
+        x_BLD = x_BLD + self.mlp_dropout(self.mlp(self.mlp_norm(x_BLD)), *dropout_keys)
         return x_BLD
 
 
 class LanguageModel(nn.Module):
-    """Maps a `Batch` to logits, or with labels to the summed loss (1,). Stages pass on the residual stream instead."""
+    """Maps a `Batch` to logits, or with labels to the summed loss (1,). A stage without head returns hidden states."""
 
     embed: nn.Embedding | None
     head: Linear | None
@@ -98,7 +99,7 @@ class LanguageModel(nn.Module):
         raise NotImplementedError
 
     def make_norm(self) -> nn.Module:
-        """The norm before the head."""
+        """A norm of the family, for the layers and before the head."""
         raise NotImplementedError
 
     def rotation(self, position_ids_BL: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -135,20 +136,20 @@ class LanguageModel(nn.Module):
         if position_ids_BL is None:
             seen = 0 if cache is None else cache.length
             position_ids_BL = torch.arange(seen, seen + batch.tokens_BL.shape[1], device=batch.tokens_BL.device)[None]
-        context = self._context(batch, position_ids_BL)
+        inputs = self._layer_inputs(batch, position_ids_BL)
         if self.embed is not None:
             x_BLD = self.embedded(batch.tokens_BL, position_ids_BL).to(self.dtype)
-            x_BLD = self.embed_dropout(x_BLD, context.sample_ids_B, context.row_positions_BL)
+            x_BLD = self.embed_dropout(x_BLD, inputs.sample_ids_B, inputs.row_positions_BL)
         loss_positions_BK = batch.loss_positions_BK
         selects_early = loss_positions_BK is not None and batch.labels_BL is not None and self._can_select_early()
         if selects_early and batch.tokens_BL.is_cuda:  # Compiles the last layer once for any number of positions.
             torch._dynamo.maybe_mark_dynamic(loss_positions_BK, 1)
         for number, layer in self.layers.items():
             if cache is not None:
-                context = context._replace(cache=cache.of(number))
+                inputs = inputs._replace(cache=cache.of(number))
             if selects_early and int(number) == self.config.layers - 1:
-                context = context._replace(loss_positions_BK=loss_positions_BK)
-            x_BLD = layer(x_BLD, context)
+                inputs = inputs._replace(loss_positions_BK=loss_positions_BK)
+            x_BLD = layer(x_BLD, inputs)
         assert x_BLD is not None
         if cache is not None:
             cache.length += batch.tokens_BL.shape[1]
@@ -166,21 +167,21 @@ class LanguageModel(nn.Module):
             loss = self.loss(x_BLD, self.head.weight, labels_BL, loss_weights_BL, self.config.vocab, self.vocabulary)
             # A pipeline concatenates the outputs of micro-batches, so no scalar; a view would make FSDP warn.
             return torch.stack([loss])
-        # Padding rows of the vocabulary are removed: they are never predicted and never trained.
+        # Drop the logits of padding ids, which are never labels.
         logits: Tensor = self.head(x_BLD)[..., : self.config.vocab]
         return logits
 
-    def _context(self, batch: Batch, position_ids_BL: Tensor) -> Context:
-        """The context of a forward pass."""
+    def _layer_inputs(self, batch: Batch, position_ids_BL: Tensor) -> LayerInputs:
+        """What all layers get besides the residual stream."""
         device, row_positions_BL = batch.tokens_BL.device, batch.row_positions_BL
         if row_positions_BL is None and batch.sample_ids_B is not None:
             row_positions_BL = torch.arange(position_ids_BL.shape[1], device=device)[None]
         mask: Tensor | CuSeqlens | None = None if batch.documents_BL is None else self.mask_of(batch.documents_BL)
         if batch.document_starts_BN is not None:
             mask = cu_seqlens_of(batch.document_starts_BN, position_ids_BL.shape[1], device)
-        return Context(self.rotation(position_ids_BL), mask, batch.sample_ids_B, row_positions_BL)
+        return LayerInputs(self.rotation(position_ids_BL), mask, batch.sample_ids_B, row_positions_BL)
 
     def _can_select_early(self) -> bool:
-        """Whether the last layer may compute loss positions alone: it is here, has whole rows, and has no dropout."""
+        """Whether the last layer may compute loss positions alone: it is here, rows are whole, nothing is dropped."""
         is_here = self.head is not None and bool(self.layers)
         return is_here and not self.config.dropout and not self.vocabulary.by_sequence

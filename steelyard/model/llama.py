@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from steelyard.core.recipe.model_section import LlamaConfig, RopeScaling
 from steelyard.model.attention import attend, attend_dropping, rows_of
-from steelyard.model.language_model import Context, LanguageModel, StageSpec, TransformerLayer
+from steelyard.model.language_model import LanguageModel, LayerInputs, StageSpec, TransformerLayer
 from steelyard.model.modules import Linear, RmsNorm
 
 Rotation = tuple[Tensor, Tensor]
@@ -51,20 +51,20 @@ class LlamaAttention(nn.Module):
         self.value = Linear(config.hidden, config.kv_heads * config.head_dim, bias=config.qkv_bias)
         self.output = Linear(config.heads * config.head_dim, config.hidden, bias=False)
 
-    def forward(self, x_BLD: Tensor, context: Context) -> Tensor:
-        assert context.rotation is not None
+    def forward(self, x_BLD: Tensor, inputs: LayerInputs) -> Tensor:
+        assert inputs.rotation is not None
         query_BHLE, key_BKLE, value_BKLE = (
             projection(x_BLD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.query, self.key, self.value)
         )
-        query_BHLE, key_BKLE = apply_rope(query_BHLE, context.rotation), apply_rope(key_BKLE, context.rotation)
-        if context.cache is not None:
-            key_BKLE, value_BKLE = context.cache.extended(key_BKLE, value_BKLE)
-        if self.dropout and self.training and context.sample_ids_B is not None and context.row_positions_BL is not None:
-            rows = rows_of(context.sample_ids_B, context.row_positions_BL, self.heads, self.salt)
-            attn_out_BHLE = attend_dropping(query_BHLE, key_BKLE, value_BKLE, context.mask, rows, self.dropout)
+        query_BHLE, key_BKLE = apply_rope(query_BHLE, inputs.rotation), apply_rope(key_BKLE, inputs.rotation)
+        if inputs.cache is not None:
+            key_BKLE, value_BKLE = inputs.cache.extended(key_BKLE, value_BKLE)
+        if self.dropout and self.training and inputs.sample_ids_B is not None and inputs.row_positions_BL is not None:
+            rows = rows_of(inputs.sample_ids_B, inputs.row_positions_BL, self.heads, self.salt)
+            attn_out_BHLE = attend_dropping(query_BHLE, key_BKLE, value_BKLE, inputs.mask, rows, self.dropout)
         else:
-            attn_out_BHLE = self.attend(query_BHLE, key_BKLE, value_BKLE, context.mask)
+            attn_out_BHLE = self.attend(query_BHLE, key_BKLE, value_BKLE, inputs.mask)
         output: Tensor = self.output(attn_out_BHLE.transpose(1, 2).flatten(-2))
         return output
 

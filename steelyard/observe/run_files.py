@@ -8,7 +8,7 @@ from typing import Any
 
 from steelyard.core.safe_parse import loads
 
-MOST_BYTES = 1 << 16
+MAX_TAIL_BYTES = 1 << 16
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -21,11 +21,11 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def last_lines(path: Path, count: int) -> list[str]:
-    """The last lines of a text file; reads at most `MOST_BYTES`."""
+    """The last lines of a text file; reads at most `MAX_TAIL_BYTES`."""
     try:
         with open(path, "rb") as file:
             file.seek(0, 2)
-            file.seek(max(0, file.tell() - MOST_BYTES))
+            file.seek(max(0, file.tell() - MAX_TAIL_BYTES))
             return file.read().decode("utf-8", errors="replace").splitlines()[-count:]
     except OSError:
         return []

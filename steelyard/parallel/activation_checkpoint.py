@@ -51,7 +51,7 @@ def _wrap(layer: TransformerLayer, selective: bool) -> None:
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if selective:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-    layer.checkpoint = partial(checkpoint, **options)
+    layer.recompute_fn = partial(checkpoint, **options)
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -1,7 +1,7 @@
 """Linear modules for mask learning: weights are frozen, and logits over the masks of each group are trained.
 
 A linear module gets a parameter `mask_logits` next to its weight, and multiplies with the weight under a mask that is
-drawn for each micro-batch (`gumbel.py`). The context of the layer identifies the micro-batch. So a recomputed layer
+drawn for each micro-batch (`gumbel.py`). The inputs of the layer identify the micro-batch. So a recomputed layer
 draws the same mask again, even if other micro-batches ran in between.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.sparsity_section import SparsitySection
 from steelyard.model import LanguageModel
-from steelyard.model.language_model import Context, TransformerLayer
+from steelyard.model.language_model import LayerInputs, TransformerLayer
 from steelyard.model.modules import Linear
 from steelyard.sparsity import gumbel
 from steelyard.sparsity.gumbel import GroupOffset
@@ -138,12 +138,12 @@ class MaskedLayer(TransformerLayer):
             self.add_module(name, child)
         self.masked, self.salts_N2 = tuple(masked), salts_N2
 
-    def compute(self, x_BLD: Tensor, context: Context) -> Tensor:
+    def compute(self, x_BLD: Tensor, inputs: LayerInputs) -> Tensor:
         """Set the draws, then compute; recomputation in the backward pass sets them again."""
-        sample_ids_B = context.sample_ids_B
+        sample_ids_B = inputs.sample_ids_B
         draws: list[Tensor | None] = [None] * len(self.masked)
         if sample_ids_B is not None and self.training:
             draws = list((gumbel.draw_of(sample_ids_B) + self.salts_N2).unbind())
         for linear, draw in zip(self.masked, draws, strict=True):
             linear.draw = draw
-        return super().compute(x_BLD, context)
+        return super().compute(x_BLD, inputs)

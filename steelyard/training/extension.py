@@ -26,7 +26,7 @@ class Extension:
     """The default hooks, which change nothing. A subclass overrides those it needs."""
 
     needs_samples = False
-    """Whether layers need the sample ids of their rows: `Context.sample_ids_B`."""
+    """Whether layers need the sample ids of their rows: `LayerInputs.sample_ids_B`."""
 
     is_likelihood = True
     """Whether the loss is a cross-entropy over tokens, so that it has a perplexity."""

@@ -1,8 +1,8 @@
 """The training loop.
 
-A run is a pure function of recipe and seed. The number of consumed samples determines the samples of a step, so a
-checkpoint holds only tensors and a few counters, and a killed run repeats its losses bit for bit. The number of ranks
-affects only rounding.
+A run is determined by its recipe, which has the seed, and its data. The number of consumed samples determines the
+samples of a step, so a checkpoint holds only tensors and a few counters, and a resumed run repeats its losses bit for
+bit on the same layout. Another layout changes only rounding.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def run(
     """Train the recipe and return the run folder.
 
     `resume` is `auto` (resume an unfinished run of the same recipe), `never` (a new run) or a checkpoint to start from.
-    `open_data` returns the training and validation samples if they do not come from `[data]`.
+    `open_data` opens the training and validation samples; by default those of `[data]`.
     """
     device = devices.choose(recipe)
     with init_distributed(device.type, recipe.parallel.timeout_minutes) as world:
@@ -78,7 +78,7 @@ def run(
             )
             try:
                 with stop_request() as stop:
-                    state = trainer.until_done(stop)
+                    state = trainer.train(stop)
             except Interrupted as interruption:
                 run_status.conclude(folder, world, "interrupted")
                 raise interruption
@@ -127,8 +127,11 @@ class Trainer:
             folder.update(**session(world.size), **hardware, started=started, ended=None)
         host_info.report(folder, recipe, self.mesh, world, device)
 
-    def until_done(self, stop: StopRequest) -> str:
-        """Run the remaining steps. Returns the state of the run: finished, or stopped by `train.max_hours`."""
+    def train(self, stop: StopRequest) -> str:
+        """Run the remaining steps. Returns the state of the run.
+
+        `finished`, also after early stopping, or `stopped` by `train.max_hours`; a signal raises `Interrupted`.
+        """
         recipe, counters, train = self.recipe, self.train_state.counters, self.recipe.train
         mesh, length = self.mesh, recipe.data.sequence_length
         deadline = time.monotonic() + 3600 * train.max_hours if train.max_hours else float("inf")
@@ -142,7 +145,7 @@ class Trainer:
                 self._validate()
             while counters.step < train.steps:
                 batch = train.batch_at(counters.samples)
-                rate = self._rate(batch)
+                rate = self._learning_rate(batch)
                 with self.profiler.around(counters.step + 1):
                     self._step(batches, batch, rate)
                 is_last = counters.step == train.steps
@@ -152,13 +155,13 @@ class Trainer:
                     console.say(peak_memory.report(self.device))
                 progress.advance(batch * length, note=f"step {counters.step}/{train.steps}")
                 is_best = out_of_patience = False
-                if is_last or _is_due(recipe.eval.every, counters.step):
+                if is_last or _is_multiple(recipe.eval.every, counters.step):
                     self._validate()
                     is_best, out_of_patience = self._check_validation()
                 out_of_time = time.monotonic() > deadline
                 stopping = stop.agreed(out_of_time) and not (is_last or out_of_patience)
                 is_end = (is_last or stopping or out_of_patience) and recipe.checkpoint.at_end
-                if is_end or is_best or _is_due(recipe.checkpoint.every, counters.step):
+                if is_end or is_best or _is_multiple(recipe.checkpoint.every, counters.step):
                     self._save(is_best)
                 if stopping or out_of_patience:
                     self.profiler.finish()
@@ -189,9 +192,9 @@ class Trainer:
         self.train_state.add(*outcome, batch, rows.labels)
         self.recorder.step_done()
         if self.train_state.is_due:
-            self._settle()
+            self._sync_counters()
 
-    def _settle(self) -> None:
+    def _sync_counters(self) -> None:
         """Read the outcome of the last steps from the device: report skipped steps, and fail if there are too many."""
         self.train_state.settle()
         with self.recorder.paused():
@@ -208,7 +211,7 @@ class Trainer:
         console.say(f"{train.max_hours:g} hours have passed: {message}")
         return "stopped"
 
-    def _rate(self, batch: int) -> float:
+    def _learning_rate(self, batch: int) -> float:
         """The learning rate of the next step."""
         train, length = self.recipe.train, self.recipe.data.sequence_length
         samples = train.samples_in(train.steps)
@@ -216,7 +219,7 @@ class Trainer:
         return learning_rate(self.recipe.optim, self.train_state.counters.progress_after(batch, length), end)
 
     def _record(self, rate: float, batch: int) -> None:
-        self._settle()
+        self._sync_counters()
         counters = self.train_state.counters
         seconds, steps = self.recorder.seconds()
         record = {
@@ -256,7 +259,7 @@ class Trainer:
             console.say(f"step {self.train_state.counters.step}: validation loss {valid_loss:.4f}{perplexity}")
 
     def _check_validation(self) -> tuple[bool, bool]:
-        """Whether to save the last validation as the best one, and whether `eval.patience` is exhausted.
+        """Whether this step has the best validation loss so far, and whether `eval.patience` is exhausted.
 
         The validation before the first step does not count, since the run did not train those weights.
         """
@@ -272,7 +275,7 @@ class Trainer:
         return self.recipe.checkpoint.keep_best and is_best, out_of_patience
 
     def _save(self, is_best: bool) -> None:
-        self._settle()
+        self._sync_counters()
         with self.recorder.paused():
             state = self.train_state.state() | self.extension.state()
             if is_best:
@@ -320,7 +323,7 @@ class Trainer:
             self.extension.resumed(self.engine, self.world, saved.state)
             self.engine.optimizer.take_weights()
             self.train_state.restore(saved.state)
-            how = f"resumed at step {saved.step}" + ("" if is_own else f" of {saved.path}")
+            how = f"resumed at step {saved.step}" + ("" if is_own else f" from {saved.path}")
         console.say(f"{self.folder.path}: {how}, {self._summary()}")
 
     def _summary(self) -> str:
@@ -328,10 +331,10 @@ class Trainer:
         size = units.count(parameters(config).total)
         ranks = f"{self.world.size} ranks, " if self.world.size > 1 else ""
         return (
-            f"{config.family} with {size} parameters, {units.count(flops_per_token(config, length))}FLOP per token, "
+            f"{config.family} with {size} parameters, {flops_per_token(config, length) / 1e9:.3g} GFLOP per token, "
             f"{self.recipe.train.steps} steps on {ranks}{self.device.type}"
         )
 
 
-def _is_due(every: int, step: int) -> bool:
+def _is_multiple(every: int, step: int) -> bool:
     return every > 0 and step % every == 0

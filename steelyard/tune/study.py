@@ -1,7 +1,7 @@
 """A study: chooses the next point, and records the results.
 
-The sampler is created again for every point, from the seed and the number of points settled so far. A study that was
-killed therefore continues with the same points, on any worker.
+The sampler is created again for every point, from the seed, the worker's index and the number of finished points. A
+study that was killed therefore continues with the same points.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 REJECTED_IN_A_ROW = 4  # of the sampler's points, before one of the remaining points is chosen
 DRAWN = 2_000  # random points that are considered if the grid is too large
-SECONDS_OF_GRACE = 60.0  # without a heartbeat, before a worker on another host counts as dead
-SECONDS_TO_SAY_WHO = 5.0  # from the start of a trial, for its worker to register
+HEARTBEAT_TIMEOUT = 60.0  # without a heartbeat, before a worker on another host counts as dead
+REGISTER_TIMEOUT = 5.0  # from the start of a trial, for its worker to register
 RETRIES = 1  # of a point whose worker died, since the point may have killed it
 
 
@@ -54,7 +54,7 @@ class Study:
             self.optuna = storage.open_study(url, tune.name, goals)
             what = "only crashed trials" if known else "no results"
             console.say(f"the study {tune.name} has {what}: it starts again")
-        self._refuse_another()
+        self._check_unchanged()
 
     def _known(self) -> set[str]:
         """Outcomes of trials with results or possible results: running ones, and jobs that may be adopted."""
@@ -76,7 +76,7 @@ class Study:
         identity: dict[str, Any] = secrets.redact(json.loads(json.dumps(dict(leaves(self.tune.identity() | whole)))))
         return identity
 
-    def _refuse_another(self) -> None:
+    def _check_unchanged(self) -> None:
         """Reject a changed recipe, space or objective, with which trials would not be comparable."""
         if self.optuna.user_attrs.get("tune") is None:
             storage.persistently(lambda: self.optuna.set_user_attr("tune", self._identity()))
@@ -235,7 +235,7 @@ class Study:
                 self.again(trial, retries + 1)
         return lost
 
-    def has_nameless(self) -> bool:
+    def has_unregistered_worker(self) -> bool:
         """Whether a trial was started by a worker that has not registered yet."""
         return any(trial.state.name == "RUNNING" and "worker" not in trial.user_attrs for trial in self.trials())
 
@@ -249,8 +249,8 @@ class Study:
             self._beats[trial.number] = (beat, now)
             return False
         if worker is None:
-            return now - seen[1] > SECONDS_TO_SAY_WHO
-        return worker.get("host") != trial_history.me()["host"] and now - seen[1] > SECONDS_OF_GRACE
+            return now - seen[1] > REGISTER_TIMEOUT
+        return worker.get("host") != trial_history.me()["host"] and now - seen[1] > HEARTBEAT_TIMEOUT
 
     def is_over(self) -> str | None:
         """Why no further trial is started; None if there is budget left."""

@@ -121,7 +121,7 @@ def _search(study: Study, folder: Path) -> str:
         for number in study.fail_the_lost():
             what = "was aborted" if study.tune.launch.on is None else "was left without a worker"
             console.say(f"trial {number} {what}: its worker was killed; its point is tried again")
-        if study.has_nameless():
+        if study.has_unregistered_worker():
             time.sleep(SECONDS_TO_TELL)  # A live worker registers at once.
             continue
         why = study.is_over()

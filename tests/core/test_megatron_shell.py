@@ -125,7 +125,7 @@ def test_sourced_and_started_scripts_are_followed_and_missing_ones_noted(tmp_pat
         ("echo ok\nif true; then\n", "run.sh:2: this if has no"),
         ("A=( --x 1\n", "this array is never closed"),
         ("echo $(date\n", "this ( is never closed"),
-        ("fi\n", "closes nothing"),
+        ("fi\n", "is unexpected"),
         ("def main():\n    print((1))\n", "unexpected ("),
         ("f() { f; }\nf\n", "in a cycle"),
         (". run.sh\n", "in a cycle"),

@@ -82,7 +82,7 @@ def test_a_named_checkpoint_is_where_a_new_run_begins(in_workplace, capsys, what
     source = training.run(load_recipe("tiny.toml", [*QUICK, "name=source", "train.steps=3"]))
     path = source.path if what == "run" else source.checkpoints / "step-00000003"
     run = training.run(load_recipe("tiny.toml", QUICK), resume=str(path))
-    assert f"resumed at step 3 of {source.checkpoints / 'step-00000003'}" in capsys.readouterr().err
+    assert f"resumed at step 3 from {source.checkpoints / 'step-00000003'}" in capsys.readouterr().err
     assert [record["step"] for record in run.metrics() if "loss" in record] == [4, 5, 6]
     whole = training.run(load_recipe("tiny.toml", [*QUICK, "name=whole"]))
     assert curve(run) == [record for record in curve(whole) if record["step"] > 3]

@@ -1,7 +1,7 @@
 """Write Megatron's `torch` and `torch_dist` checkpoints.
 
-A `torch` checkpoint has one file for each tensor and pipeline rank. All files are created first, without tensor data.
-Then each tensor is read once, and its shards are written to the files at their offsets.
+A `torch` checkpoint has one file for each pair of tensor-parallel and pipeline-parallel rank. All files are created
+first, without tensor data. Then each tensor is read once, and its shards are written to the files at their offsets.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 ITERATION = 1
 # In `torch_dist`, and with layers of Transformer Engine, a norm is part of the linear layer that follows it.
-ENGINE_NAMES = {
+TE_NAMES = {
     ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
     ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
 }
@@ -60,9 +60,9 @@ class MegatronLayout:
         return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
 
     def check(self, config: GptConfig | LlamaConfig) -> None:
-        """Raise if the tensor parallel size does not divide the model."""
+        """Raise if the tensor parallel size does not divide heads, key-value heads and MLP width."""
         groups = groups_of(config)
-        for what, number in (("key-value heads", groups), ("heads", config.heads), ("ffn", config.ffn)):
+        for what, number in (("key-value heads", groups), ("heads", config.heads), ("MLP columns (ffn)", config.ffn)):
             if number % self.tensor:
                 raise UserError(
                     f"{number} {what} cannot be divided among {self.tensor} tensor ranks",
@@ -71,7 +71,10 @@ class MegatronLayout:
 
 
 def bytes_of(supply: Supply, layout: MegatronLayout) -> int:
-    """The size of a `torch` checkpoint. Unsharded tensors are in every file, a tied embedding in both end stages."""
+    """The size of a `torch` checkpoint.
+
+    Every tensor rank of a stage has a copy of an unsharded tensor; a tied embedding is in the first and last stage.
+    """
     layout.check(supply.config)
     stages = layout.stages(supply.config)
     copies = {
@@ -152,7 +155,7 @@ class _RankFile:
                 size = list(_padded_size(entry, supply, layout.tensor))
                 if entry.cut is not None:
                     size[entry.cut] //= layout.tensor
-                weights[_engine_name(name) if layout.engine else name] = torch.empty(size, dtype=supply.dtype)
+                weights[_te_name(name) if layout.engine else name] = torch.empty(size, dtype=supply.dtype)
             with torch.serialization.skip_data(materialize_fake_tensors=True):
                 torch.save({**head, "model": weights}, path)
             with torch.serialization.safe_globals([type(args)]):
@@ -189,7 +192,7 @@ def torch_dist(supply: Supply, folder: Path, layout: MegatronLayout) -> None:
     iteration.mkdir()
     stacks: dict[str, list[Entry]] = {}
     for entry in megatron(supply.config):
-        name = _engine_name(entry.name).replace(f"layers.{entry.layer}.", "layers.")
+        name = _te_name(entry.name).replace(f"layers.{entry.layer}.", "layers.")
         stacks.setdefault(name, []).append(entry)
     tensors = {name: _lazy(entries, supply) for name, entries in stacks.items()}
     args = args_of(supply.config, supply.dtype, supply.source.extra, 1, 1, engine=True)
@@ -223,7 +226,7 @@ def _empty_states(layers: int) -> dict[str, list[None]]:
     }
 
 
-def _engine_name(name: str) -> str:
-    for theirs, engine in ENGINE_NAMES.items():
+def _te_name(name: str) -> str:
+    for theirs, engine in TE_NAMES.items():
         name = name.replace(theirs, engine)
     return name

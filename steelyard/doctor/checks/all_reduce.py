@@ -20,7 +20,7 @@ from steelyard.sizes.gpu_catalogue import by_device_name
 
 TOPIC = "all-reduce"
 SECONDS = 240
-LOW = 0.5  # A smaller share of the expected bandwidth is more than noise.
+LOW = 0.5  # Warn below this fraction of the expected bandwidth.
 
 
 def check(machine: Machine, seen: PythonInfo) -> Iterator[Finding]:
@@ -30,8 +30,8 @@ def check(machine: Machine, seen: PythonInfo) -> Iterator[Finding]:
         return
     try:
         world = detect(machine.environment)
-    except UserError as half_set:
-        yield Finding(TOPIC, TOPIC, "fail", half_set.message, half_set.hint or "")
+    except UserError as incomplete_launcher_env:
+        yield Finding(TOPIC, TOPIC, "fail", incomplete_launcher_env.message, incomplete_launcher_env.hint or "")
         return
     answer, device = exchange(machine, seen, world)
     measured = _measured(answer)
@@ -77,7 +77,7 @@ def judge(measured: dict[str, Any], gpus: list[str]) -> Finding:
             TOPIC,
             "fail",
             f"{who}: the sum is wrong",
-            "a link or a GPU is defective: run nvidia-smi -q and dcgmi diag, and test pairs of GPUs separately",
+            "a link or a GPU may be defective: run nvidia-smi -q and dcgmi diag, and test pairs of GPUs separately",
             measured,
         )
     gpu = by_device_name(gpus[0]) if measured["device"] == "cuda" and gpus else None

@@ -1,4 +1,4 @@
-"""Parses a script into statements."""
+"""Parses the bash subset of launch scripts into the syntax tree of `syntax.py`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def parse(text: str, file: str, first_line: int = 1) -> Body:
     parser = Parser(text, file, first_line)
     body = parser.body()
     if parser.at < len(parser.text):
-        raise parser.refuse(f"{parser.text[parser.at : parser.at + 10].split()[0]!r} closes nothing")
+        raise parser.refuse(f"{parser.text[parser.at : parser.at + 10].split()[0]!r} is unexpected")
     return body
 
 
@@ -31,7 +31,7 @@ class Parser(Words):
 
     def __init__(self, text: str, file: str, first_line: int = 1) -> None:
         super().__init__(text, file, first_line)
-        self._waiting: list[tuple[Simple, re.Match[str]]] = []
+        self._pending_heredocs: list[tuple[Simple, re.Match[str]]] = []
 
     def body(self) -> Body:
         """Statements up to the word that closes the enclosing one, which is not consumed."""
@@ -50,9 +50,9 @@ class Parser(Words):
                 end = self.text.find("\n", self.at)
                 self.at = len(self.text) if end < 0 else end
             elif self.takes("\n"):
-                for simple, opening in self._waiting:
+                for simple, opening in self._pending_heredocs:
                     simple.document = self.document(opening)
-                self._waiting.clear()
+                self._pending_heredocs.clear()
             elif not (((self.sees(";") and not self.sees(";;")) or self._single_ampersand()) and self._step()):
                 return
 
@@ -178,11 +178,13 @@ class Parser(Words):
             self.at = self.closing(self.at)
             if len(parts) != 3:
                 raise self.refuse("this for (( )) needs three parts", start)
-            first, condition, after = (Words(part, self.file).parts(lambda: False, quoted=True) for part in parts)
+            first, condition, after = (
+                Words(part, self.file, self.line(start)).parts(lambda: False, quoted=True) for part in parts
+            )
             return syntax.Count(self.line(start), first, condition, after, self._loop_body("for", start))
         name = NAME.match(self.text, self.at)
         if name is None:
-            raise self.refuse("this for has no name", start)
+            raise self.refuse("this for has no variable name", start)
         self.at = name.end()
         self._skip_between()
         words: list[Word] | None = None
@@ -200,9 +202,10 @@ class Parser(Words):
         return words
 
     def _while(self) -> syntax.While:
-        start, wanted = self.at, self._reserved() == "while"
+        start, keyword = self.at, self._reserved()
+        assert keyword in ("while", "until")
         self.at += 5
-        return syntax.While(self.line(start), self.body(), self._loop_body("while", start), wanted)
+        return syntax.While(self.line(start), self.body(), self._loop_body(keyword, start), keyword == "while")
 
     _until = _while
 
@@ -259,7 +262,7 @@ class Parser(Words):
         if match is None:
             return None
         name, index, append = match.groups()
-        at_index = Words(index[1:-1], self.file).parts(lambda: False) if index else None
+        at_index = Words(index[1:-1], self.file, self.line()).parts(lambda: False) if index else None
         self.at = match.end()
         if self.sees("("):
             return Assignment(name, self._array(), bool(append), at_index)
@@ -285,7 +288,7 @@ class Parser(Words):
                 end = self.text.find("\n", self.at)
                 self.at = len(self.text) if end < 0 else end
             elif document := HERE_DOCUMENT.match(self.text, self.at):
-                self._waiting.append((simple, document))
+                self._pending_heredocs.append((simple, document))
                 self.at = document.end()
             elif redirection := REDIRECTION.match(self.text, self.at):
                 self.at = redirection.end()
