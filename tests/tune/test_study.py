@@ -221,7 +221,7 @@ def test_a_trial_whose_worker_died_elsewhere_is_given_up_after_a_while(valley, m
     study = Study(loaded, storage.url_of(valley, None))
     asked = study.next()
     asked.set_user_attr("worker", {"host": "elsewhere", "process": 1, "began": "x"})
-    monkeypatch.setattr("steelyard.tune.study.SECONDS_OF_GRACE", 0.2)
+    monkeypatch.setattr("steelyard.tune.study.HEARTBEAT_TIMEOUT", 0.2)
     assert study.fail_the_lost() == []
     time.sleep(0.3)
     asked.set_user_attr("beat", 1)
