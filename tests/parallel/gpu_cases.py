@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tests.finetuning.conftest import write_bases
-from tests.parallel import test_layouts, test_masks, test_tuning
+from tests.parallel import test_layouts, test_masks, test_finetuning
 from tests.parallel.conftest import FAMILIES, Layouts, difference
 from tests.parallel.test_layouts import LARGEST, parallel
 from tests.parallel.test_settings import SGD
@@ -90,9 +90,9 @@ def cases() -> list[Case]:
         name = f"masks, {layout}, {family}"
         found.append(Case(name, ranks, family, overrides, test_masks.ROUNDING, kind="masks"))
     for family, layout in FOR_LORA:
-        ranks, overrides = test_tuning.LAYOUTS[layout]
+        ranks, overrides = test_finetuning.LAYOUTS[layout]
         name = f"lora, {layout}, {family}"
-        found.append(Case(name, ranks, family, overrides, test_tuning.ROUNDING[family], kind="lora"))
+        found.append(Case(name, ranks, family, overrides, test_finetuning.ROUNDING[family], kind="lora"))
     for layout in FOR_COMPILED:
         ranks, overrides = known[layout]
         name = f"{layout}, llama, compiled"
@@ -106,8 +106,8 @@ def compared(case: Case, layouts: Layouts) -> float:
         name, bases = case.name.replace(",", ""), layouts.folder / "bases"
         if not bases.exists():
             write_bases(bases)
-        one = test_tuning.tune(layouts, bases, 1, case.family, "lora", "alone", *case.settings)
-        run = test_tuning.tune(layouts, bases, case.ranks, case.family, "lora", name, *case.settings, *case.layout)
+        one = test_finetuning.tune(layouts, bases, 1, case.family, "lora", "alone", *case.settings)
+        run = test_finetuning.tune(layouts, bases, case.ranks, case.family, "lora", name, *case.settings, *case.layout)
         return difference(run.metrics(), one.metrics())
     if case.kind == "masks":
         path = f"masks-alone-{case.family}"

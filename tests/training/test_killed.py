@@ -12,7 +12,7 @@ import pytest
 from steelyard.core.run import Run
 from tests.conftest import kill
 from tests.parallel import jobs
-from tests.training.test_loop import curve
+from tests.training.test_trainer import curve
 
 LONG = ["train.steps=250", "log.every=1", "eval.every=25", "checkpoint.every=3", "checkpoint.keep_last=2"]
 

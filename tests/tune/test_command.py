@@ -19,7 +19,7 @@ from steelyard.tune.planner_prior import PlannerPrior
 from steelyard.tune.spec import load as load_tune
 from tests import preloaded
 from tests.conftest import kill
-from tests.launch.test_marks import PROGRAMS
+from tests.launch.test_job_tags import PROGRAMS
 from tests.tune.test_study import wait_for
 
 RATES = """

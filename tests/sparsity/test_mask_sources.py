@@ -18,7 +18,7 @@ from steelyard.text import tokenizer as tokenizers
 from tests.conftest import write_documents
 from tests.sparsity.conftest import Place
 from tests.sparsity.small import Held, answer
-from tests.sparsity.test_learned import records, saved_tensors
+from tests.sparsity.test_masked_linear import records, saved_tensors
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Who is slow, from what the ranks tell each other. With real ranks: tests/parallel/test_pace.py."""
+"""Who is slow, from what the ranks tell each other. With real ranks: tests/parallel/test_straggler.py."""
 
 from dataclasses import replace
 

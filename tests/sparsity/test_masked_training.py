@@ -11,7 +11,7 @@ from steelyard.sparsity import frozen_base, mask_file, pruned_source
 from steelyard.sparsity.masked_training import _Largest
 from steelyard.sparsity.patterns import Pattern
 from tests.sparsity.conftest import Place
-from tests.sparsity.test_learned import magnitude_masks, records
+from tests.sparsity.test_masked_linear import magnitude_masks, records
 
 QUICK = ("train.steps=12", "eval.every=0", "checkpoint.every=0")
 

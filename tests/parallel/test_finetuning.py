@@ -9,7 +9,7 @@ import torch
 from steelyard.checkpoint.formats import open_source
 from steelyard.core.run import Run
 from tests.finetuning.conftest import bases, talks, write_jsonl  # noqa: F401
-from tests.finetuning.test_preferences import pairs
+from tests.finetuning.test_dpo import pairs
 from tests.parallel import jobs
 from tests.parallel.conftest import Layouts, difference
 from tests.parallel.test_layouts import parallel

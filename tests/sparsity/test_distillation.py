@@ -8,7 +8,7 @@ import torch
 from steelyard.model import Batch
 from steelyard.sparsity import distillation
 from tests.sparsity.conftest import Place
-from tests.sparsity.test_learned import records
+from tests.sparsity.test_masked_linear import records
 
 DISTILL = ("sparsity.distill=1.0", "sparsity.distill_temperature=2.0", "log.every=1")
 
