@@ -6,7 +6,7 @@ import torch
 from steelyard.core.recipe.model_section import GptConfig
 from steelyard.model import Batch, build, init_weights
 from steelyard.model.attention import rows_of
-from steelyard.model.dropout import Dropout, kept, salt_of
+from steelyard.model.dropout import Dropout, drop, salt_of
 
 SAMPLES, LENGTH, WIDTH, SHARE = 64, 64, 64, 0.1
 # The share of n draws lies within five standard deviations of p but for one time in a million.
@@ -75,7 +75,7 @@ def test_a_part_of_the_sequence_drops_what_the_whole_does():
 def test_attention_drops_its_share_in_every_head_and_some_heads_alone_drop_the_same():
     samples, places = torch.arange(16), torch.arange(64).expand(16, 64)
     rows = rows_of(samples, places, range(8), salt=5)
-    mask = (kept(torch.ones(16, 8, 64, 64), rows, SHARE) == 0).double()
+    mask = (drop(torch.ones(16, 8, 64, 64), rows, SHARE) == 0).double()
     assert within(mask.mean(dim=(0, 2, 3)), 16 * 64 * 64)
     assert within(mask.mean(dim=(0, 1, 2)), 16 * 8 * 64)
     assert torch.equal(rows_of(samples, places, range(4, 8), salt=5), rows[:, 4:])
