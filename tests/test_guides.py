@@ -157,7 +157,7 @@ def test_the_guide_to_tuning_settings_works_as_written(place):
         'for i in 1 2 3 4 5 6; do echo " iteration $i | elapsed time per iteration (ms): $((100 * $2 + i)).5 |"; done\n'
     )
     lines = commands("guide-tune.md")
-    assert len(lines) == 8
+    assert len(lines) == 9
     for line in lines:
         reported = line.replace("llama3.1-70b data", "llama3.1-70b.toml data").replace("--nproc 8", "--nproc 2")
         reported = reported.replace("--on slurm --cluster cluster.toml --nproc 16", "--on local --nproc 2")
