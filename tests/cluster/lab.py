@@ -27,7 +27,7 @@ from steelyard.core.host import die_with_parent
 NODES = {"a1": 11, "a2": 12, "b1": 21, "b2": 22}
 HOSTS = {"ctl": 1, **NODES}
 PROGRAMS = ("munged", "mariadbd", "mariadb-install-db", "slurmdbd", "slurmctld", "slurmd", "ip", "nsenter", "unshare")
-CLIENTS = ("sbatch", "srun", "salloc", "squeue", "scancel", "scontrol", "sinfo", "sacct", "sacctmgr")
+CLIENTS = ("sbatch", "srun", "salloc", "squeue", "scancel", "scontrol", "sinfo", "sdiag", "sacct", "sacctmgr")
 NETWORK = "10.214.0"
 
 

@@ -95,7 +95,7 @@ def test_threads_of_single_messages_are_joined(tmp_path):
         ({"messages": [{"role": "assistant", "tool_calls": "no"}]}, "tool_calls is not a list of objects"),
         ({"messages": [{"role": "user", "content": "x"}], "tools": [1]}, "tools is not a list of objects"),
         ({"messages": ["x"]}, "not an object"),
-        ({"messages": [{"role": "user", "content": None}]}, "content is not a text"),
+        ({"messages": [{"role": "user", "content": None}]}, "content is not a string"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content other than text"),
         ({"text": "no marker here"}, "neither '### Human:'"),
         ({"messages": [{"role": "user", "content": "a\ufdd0"}]}, "U\\+FDD0"),
