@@ -180,7 +180,7 @@ def test_curves_of_several_runs_tell_hide_zoom_and_leave_gaps(in_workplace, open
     tab.mouse.move(at(50), box["y"] + 60)
     reported = tip.inner_text()
     assert "step 50" in reported
-    for name, value in (("one", "3.04"), ("<img src=x onerror=alert(4)>", "no number"), ("three", "5.04")):
+    for name, value in (("one", "3.04"), ("<img src=x onerror=alert(4)>", "not a number"), ("three", "5.04")):
         assert [value] == [row.split("\t")[1] for row in reported.splitlines() if row.startswith(name)]
     tab.mouse.move(at(40), box["y"] + 60)
     tab.mouse.down()
