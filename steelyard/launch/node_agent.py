@@ -132,7 +132,7 @@ def _end(
     if torchrun_ipc.is_kept():
         return torchrun_ipc.leave(ends[0], bool(hung), last[ends[0].rank])
     code = report(ends, last, hung, was_asked, log)
-    if options.group is not None and code not in (0, Interrupted.exit_code):
+    if options.attempt and code not in (0, Interrupted.exit_code):
         rendezvous_file.failed(run, options.attempt, only_noticed(ends))
     agreed = all(end.words is not None and end.words.agreed for end in ends)
     if code == Interrupted.exit_code and agreed and options.attempt:

@@ -4,7 +4,7 @@
     launch/arrived-1.json   {"attempt": "124.0"}: the first node of follower job 1 has started and waits
     launch/met-123.0        the rendezvous of a master or follower is complete: the attempts of all jobs, one per line
     launch/stopped-123.0    the ranks saved and stopped after a stop signal
-    launch/lost-123.0       in a job with a master and followers: ranks here failed because they lost other ranks
+    launch/lost-123.0       ranks here failed because they lost other ranks
     launch/failed-123.0     ranks here failed on their own
 
 An attempt is a job id and its restart count, which distinguishes this rendezvous from earlier ones. A master and its
@@ -78,7 +78,7 @@ def stopped(run: Path, attempt: str) -> int:
 
 
 def failed(run: Path, attempt: str, only_noticed: bool) -> None:
-    """Record whether ranks here failed on their own, for the script of one of several jobs."""
+    """Record whether ranks here failed on their own, for the job script: srun returns the highest exit code only."""
     with suppress(OSError):  # A full disk may be the reason for the failure.
         (run / FOLDER / f"{LOST if only_noticed else FAILED}{attempt}").touch()
 

@@ -115,8 +115,12 @@ def test_ranks_of_srun_by_hand_meet_over_two_partitions(yard: Yard):
     line = ["sbatch", "--parsable", "--output=by-hand.log", *parts, "by-hand.sh"]
     job = yard.lab.client(*line, cwd=yard.path, env=yard.environment).stdout.strip()
     ask = ("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T")
-    ends = {"COMPLETED", "FAILED"}
-    yard.lab.until(lambda: set(yard.lab.client(*ask).stdout.split()) <= ends, "the end of the job", 120)
+
+    def has_ended() -> bool:
+        states = set(yard.lab.client(*ask).stdout.split())  # Empty while Slurm does not answer.
+        return bool(states) and states <= {"COMPLETED", "FAILED"}
+
+    yard.lab.until(has_ended, "the end of the job", 600)
     assert "2/2" in (said := (yard.path / "by-hand.log").read_text()), said
     assert {path.stem for path in (yard.path / "by-hand" / "hosts").iterdir()} == {"a1", "b1"}
 

@@ -13,7 +13,7 @@ from steelyard.tune import outcome, study_folder, trial_history
 from tests.cluster.conftest import OVER_MPI, Yard, everything, metrics
 from tests.conftest import kill
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 STUDY = """
 recipe = "alike.toml"
 sampler = "grid"
@@ -28,7 +28,7 @@ metric = "loss"
 trials = 2
 [trial]
 steps = {steps}
-timeout_minutes = 2.0
+timeout_minutes = 10.0
 [early_stopping]
 enabled = false
 """
@@ -76,9 +76,7 @@ def test_a_tuner_killed_twice_has_its_job_taken_up_and_nodes_follow_from_the_lay
     finally:
         kill(tuner)
     reported = json.loads(yard.steelyard("tune", "jobs.toml", "--json", "--workers", "2").stdout)
-    assert (reported["trials"], reported["outcomes"]["finished"], reported["outcomes"]["lost"]) == (2, 2, 3), (
-        everything(run)
-    )
+    assert (reported["trials"], reported["outcomes"]) == (2, {"finished": 2, "lost": 3}), everything(run)
     found = launches(study)
     links = sorted((path.resolve(), path.parent) for path in (study / "trials").glob("*/run") if path.is_symlink())
     # Both jobs were followed on: no other was ever queued.
@@ -98,7 +96,7 @@ def test_a_job_that_can_never_start_is_no_trial_to_wait_for(yard: Yard):
 
 
 def test_a_trial_that_takes_too_long_and_one_that_somebody_cancels_are_told_apart(yard: Yard):
-    text = STUDY.format(on="slurm", steps=100000).replace("[2, 1]", "[1]").replace("= 2.0", "= 0.15")
+    text = STUDY.format(on="slurm", steps=100000).replace("[2, 1]", "[1]").replace("= 10.0", "= 0.15")
     (yard.path / "endless.toml").write_text(text)
     study = yard.path / "studies" / "endless"
     command = [sys.executable, "-P", "-m", "steelyard", "tune", "endless.toml", "--json"]

@@ -109,10 +109,12 @@ PROGRAMS = {
         ("touch launch/lost-7.0; exit 1", "FAILED 0", 1, False),
         ("touch launch/lost-7.0; exit 1", "RUNNING 0", 1, False),
         ("touch launch/lost-7.0 launch/failed-7.0; exit 1", "PENDING 1", 1, False),
+        ("touch launch/failed-7.0; exit 130", "RUNNING 0", 1, False),
         ("/bin/sleep 0.3; exit 0", "RUNNING 0", 0, False),
     ],
     ids=["its job queued again", "it began again", "its job over", "ranks lost and its job queued again",
-         "ranks lost and its job failed", "ranks lost and nothing known", "own ranks failed", "all well"],
+         "ranks lost and its job failed", "ranks lost and nothing known", "own ranks failed",
+         "own ranks failed and others were stopped for it", "all well"],
 )  # fmt: skip
 def test_a_job_follows_what_becomes_of_the_other_job_of_its_run(tmp_path: Path, srun, other, code, requeued):
     (tmp_path / "launch").mkdir()
@@ -133,6 +135,19 @@ def test_a_job_follows_what_becomes_of_the_other_job_of_its_run(tmp_path: Path, 
         ["bash", "-c", slurm_script.text(two, 0)], env=given, cwd=tmp_path, capture_output=True, text=True, timeout=150
     )
     assert (done.returncode, (tmp_path / "requeued").exists()) == (code, requeued), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("srun", "code"), [("exit 130", 130), ("touch launch/lost-7.0; exit 130", 1)])
+def test_a_job_is_requeued_if_it_was_stopped_and_not_if_a_node_failed(tmp_path: Path, srun, code):
+    """srun ends the other nodes when one fails. Their exit code is that of a stop."""
+    (tmp_path / "launch").mkdir()
+    for name, text in (PROGRAMS | {"srun": srun}).items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    given = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    text = slurm_script.text(order(tmp_path, groups=[NodeGroup(2, 1)]))
+    done = subprocess.run(["bash", "-c", text], env=given, cwd=tmp_path, capture_output=True, text=True, timeout=150)
+    assert (done.returncode, (tmp_path / "requeued").exists()) == (code, code == 130), done.stdout + done.stderr
 
 
 def test_before_they_met_a_job_waits_for_one_in_the_queue(tmp_path: Path):

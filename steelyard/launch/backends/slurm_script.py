@@ -46,6 +46,11 @@ while kill -0 "$step" 2>/dev/null; do
     code=$?
 done
 """
+# srun returns the highest exit code, which is 130 if a node was stopped because another one failed.
+FAILURE = f"""if [ -e %(lost)s%(attempt)s ] || [ -e %(failed)s%(attempt)s ]; then
+    [ $code != {Interrupted.exit_code} ] || code=1
+fi
+"""
 NAMES = {"jobs": JOBS, "met": MET, "lost": LOST, "failed": FAILED}
 OVER, AGAIN = 3, 4  # exit codes of the subshell that polls the other jobs
 LOOKING = """how_others_are() {
@@ -86,7 +91,7 @@ WATCHING = f"""step=$!
 watcher=$!
 wait "$step"
 code=$?
-if [ $code = 0 ] || [ ! -e %(lost)s"$attempt" ] || [ -e %(failed)s"$attempt" ]; then
+%(failure)sif [ $code = 0 ] || [ ! -e %(lost)s"$attempt" ] || [ -e %(failed)s"$attempt" ]; then
     kill "$watcher" 2>/dev/null
 fi
 wait "$watcher"
@@ -154,11 +159,11 @@ def text(spec: JobSpec, group: int | None = None) -> str:
         lines.append(f"{_srun(spec, before, '', group, inside=False)} || exit 1\n")
     line = _srun(spec, agent_command(spec, "slurm", RANK_VARIABLES), _agent_options(spec, group), group)
     if job is not None:
-        lines.append(f"{LISTENING}{line} &\n{WAITING}")
+        lines.append(f"{LISTENING}{line} &\n{WAITING}{FAILURE % _names(spec)}")
     elif group is not None:
-        lines.append(looking_after_others(spec.run, line))
+        lines.append(looking_after_others(spec, line))
     else:
-        lines.append(f"{line}\ncode=$?\n")
+        lines.append(f"{line}\ncode=$?\n{FAILURE % _names(spec)}")
     word = quote(str(spec.run / FOLDER / STOPPED))
     asked = f"[ $code = 0 ] && [ -e {word}{_attempt(spec)} ]"
     lines.append(f"if {asked}; then code={Interrupted.exit_code}; fi\n")
@@ -205,10 +210,15 @@ def _srun(spec: JobSpec, words: Sequence[str], tail: str, group: int | None, ins
     return "srun " + " \\\n    : ".join(parts)
 
 
-def looking_after_others(run: Path, line: str) -> str:
+def looking_after_others(spec: JobSpec, line: str) -> str:
     """The part of a script that runs an srun line and polls the other jobs of the run. It sets `code`."""
-    words = {name: quote(str(run / FOLDER / each)) for name, each in NAMES.items()}
-    return f"{LOOKING % words}{line} &\n{WATCHING % words}"
+    names = _names(spec)
+    return f"{LOOKING % names}{line} &\n{WATCHING % (names | {'failure': FAILURE % names})}"
+
+
+def _names(spec: JobSpec) -> dict[str, str]:
+    """The files of the launch folder and the attempt, as words of the shell."""
+    return {name: quote(str(spec.run / FOLDER / each)) for name, each in NAMES.items()} | {"attempt": _attempt(spec)}
 
 
 def jobs(spec: JobSpec) -> list[int | None]:
