@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +17,9 @@ import tempfile
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
+from steelyard.checkpoint.formats.write import Target, convert
 from tests import preloaded
+from tests.checkpoint.models import SHAPES, Held, written
 from tests.conftest import TINY
 from tests.faults.outcome import INTERNAL, Tally
 from tests.faults.targets import CLUSTER, _corpus, _workplace
@@ -86,10 +87,14 @@ KEYS = (
 """.split()
     + [".".join("k" * 3000)]
 )
-MEGATRON = """
-    --num-layers --hidden-size --num-attention-heads --seq-length --micro-batch-size --lr --bf16 --train-iters --split
-    --global-batch-size --tensor-model-parallel-size --swiglu --data-path --unknown-flag
-""".split()
+SCRIPT = """#!/bin/bash
+X=2
+torchrun pretrain_gpt.py --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 \\
+    --max-position-embeddings 16 --micro-batch-size $X --global-batch-size 8 --lr 1e-3 --train-iters 10 --bf16 \\
+    --tensor-model-parallel-size 1 --split 99,1,0 --data-path tokens_text_document --vocab-size 512
+"""
+TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+TALKS = (json.dumps({"messages": TURNS}) + "\n") * 3
 JINJA = [
     "{{ m.content }}",
     "{{ m['role'] }}",
@@ -128,6 +133,10 @@ CONFIG = """{"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidd
 "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48, "vocab_size": 100, "rms_norm_eps": 1e-5,
 "max_position_embeddings": 64, "rope_theta": 1e4, "rope_scaling": null, "tie_word_embeddings": false,
 "torch_dtype": "float32", "hidden_act": "silu", "use_sliding_window": false}"""
+
+TOKENIZE = "data tokenize --input fuzz.jsonl --tokenizer tokenizer --output-prefix out --overwrite --workers 1".split()
+PLAN = "plan --model tiny.toml --cluster fuzz.toml --given --set train.global_batch=16".split()
+PREVIEW = "sft preview --model model --data".split()
 
 Input = tuple[dict[str, str], list[str]]
 
@@ -184,13 +193,15 @@ def override(rng: random.Random) -> Input:
 
 def cluster(rng: random.Random) -> Input:
     content = _garbled(CLUSTER, rng) if rng.random() < 0.4 else _settings(CLUSTER, rng).encode()
-    return {"fuzz.toml": content.hex()}, ["plan", "--model", "tiny.toml", "--cluster", "fuzz.toml", "--given"]
+    return {"fuzz.toml": content.hex()}, PLAN
 
 
 def launch_script(rng: random.Random) -> Input:
-    values = [*NUMBERS, "$X", "`true`", "$(", '"', ""]
-    flags = " ".join(f"{rng.choice(MEGATRON)} {rng.choice(values)}" for _ in range(8))
-    text = f"#!/bin/bash\nX={rng.choice(NUMBERS)}\ntorchrun pretrain_gpt.py {flags}\n"
+    words = SCRIPT.split(" ")
+    values = [*NUMBERS, "$X", "`true`", "$(", '"', "", "--unknown-flag", "--lr", "--fp16 --bf16", "99,1"]
+    for _ in range(rng.randrange(1, 4)):
+        words[rng.randrange(2, len(words))] = rng.choice(values)
+    text = " ".join(words)
     content = _garbled(text, rng) if rng.random() < 0.3 else text.encode()
     return {"fuzz.sh": content.hex()}, ["recipe", "from-megatron", "fuzz.sh"]
 
@@ -210,41 +221,27 @@ def corpus(rng: random.Random) -> Input:
     text = "".join(json.dumps(rng.choice(rows)) + "\n" for _ in range(5))
     deep = "[" * 100_000 + "\n" if rng.random() < 0.1 else ""
     content = _garbled(text + deep, rng) if rng.random() < 0.5 else (text + deep).encode()
-    words = [
-        "data",
-        "tokenize",
-        "--input",
-        "fuzz.jsonl",
-        "--tokenizer",
-        "tokenizer",
-        "--output-prefix",
-        "out",
-        "--overwrite",
-        "--workers",
-        "1",
-    ]
-    return {"fuzz.jsonl": content.hex()}, words + rng.choice([[], ["--on-bad-line", "skip"]])
+    return {"fuzz.jsonl": content.hex()}, TOKENIZE + rng.choice([[], ["--on-bad-line", "skip"]])
 
 
 def conversation(rng: random.Random) -> Input:
-    sound = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    odd = [{"role": "x"}, {}, 1, {"role": None, "content": []}, {"role": "assistant"}, sound[1]]
-    rows: list[object] = [{"messages": sound}]
-    for _ in range(3):
-        turns = [*sound, *sound]
-        turns[rng.randrange(len(turns))] = rng.choice([*odd, *sound])
-        rows.append(rng.choice([{"messages": turns}, {"messages": sound, "x": 1}, {"messages": None}, []]))
+    odd = [{"role": "x"}, {}, 1, {"role": None, "content": []}, {"role": "assistant"}, TURNS[1]]
+    rows: list[object] = [{"messages": TURNS}]
+    for _ in range(rng.randrange(1, 3)):
+        turns = [*TURNS, *TURNS]
+        turns[rng.randrange(len(turns))] = rng.choice([*odd, *TURNS])
+        rows.append(rng.choice([{"messages": turns}, {"messages": TURNS, "x": 1}, {"messages": None}, []]))
     text = "".join(json.dumps(row) + "\n" for row in rows)
     content = _garbled(text, rng) if rng.random() < 0.5 else text.encode()
-    words = ["sft", "preview", "--model", "model", "--data", "fuzz.jsonl", "finetune.template=chatml"]
-    return {"fuzz.jsonl": content.hex()}, words + rng.choice([[], ["finetune.bad_rows=drop"]])
+    return {"fuzz.jsonl": content.hex()}, [*PREVIEW, "fuzz.jsonl", "finetune.template=chatml"] + rng.choice(
+        [[], ["finetune.bad_rows=drop"]]
+    )
 
 
 def template(rng: random.Random) -> Input:
     body = "".join(rng.choice(JINJA) for _ in range(rng.randrange(3)))
     text = rng.choice([body + FULL, FULL.replace("{% gen", body + "{% gen", 1), FULL + body])
-    words = ["sft", "preview", "--model", "model", "--data", "talks.jsonl", "finetune.template=fuzz.jinja"]
-    return {"fuzz.jinja": text.encode().hex()}, words
+    return {"fuzz.jinja": text.encode().hex()}, [*PREVIEW, "talks.jsonl", "finetune.template=fuzz.jinja"]
 
 
 def model_config(rng: random.Random) -> Input:
@@ -322,22 +319,45 @@ KINDS: dict[str, Callable[[random.Random], Input]] = {
 }
 
 
-def _build(folder: Path) -> None:
-    from tests.checkpoint.models import written
+def _files(**texts: str) -> dict[str, str]:
+    return {name.replace("_", "."): text.encode().hex() for name, text in texts.items()}
 
+
+SOUND: dict[str, Input] = {
+    "recipe": (_files(fuzz_toml=TINY), ["train", "fuzz.toml", "--dry-run"]),
+    "override": ({}, ["train", "--dry-run", "tiny.toml", "train.steps=3"]),
+    "cluster file": (_files(fuzz_toml=CLUSTER), PLAN),
+    "launch script": (_files(fuzz_sh=SCRIPT), ["recipe", "from-megatron", "fuzz.sh"]),
+    "corpus": (_files(fuzz_jsonl='{"text": "some text"}\n'), TOKENIZE),
+    "conversation": (_files(fuzz_jsonl=TALKS), [*PREVIEW, "fuzz.jsonl", "finetune.template=chatml"]),
+    "chat template": (_files(fuzz_jinja=FULL), [*PREVIEW, "talks.jsonl", "finetune.template=fuzz.jinja"]),
+    "config.json": ({"fuzzed/config.json": CONFIG.encode().hex()}, ["checkpoint", "info", "fuzzed"]),
+    "log": (_files(fuzz_log="torch.OutOfMemoryError: CUDA out of memory."), ["doctor", "explain", "fuzz.log"]),
+    "command line": ({}, ["recipe", "show", "tiny.toml"]),
+}
+"""An undamaged input of every kind. Were one refused, its kind would test nothing."""
+
+
+def _build(folder: Path) -> None:
     _workplace(folder)
     _corpus(folder)
-    written(folder, "qwen2").rename(folder / "model")
-    shutil.copytree(folder / "model", folder / "fuzzed")
+    written(folder, "qwen2").rename(folder / "fuzzed")
     (folder / "fuzzed" / "SHA256SUMS").unlink(missing_ok=True)
+    convert(Held(SHAPES["qwen2"].model_copy(update={"vocab": 512})), folder / "model", Target("hf"))
     for file in (folder / "tokenizer").iterdir():
         (folder / "model" / file.name).write_bytes(file.read_bytes())
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    (folder / "talks.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 3)
+    (folder / "talks.jsonl").write_text(TALKS)
+    for name, given in SOUND.items():
+        [[code, err]] = _run_batch(folder, [given], Tally())
+        assert code == 0, f"{name}: an undamaged input is refused: {err}"
 
 
-def _run_batch(folder: Path, inputs: list[Input], tally: Tally) -> None:
-    """Run inputs one after the other in one process; after a crash or a hang, the rest in another."""
+def _run_batch(folder: Path, inputs: list[Input], tally: Tally) -> list[tuple[int | str | None, str]]:
+    """Run inputs one after the other in one process; after a crash or a hang, the rest in another.
+
+    Returns the exit code and the messages of those that ended.
+    """
+    ends = []
     while inputs:
         (folder / "batch.json").write_text(json.dumps(inputs))
         process = preloaded.Popen(
@@ -365,7 +385,9 @@ def _run_batch(folder: Path, inputs: list[Input], tally: Tally) -> None:
             )
         if len(results) < len(inputs):
             tally.add(ended, f"{_shown(inputs[len(results)])}: the process ended with {process.returncode}")
+        ends += results
         inputs = inputs[len(results) + 1 :]
+    return ends
 
 
 def _shown(given: Input) -> str:
