@@ -35,9 +35,9 @@ def path_of(prefix: str | Path) -> Path:
     return Path(f"{prefix}.sums")
 
 
-def write(prefix: str | Path) -> None:
-    """Write the checksums of a pair."""
-    index, tokens = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+def write(prefix: str | Path, index: Path | None = None) -> None:
+    """Write the checksums of a pair; `index` is its .idx while that has another name."""
+    index, tokens = index or Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     size = tokens.stat().st_size
     block = SMALLEST_BLOCK
     while size > block * MOST_BLOCKS:

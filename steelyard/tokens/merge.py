@@ -78,8 +78,7 @@ def joining(prefix: str, dtype: np.dtype[Any], fixed_length: int | None = None) 
         yield joiner
         if not any(lengths.any() for lengths in joiner.lengths()):
             raise UserError(f"the corpus is empty or too short: nothing to write to {bin_path(prefix)}")
-    write_index(prefix, joiner.lengths, dtype)
-    checksums.write(prefix)
+    write_index(prefix, joiner.lengths, dtype, with_checksums=True)
 
 
 def merge(prefixes: list[str], prefix: str) -> dict[str, Any]:
@@ -105,13 +104,14 @@ def merge(prefixes: list[str], prefix: str) -> dict[str, Any]:
     with files.atomic_file(bin_path(prefix), "wb") as target:
         for dataset in datasets:
             _append(bin_path(dataset.prefix), target)
-    written = write_index(prefix, lengths, dtype)
-    checksums.write(prefix)
+    written = write_index(prefix, lengths, dtype, with_checksums=True)
     return {"prefix": prefix, **written}
 
 
-def write_index(prefix: str, lengths: Callable[[], Iterator[Lengths]], dtype: np.dtype[Any]) -> dict[str, Any]:
-    """Write the .idx of documents of the given lengths, one sequence each. Written last, it marks the pair complete."""
+def write_index(
+    prefix: str, lengths: Callable[[], Iterator[Lengths]], dtype: np.dtype[Any], with_checksums: bool = False
+) -> dict[str, Any]:
+    """Write the .idx of documents of the given lengths, one sequence each. Renamed last, it marks the pair complete."""
     documents = sequences = tokens = 0
     for part in lengths():
         documents += len(part)
@@ -124,6 +124,9 @@ def write_index(prefix: str, lengths: Callable[[], Iterator[Lengths]], dtype: np
         _write_offsets(index, (part[part > 0] for part in lengths()), dtype.itemsize)
         index.write(np.zeros(1, dtype=np.int64).tobytes())
         _write_ends(index, (part > 0 for part in lengths()))
+        if with_checksums:
+            index.flush()
+            checksums.write(prefix, Path(index.name))
     return {"documents": documents, "sequences": sequences, "tokens": tokens, "dtype": dtype.name}
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from steelyard.core.errors import RuntimeFailure, UserError
+from steelyard.tokens import checksums
 from steelyard.tokens.indexed_dataset import IndexedTokens
 from steelyard.tokens.inspect import describe, histogram_lines, verify
 from steelyard.tokens.merge import merge
@@ -53,6 +54,19 @@ def test_damage_is_found_and_never_merged(pair, tmp_path, kind):
     with pytest.raises(RuntimeFailure):
         merge([pair, pair], str(tmp_path / "merged"))
     assert not (tmp_path / "merged.idx").exists()
+
+
+def test_a_pair_is_complete_only_with_its_checksums(pair, tmp_path, monkeypatch):
+    def killed(*_):
+        raise OSError("as if killed here")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checksums.files, "write_text", killed)
+        with pytest.raises(OSError, match="as if killed"):
+            merge([pair, pair], str(tmp_path / "merged"))
+    assert not (tmp_path / "merged.idx").exists()
+    merge([pair, pair], str(tmp_path / "merged"))
+    assert checksums.check(tmp_path / "merged", everything=True)
 
 
 def test_an_id_outside_the_vocabulary_is_found_with_its_place(pair):

@@ -134,8 +134,9 @@ def _resume(state: RunState) -> str:
     """What the same command would do now. Runs of other commands have no checkpoints here."""
     if "command" in state.manifest or state.recipe is None:
         return RESUME
-    steps = [path.name.partition("-")[2] for path in (state.path / "checkpoints").glob("step-*")]
-    return f"the same command resumes from step {max(map(int, filter(str.isdigit, steps)))}" if steps else ANEW
+    names = [path.name.partition("-")[2] for path in (state.path / "checkpoints").glob("step-*")]
+    steps = [int(name) for name in names if name.isdigit()]
+    return f"the same command resumes from step {max(steps)}" if steps else ANEW
 
 
 def _reached(state: RunState) -> str:
