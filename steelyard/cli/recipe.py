@@ -49,7 +49,7 @@ def check(recipe: RecipeArgument, overrides: Overrides = None, json: JsonOption 
     unchecked = _path_keys(loaded)
     if unchecked:
         text += f"\nnot checked: the files of {', '.join(unchecked)}"
-    print_result({"recipe": recipe, "sound": True, "parameters": size, "not_looked_at": unchecked}, json, text)
+    print_result({"recipe": recipe, "valid": True, "parameters": size, "unchecked": unchecked}, json, text)
 
 
 def _path_keys(recipe: Recipe) -> list[str]:

@@ -65,7 +65,7 @@ class VerifyFindings:
         """The result for `--json`."""
         return {
             "path": str(self.path),
-            "sound": not self.problems,
+            "valid": not self.problems,
             "problems": self.problems,
             "checked": dict(self.checked),
             "without_checksum": self.without_checksum,

@@ -96,7 +96,7 @@ class Preferring(Extension):
             "transform",
             "assembled",
             "initial_std",
-            "pace",
+            "param_group_options",
             "begin_step",
             "forward",
             "loss",
@@ -110,7 +110,7 @@ class Preferring(Extension):
     def start(self, engine: Engine, world: World) -> str:
         """Load the weights, and compute the reference log probabilities with them."""
         how = self.inner.start(engine, world)
-        engine.optimizer.take_weights()
+        engine.optimizer.copy_weights_to_host()
         for samples in self.samples:
             compute_reference(samples, engine)
         return how
@@ -119,10 +119,10 @@ class Preferring(Extension):
         """The reference log probabilities are in the checkpoint."""
         self.inner.resumed(engine, world, state)
 
-    def pieces(self) -> dict[str, TensorShard]:
+    def state_shards(self) -> dict[str, TensorShard]:
         """The reference log probabilities, besides the tensors of the inner extension."""
         own = {f"reference.{n}": TensorShard.whole(samples.reference) for n, samples in enumerate(self.samples)}
-        return self.inner.pieces() | own
+        return self.inner.state_shards() | own
 
     def weigh(self, engine: Engine, batch: Batch) -> tuple[Batch, Tensor | None]:
         """Set each token's loss weight from the margin of its pair."""

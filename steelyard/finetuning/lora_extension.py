@@ -93,7 +93,7 @@ class Adapting(Extension):
             if part.tensor.numel() and not part.parameter.requires_grad
         }
         with gather_errors(world):
-            formats.load_pieces(formats.open_source(origin), frozen, self.recipe.model)
+            formats.load_shards(formats.open_source(origin), frozen, self.recipe.model)
 
     @torch.no_grad()
     def _set_magnitudes(self, engine: Engine) -> None:

@@ -152,8 +152,8 @@ class FixedZeros(_OnMatrices):
 
     def _start_under_masks(self, attached: Carried, engine: Engine) -> str:
         """Load the weights with the masks of a run or checkpoint applied."""
-        pieces = engine.pieces(for_saving=False, with_optimizer=False)
-        formats.load_pieces(through(attached), pieces, self.recipe.model)
+        pieces = engine.state_shards(for_saving=False, with_optimizer=False)
+        formats.load_shards(through(attached), pieces, self.recipe.model)
         return (
             f"new run from the weights of {attached.base.path} with the {attached.how} of {self.recipe.train.init_from}"
         )

@@ -82,7 +82,7 @@ class LearnedMasks(Extension):
         """Logits start near zero."""
         return self.sparsity.std
 
-    def pace(self, part: ParamShard) -> ParamGroupOptions:
+    def param_group_options(self, part: ParamShard) -> ParamGroupOptions:
         """Logits have their own learning rate and weight decay."""
         own, default = self.sparsity.learning_rate, self.recipe.optim.learning_rate
         rate = self.sparsity.learning_rate_multiplier if own is None else own / default
@@ -107,7 +107,7 @@ class LearnedMasks(Extension):
             return f"new run that learns masks for {self.base['path']}, {prior}"
         with gather_errors(world):
             refuse_fewer(RunMasks(saved), self.names, self.recipe)
-            checkpoint.load(saved, engine.pieces(for_saving=False, with_optimizer=False) | self.pieces())
+            checkpoint.load(saved, engine.state_shards(for_saving=False, with_optimizer=False) | self.state_shards())
         self._load_recorded_base(saved.state, engine, world)
         return f"new run from the mask logits of {saved.path}"
 
@@ -161,9 +161,9 @@ class LearnedMasks(Extension):
         """Only logits are saved; frozen weights are in the base."""
         return part.parameter.requires_grad
 
-    def pieces(self) -> dict[str, TensorShard]:
+    def state_shards(self) -> dict[str, TensorShard]:
         """Each group's mask at the last record and in the prior, for the metrics."""
-        return {name: piece for masked in self.masked for name, piece in masked.pieces().items()}
+        return {name: piece for masked in self.masked for name, piece in masked.state_shards().items()}
 
     def state(self) -> dict[str, Any]:
         """The pattern of the masks, and the base weights."""
@@ -213,7 +213,7 @@ class LearnedMasks(Extension):
             if part.tensor.numel() and not part.parameter.requires_grad
         }
         with gather_errors(world):
-            formats.load_pieces(formats.open_source(path), pieces, self.recipe.model)
+            formats.load_shards(formats.open_source(path), pieces, self.recipe.model)
 
     def _take_logits(self, theirs: MaskLlm) -> None:
         """Set this rank's logits to those of a MaskLLM checkpoint."""
@@ -287,7 +287,7 @@ class LogitsShard:
         groups = torch.full_like(certain, choice.numel())
         return torch.stack([certain, changed.double(), away.double(), groups]) / self.logits.copies
 
-    def pieces(self) -> dict[str, TensorShard]:
+    def state_shards(self) -> dict[str, TensorShard]:
         """The choices, as shards for a checkpoint."""
         if not self.last.numel():
             return {}

@@ -68,7 +68,7 @@ def verify(prefix: str, vocab_size: int | None = None) -> dict[str, Any]:
     if outside:
         raise RuntimeFailure("; ".join(outside), where=prefix)
     documents = len(tokens.document_index) - 1
-    return {"prefix": prefix, "sound": True, "documents": documents, "tokens": total, "checksums": has_checksums}
+    return {"prefix": prefix, "valid": True, "documents": documents, "tokens": total, "checksums": has_checksums}
 
 
 def _ids_outside(tokens: IndexedTokens, total: int, vocab_size: int) -> list[str]:

@@ -55,7 +55,7 @@ class Engine:
         self.micro_losses: list[Tensor] = []
         """The losses of the last step's micro-batches that this rank computes."""
         self.gradients = Gradients(self.parts, mesh, device)
-        self.optimizer = Optimizer(self.parts, recipe.optim, recipe.optim.offload, extension.pace)
+        self.optimizer = Optimizer(self.parts, recipe.optim, recipe.optim.offload, extension.param_group_options)
         extension.assembled(self.assembly.stages, self.parts, mesh)
 
     def initialise(self) -> None:
@@ -72,9 +72,9 @@ class Engine:
                 for dim in range(1, rows.ndim):
                     rows = rows.narrow(dim, part.offset[dim], part.tensor.shape[dim])
                 part.tensor.copy_(rows)
-        self.optimizer.take_weights()
+        self.optimizer.copy_weights_to_host()
 
-    def pieces(self, for_saving: bool, with_optimizer: bool = True) -> dict[str, TensorShard]:
+    def state_shards(self, for_saving: bool, with_optimizer: bool = True) -> dict[str, TensorShard]:
         """Weights and optimizer state of this rank for a checkpoint, by name."""
         weights = {
             f"model.{part.name}": TensorShard(part.tensor, part.shape, part.offset)
@@ -83,7 +83,7 @@ class Engine:
         }
         if not with_optimizer:
             return weights
-        return weights | self.optimizer.pieces(for_saving, self.extension.saves) | self.extension.pieces()
+        return weights | self.optimizer.state_shards(for_saving, self.extension.saves) | self.extension.state_shards()
 
     def step(
         self, rows: Rows, first_sample: int, rate: float, labels: int, loss_scale: float

@@ -41,7 +41,7 @@ class Extension:
         """The standard deviation of a parameter's initial values; None for the model's."""
         return None
 
-    def pace(self, part: ParamShard) -> ParamGroupOptions:
+    def param_group_options(self, part: ParamShard) -> ParamGroupOptions:
         """The param-group options of a parameter."""
         return ParamGroupOptions()
 
@@ -83,7 +83,7 @@ class Extension:
         """Whether a checkpoint holds this parameter."""
         return True
 
-    def pieces(self) -> dict[str, TensorShard]:
+    def state_shards(self) -> dict[str, TensorShard]:
         """Further tensors of a checkpoint, besides parameters and optimizer state."""
         return {}
 

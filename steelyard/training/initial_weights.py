@@ -18,7 +18,7 @@ def from_recipe(engine: Engine, world: World) -> str:
     origin = engine.recipe.train.init_from
     if origin is None:
         return "new run"
-    load(origin, engine.pieces(for_saving=False, with_optimizer=False), engine.recipe, world)
+    load(origin, engine.state_shards(for_saving=False, with_optimizer=False), engine.recipe, world)
     return f"new run from the weights of {origin}"
 
 
@@ -30,4 +30,4 @@ def load(origin: str, pieces: dict[str, TensorShard], recipe: Recipe, world: Wor
             checkpoint.load(saved, pieces)
     else:
         with gather_errors(world):
-            formats.load_pieces(formats.open_source(origin), pieces, recipe.model)
+            formats.load_shards(formats.open_source(origin), pieces, recipe.model)

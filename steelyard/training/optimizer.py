@@ -82,7 +82,7 @@ class Optimizer:
         for tensor in self.tensors:
             tensor.grad = None
 
-    def pieces(self, for_saving: bool, saves: Callable[[ParamShard], bool]) -> dict[str, TensorShard]:
+    def state_shards(self, for_saving: bool, saves: Callable[[ParamShard], bool]) -> dict[str, TensorShard]:
         """The state as `optimizer.<parameter>.<entry>`. The copy of a tied parameter is loaded but not saved."""
         if self.torch is None:
             return {}
@@ -93,7 +93,7 @@ class Optimizer:
             for entry, value in self.torch.state.get(tensor, {}).items()
         }
 
-    def take_weights(self) -> None:
+    def copy_weights_to_host(self) -> None:
         """Update the copies in host memory after the weights were set directly."""
         if self.on_host:
             for part, tensor in zip(self.parts, self.tensors, strict=True):

@@ -280,7 +280,7 @@ class Trainer:
             state = self.train_state.state() | self.extension.state()
             if is_best:
                 state[checkpoint.VALID_LOSS] = self.valid_losses[-1]
-            self.saver.save(self.engine.pieces(for_saving=True), state)
+            self.saver.save(self.engine.state_shards(for_saving=True), state)
 
     def _start_or_resume(self, start_from: str | None) -> None:
         def newest() -> tuple[checkpoint.Checkpoint | None, bool, list[float]]:
@@ -313,15 +313,15 @@ class Trainer:
         if saved is None:
             self.engine.initialise()
             how = self.extension.start(self.engine, self.world)
-            self.engine.optimizer.take_weights()
+            self.engine.optimizer.copy_weights_to_host()
         else:
             self.engine.optimizer.make_state()
             if not all(self.extension.saves(part) for part in self.engine.parts):
                 self.engine.initialise()
             with gather_errors(self.world):
-                checkpoint.load(saved, self.engine.pieces(for_saving=False))
+                checkpoint.load(saved, self.engine.state_shards(for_saving=False))
             self.extension.resumed(self.engine, self.world, saved.state)
-            self.engine.optimizer.take_weights()
+            self.engine.optimizer.copy_weights_to_host()
             self.train_state.restore(saved.state)
             how = f"resumed at step {saved.step}" + ("" if is_own else f" from {saved.path}")
         console.say(f"{self.folder.path}: {how}, {self._summary()}")

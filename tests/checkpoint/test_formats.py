@@ -10,7 +10,7 @@ import torch
 import typer
 
 from steelyard import checkpoint, model
-from steelyard.checkpoint.formats import load_into, load_pieces, open_source
+from steelyard.checkpoint.formats import load_into, load_shards, open_source
 from steelyard.checkpoint.formats.compare import diff, info, logits_difference
 from steelyard.checkpoint.formats.write import Target, convert
 from steelyard.checkpoint.formats.write_megatron import MegatronLayout
@@ -275,7 +275,7 @@ def test_pieces_of_any_layout_are_filled_from_any_format(tmp_path):
     source, held = open_source(written(tmp_path, "llama-3")), Held(SHAPES["llama-3"])
     shape = SHAPES["llama-3"].model_copy(update={"vocab_multiple": 7})
     part, table = torch.zeros(8, 16), torch.full((5, 32), 9.0)
-    load_pieces(
+    load_shards(
         source,
         {
             "model.layers.1.mlp.down.weight": TensorShard(part, (32, 48), (16, 32)),

@@ -83,7 +83,7 @@ def test_state_made_for_loading_moves_nothing_and_has_the_names_of_a_checkpoint(
     stepped.step(0.1, torch.ones(()), torch.tensor(False), {own: torch.ones(())} if name == "sgd-sai" else None)
     made.make_state()
     assert torch.equal(loaded.tensor, torch.ones(3, 3))
-    ours, theirs = (each.pieces(saving, lambda _: True) for each, saving in ((stepped, True), (made, False)))
+    ours, theirs = (each.state_shards(saving, lambda _: True) for each, saving in ((stepped, True), (made, False)))
     assert {key: piece.shape for key, piece in ours.items()} == {key: piece.shape for key, piece in theirs.items()}
     assert all(key.startswith("optimizer.a.weight.") for key in ours)
     assert all(not piece.tensor.any() for piece in theirs.values())

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from steelyard.checkpoint.formats.hf_metadata import DROPOUT, SPECIAL, sound
+from steelyard.checkpoint.formats.hf_metadata import DROPOUT, SPECIAL, validated
 from steelyard.checkpoint.formats.source import first_problem
 from steelyard.core.errors import UserError
 from steelyard.core.recipe.model_section import GptConfig, LlamaConfig, RopeScaling
@@ -54,7 +54,7 @@ def extra_of(hf: dict[str, Any], generation: dict[str, Any] | None) -> dict[str,
     """The settings of a config.json that the model config does not have."""
     named = _architecture(hf)
     usual = dict.fromkeys(DROPOUT[:3], 0.1) if named in GPTS else {}  # The default of transformers.
-    return sound(
+    return validated(
         {
             **hf,
             "positions": hf.get("max_position_embeddings"),

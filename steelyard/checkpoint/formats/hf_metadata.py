@@ -30,7 +30,7 @@ DROPOUT = ("attn_pdrop", "embd_pdrop", "resid_pdrop", "attention_dropout")
 ROLES = {"bos_token_id": "bos_token", "eos_token_id": "eos_token"}
 
 
-def sound(table: object) -> dict[str, Any]:
+def validated(table: object) -> dict[str, Any]:
     """The valid entries of an untrusted table."""
     given = table if isinstance(table, dict) else {}
     extra: dict[str, Any] = {key: given[key] for key in SPECIAL if _ids(given.get(key))}
@@ -58,7 +58,7 @@ def write(extra: dict[str, Any], folder: Path) -> None:
 def read(folder: Path) -> dict[str, Any]:
     """The `extra` next to Megatron's iterations, empty if there is no such file."""
     path = folder / BESIDE_MEGATRON
-    return sound(read_json_object(inside(path)).get("extra")) if path.is_file() else {}
+    return validated(read_json_object(inside(path)).get("extra")) if path.is_file() else {}
 
 
 def with_tokenizer(extra: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class SteelyardSource(CheckpointSource):
                 raise UserError(
                     f"its model is not valid: {first_problem(error)}", where=str(saved.path / folder.STATE)
                 ) from None
-            self.extra = extras.sound(saved.state.get("extra"))
+            self.extra = extras.validated(saved.state.get("extra"))
             self.tokenizer_files = tokenizer_files(saved.path / TOKENIZER)
             self.tokenizer = tokenizer_in(saved.path / TOKENIZER)
         else:

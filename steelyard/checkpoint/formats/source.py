@@ -124,7 +124,7 @@ def load_into(source: CheckpointSource, network: LanguageModel) -> None:
             parameter.copy_(source.tensor(name))
 
 
-def load_pieces(source: CheckpointSource, pieces: Mapping[str, TensorShard], config: GptConfig | LlamaConfig) -> None:
+def load_shards(source: CheckpointSource, pieces: Mapping[str, TensorShard], config: GptConfig | LlamaConfig) -> None:
     """Load a rank's shards of a model of the given config. Their names are `model.<name>`."""
     check(source, config)
     for key, value in source.config.model_dump().items():
