@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from steelyard.checkpoint.formats import open_source
-from steelyard.checkpoint.formats.hf_metadata import BESIDE_MEGATRON, disagreement, sound
+from steelyard.checkpoint.formats.hf_metadata import BESIDE_MEGATRON, disagreement, validated
 from steelyard.checkpoint.formats.write import Target, convert
 from steelyard.core.errors import UserError
 from steelyard.core.recipe.model_section import LlamaConfig
@@ -123,7 +123,7 @@ def test_a_mistral_comes_back_as_one_and_says_the_same(tmp_path):
 
 @pytest.mark.parametrize("table", [None, [], {"eos_token_id": "2"}, {"positions": "many"}, {"dropout": [1]}, {"x": 1}])
 def test_what_is_not_as_it_should_be_is_left_out(table):
-    assert not any(sound(table).values())
+    assert not any(validated(table).values())
 
 
 def test_a_damaged_file_beside_megatron_is_named(tmp_path):
