@@ -23,6 +23,8 @@ KINDS = {
     "dpo": ["finetune.dpo.beta=0.3"],
     "dora": ["finetune.adapter.kind=dora", "finetune.adapter.rank=4", "optim.learning_rate=1e-2"],
 }
+KINDS["nf4"] = [*KINDS["dora"], "finetune.base_precision=nf4", "finetune.double_quant=true"]
+KINDS["int8"] = [*KINDS["lora"], "finetune.base_precision=int8"]
 LAYOUTS = {
     "zero 0": (2, parallel(zero=0)),
     "zero 1": (2, parallel(zero=1)),
