@@ -62,7 +62,8 @@ class Adapting(Extension):
     def start(self, engine: Engine, world: World) -> str:
         """Load weights from the base; initialise DoRA's magnitudes from the row norms."""
         self._load_base(None, engine, world)
-        self._set_magnitudes(engine)
+        if self.stored is None:
+            self._set_magnitudes(engine)
         return f"new run with adapters for {self.base['path']}"
 
     def resumed(self, engine: Engine, world: World, state: dict[str, Any]) -> None:
@@ -97,16 +98,19 @@ class Adapting(Extension):
             return frozen_base.identity(source)
 
         self.base = run_on_rank0(world, identified)
+        with gather_errors(world):
+            self.load(formats.open_source(origin), engine, is_new=recorded is None)
+
+    def load(self, source: CheckpointSource, engine: Engine, is_new: bool) -> None:
+        """Load the frozen weights from the base. In a new run, quantized matrices also set DoRA's magnitudes."""
         frozen = {
             f"model.{part.name}": TensorShard(part.tensor, part.shape, part.offset)
             for part in engine.parts
             if part.tensor.numel() and not part.parameter.requires_grad and f".{MATRIX}." not in part.name
         }
-        with gather_errors(world):
-            source = formats.open_source(origin)
-            formats.load_pieces(source, frozen, self.recipe.model)
-            if self.stored is not None:
-                load_quantized(source, engine, self.stored, sets_magnitudes=recorded is None)
+        formats.load_pieces(source, frozen, self.recipe.model)
+        if self.stored is not None:
+            load_quantized(source, engine, self.stored, sets_magnitudes=is_new)
 
     @torch.no_grad()
     def _set_magnitudes(self, engine: Engine) -> None:
@@ -114,9 +118,7 @@ class Adapting(Extension):
         for part in engine.parts:
             if not part.name.endswith(MAGNITUDE) or not part.tensor.numel():
                 continue
-            weight = by_name.get(part.name.removesuffix(MAGNITUDE) + MATRIX)
-            if weight is None:  # Quantized: set when it was loaded.
-                continue
+            weight = by_name[part.name.removesuffix(MAGNITUDE) + MATRIX]
             squares = weight.tensor.float().square().sum(dim=1)
             if weight.is_cut and not part.is_cut:
                 dist.all_reduce(squares, group=self.mesh.tensor.group)

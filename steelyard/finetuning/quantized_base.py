@@ -32,7 +32,7 @@ def load_quantized(source: CheckpointSource, engine: Engine, stored: BasePrecisi
             for name, values in shard_of(quantized, weight.extent)._asdict().items():
                 if values is not None:
                     part = parts[f"{path}.{name}"]
-                    part.tensor.copy_(values[part.rows.start : part.rows.stop])
+                    part.tensor.copy_(values[part.rows.start : part.rows.stop].view(part.tensor.dtype))
             magnitude = parts.get(path.removesuffix(MATRIX) + MAGNITUDE)
             if sets_magnitudes and magnitude is not None:
                 whole = Extent(0, 0, weight.whole_rows, weight.extent.whole_columns, weight.extent.whole_columns)

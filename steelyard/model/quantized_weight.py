@@ -3,6 +3,9 @@
 A product dequantizes the matrix to the dtype of its input, multiplies and drops the copy; the backward pass does the
 same again. So nothing is kept between the passes but the codes. Both are operators that are opaque to torch.compile:
 if it saw the dequantization, it would compute it once and keep the 16-bit matrix.
+
+Codes are parameters, so that FSDP can shard them. Before torch 2.13 it supports only floating-point parameters, so bytes
+are stored under a dtype of that kind.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from torch.nn import functional as F
 from steelyard.model.modules import Linear
 from steelyard.model.quantization import ABSMAX_BLOCK, BLOCK, Extent, Quantized, dequantize
 
-Place = tuple[int, int, int]
+BYTE = torch.float8_e4m3fn
 
 
 class QuantizedWeight(nn.Module):
@@ -32,12 +35,10 @@ class QuantizedWeight(nn.Module):
         def frozen(dtype: torch.dtype, *size: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
 
-        if precision == "int8":
-            self.codes = frozen(torch.int8, extent.rows, extent.columns)
-            self.absmax = frozen(torch.float32, extent.rows, 1)
-        else:
-            self.codes = frozen(torch.uint8, extent.rows, extent.columns // 2)
-            self.absmax = frozen(torch.uint8 if double else torch.float32, extent.rows, extent.blocks)
+        self.bits = 8 if precision == "int8" else 4
+        self.codes = frozen(BYTE, extent.rows, extent.columns * self.bits // 8)
+        blocks_of_row = 1 if precision == "int8" else extent.blocks
+        self.absmax = frozen(BYTE if double else torch.float32, extent.rows, blocks_of_row)
         blocks = -(-whole_rows * extent.whole_columns // BLOCK)
         self.scale = frozen(torch.float32, -(-blocks // ABSMAX_BLOCK)) if double else None
         self.offset = frozen(torch.float32, 1) if double else None
@@ -63,12 +64,14 @@ class QuantizedWeight(nn.Module):
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The matrix as a tensor."""
-        weight: Tensor = _dequantize(self.codes, self.absmax, self.scale, self.offset, *self.place(), dtype)
+        weight: Tensor = _dequantize(*self.arguments(), dtype)
         return weight
 
-    def place(self) -> Place:
-        """First row, first column, and the columns of the whole matrix."""
-        return self.extent.first_row, self.extent.first_column, self.extent.whole_columns
+    def arguments(self) -> tuple[Any, ...]:
+        """The arguments that the operators take."""
+        of = self.extent
+        place = self.bits, of.first_row, of.first_column, of.whole_columns
+        return self.codes, self.absmax, self.scale, self.offset, *place
 
 
 def quantize_layers(layers: nn.Module, precision: str, double: bool) -> None:
@@ -83,17 +86,17 @@ def quantize_layers(layers: nn.Module, precision: str, double: bool) -> None:
 
 def product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """x @ weight.T + bias."""
-    y: Tensor = _product(x, weight.codes, weight.absmax, weight.scale, weight.offset, *weight.place())
+    y: Tensor = _product(x, *weight.arguments())
     return y if bias is None else y + bias.to(y.dtype)
 
 
-def weight_of(
+def _weight(
     codes: Tensor, absmax: Tensor, scale: Tensor | None, offset: Tensor | None,
-    first_row: int, first_column: int, whole_columns: int, dtype: torch.dtype,
+    bits: int, first_row: int, first_column: int, whole_columns: int, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Dequantize, with the kernels on a GPU."""
-    extent = Extent(first_row, first_column, codes.shape[0], _columns(codes), whole_columns)
-    shard = Quantized(codes, absmax, scale, offset)
+    extent = Extent(first_row, first_column, codes.shape[0], codes.shape[1] * 8 // bits, whole_columns)
+    codes = codes.view(torch.int8 if bits == 8 else torch.uint8)
+    shard = Quantized(codes, absmax.view(torch.uint8) if absmax.dtype == BYTE else absmax, scale, offset)
     if codes.is_cuda:
         from steelyard.model import dequant_kernel
 
@@ -104,36 +107,31 @@ def weight_of(
 @torch.library.custom_op("steelyard::dequantize", mutates_args=())
 def _dequantize(
     codes: Tensor, absmax: Tensor, scale: Tensor | None, offset: Tensor | None,
-    first_row: int, first_column: int, whole_columns: int, dtype: torch.dtype,
+    bits: int, first_row: int, first_column: int, whole_columns: int, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    return weight_of(codes, absmax, scale, offset, first_row, first_column, whole_columns, dtype)
+    return _weight(codes, absmax, scale, offset, bits, first_row, first_column, whole_columns, dtype)
 
 
 @torch.library.custom_op("steelyard::quantized_product", mutates_args=())
 def _product(
     x: Tensor, codes: Tensor, absmax: Tensor, scale: Tensor | None, offset: Tensor | None,
-    first_row: int, first_column: int, whole_columns: int,
+    bits: int, first_row: int, first_column: int, whole_columns: int,
 ) -> Tensor:  # fmt: skip
-    return F.linear(x, weight_of(codes, absmax, scale, offset, first_row, first_column, whole_columns, x.dtype))
+    return F.linear(x, _weight(codes, absmax, scale, offset, bits, first_row, first_column, whole_columns, x.dtype))
 
 
 @torch.library.custom_op("steelyard::quantized_product_backward", mutates_args=())
 def _product_backward(
     gradient: Tensor, codes: Tensor, absmax: Tensor, scale: Tensor | None, offset: Tensor | None,
-    first_row: int, first_column: int, whole_columns: int,
+    bits: int, first_row: int, first_column: int, whole_columns: int,
 ) -> Tensor:  # fmt: skip
-    return gradient @ weight_of(
-        codes, absmax, scale, offset, first_row, first_column, whole_columns, gradient.dtype
-    )  # fmt: skip
-
-
-def _columns(codes: Tensor) -> int:
-    return codes.shape[1] if codes.dtype == torch.int8 else 2 * codes.shape[1]
+    weight = _weight(codes, absmax, scale, offset, bits, first_row, first_column, whole_columns, gradient.dtype)
+    return gradient @ weight
 
 
 @_dequantize.register_fake
-def _(codes: Tensor, *rest: Any) -> Tensor:
-    return codes.new_empty(codes.shape[0], _columns(codes), dtype=rest[-1])
+def _(codes: Tensor, absmax: Tensor, scale: Any, offset: Any, bits: int, *rest: Any) -> Tensor:
+    return codes.new_empty(codes.shape[0], codes.shape[1] * 8 // bits, dtype=rest[-1])
 
 
 @_product.register_fake
@@ -142,19 +140,18 @@ def _(x: Tensor, codes: Tensor, *rest: Any) -> Tensor:
 
 
 @_product_backward.register_fake
-def _(gradient: Tensor, codes: Tensor, *rest: Any) -> Tensor:
-    return gradient.new_empty(*gradient.shape[:-1], _columns(codes))
+def _(gradient: Tensor, codes: Tensor, absmax: Tensor, scale: Any, offset: Any, bits: int, *rest: Any) -> Tensor:
+    return gradient.new_empty(*gradient.shape[:-1], codes.shape[1] * 8 // bits)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, *numbers = inputs[:5]
-    ctx.save_for_backward(*numbers)
+    ctx.save_for_backward(*inputs[1:5])
     ctx.place = inputs[5:]
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     gradient_x = _product_backward(gradient, *ctx.saved_tensors, *ctx.place) if ctx.needs_input_grad[0] else None
-    return gradient_x, *[None] * 7
+    return gradient_x, *[None] * 8
 
 
 _product.register_autograd(_backward, setup_context=_setup_context)
