@@ -85,12 +85,15 @@ class RandomSource(CheckpointSource):
         self._sizes = expected_sizes(recipe.model)
 
     def names(self) -> list[str]:
+        """Those of the model."""
         return list(self._sizes)
 
     def sizes(self) -> dict[str, tuple[int, ...]]:
+        """Those of the model."""
         return self._sizes
 
     def tensor(self, name: str) -> Tensor:
+        """Normal with a standard deviation of 0.02; ones for norms."""
         values = torch.empty(self._sizes[name], dtype=self.dtype, device=DEVICE)
         if values.ndim == 1:
             return values.fill_(1.0)
@@ -106,6 +109,7 @@ class MemorySource(RandomSource):
         self._tensors = {part.name: part.tensor.to("cpu", torch.bfloat16) for part in engine.parts}
 
     def tensor(self, name: str) -> Tensor:
+        """The weight as it was when this was made."""
         return self._tensors[name]
 
 

@@ -4,8 +4,8 @@ A product dequantizes the matrix to the dtype of its input, multiplies and drops
 same again. So nothing is kept between the passes but the codes. Both are operators that are opaque to torch.compile:
 if it saw the dequantization, it would compute it once and keep the 16-bit matrix.
 
-Codes are parameters, so that FSDP can shard them. Before torch 2.13 it supports only floating-point parameters, so bytes
-are stored under a dtype of that kind.
+Codes are parameters, so that FSDP can shard them. Before torch 2.13 it supports only floating-point parameters, so the
+bytes are stored under a dtype of that kind.
 """
 
 from __future__ import annotations
