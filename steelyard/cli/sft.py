@@ -12,7 +12,7 @@ import typer
 from steelyard.cli.default_command import with_default
 from steelyard.cli.options import JsonOption, Overrides, RunOption, print_result
 from steelyard.cli.relaunch import NprocOption, launch
-from steelyard.cli.train import ResumeOption
+from steelyard.cli.train import DryRunOption, GpuOption, ResumeOption, WorldOption, print_dry_run
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe, load_recipe
@@ -57,6 +57,9 @@ def run(
     run: RunOption = None,
     nproc: NprocOption = None,
     resume: ResumeOption = "auto",
+    dry_run: DryRunOption = False,
+    world: WorldOption = None,
+    gpu: GpuOption = None,
     json: JsonOption = False,
 ) -> None:
     """Fine-tune a model on conversations, with a recipe or default settings, and export it as a Hugging Face folder.
@@ -68,6 +71,8 @@ def run(
         loaded = recipe_for(recipe, overrides, model, data)
         if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise UserError(f"{out} already exists", hint="give a new folder")
+    if dry_run or world is not None or gpu is not None:
+        return print_dry_run(loaded, dry_run, world, gpu, json)
     from steelyard.finetuning import sft
 
     if nproc is not None and nproc > 1:

@@ -52,10 +52,8 @@ def train(
     ranks = detect(os.environ)
     with raise_on_all_ranks(ranks):
         loaded = load_recipe(recipe, overrides or ())
-    if dry_run:
-        return _dry_run(loaded, world, gpu, json)
-    if world is not None or gpu is not None:
-        raise UserError("--world and --gpu belong to a dry run", hint="add --dry-run, or remove them")
+    if dry_run or world is not None or gpu is not None:
+        return print_dry_run(loaded, dry_run, world, gpu, json)
     if nproc is not None and nproc > 1:
         loaded.parallel.data_for(nproc)
         raise typer.Exit(launch(nproc))
@@ -80,9 +78,12 @@ def train(
         print_result(result, json, f"run     {folder.path}" + (f"\nreport  {page}" if page else ""))
 
 
-def _dry_run(recipe: Recipe, world: int | None, gpu: str | None, json: bool) -> None:
-    from steelyard.training import dry_run
+def print_dry_run(recipe: Recipe, dry_run: bool, world: int | None, gpu: str | None, json: bool) -> None:
+    """Print the predicted memory; an error if it does not fit, or if the other options are given without --dry-run."""
+    if not dry_run:
+        raise UserError("--world and --gpu belong to a dry run", hint="add --dry-run, or remove them")
+    from steelyard.training import dry_run as prediction
 
-    plan = dry_run.dry_run(recipe, world, gpu)
-    print_result(dry_run.as_result(plan), json, dry_run.as_text(plan))
-    dry_run.refuse_what_does_not_fit(plan)
+    plan = prediction.dry_run(recipe, world, gpu)
+    print_result(prediction.as_result(plan), json, prediction.as_text(plan))
+    prediction.refuse_what_does_not_fit(plan)

@@ -5,6 +5,9 @@ the base model. DoRA also trains the norm of each row: g (W + s B A) / |W + s B 
 the denominator is a constant in the backward pass. Both are what PEFT computes, so PEFT can load both.
 
 On a pruned model LoRA can keep its zeros: m * (W + s B A), where m is 1 where W is not zero. PEFT has no equivalent.
+
+QLoRA stores every W of the layers in 4 or 8 bits (`model/quantized_weight.py`); all of the above then holds for the
+dequantized W.
 """
 
 from __future__ import annotations
@@ -16,10 +19,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from steelyard.core.errors import UserError
-from steelyard.core.recipe.finetune_section import AdapterSection
+from steelyard.core.recipe.finetune_section import AdapterSection, BasePrecision
 from steelyard.core.recipe.finetune_section import Linear as Target
 from steelyard.model import LanguageModel
 from steelyard.model.modules import Linear, product
+from steelyard.model.quantized_weight import QuantizedWeight, quantize_layers
 from steelyard.parallel.mesh import MeshAxis
 from steelyard.parallel.tensor_parallel import ADAPTER_IN, ADAPTER_OUT, MAGNITUDE
 
@@ -47,13 +51,19 @@ class AdaptedLinear(Linear):
         """The frozen product plus the adapter's."""
         if self.keeps_zeros:
             added = self.adapter_out.to(x.dtype) @ self.adapter_in.to(x.dtype) * self.scale
-            return self.product(x, self.weight.to(x.dtype) + added.where(self.weight != 0, 0.0), self.bias)
+            base = self.base(x.dtype)
+            return product(x, base + added.where(base != 0, 0.0), self.bias)
         added = product(product(x, self.adapter_in, None), self.adapter_out, None) * self.scale
         if not hasattr(self, "magnitude"):
             return self.product(x, self.weight, self.bias) + added
         stretch = (self.magnitude / self.lengths()).to(x.dtype)
         output = (self.product(x, self.weight, None) + added) * stretch
         return output if self.bias is None else output + self.bias.to(x.dtype)
+
+    def base(self, dtype: torch.dtype) -> Tensor:
+        """The frozen matrix."""
+        weight: Tensor | QuantizedWeight = self.weight
+        return weight.dequantized(dtype) if isinstance(weight, QuantizedWeight) else weight.to(dtype)
 
     @torch.no_grad()
     def lengths(self) -> Tensor:
@@ -65,11 +75,16 @@ class AdaptedLinear(Linear):
 
     def merged_direction(self) -> Tensor:
         """The matrix plus the scaled adapter, in fp32."""
-        return self.weight.float() + self.scale * (self.adapter_out.float() @ self.adapter_in.float())
+        return self.base(torch.float32) + self.scale * (self.adapter_out.float() @ self.adapter_in.float())
 
 
-def add_adapters(model: LanguageModel, adapter: AdapterSection, keeps_zeros: bool = False) -> None:
-    """Freeze a model and add adapters to the target matrices of its layers; `keeps_zeros` preserves pruned weights."""
+def add_adapters(
+    model: LanguageModel, adapter: AdapterSection, keeps_zeros: bool = False, stored: BasePrecision | None = None
+) -> None:
+    """Freeze a model and add adapters to the target matrices of its layers.
+
+    `keeps_zeros` preserves pruned weights. `stored` is the precision of the frozen matrices of all layers.
+    """
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):
             module.to(model.dtype)
@@ -86,6 +101,8 @@ def add_adapters(model: LanguageModel, adapter: AdapterSection, keeps_zeros: boo
             parent, _, name = path.rpartition(".")
             if name in adapter.targets and isinstance(linear, Linear):
                 setattr(layer.get_submodule(parent), name, AdaptedLinear(linear, adapter, keeps_zeros))
+    if stored is not None:
+        quantize_layers(model.layers, *stored)
 
 
 def is_adapter(name: str) -> bool:

@@ -12,8 +12,9 @@ from steelyard.checkpoint import TensorShard, formats
 from steelyard.checkpoint.formats import CheckpointSource
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
-from steelyard.core.recipe.finetune_section import AdapterSection
+from steelyard.core.recipe.finetune_section import AdapterSection, BasePrecision
 from steelyard.finetuning.lora import NAMES, add_adapters, is_adapter, merged
+from steelyard.finetuning.quantized_base import MATRIX, load_quantized
 from steelyard.model import LanguageModel
 from steelyard.parallel.mesh import Mesh, alone
 from steelyard.parallel.param_shards import ParamShard
@@ -33,7 +34,7 @@ class Adapting(Extension):
     def __init__(self, recipe: Recipe) -> None:
         assert recipe.finetune is not None
         assert recipe.finetune.adapter is not None
-        self.recipe, self.adapter = recipe, recipe.finetune.adapter
+        self.recipe, self.adapter, self.stored = recipe, recipe.finetune.adapter, recipe.finetune.stored
         self.keeps_zeros = recipe.sparsity is not None
         if recipe.sparsity is not None and (
             recipe.sparsity.method != "fixed" or recipe.sparsity.mask is not None or self.adapter.kind != "lora"
@@ -48,7 +49,7 @@ class Adapting(Extension):
 
     def transform(self, model: LanguageModel) -> None:
         """Freeze the model and add adapters."""
-        add_adapters(model, self.adapter, self.keeps_zeros)
+        add_adapters(model, self.adapter, self.keeps_zeros, self.stored)
 
     def assembled(self, stages: dict[int, LanguageModel], parts: list[ParamShard], mesh: Mesh) -> None:
         """Store the mesh, for sums over tensor-parallel ranks."""
@@ -61,12 +62,20 @@ class Adapting(Extension):
     def start(self, engine: Engine, world: World) -> str:
         """Load weights from the base; initialise DoRA's magnitudes from the row norms."""
         self._load_base(None, engine, world)
-        self._set_magnitudes(engine)
+        if self.stored is None:
+            self._set_magnitudes(engine)
         return f"new run with adapters for {self.base['path']}"
 
     def resumed(self, engine: Engine, world: World, state: dict[str, Any]) -> None:
         """Load weights from the base that the checkpoint refers to."""
-        self._load_base(state.get(STATE, {}).get("base", {}), engine, world)
+        saved = state.get(STATE, {})
+        if saved_precision(saved) != self.stored:
+            raise UserError(
+                "finetune.base_precision or finetune.double_quant is not that of the checkpoint",
+                where=self.recipe.where("finetune.base_precision"),
+                hint="adapters belong to the weights they were trained with: start a new run",
+            )
+        self._load_base(saved.get("base", {}), engine, world)
 
     def saves(self, part: ParamShard) -> bool:
         """Only adapters are saved; frozen weights are in the base."""
@@ -74,7 +83,9 @@ class Adapting(Extension):
 
     def state(self) -> dict[str, Any]:
         """The base and the settings of the adapters."""
-        return {STATE: {"base": self.base, "keeps_zeros": self.keeps_zeros, "adapter": self.adapter.model_dump()}}
+        stored = {} if self.stored is None else {"base_precision": list(self.stored)}
+        settings = {"base": self.base, "keeps_zeros": self.keeps_zeros, "adapter": self.adapter.model_dump()}
+        return {STATE: settings | stored}
 
     def _load_base(self, recorded: dict[str, Any] | None, engine: Engine, world: World) -> None:
         origin = str(self.recipe.train.init_from)
@@ -87,13 +98,19 @@ class Adapting(Extension):
             return frozen_base.identity(source)
 
         self.base = run_on_rank0(world, identified)
+        with gather_errors(world):
+            self.load(formats.open_source(origin), engine, is_new=recorded is None)
+
+    def load(self, source: CheckpointSource, engine: Engine, is_new: bool) -> None:
+        """Load the frozen weights from the base. In a new run, quantized matrices also set DoRA's magnitudes."""
         frozen = {
             f"model.{part.name}": TensorShard(part.tensor, part.shape, part.offset)
             for part in engine.parts
-            if part.tensor.numel() and not part.parameter.requires_grad
+            if part.tensor.numel() and not part.parameter.requires_grad and f".{MATRIX}." not in part.name
         }
-        with gather_errors(world):
-            formats.load_shards(formats.open_source(origin), frozen, self.recipe.model)
+        formats.load_shards(source, frozen, self.recipe.model)
+        if self.stored is not None:
+            load_quantized(source, engine, self.stored, sets_magnitudes=is_new)
 
     @torch.no_grad()
     def _set_magnitudes(self, engine: Engine) -> None:
@@ -101,11 +118,16 @@ class Adapting(Extension):
         for part in engine.parts:
             if not part.name.endswith(MAGNITUDE) or not part.tensor.numel():
                 continue
-            weight = by_name[part.name.removesuffix(MAGNITUDE) + "weight"]
+            weight = by_name[part.name.removesuffix(MAGNITUDE) + MATRIX]
             squares = weight.tensor.float().square().sum(dim=1)
             if weight.is_cut and not part.is_cut:
                 dist.all_reduce(squares, group=self.mesh.tensor.group)
             part.tensor.copy_(squares.sqrt())
+
+
+def saved_precision(state: dict[str, Any]) -> BasePrecision | None:
+    """The precision of the frozen matrices in the state of a checkpoint."""
+    return BasePrecision(*state["base_precision"]) if "base_precision" in state else None
 
 
 class AdaptedSource(CheckpointSource):

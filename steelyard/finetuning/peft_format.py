@@ -28,7 +28,8 @@ from steelyard.core.recipe.finetune_section import AdapterSection
 from steelyard.core.recipe.model_section import GptConfig
 from steelyard.core.safe_parse import read_json_object
 from steelyard.finetuning.lora import merged
-from steelyard.finetuning.lora_extension import STATE, AdaptedSource
+from steelyard.finetuning.lora_extension import STATE, AdaptedSource, saved_precision
+from steelyard.finetuning.quantized_base import QuantizedSource
 from steelyard.parallel.tensor_parallel import ADAPTER_IN, ADAPTER_OUT, MAGNITUDE
 from steelyard.sparsity import frozen_base
 
@@ -105,6 +106,9 @@ def of_run(path: Path, origin: CheckpointSource | None, is_checked: bool = True)
         origin = frozen_base.found(state["base"], None, MOVED)
     elif is_checked:
         frozen_base.check(state["base"], origin, MOVED)
+    stored = saved_precision(state)
+    if stored is not None:  # The adapters were trained with these values of the base.
+        origin = QuantizedSource(origin, stored)
     return AdaptedSource(open_source(saved.path), origin, adapter, state["keeps_zeros"])
 
 

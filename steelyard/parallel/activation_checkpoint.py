@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from steelyard.model import LanguageModel
 from steelyard.model.language_model import TransformerLayer
+from steelyard.model.quantized_weight import PRODUCT
 
 aten = torch.ops.aten
 varlen_attn = torch.ops.torch_attn._varlen_attn  # registered by the import of model.attention
@@ -25,6 +26,7 @@ COSTLY = {
     aten._scaled_dot_product_flash_attention.default,
     aten._flash_attention_forward.default,
     varlen_attn.default,
+    PRODUCT,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from steelyard.model import LanguageModel
 from steelyard.model.dropout import Dropout
 from steelyard.model.loss import VocabHead
+from steelyard.model.quantized_weight import QuantizedWeight
 from steelyard.parallel.collectives import all_gather, all_reduce, copy_to_tp, reduce_scatter
 from steelyard.parallel.mesh import MeshAxis
 
@@ -67,8 +68,10 @@ def _shard_linear(linear: Any, name: str, path: str, axis: MeshAxis, cuts: dict[
     dim = 0 if name in BY_ROWS else 1
     assert name in BY_ROWS + BY_COLUMNS, f"no rule for sharding {path}"
     linear.part = (dim, axis.index, axis.size)
+    if isinstance(linear.weight, QuantizedWeight):
+        linear.weight = linear.weight.shard(dim, axis.index, axis.size)
     for parameter in ("weight", *BESIDE_WEIGHT):
-        if hasattr(linear, parameter):
+        if isinstance(getattr(linear, parameter, None), nn.Parameter):
             _shard(linear, parameter, dim, f"{path}.{parameter}", axis, cuts)
     for parameter in ADAPTER_CUTS[dim]:
         if hasattr(linear, parameter):

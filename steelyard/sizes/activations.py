@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.model_section import GptConfig, LlamaConfig
+from steelyard.sizes.adapter_size import adapter_size
 
 FP32 = 4
 INT64 = 8
@@ -70,7 +71,20 @@ def layer(recipe: Recipe, fused_norm: bool = True) -> int:
     silu_again = is_compiled(recipe)
     kept_by_mlp = 2 if isinstance(recipe.model, GptConfig) else 4 - silu_again
     masks = 2 * of.stream // working_bytes(recipe) if recipe.model.dropout else 0
-    return 2 * (of.norm + of.gathered) + _attention(recipe, of) + kept_by_mlp * of.ffn + masks
+    kept = 2 * (of.norm + of.gathered) + _attention(recipe, of) + kept_by_mlp * of.ffn + masks
+    return kept + _adapters(recipe, keeps_outputs=False)
+
+
+def _adapters(recipe: Recipe, keeps_outputs: bool) -> int:
+    """Bytes per token that adapters save: their inner products, and for DoRA the outputs before the scaling.
+
+    `keeps_outputs`: the results of all products are kept.
+    """
+    each = working_bytes(recipe)
+    size = adapter_size(recipe, each)
+    if size is None:
+        return 0
+    return each * (size.ranks + (size.outputs if keeps_outputs or size.is_dora else 0))
 
 
 def _attention(recipe: Recipe, of: Widths) -> int:
@@ -95,7 +109,7 @@ def selective_layer(recipe: Recipe) -> int:
     exchanged = 2 * of.stream if parallel.tensor > 1 else 0
     exchanged += 2 * of.gathered if parallel.tensor > 1 and parallel.sequence_parallel else 0
     exchanged += 2 * of.key * parallel.context if parallel.context > 1 else 0
-    return of.stream + products + exchanged
+    return of.stream + products + exchanged + _adapters(recipe, keeps_outputs=True)
 
 
 def full_layer(recipe: Recipe) -> int:

@@ -13,6 +13,7 @@ from operator import mul
 from steelyard.core.recipe import Recipe
 from steelyard.sizes import activations
 from steelyard.sizes.activations import FP32, working_bytes
+from steelyard.sizes.adapter_size import adapter_size
 from steelyard.sizes.gpu_catalogue import GIB
 from steelyard.sizes.in_flight import fullest
 from steelyard.sizes.param_count import layer_matrices
@@ -72,6 +73,7 @@ class _Shared:
         self.data_ranks = data_ranks(recipe, world)
         self.parts = stages_parameters(recipe, recipe.parallel.tensor)
         self.per_token = activations.per_token(recipe)
+        self.adapter = adapter_size(recipe, working_bytes(recipe))
 
 
 class _Rank:
@@ -90,9 +92,16 @@ class _Rank:
         share = LOGITS[recipe.sparsity.pattern] if recipe.sparsity is not None and self.learns_masks else 0.0
         self.layer_logits = int(self.matrices * share)
         self.logits = self.layer_logits * sum(self.layers)
-        # Bytes of a stored parameter: frozen weights are stored in the working precision.
-        self.weight_bytes = self.each if self.learns_masks else FP32
+        self.adapter = shared.adapter
+        self.is_frozen = self.learns_masks or self.adapter is not None
+        # Bytes of a stored parameter: frozen weights are stored in the working precision, or matrices quantized.
+        self.weight_bytes = self.each if self.is_frozen else FP32
         self.trained = self.logits if self.learns_masks else self.held
+        self.stored = self.weight_bytes * self.held + FP32 * self.logits
+        if self.adapter is not None:
+            self.trained = self.adapter.parameters * sum(self.layers)
+            saved = self.each * self.matrices - self.adapter.matrix_bytes
+            self.stored += FP32 * self.trained - saved * sum(self.layers)
         self.columns = shared.data_ranks * parallel.context
         self.shards = self.columns // parallel.replicate if parallel.zero else 1
         self.micro_batches = recipe.train.global_batch // (recipe.train.micro_batch * shared.data_ranks)
@@ -100,7 +109,7 @@ class _Rank:
         self.tokens = recipe.train.micro_batch * recipe.data.sequence_length // parallel.context
 
     def memory(self) -> Memory:
-        kept = -(-(self.weight_bytes * self.held + FP32 * self.logits) // self.shards)
+        kept = -(-self.stored // self.shards)
         sharded = FP32 * -(-self.trained // self.shards)
         state = STATES[self.recipe.optim.name] * sharded
         offload = self.recipe.optim.offload
@@ -135,9 +144,9 @@ class _Rank:
                 return 0
             if self.parallel.zero == 3 and self.parallel.pipeline == 1:
                 return self.each * sum(part.total - part.layer * part.layers for part in self.parts)
-            return self.each * self.held + FP32 * self.logits
+            return self.stored if self.is_frozen else self.each * self.held
         if self.each == self.weight_bytes:
-            return 0
+            return 0 if self.each == FP32 or self.adapter is None else self.each * self.trained
 
         def cast(local: int) -> int:
             return self.each * self.parts[local].layer * activations.layers_kept(self.recipe, self.layers[local])
@@ -204,7 +213,7 @@ class _Rank:
         if self.parallel.stages - 1 not in self.stages:
             return 0
         rows = self.recipe.model.padded_vocab // self.parallel.tensor
-        table = 0 if self.learns_masks else FP32 * rows * self.recipe.model.hidden
+        table = 0 if self.is_frozen else FP32 * rows * self.recipe.model.hidden
         in_place = self.parallel.tensor == 1 and self.recipe.train.device != "cpu"
         chunk = min(CHUNK_BYTES, self.each * rows * self.tokens) // self.each
         chunk *= self.each + (0 if in_place else 3 * FP32)
@@ -226,6 +235,10 @@ class _Rank:
             # Weights and mask logits of a layer, three times with ZeRO 3, and the gradient of the mask logits.
             size = self.each * layer + FP32 * self.layer_logits
             return (3 if self.parallel.zero == 3 and self.columns > 1 else 1) * size + FP32 * self.layer_logits
+        if self.adapter is not None:
+            size = self.adapter.matrix_bytes + FP32 * self.adapter.parameters
+            gathers = (3 if self.parallel.zero == 3 else 1) if self.columns > 1 else 0
+            return self.adapter.product_bytes + gathers * size + FP32 * self.adapter.parameters
         if self.columns == 1:
             return 0 if self.each == FP32 else 2 * self.each * unit
         # ZeRO 3: the current layer, the next one, and its flat gather buffer.

@@ -45,6 +45,9 @@ def _tried(recipe: Recipe, world: int) -> Iterator[tuple[str, int]]:
 def _changes(recipe: Recipe) -> Iterator[tuple[str, str, Any]]:
     """Single settings that may save memory, ordered by their cost in speed."""
     parallel = recipe.parallel
+    tune = recipe.finetune
+    if tune is not None and tune.adapter is not None and tune.base_precision is None:
+        yield "finetune", "base_precision", "nf4"
     if parallel.tensor > 1 and not parallel.sequence_parallel:
         yield "parallel", "sequence_parallel", True
     if parallel.schedule != "1f1b" and parallel.virtual == 1:

@@ -57,10 +57,20 @@ def parameters(model: GptConfig | LlamaConfig, tensor: int = 1, padded: bool = F
 
 def layer_matrices(model: GptConfig | LlamaConfig) -> int:
     """Parameters in the weight matrices of one layer, which sparsity can mask."""
+    return sum(rows * columns for rows, columns in matrices(model).values())
+
+
+def matrices(model: GptConfig | LlamaConfig) -> dict[str, tuple[int, int]]:
+    """Rows (outputs) and columns (inputs) of the weight matrices of one layer, by name."""
+    hidden, ffn = model.hidden, model.ffn
     if isinstance(model, GptConfig):
-        return 4 * model.hidden * model.hidden + 2 * model.hidden * model.ffn
-    query, key_value = model.heads * model.head_dim, 2 * model.kv_heads * model.head_dim
-    return model.hidden * (query + key_value) + query * model.hidden + 3 * model.hidden * model.ffn
+        attention = dict.fromkeys(("query", "key", "value", "output"), (hidden, hidden))
+        return attention | {"up": (ffn, hidden), "down": (hidden, ffn)}
+    query, key = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    return {
+        "query": (query, hidden), "key": (key, hidden), "value": (key, hidden), "output": (hidden, query),
+        "gate": (ffn, hidden), "up": (ffn, hidden), "down": (hidden, ffn),
+    }  # fmt: skip
 
 
 def flops_per_token(model: GptConfig | LlamaConfig, sequence_length: int) -> float:

@@ -132,13 +132,15 @@ def _stage(recipe: Recipe, partition: Partition, number: int) -> StageParams:
 
 def as_result(plan: DryRun) -> dict[str, Any]:
     """The plan as one JSON object."""
-    parallel = plan.recipe.parallel
+    parallel, tune = plan.recipe.parallel, plan.recipe.finetune
     return {
         "recipe": plan.recipe.name,
         "world": plan.world,
         "data": plan.world // parallel.model_ranks,
         "micro_batches": micro_batches(plan.recipe, plan.world),
         "partition": str(partition_of(plan.recipe)),
+        "adapter": None if tune is None or tune.adapter is None else tune.adapter.model_dump(),
+        "base_precision": None if tune is None else tune.base_precision,
         "stages": [
             {
                 "stage": stage.number,
@@ -189,7 +191,17 @@ def _heading(plan: DryRun) -> str:
         f"{plan.recipe.name} on {plan.world} rank{'s' if plan.world > 1 else ''}: {axes}, zero {parallel.zero}, "
         f"{train.precision}, {micro_batches(plan.recipe, plan.world)} micro-batches of "
         f"{train.micro_batch} x {plan.recipe.data.sequence_length} tokens, recompute {parallel.recompute}"
+        + _adapter(plan.recipe)
     )
+
+
+def _adapter(recipe: Recipe) -> str:
+    """The adapter and the precision of its base, as text for the heading."""
+    tune = recipe.finetune
+    if tune is None or tune.adapter is None:
+        return ""
+    precision = (tune.base_precision or recipe.train.precision) + (", double_quant" if tune.double_quant else "")
+    return f"; {tune.adapter.kind} of rank {tune.adapter.rank}, frozen matrices in {precision}"
 
 
 def _verdict(plan: DryRun) -> str:

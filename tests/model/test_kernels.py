@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from steelyard.model import quantization
 from steelyard.model.loss import VocabHead, cross_entropy
+from steelyard.model.quantization import Extent, quantize, shard_of
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("triton")
@@ -38,3 +40,18 @@ def test_without_a_gradient_the_losses_are_the_same_and_logits_stay():
     losses, _ = fused_cross_entropy(logits, labels, None, VOCAB, with_gradient=False)
     assert torch.equal(logits, kept)
     torch.testing.assert_close(losses, fused_cross_entropy(logits, labels, None, VOCAB)[0])
+
+
+@pytest.mark.parametrize(
+    "here", [Extent(0, 0, 6, 2400, 2400), Extent(3, 0, 3, 2400, 2400), Extent(0, 1200, 6, 1200, 2400)]
+)
+@pytest.mark.parametrize(("precision", "double"), [("nf4", False), ("nf4", True), ("int8", False)])
+def test_the_kernels_dequantize_to_the_same_bits(precision, double, here):
+    from steelyard.model import dequant_kernel
+
+    weight = torch.randn(6, 2400, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    shard = shard_of(quantize(weight, precision, double), here)
+    # Interpreted kernels truncate to bf16 instead of rounding.
+    for dtype in (torch.float32, torch.bfloat16) if DEVICE == "cuda" else (torch.float32,):
+        expected = quantization.dequantize(shard, here, dtype)
+        assert torch.equal(dequant_kernel.dequantize(shard, here, dtype), expected)

@@ -29,6 +29,7 @@ ONLY_HERE = {
 }
 FOR_MASKS = [("llama-bias", "zero 3"), ("gpt", "tensor"), ("llama-bias", "pipeline"), ("gpt", "data x tensor zero 3")]
 FOR_LORA = [("llama", "zero 3"), ("gpt", "tensor"), ("llama", "pipeline"), ("gpt", "data x tensor zero 3")]
+FOR_NF4 = [("llama", "zero 3"), ("llama", "tensor"), ("llama", "pipeline")]
 FOR_COMPILED = ["zero 3 on 2", "tensor", "sequence", "context", "pipeline 2 1f1b", "data x tensor zero 3"]
 LAST = ("gpipe", "hybrid", "empty")
 FOR_PRECISION = ["zero 3 on 2", "tensor", "pipeline 2 1f1b", "pipeline 2 zero-bubble"]
@@ -45,7 +46,7 @@ class Case:
     tolerance: float
     settings: tuple[str, ...] = UNCOMPILED
     """Those of the layout's run and of the one process."""
-    kind: Literal["pretrain", "masks", "lora"] = "pretrain"
+    kind: Literal["pretrain", "masks", "lora", "nf4"] = "pretrain"
     precision: str = "fp32"
 
     @property
@@ -89,10 +90,11 @@ def cases() -> list[Case]:
         ranks, overrides = test_masks.LAYOUTS[layout]
         name = f"masks, {layout}, {family}"
         found.append(Case(name, ranks, family, overrides, test_masks.ROUNDING, kind="masks"))
-    for family, layout in FOR_LORA:
-        ranks, overrides = test_finetuning.LAYOUTS[layout]
-        name = f"lora, {layout}, {family}"
-        found.append(Case(name, ranks, family, overrides, test_finetuning.ROUNDING[family], kind="lora"))
+    for kind, chosen in (("lora", FOR_LORA), ("nf4", FOR_NF4)):
+        for family, layout in chosen:
+            ranks, overrides = test_finetuning.LAYOUTS[layout]
+            name = f"{kind}, {layout}, {family}"
+            found.append(Case(name, ranks, family, overrides, test_finetuning.ROUNDING[family], kind=kind))
     for layout in FOR_COMPILED:
         ranks, overrides = known[layout]
         name = f"{layout}, llama, compiled"
@@ -102,12 +104,13 @@ def cases() -> list[Case]:
 
 def compared(case: Case, layouts: Layouts) -> float:
     """Run a case and the one process beside it; the largest relative difference of their losses and gradient norms."""
-    if case.kind == "lora":
+    if case.kind in ("lora", "nf4"):
         name, bases = case.name.replace(",", ""), layouts.folder / "bases"
         if not bases.exists():
             write_bases(bases)
-        one = test_finetuning.tune(layouts, bases, 1, case.family, "lora", "alone", *case.settings)
-        run = test_finetuning.tune(layouts, bases, case.ranks, case.family, "lora", name, *case.settings, *case.layout)
+        tune, kind = test_finetuning.tune, case.kind
+        one = tune(layouts, bases, 1, case.family, kind, "alone", *case.settings)
+        run = tune(layouts, bases, case.ranks, case.family, kind, name, *case.settings, *case.layout)
         return difference(run.metrics(), one.metrics())
     if case.kind == "masks":
         path = f"masks-alone-{case.family}"

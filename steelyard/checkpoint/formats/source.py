@@ -127,8 +127,9 @@ def load_into(source: CheckpointSource, network: LanguageModel) -> None:
 def load_shards(source: CheckpointSource, pieces: Mapping[str, TensorShard], config: GptConfig | LlamaConfig) -> None:
     """Load a rank's shards of a model of the given config. Their names are `model.<name>`."""
     check(source, config)
-    for key, value in source.config.model_dump().items():
-        if key in ARITHMETIC and value != getattr(config, key, value):
+    for key in ARITHMETIC:
+        value = getattr(source.config, key, None)
+        if value != getattr(config, key, value):
             console.warn(f"model.{key} is {getattr(config, key)}, but {value} in {source.path}")
     if source.config.vocab > config.vocab:
         console.warn(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator
 
@@ -20,6 +20,13 @@ class AdapterSection(Section):
     targets: list[Linear] = Field(
         list(get_args(Linear)), min_length=1, description="the matrices of a layer that get an adapter"
     )
+
+
+class BasePrecision(NamedTuple):
+    """How the frozen matrices of the layers are stored: `nf4` or `int8`, and whether nf4's scales take 8 bits."""
+
+    name: str
+    double_quant: bool
 
 
 class DpoSection(Section):
@@ -53,9 +60,18 @@ class FinetuneSection(Section):
     bad_rows: Literal["refuse", "drop"] = Field("refuse", description="what to do with rows that cannot be parsed")
     keep_zeros: bool = Field(True, description="a pruned model keeps its zeros, as with sparsity.method = fixed")
     adapter: AdapterSection | None = None
+    base_precision: Literal["nf4", "int8"] | None = Field(
+        None, description="QLoRA: the frozen matrices of the layers in 4 or 8 bits; default: in train.precision"
+    )
+    double_quant: bool = Field(False, description="nf4's scales in 8 bits too: 4.13 bits per weight instead of 4.5")
     neftune: NonNegativeFloat = Field(0.0, description="NEFTune's noise on embeddings; 0: off")
     dpo: DpoSection | None = None
     rows: str | None = Field(None, description="a digest of the data, written by sft: the data must not change")
+
+    @property
+    def stored(self) -> BasePrecision | None:
+        """The precision of the frozen matrices, if it is not that of the run."""
+        return None if self.base_precision is None else BasePrecision(self.base_precision, self.double_quant)
 
     @field_validator("data", "valid", mode="before")
     @classmethod

@@ -60,5 +60,7 @@ class Recipe(Section):
         validators.sequence(self.model, self.data.sequence_length)
         if self.sparsity is not None:
             validators.sparsity(self.model, self.sparsity, self.parallel, self.train)
+        if self.finetune is not None:
+            validators.base_precision(self.model, self.finetune, self.parallel, self.train)
         refuse_secrets(self)
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from steelyard.core.recipe.finetune_section import FinetuneSection
 from steelyard.core.recipe.model_section import GptConfig, LlamaConfig
 from steelyard.core.recipe.parallel_section import ParallelSection
 from steelyard.core.recipe.section import contradiction
@@ -128,6 +129,29 @@ def sequence(model: GptConfig | LlamaConfig, sequence_length: int) -> None:
             f"{sequence_length} is longer than model.positions = {model.positions}",
             "decrease data.sequence_length or increase model.positions",
         )
+
+
+def base_precision(
+    model: GptConfig | LlamaConfig, finetune: FinetuneSection, parallel: ParallelSection, train: TrainSection
+) -> None:
+    """Quantized matrices are frozen below an adapter, and two 4-bit weights of a row share a byte on every rank."""
+    key = "finetune.base_precision"
+    if finetune.double_quant and finetune.base_precision != "nf4":
+        raise contradiction(
+            "finetune.double_quant", "needs the blocks of nf4", 'set finetune.base_precision to "nf4", or remove it'
+        )
+    if finetune.base_precision is None:
+        return
+    if finetune.adapter is None:
+        raise contradiction(key, "quantized weights cannot be trained", "add [finetune.adapter], or remove the key")
+    if train.precision == "fp8":
+        raise contradiction("train.precision", "quantized matrices do not support fp8 products", 'use "bf16"')
+    widths = {"model.hidden": model.hidden, "model.ffn": model.ffn // parallel.tensor}
+    if isinstance(model, LlamaConfig):
+        widths["the heads' width"] = model.heads * model.head_dim // parallel.tensor
+    for name, width in widths.items():
+        if finetune.base_precision == "nf4" and width % 2:
+            raise contradiction(key, f"nf4 stores pairs of weights, but {name} on a rank is {width}", 'use "int8"')
 
 
 def sparsity(

@@ -1,0 +1,66 @@
+"""The quantized base of QLoRA.
+
+Each matrix is read, quantized on the device and released before the next, so that a device never holds more than one
+of them in full. Every rank quantizes whole matrices and keeps its shards, so all layouts train on the same weights, and
+checkpoints need not contain them: a resumed run quantizes the same base again.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from steelyard.checkpoint.formats import CheckpointSource
+from steelyard.core.recipe.finetune_section import BasePrecision
+from steelyard.model.quantization import Extent, dequantize, quantize, shard_of
+from steelyard.model.quantized_weight import QuantizedWeight
+from steelyard.parallel.tensor_parallel import MAGNITUDE
+from steelyard.training.engine import Engine
+
+MATRIX = "weight"  # the name of a matrix in its module
+
+
+@torch.no_grad()
+def load_quantized(source: CheckpointSource, engine: Engine, stored: BasePrecision, sets_magnitudes: bool) -> None:
+    """Fill the quantized matrices of this rank, and on demand DoRA's magnitudes with the norms of their rows."""
+    parts = {part.name: part for part in engine.parts}
+    for stage in engine.assembly.stages.values():
+        for path, weight in stage.named_modules():
+            if not isinstance(weight, QuantizedWeight):
+                continue
+            quantized = quantize(source.tensor(path).to(engine.device), *stored)
+            for name, values in shard_of(quantized, weight.extent)._asdict().items():
+                if values is not None:
+                    part = parts[f"{path}.{name}"]
+                    part.tensor.copy_(values[part.rows.start : part.rows.stop].view(part.tensor.dtype))
+            magnitude = parts.get(path.removesuffix(MATRIX) + MAGNITUDE)
+            if sets_magnitudes and magnitude is not None:
+                whole = Extent(0, 0, weight.whole_rows, weight.extent.whole_columns, weight.extent.whole_columns)
+                norms = dequantize(shard_of(quantized, whole), whole, torch.float32).norm(dim=1)
+                magnitude.tensor.copy_(norms[magnitude.rows.start : magnitude.rows.stop])
+
+
+class QuantizedSource(CheckpointSource):
+    """A base whose matrices have the values that the layers of a QLoRA run compute with."""
+
+    def __init__(self, origin: CheckpointSource, stored: BasePrecision) -> None:
+        self.origin, self.stored, self.format, self.path = origin, stored, origin.format, origin.path
+        self.config, self.dtype, self.layout, self.extra = origin.config, torch.float32, origin.layout, origin.extra
+        self.tokenizer, self.tokenizer_files = origin.tokenizer, origin.tokenizer_files
+
+    def names(self) -> list[str]:
+        """Those of the base."""
+        return self.origin.names()
+
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """Those of the base."""
+        return self.origin.sizes()
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor of the base; a matrix of a layer quantized and dequantized."""
+        whole = self.origin.tensor(name)
+        if not name.startswith("layers.") or whole.ndim != 2:
+            return whole
+        rows, columns = whole.shape
+        extent = Extent(0, 0, rows, columns, columns)
+        return dequantize(shard_of(quantize(whole, *self.stored), extent), extent, torch.float32)
