@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from steelyard.megatron.shell import syntax
-from steelyard.megatron.shell.lexer import HERE_DOCUMENT, NAME, Words
+from steelyard.megatron.shell.lexer import HERE_DOCUMENT, NAME, PLACEHOLDER, Words
 from steelyard.megatron.shell.syntax import Assignment, Body, Simple, Statement, Text, Word
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^\]=]*\])?(\+?)=")
@@ -281,7 +281,7 @@ class Parser(Words):
             words.append(self.word())
 
     def _redirections(self, simple: Simple) -> None:
-        """Skip redirections such as `> file` and `2>&1`; record here-documents."""
+        """Skip redirections such as `2>&1`; record here-documents and the file of `> file`."""
         while True:
             self.skip_blank()
             if self.sees("#") and self.at and self.text[self.at - 1] in " \t\r\n":
@@ -290,11 +290,15 @@ class Parser(Words):
             elif document := HERE_DOCUMENT.match(self.text, self.at):
                 self._pending_heredocs.append((simple, document))
                 self.at = document.end()
+            elif PLACEHOLDER.match(self.text, self.at):
+                return
             elif redirection := REDIRECTION.match(self.text, self.at):
                 self.at = redirection.end()
                 self.skip_blank()
                 if self.sees("("):  # Process substitution is not interpreted.
                     self.at = self.closing(self.at)
+                elif redirection.group() == ">":
+                    simple.output = self.word()
                 else:
                     self.word()
             else:
