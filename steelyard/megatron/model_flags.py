@@ -46,13 +46,14 @@ def model(draft: Draft, program: str) -> None:
 
 def _missing(draft: Draft, flag: str) -> str:
     known = [left for left in draft.given.left if canonical(left.flag) == flag]
-    return f"{flag} is {known[0].value or 'empty'}, which is not set" if known else f"{flag} is not given"
+    return f"{flag} is {known[-1].value or 'empty'}, which is not set" if known else f"{flag} is not given"
 
 
 def _refuse_other_kinds(draft: Draft, program: str) -> None:
     given = draft.given
+    given_experts = given.has("--num-experts")
     experts = given.numbers("--num-experts", "model.family", int)
-    if given.has("--num-experts") and any(count > 1 for count in experts or [2]):
+    if given_experts and any(count > 1 for count in experts or [2]):
         message = "--num-experts selects a mixture of experts, which no family supports"
         raise UserError(message, where=given.where, hint="families: gpt, llama")
     given.carried.pop("--num-experts", None)

@@ -34,7 +34,7 @@ def follow(
 
     Undecided conditions take the first path on which the scripts train; without one, the first that does not exit.
     """
-    spent, given, states = [0], (), list[ShellState]()
+    spent, given, states = [0], tuple[int, ...](), list[ShellState]()
     for _ in range(MOST_PATHS):
         state = ShellState(str(scripts[0]), str(scripts[0]), list(arguments), environment=environment, spent=spent)
         state.decisions = Decisions(given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 from steelyard.megatron.shell import syntax
@@ -17,8 +18,9 @@ BODY_ENDS = {"then", "elif", "else", "fi", "do", "done", "esac", "}"}
 TEST_OPERATORS = re.compile(r"&&|\|\||[<>()]")
 
 
+@functools.lru_cache(maxsize=100)
 def parse(text: str, file: str, first_line: int = 1) -> Body:
-    """The statements of a script."""
+    """The statements of a script. The interpreter, which may follow several paths, does not change them."""
     parser = Parser(text, file, first_line)
     body = parser.body()
     if parser.at < len(parser.text):
