@@ -144,7 +144,7 @@ def from_megatron(
     """Convert a Megatron launch script to a recipe. The script is read, never run.
 
     Also lists the commands that replace preprocess_data.py and convert.py, questions, and every flag that is not
-    carried over.
+    carried over. A key that cannot have the script's value is commented out, with a question; then the exit code is 2.
 
     Example: steelyard recipe from-megatron train_gpt3.sh --out gpt3.toml -- checkpoints logs vocab.json merges.txt data
     """
@@ -169,6 +169,13 @@ def from_megatron(
     text = "\n".join(reading.commands) if reading.recipe is None else reading.recipe.rstrip() if out is None else ""
     if json or text:
         print_result(result, json, text)
+    if reading.unsound:
+        keys = ", ".join(reading.unsound)
+        raise UserError(
+            f"the recipe is not complete: {keys} commented out",
+            where=reading.where,
+            hint="answer the QUESTION beside each of these keys",
+        )
 
 
 def _vocab_size(tokenizer: str) -> int | None:

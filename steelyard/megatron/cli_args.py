@@ -1,21 +1,25 @@
 """The flags of one command, each with its recipe key (`carried`) or the reason why it has none (`left`).
 
 No flag is dropped silently: `left` lists every flag and positional argument that no rule converted, so `carried` and
-`left` together are the whole command line.
+`left` together are the whole command line. `unsound` has the keys that no recipe can have with these flags.
 """
 
 from __future__ import annotations
 
 import fnmatch
+import functools
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from steelyard.core.errors import UserError
 from steelyard.megatron.flag_table import ALIASES, CARRIED, NOT_CARRIED, NOT_NEEDED, RULED
 from steelyard.megatron.shell import symbolic
+from steelyard.megatron.shell.lexer import PLACEHOLDER
 
 KINDS = {int: "an integer", float: "a number"}
+KNOWN = {*ALIASES, *CARRIED, *RULED, *NOT_CARRIED}
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,8 @@ class Given:
     spelled: dict[str, str] = field(default_factory=dict)
     carried: dict[str, str] = field(default_factory=dict)
     left: list[DroppedFlag] = field(default_factory=list)
+    unsound: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
 
     def add(self, words: list[str]) -> None:
         """Parse the words of a command line."""
@@ -48,16 +54,19 @@ class Given:
                 self._stray(word)
                 continue
             written, equals, value = word.partition("=")
-            name = ALIASES.get(written, written)
+            name = canonical(written)
             values = [value] if equals else []
             while at < len(words) and not _is_flag(words[at]):
                 values.append(words[at])
                 at += 1
+            values = _merged(values)
             most = _most_values(name)
             strays = values[most:] if most is not None else []
+            kept = values[: len(values) - len(strays)]
             if name in self.flags:
-                self._leave(self.spelled[name], self.flags[name], "given again later, and the last one counts")
-            self.flags[name] = values[: len(values) - len(strays)]
+                reason = "given again later, and the last one counts"
+                self._leave(self.spelled[name], self.flags[name], reason, self.flags[name] != kept)
+            self.flags[name] = kept
             self.spelled[name] = written
             for stray in strays:
                 self._stray(stray)
@@ -109,23 +118,36 @@ class Given:
     def whole(self, name: str, key: str) -> int | None:
         """The value of a flag as an integer."""
         text = self.text(name, key)
-        return None if text is None else int(self.number(name, text, int))
+        value = None if text is None else self.number(name, key, text, int)
+        return None if value is None else int(value)
 
     def real(self, name: str, key: str) -> float | None:
         """The value of a flag as a number."""
         text = self.text(name, key)
-        return None if text is None else self.number(name, text)
+        return None if text is None else self.number(name, key, text)
 
-    def number(self, name: str, text: str, kind: type = float) -> float:
-        """One of a flag's values as a number."""
+    def numbers(self, name: str, key: str, kind: type = float) -> list[float]:
+        """All values of a flag as numbers, separated by blanks or commas; empty if one of them is none."""
+        words = [word for text in self.texts(name, key) for word in text.replace(",", " ").split()]
+        values = [self.number(name, key, word, kind) for word in words]
+        return [value for value in values if value is not None] if None not in values else []
+
+    def number(self, name: str, key: str, text: str, kind: type = float) -> float | None:
+        """One of a flag's values as a number; the key is unsound if it is none."""
         try:
             value: float = kind(text)
-            if not math.isfinite(value):
-                raise ValueError(text)
+            if math.isfinite(value):
+                return value
         except (ValueError, OverflowError):
-            message = f"{self.spelled[name]} is {text!r:.100}, which is not {KINDS[kind]}"
-            raise UserError(message, where=self.where, hint="pass the arguments of the script: -- ARGS") from None
-        return value
+            pass
+        self.reject(key, text, f"{self.spelled[name]} is {text!r:.100}, which is not {KINDS[kind]}")
+        return None
+
+    def reject(self, key: str, value: Any, reason: str) -> None:
+        """Record that a key cannot have this value; a key may have several reasons."""
+        if key in self.unsound:
+            reason = f"{self.unsound[key][1]}; {reason}"
+        self.unsound[key] = (value, reason)
 
     def carried_as_written(self) -> dict[str, str]:
         """The keys of the carried flags, by the flag names in the script."""
@@ -134,10 +156,7 @@ class Given:
     def close(self) -> None:
         """Move every flag that no rule converted to `left`, with a reason."""
         for name in [name for name in self.flags if name not in self.carried]:
-            reason = next(
-                (reason for reason, names in NOT_NEEDED.items() if any(fnmatch.fnmatchcase(name, n) for n in names)),
-                None,
-            )
+            reason = _not_needed(name)
             if reason is not None:
                 self.leave(name, reason, matters=False)
             else:
@@ -154,6 +173,40 @@ def _why_unknown(values: list[str]) -> str:
         return "its value is known only when the script runs"
     names = " ".join(mark.group(2) for mark in marks)
     return f"{names} is not set" + (", pass it after --" if re.fullmatch(r"\$\{?\d\}?", names) else "")
+
+
+@functools.cache
+def canonical(written: str) -> str:
+    """Megatron's present name of a flag: old names, and names with underscores, as in some forks."""
+    dashed = "--" + written[2:].replace("_", "-") if written.startswith("--") else written
+    name = written if written in KNOWN or not (dashed in KNOWN or _not_needed(dashed)) else dashed
+    return ALIASES.get(name, name)
+
+
+def _not_needed(name: str) -> str | None:
+    return next(
+        (reason for reason, names in NOT_NEEDED.items() if any(fnmatch.fnmatchcase(name, n) for n in names)), None
+    )
+
+
+def _merged(values: list[str]) -> list[str]:
+    """Values without the quotes that the shell left in them ("--split '99,1,0'"), and placeholders as unset values."""
+    if PLACEHOLDER.search(text := " ".join(values)):
+        values = symbolic.fields(PLACEHOLDER.sub(lambda match: symbolic.unset(match.group()), text))
+    merged: list[str] = []
+    at = 0
+    while at < len(values):
+        mark = values[at][:1]
+        ends = [
+            end for end in range(at, len(values)) if values[end].endswith(mark) and (end > at or values[end] != mark)
+        ]
+        if mark in ("'", '"') and ends:
+            merged.append(" ".join(values[at : ends[0] + 1])[1:-1])
+            at = ends[0]
+        else:
+            merged.append(values[at])
+        at += 1
+    return merged
 
 
 def _is_flag(word: str) -> bool:

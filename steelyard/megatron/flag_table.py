@@ -39,6 +39,12 @@ ALIASES = {
     "--warmup": "--lr-warmup-fraction",
     "--deepspeed-config": "--deepspeed_config",
     "--checkpoint-activations": "--deepspeed-activation-checkpointing",
+    "--max-absolute-position-embeddings": "--max-position-embeddings",
+    "--use-llama2-rotary-position-embeddings": "--use-rotary-position-embeddings",
+    "--no-tie-embed-logits": "--untie-embeddings-and-output-weights",
+    "--tokenizer-name-or-path": "--tokenizer-model",
+    "--pad-vocab-size-to": "--padded-vocab-size",
+    "--sliding-window": "--window-size",
 }
 # Flags that the rules read, with their number of values (None: any number).
 RULED: dict[str, int | None] = {
@@ -48,7 +54,10 @@ RULED: dict[str, int | None] = {
     "--rope-scaling-factor": 1, "--untie-embeddings-and-output-weights": 0, "--disable-bias-linear": 0,
     "--add-qkv-bias": 0, "--layernorm-epsilon": 1, "--max-position-embeddings": 1, "--seq-length": 1,
     "--vocab-size": 1, "--padded-vocab-size": 1, "--make-vocab-size-divisible-by": 1, "--tokenizer-type": 1,
-    "--tokenizer-model": 1, "--vocab-file": 1, "--merge-file": 1,
+    "--tokenizer-model": 1, "--vocab-file": 1, "--merge-file": 1, "--patch-tokenizer-type": 1,
+    "--extra-vocab-size": 1, "--use-rms-norm": 0, "--glu-activation": 1, "--use-bias": 0, "--window-size": None,
+    "--rotary-seq-len-interpolation-factor": 1, "--num-experts": None, "--activations-checkpoint-method": 1,
+    "--activations-checkpoint-num-layers": 1,
     "--data-path": None, "--train-data-path": None, "--valid-data-path": None, "--test-data-path": None, "--split": 1,
     "--reset-position-ids": 0, "--reset-attention-mask": 0,
     "--micro-batch-size": 1, "--global-batch-size": 1, "--rampup-batch-size": 3, "--train-iters": 1,
@@ -84,14 +93,20 @@ NOT_NEEDED: dict[str, list[str]] = {
         "--distribute-saved-activations", "--recompute-modules", "--tensorboard-queue-size", "--no-persist-layer-norm",
         "--batch-p2p-communication", "--barrier-with-L1-time", "--use-fused-*", "--defer-embedding-wgrad-compute",
         "--gradient-accumulation-fusion", "--apply-query-key-layer-scaling", "--no-query-key-layer-scaling",
+        "--use-mpi", "--distribute-checkpointed-activations", "--partition-activations",
+        "--num-dataset-builder-threads", "--abort-on-unmet-fused-kernel-constraints",
+        "--use-contiguous-parameters-in-local-ddp",
     ],
+    "how fp8 is scaled is not a setting of a recipe": ["--fp8-*"],
+    "no effect on a model without experts": ["--moe-*", "--expert-*", "--disable-moe-*", "--create-moe-param-group"],
     "always on in Steelyard: softmax and gradient accumulation are fp32": [
         "--accumulate-allreduce-grads-in-fp32", "--attention-softmax-in-fp32",
     ],
     "always on in Steelyard: the same command resumes a run, a stop signal saves, and checkpoints are verified": [
         "--exit-signal-handler*", "--no-load-optim", "--no-load-rng", "--no-save-optim", "--no-save-rng",
         "--auto-detect-ckpt-format", "--use-checkpoint-opt_param-scheduler", "--override-opt_param-scheduler",
-        "--override-opt-param-scheduler", "--exit-on-missing-checkpoint", "--ckpt-format", "--dist-ckpt-format",
+        "--override-opt-param-scheduler", "--override-lr-scheduler", "--exit-on-missing-checkpoint", "--ckpt-format",
+        "--dist-ckpt-format",
         "--use-dist-ckpt", "--ckpt-fully-parallel-*", "--no-ckpt-fully-parallel-save", "--async-save",
         "--ckpt-assume-constant-structure", "--dist-ckpt-strictness", "--enable-partial-load",
     ],
@@ -112,6 +127,7 @@ NOT_CARRIED: dict[str, str] = {
     "--dataloader-type": "samples are in the order of Megatron's single loader",
     "--exp-name": "a run has the name of its recipe",
     "--wandb-exp-name": "a run has the name of its recipe",
+    "--wandb-name": "a run has the name of its recipe",
     "--standalone-embedding-stage": "write parallel.partition with a first stage of 0 layers",
     "--hysteresis": "the loss scale decreases at the first non-finite step",
     "--min-loss-scale": "the loss scale has no minimum",
@@ -134,8 +150,8 @@ NOT_CARRIED: dict[str, str] = {
     "--layernorm-zero-centered-gamma": "this changes the model: its norm weights are stored as differences from 1",
     "--apply-residual-connection-post-layernorm": "this changes the model: residuals add to the input before the norm",
     "--rotary-interleaved": "this changes the model: interleaved RoPE is not supported",
-    "--rotary-seq-len-interpolation-factor": "this changes the model: position interpolation is not supported",
-    "--window-size": "this changes the model: sliding-window attention is not supported",
+    "--embed-layernorm": "this changes the model: a norm after the embedding is not supported",
+    "--parallel-attn": "this changes the model: parallel attention and MLP are not supported",
     "--init-method-xavier-uniform": "weights are initialized from a normal distribution with model.init_std",
     "--cpu-offloading-num-layers": "activations stay on the GPU",
     "--optimizer-cpu-offload": "optim.offload = true keeps optimizer state in host memory",
@@ -145,7 +161,6 @@ NOT_CARRIED: dict[str, str] = {
 }
 # Flags of models that neither family supports.
 REFUSED: dict[str, str] = {
-    "--num-experts": "a mixture of experts",
     "--multi-latent-attention": "multi-latent attention",
     "--squared-relu": "a squared ReLU",
     "--hybrid-override-pattern": "a hybrid of Mamba and attention",
@@ -168,5 +183,26 @@ SHAPES: dict[str, dict[str, str]] = {
     "gpt2": {"--num-layers": "48", "--hidden-size": "1600", "--num-attention-heads": "16"},
     "small": {"--num-layers": "24", "--hidden-size": "1024", "--num-attention-heads": "16"},
 }
-# Vocabulary sizes by tokenizer name, for a tokenizer that is not on this machine.
-VOCABULARIES = {"llama-?3": 128256, "llama-?2|mistral-7b-v0.1|mixtral": 32000, "gpt-?2": 50257}
+# Vocabulary sizes by tokenizer name, for a tokenizer that is not on this machine: all ids, and those without the added
+# special tokens, to which Pai-Megatron-Patch adds --extra-vocab-size. The first pattern that fits counts.
+VOCABULARIES: dict[str, tuple[int, int]] = {
+    r"llama-?3(?!\d*b)|r1-distill-llama": (128256, 128000),
+    r"qwen-?3": (151669, 151643),
+    r"qwen-?2\.5": (151665, 151643),
+    r"qwen-?(1\.5|2)": (151646, 151643),
+    r"qwen": (151851, 151851),
+    r"code-?llama": (32016, 32016),
+    r"mistral-nemo": (131072, 131072),
+    r"mistral-7b-v0\.3|mixtral-8x22b-v0\.3": (32768, 32768),
+    r"llama-?2(?!\d*b)|tinyllama|huggyllama|open-?llama|llama-?\d+b|llamatokenizer|mistral|mixtral": (32000, 32000),
+    r"gpt-neox|pythia": (50277, 50254),
+    r"bloom": (250680, 250680),
+    r"falcon": (65024, 65024),
+    r"gemma": (256000, 256000),
+    r"(^|/)yi(-|tokenizer)": (64000, 64000),
+    r"baichuan-?2": (125696, 125696),
+    r"baichuan": (64000, 64000),
+    r"(^|/)(flan-)?t5-": (32100, 32100),
+    r"(^|/)opt(-|tokenizer)": (50265, 50265),
+    r"gpt-?2": (50257, 50257),
+}

@@ -36,5 +36,6 @@ def result(reading: Reading) -> dict[str, Any]:
         "carried": reading.carried,
         "not_carried": [vars(left) for left in reading.left],
         "questions": reading.questions,
+        "unsound": reading.unsound,
         "notes": reading.notes,
     }

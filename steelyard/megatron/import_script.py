@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from steelyard.core.errors import UserError
-from steelyard.core.recipe import load_recipe
+from steelyard.core.recipe.load import problems
 from steelyard.megatron import model_flags, parallel_flags, sparsity_flags, tool_commands, training_flags
-from steelyard.megatron.cli_args import DroppedFlag, Given
+from steelyard.megatron.cli_args import DroppedFlag, Given, canonical
 from steelyard.megatron.flag_table import SHAPES, VARIABLES
 from steelyard.megatron.recipe_draft import Draft
 from steelyard.megatron.shell import interpreter, symbolic
 from steelyard.megatron.shell.shell_state import Command, ShellState
 
+MOST_PROBLEMS = 20
 TRAINING = {"--num-layers", "--hidden-size", "--micro-batch-size", "--train-iters", "--train-samples", "--seq-length"}
 
 
 @dataclass
 class Reading:
-    """The result of a conversion: a recipe (None if nothing trains), commands, and flags and questions for the user."""
+    """The result of a conversion: a recipe (None if nothing trains), commands, and flags and questions for the user.
+
+    `unsound` has the keys that are commented out in the recipe, with the reason.
+    """
 
     recipe: str | None = None
     written: dict[str, Any] | None = None
@@ -32,6 +35,8 @@ class Reading:
     left: list[DroppedFlag] = field(default_factory=list)
     questions: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    unsound: dict[str, str] = field(default_factory=dict)
+    where: str = ""
 
 
 def read(
@@ -43,19 +48,13 @@ def read(
     count: model_flags.Count = lambda tokenizer: None,
 ) -> Reading:
     """Convert launch scripts, read in order; `arguments` are their `$1`, `$2`, ..."""
-    state = interpreter.follow(scripts, arguments, environment or {})
+    state = interpreter.follow(scripts, arguments, environment or {}, lambda state: bool(_trainings(state)))
     reading = Reading(notes=state.notes)
-    trainings = []
+    trainings = _trainings(state)
     for command in state.commands:
-        tool, before, flags = tool_commands.program_of(command.words)
+        tool, _, flags = tool_commands.program_of(command.words)
         if tool in tool_commands.TOOLS:
             _tool(reading, command, tool, flags)
-        elif (
-            tool.startswith("pretrain")
-            or TRAINING & {word.partition("=")[0] for word in flags}
-            or (tool == "" and not before and flags[0][:2] == "--")
-        ):
-            trainings.append(TrainingCommand(command.where, tool, [*command.launchers, before], flags))
     training = _chosen(state, trainings)
     if training is None and not reading.commands:
         raise _nothing(state, scripts)
@@ -70,6 +69,19 @@ def read(
             draft.ask("the number of nodes is not given: one is assumed")
         _finish(reading, draft, scripts)
     return reading
+
+
+def _trainings(state: ShellState) -> list[TrainingCommand]:
+    found = []
+    for command in state.commands:
+        tool, before, flags = tool_commands.program_of(command.words)
+        if tool not in tool_commands.TOOLS and (
+            tool.startswith("pretrain")
+            or TRAINING & {canonical(word.partition("=")[0]) for word in flags}
+            or (tool == "" and not before and flags[0][:2] == "--")
+        ):
+            found.append(TrainingCommand(command.where, tool, [*command.launchers, before], flags))
+    return found
 
 
 def _tool(reading: Reading, command: Command, tool: str, words: list[str]) -> None:
@@ -92,7 +104,7 @@ class TrainingCommand:
 
     def given(self, state: ShellState) -> Given:
         """The flags of the command; for a configuration file, its variables."""
-        given = Given(self.where)
+        given = Given(self.where, files=state.files)
         given.add(self.flags)
         if not self.program:
             _variables(state, given)
@@ -110,6 +122,8 @@ def _chosen(state: ShellState, trainings: list[TrainingCommand]) -> TrainingComm
     if trainings:
         flags = [flag for training in trainings for flag in training.flags]
         return TrainingCommand(trainings[0].where, "", trainings[0].launchers, flags)
+    if state.exited or state.missing:
+        return None
     arrays = [flag for value in state.variables.values() for flag in _flags_in(value)]
     named = set(VARIABLES) & set(state.variables)
     return TrainingCommand(state.file, "", state.launchers, arrays) if named or TRAINING & set(arrays) else None
@@ -138,7 +152,7 @@ def _variables(state: ShellState, given: Given) -> None:
             )
     counted = {name for pair in parallel_flags.VARIABLES for name in pair} | {"WORLD_SIZE", "DP_SIZE", *VARIABLES}
     for name, value in known.items():
-        if name not in counted and not (name == "MODEL" and model):
+        if name not in counted and not name.startswith("SLURM_") and not (name == "MODEL" and model):
             given.left.append(DroppedFlag(name, symbolic.shown(value), "a variable that is not a known flag"))
 
 
@@ -150,7 +164,7 @@ def _write(draft: Draft, program: str, ranks: int | None, sgd: str | None, count
     model_flags.vocabulary(draft, count)
     training_flags.data(draft)
     parallel_flags.batch(draft)
-    training_flags.train(draft)
+    training_flags.train(draft, config)
     training_flags.optim(draft, sgd)
     training_flags.checkpoint(draft)
     training_flags.watching(draft)
@@ -159,23 +173,42 @@ def _write(draft: Draft, program: str, ranks: int | None, sgd: str | None, count
 
 
 def _finish(reading: Reading, draft: Draft, scripts: Sequence[Path]) -> None:
-    """Write the recipe, and validate it like any other recipe before it is shown."""
+    """Write the recipe. Keys that do not pass the validation of any other recipe are commented out."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", scripts[-1].stem).strip("-._")[:100] or "recipe"
     head = [f"From {' '.join(script.name for script in scripts)}, by steelyard recipe from-megatron."]
     head += ["Before training:", *(f"    {command}" for command in reading.commands)] if reading.commands else []
+    _comment_out_unsound(draft, name)
+    draft.settle()
     reading.recipe = draft.toml(name, head)
-    reading.written = {"name": name} | draft.settings
+    reading.written = {"name": name} | draft.kept()
     reading.left += draft.given.left
     reading.carried |= draft.given.carried_as_written()
     reading.questions += draft.questions
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / f"{name}.toml"
-        path.write_text(reading.recipe, encoding="utf-8")
-        try:
-            load_recipe(path)
-        except UserError as error:
-            problem = str(error).replace(f"{path}", "the recipe")
-            raise UserError(f"these flags do not form a valid recipe\n{problem}", where=draft.given.where) from None
+    reading.unsound = {key: reason for key, (_, reason) in draft.unsound.items()}
+    reading.where = draft.given.where
+
+
+def _comment_out_unsound(draft: Draft, name: str) -> None:
+    """Validate the recipe, and reject the keys of its problems until there is none, or none that a key explains."""
+    for _ in range(MOST_PROBLEMS):
+        values = {"name": name} | draft.kept()
+        values["model"]["family"] = draft.get("model.family")  # If it is unsound: the other keys depend on it.
+        found = problems(values)
+        keys = {key: _setting(draft, key) for key, _, _ in found}
+        for key, message, _ in found:
+            if (setting := keys[key]) and setting not in draft.unsound:
+                draft.reject(setting, draft.get(setting), message)
+        if not any(keys.values()):
+            missing = [(key, message) for key, message, _ in found if key not in draft.unsound]
+            for key, message in [] if draft.unsound else missing:  # A default that does not fit.
+                draft.reject(key, None, message)
+            return
+
+
+def _setting(draft: Draft, key: str) -> str:
+    """The setting that a key belongs to (`data.train` for `data.train.0.weight`); "" if it is not set."""
+    setting = ".".join(key.split(".")[:2])
+    return setting if draft.get(setting) is not None and setting not in draft.unsound else ""
 
 
 def _nothing(state: ShellState, scripts: Sequence[Path]) -> UserError:

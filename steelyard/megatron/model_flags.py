@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from steelyard.core.errors import UserError
+from steelyard.megatron.cli_args import canonical
 from steelyard.megatron.flag_table import REFUSED, VOCABULARIES
 from steelyard.megatron.recipe_draft import Draft
 
@@ -23,16 +24,16 @@ def model(draft: Draft, program: str) -> None:
     draft.put("model.family", family)
     for key, flag in NEEDED.items():
         value = draft.given.whole(flag, key)
-        if value is None:
-            known = [left for left in draft.given.left if left.flag == flag]
-            what = f"{flag} is {known[0].value or 'empty'}, which is not set" if known else f"{flag} is not given"
-            unset = " ".join(left.flag for left in draft.given.left if left.flag.startswith("$"))
-            hint = "also give the script or sourced file that sets it, or pass the script's arguments: -- ARGS"
-            hint = f"{unset} is not set; {hint}" if unset and not known else hint
-            raise UserError(what, where=draft.given.where, hint=hint)
-        if value < 1:
-            raise UserError(f"{flag} is {value}, which is not a valid size", where=draft.given.where)
-        draft.put(key, value)
+        if value is None and key not in draft.unsound:
+            draft.reject(key, None, _missing(draft, flag))
+        elif value is not None and value < 1:
+            draft.reject(key, value, f"{flag} is {value}, which is not a valid size")
+        draft.put(key, max(1, value or 1))
+    if all(key in draft.unsound for key in NEEDED):
+        unset = " ".join(left.flag for left in draft.given.left if left.flag.startswith("$"))
+        hint = "also give the script or sourced file that sets it, or pass the script's arguments: -- ARGS"
+        hint = f"{unset} is not set; {hint}" if unset else hint
+        raise UserError(draft.unsound["model.layers"][1], where=draft.given.where, hint=hint)
     _widths(draft, family)
     _positions(draft, family)
     given = draft.given
@@ -40,9 +41,23 @@ def model(draft: Draft, program: str) -> None:
     draft.put_or("model.tied", False if untied else None, True)
     draft.put_or("model.norm_eps", given.real("--layernorm-epsilon", "model.norm_eps"), 1e-5)
     _biases(draft, family)
+    _attention(draft)
+
+
+def _missing(draft: Draft, flag: str) -> str:
+    known = [left for left in draft.given.left if canonical(left.flag) == flag]
+    return f"{flag} is {known[-1].value or 'empty'}, which is not set" if known else f"{flag} is not given"
 
 
 def _refuse_other_kinds(draft: Draft, program: str) -> None:
+    given = draft.given
+    given_experts = given.has("--num-experts")
+    experts = given.numbers("--num-experts", "model.family", int)
+    if given_experts and any(count > 1 for count in experts or [2]):
+        message = "--num-experts selects a mixture of experts, which no family supports"
+        raise UserError(message, where=given.where, hint="families: gpt, llama")
+    given.carried.pop("--num-experts", None)
+    given.leave("--num-experts", "one expert is a dense model", matters=False)
     for flag, what in REFUSED.items():
         if draft.given.has(flag):
             raise UserError(
@@ -54,53 +69,55 @@ def _refuse_other_kinds(draft: Draft, program: str) -> None:
 
 
 def _family(draft: Draft) -> str:
-    """llama if the model has RoPE, RMSNorm and SwiGLU, gpt if it has none of them; any other combination raises."""
+    """llama if the model has RoPE, RMSNorm and SwiGLU, gpt if it has none of them; else the nearest, as unsound."""
     given = draft.given
     kind = given.text("--position-embedding-type", "model.family")
     old = given.switch(ROTARY, "model.family")
     given.switch("--no-position-embedding", "model.family")
-    norm = given.text("--normalization", "model.family") or "LayerNorm"
-    if kind not in (None, "rope", "learned_absolute") or norm not in ("LayerNorm", "RMSNorm"):
-        message = f"no family has {kind} positions with {norm}"
-        raise UserError(message, where=given.where, hint="families: gpt, llama")
+    norm = (given.text("--normalization", "model.family") or "LayerNorm").lower()
+    gated = (given.text("--glu-activation", "model.family") or "").lower()
     signs = {
-        "rotary positions": kind == "rope" or old,
-        "--normalization RMSNorm": norm == "RMSNorm",
-        "--swiglu": given.switch("--swiglu", "model.family"),
+        "rotary positions": kind in ("rope", "rotary") or old,
+        "--normalization RMSNorm": norm == "rmsnorm" or given.switch("--use-rms-norm", "model.family"),
+        "--swiglu": given.switch("--swiglu", "model.family") or gated == "swiglu",
     }
-    if len(set(signs.values())) == 1:
-        return "llama" if all(signs.values()) else "gpt"
-    there = " and ".join(sign for sign, here in signs.items() if here)
-    missing = " and ".join(sign for sign, here in signs.items() if not here)
-    raise UserError(
-        f"the model has {there} but not {missing}, and no family has this combination",
-        where=given.where,
-        hint="llama has all three, gpt (learned positions, LayerNorm, GELU) none",
-    )
+    nearest = "llama" if sum(signs.values()) > 1 else "gpt"
+    if kind not in (None, "rope", "rotary", "learned_absolute", "absolute") or norm not in ("layernorm", "rmsnorm"):
+        draft.reject("model.family", nearest, f"no family has {kind or 'these'} positions with {norm}")
+    elif gated not in ("", "swiglu"):
+        draft.reject("model.family", nearest, f"no family has {gated}")
+    elif len(set(signs.values())) > 1:
+        there = " and ".join(sign for sign, here in signs.items() if here)
+        missing = " and ".join(sign for sign, here in signs.items() if not here)
+        families = "llama has all three, gpt (learned positions, LayerNorm, GELU) none"
+        draft.reject("model.family", nearest, f"the model has {there} but not {missing}: {families}")
+    return nearest
 
 
 def _widths(draft: Draft, family: str) -> None:
     given, hidden, heads = draft.given, draft.get("model.hidden"), draft.get("model.heads")
-    swiglu = int(4 * hidden * 2 / 3 / 64) * 64
+    width = int(4 * hidden * 2 / 3 / 64) * 64 if family == "llama" else 4 * hidden
     draft.put_or(
-        "model.ffn", given.whole("--ffn-hidden-size", "model.ffn"), swiglu if family == "llama" else 4 * hidden
+        "model.ffn",
+        given.whole("--ffn-hidden-size", "model.ffn"),
+        None if "model.hidden" in draft.unsound else width,
     )
     head_dim = given.whole("--kv-channels", "model.head_dim")
     grouped = given.switch("--group-query-attention", "model.kv_heads")
     groups = given.whole("--num-query-groups", "model.kv_heads")
     if family == "llama":
-        draft.put_or("model.kv_heads", groups or (1 if grouped else None), heads)
+        draft.put_or(
+            "model.kv_heads", groups or (1 if grouped else None), None if "model.heads" in draft.unsound else heads
+        )
         if head_dim is not None:
             draft.put("model.head_dim", head_dim)
         return
     if (groups or (1 if grouped else heads)) != heads:
-        raise UserError(
-            "gpt has as many key-value heads as heads, but --group-query-attention sets fewer", where=given.where
-        )
+        reason = "gpt has as many key-value heads as heads, but --group-query-attention sets fewer"
+        draft.reject("model.family", family, reason)
     if head_dim not in (None, hidden // heads):
-        raise UserError(
-            f"--kv-channels is {head_dim}, but a head of gpt is hidden / heads = {hidden // heads}", where=given.where
-        )
+        reason = f"--kv-channels is {head_dim}, but a head of gpt is hidden / heads = {hidden // heads}"
+        draft.reject("model.family", family, reason)
 
 
 def _positions(draft: Draft, family: str) -> None:
@@ -116,7 +133,7 @@ def _positions(draft: Draft, family: str) -> None:
         return
     draft.put_or("model.rope_theta", given.real("--rotary-base", "model.rope_theta"), 10000.0)
     if given.real("--rotary-percent", "model.rope_theta") not in (None, 1.0):
-        raise UserError("--rotary-percent is below 1, but partial RoPE is not supported", where=given.where)
+        draft.reject("model.family", family, "--rotary-percent is below 1, but partial RoPE is not supported")
     factor = given.real("--rope-scaling-factor", "model.rope_scaling")
     if given.switch("--use-rope-scaling", "model.rope_scaling"):
         scaling = {"factor": factor or 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_positions": 8192}
@@ -127,11 +144,28 @@ def _biases(draft: Draft, family: str) -> None:
     given = draft.given
     if family == "gpt":
         given.leave("--disable-bias-linear", "this changes the model: gpt has biases in its linear layers")
-        given.leave("--add-qkv-bias", "gpt always has these biases", matters=False)
+        for flag in ("--add-qkv-bias", "--use-bias"):
+            given.leave(flag, "gpt always has these biases", matters=False)
         return
-    if not given.switch("--disable-bias-linear", "model.family"):
-        draft.ask("--disable-bias-linear is not given, so this model has biases that llama lacks: is that intended?")
+    given.leave("--use-bias", "this changes the model: llama has no biases")
+    if not given.switch("--disable-bias-linear", "model.family") and not given.has("--use-rms-norm"):
+        draft.reject("model.family", family, "--disable-bias-linear is not given, so the model has biases, llama none")
     draft.put_or("model.qkv_bias", given.switch("--add-qkv-bias", "model.qkv_bias") or None, False)
+
+
+def _attention(draft: Draft) -> None:
+    """Windows and interpolation, which change the model unless they have no effect on these sequences."""
+    given, length = draft.given, draft.get("data.sequence_length")
+    window = given.numbers("--window-size", "data.sequence_length", int)
+    given.carried.pop("--window-size", None)
+    if window and max(window) >= length:
+        given.leave("--window-size", "no effect: the window is not shorter than the sequence", matters=False)
+    given.leave("--window-size", "this changes the model: sliding-window attention is not supported")
+    factor = given.real("--rotary-seq-len-interpolation-factor", "model.rope_theta")
+    given.carried.pop("--rotary-seq-len-interpolation-factor", None)
+    if factor == 1:
+        given.leave("--rotary-seq-len-interpolation-factor", "1 has no effect", matters=False)
+    given.leave("--rotary-seq-len-interpolation-factor", "this changes the model: no position interpolation")
 
 
 def vocabulary(draft: Draft, count: Count) -> None:
@@ -150,6 +184,9 @@ def vocabulary(draft: Draft, count: Count) -> None:
     if size is not None and kind == "NullTokenizer":
         size += 1  # Its end token.
     counted = count(tokenizer) if tokenizer else None
+    if given.has("--extra-vocab-size") and not size:
+        _extended(draft, tokenizer)
+        return
     if size or counted:
         draft.put("model.vocab", size or counted, "" if size else f"counted in {tokenizer}")
     elif padded:
@@ -176,14 +213,42 @@ def _guess(draft: Draft, kind: str, tokenizer: str | None, family: str) -> None:
     if kind == "GPT2BPETokenizer" or (not kind and pair):
         draft.put("model.vocab", 50257, "GPT-2's vocabulary")
         return
-    name = f"{kind} {tokenizer or ''}".lower().replace("llama2tokenizer", "llama-2").replace("_", "-")
-    size = next((size for pattern, size in VOCABULARIES.items() if re.search(pattern, name)), None)
-    if size:
-        draft.put("model.vocab", size, f"guessed from the name {Path(tokenizer or kind).name}")
+    if sizes := _named(kind, tokenizer):
+        draft.put("model.vocab", sizes[0], f"guessed from the name {Path(tokenizer or kind).name}")
         draft.ask(
-            f"model.vocab = {size} is guessed from the name of the tokenizer, which is not on this machine: "
+            f"model.vocab = {sizes[0]} is guessed from the name of the tokenizer, which is not on this machine: "
             "is it correct?"
         )
         return
+    _ask_size(draft, family)
+
+
+def _named(*names: str | None) -> tuple[int, int] | None:
+    """The sizes of the vocabulary that a tokenizer's type, name or path names."""
+    for name in names:
+        text = (name or "").lower().replace("_", "-")
+        sizes = next((sizes for pattern, sizes in VOCABULARIES.items() if re.search(pattern, text)), None)
+        if sizes:
+            return sizes
+    return None
+
+
+def _extended(draft: Draft, tokenizer: str | None) -> None:
+    """Pai-Megatron-Patch: the vocabulary without added tokens plus --extra-vocab-size, and no other padding."""
+    given = draft.given
+    extra = given.whole("--extra-vocab-size", "model.vocab") or 0
+    source = draft.given.text("--patch-tokenizer-type", "model.vocab")
+    loaded = [*given.flags.get("--load", []), *given.flags.get("--pretrained-checkpoint", [])]
+    sizes = _named(tokenizer, source, *loaded)
+    if sizes is None:
+        _ask_size(draft, draft.get("model.family"))
+        draft.questions[-1] += f"; --extra-vocab-size {extra} is to be added to it"
+    else:
+        draft.put("model.vocab", sizes[1] + extra, f"{sizes[1]} of {source or tokenizer}, --extra-vocab-size {extra}")
+        draft.ask(f"model.vocab = {sizes[1] + extra} is guessed from the tokenizer's name: is it correct?")
+    draft.put("model.vocab_multiple", 1, "--extra-vocab-size is the padding")
+
+
+def _ask_size(draft: Draft, family: str) -> None:
     draft.put("model.vocab", PLACEHOLDER[family], "A PLACEHOLDER: the tokenizer's number of ids is not given")
     draft.ask(f"how many ids does the tokenizer have? model.vocab = {PLACEHOLDER[family]} is a placeholder")

@@ -18,12 +18,15 @@ PER_NODE = {"--nproc_per_node", "--nproc-per-node", "--num_gpus", "--ntasks-per-
 NODES = {"--nnodes", "--num_nodes", "--nodes", "-N"}
 RANKS = {"-np", "-n", "--np", "--ntasks", "--num_processes"}
 VARIABLES = (("NPROC_PER_NODE", "NNODES"), ("GPUS_PER_NODE", "NUM_NODES"), ("GPUS_PER_NODE", "NNODES"))
+# Settings of DeepSpeed that the flags also give, or that only print or place memory.
+NO_EFFECT = {"steps_per_print", "wall_clock_breakdown", "gradient_accumulation_steps", "zero_allow_untested_optimizer",
+             "prescale_gradients"}  # fmt: skip
 TORCH = re.compile(r"torchrun$|torch\.distributed\.(launch|run)$|^deepspeed$|/deepspeed$|^accelerate$")
 
 
 def world(launchers: list[list[str]], variables: Mapping[str, object]) -> int | None:
     """The world size, from the innermost launcher that sets it, or from the usual variables of scripts."""
-    batch = next((words for words in launchers if words[:1] == ["sbatch"]), [])
+    batch = [word for words in launchers if words[:1] == ["sbatch"] for word in words]
     for words in reversed(launchers):
         name = words[0].rpartition("/")[2] if words else ""
         if any(TORCH.search(word) for word in words):
@@ -120,14 +123,18 @@ def parallel(draft: Draft, ranks: int | None, config: dict[str, Any]) -> None:
 def _data(draft: Draft, ranks: int | None) -> None:
     for key in ("parallel.tensor", "parallel.pipeline", "parallel.context"):
         if draft.get(key) < 1:
-            raise UserError(f"{key} would be {draft.get(key)}, which is not a valid size", where=draft.given.where)
+            draft.reject(key, draft.get(key), f"{draft.get(key)} is not a valid size")
+            draft.put(key, 1)
     copy = draft.get("parallel.tensor") * draft.get("parallel.pipeline") * draft.get("parallel.context")
     if ranks is None:
         draft.ask("how many ranks will there be? parallel.data is not set, so it follows from the world size")
         return
     if ranks % copy:
-        message = f"{ranks} ranks are not a multiple of tensor x pipeline x context = {copy}"
-        raise UserError(message, where=draft.given.where, hint="set the correct number of nodes and GPUs in the script")
+        draft.ask(
+            f"the script starts {ranks} ranks, which is not a multiple of tensor x pipeline x context = {copy}: how "
+            "many ranks will there be? parallel.data is not set, so it follows from the world size"
+        )
+        return
     draft.put("parallel.data", ranks // copy, f"{ranks} ranks / {copy}")
 
 
@@ -147,7 +154,7 @@ def _stages(draft: Draft) -> None:
         draft.put("parallel.schedule", "1f1b", DEFAULT)
     if partition:
         draft.put("parallel.partition", partition)
-    elif pipeline > 1:
+    elif pipeline > 1 and "model.layers" not in draft.unsound:
         _even(draft, layers, pipeline, virtual or 1, first, last)
 
 
@@ -170,11 +177,14 @@ def _zero(draft: Draft, config: dict[str, Any]) -> None:
     shards = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}.get(strategy or "")
     fully = 3 if given.switch("--use-torch-fsdp2", "parallel.zero") else None
     optimizer = 1 if given.switch("--use-distributed-optimizer", "parallel.zero") else None
-    configured = config.get("zero_optimization", {}).get("stage")
+    section = config.get("zero_optimization")
+    configured = section.get("stage") if isinstance(section, dict) else None
     for value in (stage, shards, fully, optimizer, configured):
         if value is not None:
             draft.put("parallel.zero", value)
             return
+    if given.has("--deepspeed") and not config:
+        draft.ask("which ZeRO stage does the DeepSpeed config have? parallel.zero is set to 0")
     draft.put("parallel.zero", 0, "no --use-distributed-optimizer in the script")
 
 
@@ -186,6 +196,9 @@ def _recompute(draft: Draft) -> None:
     if given.switch("--deepspeed-activation-checkpointing", key):
         how = "full"
     method = given.text("--recompute-method", key)
+    if older := given.text("--activations-checkpoint-method", key):
+        how, method = "full", older
+    given.leave("--activations-checkpoint-num-layers", "layers are checkpointed one by one", matters=False)
     count = given.whole("--recompute-num-layers", key) if how == "full" and method == "block" else None
     given.leave("--recompute-num-layers", "layers are checkpointed one by one; only memory changes", matters=False)
     given.leave("--checkpoint-num-layers", "layers are checkpointed one by one; only memory changes", matters=False)
@@ -193,14 +206,16 @@ def _recompute(draft: Draft) -> None:
 
 
 def deepspeed(draft: Draft) -> dict[str, Any]:
-    """The DeepSpeed config, if the file exists; settings that no flag gives are added to the flags."""
-    name = draft.given.text("--deepspeed_config", "parallel.zero")
-    if name is None:
+    """The DeepSpeed config, if the script writes it or it exists; what no flag gives is added to the flags."""
+    if not draft.given.has("--deepspeed_config"):
         return {}
+    name = symbolic.shown(" ".join(draft.given.flags["--deepspeed_config"]))
     try:
-        config = loads(Path(name).read_text(encoding="utf-8"))
+        text = draft.given.files.get(name)
+        config = loads(Path(name).read_text(encoding="utf-8") if text is None else text)
+        draft.given.carry("--deepspeed_config", "parallel.zero")
     except (OSError, ValueError):
-        reason = "this file cannot be read; other flags give the ZeRO stage, the batch and the precision"
+        reason = "this file cannot be read; only flags give the ZeRO stage, the batch and the precision"
         draft.given.carried.pop("--deepspeed_config", None)
         draft.given.leave("--deepspeed_config", reason)
         return {}
@@ -214,7 +229,7 @@ def deepspeed(draft: Draft) -> dict[str, Any]:
         "bf16",
         "gradient_clipping",
     }
-    for entry in sorted(set(config) - known - {"steps_per_print"}):
+    for entry in sorted(set(config) - known - NO_EFFECT):
         draft.given.note(f"{entry} in {name}", "a setting of DeepSpeed")
     return _only_here(draft, config)
 
@@ -248,8 +263,9 @@ def batch(draft: Draft) -> None:
     if whole is None and data is None:
         draft.ask(f"Megatron's global batch is micro-batch x data ranks: train.global_batch = {micro} is for one rank")
     draft.put_or("train.global_batch", whole, micro * (data or 1))
-    ramp = given.texts("--rampup-batch-size", "train.batch_ramp")
+    ramp = [text.replace("_", "") for text in given.texts("--rampup-batch-size", "train.batch_ramp")]
     if len(ramp) == 3 and all(text.isdigit() for text in ramp):
         draft.put("train.batch_ramp", dict(zip(("start", "increment", "samples"), map(int, ramp), strict=True)))
     elif ramp:
-        raise UserError(f"--rampup-batch-size is {' '.join(ramp)}, not start, increment and samples", where=given.where)
+        reason = f"--rampup-batch-size is {' '.join(ramp)}, not start, increment and samples"
+        draft.reject("train.batch_ramp", " ".join(ramp), reason)

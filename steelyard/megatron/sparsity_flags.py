@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from steelyard.core.errors import UserError
 from steelyard.megatron.recipe_draft import Draft
 
 LEARNING = ("--gumbel-temperature-range", "--gumbel-scale-range", "--mask-only", "--weight-reg", "--prior-strength",
@@ -24,11 +23,11 @@ def sparsity(draft: Draft) -> None:
         ("--gumbel-temperature-range", "sparsity.temperature", TEMPERATURE),
         ("--gumbel-scale-range", "sparsity.scale", SCALE),
     ):
-        ends = _numbers(draft, flag, key)
+        ends = given.numbers(flag, key)
         if ends and len(ends) != 2:
-            raise UserError(f"{flag} is not a first and a last value", where=given.where)
+            draft.reject(key, ends, f"{flag} is not a first and a last value")
         draft.put(key, ends or default, "" if ends else DEFAULT)
-    weight_reg = _numbers(draft, "--weight-reg", "sparsity.weight_reg")
+    weight_reg = given.numbers("--weight-reg", "sparsity.weight_reg")
     # In MaskLLM it decays to zero; its continued runs give both ends.
     draft.put(
         "sparsity.weight_reg", [*weight_reg, 0.0][:2] if weight_reg else [0.0, 0.0], "" if weight_reg else DEFAULT
@@ -42,11 +41,6 @@ def sparsity(draft: Draft) -> None:
     if given.switch("--hard", "sparsity.hard"):
         draft.put("sparsity.hard", True)
     _ask(draft, frozen)
-
-
-def _numbers(draft: Draft, flag: str, key: str) -> list[float]:
-    given = draft.given
-    return [given.number(flag, word) for text in given.texts(flag, key) for word in text.replace(",", " ").split()]
 
 
 def _ask(draft: Draft, frozen: bool) -> None:

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable
 
 from steelyard.core.errors import UserError
-from steelyard.megatron.cli_args import Given
+from steelyard.megatron.cli_args import Given, canonical
 from steelyard.megatron.flag_table import CARRIED, RULED
 
 FOUND_IN_A_CHECKPOINT = (
@@ -24,7 +24,8 @@ def program_of(words: list[str]) -> tuple[str, list[str], list[str]]:
         if word.endswith(".py"):
             name, flags = word.rpartition("/")[2], words[at + 1 :]
             return ("convert.py" if {"--loader", "--saver"} <= set(flags) else name), words[:at], flags
-    first = next((at for at, word in enumerate(words) if word.partition("=")[0] in {*CARRIED, *RULED}), 0)
+    known = {*CARRIED, *RULED}
+    first = next((at for at, word in enumerate(words) if canonical(word.partition("=")[0]) in known), 0)
     return "", words[:first], words[first:]
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from steelyard.core.errors import UserError
 from steelyard.megatron.flag_table import CARRIED
 from steelyard.megatron.recipe_draft import DEFAULT, Draft
 
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "WSD": "wsd"}
 NUMBER = re.compile(r"[0-9]*\.?[0-9]+(?:[eE][-+]?\d+)?")
 DEFAULT_SPLIT = "969,30,1"
+TEXT = (".json", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".txt")
 
 
 def plain(draft: Draft) -> None:
@@ -36,6 +36,8 @@ def data(draft: Draft) -> None:
     ):
         if sources := _sources(draft, given.texts(flag, f"data.{key}")):
             draft.put(f"data.{key}", sources)
+            if text := next((source["prefix"] for source in sources if source["prefix"].endswith(TEXT)), None):
+                draft.reject(f"data.{key}", sources, f"{text} is text: write token files with steelyard data tokenize")
     if draft.get("data.train") is None:
         draft.ask("no token files are given: set data.train")
     split = given.text("--split", "data.split")
@@ -60,8 +62,8 @@ def _sources(draft: Draft, words: list[str]) -> list[dict[str, Any]]:
     return [{"prefix": word} for word in words]
 
 
-def train(draft: Draft) -> None:
-    """The length of the run and the precision."""
+def train(draft: Draft, config: dict[str, Any]) -> None:
+    """The length of the run and the precision; `config` is DeepSpeed's."""
     given = draft.given
     _length(draft)
     minutes = given.real("--exit-duration-in-mins", "train.max_hours")
@@ -75,7 +77,12 @@ def train(draft: Draft) -> None:
         given.real("--initial-loss-scale", "train.loss_scale"),
         given.whole("--loss-scale-window", "train.loss_scale_window"),
     )
-    if half:
+    if half and draft.given.has("--deepspeed"):  # DeepSpeed scales the loss, by its own settings and defaults.
+        settings = config.get("fp16") if isinstance(config.get("fp16"), dict) else {}
+        power, steps = settings.get("initial_scale_power", 16), settings.get("loss_scale_window", 1000)
+        draft.put("train.loss_scale", 2.0 ** min(power, 64) if isinstance(power, int) else 65536.0, "of DeepSpeed")
+        draft.put("train.loss_scale_window", steps if isinstance(steps, int) else 1000, "of DeepSpeed")
+    elif half:
         draft.put_or("train.loss_scale", scale, float(2**32))
         draft.put_or("train.loss_scale_window", window, 1000)
 
@@ -109,7 +116,8 @@ def optim(draft: Draft, sgd: str | None) -> None:
     given = draft.given
     name = given.text("--optimizer", "optim.name") or "adam"
     if name not in ("adam", "sgd"):
-        raise UserError(f"optimizer {name} is not supported", where=given.where, hint="optimizers: adamw, sgd, sgd-sai")
+        draft.reject("optim.name", name, f"optimizer {name} is not supported, only adamw, sgd and sgd-sai")
+        name = "adam"
     betas = [given.real("--adam-beta1", "optim.betas"), given.real("--adam-beta2", "optim.betas")]
     eps, momentum = given.real("--adam-eps", "optim.eps"), given.real("--sgd-momentum", "optim.momentum")
     if name == "adam":
@@ -154,7 +162,8 @@ def _schedule(draft: Draft) -> None:
         value = given.whole(flag, f"optim.decay_{unit}")
         if value:
             decay_length = (unit, value)
-            draft.put(f"optim.decay_{unit}", value)
+    if decay_length:  # Megatron-DeepSpeed prefers tokens.
+        draft.put(f"optim.decay_{decay_length[0]}", decay_length[1])
     _warmup(draft, decay_length)
     decay = given.whole("--lr-wsd-decay-iters", "optim.decay_fraction") or given.whole(
         "--lr-wsd-decay-samples", "optim.decay_fraction"
@@ -213,7 +222,7 @@ def watching(draft: Draft) -> None:
     """Validation, TensorBoard and profiling."""
     given = draft.given
     batches = given.whole("--eval-iters", "eval.batches")
-    if batches == 0:
+    if batches is not None and batches <= 0:
         draft.put("eval.every", 0)
         given.carried.pop("--eval-iters")
         given.leave("--eval-iters", "validation runs only at the first and the last step: eval.every = 0")
@@ -227,8 +236,8 @@ def watching(draft: Draft) -> None:
     start, end = given.whole("--profile-step-start", "log.profile"), given.whole("--profile-step-end", "log.profile")
     if given.switch("--profile", "log.profile"):  # Megatron counts completed steps, the recipe step numbers.
         draft.put("log.profile", [(10 if start is None else start) + 1, 12 if end is None else end])
-        ranks = given.texts("--profile-ranks", "log.profile_ranks") or ["0"]  # Megatron's default.
-        draft.put("log.profile_ranks", [int(given.number("--profile-ranks", rank, int)) for rank in ranks])
+        ranks = given.numbers("--profile-ranks", "log.profile_ranks", int) or [0]  # Megatron's default.
+        draft.put("log.profile_ranks", [int(rank) for rank in ranks])
         if given.switch("--use-pytorch-profiler", "log.profile_tool"):
             draft.put("log.profile_tool", "torch")
     for flag in ("--use-pytorch-profiler", "--profile-ranks"):

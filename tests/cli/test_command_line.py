@@ -186,6 +186,18 @@ def test_a_launch_script_becomes_a_recipe_that_trains_and_commands_that_run(work
     assert trained.returncode == 0, trained.stderr
 
 
+def test_a_launch_script_with_one_unsupported_flag_still_becomes_a_recipe_and_exits_with_two(workplace):
+    (workplace.path / "launch.sh").write_text(LAUNCH.replace("--lr 1e-3", "--lr 1e-3 --optimizer lion"))
+    done = workplace.steelyard("recipe", "from-megatron", "launch.sh", "--out", "new.toml", "--", "made_text_document")
+    assert done.returncode == 2
+    assert "question: optim.name is commented out: optimizer lion is not supported" in done.stderr
+    assert "error: launch.sh:4: the recipe is not complete: optim.name commented out" in done.stderr
+    written = (workplace.path / "new.toml").read_text()
+    assert '# name = "lion"  # QUESTION: optimizer lion is not supported' in written
+    assert "learning_rate = 0.001" in written
+    assert workplace.steelyard("recipe", "check", "new.toml").returncode == 0
+
+
 def test_quiet_still_says_that_something_is_missing(workplace):
     (workplace.path / "launch.sh").write_text(LAUNCH)
     done = workplace.steelyard("recipe", "from-megatron", "launch.sh", "--quiet")

@@ -36,7 +36,8 @@ SNIPPETS = [
     "set -- x y z; shift; show.py $1 $2 $#",
     "X=$'tab\\tend'; show.py \"$X\" ~user \\$HOME",
     "A=(); A[2]=c; A[0]=a; show.py \"${A[0]}\" \"${A[2]}\"",
-    "if ! [ -d /nowhere ]; then show.py absent; fi; [ -d / ] && show.py present",
+    "for A in K=v=w L=; do N=$(echo $A | cut -f1 -d=); export \"$N\"=\"${A:${#N}+1}\"; done; show.py $K \"$L\" $N",
+    "show.py $(echo a:b:c | cut -d : -f 2) $(echo plain | cut -d: -f3) \"$(echo a:b | cut -d: -f9)\"",
     "T=true; if $T; then show.py flag; fi; X=1 show.py only; show.py \"${X-unset}\"",
     "show.py a>/dev/null b 2>&1 | cat; show.py two | cat",
     "eval \"show.py evaluated $1\"; bash -c 'echo' x; unset NO; show.py ${1%e}",
@@ -100,6 +101,89 @@ def test_a_branch_that_cannot_be_decided_is_left_out_and_noted(tmp_path):
     assert [command.words for command in state.commands] == [["show.py", "other"]]
     assert "run.sh:1: this condition depends on $1 (pass it after --)" in state.notes[0]
     assert fields(script, "0") == [["zero"]]
+
+
+CHECKS = """
+if [ ! -f train.py ]; then
+  echo "run this from the root"
+  exit 1
+fi
+[ -d /data ] || exit 2
+[[ -e stop ]] && exit 3
+if nvidia-smi; then GPU=yes; else exit 4; fi
+if [ -r env.sh ]; then . ./env.sh; else exit 5; fi
+case $(uname -m) in
+  x86_64) ARCH=x86 ;;
+  *) ARCH=other ;;
+esac
+[ -n "$ARCH" ] || exit 6
+show.py $GPU $ARCH
+"""
+
+
+@pytest.mark.parametrize("here", [[], ["train.py", "stop", "env.sh"]])
+def test_checks_of_another_machine_are_passed_on_the_path_that_trains_whatever_is_on_this_disk(here, tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text(CHECKS)
+    for name in here:
+        (tmp_path / name).touch()
+    state = follow([script], [], {}, lambda state: bool(state.commands) and state.commands[-1].words[0] == "show.py")
+    assert state.commands[-1].words == ["show.py", "yes", "x86"]
+    notes = "\n".join(state.notes)
+    assert "run.sh:2: this condition depends on whether train.py exists, which is not known; it was skipped" in notes
+    assert "run.sh:6: this test depends on whether /data exists, which is not known; it was followed" in notes
+    assert (
+        "run.sh:8: this condition depends on the exit status of a program, which is not known; it was followed" in notes
+    )
+    assert "run.sh:10: this case depends on $(uname -m), which is not known; it was followed" in notes
+    assert not state.exited
+
+
+def test_without_a_path_that_trains_the_first_that_does_not_exit_is_kept(tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text("if docker ps; then C=docker; else exit 1; fi\n$C run image ./inside.sh\n")
+    state = follow([script], [], {}, lambda state: False)
+    assert not state.exited
+    assert state.missing == ["./inside.sh"]
+
+
+def test_many_unknown_conditions_end_the_search(tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text("if [ -f x ]; then A=1; fi\n" * 40 + "exit 1\n")
+    assert follow([script], [], {}, lambda state: False).exited
+
+
+def test_a_file_that_the_script_writes_is_known(tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text('N=3\nOUT=conf.$JOB.json\ncat <<END > $OUT\n{"a": $N}\nEND\ncat > two <<END\nx\nEND\n')
+    assert follow([script], [], {}).files == {"conf.$JOB.json": '{"a": 3}\n', "two": "x\n"}
+
+
+def test_slurm_variables_follow_from_the_directives_unless_they_are_set(tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "#!/bin/bash\n#SBATCH --nodes 3   # three\n#SBATCH --ntasks-per-node=2\n#SBATCH --gres=gpu:h100:8\n"
+        "show.py $SLURM_NNODES $SLURM_JOB_NUM_NODES $SLURM_NTASKS $SLURM_GPUS_PER_NODE\n"
+        "bash -c 'show.py $SLURM_NNODES'\n"
+    )
+    assert fields(script) == [["3", "3", "6", "8"], ["3"]]
+    state = follow([script], [], {"SLURM_NNODES": "5"})
+    assert state.commands[0].words[1] == "5"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("P=<Your path>/tok\nshow.py $P end", ["<Your", "path>/tok", "end"]),
+        ("show.py --a <PATH TO a.json> --b $X/<NAME>-logs", ["--a", "<PATH TO a.json>", "--b", "$X/<NAME>-logs"]),
+        ("show.py a <in.txt >out b", ["a", "b"]),
+        ("show.py a <in 2>err b", ["a", "b"]),
+    ],
+)
+def test_placeholders_are_words_and_redirections_are_not(text, words, tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text(text + "\n")
+    assert [[symbolic.shown(word) for word in found] for found in fields(script)] == [words]
 
 
 def test_sourced_and_started_scripts_are_followed_and_missing_ones_noted(tmp_path):

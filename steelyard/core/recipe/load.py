@@ -158,6 +158,15 @@ def explained(
     return UserError("\n".join([*texts, *more]))
 
 
+def problems(values: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """The problems of the values of a recipe: key, message and hint; empty if they are valid."""
+    try:
+        Recipe.model_validate(values)
+    except ValidationError as error:
+        return [problem for detail in error.errors() for problem in _problems(detail, values, Recipe)]
+    return []
+
+
 def _problems(detail: ErrorDetails, values: dict[str, Any], section: type[BaseModel]) -> Iterator[tuple[str, str, str]]:
     kind, context = detail["type"], detail.get("ctx", {})
     key = ".".join(str(part) for part in _without_family(detail["loc"]))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from steelyard.megatron.shell.symbolic import UndecidedError
 
 TOKEN = re.compile(
-    r"\s*(0[xX][0-9a-fA-F]+|\d+|[A-Za-z_]\w*|\*\*|\+\+|--|<<|>>|[<>=!]=|&&|\|\||[-+*/%]=|[-+*/%<>=!?:(),&|^~])"
+    r"\s*(0[xX][0-9a-fA-F]+|\d[\d_]*|[A-Za-z_]\w*|\*\*|\+\+|--|<<|>>|[<>=!]=|&&|\|\||[-+*/%]=|[-+*/%<>=!?:(),&|^~])"
 )
 LEVELS = [
     ["||"],
@@ -133,7 +133,7 @@ class _Evaluator:
         if token[:1].isdigit():
             if len(token) > LONGEST_NUMBER:
                 raise UndecidedError(f"a number of {len(token)} digits")
-            return int(token, 16) if token[:2].lower() == "0x" else int(token)
+            return int(token, 16) if token[:2].lower() == "0x" else int(token.replace("_", ""))
         if token[:1].isidentifier():
             value = self._variable(token)
             if self._peek() in ("++", "--"):
@@ -148,7 +148,7 @@ class _Evaluator:
         return value
 
     def _variable(self, name: str) -> int:
-        text = self.get(name).strip()
+        text = self.get(name).strip().replace("_", "")  # 5_000_000, as Python reads it.
         if not re.fullmatch(rf"-?\d{{1,{LONGEST_NUMBER}}}", text):
             raise UndecidedError(name)
         return int(text)

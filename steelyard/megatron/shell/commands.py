@@ -41,12 +41,32 @@ def read_script(state: ShellState, path: Path, run: Run) -> None:
     text = read_text(path)
     if directives := [word for line in SBATCH.findall(text) for word in line.split()]:
         state.launchers = [*state.launchers, ["sbatch", *directives]]
+        _slurm_variables(state, " " + " ".join(directives))
     try:
         run(state, parser.parse(text, str(path)))
     except LeaveError as leave:
         if leave.kind == "exit":
+            state.exited = True
             reason = f", after printing: {state.last_output}" if state.last_output else ""
             state.note(f"the script exits here{reason}")
+
+
+def _slurm_variables(state: ShellState, directives: str) -> None:
+    """The variables that Slurm sets from the `#SBATCH` lines, unless the environment has them."""
+
+    def option(pattern: str) -> int | None:
+        match = re.search(rf" (?:{pattern})(\d+)(?= |$)", directives)
+        return int(match.group(1)) if match else None
+
+    nodes, tasks = option(r"--nodes[= ]|-N ?"), option(r"--ntasks-per-node[= ]")
+    gpus = option(r"--gpus-per-node[= ](?:[A-Za-z]\w*:)?|--gres[= ]gpu:(?:[A-Za-z]\w*:)?")
+    ranks = option(r"--ntasks[= ]|-n ?") or (nodes * tasks if nodes and tasks else None)
+    values = {"NNODES": nodes, "JOB_NUM_NODES": nodes, "NTASKS_PER_NODE": tasks, "NTASKS": ranks, "NPROCS": ranks,
+              "GPUS_PER_NODE": gpus, "GPUS_ON_NODE": gpus}  # fmt: skip
+    for name, value in values.items():
+        if value is not None and state.get(f"SLURM_{name}") is None:
+            state.set(f"SLURM_{name}", str(value))
+            state.exported.add(f"SLURM_{name}")
 
 
 def read_text(path: Path) -> str:
@@ -171,6 +191,7 @@ def _started(state: ShellState, words: list[str], run: Run) -> bool | None:
     if missing is not None:
         given = f" with the arguments {' '.join(words[missing + 1 :])}" if words[missing + 1 :] else ""
         how = "give it as a SCRIPT, and its arguments after --"
+        state.missing.append(words[missing])
         state.note(f"{words[missing]} is started here{given} but was not found; {how}")
         return None
     state.commands.append(Command(words, state.where, list(state.launchers)))

@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from steelyard.megatron.shell import expansion, symbolic
 from steelyard.megatron.shell.shell_state import ShellState
 from steelyard.megatron.shell.symbolic import UndecidedError
 from steelyard.megatron.shell.syntax import Word
 
-FILES: dict[str, Callable[[Path], bool]] = {
-    "-f": Path.is_file,
-    "-d": Path.is_dir,
-    "-e": Path.exists,
-    "-r": Path.exists,
-    "-x": Path.exists,
-    "-s": lambda path: path.is_file() and path.stat().st_size > 0,
-    "-L": Path.is_symlink,
-}
+# Tests of the machine where the script runs, which is not this one: always undecided.
+FILES = {"-f", "-d", "-e", "-r", "-w", "-x", "-s", "-L", "-h", "-b", "-c", "-p", "-S", "-O", "-G", "-t"}
 NUMBERS: dict[str, Callable[[int, int], bool]] = {
     "-eq": lambda a, b: a == b,
     "-ne": lambda a, b: a != b,
@@ -100,7 +92,7 @@ class _Test:
             return self.state.get(symbolic.decided(self._value())) is not None
         if first in FILES and self._has_operand():
             self._next()
-            return FILES[first](Path(symbolic.decided(self._value())))
+            raise UndecidedError(f"whether {symbolic.shown(self._value())} exists")
         return self._compared()
 
     def _has_operand(self) -> bool:

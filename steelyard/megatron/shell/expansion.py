@@ -137,7 +137,7 @@ def _lookup(state: ShellState, part: Parameter) -> str | list[str] | None:
         return "0" if part.name == "?" else symbolic.computed(part.source)
     if part.name == "BASH_SOURCE":
         return state.file
-    value = state.get(part.name)
+    value = "." if part.name == "PWD" and "PWD" not in state.variables else state.get(part.name)  # As `pwd`.
     if part.index is None:
         return (value[0] if value else None) if isinstance(value, list) else value
     index = text(state, part.index)
@@ -204,6 +204,8 @@ def _substitution(state: ShellState, part: Substitution) -> str:
         body = [body[0].left, body[0].right]  # cd "$(dirname "$0")" && pwd
     if not body:
         return ""
+    if len(body) == 1 and isinstance(body[0], syntax.Pipe):
+        return _piped(state, body[0], part)
     *before, last = body
     if not isinstance(last, syntax.Simple) or last.assignments or not last.words:
         raise UndecidedError(part.source)
@@ -217,6 +219,19 @@ def _substitution(state: ShellState, part: Substitution) -> str:
             state, [argument for argument in arguments if argument not in ("-f", "-m", "-n", "-e")]
         )
     raise UndecidedError(part.source)
+
+
+def _piped(state: ShellState, pipe: syntax.Pipe, part: Substitution) -> str:
+    """`echo TEXT | cut -d C -f N`, the usual way to split KEY=VALUE."""
+    first, *others = [words(state, step.words) if isinstance(step, syntax.Simple) else [] for step in pipe.commands]
+    options = " ".join(others[0]) if len(others) == 1 else ""
+    field, mark = re.search(r" -f ?(\d+)(?: |$)", options), re.search(r" -d ?(\S)(?: |$)", options)
+    if first[:1] != ["echo"] or not options.startswith("cut ") or not field or not mark:
+        raise UndecidedError(part.source)
+    text_ = symbolic.decided(" ".join(first[1:]))
+    pieces = text_.split(mark.group(1))
+    at = int(field.group(1)) - 1
+    return (pieces[at] if 0 <= at < len(pieces) else "") if mark.group(1) in text_ else text_
 
 
 def _folder_after(state: ShellState, before: syntax.Body) -> str:

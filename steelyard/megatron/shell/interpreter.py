@@ -1,8 +1,10 @@
 """Interprets a launch script without side effects.
 
 No program is started, and nothing is written or downloaded. Variables, conditions, loops and sourced files are
-evaluated as in bash; every other command is recorded with its words expanded. A branch whose condition depends on a
-value that only a running script knows is skipped, with a note.
+evaluated as in bash; every other command is recorded with its words expanded.
+
+A condition that depends on a value that only a running script knows (a file, the output of a program) counts as false,
+with a note. If the script then does not train, the other paths are tried.
 """
 
 from __future__ import annotations
@@ -11,18 +13,46 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from steelyard.core.errors import UserError
 from steelyard.megatron.shell import commands, conditions, expansion, parser, symbolic, syntax
 from steelyard.megatron.shell.commands import LeaveError
-from steelyard.megatron.shell.shell_state import ShellState
+from steelyard.megatron.shell.shell_state import Decisions, ShellState
 from steelyard.megatron.shell.symbolic import UndecidedError
 from steelyard.megatron.shell.syntax import Body, Statement
 
 MOST_ITERATIONS = 500
+MOST_PATHS = 64
 
 
-def follow(scripts: Sequence[Path], arguments: Sequence[str], environment: Mapping[str, str]) -> ShellState:
-    """Interpret scripts in order, as if one sourced the next, each with the same arguments."""
-    state = ShellState(str(scripts[0]), str(scripts[0]), list(arguments), environment=environment)
+def follow(
+    scripts: Sequence[Path],
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    trains: Callable[[ShellState], bool] = lambda state: True,
+) -> ShellState:
+    """Interpret scripts in order, as if one sourced the next, each with the same arguments.
+
+    Undecided conditions take the first path on which the scripts train; without one, the first that does not exit.
+    """
+    spent, given, states = [0], tuple[int, ...](), list[ShellState]()
+    for _ in range(MOST_PATHS):
+        state = ShellState(str(scripts[0]), str(scripts[0]), list(arguments), environment=environment, spent=spent)
+        state.decisions = Decisions(given)
+        try:
+            _follow_one(state, scripts, arguments)
+        except UserError:
+            if not states:
+                raise
+            break
+        states.append(state)
+        following = state.decisions.following()
+        if trains(state) or following is None:
+            break
+        given = following
+    return states[-1] if trains(states[-1]) else next((state for state in states if not state.exited), states[0])
+
+
+def _follow_one(state: ShellState, scripts: Sequence[Path], arguments: Sequence[str]) -> None:
     for script in scripts:
         state.file = state.script = str(script)
         state.arguments = list(arguments)
@@ -30,7 +60,6 @@ def follow(scripts: Sequence[Path], arguments: Sequence[str], environment: Mappi
             commands.read_script(state, script, run)
         except RecursionError:
             raise state.refuse("this script is nested too deeply") from None
-    return state
 
 
 def run(state: ShellState, body: Body) -> bool | None:
@@ -78,8 +107,11 @@ def _decided(state: ShellState, question: Callable[[], object]) -> bool | None:
 
 
 def _chain(state: ShellState, chain: syntax.Chain) -> bool | None:
-    """Interpret `&&` and `||`. The unknown exit status of a command is assumed to be success."""
+    """Interpret `&&` and `||`. A program whose exit status is unknown succeeds, an undecided test is false."""
+    state.open_question = ""
     left = _statement(state, chain.left)
+    if left is None and state.open_question:
+        left = _option(state, "test") == 1
     runs_right = left is not False if chain.operator == "&&" else left is False
     return _statement(state, chain.right) if runs_right else left
 
@@ -102,7 +134,8 @@ def _if(state: ShellState, statement: syntax.If) -> bool | None:
             return run(state, body)
         if outcome is None:
             state.line = line
-            _note_skipped(state, "condition")
+            if _option(state, "condition"):
+                return run(state, body)
     return run(state, statement.otherwise)
 
 
@@ -111,8 +144,8 @@ def _case(state: ShellState, case: syntax.Case) -> bool | None:
         value = symbolic.decided(expansion.text(state, case.word))
     except UndecidedError as error:
         state.open_question = str(error)
-        _note_skipped(state, "case")
-        return None
+        option = _option(state, "case", 1 + len(case.branches))
+        return run(state, case.branches[option - 1][1]) if option else None
     for patterns, body in case.branches:
         if any(expansion.pattern(state, pattern).fullmatch(value) for pattern in patterns):
             return run(state, body)
@@ -128,12 +161,12 @@ def _loop(state: ShellState, loop: syntax.For | syntax.Count | syntax.While) -> 
                 break
         return True
     if isinstance(loop, syntax.Count) and _decided(state, lambda: [expansion.number(state, loop.first)]) is None:
-        _note_skipped(state, "loop")
+        _note(state, "loop", "it was skipped")
         return None
     for _ in range(MOST_ITERATIONS):
         condition = _loop_condition(state, loop)
         if condition is None:
-            _note_skipped(state, "loop")
+            _note(state, "loop", "it was skipped")
             return None
         if not condition or not _iterate(state, loop.body):
             return True
@@ -151,12 +184,19 @@ def _loop_condition(state: ShellState, loop: syntax.Count | syntax.While) -> boo
     return None if outcome is None else outcome == loop.wanted
 
 
-def _note_skipped(state: ShellState, what: str) -> None:
-    """Note why a branch or loop was skipped."""
+def _option(state: ShellState, what: str, options: int = 2) -> int:
+    """The option to take at an undecided condition; 0 skips it."""
+    option = state.decisions.choose(options)
+    _note(state, what, "it was skipped" if not option else "it was followed, because otherwise no training starts")
+    return option
+
+
+def _note(state: ShellState, what: str, outcome: str) -> None:
+    """Note what an undecided condition depends on, and what was done."""
     reason = state.open_question or "the exit status of a program"
     state.open_question = ""
     given = " (pass it after --)" if re.fullmatch(r"\$\{?\d\}?", reason) else ""
-    state.note(f"this {what} depends on {reason}{given}, which is not known; it was skipped")
+    state.note(f"this {what} depends on {reason}{given}, which is not known; {outcome}")
 
 
 def _iterate(state: ShellState, body: Body) -> bool:
@@ -178,8 +218,19 @@ def _simple(state: ShellState, simple: syntax.Simple) -> bool | None:
             _assign(state, assignment)
     if not words:
         return True
+    if declares:
+        for word in words[1:]:  # export "$KEY"="$VALUE"
+            name, equals, value = word.partition("=")
+            if equals and name.isidentifier():
+                state.set(name, value)
+            elif equals and symbolic.is_unknown(name):
+                state.note(f"the name of the variable {name} is not known; it is not set")
     if words[0] == "export":
-        state.exported |= {assignment.name for assignment in simple.assignments} | set(words[1:])
+        named = {word.partition("=")[0] for word in words[1:]}
+        state.exported |= {assignment.name for assignment in simple.assignments} | named
+    if words[0] == "cat" and simple.document is not None and simple.output is not None:
+        written = symbolic.shown(expansion.text(state, simple.document))
+        state.files[symbolic.shown(expansion.text(state, simple.output))] = written
     while len(words) > 1 and words[0] in ("exec", "command", "builtin", "time", "nohup", "env", "sudo"):
         words = words[1:]
     before = dict(state.variables)

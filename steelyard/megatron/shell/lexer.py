@@ -17,6 +17,8 @@ OPERATOR = re.compile(r":[-=+?]|##|%%|//|\^\^|,,|[-=+?#%/^,:]")
 HERE_DOCUMENT = re.compile(r"<<(-?)[ \t]*(?:'([^']*)'|\"([^\"]*)\"|\\?([\w.]+))")
 BLANK = re.compile(r"(?:[ \t\r]|\\\r?\n)+")
 WORD_ENDS = " \t\r\n;&|()<>"
+# <Specify path>, <YOUR_NAME>: what a template asks its reader to replace; bash would see redirections.
+PLACEHOLDER = re.compile(r"<(?:[A-Z][A-Z0-9_]+|[A-Za-z][\w./-]*(?: [\w./-]+)* [\w./-]*[A-Za-z])>")
 ESCAPED_IN_QUOTES = '$`"\\\n'
 
 
@@ -57,7 +59,7 @@ class Words:
 
     def word(self) -> Word:
         """One word, with the quotes and expansions in it."""
-        return self.parts(lambda: self.text[self.at] in WORD_ENDS)
+        return self.parts(lambda: self.text[self.at] in WORD_ENDS and not PLACEHOLDER.match(self.text, self.at))
 
     def parts(self, ends: Callable[[], bool], quoted: bool = False) -> Word:
         """Parts up to the first position where `ends` returns true, or the end of the text."""
@@ -74,6 +76,9 @@ class Words:
                 parts += self._double_quoted()
             elif character == "'" and not quoted:
                 parts.append(self._single_quoted())
+            elif character == "<" and not quoted and (placeholder := PLACEHOLDER.match(self.text, self.at)):
+                parts.append(Text(placeholder.group(), True))
+                self.at = placeholder.end()
             else:
                 parts.append(Text(character, quoted))
                 self.at += 1

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 from steelyard.megatron.shell import syntax
-from steelyard.megatron.shell.lexer import HERE_DOCUMENT, NAME, Words
+from steelyard.megatron.shell.lexer import HERE_DOCUMENT, NAME, PLACEHOLDER, Words
 from steelyard.megatron.shell.syntax import Assignment, Body, Simple, Statement, Text, Word
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^\]=]*\])?(\+?)=")
@@ -17,8 +18,9 @@ BODY_ENDS = {"then", "elif", "else", "fi", "do", "done", "esac", "}"}
 TEST_OPERATORS = re.compile(r"&&|\|\||[<>()]")
 
 
+@functools.lru_cache(maxsize=100)
 def parse(text: str, file: str, first_line: int = 1) -> Body:
-    """The statements of a script."""
+    """The statements of a script. The interpreter, which may follow several paths, does not change them."""
     parser = Parser(text, file, first_line)
     body = parser.body()
     if parser.at < len(parser.text):
@@ -281,7 +283,7 @@ class Parser(Words):
             words.append(self.word())
 
     def _redirections(self, simple: Simple) -> None:
-        """Skip redirections such as `> file` and `2>&1`; record here-documents."""
+        """Skip redirections such as `2>&1`; record here-documents and the file of `> file`."""
         while True:
             self.skip_blank()
             if self.sees("#") and self.at and self.text[self.at - 1] in " \t\r\n":
@@ -290,11 +292,15 @@ class Parser(Words):
             elif document := HERE_DOCUMENT.match(self.text, self.at):
                 self._pending_heredocs.append((simple, document))
                 self.at = document.end()
+            elif PLACEHOLDER.match(self.text, self.at):
+                return
             elif redirection := REDIRECTION.match(self.text, self.at):
                 self.at = redirection.end()
                 self.skip_blank()
                 if self.sees("("):  # Process substitution is not interpreted.
                     self.at = self.closing(self.at)
+                elif redirection.group() == ">":
+                    simple.output = self.word()
                 else:
                     self.word()
             else:

@@ -13,6 +13,29 @@ LONGEST = 1_000_000
 MOST_STATEMENTS = 50_000
 
 
+@dataclass
+class Decisions:
+    """The options taken at undecided conditions, in order; the first ones may be given. Option 0 is the default."""
+
+    given: tuple[int, ...] = ()
+    made: list[tuple[int, int]] = field(default_factory=list)
+
+    def choose(self, options: int) -> int:
+        """The option to take at an undecided condition with this many options."""
+        at = len(self.made)
+        option = min(self.given[at] if at < len(self.given) else 0, options - 1)
+        self.made.append((option, options))
+        return option
+
+    def following(self) -> tuple[int, ...] | None:
+        """The next path to try: the last decision that has another option takes it; None if all were tried."""
+        for at in reversed(range(len(self.made))):
+            option, options = self.made[at]
+            if option + 1 < options:
+                return (*(taken for taken, _ in self.made[:at]), option + 1)
+        return None
+
+
 @dataclass(frozen=True)
 class Command:
     """A command with its words expanded, and the launchers around it (`mpirun ... run.sh`), outermost first."""
@@ -24,7 +47,10 @@ class Command:
 
 @dataclass
 class ShellState:
-    """The state of one script. Commands, notes and counters are shared by all scripts of a conversion."""
+    """The state of one script. Commands, notes, decisions and counters are shared by all scripts of a conversion.
+
+    `files` has the files that the scripts write, `missing` the scripts that they start and that are not here.
+    """
 
     file: str
     script: str
@@ -40,7 +66,11 @@ class ShellState:
     depth: int = 0
     last_output: str = ""
     open_question: str = ""
+    exited: bool = False
     spent: list[int] = field(default_factory=lambda: [0])
+    decisions: Decisions = field(default_factory=Decisions)
+    files: dict[str, str] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
 
     @property
     def where(self) -> str:
@@ -84,5 +114,6 @@ class ShellState:
         inherited = {name: value for name, value in self.variables.items() if name in self.exported}
         return ShellState(
             file, file, arguments, inherited, set(self.exported), {}, self.environment, self.launchers,
-            self.commands, self.notes, depth=self.depth, spent=self.spent,
+            self.commands, self.notes, depth=self.depth, spent=self.spent, decisions=self.decisions, files=self.files,
+            missing=self.missing,
         )  # fmt: skip

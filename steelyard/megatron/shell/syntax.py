@@ -65,12 +65,16 @@ class Assignment:
 
 @dataclass
 class Simple:
-    """Assignments and a command; either may be missing. `document` is the text of a here-document."""
+    """Assignments and a command; either may be missing.
+
+    `document` is the text of a here-document, `output` the file of `> file`.
+    """
 
     line: int
     assignments: list[Assignment] = field(default_factory=list)
     words: list[Word] = field(default_factory=list)
     document: Word | None = None
+    output: Word | None = None
 
 
 @dataclass
