@@ -49,7 +49,7 @@ def _records(inputs: list[Path], mode: DocumentMode, advance: Any) -> Iterator[d
                 yield from records(piece)
             except BadDocument as error:
                 raise complaint(piece, error) from None
-            advance(piece.bytes)
+            advance(piece.file_bytes)
 
 
 def _write_jsonl(documents: Iterable[dict[str, Any]], file: IO[bytes]) -> int:

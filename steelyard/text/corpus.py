@@ -42,7 +42,7 @@ class CorpusChunk:
     mode: DocumentMode
     start: int
     end: int
-    bytes: int
+    file_bytes: int
     """Bytes of the file that were read for it, for progress."""
     data: bytes | None = None
     unpacked: Path | None = None

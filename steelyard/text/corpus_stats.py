@@ -23,6 +23,7 @@ from steelyard.text.tokenizer import Tokenizer
 
 EXAMPLES = 5
 MOST_SHOWN = 20
+SENTENCEPIECE_UNKNOWN = "\u2047"  # what it decodes <unk> to
 # Words before the name of the script, or instead of it, in the Unicode name of a letter.
 FORMS = ("FULLWIDTH", "HALFWIDTH", "SQUARED", "CIRCLED", "PARENTHESIZED", "MATHEMATICAL")
 SCRIPTS = {"CJK": "Han", "IDEOGRAPHIC": "Han", "KATAKANA-HIRAGANA": "Katakana", "GREEK": "Greek", "MODIFIER": "other"}
@@ -79,7 +80,7 @@ def stats(
             for path in paths:
                 for piece in pieces(path, mode):
                     file.writelines(map(hash_of, _texts(piece, key, counted)))
-                    progress.advance(piece.bytes, note=f"{units.count(counted.documents)} documents")
+                    progress.advance(piece.file_bytes, note=f"{units.count(counted.documents)} documents")
         if not counted.documents + counted.bad:
             raise UserError("the corpus is empty: no documents to count")
         duplicates = Duplicates(hashes, Path(folder) / "duplicates").count
@@ -122,15 +123,14 @@ def script_of(character: str) -> str:
 
 
 def unknown_characters(characters: Counter[str], tokenizer: Tokenizer) -> dict[str, Any]:
-    """The characters that a tokenizer has no token for, each encoded alone: as `<unk>`, or as nothing."""
-    unknown_id = tokenizer.special_id("unk_token")
-    unknown_id = None if unknown_id == tokenizer.end_id else unknown_id  # Byte-level vocabularies name it so.
+    """The characters that a tokenizer has no token for: alone they decode to nothing, or to an unknown token."""
+    marks = {tokenizer.special("unk_token"), SENTENCEPIECE_UNKNOWN, "<unk>", "[UNK]"}
     unknown: Counter[str] = Counter()
     for character, count in characters.items():
-        if script_of(character) in ("spaces", "control") or "\ud800" <= character <= "\udfff":
+        if script_of(character) in ("spaces", "control") or character in marks:
             continue
-        ids = tokenizer.encode(character)
-        if not ids or unknown_id in ids:
+        decoded = tokenizer.decode(tokenizer.encode(character)).strip()
+        if not decoded or decoded in marks:
             unknown[character] = count
     total = unknown.total()
     return {

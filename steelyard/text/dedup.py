@@ -176,8 +176,8 @@ class _Run:
             if index >= self.at.chunk:
                 yield piece
             else:
-                progress.done_before += piece.bytes
-            progress.advance(piece.bytes, note=f"{units.count(self.at.documents)} documents")
+                progress.done_before += piece.file_bytes
+            progress.advance(piece.file_bytes, note=f"{units.count(self.at.documents)} documents")
 
     def _pass(self, task: str) -> contextlib.AbstractContextManager[ProgressBar]:
         sizes = [path.stat().st_size for path in self.paths]

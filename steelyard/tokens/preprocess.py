@@ -132,8 +132,8 @@ def _encoded(job: TokenizeJob, paths: list[Path], worker_count: int) -> Iterator
             chunks = (piece for path in paths for piece in pieces(path, job.document, job.piece_bytes))
             for number, piece in enumerate(chunks):
                 finished = _finished(job, number)
-                waiting.append((piece.bytes, finished or pool.submit(encode_piece, job, number, piece)))
-                progress.done_before += piece.bytes if finished else 0
+                waiting.append((piece.file_bytes, finished or pool.submit(encode_piece, job, number, piece)))
+                progress.done_before += piece.file_bytes if finished else 0
                 # The decompressed copy of a parquet file is removed after its last chunk.
                 most = 0 if piece.unpacked is not None and piece.unpacked != piece.path else 2 * worker_count
                 while len(waiting) > most:

@@ -70,7 +70,7 @@ def test_the_first_of_equal_documents_stays_in_every_format(tmp_path, kind):
 def test_lines_that_stay_are_the_same_bytes(tmp_path):
     lines = ['{"id": 1,  "text": "a"}\n', '{"text": "\\u0061"}\n', '{"text": "\\ud800 b"}\n', '{"text": "c"}']
     (tmp_path / "a.jsonl").write_text("".join(lines))
-    with pytest.raises(UserError, match="lone|surrogate|not JSON"):
+    with pytest.raises(UserError, match="not JSON"):
         dedup.dedup(DedupJob((str(tmp_path / "a.jsonl"),), tmp_path / "out"))
     assert not (tmp_path / "out").exists()
     del lines[2]
@@ -201,7 +201,7 @@ def test_statistics_are_those_of_plain_python(tmp_path):
 
 def test_scripts_are_those_that_unicode_assigns_to_letters():
     letters = {
-        "Latin": "aéßﬁＡ", "Han": "二語々", "Hiragana": "あん", "Katakana": "アｱ", "Hangul": "한ㄱ", "Greek": "Ωβ",
+        "Latin": "aéßﬁ\uff21", "Han": "二語々", "Hiragana": "あん", "Katakana": "アｱ", "Hangul": "한ㄱ", "Greek": "Ωβ",
         "Cyrillic": "дЖ", "Arabic": "عر", "Hebrew": "א", "Devanagari": "हि", "Thai": "ก", "Armenian": "Ա",
     }  # fmt: skip
     for script, characters in letters.items():
