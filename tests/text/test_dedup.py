@@ -23,6 +23,12 @@ SEED = random.Random(0)
 TEXTS = [[f"text {SEED.randrange(40)} {'ä二' * SEED.randrange(3)}" for _ in range(60)] for _ in range(3)]
 
 
+@pytest.fixture(autouse=True)
+def without_fsync(monkeypatch):
+    """These jobs have chunks of some bytes; waiting for the disk after each would take most of the time."""
+    monkeypatch.setattr(os, "fsync", lambda file: None)
+
+
 def corpus_in(folder: Path, names: list[str]) -> Path:
     (folder / "in" / "deeper").mkdir(parents=True)
     for name, texts in zip(names, TEXTS, strict=False):
@@ -126,7 +132,6 @@ def test_killed_at_any_write_the_same_command_gives_the_same_bytes(tmp_path, mon
         with monkeypatch.context() as patch:
             patch.setattr(files, "write_json", dying(lambda *arguments: _plain(write_json, rename, *arguments)))
             patch.setattr(os, "replace", dying(rename))
-            patch.setattr(os, "fsync", lambda file: None)
             dedup.dedup(DedupJob((str(source),), folder / "out", piece_bytes=900))
         return writes
 
