@@ -10,6 +10,7 @@ import contextlib
 import difflib
 import errno
 import os
+import re
 import signal
 import sys
 import time
@@ -82,6 +83,8 @@ DEFAULTS = {
 }
 # Of these, the ones that run without arguments; the others show their help.
 NEED_NO_WORDS = ("doctor",)
+# Commands that wait for the user, or that print what other processes print.
+INTERACTIVE = ("chat", "hub serve", "logs", "serve", "shell", "submit", "watch")
 # Options that take several values after one flag: --input a.txt b.txt
 SEVERAL = ("--input", "--json-keys", "--symbols")
 # System errors for a path that is wrong in the user's input.
@@ -107,7 +110,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     for number in (signal.SIGINT, signal.SIGUSR1):  # SIGUSR1 is a scheduler's warning, which may come early.
         signal.signal(number, _interrupt)
     try:
-        outcome = app(words)(args=words, prog_name="steelyard", standalone_mode=False)
+        with _never_silent(words):
+            outcome = app(words)(args=words, prog_name="steelyard", standalone_mode=False)
         code = outcome if isinstance(outcome, int) else 0
     except SystemExit as exit_:
         code = exit_.code if isinstance(exit_.code, int) else 1
@@ -131,6 +135,14 @@ def _with_default(words: list[str]) -> list[str]:
     if default is None or following in (*known, "--help"):
         return words
     return [words[0], default, *words[1:]]
+
+
+def _never_silent(words: list[str]) -> contextlib.AbstractContextManager[None]:
+    """Let the console say that a command is running, except for commands that show something all the time."""
+    command = [word for word in words[:2] if re.fullmatch("[a-z-]+", word) and not word.startswith("-")]
+    if not command or command[0] in INTERACTIVE or " ".join(command) in INTERACTIVE:
+        return contextlib.nullcontext()
+    return console.working(" ".join(command))
 
 
 class _ByTask(TyperGroup):

@@ -1,4 +1,4 @@
-"""`steelyard data`: convert, tokenize, download, inspect, verify and merge data."""
+"""`steelyard data`: convert, tokenize, download, count, deduplicate, inspect, verify and merge data."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class OnBadLine(StrEnum):
 def register(root: typer.Typer, name: str, help_: str) -> None:
     """Add the commands to the tree."""
     group = typer.Typer(help=help_, rich_markup_mode=None, no_args_is_help=True)
-    for command in (convert, tokenize, download, info, verify, merge):
+    for command in (convert, tokenize, download, stats, dedup, info, verify, merge):
         group.command(command.__name__)(command)
     root.add_typer(group, name=name)
 
@@ -124,6 +124,55 @@ def download(
 
     paths = [str(path) for path in run(source, out, shards)]
     print_result({"files": paths}, json, "\n".join(paths))
+
+
+def stats(
+    paths: Annotated[list[str], typer.Argument(metavar="PATH...", help="Text files, patterns or folders.")],
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Count the characters that this tokenizer has no token for.")
+    ] = None,
+    json_key: Annotated[str, typer.Option(help="The key of the text in .jsonl and .parquet.")] = "text",
+    document: DocumentOption = DocumentSplit.line,
+    json: JsonOption = False,
+) -> None:
+    """Count documents, their lengths, Unicode scripts, exact duplicates and unknown characters, in one pass.
+
+    Example: steelyard data stats corpus/ --tokenizer gpt2
+    """
+    from steelyard.text import corpus_stats
+    from steelyard.text import tokenizer as tokenizers
+    from steelyard.text.corpus import corpus_files
+
+    files = list(corpus_files(paths).values())
+    loaded = None if tokenizer is None else tokenizers.load_tokenizer(tokenizer)
+    result = corpus_stats.stats(files, document.value, json_key, loaded)
+    print_result(result, json, corpus_stats.as_text(result))
+
+
+def dedup(
+    paths: Annotated[
+        list[str],
+        typer.Argument(metavar="PATH... OUT", help="Text files, patterns or folders, then the output folder."),
+    ],
+    json_key: Annotated[str, typer.Option(help="The key of the text in .jsonl and .parquet.")] = "text",
+    document: DocumentOption = DocumentSplit.line,
+    json: JsonOption = False,
+) -> None:
+    """Remove documents whose text occurs before, in the same file or another. After a kill, the same command continues.
+
+    OUT gets each file without its duplicates, removed.jsonl with what was removed, and the report dedup.json.
+
+    Example: steelyard data dedup corpus/*.jsonl.gz corpus-unique
+    """
+    from steelyard.text.dedup import DedupJob
+    from steelyard.text.dedup import dedup as run
+
+    if len(paths) < 2:
+        raise typer.BadParameter("give at least one input and the output folder")
+    result = run(DedupJob(tuple(paths[:-1]), Path(paths[-1]), document.value, json_key))
+    del result["made_of"]
+    text = f"{result['output']}: {result['kept']} of {result['documents']} documents kept, {result['removed']} removed"
+    print_result(result, json, text)
 
 
 def info(

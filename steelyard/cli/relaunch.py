@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.core.host import require_linux
 from steelyard.launch import spawn
@@ -25,6 +26,7 @@ def launch(nproc: int) -> int:
             f"--nproc {nproc} starts ranks, and {world.launcher} has already started {world.size}",
             hint="remove --nproc, or start a single process",
         )
+    console.let_others_print()
     return spawn.run([sys.executable, *_without(sys.orig_argv[1:], "--nproc")], nproc)
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -64,8 +64,14 @@ class LayerOnDevice:
         """The number of weights of its matrices."""
         return sum(row["elements"] for row in self.rows)
 
+    def ties(self) -> tuple[int, int]:
+        """The groups in which equal scores met at the cut, and all groups."""
+        tied, groups = zip(*(row["ties"] for row in self.rows), strict=True)
+        return sum(tied), sum(groups)
+
     def summary(self) -> dict[str, Any]:
-        """The layer in one row: sparsity, the relative output error over all its matrices, time."""
+        """The layer in one row: sparsity, ties, the relative output error over all its matrices, time."""
+        tied, groups = self.ties()
         known = [row for row in self.rows if row["squared_output"]]
         error = (
             sum(row["squared_error"] for row in known) / sum(row["squared_output"] for row in known) if known else None
@@ -73,6 +79,7 @@ class LayerOnDevice:
         return {
             "layer": self.number,
             "sparsity": self.pruned() / self.elements(),
+            "tied_groups": tied / groups,
             "error": error,
             "seconds": round(self.seconds, 3),
             "matrices": [_report_row(row) for row in self.rows],
@@ -81,7 +88,9 @@ class LayerOnDevice:
 
 def _report_row(row: dict[str, Any]) -> dict[str, Any]:
     error = row["squared_error"] / row["squared_output"] if row["squared_output"] else None
-    shown = {"name": row["name"], "sparsity": row["pruned"] / row["elements"], "error": error}
+    tied, groups = row["ties"]
+    sparsity = row["pruned"] / row["elements"]
+    shown = {"name": row["name"], "sparsity": sparsity, "tied_groups": tied / groups, "error": error}
     return shown | {key: row[key] for key in ("damping", "dead")}
 
 
@@ -136,8 +145,9 @@ def _prune(weight_OI: Tensor, name: str, gram: Gram | None, task: Task) -> tuple
         "squared_output": whole,
         "damping": pruned.damping,
         "dead": pruned.dead,
+        "ties": pruned.ties,
     }
-    return Pruned(pruned.mask_OI.cpu(), pruned.weight_OI.cpu(), pruned.damping, pruned.dead), row
+    return replace(pruned, mask_OI=pruned.mask_OI.cpu(), weight_OI=pruned.weight_OI.cpu()), row
 
 
 class Gram:

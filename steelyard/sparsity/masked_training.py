@@ -25,7 +25,7 @@ from steelyard.sparsity import frozen_base
 from steelyard.sparsity.mask_prior import check_masks, held, refuse_fewer
 from steelyard.sparsity.mask_sources import SPARSITY, Carried, Masks, carried, masks_of
 from steelyard.sparsity.masked_linear import masked_sizes, replace_linears
-from steelyard.sparsity.patterns import Pattern
+from steelyard.sparsity.patterns import Pattern, place_hash
 from steelyard.sparsity.pruned_source import through
 from steelyard.training import device as devices
 from steelyard.training.engine import Engine
@@ -74,7 +74,7 @@ class SrSte(_OnMatrices):
         pattern, decay_1 = Pattern.parse(self.sparsity.pattern), self.decay_1
 
         def make(linear: Linear, name: str) -> Linear:
-            linear.product = _LargestProduct(linear.product, pattern, decay_1)
+            linear.product = _LargestProduct(linear, pattern, decay_1)
             return linear
 
         replace_linears(model, self.names, make)
@@ -168,11 +168,14 @@ class FixedZeros(_OnMatrices):
 
 
 class _LargestProduct:
-    def __init__(self, product: Any, pattern: Pattern, decay_1: Tensor) -> None:
-        self.product, self.pattern, self.decay_1 = product, pattern, decay_1
+    def __init__(self, linear: Linear, pattern: Pattern, decay_1: Tensor) -> None:
+        self.linear, self.product, self.pattern, self.decay_1 = linear, linear.product, pattern, decay_1
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        mask = self.pattern.keep_best(weight.detach().abs())
+        dim, index, _ = self.linear.part
+        rows, columns = weight.shape
+        first = (index * rows, 0) if dim == 0 else (0, index * columns)
+        mask = self.pattern.keep_best(weight.detach().abs(), place_hash(weight.shape, weight.device, first))
         masked: Tensor = _Largest.apply(weight, mask, self.decay_1)  # type: ignore[no-untyped-call]
         product: Tensor = self.product(x, masked, bias)
         return product

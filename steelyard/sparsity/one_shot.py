@@ -15,7 +15,7 @@ Tensor suffixes: O outputs, I inputs.
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from steelyard.core.errors import RuntimeFailure, UserError
-from steelyard.sparsity.patterns import Pattern
+from steelyard.sparsity.patterns import Pattern, place_hash
 
 Method = Literal["magnitude", "wanda", "sparsegpt", "hessian"]
 METHODS: tuple[Method, ...] = ("magnitude", "wanda", "sparsegpt", "hessian")
@@ -43,6 +43,8 @@ class Pruned:
     """Of H, relative to its mean diagonal; None without H."""
     dead: int = 0
     """Inputs that are zero in every token."""
+    ties: tuple[int, int] = (0, 0)
+    """Groups in which equal scores met at the cut, and all groups; without groups of the pattern, rows or blocks."""
 
 
 class Hessian:
@@ -81,25 +83,26 @@ def prune_matrix(
     """Prune one matrix. The result has the weight's dtype and device."""
     weight = weight_OI.float()
     if method == "magnitude":
-        return _without(weight_OI, pattern.keep_best(weight.abs()))
+        return _by_score(weight_OI, weight.abs(), pattern)
     assert hessian is not None, "only magnitude needs no inputs"
     if method == "wanda":
         # ||x_i||^2 is H_ii times n/2, which gives the same order.
-        return _without(weight_OI, pattern.keep_best(weight.abs() * hessian.matrix_II.diagonal().sqrt()))
+        return _by_score(weight_OI, weight.abs() * hessian.matrix_II.diagonal().sqrt(), pattern)
     weight = weight.masked_fill(hessian.dead_I, 0.0)
     dead = int(hessian.dead_I.sum())
     factor_II, damping = hessian.factor
     if method == "hessian":
-        mask_OI = pattern.keep_best(weight.square() / factor_II.diagonal().square())
-        return _without(weight_OI, mask_OI, damping, dead)
-    mask_OI, updated_OI = walk(weight, factor_II, pattern)
-    if not update:
-        return _without(weight_OI, mask_OI, damping, dead)
-    return Pruned(mask_OI, updated_OI.to(weight_OI.dtype), damping, dead)
+        scored = _by_score(weight_OI, weight.square() / factor_II.diagonal().square(), pattern)
+        return replace(scored, damping=damping, dead=dead)
+    mask_OI, updated_OI, ties = walk(weight, factor_II, pattern)
+    kept_OI = updated_OI.to(weight_OI.dtype) if update else weight_OI.masked_fill(~mask_OI, 0)
+    return Pruned(mask_OI, kept_OI, damping, dead, ties)
 
 
-def _without(weight_OI: Tensor, mask_OI: Tensor, damping: float | None = None, dead: int = 0) -> Pruned:
-    return Pruned(mask_OI, weight_OI.masked_fill(~mask_OI, 0), damping, dead)
+def _by_score(weight_OI: Tensor, scores_OI: Tensor, pattern: Pattern) -> Pruned:
+    mask_OI = pattern.keep_best(scores_OI)
+    tied_G = pattern.ties(scores_OI, mask_OI)
+    return Pruned(mask_OI, weight_OI.masked_fill(~mask_OI, 0), ties=(int(tied_G.sum()), tied_G.numel()))
 
 
 def inverse_factor(hessian_II: Tensor) -> tuple[Tensor, float]:
@@ -123,8 +126,8 @@ def inverse_factor(hessian_II: Tensor) -> tuple[Tensor, float]:
     )
 
 
-def walk(weight_OI: Tensor, factor_II: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor]:
-    """SparseGPT: the mask, and the updated weights that compensate for it.
+def walk(weight_OI: Tensor, factor_II: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor, tuple[int, int]]:
+    """SparseGPT: the mask, the updated weights that compensate for it, and the ties of `Pruned`.
 
     The matrix is transposed, so that each column is contiguous. The update of later columns by a block of columns is
     one matrix product.
@@ -134,24 +137,29 @@ def walk(weight_OI: Tensor, factor_II: Tensor, pattern: Pattern) -> tuple[Tensor
     at_once = max(group, COLUMNS_AT_ONCE // group * group)
     weight_IO = weight_OI.t().contiguous()
     mask_IO = torch.ones_like(weight_IO, dtype=torch.bool)
+    hash_OI, tied = place_hash(weight_OI.shape, weight_OI.device), []
     for first in range(0, inputs, at_once):
         end = min(first + at_once, inputs)
-        block, errors = weight_IO[first:end], torch.empty_like(weight_IO[first:end])
+        block = weight_IO[first:end]
+        errors, scores = torch.empty_like(block), torch.empty_like(block)
         factor = factor_II[first:end, first:end]
         strengths = factor.diagonal().square()[:, None]
         steps = factor.diagonal().reciprocal()[:, None]
         for column in range(end - first):
             if column % group == 0:
                 ahead = slice(column, column + group)
-                scores = block[ahead].square() / strengths[ahead]
-                kept = pattern.keep_best(scores.t(), across_rows=True).t()
+                scores[ahead] = block[ahead].square() / strengths[ahead]
+                hashes = hash_OI[:, first + column : min(first + column + group, end)]
+                kept = pattern.keep_best(scores[ahead].t(), hashes, across_rows=True).t()
                 mask_IO[first + column : first + column + group] = kept
                 lost = (~kept).float()
             torch.mul(block[column], lost[column % group], out=errors[column]).mul_(steps[column])
             block[column:].addr_(factor[column, column:], errors[column], alpha=-1)
+        tied.append(pattern.ties(scores.t(), mask_IO[first:end].t(), across_rows=True))
         block.masked_fill_(~mask_IO[first:end], 0)
         weight_IO[end:].addmm_(factor_II[first:end, end:].t(), errors, alpha=-1)
-    return mask_IO.t().contiguous(), weight_IO.t().contiguous()
+    tied_G = torch.cat(tied)
+    return mask_IO.t().contiguous(), weight_IO.t().contiguous(), (int(tied_G.sum()), tied_G.numel())
 
 
 def reconstruction_error(before_OI: Tensor, after_OI: Tensor, hessian_II: Tensor) -> tuple[float, float]:

@@ -1,20 +1,23 @@
 """Sparsity patterns: N of every M consecutive weights along the input dimension, or a share of each row.
 
 "2:4" keeps two of four, which GPUs can accelerate. "0.5" prunes half of the weights anywhere in a row.
-Ties are broken by index: the weight with the lower index is kept.
+
+Quantised weights have many equal magnitudes, so equal scores often meet at the cut. A hash of the weight's row and
+column in the whole matrix breaks these ties: no column is favoured, and every layout and device keeps the same weights.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from steelyard.core.errors import UserError
+from steelyard.sparsity.gumbel import mixed
 
 LARGEST_GROUP = 1024
 
@@ -51,15 +54,32 @@ class Pattern:
         masks = torch.zeros(len(rows), self.group)
         return masks.scatter_(1, torch.tensor(rows), 1.0)
 
-    def keep_best(self, scores: Tensor, across_rows: bool = False) -> Tensor:
+    def keep_best(self, scores_OI: Tensor, hash_OI: Tensor | None = None, across_rows: bool = False) -> Tensor:
         """True where a weight is kept: the highest scores of each group, or of each row without groups.
 
+        Scores are not negative. `hash_OI` breaks ties (`place_hash`); the default is that of a whole matrix.
         SparseGPT compares all rows of a block of columns instead (`across_rows`), which matters only without groups.
         """
+        hash_OI = place_hash(scores_OI.shape, scores_OI.device) if hash_OI is None else hash_OI
+        # Floats that are not negative have the order of their bits as integers.
+        ranked_OI = (scores_OI.float().view(torch.int32).long() << 32) + hash_OI
+        order_GM = self._groups(ranked_OI, across_rows).argsort(dim=-1, descending=True, stable=True)
+        members = order_GM.shape[-1]
+        keep = self.keep if self.group else members - int(members * self.share)
+        kept_GM = torch.zeros_like(order_GM, dtype=torch.bool).scatter_(-1, order_GM[:, :keep], True)
+        return kept_GM.view(scores_OI.shape)
+
+    def ties(self, scores_OI: Tensor, mask_OI: Tensor, across_rows: bool = False) -> Tensor:
+        """For each group, whether a pruned weight has the score of a kept one."""
+        scores_GM, mask_GM = (self._groups(tensor, across_rows) for tensor in (scores_OI, mask_OI))
+        lowest_kept_G = scores_GM.masked_fill(~mask_GM, torch.inf).amin(dim=-1)
+        return lowest_kept_G == scores_GM.masked_fill(mask_GM, -torch.inf).amax(dim=-1)
+
+    def _groups(self, matrix_OI: Tensor, across_rows: bool) -> Tensor:
+        """The weights that compete with each other, along the last dimension."""
         if self.group:
-            return _highest(scores.unflatten(-1, (-1, self.group)), self.keep).flatten(-2)
-        rows = scores.flatten() if across_rows else scores
-        return _highest(rows, rows.shape[-1] - int(rows.shape[-1] * self.share)).view_as(scores)
+            return matrix_OI.reshape(-1, self.group)
+        return matrix_OI.reshape(1, -1) if across_rows else matrix_OI
 
     def follows(self, mask: Tensor) -> bool:
         """Whether a mask has this pattern: every group keeps `keep` weights, or the pruned share is right."""
@@ -82,7 +102,13 @@ class Pattern:
                 )
 
 
-def _highest(scores: Tensor, count: int) -> Tensor:
-    """True at the `count` highest scores of the last dimension."""
-    order = scores.argsort(dim=-1, descending=True, stable=True)
-    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order[..., :count], True)
+def place_hash(shape: Sequence[int], device: torch.device, first: tuple[int, int] = (0, 0)) -> Tensor:
+    """A hash of each place of a matrix, or of its shard or block that begins at row and column `first`, as int32.
+
+    The places of one row have different hashes.
+    """
+    rows, columns = (
+        torch.arange(start, start + size, dtype=torch.int32, device=device)
+        for start, size in zip(first, shape, strict=True)
+    )
+    return mixed(mixed(rows)[:, None] + columns)

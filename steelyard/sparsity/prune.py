@@ -143,7 +143,9 @@ def _write(
         with closing(pruned_layers(source, task, tokens_BL)) as layers:
             for layer in layers:
                 row = layer.summary()
-                rows.append({"row": row, "pruned": layer.pruned(), "elements": layer.elements()})
+                tied, groups = layer.ties()
+                counts = {"pruned": layer.pruned(), "elements": layer.elements(), "tied": tied, "groups": groups}
+                rows.append({"row": row, **counts})
                 console.say(as_line(row))
                 yield layer
 
@@ -159,15 +161,21 @@ def _write(
 
 
 def _totals(report: list[dict[str, Any]], sizes: dict[str, tuple[int, int]]) -> dict[str, Any]:
-    pruned, elements = (sum(layer[key] for layer in report) for key in ("pruned", "elements"))
+    keys = ("pruned", "elements", "tied", "groups")
+    pruned, elements, tied, groups = (sum(layer[key] for layer in report) for key in keys)
     whole = sum(rows * columns for rows, columns in sizes.values())
-    return {"sparsity": pruned / elements, "sparsity_of_all_layers": pruned / whole}
+    return {
+        "sparsity": pruned / elements,
+        "sparsity_of_all_layers": pruned / whole,
+        "tied_groups": tied / groups,
+    }
 
 
 def as_line(row: dict[str, Any]) -> str:
     """A layer's row as a log line."""
     error = "unknown" if row["error"] is None else f"{row['error']:.5f}"
-    return f"layer {row['layer']:3d}  sparsity {row['sparsity']:.4f}  error {error}  {row['seconds']:.2f} s"
+    shares = f"sparsity {row['sparsity']:.4f}  ties {row['tied_groups']:.4f}"
+    return f"layer {row['layer']:3d}  {shares}  error {error}  {row['seconds']:.2f} s"
 
 
 def as_text(report: dict[str, Any]) -> str:
@@ -176,13 +184,15 @@ def as_text(report: dict[str, Any]) -> str:
         "written": f"{report['path']} ({report['saved']})",
         "method": report["method"] + (", weights updated" if report["update_weights"] else ""),
         "pattern": f"{report['pattern']}, {report['sparsity']:.4f} of the chosen matrices pruned",
+        "ties": f"{100 * report['tied_groups']:.2f}% of the groups have equal scores at the cut; a hash decides",
         "calibration": report["calibration"] or "none",
         "inputs": "of the dense model" if report["dense_inputs"] else "of the pruned layers before",
         "time": f"{report['seconds']:.1f} s",
     }
     lines = [f"{key:12} {value}" for key, value in head.items()]
-    table = [f"{'layer':>5} {'sparsity':>9} {'error':>9} {'seconds':>8}"]
+    table = [f"{'layer':>5} {'sparsity':>9} {'ties':>7} {'error':>9} {'seconds':>8}"]
     for row in report["layers"]:
         error = "unknown" if row["error"] is None else f"{row['error']:.5f}"
-        table.append(f"{row['layer']:5d} {row['sparsity']:9.4f} {error:>9} {row['seconds']:8.2f}")
+        shares = f"{row['sparsity']:9.4f} {row['tied_groups']:7.4f}"
+        table.append(f"{row['layer']:5d} {shares} {error:>9} {row['seconds']:8.2f}")
     return "\n".join([*lines, "", *table])

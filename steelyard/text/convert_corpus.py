@@ -44,16 +44,12 @@ def convert(inputs: list[Path], output: Path, mode: DocumentMode = "line", key: 
 
 def _records(inputs: list[Path], mode: DocumentMode, advance: Any) -> Iterator[dict[str, Any]]:
     for path in inputs:
-        size, done = path.stat().st_size if path.is_file() else 0, 0
         for piece in pieces(path, mode):
             try:
                 yield from records(piece)
             except BadDocument as error:
                 raise complaint(piece, error) from None
-            if piece.data is None and piece.unpacked is None:
-                advance(piece.end - piece.start)
-                done += piece.end - piece.start
-        advance(size - done)
+            advance(piece.file_bytes)
 
 
 def _write_jsonl(documents: Iterable[dict[str, Any]], file: IO[bytes]) -> int:

@@ -17,7 +17,16 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from steelyard.core.errors import UserError
-from steelyard.text.formats import CorpusFormat, format_of, on_disk, reading
+from steelyard.text.formats import (
+    BASES,
+    COMPRESSIONS,
+    CorpusFormat,
+    decompressing,
+    format_of,
+    on_disk,
+    open_corpus,
+    reading,
+)
 
 DocumentMode = Literal["line", "blank", "file"]
 PIECE_BYTES = 16 << 20
@@ -33,6 +42,8 @@ class CorpusChunk:
     mode: DocumentMode
     start: int
     end: int
+    file_bytes: int
+    """Bytes of the file that were read for it, for progress."""
     data: bytes | None = None
     unpacked: Path | None = None
 
@@ -60,6 +71,35 @@ def named_files(names: Iterable[str]) -> list[Path]:
     return paths
 
 
+def corpus_files(names: Iterable[str]) -> dict[str, Path]:
+    """The files of names, patterns and folders, in order, by their name in a copy of the corpus.
+
+    A folder stands for all files in it, at any depth, whose names have a known format.
+    """
+    found: dict[str, Path] = {}
+    for name in names:
+        folder = Path(name)
+        if folder.is_dir():
+            paths = sorted(path for path in folder.rglob("*") if path.is_file() and _is_corpus(path, folder))
+            named = {str(path.relative_to(folder)): path for path in paths}
+            if not named:
+                raise UserError(f"the folder {name} has no .txt, .jsonl or .parquet files")
+        else:
+            named = {path.name: path for path in named_files([name])}
+        for own, path in named.items():
+            if own in found:
+                raise UserError(f"{found[own]} and {path} have the same name", hint="give the folder above both")
+            format_of(path)
+            found[own] = path
+    return found
+
+
+def _is_corpus(path: Path, folder: Path) -> bool:
+    if any(part.startswith(".") for part in path.relative_to(folder).parts):
+        return False
+    return (path.with_suffix("") if path.suffix in COMPRESSIONS else path).suffix in BASES
+
+
 def pieces(path: Path, mode: DocumentMode = "line", size: int = PIECE_BYTES) -> Iterator[CorpusChunk]:
     """Split a file into chunks."""
     format_ = format_of(path)
@@ -67,18 +107,19 @@ def pieces(path: Path, mode: DocumentMode = "line", size: int = PIECE_BYTES) -> 
         yield from _row_groups(path, format_)
         return
     mode = "line" if format_.base == "jsonl" else mode
-    with reading(path, format_.compression) as file:
+    with open_corpus(path) as raw, decompressing(raw, path, format_.compression) as file:
         if format_.compression or mode == "file":
-            start = 0
+            start = read = 0
             while data := _next_block(file, mode, size):
-                yield CorpusChunk(path, format_, mode, start, start + len(data), data)
+                read, before = raw.tell(), read
+                yield CorpusChunk(path, format_, mode, start, start + len(data), read - before, data)
                 start += len(data)
         else:
             total, start = path.stat().st_size, 0
             while start < total:
                 file.seek(min(start + size, total) - 1)
                 end = file.tell() + len(_to_next_document(file, mode))
-                yield CorpusChunk(path, format_, mode, start, end)
+                yield CorpusChunk(path, format_, mode, start, end, end - start)
                 start = end
 
 
@@ -90,7 +131,7 @@ def records(piece: CorpusChunk, bad: list[BadDocument] | None = None) -> Iterato
     if piece.format.base == "parquet":
         yield from _rows(piece)
         return
-    for number, raw in enumerate(_texts(piece)):
+    for number, raw in enumerate(raw_documents(piece)):
         try:
             yield _parsed(raw, piece.format, number, whole=piece.mode == "file")
         except BadDocument as error:
@@ -156,7 +197,8 @@ def _to_next_document(file: IO[bytes], mode: DocumentMode, before: bytes = b"") 
     return b"".join([*lines, line])
 
 
-def _texts(piece: CorpusChunk) -> Iterator[bytes]:
+def raw_documents(piece: CorpusChunk) -> Iterator[bytes]:
+    """The documents of a chunk of txt or jsonl as they are in the file; a line has its line break."""
     if piece.mode == "file":
         return iter([piece.data or b""])
     lines = _lines(piece.path, piece.start, piece.end) if piece.data is None else iter(io.BytesIO(piece.data))
@@ -212,8 +254,10 @@ def _row_groups(path: Path, format_: CorpusFormat) -> Iterator[CorpusChunk]:
             groups = parquet.ParquetFile(unpacked).num_row_groups
         except (pyarrow.ArrowException, OSError) as error:
             raise UserError(f"this is not a parquet file: {error}", where=str(path)) from None
+        size = path.stat().st_size
         for group in range(groups):
-            yield CorpusChunk(path, format_, "line", group, group + 1, unpacked=unpacked)
+            share = size * (group + 1) // groups - size * group // groups
+            yield CorpusChunk(path, format_, "line", group, group + 1, share, unpacked=unpacked)
 
 
 def _rows(piece: CorpusChunk) -> Iterator[dict[str, Any]]:

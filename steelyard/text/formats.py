@@ -44,15 +44,26 @@ def format_of(path: Path) -> CorpusFormat:
 @contextlib.contextmanager
 def reading(path: Path, compression: Compression) -> Iterator[IO[bytes]]:
     """Open a file and decompress it. A truncated file, or one of another format, is an error that names the file."""
+    with open_corpus(path) as raw, decompressing(raw, path, compression) as file:
+        yield file
+
+
+def open_corpus(path: Path) -> IO[bytes]:
+    """Open a file that must exist."""
     if not path.is_file():
         raise UserError(f"there is no file {path}")
-    with open(path, "rb") as raw:
-        try:
-            yield _decompressed(raw, compression)
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise UserError(f"the gzip data is truncated or damaged: {error}", where=str(path)) from None
-        except _zstd_error() as error:
-            raise UserError(f"the zstd data is damaged: {error}", where=str(path)) from None
+    return open(path, "rb")
+
+
+@contextlib.contextmanager
+def decompressing(raw: IO[bytes], path: Path, compression: Compression) -> Iterator[IO[bytes]]:
+    """Decompress an open file; `raw.tell()` is then how far it has been read."""
+    try:
+        yield _decompressed(raw, compression)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise UserError(f"the gzip data is truncated or damaged: {error}", where=str(path)) from None
+    except _zstd_error() as error:
+        raise UserError(f"the zstd data is damaged: {error}", where=str(path)) from None
 
 
 @contextlib.contextmanager

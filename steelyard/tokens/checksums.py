@@ -42,7 +42,11 @@ def write(prefix: str | Path, index: Path | None = None) -> None:
     block = SMALLEST_BLOCK
     while size > block * MOST_BLOCKS:
         block *= 2
-    blocks = [crc for _, crc in _blocks(tokens, block, range(-(-size // block)))]
+    blocks = []
+    with console.progress("checksums", -(-size // block), "blocks") as progress:
+        for _, crc in _blocks(tokens, block, range(-(-size // block))):
+            blocks.append(crc)
+            progress.advance(1)
     content: dict[str, Any] = {
         "format": FORMAT,
         "idx": {"bytes": index.stat().st_size, "crc32": _crc(index)},

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -17,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from steelyard.core import files
+from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.tokens import checksums
 from steelyard.tokens.indexed_dataset import CODES, HEADER, MAGIC, IndexedTokens, bin_path, idx_path
@@ -101,9 +101,10 @@ def merge(prefixes: list[str], prefix: str) -> dict[str, Any]:
     if idx_path(prefix).exists():
         raise UserError(f"{idx_path(prefix)} already exists", hint="choose another prefix")
     checksums.path_of(prefix).unlink(missing_ok=True)
-    with files.atomic_file(bin_path(prefix), "wb") as target:
+    total = sum(bin_path(dataset.prefix).stat().st_size for dataset in datasets)
+    with files.atomic_file(bin_path(prefix), "wb") as target, console.progress("merge", total, "B") as progress:
         for dataset in datasets:
-            _append(bin_path(dataset.prefix), target)
+            _append(bin_path(dataset.prefix), target, progress.advance)
     written = write_index(prefix, lengths, dtype, with_checksums=True)
     return {"prefix": prefix, **written}
 
@@ -130,21 +131,23 @@ def write_index(
     return {"documents": documents, "sequences": sequences, "tokens": tokens, "dtype": dtype.name}
 
 
-def _append(path: Path, target: IO[bytes]) -> None:
+def _append(path: Path, target: IO[bytes], advance: Callable[[float], None] = lambda amount: None) -> None:
     """Append a file to another in the kernel, or through memory if that is not possible."""
     with open(path, "rb") as source:
         target.flush()
-        if not _copied_in_kernel(source, target):
-            shutil.copyfileobj(source, target, COPY_BYTES)
+        if not _copied_in_kernel(source, target, advance):
+            while block := source.read(COPY_BYTES):
+                target.write(block)
+                advance(len(block))
 
 
-def _copied_in_kernel(source: IO[bytes], target: IO[bytes]) -> bool:
+def _copied_in_kernel(source: IO[bytes], target: IO[bytes], advance: Callable[[float], None]) -> bool:
     """Copy in the kernel and return whether it worked; macOS and some file systems do not support it."""
     if not hasattr(os, "copy_file_range"):
         return False
     try:
-        while os.copy_file_range(source.fileno(), target.fileno(), COPY_BYTES):
-            pass
+        while count := os.copy_file_range(source.fileno(), target.fileno(), COPY_BYTES):
+            advance(count)
     except OSError as error:
         if error.errno not in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
             raise

@@ -129,11 +129,14 @@ def _encoded(job: TokenizeJob, paths: list[Path], worker_count: int) -> Iterator
                 progress.advance(weight, note=f"{count(documents)} documents")
                 return result
 
-            for number, (piece, weight) in enumerate(_all_pieces(job, paths)):
+            chunks = (piece for path in paths for piece in pieces(path, job.document, job.piece_bytes))
+            for number, piece in enumerate(chunks):
                 finished = _finished(job, number)
-                waiting.append((weight, finished or pool.submit(encode_piece, job, number, piece)))
-                progress.done_before += weight if finished else 0
-                if len(waiting) > 2 * worker_count:
+                waiting.append((piece.file_bytes, finished or pool.submit(encode_piece, job, number, piece)))
+                progress.done_before += piece.file_bytes if finished else 0
+                # The decompressed copy of a parquet file is removed after its last chunk.
+                most = 0 if piece.unpacked is not None and piece.unpacked != piece.path else 2 * worker_count
+                while len(waiting) > most:
                     yield first()
             while waiting:
                 yield first()
@@ -196,21 +199,6 @@ def _texts(piece: CorpusChunk, keys: tuple[str, ...], bad: list[BadDocument] | N
                 bad.append(error)
     except BadDocument as error:
         raise complaint(piece, error, "fix it, or pass --on-bad-line skip") from None
-
-
-def _all_pieces(job: TokenizeJob, paths: list[Path]) -> Iterator[tuple[CorpusChunk, int]]:
-    """All chunks in order, each with its size in bytes of input."""
-    for path in paths:
-        size, seen = path.stat().st_size, 0
-        previous: CorpusChunk | None = None
-        for piece in pieces(path, job.document, job.piece_bytes):
-            if previous is not None:
-                weight = previous.end - previous.start if previous.data is None and previous.unpacked is None else 0
-                seen += weight
-                yield previous, weight
-            previous = piece
-        if previous is not None:
-            yield previous, size - seen
 
 
 def _part(folder: Path, number: int, key: str, kind: str) -> Path:

@@ -1,7 +1,8 @@
 """Graceful stop: the first SIGINT, SIGTERM or SIGUSR1 ends the run after the current step, a second one immediately.
 
-A scheduler may signal only some ranks, or signal them during different steps, so the ranks agree once per step. A
-signal within a second of the first is the same request by another path (terminal, launcher, scheduler).
+A scheduler may signal only some ranks, or signal them during different steps, so the ranks agree once per step, and in
+a validation, which is then discarded, once per batch. A signal within a second of the first is the same request by
+another path (terminal, launcher, scheduler).
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ class StopRequest:
     is_requested = False
     requested_at = 0.0
     agreed_by_clock = False
+    unit = "step"
+    """What still ends before the run stops, for the message."""
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """The signal handler."""
@@ -36,10 +39,19 @@ class StopRequest:
                 raise Interrupted
             return
         self.is_requested, self.requested_at = True, time.monotonic()
-        console.say("stopping after this step; send the signal again to stop immediately")
+        console.say(f"stopping after this {self.unit}; send the signal again to stop immediately")
+
+    @contextmanager
+    def during(self, unit: str) -> Iterator[None]:
+        """Name what the block repeats, and after which the ranks agree."""
+        before, self.unit = self.unit, unit
+        try:
+            yield
+        finally:
+            self.unit = before
 
     def agreed(self, out_of_time: bool = False) -> bool:
-        """Whether any rank has a request or is out of time. All ranks call this once per step and get one result."""
+        """Whether any rank has a request or is out of time. All ranks call this at the same places."""
         flags = torch.tensor([self.is_requested, out_of_time], dtype=torch.int32)
         if dist.is_initialized():
             dist.all_reduce(flags, op=dist.ReduceOp.MAX)

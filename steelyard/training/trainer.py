@@ -23,7 +23,7 @@ from steelyard.core.run import Run, for_training, now, session
 from steelyard.parallel import mesh as meshes
 from steelyard.parallel.world import World, gather_errors, init_distributed, raise_on_all_ranks, run_on_rank0
 from steelyard.sizes.param_count import flops_per_token, parameters
-from steelyard.tokens.dataloader import Loader, labels_in, read
+from steelyard.tokens.dataloader import Loader
 from steelyard.tokens.samples import Samples
 from steelyard.training import device as devices
 from steelyard.training import host_info, peak_memory, run_status, setup, timeline
@@ -38,6 +38,7 @@ from steelyard.training.profiler import PROFILE, Profiler
 from steelyard.training.straggler import StepTimer
 from steelyard.training.throughput import Speed
 from steelyard.training.train_state import TrainState
+from steelyard.training.validation import validation_loss
 
 STEPS_BEFORE_MEMORY_REPORT = 2
 TIMELINE = "timeline"
@@ -134,15 +135,15 @@ class Trainer:
         """
         recipe, counters, train = self.recipe, self.train_state.counters, self.recipe.train
         mesh, length = self.mesh, recipe.data.sequence_length
-        deadline = time.monotonic() + 3600 * train.max_hours if train.max_hours else float("inf")
+        deadline = time.monotonic() + 3600 * train.max_hours if train.max_hours else math.inf
         batches = Loader(self.training, train.batch_at, counters.samples, rank=mesh.data.index, ranks=mesh.data.size)
         total = train.samples_in(train.steps) * length
         bar = console.progress("train", total, "tokens", done=counters.tokens, lines=False)
         self.speed.begin(counters.tokens)
         report_memory_at = counters.step + STEPS_BEFORE_MEMORY_REPORT
         with bar as progress, self.recorder, batches:
-            if counters.step == 0:
-                self._validate()
+            if self.validates_first and not self._validate(stop):
+                return self._stopped(stop.agreed_by_clock)
             while counters.step < train.steps:
                 batch = train.batch_at(counters.samples)
                 rate = self._learning_rate(batch)
@@ -154,12 +155,12 @@ class Trainer:
                 if counters.step == report_memory_at:
                     console.say(peak_memory.report(self.device))
                 progress.advance(batch * length, note=f"step {counters.step}/{train.steps}")
-                is_best = out_of_patience = False
-                if is_last or _is_multiple(recipe.eval.every, counters.step):
-                    self._validate()
-                    is_best, out_of_patience = self._check_validation()
+                is_best = out_of_patience = cut_short = False
+                if self._is_validation_due():
+                    cut_short = not self._validate(stop)
+                    is_best, out_of_patience = (False, False) if cut_short else self._check_validation()
                 out_of_time = time.monotonic() > deadline
-                stopping = stop.agreed(out_of_time) and not (is_last or out_of_patience)
+                stopping = stop.agreed(out_of_time) and (cut_short or not (is_last or out_of_patience))
                 is_end = (is_last or stopping or out_of_patience) and recipe.checkpoint.at_end
                 if is_end or is_best or _is_multiple(recipe.checkpoint.every, counters.step):
                     self._save(is_best)
@@ -204,8 +205,9 @@ class Trainer:
         """End after a stop request: raise `Interrupted`, or return the state if `train.max_hours` ended the run."""
         self.saver.wait()
         step, train = self.train_state.counters.step, self.recipe.train
-        saved = f"saved step {step} of {train.steps}; the same command resumes {self.folder.path}"
-        message = saved if self.recipe.checkpoint.at_end else f"stopped at step {step} of {train.steps}"
+        message = f"stopped at step {step} of {train.steps}"
+        if self.recipe.checkpoint.at_end and step:
+            message = f"saved step {step} of {train.steps}; the same command resumes {self.folder.path}"
         if not by_clock:
             raise Interrupted(message)
         console.say(f"{train.max_hours:g} hours have passed: {message}")
@@ -240,23 +242,26 @@ class Trainer:
         self.recorder.record(record)
         console.say(line(record, self.recipe.train.steps))
 
-    def _validate(self) -> None:
-        """Measure the loss on the validation split, with the same samples every time."""
+    def _is_validation_due(self) -> bool:
+        step = self.train_state.counters.step
+        return step in (0, self.recipe.train.steps) or _is_multiple(self.recipe.eval.every, step)
+
+    def _validate(self, stop: StopRequest) -> bool:
+        """Measure and record the loss on the validation split; False if the run has to stop before it is known."""
         if self.validation is None:
-            return
+            return True
+        step = self.train_state.counters.step
         with self.recorder.paused():
-            batch = self.recipe.train.global_batch
-            part = batch // self.mesh.data.size
-            first = self.mesh.data.index * part
-            batches = self.recipe.eval.batches
-            rows = (read(self.validation, number * batch + first, part) for number in range(batches))
-            loss_sum = sum(self.engine.evaluate(each).item() for each in rows)
-            valid_loss = loss_sum / labels_in(self.validation, 0, batches * batch, self.recipe.data.sequence_length)
-            if self.train_state.counters.step:
-                self.valid_losses.append(valid_loss)
-            self.recorder.record({"step": self.train_state.counters.step, "valid_loss": valid_loss})
-            perplexity = f", perplexity {units.perplexity(valid_loss)}" if self.extension.is_likelihood else ""
-            console.say(f"step {self.train_state.counters.step}: validation loss {valid_loss:.4f}{perplexity}")
+            valid_loss = validation_loss(self.engine, self.validation, stop)
+        if valid_loss is None:
+            console.say(f"step {step}: validation stopped; it is repeated when the run resumes")
+            return False
+        if step:
+            self.valid_losses.append(valid_loss)
+        self.recorder.record({"step": step, "valid_loss": valid_loss})
+        perplexity = f", perplexity {units.perplexity(valid_loss)}" if self.extension.is_likelihood else ""
+        console.say(f"step {step}: validation loss {valid_loss:.4f}{perplexity}")
+        return True
 
     def _check_validation(self) -> tuple[bool, bool]:
         """Whether this step has the best validation loss so far, and whether `eval.patience` is exhausted.
@@ -283,7 +288,7 @@ class Trainer:
             self.saver.save(self.engine.state_shards(for_saving=True), state)
 
     def _start_or_resume(self, start_from: str | None) -> None:
-        def newest() -> tuple[checkpoint.Checkpoint | None, bool, list[float]]:
+        def newest() -> tuple[checkpoint.Checkpoint | None, bool, list[float], bool]:
             saved = checkpoint.latest(self.folder.checkpoints, set_aside=True)
             if start_from is not None:
                 if saved is not None:
@@ -303,13 +308,12 @@ class Trainer:
             last = saved.step if saved is not None and is_own else -1
             self.folder.forget_after(last)
             timeline.forget_after(self.folder.path / TIMELINE, last)
-            recorded = [
-                record["valid_loss"] for record in self.folder.metrics() if "valid_loss" in record and record["step"]
-            ]
+            records = [record for record in self.folder.metrics() if "valid_loss" in record]
+            recorded = [record["valid_loss"] for record in records if record["step"]]
             losses = [math.inf if loss is None else loss for loss in recorded]  # None is a non-finite loss.
-            return saved, is_own, losses
+            return saved, is_own, losses, bool(records) and records[-1]["step"] == last
 
-        saved, is_own, self.valid_losses = run_on_rank0(self.world, newest)
+        saved, is_own, self.valid_losses, is_validated = run_on_rank0(self.world, newest)
         if saved is None:
             self.engine.initialise()
             how = self.extension.start(self.engine, self.world)
@@ -324,6 +328,8 @@ class Trainer:
             self.engine.optimizer.copy_weights_to_host()
             self.train_state.restore(saved.state)
             how = f"resumed at step {saved.step}" + ("" if is_own else f" from {saved.path}")
+        # A stop may have ended the validation of the saved step.
+        self.validates_first = saved is None or (is_own and self._is_validation_due() and not is_validated)
         console.say(f"{self.folder.path}: {how}, {self._summary()}")
 
     def _summary(self) -> str:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from steelyard import model as models
 from steelyard.checkpoint import folder
 from steelyard.core.console import console
-from steelyard.core.errors import SteelyardError, UserError
+from steelyard.core.errors import Interrupted, SteelyardError, UserError
 from steelyard.core.recipe import load_recipe
 from steelyard.finetuning import sft
 from steelyard.model import loss as losses
@@ -48,6 +48,15 @@ def failing_training(overrides: list[str], run: str, extension: Extension | None
     except SteelyardError as error:
         return type(error).__name__, str(error), error.shared
     return "none", "", False
+
+
+def interrupted_training(overrides: list[str], run: str, extension: Extension) -> str:
+    """Train the tiny recipe, which is to be interrupted; returns what is saved."""
+    try:
+        training(overrides, run, extension)
+    except Interrupted as interruption:
+        return interruption.saved
+    return "not interrupted"
 
 
 def training_whose_last_save_is_damaged(overrides: list[str], run: str, damaged_rank: int) -> tuple[str, str, bool]:

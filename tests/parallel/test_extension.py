@@ -1,6 +1,8 @@
 """An extension changes the model, the loss, the records and the checkpoints, on any layout alike."""
 
 import math
+import os
+import signal
 
 import pytest
 import torch
@@ -10,7 +12,8 @@ from steelyard.checkpoint.dcp_metadata import SafeReader
 from steelyard.model import LanguageModel
 from steelyard.parallel.param_shards import ParamShard
 from steelyard.training.extension import Extension
-from tests.parallel.conftest import Layouts, difference
+from tests.parallel import jobs
+from tests.parallel.conftest import FAMILIES, FOUR_STEPS, Layouts, difference
 from tests.parallel.test_layouts import parallel
 from tests.parallel.test_settings import SGD, SGD_ROUNDING
 
@@ -88,3 +91,33 @@ def test_what_an_extension_leaves_out_is_not_saved_and_begins_anew(layouts: Layo
     losses = [record["loss"] for record in run.metrics() if "loss" in record]
     assert len(losses) == 4
     assert all(math.isfinite(loss) and abs(loss - losses[0]) < 0.5 for loss in losses)
+
+
+class RankOneSignalled(Extension):
+    """Sends one of the ranks a signal during the first part of the second validation."""
+
+    def __init__(self) -> None:
+        self.parts = 0
+
+    def weigh(self, engine, batch):
+        if not next(iter(engine.assembly.stages.values())).training:
+            self.parts += 1
+            if self.parts == 1 + PARTS and os.environ["RANK"] == "1":
+                os.kill(os.getpid(), signal.SIGTERM)
+        return batch, None
+
+
+PARTS = 4
+
+
+@pytest.mark.parametrize("layout", ["zero 3", "pipeline"])
+def test_ranks_agree_to_stop_in_a_validation_when_one_of_them_is_signalled(layouts: Layouts, layout: str):
+    size, overrides = LAYOUTS[layout]
+    # With two ranks of data a part is 2 x 2 samples, in a pipeline 8 samples.
+    batches = {"zero 3": 2, "pipeline": 4}[layout]
+    settings = [*FOUR_STEPS, FAMILIES["gpt"], *overrides, f"eval.batches={batches}"]
+    path = f"signalled-{layout.replace(' ', '-')}"
+    said = layouts.ranks.do(size, jobs.interrupted_training, settings, path, RankOneSignalled())
+    assert [message.split(";")[0] for message in said] == ["saved step 2 of 4"] * size
+    run = layouts.run(size, "gpt", *overrides, f"eval.batches={batches}", path=path)
+    assert difference(run.metrics(), layouts.alone("gpt", f"eval.batches={batches}")) < 10 * SGD_ROUNDING  # AdamW

@@ -7,8 +7,9 @@ import torch
 
 from steelyard.checkpoint.formats import open_source
 from steelyard.core.errors import UserError
+from steelyard.model.modules import Linear
 from steelyard.sparsity import frozen_base, mask_file, pruned_source
-from steelyard.sparsity.masked_training import _Largest
+from steelyard.sparsity.masked_training import _Largest, _LargestProduct
 from steelyard.sparsity.patterns import Pattern
 from tests.sparsity.conftest import Place
 from tests.sparsity.test_masked_linear import magnitude_masks, records
@@ -23,6 +24,22 @@ def test_straight_through_gradients_and_a_pull_on_what_is_out():
     (kept * torch.tensor([[1.0, 10.0, 100.0, 1000.0]])).sum().backward()
     assert kept.tolist() == [[3.0, 0.0, 2.0, 0.0]]
     assert torch.allclose(weight.grad, torch.tensor([[1.0, 10.0 - 0.1, 100.0, 1000.0 + 0.05]]))
+
+
+def test_a_tensor_parallel_shard_multiplies_with_the_ties_of_the_whole_weight():
+    weight, x = torch.ones(8, 32), torch.eye(32)
+
+    def masked(part, piece, inputs):
+        linear = Linear(piece.shape[1], piece.shape[0], bias=False)
+        linear.weight.data, linear.part = piece.clone(), part
+        return _LargestProduct(linear, Pattern(2, 4), torch.zeros(1))(inputs, linear.weight, None)
+
+    whole = masked((0, 0, 1), weight, x)
+    assert whole.sum() == 8 * 16
+    rows = [masked((0, index, 2), piece, x) for index, piece in enumerate(weight.chunk(2))]
+    assert torch.equal(torch.cat(rows, dim=1), whole)
+    columns = [masked((1, index, 2), piece, torch.eye(16)) for index, piece in enumerate(weight.chunk(2, dim=1))]
+    assert torch.equal(torch.cat(columns), whole)
 
 
 def test_n_of_m_training_learns_and_is_seen_through_its_masks(place: Place):

@@ -19,7 +19,7 @@ from steelyard.sparsity.prune import PruneRequest, as_text, prune
 from steelyard.sparsity.target_modules import maskable
 from tests.conftest import kill
 from tests.sparsity import published
-from tests.sparsity.small import LENGTH, SAMPLES, SHAPES, answer, inputs_of, linears, loaded, write_text, written
+from tests.sparsity.small import LENGTH, SAMPLES, SHAPES, Held, answer, inputs_of, linears, loaded, write_text, written
 
 METHODS = ["magnitude", "wanda", "hessian", "sparsegpt"]
 
@@ -117,6 +117,25 @@ def test_masks_do_not_depend_on_how_the_checkpoint_was_cut(tmp_path, method):
     for other in found[1:]:
         assert other.keys() == found[0].keys()
         assert all(torch.equal(other[name], found[0][name]) for name in other)
+
+
+def test_ties_of_a_quantised_source_are_reported_and_decided_alike_for_every_layout(tmp_path, monkeypatch):
+    exact = Held.tensor
+    monkeypatch.setattr(Held, "tensor", lambda held, name: (exact(held, name) * 16).round() / 16)
+    masks, reports = [], []
+    for place, to, layout in (("whole", "hf", {}), ("cut", "megatron", {"layout": MegatronLayout(2, 2)})):
+        (tmp_path / place).mkdir()
+        source = written(tmp_path / place, "qwen2", to, **layout)
+        reports.append(prune(PruneRequest(str(source), tmp_path / place / "m.mask", "magnitude", save="mask")))
+        held = MaskFile(tmp_path / place / "m.mask")
+        masks.append(torch.cat([held.mask(name).flatten() for name in held.names()]))
+    ordered = [open_source(source).tensor(name).abs().reshape(-1, 4).sort(1).values for name in held.names()]
+    tied = torch.cat([each[:, 1] == each[:, 2] for each in ordered])
+    assert 0.05 < tied.float().mean() < 0.95
+    assert reports[0]["tied_groups"] == reports[1]["tied_groups"] == pytest.approx(tied.float().mean().item())
+    assert f"{100 * reports[0]['tied_groups']:.2f}% of the groups" in as_text(reports[0])
+    assert torch.equal(*masks)
+    assert masks[0].view(-1, 4).float().mean(0).tolist() == pytest.approx([0.5] * 4, abs=0.05)
 
 
 @pytest.mark.parametrize("method", METHODS)

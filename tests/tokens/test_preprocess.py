@@ -7,7 +7,9 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from steelyard.core import files
 from steelyard.core.errors import UserError
@@ -63,6 +65,16 @@ def test_the_result_does_not_depend_on_workers_pieces_or_packing(corpus):
     for number, options in enumerate([{"piece_bytes": 1 << 20}, {"inputs": ("packed.jsonl.gz",)}]):
         tokenize(job(prefix=f"again{number}", **options), worker_count=2)
         assert output(f"again{number}_text_document") == expected
+
+
+def test_a_compressed_table_is_read_to_its_last_row_group(corpus):
+    tokenize(job())
+    lines = Path("corpus.jsonl").read_text().splitlines()
+    table = pyarrow.table({"text": [json.loads(line)["text"] for line in lines]})
+    parquet.write_table(table, "table.parquet", row_group_size=300)
+    Path("table.parquet.gz").write_bytes(gzip.compress(Path("table.parquet").read_bytes()))
+    tokenize(job(prefix="table", inputs=("table.parquet.gz",)))
+    assert output("table_text_document") == output()
 
 
 def test_each_key_has_its_own_pair(corpus):

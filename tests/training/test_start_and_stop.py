@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +13,7 @@ from steelyard.core.errors import Interrupted, UserError
 from steelyard.core.recipe import load_recipe
 from steelyard.core.run import Run
 from steelyard.training.extension import Extension
+from steelyard.training.validation import parts_of
 from tests.training.test_trainer import curve
 
 QUICK = ["train.steps=6", "eval.every=0", "log.every=1", "optim.decay_steps=12"]
@@ -30,6 +32,20 @@ class Signalled(Extension):
         return None
 
 
+class SignalledInValidation(Extension):
+    """Sends this process a signal during a part of a validation, and counts the parts."""
+
+    def __init__(self, number: int, part: int) -> None:
+        self.number, self.part, self.parts = number, part, 0
+
+    def weigh(self, engine, batch):
+        if not engine.assembly.model.training:
+            self.parts += 1
+            if self.parts == self.part:
+                os.kill(os.getpid(), self.number)
+        return batch, None
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 @pytest.mark.parametrize("hours", [[], ["train.max_hours=1"]])
 def test_a_signal_ends_the_run_after_its_step_and_saves_it(in_workplace, number, hours):
@@ -45,9 +61,50 @@ def test_a_signal_ends_the_run_after_its_step_and_saves_it(in_workplace, number,
     assert curve(resumed) == curve(whole)
 
 
-def test_a_signal_in_the_last_step_changes_nothing(in_workplace):
-    run = training.run(load_recipe("tiny.toml", QUICK), extension=Signalled(signal.SIGTERM, 6))
+def test_a_signal_in_the_last_step_leaves_only_the_validation_for_the_next_start(in_workplace):
+    with pytest.raises(Interrupted, match="saved step 6 of 6"):
+        training.run(load_recipe("tiny.toml", QUICK), extension=Signalled(signal.SIGTERM, 6))
+    run = training.run(load_recipe("tiny.toml", QUICK))
     assert run.state == "finished"
+    assert curve(run) == curve(training.run(load_recipe("tiny.toml", [*QUICK, "name=whole"])))
+
+
+@pytest.mark.parametrize(
+    ("number", "part", "message"),
+    [
+        (signal.SIGTERM, 2, "stopped at step 0"),
+        (signal.SIGUSR1, 6, "saved step 3"),
+        (signal.SIGINT, 10, "saved step 6"),
+    ],
+)
+def test_a_signal_ends_a_validation_before_its_next_batch_and_the_next_start_repeats_it(
+    in_workplace, capsys, number, part, message
+):
+    # Three validations of four parts: two batches of four samples, two samples at a time.
+    settings = [*QUICK, "train.micro_batch=1", "eval.every=3"]
+    extension = SignalledInValidation(number, part)
+    with pytest.raises(Interrupted, match=f"{message} of 6"):
+        training.run(load_recipe("tiny.toml", settings), extension=extension)
+    assert extension.parts == part
+    said = capsys.readouterr().err
+    assert "stopping after this batch of the validation" in said
+    assert "validation stopped" in said
+    run = training.run(load_recipe("tiny.toml", settings))
+    assert run.state == "finished"
+    assert curve(run) == curve(training.run(load_recipe("tiny.toml", [*settings, "name=whole"])))
+
+
+def test_the_parts_of_a_validation_are_as_many_on_every_rank_and_hold_each_sample_once():
+    recipe = load_recipe("gpt2-small", ["train.global_batch=24", "train.micro_batch=2", "eval.batches=3"])
+    for stages in (1, 2):
+        each = [list(parts_of(recipe, mesh(index, stages))) for index in range(3)]
+        assert len({len(parts) for parts in each}) == 1
+        samples = [first + i for parts in each for first, number in parts for i in range(number)]
+        assert sorted(samples) == list(range(72))
+
+
+def mesh(data: int, stages: int) -> SimpleNamespace:
+    return SimpleNamespace(data=SimpleNamespace(index=data, size=3), pipeline=SimpleNamespace(size=stages))
 
 
 def test_out_of_time_a_run_stops_cleanly_and_goes_on(in_workplace, capsys):

@@ -54,6 +54,9 @@ class Recipe(Section):
         steps = validators.steps(self.train, self.data.sequence_length)
         if steps != self.train.steps:
             self.__dict__["train"] = self.train.model_copy(update={"steps": steps})
+        if not self.eval.batches:
+            batches = validators.validation_batches(self.train.global_batch)
+            self.__dict__["eval"] = self.eval.model_copy(update={"batches": batches})
         validators.pipeline(self.model, self.parallel, self.train)
         validators.tensor(self.model, self.parallel, self.data.sequence_length)
         validators.batch(self.train, self.parallel)

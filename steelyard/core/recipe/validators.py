@@ -9,6 +9,8 @@ from steelyard.core.recipe.section import contradiction
 from steelyard.core.recipe.sparsity_section import SparsitySection
 from steelyard.core.recipe.train_section import TrainSection
 
+VALIDATION_SAMPLES = 256
+
 
 def steps(train: TrainSection, sequence_length: int) -> int:
     """The steps of a run, computed from its samples or tokens if one is set."""
@@ -24,6 +26,11 @@ def steps(train: TrainSection, sequence_length: int) -> int:
             f"set steps or {unit}, not both",
         )
     return wanted
+
+
+def validation_batches(global_batch: int) -> int:
+    """The default of `eval.batches`: ten, or as many as hold `VALIDATION_SAMPLES`, at least one."""
+    return min(10, -(-VALIDATION_SAMPLES // global_batch))
 
 
 def pipeline(model: GptConfig | LlamaConfig, parallel: ParallelSection, train: TrainSection) -> None:
