@@ -51,6 +51,7 @@ TASKS = {
     "Evaluate and publish": {
         "eval": ("eval", "Measure perplexity and evaluate tasks."),
         "generate": ("generate", "Generate text with a trained model."),
+        "chat": ("chat", "Talk with a model on the terminal."),
         "bench": ("bench", "Benchmark a model on this machine."),
         "checkpoint": ("checkpoint", "Convert, inspect, compare and verify checkpoints of any format."),
         "hub": ("hub", "Upload models to the hub and download them."),
