@@ -37,6 +37,7 @@ TASKS = {
     },
     "Train": {
         "quickstart": ("quickstart", "Train a small model on this machine in minutes."),
+        "init": ("init", "Write a recipe that fits a text and this machine."),
         "recipe": ("recipe", "Check, show, list, migrate and import recipes."),
         "train": ("train", "Train a model from a recipe."),
         "sft": ("sft", "Fine-tune a model on conversations."),
