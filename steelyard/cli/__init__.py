@@ -59,6 +59,7 @@ TASKS = {
     },
     "Cluster": {
         "plan": ("plan", "Find the best layout for a cluster."),
+        "site": ("site", "Describe a Slurm cluster, and test it with a short job."),
         "submit": ("submit", "Run a recipe or any command on this machine, with mpirun or on Slurm."),
         "cancel": ("cancel", "Cancel a submitted job."),
         "shell": ("shell", "Open a shell in a site's container and environment."),
