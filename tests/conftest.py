@@ -157,7 +157,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     from huggingface_hub import constants, hf_api
     from huggingface_hub.utils import _http
 
-    made = Hub()
+    made = Hub(tmp_path / "hub")
     server = serve(made)
     home = tmp_path / "hf-home"
     for name, value in {

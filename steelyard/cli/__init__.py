@@ -38,6 +38,7 @@ TASKS = {
     },
     "Train": {
         "quickstart": ("quickstart", "Train a small model on this machine in minutes."),
+        "init": ("init", "Write a recipe that fits a text and this machine."),
         "recipe": ("recipe", "Check, show, list, migrate and import recipes."),
         "train": ("train", "Train a model from a recipe."),
         "sft": ("sft", "Fine-tune a model on conversations."),
@@ -52,12 +53,14 @@ TASKS = {
     "Evaluate and publish": {
         "eval": ("eval", "Measure perplexity and evaluate tasks."),
         "generate": ("generate", "Generate text with a trained model."),
+        "chat": ("chat", "Talk with a model on the terminal."),
         "bench": ("bench", "Benchmark a model on this machine."),
         "checkpoint": ("checkpoint", "Convert, inspect, compare and verify checkpoints of any format."),
         "hub": ("hub", "Upload models to the hub and download them."),
     },
     "Cluster": {
         "plan": ("plan", "Find the best layout for a cluster."),
+        "site": ("site", "Describe a Slurm cluster, and test it with a short job."),
         "submit": ("submit", "Run a recipe or any command on this machine, with mpirun or on Slurm."),
         "cancel": ("cancel", "Cancel a submitted job."),
         "shell": ("shell", "Open a shell in a site's container and environment."),

@@ -109,14 +109,15 @@ def _warn_of_short_lines(inputs: list[str], document: DocumentSplit, made: list[
 def download(
     source: Annotated[str, typer.Argument(metavar="NAME|URL", help="See the list below.")],
     out: Annotated[Path, typer.Option(help="The output folder.")],
-    shards: Annotated[str, typer.Option(help="c4: the shards, like 0-3 or 0,7.")] = "0",
+    shards: Annotated[str, typer.Option(help="c4, bookcorpus, arxiv: the shards, like 0-3 or 0,7.")] = "0",
     json: JsonOption = False,
 ) -> None:
     """Download a dataset. Existing files are not downloaded again; an interrupted download is resumed.
 
-    NAME is wikitext-2-v1, wikitext-2-raw-v1, wikitext-103-v1, wikitext-103-raw-v1 (one jsonl per split), c4 (English,
-    jsonl.gz shards), or hf:org/name or hf:org/name/config (any dataset of the hub; needs the datasets library). A
-    URL downloads one file.
+    NAME is wikitext-2-v1, wikitext-2-raw-v1, wikitext-103-v1 or wikitext-103-raw-v1 (one jsonl per split), c4 (English,
+    jsonl.gz shards), bookcorpus (parquet shards), arxiv (papers of RedPajama, jsonl shards), arxiv-sample,
+    openassistant or openassistant-guanaco (conversations, one jsonl per split), or hf:org/name or hf:org/name/config
+    (any dataset of the hub; needs the datasets library). A URL downloads one file.
 
     Example: steelyard data download wikitext-2-raw-v1 --out data/wikitext-2
     """

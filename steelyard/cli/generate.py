@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Annotated
 
 import typer
@@ -15,7 +16,14 @@ from steelyard.cli.options import (
     DtypeOption,
     JsonOption,
     MaskOption,
+    MaxTokensOption,
+    SeedOption,
+    SystemOption,
+    TemperatureOption,
+    TemplateOption,
     TokenizerOption,
+    TopKOption,
+    TopPOption,
     print_result,
 )
 from steelyard.core.errors import UserError
@@ -28,12 +36,17 @@ def register(root: typer.Typer, name: str, help_: str) -> None:
 
 def generate(
     checkpoint: CheckpointArgument,
-    prompt: Annotated[str, typer.Option(help="The text to continue.")],
-    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of new tokens.")] = 100,
-    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 0.8,
-    top_k: Annotated[int, typer.Option(min=0, help="Sample from the k most likely tokens; 0 from all.")] = 50,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus sampling: total probability.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Sampling seed.")] = 0,
+    prompt: Annotated[str, typer.Option(help="The text to continue, or with --chat the message.")],
+    chat: Annotated[
+        bool, typer.Option("--chat", help="The prompt is a message; print the model's answer, by its chat template.")
+    ] = False,
+    system: SystemOption = None,
+    template: TemplateOption = None,
+    max_tokens: MaxTokensOption = 100,
+    temperature: TemperatureOption = 0.8,
+    top_k: TopKOption = 50,
+    top_p: TopPOption = 1.0,
+    seed: SeedOption = 0,
     stream: Annotated[bool, typer.Option("--stream", help="Print the text while it is generated.")] = False,
     tokenizer: TokenizerOption = None,
     mask: MaskOption = None,
@@ -42,22 +55,29 @@ def generate(
     dtype: DtypeOption = DtypeChoice.auto,
     json: JsonOption = False,
 ) -> None:
-    """Continue a prompt with a trained model.
+    """Continue a prompt with a trained model, or answer it.
 
     Example: steelyard generate runs/quickstart --prompt "def " --stream
+    Example: steelyard generate runs/sft --chat --system "Be brief." --prompt "What is Slurm?"
     """
+    if not chat and (system or template):
+        raise UserError("--system and --template need --chat", hint="add --chat, or leave them out")
     if stream and json:
         raise UserError(
             "--stream and --json cannot be combined: --json prints one object at the end", hint="choose one"
         )
+    from steelyard.evaluate.chat import open_chat
     from steelyard.evaluate.generation import Sampling, result, writer
 
     sampling = Sampling(max_tokens, temperature, top_k, top_p, seed)
     opened = writer(checkpoint, tokenizer, device, dtype, mask, base)
+    if chat:
+        pieces = open_chat(opened, checkpoint, template, system).answer(prompt, sampling)
+    else:
+        pieces = chain([prompt], opened.stream(prompt, sampling))
     if not stream:
-        generated = result(opened, prompt, sampling)
+        generated = result(opened, prompt, pieces)
         return print_result(generated, json, generated["text"])
-    print(prompt, end="", flush=True)
-    for piece in opened.stream(prompt, sampling):
+    for piece in pieces:
         print(piece, end="", flush=True)
     print()

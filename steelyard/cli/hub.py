@@ -17,7 +17,7 @@ TokenWords = Annotated[list[str] | None, typer.Argument(hidden=True)]
 def register(root: typer.Typer, name: str, help_: str) -> None:
     """Add the commands to the tree."""
     group = typer.Typer(help=help_, rich_markup_mode=None, no_args_is_help=True)
-    for command in (push, pull, whoami):
+    for command in (push, pull, whoami, serve):
         group.command(command.__name__)(command)
     # All further arguments are accepted, so that the error for a token on the command line does not repeat the token.
     group.command("login", context_settings={"ignore_unknown_options": True})(login)
@@ -115,3 +115,30 @@ def whoami(json: JsonOption = False) -> None:
 
     result = hub.whoami()
     print_result(result, json, str(result["name"]))
+
+
+def serve(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of the hub; models/ORG/NAME is a model.")],
+    host: Annotated[
+        str, typer.Option(help="The address to listen on; everyone who can reach it can download.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 selects a free one.")] = 8328,
+    user: Annotated[str, typer.Option(help="The user name that whoami reports and push uses.")] = "local",
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Uploads need the token in this file.  [default: any token]", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Serve a folder as a hub, for rehearsals and for sites without a network.
+
+    huggingface_hub, transformers and this command use it if HF_ENDPOINT names it. Files copied to DIR/models/ORG/NAME
+    or DIR/datasets/ORG/NAME are served, and uploads are stored there.
+
+    Example: steelyard hub serve my-hub
+    """
+    from steelyard.checkpoint import hub
+    from steelyard.checkpoint.hub import local_hub
+
+    local_hub.serve(folder, host, port, user, None if token_file is None else hub.read_token(token_file))

@@ -80,6 +80,22 @@ BaseOption = Annotated[
         metavar="PATH", help="The base weights of a mask-learning run, if they were moved.", show_default=False
     ),
 ]
+MaxTokensOption = Annotated[int, typer.Option(min=1, help="Maximum number of new tokens.")]
+TemperatureOption = Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")]
+TopKOption = Annotated[int, typer.Option(min=0, help="Sample from the k most likely tokens; 0 from all.")]
+TopPOption = Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus sampling: total probability.")]
+SeedOption = Annotated[int, typer.Option(help="Sampling seed.")]
+SystemOption = Annotated[
+    str | None, typer.Option(metavar="TEXT", help="The system prompt of the conversation.", show_default=False)
+]
+TemplateOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME|FILE",
+        help="A chat template other than the model's own: chatml, llama2, llama3, alpaca, japanese, plain or a file.",
+        show_default=False,
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 
 

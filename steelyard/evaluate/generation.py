@@ -2,6 +2,7 @@
 
 A model sees at most `context` tokens. When the text becomes longer, the oldest tokens are dropped and the rest is
 computed again. The rest leaves room for the tokens still to be generated, but is at least half of the context.
+A `Memory` keeps the cache between texts: of the next one only the tokens after the common beginning are computed.
 """
 
 from __future__ import annotations
@@ -40,6 +41,27 @@ class Sampling:
     seed: int = 0
 
 
+class Memory:
+    """A KV cache that is kept between texts, and the ids of the tokens in it."""
+
+    def __init__(self) -> None:
+        self.cache, self.ids = Cache(0), list[int]()
+
+    def unread(self, ids: Sequence[int], capacity: int) -> Sequence[int]:
+        """Keep the common beginning of the cached and these ids, and return the others: at least the last one."""
+        pairs = enumerate(zip(self.ids, ids[:-1], strict=False))
+        common = next((place for place, (cached, new) in pairs if cached != new), min(len(self.ids), len(ids) - 1))
+        self.cache.forget(common)
+        self.cache.capacity = max(self.cache.capacity, capacity)
+        self.ids = list(ids[:common])
+        return ids[common:]
+
+    def forget(self) -> None:
+        """Empty the cache."""
+        self.cache.forget()
+        self.ids = []
+
+
 class Writer:
     """A model with its tokenizer, context length and end tokens, for generation."""
 
@@ -53,13 +75,19 @@ class Writer:
 
     def stream(self, prompt: str, sampling: Sampling) -> Iterator[str]:
         """The continuation of the prompt, as it is generated."""
-        ids = self.tokenizer.framed(prompt) or [self.tokenizer.end_of_document]
+        return self.stream_after(self.tokenizer.framed(prompt) or [self.tokenizer.end_of_document], sampling)
+
+    def stream_after(
+        self, ids: Sequence[int], sampling: Sampling, ends: Collection[int] = (), memory: Memory | None = None
+    ) -> Iterator[str]:
+        """The continuation of these tokens, up to an end token of the model or one of `ends`."""
         if len(ids) > self.context:
             seen = _tokens_to_reread(len(ids), sampling.max_tokens, self.context)
             problem = f"the prompt has {len(ids)} tokens, but the model's context is {self.context}"
             console.warn(f"{problem}: only the last {seen} are used")
         self.written = 0
-        return text_of(self._counted(tokens(self.network, ids, sampling, self.context, self.ends)), self.tokenizer, ids)
+        chosen = tokens(self.network, ids, sampling, self.context, self.ends.union(ends), memory)
+        return text_of(self._counted(chosen), self.tokenizer, ids)
 
     def _counted(self, chosen: Iterable[int]) -> Iterator[int]:
         for token in chosen:
@@ -93,10 +121,10 @@ def from_checkpoint(path: str | Path, prompt: str, sampling: Sampling) -> str:
     return writer(path).text(prompt, sampling)
 
 
-def result(writer: Writer, prompt: str, sampling: Sampling) -> dict[str, Any]:
-    """The text, with the number of tokens and the speed."""
+def result(writer: Writer, prompt: str, pieces: Iterable[str]) -> dict[str, Any]:
+    """The text of all pieces, with the number of tokens and the speed."""
     begun = time.monotonic()
-    text = writer.text(prompt, sampling)
+    text = "".join(pieces)
     seconds = time.monotonic() - begun
     return {
         "prompt": prompt,
@@ -112,18 +140,24 @@ def ends_of(source: CheckpointSource, tokenizer: Tokenizer) -> set[int]:
 
 
 def tokens(
-    network: LanguageModel, prompt: Sequence[int], sampling: Sampling, context: int, ends: Collection[int]
+    network: LanguageModel,
+    prompt: Sequence[int],
+    sampling: Sampling,
+    context: int,
+    ends: Collection[int],
+    memory: Memory | None = None,
 ) -> Iterator[int]:
     """The tokens that the model generates after the prompt, without the end token."""
     generator = torch.Generator().manual_seed(sampling.seed)
     ids = list(prompt)
-    cache = Cache(min(context, len(ids) + sampling.max_tokens))
-    new = ids
+    memory = memory or Memory()
+    new = memory.unread(ids, min(context, len(ids) + sampling.max_tokens))
     for left in range(sampling.max_tokens, 0, -1):
-        if cache.length + len(new) > context:
-            cache.forget()
+        if memory.cache.length + len(new) > context:
+            memory.forget()
             new = ids[-_tokens_to_reread(len(ids), left, context) :]
-        chosen = _choose(_next_logits(network, new, cache), sampling, generator)
+        chosen = _choose(_next_logits(network, new, memory.cache), sampling, generator)
+        memory.ids.extend(new)
         if chosen in ends:
             return
         ids.append(chosen)

@@ -21,8 +21,23 @@ from steelyard.core.console import console
 from steelyard.core.errors import RuntimeFailure, UserError
 from steelyard.text.convert_corpus import convert
 
+# Conversations in one file or more per split: repository, then the pattern of each split's files.
+BY_SPLIT = {
+    "openassistant": (
+        "OpenAssistant/oasst1",
+        {"train": "data/train-*.parquet", "validation": "data/validation-*.parquet"},
+    ),
+    "openassistant-guanaco": (
+        "timdettmers/openassistant-guanaco",
+        {"train": "openassistant_best_replies_train.jsonl", "validation": "openassistant_best_replies_eval.jsonl"},
+    ),
+}
+REDPAJAMA, ARXIV_URLS = "togethercomputer/RedPajama-Data-1T", "urls/arxiv.txt"
+PARQUET_BRANCH = "refs/convert/parquet"  # The hub's own conversion of a dataset that is defined by a script.
+BOOKCORPUS_SHARDS = 10
 WIKITEXT = ("wikitext-2-v1", "wikitext-2-raw-v1", "wikitext-103-v1", "wikitext-103-raw-v1")
 C4_SHARDS = 1024
+NAMES = (*WIKITEXT, "c4", "bookcorpus", "arxiv", "arxiv-sample", *BY_SPLIT)
 ROWS = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz", ".jsonl.zst")
 ABOUT = ("dataset_infos.json", "dataset_info.json", "state.json")
 # data/train_sft-00000-of-00003.parquet, train.jsonl, test/rows.parquet
@@ -35,8 +50,19 @@ def download(source: str, out: Path, shards: str = "0") -> list[Path]:
     out.mkdir(parents=True, exist_ok=True)
     if source in WIKITEXT:
         return _wikitext(source, out)
+    if source in BY_SPLIT:
+        return _by_split(source, out)
     if source == "c4":
-        return [_c4_shard(number, out) for number in _numbers(shards)]
+        names = [f"c4-train.{number:05d}-of-{C4_SHARDS:05d}.json.gz" for number in _numbers(shards, C4_SHARDS)]
+        return [_copied("allenai/c4", f"en/{name}", out / name) for name in names]
+    if source == "bookcorpus":
+        numbers = _numbers(shards, BOOKCORPUS_SHARDS)
+        return [_copied("bookcorpus/bookcorpus", f"plain_text/train/{number:04d}.parquet",
+                        out / f"bookcorpus.{number:04d}.parquet", PARQUET_BRANCH) for number in numbers]  # fmt: skip
+    if source == "arxiv":
+        return _arxiv(shards, out)
+    if source == "arxiv-sample":
+        return [_copied(f"{REDPAJAMA}-Sample", "arxiv_sample.jsonl", out / "arxiv_sample.jsonl")]
     if source.startswith("hf:"):
         return _through_datasets(source.removeprefix("hf:"), out)
     if source.startswith(("http://", "https://")):
@@ -47,9 +73,7 @@ def download(source: str, out: Path, shards: str = "0") -> list[Path]:
             f"{source} has two versions, which give different perplexities",
             hint=f"wikitext-{size}-v1 is tokenized, with <unk>; wikitext-{size}-raw-v1 is the original text",
         )
-    raise UserError(
-        f"{source} is not a known dataset", hint=f"use {', '.join(WIKITEXT)}, c4, hf:org/name/config, or a URL"
-    )
+    raise UserError(f"{source} is not a known dataset", hint=f"use {', '.join(NAMES)}, hf:org/name/config, or a URL")
 
 
 def _wikitext(name: str, out: Path) -> list[Path]:
@@ -99,34 +123,60 @@ def rows_on_the_hub(name: str) -> list[Path]:
     return splits[chosen]
 
 
-def _c4_shard(number: int, out: Path) -> Path:
-    name = f"c4-train.{number:05d}-of-{C4_SHARDS:05d}.json.gz"
-    if not (out / name).is_file():
-        folder = _from_hub("allenai/c4", [f"en/{name}"])
-        temporary = files.temporary_beside(out / name)
-        shutil.copyfile(folder / "en" / name, temporary)
-        os.replace(temporary, out / name)
-    return out / name
+def _by_split(name: str, out: Path) -> list[Path]:
+    """Write each split as one jsonl, with all keys of the rows."""
+    repository, patterns = BY_SPLIT[name]
+    targets = {split: out / f"{name}.{split}.jsonl" for split in patterns}
+    if not all(path.is_file() for path in targets.values()):
+        folder = _from_hub(repository, list(patterns.values()))
+        for split, path in targets.items():
+            parts = sorted(folder.glob(patterns[split]))
+            if not parts:
+                raise RuntimeFailure(f"the hub's copy of {repository} has no file for the {split} split")
+            if not path.is_file():
+                convert(parts, path)
+    return list(targets.values())
 
 
-def _numbers(shards: str) -> list[int]:
+def _arxiv(shards: str, out: Path) -> list[Path]:
+    """Papers of arXiv from RedPajama, whose repository lists the addresses of its files."""
+    listed = _from_hub(REDPAJAMA, [ARXIV_URLS]) / ARXIV_URLS
+    if not listed.is_file():
+        raise RuntimeFailure(f"the hub's copy of {REDPAJAMA} has no {ARXIV_URLS}")
+    addresses = listed.read_text(encoding="utf-8").split()
+    return [_fetch(addresses[number], out) for number in _numbers(shards, len(addresses))]
+
+
+def _copied(repository: str, file: str, path: Path, revision: str | None = None) -> Path:
+    """One file of a dataset on the hub, under another name."""
+    if not path.is_file():
+        folder = _from_hub(repository, [file], revision)
+        if not (folder / file).is_file():
+            raise RuntimeFailure(f"the hub's copy of {repository} has no {file}")
+        temporary = files.temporary_beside(path)
+        shutil.copyfile(folder / file, temporary)
+        os.replace(temporary, path)
+    return path
+
+
+def _numbers(shards: str, total: int) -> list[int]:
     """`0-3,7` is 0, 1, 2, 3 and 7."""
     numbers: list[int] = []
     for part in shards.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
-        last = int(match.group(2) or match.group(1)) if match else C4_SHARDS
-        if match is None or last >= C4_SHARDS:
-            raise UserError(f"{shards!r} is not a list of c4 shards", hint=f"use 0-3 or 0,7; there are {C4_SHARDS}")
+        last = int(match.group(2) or match.group(1)) if match else total
+        if match is None or last >= total:
+            raise UserError(f"{shards!r} is not a list of shards", hint=f"use 0-3 or 0,7; there are {total}")
         numbers += range(int(match.group(1)), last + 1)
     return numbers
 
 
-def _from_hub(repository: str, patterns: list[str]) -> Path:
+def _from_hub(repository: str, patterns: list[str], revision: str | None = None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(repository, repo_type="dataset", allow_patterns=patterns))
+        return Path(snapshot_download(repository, repo_type="dataset", revision=revision, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).splitlines()[0]
         raise RuntimeFailure(

@@ -1,5 +1,6 @@
 import gzip
 import http.server
+import json
 import threading
 
 import pytest
@@ -43,6 +44,43 @@ def test_shards_of_c4_come_by_number(hub, tmp_path):
     assert list(documents(paths)) == ["shard 0", "shard 2"]
     with pytest.raises(UserError, match="1024"):
         download("c4", tmp_path / "c4", shards="1024")
+
+
+def test_conversations_of_openassistant_come_as_one_jsonl_per_split(hub, tmp_path):
+    tree = {"message_id": "1", "parent_id": None, "text": "안녕", "role": "prompter"}
+    (tmp_path / "x.jsonl").write_text(json.dumps(tree) + "\n")
+    convert([tmp_path / "x.jsonl"], tmp_path / "x.parquet")
+    for split in ("train", "validation"):
+        name = f"data/{split}-00000-of-00001-b42a.parquet"
+        hub.add("datasets", "OpenAssistant/oasst1", name, (tmp_path / "x.parquet").read_bytes())
+    for name in ("train", "eval"):
+        row = b'{"text": "### Human: %s"}\n' % name.encode()
+        hub.add("datasets", "timdettmers/openassistant-guanaco", f"openassistant_best_replies_{name}.jsonl", row)
+    paths = download("openassistant", tmp_path / "out")
+    assert [path.name for path in paths] == ["openassistant.train.jsonl", "openassistant.validation.jsonl"]
+    assert json.loads(paths[0].read_text()) == tree
+    paths = download("openassistant-guanaco", tmp_path / "out")
+    assert [json.loads(path.read_text())["text"] for path in paths] == ["### Human: train", "### Human: eval"]
+
+
+def test_bookcorpus_comes_from_the_branch_that_the_hub_converts(hub, tmp_path):
+    hub.add("datasets", "bookcorpus/bookcorpus", "bookcorpus.py", b"not wanted")
+    hub.add("datasets", "bookcorpus/bookcorpus@refs--convert--parquet", "plain_text/train/0003.parquet", b"books")
+    (path,) = download("bookcorpus", tmp_path, shards="3")
+    assert (path.name, path.read_bytes()) == ("bookcorpus.0003.parquet", b"books")
+    with pytest.raises(UserError, match="there are 10"):
+        download("bookcorpus", tmp_path, shards="10")
+
+
+def test_papers_of_arxiv_come_from_the_addresses_that_redpajama_lists(hub, server, tmp_path):
+    url, handler = server
+    handler.requests.append(None)  # So that the connection is not cut.
+    listed = f"{url}/nothing.jsonl\n{url}/data.bin\n".encode()
+    hub.add("datasets", "togethercomputer/RedPajama-Data-1T", "urls/arxiv.txt", listed)
+    (path,) = download("arxiv", tmp_path / "out", shards="1")
+    assert path.read_bytes() == handler.content
+    hub.add("datasets", "togethercomputer/RedPajama-Data-1T-Sample", "arxiv_sample.jsonl", b"{}")
+    assert [path.name for path in download("arxiv-sample", tmp_path / "out")] == ["arxiv_sample.jsonl"]
 
 
 def test_what_the_hub_does_not_have_is_a_fault_with_its_name(hub, tmp_path):
