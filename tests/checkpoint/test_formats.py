@@ -175,6 +175,7 @@ def test_missing_unknown_and_misshapen_tensors_are_listed_and_refused(tmp_path):
         ({"sliding_window": 128}, "sliding window of 128 tokens"),
         ({"num_hidden_layers": None}, "does not describe a valid model"),
         ({"num_attention_heads": 5}, "does not describe a valid model"),
+        ({"num_attention_heads": 0}, "does not describe a valid model"),
         ({"num_hidden_layers": 10**12}, "layers: Input should be less than"),
         ({"vocab_size": 2**62}, "vocab: Input should be less than"),
     ],

@@ -88,7 +88,7 @@ def _llama(hf: dict[str, Any], architecture: str, where: str) -> LlamaConfig:
         hidden=hf["hidden_size"],
         heads=heads,
         kv_heads=hf.get("num_key_value_heads") or heads,
-        head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
+        head_dim=hf.get("head_dim") or hf["hidden_size"] // (heads or 1),
         ffn=hf["intermediate_size"],
         vocab=hf["vocab_size"],
         rope_theta=float(theta),

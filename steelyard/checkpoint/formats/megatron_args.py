@@ -127,7 +127,7 @@ def _llama(args: dict[str, Any]) -> LlamaConfig:
     return LlamaConfig(
         family="llama",
         kv_heads=(args.get("num_query_groups") or args.get("num_key_value_heads") or heads) if grouped else heads,
-        head_dim=args.get("kv_channels") or args["hidden_size"] // heads,
+        head_dim=args.get("kv_channels") or args["hidden_size"] // (heads or 1),
         rope_theta=float(args.get("rotary_base") or args.get("rope_theta") or 10000.0),
         rope_scaling=scaling,
         qkv_bias=bool(args.get("add_qkv_bias", False)),
