@@ -18,6 +18,7 @@ from steelyard.model.quantization import (
 from steelyard.model.quantized_weight import quantize_layers
 
 CPU = torch.device("cpu")
+NF4_VALUES_FP32 = torch.tensor(NF4_VALUES, dtype=torch.float32)
 STORED = [("nf4", False), ("nf4", True), ("int8", False)]
 
 
@@ -48,6 +49,7 @@ def test_the_16_values_are_the_quantiles_of_the_definition():
 def test_nf4_takes_the_nearest_value_of_each_block_of_64_and_packs_the_first_of_two_high():
     weight = matrix(6, 96)  # Blocks end inside rows.
     found = quantize(weight, "nf4")
+    dequantized = dequantize(shard_of(found, whole(6, 96)), whole(6, 96), torch.float32).flatten()
     numbers = weight.double().flatten().tolist()
     for block in range(9):
         part = numbers[64 * block : 64 * (block + 1)]
@@ -58,10 +60,7 @@ def test_nf4_takes_the_nearest_value_of_each_block_of_64_and_packs_the_first_of_
             code = byte >> 4 if place % 2 == 0 else byte & 15
             distances = [abs(number / largest - value) if largest else abs(value) for value in NF4_VALUES]
             assert distances[code] == pytest.approx(min(distances), abs=1e-7)
-            expected = torch.tensor(NF4_VALUES[code]) * torch.tensor(largest)
-            assert dequantize(shard_of(found, whole(6, 96)), whole(6, 96), torch.float32).flatten()[
-                64 * block + place
-            ] == pytest.approx(float(expected), abs=0)
+            assert dequantized[64 * block + place] == NF4_VALUES_FP32[code] * found.absmax[block]
 
 
 def test_double_quantization_stores_the_nearest_of_256_values_in_blocks_of_256():

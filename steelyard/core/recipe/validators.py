@@ -153,10 +153,9 @@ def base_precision(
         raise contradiction(key, "quantized weights cannot be trained", "add [finetune.adapter], or remove the key")
     if train.precision == "fp8":
         raise contradiction("train.precision", "quantized matrices do not support fp8 products", 'use "bf16"')
-    widths = {"model.hidden": model.hidden, "model.ffn": model.ffn // parallel.tensor}
-    if isinstance(model, LlamaConfig):
-        widths["the heads' width"] = model.heads * model.head_dim // parallel.tensor
-    for name, width in widths.items():
+    inner = model.heads * model.head_dim if isinstance(model, LlamaConfig) else model.hidden
+    widths = {"model.hidden": model.hidden, "the heads' width": inner // parallel.tensor}
+    for name, width in (widths | {"model.ffn": model.ffn // parallel.tensor}).items():
         if finetune.base_precision == "nf4" and width % 2:
             raise contradiction(key, f"nf4 stores pairs of weights, but {name} on a rank is {width}", 'use "int8"')
 
