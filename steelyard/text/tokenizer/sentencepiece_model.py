@@ -104,9 +104,21 @@ class SentencePieceTokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
         return [as_ids(ids) for ids in self.inner.encode(list(texts), num_threads=1)]
 
-    def decode(self, ids: Iterable[int]) -> str:
-        text: str = self.inner.decode([int(number) for number in ids])
-        return text
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        numbers = [int(number) for number in ids]
+        if skip_special_tokens:
+            text: str = self.inner.decode(numbers)
+            return text
+        data = b"".join(self._bytes_of(number) for number in numbers).decode(errors="replace")
+        return data.removeprefix(" ") if self.normalizer[1] else data
+
+    def _bytes_of(self, number: int) -> bytes:
+        piece: str = self.inner.id_to_piece(number)
+        return bytes([int(piece[3:5], 16)]) if self.inner.is_byte(number) else piece.replace("\u2581", " ").encode()
+
+    def _unknown_id(self) -> int | None:
+        number: int = self.inner.unk_id()
+        return number
 
     def pieces(self, text: str) -> list[str]:
         pieces: list[str] = self.inner.encode(text, out_type=str)
