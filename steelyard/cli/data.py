@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from steelyard.cli.options import DocumentOption, DocumentSplit, JsonOption, print_result
+from steelyard.cli.options import AllowUnknownOption, DocumentOption, DocumentSplit, JsonOption, print_result
 from steelyard.core.console import console
 from steelyard.core.host import usable_cpus
 
@@ -69,6 +69,7 @@ def tokenize(
         typer.Option(min=1, help="Cut the joined text into samples of this many tokens, for data.fixed_length."),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output of another job.")] = False,
+    allow_unknown: AllowUnknownOption = False,
     json: JsonOption = False,
 ) -> None:
     """Tokenize text into Megatron's token files. After a kill, the same command continues.
@@ -82,14 +83,15 @@ def tokenize(
     job = TokenizeJob(
         tuple(input), tokenizer, output_prefix, keys, append_eod, document.value, on_bad_line.value, fixed_length
     )
-    result = preprocess.tokenize(job, workers or len(usable_cpus()), overwrite)
+    result = preprocess.tokenize(job, workers or len(usable_cpus()), overwrite, allow_unknown)
     for example in result["examples"]:
         console.warn(f"skipped {example}")
     _warn_of_short_lines(input, document, list(result["files"].values()))
     lines = [
         f"{made['prefix']}: {made['documents']} documents, {made['tokens']} tokens, {made['dtype']}"
         + (f", {made['dropped_tokens']} tokens at the end dropped" if "dropped_tokens" in made else "")
-        for made in result["files"].values()
+        + (f", {unknown} unknown" if (unknown := result.get("unknown", {}).get(key)) else "")
+        for key, made in result["files"].items()
     ]
     lines += [f"{result['skipped']} bad documents skipped"] if result["skipped"] else []
     print_result(result, json, "\n".join(lines))
@@ -200,18 +202,31 @@ def info(
 def verify(
     prefix: PrefixArgument,
     vocab_size: Annotated[int | None, typer.Option(min=1, help="Every id must be below this.")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Every id must be one of this tokenizer; unknown tokens are counted.")
+    ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Verify a pair of token files: the index, all checksums, and with --vocab-size every id. Exits with 1 if corrupt.
+    """Verify a pair of token files: the index, all checksums, and with --vocab-size or --tokenizer every id.
 
-    Example: steelyard data verify data/mine_text_document --vocab-size 50257
+    Exits with 1 if corrupt. Example: steelyard data verify data/mine_text_document --tokenizer gpt2
     """
     from steelyard.tokens.inspect import verify as run
 
-    result = run(prefix, vocab_size)
+    if tokenizer is None:
+        result, counted = run(prefix, vocab_size), ""
+    else:
+        from steelyard.text import tokenizer as tokenizers
+
+        loaded = tokenizers.load_tokenizer(tokenizer)
+        result = run(prefix, min(vocab_size or loaded.vocab_size, loaded.vocab_size), loaded.unknown_id)
+        tokenizers.report_unknown(result["unknown"], result["tokens"], loaded, prefix, allowed=True)
+        counted = f", {result['unknown']} unknown"
     unchecked = "" if result["checksums"] else "; it has no checksums, so only its index was checked"
     print_result(
-        result, json, f"{prefix}: valid, {result['documents']} documents, {result['tokens']} tokens{unchecked}"
+        result,
+        json,
+        f"{prefix}: valid, {result['documents']} documents, {result['tokens']} tokens{counted}{unchecked}",
     )
 
 

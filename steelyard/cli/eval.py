@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from steelyard.cli.options import (
+    AllowUnknownOption,
     BaseOption,
     CheckpointArgument,
     DeviceChoice,
@@ -57,6 +58,7 @@ def ppl(
     base: BaseOption = None,
     device: DeviceOption = DeviceChoice.auto,
     dtype: DtypeOption = DtypeChoice.auto,
+    allow_unknown: AllowUnknownOption = False,
     json: JsonOption = False,
 ) -> None:
     """Measure the perplexity of a model on a text, and print how it was computed.
@@ -70,7 +72,18 @@ def ppl(
     from steelyard.evaluate import perplexity
 
     request = perplexity.PerplexityRequest(
-        checkpoint, data, sequence_length, stride, protocol.value, tensor, tokenizer, device, dtype, mask, base
+        checkpoint,
+        data,
+        sequence_length,
+        stride,
+        protocol.value,
+        tensor,
+        tokenizer,
+        device,
+        dtype,
+        mask,
+        base,
+        allow_unknown,
     )
     result = perplexity.perplexity(request)
     if result is not None:

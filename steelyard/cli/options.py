@@ -38,6 +38,9 @@ class DtypeChoice(StrEnum):
     fp16 = "fp16"
 
 
+AllowUnknownOption = Annotated[
+    bool, typer.Option("--allow-unknown", help="Accept text of which more than 5% of the tokens are unknown.")
+]
 DocumentOption = Annotated[
     DocumentSplit,
     typer.Option(

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from steelyard.cli.default_command import with_default
-from steelyard.cli.options import JsonOption, Overrides, RunOption, print_result
+from steelyard.cli.options import AllowUnknownOption, JsonOption, Overrides, RunOption, print_result
 from steelyard.cli.relaunch import NprocOption, launch
 from steelyard.cli.train import DryRunOption, GpuOption, ResumeOption, WorldOption, print_dry_run
 from steelyard.core.console import console
@@ -60,6 +60,7 @@ def run(
     dry_run: DryRunOption = False,
     world: WorldOption = None,
     gpu: GpuOption = None,
+    allow_unknown: AllowUnknownOption = False,
     json: JsonOption = False,
 ) -> None:
     """Fine-tune a model on conversations, with a recipe or default settings, and export it as a Hugging Face folder.
@@ -68,7 +69,7 @@ def run(
     """
     ranks = detect(os.environ)
     with raise_on_all_ranks(ranks):
-        loaded = recipe_for(recipe, overrides, model, data)
+        loaded = recipe_for(recipe, overrides, model, data, allow_unknown)
         if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise UserError(f"{out} already exists", hint="give a new folder")
     if dry_run or world is not None or gpu is not None:
@@ -106,20 +107,26 @@ def preview(
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a page.", show_default=False)] = None,
     json: JsonOption = False,
 ) -> None:
-    """Show conversations or preference pairs as formatted, their loss positions, and the packing of rows.
+    """Show the decoded tokens of conversations or preference pairs, their loss positions, and the packing of rows.
 
     Example: steelyard sft preview my.toml --samples 3 --html preview.html
     """
     from steelyard.finetuning import preview, sft
 
-    prepared = sft.prepare(recipe_for(recipe, overrides, model, data))
+    prepared = sft.prepare(recipe_for(recipe, overrides, model, data, allow_unknown=True))
     shown = preview.preview(prepared, samples)
     if html is not None:
         preview.write_html(shown, html)
     print_result(preview.as_result(shown), json, preview.as_text(shown))
 
 
-def recipe_for(recipe: str | None, overrides: list[str] | None, model: str | None, data: list[str] | None) -> Recipe:
+def recipe_for(
+    recipe: str | None,
+    overrides: list[str] | None,
+    model: str | None,
+    data: list[str] | None,
+    allow_unknown: bool = False,
+) -> Recipe:
     """The recipe of the command line; the model config comes from the checkpoint if the recipe has none."""
     words = list(overrides or ())
     if recipe is not None and "=" in recipe and not Path(recipe).exists():
@@ -136,6 +143,8 @@ def recipe_for(recipe: str | None, overrides: list[str] | None, model: str | Non
             train["init_from"] = model
         if data:
             tune["data"] = data
+        if allow_unknown:
+            tune["allow_unknown"] = True
         if "model" not in values and isinstance(train.get("init_from"), str):
             values["model"] = open_source(train["init_from"]).config.model_dump(exclude_none=True)
 

@@ -84,13 +84,18 @@ def train(
 def info(
     tokenizer: TokenizerArgument,
     encode: Annotated[str | None, typer.Option(help="Show the tokens of a text.")] = None,
+    text: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Count the tokens of a file, and those that are unknown.")
+    ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Show the type and size of a tokenizer, and the tokens of a text.
+    """Show the type and size of a tokenizer, the tokens of a text, and the unknown tokens of a file.
 
-    Example: steelyard tokenizer info botchan.model --encode "Because of an hereditary recklessness"
+    Example: steelyard tokenizer info botchan.model --encode "Because of an hereditary recklessness" --text botchan.txt
     """
     from steelyard.text import tokenizer as tokenizers
+    from steelyard.text.corpus import documents, named_files
+    from steelyard.text.tokenizer import unknown_tokens
 
     loaded = tokenizers.load_tokenizer(tokenizer)
     result: dict[str, object] = {
@@ -102,6 +107,12 @@ def info(
     if encode is not None:
         ids = loaded.encode(encode)
         result |= {"ids": ids, "pieces": loaded.pieces(encode), "decoded": loaded.decode(ids)}
+    if text is not None:
+        paths = named_files([text])
+        with console.progress("encode", sum(path.stat().st_size for path in paths), "B") as progress:
+            counts = unknown_tokens.survey(loaded, documents(paths), progress.advance)
+        unknown_tokens.report_unknown(counts["unknown"], counts["tokens"], loaded, text, allowed=True)
+        result |= counts
     print_result(result, json, "\n".join(f"{key:16} {value}" for key, value in result.items()))
 
 

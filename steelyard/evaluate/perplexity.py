@@ -31,6 +31,7 @@ from steelyard.parallel.mesh import Mesh
 from steelyard.parallel.world import World, init_distributed, raise_on_all_ranks, run_on_rank0
 from steelyard.sizes.param_count import parameters
 from steelyard.sparsity import pruned_source as sparse
+from steelyard.text.tokenizer import count_unknown, report_unknown
 from steelyard.training.device import NAMES, device_for, dtype_for
 
 LONGEST = 4096  # default length of windows, if the model's context is at least as long
@@ -53,6 +54,7 @@ class PerplexityRequest:
     dtype: str = "auto"
     mask: str | None = None
     base: str | None = None
+    allow_unknown: bool = False
 
 
 def perplexity(request: PerplexityRequest) -> dict[str, Any] | None:
@@ -69,6 +71,7 @@ def perplexity(request: PerplexityRequest) -> dict[str, Any] | None:
         with raise_on_all_ranks(world):
             length = _length(request, source)
         stream = _stream(request, source, world)
+        unknown = run_on_rank0(world, lambda: _unknown(request, source, stream))
         dtype = dtype_for(request.dtype, source, device)
         with raise_on_all_ranks(world):
             streams.check_ids(stream, source.config.vocab)
@@ -78,7 +81,9 @@ def perplexity(request: PerplexityRequest) -> dict[str, Any] | None:
         begun = time.monotonic()
         total = _over_ranks(network, stream.tokens, cut.windows, mesh, device)
         seconds = time.monotonic() - begun
-        return _result(request, source, stream, cut, total, dtype, device, world, seconds) if world.is_rank0 else None
+        if not world.is_rank0:
+            return None
+        return _result(request, source, stream, cut, total, dtype, device, world, seconds) | {"unknown": unknown}
 
 
 def summed_loss(
@@ -171,6 +176,17 @@ def _stream(request: PerplexityRequest, source: CheckpointSource, world: World) 
     return run_on_rank0(world, lambda: streams.from_text(request.data, tokenizer_for(source, request.tokenizer)))
 
 
+def _unknown(request: PerplexityRequest, source: CheckpointSource, stream: TokenStream) -> int | None:
+    """The number of unknown tokens; None for token files without a tokenizer."""
+    try:
+        tokenizer = tokenizer_for(source, request.tokenizer)
+    except UserError:
+        return None
+    unknown = count_unknown(stream.tokens, tokenizer)
+    report_unknown(unknown, len(stream.tokens), tokenizer, request.data, request.allow_unknown)
+    return unknown
+
+
 def _result(
     request: PerplexityRequest,
     source: CheckpointSource,
@@ -214,7 +230,8 @@ def as_text(result: dict[str, Any]) -> str:
         "perplexity": "overflow" if number is None else f"{number:.4f}  (loss {result['loss']:.6f})",
         "model": f"{result['checkpoint']}, {model}",
         **({"mask": result["mask"]} if result["mask"] else {}),
-        "tokens": f"{result['tokens']}, of which {result['predicted']} predicted",
+        "tokens": f"{result['tokens']}, of which {result['predicted']} predicted"
+        + (f" and {result['unknown']} unknown" if result["unknown"] else ""),
         "protocol": result["protocol"]["name"],
         **{key: value for key, value in result["protocol"].items() if key != "name"},
         "speed": f"{units.count(result['tokens_per_second'])} tokens/s on {ranks}",

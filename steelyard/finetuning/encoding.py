@@ -38,32 +38,26 @@ class EncodeStats:
     counts: Counter[str] = field(default_factory=Counter)
 
     def lines(self) -> list[str]:
-        """A line for each kind of dropped or truncated row."""
+        """A line for each kind of dropped or truncated row, and for unknown tokens."""
         names = {
             "bad": "unreadable rows dropped",
             "overlong": "conversations longer than a row dropped",
             "truncated": "conversations truncated to the length of a row",
             "untrained": "conversations without a token in the loss dropped",
+            "unknown": "tokens are unknown to the tokenizer",
         }
         return [f"{self.counts[key]} {what}" for key, what in names.items() if self.counts[key]]
 
 
 def encode(conversation: Conversation, template: Template, tokenizer: Tokenizer, loss: Loss) -> Encoded:
     """Render and tokenize a conversation. A token counts in the loss if it contains a character of an answer."""
-    return located(conversation, template, tokenizer, loss)[0]
-
-
-def located(
-    conversation: Conversation, template: Template, tokenizer: Tokenizer, loss: Loss
-) -> tuple[Encoded, str, npt.NDArray[np.int64]]:
-    """The same, with the text and the character offsets (start, end) of each token."""
     rendered = Rendered(template.text(conversation), ()) if loss == "all" else template.render(conversation)
     ids, pairs = tokenizer.located(rendered.text)
     offsets = np.asarray(pairs, dtype=np.int64).reshape(-1, 2)
     learned = np.full(len(ids), loss == "all", dtype=np.bool_)
     for span in rendered.spans[-1:] if loss == "completion" else rendered.spans:
         learned |= _touches(offsets[:, 0], offsets[:, 1], span)
-    return Encoded(np.asarray(ids, dtype=np.int32), learned), rendered.text, offsets
+    return Encoded(np.asarray(ids, dtype=np.int32), learned)
 
 
 def _touches(first: npt.NDArray[np.int64], end: npt.NDArray[np.int64], span: Span) -> npt.NDArray[np.bool_]:

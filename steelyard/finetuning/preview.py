@@ -16,7 +16,7 @@ import numpy as np
 from steelyard.core import files
 from steelyard.finetuning.conversation import BadRow, Conversation
 from steelyard.finetuning.dpo import PairSamples
-from steelyard.finetuning.encoding import EncodeStats, Loss, located
+from steelyard.finetuning.encoding import EncodeStats, Loss, encode
 from steelyard.finetuning.sft import Tuning
 from steelyard.finetuning.sft_dataset import conversations, paths_of, preferences
 
@@ -63,6 +63,7 @@ def preview(tuning: Tuning, samples: int) -> Shown:
         "tokens": int(lengths.sum()),
         "learned": learned,
         "masked": int(lengths.sum()) - learned,
+        "unknown": tuning.stats.counts["unknown"],
         "longest": int(lengths.max()),
         "median": int(np.median(lengths)),
         **full,
@@ -90,15 +91,18 @@ def _titled(tuning: Tuning) -> Iterator[tuple[str, Spans]]:
 
 
 def runs(conversation: Conversation, tuning: Tuning, loss: Loss) -> Spans:
-    """A conversation's text, split where the loss mask changes, and truncated like a row."""
-    encoded, text, offsets = located(conversation, tuning.template, tuning.tokenizer, loss)
-    end = tuning.recipe.data.sequence_length + 1
-    is_learned = np.zeros(len(text), dtype=np.bool_)
-    for (first, last), learned in zip(offsets[1:end].tolist(), encoded.learned[1:end].tolist(), strict=True):
-        is_learned[first:last] |= learned
-    visible = text if len(offsets) <= end else text[: offsets[end - 1][1]]
-    marked = zip(visible, is_learned.tolist(), strict=False)
-    return [("".join(character for character, _ in run), key) for key, run in groupby(marked, key=lambda each: each[1])]
+    """A conversation's decoded tokens, split where the loss mask changes, and truncated like a row."""
+    encoded = encode(conversation, tuning.template, tuning.tokenizer, loss)
+    ids = encoded.ids[: tuning.recipe.data.sequence_length + 1].tolist()
+    learned = [False, *encoded.learned[1 : len(ids)].tolist()]  # The first token is never predicted.
+    spans, end, shown = [], 0, ""
+    for key, run in groupby(learned):
+        end += len(list(run))
+        # Decoded from the start, because some decoders remove the space at the start of what they get.
+        text = tuning.tokenizer.decode(ids[:end], skip_special_tokens=False)
+        spans.append((text[len(shown) :], key))
+        shown = text
+    return spans
 
 
 def as_result(shown: Shown) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +27,7 @@ from steelyard.core.recipe.finetune_section import FinetuneSection
 from steelyard.core.recipe.sparsity_section import SparsitySection
 from steelyard.core.run import Run
 from steelyard.finetuning import dpo, templates
+from steelyard.finetuning import template_marks as marks
 from steelyard.finetuning.dpo import PairSamples, Preferring
 from steelyard.finetuning.encoding import Encoded, EncodeStats
 from steelyard.finetuning.lora_extension import Adapting
@@ -45,7 +45,6 @@ from steelyard.text.tokenizer.tokenizer import read_config
 from steelyard.tokens.samples import Samples
 from steelyard.training.extension import Extension
 
-MARK = re.compile(r"<\|[\w-]+\|>")
 PRUNED = 0.4  # A matrix with at least this share of zeros counts as pruned.
 Rows = PackedSamples | PairSamples
 
@@ -93,7 +92,7 @@ def prepare(recipe: Recipe, ranks: int | None = None) -> Tuning:
     recipe = with_fixed_masks(recipe, tune)
     tokenizer = tokenizer_of(recipe)
     template = templates.load(tune.template, tokenizer)
-    _warn_if_markers_split(template, tokenizer)
+    marks.check(template, tokenizer)
     length, batch = recipe.data.sequence_length, recipe.train.global_batch
     opened: Callable[..., tuple[list[Any], EncodeStats]] = open_corpus
     made: Callable[..., Rows] = partial(PackedSamples, length=length, packing=tune.packing)
@@ -108,6 +107,7 @@ def prepare(recipe: Recipe, ranks: int | None = None) -> Tuning:
     else:
         samples, valid = _split(samples, tune.valid_share, recipe.train.seed)
     _refuse_foreign_ids(samples + valid, recipe, tokenizer)
+    stats.counts["unknown"] = _count_unknown(samples + valid, tokenizer, tune)
     digest = _digest(samples, valid)
     if tune.rows not in (None, digest):
         raise UserError(
@@ -127,14 +127,6 @@ def prepare(recipe: Recipe, ranks: int | None = None) -> Tuning:
     recipe = recipe.model_copy(update=changes)
     training = made(samples, samples=recipe.train.samples_in(recipe.train.steps), seed=recipe.train.seed)
     return Tuning(recipe, tokenizer, template, stats, training, validation)
-
-
-def _warn_if_markers_split(template: Template, tokenizer: Tokenizer) -> None:
-    """Warn if a marker in the template is not a single token: the model then writes it as several tokens."""
-    split = {mark: len(tokenizer.encode(mark)) for mark in sorted(set(MARK.findall(template.source)))}
-    listed = ", ".join(f"{mark} ({count} tokens)" for mark, count in split.items() if count > 1)
-    if listed:
-        console.warn(f"the template {template.name} uses markers that are not single tokens: {listed}")
 
 
 def run(tuning: Tuning, path: Path | None, resume: str = "auto") -> Run:
@@ -243,6 +235,13 @@ def _refuse_foreign_ids(samples: list[Any], recipe: Recipe, tokenizer: Tokenizer
             where=recipe.where("data.tokenizer"),
             hint="use the model's own tokenizer",
         )
+
+
+def _count_unknown(samples: list[Any], tokenizer: Tokenizer, tune: FinetuneSection) -> int:
+    tokens = sum(len(each.ids) for each in _flat(samples))
+    unknown = sum(tokenizers.count_unknown(each.ids, tokenizer) for each in _flat(samples))
+    tokenizers.report_unknown(unknown, tokens, tokenizer, ", ".join(tune.data), tune.allow_unknown)
+    return unknown
 
 
 def _digest(samples: list[Any], valid: list[Any]) -> str:

@@ -51,8 +51,8 @@ def histogram_lines(histogram: dict[str, int]) -> list[str]:
     return [f"{span:>17} {number:>12} {'#' * round(40 * number / most)}" for span, number in histogram.items()]
 
 
-def verify(prefix: str, vocab_size: int | None = None) -> dict[str, Any]:
-    """Check the index, all checksums and, with `vocab_size`, that every id is below it."""
+def verify(prefix: str, vocab_size: int | None = None, unknown_id: int | None = None) -> dict[str, Any]:
+    """Check the index, all checksums and, with `vocab_size`, that every id is below it; count the unknown tokens."""
     try:
         tokens = IndexedTokens(prefix)
     except UserError as error:
@@ -64,23 +64,32 @@ def verify(prefix: str, vocab_size: int | None = None) -> dict[str, Any]:
         has_checksums = checksums.check(tokens.prefix, everything=True)
     except UserError as error:
         raise RuntimeFailure(error.message, where=error.where, hint=error.hint) from None
-    outside = [] if vocab_size is None else _ids_outside(tokens, total, vocab_size)
-    if outside:
-        raise RuntimeFailure("; ".join(outside), where=prefix)
+    unknown = 0 if vocab_size is None else _checked_ids(tokens, total, vocab_size, unknown_id)
     documents = len(tokens.document_index) - 1
-    return {"prefix": prefix, "valid": True, "documents": documents, "tokens": total, "checksums": has_checksums}
+    return {
+        "prefix": prefix,
+        "valid": True,
+        "documents": documents,
+        "tokens": total,
+        "unknown": unknown,
+        "checksums": has_checksums,
+    }
 
 
-def _ids_outside(tokens: IndexedTokens, total: int, vocab_size: int) -> list[str]:
+def _checked_ids(tokens: IndexedTokens, total: int, vocab_size: int, unknown_id: int | None) -> int:
+    """Raise if an id is outside the vocabulary; return the number of unknown tokens."""
+    unknown = 0
     with console.progress("verify", total, "tokens") as progress:
         for start in range(0, total, TOKENS_AT_ONCE):
             part = tokens.stream(start, min(start + TOKENS_AT_ONCE, total))
             if part.max() >= vocab_size or part.min() < 0:
                 wrong = int(part[(part >= vocab_size) | (part < 0)][0])
                 position = start + int(np.flatnonzero((part >= vocab_size) | (part < 0))[0])
-                return [f"token {position} has the id {wrong}, outside the vocabulary of {vocab_size}"]
+                message = f"token {position} has the id {wrong}, outside the vocabulary of {vocab_size}"
+                raise RuntimeFailure(message, where=tokens.prefix)
+            unknown += 0 if unknown_id is None else int(np.count_nonzero(part == unknown_id))
             progress.advance(len(part))
-    return []
+    return unknown
 
 
 def _histogram(tokens: IndexedTokens) -> dict[str, int]:

@@ -55,6 +55,7 @@ class TokenizeStats:
     documents: int = 0
     skipped: int = 0
     tokens: dict[str, int] = field(default_factory=dict)
+    unknown: dict[str, int] = field(default_factory=dict)
     examples: list[str] = field(default_factory=list)
 
     def add(self, other: dict[str, Any]) -> None:
@@ -62,11 +63,14 @@ class TokenizeStats:
         self.documents += other["documents"]
         self.skipped += other["skipped"]
         self.examples = [*self.examples, *other["examples"]][:EXAMPLES_SHOWN]
-        for key, tokens in other["tokens"].items():
-            self.tokens[key] = self.tokens.get(key, 0) + tokens
+        for mine, theirs in ((self.tokens, other["tokens"]), (self.unknown, other.get("unknown", {}))):
+            for key, number in theirs.items():
+                mine[key] = mine.get(key, 0) + number
 
 
-def tokenize(job: TokenizeJob, worker_count: int = 1, overwrite: bool = False) -> dict[str, Any]:
+def tokenize(
+    job: TokenizeJob, worker_count: int = 1, overwrite: bool = False, allow_unknown: bool = False
+) -> dict[str, Any]:
     """Run or resume the job, unless it is finished; returns a summary of the files."""
     paths = named_files(job.inputs)
     tokenizer = tokenizers.load_tokenizer(job.tokenizer)
@@ -82,7 +86,9 @@ def tokenize(job: TokenizeJob, worker_count: int = 1, overwrite: bool = False) -
     with encode_workers.sole_owner(job.folder):
         jobs.begin(job, made_of, overwrite)
         try:
-            tally, written = _encode_and_join(job, paths, worker_count, token_dtype(tokenizer.vocab_size))
+            tally, written = _encode_and_join(job, paths, worker_count, tokenizer, allow_unknown)
+        except tokenizers.TooManyUnknownError:
+            raise  # The chunks are kept: with --allow-unknown they are joined.
         except Interrupted:
             raise Interrupted(
                 f"finished chunks are kept in {job.folder}; run the same command again to resume"
@@ -97,10 +103,10 @@ def tokenize(job: TokenizeJob, worker_count: int = 1, overwrite: bool = False) -
 
 
 def _encode_and_join(
-    job: TokenizeJob, paths: list[Path], worker_count: int, dtype: np.dtype[Any]
+    job: TokenizeJob, paths: list[Path], worker_count: int, tokenizer: tokenizers.Tokenizer, allow_unknown: bool
 ) -> tuple[TokenizeStats, dict[str, dict[str, Any]]]:
     """Encode the missing chunks, and join chunks in order while others are still being encoded."""
-    tally = TokenizeStats()
+    tally, dtype = TokenizeStats(), token_dtype(tokenizer.vocab_size)
     with contextlib.ExitStack() as stack:
         joiners = {
             key: stack.enter_context(merge.joining(job.output(key), dtype, job.fixed_length)) for key in job.keys
@@ -109,6 +115,8 @@ def _encode_and_join(
             tally.add(piece_tally)
             for key, joiner in joiners.items():
                 joiner.append(_part(job.folder, number, key, "tokens"))
+        for key, unknown in tally.unknown.items():
+            tokenizers.report_unknown(unknown, tally.tokens[key], tokenizer, job.output(key), allow_unknown)
     written = {key: summary(job.output(key)) | joiner.dropped() for key, joiner in joiners.items()}
     return tally, written
 
@@ -157,7 +165,7 @@ def encode_piece(job: TokenizeJob, number: int, piece: CorpusChunk) -> dict[str,
     bad: list[BadDocument] | None = [] if job.on_bad_line == "skip" else None
     texts = _texts(piece, job.keys, bad)
     lengths: dict[str, list[np.ndarray[Any, Any]]] = {key: [] for key in job.keys}
-    tokens = dict.fromkeys(job.keys, 0)
+    tokens, unknown = dict.fromkeys(job.keys, 0), dict.fromkeys(job.keys, 0)
     documents = 0
     streams = {key: open(_part(job.folder, number, key, "unfinished"), "wb") for key in job.keys}  # noqa: SIM115
     try:
@@ -166,6 +174,7 @@ def encode_piece(job: TokenizeJob, number: int, piece: CorpusChunk) -> dict[str,
             for column, key in enumerate(job.keys):
                 encoded = tokenizer.encode_batch([row[column] for row in rows])
                 sizes = np.array([len(ids) for ids in encoded], dtype=np.int32)
+                unknown[key] += sum(tokenizers.count_unknown(ids, tokenizer) for ids in encoded)
                 if job.append_eod:  # As in Megatron, an empty document stays empty.
                     sizes[sizes > 0] += 1
                     encoded = [part for ids in encoded if len(ids) for part in (ids, end)]
@@ -183,7 +192,7 @@ def encode_piece(job: TokenizeJob, number: int, piece: CorpusChunk) -> dict[str,
                 file.write(sizes.tobytes())
         os.replace(_part(job.folder, number, key, "unfinished"), _part(job.folder, number, key, "tokens"))
     examples = [f"{where(piece, error.number)}: {error.reason}" for error in (bad or [])[:EXAMPLES_SHOWN]]
-    tally = TokenizeStats(documents, len(bad or []), tokens, examples)
+    tally = TokenizeStats(documents, len(bad or []), tokens, unknown, examples)
     files.write_json(job.folder / f"{number:08d}.json", asdict(tally))
     return asdict(tally)
 

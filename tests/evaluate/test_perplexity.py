@@ -194,3 +194,17 @@ def test_the_real_model_scores_what_transformers_says(smollm2, tmp_path):
     result = perplexity(PerplexityRequest(str(smollm2), str(tmp_path / "text.txt"), length=512))
     assert result["tokens"] == len(ids)
     assert result["perplexity"] == pytest.approx(by_windows(model, ids, 512), rel=1e-3)
+
+
+def test_unknown_tokens_are_counted_and_many_are_refused(models, tmp_path):
+    options = tokenizers.SentencePieceOptions(character_coverage=1.0)
+    sentencepiece = tokenizers.train_sentencepiece(TEXT.splitlines(), 200, options)
+    named = sentencepiece.write(tmp_path / "english")[0]
+    (tmp_path / "text.txt").write_text(TEXT[:2000] + "猫 " * 5)
+    assert measured(models, data=tmp_path / "text.txt", tokenizer=named)["unknown"] == 5
+    (tmp_path / "text.txt").write_text("the 猫 " * 50)
+    with pytest.raises(UserError, match="are unknown to the tokenizer"):
+        measured(models, data=tmp_path / "text.txt", tokenizer=named)
+    result = measured(models, data=tmp_path / "text.txt", tokenizer=named, allow_unknown=True)
+    assert result["unknown"] == 50
+    assert "and 50 unknown" in as_text(result)

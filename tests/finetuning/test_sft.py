@@ -220,9 +220,8 @@ def test_transformers_reads_the_template_of_a_sentencepiece_model_as_it_was_lear
 
     shutil.copytree(bases / "llama", place / "base", ignore=shutil.ignore_patterns("tokenizer*"))
     options = SentencePieceOptions(kind, byte_fallback=kind == "bpe")
-    train_sentencepiece([json.dumps(row) for row in talks(40)], 330 if kind == "bpe" else 60, options).save(
-        place / "base"
-    )
+    text = [json.dumps(row) for row in talks(40)] + ["### Instruction: Response: [INST] [/INST] <<SYS>> <</SYS>>"] * 40
+    train_sentencepiece(text, 350 if kind == "bpe" else 80, options).save(place / "base")
     write_jsonl(place / "talks.jsonl", talks(4))
     words = ["train.steps=1", "train.global_batch=2", "finetune.valid_share=0.0", "data.sequence_length=200"]
     prepared, run = tuned(place / "base", f"finetune.template={template}", *words)

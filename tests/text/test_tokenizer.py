@@ -1,14 +1,17 @@
 import argparse
+import io
 import json
 from pathlib import Path
 
 import pytest
+import sentencepiece as sentence_pieces
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from steelyard.core.errors import UserError
 from steelyard.text import tokenizer as tokenizers
 from steelyard.text.tokenizer import SentencePieceOptions
+from steelyard.text.tokenizer.sentencepiece_model import SentencePieceTokenizer
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog; it's 2024, isn't it? " * 2,
@@ -27,11 +30,26 @@ ODD = st.text(
 SPECIAL = st.sampled_from(
     ["</s>", "<s>", "<unk>", "<pad>", "a <s>b", " <unk>", "<0x41>", "▁", "  ", "[MASK]", "<sep>x<sep>"]
 )
-ANYTHING = ANY | ODD | SPECIAL
+CJK_AND_EMOJI = st.text(
+    alphabet="吾輩は猫である名前はまだ無い。、「」ー・がぎカガハバパｶﾊﾞﾟ\u3099\u309a\uff11\uff21①㈱㍻　我能吞下玻璃简繁體"
+    "안녕하세요각힣ᄀᄂ\u1161\u1162\u11a8\u11abㄱㅏ🎉👩👧\u200d\ufe0f🇯🇵👍🏽é\u0301\u0323 \n\t<>s/0x41",
+    max_size=40,
+)
+ANYTHING = ANY | ODD | SPECIAL | CJK_AND_EMOJI
 
 
 def sentencepiece(**options):
     return tokenizers.train_sentencepiece(TEXTS, 800, SentencePieceOptions(**options))
+
+
+def trained_by_others(**options):
+    model = io.BytesIO()
+    lines = (line for text in TEXTS for line in text.split("\n"))
+    sentence_pieces.SentencePieceTrainer.train(
+        sentence_iterator=lines, model_writer=model, vocab_size=800, byte_fallback=True, minloglevel=2, num_threads=1,
+        **options,
+    )  # fmt: skip
+    return SentencePieceTokenizer(model.getvalue(), "others")
 
 
 KINDS = {
@@ -42,6 +60,12 @@ KINDS = {
     "bpe-bytes": lambda: sentencepiece(type="bpe", byte_fallback=True),
     "bpe-bytes-spaces": lambda: sentencepiece(type="bpe", byte_fallback=True, keep_whitespace=True, split_digits=True),
     "bpe-symbols": lambda: sentencepiece(type="bpe", byte_fallback=True, symbols=("<sep>", "[MASK]")),
+    "bpe-symbols-mapped": lambda: sentencepiece(type="bpe", symbols=("<sep>", "[MASK]")),
+    "unigram-symbols": lambda: sentencepiece(symbols=("<sep>", "[MASK]")),
+    "unigram-bytes-spaces": lambda: sentencepiece(byte_fallback=True, keep_whitespace=True, symbols=("<sep>",)),
+    # Trained by others: with byte fallback and a character map.
+    "unigram-bytes-cf": lambda: trained_by_others(normalization_rule_name="nfkc_cf", user_defined_symbols=["[MASK]"]),
+    "bpe-bytes-mapped": lambda: trained_by_others(model_type="bpe", normalization_rule_name="nmt_nfkc"),
 }
 
 
@@ -69,6 +93,42 @@ def test_an_export_keeps_the_ids_on_any_text(trained, kind, text):
         return
     assert exported(text, add_special_tokens=False)["input_ids"] == ours
     assert exported(text)["input_ids"] == ours
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None, max_examples=300, suppress_health_check=list(HealthCheck))
+@given(text=ANY | ODD | CJK_AND_EMOJI)
+def test_an_export_decodes_as_sentencepiece_does(trained, kind, text):
+    tokenizer, exported, folder = trained[kind]
+    if "▁" in text:  # A space that SentencePiece keeps or removes by its position.
+        return
+    ids = tokenizer.encode(text)
+    assert exported.decode(ids) == tokenizer.decode(ids)
+    assert tokenizers.load_tokenizer(folder).decode(ids, skip_special_tokens=False) == tokenizer.decode(ids)
+
+
+JAPANESE = "吾輩は猫である。か\u3099き\u3099 ｶﾞｷﾞ ①㈱ 각ᄀ\u1161\u11a8 我能吞下玻璃 🎉👩\u200d👧 <s> <0x41> 1<sep>2[MASK]"
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_an_export_gives_the_ids_and_text_of_sentencepiece(trained, kind):
+    tokenizer, exported, _ = trained[kind]
+    for text in (JAPANESE, *JAPANESE.split(), "<sep>x", "[MASK]", "</s>", ""):
+        ids = tokenizer.encode(text)
+        assert exported(text)["input_ids"] == ids
+        assert exported.decode(ids) == tokenizer.decode(ids)
+    assert "<0x" not in exported.decode(tokenizer.encode("吾輩は猫である 🎉"))
+
+
+def test_an_export_is_a_tokenizer_of_the_tokenizers_library(trained):
+    assert {type(exported).__name__ for _, exported, _ in trained.values()} == {"TokenizersBackend"}
+    assert all((folder / "tokenizer.model").is_file() for kind, (_, _, folder) in trained.items() if kind != "byte-bpe")
+
+
+def test_scores_are_rounded_so_that_ties_are_ties_in_any_precision(trained):
+    inner = trained["unigram"][0].inner
+    assert all(inner.get_score(number) * 256 % 1 == 0 for number in range(inner.get_piece_size()))
 
 
 @pytest.mark.slow

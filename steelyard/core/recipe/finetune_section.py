@@ -58,6 +58,7 @@ class FinetuneSection(Section):
         "refuse", description="what to do with conversations without loss positions; both are counted"
     )
     bad_rows: Literal["refuse", "drop"] = Field("refuse", description="what to do with rows that cannot be parsed")
+    allow_unknown: bool = Field(False, description="accept data of which more than 5% of the tokens are unknown")
     keep_zeros: bool = Field(True, description="a pruned model keeps its zeros, as with sparsity.method = fixed")
     adapter: AdapterSection | None = None
     base_precision: Literal["nf4", "int8"] | None = Field(

@@ -4,15 +4,19 @@ from steelyard.text.tokenizer.find_tokenizer import load_tokenizer
 from steelyard.text.tokenizer.hf_export import Difference, differences, export_hf
 from steelyard.text.tokenizer.tokenizer import END_OF_DOCUMENT, Tokenizer
 from steelyard.text.tokenizer.train_tokenizer import SentencePieceOptions, train_byte_bpe, train_sentencepiece
+from steelyard.text.tokenizer.unknown_tokens import TooManyUnknownError, count_unknown, report_unknown
 
 __all__ = [
     "END_OF_DOCUMENT",
     "Difference",
     "SentencePieceOptions",
     "Tokenizer",
+    "TooManyUnknownError",
+    "count_unknown",
     "differences",
     "export_hf",
     "load_tokenizer",
+    "report_unknown",
     "train_byte_bpe",
     "train_sentencepiece",
 ]

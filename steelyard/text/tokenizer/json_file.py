@@ -7,6 +7,7 @@ used only if it gives the same ids as the reference on a text of difficult chara
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -92,8 +93,8 @@ class JsonTokenizer(Tokenizer):
         encodings = self.inner.encode_batch_fast([_valid_utf8(text) for text in texts], add_special_tokens=False)
         return [np.asarray(encoding.ids, dtype=np.int32) for encoding in encodings]
 
-    def decode(self, ids: Iterable[int]) -> str:
-        text: str = self.inner.decode(list(ids), skip_special_tokens=True)
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        text: str = self.inner.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
     def pieces(self, text: str) -> list[str]:
@@ -108,6 +109,11 @@ class JsonTokenizer(Tokenizer):
         files.write_json(folder / "tokenizer_config.json", config)
         # The vocabulary is written last: a folder that has it is complete.
         files.write_text(folder / "tokenizer.json", self.inner.to_str(pretty=True))
+
+    def _unknown_id(self) -> int | None:
+        model = json.loads(self.inner.to_str())["model"]
+        number: int | None = model.get("unk_id")
+        return self.inner.token_to_id(model["unk_token"]) if model.get("unk_token") else number
 
     def _end_id(self) -> int | None:
         configured = self._id_of("eos_token")

@@ -54,7 +54,7 @@ class SentencePieceTokenizer(Tokenizer):
             piece[1].decode(): number for number, piece in enumerate(pieces) if piece.get(3, NORMAL) == CONTROL
         }
         self.has_bytes = any(piece.get(3, NORMAL) == BYTE for piece in pieces)
-        self.has_symbols = any(piece.get(3, NORMAL) == USER_DEFINED for piece in pieces)
+        self.symbols = {piece[1].decode() for piece in pieces if piece.get(3, NORMAL) == USER_DEFINED}
         # The compiled character map, whether a space is added at the start, and whether extra spaces are removed.
         self.normalizer = normalizer.get(2, b""), bool(normalizer.get(3, 1)), bool(normalizer.get(4, 1))
 
@@ -104,38 +104,50 @@ class SentencePieceTokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
         return [as_ids(ids) for ids in self.inner.encode(list(texts), num_threads=1)]
 
-    def decode(self, ids: Iterable[int]) -> str:
-        text: str = self.inner.decode([int(number) for number in ids])
-        return text
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        numbers = [int(number) for number in ids]
+        if skip_special_tokens:
+            text: str = self.inner.decode(numbers)
+            return text
+        data = b"".join(self._bytes_of(number) for number in numbers).decode(errors="replace")
+        return data.removeprefix(" ") if self.normalizer[1] else data
+
+    def _bytes_of(self, number: int) -> bytes:
+        piece: str = self.inner.id_to_piece(number)
+        return bytes([int(piece[3:5], 16)]) if self.inner.is_byte(number) else piece.replace("\u2581", " ").encode()
+
+    def _unknown_id(self) -> int | None:
+        number: int = self.inner.unk_id()
+        return number
 
     def pieces(self, text: str) -> list[str]:
         pieces: list[str] = self.inner.encode(text, out_type=str)
         return pieces
 
     def save(self, folder: Path) -> None:
-        """Write the model itself, or an exact conversion of it.
+        """Write a `tokenizer.json` for `transformers` and others, and the model itself."""
+        from steelyard.text.tokenizer.sentencepiece_to_json import rebuilt
 
-        `transformers` has one tokenizer class that passes text to SentencePiece unchanged; it is named after another
-        model, but adds nothing. It decodes byte pieces to their names, so a model with byte fallback is converted to a
-        `tokenizer.json` if that is exact.
-        """
         special = {"unk_token": self.inner.unk_id(), "bos_token": self.inner.bos_id(), "eos_token": self.inner.eos_id()}
-        config: dict[str, Any] = {
+        copy = rebuilt(self)
+        copy.config = {
             "clean_up_tokenization_spaces": False,
             "split_special_tokens": True,
             **{key: self.inner.id_to_piece(number) if number >= 0 else None for key, number in special.items()},
         }
-        if self.has_bytes and self.kind == "SentencePiece BPE" and not self.normalizer[0] and not self.has_symbols:
-            from steelyard.text.tokenizer.sentencepiece_to_json import rebuilt
-
-            copy = rebuilt(self)
-            copy.config = config
-            copy.save(folder)
-        else:
-            config |= {"tokenizer_class": "BertGenerationTokenizer", "pad_token": None, "sep_token": None}
-            files.write_json(folder / "tokenizer_config.json", config)
-        with files.atomic_file(folder / "spiece.model", "wb") as file:
+        with files.atomic_file(folder / "tokenizer.model", "wb") as file:
             file.write(self.model)
+        copy.save(folder)
+
+    def with_rounded_scores(self, step: float) -> SentencePieceTokenizer:
+        """The tokenizer with the score of each piece (field 2 of field 1) rounded to a multiple of `step`."""
+        model = bytearray(self.model)
+        for number, _, start, end in _ranges(self.model):
+            for field, _, first, _ in _ranges(self.model[start:end]) if number == 1 else ():
+                if field == 2:
+                    score = struct.unpack_from("<f", model, start + first)[0]
+                    struct.pack_into("<f", model, start + first, round(score / step) * step)
+        return SentencePieceTokenizer(bytes(model), self.source)
 
     def write(self, prefix: Path) -> list[str]:
         """Write PREFIX.model and the human-readable PREFIX.vocab, with a piece and its score per line."""
@@ -163,23 +175,32 @@ def _characters_before(text: str) -> list[int]:
 
 def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
     """The fields of a protocol buffer message, by number; nested messages and strings are bytes."""
+    for number, wire, start, end in _ranges(message):
+        if wire == 0:
+            yield number, _varint(message, start)[0]
+        elif wire == 2:
+            yield number, message[start:end]
+        else:
+            yield number, struct.unpack_from("<d" if wire == 1 else "<f", message, start)[0]
+
+
+def _ranges(message: bytes) -> Iterator[tuple[int, int, int, int]]:
+    """The number, wire type and range of bytes of each field."""
     offset = 0
     while offset < len(message):
         key, offset = _varint(message, offset)
         number, wire = key >> 3, key & 7
         if wire == 0:
-            value, offset = _varint(message, offset)
-            yield number, value
+            end = _varint(message, offset)[1]
         elif wire == 2:
             length, offset = _varint(message, offset)
-            yield number, message[offset : offset + length]
-            offset += length
+            end = offset + length
         elif wire in (1, 5):
-            width = 8 if wire == 1 else 4
-            yield number, struct.unpack_from("<d" if wire == 1 else "<f", message, offset)[0]
-            offset += width
+            end = offset + (8 if wire == 1 else 4)
         else:
             raise ValueError(f"wire type {wire}")
+        yield number, wire, offset, end
+        offset = end
 
 
 def _varint(message: bytes, offset: int) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from steelyard.core.safe_parse import read_json_object
 END_OF_DOCUMENT = "<|endoftext|>"
 # Names of the end-of-document token in common vocabularies, most likely first.
 END_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
+RARE = "\U00013000\ua66e\U00012000"  # An Egyptian, a Slavonic and a Sumerian letter, which few vocabularies have.
 
 
 class Tokenizer(ABC):
@@ -34,6 +36,21 @@ class Tokenizer(ABC):
         if self.end_id is None:
             raise UserError(f"the tokenizer {self.source} has no end-of-document token")
         return self.end_id
+
+    @cached_property
+    def unknown_id(self) -> int | None:
+        """The id of text outside the vocabulary; None if all text can be encoded, as with bytes as tokens."""
+        unknown = self._unknown_id()
+        return unknown if unknown in self.encode(RARE) else None
+
+    @cached_property
+    def drops_unknown(self) -> bool:
+        """Whether text outside the vocabulary is dropped without a trace."""
+        return not self.encode(RARE)
+
+    @abstractmethod
+    def _unknown_id(self) -> int | None:
+        """The id that the model has for unknown text, even if it can encode all text."""
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -67,8 +84,8 @@ class Tokenizer(ABC):
         """The ids of many texts, with the fastest implementation, on one thread."""
 
     @abstractmethod
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids, without special tokens."""
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """The text of ids, without special tokens or with their names (`<unk>`, `</s>`, ...)."""
 
     @abstractmethod
     def pieces(self, text: str) -> list[str]:

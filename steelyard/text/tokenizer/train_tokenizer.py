@@ -13,6 +13,8 @@ from steelyard.text.tokenizer.tokenizer import END_OF_DOCUMENT
 
 # SentencePiece silently drops longer lines. Splitting keeps them, and loses at most the pieces across a split.
 LONGEST_LINE = 4000
+# Sums of such scores are exact in single precision, for about 7,000 tokens, so that all libraries resolve ties alike.
+SCORE_STEP = 2.0**-8
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,8 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, options: Sentence
         if stopped_by:
             raise stopped_by[0] from None
         raise _translated(str(error), vocab_size) from None
-    return SentencePieceTokenizer(model.getvalue(), "the trained vocabulary")
+    trained = SentencePieceTokenizer(model.getvalue(), "the trained vocabulary")
+    return trained if options.type == "bpe" else trained.with_rounded_scores(SCORE_STEP)
 
 
 def _translated(message: str, vocab_size: int) -> UserError:

@@ -1,0 +1,71 @@
+"""A SentencePiece character map (such as nmt_nfkc) as normalizers of the `tokenizers` library.
+
+SentencePiece replaces the longest match at each position. The `Precompiled` normalizer of `tokenizers` reads the same
+map, but looks up whole grapheme clusters, and takes the shortest match in them. Two steps give the same text:
+
+1. A separator between all characters makes each of them a cluster, so single characters are mapped alike.
+2. The longer rules of Unicode maps compose decomposed characters: a kana and its voice mark, the jamo of a syllable, a
+   letter and its accents. NFC composes them too. It also composes or reorders some sequences that no rule has, such as
+   a precomposed letter and another mark; a separator at these places prevents it.
+
+Differences remain for a mark after a character that is mapped to several (a ligature with an accent), and for longer
+rules of maps that a user wrote.
+"""
+
+from __future__ import annotations
+
+import sys
+import unicodedata
+from collections import defaultdict
+from collections.abc import Iterable
+from functools import cache
+from itertools import groupby
+from typing import Any
+
+SEPARATOR = "\ufff0"  # Unassigned, and a grapheme cluster of its own.
+FIRST_PLACEHOLDER = 0x10F000  # private use: no map has them
+JAMO = "\u1161-\u1175\u11a8-\u11c2"  # vowels and final consonants
+
+
+def normalizers_of(compiled: bytes, composes: bool, symbols: list[str]) -> list[Any]:
+    """The steps; `composes` if the map composes decomposed characters. Symbols are not mapped, the longest first."""
+    from tokenizers import Regex, normalizers
+
+    hidden = [(symbol, chr(FIRST_PLACEHOLDER + number)) for number, symbol in enumerate(symbols)]
+    steps: list[Any] = [
+        *(normalizers.Replace(symbol, placeholder) for symbol, placeholder in hidden),
+        normalizers.Replace(Regex(r"(?!\A)(?!\z)"), SEPARATOR),
+        normalizers.Precompiled(compiled),
+        normalizers.Replace(SEPARATOR, ""),
+    ]
+    if composes:
+        separate = normalizers.Replace(Regex(_not_composed()), SEPARATOR)
+        steps += [separate, normalizers.NFC(), normalizers.Replace(SEPARATOR, "")]
+    return [*steps, *(normalizers.Replace(placeholder, symbol) for symbol, placeholder in hidden)]
+
+
+@cache
+def _not_composed() -> str:
+    """A pattern of the places where NFC would compose or reorder characters, but no rule of a map does."""
+    characters = [chr(code) for code in range(0xA0, sys.maxunicode + 1) if not 0xD800 <= code <= 0xDFFF]
+    marks = _class(character for character in characters if unicodedata.combining(character))
+    composed = [character for character in characters if unicodedata.normalize("NFD", character) != character]
+    bases: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for character in composed:
+        parts = unicodedata.normalize("NFD", character)
+        if unicodedata.normalize("NFC", parts) == character:
+            for end in range(2, len(parts)):
+                bases[parts[1:end], parts[end]].add(parts[0])
+    is_rule = "|".join(f"(?<={_class(first)}{between}){mark}" for (between, mark), first in sorted(bases.items())
+                       if unicodedata.combining(mark))  # fmt: skip
+    return f"(?<={_class(composed)})(?=[{marks[1:-1]}{JAMO}])|(?<={marks})(?!{is_rule})(?={marks})"
+
+
+def _class(characters: Iterable[str]) -> str:
+    """A class of a regular expression with these characters."""
+    codes = sorted(map(ord, characters))
+    ranges = []
+    for _, run in groupby(enumerate(codes), key=lambda each: each[1] - each[0]):
+        found = [code for _, code in run]
+        ranges.append(rf"\x{{{found[0]:x}}}-\x{{{found[-1]:x}}}")
+    return f"[{''.join(ranges)}]"
