@@ -56,6 +56,19 @@ def commands(guide: str) -> list[str]:
     return [line for block in blocks for line in block.split("```")[0].splitlines() if line.startswith("steelyard ")]
 
 
+def test_guides_followed_in_one_folder_do_not_overwrite_each_others_files():
+    written: dict[str, set[str]] = {}
+    for guide in DOCS.glob("guide-*.md"):
+        for line in commands(guide.name):
+            words = shlex.split(line)
+            for option in {"--output-prefix", "--model-prefix"}.intersection(words):
+                written.setdefault(words[words.index(option) + 1], set()).add(line)
+            if words[1] in ("train", "sft") and "--run" in words:
+                written.setdefault(words[words.index("--run") + 1], set()).add(line)
+    assert len(written) > 10
+    assert {name: lines for name, lines in written.items() if len(lines) > 1} == {}
+
+
 @pytest.mark.slow
 def test_the_guide_to_data_works_as_written(place):
     lines = commands("guide-data.md")

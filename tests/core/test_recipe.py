@@ -114,6 +114,41 @@ def test_an_override_is_toml_or_else_a_string(override, key, value):
     assert str(settings) == str(value)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "section", "key"),
+    [
+        (
+            ["train.batch_ramp.start=16", "train.batch_ramp.increment=16", "train.batch_ramp.samples=99"],
+            "train",
+            "batch_ramp",
+        ),
+        (["train.init_from=weights"], "train", "init_from"),
+        ([], "finetune", "adapter"),
+    ],
+)
+def test_none_removes_an_optional_key_or_section(overrides, section, key):
+    recipe = load_recipe("gpt2-small", [*overrides, f"{section}.{key}=none"])
+    assert key not in recipe.settings().get(section, {})
+    assert (section in recipe.settings()) == (section != "finetune")
+
+
+def test_none_stays_a_value_of_keys_that_have_it_and_is_refused_elsewhere():
+    assert load_recipe(MIXED, ["parallel.recompute=full", "parallel.recompute=none"]).parallel.recompute == "none"
+    assert "train.steps: should be a valid integer" in refusal(MIXED, "train.steps=none")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "override", "hint"),
+    [
+        ("llama2-7b", "model.positions=4096", "data.sequence_length sets the context"),
+        ("gpt2-small", "model.rope_theta=1e4", "family gpt has no such key; remove it"),
+        ("gpt2-small", "model.position=64", "did you mean model.positions?"),
+    ],
+)
+def test_a_key_of_another_family_is_not_taken_for_a_misspelt_one(recipe, override, hint):
+    assert hint in refusal(recipe, override)
+
+
 def test_an_override_cannot_smuggle_in_other_keys():
     assert "train.steps" in refusal(MIXED, "train.steps=5\nname = 'other'")
 
