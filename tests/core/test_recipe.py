@@ -56,7 +56,7 @@ def test_a_shown_recipe_loads_again_to_the_same_thing(name, tmp_path):
         ("[data]", '[data]\nblend_order = "fmadd"', 11, "data.blend_order", "'standard' or 'fma'"),
         ("weight = 0.7", "wieght = 0.7", 12, "data.train.0.wieght", "data.train.weight"),
         ('family = "gpt"', 'family = "gtp"', 4, "model.family", "gpt, llama"),
-        ("vocab = 50257", "vocab = 50257\nkv_heads = 4", 9, "model.kv_heads", "model.heads"),
+        ("vocab = 50257", "vocab = 50257\nkv_heads = 4", 9, "model.kv_heads", "family gpt has no such key"),
         ("vocab = 50257", "", 3, "model.vocab", "missing"),
         ("steps = 50", 'steps = 50\ndevice = "mps"', 18, "train.device", "mps is not supported"),
     ],
