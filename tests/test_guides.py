@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -54,6 +55,19 @@ def commands(guide: str) -> list[str]:
     """Every steelyard line of a guide's code blocks."""
     blocks = (DOCS / guide).read_text().split("```sh\n")[1:]
     return [line for block in blocks for line in block.split("```")[0].splitlines() if line.startswith("steelyard ")]
+
+
+def test_guides_followed_in_one_folder_do_not_overwrite_each_others_files():
+    written: dict[str, set[str]] = {}
+    for guide in DOCS.glob("guide-*.md"):
+        for line in commands(guide.name):
+            words = shlex.split(line)
+            for option in {"--output-prefix", "--model-prefix"}.intersection(words):
+                written.setdefault(words[words.index(option) + 1], set()).add(line)
+            if words[1] in ("train", "sft") and "--run" in words:
+                written.setdefault(words[words.index("--run") + 1], set()).add(line)
+    assert len(written) > 10
+    assert {name: lines for name, lines in written.items() if len(lines) > 1} == {}
 
 
 @pytest.mark.slow
@@ -146,11 +160,11 @@ def test_the_guide_to_tuning_settings_works_as_written(place):
     """Two ranks of a toy in the shape of the 70B, and a script that prints Megatron's lines; a trial or two of each."""
     layout, script = (text.split("```")[0] for text in (DOCS / "guide-tune.md").read_text().split("```toml\n")[1:])
     write_documents("data/llama3_arxiv_text_document", [list(range(200))] * 20, 600)
-    Path("llama3.1-70b.toml").write_text(
-        'name = "llama3.1-70b"\n[model]\nfamily = "llama"\nlayers = 2\nhidden = 32\nheads = 2\nvocab = 600\n'
+    Path("llama.toml").write_text(
+        'name = "llama3.1-8b"\n[model]\nfamily = "llama"\nlayers = 2\nhidden = 32\nheads = 2\nvocab = 600\n'
         '[train]\nglobal_batch = 4\ndevice = "cpu"\n[data]\nsequence_length = 16\n[optim]\nwarmup_steps = 1\n'
     )
-    small = layout.replace('"llama3.1-70b"', '"llama3.1-70b.toml"').replace("nproc = 8", "nproc = 2")
+    small = layout.replace('"llama3.1-8b"', '"llama.toml"').replace("nproc = 8", "nproc = 2")
     Path("layout.toml").write_text(small.replace("trials = 20", "trials = 1").replace("skip = 3", "skip = 1"))
     Path("script.toml").write_text(script.replace("trials = 20", "trials = 2"))
     Path("train_70b.sh").write_text(
@@ -159,7 +173,7 @@ def test_the_guide_to_tuning_settings_works_as_written(place):
     lines = commands("guide-tune.md")
     assert len(lines) == 9
     for line in lines:
-        reported = line.replace("llama3.1-70b data", "llama3.1-70b.toml data").replace("--nproc 8", "--nproc 2")
+        reported = re.sub(r"llama3.1-\w+ data", "llama.toml data", line).replace("--nproc 8", "--nproc 2")
         reported = reported.replace("--on slurm --cluster cluster.toml --nproc 16", "--on local --nproc 2")
         reported = reported.replace("--workers 4", "")
         reported = reported.replace("--trials 30", "--trials 1 --steps 7").replace("--trials 24", "--trials 1")
@@ -169,7 +183,7 @@ def test_the_guide_to_tuning_settings_works_as_written(place):
         assert done.returncode == 0, f"{reported}\n{done.stderr}"
     assert Run.open("runs/tuned").state == "finished"
     assert json.loads(next(Path("studies/cluster").glob("trials/*/run/launch.json")).read_text())["ranks"] == 2
-    for study in ("llama3.1-70b", "layout", "script"):
+    for study in ("llama3.1-8b", "layout", "script"):
         assert "Best settings" in Path(f"studies/{study}/report.html").read_text()
     assert Path("studies/script/best.txt").read_text().splitlines()[1].startswith("bash train_70b.sh --tp ")
 

@@ -106,10 +106,7 @@ EPILOG = "Exit codes: 0 success, 1 the machine or the run failed, 2 wrong input 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run one command and exit with its code."""
     # Importing the command `list` rebinds that name in this module, so list() is not used here.
-    words, passed_on = _cut([*(sys.argv[1:] if arguments is None else arguments)])
-    debug = _take(words, "--debug")
-    console.quiet = _take(words, "--quiet")
-    words = _with_default([*_flag_each(words), *passed_on])
+    words, debug, console.quiet = for_parser([*(sys.argv[1:] if arguments is None else arguments)])
     for number in (signal.SIGINT, signal.SIGUSR1):  # SIGUSR1 is a scheduler's warning, which may come early.
         signal.signal(number, _interrupt)
     try:
@@ -129,6 +126,13 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except Exception as error:
         code = _explain(error, debug)
     sys.exit(code)
+
+
+def for_parser(words: list[str]) -> tuple[list[str], bool, bool]:
+    """The words as the parser takes them, and whether --debug and --quiet were among them."""
+    own, passed_on = _cut(words)
+    debug, quiet = _take(own, "--debug"), _take(own, "--quiet")
+    return _with_default([*_flag_each(own), *passed_on]), debug, quiet
 
 
 def _with_default(words: list[str]) -> list[str]:

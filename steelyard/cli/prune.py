@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -18,6 +19,9 @@ from steelyard.cli.options import (
     TokenizerOption,
     print_result,
 )
+from steelyard.cli.relaunch import NprocOption, launch
+from steelyard.core.errors import UserError
+from steelyard.parallel.world import detect
 
 
 class Save(StrEnum):
@@ -62,6 +66,10 @@ def prune(
         typer.Option(help="Only these matrices: 0-3, mlp.down, layers.*.attention.*; joined by commas."),
     ] = None,
     exclude: Annotated[list[str] | None, typer.Option(help="All except these matrices.")] = None,
+    nproc: NprocOption = None,
+    tensor: Annotated[
+        int, typer.Option(min=1, help="Ranks that share the matrices; the others share the calibration windows.")
+    ] = 1,
     tokenizer: TokenizerOption = None,
     device: DeviceOption = DeviceChoice.auto,
     dtype: DtypeOption = DtypeChoice.auto,
@@ -69,16 +77,32 @@ def prune(
 ) -> None:
     """Prune a checkpoint in one shot, layer by layer, with one layer in memory at a time.
 
+    If it is killed, the same command continues after the last finished layer.
+
     Example: steelyard prune models/Llama-3.1-8B pruned --method sparsegpt --calibration c4.jsonl
+    Example: steelyard prune models/Llama-3.1-8B pruned --method wanda --calibration c4.jsonl --nproc 8 --tensor 2
     """
+    if nproc is not None and nproc % tensor:
+        raise UserError(f"{nproc} ranks are not a multiple of --tensor {tensor}", where="--nproc")
+    if nproc is not None and nproc > 1:
+        raise typer.Exit(launch(nproc))
     from steelyard.sparsity import prune as pruning
 
     request = pruning.PruneRequest(
         checkpoint, destination, method, pattern, update_weights, calibration, samples, sequence_length, seed,
-        save.value, dense_inputs, _split(include), _split(exclude), tokenizer, device.value, dtype.value,
+        save.value, dense_inputs, _split(include), _split(exclude), tokenizer, device.value, dtype.value, tensor,
     )  # fmt: skip
     report = pruning.prune(request)
-    print_result(report, json, pruning.as_text(report))
+    if detect(os.environ).is_rank0:
+        print_result(report, json, pruning.as_text(report))
+
+
+def refuse_values(values: dict[str, Any]) -> None:
+    """Raise for options that contradict each other, without reading anything."""
+    from steelyard.sparsity.prune_request import PruneRequest, method_and_update
+
+    given = {"update": values["update_weights"], "calibration": values["calibration"], "save": values["save"].value}
+    method_and_update(PruneRequest(values["checkpoint"], values["destination"], values["method"], **given))
 
 
 def _split(lists: list[str] | None) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from steelyard.cli import COMMANDS
+from steelyard.cli import command_words
 from steelyard.cli.options import JsonOption, RunOption, print_result
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import load_recipe
@@ -83,16 +83,19 @@ def submit_(
     """Run a recipe or any command on this machine, with mpirun or on Slurm. The plan determines nodes and ranks.
 
     Example: steelyard submit my.toml --on slurm --cluster cluster.toml --time 24:00:00
-    Example: steelyard submit --on slurm --ranks-per-node 4 -- eval ppl runs/my
+    Example: steelyard submit --on slurm --ranks-per-node 4 -- eval ppl runs/my --data wikitext2
     """
     recipe, command = _split(words or [])
+    parsed = command_words.parsed(command) if command else None
+    if parsed is not None:
+        parsed.refuse_ranks((nodes or 1) * (ranks_per_node or 1))
     if hosts is not None:
         backends.refuse_option(on, backends.Option.HOSTS, ", or remove --hosts")
     loaded = load_recipe(recipe[0], recipe[1:]) if recipe else None
     site_name, found = sites.find(site, loaded.site if loaded else None, sites_file)
     request = SubmitRequest(
         on, sites.changed(found, hosts, port), loaded, command, name, run, site_name, cluster, nodes,
-        ranks_per_node, time, job, reload_container, skip_checks,
+        ranks_per_node, time, job, reload_container, skip_checks, parsed is not None and parsed.uses_gpu,
     )  # fmt: skip
     if array:
         requests = array_requests(request, array, lambda overrides: load_recipe(recipe[0], [*recipe[1:], *overrides]))
@@ -120,6 +123,4 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
     before, after = (words, []) if "--" not in words else (words[: words.index("--")], words[words.index("--") + 1 :])
     if bool(before) == bool(after):
         raise UserError("give a recipe, or a command after --", hint="steelyard submit my.toml --on slurm")
-    if after and after[0] not in COMMANDS:
-        raise UserError(f"there is no command {after[0]}", hint="steelyard --help lists the commands")
     return before, after

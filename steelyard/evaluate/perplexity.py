@@ -211,7 +211,7 @@ def _result(
         "windows": len(cut.windows),
         "protocol": protocol | ({"remark": remark} if remark else {}),
         "checkpoint": str(source.path),
-        "mask": request.mask,
+        "mask": request.mask or _own_masks(source),
         "step": source.step,
         "parameters": parameters(source.config).total,
         "ranks": world.size,
@@ -219,6 +219,11 @@ def _result(
         "seconds": round(seconds, 3),
         "tokens_per_second": round(sum(window.end - window.start for window in cut.windows) / seconds, 1),
     }
+
+
+def _own_masks(source: CheckpointSource) -> str | None:
+    """Where the applied masks come from, if the checkpoint has its own."""
+    return str(source.masks.path) if isinstance(source, sparse.MaskedSource) else None
 
 
 def as_text(result: dict[str, Any]) -> str:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from steelyard.launch.submit import SubmitRequest
 
 COMMAND = "command.json"
+NVIDIA = Path("/dev/nvidiactl")  # exists where an NVIDIA driver is loaded
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def agent_command(spec: JobSpec, backend: str, variables: Sequence[str], *option
 def nodes_of(request: SubmitRequest, cluster: Cluster | None) -> list[NodeGroup]:
     """The nodes for a request: those of its plan, or the defaults for a command without one."""
     if request.recipe is None:
-        return of_command(request.site, request.nodes, request.ranks_per_node)
+        return [of_command(request, cluster)]
     return of_plan(request.recipe, cluster, request.site, request.nodes, request.ranks_per_node)
 
 
@@ -117,9 +118,22 @@ def of_plan(
     return [_without_gpus(group) for group in groups] if recipe.train.device == "cpu" and cluster is None else groups
 
 
-def of_command(site: SiteSection, nodes: int | None, per_node: int | None) -> list[NodeGroup]:
-    """The group for a command without a plan: by default one rank on one node."""
-    return [NodeGroup(nodes or 1, per_node or 1, site.slurm.partition, site.slurm.gres)]
+def of_command(request: SubmitRequest, cluster: Cluster | None) -> NodeGroup:
+    """The nodes for a command without a plan: by default one rank on one node, of the site's partition."""
+    slurm, group = request.site.slurm, NodeGroup(request.nodes or 1, request.ranks_per_node or 1)
+    types = cluster.nodes if cluster is not None else []
+    fitting = [each for each in types if slurm.partition in (None, each.partition)]
+    gres, partition = slurm.gres, slurm.partition
+    if len(fitting) == 1 and request.uses_gpu:
+        gres, partition = gres or fitting[0].gres or f"gpu:{group.ranks}", partition or fitting[0].partition
+    return replace(group, partition=partition, gres=gres)
+
+
+def of_this_machine(request: SubmitRequest, groups: list[NodeGroup]) -> list[NodeGroup]:
+    """For hosts without a scheduler: a command that uses GPUs gets those of the hosts, if this one has any."""
+    if request.recipe is None and request.uses_gpu and NVIDIA.exists():
+        return [replace(group, gres=group.gres or "gpu") for group in groups]
+    return groups
 
 
 def world(groups: Sequence[NodeGroup]) -> int:

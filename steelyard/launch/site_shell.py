@@ -5,13 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from pwd import getpwuid
 from shlex import quote
 from typing import NoReturn
 
 from steelyard.core.recipe.site_section import SiteSection
 from steelyard.launch import site_environment
+from steelyard.launch.job_spec import NVIDIA
 
 INTERACTIVE = {"docker": ["--interactive", "--tty"], "podman": ["--interactive", "--tty"]}
+
+# In an image: the user's shell if the image has it, else bash, else sh.
+FIRST_SHELL = [
+    site_environment.SHELL, "-c", 'for each in "$0" /bin/bash /bin/sh; do [ ! -x "$each" ] || exec "$each"; done',
+]  # fmt: skip
 
 
 def script_for(site: SiteSection, command: Sequence[str], reload: bool = False) -> str:
@@ -24,9 +31,9 @@ def script_for(site: SiteSection, command: Sequence[str], reload: bool = False) 
         container = container.model_copy(update={"options": [*INTERACTIVE[container.kind], *container.options]})
     site = site.model_copy(update={"container": container})
     prepared = site_environment.preparation(container, reload)
-    default = [os.environ.get("SHELL") or "/bin/bash"] if container.kind == "none" else [site_environment.SHELL]
-    gpus = Path("/dev/nvidiactl").exists()
-    wrapped = site_environment.wrapped(site, list(command) or default, workdir, None, gpus)
+    shell = os.environ.get("SHELL") or getpwuid(os.getuid()).pw_shell or "/bin/bash"
+    default = [shell] if container.kind == "none" else [*FIRST_SHELL, shell]
+    wrapped = site_environment.wrapped(site, list(command) or default, workdir, None, NVIDIA.exists())
     text = site_environment.preamble(site, workdir)
     text += f"bash -c {quote(prepared)} || exit 1\n" if prepared else ""
     return text + site_environment.executing(wrapped)

@@ -52,6 +52,8 @@ class SubmitRequest:
     job: str | None = None
     reload_container: bool = False
     skip_checks: bool = False
+    uses_gpu: bool = False
+    """Whether the command in `words` computes on a GPU; a recipe says so itself."""
 
 
 def submit(request: SubmitRequest) -> dict[str, Any]:

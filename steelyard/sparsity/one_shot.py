@@ -14,19 +14,16 @@ Tensor suffixes: O outputs, I inputs.
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from steelyard.core.errors import RuntimeFailure, UserError
+from steelyard.core.errors import RuntimeFailure
 from steelyard.sparsity.patterns import Pattern, place_hash
+from steelyard.sparsity.prune_request import Method
 
-Method = Literal["magnitude", "wanda", "sparsegpt", "hessian"]
-METHODS: tuple[Method, ...] = ("magnitude", "wanda", "sparsegpt", "hessian")
 DAMPING = 0.01  # of the mean diagonal
 MOST_DAMPING = 1e4
 COLUMNS_AT_ONCE = 128
@@ -62,19 +59,6 @@ class Hessian:
     def factor(self) -> tuple[Tensor, float]:
         """U, and the damping that it needed."""
         return inverse_factor(self.matrix_II)
-
-
-def method_named(name: str) -> Method:
-    """The method of a name, ignoring case."""
-    for method in METHODS:
-        if name.lower() == method:
-            return method
-    near = difflib.get_close_matches(name.lower(), METHODS, n=1)
-    raise UserError(
-        f"unknown pruning method {name}",
-        where="--method",
-        hint=f"did you mean {near[0]}?" if near else f"use one of {', '.join(METHODS)}",
-    )
 
 
 def prune_matrix(

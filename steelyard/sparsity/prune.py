@@ -1,15 +1,15 @@
 """One-shot pruning of a checkpoint: validates the request, then prunes layer by layer while writing the output.
 
-The complete output appears by rename; a killed command leaves nothing.
+The complete output appears by rename. A killed command leaves its finished layers (`finished_layers`), and the same
+command continues after them. All ranks prune (`prune_ranks`); rank 0 writes.
 """
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import closing
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,102 +19,109 @@ from steelyard.checkpoint.formats import CheckpointSource, open_source
 from steelyard.checkpoint.formats.hf_config import positions_of
 from steelyard.checkpoint.formats.source import check
 from steelyard.checkpoint.formats.write import Target, convert, refuse_destination
+from steelyard.core import units
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.core.recipe.model_section import GptConfig
+from steelyard.core.recipe.parallel_section import ParallelSection
+from steelyard.parallel import mesh as meshes
+from steelyard.parallel.mesh import Mesh
+from steelyard.parallel.world import World, detect, init_distributed, raise_on_all_ranks, run_on_rank0
 from steelyard.sparsity import frozen_base, mask_file
 from steelyard.sparsity.calibration import Calibration, Windows, is_prefix, windows
-from steelyard.sparsity.layerwise import LayerOnDevice, Task, pruned_layers
-from steelyard.sparsity.one_shot import Method, method_named
+from steelyard.sparsity.finished_layers import FinishedLayers
+from steelyard.sparsity.layerwise import LayerOnDevice, Task, batches_of, pruned_layers
 from steelyard.sparsity.patterns import Pattern
+from steelyard.sparsity.prune_request import PruneRequest, method_and_update
 from steelyard.sparsity.pruned_source import BeingPruned
 from steelyard.sparsity.target_modules import chosen, maskable
 from steelyard.text import tokenizer as tokenizers
 from steelyard.training.device import NAMES, device_for, dtype_for
 
 LONGEST = 4096  # The default length of windows, if the model supports it.
-
-
-@dataclass(frozen=True)
-class PruneRequest:
-    """The options of `steelyard prune`."""
-
-    checkpoint: str
-    destination: Path
-    method: str
-    pattern: str = "2:4"
-    update: bool | None = None
-    """Whether the remaining weights compensate for the pruned ones; by default with sparsegpt if weights are saved."""
-    calibration: str | None = None
-    samples: int = 128
-    length: int | None = None
-    seed: int = 0
-    save: str = "weights"
-    dense_inputs: bool = False
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    tokenizer: str | None = None
-    device: str = "auto"
-    dtype: str = "auto"
+TIMEOUT_MINUTES = 120.0  # Rank 0 may read all weights for their hash while the others wait.
 
 
 def prune(request: PruneRequest) -> dict[str, Any]:
-    """Prune a checkpoint; returns the report."""
-    method, pattern = method_named(request.method), Pattern.parse(request.pattern)
-    update = _update(request, method)
-    refuse_destination(request.destination, is_file=request.save == "mask")
-    source = open_source(request.checkpoint)
-    check(source, source.config)
-    sizes = maskable(source.config)
-    names = chosen(sizes, request.include, request.exclude)
-    pattern.check({name: sizes[name] for name in names})
-    device = device_for(request.device)
-    task = Task(method, pattern, names, update, request.dense_inputs, device, dtype_for(request.dtype, source, device))
-    calibration = _windows(request, source, method)
-    started = time.monotonic()
-    if device.type == "cuda":
-        torch.cuda.init()
-        torch.cuda.reset_peak_memory_stats(device)
-    about = {
-        "method": method,
-        "pattern": str(pattern),
-        "update_weights": update,
-        "dense_inputs": request.dense_inputs,
-        "calibration": calibration.described if calibration else None,
-        "seed": request.seed,
-        "computed": f"{NAMES[task.dtype]} on {device.type}, scores and factors in fp32",
-    }
-    report = _write(request, source, task, None if calibration is None else calibration.tokens_BL, about)
+    """Prune a checkpoint on all ranks; returns the report. Rank 0 writes the output."""
+    started, device = time.monotonic(), device_for(request.device)
+    with init_distributed(device.type, TIMEOUT_MINUTES) as world:
+        console.quiet = console.quiet or not world.is_rank0
+        if device.type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+            torch.cuda.reset_peak_memory_stats(device)
+        with raise_on_all_ranks(world):
+            source, task = _checked(request, world, device)
+        run_on_rank0(world, lambda: refuse_destination(request.destination, is_file=request.save == "mask"))
+        calibration = run_on_rank0(world, lambda: _windows(request, source))
+        tokens_BL = None if calibration is None else calibration.tokens_BL
+        with raise_on_all_ranks(world):
+            mesh = _mesh(request, world, tokens_BL, device)
+        about = {
+            "method": task.method,
+            "pattern": str(task.pattern),
+            "update_weights": task.update,
+            "dense_inputs": request.dense_inputs,
+            "calibration": calibration.described if calibration else None,
+            "seed": request.seed,
+            "computed": f"{NAMES[task.dtype]} on {device.type}, scores and factors in fp32",
+        }
+        finished = FinishedLayers(request.destination, source, task, tokens_BL)
+        resumed = run_on_rank0(world, finished.open)
+        layers = pruned_layers(source, task, tokens_BL, mesh, lambda number: finished.read(number, resumed))
+        rows: list[dict[str, Any]] = []
+        with closing(_reported(layers, rows, finished, resumed)) as reported:
+            if world.is_rank0:
+                _write(request, source, task, reported, about)
+            else:
+                for _ in reported:
+                    pass
+        if world.is_rank0:
+            finished.remove()
     peak = {"peak_device_bytes": torch.cuda.max_memory_allocated(device)} if device.type == "cuda" else {}
     return {
         "checkpoint": str(source.path),
         "path": str(request.destination),
         "saved": request.save,
         **about,
-        **_totals(report, sizes),
+        **_totals(rows, maskable(source.config)),
+        "ranks": world.size,
+        "tensor": request.tensor,
+        "resumed_layers": len(resumed),
         "seconds": round(time.monotonic() - started, 3),
         **peak,
-        "layers": [layer["row"] for layer in report],
+        "layers": [layer["row"] for layer in rows],
     }
 
 
-def _update(request: PruneRequest, method: Method) -> bool:
-    if request.update and method != "sparsegpt":
-        raise UserError(f"{method} does not update weights", where="--update-weights", hint="use --method sparsegpt")
-    if request.update and request.save == "mask":
+def _checked(request: PruneRequest, world: World, device: torch.device) -> tuple[CheckpointSource, Task]:
+    """The checkpoint, and what to do with it."""
+    (method, update), pattern = method_and_update(request), Pattern.parse(request.pattern)
+    if world.size % request.tensor:
+        raise UserError(f"{world.size} ranks are not a multiple of --tensor {request.tensor}", where="--tensor")
+    source = open_source(request.checkpoint)
+    check(source, source.config)
+    sizes = maskable(source.config)
+    names = chosen(sizes, request.include, request.exclude)
+    pattern.check({name: sizes[name] for name in names})
+    dtype = dtype_for(request.dtype, source, device)
+    return source, Task(method, pattern, names, update, request.dense_inputs, device, dtype)
+
+
+def _mesh(request: PruneRequest, world: World, tokens_BL: Tensor | None, device: torch.device) -> Mesh:
+    data, batches = world.size // request.tensor, 0 if tokens_BL is None else len(batches_of(tokens_BL, device))
+    if tokens_BL is not None and data > batches:
         raise UserError(
-            "a mask file contains no weights, so the update would be lost",
-            where="--update-weights",
-            hint="use --save weights, or remove --update-weights",
+            f"{data} data ranks share {batches} batches of calibration windows, so some would have none",
+            where="--samples",
+            hint="use fewer ranks, more windows, or --tensor, which shares the matrices",
         )
-    return method == "sparsegpt" and request.save == "weights" if request.update is None else request.update
+    return meshes.make(ParallelSection(tensor=request.tensor), device.type)
 
 
-def _windows(request: PruneRequest, source: CheckpointSource, method: Method) -> Windows | None:
+def _windows(request: PruneRequest, source: CheckpointSource) -> Windows | None:
     """The calibration tokens; only magnitude does not need them."""
     if request.calibration is None:
-        if method != "magnitude":
-            raise UserError(f"{method} needs calibration", where="--calibration", hint="give a text or token files")
         return None
     positions = positions_of(source.config, source.extra)
     length = request.length or min(LONGEST, positions)
@@ -133,31 +140,52 @@ def _windows(request: PruneRequest, source: CheckpointSource, method: Method) ->
     return windows(calibration, tokenizer, source.config.vocab)
 
 
+def _reported(
+    layers: Generator[LayerOnDevice, None, None],
+    rows: list[dict[str, Any]],
+    finished: FinishedLayers,
+    resumed: list[int],
+) -> Generator[LayerOnDevice, None, None]:
+    """The layers, with a line and a row of the report for each; rank 0, which is not quiet, saves new ones."""
+    total, is_rank0 = len(finished.names), detect(os.environ).is_rank0
+    if resumed:
+        console.say(f"{len(resumed)} of {total} layers were finished by an earlier command")
+    with closing(layers), console.progress("prune", total, "layers", len(resumed), lines=False) as progress:
+        spent: list[float] = []
+        for layer in layers:
+            if layer.number not in resumed:
+                spent.append(layer.seconds)
+                progress.advance(1)
+                if is_rank0:
+                    finished.write(layer)
+            row = layer.summary()
+            tied, groups = layer.ties()
+            counts = {"pruned": layer.pruned(), "elements": layer.elements(), "tied": tied, "groups": groups}
+            rows.append({"row": row, **counts})
+            left = total - len(rows)
+            console.say(as_line(row) + (_time_left(left, spent) if left and spent else ""))
+            yield layer
+
+
+def _time_left(layers: int, spent: list[float]) -> str:
+    """The time that the remaining layers need, by the mean of those that were pruned."""
+    each = sum(spent) / len(spent)
+    return f"  {layers} layer{'s' if layers > 1 else ''} left, about {units.duration(layers * each)}"
+
+
 def _write(
-    request: PruneRequest, source: CheckpointSource, task: Task, tokens_BL: Tensor | None, about: dict[str, Any]
-) -> list[dict[str, Any]]:
-    """Write the result during pruning; returns a row for each layer."""
-    rows: list[dict[str, Any]] = []
-
-    def reported() -> Generator[LayerOnDevice, None, None]:
-        with closing(pruned_layers(source, task, tokens_BL)) as layers:
-            for layer in layers:
-                row = layer.summary()
-                tied, groups = layer.ties()
-                counts = {"pruned": layer.pruned(), "elements": layer.elements(), "tied": tied, "groups": groups}
-                rows.append({"row": row, **counts})
-                console.say(as_line(row))
-                yield layer
-
-    with closing(reported()) as layers:
-        if request.save == "mask":
-            each = ((name, matrix.mask_OI) for layer in layers for name, matrix in layer.matrices.items())
-            mask_file.write(request.destination, each, task.pattern, frozen_base.identity(source), about)
-        else:
-            convert(
-                BeingPruned(source, layers, task.names), request.destination, Target("hf", tokenizer=request.tokenizer)
-            )
-    return rows
+    request: PruneRequest,
+    source: CheckpointSource,
+    task: Task,
+    layers: Iterator[LayerOnDevice],
+    about: dict[str, Any],
+) -> None:
+    """Write the result during pruning."""
+    if request.save == "mask":
+        each = ((name, matrix.mask_OI) for layer in layers for name, matrix in layer.matrices.items())
+        mask_file.write(request.destination, each, task.pattern, frozen_base.identity(source), about)
+    else:
+        convert(BeingPruned(source, layers, task.names), request.destination, Target("hf", tokenizer=request.tokenizer))
 
 
 def _totals(report: list[dict[str, Any]], sizes: dict[str, tuple[int, int]]) -> dict[str, Any]:
@@ -186,6 +214,7 @@ def as_text(report: dict[str, Any]) -> str:
         "pattern": f"{report['pattern']}, {report['sparsity']:.4f} of the chosen matrices pruned",
         "ties": f"{100 * report['tied_groups']:.2f}% of the groups have equal scores at the cut; a hash decides",
         "calibration": report["calibration"] or "none",
+        "ranks": f"{report['ranks']}, {report['tensor']} of them share matrices" if report["ranks"] > 1 else "1",
         "inputs": "of the dense model" if report["dense_inputs"] else "of the pruned layers before",
         "time": f"{report['seconds']:.1f} s",
     }

@@ -56,7 +56,7 @@ def test_a_shown_recipe_loads_again_to_the_same_thing(name, tmp_path):
         ("[data]", '[data]\nblend_order = "fmadd"', 11, "data.blend_order", "'standard' or 'fma'"),
         ("weight = 0.7", "wieght = 0.7", 12, "data.train.0.wieght", "data.train.weight"),
         ('family = "gpt"', 'family = "gtp"', 4, "model.family", "gpt, llama"),
-        ("vocab = 50257", "vocab = 50257\nkv_heads = 4", 9, "model.kv_heads", "model.heads"),
+        ("vocab = 50257", "vocab = 50257\nkv_heads = 4", 9, "model.kv_heads", "family gpt has no such key"),
         ("vocab = 50257", "", 3, "model.vocab", "missing"),
         ("steps = 50", 'steps = 50\ndevice = "mps"', 18, "train.device", "mps is not supported"),
     ],
@@ -112,6 +112,41 @@ def test_an_override_is_toml_or_else_a_string(override, key, value):
     for part in key.split("."):
         settings = settings[part]
     assert str(settings) == str(value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "section", "key"),
+    [
+        (
+            ["train.batch_ramp.start=16", "train.batch_ramp.increment=16", "train.batch_ramp.samples=99"],
+            "train",
+            "batch_ramp",
+        ),
+        (["train.init_from=weights"], "train", "init_from"),
+        ([], "finetune", "adapter"),
+    ],
+)
+def test_none_removes_an_optional_key_or_section(overrides, section, key):
+    recipe = load_recipe("gpt2-small", [*overrides, f"{section}.{key}=none"])
+    assert key not in recipe.settings().get(section, {})
+    assert (section in recipe.settings()) == (section != "finetune")
+
+
+def test_none_stays_a_value_of_keys_that_have_it_and_is_refused_elsewhere():
+    assert load_recipe(MIXED, ["parallel.recompute=full", "parallel.recompute=none"]).parallel.recompute == "none"
+    assert "train.steps: should be a valid integer" in refusal(MIXED, "train.steps=none")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "override", "hint"),
+    [
+        ("llama2-7b", "model.positions=4096", "data.sequence_length sets the context"),
+        ("gpt2-small", "model.rope_theta=1e4", "family gpt has no such key; remove it"),
+        ("gpt2-small", "model.position=64", "did you mean model.positions?"),
+    ],
+)
+def test_a_key_of_another_family_is_not_taken_for_a_misspelt_one(recipe, override, hint):
+    assert hint in refusal(recipe, override)
 
 
 def test_an_override_cannot_smuggle_in_other_keys():

@@ -288,6 +288,35 @@ def test_nodes_of_the_master_wait_for_followers_in_the_queue(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize(
+    ("slurm_", "with_cluster", "expected"),
+    [
+        (SlurmSection(gres="gpu:2"), True, NodeGroup(1, 4, None, "gpu:2")),
+        (SlurmSection(partition="gpu1"), True, NodeGroup(1, 4, "gpu1", "gpu:a100:4")),
+        (SlurmSection(), True, NodeGroup(1, 4)),
+        (SlurmSection(partition="gpu1"), False, NodeGroup(1, 4, "gpu1")),
+    ],
+)
+def test_a_command_gets_its_gpus_from_the_site_or_the_cluster_or_a_warning(
+    mixed, capsys, slurm_, with_cluster, expected
+):
+    request = SubmitRequest("slurm", SiteSection(slurm=slurm_), words=["prune"], ranks_per_node=4, uses_gpu=True)
+    assert slurm.BACKEND.nodes(request, mixed if with_cluster else None) == [expected]
+    assert ("requests no GPU" in capsys.readouterr().err) == (expected.gres is None)
+    without = replace(request, uses_gpu=False, site=PLAIN)
+    assert slurm.BACKEND.nodes(without, mixed) == [NodeGroup(1, 4)]
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_a_local_command_in_a_container_sees_the_gpus_of_this_machine(tmp_path, monkeypatch, has_gpu):
+    monkeypatch.setattr(job_spec, "NVIDIA", tmp_path if has_gpu else tmp_path / "nothing")
+    site = SiteSection(container=ContainerSection(kind="apptainer", image="i.sif"))
+    for uses_gpu in (True, False):
+        result, _ = preview(SubmitRequest("local", site, words=["eval"], uses_gpu=uses_gpu))
+        assert ("--nv" in "".join(result["scripts"].values())) == (has_gpu and uses_gpu)
+
+
+@pytest.mark.parametrize(
     ("request_", "message"),
     [
         (SubmitRequest("local", PLAIN, plan(), nodes=2), "one node"),
@@ -363,6 +392,24 @@ def test_a_shell_has_the_modules_the_environment_and_the_container(tmp_path):
     )  # fmt: skip
     assert "A=b c\n" in done.stdout
     assert "LD_LIBRARY_PATH=/x:/y:/z\n" in done.stdout
+
+
+@pytest.mark.parametrize(("users", "opened"), [("own", "own"), ("absent", "bash")])
+def test_a_shell_in_an_image_is_the_users_if_the_image_has_it(tmp_path, monkeypatch, users, opened):
+    """A program of ours in the place of apptainer runs the last words here."""
+    for name, text in {
+        "own": "echo own",
+        "apptainer": 'while [ "$1" != i.sif ]; do shift; done; shift; exec "$@"',
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("SHELL", str(tmp_path / users))
+    site = SiteSection(container=ContainerSection(kind="apptainer", image="i.sif"), workdir=str(tmp_path))
+    done = subprocess.run(
+        ["bash", "-c", site_shell.script_for(site, [])], capture_output=True, text=True, timeout=150,
+        input="echo ${BASH##*/}\n", env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
+    )  # fmt: skip
+    assert done.stdout == f"{opened}\n", done.stderr
 
 
 def test_a_site_is_found_by_name_and_the_recipe_goes_before_it(tmp_path):

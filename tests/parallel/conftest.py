@@ -47,6 +47,8 @@ FAST = """
     test_what_is_not_a_weight_comes_along[sgd-sai]
     test_a_damaged_shard_is_named_and_the_checkpoint_before_it_is_used[flip]
     test_masks_are_learned_alike_on_a_layout[gpt-tensor]
+    test_pruning_is_alike_on_a_layout[data x tensor-sparsegpt]
+    test_a_pruning_that_one_rank_ended_continues_on_another_layout
     test_tuning_is_alike_on_a_layout[llama-full-pipeline]
     test_tuning_is_alike_on_a_layout[gpt-lora-tensor]
     test_a_sample_that_is_not_finite_on_any_device_is_data_where_devices_can_be_compared[zero 0]

@@ -23,6 +23,9 @@ from steelyard.parallel.mesh import MeshAxis
 from steelyard.parallel.tensor_parallel import VocabParallelHead
 from steelyard.parallel.world import init_distributed
 from steelyard.sparsity import sparsity_extension as sparsity
+from steelyard.sparsity.finished_layers import FinishedLayers
+from steelyard.sparsity.layerwise import LayerOnDevice
+from steelyard.sparsity.prune import PruneRequest, prune
 from steelyard.training import engine, trainer
 from steelyard.training.extension import Extension
 from tests.finetuning.conftest import recipe_of
@@ -39,6 +42,25 @@ def training(overrides: list[str], run: str, extension: Extension | None = None,
         torch._dynamo.reset()
     trainer.run(recipe, Path(run), extension or sparsity.extension(recipe), resume)
     return "\n".join(said)
+
+
+def pruning(request: dict[str, Any]) -> dict[str, Any] | str:
+    """Prune a checkpoint; returns the report or the error. `fails_at_layer`: rank 0 fails before it saves this one."""
+    console.quiet = True
+    fails_at, write = request.pop("fails_at_layer", None), FinishedLayers.write
+
+    def failing(self: FinishedLayers, layer: LayerOnDevice) -> None:
+        if layer.number == fails_at:
+            raise OSError("the disk gave up")
+        write(self, layer)
+
+    FinishedLayers.write = failing  # type: ignore[method-assign]
+    try:
+        return prune(PruneRequest(**request))
+    except (SteelyardError, OSError) as error:
+        return str(error)
+    finally:
+        FinishedLayers.write = write  # type: ignore[method-assign]
 
 
 def failing_training(overrides: list[str], run: str, extension: Extension | None = None) -> tuple[str, str, bool]:

@@ -54,6 +54,7 @@ def test_evaluation_sees_a_run_through_its_masks_as_validation_does(learned: Pla
     _, sparse, _ = answer(capsys, *words)
     _, dense, _ = answer(capsys, *words, "--mask", "none")
     _, base, _ = answer(capsys, "eval", "ppl", "base", *words[3:])
+    assert (sparse["mask"], dense["mask"], base["mask"]) == ("masks/checkpoints/step-00000006", "none", None)
     assert sparse["step"] == 6
     assert dense["loss"] == base["loss"]
     assert sparse["loss"] > dense["loss"] + 0.02

@@ -5,8 +5,9 @@ import torch
 
 from steelyard.core.errors import RuntimeFailure, UserError
 from steelyard.sparsity import one_shot
-from steelyard.sparsity.one_shot import Hessian, method_named, prune_matrix, reconstruction_error
+from steelyard.sparsity.one_shot import Hessian, prune_matrix, reconstruction_error
 from steelyard.sparsity.patterns import Pattern
+from steelyard.sparsity.prune_request import METHODS, method_named
 from tests.sparsity import published
 
 PATTERNS = ["2:4", "1:4", "4:8", "1:3"]
@@ -159,7 +160,7 @@ def test_an_h_of_no_numbers_is_given_up_with_a_reason():
 def test_a_weight_keeps_its_dtype_and_its_kept_values_to_the_bit():
     weight, inputs = problem()
     weight = weight.bfloat16()
-    for method in one_shot.METHODS:
+    for method in METHODS:
         pruned = prune_matrix(weight, Hessian(gram(inputs)), Pattern.parse("2:4"), method)
         assert pruned.weight_OI.dtype == torch.bfloat16
         assert torch.equal(pruned.weight_OI[pruned.mask_OI], weight[pruned.mask_OI])

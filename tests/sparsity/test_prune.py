@@ -1,5 +1,7 @@
 """Whole checkpoints pruned: what is touched, what each layer saw, and what a mistake or a kill leaves behind."""
 
+import json
+import os
 import signal
 import time
 import weakref
@@ -256,28 +258,74 @@ def test_magnitude_needs_no_text_and_says_that_the_error_is_unknown(tmp_path, ca
     assert report["layers"][3]["sparsity"] == 0.5
 
 
-@pytest.mark.parametrize("save", ["weights", "mask"])
-def test_a_failure_half_way_leaves_no_output(tmp_path, monkeypatch, save):
-    source = written(tmp_path, "llama")
-    text = write_text(tmp_path)
-    before = sorted(tmp_path.iterdir())
+def fail_at(monkeypatch, number: int) -> list[int]:
+    """Let the pruning of this matrix fail, and count."""
     prune_one = layering.prune_matrix
-    calls = []
+    calls: list[int] = []
 
     def failing(*arguments):
         calls.append(1)
-        if len(calls) == 10:
+        if len(calls) == number:
             raise OSError("the machine gave up")
         return prune_one(*arguments)
 
     monkeypatch.setattr(layering, "prune_matrix", failing)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [("sparsegpt", {}), ("wanda", {"save": "mask"}), ("hessian", {"dense_inputs": True}), ("magnitude", {})],
+)
+def test_a_failure_half_way_leaves_no_output_and_the_same_command_continues(tmp_path, monkeypatch, method, options):
+    source, text = written(tmp_path, "llama"), write_text(tmp_path)
+    pruned(source, tmp_path / "whole", method, calibration=text, **options)
+    before = {path.name for path in tmp_path.iterdir()}
+    calls = fail_at(monkeypatch, 17)  # in the third of four layers with seven matrices each
     with pytest.raises(OSError, match="gave up"):
-        pruned(source, tmp_path / "out", calibration=text, save=save)
-    assert sorted(tmp_path.iterdir()) == before
+        pruned(source, tmp_path / "out", method, calibration=text, **options)
+    assert {path.name for path in tmp_path.iterdir()} - before == {".out.pruning"}
+    report = pruned(source, tmp_path / "out", method, calibration=text, **options)
+    assert (report["resumed_layers"], len(calls)) == (2, 17 + 14)
+    assert [layer["layer"] for layer in report["layers"]] == [0, 1, 2, 3]
+    assert {path.name for path in tmp_path.iterdir()} - before == {"out"}
+    assert_equal(tmp_path / "out", tmp_path / "whole")
+
+
+def assert_equal(one, other):
+    if one.is_file():
+        assert one.read_bytes() == other.read_bytes()
+        return
+    ours, theirs = open_source(one), open_source(other)
+    assert ours.names() == theirs.names()
+    assert all(torch.equal(ours.tensor(name), theirs.tensor(name)) for name in ours.names())
+
+
+@pytest.mark.parametrize("change", ["seed", "weights", "damage"])
+def test_layers_of_another_request_or_damaged_ones_are_not_used(tmp_path, monkeypatch, change):
+    source, text = written(tmp_path, "llama"), write_text(tmp_path)
+    fail_at(monkeypatch, 17)
+    with pytest.raises(OSError, match="gave up"):
+        pruned(source, tmp_path / "out", calibration=text)
+    if change == "weights":
+        os.utime(source / "model.safetensors", ns=(0, 0))
+    elif change == "damage":
+        (tmp_path / ".out.pruning" / "layer-00001.safetensors").write_bytes(b"nothing")
+    report = pruned(source, tmp_path / "out", calibration=text, seed=1 if change == "seed" else 0)
+    assert report["resumed_layers"] == (1 if change == "damage" else 0)
+
+
+def test_the_time_that_remains_is_told_in_layers(tmp_path, capsys):
+    pruned(written(tmp_path, "llama"), tmp_path / "out")
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("layer ")]
+    assert [line.partition(" s  ")[2].partition(",")[0] for line in said] == [
+        "3 layers left", "2 layers left", "1 layer left", "",
+    ]  # fmt: skip
+    assert ", about " in said[0]
 
 
 @pytest.mark.slow
-def test_a_killed_prune_leaves_no_output_and_runs_again(workplace):
+def test_a_killed_prune_leaves_no_output_and_continues_after_its_last_layer(workplace):
     source = written(workplace.path, "llama")
     command = ["prune", str(source), "out", "--method", "sparsegpt", "--calibration", "tokens_text_document"]
     process = workplace.start(*command, "--sequence-length", "256", "--samples", "64")
@@ -287,8 +335,12 @@ def test_a_killed_prune_leaves_no_output_and_runs_again(workplace):
     kill(process)
     assert not (workplace.path / "out").exists()
     time.sleep(0.1)
-    assert workplace.steelyard(*command, "--sequence-length", "16", "--samples", "4").returncode == 0
-    assert (workplace.path / "out" / "config.json").is_file()
+    again = workplace.steelyard(*command, "--sequence-length", "256", "--samples", "64", "--json")
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout)["resumed_layers"] >= 1
+    command[2] = "whole"
+    assert workplace.steelyard(*command, "--sequence-length", "256", "--samples", "64").returncode == 0
+    assert_equal(workplace.path / "out", workplace.path / "whole")
 
 
 def test_windows_are_chosen_by_the_seed_and_the_same_from_text_and_from_token_files(tmp_path):

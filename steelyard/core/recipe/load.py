@@ -22,6 +22,7 @@ from steelyard.core.recipe.toml import leaves, name_after, parse_value, place_of
 from steelyard.core.safe_parse import MOST_DEPTH
 
 COMMAND_LINE = "command line"
+REMOVED = "none"  # The value of an override that removes an optional key or section.
 PREFIXES = {Recipe: "", SiteSection: "site."}  # In renamed_keys, of the keys of a section with its own file.
 MOST_PROBLEMS, LONGEST_KEY, LONGEST_MESSAGE = 20, 200, 1000  # problems of a file, and characters of one
 NAMES_ELSEWHERE = {
@@ -123,6 +124,9 @@ def _override(values: dict[str, Any], places: dict[str, str], override: str, pla
         where = None if place == COMMAND_LINE else place
         hint = "write section.key=value, like train.steps=50"
         raise UserError(f"{override!r} is not an override", where=where, hint=hint)
+    if text.strip() == REMOVED and _is_optional(key.strip()):
+        _remove(values, key.strip().split("."))
+        return
     table = values
     *sections, last = key.strip().split(".")
     if len(sections) > MOST_DEPTH:
@@ -137,6 +141,23 @@ def _override(values: dict[str, Any], places: dict[str, str], override: str, pla
         error.where = f"{place}: {key.strip()}"
         raise
     places[key.strip()] = place
+
+
+def _remove(values: dict[str, Any], path: Sequence[str]) -> None:
+    below = values.get(path[0])
+    if len(path) == 1:
+        values.pop(path[0], None)
+    elif isinstance(below, dict):
+        _remove(below, path[1:])
+
+
+def _is_optional(key: str) -> bool:
+    """Whether a key or section may be left out, and `none` is not one of its own values."""
+    options: list[Any] = [Recipe]
+    for part in key.split("."):
+        fields = [option.model_fields.get(part) for option in options if _is_section(option)]
+        options = [option for field in fields if field is not None for option in _options(field.annotation)]
+    return type(None) in options and not any(REMOVED in get_args(option) for option in options)
 
 
 def explained(
@@ -211,6 +232,9 @@ def nearest(key: str, values: Mapping[str, Any] = MappingProxyType({}), section:
     family = values.get("model", {}).get("family") if isinstance(values.get("model"), dict) else None
     valid = [name for name in valid_keys(section) if not _of_another_family(name, family)]
     key = ".".join(part for part in key.split(".") if not part.isdigit())
+    if section is Recipe and _of_another_family(key, family) and key in valid_keys(Recipe):
+        positions = ": rotary positions need no table, and data.sequence_length sets the context"
+        return f"family {family} has no such key; remove it" + (positions if key == "model.positions" else "")
     word = key.rpartition(".")[2]
     same_word = [name for name in valid if name.rpartition(".")[2] == word]
     if word in NAMES_ELSEWHERE and not same_word:

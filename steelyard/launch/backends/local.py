@@ -31,7 +31,7 @@ class Local(Backend):
         if request.nodes not in (None, 1):
             raise UserError("--on local runs on one node", hint="use --on mpi or --on slurm for several")
         if request.recipe is None:
-            return job_spec.nodes_of(request, cluster)
+            return job_spec.of_this_machine(request, job_spec.nodes_of(request, cluster))
         world = request.ranks_per_node or request.recipe.parallel.least_world
         request.recipe.parallel.data_for(world)
         return [NodeGroup(1, world, gres=None if request.recipe.train.device == "cpu" else "gpu")]

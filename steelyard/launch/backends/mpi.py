@@ -37,7 +37,7 @@ class Mpi(Local):
 
     def nodes(self, request: SubmitRequest, cluster: Cluster | None) -> list[NodeGroup]:
         """The nodes of the plan. Raises an error if there are too few hosts."""
-        found = job_spec.nodes_of(request, cluster)
+        found = job_spec.of_this_machine(request, job_spec.nodes_of(request, cluster))
         refuse_hosts(request.site, found)
         return found
 

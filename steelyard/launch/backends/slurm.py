@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from steelyard.core import files
+from steelyard.core.console import console
 from steelyard.core.errors import RuntimeFailure, UserError
 from steelyard.core.host import die_with_parent
 from steelyard.launch import job_spec, launch_record, supervisor
@@ -44,7 +45,13 @@ class Slurm(Backend):
         """The nodes of the plan."""
         if request.job is not None and not slurm_queue.JOB.fullmatch(request.job):
             raise UserError(f"--job: {request.job!r} is not a job id", hint="squeue --me shows your jobs")
-        return job_spec.nodes_of(request, cluster)
+        found = job_spec.nodes_of(request, cluster)
+        if request.uses_gpu and request.job is None and not any(group.gres for group in found):
+            console.warn(
+                "the job requests no GPU: no gres is known\n  hint: set slurm.gres of the site, such as gpu:1, or give "
+                "--cluster and a partition that it describes"
+            )
+        return found
 
     def scripts(self, spec: JobSpec) -> dict[str, str]:
         """One script per job."""

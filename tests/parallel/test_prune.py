@@ -1,0 +1,64 @@
+"""One-shot pruning on several ranks: the same weights, bit for bit, as by one process."""
+
+import pytest
+import torch
+
+from steelyard.checkpoint.formats import open_source
+from tests.checkpoint.models import written
+from tests.parallel import jobs
+from tests.sparsity.small import LENGTH, SAMPLES, write_text
+
+LAYOUTS = {"data": (2, 1), "tensor": (2, 2), "data x tensor": (4, 2), "uneven data": (4, 1), "many tensor": (3, 3)}
+
+
+@pytest.fixture
+def pruned(layouts, tmp_path):
+    """Prune a small model on so many ranks."""
+    source, text = written(tmp_path, "qwen2"), write_text(tmp_path)
+
+    def do(size: int, tensor: int, method: str, out: str, **options):
+        request = {"checkpoint": str(source), "destination": tmp_path / out, "method": method, "calibration": text}
+        request |= {"samples": SAMPLES, "length": LENGTH, "tensor": tensor, "device": "cpu", **options}
+        return layouts.ranks.do(size, jobs.pruning, request)
+
+    return do
+
+
+def weights(folder) -> dict[str, torch.Tensor]:
+    source = open_source(folder)
+    return {name: source.tensor(name) for name in source.names()}
+
+
+def assert_alike(one, other) -> None:
+    ours, theirs = weights(one), weights(other)
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+@pytest.mark.parametrize("method", ["sparsegpt", "wanda", "magnitude"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pruning_is_alike_on_a_layout(pruned, tmp_path, layout, method):
+    size, tensor = LAYOUTS[layout]
+    [alone] = pruned(1, 1, method, "alone")
+    together = pruned(size, tensor, method, "together")
+    assert_alike(tmp_path / "together", tmp_path / "alone")
+    keys = ("sparsity", "error")
+    for report in together:
+        assert (report["ranks"], report["tensor"]) == (size, tensor)
+        for ours, theirs in zip(report["layers"], alone["layers"], strict=True):
+            assert [ours[key] for key in keys] == [theirs[key] for key in keys]
+    assert not (tmp_path / ".together.pruning").exists()
+
+
+def test_a_pruning_that_one_rank_ended_continues_on_another_layout(pruned, tmp_path):
+    pruned(1, 1, "sparsegpt", "whole")
+    first = pruned(2, 1, "sparsegpt", "out", fails_at_layer=2)
+    assert ["gave up" in str(said) or "lost" in str(said) for said in first] == [True, True]
+    assert not (tmp_path / "out").exists()
+    assert [report["resumed_layers"] for report in pruned(4, 2, "sparsegpt", "out")] == [2] * 4
+    assert_alike(tmp_path / "out", tmp_path / "whole")
+
+
+def test_more_data_ranks_than_batches_of_windows_are_refused_on_every_rank(pruned):
+    said = pruned(4, 1, "wanda", "out", samples=3)
+    assert ["4 data ranks share 3 batches" in str(each) for each in said] == [True] * 4
