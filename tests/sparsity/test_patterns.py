@@ -68,6 +68,14 @@ def test_a_shard_keeps_the_ties_that_the_whole_matrix_keeps():
         assert torch.equal(torch.cat(masks, dim), whole)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("text", ["2:4", "4:8", "0.5"])
+def test_a_gpu_keeps_the_ties_that_a_cpu_keeps(text):
+    scores = torch.randint(0, 3, (512, 1024), generator=torch.Generator().manual_seed(0)).float()
+    pattern = Pattern.parse(text)
+    assert torch.equal(pattern.keep_best(scores.cuda()).cpu(), pattern.keep_best(scores))
+
+
 def test_the_kept_ties_are_those_of_earlier_versions():
     # Masks of a run, of its export and of another machine must agree: the hash is part of the format.
     kept = Pattern.parse("2:4").keep_best(torch.zeros(3, 8))
