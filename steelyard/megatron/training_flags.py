@@ -78,7 +78,8 @@ def train(draft: Draft, config: dict[str, Any]) -> None:
         given.whole("--loss-scale-window", "train.loss_scale_window"),
     )
     if half and draft.given.has("--deepspeed"):  # DeepSpeed scales the loss, by its own settings and defaults.
-        settings = config.get("fp16") if isinstance(config.get("fp16"), dict) else {}
+        fp16 = config.get("fp16")
+        settings = fp16 if isinstance(fp16, dict) else {}
         power, steps = settings.get("initial_scale_power", 16), settings.get("loss_scale_window", 1000)
         draft.put("train.loss_scale", 2.0 ** min(power, 64) if isinstance(power, int) else 65536.0, "of DeepSpeed")
         draft.put("train.loss_scale_window", steps if isinstance(steps, int) else 1000, "of DeepSpeed")
