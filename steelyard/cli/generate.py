@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import chain
 from typing import Annotated
 
@@ -71,6 +72,7 @@ def generate(
 
     sampling = Sampling(max_tokens, temperature, top_k, top_p, seed)
     opened = writer(checkpoint, tokenizer, device, dtype, mask, base)
+    pieces: Iterable[str]
     if chat:
         pieces = open_chat(opened, checkpoint, template, system).answer(prompt, sampling)
     else:

@@ -9,7 +9,7 @@ An answer ends at an end token of the model, or at the text that ends an answer 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,7 +36,7 @@ class Chat:
         end_ids = writer.tokenizer.located(self._end)[0]
         self._end_ids = end_ids if len(end_ids) == 1 else []
 
-    def answer(self, text: str, sampling: Sampling) -> Iterator[str]:
+    def answer(self, text: str, sampling: Sampling) -> Generator[str, None, None]:
         """The answer to a message, as it is generated. An answer that is cut short stays in the conversation."""
         self.turns.append(Message("user", text))
         pieces: list[str] = []
