@@ -21,7 +21,8 @@ from tests import preloaded
 from tests.hub import TOKEN, Hub, serve
 
 VOCAB = 97
-LONG_TESTS = ("tests/test_guides.py", "tests/cli/test_quickstart.py")  # Few and long, and they share nothing.
+# Few and long, and they share nothing.
+LONG_TESTS = ("tests/test_guides.py", "tests/test_walkthroughs.py", "tests/cli/test_quickstart.py")
 ONE_POOL = "tests/parallel"  # Up to eight ranks at once: two pools on two cores would hinder each other.
 if not torch.cuda.is_available():  # Kernels are interpreted then; triton wants to know before it is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -266,6 +266,9 @@ def _explain(error: Exception, debug: bool) -> int:
             "is nested too deeply" if isinstance(error, RecursionError) else "contains a number of thousands of digits"
         )
         return _report(error, f"the input {problem}\n  --debug shows where it was read", UserError.exit_code)
+    if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("steelyard"):
+        package = error.name.partition(".")[0]
+        return _report(error, f"{package} is not installed\n  hint: pip install {package}", RuntimeFailure.exit_code)
     hint = "" if debug else "\n  this is a bug in steelyard; --debug shows the traceback"
     return _report(error, f"{type(error).__name__}: {error}{hint}", RuntimeFailure.exit_code)
 
