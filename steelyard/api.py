@@ -139,14 +139,13 @@ def prune(
 ) -> dict[str, Any]:  # fmt: skip
     """Prune a checkpoint in one shot into a Hugging Face folder, or a mask file (`save="mask"`); returns the report.
 
-    `options` are the other fields of `steelyard.sparsity.prune.PruneRequest`, such as `samples`, `length`, `exclude`.
+    `options` are the other fields of `steelyard.sparsity.prune_request.PruneRequest`, such as `samples`, `length`, `exclude`.
     """
     from steelyard.sparsity import prune as pruning
+    from steelyard.sparsity.prune_request import PruneRequest
 
     shown = None if calibration is None else os.fspath(calibration)
-    request = pruning.PruneRequest(
-        os.fspath(checkpoint), Path(destination), method, pattern, calibration=shown, **options
-    )
+    request = PruneRequest(os.fspath(checkpoint), Path(destination), method, pattern, calibration=shown, **options)
     return pruning.prune(request)
 
 

@@ -87,8 +87,9 @@ def prune(
     if nproc is not None and nproc > 1:
         raise typer.Exit(launch(nproc))
     from steelyard.sparsity import prune as pruning
+    from steelyard.sparsity.prune_request import PruneRequest
 
-    request = pruning.PruneRequest(
+    request = PruneRequest(
         checkpoint, destination, method, pattern, update_weights, calibration, samples, sequence_length, seed,
         save.value, dense_inputs, _split(include), _split(exclude), tokenizer, device.value, dtype.value, tensor,
     )  # fmt: skip

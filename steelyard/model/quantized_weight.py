@@ -30,7 +30,7 @@ class QuantizedWeight(nn.Module):
 
     def __init__(self, extent: Extent, whole_rows: int, precision: str, double: bool, device: torch.device) -> None:
         super().__init__()
-        self.extent, self.whole_rows, self.precision, self.double = extent, whole_rows, precision, double
+        self.extent, self.whole_rows, self.precision, self.double_quant = extent, whole_rows, precision, double
 
         def frozen(dtype: torch.dtype, *size: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
@@ -60,7 +60,7 @@ class QuantizedWeight(nn.Module):
         rows, columns = (of.rows // pieces, of.columns) if dim == 0 else (of.rows, of.columns // pieces)
         first = (index * rows, 0) if dim == 0 else (0, index * columns)
         extent = Extent(*first, rows, columns, of.whole_columns)
-        return QuantizedWeight(extent, self.whole_rows, self.precision, self.double, self.codes.device)
+        return QuantizedWeight(extent, self.whole_rows, self.precision, self.double_quant, self.codes.device)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The matrix as a tensor."""

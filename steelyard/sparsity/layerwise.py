@@ -248,7 +248,8 @@ class HiddenStates:
 def batches_of(tokens_BL: Tensor, device: torch.device) -> tuple[Tensor, ...]:
     """The windows in batches, which do not depend on the number of ranks."""
     windows, length = tokens_BL.shape
-    return tokens_BL.split(max(1, min(TOKENS_AT_ONCE[device.type] // length, windows // FEWEST_BATCHES)))
+    size = max(1, min(TOKENS_AT_ONCE[device.type] // length, windows // FEWEST_BATCHES))
+    return tuple(tokens_BL.split(size))
 
 
 def _embedded(source: CheckpointSource, task: Task, tokens_BL: Tensor, mesh: Mesh) -> HiddenStates:

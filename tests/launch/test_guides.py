@@ -49,17 +49,18 @@ def run(line: str, capsys) -> str:
 def test_the_guide_to_mpirun_prints_the_line_it_shows(place, capsys):
     page = (DOCS / "guide-mpi.md").read_text()
     settle(page)
-    lines = commands("guide-mpi.md")
+    memory, shown, submitted, logs, listed = commands("guide-mpi.md")
+    assert "fits: 69.4 GiB" in run(memory, capsys)
     megatron = page.split("```text\n")[1].split(" ../train_70b.sh")[0]
-    assert f"exec {megatron} " in run(lines[0], capsys)
+    assert f"exec {megatron} " in run(shown, capsys)
     assert not Path("runs").exists()
     program(place / "mpirun", "echo step 1")
     Path("datasets").mkdir()
     write_documents("datasets/llama3_arxiv_text_document", [range(5_000)] * 20, 128_000)
     settle(page, ("/opt/openmpi/bin/mpirun", str(place / "mpirun")))
-    assert "job " in run(lines[1], capsys)
-    assert "launcher.log" in run(lines[2], capsys)
-    assert "llama-70b" in run(lines[3], capsys)
+    assert "job " in run(submitted.replace("train.init_from=checkpoints/Llama-3.1-70B-mega", ""), capsys)
+    assert "launcher.log" in run(logs, capsys)
+    assert "llama-70b" in run(listed, capsys)
 
 
 def test_the_guide_to_containers_runs_inside(place, capsys, monkeypatch):
@@ -69,7 +70,10 @@ def test_the_guide_to_containers_runs_inside(place, capsys, monkeypatch):
     program(place / "bin" / "apptainer", 'echo "inside: $*, $LD_LIBRARY_PATH"')
     shell, command, prune, evaluate = commands("guide-containers.md")
     assert "exec apptainer exec" in run(shell, capsys)
-    assert "--groups 1x4" in run(prune, capsys)
+    script = run(prune, capsys)
+    assert "--groups 1x4" in script
+    assert "--gres=gpu:4" in script
+    assert "apptainer exec --nv" in script
     assert "eval ppl runs/masks" in run(evaluate, capsys)
     command = [sys.executable, "-P", "-m", "steelyard", *command.split()[1:]]
     own = {"PATH": f"{place}/bin:/usr/bin:/bin", "PYTHONPATH": str(DOCS.parent)}
