@@ -139,7 +139,7 @@ def prune(
 ) -> dict[str, Any]:  # fmt: skip
     """Prune a checkpoint in one shot into a Hugging Face folder, or a mask file (`save="mask"`); returns the report.
 
-    `options` are the other fields of `steelyard.sparsity.prune_request.PruneRequest`, such as `samples`, `length`, `exclude`.
+    `options` are the other fields of `steelyard.sparsity.prune_request.PruneRequest`, such as `samples`.
     """
     from steelyard.sparsity import prune as pruning
     from steelyard.sparsity.prune_request import PruneRequest
