@@ -69,6 +69,7 @@ def test_a_shard_keeps_the_ties_that_the_whole_matrix_keeps():
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("text", ["2:4", "4:8", "0.5"])
 def test_a_gpu_keeps_the_ties_that_a_cpu_keeps(text):
     scores = torch.randint(0, 3, (512, 1024), generator=torch.Generator().manual_seed(0)).float()
