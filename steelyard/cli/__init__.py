@@ -147,9 +147,17 @@ def _with_default(words: list[str]) -> list[str]:
 def _never_silent(words: list[str]) -> contextlib.AbstractContextManager[None]:
     """Let the console say that a command is running, except for commands that show something all the time."""
     command = [word for word in words[:2] if re.fullmatch("[a-z-]+", word) and not word.startswith("-")]
-    if not command or command[0] in INTERACTIVE or " ".join(command) in INTERACTIVE:
+    is_shown = bool(command) and command[0] not in INTERACTIVE and " ".join(command) not in INTERACTIVE
+    if not is_shown or not _is_rank0():
         return contextlib.nullcontext()
     return console.working(" ".join(command))
+
+
+def _is_rank0() -> bool:
+    try:
+        return detect(os.environ).is_rank0
+    except UserError:  # The command reports it.
+        return False
 
 
 class _ByTask(TyperGroup):
