@@ -6,10 +6,9 @@ map, but looks up whole grapheme clusters, and takes the shortest match in them.
 1. A separator between all characters makes each of them a cluster, so single characters are mapped alike.
 2. The longer rules of Unicode maps compose decomposed characters: a kana and its voice mark, the jamo of a syllable, a
    letter and its accents. NFC composes them too. It also composes or reorders some sequences that no rule has, such as
-   a precomposed letter and another mark; a separator at these places prevents it.
+   a ligature or a precomposed letter and another mark; a separator at these places prevents it.
 
-Differences remain for a mark after a character that is mapped to several (a ligature with an accent), and for longer
-rules of maps that a user wrote.
+Differences remain for longer rules of maps that a user wrote.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from functools import cache
 from itertools import groupby
 from typing import Any
 
-SEPARATOR = "\ufff0"  # Unassigned, and a grapheme cluster of its own.
-FIRST_PLACEHOLDER = 0x10F000  # private use: no map has them
+SEPARATOR, LASTING_SEPARATOR = "\ufff0", "\ufff1"  # Unassigned, and grapheme clusters of their own.
+PRIVATE = 0x10F000
 JAMO = "\u1161-\u1175\u11a8-\u11c2"  # vowels and final consonants
 
 
@@ -31,23 +30,31 @@ def normalizers_of(compiled: bytes, composes: bool, symbols: list[str]) -> list[
     """The steps; `composes` if the map composes decomposed characters. Symbols are not mapped, the longest first."""
     from tokenizers import Regex, normalizers
 
-    hidden = [(symbol, chr(FIRST_PLACEHOLDER + number)) for number, symbol in enumerate(symbols)]
-    steps: list[Any] = [
-        *(normalizers.Replace(symbol, placeholder) for symbol, placeholder in hidden),
+    hidden = [(text, _placeholder(n)) for n, text in enumerate([SEPARATOR, LASTING_SEPARATOR, *symbols])]
+    steps: list[Any] = [normalizers.Replace(text, placeholder) for text, placeholder in hidden]
+    if composes:
+        steps.append(normalizers.Replace(Regex(rf"(?<={_class(_expanding())})"), LASTING_SEPARATOR))
+    steps += [
         normalizers.Replace(Regex(r"(?!\A)(?!\z)"), SEPARATOR),
         normalizers.Precompiled(compiled),
         normalizers.Replace(SEPARATOR, ""),
     ]
     if composes:
         separate = normalizers.Replace(Regex(_not_composed()), SEPARATOR)
-        steps += [separate, normalizers.NFC(), normalizers.Replace(SEPARATOR, "")]
-    return [*steps, *(normalizers.Replace(placeholder, symbol) for symbol, placeholder in hidden)]
+        removed = [normalizers.Replace(each, "") for each in (SEPARATOR, LASTING_SEPARATOR)]
+        steps += [separate, normalizers.NFC(), *removed]
+    return [*steps, *(normalizers.Replace(placeholder, text) for text, placeholder in hidden)]
+
+
+def _placeholder(number: int) -> str:
+    """Three characters for private use in a sequence that no text has, and that no map changes."""
+    return chr(PRIVATE) + chr(PRIVATE + 1 + number) + chr(PRIVATE)
 
 
 @cache
 def _not_composed() -> str:
     """A pattern of the places where NFC would compose or reorder characters, but no rule of a map does."""
-    characters = [chr(code) for code in range(0xA0, sys.maxunicode + 1) if not 0xD800 <= code <= 0xDFFF]
+    characters = _characters()
     marks = _class(character for character in characters if unicodedata.combining(character))
     composed = [character for character in characters if unicodedata.normalize("NFD", character) != character]
     bases: dict[tuple[str, str], set[str]] = defaultdict(set)
@@ -59,6 +66,15 @@ def _not_composed() -> str:
     is_rule = "|".join(f"(?<={_class(first)}{between}){mark}" for (between, mark), first in sorted(bases.items())
                        if unicodedata.combining(mark))  # fmt: skip
     return f"(?<={_class(composed)})(?=[{marks[1:-1]}{JAMO}])|(?<={marks})(?!{is_rule})(?={marks})"
+
+
+def _expanding() -> list[str]:
+    """Characters that are mapped to several, such as ligatures: a mark after them is not composed."""
+    return [character for character in _characters() if len(unicodedata.normalize("NFKC", character)) > 1]
+
+
+def _characters() -> list[str]:
+    return [chr(code) for code in range(0xA0, sys.maxunicode + 1) if not 0xD800 <= code <= 0xDFFF]
 
 
 def _class(characters: Iterable[str]) -> str:

@@ -56,8 +56,8 @@ def rebuilt(tokenizer: SentencePieceTokenizer) -> JsonTokenizer:
     inner.normalizer = normalizers.Sequence(_normalizers(tokenizer))
     if words:
         inner.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(w), "isolated") for w in words])
-    steps = [decoders.Replace(names[sp.unk_id()], UNKNOWN_SURFACE), decoders.Replace(SPACE, " ")]
-    steps += [decoders.ByteFallback(), decoders.Fuse()]
+    unknown, space = decoders.Replace(names[sp.unk_id()], UNKNOWN_SURFACE), decoders.Replace(SPACE, " ")
+    steps: list[Any] = [unknown, space, decoders.ByteFallback(), decoders.Fuse()]
     _, prefix, squeeze = tokenizer.normalizer
     inner.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix or squeeze else steps)
     return JsonTokenizer(inner, tokenizer.source)
