@@ -97,7 +97,7 @@ def test_an_export_keeps_the_ids_on_any_text(trained, kind, text):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None, max_examples=300, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
 @given(text=ANY | ODD | CJK_AND_EMOJI)
 def test_an_export_decodes_as_sentencepiece_does(trained, kind, text):
     tokenizer, exported, folder = trained[kind]

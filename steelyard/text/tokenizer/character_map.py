@@ -22,7 +22,7 @@ from itertools import groupby
 from typing import Any
 
 SEPARATOR, LASTING_SEPARATOR = "\ufff0", "\ufff1"  # Unassigned, and grapheme clusters of their own.
-FIRST_PLACEHOLDER = 0x10F000  # private use: no map has them
+PRIVATE = 0x10F000
 JAMO = "\u1161-\u1175\u11a8-\u11c2"  # vowels and final consonants
 
 
@@ -30,8 +30,8 @@ def normalizers_of(compiled: bytes, composes: bool, symbols: list[str]) -> list[
     """The steps; `composes` if the map composes decomposed characters. Symbols are not mapped, the longest first."""
     from tokenizers import Regex, normalizers
 
-    hidden = [(symbol, chr(FIRST_PLACEHOLDER + number)) for number, symbol in enumerate(symbols)]
-    steps: list[Any] = [normalizers.Replace(symbol, placeholder) for symbol, placeholder in hidden]
+    hidden = [(text, _placeholder(n)) for n, text in enumerate([SEPARATOR, LASTING_SEPARATOR, *symbols])]
+    steps: list[Any] = [normalizers.Replace(text, placeholder) for text, placeholder in hidden]
     if composes:
         steps.append(normalizers.Replace(Regex(rf"(?<={_class(_expanding())})"), LASTING_SEPARATOR))
     steps += [
@@ -43,7 +43,12 @@ def normalizers_of(compiled: bytes, composes: bool, symbols: list[str]) -> list[
         separate = normalizers.Replace(Regex(_not_composed()), SEPARATOR)
         removed = [normalizers.Replace(each, "") for each in (SEPARATOR, LASTING_SEPARATOR)]
         steps += [separate, normalizers.NFC(), *removed]
-    return [*steps, *(normalizers.Replace(placeholder, symbol) for symbol, placeholder in hidden)]
+    return [*steps, *(normalizers.Replace(placeholder, text) for text, placeholder in hidden)]
+
+
+def _placeholder(number: int) -> str:
+    """Three characters for private use in a sequence that no text has, and that no map changes."""
+    return chr(PRIVATE) + chr(PRIVATE + 1 + number) + chr(PRIVATE)
 
 
 @cache
