@@ -128,7 +128,7 @@ def mistake(done: subprocess.CompletedProcess) -> str:
         (["submit", "--", "prune", ".", "out"], "missing option '--method'"),
         (["submit", "--", "eval", "ppl", "runs/my"], "missing option '--data'"),
         (["submit", "--", "eval", "perplexity", "runs/my"], "no such command 'perplexity'"),
-        (["submit", "--ranks-per-node", "2", "--", "generate", "my"], "generate runs in one process, but 2 ranks"),
+        (["submit", "--ranks-per-node", "2", "--", "generate", "my", "--prompt", "a"], "generate runs in one process"),
         (["submit", "--nodes", "2", "--", "train", "my.toml", "--nproc", "4"], "remove --nproc"),
         (["prune", ".", "out", "--method", "sparse-gpt"], "did you mean sparsegpt?"),
         (["mask", "info", "tiny.toml"], "not a valid safetensors file"),
