@@ -45,15 +45,16 @@ def init(
     from dataclasses import replace
 
     from steelyard.core.console import console
-    from steelyard.launch import site_detect, site_test, sites
+    from steelyard.launch import site_test, sites
+    from steelyard.launch.backends import slurm_site
 
-    facts = site_detect.detect()
+    facts = slurm_site.detect()
     facts = facts if account is None else replace(facts, account=account)
     for line in facts.lines():
         console.say(line)
     name = name or facts.cluster
-    values = site_detect.settings(facts, site_detect.chosen(facts.partitions, partition, gpus), image, gpus)
-    path = site_detect.add_site(sites_file, name, values)
+    values = slurm_site.settings(facts, slurm_site.chosen(facts.partitions, partition, gpus), image, gpus)
+    path = slurm_site.add_site(sites_file, name, values)
     result = {"site": name, "file": str(path), "settings": values}
     text = f"site      {name} in {path}"
     if test:

@@ -253,14 +253,14 @@ class Trainer:
         step = self.train_state.counters.step
         with self.recorder.paused():
             valid_loss = validation_loss(self.engine, self.validation, stop)
-        if valid_loss is None:
-            console.say(f"step {step}: validation stopped; it is repeated when the run resumes")
-            return False
-        if step:
-            self.valid_losses.append(valid_loss)
-        self.recorder.record({"step": step, "valid_loss": valid_loss})
-        perplexity = f", perplexity {units.perplexity(valid_loss)}" if self.extension.is_likelihood else ""
-        console.say(f"step {step}: validation loss {valid_loss:.4f}{perplexity}")
+            if valid_loss is None:
+                console.say(f"step {step}: validation stopped; it is repeated when the run resumes")
+                return False
+            if step:
+                self.valid_losses.append(valid_loss)
+            self.recorder.record({"step": step, "valid_loss": valid_loss})
+            perplexity = f", perplexity {units.perplexity(valid_loss)}" if self.extension.is_likelihood else ""
+            console.say(f"step {step}: validation loss {valid_loss:.4f}{perplexity}")
         return True
 
     def _check_validation(self) -> tuple[bool, bool]:

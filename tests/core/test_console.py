@@ -134,4 +134,4 @@ def test_a_command_that_works_in_silence_says_that_it_runs(monkeypatch, capsys):
 
 def test_only_commands_that_show_something_themselves_may_be_silent():
     silent = {name for name in cli.COMMANDS if not hasattr(cli._never_silent([name, "x"]), "gen")}
-    assert silent == {"logs", "serve", "shell", "submit", "watch"}
+    assert silent == {"chat", "logs", "serve", "shell", "submit", "watch"}

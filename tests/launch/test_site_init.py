@@ -7,7 +7,7 @@ import pytest
 
 from steelyard.core.errors import UserError
 from steelyard.launch import sites
-from steelyard.launch.site_detect import SiteFacts, add_site, chosen, container_kind, partitions, settings
+from steelyard.launch.backends.slurm_site import SiteFacts, add_site, chosen, container_kind, partitions, settings
 
 SINFO = """\
 cpu*|up|infinite|64|100|(null)
