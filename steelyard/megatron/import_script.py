@@ -191,9 +191,9 @@ def _finish(reading: Reading, draft: Draft, scripts: Sequence[Path]) -> None:
 def _comment_out_unsound(draft: Draft, name: str) -> None:
     """Validate the recipe, and reject the keys of its problems until there is none, or none that a key explains."""
     for _ in range(MOST_PROBLEMS):
-        values: dict[str, Any] = {"name": name, **draft.kept()}
+        values = draft.kept()
         values["model"]["family"] = draft.get("model.family")  # If it is unsound: the other keys depend on it.
-        found = problems(values)
+        found = problems({"name": name} | values)
         keys = {key: _setting(draft, key) for key, _, _ in found}
         for key, message, _ in found:
             if (setting := keys[key]) and setting not in draft.unsound:
