@@ -20,7 +20,7 @@ from steelyard.checkpoint.formats.hf_config import positions_of
 from steelyard.checkpoint.formats.source import check
 from steelyard.checkpoint.formats.write import Target, convert, refuse_destination
 from steelyard.core import units
-from steelyard.core.console import console
+from steelyard.core.console import ProgressBar, console
 from steelyard.core.errors import UserError
 from steelyard.core.recipe.model_section import GptConfig
 from steelyard.core.recipe.parallel_section import ParallelSection
@@ -70,7 +70,9 @@ def prune(request: PruneRequest) -> dict[str, Any]:
         resumed = run_on_rank0(world, finished.open)
         layers = pruned_layers(source, task, tokens_BL, mesh, lambda number: finished.read(number, resumed))
         rows: list[dict[str, Any]] = []
-        with closing(_reported(layers, rows, finished, resumed)) as reported:
+        # Around the bar of the writer, which counts bytes and gets a row of its own.
+        bar = console.progress("prune", len(finished.names), "layers", len(resumed), lines=False)
+        with bar as progress, closing(_reported(layers, rows, finished, resumed, progress)) as reported:
             if world.is_rank0:
                 _write(request, source, task, reported, about)
             else:
@@ -145,12 +147,13 @@ def _reported(
     rows: list[dict[str, Any]],
     finished: FinishedLayers,
     resumed: list[int],
+    progress: ProgressBar,
 ) -> Generator[LayerOnDevice, None, None]:
-    """The layers, with a line and a row of the report for each; rank 0, which is not quiet, saves new ones."""
+    """The layers, with a line and a row of the report for each; rank 0 saves new ones."""
     total, is_rank0 = len(finished.names), detect(os.environ).is_rank0
     if resumed:
         console.say(f"{len(resumed)} of {total} layers were finished by an earlier command")
-    with closing(layers), console.progress("prune", total, "layers", len(resumed), lines=False) as progress:
+    with closing(layers):
         spent: list[float] = []
         for layer in layers:
             if layer.number not in resumed:

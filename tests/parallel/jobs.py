@@ -25,7 +25,8 @@ from steelyard.parallel.world import init_distributed
 from steelyard.sparsity import sparsity_extension as sparsity
 from steelyard.sparsity.finished_layers import FinishedLayers
 from steelyard.sparsity.layerwise import LayerOnDevice
-from steelyard.sparsity.prune import PruneRequest, prune
+from steelyard.sparsity.prune import prune
+from steelyard.sparsity.prune_request import PruneRequest
 from steelyard.training import engine, trainer
 from steelyard.training.extension import Extension
 from tests.finetuning.conftest import recipe_of

@@ -17,7 +17,8 @@ from steelyard.sparsity import layerwise as layering
 from steelyard.sparsity.calibration import Calibration, windows
 from steelyard.sparsity.mask_file import MaskFile
 from steelyard.sparsity.patterns import Pattern
-from steelyard.sparsity.prune import PruneRequest, as_text, prune
+from steelyard.sparsity.prune import as_text, prune
+from steelyard.sparsity.prune_request import PruneRequest
 from steelyard.sparsity.target_modules import maskable
 from tests.conftest import kill
 from tests.sparsity import published
