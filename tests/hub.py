@@ -7,7 +7,7 @@ from pathlib import Path
 
 from steelyard.checkpoint.hub import local_hub
 from steelyard.checkpoint.hub.local_api import HubHandler, LocalHub
-from steelyard.checkpoint.hub.local_store import Repository, Store
+from steelyard.checkpoint.hub.local_store import HubStore, Repository
 
 USER, TOKEN = "someone", "hf_" + "Planted0" * 4 + "Tk"
 
@@ -49,7 +49,7 @@ class Files(MutableMapping):
         return len(self.repository.paths())
 
 
-class HostileStore(Store):
+class HostileStore(HubStore):
     """A store that also lists names which no honest hub lists, such as `../outside`."""
 
     def __init__(self, folder: Path) -> None:
@@ -81,7 +81,7 @@ class HostileRepository(Repository):
 class Stocked:
     """A repository of the hub."""
 
-    def __init__(self, store: Store, key: str) -> None:
+    def __init__(self, store: HubStore, key: str) -> None:
         self.settings = store.settings.setdefault(key, {"private": False, "commits": []})
         self.files = Files(Repository(store, key, store.folder / key))
 

@@ -11,7 +11,7 @@ import typer
 from steelyard.cli.options import JsonOption, print_result
 
 
-class Task(StrEnum):
+class InitTask(StrEnum):
     """What the recipe is for."""
 
     pretrain = "pretrain"
@@ -30,7 +30,7 @@ def init(
         typer.Option(metavar="PATH", help="Text: a file, a pattern or a folder.  [default: data, or this folder]"),
     ] = None,
     task: Annotated[
-        Task | None, typer.Option(help="The task.  [default: sft for conversations, else pretrain]")
+        InitTask | None, typer.Option(help="The task.  [default: sft for conversations, else pretrain]")
     ] = None,
     model: Annotated[
         str | None, typer.Option(metavar="CKPT", help="sft and prune: the model to start from.", show_default=False)

@@ -2,7 +2,7 @@
 
 A model sees at most `context` tokens. When the text becomes longer, the oldest tokens are dropped and the rest is
 computed again. The rest leaves room for the tokens still to be generated, but is at least half of the context.
-A `Memory` keeps the cache between texts: of the next one only the tokens after the common beginning are computed.
+A `KeptCache` keeps the cache between texts: of the next one only the tokens after the common beginning are computed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Sampling:
     seed: int = 0
 
 
-class Memory:
+class KeptCache:
     """A KV cache that is kept between texts, and the ids of the tokens in it."""
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Writer:
         return self.stream_after(self.tokenizer.framed(prompt) or [self.tokenizer.end_of_document], sampling)
 
     def stream_after(
-        self, ids: Sequence[int], sampling: Sampling, ends: Collection[int] = (), memory: Memory | None = None
+        self, ids: Sequence[int], sampling: Sampling, ends: Collection[int] = (), memory: KeptCache | None = None
     ) -> Iterator[str]:
         """The continuation of these tokens, up to an end token of the model or one of `ends`."""
         if len(ids) > self.context:
@@ -145,12 +145,12 @@ def tokens(
     sampling: Sampling,
     context: int,
     ends: Collection[int],
-    memory: Memory | None = None,
+    memory: KeptCache | None = None,
 ) -> Iterator[int]:
     """The tokens that the model generates after the prompt, without the end token."""
     generator = torch.Generator().manual_seed(sampling.seed)
     ids = list(prompt)
-    memory = memory or Memory()
+    memory = memory or KeptCache()
     new = memory.unread(ids, min(context, len(ids) + sampling.max_tokens))
     for left in range(sampling.max_tokens, 0, -1):
         if memory.cache.length + len(new) > context:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from steelyard.checkpoint.formats import CheckpointSource
 from steelyard.core.recipe.finetune_section import BasePrecision
-from steelyard.model.quantization import Extent, dequantize, quantize, shard_of
+from steelyard.model.quantization import ShardExtent, dequantize, quantize, shard_of
 from steelyard.model.quantized_weight import QuantizedWeight
 from steelyard.parallel.tensor_parallel import MAGNITUDE
 from steelyard.training.engine import Engine
@@ -35,7 +35,7 @@ def load_quantized(source: CheckpointSource, engine: Engine, stored: BasePrecisi
                     part.tensor.copy_(values[part.rows.start : part.rows.stop].view(part.tensor.dtype))
             magnitude = parts.get(path.removesuffix(MATRIX) + MAGNITUDE)
             if sets_magnitudes and magnitude is not None:
-                whole = Extent(0, 0, weight.whole_rows, weight.extent.whole_columns, weight.extent.whole_columns)
+                whole = ShardExtent(0, 0, weight.whole_rows, weight.extent.whole_columns, weight.extent.whole_columns)
                 norms = dequantize(shard_of(quantized, whole), whole, torch.float32).norm(dim=1)
                 magnitude.tensor.copy_(norms[magnitude.rows.start : magnitude.rows.stop])
 
@@ -62,5 +62,5 @@ class QuantizedSource(CheckpointSource):
         if not name.startswith("layers.") or whole.ndim != 2:
             return whole
         rows, columns = whole.shape
-        extent = Extent(0, 0, rows, columns, columns)
+        extent = ShardExtent(0, 0, rows, columns, columns)
         return dequantize(shard_of(quantize(whole, *self.stored), extent), extent, torch.float32)

@@ -18,13 +18,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from steelyard.model.quantization import ABSMAX_BLOCK, BLOCK, INT8_STEP, Extent, Quantized, absmax_values, nf4_values
+from steelyard.model.quantization import (
+    ABSMAX_BLOCK,
+    BLOCK,
+    INT8_STEP,
+    Quantized,
+    ShardExtent,
+    absmax_values,
+    nf4_values,
+)
 
 BYTES, WARPS = 1024, 4  # of codes per program, and its warps
 _BLOCK, _ABSMAX_BLOCK, _INT8_STEP = tl.constexpr(BLOCK), tl.constexpr(ABSMAX_BLOCK), tl.constexpr(INT8_STEP)
 
 
-def dequantize(shard: Quantized, extent: Extent, dtype: torch.dtype) -> Tensor:
+def dequantize(shard: Quantized, extent: ShardExtent, dtype: torch.dtype) -> Tensor:
     """The weights of a shard, as in `quantization.dequantize`."""
     codes, absmax, scale, offset = (tensor if tensor is None else tensor.contiguous() for tensor in shard)
     assert codes is not None

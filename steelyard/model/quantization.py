@@ -38,7 +38,7 @@ EXPONENTS = 7  # of the 8-bit values of double quantization
 
 
 @dataclass(frozen=True)
-class Extent:
+class ShardExtent:
     """The rows and columns of a shard, and the columns of the whole matrix."""
 
     first_row: int
@@ -129,7 +129,7 @@ def _quantize_int8(weight: Tensor) -> Quantized:
     return Quantized((weight.float() * factor).round_().to(torch.int8), absmax)
 
 
-def shard_of(whole: Quantized, extent: Extent) -> Quantized:
+def shard_of(whole: Quantized, extent: ShardExtent) -> Quantized:
     """The shard of a whole quantized matrix, with `absmax` per row."""
     rows = slice(extent.first_row, extent.first_row + extent.rows)
     if whole.codes.dtype == torch.int8:
@@ -143,7 +143,7 @@ def shard_of(whole: Quantized, extent: Extent) -> Quantized:
     return Quantized(codes, absmax, whole.scale, whole.offset)
 
 
-def dequantize(shard: Quantized, extent: Extent, dtype: torch.dtype) -> Tensor:
+def dequantize(shard: Quantized, extent: ShardExtent, dtype: torch.dtype) -> Tensor:
     """The weights of a shard, computed in fp32 and rounded to `dtype`."""
     codes, absmax, scale, offset = shard
     if codes.dtype == torch.int8:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from steelyard.model.modules import Linear
-from steelyard.model.quantization import ABSMAX_BLOCK, BLOCK, Extent, Quantized, dequantize
+from steelyard.model.quantization import ABSMAX_BLOCK, BLOCK, Quantized, ShardExtent, dequantize
 
 BYTE = torch.float8_e4m3fn
 
@@ -28,7 +28,9 @@ class QuantizedWeight(nn.Module):
     scale: nn.Parameter | None
     offset: nn.Parameter | None
 
-    def __init__(self, extent: Extent, whole_rows: int, precision: str, double: bool, device: torch.device) -> None:
+    def __init__(
+        self, extent: ShardExtent, whole_rows: int, precision: str, double: bool, device: torch.device
+    ) -> None:
         super().__init__()
         self.extent, self.whole_rows, self.precision, self.double_quant = extent, whole_rows, precision, double
 
@@ -47,7 +49,7 @@ class QuantizedWeight(nn.Module):
     def like(cls, weight: Tensor, precision: str, double: bool) -> QuantizedWeight:
         """An empty quantized matrix of the size of a whole matrix."""
         rows, columns = weight.shape
-        return cls(Extent(0, 0, rows, columns, columns), rows, precision, double, weight.device)
+        return cls(ShardExtent(0, 0, rows, columns, columns), rows, precision, double, weight.device)
 
     @property
     def shape(self) -> torch.Size:
@@ -59,7 +61,7 @@ class QuantizedWeight(nn.Module):
         of = self.extent
         rows, columns = (of.rows // pieces, of.columns) if dim == 0 else (of.rows, of.columns // pieces)
         first = (index * rows, 0) if dim == 0 else (0, index * columns)
-        extent = Extent(*first, rows, columns, of.whole_columns)
+        extent = ShardExtent(*first, rows, columns, of.whole_columns)
         return QuantizedWeight(extent, self.whole_rows, self.precision, self.double_quant, self.codes.device)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
@@ -94,7 +96,7 @@ def _weight(
     codes: Tensor, absmax: Tensor, scale: Tensor | None, offset: Tensor | None,
     bits: int, first_row: int, first_column: int, whole_columns: int, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    extent = Extent(first_row, first_column, codes.shape[0], codes.shape[1] * 8 // bits, whole_columns)
+    extent = ShardExtent(first_row, first_column, codes.shape[0], codes.shape[1] * 8 // bits, whole_columns)
     codes = codes.view(torch.int8 if bits == 8 else torch.uint8)
     shard = Quantized(codes, absmax.view(torch.uint8) if absmax.dtype == BYTE else absmax, scale, offset)
     if codes.is_cuda:

@@ -38,7 +38,7 @@ from steelyard.training.profiler import PROFILE, Profiler
 from steelyard.training.straggler import StepTimer
 from steelyard.training.throughput import Speed
 from steelyard.training.train_state import TrainState
-from steelyard.training.validation import validation_loss
+from steelyard.training.validation_loss import validation_loss
 
 STEPS_BEFORE_MEMORY_REPORT = 2
 TIMELINE = "timeline"

@@ -55,7 +55,7 @@ SAVINGS: tuple[dict[str, Any], ...] = (
 
 
 @dataclass(frozen=True)
-class Machine:
+class Hardware:
     """The devices that train: their name, number, bytes for tensors, FLOP/s of all together, and best precision."""
 
     name: str
@@ -77,22 +77,22 @@ class FirstRecipe:
     commands: list[str]
 
 
-def this_machine() -> Machine:
+def this_machine() -> Hardware:
     """The GPUs of this machine, or its cores as one device."""
     gpus = visible_gpus()
     if not gpus:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         cores = len(usable_cpus())
         flops = cores * (CORE.fp32 or 0.0) * 1e12 * UTILISATION
-        return Machine(f"{cores} CPU cores", 1, memory // 2, flops, "fp32")
+        return Hardware(f"{cores} CPU cores", 1, memory // 2, flops, "fp32")
     name, memory = min(gpus, key=lambda gpu: gpu[1])
     known = by_device_name(name)
     precision = "fp16" if known is not None and known.bf16 is None else "bf16"
     peak = UNKNOWN_GPU if known is None else (known.peak(precision) or UNKNOWN_GPU) * known.sustained
-    return Machine(name, len(gpus), memory - RESERVED, len(gpus) * peak * UTILISATION, precision)
+    return Hardware(name, len(gpus), memory - RESERVED, len(gpus) * peak * UTILISATION, precision)
 
 
-def pretraining(found: Survey, machine: Machine, recipe: Path, hours: float) -> FirstRecipe:
+def pretraining(found: Survey, machine: Hardware, recipe: Path, hours: float) -> FirstRecipe:
     """A recipe that trains a new tokenizer and model on the text."""
     folder = recipe.with_suffix("")
     _, vocab, bytes_per_token = _of_size(VOCABULARIES, found.bytes)
@@ -129,7 +129,7 @@ def pretraining(found: Survey, machine: Machine, recipe: Path, hours: float) -> 
     return FirstRecipe(fitting, reasons, [_command(each) for each in words])
 
 
-def finetuning(found: Survey, machine: Machine, recipe: Path, base: str, context: int, config: Any) -> FirstRecipe:
+def finetuning(found: Survey, machine: Hardware, recipe: Path, base: str, context: int, config: Any) -> FirstRecipe:
     """A recipe that fine-tunes a model on conversations: all weights if they fit, otherwise LoRA."""
     settings = _settings(recipe, machine, config, min(context, 1024), 2e-5, 0)
     settings["train"] |= {"init_from": base}
@@ -157,7 +157,7 @@ def finetuning(found: Survey, machine: Machine, recipe: Path, base: str, context
     return FirstRecipe(fitting, reasons, [_command(each) for each in words])
 
 
-def pruning(found: Survey, machine: Machine, recipe: Path, base: str, context: int, config: Any) -> FirstRecipe:
+def pruning(found: Survey, machine: Hardware, recipe: Path, base: str, context: int, config: Any) -> FirstRecipe:
     """A recipe that trains a model with the zeros of one-shot 2:4 pruning, to recover its quality."""
     folder, length = recipe.with_suffix(""), min(context, 2048)
     tokens = int(found.bytes / 4)
@@ -181,7 +181,7 @@ def pruning(found: Survey, machine: Machine, recipe: Path, base: str, context: i
 
 
 def _settings(
-    recipe: Path, machine: Machine, model: GptConfig | LlamaConfig, length: int, rate: float, tokens: int
+    recipe: Path, machine: Hardware, model: GptConfig | LlamaConfig, length: int, rate: float, tokens: int
 ) -> dict[str, Any]:
     """The sections of every recipe: a batch of a power of two per device, and at least some hundred steps of it."""
     wanted = min(MOST_BATCH_TOKENS, tokens // FEWEST_STEPS) // (length * machine.devices)
@@ -200,7 +200,7 @@ def _settings(
     }
 
 
-def _fitting(settings: dict[str, Any], machine: Machine) -> dict[str, Any] | None:
+def _fitting(settings: dict[str, Any], machine: Hardware) -> dict[str, Any] | None:
     """The settings with the largest micro-batch that fits into memory; None if none does."""
     for saving in SAVINGS:
         for micro in MICRO_BATCHES:
@@ -238,7 +238,7 @@ def _tokenize(found: Survey, tokenizer: str, prefix: str) -> list[str]:
     return words + ([] if found.mode == "line" else ["--document", found.mode])
 
 
-def _nproc(machine: Machine) -> list[str]:
+def _nproc(machine: Hardware) -> list[str]:
     return ["--nproc", str(machine.devices)] if machine.devices > 1 else []
 
 
@@ -246,7 +246,7 @@ def _command(words: list[str]) -> str:
     return shlex.join(["steelyard", *words])
 
 
-def _too_small(machine: Machine) -> RuntimeFailure:
+def _too_small(machine: Hardware) -> RuntimeFailure:
     return RuntimeFailure(
         f"no layout on {machine} holds this model for training",
         hint="describe a larger cluster, and let steelyard plan find a layout",

@@ -46,7 +46,7 @@ def is_conversation(found: Survey) -> bool:
 
 
 def _from_model(
-    task: str, found: Survey, machine: first_recipe.Machine, recipe: Path, model: str | None
+    task: str, found: Survey, machine: first_recipe.Hardware, recipe: Path, model: str | None
 ) -> first_recipe.FirstRecipe:
     from steelyard.checkpoint.formats import open_source
     from steelyard.checkpoint.formats.hf_config import positions_of

@@ -15,7 +15,7 @@ import pytest
 
 from steelyard.checkpoint.hub import local_hub
 from steelyard.checkpoint.hub.local_api import LocalHub
-from steelyard.checkpoint.hub.local_store import Store
+from steelyard.checkpoint.hub.local_store import HubStore
 from tests import preloaded
 
 SECONDS = 300
@@ -79,7 +79,7 @@ def test_transformers_and_datasets_load_from_it(served, models):
 @pytest.fixture
 def hub_at(tmp_path):
     """A hub with a token in this process, and a function that sends it a request and returns the answer's status."""
-    store = Store(tmp_path / "hub")
+    store = HubStore(tmp_path / "hub")
     store.create("models/org/tiny", private=True)
     (store.folder / "models" / "org" / "open").mkdir()
     (store.folder / "models" / "org" / "open" / "a.bin").write_bytes(bytes(range(100)))

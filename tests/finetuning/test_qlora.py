@@ -11,7 +11,7 @@ from steelyard.core.recipe.finetune_section import BasePrecision
 from steelyard.finetuning import peft_format, sft
 from steelyard.finetuning.lora_extension import Adapting
 from steelyard.finetuning.quantized_base import QuantizedSource
-from steelyard.model.quantization import Extent, dequantize, quantize, shard_of
+from steelyard.model.quantization import ShardExtent, dequantize, quantize, shard_of
 from steelyard.parallel.mesh import alone
 from steelyard.sizes.memory import memory_of
 from steelyard.sizes.memory_hints import remedies
@@ -33,7 +33,7 @@ def write_dequantized(folder, out, precision, double):
         for name, weight in model.named_parameters():
             if ".layers." in name and weight.ndim == 2:
                 rows, columns = weight.shape
-                here = Extent(0, 0, rows, columns, columns)
+                here = ShardExtent(0, 0, rows, columns, columns)
                 quantized = quantize(weight, precision, double)
                 weight.copy_(dequantize(shard_of(quantized, here), here, torch.float32))
     model.save_pretrained(out)

@@ -5,7 +5,7 @@ import torch
 
 from steelyard.model import quantization
 from steelyard.model.loss import VocabHead, cross_entropy
-from steelyard.model.quantization import Extent, quantize, shard_of
+from steelyard.model.quantization import ShardExtent, quantize, shard_of
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("triton")
@@ -43,7 +43,7 @@ def test_without_a_gradient_the_losses_are_the_same_and_logits_stay():
 
 
 @pytest.mark.parametrize(
-    "here", [Extent(0, 0, 6, 2400, 2400), Extent(3, 0, 3, 2400, 2400), Extent(0, 1200, 6, 1200, 2400)]
+    "here", [ShardExtent(0, 0, 6, 2400, 2400), ShardExtent(3, 0, 3, 2400, 2400), ShardExtent(0, 1200, 6, 1200, 2400)]
 )
 @pytest.mark.parametrize(("precision", "double"), [("nf4", False), ("nf4", True), ("int8", False)])
 def test_the_kernels_dequantize_to_the_same_bits(precision, double, here):

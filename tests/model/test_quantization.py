@@ -8,7 +8,7 @@ import torch
 from steelyard.model.modules import Linear
 from steelyard.model.quantization import (
     NF4_VALUES,
-    Extent,
+    ShardExtent,
     absmax_values,
     dequantize,
     nf4_values,
@@ -29,7 +29,7 @@ def matrix(rows, columns, dtype=torch.float32):
 
 
 def whole(rows, columns):
-    return Extent(0, 0, rows, columns, columns)
+    return ShardExtent(0, 0, rows, columns, columns)
 
 
 def quantiles():
@@ -122,7 +122,7 @@ def test_a_shard_has_the_weights_of_the_whole(precision, double, rows, columns):
     quantized = quantize(matrix(rows, columns), precision, double)
     weight = dequantize(shard_of(quantized, whole(rows, columns)), whole(rows, columns), torch.float32)
     for first_row, first_column in ((0, 0), (rows // 2, 0), (0, columns // 2)):
-        here = Extent(first_row, first_column, rows - first_row, columns - first_column, columns)
+        here = ShardExtent(first_row, first_column, rows - first_row, columns - first_column, columns)
         shard = shard_of(quantized, here)
         assert torch.equal(dequantize(shard, here, torch.float32), weight[first_row:, first_column:])
 

@@ -13,7 +13,7 @@ from steelyard.core.errors import Interrupted, UserError
 from steelyard.core.recipe import load_recipe
 from steelyard.core.run import Run
 from steelyard.training.extension import Extension
-from steelyard.training.validation import parts_of
+from steelyard.training.validation_loss import parts_of
 from tests.training.test_trainer import curve
 
 QUICK = ["train.steps=6", "eval.every=0", "log.every=1", "optim.decay_steps=12"]

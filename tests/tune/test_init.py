@@ -12,10 +12,10 @@ from steelyard.sizes.gpu_catalogue import GIB
 from steelyard.sizes.memory import memory_of
 from steelyard.sizes.param_count import parameters
 from steelyard.text.survey import Survey, survey
-from steelyard.tune.first_recipe import Machine, finetuning, pretraining
+from steelyard.tune.first_recipe import Hardware, finetuning, pretraining
 from steelyard.tune.init_run import is_conversation
 
-H100S = Machine("H100", 8, 78 * GIB, 8 * 280e12, "bf16")
+H100S = Hardware("H100", 8, 78 * GIB, 8 * 280e12, "bf16")
 LINE = "The quick brown fox number {} jumps over the lazy dog, and the dog does not mind at all, since it is asleep.\n"
 TALKS = "".join(
     json.dumps({"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"It is {n}."}]})
@@ -49,7 +49,7 @@ def test_the_model_grows_with_the_text_and_the_hours_and_sees_twenty_tokens_per_
 
 
 def test_a_model_that_does_not_fit_gives_way_to_a_smaller_one(tmp_path):
-    small = Machine("small", 8, 2 * GIB, H100S.flops, "bf16")
+    small = Hardware("small", 8, 2 * GIB, H100S.flops, "bf16")
     found, path = text_of(1e12, tmp_path), tmp_path / "x.toml"
     roomy, tight = (recipe_of(pretraining(found, each, path, 24)) for each in (H100S, small))
     assert parameters(tight.model).total < parameters(roomy.model).total
@@ -58,7 +58,7 @@ def test_a_model_that_does_not_fit_gives_way_to_a_smaller_one(tmp_path):
 
 def test_weights_that_do_not_fit_for_training_get_adapters(tmp_path):
     config = LlamaConfig(family="llama", layers=32, hidden=4096, heads=32, vocab=32000)
-    for machine, adapter in ((H100S, False), (Machine("one", 1, 40 * GIB, 1e14, "bf16"), True)):
+    for machine, adapter in ((H100S, False), (Hardware("one", 1, 40 * GIB, 1e14, "bf16"), True)):
         made = finetuning(text_of(1e6, tmp_path), machine, tmp_path / "x.toml", "base", 4096, config)
         assert ("adapter" in made.settings["finetune"]) == adapter
     assert "--nproc 8" in finetuning(text_of(1, tmp_path), H100S, tmp_path / "x.toml", "b", 64, config).commands[1]

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from steelyard.checkpoint.hub.local_store import BLOCK, MAIN, Repository, Store, git_oid, is_large
+from steelyard.checkpoint.hub.local_store import BLOCK, MAIN, HubStore, Repository, git_oid, is_large
 from steelyard.core import files
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
@@ -35,7 +35,7 @@ _KEY = r"(?P<key>(?:models|datasets)/[^/]+(?:/[^/]+)?)"
 class LocalHub:
     """A store, its user, the token that writes need (None: any), and whether writes are allowed."""
 
-    store: Store
+    store: HubStore
     user: str
     token: str | None = None
     is_writable: bool = True

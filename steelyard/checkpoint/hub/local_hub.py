@@ -7,7 +7,7 @@ from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 from steelyard.checkpoint.hub.local_api import HubHandler, LocalHub
-from steelyard.checkpoint.hub.local_store import Store
+from steelyard.checkpoint.hub.local_store import HubStore
 from steelyard.core.console import console
 from steelyard.core.errors import Interrupted, UserError
 
@@ -26,7 +26,7 @@ def start(hub: LocalHub, host: str, port: int, handler: type[HubHandler] = HubHa
 def serve(folder: Path, host: str, port: int, user: str, token: str | None) -> None:
     """Serve a folder until the process is interrupted."""
     is_loopback = host in ("127.0.0.1", "localhost")
-    store = Store(folder)
+    store = HubStore(folder)
     store.prepare()
     is_writable = is_loopback or token is not None
     server = start(LocalHub(store, user, token, is_writable, is_loopback), host, port)

@@ -33,7 +33,7 @@ LARGE_NAMES = (".safetensors", ".bin", ".model", ".parquet", ".gguf", ".gz", ".z
 BLOCK = 1 << 20
 
 
-class Store:
+class HubStore:
     """The repositories below a folder."""
 
     def __init__(self, folder: Path) -> None:
@@ -138,7 +138,7 @@ class Store:
 class Repository:
     """One branch of a repository."""
 
-    def __init__(self, store: Store, key: str, folder: Path) -> None:
+    def __init__(self, store: HubStore, key: str, folder: Path) -> None:
         self.store, self.key, self.folder = store, key, folder
 
     @property

@@ -31,7 +31,7 @@ MODULE = re.compile(r"[\w.+-]+(?:/[\w.+-]+)*")
 
 
 @dataclass(frozen=True)
-class Partition:
+class SlurmPartition:
     """Nodes of one kind in a partition."""
 
     name: str
@@ -53,7 +53,7 @@ class SiteFacts:
     """The answers of the login node."""
 
     cluster: str
-    partitions: list[Partition]
+    partitions: list[SlurmPartition]
     account: str | None = None
     loaded: list[str] = field(default_factory=list)
     available: list[str] = field(default_factory=list)
@@ -90,7 +90,7 @@ def detect() -> SiteFacts:
     )
 
 
-def partitions(listed: str) -> list[Partition]:
+def partitions(listed: str) -> list[SlurmPartition]:
     """The partitions that are up, in the order of sinfo."""
     found = []
     for line in listed.splitlines():
@@ -100,7 +100,7 @@ def partitions(listed: str) -> list[Partition]:
         if state == "up":
             finite = None if limit in ("infinite", "n/a") else limit
             found.append(
-                Partition(
+                SlurmPartition(
                     name.rstrip("*"), name.endswith("*"), finite, int(cpus.rstrip("+")), int(nodes), kind, int(count)
                 )
             )
@@ -109,7 +109,7 @@ def partitions(listed: str) -> list[Partition]:
     return found
 
 
-def chosen(found: Sequence[Partition], name: str | None, gpus: bool) -> Partition:
+def chosen(found: Sequence[SlurmPartition], name: str | None, gpus: bool) -> SlurmPartition:
     """The named partition, or the one with GPUs that is the default or has most of them."""
     named = [each for each in found if name in (None, each.name)]
     if not named:
@@ -118,7 +118,7 @@ def chosen(found: Sequence[Partition], name: str | None, gpus: bool) -> Partitio
     return max(named, key=lambda each: (gpus and each.gpus > 0, each.is_default, each.gpus * each.nodes))
 
 
-def settings(facts: SiteFacts, partition: Partition, image: str | None, gpus: bool) -> dict[str, Any]:
+def settings(facts: SiteFacts, partition: SlurmPartition, image: str | None, gpus: bool) -> dict[str, Any]:
     """The table of the site."""
     site: dict[str, Any] = {}
     slurm: dict[str, Any] = {"partition": partition.name}
