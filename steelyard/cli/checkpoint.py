@@ -1,4 +1,4 @@
-"""`steelyard checkpoint`: convert, inspect, compare and verify checkpoints of any format."""
+"""`steelyard checkpoint`: convert, extend, inspect, compare and verify checkpoints of any format."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Layers(StrEnum):
 def register(root: typer.Typer, name: str, help_: str) -> None:
     """Add the commands to the tree."""
     group = typer.Typer(help=help_, rich_markup_mode=None, no_args_is_help=True)
-    for command in (convert, info, diff, verify):
+    for command in (convert, extend, info, diff, verify):
         group.command(command.__name__)(command)
     root.add_typer(group, name=name)
 
@@ -85,6 +85,31 @@ def convert(
     target = Target(to.value, layout, DTYPES[dtype.value] if dtype else None, _bytes(shard_size), tokenizer)
     result = write(open_source(source), destination, target)
     print_result(result, json, f"{destination}: {to.value}, {result['dtype']}, {units.size(result['bytes'])}")
+
+
+def extend(
+    source: SourceArgument,
+    destination: Annotated[Path, typer.Argument(metavar="OUT", help="The Hugging Face folder to write.")],
+    tokenizer: Annotated[str, typer.Option(help="The extended tokenizer, as tokenizer extend writes it.")],
+    dtype: Annotated[StoredDtype | None, typer.Option(help="[default: that of the source]", show_default=False)] = None,
+    json: JsonOption = False,
+) -> None:
+    """Add rows for the new pieces of an extended tokenizer to embedding and head.
+
+    A new row is the mean of the rows of the pieces that it replaces. All other rows stay as they are.
+
+    Example: steelyard checkpoint extend models/Llama-3.1-8B models/llama-ja --tokenizer tokenizers/llama3-ja
+    """
+    from steelyard.checkpoint.formats import open_source
+    from steelyard.checkpoint.formats.extended_source import ExtendedSource
+    from steelyard.checkpoint.formats.write import DTYPES, Target, convert
+
+    extended = ExtendedSource(open_source(source), tokenizer)
+    written = convert(extended, destination, Target("hf", dtype=DTYPES[dtype.value] if dtype else None))
+    before, after = extended.origin.config.vocab, extended.config.vocab
+    result = {**written, "new_pieces": len(extended.parts), "vocab_before": before, "vocab": after}
+    text = f"{destination}: {len(extended.parts)} new pieces, {before} rows before, {after} now"
+    print_result(result, json, f"{text}, {result['dtype']}, {units.size(result['bytes'])}")
 
 
 def info(source: SourceArgument, json: JsonOption = False) -> None:

@@ -1,4 +1,4 @@
-"""`steelyard tokenizer`: train, inspect and export tokenizers."""
+"""`steelyard tokenizer`: train, extend, inspect and export tokenizers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TokenizerKind(StrEnum):
 def register(root: typer.Typer, name: str, help_: str) -> None:
     """Add the commands to the tree."""
     group = typer.Typer(help=help_, rich_markup_mode=None, no_args_is_help=True)
-    for command in (train, info, export):
+    for command in (train, extend, info, export):
         group.command(command.__name__)(command)
     root.add_typer(group, name=name)
 
@@ -79,6 +79,34 @@ def train(
         written = trained.write(model_prefix)
     result = {"files": written, "kind": trained.kind, "vocab_size": trained.vocab_size}
     print_result(result, json, f"{', '.join(written)}: {trained.kind}, {trained.vocab_size} tokens")
+
+
+def extend(
+    tokenizer: Annotated[str, typer.Argument(metavar="BASE", help="The tokenizer to extend, BPE or Unigram.")],
+    text: Annotated[
+        list[str], typer.Option(metavar="FILE", help="Files or patterns: .txt, .jsonl, .parquet, also .gz or .zst.")
+    ],
+    add: Annotated[int, typer.Option(min=1, help="Number of new pieces.")],
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="The Hugging Face folder to write.")],
+    sample: Annotated[int, typer.Option(min=0, help="Use this many random documents; 0 all.")] = 0,
+    json_key: Annotated[str, typer.Option(help="The key of the text.")] = "text",
+    document: DocumentOption = DocumentSplit.line,
+    json: JsonOption = False,
+) -> None:
+    """Add pieces for another text to a tokenizer. Existing pieces keep their ids.
+
+    Example: steelyard tokenizer extend models/Llama-3.1-8B --text japanese.jsonl --add 8000 --out tokenizers/llama3-ja
+    """
+    from steelyard.text import tokenizer as tokenizers
+    from steelyard.text.corpus import documents, named_files
+    from steelyard.text.tokenizer.extend_vocabulary import extend_with_report
+
+    base, paths = tokenizers.load_tokenizer(tokenizer), named_files(text)
+    tokenizers.refuse_folder(out)
+    extended, result = extend_with_report(base, lambda: documents(paths, json_key, document.value), add, sample)
+    extended.save(out)
+    lines = (f"{key:28} {value}" for key, value in result.items())
+    print_result({"folder": str(out), **result}, json, "\n".join([f"{out}: {extended.kind}", *lines]))
 
 
 def info(

@@ -1,6 +1,7 @@
 import argparse
 import io
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,11 @@ KINDS = {
 }
 
 
+@cache
+def loaded(folder):
+    return tokenizers.load_tokenizer(folder)
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """Each kind once, with its export as transformers loads it."""
@@ -105,7 +111,7 @@ def test_an_export_decodes_as_sentencepiece_does(trained, kind, text):
         return
     ids = tokenizer.encode(text)
     assert exported.decode(ids) == tokenizer.decode(ids)
-    assert tokenizers.load_tokenizer(folder).decode(ids, skip_special_tokens=False) == tokenizer.decode(ids)
+    assert loaded(folder).decode(ids, skip_special_tokens=False) == tokenizer.decode(ids)
 
 
 JAPANESE = "吾輩は猫である。か\u3099き\u3099 ｶﾞｷﾞ ①㈱ 각ᄀ\u1161\u11a8 我能吞下玻璃 🎉👩\u200d👧 <s> <0x41> 1<sep>2[MASK]"
@@ -139,7 +145,7 @@ def test_the_fast_way_gives_the_same_ids(trained, kind, texts):
     tokenizer, _, folder = trained[kind]
     expected = [tokenizer.encode(text) for text in texts]
     assert [ids.tolist() for ids in tokenizer.encode_batch(texts)] == expected
-    assert [ids.tolist() for ids in tokenizers.load_tokenizer(folder).encode_batch(texts)] == expected
+    assert [ids.tolist() for ids in loaded(folder).encode_batch(texts)] == expected
 
 
 @pytest.mark.parametrize("kind", ["byte-bpe", "bpe-bytes-spaces"])

@@ -23,6 +23,7 @@ from steelyard.checkpoint.formats import compressed_tensors, safetensors, write_
 from steelyard.checkpoint.formats import hf_config as configs
 from steelyard.checkpoint.formats import hf_metadata as extras
 from steelyard.checkpoint.formats.key_mapping import Entry, hugging_face, joined, theirs_size
+from steelyard.checkpoint.formats.megatron_args import refuse_to_write
 from steelyard.checkpoint.formats.native import PREFIX, TOKENIZER
 from steelyard.checkpoint.formats.source import TABLES, CheckpointSource, check, expected_sizes
 from steelyard.checkpoint.formats.write_megatron import MegatronLayout
@@ -59,6 +60,8 @@ def convert(
     dtype = target.dtype or source.dtype
     if target.to != "megatron" and target.layout != WHOLE:
         raise UserError(f"{target.to} checkpoints are not sharded by rank", hint="remove --tensor and --pipeline")
+    if target.to.startswith("megatron"):
+        refuse_to_write(source.config)
     if source.remark is not None:
         console.warn(source.remark)
     supply = Supply(source, dtype)

@@ -22,11 +22,16 @@ class Difference:
 
 def export_hf(tokenizer: Tokenizer, folder: Path) -> None:
     """Write the folder, which must be empty or not exist."""
+    refuse_folder(folder)
+    tokenizer.save(folder)
+
+
+def refuse_folder(folder: Path) -> None:
+    """Raise if the folder has files."""
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file", hint="choose a new folder")
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} is not empty", hint="choose a new folder")
-    tokenizer.save(folder)
 
 
 def differences(tokenizer: Tokenizer, folder: Path, texts: Iterable[str]) -> tuple[int, list[Difference]]:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from steelyard.core import files
 from steelyard.core.errors import UserError
-from steelyard.text.tokenizer.tokenizer import END_NAMES, Tokenizer, read_config, template_in
+from steelyard.text.tokenizer.tokenizer import END_NAMES, Tokenizer, read_config, template_in, write_template
 
 if TYPE_CHECKING:
     import tokenizers
@@ -52,11 +52,11 @@ class JsonTokenizer(Tokenizer):
         self.end_id = self._end_id()
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self.inner.encode(_valid_utf8(text), add_special_tokens=False).ids
+        ids: list[int] = self.inner.encode(valid_utf8(text), add_special_tokens=False).ids
         return ids
 
     def framed(self, text: str) -> list[int]:
-        ids: list[int] = self.inner.encode(_valid_utf8(text), add_special_tokens=True).ids
+        ids: list[int] = self.inner.encode(valid_utf8(text), add_special_tokens=True).ids
         begin = self._id_of("bos_token")
         # The file defines the special tokens, but the config next to it takes precedence in `transformers`.
         if begin is not None and self.config.get("add_bos_token") is True and ids[:1] != [begin]:
@@ -64,7 +64,7 @@ class JsonTokenizer(Tokenizer):
         return ids
 
     def located(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        encoding = self._with_special_tokens.encode(_valid_utf8(text), add_special_tokens=False)
+        encoding = self._with_special_tokens.encode(valid_utf8(text), add_special_tokens=False)
         ends = [0, *(end for _, end in encoding.offsets)]
         # Some files trim spaces from the span of a token: an empty span then starts where the previous one ended.
         spans = [(min(last, first) if first == end else first, end)
@@ -89,8 +89,8 @@ class JsonTokenizer(Tokenizer):
             try:
                 return [encode(text) for text in texts]
             except (TypeError, UnicodeError):
-                return [encode(_valid_utf8(text)) for text in texts]
-        encodings = self.inner.encode_batch_fast([_valid_utf8(text) for text in texts], add_special_tokens=False)
+                return [encode(valid_utf8(text)) for text in texts]
+        encodings = self.inner.encode_batch_fast([valid_utf8(text) for text in texts], add_special_tokens=False)
         return [np.asarray(encoding.ids, dtype=np.int32) for encoding in encodings]
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
@@ -98,7 +98,7 @@ class JsonTokenizer(Tokenizer):
         return text
 
     def pieces(self, text: str) -> list[str]:
-        pieces: list[str] = self.inner.encode(_valid_utf8(text), add_special_tokens=False).tokens
+        pieces: list[str] = self.inner.encode(valid_utf8(text), add_special_tokens=False).tokens
         return pieces
 
     def save(self, folder: Path) -> None:
@@ -107,10 +107,11 @@ class JsonTokenizer(Tokenizer):
         if end is not None:
             config.setdefault("eos_token", end)
         files.write_json(folder / "tokenizer_config.json", config)
+        write_template(self, config, folder)
         # The vocabulary is written last: a folder that has it is complete.
         files.write_text(folder / "tokenizer.json", self.inner.to_str(pretty=True))
 
-    def _unknown_id(self) -> int | None:
+    def model_unknown_id(self) -> int | None:
         model = json.loads(self.inner.to_str())["model"]
         number: int | None = model.get("unk_id")
         return self.inner.token_to_id(model["unk_token"]) if model.get("unk_token") else number
@@ -188,6 +189,6 @@ def from_gpt2_pair(vocab: Path, merges: Path) -> JsonTokenizer:
     return JsonTokenizer(inner, f"{vocab},{merges}")
 
 
-def _valid_utf8(text: str) -> str:
+def valid_utf8(text: str) -> str:
     """Text that UTF-8 can encode: a lone surrogate, which JSON allows, becomes the replacement character."""
     return text if SURROGATE.search(text) is None else SURROGATE.sub("\ufffd", text)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from steelyard.core import files
 from steelyard.core.errors import UserError
-from steelyard.text.tokenizer.tokenizer import Tokenizer, as_ids, read_config, template_in
+from steelyard.text.tokenizer.tokenizer import Tokenizer, as_ids, read_config, template_in, write_template
 
 UNIGRAM, BPE = 1, 2  # types of model
 NORMAL, CONTROL, USER_DEFINED, BYTE = 1, 3, 4, 6  # types of piece
@@ -116,7 +116,7 @@ class SentencePieceTokenizer(Tokenizer):
         piece: str = self.inner.id_to_piece(number)
         return bytes([int(piece[3:5], 16)]) if self.inner.is_byte(number) else piece.replace("\u2581", " ").encode()
 
-    def _unknown_id(self) -> int | None:
+    def model_unknown_id(self) -> int | None:
         number: int = self.inner.unk_id()
         return number
 
@@ -137,6 +137,7 @@ class SentencePieceTokenizer(Tokenizer):
         }
         with files.atomic_file(folder / "tokenizer.model", "wb") as file:
             file.write(self.model)
+        write_template(self, copy.config, folder)
         copy.save(folder)
 
     def with_rounded_scores(self, step: float) -> SentencePieceTokenizer:
@@ -148,6 +149,14 @@ class SentencePieceTokenizer(Tokenizer):
                     score = struct.unpack_from("<f", model, start + first)[0]
                     struct.pack_into("<f", model, start + first, round(score / step) * step)
         return SentencePieceTokenizer(bytes(model), self.source)
+
+    def with_pieces(self, scores: dict[str, float]) -> SentencePieceTokenizer:
+        """The tokenizer with more pieces: the repeated field 1, with piece and score, may also be at the end."""
+        model = [self.model]
+        for name, score in scores.items():
+            piece = _with_length(name.encode()) + b"\x15" + struct.pack("<f", score)
+            model.append(_with_length(piece))
+        return SentencePieceTokenizer(b"".join(model), self.source, begins=bool(self._before))
 
     def write(self, prefix: Path) -> list[str]:
         """Write PREFIX.model and the human-readable PREFIX.vocab, with a piece and its score per line."""
@@ -211,3 +220,11 @@ def _varint(message: bytes, offset: int) -> tuple[int, int]:
         offset, shift = offset + 1, shift + 7
         if byte < 0x80:
             return value, offset
+
+
+def _with_length(value: bytes) -> bytes:
+    """Field 1 with a string or a nested message."""
+    length, number = b"", len(value)
+    while number >= 0x80:
+        length, number = length + bytes([number & 0x7F | 0x80]), number >> 7
+    return b"\x0a" + length + bytes([number]) + value

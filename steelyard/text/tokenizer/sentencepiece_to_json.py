@@ -13,7 +13,7 @@ is converted. The libraries differ in five places:
 
 SentencePiece adds the scores of a Unigram in single precision, `tokenizers` in double precision, which breaks ties
 between segmentations differently. Vocabularies that Steelyard trains have rounded scores, whose sums are exact in both
-(`train_tokenizer.py`); for other Unigrams about one line in ten thousand gets other ids.
+(`train_tokenizer.py`); other Unigrams give other ids for a few texts.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Tokenizer(ABC):
     @cached_property
     def unknown_id(self) -> int | None:
         """The id of text outside the vocabulary; None if all text can be encoded, as with bytes as tokens."""
-        unknown = self._unknown_id()
+        unknown = self.model_unknown_id()
         return unknown if unknown in self.encode(RARE) else None
 
     @cached_property
@@ -49,7 +49,7 @@ class Tokenizer(ABC):
         return not self.encode(RARE)
 
     @abstractmethod
-    def _unknown_id(self) -> int | None:
+    def model_unknown_id(self) -> int | None:
         """The id that the model has for unknown text, even if it can encode all text."""
 
     @abstractmethod
@@ -111,6 +111,13 @@ def template_in(config: dict[str, Any], folder: Path | None) -> str | None:
     if isinstance(template, list):  # Several templates by name; the one for plain conversations is `default`.
         template = next((entry.get("template") for entry in template if entry.get("name") == "default"), None)
     return template if isinstance(template, str) else None
+
+
+def write_template(tokenizer: Tokenizer, config: dict[str, Any], folder: Path) -> None:
+    """Write the chat template to a separate file, unless the config that is written has it."""
+    template = tokenizer.chat_template()
+    if template is not None and template != template_in(config, None):
+        files.write_text(folder / "chat_template.jinja", template)
 
 
 def as_ids(ids: Any) -> npt.NDArray[np.int32]:

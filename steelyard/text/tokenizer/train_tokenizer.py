@@ -28,6 +28,7 @@ class SentencePieceOptions:
     split_digits: bool = False
     symbols: tuple[str, ...] = ()
     keep_whitespace: bool = False
+    may_be_smaller: bool = False  # than requested, if the text has fewer pieces
 
 
 def train_byte_bpe(texts: Iterable[str], vocab_size: int, symbols: Iterable[str] = ()) -> JsonTokenizer:
@@ -62,6 +63,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, options: Sentence
             sentence_iterator=_recording_errors(_lines(_not_empty(texts)), stopped_by),
             model_writer=model,
             vocab_size=vocab_size,
+            hard_vocab_limit=not options.may_be_smaller,
             model_type=options.type,
             character_coverage=options.character_coverage,
             input_sentence_size=options.sample,
