@@ -2,7 +2,7 @@
 
     python benchmarks/qlora.py [--parts 8b loss] [--model PATH] [--tiny] [OVERRIDE ...]
 
-`8b` trains adapters of Llama 3.1 8B at sequence 1024 and micro-batch 1 with the base in nf4, int8 and bf16. Embedding
+`8b` trains adapters of Llama 3.1 8B at sequence 1024 with the base in nf4, int8 and bf16. Embedding
 and head are bf16. Matrices are drawn and quantized one by one. `peak_gb` includes the construction of the model and the
 compilation of its layers, `steps_gb` only later steps.
 `loss` trains adapters of one base in all three precisions on the same rows, and compares the loss on held-out rows. The
@@ -57,6 +57,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", default=["8b", "loss"], choices=["8b", "loss"])
     parser.add_argument("--bases", nargs="+", default=["nf4", "bf16", "int8", "nf4 double"], choices=BASES)
     parser.add_argument("--steps", type=int, default=20, help="timed steps of the 8B model")
+    parser.add_argument("--micro-batch", type=int, default=1, help="of the 8B model")
     parser.add_argument("--model", help="the checkpoint to tune, such as a folder of SmolLM2-135M")
     parser.add_argument("--pretrain", type=int, default=600, help="steps of the base that is trained here")
     parser.add_argument("--tune", type=int, default=200, help="steps of the adapters in the comparison of losses")
@@ -145,7 +146,9 @@ def gigabytes() -> float:
 
 def compare_8b(options: argparse.Namespace) -> None:
     """Peak memory and median step of each base."""
-    shape = ["data.sequence_length=1024", "train.micro_batch=1", "train.global_batch=1", "train.precision=bf16"]
+    batch = options.micro_batch
+    shape = ["data.sequence_length=1024", f"train.micro_batch={batch}", f"train.global_batch={batch}"]
+    shape += ["train.precision=bf16"]
     if options.tiny:
         shape += [*TINY, "data.sequence_length=64", "model.vocab=512", "train.precision=fp32"]
     found: dict[str, float] = {}
@@ -154,16 +157,16 @@ def compare_8b(options: argparse.Namespace) -> None:
         began = time.perf_counter()
         engine = engine_for(recipe, RandomSource(recipe))
         built, to_build = gigabytes(), time.perf_counter() - began
-        rows = np.random.RandomState(0).randint(0, recipe.model.vocab, (8, 1, recipe.data.sequence_length + 1))
+        rows = np.random.RandomState(0).randint(0, recipe.model.vocab, (8, batch, recipe.data.sequence_length + 1))
         found[name] = timed(engine, itertools.cycle(rows), options.steps)
         predicted = memory_of(recipe, 1)[0].total / 1e9
         whole = gigabytes()
         if DEVICE.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         timed(engine, itertools.cycle(rows), 1)
-        line(part="8b", base=name, peak_gb=whole, steps_gb=gigabytes(), predicted_gb=round(predicted, 2),
-             build_peak_gb=built,
-             build_seconds=round(to_build, 1), ms=round(1000 * found[name], 2),
+        line(part="8b", base=name, micro_batch=batch, peak_gb=whole, steps_gb=gigabytes(),
+             predicted_gb=round(predicted, 2), build_peak_gb=built, build_seconds=round(to_build, 1),
+             ms=round(1000 * found[name], 2),
              speed_of_bf16=round(found["bf16"] / found[name], 3) if "bf16" in found else None)  # fmt: skip
         del engine
     if "bf16" in found:

@@ -1,8 +1,9 @@
 """A frozen matrix in 4 or 8 bits, in place of the `weight` of a linear module.
 
 A product dequantizes the matrix to the dtype of its input, multiplies and drops the copy; the backward pass does the
-same again. So nothing is kept between the passes but the codes. Both are operators that are opaque to torch.compile:
-if it saw the dequantization, it would compute it once and keep the 16-bit matrix.
+same again. So nothing is kept between the passes but the codes. The two dequantizations differ in an argument, or
+torch.compile would compute one for both and keep the 16-bit matrix. On a GPU torch.compile sees the kernel and launches
+it from the code that it generates, which costs much less than a launch from Python.
 
 Codes are parameters, so that FSDP can shard them. Before torch 2.13 it supports only floating-point parameters, so the
 bytes are stored under a dtype of that kind.
@@ -20,6 +21,7 @@ from steelyard.model.modules import Linear
 from steelyard.model.quantization import ABSMAX_BLOCK, BLOCK, Quantized, ShardExtent, dequantize
 
 BYTE = torch.float8_e4m3fn
+TENSORS = 4  # of `QuantizedWeight.arguments`
 
 
 class QuantizedWeight(nn.Module):
@@ -66,8 +68,7 @@ class QuantizedWeight(nn.Module):
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The matrix as a tensor."""
-        weight: Tensor = _dequantize(*self.arguments(), dtype)
-        return weight
+        return _weight(dtype, False, *self.arguments())
 
     def arguments(self) -> tuple[Any, ...]:
         """The arguments that the operators take."""
@@ -88,73 +89,50 @@ def quantize_layers(layers: nn.Module, precision: str, double: bool) -> None:
 
 def product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """x @ weight.T + bias."""
-    y: Tensor = _product(x, *weight.arguments())
+    y: Tensor = _Product.apply(x, *weight.arguments())  # type: ignore[no-untyped-call]
     return y if bias is None else y + bias.to(y.dtype)
 
 
+class _Product(torch.autograd.Function):
+    """x @ weight.T, with a gradient only for x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *arguments: Any) -> Tensor:
+        ctx.save_for_backward(*arguments[:TENSORS])
+        ctx.place = arguments[TENSORS:]
+        return F.linear(x, _weight(x.dtype, False, *arguments))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        weight = _weight(gradient.dtype, True, *ctx.saved_tensors, *ctx.place)
+        return gradient @ weight, *[None] * (TENSORS + len(ctx.place))
+
+
 def _weight(
-    codes: Tensor, absmax: Tensor, scale: Tensor | None, offset: Tensor | None,
-    bits: int, first_row: int, first_column: int, whole_columns: int, dtype: torch.dtype,
+    dtype: torch.dtype, backward: bool, codes: Tensor, absmax: Tensor, scale: Tensor | None, offset: Tensor | None,
+    bits: int, first_row: int, first_column: int, whole_columns: int,
 ) -> Tensor:  # fmt: skip
-    extent = ShardExtent(first_row, first_column, codes.shape[0], codes.shape[1] * 8 // bits, whole_columns)
-    codes = codes.view(torch.int8 if bits == 8 else torch.uint8)
-    shard = Quantized(codes, absmax.view(torch.uint8) if absmax.dtype == BYTE else absmax, scale, offset)
     if codes.is_cuda:
         from steelyard.model import dequant_kernel
 
-        return dequant_kernel.dequantize(shard, extent, dtype)
-    return dequantize(shard, extent, dtype)
+        extent = ShardExtent(first_row, first_column, codes.shape[0], codes.shape[1] * 8 // bits, whole_columns)
+        return dequant_kernel.dequantize(Quantized(codes, absmax, scale, offset), extent, dtype, backward)
+    place = bits, first_row, first_column, whole_columns
+    weight: Tensor = _dequantize(codes, absmax, scale, offset, *place, dtype, backward)
+    return weight
 
 
 @torch.library.custom_op("steelyard::dequantize", mutates_args=())
 def _dequantize(
     codes: Tensor, absmax: Tensor, scale: Tensor | None, offset: Tensor | None,
-    bits: int, first_row: int, first_column: int, whole_columns: int, dtype: torch.dtype,
+    bits: int, first_row: int, first_column: int, whole_columns: int, dtype: torch.dtype, backward: bool,
 ) -> Tensor:  # fmt: skip
-    return _weight(codes, absmax, scale, offset, bits, first_row, first_column, whole_columns, dtype)
-
-
-@torch.library.custom_op("steelyard::quantized_product", mutates_args=())
-def _product(
-    x: Tensor, codes: Tensor, absmax: Tensor, scale: Tensor | None, offset: Tensor | None,
-    bits: int, first_row: int, first_column: int, whole_columns: int,
-) -> Tensor:  # fmt: skip
-    return F.linear(x, _weight(codes, absmax, scale, offset, bits, first_row, first_column, whole_columns, x.dtype))
-
-
-@torch.library.custom_op("steelyard::quantized_product_backward", mutates_args=())
-def _product_backward(
-    gradient: Tensor, codes: Tensor, absmax: Tensor, scale: Tensor | None, offset: Tensor | None,
-    bits: int, first_row: int, first_column: int, whole_columns: int,
-) -> Tensor:  # fmt: skip
-    weight = _weight(codes, absmax, scale, offset, bits, first_row, first_column, whole_columns, gradient.dtype)
-    return gradient @ weight
+    extent = ShardExtent(first_row, first_column, codes.shape[0], codes.shape[1] * 8 // bits, whole_columns)
+    codes = codes.view(torch.int8 if bits == 8 else torch.uint8)
+    shard = Quantized(codes, absmax.view(torch.uint8) if absmax.dtype == BYTE else absmax, scale, offset)
+    return dequantize(shard, extent, dtype)
 
 
 @_dequantize.register_fake
 def _(codes: Tensor, absmax: Tensor, scale: Any, offset: Any, bits: int, *rest: Any) -> Tensor:
-    return codes.new_empty(codes.shape[0], codes.shape[1] * 8 // bits, dtype=rest[-1])
-
-
-@_product.register_fake
-def _(x: Tensor, codes: Tensor, *rest: Any) -> Tensor:
-    return x.new_empty(*x.shape[:-1], codes.shape[0])
-
-
-@_product_backward.register_fake
-def _(gradient: Tensor, codes: Tensor, absmax: Tensor, scale: Any, offset: Any, bits: int, *rest: Any) -> Tensor:
-    return gradient.new_empty(*gradient.shape[:-1], codes.shape[1] * 8 // bits)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[1:5])
-    ctx.place = inputs[5:]
-
-
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    gradient_x = _product_backward(gradient, *ctx.saved_tensors, *ctx.place) if ctx.needs_input_grad[0] else None
-    return gradient_x, *[None] * 8
-
-
-_product.register_autograd(_backward, setup_context=_setup_context)
-PRODUCT = torch.ops.steelyard.quantized_product.default
+    return codes.new_empty(codes.shape[0], codes.shape[1] * 8 // bits, dtype=rest[-2])

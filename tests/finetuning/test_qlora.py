@@ -72,6 +72,7 @@ def test_training_computes_what_the_export_does(bases, place):
     assert full.metrics()[0]["valid_loss"] == pytest.approx(tuned[-1], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_holds_adapters_alone_and_a_run_resumes_to_the_bit(bases, place):
     _, whole = adapt(bases / "llama", NF4, DOUBLE, DORA, run="whole")
     names = checkpoint.source(whole.path).shapes()

@@ -211,13 +211,15 @@ class HubHandler(http.server.BaseHTTPRequestHandler):
                 for block in self._received():
                     digest.update(block)
                     file.write(block)
-            if digest.hexdigest() != oid:
-                self.say({"error": "the content does not have this digest"}, 400)
-                return
-            temporary.replace(path)
+            is_right = digest.hexdigest() == oid
+            if is_right:
+                temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
-        self.say({})
+        if is_right:
+            self.say({})
+        else:
+            self.say({"error": "the content does not have this digest"}, 400)
 
     def _received(self) -> Iterator[bytes]:
         """The body of an upload, in blocks."""
